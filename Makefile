@@ -1,0 +1,59 @@
+PYTHON ?= python3
+VENV ?= .venv
+# Arguments of pip, so an option such as --index-url may follow.
+TORCH ?= torch==2.13.0
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+
+.PHONY: demo test test-gpu bench lint format clean FORCE
+
+demo: $(VENV)/.installed
+	$(BIN)/python examples/demo.py --output demo_output
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest
+
+test-gpu: $(VENV)/.installed
+	$(BIN)/python -m pytest -m cuda
+
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/step.py
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(SOURCES)
+
+format: $(VENV)/.lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(SOURCES)
+
+clean:
+	rm -rf build dist *.egg-info demo_output .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -f fused_optim/*.so fused_optim/_build_info.json $(VENV)/.installed
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# The build is isolated, hence independent of the torch beside it. The last line shows which engines were built.
+$(VENV)/.installed: $(VENV)/.torch $(SOURCES) setup.py pyproject.toml
+	$(PIP) install -e '.[test,examples]'
+	@cat fused_optim/_build_info.json
+	@touch $@
+
+# Only the tools, as pinned in pyproject.toml: checking the sources must not depend on whether they compile.
+$(VENV)/.lint: pyproject.toml | $(BIN)/pip
+	$(PIP) install $$($(BIN)/python -c 'import tomllib; \
+	    print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["lint"])')
+	@touch $@
+
+# Holds what was installed, and gets newer only when TORCH asks for something else. First and alone, so that the choice
+# of a build of torch is TORCH's and not the dependency resolver's.
+$(VENV)/.torch: FORCE | $(BIN)/pip
+	@echo '$(TORCH)' | cmp -s - $@ || { echo 'installing $(TORCH)'; $(PIP) install $(TORCH:%='%') && echo '$(TORCH)' > $@; }
+
+# Its pip, not its python: a venv that failed for lack of ensurepip has the latter.
+$(BIN)/pip:
+	@$(PYTHON) -m venv $(VENV) || { echo "error: '$(PYTHON) -m venv' failed: on Debian and Ubuntu it needs the package" \
+	    "python3-venv; or set PYTHON to another Python (3.11 or newer)" >&2; exit 1; }

@@ -1,0 +1,80 @@
+// The Adam(W) update of one element, in FP32, and the scalars that it needs. Follows torch.optim.Adam(W)
+// (Kingma & Ba 2015; Loshchilov & Hutter 2019); every operation rounds once, nothing is contracted. Denormal second
+// moments become zero: their roots lie 11 orders of magnitude below the usual eps.
+#pragma once
+
+#include "formats.h"
+
+namespace fused_optim {
+
+// What the update of an element reads, derived once per step and group.
+struct Scalars {
+    float grad_factor;
+    float beta1;
+    float one_minus_beta1;
+    float beta2;
+    float one_minus_beta2;
+    float inverse_sqrt_correction2;
+    float eps;
+    float step_size;
+    float decay;       // decoupled: the parameter is multiplied by it
+    float l2_penalty;  // coupled: added to the gradient, times the parameter
+    Rounding rounding;
+};
+
+// base^exponent by squaring: the same bits on host and device, which library pow does not promise.
+FUSED_OPTIM_HD double integer_power(double base, int64_t exponent) {
+    double result = 1.0;
+    for (; exponent > 0; exponent >>= 1) {
+        if (exponent & 1) result *= base;
+        base *= base;
+    }
+    return result;
+}
+
+FUSED_OPTIM_HD bool is_skipped(const Hyper& hyper) { return hyper.found_inf != nullptr && *hyper.found_inf != 0.0f; }
+
+FUSED_OPTIM_HD Scalars derive(const Hyper& hyper) {
+    int64_t step = hyper.step_pointer ? *hyper.step_pointer + 1 : hyper.step;
+    double lr = hyper.lr_pointer ? static_cast<double>(*hyper.lr_pointer) : hyper.lr;
+    double correction1 = hyper.bias_correction ? 1.0 - integer_power(hyper.beta1, step) : 1.0;
+    double correction2 = hyper.bias_correction ? 1.0 - integer_power(hyper.beta2, step) : 1.0;
+    double factor = hyper.grad_factor ? static_cast<double>(*hyper.grad_factor) : 1.0;
+    if (hyper.grad_scale) factor /= static_cast<double>(*hyper.grad_scale);
+    Scalars scalars;
+    scalars.grad_factor = static_cast<float>(hyper.maximize ? -factor : factor);
+    scalars.beta1 = static_cast<float>(hyper.beta1);
+    scalars.one_minus_beta1 = static_cast<float>(1.0 - hyper.beta1);
+    scalars.beta2 = static_cast<float>(hyper.beta2);
+    scalars.one_minus_beta2 = static_cast<float>(1.0 - hyper.beta2);
+    scalars.inverse_sqrt_correction2 = static_cast<float>(1.0 / sqrt(correction2));
+    scalars.eps = static_cast<float>(hyper.eps);
+    scalars.step_size = static_cast<float>(lr / correction1);
+    scalars.decay = hyper.adam_w ? static_cast<float>(1.0 - lr * hyper.weight_decay) : 1.0f;
+    scalars.l2_penalty = hyper.adam_w ? 0.0f : static_cast<float>(hyper.weight_decay);
+    scalars.rounding.mask = hyper.stochastic_rounding ? 0xFFFFFFFFu : 0u;
+    scalars.rounding.offset = hyper.stochastic_rounding ? static_cast<uint32_t>(step) * kGoldenRatio : kNearest;
+    return scalars;
+}
+
+struct Updated {
+    float param;
+    float exp_avg;
+    float exp_avg_sq;
+    float root;  // sqrt(exp_avg_sq)
+};
+
+FUSED_OPTIM_HD Updated update(float grad, float param, float exp_avg, float exp_avg_sq, const Scalars& s) {
+    grad = grad * s.grad_factor;
+    if (s.l2_penalty != 0.0f) grad = grad + s.l2_penalty * param;
+    Updated out;
+    out.exp_avg = s.beta1 * exp_avg + s.one_minus_beta1 * grad;
+    float exp_avg_sq_new = s.beta2 * exp_avg_sq + s.one_minus_beta2 * (grad * grad);
+    out.exp_avg_sq = exp_avg_sq_new < kSmallestNormal ? 0.0f : exp_avg_sq_new;
+    out.root = float_bits(out.exp_avg_sq) < kInfinity ? square_root(out.exp_avg_sq) : out.exp_avg_sq;
+    float denominator = out.root * s.inverse_sqrt_correction2 + s.eps;
+    out.param = param * s.decay - s.step_size * quotient(out.exp_avg, denominator);
+    return out;
+}
+
+}  // namespace fused_optim

@@ -1,0 +1,93 @@
+// Bit views and the few operations that host and device spell differently. Contraction is off everywhere (--fmad=false,
+// -ffp-contract=off), so plain operators round once per operation. On the device, square root and division are written
+// without the range checks and slow paths that nvcc would put around each; the preconditions that make them
+// correctly rounded (Markstein, "IA-64 and elementary functions", 2000) stand beside them, and tests compare all of
+// their arguments with the IEEE operations.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "table.h"
+
+namespace fused_optim {
+
+FUSED_OPTIM_HD uint32_t float_bits(float x) {
+#if defined(__CUDA_ARCH__)
+    return __float_as_uint(x);
+#else
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return bits;
+#endif
+}
+
+FUSED_OPTIM_HD float bits_float(uint32_t bits) {
+#if defined(__CUDA_ARCH__)
+    return __uint_as_float(bits);
+#else
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+#endif
+}
+
+constexpr uint32_t kMagnitude = 0x7FFFFFFFu;
+constexpr uint32_t kInfinity = 0x7F800000u;
+constexpr uint32_t kQuietNaN = 0x7FC00000u;
+constexpr float kSmallestNormal = 1.1754943508222875e-38f;  // 2^-126
+
+FUSED_OPTIM_HD uint32_t magnitude_bits(float x) { return float_bits(x) & kMagnitude; }
+FUSED_OPTIM_HD bool is_nan(float x) { return magnitude_bits(x) > kInfinity; }
+FUSED_OPTIM_HD float larger(float a, float b) { return a > b ? a : b; }
+
+// min(x, top) in which NaN becomes top: the same on every backend.
+FUSED_OPTIM_HD float clamp_top(float x, float top) { return x < top ? x : top; }
+
+// sqrt(x) for x = 0 and normal positive x; infinity and denormals give NaN or a rough value.
+FUSED_OPTIM_HD float square_root(float x) {
+#if defined(__CUDA_ARCH__)
+    float r;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(fmaxf(x, kSmallestNormal)));
+    float s = x * r;
+    return __fmaf_rn(__fmaf_rn(-s, s, x), 0.5f * r, s);
+#else
+    return sqrtf(x);
+#endif
+}
+
+// 1 / x for 2^-125 <= x <= 2^125.
+FUSED_OPTIM_HD float reciprocal(float x) {
+#if defined(__CUDA_ARCH__)
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return __fmaf_rn(__fmaf_rn(-x, r, 1.0f), r, r);
+#else
+    return 1.0f / x;
+#endif
+}
+
+// x / divisor for a compile-time divisor of at most 448 and x >= 2^-100.
+FUSED_OPTIM_HD float divide(float x, float divisor) {
+#if defined(__CUDA_ARCH__)
+    float r = 1.0f / divisor;
+    float q = x * r;
+    return __fmaf_rn(__fmaf_rn(-q, divisor, x), r, q);
+#else
+    return x / divisor;
+#endif
+}
+
+// a / b within 2 units in the last place for b = 0 and normal b; exact on the host.
+FUSED_OPTIM_HD float quotient(float a, float b) {
+#if defined(__CUDA_ARCH__)
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(b));
+    return a * r;
+#else
+    return a / b;
+#endif
+}
+
+}  // namespace fused_optim

@@ -1,0 +1,309 @@
+// Codecs: how parameters, masters and moments are encoded. Every function here is exact IEEE arithmetic without
+// contraction, so that CPU, CUDA and the PyTorch reference (fused_optim/formats.py) produce the same bits.
+#pragma once
+
+#include <cstdint>
+
+#include "arithmetic.h"
+
+#if defined(__CUDA_ARCH__)
+#include <cuda_fp16.h>
+#endif
+
+namespace fused_optim {
+
+// ---------------------------------------------------------------------------------------------------------------
+// Rotating rounding: the threshold of an element moves by the golden ratio each step (a Weyl sequence).
+// code = floor(x + u), u = frac(hash(seed, parameter, element) + step * golden ratio), kept as a 32-bit fraction.
+
+constexpr uint32_t kGoldenRatio = 0x9E3779B9u;  // 2^32 * 0.6180339887
+constexpr uint32_t kNearest = 0x80000000u;      // u = 1/2: round to nearest, ties up
+
+FUSED_OPTIM_HD uint32_t mix(uint32_t h) {  // MurmurHash3's 32-bit finalizer
+    h ^= h >> 16;
+    h *= 0x85EBCA6Bu;
+    h ^= h >> 13;
+    h *= 0xC2B2AE35u;
+    return h ^ (h >> 16);
+}
+
+// One hash serves the four elements of an aligned quad: each reads it rotated by another number of bytes.
+FUSED_OPTIM_HD uint32_t quad_hash(uint32_t key, uint64_t element) {
+    uint64_t quad = element >> 2;
+    return mix((static_cast<uint32_t>(quad) + static_cast<uint32_t>(quad >> 32) * kGoldenRatio) ^ key);
+}
+
+FUSED_OPTIM_HD uint32_t rotate_left(uint32_t x, uint32_t n) { return (x << (n & 31)) | (x >> ((32 - n) & 31)); }
+
+struct Rounding {
+    uint32_t offset;  // step * golden ratio, or 1/2 for round to nearest
+    uint32_t mask;    // 0 switches the hash off
+
+    FUSED_OPTIM_HD uint32_t state_bits(uint32_t hash, uint32_t element) const {
+        return (rotate_left(hash, 8 * (element & 3)) & mask) + offset;
+    }
+    FUSED_OPTIM_HD uint32_t param_bits(uint32_t hash, uint32_t element) const {
+        return (rotate_left(hash, 8 * (element & 3) + 12) & mask) + offset;
+    }
+};
+
+// The fraction's 23 leading bits as a float in [0, 1).
+FUSED_OPTIM_HD float fraction(uint32_t u) { return bits_float(0x3F800000u | (u >> 9)) - 1.0f; }
+
+// floor(x + u) for 0 <= x < 2^22.
+FUSED_OPTIM_HD uint32_t floor_code(float x, uint32_t u) {
+    return static_cast<uint32_t>(static_cast<int32_t>(x + fraction(u)));
+}
+
+// Round to nearest even for |x| < 2^22.
+FUSED_OPTIM_HD int32_t nearest_code(float x) { return static_cast<int32_t>(float_bits(x + 12582912.0f)) - 0x4B400000; }
+
+// ---------------------------------------------------------------------------------------------------------------
+// Element types: gradients, parameters, masters
+
+FUSED_OPTIM_HD float bfloat16_decode(uint16_t bits) { return bits_float(static_cast<uint32_t>(bits) << 16); }
+
+FUSED_OPTIM_HD uint16_t bfloat16_nearest_even(float x) {
+    uint32_t b = float_bits(x);
+    uint32_t rounded = (b + 0x7FFFu + ((b >> 16) & 1u)) >> 16;
+    return static_cast<uint16_t>(is_nan(x) ? kQuietNaN >> 16 : rounded);
+}
+
+// Adds a fraction of the last kept place and truncates; a finite value stays finite.
+FUSED_OPTIM_HD uint16_t bfloat16_rotating(float x, uint32_t u) {
+    uint32_t b = float_bits(x);
+    uint32_t magnitude = b & kMagnitude;
+    uint32_t rounded = (magnitude + (u >> 16)) >> 16;
+    rounded = (rounded > 0x7F7Fu && magnitude < kInfinity) ? 0x7F7Fu : rounded;
+    rounded |= (b >> 16) & 0x8000u;
+    return static_cast<uint16_t>(magnitude > kInfinity ? kQuietNaN >> 16 : rounded);
+}
+
+FUSED_OPTIM_HD float float16_decode(uint16_t bits) {
+#if defined(__CUDA_ARCH__)
+    return __half2float(__ushort_as_half(bits));
+#else
+    uint32_t magnitude = bits & 0x7FFFu;
+    uint32_t finite = float_bits(bits_float(magnitude << 13) * 5.192296858534828e33f);  // 2^112 moves the exponent bias
+    uint32_t special = (magnitude << 13) | kInfinity;
+    uint32_t sign = static_cast<uint32_t>(bits & 0x8000u) << 16;
+    return bits_float((magnitude >= 0x7C00u ? special : finite) | sign);
+#endif
+}
+
+// Magnitudes below 65536; the caller handles sign, infinities and NaN.
+FUSED_OPTIM_HD uint32_t float16_magnitude_nearest_even(uint32_t b) {
+    uint32_t normal = ((b + 0xFFFu + ((b >> 13) & 1u)) >> 13) - (112u << 10);
+    uint32_t subnormal = float_bits(bits_float(b) + 0.5f) - 0x3F000000u;  // 0.5's last place is 2^-24
+    return b < 0x38800000u ? subnormal : normal;
+}
+
+FUSED_OPTIM_HD uint32_t float16_magnitude_rotating(uint32_t b, uint32_t u) {
+    uint32_t normal = ((b + (u >> 19)) >> 13) - (112u << 10);
+    uint32_t subnormal = floor_code(bits_float(b < 0x38800000u ? b : 0u) * 16777216.0f, u);
+    return b < 0x38800000u ? subnormal : normal;
+}
+
+FUSED_OPTIM_HD uint16_t float16_finish(uint32_t b, uint32_t finite) {
+    uint32_t magnitude = b & kMagnitude;
+    uint32_t code = magnitude >= 0x47800000u ? 0x7C00u : finite;  // 65536 and above
+    code = magnitude > kInfinity ? 0x7E00u : code;
+    return static_cast<uint16_t>(code | ((b >> 16) & 0x8000u));
+}
+
+FUSED_OPTIM_HD uint16_t float16_nearest_even(float x) {
+    uint32_t b = float_bits(x);
+    return float16_finish(b, float16_magnitude_nearest_even(b & kMagnitude));
+}
+
+FUSED_OPTIM_HD uint16_t float16_rotating(float x, uint32_t u) {
+    uint32_t b = float_bits(x);
+    return float16_finish(b, float16_magnitude_rotating(b & kMagnitude, u));
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Split masters: a BF16 parameter and the bits that it lacks
+
+struct Split {
+    uint16_t high;  // the BF16 parameter
+    int16_t low;    // the remainder; only the low byte for 24-bit masters
+};
+
+FUSED_OPTIM_HD float join_remainder16(uint16_t high, int16_t low) {
+    uint32_t upper = static_cast<uint32_t>(high) - (low < 0 ? 1u : 0u);
+    return bits_float((upper << 16) | static_cast<uint16_t>(low));
+}
+
+// A NaN keeps a NaN parameter: carrying into the high half could turn other payloads into a number.
+FUSED_OPTIM_HD Split split_remainder16(float master) {
+    uint32_t b = is_nan(master) ? kQuietNaN : float_bits(master);
+    uint32_t high = (b >> 16) + ((b >> 15) & 1u);
+    return {static_cast<uint16_t>(high), static_cast<int16_t>(b & 0xFFFFu)};
+}
+
+FUSED_OPTIM_HD float join_remainder8(uint16_t high, int8_t low) {
+    return join_remainder16(high, static_cast<int16_t>(static_cast<uint16_t>(static_cast<uint8_t>(low)) << 8));
+}
+
+// Rounds to the nearest 24-bit value (ties away from zero); the largest finite ones may become infinite.
+FUSED_OPTIM_HD Split split_remainder8(float master) {
+    uint32_t b = is_nan(master) ? kQuietNaN : float_bits(master);
+    uint32_t kept = (b + 0x80u) >> 8;
+    uint32_t high = (kept >> 8) + ((kept >> 7) & 1u);
+    return {static_cast<uint16_t>(high), static_cast<int16_t>(static_cast<int8_t>(kept & 0xFFu))};
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Block-scaled moments. A codec has: Bits, decode(bits, scale), scale(absmax bits) and encode(...). The encoders of
+// exp_avg round to nearest even; those of exp_avg_sq add the fraction u. exp_avg_sq's also receive its square root,
+// which the update has computed anyway. A block that holds a NaN or an infinity gets a NaN scale and decodes to NaN.
+// Moments without block scales are stored as elements: exp_avg to nearest even, exp_avg_sq rotating.
+
+struct BlockScale {
+    float scale;    // stored
+    float inverse;  // what encode multiplies by; 0 makes every code 0
+};
+
+constexpr float kSmallestExpAvg = 7.888609052210118e-31f;   // 2^-100: blocks below encode as zeros
+constexpr float kSmallestExpAvgSq = 7.52316384526264e-37f;  // 2^-120
+constexpr float kTopNudge = 1.00000095367431640625f;        // 1 + 2^-20: the block's maximum gets the top code
+
+// Selects instead of branches: a warp's blocks differ.
+FUSED_OPTIM_HD BlockScale block_scale(uint32_t absmax, float smallest, float scale, float nudge) {
+    bool poisoned = absmax >= kInfinity;
+    bool empty = bits_float(absmax) < smallest;
+    float inverse = reciprocal(scale) * nudge;
+    return {poisoned ? bits_float(kQuietNaN) : empty ? 0.0f : scale, poisoned || empty ? 0.0f : inverse};
+}
+
+template <Format format>
+struct ExpAvg;
+
+template <Format format>
+struct ExpAvgSq;
+
+// float16: value / absmax.
+template <>
+struct ExpAvg<Format::kFloat16> {
+    static constexpr Format format = Format::kFloat16;
+    using Bits = uint16_t;
+    FUSED_OPTIM_HD static float decode(Bits bits, float scale) { return float16_decode(bits) * scale; }
+    FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
+        return block_scale(absmax, kSmallestExpAvg, bits_float(absmax), 1.0f);
+    }
+    FUSED_OPTIM_HD static Bits encode(float m, float inverse) {
+        float x = clamp_top(fabsf(m) * inverse, 1.0f);
+        return static_cast<Bits>(float16_magnitude_nearest_even(float_bits(x)) | ((float_bits(m) >> 16) & 0x8000u));
+    }
+};
+
+template <>
+struct ExpAvgSq<Format::kFloat16> {
+    static constexpr Format format = Format::kFloat16;
+    using Bits = uint16_t;
+    FUSED_OPTIM_HD static float decode(Bits bits, float scale) { return float16_decode(bits) * scale; }
+    // The floor of 2^-102 keeps the smallest code's value a normal number.
+    FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
+        return block_scale(absmax, kSmallestExpAvgSq, larger(bits_float(absmax), 1.9721522630525295e-31f), kTopNudge);
+    }
+    FUSED_OPTIM_HD static Bits encode(float v, float, float inverse, uint32_t u) {
+        uint32_t code = float16_magnitude_rotating(float_bits(clamp_top(v * inverse, 1.0f)), u);
+        return static_cast<Bits>(code == 0 && v > 0.0f && inverse > 0.0f ? 1u : code);
+    }
+};
+
+// float8_e4m3fn. Seven magnitude bits placed at the top of a float's mantissa, times 2^120, give their value.
+FUSED_OPTIM_HD float float8_magnitude_decode(uint32_t magnitude) {
+    return bits_float(magnitude << 20) * 1.329227995784916e36f;
+}
+
+constexpr float kFloat8Top = 448.0f;
+constexpr uint32_t kFloat8SmallestNormal = 0x3C800000u;  // 2^-6
+constexpr uint32_t kFloat8Rebias = 960u;                 // (127 - 7) << 3
+
+template <>
+struct ExpAvg<Format::kFloat8> {
+    static constexpr Format format = Format::kFloat8;
+    using Bits = uint8_t;
+    FUSED_OPTIM_HD static float decode(Bits bits, float scale) {
+        float x = float8_magnitude_decode(bits & 0x7Fu);
+        return bits_float(float_bits(x) | (static_cast<uint32_t>(bits & 0x80u) << 24)) * scale;
+    }
+    FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
+        return block_scale(absmax, kSmallestExpAvg, divide(bits_float(absmax), kFloat8Top), 1.0f);
+    }
+    FUSED_OPTIM_HD static Bits encode(float m, float inverse) {
+        float x = clamp_top(fabsf(m) * inverse, kFloat8Top);
+        uint32_t b = float_bits(x);
+        uint32_t normal = ((b + 0x7FFFFu + ((b >> 20) & 1u)) >> 20) - kFloat8Rebias;
+        uint32_t subnormal = float_bits(x + 16384.0f) - 0x46800000u;  // 16384's last place is 2^-9
+        uint32_t code = b < kFloat8SmallestNormal ? subnormal : normal;
+        return static_cast<Bits>(code | ((float_bits(m) >> 24) & 0x80u));
+    }
+};
+
+// The square root of exp_avg_sq is what is stored.
+template <>
+struct ExpAvgSq<Format::kFloat8> {
+    static constexpr Format format = Format::kFloat8;
+    using Bits = uint8_t;
+    FUSED_OPTIM_HD static float decode(Bits bits, float scale) {
+        float root = float8_magnitude_decode(bits) * scale;
+        return root * root;
+    }
+    // The floor of 2^-54 keeps the smallest code's value a normal number.
+    FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
+        float scale = larger(divide(square_root(bits_float(absmax)), kFloat8Top), 5.551115123125783e-17f);
+        return block_scale(absmax, kSmallestExpAvgSq, scale, kTopNudge);
+    }
+    FUSED_OPTIM_HD static Bits encode(float, float root, float inverse, uint32_t u) {
+        float x = clamp_top(root * inverse, kFloat8Top);
+        uint32_t b = float_bits(x);
+        uint32_t normal = ((b + (u >> 12)) >> 20) - kFloat8Rebias;
+        uint32_t subnormal = floor_code(clamp_top(x, 0.015625f) * 512.0f, u);
+        uint32_t code = b < kFloat8SmallestNormal ? subnormal : normal;
+        return static_cast<Bits>(code == 0 && x > 0.0f ? 1u : code);
+    }
+};
+
+// int8: exp_avg as its signed square root in 127 levels, exp_avg_sq as its fourth root in 255.
+template <>
+struct ExpAvg<Format::kInt8> {
+    static constexpr Format format = Format::kInt8;
+    using Bits = int8_t;
+    FUSED_OPTIM_HD static float decode(Bits bits, float scale) {
+        float root = static_cast<float>(bits) * scale;
+        return root * fabsf(root);
+    }
+    FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
+        return block_scale(absmax, kSmallestExpAvg, divide(square_root(bits_float(absmax)), 127.0f), 1.0f);
+    }
+    FUSED_OPTIM_HD static Bits encode(float m, float inverse) {
+        int32_t code = nearest_code(clamp_top(square_root(fabsf(m)) * inverse, 127.0f));
+        return static_cast<Bits>(m < 0.0f ? -code : code);
+    }
+};
+
+template <>
+struct ExpAvgSq<Format::kInt8> {
+    static constexpr Format format = Format::kInt8;
+    using Bits = uint8_t;
+    FUSED_OPTIM_HD static float decode(Bits bits, float scale) {
+        float root = static_cast<float>(bits) * scale;
+        float square = root * root;
+        return square * square;
+    }
+    // The floor of 2^-31 keeps the smallest code's value a normal number.
+    FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
+        float scale = larger(divide(square_root(square_root(bits_float(absmax))), 255.0f), 4.656612873077393e-10f);
+        return block_scale(absmax, kSmallestExpAvgSq, scale, kTopNudge);
+    }
+    FUSED_OPTIM_HD static Bits encode(float, float root, float inverse, uint32_t u) {
+        float x = clamp_top(square_root(root) * inverse, 255.0f);
+        uint32_t code = floor_code(x, u);
+        code = code > 255u ? 255u : code;
+        return static_cast<Bits>(code == 0 && x > 0.0f ? 1u : code);
+    }
+};
+
+}  // namespace fused_optim

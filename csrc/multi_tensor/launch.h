@@ -1,0 +1,23 @@
+// What an engine offers to the bindings: one step over the shards of one device.
+#pragma once
+
+#include <vector>
+
+#include "table.h"
+
+namespace fused_optim {
+
+// Shards are ordered by group. Every group's step counter (Hyper::step_pointer) advances, also without any shard.
+struct Step {
+    std::vector<Shard> shards;
+    std::vector<Hyper> groups;
+};
+
+// `threads`: upper bound for the number of CPU threads.
+void launch_cpu(const Step& step, int threads);
+
+// Enqueues on `stream` of `device`; reads nothing back. `arrivals` is a device uint32 that is 0 between steps.
+// Throws std::runtime_error naming the kernel and the CUDA error.
+void launch_cuda(const Step& step, int device, uint64_t stream, uint64_t arrivals);
+
+}  // namespace fused_optim

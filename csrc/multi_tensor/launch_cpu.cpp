@@ -1,0 +1,71 @@
+// The CPU engine's outer part: chooses the instruction set and spreads chunks over threads.
+#include <algorithm>
+#include <atomic>
+#include <thread>
+
+#include "adam.h"
+#include "launch.h"
+
+namespace fused_optim {
+
+using UpdateRange = void(const Shard&, const Scalars&, uint64_t, uint64_t);
+UpdateRange update_range_baseline;
+#if defined(FUSED_OPTIM_X86_ISAS)
+UpdateRange update_range_avx2;
+UpdateRange update_range_avx512;
+#endif
+
+namespace {
+
+constexpr uint64_t kChunk = 16384;              // elements; a multiple of every block
+constexpr uint64_t kElementsPerThread = 65536;  // below this a thread costs more than it saves
+
+UpdateRange* best_update_range() {
+#if defined(FUSED_OPTIM_X86_ISAS)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl")) {
+        return update_range_avx512;
+    }
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) return update_range_avx2;
+#endif
+    return update_range_baseline;
+}
+
+struct Chunk {
+    const Shard* shard;
+    uint64_t begin;
+};
+
+}  // namespace
+
+void launch_cpu(const Step& step, int threads) {
+    static UpdateRange* const update_range = best_update_range();
+    std::vector<Scalars> scalars;
+    for (const Hyper& hyper : step.groups) scalars.push_back(derive(hyper));
+    std::vector<Chunk> chunks;
+    uint64_t elements = 0;
+    for (const Shard& shard : step.shards) {
+        if (is_skipped(step.groups[shard.group])) continue;
+        for (uint64_t begin = 0; begin < shard.numel; begin += kChunk) chunks.push_back({&shard, begin});
+        elements += shard.numel;
+    }
+    std::atomic<size_t> next{0};
+    auto work = [&]() {
+        for (size_t i = next++; i < chunks.size(); i = next++) {
+            const Shard& shard = *chunks[i].shard;
+            uint64_t end = std::min(chunks[i].begin + kChunk, shard.numel);
+            update_range(shard, scalars[shard.group], chunks[i].begin, end);
+        }
+    };
+    const uint64_t useful = std::min<uint64_t>(elements / kElementsPerThread, chunks.size());
+    std::vector<std::thread> helpers;
+    for (uint64_t t = 1; t < std::min<uint64_t>(std::max(threads, 1), useful); ++t) helpers.emplace_back(work);
+    work();
+    for (std::thread& helper : helpers) helper.join();
+    for (const Hyper& hyper : step.groups) {
+        if (hyper.step_pointer && !is_skipped(hyper)) *hyper.step_pointer += 1;
+    }
+}
+
+}  // namespace fused_optim

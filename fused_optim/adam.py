@@ -1,0 +1,404 @@
+"""FusedAdam: Adam and AdamW for sharded parameters, with low-precision states and FP32 master weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from fused_optim import checkpoint
+from fused_optim.backends import GroupWork, Hyper, ShardWork, run_step
+from fused_optim.dtensor import local_tensor, rewrap_like
+from fused_optim.formats import Master, rounding_key
+from fused_optim.state import (
+    MASTER,
+    MOMENTS,
+    Slots,
+    create_slots,
+    create_states,
+    master_kind,
+    read_master,
+    read_moment,
+    state_bytes,
+    write_master,
+    write_moment,
+)
+from fused_optim.synthetic import all_gradients_zero
+from fused_optim.validate import check_grad, check_hyperparameters, check_local_shapes, check_param, describe
+
+
+class FusedAdam(Optimizer):
+    """Adam (Kingma & Ba, 2015) and AdamW (Loshchilov & Hutter, 2019), one pass per step over all local shards.
+
+    Behaves as ``torch.optim.Adam``/``AdamW``: param groups, closures, schedulers, hooks, ``state_dict``. All
+    arithmetic is FP32. ``optimizer.state[p]`` holds ``exp_avg``, ``exp_avg_sq`` and, for parameters that are not FP32,
+    ``master_param``: tensors shaped, sharded and placed as ``p``. The step counter is ``param_group["step"]``.
+
+    Args:
+        params: parameters, named parameters or param groups; FP32, BF16 or FP16, plain tensors or DTensors.
+        lr: learning rate, a number or a tensor of one element.
+        betas: decay rates of the moments, in [0, 1).
+        eps: added to the denominator, outside of the square root.
+        weight_decay: decoupled (AdamW) or, with ``adam_w_mode=False``, added to the gradient (L2).
+        amsgrad: not supported, must be False.
+        bias_correction: divide the moments by ``1 - beta ** step``.
+        adam_w_mode: True for AdamW, False for torch.optim.Adam's L2 penalty.
+        maximize: ascend instead of descend.
+        capturable: not implemented yet.
+        master_weights: keep an FP32 master of parameters that are not FP32.
+        master_weight_dtype: only ``torch.float32``.
+        store_param_remainders: keep only the bits that a BF16 parameter lacks instead of a whole FP32 master.
+        param_remainder_bits: 16 for lossless FP32 masters, 8 for 24-bit masters rounded to nearest.
+        exp_avg_dtype, exp_avg_sq_dtype: how the moments are kept: ``torch.float32``, ``bfloat16``, ``float16``,
+            ``float8_e4m3fn`` (or ``uint8``, TransformerEngine's spelling) or ``int8``; the last three with one FP32
+            scale per 128, 64 or 32 elements of a row, and FP32 where no such block divides the rows of all shards or a
+            one-dimensional parameter has fewer than 4096 elements. Also as param-group options.
+        stochastic_rounding: rotating rounding of ``exp_avg_sq`` and of BF16/FP16 parameters without master; else nearest.
+        seed: of the rounding sequence, a function of (seed, step, parameter index, global element index).
+        use_decoupled_grad: read gradients from ``p.decoupled_grad`` instead of ``p.grad``.
+        checkpoint_format: ``"unscaled"``; ``"native"`` is not implemented yet.
+        set_grad_none: what ``zero_grad()`` does by default; None means True, as in torch.
+
+    Raises:
+        ValueError, TypeError: for hyperparameters or parameters that cannot be used; nothing has been changed then.
+        NotImplementedError: for the options named above.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        bias_correction: bool = True,
+        adam_w_mode: bool = True,
+        maximize: bool = False,
+        capturable: bool = False,
+        master_weights: bool = True,
+        master_weight_dtype: torch.dtype = torch.float32,
+        store_param_remainders: bool = False,
+        param_remainder_bits: int = 16,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        stochastic_rounding: bool = True,
+        seed: int = 0,
+        use_decoupled_grad: bool = False,
+        checkpoint_format: str = "unscaled",
+        set_grad_none: bool | None = None,
+    ) -> None:
+        if master_weight_dtype != torch.float32:
+            raise ValueError(
+                f"master_weight_dtype={master_weight_dtype}: masters are torch.float32; "
+                "store_param_remainders=True keeps them in 2 bytes per element without loss"
+            )
+        if param_remainder_bits not in (8, 16):
+            raise ValueError(f"param_remainder_bits: expected 16 or 8, got {param_remainder_bits}")
+        if store_param_remainders and not master_weights:
+            raise ValueError("store_param_remainders=True needs master_weights=True")
+        if checkpoint_format not in ("unscaled", "native"):
+            raise ValueError(f"checkpoint_format: expected 'unscaled' or 'native', got {checkpoint_format!r}")
+        if checkpoint_format == "native":
+            raise NotImplementedError("checkpoint_format='native' is not implemented yet; use 'unscaled'")
+        if capturable:
+            raise NotImplementedError("capturable=True (CUDA graphs) is not implemented yet; use capturable=False")
+        self.master_weights = master_weights
+        self.store_param_remainders = store_param_remainders
+        self.param_remainder_bits = param_remainder_bits
+        self.adam_w_mode = adam_w_mode
+        self.stochastic_rounding = stochastic_rounding
+        self.seed = int(seed)
+        self.use_decoupled_grad = use_decoupled_grad
+        self.checkpoint_format = checkpoint_format
+        self.set_grad_none = True if set_grad_none is None else set_grad_none
+        self._slots: dict[Tensor, Slots] = {}
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "bias_correction": bias_correction,
+            "maximize": maximize,
+            "exp_avg_dtype": exp_avg_dtype,
+            "exp_avg_sq_dtype": exp_avg_sq_dtype,
+            "step": 0,
+        }
+        check_hyperparameters(defaults)
+        super().__init__(params, defaults)
+        self.register_state_dict_post_hook(checkpoint.unscale)
+
+    # --- param groups and pickling ------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group, as torch.optim does. Raises before the group is added if it cannot be used."""
+        check_hyperparameters({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        first = sum(len(g["params"]) for g in self.param_groups[:-1])
+        names = group.get("param_names", [None] * len(group["params"]))
+        try:
+            for i, (param, name) in enumerate(zip(group["params"], names, strict=True)):
+                check_param(param, first + i, name)
+        except TypeError:
+            self.param_groups.pop()
+            raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("master_weights", "store_param_remainders", "param_remainder_bits", "adam_w_mode", "stochastic_rounding")
+        own += ("seed", "use_decoupled_grad", "checkpoint_format", "set_grad_none", "_slots")
+        return {**super().__getstate__(), **{key: self.__dict__[key] for key in own}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if checkpoint.unscale not in self._optimizer_state_dict_post_hooks.values():
+            self.register_state_dict_post_hook(checkpoint.unscale)
+
+    def _params(self) -> list[Tensor]:
+        return list(chain.from_iterable(group["params"] for group in self.param_groups))
+
+    def _names(self) -> list[str | None]:
+        return list(chain.from_iterable(g.get("param_names", [None] * len(g["params"])) for g in self.param_groups))
+
+    def _identify(self, param: Tensor) -> tuple[int, str | None]:
+        """Index and name of a parameter, for messages."""
+        for index, (candidate, name) in enumerate(zip(self._params(), self._names(), strict=True)):
+            if candidate is param:
+                return index, name
+        raise KeyError(f"the optimizer does not hold this parameter of shape {tuple(param.shape)}")
+
+    # --- states -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def initialize_state(self, param: Tensor | None = None, store_param_remainders: bool | None = None) -> None:
+        """Create the states of ``param``, or of every parameter: zero moments, master equal to the parameter. Idempotent.
+
+        ``store_param_remainders`` overrides the optimizer's option for states that this call creates.
+        """
+        remainders = self.store_param_remainders if store_param_remainders is None else store_param_remainders
+        for group in self.param_groups:
+            for p in group["params"]:
+                if (param is None or p is param) and p not in self._slots:
+                    self._create(p, group, remainders)
+
+    def _create(self, param: Tensor, group: dict[str, Any], remainders: bool) -> None:
+        kind = master_kind(param, self.master_weights, self.param_remainder_bits if remainders else None)
+        slots = create_slots(param, kind, group["exp_avg_dtype"], group["exp_avg_sq_dtype"])
+        states = create_states(param, slots)
+        if kind is Master.REMAINDER16 or kind is Master.REMAINDER8:
+            write_master(param, states, slots, local_tensor(param.detach()).float())
+        self.state[param] = states
+        self._slots[param] = slots
+
+    def _states_of(self, param: Tensor) -> tuple[dict[str, Tensor], Slots]:
+        if param not in self._slots:
+            index, name = self._identify(param)
+            raise KeyError(f"{describe(param, index, name)} has no states yet: call initialize_state() first")
+        return self.state[param], self._slots[param]
+
+    @torch.no_grad()
+    def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
+        """A state's local values: FP32, shaped as the parameter's local shard.
+
+        ``master_param`` with remainders gives the stored remainders (int16 or int8), as in TransformerEngine. FP32
+        states are returned themselves, others as a copy. Raises KeyError for a state that the parameter does not have.
+        """
+        states, slots = self._states_of(param)
+        if state_name not in states:
+            raise KeyError(f"expected one of {', '.join(states)}, got {state_name!r}")
+        return read_moment(states, slots, state_name) if state_name in MOMENTS else local_tensor(states[state_name])
+
+    @torch.no_grad()
+    def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
+        """Encode local FP32 values (the parameter's local shape) into a state; remainders are taken as they are.
+
+        Raises KeyError for an unknown state, ValueError for a wrong shape, TypeError for remainders of another dtype.
+        """
+        states, slots = self._states_of(param)
+        if state_name not in states:
+            raise KeyError(f"expected one of {', '.join(states)}, got {state_name!r}")
+        value, target = local_tensor(unscaled_state), local_tensor(states[state_name])
+        index, name = self._identify(param)
+        what = f"{describe(param, index, name)}: {state_name}"
+        if value.shape != target.shape:
+            raise ValueError(f"{what}: expected local shape {tuple(target.shape)}, got {tuple(value.shape)}")
+        if state_name in MOMENTS:
+            write_moment(states, slots, state_name, value)
+        elif value.dtype != target.dtype:
+            raise TypeError(f"{what}: expected {target.dtype}, got {value.dtype}")
+        else:
+            target.copy_(value)
+
+    @torch.no_grad()
+    def master_state_dict(self, model: torch.nn.Module) -> dict[str, Tensor]:
+        """The masters by the model's parameter names: FP32, with the parameters' shapes, meshes and placements."""
+        self.initialize_state()
+        names = {param: name for name, param in model.named_parameters()}
+        return {
+            names[param]: rewrap_like(read_master(param, self.state[param], self._slots[param]), param)
+            for param in self._params()
+            if param in names
+        }
+
+    @torch.no_grad()
+    def sync_params_from_master(self) -> None:
+        """Write every parameter again from its master, rounded to nearest."""
+        for param, slots in self._slots.items():
+            if slots.master is not Master.PARAMETER:
+                write_master(param, self.state[param], slots, read_master(param, self.state[param], slots).clone())
+
+    def state_bytes(self) -> int:
+        """Bytes that this rank holds for moments, masters and scales; parameters and gradients are not counted."""
+        return sum(state_bytes(self.state[param], slots) for param, slots in self._slots.items())
+
+    # --- step ---------------------------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Reset the gradients, ``decoupled_grad`` included where it is used."""
+        set_to_none = self.set_grad_none if set_to_none is None else set_to_none
+        super().zero_grad(set_to_none=set_to_none)
+        if not self.use_decoupled_grad:
+            return
+        for param in self._params():
+            grad = getattr(param, "decoupled_grad", None)
+            if grad is not None and set_to_none:
+                param.decoupled_grad = None
+            elif grad is not None:
+                grad.zero_()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Update every parameter that has a gradient. Returns the closure's value.
+
+        A first step whose gradients are all zero, on every rank, creates the states and changes nothing else.
+        Raises before anything is changed for gradients that do not fit their parameters.
+        """
+        if kwargs.pop("grad_scaler", None) is not None:
+            raise NotImplementedError("step(grad_scaler=...) is not implemented yet; use grad_scaler.step(optimizer)")
+        if kwargs:
+            raise TypeError(f"step() got unexpected arguments: {', '.join(kwargs)}")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        grads = self._checked_grads()
+        if not self._slots and all_gradients_zero(self._params(), grads.values()):
+            self.initialize_state()
+            return loss
+        self.initialize_state()
+        copies: list[tuple[Tensor, Tensor]] = []
+        work = self._plan(grads, copies)
+        for group in self.param_groups:
+            group["step"] = int(group["step"]) + 1
+        run_step(work)
+        for target, source in copies:
+            target.copy_(source)
+        if grads:
+            torch.autograd.graph.increment_version(list(grads))
+        return loss
+
+    def _checked_grads(self) -> dict[Tensor, Tensor]:
+        """The gradients by parameter, all checked, placed as their parameters are."""
+        attribute = "decoupled_grad" if self.use_decoupled_grad else "grad"
+        grads: dict[Tensor, Tensor] = {}
+        numbered = zip(self._params(), self._names(), strict=True)
+        for group in self.param_groups:
+            check_hyperparameters(group)
+        for index, (param, name) in enumerate(numbered):
+            grad = getattr(param, attribute, None)
+            if grad is None:
+                continue
+            check_param(param, index, name)
+            check_grad(param, grad, index, name)
+            if not isinstance(param, DTensor) or grad.placements == param.placements:
+                check_local_shapes(param, grad, index, name)
+            grads[param] = grad
+        for param, grad in grads.items():
+            if isinstance(param, DTensor) and grad.placements != param.placements:
+                grads[param] = grad.redistribute(param.device_mesh, param.placements)
+        return grads
+
+    def _plan(self, grads: dict[Tensor, Tensor], copies: list[tuple[Tensor, Tensor]]) -> list[GroupWork]:
+        """What the backends need; ``copies`` receives what to write back for parameters that are not contiguous."""
+        plan, index = [], 0
+        for group in self.param_groups:
+            work = GroupWork(self._hyper(group), [])
+            for param in group["params"]:
+                if param in grads:
+                    work.shards.append(self._shard_work(param, grads[param], index, copies))
+                index += 1
+            plan.append(work)
+        return plan
+
+    def _hyper(self, group: dict[str, Any]) -> Hyper:
+        lr = group["lr"]
+        return Hyper(
+            lr=lr if isinstance(lr, Tensor) and lr.device.type != "cpu" else float(lr),
+            beta1=float(group["betas"][0]),
+            beta2=float(group["betas"][1]),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            step=int(group["step"]) + 1,
+            adam_w=self.adam_w_mode,
+            bias_correction=group["bias_correction"],
+            maximize=group["maximize"],
+            stochastic_rounding=self.stochastic_rounding,
+        )
+
+    def _shard_work(self, param: Tensor, grad: Tensor, index: int, copies: list[tuple[Tensor, Tensor]]) -> ShardWork:
+        states, slots = self.state[param], self._slots[param]
+        local = local_tensor(param.detach())
+        if not local.is_contiguous():
+            contiguous = local.contiguous()
+            copies.append((local, contiguous))
+            local = contiguous
+        return ShardWork(
+            grad=local_tensor(grad).contiguous(),
+            param=local,
+            master=local_tensor(states[MASTER]) if MASTER in states else None,
+            exp_avg=local_tensor(states["exp_avg"]),
+            exp_avg_sq=local_tensor(states["exp_avg_sq"]),
+            slots=slots,
+            key=rounding_key(self.seed, index),
+        )
+
+    # --- state dict ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load states saved from any format into this optimizer's formats; see ``fused_optim.checkpoint.load``.
+
+        torch's own loader is not used because it casts every state to the parameter's dtype. Hooks run as there, and
+        ``state_dict`` is not changed. Masters are loaded where both sides have them; parameters are written from them.
+        """
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = pre_hook(self, state_dict)
+            if replaced is not None:
+                state_dict = replaced
+        checkpoint.load(self, state_dict)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+
+class FusedAdamW(FusedAdam):
+    """:class:`FusedAdam` with torch.optim.AdamW's default ``weight_decay`` of 0.01."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)

@@ -1,0 +1,138 @@
+"""The readable reference: Adam(W) on decoded states in plain PyTorch. It defines the numerics of the other backends."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fused_optim.backends import GroupWork, Hyper, ShardWork
+from fused_optim.formats import (
+    GOLDEN_RATIO,
+    MASK32,
+    PARAM_ROTATION,
+    ROTATING,
+    SMALLEST_NORMAL,
+    Master,
+    decode_state,
+    encode_state,
+    join_remainder,
+    rounding_bits,
+    split_remainder,
+    sqrt,
+)
+
+
+def _float32(x: float) -> float:
+    return ctypes.c_float(x).value
+
+
+def integer_power(base: float, exponent: int) -> float:
+    """``base ** exponent`` by squaring: the same bits as the engines', which library pow does not promise."""
+    result = 1.0
+    while exponent > 0:
+        if exponent & 1:
+            result *= base
+        base *= base
+        exponent >>= 1
+    return result
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """What the update of an element reads; every float is rounded to FP32."""
+
+    grad_factor: float
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    inverse_sqrt_correction2: float
+    eps: float
+    step_size: float
+    decay: float
+    l2_penalty: float
+    rounding_offset: int | None
+
+
+def derive(hyper: Hyper) -> Scalars:
+    """Bias corrections and step size in double precision, then rounded to FP32."""
+    lr = float(hyper.lr)
+    correction1 = 1.0 - integer_power(hyper.beta1, hyper.step) if hyper.bias_correction else 1.0
+    correction2 = 1.0 - integer_power(hyper.beta2, hyper.step) if hyper.bias_correction else 1.0
+    return Scalars(
+        grad_factor=-1.0 if hyper.maximize else 1.0,
+        beta1=_float32(hyper.beta1),
+        one_minus_beta1=_float32(1.0 - hyper.beta1),
+        beta2=_float32(hyper.beta2),
+        one_minus_beta2=_float32(1.0 - hyper.beta2),
+        inverse_sqrt_correction2=_float32(1.0 / math.sqrt(correction2)),
+        eps=_float32(hyper.eps),
+        step_size=_float32(lr / correction1),
+        decay=_float32(1.0 - lr * hyper.weight_decay) if hyper.adam_w else 1.0,
+        l2_penalty=0.0 if hyper.adam_w else _float32(hyper.weight_decay),
+        rounding_offset=hyper.step * GOLDEN_RATIO & MASK32 if hyper.stochastic_rounding else None,
+    )
+
+
+def update(grad: Tensor, param: Tensor, m: Tensor, v: Tensor, s: Scalars) -> tuple[Tensor, Tensor, Tensor]:
+    """New (param, exp_avg, exp_avg_sq) of FP32 inputs; the update uses the moments before they are rounded."""
+    grad = grad * s.grad_factor
+    if s.l2_penalty != 0.0:
+        grad = grad + s.l2_penalty * param
+    m = s.beta1 * m + s.one_minus_beta1 * grad
+    v = s.beta2 * v + s.one_minus_beta2 * (grad * grad)
+    v = torch.where(v < SMALLEST_NORMAL, 0.0, v)
+    denominator = sqrt(v) * s.inverse_sqrt_correction2 + s.eps
+    return param * s.decay - s.step_size * (m / denominator), m, v
+
+
+def _read_master(work: ShardWork) -> Tensor:
+    if work.slots.master is Master.PARAMETER:
+        return work.param.float()
+    if work.slots.master is Master.FLOAT32:
+        return work.master
+    return join_remainder(work.param, work.master)
+
+
+def _write_master(work: ShardWork, value: Tensor, u: Tensor) -> None:
+    if work.slots.master in (Master.REMAINDER16, Master.REMAINDER8):
+        high, low = split_remainder(value, work.slots.master)
+        work.param.copy_(high)
+        work.master.copy_(low)
+    elif work.slots.master is Master.FLOAT32:
+        work.master.copy_(value)
+        work.param.copy_(value)
+    elif work.param.dtype in ROTATING:
+        work.param.copy_(ROTATING[work.param.dtype](value.reshape(-1), u).view_as(value))
+    else:
+        work.param.copy_(value)
+
+
+def _step_shard(work: ShardWork, s: Scalars) -> None:
+    slots, block = work.slots, work.slots.geometry.block
+    m = decode_state(work.exp_avg, slots.scale("exp_avg"), "exp_avg", slots.exp_avg, block)
+    v = decode_state(work.exp_avg_sq, slots.scale("exp_avg_sq"), "exp_avg_sq", slots.exp_avg_sq, block)
+    param, m, v = update(work.grad.float(), _read_master(work), m, v, s)
+    elements = slots.geometry.global_indices(work.param.device)
+    state_u = rounding_bits(work.key, elements, s.rounding_offset)
+    param_u = rounding_bits(work.key, elements, s.rounding_offset, extra_rotation=PARAM_ROTATION)
+    for name, target, value in (("exp_avg", work.exp_avg, m), ("exp_avg_sq", work.exp_avg_sq, v)):
+        bits, scale = encode_state(value, name, slots.format(name), block, state_u)
+        target.copy_(bits)
+        if scale is not None:
+            slots.scale(name).copy_(scale)
+    _write_master(work, param, param_u)
+
+
+@torch.no_grad()
+def run(groups: list[GroupWork]) -> None:
+    """Update every shard of one device."""
+    for group in groups:
+        scalars = derive(group.hyper)
+        for work in group.shards:
+            if work.param.numel():
+                _step_shard(work, scalars)

@@ -1,0 +1,104 @@
+"""What the optimizer needs to know of DTensors, in one place: local parts, wrapping, and where a shard lies globally."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement
+
+from fused_optim.formats import BLOCKS
+
+SMALLEST_BLOCKED_VECTOR = 4096  # elements; smaller one-dimensional parameters (norms, biases) keep FP32 states
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The plain tensor that this rank holds; no copy."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def rewrap_like(local: Tensor, like: Tensor) -> Tensor:
+    """Wrap ``local`` with the mesh, placements and global shape of ``like``; ``local`` itself if ``like`` is plain."""
+    if not isinstance(like, DTensor):
+        return local
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Where the elements of a local shard lie in the global tensor, and how they are cut into blocks.
+
+    Global index of local element i: ``offset + (i // inner_local) * inner_global + i % inner_local``.
+    ``block`` is 0 where states stay FP32 because no block fits.
+    """
+
+    numel: int
+    offset: int
+    inner_local: int
+    inner_global: int
+    block: int
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.numel // self.block) if self.block else 0
+
+    def global_indices(self, device: torch.device) -> Tensor:
+        i = torch.arange(self.numel, device=device)
+        return self.offset + i // self.inner_local * self.inner_global + i % self.inner_local
+
+
+def shard_geometry(param: Tensor) -> Geometry:
+    """The geometry of a parameter's local shard; every rank decides about blocks from the global shape alone."""
+    local = local_tensor(param)
+    block = _block_size(tuple(param.shape), _possible_rows(param))
+    if not isinstance(param, DTensor):
+        return Geometry(local.numel(), 0, max(local.numel(), 1), max(local.numel(), 1), block)
+    shape = tuple(param.shape)
+    _, offsets = compute_local_shape_and_global_offset(shape, param.device_mesh, param.placements)
+    cut = [d for d in range(1, len(shape)) if local.shape[d] != shape[d]]
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    offset = sum(o * s for o, s in zip(offsets, strides, strict=True)) if local.numel() else 0
+    if len(cut) == 1:
+        inner_local, inner_global = math.prod(local.shape[cut[0] :]), math.prod(shape[cut[0] :])
+    else:  # cut on dim 0 only, or on several inner dims, where elements are numbered from the shard's first one
+        inner_local = inner_global = local.numel()
+    return Geometry(local.numel(), offset, max(inner_local, 1), max(inner_global, 1), block)
+
+
+def _block_size(shape: tuple[int, ...], rows: Iterable[int]) -> int:
+    if len(shape) < 2:
+        return BLOCKS[0] if math.prod(shape) >= SMALLEST_BLOCKED_VECTOR else 0
+    lengths = set(rows)
+    return next((block for block in BLOCKS if all(row % block == 0 for row in lengths)), 0)
+
+
+def _possible_rows(param: Tensor) -> list[int]:
+    """Lengths of a row (all dims but the first) on the ranks of the mesh."""
+    sizes = [_possible_sizes(param, dim) for dim in range(1, param.dim())]
+    return [math.prod(combination) for combination in itertools.product(*sizes)]
+
+
+def _possible_sizes(param: Tensor, dim: int) -> list[int]:
+    sizes = {param.shape[dim]}
+    if isinstance(param, DTensor):
+        for ranks, placement in zip(param.device_mesh.shape, param.placements, strict=True):
+            if _shards(placement, dim):
+                sizes = {part for size in sizes for part in _chunk_sizes(size, ranks)}
+    return sorted(sizes)
+
+
+def _shards(placement: Placement, dim: int) -> bool:
+    return getattr(placement, "dim", None) == dim and not placement.is_replicate()
+
+
+def _chunk_sizes(size: int, ranks: int) -> set[int]:
+    full = -(-size // ranks)
+    return {min(max(size - rank * full, 0), full) for rank in range(ranks)}

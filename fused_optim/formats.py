@@ -1,0 +1,339 @@
+"""Formats of optimizer states and masters, and their reference codecs in plain PyTorch.
+
+This file mirrors ``csrc/multi_tensor/formats.h``; both produce the same bits. A codec works on FP32 blocks of shape
+``(blocks, block)``, one scale per block. Rounding fractions ``u`` are int64 tensors holding 32-bit values. Every
+operation is one IEEE rounding, which is why no fused operation (``addcmul``, ``lerp``) appears here.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+GOLDEN_RATIO = 0x9E3779B9  # 2^32 * 0.6180339887
+NEAREST = 0x80000000  # u = 1/2: round to nearest, ties up
+MASK32 = 0xFFFFFFFF
+BLOCKS = (128, 64, 32)
+SMALLEST_NORMAL = 2.0**-126
+
+_SMALLEST_EXP_AVG = 2.0**-100  # blocks whose absmax lies below encode as zeros
+_SMALLEST_EXP_AVG_SQ = 2.0**-120
+_TOP_NUDGE = 1 + 2.0**-20  # lets the block's maximum reach the top code under rotating rounding
+
+
+class Master(enum.IntEnum):
+    """Where the FP32 master weights of a parameter live."""
+
+    PARAMETER = 0  # the parameter is its own master
+    FLOAT32 = 1  # a separate FP32 tensor
+    REMAINDER16 = 2  # BF16 parameter + 16 more bits: lossless FP32
+    REMAINDER8 = 3  # BF16 parameter + 8 more bits: a 24-bit master
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Storage dtype of ``state[p]["master_param"]``."""
+        return (torch.float32, torch.float32, torch.int16, torch.int8)[self]
+
+
+ELEMENT_TYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+# --- rotating rounding ------------------------------------------------------------------------------------------
+
+
+def mix(h: int) -> int:
+    """MurmurHash3's 32-bit finalizer."""
+    h ^= h >> 16
+    h = h * 0x85EBCA6B & MASK32
+    h ^= h >> 13
+    h = h * 0xC2B2AE35 & MASK32
+    return h ^ (h >> 16)
+
+
+def rounding_key(seed: int, param_index: int) -> int:
+    """The 32-bit key of one parameter's rounding sequence."""
+    folded = mix(seed & MASK32 ^ mix(seed >> 32 & MASK32))
+    return mix((folded + param_index * GOLDEN_RATIO) & MASK32)
+
+
+def _quad_hash(key: int, elements: Tensor) -> Tensor:
+    quad = elements >> 2
+    h = ((quad & MASK32) + (quad >> 32) * GOLDEN_RATIO & MASK32) ^ key
+    h = h ^ (h >> 16)
+    h = h * 0x85EBCA6B & MASK32
+    h = h ^ (h >> 13)
+    h = h * 0xC2B2AE35 & MASK32
+    return h ^ (h >> 16)
+
+
+def rounding_bits(key: int, elements: Tensor, offset: int | None, *, extra_rotation: int = 0) -> Tensor:
+    """32-bit rounding fractions of ``elements`` (int64 global indices); ``offset`` None means round to nearest."""
+    if offset is None:
+        return torch.full_like(elements, NEAREST)
+    h = _quad_hash(key, elements)
+    shift = (8 * (elements & 3) + extra_rotation) & 31
+    rotated = ((h << shift) | (h >> (32 - shift))) & MASK32
+    return rotated + offset & MASK32
+
+
+PARAM_ROTATION = 12  # a parameter without master rounds by another window of the same hash
+
+
+def _fraction(u: Tensor) -> Tensor:
+    return (u >> 9).float() * 2.0**-23
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view(torch.int32).long() & MASK32
+
+
+def _float(bits: Tensor) -> Tensor:
+    return torch.where(bits >= 2**31, bits - 2**32, bits).int().view(torch.float32)
+
+
+def sqrt(x: Tensor) -> Tensor:
+    """The correctly rounded square root of FP32 values; ``Tensor.sqrt`` on CPUs may be one unit off."""
+    return x.double().sqrt().float()
+
+
+def _clamp_top(x: Tensor, top: float) -> Tensor:
+    return torch.where(x < top, x, top)
+
+
+# --- elements ---------------------------------------------------------------------------------------------------
+
+
+def bfloat16_rotating(x: Tensor, u: Tensor) -> Tensor:
+    """FP32 -> BF16: adds ``u`` parts of the last kept place to the magnitude and truncates; finite stays finite."""
+    bits = _bits(x)
+    magnitude = bits & 0x7FFFFFFF
+    rounded = (magnitude + (u >> 16)) >> 16
+    rounded = torch.where((rounded > 0x7F7F) & (magnitude < 0x7F800000), 0x7F7F, rounded)
+    rounded = torch.where(magnitude > 0x7F800000, 0x7FC0, rounded | (bits >> 16 & 0x8000))
+    return _float(rounded << 16).to(torch.bfloat16)
+
+
+def _float16_magnitude_rotating(x: Tensor, u: Tensor) -> Tensor:
+    normal = ((_bits(x) + (u >> 19)) >> 13) - (112 << 10)
+    subnormal = (torch.where(x < 2.0**-14, x, 0.0) * 2.0**24 + _fraction(u)).long()
+    return torch.where(x < 2.0**-14, subnormal, normal)
+
+
+def float16_rotating(x: Tensor, u: Tensor) -> Tensor:
+    """FP32 -> FP16 as :func:`bfloat16_rotating`; 65536 and above become infinite."""
+    magnitude = x.abs()
+    code = _float16_magnitude_rotating(torch.where(magnitude < 65536.0, magnitude, 0.0), u)
+    code = torch.where(magnitude >= 65536.0, 0x7C00, code)
+    code = torch.where(magnitude.isnan(), 0x7E00, code)
+    code = torch.where(x.signbit(), code - 0x8000, code)
+    return code.short().view(torch.float16)
+
+
+ROTATING: dict[torch.dtype, Callable[[Tensor, Tensor], Tensor]] = {
+    torch.bfloat16: bfloat16_rotating,
+    torch.float16: float16_rotating,
+}
+
+
+# --- split masters ----------------------------------------------------------------------------------------------
+
+
+def join_remainder(param: Tensor, remainder: Tensor) -> Tensor:
+    """BF16 parameter + int16 or int8 remainder -> FP32 master."""
+    high = param.view(torch.int16).long() & 0xFFFF
+    low = remainder.long() if remainder.dtype == torch.int16 else remainder.long() << 8
+    return _float((((high - (low < 0).long()) << 16) | (low & 0xFFFF)) & MASK32)
+
+
+def split_remainder(master: Tensor, kind: Master) -> tuple[Tensor, Tensor]:
+    """FP32 master -> BF16 parameter and remainder; NaN becomes the quiet NaN, so that the parameter is NaN as well."""
+    bits = torch.where(master.isnan(), 0x7FC00000, _bits(master))
+    if kind is Master.REMAINDER8:
+        bits = (bits + 0x80) >> 8 << 8
+    high = (bits >> 16) + (bits >> 15 & 1) & 0xFFFF
+    param = _float(high << 16).to(torch.bfloat16)
+    low = bits & 0xFFFF
+    low = torch.where(low >= 0x8000, low - 0x10000, low)
+    return param, low.short() if kind is Master.REMAINDER16 else (low >> 8).to(torch.int8)
+
+
+# --- block-scaled moments ---------------------------------------------------------------------------------------
+
+
+def _block_scale(absmax: Tensor, smallest: float, scale: Tensor, nudge: float) -> tuple[Tensor, Tensor]:
+    """(scale to store, factor to encode by); a block with NaN or infinity gets a NaN scale and decodes to NaN."""
+    poisoned = ~absmax.isfinite()
+    empty = absmax < smallest
+    inverse = (1.0 / scale) * nudge
+    stored = torch.where(poisoned, torch.nan, torch.where(empty, 0.0, scale))
+    return stored, torch.where(poisoned | empty, 0.0, inverse)
+
+
+def _floor_code(x: Tensor, u: Tensor) -> Tensor:
+    return (x + _fraction(u)).int()
+
+
+def _at_least_one(code: Tensor, positive: Tensor) -> Tensor:
+    """No positive exp_avg_sq encodes to zero: a zero denominator is what blows 8-bit Adam up."""
+    return torch.where((code == 0) & positive, 1, code)
+
+
+class _Float16Codec:
+    @staticmethod
+    def scale_m(absmax: Tensor) -> tuple[Tensor, Tensor]:
+        return _block_scale(absmax, _SMALLEST_EXP_AVG, absmax, 1.0)
+
+    @staticmethod
+    def encode_m(m: Tensor, inverse: Tensor) -> Tensor:
+        return _clamp_top(m.abs() * inverse, 1.0).copysign(m).to(torch.float16)
+
+    @staticmethod
+    def scale_v(absmax: Tensor) -> tuple[Tensor, Tensor]:
+        return _block_scale(absmax, _SMALLEST_EXP_AVG_SQ, absmax.clamp_min(2.0**-102), _TOP_NUDGE)
+
+    @staticmethod
+    def encode_v(v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
+        code = _float16_magnitude_rotating(_clamp_top(v * inverse, 1.0), u)
+        return _at_least_one(code, (v > 0) & (inverse > 0)).short().view(torch.float16)
+
+    @staticmethod
+    def decode_m(bits: Tensor, scale: Tensor) -> Tensor:
+        return bits.float() * scale
+
+    decode_v = decode_m
+
+
+class _Float8Codec:
+    """float8_e4m3fn (OCP 8-bit floating point specification 1.0), kept as uint8; exp_avg_sq as its square root."""
+
+    @staticmethod
+    def scale_m(absmax: Tensor) -> tuple[Tensor, Tensor]:
+        return _block_scale(absmax, _SMALLEST_EXP_AVG, absmax / 448.0, 1.0)
+
+    @staticmethod
+    def encode_m(m: Tensor, inverse: Tensor) -> Tensor:
+        x = _clamp_top(m.abs() * inverse, 448.0)
+        return x.copysign(m).to(torch.float8_e4m3fn).view(torch.uint8)
+
+    @staticmethod
+    def decode_m(bits: Tensor, scale: Tensor) -> Tensor:
+        return bits.view(torch.float8_e4m3fn).float() * scale
+
+    @staticmethod
+    def scale_v(absmax: Tensor) -> tuple[Tensor, Tensor]:
+        scale = (sqrt(absmax) / 448.0).clamp_min(2.0**-54)
+        return _block_scale(absmax, _SMALLEST_EXP_AVG_SQ, scale, _TOP_NUDGE)
+
+    @staticmethod
+    def encode_v(v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
+        x = _clamp_top(sqrt(v) * inverse, 448.0)
+        normal = ((_bits(x) + (u >> 12)) >> 20) - 960
+        subnormal = _floor_code(x.clamp_max(2.0**-6) * 512.0, u)
+        return _at_least_one(torch.where(x < 2.0**-6, subnormal, normal), x > 0).to(torch.uint8)
+
+    @staticmethod
+    def decode_v(bits: Tensor, scale: Tensor) -> Tensor:
+        root = bits.view(torch.float8_e4m3fn).float() * scale
+        return root * root
+
+
+class _Int8Codec:
+    """exp_avg as its signed square root in 127 levels; exp_avg_sq as its fourth root in 255."""
+
+    @staticmethod
+    def scale_m(absmax: Tensor) -> tuple[Tensor, Tensor]:
+        return _block_scale(absmax, _SMALLEST_EXP_AVG, sqrt(absmax) / 127.0, 1.0)
+
+    @staticmethod
+    def encode_m(m: Tensor, inverse: Tensor) -> Tensor:
+        code = _clamp_top(sqrt(m.abs()) * inverse, 127.0).round()
+        return torch.where(m < 0, -code, code).to(torch.int8)
+
+    @staticmethod
+    def decode_m(bits: Tensor, scale: Tensor) -> Tensor:
+        root = bits.float() * scale
+        return root * root.abs()
+
+    @staticmethod
+    def scale_v(absmax: Tensor) -> tuple[Tensor, Tensor]:
+        scale = (sqrt(sqrt(absmax)) / 255.0).clamp_min(2.0**-31)
+        return _block_scale(absmax, _SMALLEST_EXP_AVG_SQ, scale, _TOP_NUDGE)
+
+    @staticmethod
+    def encode_v(v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
+        x = _clamp_top(sqrt(sqrt(v)) * inverse, 255.0)
+        return _at_least_one(_floor_code(x, u).clamp_max(255), x > 0).to(torch.uint8)
+
+    @staticmethod
+    def decode_v(bits: Tensor, scale: Tensor) -> Tensor:
+        root = bits.float() * scale
+        square = root * root
+        return square * square
+
+
+@dataclass(frozen=True)
+class StateFormat:
+    """One way to store a moment. ``code`` is the engines' number for it; dtypes are those of the stored tensors."""
+
+    name: str
+    code: int
+    exp_avg_dtype: torch.dtype
+    exp_avg_sq_dtype: torch.dtype
+    codec: type | None  # None: stored element by element, without block scales
+
+    @property
+    def scaled(self) -> bool:
+        return self.codec is not None
+
+    def dtype(self, state: str) -> torch.dtype:
+        return self.exp_avg_dtype if state == "exp_avg" else self.exp_avg_sq_dtype
+
+
+FLOAT32 = StateFormat("float32", 0, torch.float32, torch.float32, None)
+STATE_FORMATS: dict[torch.dtype, StateFormat] = {
+    torch.float32: FLOAT32,
+    torch.bfloat16: StateFormat("bfloat16", 1, torch.bfloat16, torch.bfloat16, None),
+    torch.float16: StateFormat("float16", 2, torch.float16, torch.float16, _Float16Codec),
+    torch.float8_e4m3fn: StateFormat("float8_e4m3fn", 3, torch.uint8, torch.uint8, _Float8Codec),
+    torch.int8: StateFormat("int8", 4, torch.int8, torch.uint8, _Int8Codec),
+}
+STATE_FORMATS[torch.uint8] = STATE_FORMATS[torch.float8_e4m3fn]  # TransformerEngine's spelling
+
+
+def _to_blocks(x: Tensor, block: int) -> Tensor:
+    flat = x.reshape(-1)
+    return torch.nn.functional.pad(flat, (0, -flat.numel() % block)).view(-1, block)
+
+
+def encode_state(x: Tensor, state: str, fmt: StateFormat, block: int, u: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Encode the FP32 values of ``exp_avg`` or ``exp_avg_sq``.
+
+    ``u``: flat int64 rounding fractions, ignored by ``exp_avg``, which rounds to nearest even. Returns the stored
+    tensor (shaped as ``x``) and the FP32 scales of shape ``(blocks,)``, None for a format without scales.
+    """
+    if fmt.codec is None:
+        dtype = fmt.dtype(state)
+        rotates = state == "exp_avg_sq" and dtype in ROTATING
+        return (ROTATING[dtype](x.reshape(-1), u).view_as(x) if rotates else x.to(dtype)), None
+    blocks = _to_blocks(x, block)
+    absmax = blocks.abs().amax(1) if blocks.numel() else blocks.new_zeros(0)
+    if state == "exp_avg":
+        scale, inverse = fmt.codec.scale_m(absmax)
+        bits = fmt.codec.encode_m(blocks, inverse[:, None])
+    else:
+        scale, inverse = fmt.codec.scale_v(absmax)
+        bits = fmt.codec.encode_v(blocks, inverse[:, None], _to_blocks(u, block))
+    return bits.view(-1)[: x.numel()].view_as(x), scale
+
+
+def decode_state(bits: Tensor, scale: Tensor | None, state: str, fmt: StateFormat, block: int) -> Tensor:
+    """The FP32 values of a stored state; a new tensor, except for FP32 states, which are returned as they are."""
+    if fmt.codec is None:
+        return bits.float()
+    decode = fmt.codec.decode_m if state == "exp_avg" else fmt.codec.decode_v
+    blocks = decode(_to_blocks(bits, block), scale[:, None])
+    return blocks.view(-1)[: bits.numel()].view_as(bits)

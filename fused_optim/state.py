@@ -1,0 +1,124 @@
+"""The states of one parameter: which formats they have, how they are allocated, read and written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fused_optim.dtensor import Geometry, local_tensor, rewrap_like, shard_geometry
+from fused_optim.formats import (
+    FLOAT32,
+    STATE_FORMATS,
+    Master,
+    StateFormat,
+    decode_state,
+    encode_state,
+    join_remainder,
+    split_remainder,
+)
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MASTER = "master_param"
+
+
+@dataclass
+class Slots:
+    """Formats of one parameter's states and the block scales of its moments.
+
+    ``scales``: FP32, shape ``(blocks of exp_avg + blocks of exp_avg_sq,)``, counting scaled moments only.
+    """
+
+    geometry: Geometry
+    master: Master
+    exp_avg: StateFormat
+    exp_avg_sq: StateFormat
+    scales: Tensor
+
+    def format(self, state: str) -> StateFormat:
+        return self.exp_avg if state == "exp_avg" else self.exp_avg_sq
+
+    def scale(self, state: str) -> Tensor | None:
+        """The scales of one moment, as a view."""
+        if not self.format(state).scaled:
+            return None
+        first = self.geometry.blocks if state == "exp_avg_sq" and self.exp_avg.scaled else 0
+        return self.scales[first : first + self.geometry.blocks]
+
+
+def master_kind(param: Tensor, master_weights: bool, remainder_bits: int | None) -> Master:
+    """Which master a parameter gets; ``remainder_bits`` None means a separate FP32 tensor."""
+    if param.dtype == torch.float32 or not master_weights:
+        return Master.PARAMETER
+    if remainder_bits is None or param.dtype != torch.bfloat16:
+        return Master.FLOAT32
+    return Master.REMAINDER16 if remainder_bits == 16 else Master.REMAINDER8
+
+
+def create_slots(param: Tensor, master: Master, exp_avg: torch.dtype, exp_avg_sq: torch.dtype) -> Slots:
+    """Choose formats (FP32 where no block fits) and allocate zero scales."""
+    geometry = shard_geometry(param)
+    chosen = [STATE_FORMATS[exp_avg], STATE_FORMATS[exp_avg_sq]]
+    chosen = [FLOAT32 if fmt.scaled and not geometry.block else fmt for fmt in chosen]
+    count = geometry.blocks * sum(fmt.scaled for fmt in chosen)
+    scales = torch.zeros(count, dtype=torch.float32, device=local_tensor(param).device)
+    return Slots(geometry, master, chosen[0], chosen[1], scales)
+
+
+def create_states(param: Tensor, slots: Slots) -> dict[str, Tensor]:
+    """Zero moments and the master of ``param``, each sharded and placed as ``param`` is."""
+    local = local_tensor(param.detach())
+    states = {
+        name: torch.zeros(local.shape, dtype=slots.format(name).dtype(name), device=local.device) for name in MOMENTS
+    }
+    if slots.master is Master.FLOAT32:
+        states[MASTER] = local.float().contiguous()
+    elif slots.master is not Master.PARAMETER:
+        states[MASTER] = torch.zeros(local.shape, dtype=slots.master.dtype, device=local.device)
+    return {name: rewrap_like(state, param) for name, state in states.items()}
+
+
+def read_moment(states: dict[str, Tensor], slots: Slots, name: str) -> Tensor:
+    """Local FP32 values of a moment. FP32 states are returned themselves, others as a new tensor."""
+    return decode_state(local_tensor(states[name]), slots.scale(name), name, slots.format(name), slots.geometry.block)
+
+
+def write_moment(states: dict[str, Tensor], slots: Slots, name: str, value: Tensor) -> None:
+    """Encode local FP32 values into a moment, rounding to nearest."""
+    target = local_tensor(states[name])
+    nearest = torch.full((target.numel(),), 1 << 31, dtype=torch.int64, device=target.device)
+    value = value.to(device=target.device, dtype=torch.float32)
+    bits, scale = encode_state(value, name, slots.format(name), slots.geometry.block, nearest)
+    target.copy_(bits)
+    if scale is not None:
+        slots.scale(name).copy_(scale)
+
+
+def read_master(param: Tensor, states: dict[str, Tensor], slots: Slots) -> Tensor:
+    """Local FP32 values of the master: the master itself where it is an FP32 tensor, else a new tensor."""
+    local = local_tensor(param.detach())
+    if slots.master is Master.PARAMETER:
+        return local.float()
+    master = local_tensor(states[MASTER])
+    return master if slots.master is Master.FLOAT32 else join_remainder(local, master)
+
+
+def write_master(param: Tensor, states: dict[str, Tensor], slots: Slots, value: Tensor) -> None:
+    """Set the master from local FP32 values, and the parameter from the master."""
+    local = local_tensor(param.detach())
+    value = value.to(device=local.device, dtype=torch.float32)
+    if slots.master in (Master.REMAINDER16, Master.REMAINDER8):
+        high, low = split_remainder(value, slots.master)
+        local_tensor(states[MASTER]).copy_(low)
+        local.copy_(high)
+        return
+    if slots.master is Master.FLOAT32:
+        local_tensor(states[MASTER]).copy_(value)
+    local.copy_(value)
+
+
+def state_bytes(states: dict[str, Tensor], slots: Slots) -> int:
+    """Bytes that this rank holds for a parameter: moments, master and scales."""
+    tensors = [local_tensor(state) for state in states.values()] + [slots.scales]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

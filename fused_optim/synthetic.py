@@ -1,0 +1,32 @@
+"""Recognises synthetic first steps, by which other libraries make an optimizer create its states.
+
+``torch.distributed.checkpoint.state_dict`` and Megatron-FSDP fill gradients with zeros and call ``step()``. Such a step
+must leave the optimizer as ``initialize_state()`` would: a decoupled weight decay or a counted step would be damage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DeviceMesh, DTensor
+
+from fused_optim.dtensor import local_tensor
+
+
+def all_gradients_zero(params: Iterable[Tensor], grads: Iterable[Tensor]) -> bool:
+    """Whether every element of every gradient is zero on every rank of the parameters' meshes.
+
+    A collective over those meshes, made once in an optimizer's life: before its first step.
+    """
+    local_grads = [local_tensor(grad) for grad in grads]
+    nonzero = any(bool(torch.count_nonzero(grad)) for grad in local_grads)
+    meshes: dict[DeviceMesh, None] = {p.device_mesh: None for p in params if isinstance(p, DTensor)}
+    for mesh in meshes:
+        flag = torch.tensor([nonzero], dtype=torch.int32, device=mesh.device_type)
+        for dim in range(mesh.ndim):
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        nonzero = bool(flag.item())
+    return not nonzero

@@ -1,0 +1,96 @@
+"""Argument checks. They run before anything is changed, name the parameter and never print tensor contents."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fused_optim.dtensor import local_tensor
+from fused_optim.formats import ELEMENT_TYPES, STATE_FORMATS
+
+
+def describe(param: Tensor, index: int, name: str | None = None) -> str:
+    """``parameter 3 ('layers.0.weight', shape (8, 4), torch.bfloat16, placements (Shard(dim=0),))``."""
+    parts = [f"shape {tuple(param.shape)}", str(param.dtype)]
+    if name:
+        parts.insert(0, repr(name))
+    if isinstance(param, DTensor):
+        parts.append(f"placements {tuple(param.placements)}")
+    return f"parameter {index} ({', '.join(parts)})"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def check_hyperparameters(group: dict[str, Any]) -> None:
+    """Raise ValueError or TypeError for a learning rate, betas, eps or weight decay that make no sense."""
+    lr = group["lr"]
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise ValueError(f"lr: expected a tensor of one element, got shape {tuple(lr.shape)}")
+        lr = float(lr) if lr.device.type == "cpu" else 0.0  # a value on a GPU is not read: that would synchronise
+    for key, value in (("lr", lr), ("eps", group["eps"]), ("weight_decay", group["weight_decay"])):
+        if not _is_number(value):
+            raise TypeError(f"{key}: expected a number, got {type(value).__name__}")
+        if not (value >= 0.0 and math.isfinite(value)):
+            raise ValueError(f"{key}: expected a finite number >= 0, got {value}")
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise TypeError(f"betas: expected two numbers, got {type(betas).__name__}")
+    for i, beta in enumerate(betas):
+        if not _is_number(beta):
+            raise TypeError(f"betas[{i}]: expected a number, got {type(beta).__name__}")
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"betas[{i}]: expected a number in [0, 1), got {beta}")
+    if group.get("amsgrad"):
+        raise ValueError("amsgrad=True is not supported: use torch.optim.AdamW(amsgrad=True), or amsgrad=False")
+    for key in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        if group[key] not in STATE_FORMATS:
+            raise ValueError(f"{key}: expected one of {', '.join(map(str, STATE_FORMATS))}, got {group[key]}")
+
+
+def check_param(param: Tensor, index: int, name: str | None) -> None:
+    """Raise TypeError for a parameter that cannot be updated, whatever its gradient."""
+    if param.dtype in ELEMENT_TYPES and param.layout == torch.strided:
+        return
+    hint = "convert it to torch.float32" if param.dtype == torch.float64 else "exclude it from the optimizer"
+    if param.is_complex():
+        hint = "pass torch.view_as_real(param)"
+    expected = "a dense torch.float32, torch.bfloat16 or torch.float16 tensor"
+    raise TypeError(f"{describe(param, index, name)}: expected {expected}, got {param.layout}; {hint}")
+
+
+def check_grad(param: Tensor, grad: Tensor, index: int, name: str | None) -> None:
+    """Raise TypeError, RuntimeError or ValueError for a gradient that does not fit its parameter."""
+    what = describe(param, index, name)
+    if grad.layout != torch.strided:
+        raise RuntimeError(f"{what}: sparse gradients are not supported (got {grad.layout}); use a dense gradient")
+    if grad.dtype not in ELEMENT_TYPES:
+        raise TypeError(f"{what}: expected a gradient of float32, bfloat16 or float16, got {grad.dtype}")
+    if isinstance(param, DTensor) != isinstance(grad, DTensor):
+        kinds = ["a plain tensor", "a DTensor"]
+        raise TypeError(
+            f"{what}: the parameter is {kinds[isinstance(param, DTensor)]} but its gradient is "
+            f"{kinds[isinstance(grad, DTensor)]}; both must be of one kind"
+        )
+    if isinstance(param, DTensor) and grad.device_mesh != param.device_mesh:
+        raise ValueError(f"{what}: its gradient lies on another device mesh ({grad.device_mesh})")
+    if grad.shape != param.shape:
+        raise ValueError(f"{what}: expected a gradient of the same shape, got {tuple(grad.shape)}")
+    if local_tensor(grad).device != local_tensor(param).device:
+        raise ValueError(f"{what}: its gradient is on {local_tensor(grad).device}, not {local_tensor(param).device}")
+
+
+def check_local_shapes(param: Tensor, grad: Tensor, index: int, name: str | None) -> None:
+    """Raise ValueError where the local shards of parameter and gradient differ."""
+    local, local_grad = local_tensor(param), local_tensor(grad)
+    if local.shape != local_grad.shape:
+        raise ValueError(
+            f"{describe(param, index, name)}: its local shard has shape {tuple(local.shape)}, "
+            f"its gradient's {tuple(local_grad.shape)}"
+        )

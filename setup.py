@@ -1,0 +1,255 @@
+"""Builds the engines: `_engine_cpu` with the C++ compiler, `_engine_cuda` with nvcc as well.
+
+An engine that cannot be built is left out and never fails the install: the package's _build_info.json says which ones
+are there, and why one is not. Environment: CXX, CUDA_HOME and CUDA_PATH as usual; FUSED_OPTIM_CUDA_ARCHS, such as
+"80;90", chooses the GPU architectures; FUSED_OPTIM_REQUIRE, such as "cpu,cuda", makes a missing engine an error.
+"""
+
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import ninja
+import pybind11
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
+
+PACKAGE = "fused_optim"
+SOURCES = Path("csrc/multi_tensor")
+BUILD = Path("build", f"engines.{sysconfig.get_platform()}-{sys.implementation.cache_tag}")
+
+# Bit-exactness is the contract: every instruction set and every GPU gives the same bits. So never -ffast-math, and no
+# contraction of a * b + c into one rounding. The other two only give up side effects: errno and exception flags.
+EXACT = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+CXX_FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", *EXACT, "-pthread", "-Wall"]
+AVX2 = ["-mavx2", "-mf16c"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
+HOST_FLAGS = ",".join(["-fPIC", "-fvisibility=hidden", *EXACT, "-Wall"])
+NVCC_FLAGS = ["-O3", "-std=c++17", "--fmad=false", f"-Xcompiler={HOST_FLAGS}", "-Xfatbin=-compress-all", "--threads=0"]
+DEFAULT_ARCHS = {"80", "90", "100", "120"}
+
+
+class Unavailable(Exception):
+    """Says why an engine cannot be built."""
+
+
+@dataclass
+class Engine:
+    """How to build an engine: its objects' sources and commands, and the arguments after them in the link."""
+
+    compiler: str
+    details: dict[str, list[str]]
+    objects: dict[str, tuple[Path, list[str]]]
+    link: list[str]
+
+
+def plan_cpu(cxx: str) -> Engine:
+    isas: dict[str, list[str]] = {"baseline": []}
+    defines = []
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        isas |= {"avx2": AVX2, "avx512": AVX512}
+        defines = ["-DFUSED_OPTIM_X86_ISAS"]
+    # Of an inline function that several objects hold, the linker keeps the first: so the one that runs on every
+    # processor precedes the others.
+    objects = {
+        "bindings": bindings("cpu", cxx, *defines),
+        "launch": (SOURCES / "launch_cpu.cpp", [cxx, *CXX_FLAGS, *defines]),
+    }
+    for isa, flags in isas.items():
+        objects[isa] = SOURCES / "apply_cpu.cpp", [cxx, *CXX_FLAGS, *flags, f"-DFUSED_OPTIM_ISA={isa}"]
+    compiler = capture(cxx, "--version").splitlines()[0]
+    return Engine(compiler, {"isas": [*isas], "flags": CXX_FLAGS}, objects, [])
+
+
+def plan_cuda(cxx: str) -> Engine:
+    nvcc = find_nvcc()
+    archs = cuda_archs(nvcc)
+    codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
+    # Later GPUs run the newest architecture's PTX, which their driver compiles.
+    codes += [f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
+    include, library = cuda_folders(nvcc, cxx)
+    objects = {
+        "bindings": bindings("cuda", cxx, f"-isystem{include}"),
+        "kernels": (SOURCES / "apply_cuda.cu", [nvcc, f"-ccbin={cxx}", *NVCC_FLAGS, *codes]),
+    }
+    release = re.findall(r"release ([\d.]+)", capture(nvcc, "--version"))
+    # The static runtime imports without a driver, and beside whichever runtime torch brings.
+    link = [f"-L{library}", "-lcudart_static", "-ldl", "-lrt"]
+    return Engine(" ".join(["nvcc", *release]), {"archs": archs}, objects, link)
+
+
+PLANS = {"cpu": plan_cpu, "cuda": plan_cuda}
+
+
+def bindings(engine: str, cxx: str, *flags: str) -> tuple[Path, list[str]]:
+    defines = [f"-DFUSED_OPTIM_ENGINE_{engine.upper()}", f"-DFUSED_OPTIM_MODULE=_engine_{engine}"]
+    includes = [f"-isystem{sysconfig.get_path('include')}", f"-isystem{pybind11_headers()}"]
+    return SOURCES / "bindings.cpp", [cxx, *CXX_FLAGS, *defines, *includes, *flags]
+
+
+def pybind11_headers() -> Path:
+    """A copy: an isolated build has them in a new folder each time, which would make every object stale."""
+    headers = BUILD / f"pybind11-{pybind11.__version__}"
+    if not headers.exists():
+        partial = BUILD / "pybind11.partial"
+        shutil.copytree(pybind11.get_include(), partial, dirs_exist_ok=True)
+        partial.rename(headers)
+    return headers
+
+
+def find_cxx() -> str:
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++", "clang++"]
+    for name in names:
+        if path := shutil.which(name):
+            return path
+    raise Unavailable(f"no C++ compiler found (looked for {', '.join(names)})")
+
+
+def find_nvcc() -> str:
+    folders = [f"{os.environ[home]}/bin" for home in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(home)]
+    folders += [os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"]
+    if path := shutil.which("nvcc", path=os.pathsep.join(folders)):
+        return path
+    raise Unavailable("no nvcc found (looked in CUDA_HOME, CUDA_PATH, PATH and /usr/local/cuda/bin)")
+
+
+def cuda_folders(nvcc: str, cxx: str) -> tuple[str, str]:
+    """The toolkit's include and library folders: nvcc knows them, while its path may be a link or a wrapper script."""
+    dryrun = capture(nvcc, f"-ccbin={cxx}", "--dryrun", "-E", "-x=cu", os.devnull)
+    tops = re.findall(r"^#\$ TOP=(.*)$", dryrun, re.MULTILINE)
+    includes = re.findall(r'"-I([^"]+)"', dryrun) + [f"{top}/include" for top in tops]
+    libraries = re.findall(r'"-L([^"]+)"', dryrun) + [f"{top}/{lib}" for top in tops for lib in ("lib64", "lib")]
+    return first_with("cuda_runtime.h", includes), first_with("libcudart_static.a", libraries)
+
+
+def first_with(name: str, folders: list[str]) -> str:
+    for folder in folders:
+        if Path(folder, name).exists():
+            return folder
+    raise Unavailable(f"the CUDA toolkit lacks {name} (looked in {', '.join(folders)})")
+
+
+def cuda_archs(nvcc: str) -> list[str]:
+    """The architectures to compile for, oldest first, such as ["80", "90"]."""
+    chosen = os.environ.get("FUSED_OPTIM_CUDA_ARCHS", "").replace(".", "")
+    archs = set(re.findall(r"\d+[af]?", chosen))
+    if not archs:
+        supported = set(re.findall(r"compute_(\d+)", capture(nvcc, "--list-gpu-arch")))
+        archs = supported & visible_archs() or supported & DEFAULT_ARCHS or supported
+    return sorted(archs, key=lambda arch: int(arch.rstrip("af")))
+
+
+def visible_archs() -> set[str]:
+    try:
+        capabilities = capture("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
+    except Unavailable:
+        return set()
+    return {line.replace(".", "") for line in capabilities.split()}
+
+
+def capture(*command: str) -> str:
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Unavailable(str(error)) from error
+    if done.returncode:
+        raise Unavailable(f"{shlex.join(command)} failed:\n{done.stdout}")
+    return done.stdout
+
+
+def run_ninja(engine: Engine, cxx: str, folder: Path) -> Path:
+    """Builds what is not up to date, and returns the module."""
+    # Neither place alone will do: an isolated build's ninja is on the PATH, that of an inactive environment is not.
+    places = [*filter(None, [ninja.BIN_DIR]), os.environ.get("PATH", os.defpath)]
+    program = shutil.which("ninja", path=os.pathsep.join(places))
+    if program is None:
+        raise Unavailable("no ninja found")
+    folder.mkdir(parents=True, exist_ok=True)
+    module = folder / "module.so"
+    with open(folder / "build.ninja", "w") as file:
+        writer = ninja.Writer(file, width=10_000)
+        writer.variable("builddir", str(folder))
+        # g++ and nvcc spell these options alike.
+        writer.rule("compile", "$tool -MD -MF $out.d -c $in -o $out", depfile="$out.d", deps="gcc")
+        writer.rule("link", "$tool -shared -pthread $in -o $out $libraries")
+        objects: list[str] = []
+        for name, (source, command) in engine.objects.items():
+            objects += writer.build(f"{folder}/{name}.o", "compile", str(source), variables=quoted(tool=command))
+        writer.build(str(module), "link", objects, variables=quoted(tool=[cxx], libraries=engine.link))
+    done = subprocess.run(
+        [program, "--quiet", "-f", file.name], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if done.returncode:
+        raise Unavailable(done.stdout)
+    print(done.stdout, end="", flush=True)  # warnings
+    return module
+
+
+def quoted(**variables: list[str]) -> dict[str, str]:
+    return {name: ninja.escape(shlex.join(words)) for name, words in variables.items()}
+
+
+def build(name: str, target: Path) -> dict[str, object]:
+    """Builds an engine into `target`, and returns its entry in _build_info.json."""
+    target.unlink(missing_ok=True)  # else an earlier build's module would outlive this one's failure
+    entry: dict[str, object] = {"built": False, "reason": None, "compiler": ""}
+    start = time.perf_counter()
+    try:
+        cxx = find_cxx()
+        engine = PLANS[name](cxx)
+        entry |= {"compiler": engine.compiler, **engine.details}
+        module = run_ninja(engine, cxx, BUILD / name)
+    except Unavailable as error:
+        reason = str(error).rstrip()
+        print(f"{PACKAGE}: {name} engine NOT built: {reason}", flush=True)
+        return entry | {"reason": "\n".join(reason.splitlines()[-20:])}
+    shutil.copy2(module, target)
+    print(f"{PACKAGE}: {name} engine built in {time.perf_counter() - start:.1f} s ({engine.compiler})", flush=True)
+    return entry | {"built": True}
+
+
+class BuildEngines(build_ext):
+    """Builds into the wheel's folder, or into the source's for an editable or in-place build."""
+
+    def run(self) -> None:
+        self.info().parent.mkdir(parents=True, exist_ok=True)
+        entries = {name: build(name, self.target(name)) for name in PLANS}
+        self.info().write_text(json.dumps(entries, indent=2) + "\n")
+        required = filter(None, os.environ.get("FUSED_OPTIM_REQUIRE", "").replace(" ", "").split(","))
+        missing = [name for name in required if not entries.get(name, {}).get("built")]
+        if missing:
+            raise CompileError(f"FUSED_OPTIM_REQUIRE asks for an engine that was not built: {', '.join(missing)}")
+
+    def target(self, name: str) -> Path:
+        return Path(self.get_ext_fullpath(f"{PACKAGE}._engine_{name}"))
+
+    def info(self) -> Path:
+        return self.target("cpu").with_name("_build_info.json")
+
+    # setuptools would assume that every engine was built, and knows nothing of the file beside them.
+    def get_outputs(self) -> list[str]:
+        files = [*map(self.target, PLANS), self.info()]
+        outputs = [Path(self.build_lib, PACKAGE, file.name) for file in files if file.exists()]
+        return [str(output) for output in outputs]
+
+    def get_output_mapping(self) -> dict[str, str]:
+        folder = self.info().parent
+        return {output: str(folder / Path(output).name) for output in self.get_outputs()} if self.inplace else {}
+
+
+headers = sorted(map(str, SOURCES.glob("*.h")))
+extensions = [
+    Extension(f"{PACKAGE}._engine_{name}", [f"{SOURCES}/bindings.cpp", f"{SOURCES}/{kernels}"], depends=headers)
+    for name, kernels in {"cpu": "apply_cpu.cpp", "cuda": "apply_cuda.cu"}.items()
+]
+setup(ext_modules=extensions, cmdclass={"build_ext": BuildEngines})
