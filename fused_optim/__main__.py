@@ -17,9 +17,8 @@ def info() -> str:
     for name in ("cpu", "cuda"):
         engine, reason = load_engine(name)
         built = build_info().get(name, {})
-        details = ", ".join(
-            f"{key} {value}" for key, value in built.items() if key not in ("built", "reason") and value
-        )
+        shown = {key: built[key] for key in ("compiler", "isas", "archs") if built.get(key)}
+        details = ", ".join(f"{key} {value}" for key, value in shown.items())
         lines.append(f"{name:<6} " + (f"available ({details})" if engine else f"not available: {reason}"))
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     lines.append(f"GPUs   {', '.join(devices) or 'none visible'}")

@@ -58,7 +58,7 @@ class FusedAdam(Optimizer):
             ``float8_e4m3fn`` (or ``uint8``, TransformerEngine's spelling) or ``int8``; the last three with one FP32
             scale per 128, 64 or 32 elements of a row, and FP32 where no such block divides the rows of all shards or a
             one-dimensional parameter has fewer than 4096 elements. Also as param-group options.
-        stochastic_rounding: rotating rounding of ``exp_avg_sq`` and of BF16/FP16 parameters without master; else nearest.
+        stochastic_rounding: rotating rounding of ``exp_avg_sq`` and of parameters without master, not nearest.
         seed: of the rounding sequence, a function of (seed, step, parameter index, global element index).
         use_decoupled_grad: read gradients from ``p.decoupled_grad`` instead of ``p.grad``.
         checkpoint_format: ``"unscaled"``; ``"native"`` is not implemented yet.
@@ -178,14 +178,14 @@ class FusedAdam(Optimizer):
 
     @torch.no_grad()
     def initialize_state(self, param: Tensor | None = None, store_param_remainders: bool | None = None) -> None:
-        """Create the states of ``param``, or of every parameter: zero moments, master equal to the parameter. Idempotent.
+        """Create the states of ``param``, or of all: zero moments, masters equal to the parameters. Idempotent.
 
         ``store_param_remainders`` overrides the optimizer's option for states that this call creates.
         """
         remainders = self.store_param_remainders if store_param_remainders is None else store_param_remainders
         for group in self.param_groups:
             for p in group["params"]:
-                if (param is None or p is param) and p not in self._slots:
+                if (param is None or p is param) and not self._has_states(p):
                     self._create(p, group, remainders)
 
     def _create(self, param: Tensor, group: dict[str, Any], remainders: bool) -> None:
@@ -197,8 +197,11 @@ class FusedAdam(Optimizer):
         self.state[param] = states
         self._slots[param] = slots
 
+    def _has_states(self, param: Tensor) -> bool:
+        return param in self._slots and bool(self.state.get(param))
+
     def _states_of(self, param: Tensor) -> tuple[dict[str, Tensor], Slots]:
-        if param not in self._slots:
+        if not self._has_states(param):
             index, name = self._identify(param)
             raise KeyError(f"{describe(param, index, name)} has no states yet: call initialize_state() first")
         return self.state[param], self._slots[param]
@@ -289,7 +292,7 @@ class FusedAdam(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         grads = self._checked_grads()
-        if not self._slots and all_gradients_zero(self._params(), grads.values()):
+        if not self.state and all_gradients_zero(self._params(), grads.values()):
             self.initialize_state()
             return loss
         self.initialize_state()

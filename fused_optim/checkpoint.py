@@ -97,8 +97,8 @@ def _group_step(saved: Mapping[str, Any], state: Mapping[Any, Mapping[str, Any]]
 def _check_complete(optimizer: FusedAdam, ids: list[Any], known: Mapping[Any, Tensor], step: int) -> None:
     if step and ids and not any(id_ in known for id_ in ids):
         raise RuntimeError(
-            f"the state dict is at step {step} but holds no states for a param group of {len(ids)} parameters; if it was "
-            "made by torch.distributed.checkpoint, call optimizer.zero_grad() before loading it"
+            f"the state dict is at step {step} but holds no states for a param group of {len(ids)} parameters; "
+            "if it came through torch.distributed.checkpoint, call optimizer.zero_grad() before loading it"
         )
 
 

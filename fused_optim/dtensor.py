@@ -1,4 +1,4 @@
-"""What the optimizer needs to know of DTensors, in one place: local parts, wrapping, and where a shard lies globally."""
+"""What the optimizer needs to know of DTensors, in one place: local parts, wrapping, where a shard lies globally."""
 
 from __future__ import annotations
 

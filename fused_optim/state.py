@@ -69,9 +69,8 @@ def create_slots(param: Tensor, master: Master, exp_avg: torch.dtype, exp_avg_sq
 def create_states(param: Tensor, slots: Slots) -> dict[str, Tensor]:
     """Zero moments and the master of ``param``, each sharded and placed as ``param`` is."""
     local = local_tensor(param.detach())
-    states = {
-        name: torch.zeros(local.shape, dtype=slots.format(name).dtype(name), device=local.device) for name in MOMENTS
-    }
+    dtypes = {name: slots.format(name).dtype(name) for name in MOMENTS}
+    states = {name: torch.zeros(local.shape, dtype=dtype, device=local.device) for name, dtype in dtypes.items()}
     if slots.master is Master.FLOAT32:
         states[MASTER] = local.float().contiguous()
     elif slots.master is not Master.PARAMETER:
