@@ -100,6 +100,11 @@ def sqrt(x: Tensor) -> Tensor:
     return x.double().sqrt().float()
 
 
+def _divide(x: Tensor, divisor: float) -> Tensor:
+    """The IEEE quotient; on GPUs ``Tensor / float`` multiplies by the reciprocal instead."""
+    return x / torch.full_like(x, divisor)
+
+
 def _clamp_top(x: Tensor, top: float) -> Tensor:
     return torch.where(x < top, x, top)
 
@@ -212,7 +217,7 @@ class _Float8Codec:
 
     @staticmethod
     def scale_m(absmax: Tensor) -> tuple[Tensor, Tensor]:
-        return _block_scale(absmax, _SMALLEST_EXP_AVG, absmax / 448.0, 1.0)
+        return _block_scale(absmax, _SMALLEST_EXP_AVG, _divide(absmax, 448.0), 1.0)
 
     @staticmethod
     def encode_m(m: Tensor, inverse: Tensor) -> Tensor:
@@ -225,7 +230,7 @@ class _Float8Codec:
 
     @staticmethod
     def scale_v(absmax: Tensor) -> tuple[Tensor, Tensor]:
-        scale = (sqrt(absmax) / 448.0).clamp_min(2.0**-54)
+        scale = (_divide(sqrt(absmax), 448.0)).clamp_min(2.0**-54)
         return _block_scale(absmax, _SMALLEST_EXP_AVG_SQ, scale, _TOP_NUDGE)
 
     @staticmethod
@@ -246,7 +251,7 @@ class _Int8Codec:
 
     @staticmethod
     def scale_m(absmax: Tensor) -> tuple[Tensor, Tensor]:
-        return _block_scale(absmax, _SMALLEST_EXP_AVG, sqrt(absmax) / 127.0, 1.0)
+        return _block_scale(absmax, _SMALLEST_EXP_AVG, _divide(sqrt(absmax), 127.0), 1.0)
 
     @staticmethod
     def encode_m(m: Tensor, inverse: Tensor) -> Tensor:
@@ -260,7 +265,7 @@ class _Int8Codec:
 
     @staticmethod
     def scale_v(absmax: Tensor) -> tuple[Tensor, Tensor]:
-        scale = (sqrt(sqrt(absmax)) / 255.0).clamp_min(2.0**-31)
+        scale = (_divide(sqrt(sqrt(absmax)), 255.0)).clamp_min(2.0**-31)
         return _block_scale(absmax, _SMALLEST_EXP_AVG_SQ, scale, _TOP_NUDGE)
 
     @staticmethod
