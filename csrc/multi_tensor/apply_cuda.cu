@@ -140,18 +140,27 @@ __device__ __forceinline__ void load(Packet<4>& packet, Element type, uint64_t a
     }
 }
 
+// The type is the same for a whole chunk: branches around the loops, not selects inside.
 __device__ __forceinline__ void decode(float* values, const Packet<4>& packet, Element type) {
+    if (type == Element::kFloat32) {
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-        float half = type == Element::kBFloat16 ? bfloat16_decode(get<2>(packet.words, i))
-                                                : float16_decode(get<2>(packet.words, i));
-        values[i] = type == Element::kFloat32 ? bits_float(packet.words[i]) : half;
+        for (int i = 0; i < kVector; ++i) values[i] = bits_float(packet.words[i]);
+    } else if (type == Element::kBFloat16) {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) values[i] = bfloat16_decode(get<2>(packet.words, i));
+    } else {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) values[i] = float16_decode(get<2>(packet.words, i));
     }
 }
 
 template <bool rotating>
-__device__ __forceinline__ uint16_t encode_half(Element type, float value, uint32_t bits) {
-    if (type == Element::kBFloat16) return rotating ? bfloat16_rotating(value, bits) : bfloat16_nearest_even(value);
+__device__ __forceinline__ uint16_t encode_bfloat16(float value, uint32_t bits) {
+    return rotating ? bfloat16_rotating(value, bits) : bfloat16_nearest_even(value);
+}
+
+template <bool rotating>
+__device__ __forceinline__ uint16_t encode_float16(float value, uint32_t bits) {
     return rotating ? float16_rotating(value, bits) : float16_nearest_even(value);
 }
 
@@ -164,9 +173,16 @@ __device__ __forceinline__ void store(const float* values, const uint32_t* bits,
         for (int i = 0; i < kVector; ++i) packet.words[i] = float_bits(values[i]);
         return store<4>(packet.words, address, element);
     }
+    if (type == Element::kBFloat16) {
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-        put<2>(packet.words, i, encode_half<rotating>(type, values[i], rotating ? bits[i] : 0));
+        for (int i = 0; i < kVector; ++i) {
+            put<2>(packet.words, i, encode_bfloat16<rotating>(values[i], rotating ? bits[i] : 0));
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+            put<2>(packet.words, i, encode_float16<rotating>(values[i], rotating ? bits[i] : 0));
+        }
     }
     store<2>(packet.words, address, element);
 }
@@ -443,8 +459,10 @@ __device__ __forceinline__ void store_element(Element type, uint64_t address, ui
                                               uint32_t bits) {
     if (type == Element::kFloat32) {
         at<float>(address, element) = value;
+    } else if (type == Element::kBFloat16) {
+        at<uint16_t>(address, element) = encode_bfloat16<rotating>(value, bits);
     } else {
-        at<uint16_t>(address, element) = encode_half<rotating>(type, value, bits);
+        at<uint16_t>(address, element) = encode_float16<rotating>(value, bits);
     }
 }
 

@@ -42,8 +42,14 @@ FUSED_OPTIM_HD uint32_t magnitude_bits(float x) { return float_bits(x) & kMagnit
 FUSED_OPTIM_HD bool is_nan(float x) { return magnitude_bits(x) > kInfinity; }
 FUSED_OPTIM_HD float larger(float a, float b) { return a > b ? a : b; }
 
-// min(x, top) in which NaN becomes top: the same on every backend.
-FUSED_OPTIM_HD float clamp_top(float x, float top) { return x < top ? x : top; }
+// min(x, top) in which NaN becomes top: the same on every backend, and one instruction on each.
+FUSED_OPTIM_HD float clamp_top(float x, float top) {
+#if defined(__CUDA_ARCH__)
+    return fminf(x, top);
+#else
+    return x < top ? x : top;
+#endif
+}
 
 // sqrt(x) for x = 0 and normal positive x; infinity and denormals give NaN or a rough value.
 FUSED_OPTIM_HD float square_root(float x) {

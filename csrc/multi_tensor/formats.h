@@ -279,8 +279,8 @@ struct ExpAvg<Format::kInt8> {
         return block_scale(absmax, kSmallestExpAvg, divide(square_root(bits_float(absmax)), 127.0f), 1.0f);
     }
     FUSED_OPTIM_HD static Bits encode(float m, float inverse) {
-        int32_t code = nearest_code(clamp_top(square_root(fabsf(m)) * inverse, 127.0f));
-        return static_cast<Bits>(m < 0.0f ? -code : code);
+        float x = clamp_top(square_root(fabsf(m)) * inverse, 127.0f);
+        return static_cast<Bits>(nearest_code(copysignf(x, m)));
     }
 };
 
