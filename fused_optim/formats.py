@@ -75,16 +75,12 @@ def rounding_bits(key: int, elements: Tensor, offset: int | None, *, extra_rotat
     if offset is None:
         return torch.full_like(elements, NEAREST)
     h = _quad_hash(key, elements)
-    shift = (8 * (elements & 3) + extra_rotation) & 31
-    rotated = ((h << shift) | (h >> (32 - shift))) & MASK32
-    return rotated + offset & MASK32
+    shift = (8 * elements + extra_rotation) & 31
+    window = ((h << shift) | (h >> (32 - shift))) & 0xFFFF0000
+    return window + offset & MASK32
 
 
-PARAM_ROTATION = 12  # a parameter without master rounds by another window of the same hash
-
-
-def _fraction(u: Tensor) -> Tensor:
-    return (u >> 9).float() * 2.0**-23
+PARAM_ROTATION = 16  # a parameter without master rounds by other bytes of the same hash
 
 
 def _bits(x: Tensor) -> Tensor:
@@ -122,10 +118,14 @@ def bfloat16_rotating(x: Tensor, u: Tensor) -> Tensor:
     return _float(rounded << 16).to(torch.bfloat16)
 
 
+def _scaled_bits(x: Tensor, exponent: int) -> Tensor:
+    """The bits of ``x * 2**-exponent`` for ``0 <= x < 2**exponent``, denormals rounded to nearest even."""
+    subnormal = (x * 2.0 ** (149 - exponent)).round().clamp_max(2.0**23).long()
+    return torch.where(x < 2.0 ** (exponent - 126), subnormal, _bits(x) - (exponent << 23))
+
+
 def _float16_magnitude_rotating(x: Tensor, u: Tensor) -> Tensor:
-    normal = ((_bits(x) + (u >> 19)) >> 13) - (112 << 10)
-    subnormal = (torch.where(x < 2.0**-14, x, 0.0) * 2.0**24 + _fraction(u)).long()
-    return torch.where(x < 2.0**-14, subnormal, normal)
+    return (_scaled_bits(x, 112) + (u >> 19)) >> 13
 
 
 def float16_rotating(x: Tensor, u: Tensor) -> Tensor:
@@ -176,10 +176,6 @@ def _block_scale(absmax: Tensor, smallest: float, scale: Tensor, nudge: float) -
     inverse = (1.0 / scale) * nudge
     stored = torch.where(poisoned, torch.nan, torch.where(empty, 0.0, scale))
     return stored, torch.where(poisoned | empty, 0.0, inverse)
-
-
-def _floor_code(x: Tensor, u: Tensor) -> Tensor:
-    return (x + _fraction(u)).int()
 
 
 def _at_least_one(code: Tensor, positive: Tensor) -> Tensor:
@@ -236,9 +232,7 @@ class _Float8Codec:
     @staticmethod
     def encode_v(v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
         x = _clamp_top(sqrt(v) * inverse, 448.0)
-        normal = ((_bits(x) + (u >> 12)) >> 20) - 960
-        subnormal = _floor_code(x.clamp_max(2.0**-6) * 512.0, u)
-        return _at_least_one(torch.where(x < 2.0**-6, subnormal, normal), x > 0).to(torch.uint8)
+        return _at_least_one((_scaled_bits(x, 120) + (u >> 12)) >> 20, x > 0).to(torch.uint8)
 
     @staticmethod
     def decode_v(bits: Tensor, scale: Tensor) -> Tensor:
@@ -271,7 +265,9 @@ class _Int8Codec:
     @staticmethod
     def encode_v(v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
         x = _clamp_top(sqrt(sqrt(v)) * inverse, 255.0)
-        return _at_least_one(_floor_code(x, u).clamp_max(255), x > 0).to(torch.uint8)
+        x = torch.where(x > 0, x.clamp_min(1.0), x)
+        fixed = _bits(x + 256.0) << 1  # 16 fractional bits below the code
+        return ((fixed + (u >> 16)) >> 16 & 0xFF).to(torch.uint8)
 
     @staticmethod
     def decode_v(bits: Tensor, scale: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ FUSED_OPTIM_HD uint32_t mix(uint32_t h) {  // MurmurHash3's 32-bit finalizer
     return h ^ (h >> 16);
 }
 
-// One hash serves the four elements of an aligned quad: each reads it rotated by another number of bytes.
+// One hash serves the four elements of an aligned quad: each takes another two of its bytes.
 FUSED_OPTIM_HD uint32_t quad_hash(uint32_t key, uint64_t element) {
     uint64_t quad = element >> 2;
     return mix((static_cast<uint32_t>(quad) + static_cast<uint32_t>(quad >> 32) * kGoldenRatio) ^ key);
@@ -37,23 +37,13 @@ FUSED_OPTIM_HD uint32_t rotate_left(uint32_t x, uint32_t n) { return (x << (n & 
 
 struct Rounding {
     uint32_t offset;  // step * golden ratio, or 1/2 for round to nearest
-    uint32_t mask;    // 0 switches the hash off
+    uint32_t mask;    // the hash's bits that count; 0 switches it off
 
     FUSED_OPTIM_HD uint32_t state_bits(uint32_t hash, uint32_t element) const {
         return (rotate_left(hash, 8 * (element & 3)) & mask) + offset;
     }
-    FUSED_OPTIM_HD uint32_t param_bits(uint32_t hash, uint32_t element) const {
-        return (rotate_left(hash, 8 * (element & 3) + 12) & mask) + offset;
-    }
+    FUSED_OPTIM_HD uint32_t param_bits(uint32_t hash, uint32_t element) const { return state_bits(hash, element + 2); }
 };
-
-// The fraction's 23 leading bits as a float in [0, 1).
-FUSED_OPTIM_HD float fraction(uint32_t u) { return bits_float(0x3F800000u | (u >> 9)) - 1.0f; }
-
-// floor(x + u) for 0 <= x < 2^22.
-FUSED_OPTIM_HD uint32_t floor_code(float x, uint32_t u) {
-    return static_cast<uint32_t>(static_cast<int32_t>(x + fraction(u)));
-}
 
 // Round to nearest even for |x| < 2^22.
 FUSED_OPTIM_HD int32_t nearest_code(float x) { return static_cast<int32_t>(float_bits(x + 12582912.0f)) - 0x4B400000; }
@@ -98,10 +88,8 @@ FUSED_OPTIM_HD uint32_t float16_magnitude_nearest_even(uint32_t b) {
     return b < 0x38800000u ? subnormal : normal;
 }
 
-FUSED_OPTIM_HD uint32_t float16_magnitude_rotating(uint32_t b, uint32_t u) {
-    uint32_t normal = ((b + (u >> 19)) >> 13) - (112u << 10);
-    uint32_t subnormal = floor_code(bits_float(b < 0x38800000u ? b : 0u) * 16777216.0f, u);
-    return b < 0x38800000u ? subnormal : normal;
+FUSED_OPTIM_HD uint32_t float16_magnitude_rotating(float x, uint32_t u) {
+    return (scaled_bits<112>(x) + (u >> 19)) >> 13;
 }
 
 FUSED_OPTIM_HD uint16_t float16_finish(uint32_t b, uint32_t finite) {
@@ -118,7 +106,7 @@ FUSED_OPTIM_HD uint16_t float16_nearest_even(float x) {
 
 FUSED_OPTIM_HD uint16_t float16_rotating(float x, uint32_t u) {
     uint32_t b = float_bits(x);
-    return float16_finish(b, float16_magnitude_rotating(b & kMagnitude, u));
+    return float16_finish(b, float16_magnitude_rotating(fabsf(clamp_top(x, 65536.0f)), u));
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -207,7 +195,7 @@ struct ExpAvgSq<Format::kFloat16> {
         return block_scale(absmax, kSmallestExpAvgSq, larger(bits_float(absmax), 1.9721522630525295e-31f), kTopNudge);
     }
     FUSED_OPTIM_HD static Bits encode(float v, float, float inverse, uint32_t u) {
-        uint32_t code = float16_magnitude_rotating(float_bits(clamp_top(v * inverse, 1.0f)), u);
+        uint32_t code = float16_magnitude_rotating(clamp_top(v * inverse, 1.0f), u);
         return static_cast<Bits>(code == 0 && v > 0.0f && inverse > 0.0f ? 1u : code);
     }
 };
@@ -258,10 +246,7 @@ struct ExpAvgSq<Format::kFloat8> {
     }
     FUSED_OPTIM_HD static Bits encode(float, float root, float inverse, uint32_t u) {
         float x = clamp_top(root * inverse, kFloat8Top);
-        uint32_t b = float_bits(x);
-        uint32_t normal = ((b + (u >> 12)) >> 20) - kFloat8Rebias;
-        uint32_t subnormal = floor_code(clamp_top(x, 0.015625f) * 512.0f, u);
-        uint32_t code = b < kFloat8SmallestNormal ? subnormal : normal;
+        uint32_t code = (scaled_bits<120>(x) + (u >> 12)) >> 20;
         return static_cast<Bits>(code == 0 && x > 0.0f ? 1u : code);
     }
 };
@@ -300,9 +285,9 @@ struct ExpAvgSq<Format::kInt8> {
     }
     FUSED_OPTIM_HD static Bits encode(float, float root, float inverse, uint32_t u) {
         float x = clamp_top(square_root(root) * inverse, 255.0f);
-        uint32_t code = floor_code(x, u);
-        code = code > 255u ? 255u : code;
-        return static_cast<Bits>(code == 0 && x > 0.0f ? 1u : code);
+        x = x > 0.0f ? larger(x, 1.0f) : x;
+        uint32_t fixed = float_bits(x + 256.0f) << 1;  // 16 fractional bits below the code
+        return static_cast<Bits>((fixed + (u >> 16)) >> 16);
     }
 };
 
