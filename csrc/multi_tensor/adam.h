@@ -52,7 +52,7 @@ FUSED_OPTIM_HD Scalars derive(const Hyper& hyper) {
     scalars.step_size = static_cast<float>(lr / correction1);
     scalars.decay = hyper.adam_w ? static_cast<float>(1.0 - lr * hyper.weight_decay) : 1.0f;
     scalars.l2_penalty = hyper.adam_w ? 0.0f : static_cast<float>(hyper.weight_decay);
-    scalars.rounding.mask = hyper.stochastic_rounding ? 0xFFFF0000u : 0u;
+    scalars.rounding.mask = hyper.stochastic_rounding ? 0xFFFFFFFFu : 0u;
     scalars.rounding.offset = hyper.stochastic_rounding ? static_cast<uint32_t>(step) * kGoldenRatio : kNearest;
     return scalars;
 }

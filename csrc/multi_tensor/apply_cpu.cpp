@@ -97,12 +97,14 @@ void fill_rounding(RoundingTile& tile, const Shard& shard, const Rounding& round
     if (contiguous && (first >> 34) == ((first + kTile) >> 34)) {  // 32-bit quads do not wrap: vectorised
         uint32_t low = static_cast<uint32_t>(first), high = static_cast<uint32_t>(first >> 34) * kGoldenRatio;
         uint32_t quad = static_cast<uint32_t>(first >> 2), phase = low & 3u;
-        for (uint32_t i = 0; i < kTile; ++i) hash[i] = mix((quad + ((i + phase) >> 2) + high) ^ shard.key);
+        for (uint32_t i = 0; i < kTile; ++i) {
+            hash[i] = mix((quad + ((i + phase) >> 2) + high) ^ shard.key) & rounding.mask;
+        }
         for (uint32_t i = 0; i < kTile; ++i) lane[i] = low + i;
     } else {
         for (int i = 0; i < kTile; ++i) {
             uint64_t global = global_index(shard, element + i);
-            hash[i] = quad_hash(shard.key, global);
+            hash[i] = rounding.hash(shard.key, global);
             lane[i] = static_cast<uint32_t>(global);
         }
     }

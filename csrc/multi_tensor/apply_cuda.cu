@@ -96,15 +96,25 @@ __device__ __forceinline__ uint32_t get(const uint32_t* words, int i) {
     return (words[i * kBytes / 4] >> (8 * (i * kBytes % 4))) & mask;
 }
 
+// Packs the low bytes of eight values; what stands above them does not matter.
 template <int kBytes>
-__device__ __forceinline__ void put(uint32_t* words, int i, uint32_t value) {
-    int shift = 8 * (i * kBytes % 4);
-    words[i * kBytes / 4] = shift == 0 ? value : words[i * kBytes / 4] | (value << shift);
+__device__ __forceinline__ void pack(uint32_t* words, const uint32_t* values) {
+    if constexpr (kBytes == 1) {
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            uint32_t low = __byte_perm(values[4 * k], values[4 * k + 1], 0x0040);
+            uint32_t high = __byte_perm(values[4 * k + 2], values[4 * k + 3], 0x0040);
+            words[k] = __byte_perm(low, high, 0x5410);
+        }
+    } else {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) words[k] = __byte_perm(values[2 * k], values[2 * k + 1], 0x5410);
+    }
 }
 
 template <int kBytes>
-__device__ __forceinline__ void load(uint32_t* words, uint64_t address, uint64_t element) {
-    address += element * kBytes;
+__device__ __forceinline__ void load(uint32_t* words, uint64_t address, uint32_t element) {
+    address += static_cast<uint64_t>(element) * kBytes;
     if constexpr (kBytes == 1) {
         uint2 raw = __ldcs(reinterpret_cast<const uint2*>(address));
         words[0] = raw.x, words[1] = raw.y;
@@ -118,8 +128,8 @@ __device__ __forceinline__ void load(uint32_t* words, uint64_t address, uint64_t
 }
 
 template <int kBytes>
-__device__ __forceinline__ void store(const uint32_t* words, uint64_t address, uint64_t element) {
-    address += element * kBytes;
+__device__ __forceinline__ void store(const uint32_t* words, uint64_t address, uint32_t element) {
+    address += static_cast<uint64_t>(element) * kBytes;
     if constexpr (kBytes == 1) {
         __stcs(reinterpret_cast<uint2*>(address), make_uint2(words[0], words[1]));
     } else {
@@ -132,7 +142,7 @@ __device__ __forceinline__ void store(const uint32_t* words, uint64_t address, u
 }
 
 // Streams whose type is known only at run time: 2 or 4 bytes.
-__device__ __forceinline__ void load(Packet<4>& packet, Element type, uint64_t address, uint64_t element) {
+__device__ __forceinline__ void load(Packet<4>& packet, Element type, uint64_t address, uint32_t element) {
     if (type == Element::kFloat32) {
         load<4>(packet.words, address, element);
     } else {
@@ -166,25 +176,23 @@ __device__ __forceinline__ uint16_t encode_float16(float value, uint32_t bits) {
 
 template <bool rotating>
 __device__ __forceinline__ void store(const float* values, const uint32_t* bits, Element type, uint64_t address,
-                                      uint64_t element) {
-    Packet<4> packet;
+                                      uint32_t element) {
+    uint32_t codes[kVector];
+    uint32_t words[kVector];
     if (type == Element::kFloat32) {
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) packet.words[i] = float_bits(values[i]);
-        return store<4>(packet.words, address, element);
+        for (int i = 0; i < kVector; ++i) words[i] = float_bits(values[i]);
+        return store<4>(words, address, element);
     }
     if (type == Element::kBFloat16) {
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-            put<2>(packet.words, i, encode_bfloat16<rotating>(values[i], rotating ? bits[i] : 0));
-        }
+        for (int i = 0; i < kVector; ++i) codes[i] = encode_bfloat16<rotating>(values[i], rotating ? bits[i] : 0);
     } else {
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-            put<2>(packet.words, i, encode_float16<rotating>(values[i], rotating ? bits[i] : 0));
-        }
+        for (int i = 0; i < kVector; ++i) codes[i] = encode_float16<rotating>(values[i], rotating ? bits[i] : 0);
     }
-    store<2>(packet.words, address, element);
+    pack<2>(words, codes);
+    store<2>(words, address, element);
 }
 
 // The largest magnitude among the lanes whose numbers differ below bit `lanes_log2`.
@@ -216,6 +224,7 @@ struct View {
     float* exp_avg_sq_scales;
     uint64_t numel;
     uint64_t offset;
+    uint64_t first = 0;
     Geometry geometry;
     uint32_t key;
     ShardInfo info;
@@ -244,7 +253,20 @@ struct View {
     __device__ __forceinline__ Format exp_avg_format() const { return static_cast<Format>(info.exp_avg); }
     __device__ __forceinline__ Format exp_avg_sq_format() const { return static_cast<Format>(info.exp_avg_sq); }
 
+    // Makes element 0 what element `begin`, a multiple of kSpan, was; nothing but the global index needs 64 bits then.
+    __device__ __forceinline__ void advance(uint64_t begin) {
+        grad += begin * element_bytes(grad_type());
+        param += begin * element_bytes(param_type());
+        master += begin * master_bytes(master_kind());
+        exp_avg += begin * format_bytes(exp_avg_format());
+        exp_avg_sq += begin * format_bytes(exp_avg_sq_format());
+        exp_avg_scales += begin >> info.block_log2;
+        exp_avg_sq_scales += begin >> info.block_log2;
+        first = begin;
+    }
+
     __device__ __forceinline__ uint64_t global_index(uint64_t element) const {
+        element += first;
         if (info.geometry == 0) return offset + element;
         return offset + element / geometry.inner_local * geometry.inner_global + element % geometry.inner_local;
     }
@@ -260,27 +282,26 @@ struct Moment {
     Packet<kBytes> raw;
     float old_scale;
 
-    __device__ __forceinline__ void load_raw(Format, uint64_t address, const float* scale, uint64_t element) {
+    __device__ __forceinline__ void load_raw(Format, uint64_t address, const float* scale, uint32_t element) {
         load<kBytes>(raw.words, address, element);
         old_scale = *scale;
     }
     __device__ __forceinline__ void decode_all(float* values, Format) const {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
-            values[i] = Codec::decode(static_cast<typename Codec::Bits>(get<kBytes>(raw.words, i)), old_scale);
+            values[i] = Codec::decode(get<kBytes>(raw.words, i), old_scale);
         }
     }
     // `encode(i, inverse)` gives element i's code in a block with that inverse scale.
     template <class Encode>
     __device__ __forceinline__ void store_all(const float* values, uint64_t address, float* scale, int block_log2,
-                                              uint64_t element, uint32_t mask, const Encode& encode) {
+                                              uint32_t element, uint32_t mask, const Encode& encode) {
         BlockScale fresh = Codec::scale(lanes_absmax(thread_absmax<kVector>(values), block_log2 - 3, mask));
         if ((element & ((1u << block_log2) - 1)) == 0) *scale = fresh.scale;
+        uint32_t codes[kVector];
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-            using Code = typename Word<kBytes>::type;
-            put<kBytes>(raw.words, i, static_cast<Code>(encode(i, fresh.inverse)));
-        }
+        for (int i = 0; i < kVector; ++i) codes[i] = static_cast<uint32_t>(encode(i, fresh.inverse));
+        pack<kBytes>(raw.words, codes);
         store<kBytes>(raw.words, address, element);
     }
 };
@@ -289,7 +310,7 @@ template <>
 struct Moment<Plain> {
     Packet<4> raw;
 
-    __device__ __forceinline__ void load_raw(Format format, uint64_t address, const float*, uint64_t element) {
+    __device__ __forceinline__ void load_raw(Format format, uint64_t address, const float*, uint32_t element) {
         load(raw, plain_type(format), address, element);
     }
     __device__ __forceinline__ void decode_all(float* values, Format format) const {
@@ -302,12 +323,12 @@ struct RoundingBits {
     uint32_t param[kVector];
 };
 
-__device__ __forceinline__ void fill_rounding(RoundingBits& bits, const View& view, uint64_t element,
+__device__ __forceinline__ void fill_rounding(RoundingBits& bits, const View& view, uint32_t element,
                                               const Rounding& rounding) {
     uint64_t global = view.global_index(element);
 #pragma unroll
     for (int i = 0; i < kVector; i += 4) {
-        uint32_t hash = quad_hash(view.key, global + i);
+        uint32_t hash = rounding.hash(view.key, global + i);
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             bits.state[i + k] = rounding.state_bits(hash, k);
@@ -317,7 +338,7 @@ __device__ __forceinline__ void fill_rounding(RoundingBits& bits, const View& vi
 }
 
 template <class MixType>
-__device__ __forceinline__ void update_vector(const View& view, const Scalars& scalars, uint64_t element,
+__device__ __forceinline__ void update_vector(const View& view, const Scalars& scalars, uint32_t element,
                                               uint32_t mask) {
     using M = typename MixType::M;
     using V = typename MixType::V;
@@ -376,12 +397,15 @@ __device__ __forceinline__ void update_vector(const View& view, const Scalars& s
         store<4>(master_raw.words, view.master, element);
         store<false>(param, nullptr, view.param_type(), view.param, element);
     } else if constexpr (master != Master::kParameter) {
+        uint32_t high[kVector], low[kVector];
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
             Split split = low_bytes == 2 ? split_remainder16(param[i]) : split_remainder8(param[i]);
-            put<2>(param_raw.words, i, split.high);
-            put<low_bytes>(master_raw.words, i, static_cast<typename Word<low_bytes>::type>(split.low));
+            high[i] = split.high;
+            low[i] = static_cast<uint32_t>(split.low);
         }
+        pack<2>(param_raw.words, high);
+        pack<low_bytes>(master_raw.words, low);
         store<2>(param_raw.words, view.param, element);
         store<low_bytes>(master_raw.words, view.master, element);
     }
@@ -412,10 +436,12 @@ __device__ __forceinline__ void update_vector(const View& view, const Scalars& s
 template <class MixType>
 __device__ __noinline__ void vector_walk(const KernelTable& table, int shard, const Scalars& shared_scalars,
                                          uint64_t begin, uint64_t end) {
-    const View view(table, shard);
+    View view(table, shard);
+    view.advance(begin);
     const Scalars scalars = shared_scalars;
     const uint32_t mask = 0xFFFFu << (threadIdx.x & 16);  // 16 lanes share a span, the rest may lie beyond the end
-    for (uint64_t element = begin + threadIdx.x * kVector; element < end; element += kTile) {
+    const uint32_t count = static_cast<uint32_t>(end - begin);
+    for (uint32_t element = threadIdx.x * kVector; element < count; element += kTile) {
         update_vector<MixType>(view, scalars, element, mask);
     }
 }
@@ -579,7 +605,7 @@ __device__ __noinline__ void general_walk(const KernelTable& table, int shard, c
             v[i] = updated.exp_avg_sq;
             root[i] = updated.root;
             const uint64_t global = view.global_index(element + i);
-            const uint32_t hash = quad_hash(view.key, global);
+            const uint32_t hash = scalars.rounding.hash(view.key, global);
             bits[i] = scalars.rounding.state_bits(hash, static_cast<uint32_t>(global));
             store_master(view, element + i, updated.param,
                          scalars.rounding.param_bits(hash, static_cast<uint32_t>(global)));
@@ -660,19 +686,11 @@ private:
 
 bool is_aligned(uint64_t address, int bytes_per_element) { return address % (bytes_per_element == 1 ? 8 : 16) == 0; }
 
-int element_bytes(Element type) { return type == Element::kFloat32 ? 4 : 2; }
-
-int format_bytes(Format format) {
-    if (format == Format::kFloat32) return 4;
-    return format == Format::kFloat8 || format == Format::kInt8 ? 1 : 2;
-}
-
 bool is_aligned(const Shard& s) {
-    int master_bytes = s.master_kind == Master::kFloat32 ? 4 : s.master_kind == Master::kRemainder16 ? 2 : 1;
     return is_aligned(s.grad, element_bytes(s.grad_type)) && is_aligned(s.param, element_bytes(s.param_type)) &&
            is_aligned(s.exp_avg, format_bytes(s.exp_avg_format)) &&
            is_aligned(s.exp_avg_sq, format_bytes(s.exp_avg_sq_format)) &&
-           (s.master_kind == Master::kParameter || is_aligned(s.master, master_bytes));
+           (s.master_kind == Master::kParameter || is_aligned(s.master, master_bytes(s.master_kind)));
 }
 
 bool is_plain(const Shard& s) { return s.inner_local >= s.numel; }

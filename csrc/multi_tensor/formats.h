@@ -33,14 +33,13 @@ FUSED_OPTIM_HD uint32_t quad_hash(uint32_t key, uint64_t element) {
     return mix((static_cast<uint32_t>(quad) + static_cast<uint32_t>(quad >> 32) * kGoldenRatio) ^ key);
 }
 
-FUSED_OPTIM_HD uint32_t rotate_left(uint32_t x, uint32_t n) { return (x << (n & 31)) | (x >> ((32 - n) & 31)); }
-
 struct Rounding {
     uint32_t offset;  // step * golden ratio, or 1/2 for round to nearest
-    uint32_t mask;    // the hash's bits that count; 0 switches it off
+    uint32_t mask;    // 0 switches the hash off
 
+    FUSED_OPTIM_HD uint32_t hash(uint32_t key, uint64_t element) const { return quad_hash(key, element) & mask; }
     FUSED_OPTIM_HD uint32_t state_bits(uint32_t hash, uint32_t element) const {
-        return (rotate_left(hash, 8 * (element & 3)) & mask) + offset;
+        return byte_window(hash, element) + offset;
     }
     FUSED_OPTIM_HD uint32_t param_bits(uint32_t hash, uint32_t element) const { return state_bits(hash, element + 2); }
 };
@@ -124,9 +123,8 @@ FUSED_OPTIM_HD float join_remainder16(uint16_t high, int16_t low) {
 
 // A NaN keeps a NaN parameter: carrying into the high half could turn other payloads into a number.
 FUSED_OPTIM_HD Split split_remainder16(float master) {
-    uint32_t b = is_nan(master) ? kQuietNaN : float_bits(master);
-    uint32_t high = (b >> 16) + ((b >> 15) & 1u);
-    return {static_cast<uint16_t>(high), static_cast<int16_t>(b & 0xFFFFu)};
+    uint32_t b = canonical_bits(master);
+    return {static_cast<uint16_t>((b + 0x8000u) >> 16), static_cast<int16_t>(b & 0xFFFFu)};
 }
 
 FUSED_OPTIM_HD float join_remainder8(uint16_t high, int8_t low) {
@@ -135,10 +133,9 @@ FUSED_OPTIM_HD float join_remainder8(uint16_t high, int8_t low) {
 
 // Rounds to the nearest 24-bit value (ties away from zero); the largest finite ones may become infinite.
 FUSED_OPTIM_HD Split split_remainder8(float master) {
-    uint32_t b = is_nan(master) ? kQuietNaN : float_bits(master);
-    uint32_t kept = (b + 0x80u) >> 8;
-    uint32_t high = (kept >> 8) + ((kept >> 7) & 1u);
-    return {static_cast<uint16_t>(high), static_cast<int16_t>(static_cast<int8_t>(kept & 0xFFu))};
+    uint32_t b = canonical_bits(master);
+    b += 0x80u;
+    return {static_cast<uint16_t>((b + 0x8000u) >> 16), static_cast<int16_t>(static_cast<int8_t>((b >> 8) & 0xFFu))};
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -175,7 +172,9 @@ template <>
 struct ExpAvg<Format::kFloat16> {
     static constexpr Format format = Format::kFloat16;
     using Bits = uint16_t;
-    FUSED_OPTIM_HD static float decode(Bits bits, float scale) { return float16_decode(bits) * scale; }
+    FUSED_OPTIM_HD static float decode(uint32_t bits, float scale) {
+        return float16_decode(static_cast<Bits>(bits)) * scale;
+    }
     FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
         return block_scale(absmax, kSmallestExpAvg, bits_float(absmax), 1.0f);
     }
@@ -189,7 +188,9 @@ template <>
 struct ExpAvgSq<Format::kFloat16> {
     static constexpr Format format = Format::kFloat16;
     using Bits = uint16_t;
-    FUSED_OPTIM_HD static float decode(Bits bits, float scale) { return float16_decode(bits) * scale; }
+    FUSED_OPTIM_HD static float decode(uint32_t bits, float scale) {
+        return float16_decode(static_cast<Bits>(bits)) * scale;
+    }
     // The floor of 2^-102 keeps the smallest code's value a normal number.
     FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
         return block_scale(absmax, kSmallestExpAvgSq, larger(bits_float(absmax), 1.9721522630525295e-31f), kTopNudge);
@@ -201,32 +202,38 @@ struct ExpAvgSq<Format::kFloat16> {
 };
 
 // float8_e4m3fn. Seven magnitude bits placed at the top of a float's mantissa, times 2^120, give their value.
-FUSED_OPTIM_HD float float8_magnitude_decode(uint32_t magnitude) {
-    return bits_float(magnitude << 20) * 1.329227995784916e36f;
+FUSED_OPTIM_HD float float8_decode(uint32_t bits) {
+    return bits_float((bits & 0x7Fu) << 20 | (bits & 0x80u) << 24) * 1.329227995784916e36f;
 }
 
 constexpr float kFloat8Top = 448.0f;
-constexpr uint32_t kFloat8SmallestNormal = 0x3C800000u;  // 2^-6
-constexpr uint32_t kFloat8Rebias = 960u;                 // (127 - 7) << 3
+
+// For magnitudes up to 448.
+FUSED_OPTIM_HD uint32_t float8_nearest_even(float x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    uint16_t pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(x));
+    return pair;
+#else
+    uint32_t b = magnitude_bits(x);
+    uint32_t normal = ((b + 0x7FFFFu + ((b >> 20) & 1u)) >> 20) - 960u;  // (127 - 7) << 3 moves the exponent bias
+    uint32_t subnormal = float_bits(bits_float(b) + 16384.0f) - 0x46800000u;  // 16384's last place is 2^-9
+    return (b < 0x3C800000u ? subnormal : normal) | ((float_bits(x) >> 24) & 0x80u);
+#endif
+}
 
 template <>
 struct ExpAvg<Format::kFloat8> {
     static constexpr Format format = Format::kFloat8;
     using Bits = uint8_t;
-    FUSED_OPTIM_HD static float decode(Bits bits, float scale) {
-        float x = float8_magnitude_decode(bits & 0x7Fu);
-        return bits_float(float_bits(x) | (static_cast<uint32_t>(bits & 0x80u) << 24)) * scale;
+    FUSED_OPTIM_HD static float decode(uint32_t bits, float scale) {
+        return float8_decode(bits) * scale;
     }
     FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
         return block_scale(absmax, kSmallestExpAvg, divide(bits_float(absmax), kFloat8Top), 1.0f);
     }
     FUSED_OPTIM_HD static Bits encode(float m, float inverse) {
-        float x = clamp_top(fabsf(m) * inverse, kFloat8Top);
-        uint32_t b = float_bits(x);
-        uint32_t normal = ((b + 0x7FFFFu + ((b >> 20) & 1u)) >> 20) - kFloat8Rebias;
-        uint32_t subnormal = float_bits(x + 16384.0f) - 0x46800000u;  // 16384's last place is 2^-9
-        uint32_t code = b < kFloat8SmallestNormal ? subnormal : normal;
-        return static_cast<Bits>(code | ((float_bits(m) >> 24) & 0x80u));
+        return static_cast<Bits>(float8_nearest_even(copysignf(clamp_top(fabsf(m) * inverse, kFloat8Top), m)));
     }
 };
 
@@ -235,8 +242,8 @@ template <>
 struct ExpAvgSq<Format::kFloat8> {
     static constexpr Format format = Format::kFloat8;
     using Bits = uint8_t;
-    FUSED_OPTIM_HD static float decode(Bits bits, float scale) {
-        float root = float8_magnitude_decode(bits) * scale;
+    FUSED_OPTIM_HD static float decode(uint32_t bits, float scale) {
+        float root = float8_decode(bits) * scale;
         return root * root;
     }
     // The floor of 2^-54 keeps the smallest code's value a normal number.
@@ -256,8 +263,8 @@ template <>
 struct ExpAvg<Format::kInt8> {
     static constexpr Format format = Format::kInt8;
     using Bits = int8_t;
-    FUSED_OPTIM_HD static float decode(Bits bits, float scale) {
-        float root = static_cast<float>(bits) * scale;
+    FUSED_OPTIM_HD static float decode(uint32_t bits, float scale) {
+        float root = signed_byte(bits) * scale;
         return root * fabsf(root);
     }
     FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
@@ -273,8 +280,8 @@ template <>
 struct ExpAvgSq<Format::kInt8> {
     static constexpr Format format = Format::kInt8;
     using Bits = uint8_t;
-    FUSED_OPTIM_HD static float decode(Bits bits, float scale) {
-        float root = static_cast<float>(bits) * scale;
+    FUSED_OPTIM_HD static float decode(uint32_t bits, float scale) {
+        float root = unsigned_byte(bits) * scale;
         float square = root * root;
         return square * square;
     }

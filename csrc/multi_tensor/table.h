@@ -72,6 +72,17 @@ struct Hyper {
 
 FUSED_OPTIM_HD constexpr bool is_scaled(Format format) { return format >= Format::kFloat16; }
 
+FUSED_OPTIM_HD constexpr int element_bytes(Element type) { return type == Element::kFloat32 ? 4 : 2; }
+
+FUSED_OPTIM_HD constexpr int format_bytes(Format format) {
+    return format == Format::kFloat32 ? 4 : format >= Format::kFloat8 ? 1 : 2;
+}
+
+// Bytes per element of the tensor beside the parameter; 0 where there is none.
+FUSED_OPTIM_HD constexpr int master_bytes(Master master) {
+    return master == Master::kFloat32 ? 4 : master == Master::kRemainder16 ? 2 : master == Master::kRemainder8 ? 1 : 0;
+}
+
 FUSED_OPTIM_HD uint64_t block_count(const Shard& shard) {
     return (shard.numel + (uint64_t{1} << shard.block_log2) - 1) >> shard.block_log2;
 }
