@@ -1,0 +1,212 @@
+"""Train a byte-level GPT sharded with FSDP2, using FusedAdamW or torch.optim.AdamW.
+
+Save a checkpoint halfway, and continue from it on any number of ranks:
+
+    torchrun --nproc-per-node 2 examples/train_fsdp2.py --checkpoint checkpoint
+    torchrun --nproc-per-node 1 examples/train_fsdp2.py --resume checkpoint
+"""
+
+import argparse
+import math
+import os
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from tqdm import tqdm
+
+from byte_gpt import ByteGPT, evaluation_batches, load_corpus, training_batch
+from fused_optim import FusedAdamW
+from run_record import RunRecord, clock
+
+STATE_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
+REMAINDERS = {"fp32": False, "remainder16": True}  # the 16 bits that a BF16 parameter lacks of its FP32 master
+BETAS = (0.9, 0.95)
+FINAL_LR_FRACTION = 0.1
+EVALUATION_BATCHES = 8
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--optimizer", choices=("fused", "torch"), default="fused")
+    parser.add_argument("--state-dtype", choices=STATE_DTYPES, default="int8", help="moments of FusedAdamW")
+    # Not "--master": torchrun would take that for the start of its own --master-addr.
+    parser.add_argument("--masters", choices=REMAINDERS, default="fp32", help="of FusedAdamW")
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--context", type=int, default=128, help="bytes that a prediction can see")
+    parser.add_argument("--batch", type=int, default=12, help="windows per step, over all ranks")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--warmup", type=int, default=20)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--weight-decay", type=float, default=0.1)
+    parser.add_argument("--clip", type=float, default=1.0, help="largest gradient norm")
+    parser.add_argument("--evaluate-every", type=int, default=50)
+    parser.add_argument("--init-seed", type=int, default=0)
+    parser.add_argument("--data-seed", type=int, default=0)
+    parser.add_argument("--checkpoint", type=Path, help="folder to write a checkpoint to, halfway through the run")
+    parser.add_argument("--resume", type=Path, help="folder of the checkpoint to continue from")
+    parser.add_argument("--metrics", type=Path, help="JSON file to write losses, times and sizes to")
+    return parser.parse_args()
+
+
+def init_distributed() -> torch.device:
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    dist.init_process_group()
+    return device
+
+
+def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
+    # Drawn on the CPU, before sharding: the same weights on every kind of device and for every world size.
+    torch.manual_seed(args.init_seed)
+    model = ByteGPT(args.width, args.layers, args.heads).to(device)
+    if args.optimizer == "fused":
+        model.to(torch.bfloat16)  # FusedAdamW keeps FP32 masters itself; torch.optim.AdamW needs FP32 parameters
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    # Many CPUs have no BF16 arithmetic, and multiply BF16 matrices ten times slower than FP32 ones.
+    compute_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    # Not the root's default: an evaluation, which no backward pass follows, would leave its parameters gathered.
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    return model
+
+
+def build_optimizer(args: argparse.Namespace, model: nn.Module) -> Optimizer:
+    common: dict[str, Any] = {"lr": args.lr, "betas": BETAS, "weight_decay": args.weight_decay}
+    if args.optimizer == "torch":
+        return torch.optim.AdamW(model.parameters(), **common)
+    moments = STATE_DTYPES[args.state_dtype]
+    formats: dict[str, Any] = {
+        "exp_avg_dtype": moments,
+        "exp_avg_sq_dtype": moments,
+        "store_param_remainders": REMAINDERS[args.masters],
+    }
+    return FusedAdamW(model.parameters(), **common, **formats)
+
+
+def build_scheduler(args: argparse.Namespace, optimizer: Optimizer) -> LambdaLR:
+    def warmup_then_cosine(step: int) -> float:
+        if step < args.warmup:
+            return (step + 1) / args.warmup
+        progress = (step - args.warmup) / max(1, args.steps - args.warmup)
+        return FINAL_LR_FRACTION + (1 - FINAL_LR_FRACTION) * (1 + math.cos(math.pi * progress)) / 2
+
+    return LambdaLR(optimizer, warmup_then_cosine)
+
+
+def checkpoint_state(model: nn.Module, optimizer: Optimizer, scheduler: LambdaLR, next_step: int) -> dict[str, Any]:
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {
+        "model": model_state,
+        "optimizer": optimizer_state,
+        "scheduler": scheduler.state_dict(),
+        "next_step": next_step,
+    }
+
+
+def load_checkpoint(folder: Path, model: nn.Module, optimizer: Optimizer, scheduler: LambdaLR) -> int:
+    """Loads into freshly built objects and returns the step to continue with."""
+    state = checkpoint_state(model, optimizer, scheduler, next_step=0)
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    scheduler.load_state_dict(state["scheduler"])
+    return state["next_step"]
+
+
+def my_share(batch: Tensor, device: torch.device) -> Tensor:
+    return batch.chunk(dist.get_world_size())[dist.get_rank()].to(device)
+
+
+def mean_over_ranks(loss: Tensor) -> float:
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: list[Tensor], device: torch.device) -> float:
+    return statistics.fmean(mean_over_ranks(model(my_share(batch, device))) for batch in batches)
+
+
+def progress_bar(first_step: int, steps: int) -> tqdm:
+    seconds_between_updates = 0.2 if sys.stderr.isatty() else 10  # a log file keeps every update
+    return tqdm(
+        range(first_step, steps),
+        initial=first_step,
+        total=steps,
+        disable=dist.get_rank() != 0,
+        mininterval=seconds_between_updates,
+    )
+
+
+def train(args: argparse.Namespace, device: torch.device) -> RunRecord:
+    model = build_model(args, device)
+    optimizer = build_optimizer(args, model)
+    scheduler = build_scheduler(args, optimizer)
+    first_step = load_checkpoint(args.resume, model, optimizer, scheduler) if args.resume else 0
+
+    length = args.context + 1  # inputs and, shifted by one byte, targets
+    corpus, held_out_bytes = load_corpus()
+    held_out = evaluation_batches(held_out_bytes, EVALUATION_BATCHES, args.batch, length)
+    record = RunRecord(device.type, dist.get_world_size())
+    bar = progress_bar(first_step, args.steps)
+    for step in bar:
+        started = clock(device)
+        batch = training_batch(corpus, args.data_seed, step, args.batch, length)
+        loss = model(my_share(batch, device))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+        before_optimizer = clock(device)
+        optimizer.step()
+        after_optimizer = clock(device)
+        scheduler.step()
+        optimizer.zero_grad()
+
+        record.train_losses.append((step, mean_over_ranks(loss)))
+        record.optimizer_times.append(after_optimizer - before_optimizer)
+        record.step_times.append(clock(device) - started)
+        bar.set_postfix(loss=f"{record.train_losses[-1][1]:.3f}", refresh=False)
+        finished = step + 1
+        if finished % args.evaluate_every == 0 or finished == args.steps:
+            record.held_out_losses.append((finished, evaluate(model, held_out, device)))
+        if args.checkpoint and finished == args.steps // 2:
+            dcp.save(checkpoint_state(model, optimizer, scheduler, finished), checkpoint_id=args.checkpoint)
+    record.measure_sizes(model, optimizer)
+    return record
+
+
+def main() -> None:
+    args = parse_args()
+    device = init_distributed()
+    if args.batch % dist.get_world_size():
+        sys.exit(f"--batch {args.batch} is not a multiple of the {dist.get_world_size()} ranks")
+    record = train(args, device)
+    if args.metrics and dist.get_rank() == 0:
+        record.save(args.metrics)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
