@@ -23,7 +23,7 @@ TRAINING_SCRIPT = Path(__file__).with_name("train_fsdp2.py")
 # A run has learnt something when its loss fell to this share of the first one, which is about ln(256).
 LARGEST_FINAL_SHARE = 0.75
 # The two optimizers see the same batches. Seen: 0.03 % to 0.3 %, over two seeds and several state formats.
-HELD_OUT_TOLERANCE = 0.01
+HELD_OUT_TOLERANCE = 0.02
 # Gradients are summed in another order on another number of ranks, and so differ in their last bits, which training
 # amplifies. Seen from two ranks to one: a step deviates by 0.009 % at most and all by 0.002 % on average with FP32
 # arithmetic (CPUs), by 0.06 % and 0.013 % with BF16. A resume without first moments gives 1.6 % and 0.48 %, without

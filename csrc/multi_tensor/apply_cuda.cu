@@ -15,12 +15,12 @@
 namespace fused_optim {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kBlocksPerMultiprocessor = 3;
+constexpr int kThreads = 128;
+constexpr int kBlocksPerMultiprocessor = 5;
 constexpr int kVector = 8;                 // elements per thread
 constexpr int kTile = kThreads * kVector;  // elements per thread block and iteration
 constexpr int kSpan = 128;                 // elements per warp in the general walk: the largest block
-constexpr int kMaxTilesPerChunk = 8;
+constexpr int kMaxTilesPerChunk = 16;
 constexpr int kChunksPerBlock = 16;  // wanted at least, to balance the load
 constexpr int kMaxShards = 400;
 constexpr int kMaxGroups = 16;
@@ -112,32 +112,58 @@ __device__ __forceinline__ void pack(uint32_t* words, const uint32_t* values) {
     }
 }
 
+// Eight FP32 elements are two accesses of 16 bytes. Were each thread to make both on its own elements, every access of
+// the warp would touch halves of 32-byte sectors; so two neighbours access whole sectors and exchange what is the
+// other's.
+// From what a thread accesses first and second (four words each) to its own elements, and back: its own inverse.
+__device__ __forceinline__ void exchange(uint32_t* words) {
+    const uint32_t pair = 3u << (threadIdx.x & 30);
+    const bool odd = threadIdx.x & 1;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        uint32_t others = __shfl_xor_sync(pair, odd ? words[i] : words[i + 4], 1);
+        words[i] = odd ? others : words[i];
+        words[i + 4] = odd ? words[i + 4] : others;
+    }
+}
+
+// Where a thread's first access lies: at its elements if it is even, beside its neighbour's access if it is odd.
+__device__ __forceinline__ uint64_t first_access(uint64_t address, uint32_t element) {
+    return address + static_cast<uint64_t>(element) * 4 - (threadIdx.x & 1) * 16;
+}
+
 template <int kBytes>
 __device__ __forceinline__ void load(uint32_t* words, uint64_t address, uint32_t element) {
+    if constexpr (kBytes == 4) {  // exchange() follows when the values are wanted
+        const uint4* source = reinterpret_cast<const uint4*>(first_access(address, element));
+        uint4 first = __ldcs(source), second = __ldcs(source + 2);
+        words[0] = first.x, words[1] = first.y, words[2] = first.z, words[3] = first.w;
+        words[4] = second.x, words[5] = second.y, words[6] = second.z, words[7] = second.w;
+        return;
+    }
     address += static_cast<uint64_t>(element) * kBytes;
-    if constexpr (kBytes == 1) {
+    if constexpr (kBytes == 2) {
+        uint4 raw = __ldcs(reinterpret_cast<const uint4*>(address));
+        words[0] = raw.x, words[1] = raw.y, words[2] = raw.z, words[3] = raw.w;
+    } else if constexpr (kBytes == 1) {
         uint2 raw = __ldcs(reinterpret_cast<const uint2*>(address));
         words[0] = raw.x, words[1] = raw.y;
-    } else {
-#pragma unroll
-        for (int k = 0; k < kBytes / 2; ++k) {
-            uint4 raw = __ldcs(reinterpret_cast<const uint4*>(address) + k);
-            words[4 * k] = raw.x, words[4 * k + 1] = raw.y, words[4 * k + 2] = raw.z, words[4 * k + 3] = raw.w;
-        }
     }
 }
 
 template <int kBytes>
 __device__ __forceinline__ void store(const uint32_t* words, uint64_t address, uint32_t element) {
+    if constexpr (kBytes == 4) {  // after exchange()
+        uint4* target = reinterpret_cast<uint4*>(first_access(address, element));
+        __stcs(target, make_uint4(words[0], words[1], words[2], words[3]));
+        __stcs(target + 2, make_uint4(words[4], words[5], words[6], words[7]));
+        return;
+    }
     address += static_cast<uint64_t>(element) * kBytes;
-    if constexpr (kBytes == 1) {
+    if constexpr (kBytes == 2) {
+        __stcs(reinterpret_cast<uint4*>(address), make_uint4(words[0], words[1], words[2], words[3]));
+    } else if constexpr (kBytes == 1) {
         __stcs(reinterpret_cast<uint2*>(address), make_uint2(words[0], words[1]));
-    } else {
-#pragma unroll
-        for (int k = 0; k < kBytes / 2; ++k) {
-            uint4 raw = make_uint4(words[4 * k], words[4 * k + 1], words[4 * k + 2], words[4 * k + 3]);
-            __stcs(reinterpret_cast<uint4*>(address) + k, raw);
-        }
     }
 }
 
@@ -151,8 +177,9 @@ __device__ __forceinline__ void load(Packet<4>& packet, Element type, uint64_t a
 }
 
 // The type is the same for a whole chunk: branches around the loops, not selects inside.
-__device__ __forceinline__ void decode(float* values, const Packet<4>& packet, Element type) {
+__device__ __forceinline__ void decode(float* values, Packet<4>& packet, Element type) {
     if (type == Element::kFloat32) {
+        exchange(packet.words);
 #pragma unroll
         for (int i = 0; i < kVector; ++i) values[i] = bits_float(packet.words[i]);
     } else if (type == Element::kBFloat16) {
@@ -182,6 +209,7 @@ __device__ __forceinline__ void store(const float* values, const uint32_t* bits,
     if (type == Element::kFloat32) {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) words[i] = float_bits(values[i]);
+        exchange(words);
         return store<4>(words, address, element);
     }
     if (type == Element::kBFloat16) {
@@ -308,12 +336,12 @@ struct Moment {
 
 template <>
 struct Moment<Plain> {
-    Packet<4> raw;
+    Packet<4> raw{};
 
     __device__ __forceinline__ void load_raw(Format format, uint64_t address, const float*, uint32_t element) {
         load(raw, plain_type(format), address, element);
     }
-    __device__ __forceinline__ void decode_all(float* values, Format format) const {
+    __device__ __forceinline__ void decode_all(float* values, Format format) {
         decode(values, raw, plain_type(format));
     }
 };
@@ -349,7 +377,7 @@ __device__ __forceinline__ void update_vector(const View& view, const Scalars& s
     float* m_scale = view.exp_avg_scales + (element >> view.info.block_log2);
     float* v_scale = view.exp_avg_sq_scales + (element >> view.info.block_log2);
 
-    Packet<4> grad_raw, param_raw, master_raw;
+    Packet<4> grad_raw{}, param_raw{}, master_raw{};  // zeros: unset words would stay alive across iterations
     Moment<M> m_moment;
     Moment<V> v_moment;
     load(grad_raw, view.grad_type(), view.grad, element);
@@ -368,12 +396,12 @@ __device__ __forceinline__ void update_vector(const View& view, const Scalars& s
     decode(grad, grad_raw, view.grad_type());
     if constexpr (master == Master::kParameter) {
         decode(param, param_raw, view.param_type());
+    } else if constexpr (master == Master::kFloat32) {
+        decode(param, master_raw, Element::kFloat32);
     } else {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
-            if constexpr (master == Master::kFloat32) {
-                param[i] = bits_float(master_raw.words[i]);
-            } else if constexpr (master == Master::kRemainder16) {
+            if constexpr (master == Master::kRemainder16) {
                 param[i] = join_remainder16(get<2>(param_raw.words, i), get<2>(master_raw.words, i));
             } else {
                 param[i] = join_remainder8(get<2>(param_raw.words, i), get<1>(master_raw.words, i));
@@ -392,9 +420,7 @@ __device__ __forceinline__ void update_vector(const View& view, const Scalars& s
     }
 
     if constexpr (master == Master::kFloat32) {
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) master_raw.words[i] = float_bits(param[i]);
-        store<4>(master_raw.words, view.master, element);
+        store<false>(param, nullptr, Element::kFloat32, view.master, element);
         store<false>(param, nullptr, view.param_type(), view.param, element);
     } else if constexpr (master != Master::kParameter) {
         uint32_t high[kVector], low[kVector];
@@ -431,11 +457,10 @@ __device__ __forceinline__ void update_vector(const View& view, const Scalars& s
     }
 }
 
-// Elements [begin, end) of a shard, both multiples of kSpan. Not inlined: 64 mixes in one function take minutes to
-// compile.
+// Elements [begin, end) of a shard, both multiples of kSpan.
 template <class MixType>
-__device__ __noinline__ void vector_walk(const KernelTable& table, int shard, const Scalars& shared_scalars,
-                                         uint64_t begin, uint64_t end) {
+__device__ __forceinline__ void vector_walk(const KernelTable& table, int shard, const Scalars& shared_scalars,
+                                            uint64_t begin, uint64_t end) {
     View view(table, shard);
     view.advance(begin);
     const Scalars scalars = shared_scalars;

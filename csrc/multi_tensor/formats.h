@@ -216,7 +216,7 @@ FUSED_OPTIM_HD uint32_t float8_nearest_even(float x) {
     return pair;
 #else
     uint32_t b = magnitude_bits(x);
-    uint32_t normal = ((b + 0x7FFFFu + ((b >> 20) & 1u)) >> 20) - 960u;  // (127 - 7) << 3 moves the exponent bias
+    uint32_t normal = ((b + 0x7FFFFu + ((b >> 20) & 1u)) >> 20) - 960u;       // (127 - 7) << 3 moves the exponent bias
     uint32_t subnormal = float_bits(bits_float(b) + 16384.0f) - 0x46800000u;  // 16384's last place is 2^-9
     return (b < 0x3C800000u ? subnormal : normal) | ((float_bits(x) >> 24) & 0x80u);
 #endif
@@ -226,9 +226,7 @@ template <>
 struct ExpAvg<Format::kFloat8> {
     static constexpr Format format = Format::kFloat8;
     using Bits = uint8_t;
-    FUSED_OPTIM_HD static float decode(uint32_t bits, float scale) {
-        return float8_decode(bits) * scale;
-    }
+    FUSED_OPTIM_HD static float decode(uint32_t bits, float scale) { return float8_decode(bits) * scale; }
     FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
         return block_scale(absmax, kSmallestExpAvg, divide(bits_float(absmax), kFloat8Top), 1.0f);
     }
