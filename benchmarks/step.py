@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contenders import OURS, PEERS, Contender, available
 from torch import Tensor
+
+from contenders import OURS, PEERS, Contender, available
 
 Shapes = list[tuple[int, ...]]
 
@@ -47,27 +48,33 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def timed(function: Callable[[], Any], device: torch.device) -> tuple[float, float]:
-    """Milliseconds on the device (on the CPU: wall clock) and on the host until the call returns."""
+def timed(function: Callable[[], Any], device: torch.device, repeats: int) -> tuple[list[float], list[float]]:
+    """Milliseconds of each of ``repeats`` calls on the device (on the CPU: wall clock), and on the host until it returns.
+
+    GPU calls are enqueued one after the other, as in a training loop: the device does not wait for the host unless the
+    host is the slower one.
+    """
     synchronize(device)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
-    if events:
-        events[0].record()
-    start = time.perf_counter()
-    function()
-    host = 1e3 * (time.perf_counter() - start)
-    if not events:
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)] if device.type == "cuda" else []
+    host = []
+    for call in range(repeats):
+        if marks:
+            marks[call].record()
+        start = time.perf_counter()
+        function()
+        host.append(1e3 * (time.perf_counter() - start))
+    if not marks:
         return host, host
-    events[1].record()
+    marks[-1].record()
     synchronize(device)
-    return events[0].elapsed_time(events[1]), host
+    return [a.elapsed_time(b) for a, b in zip(marks, marks[1:])], host
 
 
 def copy_bandwidth(device: torch.device) -> float:
     """Bytes per second, read plus written, of a large device-to-device copy."""
     elements = 2**30 if device.type == "cuda" else 2**26
     source, target = torch.empty(2, elements, device=device).unbind(0)
-    times = [timed(lambda: target.copy_(source), device)[0] for _ in range(12)]
+    times = timed(lambda: target.copy_(source), device, 12)[0]
     return 2 * 4 * elements / (statistics.median(times[2:]) * 1e-3)
 
 
@@ -102,8 +109,8 @@ def measure(contender: Contender, shapes: Shapes, device: torch.device, repeats:
         memory["temporary_bytes_per_param"] = (torch.cuda.max_memory_allocated(device) - held) / numel
     elif (held := resident_bytes(optimizer)) is not None:
         memory["state_bytes_per_param"] = held / sum(param.numel() for param in params)
-    times = [timed(optimizer.step, device) for _ in range(repeats)]
-    return {"device_ms": [t[0] for t in times], "host_ms": [t[1] for t in times], **memory}
+    device_ms, host_ms = timed(optimizer.step, device, repeats)
+    return {"device_ms": device_ms, "host_ms": host_ms, **memory}
 
 
 def run_workload(
