@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import platform
 import statistics
@@ -49,7 +50,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def timed(function: Callable[[], Any], device: torch.device, repeats: int) -> tuple[list[float], list[float]]:
-    """Milliseconds of each of ``repeats`` calls on the device (on the CPU: wall clock), and on the host until it returns.
+    """Milliseconds of each of ``repeats`` calls on the device (on the CPU: wall clock), and on the host until it is back.
 
     GPU calls are enqueued one after the other, as in a training loop: the device does not wait for the host unless the
     host is the slower one.
@@ -67,7 +68,7 @@ def timed(function: Callable[[], Any], device: torch.device, repeats: int) -> tu
         return host, host
     marks[-1].record()
     synchronize(device)
-    return [a.elapsed_time(b) for a, b in zip(marks, marks[1:])], host
+    return [a.elapsed_time(b) for a, b in itertools.pairwise(marks)], host
 
 
 def copy_bandwidth(device: torch.device) -> float:
