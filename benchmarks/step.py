@@ -50,7 +50,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def timed(function: Callable[[], Any], device: torch.device, repeats: int) -> tuple[list[float], list[float]]:
-    """Milliseconds of each of ``repeats`` calls on the device (on the CPU: wall clock), and on the host until it is back.
+    """Milliseconds of each of ``repeats`` calls on the device (on the CPU: wall clock), and on the host until done.
 
     GPU calls are enqueued one after the other, as in a training loop: the device does not wait for the host unless the
     host is the slower one.
