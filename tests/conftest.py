@@ -1,0 +1,54 @@
+"""Fixtures: devices, backends, reproducible randomness."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from fused_optim.backends import load_engine
+
+# Derandomized: a failure is reproducible, and a run of the tests takes the same time twice.
+settings.register_profile(
+    "fused_optim",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.load_profile("fused_optim")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Each device in turn; what needs a GPU is skipped where there is none."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    return request.param
+
+
+@pytest.fixture
+def engine(device: str) -> str:
+    """The name of the device's compiled engine."""
+    if load_engine(device)[0] is None:
+        pytest.skip(f"no {device} engine")
+    return device
+
+
+@pytest.fixture
+def use_backend(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Chooses the backend of the steps that follow."""
+    return lambda name: monkeypatch.setenv("FUSED_OPTIM_BACKEND", name)
+
+
+@pytest.fixture(autouse=True)
+def _defaults(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No backend is forced from outside, random numbers start anew, and the number of threads is put back."""
+    monkeypatch.delenv("FUSED_OPTIM_BACKEND", raising=False)
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)

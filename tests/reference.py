@@ -1,0 +1,140 @@
+"""What the optimizer should do, in NumPy and plain Python. Shares no code with the package."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+MASK32 = 2**32 - 1
+GOLDEN_RATIO = 0x9E3779B9  # 2**32 / 1.6180339887...
+NEAREST = 2**31  # as a rounding fraction: 1/2
+PARAM_ROTATION = 16  # parameters without master take other bits of the hash than states
+SMALLEST = {"exp_avg": 2.0**-100, "exp_avg_sq": 2.0**-120}  # blocks whose largest value lies below become zeros
+TOP_NUDGE = np.float32(1 + 2.0**-20)
+
+Array = np.ndarray
+
+
+# --- rotating rounding: u = frac(hash(seed, parameter, element) + step * golden ratio), in 32-bit integers -----------
+
+
+def murmur3_finalizer(h: int) -> int:
+    h = (h ^ h >> 16) * 0x85EBCA6B & MASK32
+    h = (h ^ h >> 13) * 0xC2B2AE35 & MASK32
+    return h ^ h >> 16
+
+
+def rounding_fraction(seed: int, param_index: int, element: int, step: int, rotation: int = 0) -> int:
+    """The 32-bit fraction by which an element rounds at a step.
+
+    Four elements share a hash, of which each takes 16 bits, from another byte on.
+    """
+    folded = murmur3_finalizer(seed & MASK32 ^ murmur3_finalizer(seed >> 32 & MASK32))
+    key = murmur3_finalizer((folded + param_index * GOLDEN_RATIO) & MASK32)
+    high, low = divmod(element // 4, 2**32)
+    h = murmur3_finalizer((low + high * GOLDEN_RATIO & MASK32) ^ key)
+    turn = (8 * (element % 4) + rotation) % 32
+    window = (h << turn | h >> (32 - turn)) & 0xFFFF0000
+    return (window + step * GOLDEN_RATIO) & MASK32
+
+
+def rounding_fractions(seed: int, param_index: int, count: int, step: int, rotation: int = 0) -> Array:
+    fractions = [rounding_fraction(seed, param_index, element, step, rotation) for element in range(count)]
+    return np.array(fractions, dtype=np.int64)
+
+
+def last_place(x: Array, bits: int, smallest_exponent: int) -> Array:
+    """The distance of neighbours at ``x`` in a binary format of ``bits`` significant bits."""
+    _, exponent = np.frexp(np.abs(x, dtype=np.float64))
+    exponent = np.where(x == 0, smallest_exponent, exponent - 1)
+    return np.exp2(np.maximum(exponent, smallest_exponent) - bits + 1.0)
+
+
+# --- block-scaled states --------------------------------------------------------------------------------------------
+
+
+def e4m3_levels() -> Array:
+    """The non-negative finite values of float8_e4m3fn, by code."""
+    codes = np.arange(127)
+    exponent, mantissa = codes >> 3, codes & 7
+    return np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * np.exp2(exponent - 10.0))
+
+
+def float16_levels() -> Array:
+    """The float16 values from 0 to 1, by code."""
+    return np.arange(0x3C01, dtype=np.uint16).view(np.float16).astype(np.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockCode:
+    """Values are stored as the code of their root in units of a scale, which maps the block's largest to the top."""
+
+    levels: Array  # value of each code, ascending from 0
+    root: int = 1  # 1, 2 or 4
+    smallest_scale: float = 0.0
+
+    def scale(self, absmax: Array, state: str) -> Array:
+        """FP32 scales of blocks whose largest magnitude is ``absmax``."""
+        scale = self._root(absmax.astype(np.float32)) / np.float32(self.levels[-1])
+        scale = np.maximum(scale, np.float32(self.smallest_scale))
+        scale = np.where(absmax < SMALLEST[state], np.float32(0), scale)
+        return np.where(np.isfinite(absmax), scale, np.float32("nan"))
+
+    def position(self, x: Array, scale: Array, nudge: np.float32 = TOP_NUDGE) -> Array:
+        """Where FP32 magnitudes lie among the codes: 2.25 is a quarter of the way from code 2 to code 3."""
+        inverse = np.where(scale > 0, np.float32(1) / np.where(scale > 0, scale, 1), 0).astype(np.float32) * nudge
+        y = np.minimum((self._root(x) * inverse).astype(np.float64), self.levels[-1])
+        return np.interp(y, self.levels, np.arange(len(self.levels)))
+
+    def nearest_even(self, x: Array, scale: Array) -> Array:
+        """Codes of magnitudes, rounded to nearest, ties to the even code."""
+        return np.rint(self.position(x, scale, np.float32(1))).astype(np.int64)
+
+    def decode(self, codes: Array, scale: Array) -> Array:
+        """FP32 magnitudes of codes."""
+        y = self.levels.astype(np.float32)[codes] * scale
+        for _ in range(self.root.bit_length() - 1):
+            y = y * y
+        return y
+
+    def _root(self, x: Array) -> Array:
+        for _ in range(self.root.bit_length() - 1):
+            x = np.sqrt(x)
+        return x
+
+
+# --- Adam(W), Kingma & Ba 2015, Loshchilov & Hutter 2019 -------------------------------------------------------------
+
+
+@dataclass
+class Adam:
+    """Adam(W) in float64."""
+
+    param: Array
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    adam_w_mode: bool = True
+    bias_correction: bool = True
+
+    def __post_init__(self) -> None:
+        self.param = self.param.astype(np.float64)
+        self.exp_avg = np.zeros_like(self.param)
+        self.exp_avg_sq = np.zeros_like(self.param)
+        self.steps = 0
+
+    def step(self, grad: Array) -> None:
+        grad = grad.astype(np.float64)
+        self.steps += 1
+        if self.adam_w_mode:
+            self.param = self.param * (1 - self.lr * self.weight_decay)
+        else:
+            grad = grad + self.weight_decay * self.param
+        beta1, beta2 = self.betas
+        self.exp_avg = beta1 * self.exp_avg + (1 - beta1) * grad
+        self.exp_avg_sq = beta2 * self.exp_avg_sq + (1 - beta2) * grad**2
+        correction1, correction2 = (1 - beta**self.steps if self.bias_correction else 1.0 for beta in self.betas)
+        denominator = np.sqrt(self.exp_avg_sq / correction2) + self.eps
+        self.param = self.param - self.lr * self.exp_avg / correction1 / denominator

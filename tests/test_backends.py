@@ -1,0 +1,308 @@
+"""The compiled engines against the ``torch`` backend: the same bits in states, scales, masters and parameters.
+
+On GPUs division is not IEEE's, so the update itself may differ by 2 units in the last place; what is stored of it is
+compared with that margin there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from cases import FLOAT_DTYPES, FORMATS, MASTER, MASTERS, OPTIONS, SHAPES, Master, Shape, misaligned, values
+from fused_optim import FusedAdam
+from fused_optim.backends import torch_reference
+from fused_optim.formats import join_remainder
+
+UseBackend = Callable[[str], None]
+ALL_MASTERS = pytest.mark.parametrize("master", MASTERS, ids=str)
+PAIRS = [(m.dtype, v.dtype) for m in FORMATS for v in FORMATS]
+SAME = [(fmt.dtype, fmt.dtype) for fmt in FORMATS]
+MIXED = [*SAME, (torch.float32, torch.int8), (torch.int8, torch.bfloat16), (torch.float8_e4m3fn, torch.int8)]
+
+
+def parameters(shapes: list[Shape], master: Master, device: str) -> list[Tensor]:
+    return [
+        torch.nn.Parameter(shape.layout(values(shape.shape, master.param_dtype, device, seed=i)))
+        for i, shape in enumerate(shapes)
+    ]
+
+
+def one_group(shapes: list[Shape], master: Master, device: str) -> Callable[[], list[dict[str, Any]]]:
+    return lambda: [{"params": parameters(shapes, master, device)}]
+
+
+def group_per_format(
+    shapes: list[Shape], master: Master, device: str, formats: list[tuple[torch.dtype, torch.dtype]]
+) -> Callable[[], list[dict[str, Any]]]:
+    return lambda: [
+        {"params": parameters(shapes, master, device), "exp_avg_dtype": m, "exp_avg_sq_dtype": v} for m, v in formats
+    ]
+
+
+class Pair:
+    """Two equal optimizers: one for the ``torch`` backend, one for the compiled engine of the device."""
+
+    def __init__(
+        self, make: Callable[[], list[dict[str, Any]]], engine: str, use_backend: UseBackend, **options: Any
+    ) -> None:
+        self.engine, self.use_backend = engine, use_backend
+        options = {"lr": 0.01, "weight_decay": 0.1, "use_decoupled_grad": True, **options}
+        self.reference, self.compiled = FusedAdam(make(), **options), FusedAdam(make(), **options)
+
+    def step(self, grads: Sequence[Tensor | None]) -> None:
+        """One step of both from the same state, compared."""
+        before = [master_of(self.reference, p) for p in self.reference._params()]
+        for optimizer, backend in ((self.reference, "torch"), (self.compiled, self.engine)):
+            for param, grad in zip(optimizer._params(), grads, strict=True):
+                param.decoupled_grad = grad
+            self.use_backend(backend)
+            optimizer.step()
+        for a, b, old in zip(self.reference._params(), self.compiled._params(), before, strict=True):
+            self._compare(a, b, old)
+
+    def _compare(self, a: Tensor, b: Tensor, old: Tensor) -> None:
+        expected, actual = self.reference.state[a], self.compiled.state[b]
+        for name in ("exp_avg", "exp_avg_sq"):
+            poisoned = self.reference.get_unscaled_state(a, name).isnan()  # codes mean nothing there
+            assert torch.equal(self.compiled.get_unscaled_state(b, name).isnan(), poisoned)
+            assert_same_bits(actual[name].masked_fill(poisoned, 0), expected[name].masked_fill(poisoned, 0), name)
+        assert_same_bits(self.compiled._slots[b].scales, self.reference._slots[a].scales, "scales")
+        if self.engine != "cuda":
+            assert_same_bits(b, a, "param")
+            if "master_param" in expected:
+                assert_same_bits(actual["master_param"], expected["master_param"], "master_param")
+            return
+        assert_near(master_of(self.compiled, b), master_of(self.reference, a), old, kept_bits(a, expected))
+        with torch.no_grad():  # the next step starts from the same bits again
+            b.copy_(a)
+            if "master_param" in expected:
+                actual["master_param"].copy_(expected["master_param"])
+
+
+def master_of(optimizer: FusedAdam, param: Tensor) -> Tensor:
+    """The best value that is known of a parameter, in FP32."""
+    master = optimizer.state.get(param, {}).get("master_param")
+    if master is None:
+        return param.detach().float().clone()
+    return master.clone() if master.dtype == torch.float32 else join_remainder(param.detach(), master)
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor, what: str) -> None:
+    """Equal bits, except that any NaN equals any NaN."""
+    actual, expected = actual.detach().contiguous(), expected.detach().contiguous()
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape, what
+    same = (actual == expected) & (actual.signbit() == expected.signbit())
+    different = int((~same & ~((actual != actual) & (expected != expected))).sum())
+    assert different == 0, f"{what}: {different} of {same.numel()} differ"
+
+
+def kept_bits(param: Tensor, states: dict[str, Tensor]) -> int:
+    """Significant bits of what is stored of the update."""
+    master = states.get("master_param", param)
+    return {torch.bfloat16: 8, torch.float16: 11, torch.int8: 16}.get(master.dtype, 24)
+
+
+def assert_near(actual: Tensor, expected: Tensor, old: Tensor, bits: int) -> None:
+    """Within 2 units in the last FP32 place of the larger of value and update; of less precise values, 1 unit more."""
+    a, b, before = (x.double().cpu().numpy() for x in (actual, expected, old))
+    with np.errstate(invalid="ignore", over="ignore"):
+        largest = np.fmax(np.abs(b), np.abs(b - before)).astype(np.float32)
+        margin = 2 * np.spacing(largest).astype(np.float64)
+        if bits < 24:
+            margin += np.maximum(np.abs(b) * 2.0 ** (1 - bits), 2.0**-24)
+        near = np.abs(a - b) <= margin
+    assert np.all(near | (a == b) | (np.isnan(a) & np.isnan(b)))
+
+
+def gradients(params: list[Tensor], dtype: torch.dtype, device: str, seed: int) -> list[Tensor]:
+    return [values(tuple(p.shape), dtype, device, seed=100 * seed + i, spread=2.0) for i, p in enumerate(params)]
+
+
+# --- every combination ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stochastic", [True, False], ids=["rotating", "nearest"])
+@pytest.mark.parametrize("grad_dtype", FLOAT_DTYPES, ids=str)
+@ALL_MASTERS
+def test_every_pair_of_formats(
+    master: Master, grad_dtype: torch.dtype, stochastic: bool, engine: str, use_backend: UseBackend
+) -> None:
+    """One param group per pair of moment formats."""
+    groups = group_per_format([Shape("block64", (3, 192), 64)], master, engine, PAIRS)
+    pair = Pair(groups, engine, use_backend, stochastic_rounding=stochastic, **master.options)
+    for step in range(2):
+        pair.step(gradients(pair.reference._params(), grad_dtype, engine, step))
+
+
+@pytest.mark.parametrize("formats", MIXED, ids=lambda pair: "-".join(str(d).removeprefix("torch.") for d in pair))
+@ALL_MASTERS
+def test_every_shape(
+    master: Master, formats: tuple[torch.dtype, torch.dtype], engine: str, use_backend: UseBackend
+) -> None:
+    options = {"exp_avg_dtype": formats[0], "exp_avg_sq_dtype": formats[1], **master.options}
+    pair = Pair(one_group(SHAPES, master, engine), engine, use_backend, **options)
+    for shape, param in zip(SHAPES, pair.compiled._params(), strict=True):
+        assert param.is_contiguous() or shape.layout.__name__ in ("transposed", "channels_last")
+        if shape.layout is misaligned:
+            assert param.data_ptr() % 16 == param.element_size()
+    for step in range(2):
+        pair.step(gradients(pair.reference._params(), torch.bfloat16, engine, step))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option(name: str, engine: str, use_backend: UseBackend) -> None:
+    shapes = [Shape("block128", (5, 128), 128), Shape("odd", (7, 3), 0)]
+    for formats in ((torch.float32, torch.float32), (torch.int8, torch.int8)):
+        for corrected in (True, False):
+            options = {"exp_avg_dtype": formats[0], "exp_avg_sq_dtype": formats[1], "bias_correction": corrected}
+            options = {"lr": 0.001, "weight_decay": 0.0, **options, **OPTIONS[name]}
+            pair = Pair(
+                one_group(shapes, MASTER["bfloat16+float32"], engine),
+                engine,
+                use_backend,
+                **options,
+            )
+            for step in range(3):
+                pair.step(gradients(pair.reference._params(), torch.float32, engine, step))
+
+
+# --- gradients ------------------------------------------------------------------------------------------------------
+
+EXTREMES = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e30, -1e30, 1e19, 65504.0, 6e-5, 6e-8, 1e-20, 1e-45]
+
+
+@pytest.mark.parametrize("grad_dtype", FLOAT_DTYPES, ids=str)
+@ALL_MASTERS
+def test_extreme_gradients(master: Master, grad_dtype: torch.dtype, engine: str, use_backend: UseBackend) -> None:
+    """Each extreme sits in a block of its own; the blocks beside it hold usual numbers."""
+    shape = Shape("blocks", (2 * len(EXTREMES), 32), 32)
+
+    pair = Pair(group_per_format([shape], master, engine, SAME), engine, use_backend, **master.options)
+    for step in range(3):
+        grads = gradients(pair.reference._params(), grad_dtype, engine, step)
+        for grad in grads:
+            grad[::2, 5] = torch.tensor(EXTREMES).to(engine, grad_dtype)
+            if step == 2:
+                grad[::2, ::2] *= 1e-3
+        pair.step(grads)
+    for params in (pair.reference._params(), pair.compiled._params()):
+        for param in params:
+            assert bool(param[1::2].isfinite().all())
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-38, 1e-42])
+def test_tiny_gradients(size: float, engine: str, use_backend: UseBackend) -> None:
+    """Second moments underflow, and blocks fade away to denormals: nothing becomes NaN."""
+    shape = Shape("block128", (4, 128), 128)
+    groups = group_per_format([shape], MASTER["bfloat16+float32"], engine, SAME)
+    pair = Pair(groups, engine, use_backend, betas=(0.5, 0.5))
+    for step in range(6):
+        pair.step([grad * size**step for grad in gradients(pair.reference._params(), torch.float32, engine, step)])
+    assert all(bool(param.isfinite().all()) for param in pair.compiled._params())
+
+
+@pytest.mark.parametrize("grad_dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("param_dtype", FLOAT_DTYPES, ids=str)
+def test_gradient_dtype_is_free(param_dtype: torch.dtype, grad_dtype: torch.dtype, device: str) -> None:
+    """``grad_dtype`` and ``decoupled_grad`` lead to the same step."""
+    results = []
+    for decoupled in (True, False):
+        param = torch.nn.Parameter(values((4, 128), param_dtype, device, seed=0))
+        grad = values((4, 128), grad_dtype, device, seed=1)
+        if decoupled:
+            param.decoupled_grad = grad
+        else:
+            param.grad_dtype = grad_dtype
+            param.grad = grad
+        optimizer = FusedAdam([param], lr=0.1, use_decoupled_grad=decoupled)
+        optimizer.step()
+        results.append((param, *optimizer.state[param].values()))
+    for first, second in zip(*results, strict=True):
+        assert_same_bits(first, second, "state")
+
+
+def test_some_gradients_are_missing(engine: str, use_backend: UseBackend) -> None:
+    pair = Pair(one_group(SHAPES, MASTER["bfloat16+rem16"], engine), engine, use_backend)
+    for step in range(3):
+        grads: list[Tensor | None] = list(gradients(pair.reference._params(), torch.bfloat16, engine, step))
+        grads[step::3] = [None] * len(grads[step::3])
+        pair.step(grads)
+
+
+def test_non_contiguous_gradients(engine: str, use_backend: UseBackend) -> None:
+    shapes = [Shape("matrix", (96, 64), 64), Shape("vector", (300,), 0)]
+    pair = Pair(one_group(shapes, MASTER["float32"], engine), engine, use_backend)
+    matrix, vector = values((64, 96), torch.float32, engine, seed=1), values((900,), torch.float32, engine, seed=2)
+    pair.step([matrix.t(), vector[::3]])
+    pair.step([matrix[:1, :1].expand(96, 64), vector[1:301]])
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+
+
+def test_thousands_of_tiny_tensors(engine: str, use_backend: UseBackend) -> None:
+    """More tensors and param groups than fit into one launch."""
+    shapes = [Shape("tiny", (1 + i % 37,), 0) if i % 5 else Shape("row", (1, 32), 32) for i in range(1000)]
+
+    def groups() -> list[dict[str, Any]]:
+        params = parameters(shapes, MASTER["bfloat16+rem8"], engine)
+        return [{"params": params[i::40], "lr": 0.001 * (i + 1)} for i in range(40)]
+
+    options = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8, **MASTER["bfloat16+rem8"].options}
+    pair = Pair(groups, engine, use_backend, **options)
+    pair.step(gradients(pair.reference._params(), torch.bfloat16, engine, 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+def test_large_tensors(dtype: torch.dtype, engine: str, use_backend: UseBackend) -> None:
+    """Several chunks per tensor, and an odd end."""
+    shapes = [Shape("matrix", (1500, 256), 128), Shape("vector", (200_003,), 128)]
+    pair = Pair(
+        one_group(shapes, MASTER["bfloat16+rem16"], engine),
+        engine,
+        use_backend,
+        exp_avg_dtype=dtype,
+        exp_avg_sq_dtype=dtype,
+        **MASTER["bfloat16+rem16"].options,
+    )
+    for step in range(2):
+        pair.step(gradients(pair.reference._params(), torch.bfloat16, engine, step))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+def test_threads_do_not_change_bits(dtype: torch.dtype) -> None:
+    shapes = [Shape("vector", (300_001,), 128), Shape("small", (3, 32), 32), Shape("matrix", (600, 160), 32)]
+    results: list[list[Tensor]] = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        params = parameters(shapes, MASTER["bfloat16"], "cpu")
+        optimizer = FusedAdam(params, exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype, master_weights=False)
+        for step in range(2):
+            for param, grad in zip(params, gradients(params, torch.bfloat16, "cpu", step), strict=True):
+                param.grad = grad
+            optimizer.step()
+        states = [optimizer.get_unscaled_state(p, name) for p in params for name in ("exp_avg", "exp_avg_sq")]
+        results.append([*params, *states])
+    for other in results[1:]:
+        for first, second in zip(results[0], other, strict=True):
+            assert_same_bits(second, first, "threads")
+
+
+def test_backend_is_chosen_at_each_step(engine: str, use_backend: UseBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(torch_reference, "run", lambda groups: calls.append(len(groups)))
+    param = torch.nn.Parameter(torch.ones(8, device=engine))
+    param.grad = torch.ones_like(param)
+    optimizer = FusedAdam([param])
+    use_backend("torch")
+    optimizer.step()
+    assert calls == [1] and bool((param == 1).all())
+    use_backend(engine)
+    optimizer.step()
+    assert calls == [1] and bool((param < 1).all())

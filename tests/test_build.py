@@ -1,0 +1,138 @@
+"""The engines: what was built, how one is chosen, and what they refuse."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import fused_optim
+from fused_optim import FusedAdam
+from fused_optim.__main__ import info
+from fused_optim.backends import backend_for, build_info, load_engine
+
+ENGINES = ("cpu", "cuda")
+
+
+def test_info() -> None:
+    command = [sys.executable, "-m", "fused_optim", "info"]
+    root = Path(fused_optim.__file__).parent.parent
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == info()
+    lines = done.stdout.splitlines()
+    assert fused_optim.__version__ in lines[0] and torch.__version__ in lines[0]
+    for name in ENGINES:
+        available = load_engine(name)[0] is not None
+        assert any(line.startswith(name) and ("not available" in line) != available for line in lines)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_built_engines_import(name: str) -> None:
+    built = build_info().get(name, {})
+    if not built.get("built"):
+        pytest.skip(f"the {name} engine is not built")
+    engine = importlib.import_module(f"fused_optim._engine_{name}")  # needs neither a GPU nor a driver
+    assert engine.Step()
+
+
+def test_unknown_backend(use_backend: Any) -> None:
+    param = torch.nn.Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    optimizer = FusedAdam([param])
+    use_backend("nonsense")
+    with pytest.raises(ValueError, match="FUSED_OPTIM_BACKEND='nonsense': expected one of torch, cpu, cuda"):
+        optimizer.step()
+    assert bool((param == 1).all())
+
+
+def test_missing_backend(use_backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forced backend that is not there is an error; one that was not asked for is replaced by the reference."""
+    monkeypatch.setitem(sys.modules, "fused_optim._engine_cpu", None)
+    assert backend_for("cpu") == "torch"
+    use_backend("cpu")
+    with pytest.raises(RuntimeError, match="FUSED_OPTIM_BACKEND=cpu, but that engine is not available: "):
+        backend_for("cpu")
+
+
+def test_backend_of_another_device(use_backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fused_optim._engine_cuda", ModuleType("_engine_cuda"))
+    use_backend("cuda")
+    with pytest.raises(RuntimeError, match="FUSED_OPTIM_BACKEND=cuda cannot update parameters on cpu"):
+        backend_for("cpu")
+
+
+def test_backends_by_device(use_backend: Any) -> None:
+    for name in ENGINES:
+        assert backend_for(name) == (name if load_engine(name)[0] else "torch")
+    assert backend_for("xpu") == "torch"
+    use_backend("torch")
+    assert {backend_for(name) for name in (*ENGINES, "xpu")} == {"torch"}
+
+
+# --- the last check before raw addresses are used ---------------------------------------------------------------------
+
+GROUP: dict[str, Any] = {
+    **{"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0, "step": 1},
+    **{"adam_w": True, "bias_correction": True, "maximize": False, "stochastic_rounding": True},
+}
+SHARD: dict[str, Any] = {
+    **{"grad": 64, "param": 64, "master": 0, "exp_avg": 64, "exp_avg_sq": 64, "scales": 0, "numel": 8, "offset": 0},
+    **{"inner_local": 8, "inner_global": 8, "key": 0, "grad_type": 0, "param_type": 0, "master_kind": 0},
+    **{"exp_avg_format": 0, "exp_avg_sq_format": 0, "block_log2": 7},
+}
+
+
+def loaded(name: str) -> ModuleType:
+    engine = load_engine(name)[0]
+    return engine if engine is not None else pytest.skip(f"no {name} engine")
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"grad": 0}, "addresses of all tensors"),
+        ({"param": 0}, "addresses of all tensors"),
+        ({"exp_avg": 0}, "addresses of all tensors"),
+        ({"exp_avg_sq": 0}, "addresses of all tensors"),
+        ({"master_kind": 1}, "the address of the master"),
+        ({"exp_avg_format": 4}, "the address of the scales"),
+        ({"exp_avg_sq_format": 2}, "the address of the scales"),
+        ({"block_log2": 4}, "blocks of 32, 64 or 128"),
+        ({"block_log2": 8}, "blocks of 32, 64 or 128"),
+        ({"inner_local": 0}, "inner_local > 0"),
+        ({"grad_type": 3}, "a known element type"),
+        ({"param_type": -1}, "a known element type"),
+        ({"exp_avg_format": 5}, "a known state format"),
+        ({"exp_avg_sq_format": 5}, "a known state format"),
+        ({"master_kind": 4, "master": 64}, "a known master"),
+        ({"master_kind": 2, "master": 64}, "a BF16 parameter"),
+        ({"master_kind": 3, "master": 64, "param_type": 2}, "a BF16 parameter"),
+    ],
+    ids=str,
+)
+def test_engine_refuses(name: str, change: dict[str, Any], message: str) -> None:
+    engine = loaded(name)
+    step = engine.Step()
+    step.add_group(**GROUP)
+    step.add_shard(**SHARD)
+    with pytest.raises(ValueError, match=f"fused_optim: shard 1: expected {message}"):
+        step.add_shard(**{**SHARD, **change})
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_engine_needs_a_group_first(name: str) -> None:
+    engine = loaded(name)
+    with pytest.raises(ValueError, match="add_group comes before add_shard"):
+        engine.Step().add_shard(**SHARD)
+    with pytest.raises(TypeError):
+        engine.Step().add_group(**{**GROUP, "step": "one"})
+    with pytest.raises(TypeError):
+        engine.Step().add_shard(**{**SHARD, "numel": -1})

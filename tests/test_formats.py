@@ -1,0 +1,443 @@
+"""State formats and masters: codes, error bounds and rounding, beside NumPy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from cases import BLOCKS, FORMATS, SCALED_FORMATS, STATES, Format, Moment
+from fused_optim import FusedAdam, formats
+from reference import (
+    GOLDEN_RATIO,
+    MASK32,
+    NEAREST,
+    PARAM_ROTATION,
+    SMALLEST,
+    Array,
+    last_place,
+    rounding_fraction,
+    rounding_fractions,
+)
+
+pytestmark = pytest.mark.filterwarnings("error")
+ALL_STATES = pytest.mark.parametrize("state", STATES)
+ALL_FORMATS = pytest.mark.parametrize("fmt", FORMATS, ids=str)
+ALL_SCALED = pytest.mark.parametrize("fmt", SCALED_FORMATS, ids=str)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """FP32 numbers of magnitudes 2**smallest to 2**largest, in blocks of which the last is short."""
+
+    block: int
+    count: int
+    center: float  # of their exponents
+    spread: float
+    zeros: float  # their part
+    seed: int
+    smallest: float
+    largest: float
+
+    def array(self, state: str = "exp_avg") -> Array:
+        rng = np.random.default_rng(self.seed)
+        exponents = np.clip(self.center + self.spread * rng.standard_normal(self.count), self.smallest, self.largest)
+        x = (np.exp2(exponents) * (rng.random(self.count) >= self.zeros)).astype(np.float32)
+        return x if state == "exp_avg_sq" else x * rng.choice([-1, 1], self.count).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Fractions:
+    """Rounding fractions: a constant, or random ones."""
+
+    constant: int | None
+    seed: int
+
+    def array(self, count: int) -> Array:
+        if self.constant is not None:
+            return np.full(count, self.constant)
+        return np.random.default_rng(self.seed).integers(0, 2**32, count)
+
+
+seeds = st.integers(0, MASK32)
+fractions = st.builds(Fractions, st.sampled_from([None, 0, 1, NEAREST, MASK32]), seeds)
+
+
+def numbers(smallest: float = -149, largest: float = 127) -> st.SearchStrategy[Numbers]:
+    return st.builds(
+        Numbers,
+        block=st.sampled_from(BLOCKS),
+        count=st.integers(1, 400),
+        center=st.floats(smallest, largest),
+        spread=st.sampled_from([0.0, 1.0, 5.0, 20.0, 80.0]),
+        zeros=st.sampled_from([0.0, 0.5, 0.95]),
+        seed=seeds,
+        smallest=st.just(smallest),
+        largest=st.just(largest),
+    )
+
+
+def encode(
+    x: Array, state: str, fmt: Format, block: int, u: Array | int, device: str
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Stored bits and scales."""
+    fractions = torch.from_numpy(np.broadcast_to(u, x.shape).astype(np.int64)).to(device)
+    source = torch.from_numpy(x.copy()).to(device)
+    bits, scale = formats.encode_state(source, state, formats.STATE_FORMATS[fmt.dtype], block, fractions)
+    return bits, scale
+
+
+def round_trip(x: Array, state: str, fmt: Format, block: int, u: Array | int, device: str) -> Array:
+    bits, scale = encode(x, state, fmt, block, u, device)
+    return formats.decode_state(bits, scale, state, formats.STATE_FORMATS[fmt.dtype], block).cpu().numpy()
+
+
+def block_maxima(x: Array, block: int) -> Array:
+    """The largest magnitude of each element's block."""
+    padded = np.pad(np.abs(x), (0, -len(x) % block)).reshape(-1, block)
+    return padded.max(1).repeat(block)[: len(x)]
+
+
+def codes_of(bits: torch.Tensor) -> Array:
+    """Magnitudes of stored codes."""
+    if bits.dtype == torch.int8:
+        return np.abs(bits.cpu().numpy().astype(np.int64))
+    kind = np.uint8 if bits.dtype == torch.uint8 else np.uint16
+    return bits.cpu().contiguous().view(torch.uint8).numpy().view(kind).astype(np.int64)
+
+
+def magnitudes_of(bits: torch.Tensor, state: str) -> Array:
+    """As ``codes_of``, without the sign bit that exp_avg's codes may have."""
+    signed = state == "exp_avg" and bits.dtype != torch.int8
+    return codes_of(bits) & ((1 << 8 * bits.element_size() - 1) - 1) if signed else codes_of(bits)
+
+
+# --- what holds for every format ------------------------------------------------------------------------------------
+
+
+@ALL_STATES
+@ALL_FORMATS
+@given(data=numbers())
+def test_decoded_values_are_stored_exactly(fmt: Format, state: str, device: str, data: Numbers) -> None:
+    x, block = data.array(state), data.block
+    decoded = round_trip(x, state, fmt, block, NEAREST, device)
+    np.testing.assert_array_equal(round_trip(decoded, state, fmt, block, NEAREST, device), decoded)
+
+
+@ALL_STATES
+@ALL_FORMATS
+@given(data=numbers(largest=126), u=fractions)
+def test_errors_are_bounded(fmt: Format, state: str, device: str, data: Numbers, u: Fractions) -> None:
+    x, block = data.array(state), data.block
+    moment = fmt.moment(state)
+    rotating = round_trip(x, state, fmt, block, u.array(data.count), device)
+    _assert_close(rotating, x, block, state, moment, steps=2.0 if state == "exp_avg_sq" else 1.0)
+    nearest = round_trip(x, state, fmt, block, NEAREST, device)
+    _assert_close(nearest, x, block, state, moment, steps=1.0)
+
+
+def _assert_close(decoded: Array, x: Array, block: int, state: str, moment: Moment, steps: float) -> None:
+    maxima = block_maxima(x, block)
+    kept = maxima >= SMALLEST[state] if moment.absolute else np.ones(len(x), bool)
+    np.testing.assert_array_equal(decoded[~kept], 0)
+    np.testing.assert_array_equal(decoded[x == 0], 0)
+    np.testing.assert_array_equal(np.signbit(decoded[decoded != 0]), np.signbit(x[decoded != 0]))
+    power = 1 / moment.code.root
+    top = moment.code.levels[-1] * moment.code.smallest_scale
+    root, decoded_root = np.abs(x.astype(np.float64)) ** power, np.abs(decoded.astype(np.float64)) ** power
+    relative = steps * moment.relative * root
+    # exp_avg_sq's values below code 1 become it, however they are rounded.
+    absolute = (2.0 if state == "exp_avg_sq" else 1.0) * moment.absolute
+    absolute = absolute * np.maximum(maxima.astype(np.float64) ** power, top)
+    bound = (relative + absolute) * (1 + 2.0**-18) + 2.0**-20 * root + 2.0**-133  # FP32 arithmetic; BF16 denormals
+    assert np.all((np.abs(decoded_root - root) <= bound)[kept])
+
+
+@ALL_STATES
+@ALL_SCALED
+def test_zero_blocks_are_exact(fmt: Format, state: str, device: str) -> None:
+    x = np.zeros(300, np.float32)
+    x[128:256] = 3
+    for u in (0, NEAREST, MASK32):
+        decoded = round_trip(x, state, fmt, 128, u, device)
+        np.testing.assert_array_equal(decoded[x == 0], 0)
+        np.testing.assert_array_equal(decoded[x != 0], decoded[128])
+
+
+@ALL_STATES
+@ALL_SCALED
+@pytest.mark.parametrize("part", [0.999, 2.0**-20, 0.0], ids=["just_below", "denormal", "zero"])
+def test_tiny_blocks_become_zeros(fmt: Format, state: str, device: str, part: float) -> None:
+    tiny = np.full(128, SMALLEST[state] * part, np.float32)
+    tiny[::3] *= 2.0**-30
+    smallest = np.full(128, SMALLEST[state], np.float32)
+    for u in (0, NEAREST, MASK32):
+        decoded = round_trip(np.concatenate([tiny, smallest]), state, fmt, 128, u, device)
+        np.testing.assert_array_equal(decoded[:128], 0)
+        assert np.all(decoded[128:] > 0)
+
+
+@ALL_STATES
+@ALL_FORMATS
+@pytest.mark.parametrize("block", BLOCKS)
+def test_poison_stays_in_its_block(fmt: Format, state: str, device: str, block: int) -> None:
+    x = np.random.default_rng(0).standard_normal(3 * block + 5).astype(np.float32)
+    x = np.abs(x) if state == "exp_avg_sq" else x
+    clean = round_trip(x, state, fmt, block, NEAREST, device)
+    hit = slice(block, 2 * block) if fmt.scaled else slice(block + 7, block + 8)
+    for poison in (np.nan, np.inf, -np.inf)[: 2 if state == "exp_avg_sq" else 3]:
+        x[block + 7] = poison
+        decoded = round_trip(x, state, fmt, block, NEAREST, device)
+        assert not np.isfinite(decoded[block + 7])
+        decoded[hit] = clean[hit]
+        np.testing.assert_array_equal(decoded, clean)
+
+
+# --- the second moment under rotating rounding ------------------------------------------------------------------------
+
+
+@ALL_FORMATS
+@given(data=numbers(smallest=-120), u=fractions)
+def test_second_moment_keeps_updates_bounded(fmt: Format, device: str, data: Numbers, u: Fractions) -> None:
+    """A positive value never becomes zero, nor so small that an update grows by more than the format's bound."""
+    v, block = data.array("exp_avg_sq"), data.block
+    decoded = round_trip(v, "exp_avg_sq", fmt, block, u.array(data.count), device)
+    positive = v > 0
+    assert np.all(decoded[positive] > 0)
+    enlarged = np.sqrt(v[positive].astype(np.float64) / decoded[positive])
+    assert np.all(enlarged <= fmt.largest_update * (1 + 2.0**-18))
+
+
+@ALL_SCALED
+@given(data=numbers(smallest=-89), u=fractions)
+def test_block_maximum_gets_the_top_code(fmt: Format, device: str, data: Numbers, u: Fractions) -> None:
+    for state in STATES:
+        x = data.array(state)
+        bits, _ = encode(x, state, fmt, data.block, u.array(data.count), device)
+        largest = (np.abs(x) == block_maxima(x, data.block)) & (x != 0)
+        np.testing.assert_array_equal(magnitudes_of(bits, state)[largest], len(fmt.moment(state).code.levels) - 1)
+
+
+# --- codes beside NumPy -----------------------------------------------------------------------------------------------
+
+
+@ALL_SCALED
+@given(data=numbers())
+def test_first_moment_equals_numpy(fmt: Format, device: str, data: Numbers) -> None:
+    m, block = data.array(), data.block
+    bits, scale = encode(m, "exp_avg", fmt, block, NEAREST, device)
+    code, maxima = fmt.exp_avg.code, block_maxima(m, block)
+    scales = code.scale(maxima, "exp_avg")
+    np.testing.assert_array_equal(scale.cpu().numpy(), scales[::block])
+    codes = code.nearest_even(np.abs(m), scales)
+    np.testing.assert_array_equal(magnitudes_of(bits, "exp_avg"), codes)
+    decoded = round_trip(m, "exp_avg", fmt, block, NEAREST, device)
+    np.testing.assert_array_equal(decoded, np.copysign(code.decode(codes, scales), m))
+
+
+@ALL_SCALED
+@given(data=numbers(), u=fractions)
+def test_second_moment_equals_numpy(fmt: Format, device: str, data: Numbers, u: Fractions) -> None:
+    v, block = data.array("exp_avg_sq"), data.block
+    fraction = u.array(data.count)
+    bits, scale = encode(v, "exp_avg_sq", fmt, block, fraction, device)
+    code, maxima = fmt.exp_avg_sq.code, block_maxima(v, block)
+    scales = code.scale(maxima, "exp_avg_sq")
+    np.testing.assert_array_equal(scale.cpu().numpy(), scales[::block])
+    codes = codes_of(bits)
+    position = code.position(v, scales) + fraction / 2**32
+    fuzz = 2.0**-10  # the fraction's last bits are dropped
+    lowest = np.floor(position - fuzz).clip((v > 0) & (scales > 0), len(code.levels) - 1)
+    highest = np.floor(position + fuzz).clip((v > 0) & (scales > 0), len(code.levels) - 1)
+    assert np.all((lowest <= codes) & (codes <= highest))
+    decoded = round_trip(v, "exp_avg_sq", fmt, block, fraction, device)
+    np.testing.assert_array_equal(decoded, code.decode(codes, scales))
+
+
+def test_float8_codes_equal_torch_cast(device: str) -> None:
+    x = (torch.arange(2**20, dtype=torch.int32) << 12).view(torch.float32)  # every exponent, 12 leading mantissa bits
+    x = torch.cat([x, -x])[x.isfinite().repeat(2)].clamp(-448, 448).to(device)
+    x = torch.nn.functional.pad(x, (0, -len(x) % 127)).view(-1, 127)
+    x = torch.nn.functional.pad(x, (0, 1), value=448.0)  # so every scale is 1
+    u = torch.full((x.numel(),), NEAREST, device=device)
+    bits, scale = formats.encode_state(x, "exp_avg", formats.STATE_FORMATS[torch.float8_e4m3fn], 128, u)
+    assert torch.equal(scale, torch.ones_like(scale))
+    assert torch.equal(bits, x.to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+@ALL_STATES
+@ALL_SCALED
+def test_every_scale_is_a_fixed_point(fmt: Format, state: str, device: str) -> None:
+    """A block's largest value decodes to one that has the same scale, for mantissas all over two binades."""
+    x = torch.arange(0x3F800000, 0x40800000, 61, dtype=torch.int32).view(torch.float32)[:, None].repeat(1, 2)
+    stored = formats.STATE_FORMATS[fmt.dtype]
+    u = torch.full((x.numel(),), NEAREST, device=device)
+    first, scale = formats.encode_state(x.to(device), state, stored, 2, u)
+    decoded = formats.decode_state(first, scale, state, stored, 2)
+    second, again = formats.encode_state(decoded, state, stored, 2, u)
+    assert torch.equal(second, first)
+    assert torch.equal(again, scale)
+
+
+# --- rotating rounding ----------------------------------------------------------------------------------------------
+
+
+@given(
+    seed=st.integers(-(2**63), 2**64 - 1),
+    index=st.integers(0, 100_000),
+    step=st.integers(1, 2**40),
+    elements=st.lists(st.integers(0, 2**48), min_size=1, max_size=20),
+    rotation=st.sampled_from([0, PARAM_ROTATION]),
+)
+def test_fractions_are_a_weyl_sequence(seed: int, index: int, step: int, elements: list[int], rotation: int) -> None:
+    key = formats.rounding_key(seed, index)
+    bits = formats.rounding_bits(key, torch.tensor(elements), step * GOLDEN_RATIO & MASK32, extra_rotation=rotation)
+    assert bits.tolist() == [rounding_fraction(seed, index, element, step, rotation) for element in elements]
+
+
+def test_fractions_are_uniform() -> None:
+    """Over the elements at one step, and over the steps at one element; seeds and parameters differ."""
+    elements = torch.arange(2**16)
+    sequences = [
+        formats.rounding_bits(formats.rounding_key(seed, index), elements, step * GOLDEN_RATIO & MASK32)
+        for seed, index, step in [(0, 0, 1), (0, 0, 2), (0, 1, 1), (1, 0, 1)]
+    ]
+    for u in sequences:
+        counts = torch.bincount(u >> 28, minlength=16).double()
+        assert float((counts / len(u) * 16 - 1).abs().max()) < 0.1  # 6 standard deviations
+    for other in sequences[1:]:
+        assert float((sequences[0] == other).double().mean()) < 0.001
+    visited = torch.tensor([rounding_fraction(0, 0, 5, step) for step in range(160)])
+    assert torch.bincount(visited >> 28, minlength=16).min() >= 9  # of 10
+
+
+@ALL_FORMATS
+def test_rotating_rounding_is_unbiased(fmt: Format, device: str) -> None:
+    """The mean code of a fixed value comes within 1% of a step after 1000 steps; random bits would need 10,000."""
+    v = np.abs(np.random.default_rng(0).standard_normal(64).astype(np.float32))
+    power = 1 / fmt.exp_avg_sq.code.root
+    u = torch.from_numpy(rounding_fractions(3, 1, 64, 0)).numpy()
+    roots = np.stack(
+        [
+            round_trip(v, "exp_avg_sq", fmt, 64, (u + step * GOLDEN_RATIO) & MASK32, device).astype(np.float64) ** power
+            for step in range(1, 1001)
+        ]
+    )
+    size = roots.max(0) - roots.min(0)
+    assert np.count_nonzero(size) >= (60 if fmt.bytes < 4 else 0)
+    assert np.all(np.abs(roots.mean(0) - v.astype(np.float64) ** power) <= 0.01 * size + 2.0**-19 * v**power)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@given(data=st.data())
+def test_rotating_elements_equal_numpy(dtype: torch.dtype, device: str, data: st.DataObject) -> None:
+    """Parameters without master: floor(magnitude + u), in units of the last place kept."""
+    bits = data.draw(hnp.arrays(np.uint32, 64, elements=st.integers(0, MASK32)))
+    u = data.draw(fractions).array(64)
+    x = bits.view(np.float32)
+    result = formats.ROTATING[dtype](torch.from_numpy(x.copy()).to(device), torch.from_numpy(u).to(device))
+    actual = result.float().cpu().numpy()
+    np.testing.assert_array_equal(np.isnan(actual), np.isnan(x))
+    np.testing.assert_array_equal(actual[np.isinf(x)], x[np.isinf(x)])
+    finite = np.isfinite(x)
+    x, u, actual = x[finite].astype(np.float64), u[finite], actual[finite]
+    np.testing.assert_array_equal(np.signbit(actual), np.signbit(x))
+    bits_kept, smallest, dropped = (8, -126, 16) if dtype == torch.bfloat16 else (11, -14, 13)
+    unit = last_place(x, bits_kept, smallest)
+    position = np.abs(x) / unit + (u >> 32 - dropped) / 2.0**dropped
+    fuzz = 0.0 if dtype == torch.bfloat16 else 2.0**-13  # FP16 denormals are rounded twice
+    lowest, highest = np.floor(position - fuzz) * unit, np.floor(position + fuzz) * unit
+    if dtype == torch.bfloat16:  # finite stays finite
+        lowest, highest = (
+            np.minimum(lowest, float(torch.finfo(dtype).max)),
+            np.minimum(highest, float(torch.finfo(dtype).max)),
+        )
+    else:
+        lowest, highest = (np.where(value >= 65536, np.inf, value) for value in (lowest, highest))
+    assert np.all((lowest <= np.abs(actual)) & (np.abs(actual) <= highest))
+
+
+def test_stored_bits_follow_the_sequence(device: str) -> None:
+    """Seed, parameter index, element and step reach the rounding of a step."""
+    params = [torch.zeros(3, device=device), torch.zeros(7, 41, device=device)]
+    optimizer = FusedAdam(params, exp_avg_sq_dtype=torch.bfloat16, seed=2**40 + 12345)
+    beta2, rest = np.float32(0.999), np.float32(1 - 0.999)
+    v = np.zeros(287, np.float32)
+    rng = np.random.default_rng(1)
+    for step in (1, 2, 3):
+        grad = rng.standard_normal(287).astype(np.float32)
+        params[0].grad, params[1].grad = torch.ones_like(params[0]), torch.from_numpy(grad).view(7, 41).to(device)
+        optimizer.step()
+        v = beta2 * v + rest * (grad * grad)
+        u = rounding_fractions(2**40 + 12345, 1, 287, step)
+        v = (((v.view(np.uint32) + (u >> 16)) >> 16) << 16).astype(np.uint32).view(np.float32)
+        stored = optimizer.state[params[1]]["exp_avg_sq"].float().cpu().numpy().reshape(-1)
+        np.testing.assert_array_equal(stored, v)
+
+
+def test_parameters_without_master_follow_the_sequence(device: str) -> None:
+    weight = torch.linspace(1, 2, 200, device=device).bfloat16()
+    before = weight.float().cpu().numpy()
+    other = torch.ones(1, device=device)
+    optimizer = FusedAdam([other, weight], lr=0.01, weight_decay=0.05, master_weights=False, seed=7)
+    other.grad, weight.grad = torch.ones_like(other), torch.zeros_like(weight)  # only weight decay moves the weight
+    optimizer.step()
+    decayed = before * np.float32(1 - 0.01 * 0.05)
+    u = rounding_fractions(7, 1, 200, 1, rotation=PARAM_ROTATION)
+    expected = (((decayed.view(np.uint32) + (u >> 16)) >> 16) << 16).astype(np.uint32).view(np.float32)
+    np.testing.assert_array_equal(weight.float().cpu().numpy(), expected)
+    assert len(np.unique(expected != before)) == 2  # some were rounded up again, some were not
+
+
+# --- split masters --------------------------------------------------------------------------------------------------
+
+
+def split_and_join(master: Array, kind: formats.Master, device: str) -> tuple[Array, Array]:
+    """BF16 parameter and joined master."""
+    param, remainder = formats.split_remainder(torch.from_numpy(master.copy()).to(device), kind)
+    assert remainder.dtype == kind.dtype
+    return param.float().cpu().numpy(), formats.join_remainder(param, remainder).cpu().numpy()
+
+
+def patterns(device: str) -> Array:
+    """FP32 values with every upper half and with lower halves around every rounding boundary."""
+    low = np.array(
+        [0, 1, 0x7F, 0x80, 0x81, 0xFF, 0x7F7F, 0x7F80, 0x7FFF, 0x8000, 0x8001, 0x807F, 0x8080, 0xFF7F, 0xFFFF]
+    )
+    return (np.arange(2**16)[:, None] << 16 | low).reshape(-1).astype(np.uint32).view(np.float32)
+
+
+def test_16_bit_remainders_are_lossless(device: str) -> None:
+    master = patterns(device)
+    param, joined = split_and_join(master, formats.Master.REMAINDER16, device)
+    nan = np.isnan(master)
+    assert np.all(np.isnan(joined[nan])) and np.all(np.isnan(param[nan]))
+    np.testing.assert_array_equal(joined[~nan].view(np.uint32), master[~nan].view(np.uint32))
+    half_up = (master.view(np.uint32).astype(np.int64) + 0x8000 >> 16 << 16).astype(np.uint32).view(np.float32)
+    np.testing.assert_array_equal(param[~nan].view(np.uint32), half_up[~nan].view(np.uint32))
+
+
+def test_8_bit_remainders_are_the_nearest_24_bit_value(device: str) -> None:
+    master = patterns(device)
+    param, joined = split_and_join(master, formats.Master.REMAINDER8, device)
+    nan = np.isnan(master)
+    assert np.all(np.isnan(joined[nan])) and np.all(np.isnan(param[nan]))
+    usual = np.abs(master) < 2.0**127  # the largest may round to infinity
+    master, joined, param = (x[usual].astype(np.float64) for x in (master, joined, param))
+    unit = last_place(master, 16, -126)  # BF16's 8 significant bits and 8 more
+    assert np.all(np.abs(joined - master) <= unit / 2)
+    assert np.all(joined / unit == np.rint(joined / unit))
+    assert np.all(np.abs(param - joined) <= 128 * unit)  # the parameter is the master's nearest BF16
+
+
+@given(bits=hnp.arrays(np.uint32, 256, elements=st.integers(0, MASK32)))
+def test_any_master_survives_16_bit_remainders(bits: Array) -> None:
+    master = bits.view(np.float32)
+    param, joined = split_and_join(master, formats.Master.REMAINDER16, "cpu")
+    np.testing.assert_array_equal(joined, master)
+    np.testing.assert_array_equal(np.isnan(param), np.isnan(master))
