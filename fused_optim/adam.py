@@ -357,7 +357,7 @@ class FusedAdam(Optimizer):
 
     def _shard_work(self, param: Tensor, grad: Tensor, index: int, copies: list[tuple[Tensor, Tensor]]) -> ShardWork:
         states, slots = self.state[param], self._slots[param]
-        local = local_tensor(param.detach())
+        local = local_tensor(param)
         if not local.is_contiguous():
             contiguous = local.contiguous()
             copies.append((local, contiguous))

@@ -8,6 +8,7 @@ operation is one IEEE rounding, which is why no fused operation (``addcmul``, ``
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -54,6 +55,7 @@ def mix(h: int) -> int:
     return h ^ (h >> 16)
 
 
+@functools.lru_cache(maxsize=65536)
 def rounding_key(seed: int, param_index: int) -> int:
     """The 32-bit key of one parameter's rounding sequence."""
     folded = mix(seed & MASK32 ^ mix(seed >> 32 & MASK32))

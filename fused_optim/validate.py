@@ -67,23 +67,29 @@ def check_param(param: Tensor, index: int, name: str | None) -> None:
 
 def check_grad(param: Tensor, grad: Tensor, index: int, name: str | None) -> None:
     """Raise TypeError, RuntimeError or ValueError for a gradient that does not fit its parameter."""
-    what = describe(param, index, name)
+    problem = _grad_problem(param, grad)
+    if problem is not None:
+        kind, text = problem
+        raise kind(f"{describe(param, index, name)}: {text}")
+
+
+def _grad_problem(param: Tensor, grad: Tensor) -> tuple[type[Exception], str] | None:
     if grad.layout != torch.strided:
-        raise RuntimeError(f"{what}: sparse gradients are not supported (got {grad.layout}); use a dense gradient")
+        return RuntimeError, f"sparse gradients are not supported (got {grad.layout}); use a dense gradient"
     if grad.dtype not in ELEMENT_TYPES:
-        raise TypeError(f"{what}: expected a gradient of float32, bfloat16 or float16, got {grad.dtype}")
-    if isinstance(param, DTensor) != isinstance(grad, DTensor):
+        return TypeError, f"expected a gradient of float32, bfloat16 or float16, got {grad.dtype}"
+    sharded, sharded_grad = isinstance(param, DTensor), isinstance(grad, DTensor)
+    if sharded != sharded_grad:
         kinds = ["a plain tensor", "a DTensor"]
-        raise TypeError(
-            f"{what}: the parameter is {kinds[isinstance(param, DTensor)]} but its gradient is "
-            f"{kinds[isinstance(grad, DTensor)]}; both must be of one kind"
-        )
-    if isinstance(param, DTensor) and grad.device_mesh != param.device_mesh:
-        raise ValueError(f"{what}: its gradient lies on another device mesh ({grad.device_mesh})")
+        text = f"the parameter is {kinds[sharded]} but its gradient is {kinds[sharded_grad]}; both must be of one kind"
+        return TypeError, text
+    if sharded and grad.device_mesh != param.device_mesh:
+        return ValueError, f"its gradient lies on another device mesh ({grad.device_mesh})"
     if grad.shape != param.shape:
-        raise ValueError(f"{what}: expected a gradient of the same shape, got {tuple(grad.shape)}")
+        return ValueError, f"expected a gradient of the same shape, got {tuple(grad.shape)}"
     if local_tensor(grad).device != local_tensor(param).device:
-        raise ValueError(f"{what}: its gradient is on {local_tensor(grad).device}, not {local_tensor(param).device}")
+        return ValueError, f"its gradient is on {local_tensor(grad).device}, not {local_tensor(param).device}"
+    return None
 
 
 def check_local_shapes(param: Tensor, grad: Tensor, index: int, name: str | None) -> None:

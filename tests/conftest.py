@@ -46,9 +46,10 @@ def use_backend(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 @pytest.fixture(autouse=True)
 def _defaults(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No backend is forced from outside, random numbers start anew, and the number of threads is put back."""
+    """No backend is forced from outside; random numbers start anew; one thread, as most tensors here are tiny."""
     monkeypatch.delenv("FUSED_OPTIM_BACKEND", raising=False)
     torch.manual_seed(0)
     threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
