@@ -200,6 +200,10 @@ class FusedAdam(Optimizer):
     def _has_states(self, param: Tensor) -> bool:
         return param in self._slots and bool(self.state.get(param))
 
+    def _forget(self, param: Tensor) -> None:
+        self.state.pop(param, None)
+        self._slots.pop(param, None)
+
     def _states_of(self, param: Tensor) -> tuple[dict[str, Tensor], Slots]:
         if not self._has_states(param):
             index, name = self._identify(param)
@@ -292,7 +296,7 @@ class FusedAdam(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         grads = self._checked_grads()
-        if not self.state and all_gradients_zero(self._params(), grads.values()):
+        if not any(self.state.values()) and all_gradients_zero(self._params(), grads.values()):
             self.initialize_state()
             return loss
         self.initialize_state()
@@ -321,7 +325,9 @@ class FusedAdam(Optimizer):
             check_param(param, index, name)
             check_grad(param, grad, index, name)
             if not isinstance(param, DTensor) or grad.placements == param.placements:
-                check_local_shapes(param, grad, index, name)
+                check_local_shapes(param, grad, "gradient", index, name)
+            if self._has_states(param):
+                check_local_shapes(param, self.state[param]["exp_avg"], "optimizer state", index, name)
             grads[param] = grad
         for param, grad in grads.items():
             if isinstance(param, DTensor) and grad.placements != param.placements:

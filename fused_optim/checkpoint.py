@@ -23,7 +23,8 @@ from fused_optim.validate import describe
 if TYPE_CHECKING:
     from fused_optim.adam import FusedAdam
 
-# The running optimizer's choices, which a checkpoint does not change.
+# The running optimizer's choices, which a checkpoint does not change. Saved as text: torch.distributed.checkpoint
+# gathers and offloads no torch.dtype.
 _OWN_KEYS = ("exp_avg_dtype", "exp_avg_sq_dtype")
 
 
@@ -33,8 +34,10 @@ def unscale(optimizer: FusedAdam, state_dict: dict[str, Any]) -> dict[str, Any]:
     state = {
         key: _unscaled_states(optimizer, params[key], states) if key in params else states
         for key, states in state_dict["state"].items()
+        if states
     }
-    return {**state_dict, "state": state}
+    groups = [{**group, **{key: str(group[key]) for key in _OWN_KEYS}} for group in state_dict["param_groups"]]
+    return {**state_dict, "state": state, "param_groups": groups}
 
 
 def _unscaled_states(optimizer: FusedAdam, param: Tensor, states: dict[str, Any]) -> dict[str, Any]:
@@ -58,16 +61,19 @@ def load(optimizer: FusedAdam, state_dict: dict[str, Any]) -> None:
     state = state_dict["state"]
     known = {id_: param for id_, param in saved_ids.items() if state.get(id_)}
     steps = [_group_step(saved, state) for saved in saved_groups]
-    for saved, step in zip(saved_groups, steps, strict=True):
-        _check_complete(optimizer, saved["params"], known, step)
+    for group, saved, step in zip(groups, saved_groups, steps, strict=True):
+        _check_group(group, saved, known, step)
     locals_ = {id_: _local_states(optimizer, known[id_], state[id_]) for id_ in known}
 
     for group, saved, step in zip(groups, saved_groups, steps, strict=True):
         options = {key: value for key, value in saved.items() if key not in ("params", "param_names", *_OWN_KEYS)}
         group.update({key: _copied(value) for key, value in options.items()})
         group["step"] = step
-    for id_, values in locals_.items():
-        _write_states(optimizer, known[id_], values)
+    for id_, param in saved_ids.items():
+        if id_ in locals_:
+            _write_states(optimizer, param, locals_[id_])
+        else:
+            optimizer._forget(param)
 
 
 def _match_groups(groups: list[dict[str, Any]], saved_groups: list[dict[str, Any]]) -> dict[Any, Tensor]:
@@ -94,11 +100,14 @@ def _group_step(saved: Mapping[str, Any], state: Mapping[Any, Mapping[str, Any]]
     return 0
 
 
-def _check_complete(optimizer: FusedAdam, ids: list[Any], known: Mapping[Any, Tensor], step: int) -> None:
-    if step and ids and not any(id_ in known for id_ in ids):
+def _check_group(group: Mapping[str, Any], saved: Mapping[str, Any], known: Mapping[Any, Tensor], step: int) -> None:
+    if saved.get("amsgrad"):
+        raise ValueError("the state dict was saved with amsgrad=True, which is not supported")
+    trained = [param for param in group["params"] if param.requires_grad]
+    if step and trained and not any(id_ in known for id_ in saved["params"]):
         raise RuntimeError(
-            f"the state dict is at step {step} but holds no states for a param group of {len(ids)} parameters; "
-            "if it came through torch.distributed.checkpoint, call optimizer.zero_grad() before loading it"
+            f"the state dict is at step {step} but holds no states for a param group of {len(group['params'])} "
+            "parameters; if it came through torch.distributed.checkpoint, call optimizer.zero_grad() before loading it"
         )
 
 

@@ -92,11 +92,11 @@ def _grad_problem(param: Tensor, grad: Tensor) -> tuple[type[Exception], str] | 
     return None
 
 
-def check_local_shapes(param: Tensor, grad: Tensor, index: int, name: str | None) -> None:
-    """Raise ValueError where the local shards of parameter and gradient differ."""
-    local, local_grad = local_tensor(param), local_tensor(grad)
-    if local.shape != local_grad.shape:
+def check_local_shapes(param: Tensor, other: Tensor, what: str, index: int, name: str | None) -> None:
+    """Raise ValueError where the local shards of a parameter and its gradient or state differ."""
+    local, local_other = local_tensor(param), local_tensor(other)
+    if local.shape != local_other.shape:
         raise ValueError(
             f"{describe(param, index, name)}: its local shard has shape {tuple(local.shape)}, "
-            f"its gradient's {tuple(local_grad.shape)}"
+            f"its {what}'s {tuple(local_other.shape)}"
         )

@@ -302,15 +302,10 @@ def test_resuming_with_other_masters_changes_no_bit(checkpoints: Callable[..., s
     check_resumed(3, "fsdp", master, "nested", checkpoints(2, "fsdp", master))
 
 
-DTYPES_IN_GROUPS = pytest.mark.xfail(
-    strict=True, reason="param groups hold torch.dtype, which torch.distributed.checkpoint does not gather or offload"
-)
-
-
 @pytest.mark.parametrize("master", ["float32", "bfloat16", "remainder16"])
 @pytest.mark.parametrize(
     "way",
-    ["flat", "plain", *(pytest.param(way, marks=DTYPES_IN_GROUPS) for way in ("cpu", "full", "broadcast"))],
+    ["flat", "plain", "cpu", "full", "broadcast"],
 )
 def test_resuming_through_every_interface_changes_no_bit(
     checkpoints: Callable[..., str], way: str, master: str
@@ -632,8 +627,8 @@ def resume_with_frozen_group(way: str, path: str) -> tuple[list[int], bool]:
 @pytest.mark.parametrize(
     "way",
     [
-        pytest.param("nested", marks=pytest.mark.xfail(strict=True, reason="a group without states is refused")),
-        pytest.param("flat", marks=pytest.mark.xfail(strict=True, reason="a group without states is refused")),
+        "nested",
+        "flat",
         "plain",
     ],
 )
@@ -656,6 +651,5 @@ def return_to_start() -> bool:
     return all(same_bits(a, b) for (name, (_, _, a)), (_, _, b) in pairs if "group" not in name)
 
 
-@pytest.mark.xfail(strict=True, reason="states that the state dict lacks are kept")
 def test_loading_a_state_dict_without_states_starts_anew() -> None:
     assert distributed.run(2, return_to_start) == [True, True]

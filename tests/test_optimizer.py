@@ -302,7 +302,6 @@ def test_first_step_with_zero_gradients_only_creates_states(master: Master, adam
     assert_same(everything(first, synthetic), everything(second, initialized))
 
 
-@pytest.mark.xfail(strict=True, reason="optimizer.state is a defaultdict: a look at it makes it non-empty")
 def test_looking_at_states_does_not_hide_a_synthetic_step() -> None:
     model, optimizer = make("cpu", weight_decay=0.5)
     assert not optimizer.state[model.weight]
@@ -314,7 +313,6 @@ def test_looking_at_states_does_not_hide_a_synthetic_step() -> None:
     assert optimizer.param_groups[0]["step"] == 0
 
 
-@pytest.mark.xfail(strict=True, reason="optimizer.state is a defaultdict: a look at it adds an empty entry")
 def test_looking_at_states_does_not_break_the_state_dict() -> None:
     model, optimizer = make("cpu")
     assert not optimizer.state[model.weight]
@@ -679,7 +677,6 @@ def test_state_dict_before_the_first_step(device: str) -> None:
     train(model, optimizer, range(1))
 
 
-@pytest.mark.xfail(strict=True, reason="the moments survive, and step 0 corrects them as if they were fresh")
 def test_loading_a_state_dict_without_states_forgets_them() -> None:
     model, optimizer = make("cpu")
     _, untrained = make("cpu")
