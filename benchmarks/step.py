@@ -154,7 +154,7 @@ def summarize(
     return rows
 
 
-def machine(device: torch.device) -> dict[str, Any]:
+def machine(device: torch.device, commit: str) -> dict[str, Any]:
     def output(*command: str) -> str:
         try:
             return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -162,7 +162,7 @@ def machine(device: torch.device) -> dict[str, Any]:
             return ""
 
     facts: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version()}
-    facts["commit"] = output("git", "rev-parse", "--short", "HEAD")
+    facts["commit"] = commit or output("git", "rev-parse", "--short", "HEAD")
     if device.type == "cuda":
         facts["gpu"] = torch.cuda.get_device_name(device)
         facts["driver"] = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()[:1]
@@ -196,11 +196,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--only", default="", help="contenders whose name contains this")
+    parser.add_argument("--commit", default="", help="what the results are of, where the tree is no git checkout")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device(args.device)
     contenders = [c for c in (*OURS, *PEERS) if available(c, device) and args.only in c.name]
-    report: dict[str, Any] = {"machine": machine(device), "copy_bytes_per_s": copy_bandwidth(device), "workloads": {}}
+    report: dict[str, Any] = {
+        "machine": machine(device, args.commit),
+        "copy_bytes_per_s": copy_bandwidth(device),
+        "workloads": {},
+    }
     print(f"{report['machine']}\ncopy: {report['copy_bytes_per_s'] / 1e12:.3f} TB/s")
     for name in args.workloads:
         shapes = WORKLOADS[name](device)
