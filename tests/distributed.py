@@ -13,7 +13,6 @@ import faulthandler
 import functools
 import math
 import multiprocessing
-import os
 import pickle
 import tempfile
 import time
@@ -114,11 +113,11 @@ def _serve(rank: int, connection: Connection, world_size: int, device_type: str,
             body, args, timeout = pickle.loads(connection.recv_bytes())
             faulthandler.dump_traceback_later(timeout, file=stack)
             try:
-                answer = (True, body(*args))
+                answer = pickle.dumps((True, body(*args)))
             except BaseException:
-                answer = (False, traceback.format_exc())
+                answer = pickle.dumps((False, traceback.format_exc()))
             faulthandler.cancel_dump_traceback_later()
-            connection.send_bytes(pickle.dumps(answer))
+            connection.send_bytes(answer)
 
 
 # --- in the test ------------------------------------------------------------------------------------------------
@@ -130,7 +129,6 @@ class Workers:
     def __init__(self, world_size: int, device_type: str) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
         self.folder = tempfile.TemporaryDirectory()
         self.connections: list[Connection] = []
         self.processes = []

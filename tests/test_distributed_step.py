@@ -386,3 +386,22 @@ def test_gradients_that_do_not_fit_are_refused_on_every_rank(
 ) -> None:
     errors = distributed.run(2, refuse, spoil, warm, timeout=20)
     assert all(re.search(message, error) for error in errors), errors
+
+
+def refuse_on_one_rank() -> bool:
+    """The first step, where the last rank's gradient is wrong. Returns whether it raised."""
+    param = nn.Parameter(shard(noise((7, 64), 0), distributed.mesh(), [Shard(0)]))
+    optimizer = FusedAdam([param], use_decoupled_grad=True)
+    param.decoupled_grad = shard_like(noise((7, 64), 1), param)
+    if torch.distributed.get_rank() == 1:
+        plain_gradient(param, param)
+    try:
+        optimizer.step()
+    except (RuntimeError, TypeError):
+        return True
+    return False
+
+
+@pytest.mark.xfail(strict=True, reason="the other ranks wait for it in the first step's all-reduce")
+def test_first_step_refused_on_one_rank_fails_on_all() -> None:
+    assert distributed.run(2, refuse_on_one_rank, timeout=5) == [True, True]

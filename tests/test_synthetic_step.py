@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import _init_optim_state
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import distributed
 from distributed import assert_same, join_all, part, shard, shard_like
@@ -132,38 +132,41 @@ def test_one_rank_with_a_gradient_makes_the_step_real_on_all(world_size: int, de
     distributed.run(world_size, check_one_element, decoupled)
 
 
-def step_on_two_mesh_dims(rank: int) -> int:
-    """A gradient on one rank of a 2 x 2 mesh, and a parameter on each of its dims. Returns the step counter."""
+def step_on_two_mesh_dims(dims: list[str], rank: int) -> int:
+    """Parameters on the given dims of a 2 x 2 mesh, a gradient on one rank. Returns the step counter."""
     mesh = distributed.mesh(2, 2, names=("a", "b"))
-    both = nn.Parameter(shard(values((8, 32), 0), mesh, [Shard(0), Shard(0)]))
-    params = [nn.Parameter(shard(values((8, 32), 1), mesh[name], [Shard(0)])) for name in ("a", "b")]
-    optimizer = FusedAdam([both, *params], lr=0.1)
-    for param in [both, *params]:
+    placed = [shard(values((8, 32), 0), mesh[tuple(d)], [Shard(0)] * len(d)) for d in dims]
+    optimizer = FusedAdam([nn.Parameter(param) for param in placed], lr=0.1)
+    for param in params_of(optimizer):
         param.grad = torch.zeros_like(param)
     if torch.distributed.get_rank() == rank:
-        both.grad._local_tensor.fill_(1)
+        params_of(optimizer)[0].grad._local_tensor.fill_(1)
     optimizer.step()
     return optimizer.param_groups[0]["step"]
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_ranks_agree_across_mesh_dims(rank: int) -> None:
-    assert distributed.run(4, step_on_two_mesh_dims, rank) == [1, 1, 1, 1]
+@pytest.mark.parametrize("dims", [["ab"], ["a", "b"], ["b", "ab"]], ids=str)
+def test_ranks_agree_across_mesh_dims(dims: list[str], rank: int) -> None:
+    assert distributed.run(4, step_on_two_mesh_dims, dims, rank) == [1, 1, 1, 1]
 
 
-def step_replicated() -> int:
-    """Parameters that some rank holds no part of, or that every rank holds whole."""
+def step_one_row(others: list[Placement]) -> int:
+    """A parameter of one row, hence on one rank only, beside others. Returns the step counter."""
     placed = [shard(values((1, 32), 0), distributed.mesh(), [Shard(0)])]
-    placed += [shard(values((3, 32), 1), distributed.mesh(), [Replicate()])]
+    placed += [shard(values((3, 32), 1), distributed.mesh(), [placement]) for placement in others]
     optimizer = FusedAdam([nn.Parameter(param) for param in placed], lr=0.1, **INT8)
-    first, second = params_of(optimizer)
-    first.grad, second.grad = shard_like(torch.ones(1, 32), first), torch.zeros_like(second)
+    first, *rest = params_of(optimizer)
+    first.grad = shard_like(torch.ones(1, 32), first)
+    for param in rest:
+        param.grad = torch.zeros_like(param)
     optimizer.step()
     return optimizer.param_groups[0]["step"]
 
 
-def test_ranks_without_elements_count_the_step() -> None:
-    assert distributed.run(3, step_replicated) == [1, 1, 1]
+@pytest.mark.parametrize("others", [[], [Shard(0)], [Replicate()]], ids=str)
+def test_ranks_without_elements_count_the_step(others: list[Placement]) -> None:
+    assert distributed.run(3, step_one_row, others) == [1, 1, 1]
 
 
 def take_zero_steps(first: str) -> tuple[int, bool]:
