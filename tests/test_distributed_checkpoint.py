@@ -475,14 +475,12 @@ def test_initialized_states_are_loaded_whatever_the_gradients(checkpoints: Calla
     assert_same(trained_states(loaded), trained_states(straight("bfloat16")[0]))
 
 
-def long_vectors(seed: int) -> tuple[nn.Module, FusedAdam]:
-    model = nn.Module()
-    for index, fmt in enumerate(FORMATS):
-        vector = nn.Parameter(shard(values((5001,), seed, index), distributed.mesh(), [Shard(0)]))
-        model.register_parameter(str(fmt).removeprefix("torch."), vector)
-    groups = [
-        {"params": [p], "exp_avg_dtype": fmt, "exp_avg_sq_dtype": fmt} for fmt, p in zip(FORMATS, model.parameters())
-    ]
+def long_vectors(seed: int) -> tuple[nn.ParameterList, FusedAdam]:
+    """One for every state format."""
+    placed = [shard(values((5001,), seed, i), distributed.mesh(), [Shard(0)]) for i in range(len(FORMATS))]
+    model = nn.ParameterList([nn.Parameter(vector) for vector in placed])
+    pairs = zip(FORMATS, model, strict=True)
+    groups = [{"params": [param], "exp_avg_dtype": fmt, "exp_avg_sq_dtype": fmt} for fmt, param in pairs]
     return model, FusedAdam(groups, lr=0.01)
 
 
