@@ -7,6 +7,7 @@ size, and other tools can read it.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -94,6 +95,14 @@ def _group_step(saved: Mapping[str, Any], state: Mapping[Any, Mapping[str, Any]]
         return int(saved["step"])
     own = [int(state[id_]["step"]) for id_ in saved["params"] if "step" in state.get(id_, {})]
     if own:
+        behind = sum(step != max(own) for step in own)
+        if behind:
+            text = (
+                f"{behind} of {len(own)} parameters were saved at an earlier step than the group's latest, {max(own)}"
+            )
+            warnings.warn(
+                f"{text}; the step is shared by a param group, so they continue from the latest", stacklevel=3
+            )
         return max(own)
     if any(state.get(id_) for id_ in saved["params"]):
         raise ValueError("the state dict has moments but no step, in a param group or per parameter; it is not guessed")

@@ -697,3 +697,16 @@ def test_state_dict_survives_torch_save(device: str) -> None:
         other, fresh = make(device, fmt, MASTER["bfloat16+rem16"], seed=5)
         fresh.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True, map_location="cpu"))
         assert_same(everything(other, fresh), everything(model, optimizer))
+
+
+def test_steps_that_differ_within_a_group_continue_from_the_latest() -> None:
+    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(3)]
+    theirs = torch.optim.AdamW(params)
+    for used in (params, params[:1]):
+        for param in params:
+            param.grad = torch.ones(4) if any(param is p for p in used) else None
+        theirs.step()
+    ours = FusedAdamW([torch.nn.Parameter(torch.zeros(4)) for _ in range(3)])
+    with pytest.warns(UserWarning, match="2 of 3 parameters"):
+        ours.load_state_dict(theirs.state_dict())
+    assert ours.param_groups[0]["step"] == 2
