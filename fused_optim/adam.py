@@ -28,7 +28,7 @@ from fused_optim.state import (
     write_master,
     write_moment,
 )
-from fused_optim.synthetic import all_gradients_zero
+from fused_optim.synthetic import all_gradients_zero, announce_failure
 from fused_optim.validate import check_grad, check_hyperparameters, check_local_shapes, check_param, describe
 
 
@@ -295,8 +295,14 @@ class FusedAdam(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        grads = self._checked_grads()
-        if not any(self.state.values()) and all_gradients_zero(self._params(), grads.values()):
+        first = not any(self.state.values())
+        try:
+            grads = self._checked_grads()
+        except Exception:
+            if first:
+                announce_failure(self._params())
+            raise
+        if first and all_gradients_zero(self._params(), grads.values()):
             self.initialize_state()
             return loss
         self.initialize_state()

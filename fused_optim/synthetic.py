@@ -19,14 +19,26 @@ from fused_optim.dtensor import local_tensor
 def all_gradients_zero(params: Iterable[Tensor], grads: Iterable[Tensor]) -> bool:
     """Whether every element of every gradient is zero on every rank of the parameters' meshes.
 
-    A collective over those meshes, made once in an optimizer's life: before its first step.
+    A collective over those meshes, made once in an optimizer's life: before its first step. Raises RuntimeError if
+    another rank called :func:`announce_failure` instead.
     """
-    local_grads = [local_tensor(grad) for grad in grads]
-    nonzero = any(bool(torch.count_nonzero(grad)) for grad in local_grads)
+    nonzero = any(bool(torch.count_nonzero(local_tensor(grad))) for grad in grads)
+    nonzero, failed = _any_rank(params, nonzero, False)
+    if failed:
+        raise RuntimeError("another rank refused its gradients before the first step; its error says why")
+    return not nonzero
+
+
+def announce_failure(params: Iterable[Tensor]) -> None:
+    """Take part in the other ranks' :func:`all_gradients_zero`, so that they raise instead of waiting."""
+    _any_rank(params, False, True)
+
+
+def _any_rank(params: Iterable[Tensor], nonzero: bool, failed: bool) -> tuple[bool, bool]:
     meshes: dict[DeviceMesh, None] = {p.device_mesh: None for p in params if isinstance(p, DTensor)}
     for mesh in meshes:
-        flag = torch.tensor([nonzero], dtype=torch.int32, device=mesh.device_type)
+        flags = torch.tensor([nonzero, failed], dtype=torch.int32, device=mesh.device_type)
         for dim in range(mesh.ndim):
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=mesh.get_group(dim))
-        nonzero = bool(flag.item())
-    return not nonzero
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        nonzero, failed = (bool(flag) for flag in flags.tolist())
+    return nonzero, failed
