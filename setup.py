@@ -36,7 +36,7 @@ AVX2 = ["-mavx2", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
 HOST_FLAGS = ",".join(["-fPIC", "-fvisibility=hidden", *EXACT, "-Wall"])
 NVCC_FLAGS = ["-O3", "-std=c++17", "--fmad=false", f"-Xcompiler={HOST_FLAGS}", "-Xfatbin=-compress-all", "--threads=0"]
-DEFAULT_ARCHS = {"80", "90", "100", "120"}
+DEFAULT_ARCHS = {"80", "90", "100"}  # later ones compile the PTX of the newest
 
 
 class Unavailable(Exception):

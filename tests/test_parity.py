@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases import FORMAT, FORMATS, OPTIONS, Format, values
+from cases import FORMAT, FORMATS, OPTIONS, Format, Shape, contiguous, values
+from cases import SHAPES as LAYOUTS
 from fused_optim import FusedAdam, FusedAdamW
 from reference import Adam
 
@@ -138,6 +139,21 @@ def test_groups(device: str, backend: str) -> None:
             set_gradients(params, grads)
             optimizer.step()
     assert_equal_optimizers(actual, ours, expected, theirs)
+
+
+@pytest.mark.parametrize("shape", [shape for shape in LAYOUTS if shape.layout is not contiguous], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+def test_memory_layout_does_not_matter(shape: Shape, dtype: torch.dtype, device: str, backend: str) -> None:
+    """Transposed, channels-last and misaligned parameters get the same bits as contiguous ones."""
+    start = values(shape.shape, torch.bfloat16, device, seed=0)
+    pair = [torch.nn.Parameter(layout(start.clone())) for layout in (contiguous, shape.layout)]
+    for param in pair:
+        optimizer = FusedAdam([param], lr=0.1, exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype, store_param_remainders=True)
+        for step in range(3):
+            param.grad = values(shape.shape, torch.bfloat16, device, seed=step + 1)
+            optimizer.step()
+    assert pair[1].stride() == shape.layout(start).stride()
+    assert torch.equal(pair[0], pair[1]) and not torch.equal(pair[0], start)
 
 
 @pytest.mark.parametrize("corrected", [True, False], ids=["corrected", "uncorrected"])
