@@ -25,11 +25,19 @@ from fused_optim.state import (
     read_master,
     read_moment,
     state_bytes,
+    state_dtypes,
     write_master,
     write_moment,
 )
 from fused_optim.synthetic import all_gradients_zero, announce_failure
-from fused_optim.validate import check_grad, check_hyperparameters, check_local_shapes, check_param, describe
+from fused_optim.validate import (
+    check_grad,
+    check_hyperparameters,
+    check_local_shapes,
+    check_param,
+    check_states,
+    describe,
+)
 
 
 class FusedAdam(Optimizer):
@@ -307,10 +315,9 @@ class FusedAdam(Optimizer):
             return loss
         self.initialize_state()
         copies: list[tuple[Tensor, Tensor]] = []
-        work = self._plan(grads, copies)
+        run_step(self._plan(grads, copies))
         for group in self.param_groups:
             group["step"] = int(group["step"]) + 1
-        run_step(work)
         for target, source in copies:
             target.copy_(source)
         if grads:
@@ -333,7 +340,7 @@ class FusedAdam(Optimizer):
             if not isinstance(param, DTensor) or grad.placements == param.placements:
                 check_local_shapes(param, grad, "gradient", index, name)
             if self._has_states(param):
-                check_local_shapes(param, self.state[param]["exp_avg"], "optimizer state", index, name)
+                check_states(param, self.state[param], state_dtypes(self._slots[param]), index, name)
             grads[param] = grad
         for param, grad in grads.items():
             if isinstance(param, DTensor) and grad.placements != param.placements:

@@ -78,6 +78,12 @@ def create_states(param: Tensor, slots: Slots) -> dict[str, Tensor]:
     return {name: rewrap_like(state, param) for name, state in states.items()}
 
 
+def state_dtypes(slots: Slots) -> dict[str, torch.dtype]:
+    """The dtype that each stored state must have."""
+    dtypes = {name: slots.format(name).dtype(name) for name in MOMENTS}
+    return dtypes if slots.master is Master.PARAMETER else {**dtypes, MASTER: slots.master.dtype}
+
+
 def read_moment(states: dict[str, Tensor], slots: Slots, name: str) -> Tensor:
     """Local FP32 values of a moment. FP32 states are returned themselves, others as a new tensor."""
     return decode_state(local_tensor(states[name]), slots.scale(name), name, slots.format(name), slots.geometry.block)

@@ -100,3 +100,18 @@ def check_local_shapes(param: Tensor, other: Tensor, what: str, index: int, name
             f"{describe(param, index, name)}: its local shard has shape {tuple(local.shape)}, "
             f"its {what}'s {tuple(local_other.shape)}"
         )
+
+
+def check_states(
+    param: Tensor, states: dict[str, Tensor], dtypes: dict[str, torch.dtype], index: int, name: str | None
+) -> None:
+    """Raise ValueError or TypeError for states that were replaced, or whose parameter was, since they were created."""
+    local = local_tensor(param)
+    for key, dtype in dtypes.items():
+        state = local_tensor(states[key])
+        check_local_shapes(param, state, f"state {key}", index, name)
+        if state.dtype != dtype or state.device != local.device or not state.is_contiguous():
+            expected = f"a contiguous {dtype} tensor on {local.device}, got {state.dtype} on {state.device}"
+            raise TypeError(f"{describe(param, index, name)}: state {key}: expected {expected}")
+    if dtypes.get("master_param") in (torch.int16, torch.int8) and param.dtype != torch.bfloat16:
+        raise TypeError(f"{describe(param, index, name)}: its remainders belong to a torch.bfloat16 parameter")

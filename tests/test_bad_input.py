@@ -325,3 +325,36 @@ def test_amsgrad_is_not_loaded() -> None:
     theirs.step()
     with unchanged(ours), pytest.raises(ValueError, match="amsgrad"):
         ours.load_state_dict(theirs.state_dict())
+
+
+@pytest.mark.parametrize(
+    "key, replaced",
+    [
+        ("exp_avg", torch.zeros(1, 128)),
+        ("exp_avg_sq", torch.zeros(1, 256, dtype=torch.uint8)[:, ::2]),
+        ("master_param", torch.zeros(1, 64)),
+    ],
+)
+def test_replaced_states_are_refused(key: str, replaced: Tensor) -> None:
+    param = torch.nn.Parameter(torch.ones(1, 128, dtype=torch.bfloat16))
+    optimizer = FusedAdam([param], exp_avg_dtype=torch.int8, exp_avg_sq_dtype=torch.int8)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    before = param.detach().clone()
+    optimizer.state[param][key] = replaced
+    with pytest.raises((TypeError, ValueError), match=f"parameter 0 .*{key}"):
+        optimizer.step()
+    assert optimizer.param_groups[0]["step"] == 1 and torch.equal(param, before)
+
+
+def test_a_parameter_of_another_dtype_is_refused_by_its_remainders() -> None:
+    param = torch.nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+    optimizer = FusedAdam([param], store_param_remainders=True)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    param.grad = None
+    param.data = param.data.float()
+    param.grad = torch.ones(64)
+    with pytest.raises(TypeError, match=r"parameter 0 .*bfloat16"):
+        optimizer.step()
+    assert optimizer.param_groups[0]["step"] == 1
