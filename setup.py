@@ -32,7 +32,7 @@ BUILD = Path("build", f"engines.{sysconfig.get_platform()}-{sys.implementation.c
 # contraction of a * b + c into one rounding. The other two only give up side effects: errno and exception flags.
 EXACT = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 CXX_FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", *EXACT, "-pthread", "-Wall"]
-AVX2 = ["-mavx2", "-mf16c"]
+AVX2 = ["-mavx2", "-mf16c", "-mfma"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
 HOST_FLAGS = ",".join(["-fPIC", "-fvisibility=hidden", *EXACT, "-Wall"])
 NVCC_FLAGS = ["-O3", "-std=c++17", "--fmad=false", f"-Xcompiler={HOST_FLAGS}", "-Xfatbin=-compress-all", "--threads=0"]

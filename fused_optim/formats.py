@@ -2,7 +2,8 @@
 
 This file mirrors ``csrc/multi_tensor/formats.h``; both produce the same bits. A codec works on FP32 blocks of shape
 ``(blocks, block)``, one scale per block. Rounding fractions ``u`` are int64 tensors holding 32-bit values. Every
-operation is one IEEE rounding, which is why no fused operation (``addcmul``, ``lerp``) appears here.
+operation is one IEEE rounding; those that multiply and add at once are written as :func:`fused`, because ``addcmul``
+and ``lerp`` promise neither.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 GOLDEN_RATIO = 0x9E3779B9  # 2^32 * 0.6180339887
+SQUARE_ROOT_OF_TWO = 0x6A09E667  # 2^32 * 0.4142135623
 NEAREST = 0x80000000  # u = 1/2: round to nearest, ties up
 MASK32 = 0xFFFFFFFF
 BLOCKS = (128, 64, 32)
@@ -62,9 +64,9 @@ def rounding_key(seed: int, param_index: int) -> int:
     return mix((folded + param_index * GOLDEN_RATIO) & MASK32)
 
 
-def _quad_hash(key: int, elements: Tensor) -> Tensor:
-    quad = elements >> 2
-    h = ((quad & MASK32) + (quad >> 32) * GOLDEN_RATIO & MASK32) ^ key
+def _octet_hash(key: int, elements: Tensor) -> Tensor:
+    octet = elements >> 3
+    h = ((octet & MASK32) + (octet >> 32) * GOLDEN_RATIO & MASK32) ^ key
     h = h ^ (h >> 16)
     h = h * 0x85EBCA6B & MASK32
     h = h ^ (h >> 13)
@@ -72,17 +74,11 @@ def _quad_hash(key: int, elements: Tensor) -> Tensor:
     return h ^ (h >> 16)
 
 
-def rounding_bits(key: int, elements: Tensor, offset: int | None, *, extra_rotation: int = 0) -> Tensor:
+def rounding_bits(key: int, elements: Tensor, offset: int | None) -> Tensor:
     """32-bit rounding fractions of ``elements`` (int64 global indices); ``offset`` None means round to nearest."""
     if offset is None:
         return torch.full_like(elements, NEAREST)
-    h = _quad_hash(key, elements)
-    shift = (8 * elements + extra_rotation) & 31
-    window = ((h << shift) | (h >> (32 - shift))) & 0xFFFF0000
-    return window + offset & MASK32
-
-
-PARAM_ROTATION = 16  # a parameter without master rounds by other bytes of the same hash
+    return _octet_hash(key, elements) + (elements & 7) * SQUARE_ROOT_OF_TWO + offset & MASK32
 
 
 def _bits(x: Tensor) -> Tensor:
@@ -91,6 +87,28 @@ def _bits(x: Tensor) -> Tensor:
 
 def _float(bits: Tensor) -> Tensor:
     return torch.where(bits >= 2**31, bits - 2**32, bits).int().view(torch.float32)
+
+
+def fused(a: Tensor | float, b: Tensor | float, c: Tensor | float) -> Tensor:
+    """``a * b + c`` of FP32 values, rounded once.
+
+    The product is exact in double precision. The sum is rounded to odd there, which makes the second rounding the only
+    one (Boldo & Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008).
+    """
+    a, b, c = (x.double() if isinstance(x, Tensor) else x for x in (a, b, c))
+    product = a * b
+    total = product + c
+    rest = total - product
+    error = (product - (total - rest)) + (c - rest)  # what `total` lacks, exactly (Knuth's two-sum)
+    inexact = (error != 0) & error.isfinite() & (total.view(torch.int64) & 1 == 0)
+    nudge = torch.where((error > 0) == (total > 0), 1, -1)
+    odd = (total.view(torch.int64) + nudge).view(torch.float64)
+    return torch.where(inexact, odd, total).float()
+
+
+def normal(x: Tensor) -> Tensor:
+    """Values that are not negative, with those below 2^-126 replaced by 0."""
+    return torch.where(x < SMALLEST_NORMAL, 0.0, x)
 
 
 def sqrt(x: Tensor) -> Tensor:
@@ -171,11 +189,10 @@ def split_remainder(master: Tensor, kind: Master) -> tuple[Tensor, Tensor]:
 # --- block-scaled moments ---------------------------------------------------------------------------------------
 
 
-def _block_scale(absmax: Tensor, smallest: float, scale: Tensor, nudge: float) -> tuple[Tensor, Tensor]:
+def _block_scale(absmax: Tensor, smallest: float, scale: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
     """(scale to store, factor to encode by); a block with NaN or infinity gets a NaN scale and decodes to NaN."""
     poisoned = ~absmax.isfinite()
     empty = absmax < smallest
-    inverse = (1.0 / scale) * nudge
     stored = torch.where(poisoned, torch.nan, torch.where(empty, 0.0, scale))
     return stored, torch.where(poisoned | empty, 0.0, inverse)
 
@@ -188,20 +205,20 @@ def _at_least_one(code: Tensor, positive: Tensor) -> Tensor:
 class _Float16Codec:
     @staticmethod
     def scale_m(absmax: Tensor) -> tuple[Tensor, Tensor]:
-        return _block_scale(absmax, _SMALLEST_EXP_AVG, absmax, 1.0)
+        return _block_scale(absmax, _SMALLEST_EXP_AVG, absmax, 1.0 / absmax)
 
     @staticmethod
     def encode_m(m: Tensor, inverse: Tensor) -> Tensor:
-        return _clamp_top(m.abs() * inverse, 1.0).copysign(m).to(torch.float16)
+        return _clamp_top(m.abs() * inverse, 1.0).copysign(m).to(torch.float16).view(torch.int16)
 
     @staticmethod
     def scale_v(absmax: Tensor) -> tuple[Tensor, Tensor]:
-        return _block_scale(absmax, _SMALLEST_EXP_AVG_SQ, absmax.clamp_min(2.0**-102), _TOP_NUDGE)
+        scale = absmax.clamp_min(2.0**-102)
+        return _block_scale(absmax, _SMALLEST_EXP_AVG_SQ, scale, 1.0 / scale * _TOP_NUDGE)
 
     @staticmethod
     def encode_v(v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
-        code = _float16_magnitude_rotating(_clamp_top(v * inverse, 1.0), u)
-        return _at_least_one(code, (v > 0) & (inverse > 0)).short().view(torch.float16)
+        return _at_least_one(_float16_magnitude_rotating(_clamp_top(v * inverse, 1.0), u), v > 0)
 
     @staticmethod
     def decode_m(bits: Tensor, scale: Tensor) -> Tensor:
@@ -215,7 +232,8 @@ class _Float8Codec:
 
     @staticmethod
     def scale_m(absmax: Tensor) -> tuple[Tensor, Tensor]:
-        return _block_scale(absmax, _SMALLEST_EXP_AVG, _divide(absmax, 448.0), 1.0)
+        scale = _divide(absmax, 448.0)
+        return _block_scale(absmax, _SMALLEST_EXP_AVG, scale, 1.0 / scale)
 
     @staticmethod
     def encode_m(m: Tensor, inverse: Tensor) -> Tensor:
@@ -229,12 +247,12 @@ class _Float8Codec:
     @staticmethod
     def scale_v(absmax: Tensor) -> tuple[Tensor, Tensor]:
         scale = (_divide(sqrt(absmax), 448.0)).clamp_min(2.0**-54)
-        return _block_scale(absmax, _SMALLEST_EXP_AVG_SQ, scale, _TOP_NUDGE)
+        return _block_scale(absmax, _SMALLEST_EXP_AVG_SQ, scale, 1.0 / scale * _TOP_NUDGE)
 
     @staticmethod
     def encode_v(v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
         x = _clamp_top(sqrt(v) * inverse, 448.0)
-        return _at_least_one((_scaled_bits(x, 120) + (u >> 12)) >> 20, x > 0).to(torch.uint8)
+        return _at_least_one((_scaled_bits(x, 120) + (u >> 12)) >> 20, v > 0)
 
     @staticmethod
     def decode_v(bits: Tensor, scale: Tensor) -> Tensor:
@@ -247,12 +265,13 @@ class _Int8Codec:
 
     @staticmethod
     def scale_m(absmax: Tensor) -> tuple[Tensor, Tensor]:
-        return _block_scale(absmax, _SMALLEST_EXP_AVG, _divide(sqrt(absmax), 127.0), 1.0)
+        scale = _divide(sqrt(absmax), 127.0)
+        return _block_scale(absmax, _SMALLEST_EXP_AVG, scale, 1.0 / scale)
 
     @staticmethod
     def encode_m(m: Tensor, inverse: Tensor) -> Tensor:
-        code = _clamp_top(sqrt(m.abs()) * inverse, 127.0).round()
-        return torch.where(m < 0, -code, code).to(torch.int8)
+        root = sqrt(m.abs() + SMALLEST_NORMAL)  # as the engines, which need a root that is not 0
+        return (fused(root.copysign(m), inverse, 1.5 * 2**23) - 1.5 * 2**23).to(torch.int8)
 
     @staticmethod
     def decode_m(bits: Tensor, scale: Tensor) -> Tensor:
@@ -261,15 +280,14 @@ class _Int8Codec:
 
     @staticmethod
     def scale_v(absmax: Tensor) -> tuple[Tensor, Tensor]:
-        scale = (_divide(sqrt(sqrt(absmax)), 255.0)).clamp_min(2.0**-31)
-        return _block_scale(absmax, _SMALLEST_EXP_AVG_SQ, scale, _TOP_NUDGE)
+        top = sqrt(sqrt(absmax)).clamp_min(255 * 2.0**-31)
+        return _block_scale(absmax, _SMALLEST_EXP_AVG_SQ, _divide(top, 255.0), 1.0 / top * _TOP_NUDGE)
 
     @staticmethod
     def encode_v(v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
-        x = _clamp_top(sqrt(sqrt(v)) * inverse, 255.0)
-        x = torch.where(x > 0, x.clamp_min(1.0), x)
-        fixed = _bits(x + 256.0) << 1  # 16 fractional bits below the code
-        return ((fixed + (u >> 16)) >> 16 & 0xFF).to(torch.uint8)
+        x = (sqrt(sqrt(v)) * inverse).nan_to_num(0.0).clamp(0.0, 1.0)
+        threshold = 256.0 + (u >> 17).float() * 2.0**-15
+        return _at_least_one(fused(x, 255.0, threshold).long() - 256, v > 0)
 
     @staticmethod
     def decode_v(bits: Tensor, scale: Tensor) -> Tensor:
@@ -312,6 +330,10 @@ def _to_blocks(x: Tensor, block: int) -> Tensor:
     return torch.nn.functional.pad(flat, (0, -flat.numel() % block)).view(-1, block)
 
 
+def _stored(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    return codes.to(torch.int16).view(dtype) if dtype == torch.float16 else codes.to(dtype)
+
+
 def encode_state(x: Tensor, state: str, fmt: StateFormat, block: int, u: Tensor) -> tuple[Tensor, Tensor | None]:
     """Encode the FP32 values of ``exp_avg`` or ``exp_avg_sq``.
 
@@ -326,11 +348,12 @@ def encode_state(x: Tensor, state: str, fmt: StateFormat, block: int, u: Tensor)
     absmax = blocks.abs().amax(1) if blocks.numel() else blocks.new_zeros(0)
     if state == "exp_avg":
         scale, inverse = fmt.codec.scale_m(absmax)
-        bits = fmt.codec.encode_m(blocks, inverse[:, None])
+        codes = fmt.codec.encode_m(blocks, inverse[:, None])
     else:
         scale, inverse = fmt.codec.scale_v(absmax)
-        bits = fmt.codec.encode_v(blocks, inverse[:, None], _to_blocks(u, block))
-    return bits.view(-1)[: x.numel()].view_as(x), scale
+        codes = fmt.codec.encode_v(blocks, inverse[:, None], _to_blocks(u, block))
+    codes = torch.where(inverse[:, None] > 0, codes, 0)
+    return _stored(codes, fmt.dtype(state)).view(-1)[: x.numel()].view_as(x), scale
 
 
 def decode_state(bits: Tensor, scale: Tensor | None, state: str, fmt: StateFormat, block: int) -> Tensor:

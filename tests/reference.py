@@ -9,7 +9,7 @@ import numpy as np
 MASK32 = 2**32 - 1
 GOLDEN_RATIO = 0x9E3779B9  # 2**32 / 1.6180339887...
 NEAREST = 2**31  # as a rounding fraction: 1/2
-PARAM_ROTATION = 16  # parameters without master take other bits of the hash than states
+SQUARE_ROOT_OF_TWO = 0x6A09E667  # 2**32 * (2**0.5 - 1)
 SMALLEST = {"exp_avg": 2.0**-100, "exp_avg_sq": 2.0**-120}  # blocks whose largest value lies below become zeros
 TOP_NUDGE = np.float32(1 + 2.0**-20)
 
@@ -25,22 +25,20 @@ def murmur3_finalizer(h: int) -> int:
     return h ^ h >> 16
 
 
-def rounding_fraction(seed: int, param_index: int, element: int, step: int, rotation: int = 0) -> int:
+def rounding_fraction(seed: int, param_index: int, element: int, step: int) -> int:
     """The 32-bit fraction by which an element rounds at a step.
 
-    Four elements share a hash, of which each takes 16 bits, from another byte on.
+    Eight elements share a hash; from one to the next of them the fraction moves by another irrational number.
     """
     folded = murmur3_finalizer(seed & MASK32 ^ murmur3_finalizer(seed >> 32 & MASK32))
     key = murmur3_finalizer((folded + param_index * GOLDEN_RATIO) & MASK32)
-    high, low = divmod(element // 4, 2**32)
+    high, low = divmod(element // 8, 2**32)
     h = murmur3_finalizer((low + high * GOLDEN_RATIO & MASK32) ^ key)
-    turn = (8 * (element % 4) + rotation) % 32
-    window = (h << turn | h >> (32 - turn)) & 0xFFFF0000
-    return (window + step * GOLDEN_RATIO) & MASK32
+    return (h + element % 8 * SQUARE_ROOT_OF_TWO + step * GOLDEN_RATIO) & MASK32
 
 
-def rounding_fractions(seed: int, param_index: int, count: int, step: int, rotation: int = 0) -> Array:
-    fractions = [rounding_fraction(seed, param_index, element, step, rotation) for element in range(count)]
+def rounding_fractions(seed: int, param_index: int, count: int, step: int) -> Array:
+    fractions = [rounding_fraction(seed, param_index, element, step) for element in range(count)]
     return np.array(fractions, dtype=np.int64)
 
 

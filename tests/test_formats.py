@@ -17,7 +17,6 @@ from reference import (
     GOLDEN_RATIO,
     MASK32,
     NEAREST,
-    PARAM_ROTATION,
     SMALLEST,
     Array,
     last_place,
@@ -292,12 +291,11 @@ def test_every_scale_is_a_fixed_point(fmt: Format, state: str, device: str) -> N
     index=st.integers(0, 100_000),
     step=st.integers(1, 2**40),
     elements=st.lists(st.integers(0, 2**48), min_size=1, max_size=20),
-    rotation=st.sampled_from([0, PARAM_ROTATION]),
 )
-def test_fractions_are_a_weyl_sequence(seed: int, index: int, step: int, elements: list[int], rotation: int) -> None:
+def test_fractions_are_a_weyl_sequence(seed: int, index: int, step: int, elements: list[int]) -> None:
     key = formats.rounding_key(seed, index)
-    bits = formats.rounding_bits(key, torch.tensor(elements), step * GOLDEN_RATIO & MASK32, extra_rotation=rotation)
-    assert bits.tolist() == [rounding_fraction(seed, index, element, step, rotation) for element in elements]
+    bits = formats.rounding_bits(key, torch.tensor(elements), step * GOLDEN_RATIO & MASK32)
+    assert bits.tolist() == [rounding_fraction(seed, index, element, step) for element in elements]
 
 
 def test_fractions_are_uniform() -> None:
@@ -313,7 +311,7 @@ def test_fractions_are_uniform() -> None:
     for other in sequences[1:]:
         assert float((sequences[0] == other).double().mean()) < 0.001
     visited = torch.tensor([rounding_fraction(0, 0, 5, step) for step in range(160)])
-    assert torch.bincount(visited >> 28, minlength=16).min() >= 9  # of 10
+    assert torch.bincount(visited >> 28, minlength=16).min() >= 8  # of 10; of independent draws, about 5
 
 
 @ALL_FORMATS
@@ -388,7 +386,7 @@ def test_parameters_without_master_follow_the_sequence(device: str) -> None:
     other.grad, weight.grad = torch.ones_like(other), torch.zeros_like(weight)  # only weight decay moves the weight
     optimizer.step()
     decayed = before * np.float32(1 - 0.01 * 0.05)
-    u = rounding_fractions(7, 1, 200, 1, rotation=PARAM_ROTATION)
+    u = rounding_fractions(7, 1, 200, 1)
     expected = (((decayed.view(np.uint32) + (u >> 16)) >> 16) << 16).astype(np.uint32).view(np.float32)
     np.testing.assert_array_equal(weight.float().cpu().numpy(), expected)
     assert len(np.unique(expected != before)) == 2  # some were rounded up again, some were not

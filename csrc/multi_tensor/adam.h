@@ -1,6 +1,6 @@
 // The Adam(W) update of one element, in FP32, and the scalars that it needs. Follows torch.optim.Adam(W)
-// (Kingma & Ba 2015; Loshchilov & Hutter 2019); every operation rounds once, nothing is contracted. Denormal second
-// moments become zero: their roots lie 11 orders of magnitude below the usual eps.
+// (Kingma & Ba 2015; Loshchilov & Hutter 2019); the fused operations are written out. Denormal second moments become
+// zero: their roots lie 11 orders of magnitude below the usual eps.
 #pragma once
 
 #include "formats.h"
@@ -17,8 +17,10 @@ struct Scalars {
     float inverse_sqrt_correction2;
     float eps;
     float step_size;
-    float decay;       // decoupled: the parameter is multiplied by it
-    float l2_penalty;  // coupled: added to the gradient, times the parameter
+    float decay;          // decoupled: the parameter is multiplied by it
+    float l2_penalty;     // coupled: added to the gradient, times the parameter
+    bool plain_gradient;  // neither scaled nor penalized
+    bool skipped;
     Rounding rounding;
 };
 
@@ -52,29 +54,37 @@ FUSED_OPTIM_HD Scalars derive(const Hyper& hyper) {
     scalars.step_size = static_cast<float>(lr / correction1);
     scalars.decay = hyper.adam_w ? static_cast<float>(1.0 - lr * hyper.weight_decay) : 1.0f;
     scalars.l2_penalty = hyper.adam_w ? 0.0f : static_cast<float>(hyper.weight_decay);
+    scalars.skipped = is_skipped(hyper);
+    scalars.plain_gradient = scalars.grad_factor == 1.0f && scalars.l2_penalty == 0.0f;
     scalars.rounding.mask = hyper.stochastic_rounding ? 0xFFFFFFFFu : 0u;
     scalars.rounding.offset = hyper.stochastic_rounding ? static_cast<uint32_t>(step) * kGoldenRatio : kNearest;
     return scalars;
 }
 
-struct Updated {
-    float param;
+struct Moments {
     float exp_avg;
     float exp_avg_sq;
-    float root;  // sqrt(exp_avg_sq)
 };
 
-FUSED_OPTIM_HD Updated update(float grad, float param, float exp_avg, float exp_avg_sq, const Scalars& s) {
-    grad = grad * s.grad_factor;
-    if (s.l2_penalty != 0.0f) grad = grad + s.l2_penalty * param;
-    Updated out;
-    out.exp_avg = s.beta1 * exp_avg + s.one_minus_beta1 * grad;
-    float exp_avg_sq_new = s.beta2 * exp_avg_sq + s.one_minus_beta2 * (grad * grad);
-    out.exp_avg_sq = exp_avg_sq_new < kSmallestNormal ? 0.0f : exp_avg_sq_new;
-    out.root = float_bits(out.exp_avg_sq) < kInfinity ? square_root(out.exp_avg_sq) : out.exp_avg_sq;
-    float denominator = out.root * s.inverse_sqrt_correction2 + s.eps;
-    out.param = param * s.decay - s.step_size * quotient(out.exp_avg, denominator);
-    return out;
+// The gradient that the moments see. The L2 penalty is the same for a whole group: hoist it out of loops.
+FUSED_OPTIM_HD float scaled_gradient(float grad, const Scalars& s) { return grad * s.grad_factor; }
+FUSED_OPTIM_HD float penalized_gradient(float grad, float param, const Scalars& s) {
+    return fused(s.l2_penalty, param, grad);
+}
+
+FUSED_OPTIM_HD Moments next_moments(float grad, float exp_avg, float exp_avg_sq, const Scalars& s) {
+    return {fused(s.beta1, exp_avg, s.one_minus_beta1 * grad),
+            fused_normal(s.one_minus_beta2 * grad, grad, product_normal(s.beta2, exp_avg_sq))};
+}
+
+// sqrt(exp_avg_sq) for every value; square_root() alone serves finite ones.
+FUSED_OPTIM_HD float root_of(float exp_avg_sq) {
+    return float_bits(exp_avg_sq) < kInfinity ? square_root(exp_avg_sq) : exp_avg_sq;
+}
+
+FUSED_OPTIM_HD float next_param(float param, float exp_avg, float root, const Scalars& s) {
+    float denominator = fused(root, s.inverse_sqrt_correction2, s.eps);
+    return fused(-s.step_size, quotient(exp_avg, denominator), param * s.decay);
 }
 
 }  // namespace fused_optim

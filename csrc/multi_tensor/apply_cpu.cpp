@@ -84,33 +84,26 @@ uint64_t global_index(const Shard& shard, uint64_t element) {
     return shard.offset + (element / shard.inner_local) * shard.inner_global + element % shard.inner_local;
 }
 
-struct RoundingTile {
-    alignas(64) uint32_t state[kTile];
-    alignas(64) uint32_t param[kTile];
-};
-
-void fill_rounding(RoundingTile& tile, const Shard& shard, const Rounding& rounding, uint64_t element, bool for_param) {
-    alignas(64) uint32_t hash[kTile];
+void fill_rounding(uint32_t* bits, const Shard& shard, const Rounding& rounding, uint64_t element) {
+    alignas(64) uint32_t octet[kTile];
     alignas(64) uint32_t lane[kTile];
     uint64_t first = global_index(shard, element);
     bool contiguous = element % shard.inner_local + kTile <= shard.inner_local;
-    if (contiguous && (first >> 34) == ((first + kTile) >> 34)) {  // 32-bit quads do not wrap: vectorised
-        uint32_t low = static_cast<uint32_t>(first), high = static_cast<uint32_t>(first >> 34) * kGoldenRatio;
-        uint32_t quad = static_cast<uint32_t>(first >> 2), phase = low & 3u;
+    if (contiguous && (first >> 35) == ((first + kTile) >> 35)) {  // 32-bit octets do not wrap: vectorised
+        uint32_t low = static_cast<uint32_t>(first), high = static_cast<uint32_t>(first >> 35) * kGoldenRatio;
+        uint32_t number = static_cast<uint32_t>(first >> 3), phase = low & 7u;
         for (uint32_t i = 0; i < kTile; ++i) {
-            hash[i] = mix((quad + ((i + phase) >> 2) + high) ^ shard.key) & rounding.mask;
+            octet[i] = (mix((number + ((i + phase) >> 3) + high) ^ shard.key) & rounding.mask) + rounding.offset;
         }
         for (uint32_t i = 0; i < kTile; ++i) lane[i] = low + i;
     } else {
         for (int i = 0; i < kTile; ++i) {
             uint64_t global = global_index(shard, element + i);
-            hash[i] = rounding.hash(shard.key, global);
+            octet[i] = rounding.octet(shard.key, global);
             lane[i] = static_cast<uint32_t>(global);
         }
     }
-    for (int i = 0; i < kTile; ++i) tile.state[i] = rounding.state_bits(hash[i], lane[i]);
-    if (!for_param) return;
-    for (int i = 0; i < kTile; ++i) tile.param[i] = rounding.param_bits(hash[i], lane[i]);
+    for (int i = 0; i < kTile; ++i) bits[i] = rounding.bits(octet[i], lane[i]);
 }
 
 uint32_t block_absmax(const float* values, int block) {
@@ -122,143 +115,156 @@ uint32_t block_absmax(const float* values, int block) {
     return absmax;
 }
 
-template <class Codec>
-void load_scaled(float* tile, uint64_t address, uint64_t element, int count, const float* scales, int block) {
-    alignas(64) typename Codec::Bits raw[kTile];
-    copy_in(raw, address, element, count);
-    for (int first = 0; first < kTile; first += block) {
-        float scale = first < count ? scales[first / block] : 0.0f;
-        for (int i = first; i < first + block; ++i) tile[i] = Codec::decode(raw[i], scale);
+// The scales of one moment, from those of the tile's first element on, and the size of their blocks.
+struct Scales {
+    float* values;
+    int block;
+};
+
+struct LoadMoment {
+    float* tile;
+    Format format;
+    uint64_t address;
+    uint64_t element;
+    int count;
+    Scales scales;
+
+    void operator()(Plain) const { load(tile, plain_type(format), address, element, count); }
+    template <class Codec>
+    void operator()(Codec) const {
+        alignas(64) typename Codec::Bits raw[kTile];
+        copy_in(raw, address, element, count);
+        for (int first = 0; first < kTile; first += scales.block) {
+            float scale = first < count ? scales.values[first / scales.block] : 0.0f;
+            for (int i = first; i < first + scales.block; ++i) tile[i] = Codec::decode(raw[i], scale);
+        }
     }
-}
+};
 
 // `encode(i, inverse)` gives element i's code in a block with that inverse scale.
 template <class Codec, class Encode>
-void store_scaled(const float* tile, uint64_t address, uint64_t element, int count, float* scales, int block,
+void store_scaled(const float* tile, uint64_t address, uint64_t element, int count, const Scales& scales,
                   const Encode& encode) {
     alignas(64) typename Codec::Bits raw[kTile];
-    for (int first = 0; first < count; first += block) {
-        BlockScale scale = Codec::scale(block_absmax(tile + first, block));
-        scales[first / block] = scale.scale;
-        for (int i = first; i < first + block; ++i) raw[i] = encode(i, scale.inverse);
+    for (int first = 0; first < count; first += scales.block) {
+        BlockScale scale = Codec::scale(block_absmax(tile + first, scales.block));
+        scales.values[first / scales.block] = scale.scale;
+        const uint32_t mask = scale.inverse != 0.0f ? 0xFFFFFFFFu : 0u;
+        for (int i = first; i < first + scales.block; ++i) {
+            raw[i] = static_cast<typename Codec::Bits>(encode(i, scale.inverse) & mask);
+        }
     }
     copy_out(raw, address, element, count);
 }
 
-// Shards and scalars that one call works on, and where its scales lie.
-struct Context {
-    const Shard& shard;
-    const Scalars& scalars;
-    float* exp_avg_scales;
-    float* exp_avg_sq_scales;
+struct StoreExpAvg {
+    const float* tile;
+    Format format;
+    uint64_t address;
+    uint64_t element;
+    int count;
+    Scales scales;
+
+    void operator()(Plain) const { store(tile, nullptr, plain_type(format), address, element, count); }
+    template <class Codec>
+    void operator()(Codec) const {
+        store_scaled<Codec>(tile, address, element, count, scales,
+                            [&](int i, float inverse) { return Codec::encode(tile[i], inverse); });
+    }
 };
 
-template <class MixType>
-void update_tile(const Context& context, uint64_t element, int count) {
-    using M = typename MixType::M;
-    using V = typename MixType::V;
-    const Shard& shard = context.shard;
-    alignas(64) float grad[kTile], param[kTile], m[kTile], v[kTile], root[kTile];
+struct StoreExpAvgSq {
+    const float* tile;
+    const float* root;
+    const uint32_t* bits;
+    Format format;
+    uint64_t address;
+    uint64_t element;
+    int count;
+    Scales scales;
+
+    void operator()(Plain) const { store(tile, bits, plain_type(format), address, element, count); }
+    template <class Codec>
+    void operator()(Codec) const {
+        store_scaled<Codec>(tile, address, element, count, scales,
+                            [&](int i, float inverse) { return Codec::encode(tile[i], root[i], inverse, bits[i]); });
+    }
+};
+
+void load_master(float* tile, const Shard& shard, uint64_t element, int count) {
+    if (shard.master_kind == Master::kParameter) return load(tile, shard.param_type, shard.param, element, count);
+    if (shard.master_kind == Master::kFloat32) return copy_in(tile, shard.master, element, count);
     alignas(64) uint16_t high[kTile];
-    alignas(64) int16_t low16[kTile];
-    alignas(64) int8_t low8[kTile];
-    const int block = 1 << shard.block_log2;
-    const uint64_t first_block = element >> shard.block_log2;
-
-    load(grad, shard.grad_type, shard.grad, element, count);
-    if constexpr (MixType::master == Master::kParameter) {
-        load(param, shard.param_type, shard.param, element, count);
-    } else if constexpr (MixType::master == Master::kFloat32) {
-        copy_in(param, shard.master, element, count);
+    copy_in(high, shard.param, element, count);
+    if (shard.master_kind == Master::kRemainder16) {
+        alignas(64) int16_t low[kTile];
+        copy_in(low, shard.master, element, count);
+        for (int i = 0; i < kTile; ++i) tile[i] = join_remainder16(high[i], low[i]);
     } else {
-        copy_in(high, shard.param, element, count);
-        if constexpr (MixType::master == Master::kRemainder16) {
-            copy_in(low16, shard.master, element, count);
-            for (int i = 0; i < kTile; ++i) param[i] = join_remainder16(high[i], low16[i]);
-        } else {
-            copy_in(low8, shard.master, element, count);
-            for (int i = 0; i < kTile; ++i) param[i] = join_remainder8(high[i], low8[i]);
-        }
-    }
-    if constexpr (MixType::exp_avg_scaled) {
-        load_scaled<M>(m, shard.exp_avg, element, count, context.exp_avg_scales + first_block, block);
-    } else {
-        load(m, plain_type(shard.exp_avg_format), shard.exp_avg, element, count);
-    }
-    if constexpr (MixType::exp_avg_sq_scaled) {
-        load_scaled<V>(v, shard.exp_avg_sq, element, count, context.exp_avg_sq_scales + first_block, block);
-    } else {
-        load(v, plain_type(shard.exp_avg_sq_format), shard.exp_avg_sq, element, count);
-    }
-
-    for (int i = 0; i < kTile; ++i) {
-        Updated updated = update(grad[i], param[i], m[i], v[i], context.scalars);
-        param[i] = updated.param;
-        m[i] = updated.exp_avg;
-        v[i] = updated.exp_avg_sq;
-        root[i] = updated.root;
-    }
-    if (count < kTile) {  // a short last block's scale must not see what lies beyond the end
-        for (int i = count; i < kTile; ++i) m[i] = v[i] = root[i] = 0.0f;
-    }
-
-    const bool rounds_state = shard.exp_avg_sq_format != Format::kFloat32;
-    const bool rounds_param = MixType::master == Master::kParameter && shard.param_type != Element::kFloat32;
-    RoundingTile bits;
-    if (rounds_state || rounds_param) {
-        fill_rounding(bits, shard, context.scalars.rounding, element, rounds_param);
-    }
-    if constexpr (MixType::exp_avg_scaled) {
-        store_scaled<M>(m, shard.exp_avg, element, count, context.exp_avg_scales + first_block, block,
-                        [&](int i, float inverse) { return M::encode(m[i], inverse); });
-    } else {
-        store(m, nullptr, plain_type(shard.exp_avg_format), shard.exp_avg, element, count);
-    }
-    if constexpr (MixType::exp_avg_sq_scaled) {
-        store_scaled<V>(v, shard.exp_avg_sq, element, count, context.exp_avg_sq_scales + first_block, block,
-                        [&](int i, float inverse) { return V::encode(v[i], root[i], inverse, bits.state[i]); });
-    } else {
-        store(v, bits.state, plain_type(shard.exp_avg_sq_format), shard.exp_avg_sq, element, count);
-    }
-
-    if constexpr (MixType::master == Master::kParameter) {
-        store(param, rounds_param ? bits.param : nullptr, shard.param_type, shard.param, element, count);
-    } else if constexpr (MixType::master == Master::kFloat32) {
-        copy_out(param, shard.master, element, count);
-        store(param, nullptr, shard.param_type, shard.param, element, count);
-    } else {
-        for (int i = 0; i < kTile; ++i) {
-            constexpr bool wide = MixType::master == Master::kRemainder16;
-            Split split = wide ? split_remainder16(param[i]) : split_remainder8(param[i]);
-            high[i] = split.high;
-            low16[i] = split.low;
-        }
-        copy_out(high, shard.param, element, count);
-        if constexpr (MixType::master == Master::kRemainder16) {
-            copy_out(low16, shard.master, element, count);
-        } else {
-            for (int i = 0; i < kTile; ++i) low8[i] = static_cast<int8_t>(low16[i]);
-            copy_out(low8, shard.master, element, count);
-        }
+        alignas(64) int8_t low[kTile];
+        copy_in(low, shard.master, element, count);
+        for (int i = 0; i < kTile; ++i) tile[i] = join_remainder8(high[i], low[i]);
     }
 }
 
-struct UpdateRange {
-    const Shard& shard;
-    const Scalars& scalars;
-    uint64_t begin;
-    uint64_t end;
+template <class Low, Split split(float)>
+void store_split(const float* tile, const Shard& shard, uint64_t element, int count) {
+    alignas(64) uint16_t high[kTile];
+    alignas(64) Low low[kTile];
+    for (int i = 0; i < kTile; ++i) high[i] = split(tile[i]).high;
+    for (int i = 0; i < kTile; ++i) low[i] = static_cast<Low>(split(tile[i]).low);
+    copy_out(high, shard.param, element, count);
+    copy_out(low, shard.master, element, count);
+}
 
-    template <class MixType>
-    void operator()(MixType) const {
-        float* scales = reinterpret_cast<float*>(shard.scales);
-        Context context{shard, scalars, scales, MixType::exp_avg_scaled ? scales + block_count(shard) : scales};
-        for (uint64_t element = begin; element < end; element += kTile) {
-            uint64_t left = end - element;
-            update_tile<MixType>(context, element, left < kTile ? static_cast<int>(left) : kTile);
-        }
+void store_master(const float* tile, const uint32_t* bits, const Shard& shard, uint64_t element, int count) {
+    switch (shard.master_kind) {
+        case Master::kParameter: return store(tile, bits, shard.param_type, shard.param, element, count);
+        case Master::kFloat32:
+            copy_out(tile, shard.master, element, count);
+            return store(tile, nullptr, shard.param_type, shard.param, element, count);
+        case Master::kRemainder16: return store_split<int16_t, split_remainder16>(tile, shard, element, count);
+        case Master::kRemainder8: return store_split<int8_t, split_remainder8>(tile, shard, element, count);
     }
-};
+}
+
+// Formats are looked at once per tile and stage: no need for an instance per mix of formats.
+void update_tile(const Shard& shard, const Scalars& scalars, uint64_t element, int count) {
+    alignas(64) float grad[kTile], param[kTile], m[kTile], v[kTile], root[kTile];
+    alignas(64) uint32_t bits[kTile];
+    const Format m_format = shard.exp_avg_format, v_format = shard.exp_avg_sq_format;
+    float* const scales = pointer<float>(shard.scales, element >> shard.block_log2);
+    const Scales m_scales{scales, 1 << shard.block_log2};
+    const Scales v_scales{scales + (is_scaled(m_format) ? block_count(shard) : 0), 1 << shard.block_log2};
+
+    load(grad, shard.grad_type, shard.grad, element, count);
+    load_master(param, shard, element, count);
+    dispatch_codec<ExpAvg>(m_format, LoadMoment{m, m_format, shard.exp_avg, element, count, m_scales});
+    dispatch_codec<ExpAvgSq>(v_format, LoadMoment{v, v_format, shard.exp_avg_sq, element, count, v_scales});
+    if (!scalars.plain_gradient) {
+        for (int i = 0; i < kTile; ++i) grad[i] = scaled_gradient(grad[i], scalars);
+    }
+    if (scalars.l2_penalty != 0.0f) {
+        for (int i = 0; i < kTile; ++i) grad[i] = penalized_gradient(grad[i], param[i], scalars);
+    }
+    for (int i = 0; i < kTile; ++i) {
+        Moments moments = next_moments(grad[i], m[i], v[i], scalars);
+        m[i] = moments.exp_avg;
+        v[i] = moments.exp_avg_sq;
+        root[i] = root_of(v[i]);
+        param[i] = next_param(param[i], m[i], root[i], scalars);
+    }
+    for (int i = count; i < kTile; ++i) m[i] = v[i] = root[i] = 0.0f;  // a short last block's scale must not see them
+
+    const bool rounds_param = shard.master_kind == Master::kParameter && shard.param_type != Element::kFloat32;
+    if (rounds_param || v_format != Format::kFloat32) {
+        fill_rounding(bits, shard, scalars.rounding, element);
+    }
+    dispatch_codec<ExpAvg>(m_format, StoreExpAvg{m, m_format, shard.exp_avg, element, count, m_scales});
+    dispatch_codec<ExpAvgSq>(v_format,
+                             StoreExpAvgSq{v, root, bits, v_format, shard.exp_avg_sq, element, count, v_scales});
+    store_master(param, bits, shard, element, count);
+}
 
 }  // namespace
 
@@ -266,7 +272,9 @@ struct UpdateRange {
 void FUSED_OPTIM_JOIN(update_range_, FUSED_OPTIM_ISA)(const Shard& shard, const Scalars& scalars, uint64_t begin,
                                                       uint64_t end) {
     DenormalsOn guard;
-    dispatch(shard.master_kind, shard.exp_avg_format, shard.exp_avg_sq_format, UpdateRange{shard, scalars, begin, end});
+    for (uint64_t element = begin; element < end; element += kTile) {
+        update_tile(shard, scalars, element, static_cast<int>(end - element < kTile ? end - element : kTile));
+    }
 }
 
 }  // namespace fused_optim

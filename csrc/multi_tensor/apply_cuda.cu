@@ -1,10 +1,12 @@
-// The CUDA engine: one persistent kernel walks the chunks of every shard in its table, which travels as a kernel
-// parameter. Two walks share the element math:
-//   * vector walk, one instance per mix of formats: a thread updates 8 consecutive elements. It issues the loads of all
-//     streams, then decodes, updates, finds the block's absmax by warp shuffles, encodes and stores.
-//   * general walk, one instance for all formats: shard ends and shards whose addresses or offsets are not aligned. A
-//     warp updates 128 elements, read and written one by one.
+// The CUDA engine: a kernel whose table of shards travels as its parameter, one thread block per chunk of a shard. Two
+// walks share the element math:
+//   * vector walk, one instance per mix of formats: a thread updates 8 consecutive elements at a time. It issues the
+//     loads of all streams, then decodes, updates, finds the block's absmax by warp shuffles, encodes and stores.
+//   * general walk: shard ends and shards whose addresses or offsets are not aligned, one element per thread.
+// Steps that consist of one mix run a kernel made for it, others one that calls the walk of each shard's mix.
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <stdexcept>
 #include <string>
 
@@ -16,15 +18,19 @@ namespace fused_optim {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kBlocksPerMultiprocessor = 5;
 constexpr int kVector = 8;                 // elements per thread
 constexpr int kTile = kThreads * kVector;  // elements per thread block and iteration
 constexpr int kSpan = 128;                 // elements per warp in the general walk: the largest block
+constexpr int kVectorSpan = 32 * kVector;  // elements per warp in the vector walk
+constexpr int kSmallestBlock = 32;
+constexpr uint32_t kWarp = 0xFFFFFFFFu;  // all lanes of a warp
 constexpr int kMaxTilesPerChunk = 16;
-constexpr int kChunksPerBlock = 16;  // wanted at least, to balance the load
+constexpr int kChunksPerBlock = 8;  // wanted at least, to balance the load
 constexpr int kMaxShards = 400;
 constexpr int kMaxGroups = 16;
 constexpr int kMaxGeometries = 24;
+constexpr int kBuckets = 256;
+constexpr int kMaxDevices = 64;
 constexpr int kParameterLimit = 32764;  // bytes of kernel parameters, compute capability 7.0 and later
 
 struct Geometry {
@@ -57,14 +63,15 @@ struct KernelTable {
     uint32_t key[kMaxShards];
     ShardInfo info[kMaxShards];
     uint32_t first_chunk[kMaxShards + 1];
-    Hyper groups[kMaxGroups];
+    Scalars scalars[kMaxGroups];
     Geometry geometries[kMaxGeometries];
-    uint32_t* arrivals;
-    uint32_t advance;  // bit per group: this launch is the last one that uses it
+    const Scalars* device_scalars;  // read instead of `scalars` unless null
     uint32_t shard_count;
     uint32_t group_count;
     uint32_t geometry_count;
     uint32_t chunk;  // elements
+    uint32_t bucket_log2;
+    uint16_t bucket_shard[kBuckets];  // the shard of chunk (bucket << bucket_log2): where the search begins
 };
 static_assert(sizeof(KernelTable) <= kParameterLimit, "the table must fit into the kernel's parameters");
 
@@ -96,21 +103,16 @@ __device__ __forceinline__ uint32_t get(const uint32_t* words, int i) {
     return (words[i * kBytes / 4] >> (8 * (i * kBytes % 4))) & mask;
 }
 
-// Packs the low bytes of eight values; what stands above them does not matter.
-template <int kBytes>
-__device__ __forceinline__ void pack(uint32_t* words, const uint32_t* values) {
-    if constexpr (kBytes == 1) {
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-            uint32_t low = __byte_perm(values[4 * k], values[4 * k + 1], 0x0040);
-            uint32_t high = __byte_perm(values[4 * k + 2], values[4 * k + 3], 0x0040);
-            words[k] = __byte_perm(low, high, 0x5410);
-        }
-    } else {
-#pragma unroll
-        for (int k = 0; k < 4; ++k) words[k] = __byte_perm(values[2 * k], values[2 * k + 1], 0x5410);
-    }
+// Byte `first` of each of four values as one word; what else they hold does not matter.
+template <int first>
+__device__ __forceinline__ uint32_t pack_bytes(const uint32_t* values) {
+    constexpr uint32_t pair = (4 + first) << 4 | first;
+    return __byte_perm(__byte_perm(values[0], values[1], pair), __byte_perm(values[2], values[3], pair), 0x5410);
 }
+
+// The upper or lower halves of two values as one word.
+__device__ __forceinline__ uint32_t pack_high(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x7632); }
+__device__ __forceinline__ uint32_t pack_low(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x5410); }
 
 // Eight FP32 elements are two accesses of 16 bytes. Were each thread to make both on its own elements, every access of
 // the warp would touch halves of 32-byte sectors; so two neighbours access whole sectors and exchange what is the
@@ -201,10 +203,50 @@ __device__ __forceinline__ uint16_t encode_float16(float value, uint32_t bits) {
     return rotating ? float16_rotating(value, bits) : float16_nearest_even(value);
 }
 
+// The value itself, in a way that keeps the compiler from computing it on paths where it is not wanted.
+__device__ __forceinline__ float rare(float x) {
+    asm volatile("" : "+f"(x));
+    return x;
+}
+
+// Whether all magnitudes lie safely below BF16's largest, where encoders need no special cases.
+__device__ __forceinline__ bool all_moderate(const float* values) {
+    float sum = fabsf(values[0]);
+#pragma unroll
+    for (int i = 1; i < kVector; ++i) sum += fabsf(values[i]);
+    return sum < 3.0e38f;
+}
+
 template <bool rotating>
-__device__ __forceinline__ void store(const float* values, const uint32_t* bits, Element type, uint64_t address,
-                                      uint32_t element) {
+__device__ __forceinline__ void encode_bfloat16_words(uint32_t* words, const float* values, uint32_t octet,
+                                                      const Rounding& rounding) {
     uint32_t codes[kVector];
+    if (all_moderate(values)) {
+        if constexpr (rotating) {
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) codes[i] = float_bits(values[i]) + (rounding.bits(octet, i) >> 16);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) words[k] = pack_high(codes[2 * k], codes[2 * k + 1]);
+        } else {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(words[k]) : "f"(values[2 * k + 1]), "f"(values[2 * k]));
+            }
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+            codes[i] = encode_bfloat16<rotating>(values[i], rounding.bits(octet, i));
+        }
+#pragma unroll
+        for (int k = 0; k < 4; ++k) words[k] = pack_low(codes[2 * k], codes[2 * k + 1]);
+    }
+}
+
+// `octet`: rounding bits of the first element, see Rounding.
+template <bool rotating>
+__device__ __forceinline__ void store(const float* values, uint32_t octet, const Rounding& rounding, Element type,
+                                      uint64_t address, uint32_t element) {
     uint32_t words[kVector];
     if (type == Element::kFloat32) {
 #pragma unroll
@@ -213,35 +255,187 @@ __device__ __forceinline__ void store(const float* values, const uint32_t* bits,
         return store<4>(words, address, element);
     }
     if (type == Element::kBFloat16) {
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) codes[i] = encode_bfloat16<rotating>(values[i], rotating ? bits[i] : 0);
+        encode_bfloat16_words<rotating>(words, values, octet, rounding);
     } else {
+        uint32_t codes[kVector];
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) codes[i] = encode_float16<rotating>(values[i], rotating ? bits[i] : 0);
+        for (int i = 0; i < kVector; ++i) {
+            codes[i] = encode_float16<rotating>(values[i], rounding.bits(octet, i));
+        }
+#pragma unroll
+        for (int k = 0; k < 4; ++k) words[k] = pack_low(codes[2 * k], codes[2 * k + 1]);
     }
-    pack<2>(words, codes);
     store<2>(words, address, element);
 }
 
-// The largest magnitude among the lanes whose numbers differ below bit `lanes_log2`.
-__device__ __forceinline__ uint32_t lanes_absmax(uint32_t absmax, int lanes_log2, uint32_t mask) {
-    absmax = max(absmax, __shfl_xor_sync(mask, absmax, 1));
-    absmax = max(absmax, __shfl_xor_sync(mask, absmax, 2));
-    if (lanes_log2 > 2) absmax = max(absmax, __shfl_xor_sync(mask, absmax, 4));
-    if (lanes_log2 > 3) absmax = max(absmax, __shfl_xor_sync(mask, absmax, 8));
-    if (lanes_log2 > 4) absmax = max(absmax, __shfl_xor_sync(mask, absmax, 16));
-    return absmax;
+// ---------------------------------------------------------------------------------------------------------------
+// Codecs of eight elements: the functions of formats.h on packed words
+
+template <int kBytes>
+__device__ __forceinline__ void pack_codes(uint32_t* words, const uint32_t* codes) {
+    if constexpr (kBytes == 1) {
+#pragma unroll
+        for (int k = 0; k < 2; ++k) words[k] = pack_bytes<0>(codes + 4 * k);
+    } else {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) words[k] = pack_low(codes[2 * k], codes[2 * k + 1]);
+    }
+}
+
+__device__ __forceinline__ bool has_zero_byte(uint32_t word) {
+    return ((word - 0x01010101u) & ~word & 0x80808080u) != 0;
+}
+
+// BF16 parameters and remainders. Both directions rest on: joined = (parameter:remainder ^ 0x8000) - 0x8000.
+template <int low_bytes>
+__device__ __forceinline__ void join_words(float* values, const uint32_t* high, const uint32_t* low) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+        uint32_t word;
+        if constexpr (low_bytes == 2) {
+            word = __byte_perm(low[i / 2] ^ 0x80008000u, high[i / 2], i % 2 ? 0x7632 : 0x5410);
+        } else {
+            uint32_t others = i % 2 ? 0xFF00FF00u : 0x00FF00FFu;  // a zero byte beside the remainder goes below it
+            constexpr uint32_t selectors[4] = {0x5401, 0x7610, 0x5423, 0x7632};
+            word = __byte_perm((low[i / 4] ^ 0x80808080u) & others, high[i / 2], selectors[i % 4]);
+        }
+        values[i] = bits_float(word - 0x8000u);
+    }
+}
+
+template <int low_bytes>
+__device__ __forceinline__ void split_words(float* values, uint32_t* high, uint32_t* low) {
+    if (!all_moderate(values)) {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) values[i] = is_nan(rare(values[i])) ? bits_float(kQuietNaN) : values[i];
+    }
+    uint32_t carried[kVector];  // into the parameter's half
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) carried[i] = float_bits(values[i]) + (low_bytes == 2 ? 0x8000u : 0x8080u);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) high[k] = pack_high(carried[2 * k], carried[2 * k + 1]);
+    if constexpr (low_bytes == 2) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) low[k] = pack_low(carried[2 * k], carried[2 * k + 1]) ^ 0x80008000u;
+    } else {
+#pragma unroll
+        for (int k = 0; k < 2; ++k) low[k] = pack_bytes<1>(carried + 4 * k) ^ 0x80808080u;
+    }
+}
+
+template <class Codec>
+__device__ __forceinline__ void decode_words(float* values, const uint32_t* words, float scale) {
+    constexpr int bytes = sizeof(typename Codec::Bits);
+    if constexpr (Codec::format == Format::kInt8) {
+        // A code in the last places of 2^23. Signed ones are offset by 128; 2^23 * scale is exact, so unsigned ones
+        // need no subtraction of their own.
+        constexpr bool is_signed = static_cast<typename Codec::Bits>(-1) < 0;
+        const float zero = -8388608.0f * scale;
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+            uint32_t word = is_signed ? words[i / 4] ^ 0x80808080u : words[i / 4];
+            float code = bits_float(__byte_perm(word, 0x4B000000u, 0x7650u + i % 4));
+            values[i] = Codec::expand(is_signed ? (code - 8388736.0f) * scale : fused(code, scale, zero));
+        }
+#if __CUDA_ARCH__ >= 890
+    } else if constexpr (Codec::format == Format::kFloat8) {
+#pragma unroll
+        for (int i = 0; i < kVector; i += 2) {
+            uint16_t pair = static_cast<uint16_t>(words[i / 4] >> 8 * (i % 4));
+            uint32_t halves;
+            asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
+            values[i] = Codec::expand(float16_decode(static_cast<uint16_t>(halves)) * scale);
+            values[i + 1] = Codec::expand(float16_decode(static_cast<uint16_t>(halves >> 16)) * scale);
+        }
+#endif
+    } else {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) values[i] = Codec::decode(get<bytes>(words, i), scale);
+    }
+}
+
+// exp_avg
+template <class Codec>
+__device__ __forceinline__ void encode_words(uint32_t* words, const float* m, float inverse) {
+#if __CUDA_ARCH__ >= 890
+    if constexpr (Codec::format == Format::kFloat8) {
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            const float* x = m + 4 * k;
+            uint16_t low, high;
+            asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(x[1] * inverse), "f"(x[0] * inverse));
+            asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(x[3] * inverse), "f"(x[2] * inverse));
+            words[k] = pack_low(low, high);
+        }
+    } else
+#endif
+    {
+        uint32_t codes[kVector];
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) codes[i] = Codec::encode(m[i], inverse);
+        pack_codes<sizeof(typename Codec::Bits)>(words, codes);
+    }
+}
+
+// exp_avg_sq
+template <class Codec>
+__device__ __forceinline__ void encode_words(uint32_t* words, const float* v, const float* root, float inverse,
+                                             uint32_t octet, const Rounding& rounding) {
+    uint32_t codes[kVector];
+    if constexpr (sizeof(typename Codec::Bits) == 2) {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+            codes[i] = Codec::encode(v[i], root[i], inverse, rounding.bits(octet, i));
+        }
+        pack_codes<2>(words, codes);
+    } else {
+        constexpr int shift = Codec::format == Format::kFloat8 ? 4 : 1;  // brings the code to a byte
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+            codes[i] = Codec::placed(root[i], inverse, rounding.bits(octet, i)) << shift;
+        }
+        constexpr int byte = Codec::format == Format::kFloat8 ? 3 : 2;
+        words[0] = pack_bytes<byte>(codes);
+        words[1] = pack_bytes<byte>(codes + 4);
+        if (has_zero_byte(words[0]) || has_zero_byte(words[1])) {
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) {
+                uint32_t one = 1u << 8 * (i % 4);
+                words[i / 4] |= (words[i / 4] & 0xFFu * one) == 0 && root[i] > 0.0f ? one : 0u;
+            }
+        }
+    }
+}
+
+// max that hands on NaN, as 0x7FFFFFFF.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+    float x;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
+    return x;
+}
+
+// The largest value among the lanes whose numbers differ below `lanes`, a power of two; `usual` is what it mostly is.
+template <int usual>
+__device__ __forceinline__ float lanes_max(float x, int lanes) {
+    if (lanes == usual) {
+#pragma unroll
+        for (int other = 1; other < usual; other *= 2) x = max_or_nan(x, __shfl_xor_sync(kWarp, x, other));
+    } else {
+        for (int other = 1; other < lanes; other *= 2) x = max_or_nan(x, __shfl_xor_sync(kWarp, x, other));
+    }
+    return x;
 }
 
 template <int count>
-__device__ __forceinline__ uint32_t thread_absmax(const float* values) {
-    uint32_t absmax = magnitude_bits(values[0]);
+__device__ __forceinline__ float thread_absmax(const float* values) {
+    float absmax = fabsf(values[0]);
 #pragma unroll
-    for (int i = 1; i < count; ++i) absmax = max(absmax, magnitude_bits(values[i]));
+    for (int i = 1; i < count; ++i) absmax = max_or_nan(absmax, fabsf(values[i]));
     return absmax;
 }
 
-// What a walk needs to know of its shard, read from the table once per chunk.
+// What a thread block needs to know of its chunk of a shard. Element 0 is the chunk's first, a multiple of kTile in its
+// shard, so that nothing but the global index needs 64 bits.
 struct View {
     uint64_t grad;
     uint64_t param;
@@ -250,29 +444,33 @@ struct View {
     uint64_t exp_avg_sq;
     float* exp_avg_scales;
     float* exp_avg_sq_scales;
-    uint64_t numel;
     uint64_t offset;
-    uint64_t first = 0;
+    uint64_t first;  // index in the shard of element 0
     Geometry geometry;
     uint32_t key;
     ShardInfo info;
+    uint32_t count;         // elements of the chunk
+    uint32_t vector_count;  // those that the vector walk updates, from element 0 on
 
-    __device__ __forceinline__ View(const KernelTable& table, int shard)
-        : grad(table.grad[shard]),
-          param(table.param[shard]),
-          master(table.master[shard]),
-          exp_avg(table.exp_avg[shard]),
-          exp_avg_sq(table.exp_avg_sq[shard]),
-          exp_avg_scales(reinterpret_cast<float*>(table.scales[shard])),
-          exp_avg_sq_scales(exp_avg_scales),
-          numel(table.numel[shard]),
-          offset(table.offset[shard]),
-          geometry(table.geometries[table.info[shard].geometry]),
-          key(table.key[shard]),
-          info(table.info[shard]) {
+    __device__ __forceinline__ void prepare(const KernelTable& table, int shard, uint64_t begin) {
+        info = table.info[shard];
+        const uint64_t numel = table.numel[shard];
+        grad = table.grad[shard] + begin * element_bytes(grad_type());
+        param = table.param[shard] + begin * element_bytes(param_type());
+        master = table.master[shard] + begin * master_bytes(master_kind());
+        exp_avg = table.exp_avg[shard] + begin * format_bytes(exp_avg_format());
+        exp_avg_sq = table.exp_avg_sq[shard] + begin * format_bytes(exp_avg_sq_format());
+        exp_avg_scales = reinterpret_cast<float*>(table.scales[shard]) + (begin >> info.block_log2);
+        exp_avg_sq_scales = exp_avg_scales;
         if (is_scaled(exp_avg_format())) {
             exp_avg_sq_scales += (numel + (1u << info.block_log2) - 1) >> info.block_log2;
         }
+        offset = table.offset[shard];
+        first = begin;
+        geometry = table.geometries[info.geometry];
+        key = table.key[shard];
+        count = static_cast<uint32_t>(min(numel - begin, static_cast<uint64_t>(table.chunk)));
+        vector_count = info.vectors ? count / kVectorSpan * kVectorSpan : 0;
     }
 
     __device__ __forceinline__ Element grad_type() const { return static_cast<Element>(info.grad_type); }
@@ -281,18 +479,6 @@ struct View {
     __device__ __forceinline__ Format exp_avg_format() const { return static_cast<Format>(info.exp_avg); }
     __device__ __forceinline__ Format exp_avg_sq_format() const { return static_cast<Format>(info.exp_avg_sq); }
 
-    // Makes element 0 what element `begin`, a multiple of kSpan, was; nothing but the global index needs 64 bits then.
-    __device__ __forceinline__ void advance(uint64_t begin) {
-        grad += begin * element_bytes(grad_type());
-        param += begin * element_bytes(param_type());
-        master += begin * master_bytes(master_kind());
-        exp_avg += begin * format_bytes(exp_avg_format());
-        exp_avg_sq += begin * format_bytes(exp_avg_sq_format());
-        exp_avg_scales += begin >> info.block_log2;
-        exp_avg_sq_scales += begin >> info.block_log2;
-        first = begin;
-    }
-
     __device__ __forceinline__ uint64_t global_index(uint64_t element) const {
         element += first;
         if (info.geometry == 0) return offset + element;
@@ -300,37 +486,39 @@ struct View {
     }
 };
 
+// What the threads of a block share, at a place that every function knows.
+struct Block {
+    View view;
+    Scalars scalars;
+    // Of the vector walk. Whole sectors are read before it and written after it: accesses of single scales, each of
+    // which opens a DRAM page, would cost a fifth of the bandwidth.
+    float exp_avg_scales[kMaxTilesPerChunk * kTile / kSmallestBlock];
+    float exp_avg_sq_scales[kMaxTilesPerChunk * kTile / kSmallestBlock];
+
+    __device__ __forceinline__ void prepare(const KernelTable& table, uint32_t chunk) {
+        uint32_t shard = table.bucket_shard[chunk >> table.bucket_log2];
+        while (chunk >= table.first_chunk[shard + 1]) ++shard;
+        view.prepare(table, shard, static_cast<uint64_t>(chunk - table.first_chunk[shard]) * table.chunk);
+        const uint32_t group = view.info.group;
+        scalars = table.device_scalars ? table.device_scalars[group] : table.scalars[group];
+    }
+};
+extern __shared__ Block block[1];
+
 // ---------------------------------------------------------------------------------------------------------------
 // Vector walk
 
-// A moment between its load and its store: raw words, and for block-scaled formats the block's scale.
+// A moment between its load and its store.
 template <class Codec>
 struct Moment {
     static constexpr int kBytes = sizeof(typename Codec::Bits);
     Packet<kBytes> raw;
-    float old_scale;
 
-    __device__ __forceinline__ void load_raw(Format, uint64_t address, const float* scale, uint32_t element) {
+    __device__ __forceinline__ void load_raw(Format, uint64_t address, uint32_t element) {
         load<kBytes>(raw.words, address, element);
-        old_scale = *scale;
     }
-    __device__ __forceinline__ void decode_all(float* values, Format) const {
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-            values[i] = Codec::decode(get<kBytes>(raw.words, i), old_scale);
-        }
-    }
-    // `encode(i, inverse)` gives element i's code in a block with that inverse scale.
-    template <class Encode>
-    __device__ __forceinline__ void store_all(const float* values, uint64_t address, float* scale, int block_log2,
-                                              uint32_t element, uint32_t mask, const Encode& encode) {
-        BlockScale fresh = Codec::scale(lanes_absmax(thread_absmax<kVector>(values), block_log2 - 3, mask));
-        if ((element & ((1u << block_log2) - 1)) == 0) *scale = fresh.scale;
-        uint32_t codes[kVector];
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) codes[i] = static_cast<uint32_t>(encode(i, fresh.inverse));
-        pack<kBytes>(raw.words, codes);
-        store<kBytes>(raw.words, address, element);
+    __device__ __forceinline__ void decode_all(float* values, Format, float scale) const {
+        decode_words<Codec>(values, raw.words, scale);
     }
 };
 
@@ -338,158 +526,178 @@ template <>
 struct Moment<Plain> {
     Packet<4> raw{};
 
-    __device__ __forceinline__ void load_raw(Format format, uint64_t address, const float*, uint32_t element) {
+    __device__ __forceinline__ void load_raw(Format format, uint64_t address, uint32_t element) {
         load(raw, plain_type(format), address, element);
     }
-    __device__ __forceinline__ void decode_all(float* values, Format format) {
+    __device__ __forceinline__ void decode_all(float* values, Format format, float) {
         decode(values, raw, plain_type(format));
     }
 };
 
-struct RoundingBits {
-    uint32_t state[kVector];
-    uint32_t param[kVector];
-};
+// Sets the scale of a block and returns its inverse.
+template <class Codec>
+__device__ __forceinline__ float store_scale(float absmax, float* scale, int block_log2, uint32_t element) {
+    absmax = lanes_max<kSpan / kVector>(absmax, (1 << block_log2) / kVector);
+    BlockScale fresh = Codec::scale(float_bits(absmax));
+    if ((element & ((1u << block_log2) - 1)) == 0) *scale = fresh.scale;
+    return fresh.inverse;
+}
 
-__device__ __forceinline__ void fill_rounding(RoundingBits& bits, const View& view, uint32_t element,
-                                              const Rounding& rounding) {
-    uint64_t global = view.global_index(element);
+template <int kBytes>
+__device__ __forceinline__ void store_codes(uint32_t* words, float inverse, uint64_t address, uint32_t element) {
 #pragma unroll
-    for (int i = 0; i < kVector; i += 4) {
-        uint32_t hash = rounding.hash(view.key, global + i);
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            bits.state[i + k] = rounding.state_bits(hash, k);
-            bits.param[i + k] = rounding.param_bits(hash, k);
-        }
+    for (int k = 0; k < 2 * kBytes; ++k) words[k] = inverse != 0.0f ? words[k] : 0u;
+    store<kBytes>(words, address, element);
+}
+
+template <class MixType>
+__device__ __forceinline__ void decode_param(float* values, const View& view, Packet<4>& param, Packet<4>& master) {
+    if constexpr (MixType::master == Master::kParameter) {
+        decode(values, param, view.param_type());
+    } else if constexpr (MixType::master == Master::kFloat32) {
+        decode(values, master, Element::kFloat32);
+    } else {
+        join_words<master_bytes(MixType::master)>(values, param.words, master.words);
     }
 }
 
 template <class MixType>
-__device__ __forceinline__ void update_vector(const View& view, const Scalars& scalars, uint32_t element,
-                                              uint32_t mask) {
+__device__ __forceinline__ void store_param(const View& view, uint32_t element, float* values, uint32_t octet,
+                                            const Rounding& rounding) {
+    if constexpr (MixType::master == Master::kParameter) {
+        store<true>(values, octet, rounding, view.param_type(), view.param, element);
+    } else if constexpr (MixType::master == Master::kFloat32) {
+        store<false>(values, 0, rounding, Element::kFloat32, view.master, element);
+        store<false>(values, 0, rounding, view.param_type(), view.param, element);
+    } else {
+        constexpr int low_bytes = master_bytes(MixType::master);
+        uint32_t high[4], low[2 * low_bytes];
+        split_words<low_bytes>(values, high, low);
+        store<2>(high, view.param, element);
+        store<low_bytes>(low, view.master, element);
+    }
+}
+
+// All that a thread reads for eight elements.
+template <class MixType>
+struct Raw {
+    Packet<4> grad{}, param{}, master{};  // zeros: unset words would stay alive across iterations
+    Moment<typename MixType::M> m;
+    Moment<typename MixType::V> v;
+
+    __device__ __forceinline__ void load_all(const View& view, uint32_t element) {
+        load(grad, view.grad_type(), view.grad, element);
+        if constexpr (MixType::master == Master::kParameter) {
+            load(param, view.param_type(), view.param, element);
+        } else if constexpr (MixType::master == Master::kFloat32) {
+            load<4>(master.words, view.master, element);
+        } else {
+            load<2>(param.words, view.param, element);
+            load<master_bytes(MixType::master)>(master.words, view.master, element);
+        }
+        m.load_raw(view.exp_avg_format(), view.exp_avg, element);
+        v.load_raw(view.exp_avg_sq_format(), view.exp_avg_sq, element);
+    }
+};
+
+template <class MixType>
+__device__ __forceinline__ void update_vector(const View& view, const Scalars& scalars, Raw<MixType>& raw,
+                                              uint32_t element) {
     using M = typename MixType::M;
     using V = typename MixType::V;
-    constexpr Master master = MixType::master;
-    constexpr int low_bytes = master == Master::kRemainder16 ? 2 : 1;
     const Format m_format = view.exp_avg_format();
     const Format v_format = view.exp_avg_sq_format();
-    float* m_scale = view.exp_avg_scales + (element >> view.info.block_log2);
-    float* v_scale = view.exp_avg_sq_scales + (element >> view.info.block_log2);
-
-    Packet<4> grad_raw{}, param_raw{}, master_raw{};  // zeros: unset words would stay alive across iterations
-    Moment<M> m_moment;
-    Moment<V> v_moment;
-    load(grad_raw, view.grad_type(), view.grad, element);
-    if constexpr (master == Master::kParameter) {
-        load(param_raw, view.param_type(), view.param, element);
-    } else if constexpr (master == Master::kFloat32) {
-        load<4>(master_raw.words, view.master, element);
-    } else {
-        load<2>(param_raw.words, view.param, element);
-        load<low_bytes>(master_raw.words, view.master, element);
-    }
-    m_moment.load_raw(m_format, view.exp_avg, m_scale, element);
-    v_moment.load_raw(v_format, view.exp_avg_sq, v_scale, element);
+    float* m_scale = &block->exp_avg_scales[element >> view.info.block_log2];
+    float* v_scale = &block->exp_avg_sq_scales[element >> view.info.block_log2];
 
     float grad[kVector], param[kVector], m[kVector], v[kVector], root[kVector];
-    decode(grad, grad_raw, view.grad_type());
-    if constexpr (master == Master::kParameter) {
-        decode(param, param_raw, view.param_type());
-    } else if constexpr (master == Master::kFloat32) {
-        decode(param, master_raw, Element::kFloat32);
-    } else {
+    decode(grad, raw.grad, view.grad_type());
+    decode_param<MixType>(param, view, raw.param, raw.master);
+    raw.m.decode_all(m, m_format, *m_scale);
+    raw.v.decode_all(v, v_format, *v_scale);
+    if (!scalars.plain_gradient) {
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-            if constexpr (master == Master::kRemainder16) {
-                param[i] = join_remainder16(get<2>(param_raw.words, i), get<2>(master_raw.words, i));
-            } else {
-                param[i] = join_remainder8(get<2>(param_raw.words, i), get<1>(master_raw.words, i));
-            }
+        for (int i = 0; i < kVector; ++i) grad[i] = scaled_gradient(grad[i], scalars);
+        if (scalars.l2_penalty != 0.0f) {
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) grad[i] = penalized_gradient(grad[i], param[i], scalars);
         }
     }
-    m_moment.decode_all(m, m_format);
-    v_moment.decode_all(v, v_format);
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
-        Updated updated = update(grad[i], param[i], m[i], v[i], scalars);
-        param[i] = updated.param;
-        m[i] = updated.exp_avg;
-        v[i] = updated.exp_avg_sq;
-        root[i] = updated.root;
+        Moments moments = next_moments(grad[i], m[i], v[i], scalars);
+        m[i] = moments.exp_avg;
+        v[i] = moments.exp_avg_sq;
+        root[i] = square_root(v[i]);
     }
-
-    if constexpr (master == Master::kFloat32) {
-        store<false>(param, nullptr, Element::kFloat32, view.master, element);
-        store<false>(param, nullptr, view.param_type(), view.param, element);
-    } else if constexpr (master != Master::kParameter) {
-        uint32_t high[kVector], low[kVector];
+    const float v_max = thread_absmax<kVector>(v);
+    if (float_bits(v_max) >= kInfinity) {
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-            Split split = low_bytes == 2 ? split_remainder16(param[i]) : split_remainder8(param[i]);
-            high[i] = split.high;
-            low[i] = static_cast<uint32_t>(split.low);
-        }
-        pack<2>(param_raw.words, high);
-        pack<low_bytes>(master_raw.words, low);
-        store<2>(param_raw.words, view.param, element);
-        store<low_bytes>(master_raw.words, view.master, element);
+        for (int i = 0; i < kVector; ++i) root[i] = root_of(rare(v[i]));
     }
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) param[i] = next_param(param[i], m[i], root[i], scalars);
 
-    RoundingBits bits;
-    if (v_format != Format::kFloat32 || (master == Master::kParameter && view.param_type() != Element::kFloat32)) {
-        fill_rounding(bits, view, element, scalars.rounding);
+    uint32_t octet = 0;
+    if (v_format != Format::kFloat32 ||
+        (MixType::master == Master::kParameter && view.param_type() != Element::kFloat32)) {
+        octet = scalars.rounding.octet(view.key, view.global_index(element));
     }
-    if constexpr (master == Master::kParameter) {
-        store<true>(param, bits.param, view.param_type(), view.param, element);
-    }
+    store_param<MixType>(view, element, param, octet, scalars.rounding);
     if constexpr (MixType::exp_avg_scaled) {
-        m_moment.store_all(m, view.exp_avg, m_scale, view.info.block_log2, element, mask,
-                           [&](int i, float inverse) { return M::encode(m[i], inverse); });
+        float inverse = store_scale<M>(thread_absmax<kVector>(m), m_scale, view.info.block_log2, element);
+        uint32_t words[2 * sizeof(typename M::Bits)];
+        encode_words<M>(words, m, inverse);
+        store_codes<sizeof(typename M::Bits)>(words, inverse, view.exp_avg, element);
     } else {
-        store<false>(m, nullptr, plain_type(m_format), view.exp_avg, element);
+        store<false>(m, 0, scalars.rounding, plain_type(m_format), view.exp_avg, element);
     }
     if constexpr (MixType::exp_avg_sq_scaled) {
-        v_moment.store_all(v, view.exp_avg_sq, v_scale, view.info.block_log2, element, mask,
-                           [&](int i, float inverse) { return V::encode(v[i], root[i], inverse, bits.state[i]); });
+        float inverse = store_scale<V>(v_max, v_scale, view.info.block_log2, element);
+        uint32_t words[2 * sizeof(typename V::Bits)];
+        encode_words<V>(words, v, root, inverse, octet, scalars.rounding);
+        store_codes<sizeof(typename V::Bits)>(words, inverse, view.exp_avg_sq, element);
     } else {
-        store<true>(v, bits.state, plain_type(v_format), view.exp_avg_sq, element);
+        store<true>(v, octet, scalars.rounding, plain_type(v_format), view.exp_avg_sq, element);
     }
 }
 
-// Elements [begin, end) of a shard, both multiples of kSpan.
+__device__ __forceinline__ void copy_scales(float* target, const float* source, uint32_t count) {
+    for (uint32_t i = threadIdx.x; i < count; i += kThreads) target[i] = source[i];
+}
+
+// The loads of the next eight elements are under way while a thread updates the ones before, where registers allow it.
 template <class MixType>
-__device__ __forceinline__ void vector_walk(const KernelTable& table, int shard, const Scalars& shared_scalars,
-                                            uint64_t begin, uint64_t end) {
-    View view(table, shard);
-    view.advance(begin);
-    const Scalars scalars = shared_scalars;
-    const uint32_t mask = 0xFFFFu << (threadIdx.x & 16);  // 16 lanes share a span, the rest may lie beyond the end
-    const uint32_t count = static_cast<uint32_t>(end - begin);
-    for (uint32_t element = threadIdx.x * kVector; element < count; element += kTile) {
-        update_vector<MixType>(view, scalars, element, mask);
+__device__ __forceinline__ void walk_elements(const View& view, const Scalars& scalars, Raw<MixType>& raw) {
+    constexpr bool prefetches = MixType::exp_avg_scaled || MixType::exp_avg_sq_scaled;
+    uint32_t element = threadIdx.x * kVector;
+    if (element >= view.vector_count) return;
+    for (uint32_t next = element + kTile; next < view.vector_count; next += kTile) {
+        Raw<MixType> ahead;
+        if (prefetches) ahead.load_all(view, next);
+        update_vector<MixType>(view, scalars, raw, element);
+        if (!prefetches) ahead.load_all(view, next);
+        raw = ahead;
+        element = next;
     }
+    update_vector<MixType>(view, scalars, raw, element);
 }
 
-// Pairs of moment formats that have a vector walk; others take the general one. Each costs a second of compile time.
-FUSED_OPTIM_HD constexpr bool has_vector_walk(Format exp_avg, Format exp_avg_sq) {
-    return !is_scaled(exp_avg) || !is_scaled(exp_avg_sq) || exp_avg == exp_avg_sq;
+template <class MixType>
+__device__ __forceinline__ void vector_walk() {
+    const View view = block->view;
+    const Scalars scalars = block->scalars;
+    const uint32_t blocks = view.vector_count >> view.info.block_log2;
+    Raw<MixType> raw;
+    if (threadIdx.x * kVector < view.vector_count) raw.load_all(view, threadIdx.x * kVector);
+    if constexpr (MixType::exp_avg_scaled) copy_scales(block->exp_avg_scales, view.exp_avg_scales, blocks);
+    if constexpr (MixType::exp_avg_sq_scaled) copy_scales(block->exp_avg_sq_scales, view.exp_avg_sq_scales, blocks);
+    __syncthreads();
+    walk_elements<MixType>(view, scalars, raw);
+    __syncthreads();
+    if constexpr (MixType::exp_avg_scaled) copy_scales(view.exp_avg_scales, block->exp_avg_scales, blocks);
+    if constexpr (MixType::exp_avg_sq_scaled) copy_scales(view.exp_avg_sq_scales, block->exp_avg_sq_scales, blocks);
 }
-
-struct VectorWalk {
-    const KernelTable& table;
-    const Scalars& scalars;
-    int shard;
-    uint64_t begin;
-    uint64_t end;
-
-    template <class MixType>
-    __device__ __forceinline__ void operator()(MixType) const {
-        if constexpr (has_vector_walk(MixType::M::format, MixType::V::format)) {
-            vector_walk<MixType>(table, shard, scalars, begin, end);
-        }
-    }
-};
 
 // ---------------------------------------------------------------------------------------------------------------
 // General walk
@@ -543,11 +751,36 @@ __device__ __forceinline__ void store_master(const View& view, uint64_t element,
     }
 }
 
+// The codecs that a kernel's general walk knows beside elements: those of one mix, or all.
+template <class M, class V>
+struct OwnCodecs {
+    template <class Visitor>
+    __device__ __forceinline__ static void exp_avg(Format format, const Visitor& visit) {
+        is_scaled(format) ? visit(M{}) : visit(Plain{});
+    }
+    template <class Visitor>
+    __device__ __forceinline__ static void exp_avg_sq(Format format, const Visitor& visit) {
+        is_scaled(format) ? visit(V{}) : visit(Plain{});
+    }
+};
+
+struct AllCodecs {
+    template <class Visitor>
+    __device__ __forceinline__ static void exp_avg(Format format, const Visitor& visit) {
+        dispatch_codec<ExpAvg>(format, visit);
+    }
+    template <class Visitor>
+    __device__ __forceinline__ static void exp_avg_sq(Format format, const Visitor& visit) {
+        dispatch_codec<ExpAvgSq>(format, visit);
+    }
+};
+
 struct LoadMoment {
     Format format;
     uint64_t address;
-    uint64_t element;
-    float scale;
+    uint32_t element;
+    const float* scales;
+    int block_log2;
     float& value;
 
     __device__ __forceinline__ void operator()(Plain) const {
@@ -555,7 +788,7 @@ struct LoadMoment {
     }
     template <class Codec>
     __device__ __forceinline__ void operator()(Codec) const {
-        value = Codec::decode(at<typename Codec::Bits>(address, element), scale);
+        value = Codec::decode(at<typename Codec::Bits>(address, element), scales[element >> block_log2]);
     }
 };
 
@@ -564,132 +797,171 @@ struct IsExpAvg : std::false_type {};
 template <Format format>
 struct IsExpAvg<ExpAvg<format>> : std::true_type {};
 
-// Called by all lanes, `inside` or not; lanes beyond the end hold zeros.
+// Called by all threads; those beyond the end, which are not `inside`, hold a zero.
 struct StoreMoment {
     Format format;
     uint64_t address;
-    uint64_t element;
-    int count;
-    const float* values;
-    const float* roots;
-    const uint32_t* bits;  // null for exp_avg
+    uint32_t element;
+    bool inside;
+    bool rotates;  // exp_avg_sq
+    float value;
+    float root;
+    uint32_t bits;
     float* scales;
     int block_log2;
+    float* partial;  // shared: one slot per warp
 
     __device__ __forceinline__ void operator()(Plain) const {
-        for (int i = 0; i < count; ++i) {
-            if (bits) {
-                store_element<true>(plain_type(format), address, element + i, values[i], bits[i]);
-            } else {
-                store_element<false>(plain_type(format), address, element + i, values[i], 0);
-            }
+        if (!inside) return;
+        if (rotates) {
+            store_element<true>(plain_type(format), address, element, value, bits);
+        } else {
+            store_element<false>(plain_type(format), address, element, value, 0);
         }
     }
     template <class Codec>
     __device__ __forceinline__ void operator()(Codec) const {
-        constexpr int elements = kSpan / 32;
-        BlockScale fresh = Codec::scale(lanes_absmax(thread_absmax<elements>(values), block_log2 - 2, 0xFFFFFFFFu));
-        if (count > 0 && (element & ((1u << block_log2) - 1)) == 0) scales[element >> block_log2] = fresh.scale;
-        for (int i = 0; i < count; ++i) {
-            auto& target = at<typename Codec::Bits>(address, element + i);
-            if constexpr (IsExpAvg<Codec>::value) {
-                target = Codec::encode(values[i], fresh.inverse);
-            } else {
-                target = Codec::encode(values[i], roots[i], fresh.inverse, bits[i]);
-            }
+        BlockScale fresh = Codec::scale(float_bits(block_max(fabsf(value))));
+        if (!inside) return;
+        if ((element & ((1u << block_log2) - 1)) == 0) scales[element >> block_log2] = fresh.scale;
+        uint32_t code;
+        if constexpr (IsExpAvg<Codec>::value) {
+            code = Codec::encode(value, fresh.inverse);
+        } else {
+            code = Codec::encode(value, root, fresh.inverse, bits);
         }
+        at<typename Codec::Bits>(address, element) =
+            static_cast<typename Codec::Bits>(fresh.inverse != 0.0f ? code : 0u);
+    }
+    // Over the 32, 64 or 128 neighbouring threads that hold a block of the format.
+    __device__ __forceinline__ float block_max(float x) const {
+        x = lanes_max<32>(x, 32);
+        if (block_log2 == 5) return x;
+        const uint32_t warp = threadIdx.x / 32;
+        if (threadIdx.x % 32 == 0) partial[warp] = x;
+        __syncthreads();
+        x = max_or_nan(x, partial[warp ^ 1]);
+        return block_log2 == 6 ? x : max_or_nan(x, max_or_nan(partial[warp ^ 2], partial[warp ^ 3]));
     }
 };
 
-// Elements [begin, end) of a shard; `begin` is a multiple of kSpan. A lane takes 4 consecutive elements.
-__device__ __noinline__ void general_walk(const KernelTable& table, int shard, const Scalars& scalars, uint64_t begin,
-                                          uint64_t end) {
-    constexpr int elements = kSpan / 32;
-    const View view(table, shard);
+// Elements that the vector walk leaves: each thread of the block updates one.
+template <class Codecs>
+__device__ __noinline__ void general_walk() {
+    const View& view = block->view;
+    const Scalars& scalars = block->scalars;
     const int block_log2 = view.info.block_log2;
-    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (uint64_t span = begin + warp * kSpan; span < end; span += kTile / 2) {
-        const uint64_t element = span + lane * elements;
-        const int count = element >= end ? 0 : static_cast<int>(min(end - element, static_cast<uint64_t>(elements)));
-        float m[elements], v[elements], root[elements];
-        uint32_t bits[elements];
-        for (int i = 0; i < elements; ++i) {
-            m[i] = v[i] = root[i] = 0.0f;
-            if (i >= count) continue;
-            const uint64_t block = (element + i) >> block_log2;
-            float old_m, old_v;
-            const float m_scale = is_scaled(view.exp_avg_format()) ? view.exp_avg_scales[block] : 0.0f;
-            const float v_scale = is_scaled(view.exp_avg_sq_format()) ? view.exp_avg_sq_scales[block] : 0.0f;
-            dispatch_codec<ExpAvg>(view.exp_avg_format(),
-                                   LoadMoment{view.exp_avg_format(), view.exp_avg, element + i, m_scale, old_m});
-            dispatch_codec<ExpAvgSq>(view.exp_avg_sq_format(), LoadMoment{view.exp_avg_sq_format(), view.exp_avg_sq,
-                                                                          element + i, v_scale, old_v});
-            Updated updated = update(load_element(view.grad_type(), view.grad, element + i),
-                                     load_master(view, element + i), old_m, old_v, scalars);
-            m[i] = updated.exp_avg;
-            v[i] = updated.exp_avg_sq;
-            root[i] = updated.root;
-            const uint64_t global = view.global_index(element + i);
-            const uint32_t hash = scalars.rounding.hash(view.key, global);
-            bits[i] = scalars.rounding.state_bits(hash, static_cast<uint32_t>(global));
-            store_master(view, element + i, updated.param,
-                         scalars.rounding.param_bits(hash, static_cast<uint32_t>(global)));
+    const Format m_format = view.exp_avg_format(), v_format = view.exp_avg_sq_format();
+    for (uint32_t first = view.vector_count; first < view.count; first += kThreads) {
+        const uint32_t element = first + threadIdx.x;
+        const bool inside = element < view.count;
+        float m = 0.0f, v = 0.0f, root = 0.0f;
+        uint32_t bits = 0;
+        if (inside) {
+            Codecs::exp_avg(m_format, LoadMoment{m_format, view.exp_avg, element, view.exp_avg_scales, block_log2, m});
+            Codecs::exp_avg_sq(v_format,
+                               LoadMoment{v_format, view.exp_avg_sq, element, view.exp_avg_sq_scales, block_log2, v});
+            float grad = scaled_gradient(load_element(view.grad_type(), view.grad, element), scalars);
+            const float param = load_master(view, element);
+            if (scalars.l2_penalty != 0.0f) grad = penalized_gradient(grad, param, scalars);
+            Moments moments = next_moments(grad, m, v, scalars);
+            m = moments.exp_avg;
+            v = moments.exp_avg_sq;
+            root = root_of(v);
+            const uint64_t global = view.global_index(element);
+            const uint32_t octet = scalars.rounding.octet(view.key, global);
+            bits = scalars.rounding.bits(octet, static_cast<uint32_t>(global));
+            store_master(view, element, next_param(param, m, root, scalars), bits);
         }
-        __syncwarp();  // every lane has read the old scales
-        dispatch_codec<ExpAvg>(view.exp_avg_format(), StoreMoment{view.exp_avg_format(), view.exp_avg, element, count,
-                                                                  m, root, nullptr, view.exp_avg_scales, block_log2});
-        dispatch_codec<ExpAvgSq>(view.exp_avg_sq_format(),
-                                 StoreMoment{view.exp_avg_sq_format(), view.exp_avg_sq, element, count, v, root, bits,
-                                             view.exp_avg_sq_scales, block_log2});
+        __syncthreads();  // every thread has read the old scales, and the partial maxima of the round before
+        Codecs::exp_avg(m_format, StoreMoment{m_format, view.exp_avg, element, inside, false, m, root, bits,
+                                              view.exp_avg_scales, block_log2, block->exp_avg_scales});
+        Codecs::exp_avg_sq(v_format, StoreMoment{v_format, view.exp_avg_sq, element, inside, true, v, root, bits,
+                                                 view.exp_avg_sq_scales, block_log2, block->exp_avg_sq_scales});
     }
 }
 
-// The last thread block to finish advances the step counters, when no other one can read them any more.
-__device__ void advance_steps(const KernelTable& table) {
-    if (table.arrivals == nullptr || threadIdx.x != 0) return;
-    __threadfence();
-    if (atomicAdd(table.arrivals, 1u) != gridDim.x - 1) return;
-    for (uint32_t g = 0; g < table.group_count; ++g) {
-        const Hyper& hyper = table.groups[g];
-        if ((table.advance >> g & 1u) && hyper.step_pointer && !is_skipped(hyper)) *hyper.step_pointer += 1;
+// ---------------------------------------------------------------------------------------------------------------
+// Kernels
+
+// A kernel for steps that consist of one mix, but for few elements: norms and biases, whose states are FP32.
+template <class MixType>
+struct OneMix {
+    static constexpr bool scaled = MixType::exp_avg_scaled || MixType::exp_avg_sq_scaled;
+    // Measured on an H200. Without scales nothing is gained by more than a tile; more warps hide the loads' latency.
+    static constexpr int kBlocksPerMultiprocessor = scaled ? 6 : 7;
+    static constexpr int kTilesPerChunk = scaled ? kMaxTilesPerChunk : 1;
+
+    __device__ __forceinline__ static void vectors() { vector_walk<MixType>(); }
+    __device__ __forceinline__ static void others() {
+        general_walk<OwnCodecs<typename MixType::M, typename MixType::V>>();
     }
-    *table.arrivals = 0;
+};
+
+template <class MixType>
+__device__ __noinline__ void called_vector_walk() {
+    vector_walk<MixType>();
 }
 
-__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+// Pairs of moment formats that have a vector walk in the kernel for all mixes; others take the general one.
+FUSED_OPTIM_HD constexpr bool has_vector_walk(Format exp_avg, Format exp_avg_sq) {
+    return !is_scaled(exp_avg) || !is_scaled(exp_avg_sq) || exp_avg == exp_avg_sq;
+}
+
+struct CallVectorWalk {
+    template <class MixType>
+    __device__ __forceinline__ void operator()(MixType) const {
+        if constexpr (has_vector_walk(MixType::M::format, MixType::V::format)) called_vector_walk<MixType>();
+    }
+};
+
+// The kernel for all other steps. Its walks are functions that are called: inlined, they would share their registers.
+struct AnyMix {
+    static constexpr int kBlocksPerMultiprocessor = 4;
+    static constexpr int kTilesPerChunk = kMaxTilesPerChunk;
+
+    __device__ __forceinline__ static void vectors() {
+        const View& view = block->view;
+        dispatch(view.master_kind(), view.exp_avg_format(), view.exp_avg_sq_format(), CallVectorWalk{});
+    }
+    __device__ __forceinline__ static void others() { general_walk<AllCodecs>(); }
+};
+
+// One thread block per chunk: the hardware hands them out in order, which evens out that some multiprocessors reach
+// memory faster than others, and keeps the addresses in use close together.
+template <class Walks>
+__global__ void __launch_bounds__(kThreads, Walks::kBlocksPerMultiprocessor)
     multi_tensor_adam(const __grid_constant__ KernelTable table) {
-    __shared__ Scalars scalars[kMaxGroups];
-    __shared__ bool skipped[kMaxGroups];
-    if (threadIdx.x < table.group_count) {
-        scalars[threadIdx.x] = derive(table.groups[threadIdx.x]);
-        skipped[threadIdx.x] = is_skipped(table.groups[threadIdx.x]);
-    }
+    if (threadIdx.x == 0) block->prepare(table, blockIdx.x);
     __syncthreads();
-    const uint32_t chunks = table.first_chunk[table.shard_count];
-    uint32_t shard = 0;
-    for (uint32_t chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
-        while (chunk >= table.first_chunk[shard + 1]) ++shard;
-        const ShardInfo info = table.info[shard];
-        if (skipped[info.group]) continue;
-        const uint64_t begin = static_cast<uint64_t>(chunk - table.first_chunk[shard]) * table.chunk;
-        const uint64_t end = min(begin + table.chunk, table.numel[shard]);
-        const uint64_t vector_end = info.vectors ? end / kSpan * kSpan : begin;
-        const Scalars& group = scalars[info.group];
-        if (begin < vector_end) {
-            dispatch(static_cast<Master>(info.master), static_cast<Format>(info.exp_avg),
-                     static_cast<Format>(info.exp_avg_sq),
-                     VectorWalk{table, group, static_cast<int>(shard), begin, vector_end});
-        }
-        if (vector_end < end) general_walk(table, static_cast<int>(shard), group, vector_end, end);
-    }
-    advance_steps(table);
+    if (block->scalars.skipped) return;
+    if (block->view.vector_count > 0) Walks::vectors();
+    if (block->view.vector_count < block->view.count) Walks::others();
 }
 
-void check(cudaError_t error, int device) {
+constexpr int kHypersPerLaunch = 128;
+
+struct HyperTable {
+    Hyper groups[kHypersPerLaunch];
+    uint32_t count;
+    Scalars* scalars;
+};
+static_assert(sizeof(HyperTable) <= kParameterLimit, "the table must fit into the kernel's parameters");
+
+// Where hyperparameters lie in device memory: derives what multi_tensor_adam reads and counts the step.
+__global__ void multi_tensor_adam_scalars(const __grid_constant__ HyperTable table) {
+    if (threadIdx.x >= table.count) return;
+    const Hyper& hyper = table.groups[threadIdx.x];
+    const Scalars scalars = derive(hyper);
+    table.scalars[threadIdx.x] = scalars;
+    if (hyper.step_pointer && !scalars.skipped) *hyper.step_pointer += 1;
+}
+
+void check(cudaError_t error, int device, const char* kernel = "multi_tensor_adam") {
     if (error == cudaSuccess) return;
     cudaGetLastError();  // launch errors that are not sticky must not surface in somebody else's call
-    throw std::runtime_error("fused_optim: kernel multi_tensor_adam on cuda:" + std::to_string(device) + ": " +
-                             cudaGetErrorName(error) + ": " + cudaGetErrorString(error));
+    throw std::runtime_error("fused_optim: kernel " + std::string(kernel) + " on cuda:" + std::to_string(device) +
+                             ": " + cudaGetErrorName(error) + ": " + cudaGetErrorString(error));
 }
 
 class DeviceGuard {
@@ -720,19 +992,95 @@ bool is_aligned(const Shard& s) {
 
 bool is_plain(const Shard& s) { return s.inner_local >= s.numel; }
 
-// A thread's 8 elements are two aligned quads of consecutive global elements.
-bool has_quads(const Shard& s) {
-    return s.offset % 4 == 0 && (is_plain(s) || (s.inner_local % kVector == 0 && s.inner_global % 4 == 0));
+// A thread's elements are an aligned octet of consecutive global elements.
+bool has_octets(const Shard& s) {
+    return s.offset % kVector == 0 && (is_plain(s) || (s.inner_local % kVector == 0 && s.inner_global % kVector == 0));
 }
 
-// Fills tables until one limit is reached; `done` is what is packed so far.
+bool rounds(const Shard& s) {
+    return s.exp_avg_sq_format != Format::kFloat32 ||
+           (s.master_kind == Master::kParameter && s.param_type != Element::kFloat32);
+}
+
+// One of the kernels, and what the host needs to know of it.
+struct Kernel {
+    void (*function)(KernelTable);
+    int tiles_per_chunk;
+    bool any_mix;
+    Master master;  // the mix, where there is one
+    Format exp_avg;
+    Format exp_avg_sq;
+    std::atomic<int> resident[kMaxDevices] = {};  // thread blocks that run at once, by device
+
+    int resident_blocks(int device) {
+        std::atomic<int>& known = resident[std::min(device, kMaxDevices - 1)];
+        if (int blocks = known.load(std::memory_order_relaxed)) return blocks;
+        int multiprocessors = 0, blocks = 0;
+        check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), device);
+        check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, function, kThreads, sizeof(Block)), device);
+        known.store(std::max(1, multiprocessors * blocks), std::memory_order_relaxed);
+        return known;
+    }
+    bool is_mix_of(const Shard& s) const {
+        return s.master_kind == master && codec_format(s.exp_avg_format) == exp_avg &&
+               codec_format(s.exp_avg_sq_format) == exp_avg_sq;
+    }
+    bool walks_vectors(const Shard& s) const {
+        return any_mix ? has_vector_walk(s.exp_avg_format, s.exp_avg_sq_format) : is_mix_of(s);
+    }
+    // Whether the general walk can update a shard.
+    bool knows(const Shard& s) const {
+        return any_mix || ((!is_scaled(s.exp_avg_format) || s.exp_avg_format == exp_avg) &&
+                           (!is_scaled(s.exp_avg_sq_format) || s.exp_avg_sq_format == exp_avg_sq));
+    }
+};
+
+template <Master master, class M, class V>
+Kernel make_kernel() {
+    using Walks = OneMix<Mix<master, M, V>>;
+    return {multi_tensor_adam<Walks>, Walks::kTilesPerChunk, false, master, M::format, V::format};
+}
+
+template <Master master>
+std::array<Kernel, 4> make_kernels() {
+    return {make_kernel<master, Plain, Plain>(),
+            make_kernel<master, ExpAvg<Format::kFloat16>, ExpAvgSq<Format::kFloat16>>(),
+            make_kernel<master, ExpAvg<Format::kFloat8>, ExpAvgSq<Format::kFloat8>>(),
+            make_kernel<master, ExpAvg<Format::kInt8>, ExpAvgSq<Format::kInt8>>()};
+}
+
+// The kernel made for the mix of nearly all elements, if there is one and it knows the rest, else the one for any mix.
+Kernel& choose_kernel(const Step& step) {
+    static std::array<std::array<Kernel, 4>, 4> of_one_mix = {
+        make_kernels<Master::kParameter>(), make_kernels<Master::kFloat32>(), make_kernels<Master::kRemainder16>(),
+        make_kernels<Master::kRemainder8>()};
+    static Kernel of_any_mix{multi_tensor_adam<AnyMix>, AnyMix::kTilesPerChunk, true};
+    uint64_t total = 0;
+    for (const Shard& s : step.shards) total += s.numel;
+    for (auto& kernels : of_one_mix) {
+        for (Kernel& kernel : kernels) {
+            uint64_t others = 0;
+            bool fits = true;
+            for (const Shard& s : step.shards) {
+                if (kernel.is_mix_of(s)) continue;
+                others += s.numel;
+                fits = fits && kernel.knows(s);
+                if (!fits || others > total / 64) break;
+            }
+            if (fits && others <= total / 64) return kernel;
+        }
+    }
+    return of_any_mix;
+}
+
+// Fills a table until one of its limits is reached.
 class TableBuilder {
 public:
-    TableBuilder() { reset(); }
+    explicit TableBuilder(Kernel& kernel) : kernel_(kernel) { reset(); }
 
-    bool add_group(const Hyper& hyper) {
+    bool add_group(const Scalars& scalars) {
         if (table_.group_count == kMaxGroups) return false;
-        table_.groups[table_.group_count++] = hyper;
+        table_.scalars[table_.group_count++] = scalars;
         return true;
     }
 
@@ -756,37 +1104,47 @@ public:
         info.grad_type = static_cast<uint32_t>(s.grad_type);
         info.param_type = static_cast<uint32_t>(s.param_type);
         info.block_log2 = s.block_log2;
-        info.vectors = is_aligned(s) && has_quads(s) && has_vector_walk(s.exp_avg_format, s.exp_avg_sq_format);
+        info.vectors = is_aligned(s) && (has_octets(s) || !rounds(s)) && kernel_.walks_vectors(s);
         info.group = table_.group_count - 1;
         info.geometry = static_cast<uint32_t>(geometry);
         table_.info[i] = info;
         return true;
     }
 
-    void advance_last_group() { table_.advance |= 1u << (table_.group_count - 1); }
-
     // Cuts the shards into chunks and returns the table.
-    const KernelTable& finish(int resident_blocks, uint64_t arrivals) {
+    const KernelTable& finish(int device, const Scalars* device_scalars) {
         uint64_t total = 0;
         for (uint32_t i = 0; i < table_.shard_count; ++i) total += table_.numel[i];
-        uint64_t tiles = total / (static_cast<uint64_t>(kTile) * resident_blocks * kChunksPerBlock);
-        uint64_t most = std::max<uint64_t>(kMaxTilesPerChunk, total / kTile >> 31);  // chunk numbers have 32 bits
-        table_.chunk = static_cast<uint32_t>(kTile * std::min(std::max<uint64_t>(tiles, 1), most));
+        const uint64_t wanted = static_cast<uint64_t>(kTile) * kernel_.resident_blocks(device) * kChunksPerBlock;
+        const uint64_t tiles = std::min<uint64_t>(total / wanted, kernel_.tiles_per_chunk);
+        table_.chunk = static_cast<uint32_t>(kTile * std::max<uint64_t>(tiles, 1));
         table_.first_chunk[0] = 0;
         for (uint32_t i = 0; i < table_.shard_count; ++i) {
             uint64_t chunks = (table_.numel[i] + table_.chunk - 1) / table_.chunk;
             table_.first_chunk[i + 1] = table_.first_chunk[i] + static_cast<uint32_t>(chunks);
         }
-        table_.arrivals = reinterpret_cast<uint32_t*>(arrivals);
+        fill_buckets();
+        table_.device_scalars = device_scalars;
         return table_;
     }
 
     void reset() {
-        table_.shard_count = table_.group_count = table_.advance = 0;
+        table_.shard_count = table_.group_count = 0;
         table_.geometry_count = 1;  // 0 stands for consecutive elements
     }
 
 private:
+    void fill_buckets() {
+        const uint32_t chunks = table_.first_chunk[table_.shard_count];
+        table_.bucket_log2 = 0;
+        while (chunks >> table_.bucket_log2 >= kBuckets) ++table_.bucket_log2;
+        uint16_t shard = 0;
+        for (uint32_t bucket = 0; bucket << table_.bucket_log2 < chunks; ++bucket) {
+            while (bucket << table_.bucket_log2 >= table_.first_chunk[shard + 1]) ++shard;
+            table_.bucket_shard[bucket] = shard;
+        }
+    }
+
     int find_geometry(const Shard& s) {
         if (is_plain(s)) return 0;
         for (uint32_t i = 1; i < table_.geometry_count; ++i) {
@@ -798,58 +1156,66 @@ private:
         return static_cast<int>(table_.geometry_count++);
     }
 
+    Kernel& kernel_;
     KernelTable table_;
 };
 
-int resident_blocks(int device) {
-    constexpr int kMaxDevices = 64;
-    static int known[kMaxDevices];  // benign race: every thread computes the same value
-    if (device < kMaxDevices && known[device] > 0) return known[device];
-    int multiprocessors = 0, blocks = 0;
-    check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), device);
-    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, multi_tensor_adam, kThreads, 0), device);
-    int resident = std::max(1, multiprocessors * blocks);
-    if (device < kMaxDevices) known[device] = resident;
-    return resident;
+bool reads_device(const Hyper& h) {
+    return h.lr_pointer || h.grad_scale || h.grad_factor || h.found_inf || h.step_pointer;
 }
 
-bool advances(const Step& step) {
-    return std::any_of(step.groups.begin(), step.groups.end(),
-                       [](const Hyper& h) { return h.step_pointer != nullptr; });
+// Writes the scalars of all groups to device memory.
+void launch_scalars(const std::vector<Hyper>& groups, Scalars* scalars, int device, cudaStream_t stream) {
+    for (size_t first = 0; first < groups.size(); first += kHypersPerLaunch) {
+        HyperTable table{};
+        table.count = static_cast<uint32_t>(std::min<size_t>(groups.size() - first, kHypersPerLaunch));
+        std::copy_n(groups.begin() + static_cast<int64_t>(first), table.count, table.groups);
+        table.scalars = scalars + first;
+        multi_tensor_adam_scalars<<<1, kHypersPerLaunch, 0, stream>>>(table);
+        check(cudaGetLastError(), device, "multi_tensor_adam_scalars");
+    }
 }
 
 }  // namespace
 
-void launch_cuda(const Step& step, int device, uint64_t stream, uint64_t arrivals) {
+size_t workspace_bytes(const Step& step) { return step.groups.size() * sizeof(Scalars); }
+
+void launch_cuda(const Step& step, int device, uint64_t stream_handle, uint64_t workspace) {
     DeviceGuard guard(device);
-    const int resident = resident_blocks(device);
-    const bool counts = advances(step);
-    TableBuilder builder;
-    auto flush = [&]() {
-        const KernelTable& table = builder.finish(resident, counts ? arrivals : 0);
-        uint32_t chunks = table.first_chunk[table.shard_count];
-        uint32_t grid = std::min<uint32_t>(chunks, static_cast<uint32_t>(resident));
-        if (grid > 0 || (counts && table.advance)) {
-            multi_tensor_adam<<<std::max(grid, 1u), kThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(table);
+    Kernel& kernel = choose_kernel(step);
+    const auto stream = reinterpret_cast<cudaStream_t>(stream_handle);
+    const bool on_device = std::any_of(step.groups.begin(), step.groups.end(), reads_device);
+    Scalars* const device_scalars = on_device ? reinterpret_cast<Scalars*>(workspace) : nullptr;
+    if (on_device && workspace == 0)
+        throw std::invalid_argument("fused_optim: hyperparameters on the device need a workspace");
+    if (on_device) launch_scalars(step.groups, device_scalars, device, stream);
+
+    TableBuilder builder(kernel);
+    size_t first_group = 0;
+    auto flush = [&](size_t next_group) {
+        const KernelTable& table = builder.finish(device, on_device ? device_scalars + first_group : nullptr);
+        if (uint32_t chunks = table.first_chunk[table.shard_count]) {
+            kernel.function<<<chunks, kThreads, sizeof(Block), stream>>>(table);
             check(cudaGetLastError(), device);
         }
         builder.reset();
+        first_group = next_group;
     };
     size_t next = 0;
     for (size_t g = 0; g < step.groups.size(); ++g) {
-        if (!builder.add_group(step.groups[g])) {
-            flush();
-            builder.add_group(step.groups[g]);
+        const Scalars scalars = on_device ? Scalars{} : derive(step.groups[g]);
+        if (!builder.add_group(scalars)) {
+            flush(g);
+            builder.add_group(scalars);
         }
         for (; next < step.shards.size() && step.shards[next].group == g; ++next) {
             if (builder.add_shard(step.shards[next])) continue;
-            flush();
-            builder.add_group(step.groups[g]);
+            flush(g);
+            builder.add_group(scalars);
             builder.add_shard(step.shards[next]);
         }
-        builder.advance_last_group();
     }
-    flush();
+    flush(step.groups.size());
 }
 
 }  // namespace fused_optim

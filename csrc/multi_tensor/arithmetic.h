@@ -1,8 +1,8 @@
 // Bit views and the few operations that host and device spell differently. Contraction is off everywhere (--fmad=false,
-// -ffp-contract=off), so plain operators round once per operation. On the device, square root and division are written
-// without the range checks and slow paths that nvcc would put around each; the preconditions that make them
-// correctly rounded (Markstein, "IA-64 and elementary functions", 2000) stand beside them, and tests compare all of
-// their arguments with the IEEE operations.
+// -ffp-contract=off), so plain operators round once per operation and fused() is the only fused one. On the device,
+// square root and division are written without the range checks and slow paths that nvcc would put around each; the
+// preconditions that make them correctly rounded (Markstein, "IA-64 and elementary functions", 2000) stand beside them,
+// and tests compare all of their arguments with the IEEE operations.
 #pragma once
 
 #include <cmath>
@@ -42,12 +42,53 @@ FUSED_OPTIM_HD uint32_t magnitude_bits(float x) { return float_bits(x) & kMagnit
 FUSED_OPTIM_HD bool is_nan(float x) { return magnitude_bits(x) > kInfinity; }
 FUSED_OPTIM_HD float larger(float a, float b) { return a > b ? a : b; }
 
+// a * b + c, rounded once.
+FUSED_OPTIM_HD float fused(float a, float b, float c) {
+#if defined(__CUDA_ARCH__)
+    return __fmaf_rn(a, b, c);
+#else
+    return __builtin_fmaf(a, b, c);
+#endif
+}
+
+// The same for results that are not negative, with those below 2^-126 replaced by 0.
+FUSED_OPTIM_HD float fused_normal(float a, float b, float c) {
+#if defined(__CUDA_ARCH__)
+    float x;
+    asm("fma.rn.ftz.f32 %0, %1, %2, %3;" : "=f"(x) : "f"(a), "f"(b), "f"(c));
+    return x;
+#else
+    float x = fused(a, b, c);
+    return x < kSmallestNormal ? 0.0f : x;
+#endif
+}
+
+FUSED_OPTIM_HD float product_normal(float a, float b) {
+#if defined(__CUDA_ARCH__)
+    float x;
+    asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
+    return x;
+#else
+    float x = a * b;
+    return x < kSmallestNormal ? 0.0f : x;
+#endif
+}
+
 // min(x, top) in which NaN becomes top: the same on every backend, and one instruction on each.
 FUSED_OPTIM_HD float clamp_top(float x, float top) {
 #if defined(__CUDA_ARCH__)
     return fminf(x, top);
 #else
     return x < top ? x : top;
+#endif
+}
+
+// x brought into [0, 1]; NaN becomes 0. One modifier of the multiplication before it on the device.
+FUSED_OPTIM_HD float clamp_one(float x) {
+#if defined(__CUDA_ARCH__)
+    return __saturatef(x);
+#else
+    return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f;
 #endif
 }
 
@@ -65,16 +106,6 @@ FUSED_OPTIM_HD float signed_byte(uint32_t byte) {
     return bits_float(0x4B000000u | ((byte & 0xFFu) ^ 0x80u)) - 8388736.0f;
 #else
     return static_cast<float>(static_cast<int8_t>(byte));
-#endif
-}
-
-// The two bytes of h from byte `first` on (from the top, cyclic), as the upper half of the result.
-FUSED_OPTIM_HD uint32_t byte_window(uint32_t h, uint32_t first) {
-    first &= 3u;
-#if defined(__CUDA_ARCH__)
-    return __byte_perm(h, 0u, ((3u - first) & 3u) << 12 | ((2u - first) & 3u) << 8 | 0x44u);
-#else
-    return (first ? (h << (8 * first)) | (h >> (32 - 8 * first)) : h) & 0xFFFF0000u;
 #endif
 }
 
@@ -101,24 +132,28 @@ FUSED_OPTIM_HD uint32_t scaled_bits(float x) {
 #endif
 }
 
-// sqrt(x) for x = 0 and normal positive x; infinity and denormals give NaN or a rough value.
-FUSED_OPTIM_HD float square_root(float x) {
+// sqrt(x) for normal positive x. On the device 0 gives NaN, infinity and denormals NaN or a rough value.
+FUSED_OPTIM_HD float positive_square_root(float x, float at_least) {
 #if defined(__CUDA_ARCH__)
     float r;
-    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(fmaxf(x, kSmallestNormal)));
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(at_least));
     float s = x * r;
-    return __fmaf_rn(__fmaf_rn(-s, s, x), 0.5f * r, s);
+    return fused(fused(-s, s, x), 0.5f * r, s);
 #else
     return sqrtf(x);
 #endif
 }
+FUSED_OPTIM_HD float positive_square_root(float x) { return positive_square_root(x, x); }
+
+// sqrt(x) for x = 0 as well.
+FUSED_OPTIM_HD float square_root(float x) { return positive_square_root(x, fmaxf(x, kSmallestNormal)); }
 
 // 1 / x for 2^-125 <= x <= 2^125.
 FUSED_OPTIM_HD float reciprocal(float x) {
 #if defined(__CUDA_ARCH__)
     float r;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-    return __fmaf_rn(__fmaf_rn(-x, r, 1.0f), r, r);
+    return fused(fused(-x, r, 1.0f), r, r);
 #else
     return 1.0f / x;
 #endif
@@ -129,7 +164,7 @@ FUSED_OPTIM_HD float divide(float x, float divisor) {
 #if defined(__CUDA_ARCH__)
     float r = 1.0f / divisor;
     float q = x * r;
-    return __fmaf_rn(__fmaf_rn(-q, divisor, x), r, q);
+    return fused(fused(-q, divisor, x), r, q);
 #else
     return x / divisor;
 #endif

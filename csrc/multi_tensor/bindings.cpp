@@ -101,7 +101,7 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
              py::arg("inner_global"), py::arg("key"), py::arg("grad_type"), py::arg("param_type"),
              py::arg("master_kind"), py::arg("exp_avg_format"), py::arg("exp_avg_sq_format"), py::arg("block_log2"))
 #if defined(FUSED_OPTIM_ENGINE_CUDA)
-        .def("launch", &launch_cuda, py::arg("device"), py::arg("stream"), py::arg("arrivals") = 0,
+        .def("launch", &launch_cuda, py::arg("device"), py::arg("stream"), py::arg("workspace") = 0,
              py::call_guard<py::gil_scoped_release>())
 #else
         .def("launch", &launch_cpu, py::arg("threads"), py::call_guard<py::gil_scoped_release>())

@@ -28,6 +28,9 @@ FUSED_OPTIM_HD Element plain_type(Format format) {
     return format == Format::kFloat32 ? Element::kFloat32 : Element::kBFloat16;
 }
 
+// The format by which a mix is known: FP32 stands for every plain one.
+FUSED_OPTIM_HD constexpr Format codec_format(Format format) { return is_scaled(format) ? format : Format::kFloat32; }
+
 template <Master master_, class ExpAvgCodec, class ExpAvgSqCodec>
 struct Mix {
     static constexpr Master master = master_;

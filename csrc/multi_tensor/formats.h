@@ -16,8 +16,9 @@ namespace fused_optim {
 // Rotating rounding: the threshold of an element moves by the golden ratio each step (a Weyl sequence).
 // code = floor(x + u), u = frac(hash(seed, parameter, element) + step * golden ratio), kept as a 32-bit fraction.
 
-constexpr uint32_t kGoldenRatio = 0x9E3779B9u;  // 2^32 * 0.6180339887
-constexpr uint32_t kNearest = 0x80000000u;      // u = 1/2: round to nearest, ties up
+constexpr uint32_t kGoldenRatio = 0x9E3779B9u;      // 2^32 * 0.6180339887
+constexpr uint32_t kSquareRootOfTwo = 0x6A09E667u;  // 2^32 * 0.4142135623
+constexpr uint32_t kNearest = 0x80000000u;          // u = 1/2: round to nearest, ties up
 
 FUSED_OPTIM_HD uint32_t mix(uint32_t h) {  // MurmurHash3's 32-bit finalizer
     h ^= h >> 16;
@@ -27,25 +28,24 @@ FUSED_OPTIM_HD uint32_t mix(uint32_t h) {  // MurmurHash3's 32-bit finalizer
     return h ^ (h >> 16);
 }
 
-// One hash serves the four elements of an aligned quad: each takes another two of its bytes.
-FUSED_OPTIM_HD uint32_t quad_hash(uint32_t key, uint64_t element) {
-    uint64_t quad = element >> 2;
-    return mix((static_cast<uint32_t>(quad) + static_cast<uint32_t>(quad >> 32) * kGoldenRatio) ^ key);
+// One hash serves the eight elements of an aligned octet; within it the thresholds are a Weyl sequence as well.
+FUSED_OPTIM_HD uint32_t octet_hash(uint32_t key, uint64_t element) {
+    uint64_t octet = element >> 3;
+    return mix((static_cast<uint32_t>(octet) + static_cast<uint32_t>(octet >> 32) * kGoldenRatio) ^ key);
 }
 
 struct Rounding {
     uint32_t offset;  // step * golden ratio, or 1/2 for round to nearest
-    uint32_t mask;    // 0 switches the hash off
+    uint32_t mask;    // 0 switches everything else off
 
-    FUSED_OPTIM_HD uint32_t hash(uint32_t key, uint64_t element) const { return quad_hash(key, element) & mask; }
-    FUSED_OPTIM_HD uint32_t state_bits(uint32_t hash, uint32_t element) const {
-        return byte_window(hash, element) + offset;
+    FUSED_OPTIM_HD uint32_t octet(uint32_t key, uint64_t element) const {
+        return (octet_hash(key, element) & mask) + offset;
     }
-    FUSED_OPTIM_HD uint32_t param_bits(uint32_t hash, uint32_t element) const { return state_bits(hash, element + 2); }
+    // `octet` is of element's octet; of the element only the position within it matters.
+    FUSED_OPTIM_HD uint32_t bits(uint32_t octet, uint32_t element) const {
+        return octet + (element & 7u) * (kSquareRootOfTwo & mask);
+    }
 };
-
-// Round to nearest even for |x| < 2^22.
-FUSED_OPTIM_HD int32_t nearest_code(float x) { return static_cast<int32_t>(float_bits(x + 12582912.0f)) - 0x4B400000; }
 
 // ---------------------------------------------------------------------------------------------------------------
 // Element types: gradients, parameters, masters
@@ -141,12 +141,13 @@ FUSED_OPTIM_HD Split split_remainder8(float master) {
 // ---------------------------------------------------------------------------------------------------------------
 // Block-scaled moments. A codec has: Bits, decode(bits, scale), scale(absmax bits) and encode(...). The encoders of
 // exp_avg round to nearest even; those of exp_avg_sq add the fraction u. exp_avg_sq's also receive its square root,
-// which the update has computed anyway. A block that holds a NaN or an infinity gets a NaN scale and decodes to NaN.
+// which the update has computed anyway, and give no positive value the code 0. A block that holds a NaN or an infinity
+// gets a NaN scale and decodes to NaN. Blocks whose `inverse` is 0 have zero codes, whatever encode() would give.
 // Moments without block scales are stored as elements: exp_avg to nearest even, exp_avg_sq rotating.
 
 struct BlockScale {
     float scale;    // stored
-    float inverse;  // what encode multiplies by; 0 makes every code 0
+    float inverse;  // what encode multiplies by
 };
 
 constexpr float kSmallestExpAvg = 7.888609052210118e-31f;   // 2^-100: blocks below encode as zeros
@@ -154,12 +155,13 @@ constexpr float kSmallestExpAvgSq = 7.52316384526264e-37f;  // 2^-120
 constexpr float kTopNudge = 1.00000095367431640625f;        // 1 + 2^-20: the block's maximum gets the top code
 
 // Selects instead of branches: a warp's blocks differ.
-FUSED_OPTIM_HD BlockScale block_scale(uint32_t absmax, float smallest, float scale, float nudge) {
+FUSED_OPTIM_HD BlockScale block_scale(uint32_t absmax, float smallest, float scale, float inverse) {
     bool poisoned = absmax >= kInfinity;
     bool empty = bits_float(absmax) < smallest;
-    float inverse = reciprocal(scale) * nudge;
     return {poisoned ? bits_float(kQuietNaN) : empty ? 0.0f : scale, poisoned || empty ? 0.0f : inverse};
 }
+
+FUSED_OPTIM_HD uint32_t at_least_one(uint32_t code, float positive) { return code == 0 && positive > 0.0f ? 1u : code; }
 
 template <Format format>
 struct ExpAvg;
@@ -176,11 +178,12 @@ struct ExpAvg<Format::kFloat16> {
         return float16_decode(static_cast<Bits>(bits)) * scale;
     }
     FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
-        return block_scale(absmax, kSmallestExpAvg, bits_float(absmax), 1.0f);
+        float scale = bits_float(absmax);
+        return block_scale(absmax, kSmallestExpAvg, scale, reciprocal(scale));
     }
-    FUSED_OPTIM_HD static Bits encode(float m, float inverse) {
+    FUSED_OPTIM_HD static uint32_t encode(float m, float inverse) {
         float x = clamp_top(fabsf(m) * inverse, 1.0f);
-        return static_cast<Bits>(float16_magnitude_nearest_even(float_bits(x)) | ((float_bits(m) >> 16) & 0x8000u));
+        return float16_magnitude_nearest_even(float_bits(x)) | ((float_bits(m) >> 16) & 0x8000u);
     }
 };
 
@@ -193,11 +196,11 @@ struct ExpAvgSq<Format::kFloat16> {
     }
     // The floor of 2^-102 keeps the smallest code's value a normal number.
     FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
-        return block_scale(absmax, kSmallestExpAvgSq, larger(bits_float(absmax), 1.9721522630525295e-31f), kTopNudge);
+        float scale = larger(bits_float(absmax), 1.9721522630525295e-31f);
+        return block_scale(absmax, kSmallestExpAvgSq, scale, reciprocal(scale) * kTopNudge);
     }
-    FUSED_OPTIM_HD static Bits encode(float v, float, float inverse, uint32_t u) {
-        uint32_t code = float16_magnitude_rotating(clamp_top(v * inverse, 1.0f), u);
-        return static_cast<Bits>(code == 0 && v > 0.0f && inverse > 0.0f ? 1u : code);
+    FUSED_OPTIM_HD static uint32_t encode(float v, float, float inverse, uint32_t u) {
+        return at_least_one(float16_magnitude_rotating(clamp_top(v * inverse, 1.0f), u), v);
     }
 };
 
@@ -208,7 +211,7 @@ FUSED_OPTIM_HD float float8_decode(uint32_t bits) {
 
 constexpr float kFloat8Top = 448.0f;
 
-// For magnitudes up to 448.
+// For magnitudes below 464, which the top code's are rounded to.
 FUSED_OPTIM_HD uint32_t float8_nearest_even(float x) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
     uint16_t pair;
@@ -226,13 +229,13 @@ template <>
 struct ExpAvg<Format::kFloat8> {
     static constexpr Format format = Format::kFloat8;
     using Bits = uint8_t;
-    FUSED_OPTIM_HD static float decode(uint32_t bits, float scale) { return float8_decode(bits) * scale; }
+    FUSED_OPTIM_HD static float expand(float x) { return x; }
+    FUSED_OPTIM_HD static float decode(uint32_t bits, float scale) { return expand(float8_decode(bits) * scale); }
     FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
-        return block_scale(absmax, kSmallestExpAvg, divide(bits_float(absmax), kFloat8Top), 1.0f);
+        float scale = divide(bits_float(absmax), kFloat8Top);
+        return block_scale(absmax, kSmallestExpAvg, scale, reciprocal(scale));
     }
-    FUSED_OPTIM_HD static Bits encode(float m, float inverse) {
-        return static_cast<Bits>(float8_nearest_even(copysignf(clamp_top(fabsf(m) * inverse, kFloat8Top), m)));
-    }
+    FUSED_OPTIM_HD static uint32_t encode(float m, float inverse) { return float8_nearest_even(m * inverse); }
 };
 
 // The square root of exp_avg_sq is what is stored.
@@ -240,19 +243,19 @@ template <>
 struct ExpAvgSq<Format::kFloat8> {
     static constexpr Format format = Format::kFloat8;
     using Bits = uint8_t;
-    FUSED_OPTIM_HD static float decode(uint32_t bits, float scale) {
-        float root = float8_decode(bits) * scale;
-        return root * root;
-    }
+    FUSED_OPTIM_HD static float expand(float root) { return root * root; }
+    FUSED_OPTIM_HD static float decode(uint32_t bits, float scale) { return expand(float8_decode(bits) * scale); }
     // The floor of 2^-54 keeps the smallest code's value a normal number.
     FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
         float scale = larger(divide(square_root(bits_float(absmax)), kFloat8Top), 5.551115123125783e-17f);
-        return block_scale(absmax, kSmallestExpAvgSq, scale, kTopNudge);
+        return block_scale(absmax, kSmallestExpAvgSq, scale, reciprocal(scale) * kTopNudge);
     }
-    FUSED_OPTIM_HD static Bits encode(float, float root, float inverse, uint32_t u) {
-        float x = clamp_top(root * inverse, kFloat8Top);
-        uint32_t code = (scaled_bits<120>(x) + (u >> 12)) >> 20;
-        return static_cast<Bits>(code == 0 && x > 0.0f ? 1u : code);
+    // The code before it is made at least 1 stands in bits 20 to 26.
+    FUSED_OPTIM_HD static uint32_t placed(float root, float inverse, uint32_t u) {
+        return scaled_bits<120>(clamp_top(root * inverse, kFloat8Top)) + (u >> 12);
+    }
+    FUSED_OPTIM_HD static uint32_t encode(float, float root, float inverse, uint32_t u) {
+        return at_least_one(placed(root, inverse, u) >> 20, root);
     }
 };
 
@@ -261,16 +264,17 @@ template <>
 struct ExpAvg<Format::kInt8> {
     static constexpr Format format = Format::kInt8;
     using Bits = int8_t;
-    FUSED_OPTIM_HD static float decode(uint32_t bits, float scale) {
-        float root = signed_byte(bits) * scale;
-        return root * fabsf(root);
-    }
+    FUSED_OPTIM_HD static float expand(float root) { return root * fabsf(root); }
+    FUSED_OPTIM_HD static float decode(uint32_t bits, float scale) { return expand(signed_byte(bits) * scale); }
     FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
-        return block_scale(absmax, kSmallestExpAvg, divide(square_root(bits_float(absmax)), 127.0f), 1.0f);
+        float scale = divide(square_root(bits_float(absmax)), 127.0f);
+        return block_scale(absmax, kSmallestExpAvg, scale, reciprocal(scale));
     }
-    FUSED_OPTIM_HD static Bits encode(float m, float inverse) {
-        float x = clamp_top(square_root(fabsf(m)) * inverse, 127.0f);
-        return static_cast<Bits>(nearest_code(copysignf(x, m)));
+    // The code stands in the low byte: 1.5 * 2^23 puts a float's last place at 1. The smallest normal number changes no
+    // code; it keeps 0 from the root.
+    FUSED_OPTIM_HD static uint32_t encode(float m, float inverse) {
+        float root = positive_square_root(fabsf(m) + kSmallestNormal);
+        return float_bits(fused(copysignf(root, m), inverse, 12582912.0f));
     }
 };
 
@@ -278,21 +282,24 @@ template <>
 struct ExpAvgSq<Format::kInt8> {
     static constexpr Format format = Format::kInt8;
     using Bits = uint8_t;
-    FUSED_OPTIM_HD static float decode(uint32_t bits, float scale) {
-        float root = unsigned_byte(bits) * scale;
+    FUSED_OPTIM_HD static float expand(float root) {
         float square = root * root;
         return square * square;
     }
-    // The floor of 2^-31 keeps the smallest code's value a normal number.
+    FUSED_OPTIM_HD static float decode(uint32_t bits, float scale) { return expand(unsigned_byte(bits) * scale); }
+    // The floor of 2^-31 keeps the smallest code's value a normal number. `inverse` maps the block's largest to 1.
     FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
-        float scale = larger(divide(square_root(square_root(bits_float(absmax))), 255.0f), 4.656612873077393e-10f);
-        return block_scale(absmax, kSmallestExpAvgSq, scale, kTopNudge);
+        float top = larger(square_root(square_root(bits_float(absmax))), 1.1874362826347351e-07f);
+        return block_scale(absmax, kSmallestExpAvgSq, divide(top, 255.0f), reciprocal(top) * kTopNudge);
     }
-    FUSED_OPTIM_HD static Bits encode(float, float root, float inverse, uint32_t u) {
-        float x = clamp_top(square_root(root) * inverse, 255.0f);
-        x = x > 0.0f ? larger(x, 1.0f) : x;
-        uint32_t fixed = float_bits(x + 256.0f) << 1;  // 16 fractional bits below the code
-        return static_cast<Bits>((fixed + (u >> 16)) >> 16);
+    // The code before it is made at least 1 stands in bits 15 to 22: the last place of 256 is 2^-15.
+    FUSED_OPTIM_HD static uint32_t placed(float root, float inverse, uint32_t u) {
+        float threshold = bits_float(0x43800000u + (u >> 17));
+        float x = clamp_one(positive_square_root(root) * inverse);  // of 0: 0, also by way of NaN
+        return float_bits(fused(x, 255.0f, threshold));
+    }
+    FUSED_OPTIM_HD static uint32_t encode(float, float root, float inverse, uint32_t u) {
+        return at_least_one((placed(root, inverse, u) >> 15) & 0xFFu, root);
     }
 };
 

@@ -16,8 +16,9 @@ struct Step {
 // `threads`: upper bound for the number of CPU threads.
 void launch_cpu(const Step& step, int threads);
 
-// Enqueues on `stream` of `device`; reads nothing back. `arrivals` is a device uint32 that is 0 between steps.
-// Throws std::runtime_error naming the kernel and the CUDA error.
-void launch_cuda(const Step& step, int device, uint64_t stream, uint64_t arrivals);
+// Enqueues on `stream` of `device`; reads nothing back. `workspace`: device memory of workspace_bytes(), which only
+// steps need whose hyperparameters lie on the device. Throws std::runtime_error naming the kernel and the CUDA error.
+void launch_cuda(const Step& step, int device, uint64_t stream, uint64_t workspace);
+size_t workspace_bytes(const Step& step);
 
 }  // namespace fused_optim

@@ -23,11 +23,12 @@ constexpr uint64_t kElementsPerThread = 65536;  // below this a thread costs mor
 UpdateRange* best_update_range() {
 #if defined(FUSED_OPTIM_X86_ISAS)
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl")) {
+    if (__builtin_cpu_supports("fma") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
         return update_range_avx512;
     }
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) return update_range_avx2;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("fma"))
+        return update_range_avx2;
 #endif
     return update_range_baseline;
 }

@@ -13,13 +13,13 @@ from fused_optim.backends import GroupWork, Hyper, ShardWork
 from fused_optim.formats import (
     GOLDEN_RATIO,
     MASK32,
-    PARAM_ROTATION,
     ROTATING,
-    SMALLEST_NORMAL,
     Master,
     decode_state,
     encode_state,
+    fused,
     join_remainder,
+    normal,
     rounding_bits,
     split_remainder,
     sqrt,
@@ -82,12 +82,11 @@ def update(grad: Tensor, param: Tensor, m: Tensor, v: Tensor, s: Scalars) -> tup
     """New (param, exp_avg, exp_avg_sq) of FP32 inputs; the update uses the moments before they are rounded."""
     grad = grad * s.grad_factor
     if s.l2_penalty != 0.0:
-        grad = grad + s.l2_penalty * param
-    m = s.beta1 * m + s.one_minus_beta1 * grad
-    v = s.beta2 * v + s.one_minus_beta2 * (grad * grad)
-    v = torch.where(v < SMALLEST_NORMAL, 0.0, v)
-    denominator = sqrt(v) * s.inverse_sqrt_correction2 + s.eps
-    return param * s.decay - s.step_size * (m / denominator), m, v
+        grad = fused(s.l2_penalty, param, grad)
+    m = fused(s.beta1, m, s.one_minus_beta1 * grad)
+    v = normal(fused(s.one_minus_beta2 * grad, grad, normal(s.beta2 * v)))
+    denominator = fused(sqrt(v), s.inverse_sqrt_correction2, s.eps)
+    return fused(-s.step_size, m / denominator, param * s.decay), m, v
 
 
 def _read_master(work: ShardWork) -> Tensor:
@@ -118,14 +117,13 @@ def _step_shard(work: ShardWork, s: Scalars) -> None:
     v = decode_state(work.exp_avg_sq, slots.scale("exp_avg_sq"), "exp_avg_sq", slots.exp_avg_sq, block)
     param, m, v = update(work.grad.float(), _read_master(work), m, v, s)
     elements = slots.geometry.global_indices(work.param.device)
-    state_u = rounding_bits(work.key, elements, s.rounding_offset)
-    param_u = rounding_bits(work.key, elements, s.rounding_offset, extra_rotation=PARAM_ROTATION)
+    u = rounding_bits(work.key, elements, s.rounding_offset)
     for name, target, value in (("exp_avg", work.exp_avg, m), ("exp_avg_sq", work.exp_avg_sq, v)):
-        bits, scale = encode_state(value, name, slots.format(name), block, state_u)
+        bits, scale = encode_state(value, name, slots.format(name), block, u)
         target.copy_(bits)
         if scale is not None:
             slots.scale(name).copy_(scale)
-    _write_master(work, param, param_u)
+    _write_master(work, param, u)
 
 
 @torch.no_grad()
