@@ -14,6 +14,7 @@ import platform
 import re
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -145,27 +146,23 @@ def measure(
     return {"device_ms": device_ms, "host_ms": host_ms, **sample}
 
 
-def run_workload(
-    contenders: Sequence[Contender], rounds: int, sample: Callable[[Contender], dict[str, Any]]
-) -> dict[str, dict[str, Any]]:
-    """Rounds interleave the contenders, every other one backwards, so that drifts of the machine hit all alike.
-
-    A contender that fails keeps its error, and is not tried again.
-    """
-    results: dict[str, dict[str, Any]] = {contender.name: {"rounds": []} for contender in contenders}
-    for number in range(rounds):
-        for contender in contenders[:: 1 - 2 * (number % 2)]:
-            kept = results[contender.name]
-            if "error" in kept:
-                continue
-            try:
-                kept["rounds"].append(sample(contender))
-            except Exception as error:  # a peer that fails must not hide the others' results
-                kept["error"] = f"{type(error).__name__}: {error}"[:300]
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-    return results
+def run_round(
+    contenders: Sequence[Contender], results: dict[str, dict[str, Any]], sample: Callable[[Contender], dict[str, Any]]
+) -> None:
+    """Adds one sample of each contender. One that fails keeps its error, and is not tried again."""
+    for contender in contenders:
+        kept = results.setdefault(contender.name, {"rounds": []})
+        if "error" in kept:
+            continue
+        try:
+            kept["rounds"].append(sample(contender))
+            outcome = f"{statistics.median(kept['rounds'][-1]['device_ms']):.3f} ms"
+        except Exception as error:  # a peer that fails must not hide the others' results
+            outcome = kept["error"] = f"{type(error).__name__}: {error}"[:300]
+        print(f"{contender.name}: {outcome}", file=sys.stderr, flush=True)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 # --- reporting --------------------------------------------------------------------------------------------------
@@ -230,6 +227,12 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def write(report: dict[str, Any], path: Path | None) -> None:
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=1) + "\n")
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -264,14 +267,15 @@ def main() -> None:
     for name in args.workloads:
         shapes, sharded = WORKLOADS[name](device), name in SHARDED
         sample = partial(measure, shapes=shapes, device=device, repeats=args.repeats, sharded=sharded)
-        results = run_workload(contenders, args.rounds, sample)
         numel = sum(torch.Size(shape).numel() for shape in shapes)
-        rows = [summarize(contender, results[contender.name], numel, bandwidth) for contender in contenders]
-        report["workloads"][name] = rows
+        results: dict[str, dict[str, Any]] = {}
+        for number in range(args.rounds):
+            # Every other round backwards, so that drifts of the machine hit all alike.
+            run_round(contenders[:: 1 - 2 * (number % 2)], results, sample)
+            rows = [summarize(contender, results[contender.name], numel, bandwidth) for contender in contenders]
+            report["workloads"][name] = rows
+            write(report, args.output)  # every time, since a peer may crash the process
         print(f"\n{name}: {len(shapes)} tensors, {numel:,} elements\n{table(rows)}", flush=True)
-        if args.output:  # after every workload: a later one may crash the process
-            args.output.parent.mkdir(parents=True, exist_ok=True)
-            args.output.write_text(json.dumps(report, indent=1) + "\n")
     if dist.is_initialized():
         dist.destroy_process_group()
 
