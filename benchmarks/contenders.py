@@ -22,95 +22,141 @@ class Contender:
 
     name: str
     dtype: torch.dtype  # of parameters and gradients
-    moved: float | None
+    moved: float
     build: Callable[[Sequence[Tensor]], Any]
     needs: tuple[str, ...] = field(default=())  # modules that must be importable
     cpu: bool = True
 
 
-def ours(name: str, moved: float, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Contender:
+FP32, BF16, FP16, FP8, INT8 = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
+
+
+def states(dtype: torch.dtype) -> dict[str, torch.dtype]:
+    return {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype}
+
+
+# --- ours -------------------------------------------------------------------------------------------------------
+
+SPLIT16: dict[str, Any] = {"store_param_remainders": True}
+SPLIT8: dict[str, Any] = {"store_param_remainders": True, "param_remainder_bits": 8}
+NO_MASTER: dict[str, Any] = {"master_weights": False}
+SCALES = 2 * 2 * 4 / 128  # of both moments: one FP32 scale per 128 elements, read and written
+
+
+def ours(name: str, moved: float, dtype: torch.dtype = BF16, **options: Any) -> Contender:
     return Contender(f"FusedAdamW {name}", dtype, moved, lambda params: FusedAdamW(params, **HYPER, **options))
 
 
-def _states(exp_avg: torch.dtype, exp_avg_sq: torch.dtype | None = None) -> dict[str, torch.dtype]:
-    return {"exp_avg_dtype": exp_avg, "exp_avg_sq_dtype": exp_avg_sq or exp_avg}
-
-
-def _torch_adamw(**options: Any) -> Callable[[Sequence[Tensor]], Any]:
-    return lambda params: torch.optim.AdamW(params, **HYPER, **options)
-
-
-def _imported(module: str, name: str, **options: Any) -> Callable[[Sequence[Tensor]], Any]:
-    return lambda params: getattr(importlib.import_module(module), name)(params, **HYPER, **options)
-
-
-FP32, BF16, FP8, INT8 = torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8
-SPLIT16 = {"store_param_remainders": True}
-SPLIT8 = {"store_param_remainders": True, "param_remainder_bits": 8}
-SCALE = 2 * 4 / 128  # one FP32 scale per 128 elements, read and written
-
 OURS = [
-    ours("FP32", 28.0, FP32),
-    ours("FP32 master, FP32 states", 28.0),
-    ours("FP32 master, BF16 states", 20.0, **_states(BF16)),
-    ours("FP32 master, FP8 states", 16.0 + 2 * SCALE, **_states(FP8)),
-    ours("FP32 master, int8 states", 16.0 + 2 * SCALE, **_states(INT8)),
-    ours("16-bit remainder, BF16 states", 18.0, **SPLIT16, **_states(BF16)),
-    ours("16-bit remainder, FP8 states", 14.0 + 2 * SCALE, **SPLIT16, **_states(FP8)),
-    ours("16-bit remainder, int8 states", 14.0 + 2 * SCALE, **SPLIT16, **_states(INT8)),
-    ours("8-bit remainder, FP8 states", 12.0 + 2 * SCALE, **SPLIT8, **_states(FP8)),
-    ours("8-bit remainder, int8 states", 12.0 + 2 * SCALE, **SPLIT8, **_states(INT8)),
-    ours("no master, int8 states", 10.0 + 2 * SCALE, master_weights=False, **_states(INT8)),
+    ours("FP32", 28, FP32),
+    ours("FP32 master, FP32 states", 28),
+    ours("FP32 master, BF16 states", 20, **states(BF16)),
+    ours("FP32 master, FP16 states", 20 + SCALES, **states(FP16)),
+    ours("FP32 master, FP8 states", 16 + SCALES, **states(FP8)),
+    ours("FP32 master, int8 states", 16 + SCALES, **states(INT8)),
+    ours("16-bit remainder, FP32 states", 26, **SPLIT16),
+    ours("16-bit remainder, BF16 states", 18, **SPLIT16, **states(BF16)),
+    ours("16-bit remainder, FP8 states", 14 + SCALES, **SPLIT16, **states(FP8)),
+    ours("16-bit remainder, int8 states", 14 + SCALES, **SPLIT16, **states(INT8)),
+    ours("8-bit remainder, BF16 states", 16, **SPLIT8, **states(BF16)),
+    ours("8-bit remainder, FP8 states", 12 + SCALES, **SPLIT8, **states(FP8)),
+    ours("8-bit remainder, int8 states", 12 + SCALES, **SPLIT8, **states(INT8)),
+    ours("no master, BF16 states", 14, **NO_MASTER, **states(BF16)),
+    ours("no master, FP8 states", 10 + SCALES, **NO_MASTER, **states(FP8)),
+    ours("no master, int8 states", 10 + SCALES, **NO_MASTER, **states(INT8)),
 ]
 
+
+# --- peers ------------------------------------------------------------------------------------------------------
+
+
+class MastersAround:
+    """What a training loop does by hand: torch's fused AdamW on FP32 copies of BF16 parameters."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self.params = list(params)
+        self.masters = [param.detach().float().requires_grad_() for param in self.params]
+        self.optimizer = torch.optim.AdamW(self.masters, fused=True, **HYPER)
+        self.state = self.optimizer.state
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for param, master in zip(self.params, self.masters):
+            master.grad = param.grad.float()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        torch._foreach_copy_(self.params, self.masters)
+
+
+class ApexMasters:
+    """Apex's kernel with FP32 masters, called directly: its FusedAdam leaves the masters of BF16 parameters unused."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self.params = [param.detach() for param in params]
+        self.grads = [param.grad for param in params]
+        self.masters = [param.float() for param in self.params]
+        self.exp_avgs = [torch.zeros_like(master) for master in self.masters]
+        self.exp_avg_sqs = [torch.zeros_like(master) for master in self.masters]
+        device = self.params[0].device
+        self.step_count = torch.zeros(1, dtype=torch.int32, device=device)
+        self.overflow = torch.zeros(1, dtype=torch.int32, device=device)
+        self.lr = torch.tensor(HYPER["lr"], dtype=FP32, device=device)
+        self.inverse_scale = torch.ones(1, device=device)
+        self.apply = importlib.import_module("apex.multi_tensor_apply").multi_tensor_applier
+        self.kernel = importlib.import_module("amp_C").multi_tensor_adam_capturable_master
+
+    def step(self) -> None:
+        self.step_count += 1
+        lists = [self.grads, self.params, self.exp_avgs, self.exp_avg_sqs, self.masters]
+        hyper = (self.lr, *HYPER["betas"], HYPER["eps"], self.step_count, 1, 1, HYPER["weight_decay"])
+        self.apply(self.kernel, self.overflow, lists, *hyper, self.inverse_scale)
+
+
+def torch_adamw(name: str, dtype: torch.dtype, moved: float, **options: Any) -> Contender:
+    return Contender(f"torch AdamW {name}", dtype, moved, lambda params: torch.optim.AdamW(params, **HYPER, **options))
+
+
+def peer(name: str, moved: float, path: str, *needs: str, dtype: torch.dtype = BF16, **options: Any) -> Contender:
+    """``path``: the class, as module:name. Imported only when it is built, since some peers import slowly."""
+    module, _, cls = path.partition(":")
+
+    def build(params: Sequence[Tensor]) -> Any:
+        return getattr(importlib.import_module(module), cls)(params, **HYPER, **options)
+
+    return Contender(name, dtype, moved, build, (module.partition(".")[0], *needs), cpu=False)
+
+
+def transformer_engine(name: str, moved: float, dtype: torch.dtype = BF16, **options: Any) -> Contender:
+    path = "transformer_engine.pytorch.optimizers:FusedAdam"
+    return peer(f"TransformerEngine {name}", moved, path, dtype=dtype, **options)
+
+
+MASTER: dict[str, Any] = {"master_weights": True}
+REMAINDERS: dict[str, Any] = {"master_weights": True, "store_param_remainders": True}
+TE_FP8 = torch.uint8  # TransformerEngine's spelling of its FP8 states
+GROUP_SCALES = 2 * 2 * 2 / 32  # FlashOptim's, of both moments: one FP16 scale per 32 elements
+
 PEERS = [
-    Contender("torch AdamW fused, FP32", FP32, 28.0, _torch_adamw(fused=True)),
-    Contender("torch AdamW foreach, FP32", FP32, 28.0, _torch_adamw(foreach=True)),
-    Contender("torch AdamW fused, BF16, no master", BF16, 14.0, _torch_adamw(fused=True)),
-    Contender(
-        "Apex FusedAdam, FP32",
-        FP32,
-        28.0,
-        _imported("apex.optimizers", "FusedAdam"),
-        ("apex", "amp_C"),
-        cpu=False,
-    ),
-    Contender(
-        "TransformerEngine FusedAdam, FP32 master, FP32 states",
-        BF16,
-        28.0,
-        _imported("transformer_engine.pytorch.optimizers", "FusedAdam", master_weights=True),
-        ("transformer_engine",),
-        cpu=False,
-    ),
-    Contender(
-        "TransformerEngine FusedAdam, FP32 master, BF16 states",
-        BF16,
-        20.0,
-        _imported("transformer_engine.pytorch.optimizers", "FusedAdam", master_weights=True, **_states(BF16)),
-        ("transformer_engine",),
-        cpu=False,
-    ),
-    Contender(
-        "TransformerEngine FusedAdam, FP32 master, FP8 states",
-        BF16,
-        16.0,
-        _imported("transformer_engine.pytorch.optimizers", "FusedAdam", master_weights=True, **_states(torch.uint8)),
-        ("transformer_engine",),
-        cpu=False,
-    ),
-    Contender(
-        "FlashAdamW, 24-bit master, 8-bit states",
-        BF16,
-        12.0,
-        _imported("flashoptim", "FlashAdamW", master_weight_bits=24),
-        ("flashoptim",),
-        cpu=False,
-    ),
-    Contender("torchao AdamW8bit", BF16, 10.0, _imported("torchao.optim", "AdamW8bit"), ("torchao",), cpu=False),
-    Contender(
-        "bitsandbytes AdamW8bit", BF16, 10.0, _imported("bitsandbytes.optim", "AdamW8bit"), ("bitsandbytes",), cpu=False
-    ),
+    torch_adamw("fused, FP32", FP32, 28, fused=True),
+    torch_adamw("foreach, FP32", FP32, 28, foreach=True),
+    torch_adamw("fused, BF16, no master", BF16, 14, fused=True),
+    Contender("torch AdamW fused around FP32 masters", BF16, 28, MastersAround),
+    peer("Apex FusedAdam, FP32", 28, "apex.optimizers:FusedAdam", "amp_C", dtype=FP32),
+    Contender("Apex capturable kernel, FP32 master", BF16, 28, ApexMasters, ("apex", "amp_C"), cpu=False),
+    transformer_engine("FP32", 28, FP32),
+    transformer_engine("FP32 master, FP32 states", 28, **MASTER),
+    transformer_engine("16-bit remainder, FP32 states", 26, **REMAINDERS),
+    transformer_engine("FP32 master, BF16 states", 20, **MASTER, **states(BF16)),
+    transformer_engine("16-bit remainder, BF16 states", 18, **REMAINDERS, **states(BF16)),
+    transformer_engine("FP32 master, FP16 states", 20, **MASTER, **states(FP16)),
+    transformer_engine("FP32 master, FP8 states", 16, **MASTER, **states(TE_FP8)),
+    transformer_engine("16-bit remainder, FP8 states", 14, **REMAINDERS, **states(TE_FP8)),
+    peer("FlashAdamW 24-bit master", 12 + GROUP_SCALES, "flashoptim:FlashAdamW", master_weight_bits=24),
+    peer("FlashAdamW 32-bit master", 14 + GROUP_SCALES, "flashoptim:FlashAdamW", master_weight_bits=32),
+    peer("torchao AdamW8bit, no master", 10 + 2 * 2 * 4 / 256, "torchao.optim:AdamW8bit"),
+    peer("torchao AdamWFp8, no master", 10 + 2 * 2 * 4 / 256, "torchao.optim:AdamWFp8"),
+    peer("torchao AdamW4bit, no master", 8 + 2 * 2 * 4 / 128, "torchao.optim:AdamW4bit"),
+    peer("bitsandbytes AdamW8bit, no master", 10 + 2 * 2 * 4 / 256, "bitsandbytes.optim:AdamW8bit"),
 ]
 
 
