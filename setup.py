@@ -252,9 +252,9 @@ class BuildEngines(build_ext):
         return {output: str(folder / Path(output).name) for output in self.get_outputs()} if self.inplace else {}
 
 
-headers = sorted(map(str, SOURCES.glob("*.h")))
+sources = sorted(map(str, SOURCES.iterdir()))  # of a source distribution
 extensions = [
-    Extension(f"{PACKAGE}._engine_{name}", [f"{SOURCES}/bindings.cpp", f"{SOURCES}/{kernels}"], depends=headers)
+    Extension(f"{PACKAGE}._engine_{name}", [f"{SOURCES}/bindings.cpp", f"{SOURCES}/{kernels}"], depends=sources)
     for name, kernels in {"cpu": "apply_cpu.cpp", "cuda": "apply_cuda.cu"}.items()
 ]
 setup(ext_modules=extensions, cmdclass={"build_ext": BuildEngines})

@@ -103,24 +103,35 @@ def measure(
         if grad is not None:
             _check(grad, index)
     shardings, by_device = _gather(params, [None if grad is None else _without_partial(grad) for grad in grads])
-    request = NormRequest(norm_type, max(len(shardings), 1), max_norm)
-    results = {device: power_sums(own.tensors, own.groups, request) for device, own in by_device.items() if own.tensors}
     home = next((local_tensor(t).device for t in (*grads, *params) if t is not None), torch.device("cpu"))
-    done = next((result for _, result in results.values()), None)
-    if done is not None and len(results) == 1 and not any(shardings):
-        norm, factor = done.unbind()
-    else:
-        sums = [sums.to(home) for sums, _ in results.values()]
-        sums = sums or [torch.zeros(request.group_count, dtype=torch.float64, device=home)]
-        values = _reduce(list(_combine(sums, norm_type).unbind()), list(shardings), norm_type)
-        norm = _norm(_combine(values, norm_type), norm_type)
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    norm, factor = _norm_and_factor(by_device, list(shardings) or [()], max_norm, norm_type, home)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"The total norm of order {norm_type} of the gradients is non-finite, so it cannot be clipped. "
             "To clip by the non-finite norm anyway, set error_if_nonfinite=False"
         )
-    return Clip(norm.to(home), {device: factor.to(device) for device in by_device})
+    return Clip(norm, {device: factor.to(device) for device in by_device})
+
+
+def _norm_and_factor(
+    by_device: dict[torch.device, Locals],
+    shardings: list[Sharding],
+    max_norm: float,
+    norm_type: float,
+    home: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """The norm over all ranks and the factor that clips it: float32 scalars on ``home``."""
+    request = NormRequest(norm_type, len(shardings), max_norm)
+    results = [power_sums(own.tensors, own.groups, request) for own in by_device.values() if own.tensors]
+    if len(results) == 1 and results[0][1] is not None and not any(shardings):
+        norm, factor = results[0][1].to(home).unbind()
+        return norm, factor
+    sums = [sums.to(home) for sums, _ in results]
+    if not sums:
+        sums = [torch.zeros(len(shardings), dtype=torch.float64, device=home)]
+    values = _reduce(list(_combine(sums, norm_type).unbind()), shardings, norm_type)
+    norm = _norm(_combine(values, norm_type), norm_type)
+    return norm, (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def _check(grad: Tensor, index: int) -> None:
@@ -156,12 +167,16 @@ def _gather(
                 known[key] = _sharding(placed)
             sharding = known[key]
         group = shardings.setdefault(sharding, len(shardings))
-        if grad is not None:
-            local = local_tensor(grad)
-            own = by_device.setdefault(local.device, Locals())
-            if local.numel():
-                own.tensors.append(local)
-                own.groups.append(group)
+        if grad is None:
+            continue
+        local = local_tensor(grad)
+        device = local.device
+        own = by_device.get(device)
+        if own is None:
+            own = by_device[device] = Locals()
+        if local.numel():
+            own.tensors.append(local)
+            own.groups.append(group)
     return shardings, by_device
 
 
