@@ -62,8 +62,10 @@ def plan_cpu(cxx: str) -> Engine:
     # Of an inline function that several objects hold, the linker keeps the first: so the one that runs on every
     # processor precedes the others.
     objects = {
-        "bindings": bindings("cpu", cxx, *defines),
+        "bindings": bindings("bindings", "cpu", cxx, *defines),
+        "bindings_norm": bindings("bindings_norm", "cpu", cxx, *defines),
         "launch": (SOURCES / "launch_cpu.cpp", [cxx, *CXX_FLAGS, *defines]),
+        "norm": (SOURCES / "norm_cpu.cpp", [cxx, *CXX_FLAGS]),
     }
     for isa, flags in isas.items():
         objects[isa] = SOURCES / "apply_cpu.cpp", [cxx, *CXX_FLAGS, *flags, f"-DFUSED_OPTIM_ISA={isa}"]
@@ -78,9 +80,12 @@ def plan_cuda(cxx: str) -> Engine:
     # Later GPUs run the newest architecture's PTX, which their driver compiles.
     codes += [f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
     include, library = cuda_folders(nvcc, cxx)
+    compile_kernels = [nvcc, f"-ccbin={cxx}", *NVCC_FLAGS, *codes]
     objects = {
-        "bindings": bindings("cuda", cxx, f"-isystem{include}"),
-        "kernels": (SOURCES / "apply_cuda.cu", [nvcc, f"-ccbin={cxx}", *NVCC_FLAGS, *codes]),
+        "bindings": bindings("bindings", "cuda", cxx, f"-isystem{include}"),
+        "bindings_norm": bindings("bindings_norm", "cuda", cxx, f"-isystem{include}"),
+        "kernels": (SOURCES / "apply_cuda.cu", compile_kernels),
+        "norm": (SOURCES / "norm_cuda.cu", compile_kernels),
     }
     release = re.findall(r"release ([\d.]+)", capture(nvcc, "--version"))
     # The static runtime imports without a driver, and beside whichever runtime torch brings.
@@ -91,10 +96,10 @@ def plan_cuda(cxx: str) -> Engine:
 PLANS = {"cpu": plan_cpu, "cuda": plan_cuda}
 
 
-def bindings(engine: str, cxx: str, *flags: str) -> tuple[Path, list[str]]:
+def bindings(name: str, engine: str, cxx: str, *flags: str) -> tuple[Path, list[str]]:
     defines = [f"-DFUSED_OPTIM_ENGINE_{engine.upper()}", f"-DFUSED_OPTIM_MODULE=_engine_{engine}"]
     includes = [f"-isystem{sysconfig.get_path('include')}", f"-isystem{pybind11_headers()}"]
-    return SOURCES / "bindings.cpp", [cxx, *CXX_FLAGS, *defines, *includes, *flags]
+    return SOURCES / f"{name}.cpp", [cxx, *CXX_FLAGS, *defines, *includes, *flags]
 
 
 def pybind11_headers() -> Path:
@@ -247,9 +252,9 @@ class BuildEngines(build_ext):
         return {output: str(folder / Path(output).name) for output in self.get_outputs()} if self.inplace else {}
 
 
-headers = sorted(map(str, SOURCES.glob("*.h")))
+sources = sorted(map(str, SOURCES.iterdir()))  # of a source distribution
 extensions = [
-    Extension(f"{PACKAGE}._engine_{name}", [f"{SOURCES}/bindings.cpp", f"{SOURCES}/{kernels}"], depends=headers)
+    Extension(f"{PACKAGE}._engine_{name}", [f"{SOURCES}/bindings.cpp", f"{SOURCES}/{kernels}"], depends=sources)
     for name, kernels in {"cpu": "apply_cpu.cpp", "cuda": "apply_cuda.cu"}.items()
 ]
 setup(ext_modules=extensions, cmdclass={"build_ext": BuildEngines})

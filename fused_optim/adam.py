@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from fused_optim import checkpoint
+from fused_optim import checkpoint, clip
 from fused_optim.backends import GroupWork, Hyper, ShardWork, run_step
 from fused_optim.dtensor import local_tensor, rewrap_like
 from fused_optim.formats import Master, rounding_key
@@ -127,6 +127,7 @@ class FusedAdam(Optimizer):
         self.checkpoint_format = checkpoint_format
         self.set_grad_none = True if set_grad_none is None else set_grad_none
         self._slots: dict[Tensor, Slots] = {}
+        self._grad_factors: dict[torch.device, Tensor] = {}  # of the next step, from clip_grad_norm_
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -166,6 +167,7 @@ class FusedAdam(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._grad_factors = {}
         if checkpoint.unscale not in self._optimizer_state_dict_post_hooks.values():
             self.register_state_dict_post_hook(checkpoint.unscale)
 
@@ -276,7 +278,8 @@ class FusedAdam(Optimizer):
     # --- step ---------------------------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Reset the gradients, ``decoupled_grad`` included where it is used."""
+        """Reset the gradients, ``decoupled_grad`` included where it is used, and drop the clipping of the next step."""
+        self._grad_factors = {}
         set_to_none = self.set_grad_none if set_to_none is None else set_to_none
         super().zero_grad(set_to_none=set_to_none)
         if not self.use_decoupled_grad:
@@ -287,6 +290,21 @@ class FusedAdam(Optimizer):
                 param.decoupled_grad = None
             elif grad is not None:
                 grad.zero_()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Clip the next step's gradients by their total norm over all shards, and return that norm.
+
+        As :func:`fused_optim.clip_grad_norm_` for all parameters of the optimizer, except that the gradients stay as
+        they are: the next ``step()`` multiplies them by ``min(1, max_norm / (norm + 1e-6))`` as it reads them, once. A
+        second call replaces the factor and ``zero_grad()`` drops it. With a GradScaler, call ``scaler.unscale_`` first:
+        the norm is that of the gradients as they are. Without host synchronisation unless ``error_if_nonfinite``.
+        """
+        attribute = "decoupled_grad" if self.use_decoupled_grad else "grad"
+        params = self._params()
+        grads = [getattr(param, attribute, None) for param in params]
+        measured = clip.measure(params, grads, max_norm, norm_type, error_if_nonfinite)
+        self._grad_factors = measured.factors
+        return measured.norm
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:

@@ -136,3 +136,42 @@ def test_engine_needs_a_group_first(name: str) -> None:
         engine.Step().add_group(**{**GROUP, "step": "one"})
     with pytest.raises(TypeError):
         engine.Step().add_shard(**{**SHARD, "numel": -1})
+
+
+GRADIENTS: dict[str, list[int]] = {"addresses": [64, 64], "numels": [8, 8], "types": [0, 1], "groups": [0, 0]}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"addresses": [64, 0]}, "gradient 1: expected an address"),
+        ({"addresses": [64, 65]}, "gradient 1: expected an address that is a multiple of the element's size"),
+        ({"numels": [1 << 48, 8]}, r"gradient 0: expected fewer than 2\^48 elements"),
+        ({"types": [0, 3]}, "gradient 1: expected a known element type"),
+        ({"groups": [16, 0]}, "gradient 0: expected a group below 16"),
+        ({"groups": [0]}, "expected lists of one length"),
+    ],
+    ids=str,
+)
+def test_engine_refuses_gradients(name: str, change: dict[str, list[int]], message: str) -> None:
+    engine = loaded(name)
+    with pytest.raises(ValueError, match=f"fused_optim: {message}"):
+        engine.Gradients(**{**GRADIENTS, **change})
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_engine_refuses_results(name: str) -> None:
+    engine = loaded(name)
+    where = {"cpu": {"threads": 1}, "cuda": {"device": 0, "stream": 0}}[name]
+    workspace = {"workspace": 64} if name == "cuda" else {}
+    norm: dict[str, Any] = {"infinity": False, "group_count": 1, "max_norm": 1.0, "sums": 64, "result": 64}
+    gradients = engine.Gradients(**{**GRADIENTS, "groups": [0, 1]})
+    for change in ({}, {"group_count": 0}, {"group_count": 17}):
+        with pytest.raises(ValueError, match="fused_optim: expected 1 to 16 groups, at least as many as the gradients"):
+            gradients.norm(**{**norm, **change}, **where, **workspace)
+    for change in ({"sums": 0}, {"result": 0}):
+        with pytest.raises(ValueError, match="fused_optim: expected addresses of the results"):
+            gradients.norm(**{**norm, "group_count": 2, **change}, **where, **workspace)
+    with pytest.raises(ValueError, match="fused_optim: expected the address of the factor"):
+        gradients.scale(factor=0, **where)

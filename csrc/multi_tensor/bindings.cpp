@@ -10,6 +10,10 @@
 namespace py = pybind11;
 using namespace fused_optim;
 
+namespace fused_optim {
+void register_gradients(py::module_& m);  // bindings_norm.cpp
+}
+
 namespace {
 
 void require(bool condition, size_t index, const char* expected) {
@@ -90,6 +94,7 @@ void add_shard(Step& step, uint64_t grad, uint64_t param, uint64_t master, uint6
 }  // namespace
 
 PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
+    register_gradients(m);
     py::class_<Step>(m, "Step", py::module_local(), "One step over the shards of one device: groups and their shards.")
         .def(py::init<>())
         .def("add_group", &add_group, py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),

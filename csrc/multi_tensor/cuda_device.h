@@ -1,0 +1,35 @@
+// What every launcher needs of the CUDA runtime: errors as exceptions, and the current device set and restored.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <stdexcept>
+#include <string>
+
+namespace fused_optim {
+
+inline void check_cuda(cudaError_t error, const char* kernel, int device) {
+    if (error == cudaSuccess) return;
+    cudaGetLastError();  // launch errors that are not sticky must not surface in somebody else's call
+    throw std::runtime_error(std::string("fused_optim: kernel ") + kernel + " on cuda:" + std::to_string(device) +
+                             ": " + cudaGetErrorName(error) + ": " + cudaGetErrorString(error));
+}
+
+class CudaDeviceGuard {
+public:
+    CudaDeviceGuard(const char* kernel, int device) : device_(device) {
+        check_cuda(cudaGetDevice(&previous_), kernel, device);
+        if (previous_ != device_) check_cuda(cudaSetDevice(device_), kernel, device);
+    }
+    ~CudaDeviceGuard() {
+        if (previous_ != device_) cudaSetDevice(previous_);
+    }
+    CudaDeviceGuard(const CudaDeviceGuard&) = delete;
+    CudaDeviceGuard& operator=(const CudaDeviceGuard&) = delete;
+
+private:
+    int device_;
+    int previous_ = 0;
+};
+
+}  // namespace fused_optim

@@ -1,0 +1,115 @@
+"""Norms and scaling of one device's local gradients, by that device's engine or, where there is none, by torch.
+
+Norms are accumulated in double precision and by group, because each group is reduced over ranks of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_optim.backends import backend_for, load_engine
+from fused_optim.formats import ELEMENT_TYPES
+
+ENGINE_NORMS = (2.0, math.inf)
+ENGINE_GROUPS = 16
+
+_workspaces: dict[tuple[torch.device, int], Tensor] = {}  # by CUDA device and stream; zero when new
+
+
+@dataclass(frozen=True)
+class NormRequest:
+    norm_type: float
+    group_count: int
+    max_norm: float
+
+
+def power_sums(tensors: list[Tensor], groups: list[int], request: NormRequest) -> tuple[Tensor, Tensor | None]:
+    """Of each group the sum of ``|x| ** norm_type``, or the largest ``|x|``: float64 of shape (group_count,).
+
+    The tensors are local and lie on one device. Second, where the engine computed it: the norm over all groups and the
+    clipping factor, float32 of shape (2,). The order of the sums depends on the tensors alone: equal inputs give equal
+    bits. Enqueued on the current stream; nothing is read back.
+    """
+    device = tensors[0].device
+    engine = _engine(tensors)
+    if engine is None or request.norm_type not in ENGINE_NORMS or request.group_count > ENGINE_GROUPS:
+        return _reference_sums(tensors, groups, request), None
+    contiguous = [tensor.contiguous() for tensor in tensors]
+    sums = torch.empty(request.group_count, dtype=torch.float64, device=device)
+    result = torch.empty(2, dtype=torch.float32, device=device)
+    where = _where(device)
+    if device.type == "cuda":
+        where["workspace"] = _workspace(engine, device, where["stream"])
+    _table(engine, contiguous, groups).norm(
+        infinity=request.norm_type == math.inf,
+        group_count=request.group_count,
+        max_norm=request.max_norm,
+        sums=sums.data_ptr(),
+        result=result.data_ptr(),
+        **where,
+    )
+    return sums, result
+
+
+def scale_(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply local tensors of one device in place by ``factor``: a float32 scalar there, read by the device alone.
+
+    Computed in float32 and rounded to nearest. Nothing is written where the factor is 1.
+    """
+    engine = _engine(tensors)
+    contiguous = [tensor for tensor in tensors if engine is not None and tensor.is_contiguous()]
+    if contiguous:
+        _table(engine, contiguous, [0] * len(contiguous)).scale(
+            factor=factor.data_ptr(), **_where(contiguous[0].device)
+        )
+        torch.autograd.graph.increment_version(contiguous)
+    for tensor in tensors:
+        if engine is None or not tensor.is_contiguous():
+            tensor.mul_(factor)
+
+
+def _engine(tensors: list[Tensor]) -> ModuleType | None:
+    backend = backend_for(tensors[0].device.type)
+    if backend == "torch" or any(tensor.dtype not in ELEMENT_TYPES for tensor in tensors):
+        return None
+    return load_engine(backend)[0]
+
+
+def _table(engine: ModuleType, tensors: list[Tensor], groups: list[int]) -> Any:
+    return engine.Gradients(
+        addresses=[tensor.data_ptr() for tensor in tensors],
+        numels=[tensor.numel() for tensor in tensors],
+        types=[ELEMENT_TYPES[tensor.dtype] for tensor in tensors],
+        groups=groups,
+    )
+
+
+def _where(device: torch.device) -> dict[str, int]:
+    if device.type == "cuda":
+        return {"device": device.index, "stream": torch.cuda.current_stream(device).cuda_stream}
+    return {"threads": torch.get_num_threads()}
+
+
+def _workspace(engine: ModuleType, device: torch.device, stream: int) -> int:
+    key = (device, stream)
+    if key not in _workspaces:
+        size = engine.norm_workspace_bytes(device.index)
+        _workspaces[key] = torch.zeros(size, dtype=torch.uint8, device=device)
+    return _workspaces[key].data_ptr()
+
+
+def _reference_sums(tensors: list[Tensor], groups: list[int], request: NormRequest) -> Tensor:
+    sums = torch.zeros(request.group_count, dtype=torch.float64, device=tensors[0].device)
+    for tensor, group in zip(tensors, groups, strict=True):
+        norm = torch.linalg.vector_norm(tensor, request.norm_type, dtype=torch.float64)
+        if request.norm_type == math.inf:
+            sums[group] = torch.maximum(sums[group], norm)
+        else:
+            sums[group] += norm.pow(request.norm_type)
+    return sums

@@ -1,0 +1,221 @@
+"""Clipping by the total gradient norm, for plain parameters and DTensors of any meshes, devices and placements.
+
+Every rank accumulates its local shards in one pass. DTensors are grouped by the process groups over which they are
+sharded, and one all-reduce per process group serves all of its parameters; replicas are counted once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from fused_optim.backends.gradients import NormRequest, power_sums, scale_
+from fused_optim.dtensor import local_tensor
+
+
+class Ranks(NamedTuple):
+    """The ranks over which a mesh dim shards, and the type of device on which they communicate."""
+
+    group: dist.ProcessGroup
+    device_type: str
+
+
+Sharding = tuple[Ranks, ...]
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scale ``.grad`` in place so that the norm over all of them is at most ``max_norm``, and return the norm before.
+
+    Signature and meaning of ``torch.nn.utils.clip_grad_norm_``: gradients are multiplied by
+    ``min(1, max_norm / (norm + 1e-6))``. Other than torch's, it takes plain tensors and DTensors of several meshes
+    together, and returns a plain float32 scalar, on the first gradient's device: the norm over the shards of all ranks,
+    accumulated in float64 and the same on each of them. It is a collective over the DTensors' meshes. Infinite and
+    2-norms take two kernel launches per device, and nothing is read back.
+
+    Args:
+        parameters: tensors whose gradients are clipped; float32, bfloat16 and float16 gradients by the engines, other
+            floating types by torch. Gradients may be missing, and local shards empty.
+        max_norm: largest norm of the result.
+        norm_type: any positive number, or ``inf``.
+        error_if_nonfinite: raise where the norm is infinite or NaN. Reads it back from the device.
+        foreach: has no effect.
+
+    Raises:
+        RuntimeError: for sparse gradients, and as above; the gradients are unchanged then.
+        TypeError: for gradients that are not of a floating type.
+        ValueError: for another norm_type.
+    """
+    params = [parameters] if isinstance(parameters, Tensor) else list(dict.fromkeys(parameters))
+    grads = [param.grad for param in params]
+    clip = measure(params, grads, max_norm, norm_type, error_if_nonfinite)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        if grad is not None and local_tensor(grad).numel():
+            by_device.setdefault(local_tensor(grad).device, []).append(local_tensor(grad))
+    for device, tensors in by_device.items():
+        scale_(tensors, clip.factors[device])
+    return clip.norm
+
+
+@dataclass
+class Clip:
+    """A total norm and the factors that clip it: float32 scalars; a factor for each device that has gradients."""
+
+    norm: Tensor
+    factors: dict[torch.device, Tensor]
+
+
+@dataclass
+class Locals:
+    """The local gradients of one device that are not empty, each with the number of its sharding."""
+
+    tensors: list[Tensor] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)
+
+
+@torch.no_grad()
+def measure(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Clip:
+    """The norm of ``grads`` over all ranks; arguments, errors and collectives of :func:`clip_grad_norm_`."""
+    max_norm, norm_type = float(max_norm), float(norm_type)
+    if not norm_type > 0.0:
+        raise ValueError(f"norm_type: expected a positive number or inf, got {norm_type}")
+    for index, grad in enumerate(grads):
+        if grad is not None:
+            _check(grad, index)
+    shardings, by_device = _gather(params, [None if grad is None else _without_partial(grad) for grad in grads])
+    home = next((local_tensor(t).device for t in (*grads, *params) if t is not None), torch.device("cpu"))
+    norm, factor = _norm_and_factor(by_device, list(shardings) or [()], max_norm, norm_type, home)
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} of the gradients is non-finite, so it cannot be clipped. "
+            "To clip by the non-finite norm anyway, set error_if_nonfinite=False"
+        )
+    return Clip(norm, {device: factor.to(device) for device in by_device})
+
+
+def _norm_and_factor(
+    by_device: dict[torch.device, Locals],
+    shardings: list[Sharding],
+    max_norm: float,
+    norm_type: float,
+    home: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """The norm over all ranks and the factor that clips it: float32 scalars on ``home``."""
+    request = NormRequest(norm_type, len(shardings), max_norm)
+    results = [power_sums(own.tensors, own.groups, request) for own in by_device.values() if own.tensors]
+    if len(results) == 1 and results[0][1] is not None and not any(shardings):
+        norm, factor = results[0][1].to(home).unbind()
+        return norm, factor
+    sums = [sums.to(home) for sums, _ in results]
+    if not sums:
+        sums = [torch.zeros(len(shardings), dtype=torch.float64, device=home)]
+    values = _reduce(list(_combine(sums, norm_type).unbind()), shardings, norm_type)
+    norm = _norm(_combine(values, norm_type), norm_type)
+    return norm, (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def _check(grad: Tensor, index: int) -> None:
+    if grad.layout != torch.strided:
+        raise RuntimeError(f"gradient {index} is sparse ({grad.layout}): use a dense gradient")
+    if not grad.is_floating_point():
+        raise TypeError(f"gradient {index}: expected a floating type, got {grad.dtype}")
+
+
+def _without_partial(grad: Tensor) -> Tensor:
+    """The norm of a sum is not that of its parts: they are summed first."""
+    if not isinstance(grad, DTensor) or not any(placement.is_partial() for placement in grad.placements):
+        return grad
+    return grad.redistribute(placements=[Replicate() if p.is_partial() else p for p in grad.placements])
+
+
+def _gather(
+    params: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> tuple[dict[Sharding, int], dict[torch.device, Locals]]:
+    """The shardings, numbered, and the local gradients by device.
+
+    A parameter without a gradient still counts as a sharding, so that ranks where it has one do not wait for this one.
+    """
+    shardings: dict[Sharding, int] = {}
+    by_device: dict[torch.device, Locals] = {}
+    known: dict[object, Sharding] = {}
+    for param, grad in zip(params, grads, strict=True):
+        placed = param if grad is None else grad
+        sharding: Sharding = ()
+        if isinstance(placed, DTensor):
+            key = (placed.device_mesh, placed.placements)
+            if key not in known:
+                known[key] = _sharding(placed)
+            sharding = known[key]
+        group = shardings.setdefault(sharding, len(shardings))
+        if grad is None:
+            continue
+        local = local_tensor(grad)
+        device = local.device
+        own = by_device.get(device)
+        if own is None:
+            own = by_device[device] = Locals()
+        if local.numel():
+            own.tensors.append(local)
+            own.groups.append(group)
+    return shardings, by_device
+
+
+def _sharding(tensor: DTensor) -> Sharding:
+    mesh = tensor.device_mesh
+    return tuple(
+        Ranks(mesh.get_group(dim), mesh.device_type)
+        for dim, placement in enumerate(tensor.placements)
+        if not placement.is_replicate() and mesh.size(dim) > 1
+    )
+
+
+def _reduce(values: list[Tensor], shardings: list[Sharding], norm_type: float) -> list[Tensor]:
+    """Every sharding's sum, or maximum, over its ranks: one all-reduce per process group. Replaces the values."""
+    for ranks in dict.fromkeys(ranks for sharding in shardings for ranks in sharding):
+        members = [i for i, sharding in enumerate(shardings) if ranks in sharding]
+        home = values[members[0]].device
+        part = torch.stack([values[i] for i in members])
+        if home.type != ranks.device_type:  # offloaded gradients
+            part = part.to(ranks.device_type)
+        if norm_type == math.inf:
+            # As integers the bits of magnitudes compare as the magnitudes do, and NaN, which a maximum of floats may
+            # drop, exceeds all.
+            dist.all_reduce(part.abs_().view(torch.int64), dist.ReduceOp.MAX, group=ranks.group)
+        else:
+            dist.all_reduce(part, group=ranks.group)
+        for i, value in zip(members, part.to(home).unbind(), strict=True):
+            values[i] = value
+    return values
+
+
+def _combine(values: list[Tensor], norm_type: float) -> Tensor:
+    if len(values) == 1:
+        return values[0]
+    return torch.stack(values).amax(0) if norm_type == math.inf else torch.stack(values).sum(0)
+
+
+def _norm(total: Tensor, norm_type: float) -> Tensor:
+    """The norm in float32 of a sum of powers, or of a maximum."""
+    if norm_type == math.inf:
+        return total.float()
+    return (total.sqrt() if norm_type == 2.0 else total.pow(1.0 / norm_type)).float()
