@@ -1,0 +1,188 @@
+// The shards of one device from step to step: their addresses are taken anew before each step, and whatever is not
+// as it was when Python checked it is reported, so that Python checks it again.
+#pragma once
+
+#include <array>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "exchange.h"
+#include "launch.h"
+
+namespace fused_optim {
+
+namespace py = pybind11;
+
+struct Names {
+    py::str exp_avg = intern("exp_avg"), exp_avg_sq = intern("exp_avg_sq"), master = intern("master_param");
+    py::str local = intern("_local_tensor"), spec = intern("_spec"), mesh = intern("mesh");
+    py::str placements = intern("placements"), meta = intern("tensor_meta"), shape = intern("shape");
+
+    static py::str intern(const char* name) { return py::reinterpret_steal<py::str>(PyUnicode_InternFromString(name)); }
+};
+
+inline py::object attribute(PyObject* object, PyObject* name) {
+    py::object value = py::reinterpret_steal<py::object>(PyObject_GetAttr(object, name));
+    if (!value) PyErr_Clear();
+    return value;
+}
+
+class Plan {
+public:
+    // `groups`: the param group of each shard, ascending. No Python object but types is kept: Python keeps what is
+    // watched, where the garbage collector sees it.
+    Plan(const std::vector<uint32_t>& groups, size_t group_count, TensorReader reader, py::object dtensor_type)
+        : reader_(reader), dtensor_type_(dtensor_type), rows_(groups.size()) {
+        if (!std::is_sorted(groups.begin(), groups.end()) || (!groups.empty() && groups.back() >= group_count)) {
+            throw std::invalid_argument("fused_optim: shards are ordered by param group");
+        }
+        for (size_t i = 0; i < groups.size(); ++i) rows_[i].shard.group = groups[i];
+        step_.groups.resize(group_count);
+    }
+
+    // Takes the gradients, `param.<name>`, and the addresses of all shards that have one. Returns the numbers of those
+    // that are not as they were at `watch`, which Python has to set again. `watched`: see `watch`.
+    std::vector<size_t> refresh(py::list watched, py::str name) {
+        if (watched.size() != rows_.size()) throw std::invalid_argument("fused_optim: one watched tuple per shard");
+        std::vector<size_t> stale;
+        for (size_t i = 0; i < rows_.size(); ++i) {
+            PyObject* tuple = PyList_GET_ITEM(watched.ptr(), static_cast<Py_ssize_t>(i));
+            py::object grad = attribute(PyTuple_GET_ITEM(tuple, 0), name.ptr());
+            rows_[i].has_gradient = grad && !grad.is_none();
+            if (rows_[i].has_gradient && !refresh(rows_[i], tuple, grad.ptr())) stale.push_back(i);
+        }
+        return stale;
+    }
+
+    // Remembers what shard `i` is like now. `tuple`: (param, its DTensorSpec or None, its dict of states, exp_avg,
+    // exp_avg_sq, master or None).
+    void watch(size_t i, py::tuple tuple) {
+        Row& row = rows_.at(i);
+        PyObject* param = tuple[0].ptr();
+        bool sharded = !tuple[1].is_none();
+        const std::array<PyObject*, kTensors> tensors = {param, tuple[3].ptr(), tuple[4].ptr(), tuple[5].ptr()};
+        row.watched = true;
+        for (int t = 0; t < kTensors; ++t) {
+            DLTensor tensor;
+            if (tensors[t] == Py_None) continue;
+            row.watched &= read_local(tensors[t], sharded, tensor) && is_contiguous(tensor);
+            if (!row.watched) return;
+            row.layouts[t] = Layout(tensor);
+        }
+    }
+
+    // It has a gradient, and is stale in every later step that gives it one, until `watch`.
+    void set_shard(size_t i, Shard shard) {
+        Row& row = rows_.at(i);
+        shard.group = row.shard.group;
+        row.shard = shard;
+        row.watched = false;
+    }
+
+    Hyper& group(size_t i) { return step_.groups.at(i); }
+
+    std::vector<bool> updated() const {
+        std::vector<bool> updated;
+        for (const Row& row : rows_) updated.push_back(row.has_gradient);
+        return updated;
+    }
+
+    // The shards that have something to do.
+    const Step& step() {
+        step_.shards.clear();
+        for (const Row& row : rows_) {
+            if (row.has_gradient && row.shard.numel) step_.shards.push_back(row.shard);
+        }
+        return step_;
+    }
+
+private:
+    enum { kParam, kExpAvg, kExpAvgSq, kMaster, kTensors };
+
+    struct Row {
+        Shard shard{};
+        bool has_gradient = false;
+        bool watched = false;
+        std::array<Layout, kTensors> layouts;
+    };
+
+    bool read_local(PyObject* object, bool sharded, DLTensor& out) const {
+        if (!sharded) return reader_.read(object, out);
+        py::object local = attribute(object, names_.local.ptr());
+        return local && reader_.is_plain(local.ptr()) && reader_.read(local.ptr(), out);
+    }
+
+    bool refresh(Row& row, PyObject* tuple, PyObject* grad) const {
+        if (!row.watched) return false;
+        PyObject* param = PyTuple_GET_ITEM(tuple, 0);
+        PyObject* spec = PyTuple_GET_ITEM(tuple, 1);
+        const bool sharded = spec != Py_None;
+        if (sharded && attribute(param, names_.spec.ptr()).ptr() != spec) return false;
+        DLTensor tensor;
+        if (!read_local(param, sharded, tensor) || !row.layouts[kParam].fits(tensor)) return false;
+        row.shard.param = address(tensor);
+        return refresh_state(row, kExpAvg, tuple, names_.exp_avg, sharded, row.shard.exp_avg) &&
+               refresh_state(row, kExpAvgSq, tuple, names_.exp_avg_sq, sharded, row.shard.exp_avg_sq) &&
+               refresh_state(row, kMaster, tuple, names_.master, sharded, row.shard.master) &&
+               refresh_gradient(row, spec, grad);
+    }
+
+    bool refresh_state(const Row& row, int which, PyObject* tuple, const py::str& name, bool sharded,
+                       uint64_t& target) const {
+        PyObject* expected = PyTuple_GET_ITEM(tuple, 2 + which);
+        if (expected == Py_None) return true;
+        if (PyDict_GetItemWithError(PyTuple_GET_ITEM(tuple, 2), name.ptr()) != expected) return PyErr_Clear(), false;
+        DLTensor tensor;
+        if (!read_local(expected, sharded, tensor) || !row.layouts[which].fits(tensor)) return false;
+        target = address(tensor);
+        return true;
+    }
+
+    bool refresh_gradient(Row& row, PyObject* spec, PyObject* grad) const {
+        DLTensor tensor;
+        const bool sharded = spec != Py_None;
+        if (sharded) {
+            if (reinterpret_cast<PyObject*>(Py_TYPE(grad)) != dtensor_type_.ptr()) return false;
+            if (!is_placed_as(spec, attribute(grad, names_.spec.ptr()))) return false;
+        } else if (!reader_.is_plain(grad)) {
+            return false;
+        }
+        if (!read_local(grad, sharded, tensor) || !row.layouts[kParam].has_place_of(tensor)) return false;
+        row.shard.grad = address(tensor);
+        return element_type(tensor.type, row.shard.grad_type) && (row.shard.grad || !row.shard.numel);
+    }
+
+    static bool element_type(DLDataType type, Element& out) {
+        constexpr uint8_t kFloat = 2, kBfloat = 4;  // DLPack's
+        if (type == DLDataType{kFloat, 32, 1}) return out = Element::kFloat32, true;
+        if (type == DLDataType{kBfloat, 16, 1}) return out = Element::kBFloat16, true;
+        if (type == DLDataType{kFloat, 16, 1}) return out = Element::kFloat16, true;
+        return false;
+    }
+
+    // Same mesh, placements and global shape. FSDP2 gives gradients their parameter's own DTensorSpec.
+    bool is_placed_as(PyObject* spec, const py::object& other) const {
+        if (other.ptr() == spec) return true;
+        if (!other) return false;
+        return equal(spec, other.ptr(), names_.mesh) && equal(spec, other.ptr(), names_.placements) &&
+               equal(attribute(spec, names_.meta.ptr()).ptr(), attribute(other.ptr(), names_.meta.ptr()).ptr(),
+                     names_.shape);
+    }
+
+    static bool equal(PyObject* a, PyObject* b, const py::str& name) {
+        if (!a || !b) return false;
+        py::object left = attribute(a, name.ptr()), right = attribute(b, name.ptr());
+        int same = left && right ? PyObject_RichCompareBool(left.ptr(), right.ptr(), Py_EQ) : 0;
+        if (same < 0) PyErr_Clear();
+        return same == 1;
+    }
+
+    Names names_;
+    TensorReader reader_;
+    py::object dtensor_type_;
+    std::vector<Row> rows_;
+    Step step_;
+};
+
+}  // namespace fused_optim
