@@ -18,7 +18,6 @@ from fused_optim.formats import Master
 from fused_optim.plan import Plan, check_capturable, placed_as
 from fused_optim.scalars import DeviceScalars, host_lr, is_capturing, on_device
 from fused_optim.state import (
-    MASTER,
     MOMENTS,
     Slots,
     create_slots,
@@ -74,9 +73,9 @@ class FusedAdam(Optimizer):
         ValueError, TypeError: for hyperparameters or parameters that cannot be used; nothing has been changed then.
         NotImplementedError: for ``checkpoint_format="native"``.
 
-    Works with ``torch.amp.GradScaler``: gradients are unscaled within the update, and a step with an overflow is skipped
-    without the host knowing. From then on ``param_group["step"]`` counts skipped steps too until ``state_dict()`` brings
-    it up to date; the same holds for replayed steps. On the CPU it is always right. A value written to it is obeyed.
+    Works with ``torch.amp.GradScaler``: gradients are unscaled within the update, and on GPUs a step with an overflow is
+    skipped without the host knowing. So ``param_group["step"]`` counts skipped steps too, and replays of a CUDA graph
+    not at all, until ``state_dict()`` brings it up to date. Another value written to it is obeyed by the next step.
     """
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler sets grad_scale and found_inf

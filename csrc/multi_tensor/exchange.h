@@ -3,6 +3,7 @@
 #pragma once
 
 #include <pybind11/pybind11.h>
+#include <structmember.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -87,20 +88,33 @@ private:
     int (*to_tensor_)(void*, DLTensor*) = nullptr;
 };
 
-// What a tensor must be like to take the place of one that was checked.
-struct Layout {
-    DLDevice device{};
-    DLDataType type{};
-    std::vector<int64_t> shape;
-
-    Layout() = default;
-    explicit Layout(const DLTensor& t) : device(t.device), type(t.type), shape(t.shape, t.shape + t.dims) {}
-
-    bool has_place_of(const DLTensor& t) const {
-        return t.device == device && static_cast<size_t>(t.dims) == shape.size() &&
-               std::equal(shape.begin(), shape.end(), t.shape) && is_contiguous(t);
+// An attribute in a slot, such as DTensor._local_tensor, read without the way through the interpreter where possible.
+class Slot {
+public:
+    Slot(const pybind11::object& type, const char* name)
+        : type_(type), name_(pybind11::reinterpret_steal<pybind11::object>(PyUnicode_InternFromString(name))) {
+        pybind11::object member = pybind11::getattr(type, name, pybind11::none());
+        if (!PyObject_TypeCheck(member.ptr(), &PyMemberDescr_Type)) return;
+        offset_ = reinterpret_cast<PyMemberDescrObject*>(member.ptr())->d_member->offset;
     }
-    bool fits(const DLTensor& t) const { return t.type == type && has_place_of(t); }
+
+    // Null if there is none. `object` is exactly of the type.
+    pybind11::object get(PyObject* object) const {
+        if (offset_ > 0) return pybind11::reinterpret_borrow<pybind11::object>(peek(object));
+        auto value = pybind11::reinterpret_steal<pybind11::object>(PyObject_GetAttr(object, name_.ptr()));
+        if (!value) PyErr_Clear();
+        return value;
+    }
+
+    // Null where it cannot be had at once, and for other types.
+    PyObject* peek(PyObject* object) const {
+        if (offset_ == 0 || reinterpret_cast<PyObject*>(Py_TYPE(object)) != type_.ptr()) return nullptr;
+        return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset_);
+    }
+
+private:
+    pybind11::object type_, name_;
+    Py_ssize_t offset_ = 0;
 };
 
 }  // namespace fused_optim

@@ -16,8 +16,8 @@ namespace py = pybind11;
 
 struct Names {
     py::str exp_avg = intern("exp_avg"), exp_avg_sq = intern("exp_avg_sq"), master = intern("master_param");
-    py::str local = intern("_local_tensor"), spec = intern("_spec"), mesh = intern("mesh");
-    py::str placements = intern("placements"), meta = intern("tensor_meta"), shape = intern("shape");
+    py::str mesh = intern("mesh"), placements = intern("placements"), meta = intern("tensor_meta"),
+            shape = intern("shape");
 
     static py::str intern(const char* name) { return py::reinterpret_steal<py::str>(PyUnicode_InternFromString(name)); }
 };
@@ -33,7 +33,11 @@ public:
     // `groups`: the param group of each shard, ascending. No Python object but types is kept: Python keeps what is
     // watched, where the garbage collector sees it.
     Plan(const std::vector<uint32_t>& groups, size_t group_count, TensorReader reader, py::object dtensor_type)
-        : reader_(reader), dtensor_type_(dtensor_type), rows_(groups.size()) {
+        : reader_(reader),
+          dtensor_type_(dtensor_type),
+          local_(dtensor_type, "_local_tensor"),
+          spec_(dtensor_type, "_spec"),
+          rows_(groups.size()) {
         if (!std::is_sorted(groups.begin(), groups.end()) || (!groups.empty() && groups.back() >= group_count)) {
             throw std::invalid_argument("fused_optim: shards are ordered by param group");
         }
@@ -47,6 +51,7 @@ public:
         if (watched.size() != rows_.size()) throw std::invalid_argument("fused_optim: one watched tuple per shard");
         std::vector<size_t> stale;
         for (size_t i = 0; i < rows_.size(); ++i) {
+            prefetch(watched.ptr(), i);
             PyObject* tuple = PyList_GET_ITEM(watched.ptr(), static_cast<Py_ssize_t>(i));
             py::object grad = attribute(PyTuple_GET_ITEM(tuple, 0), name.ptr());
             rows_[i].has_gradient = grad && !grad.is_none();
@@ -62,14 +67,19 @@ public:
         PyObject* param = tuple[0].ptr();
         bool sharded = !tuple[1].is_none();
         const std::array<PyObject*, kTensors> tensors = {param, tuple[3].ptr(), tuple[4].ptr(), tuple[5].ptr()};
-        row.watched = true;
+        row.watched = false;
         for (int t = 0; t < kTensors; ++t) {
             DLTensor tensor;
             if (tensors[t] == Py_None) continue;
-            row.watched &= read_local(tensors[t], sharded, tensor) && is_contiguous(tensor);
-            if (!row.watched) return;
-            row.layouts[t] = Layout(tensor);
+            if (!read_local(tensors[t], sharded, tensor)) return;
+            if (t == kParam) {
+                row.device = tensor.device;
+                row.shape.assign(tensor.shape, tensor.shape + tensor.dims);
+            }
+            if (!row.has_form_of(tensor)) return;
+            row.types[t] = tensor.type;
         }
+        row.watched = true;
     }
 
     // It has a gradient, and is stale in every later step that gives it one, until `watch`.
@@ -104,12 +114,41 @@ private:
         Shard shard{};
         bool has_gradient = false;
         bool watched = false;
-        std::array<Layout, kTensors> layouts;
+        // What parameter, states and gradient must be like to take the places of those that were checked.
+        DLDevice device{};
+        std::array<DLDataType, kTensors> types{};
+        std::vector<int64_t> shape;
+
+        bool has_form_of(const DLTensor& t) const {
+            return t.device == device && static_cast<size_t>(t.dims) == shape.size() &&
+                   std::equal(shape.begin(), shape.end(), t.shape) && is_contiguous(t);
+        }
     };
+
+    // Thousands of parameters' objects lie all over memory: waiting for one after the other would take most of the
+    // time. So what later iterations read is fetched ahead, from tuples to DTensors to local tensors to what these
+    // point to.
+    void prefetch(PyObject* watched, size_t i) const {
+        constexpr int kTensorsInTuple[] = {0, 3, 4};
+        auto tuple = [&](size_t ahead) {
+            size_t last = rows_.size() - 1;
+            return PyList_GET_ITEM(watched, static_cast<Py_ssize_t>(std::min(i + ahead, last)));
+        };
+        __builtin_prefetch(tuple(8));
+        __builtin_prefetch(&PyTuple_GET_ITEM(tuple(8), 5));
+        __builtin_prefetch(&rows_[std::min(i + 6, rows_.size() - 1)]);
+        for (int t : kTensorsInTuple) {
+            __builtin_prefetch(PyTuple_GET_ITEM(tuple(6), t));
+            __builtin_prefetch(local_.peek(PyTuple_GET_ITEM(tuple(4), t)));
+            auto local = reinterpret_cast<void* const*>(local_.peek(PyTuple_GET_ITEM(tuple(2), t)));
+            if (local) __builtin_prefetch(local[sizeof(PyObject) / sizeof(void*)]);
+        }
+    }
 
     bool read_local(PyObject* object, bool sharded, DLTensor& out) const {
         if (!sharded) return reader_.read(object, out);
-        py::object local = attribute(object, names_.local.ptr());
+        if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != dtensor_type_.ptr()) return false;
+        py::object local = local_.get(object);
         return local && reader_.is_plain(local.ptr()) && reader_.read(local.ptr(), out);
     }
 
@@ -118,9 +157,10 @@ private:
         PyObject* param = PyTuple_GET_ITEM(tuple, 0);
         PyObject* spec = PyTuple_GET_ITEM(tuple, 1);
         const bool sharded = spec != Py_None;
-        if (sharded && attribute(param, names_.spec.ptr()).ptr() != spec) return false;
+        if (sharded && spec_.get(param).ptr() != spec) return false;
         DLTensor tensor;
-        if (!read_local(param, sharded, tensor) || !row.layouts[kParam].fits(tensor)) return false;
+        if (!read_local(param, sharded, tensor) || !row.has_form_of(tensor) || !(tensor.type == row.types[kParam]))
+            return false;
         row.shard.param = address(tensor);
         return refresh_state(row, kExpAvg, tuple, names_.exp_avg, sharded, row.shard.exp_avg) &&
                refresh_state(row, kExpAvgSq, tuple, names_.exp_avg_sq, sharded, row.shard.exp_avg_sq) &&
@@ -134,7 +174,8 @@ private:
         if (expected == Py_None) return true;
         if (PyDict_GetItemWithError(PyTuple_GET_ITEM(tuple, 2), name.ptr()) != expected) return PyErr_Clear(), false;
         DLTensor tensor;
-        if (!read_local(expected, sharded, tensor) || !row.layouts[which].fits(tensor)) return false;
+        if (!read_local(expected, sharded, tensor) || !row.has_form_of(tensor) || !(tensor.type == row.types[which]))
+            return false;
         target = address(tensor);
         return true;
     }
@@ -143,12 +184,11 @@ private:
         DLTensor tensor;
         const bool sharded = spec != Py_None;
         if (sharded) {
-            if (reinterpret_cast<PyObject*>(Py_TYPE(grad)) != dtensor_type_.ptr()) return false;
-            if (!is_placed_as(spec, attribute(grad, names_.spec.ptr()))) return false;
-        } else if (!reader_.is_plain(grad)) {
+            if (!read_local(grad, sharded, tensor) || !is_placed_as(spec, spec_.get(grad))) return false;
+        } else if (!reader_.is_plain(grad) || !reader_.read(grad, tensor)) {
             return false;
         }
-        if (!read_local(grad, sharded, tensor) || !row.layouts[kParam].has_place_of(tensor)) return false;
+        if (!row.has_form_of(tensor)) return false;
         row.shard.grad = address(tensor);
         return element_type(tensor.type, row.shard.grad_type) && (row.shard.grad || !row.shard.numel);
     }
@@ -181,6 +221,7 @@ private:
     Names names_;
     TensorReader reader_;
     py::object dtensor_type_;
+    Slot local_, spec_;
     std::vector<Row> rows_;
     Step step_;
 };
