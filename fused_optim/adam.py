@@ -73,9 +73,10 @@ class FusedAdam(Optimizer):
         ValueError, TypeError: for hyperparameters or parameters that cannot be used; nothing has been changed then.
         NotImplementedError: for ``checkpoint_format="native"``.
 
-    Works with ``torch.amp.GradScaler``: gradients are unscaled within the update, and on GPUs a step with an overflow is
-    skipped without the host knowing. So ``param_group["step"]`` counts skipped steps too, and replays of a CUDA graph
-    not at all, until ``state_dict()`` brings it up to date. Another value written to it is obeyed by the next step.
+    Works with ``torch.amp.GradScaler``: gradients are unscaled within the update, and on GPUs a step with an overflow
+    is skipped without the host knowing. So ``param_group["step"]`` counts skipped steps too, and replays of a CUDA
+    graph not at all, until ``state_dict()`` brings it up to date. A value written to it that differs from the one it
+    shows is obeyed by the next step that is called.
     """
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler sets grad_scale and found_inf

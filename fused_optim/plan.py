@@ -156,7 +156,7 @@ class Plan:
 
     def run(self, hypers: Callable[[torch.device], list[Hyper]], arrivals: dict[torch.device, Tensor]) -> None:
         """Update what has a gradient; ``hypers`` gives the param groups' hyperparameters on a device."""
-        updated = [w[0] for part in self._parts for w, u in zip(part.watched, part.shards.updated(), strict=True) if u]
+        updated = [param for part in self._parts for param in part.shards.updated(part.watched)]
         per_device = [hypers(part.device) for part in self._parts]
         for part, on_device in zip(self._parts, per_device, strict=True):
             part.shards.run(on_device, arrivals.get(part.device))

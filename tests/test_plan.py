@@ -5,7 +5,6 @@ Each case changes something in a trained optimizer and in its twin, whose plan i
 
 from __future__ import annotations
 
-import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -359,14 +358,13 @@ def test_usual_steps_check_nothing_again(pair: tuple[Trainer, Trainer], monkeypa
 
 
 def test_optimizers_are_collected() -> None:
-    """Although a parameter's hook refers to the optimizer that holds the parameter."""
+    """The plan refers to parameters and states where the garbage collector sees it."""
     trainer = Trainer(lambda x: x, FORMAT["float32"], MASTER["float32"])
     optimizer = trainer.optimizer
-    hook = functools.partial(lambda optimizer, _: None, optimizer)
-    trainer.params[0].register_post_accumulate_grad_hook(hook)
+    optimizer.state[trainer.params[0]]["optimizer"] = optimizer
     trainer.train(1)
     reference = weakref.ref(trainer.params[1])
-    del trainer, optimizer, hook
+    del trainer, optimizer
     gc.collect()
     assert reference() is None
 

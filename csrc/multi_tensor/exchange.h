@@ -108,7 +108,7 @@ public:
 
     // Null where it cannot be had at once, and for other types.
     PyObject* peek(PyObject* object) const {
-        if (offset_ == 0 || reinterpret_cast<PyObject*>(Py_TYPE(object)) != type_.ptr()) return nullptr;
+        if (offset_ == 0 || !object || reinterpret_cast<PyObject*>(Py_TYPE(object)) != type_.ptr()) return nullptr;
         return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset_);
     }
 

@@ -49,13 +49,13 @@ public:
     // that are not as they were at `watch`, which Python has to set again. `watched`: see `watch`.
     std::vector<size_t> refresh(py::list watched, py::str name) {
         if (watched.size() != rows_.size()) throw std::invalid_argument("fused_optim: one watched tuple per shard");
+        const std::vector<py::object> grads = gradients(watched.ptr(), name.ptr());
         std::vector<size_t> stale;
         for (size_t i = 0; i < rows_.size(); ++i) {
-            prefetch(watched.ptr(), i);
-            PyObject* tuple = PyList_GET_ITEM(watched.ptr(), static_cast<Py_ssize_t>(i));
-            py::object grad = attribute(PyTuple_GET_ITEM(tuple, 0), name.ptr());
-            rows_[i].has_gradient = grad && !grad.is_none();
-            if (rows_[i].has_gradient && !refresh(rows_[i], tuple, grad.ptr())) stale.push_back(i);
+            prefetch(watched.ptr(), grads, i);
+            rows_[i].has_gradient = grads[i] && !grads[i].is_none();
+            if (!rows_[i].has_gradient) continue;
+            if (!refresh(rows_[i], item(watched.ptr(), i), grads[i].ptr())) stale.push_back(i);
         }
         return stale;
     }
@@ -92,10 +92,13 @@ public:
 
     Hyper& group(size_t i) { return step_.groups.at(i); }
 
-    std::vector<bool> updated() const {
-        std::vector<bool> updated;
-        for (const Row& row : rows_) updated.push_back(row.has_gradient);
-        return updated;
+    // The parameters that have a gradient.
+    py::list updated(py::list watched) const {
+        py::list params;
+        for (size_t i = 0; i < rows_.size(); ++i) {
+            if (rows_[i].has_gradient) params.append(py::handle(PyTuple_GET_ITEM(item(watched.ptr(), i), 0)));
+        }
+        return params;
     }
 
     // The shards that have something to do.
@@ -125,24 +128,38 @@ private:
         }
     };
 
-    // Thousands of parameters' objects lie all over memory: waiting for one after the other would take most of the
-    // time. So what later iterations read is fetched ahead, from tuples to DTensors to local tensors to what these
-    // point to.
-    void prefetch(PyObject* watched, size_t i) const {
-        constexpr int kTensorsInTuple[] = {0, 3, 4};
-        auto tuple = [&](size_t ahead) {
-            size_t last = rows_.size() - 1;
-            return PyList_GET_ITEM(watched, static_cast<Py_ssize_t>(std::min(i + ahead, last)));
-        };
-        __builtin_prefetch(tuple(8));
-        __builtin_prefetch(&PyTuple_GET_ITEM(tuple(8), 5));
-        __builtin_prefetch(&rows_[std::min(i + 6, rows_.size() - 1)]);
-        for (int t : kTensorsInTuple) {
-            __builtin_prefetch(PyTuple_GET_ITEM(tuple(6), t));
-            __builtin_prefetch(local_.peek(PyTuple_GET_ITEM(tuple(4), t)));
-            auto local = reinterpret_cast<void* const*>(local_.peek(PyTuple_GET_ITEM(tuple(2), t)));
-            if (local) __builtin_prefetch(local[sizeof(PyObject) / sizeof(void*)]);
+    static PyObject* item(PyObject* list, size_t i) { return PyList_GET_ITEM(list, static_cast<Py_ssize_t>(i)); }
+
+    std::vector<py::object> gradients(PyObject* watched, PyObject* name) const {
+        std::vector<py::object> grads(rows_.size());
+        for (size_t i = 0; i < rows_.size(); ++i) {
+            prefetch_body(PyTuple_GET_ITEM(item(watched, ahead(i, 4)), 0));
+            grads[i] = attribute(PyTuple_GET_ITEM(item(watched, i), 0), name);
         }
+        return grads;
+    }
+
+    size_t ahead(size_t i, size_t distance) const { return std::min(i + distance, rows_.size() - 1); }
+
+    // What an object's first field points to: of a tensor's, torch's own tensor.
+    static void prefetch_body(PyObject* object) {
+        if (object) __builtin_prefetch(reinterpret_cast<void* const*>(object)[sizeof(PyObject) / sizeof(void*)]);
+    }
+
+    // Thousands of parameters' objects lie all over memory: waiting for one after the other would take most of the
+    // time. So what later iterations read is fetched ahead, from tuples to DTensors to local tensors to their bodies.
+    void prefetch(PyObject* watched, const std::vector<py::object>& grads, size_t i) const {
+        const size_t far = ahead(i, 6), middle = ahead(i, 4), near = ahead(i, 2);
+        auto tensors = [&](size_t row) {
+            PyObject* tuple = item(watched, row);
+            return std::array<PyObject*, 4>{PyTuple_GET_ITEM(tuple, 0), PyTuple_GET_ITEM(tuple, 3),
+                                            PyTuple_GET_ITEM(tuple, 4), grads[row].ptr()};
+        };
+        __builtin_prefetch(item(watched, ahead(i, 8)));
+        __builtin_prefetch(&rows_[far]);
+        for (PyObject* tensor : tensors(far)) __builtin_prefetch(tensor);
+        for (PyObject* tensor : tensors(middle)) __builtin_prefetch(local_.peek(tensor));
+        for (PyObject* tensor : tensors(near)) prefetch_body(local_.peek(tensor));
     }
 
     bool read_local(PyObject* object, bool sharded, DLTensor& out) const {

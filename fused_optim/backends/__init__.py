@@ -73,8 +73,8 @@ class Shards(Protocol):
     def set(self, shard: int, work: ShardWork, watched: tuple[Any, ...] | None) -> None:
         """Describe a shard for this step, and with ``watched`` for later ones, as long as nothing else changes."""
 
-    def updated(self) -> list[bool]:
-        """Which shards have a gradient in this step."""
+    def updated(self, watched: list[tuple[Any, ...]]) -> list[Tensor]:
+        """The parameters that have a gradient in this step."""
 
     def run(self, hypers: list[Hyper], arrivals: Tensor | None) -> None:
         """Update them. ``arrivals``: a device's int32 that is 0 between steps, needed where ``steps_done`` is given."""
@@ -141,8 +141,8 @@ class ReferenceShards:
     def set(self, shard: int, work: ShardWork, watched: tuple[Any, ...] | None) -> None:
         self._work[shard] = work
 
-    def updated(self) -> list[bool]:
-        return [i in self._work for i in range(len(self._groups))]
+    def updated(self, watched: list[tuple[Any, ...]]) -> list[Tensor]:
+        return [watched[i][0] for i in self._work]
 
     def run(self, hypers: list[Hyper], arrivals: Tensor | None) -> None:
         from fused_optim.backends import torch_reference

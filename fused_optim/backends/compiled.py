@@ -60,8 +60,8 @@ class CompiledShards:
         if watched is not None:
             self._plan.watch(shard, watched)
 
-    def updated(self) -> list[bool]:
-        return self._plan.updated()
+    def updated(self, watched: list[tuple[Any, ...]]) -> list[Tensor]:
+        return self._plan.updated(watched)
 
     def run(self, hypers: list[Hyper], arrivals: Tensor | None) -> None:
         for group, h in enumerate(hypers):
