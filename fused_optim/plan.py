@@ -22,7 +22,7 @@ from fused_optim.backends import Hyper, Shards, ShardWork, backend_for, shards_o
 from fused_optim.dtensor import local_tensor
 from fused_optim.formats import rounding_key
 from fused_optim.state import MASTER, Slots, state_dtypes
-from fused_optim.validate import check_states, check_update
+from fused_optim.validate import check_states, check_update, describe
 
 
 @dataclass
@@ -135,6 +135,9 @@ class Plan:
         name = self._names[index]
         check_update(param, getattr(param, attribute), index, name)
         check_states(param, states, state_dtypes(self._slots[index]), index, name)
+        if local_tensor(param).numel() != self._slots[index].geometry.numel:
+            created = self._slots[index].geometry.numel
+            raise ValueError(f"{describe(param, index, name)}: its states were created for {created} local elements")
 
     def _set(self, part: _Part, i: int, attribute: str) -> None:
         index, (param, _, states, *_) = part.indices[i], part.watched[i]

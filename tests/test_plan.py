@@ -308,8 +308,18 @@ def wrong_gradient_shape(t: Trainer) -> None:
     t.params[1].decoupled_grad = torch.zeros(7, 5)
 
 
+def other_shape(t: Trainer) -> None:
+    """Of the parameter and all of its states; their scales and geometry are another's."""
+    param = t.params[1]
+    param.grad = None
+    param.data = torch.ones(6, 7)
+    param.decoupled_grad = torch.ones(6, 7)
+    t.optimizer.state[param] |= {name: torch.zeros(6, 7) for name in ("exp_avg", "exp_avg_sq")}
+
+
 @pytest.mark.parametrize(
-    "change", [wrong_state_dtype, wrong_state_device, removed_state, wrong_gradient_device, wrong_gradient_shape]
+    "change",
+    [other_shape, wrong_state_dtype, wrong_state_device, removed_state, wrong_gradient_device, wrong_gradient_shape],
 )
 def test_refused_before_anything_is_changed(change: Callable[[Trainer], None]) -> None:
     trainer = Trainer(lambda x: x, FORMAT["float32"], MASTER["float32"])
@@ -320,7 +330,7 @@ def test_refused_before_anything_is_changed(change: Callable[[Trainer], None]) -
     change(trainer)
     before = [param.detach().clone() for param in trainer.params]
     for _ in range(2):
-        with pytest.raises((TypeError, ValueError), match=r"parameter 1 \(shape \(5, 7\)"):
+        with pytest.raises((TypeError, ValueError), match=r"parameter 1 \(shape \([56], 7\)"):
             trainer.optimizer.step()
     assert trainer.optimizer.param_groups[0]["step"] == 2
     assert all(torch.equal(a, b) for a, b in zip(trainer.params, before, strict=True))

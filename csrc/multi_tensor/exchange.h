@@ -64,11 +64,11 @@ inline uint64_t address(const DLTensor& tensor) { return reinterpret_cast<uint64
 
 class TensorReader {
 public:
-    // `capsule`: torch.Tensor.__dlpack_c_exchange_api__; None, or another major version: nothing can be read.
+    // `capsule`: torch.Tensor.__dlpack_c_exchange_api__; of anything else, or another major version, nothing is read.
     TensorReader(pybind11::object capsule, pybind11::object tensor_type) : tensor_type_(tensor_type) {
-        if (capsule.is_none()) return;
-        auto* api = static_cast<DLPackExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
-        if (api == nullptr) throw pybind11::error_already_set();
+        constexpr const char* name = "dlpack_exchange_api";
+        if (!PyCapsule_IsValid(capsule.ptr(), name)) return;
+        auto* api = static_cast<DLPackExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), name));
         if (api->major == 1) to_tensor_ = api->to_tensor;
     }
 

@@ -2,6 +2,7 @@
 // as it was when Python checked it is reported, so that Python checks it again.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <stdexcept>
 #include <string>
@@ -123,7 +124,7 @@ private:
         std::vector<int64_t> shape;
 
         bool has_form_of(const DLTensor& t) const {
-            return t.device == device && static_cast<size_t>(t.dims) == shape.size() &&
+            return (t.data || !shard.numel) && t.device == device && static_cast<size_t>(t.dims) == shape.size() &&
                    std::equal(shape.begin(), shape.end(), t.shape) && is_contiguous(t);
         }
     };
@@ -207,7 +208,7 @@ private:
         }
         if (!row.has_form_of(tensor)) return false;
         row.shard.grad = address(tensor);
-        return element_type(tensor.type, row.shard.grad_type) && (row.shard.grad || !row.shard.numel);
+        return element_type(tensor.type, row.shard.grad_type);
     }
 
     static bool element_type(DLDataType type, Element& out) {
