@@ -367,6 +367,17 @@ def test_usual_steps_check_nothing_again(pair: tuple[Trainer, Trainer], monkeypa
     assert set_again == []
 
 
+def test_without_the_exchange_api(pair: tuple[Trainer, Trainer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of older releases of torch: slower, and the same."""
+    first, second = pair
+    monkeypatch.delattr(Tensor, "__dlpack_c_exchange_api__")
+    first.optimizer._plan = None
+    for trainer in pair:
+        trainer.train(2)
+    for actual, expected in zip(first.everything(), second.everything(), strict=True):
+        assert torch.equal(actual, expected)
+
+
 def test_optimizers_are_collected() -> None:
     """The plan refers to parameters and states where the garbage collector sees it."""
     trainer = Trainer(lambda x: x, FORMAT["float32"], MASTER["float32"])
