@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from fused_optim import checkpoint
 from fused_optim.amp import amp_scalars
 from fused_optim.backends import Hyper
+from fused_optim.backends.compiled import load_kernels
 from fused_optim.dtensor import local_tensor, rewrap_like
 from fused_optim.formats import Master
 from fused_optim.plan import Plan, check_capturable, placed_as
@@ -216,9 +217,16 @@ class FusedAdam(Optimizer):
                 if (param is None or p is param) and not self._has_states(p):
                     self._create(p, group, remainders)
         if param is None and self.capturable and not is_capturing():
-            devices = {local_tensor(p).device for p in self._params()}
-            if any(device.type == "cuda" for device in devices):
-                self._scalars.prepare(devices, self.param_groups, capturing=False)
+            self._prepare_capture()
+
+    def _prepare_capture(self) -> None:
+        """What a captured step cannot do itself."""
+        devices = {local_tensor(param).device for param in self._params()}
+        gpus = [device for device in devices if device.type == "cuda"]
+        if gpus:
+            self._scalars.prepare(devices, self.param_groups, capturing=False)
+        for device in gpus:
+            load_kernels(device)
 
     def _create(self, param: Tensor, group: dict[str, Any], remainders: bool) -> None:
         kind = master_kind(param, self.master_weights, self.param_remainder_bits if remainders else None)

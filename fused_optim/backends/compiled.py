@@ -17,6 +17,14 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
+def load_kernels(device: torch.device) -> None:
+    """Load the CUDA engine's kernels with a step of nothing: a later CUDA graph capture is no time for it."""
+    engine, _ = load_engine("cuda")
+    if engine is not None:
+        stream = torch.cuda.current_stream(device).cuda_stream
+        engine.Plan([], 0, None, Tensor, DTensor).launch(device.index, stream)
+
+
 class CompiledShards:
     """The shards of one device in the ``cpu`` or ``cuda`` engine, which looks for changes itself (``plan.h``)."""
 
