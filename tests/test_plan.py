@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -408,15 +407,3 @@ def test_numbers_of_other_types() -> None:
         p.grad = torch.ones(3)
         FusedAdam([p], lr=lr, eps=numpy.float64(1e-8)).step()
     assert torch.equal(param, other)
-
-
-@pytest.mark.parametrize("name", ["grad_type", "param_type", "master_kind", "exp_avg_format", "exp_avg_sq_format"])
-@pytest.mark.parametrize("number", [-1, 5, 256, 257])
-def test_engines_check_numbers_before_they_are_cut(name: str, number: int, engine: str) -> None:
-    shards = compiled.CompiledShards(torch.device(engine, 0), engine, [0], 1)
-    arguments: dict[str, Any] = {key: 1 for key in ("grad", "param", "exp_avg", "exp_avg_sq", "scales", "master")}
-    arguments |= {"numel": 1, "offset": 0, "inner_local": 1, "inner_global": 1, "key": 0, "block_log2": 7}
-    arguments |= {"grad_type": 0, "param_type": 0, "master_kind": 0, "exp_avg_format": 0, "exp_avg_sq_format": 0}
-    shards._plan.set_shard(0, **arguments)
-    with pytest.raises(ValueError, match="shard 0: expected a known"):
-        shards._plan.set_shard(0, **{**arguments, name: number})
