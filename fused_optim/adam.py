@@ -8,15 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from fused_optim import checkpoint, clip
-from fused_optim.backends import GroupWork, Hyper, ShardWork, run_step
+from fused_optim.amp import amp_scalars
+from fused_optim.backends import Hyper
+from fused_optim.backends.compiled import load_kernels
 from fused_optim.dtensor import local_tensor, rewrap_like
-from fused_optim.formats import Master, rounding_key
+from fused_optim.formats import Master
+from fused_optim.plan import Plan, check_capturable, placed_as
+from fused_optim.scalars import DeviceScalars, host_lr, is_capturing, on_device
 from fused_optim.state import (
-    MASTER,
     MOMENTS,
     Slots,
     create_slots,
@@ -25,19 +27,16 @@ from fused_optim.state import (
     read_master,
     read_moment,
     state_bytes,
-    state_dtypes,
     write_master,
     write_moment,
 )
 from fused_optim.synthetic import all_gradients_zero, announce_failure
-from fused_optim.validate import (
-    check_grad,
-    check_hyperparameters,
-    check_local_shapes,
-    check_param,
-    check_states,
-    describe,
-)
+from fused_optim.validate import check_hyperparameters, check_param, check_update, describe
+
+
+def _pull_steps(optimizer: FusedAdam) -> None:
+    """A hook of ``state_dict()``: brings ``param_group["step"]`` up to date."""
+    optimizer._scalars.pull(optimizer.param_groups)
 
 
 class FusedAdam(Optimizer):
@@ -57,7 +56,11 @@ class FusedAdam(Optimizer):
         bias_correction: divide the moments by ``1 - beta ** step``.
         adam_w_mode: True for AdamW, False for torch.optim.Adam's L2 penalty.
         maximize: ascend instead of descend.
-        capturable: not implemented yet.
+        capturable: ``step()`` can be captured into a CUDA graph, after one warm-up step or ``initialize_state()``. The
+            step counters are on the devices then. A replay uses the learning rate that a tensor ``lr`` on the GPU has
+            at that time; a float ``lr`` is copied to the GPU by ``step()`` and ``initialize_state()`` outside of
+            captures, so replays use the value of the last one of these. All other hyperparameters, and which
+            parameters have gradients, are those of the capture. No effect on parameters on the CPU.
         master_weights: keep an FP32 master of parameters that are not FP32.
         master_weight_dtype: only ``torch.float32``.
         store_param_remainders: keep only the bits that a BF16 parameter lacks instead of a whole FP32 master.
@@ -74,8 +77,15 @@ class FusedAdam(Optimizer):
 
     Raises:
         ValueError, TypeError: for hyperparameters or parameters that cannot be used; nothing has been changed then.
-        NotImplementedError: for the options named above.
+        NotImplementedError: for ``checkpoint_format="native"``.
+
+    Works with ``torch.amp.GradScaler``: gradients are unscaled within the update, and on GPUs a step with an overflow
+    is skipped without the host knowing. So ``param_group["step"]`` counts skipped steps too, and replays of a CUDA
+    graph not at all, until ``state_dict()`` brings it up to date. A value written to it that differs from the one it
+    shows is obeyed by the next step that is called.
     """
+
+    _step_supports_amp_scaling = True  # torch.amp.GradScaler sets grad_scale and found_inf
 
     def __init__(
         self,
@@ -115,19 +125,18 @@ class FusedAdam(Optimizer):
             raise ValueError(f"checkpoint_format: expected 'unscaled' or 'native', got {checkpoint_format!r}")
         if checkpoint_format == "native":
             raise NotImplementedError("checkpoint_format='native' is not implemented yet; use 'unscaled'")
-        if capturable:
-            raise NotImplementedError("capturable=True (CUDA graphs) is not implemented yet; use capturable=False")
         self.master_weights = master_weights
         self.store_param_remainders = store_param_remainders
         self.param_remainder_bits = param_remainder_bits
         self.adam_w_mode = adam_w_mode
         self.stochastic_rounding = stochastic_rounding
+        self.capturable = capturable
         self.seed = int(seed)
         self.use_decoupled_grad = use_decoupled_grad
         self.checkpoint_format = checkpoint_format
         self.set_grad_none = True if set_grad_none is None else set_grad_none
         self._slots: dict[Tensor, Slots] = {}
-        self._grad_factors: dict[torch.device, Tensor] = {}  # of the next step, from clip_grad_norm_
+        self._start_anew()
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -142,7 +151,21 @@ class FusedAdam(Optimizer):
         }
         check_hyperparameters(defaults)
         super().__init__(params, defaults)
-        self.register_state_dict_post_hook(checkpoint.unscale)
+        self._register_hooks()
+
+    def _register_hooks(self) -> None:
+        """Once, also in an optimizer that was copied together with its hooks."""
+        if _pull_steps not in self._optimizer_state_dict_pre_hooks.values():
+            self.register_state_dict_pre_hook(_pull_steps)
+        if checkpoint.unscale not in self._optimizer_state_dict_post_hooks.values():
+            self.register_state_dict_post_hook(checkpoint.unscale)
+
+    def _start_anew(self) -> None:
+        """What is not copied with the optimizer."""
+        self._plan: Plan | None = None
+        self._scalars = DeviceScalars()
+        # FP32 scalars that the gradients are multiplied by in the next step: deferred clipping.
+        self._grad_factors: dict[torch.device, Tensor] = {}
 
     # --- param groups and pickling ------------------------------------------------------------------------------
 
@@ -161,15 +184,22 @@ class FusedAdam(Optimizer):
             raise
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("master_weights", "store_param_remainders", "param_remainder_bits", "adam_w_mode", "stochastic_rounding")
+        self._scalars.pull(self.param_groups)
+        own = (
+            "capturable",
+            "master_weights",
+            "store_param_remainders",
+            "param_remainder_bits",
+            "adam_w_mode",
+            "stochastic_rounding",
+        )
         own += ("seed", "use_decoupled_grad", "checkpoint_format", "set_grad_none", "_slots")
         return {**super().__getstate__(), **{key: self.__dict__[key] for key in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._grad_factors = {}
-        if checkpoint.unscale not in self._optimizer_state_dict_post_hooks.values():
-            self.register_state_dict_post_hook(checkpoint.unscale)
+        self._start_anew()
+        self._register_hooks()
 
     def _params(self) -> list[Tensor]:
         return list(chain.from_iterable(group["params"] for group in self.param_groups))
@@ -197,6 +227,18 @@ class FusedAdam(Optimizer):
             for p in group["params"]:
                 if (param is None or p is param) and not self._has_states(p):
                     self._create(p, group, remainders)
+        if param is None and self.capturable and not is_capturing():
+            self._prepare_capture()
+
+    def _prepare_capture(self) -> None:
+        """What a captured step cannot do itself."""
+        devices = {local_tensor(param).device for param in self._params()}
+        gpus = [device for device in devices if device.type == "cuda"]
+        if gpus:
+            self._scalars.prepare(devices, self.param_groups, capturing=False)
+            self._scalars.workspaces(devices, self.param_groups)
+        for device in gpus:
+            load_kernels(device)
 
     def _create(self, param: Tensor, group: dict[str, Any], remainders: bool) -> None:
         kind = master_kind(param, self.master_weights, self.param_remainder_bits if remainders else None)
@@ -279,9 +321,9 @@ class FusedAdam(Optimizer):
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Reset the gradients, ``decoupled_grad`` included where it is used, and drop the clipping of the next step."""
-        self._grad_factors = {}
         set_to_none = self.set_grad_none if set_to_none is None else set_to_none
         super().zero_grad(set_to_none=set_to_none)
+        self._grad_factors.clear()
         if not self.use_decoupled_grad:
             return
         for param in self._params():
@@ -299,9 +341,8 @@ class FusedAdam(Optimizer):
         second call replaces the factor and ``zero_grad()`` drops it. With a GradScaler, call ``scaler.unscale_`` first:
         the norm is that of the gradients as they are. Without host synchronisation unless ``error_if_nonfinite``.
         """
-        attribute = "decoupled_grad" if self.use_decoupled_grad else "grad"
         params = self._params()
-        grads = [getattr(param, attribute, None) for param in params]
+        grads = [getattr(param, self._grad_attribute(), None) for param in params]
         measured = clip.measure(params, grads, max_norm, norm_type, error_if_nonfinite)
         self._grad_factors = measured.factors
         return measured.norm
@@ -310,77 +351,114 @@ class FusedAdam(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update every parameter that has a gradient. Returns the closure's value.
 
+        ``step(grad_scaler=scaler)`` is the same as ``scaler.step(optimizer)``, as in TransformerEngine and Apex.
+
         A first step whose gradients are all zero, on every rank, creates the states and changes nothing else.
-        Raises before anything is changed for gradients that do not fit their parameters.
+        Raises before anything is changed for gradients that do not fit their parameters, and RuntimeError for what a
+        CUDA graph that is being captured cannot hold.
         """
-        if kwargs.pop("grad_scaler", None) is not None:
-            raise NotImplementedError("step(grad_scaler=...) is not implemented yet; use grad_scaler.step(optimizer)")
+        scaler = kwargs.pop("grad_scaler", None)
         if kwargs:
             raise TypeError(f"step() got unexpected arguments: {', '.join(kwargs)}")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        first = not any(self.state.values())
+        capturing = is_capturing()
+        if capturing:
+            self._check_capture()
+        if any(self.state.values()) or not self._is_synthetic():
+            self._update(self._refreshed_plan(), scaler, capturing)
+        else:
+            self.initialize_state()
+        self._grad_factors.clear()
+        return loss
+
+    def _check_capture(self) -> None:
+        if not self.capturable:
+            raise RuntimeError("CUDA graph capture of step() needs FusedAdam(..., capturable=True)")
+        for index, (param, name) in enumerate(zip(self._params(), self._names(), strict=True)):
+            if not self._has_states(param):
+                hint = "run one warm-up step or initialize_state() before capture"
+                raise RuntimeError(f"CUDA graph capture: {describe(param, index, name)} has no states yet; {hint}")
+
+    def _is_synthetic(self) -> bool:
+        """Whether this first step is to create states only; tells the other ranks where a gradient is refused."""
         try:
             grads = self._checked_grads()
         except Exception:
-            if first:
-                announce_failure(self._params())
+            announce_failure(self._params())
             raise
-        if first and all_gradients_zero(self._params(), grads.values()):
-            self.initialize_state()
-            return loss
-        self.initialize_state()
-        copies: list[tuple[Tensor, Tensor]] = []
-        run_step(self._plan(grads, copies))
-        for group in self.param_groups:
-            group["step"] = int(group["step"]) + 1
-        for target, source in copies:
-            target.copy_(source)
-        if grads:
-            torch.autograd.graph.increment_version(list(grads))
-        return loss
+        return all_gradients_zero(self._params(), grads)
 
-    def _checked_grads(self) -> dict[Tensor, Tensor]:
-        """The gradients by parameter, all checked, placed as their parameters are."""
-        attribute = "decoupled_grad" if self.use_decoupled_grad else "grad"
-        grads: dict[Tensor, Tensor] = {}
-        numbered = zip(self._params(), self._names(), strict=True)
+    def _check_groups(self) -> None:
         for group in self.param_groups:
             check_hyperparameters(group)
-        for index, (param, name) in enumerate(numbered):
-            grad = getattr(param, attribute, None)
-            if grad is None:
-                continue
-            check_param(param, index, name)
-            check_grad(param, grad, index, name)
-            if not isinstance(param, DTensor) or grad.placements == param.placements:
-                check_local_shapes(param, grad, "gradient", index, name)
-            if self._has_states(param):
-                check_states(param, self.state[param], state_dtypes(self._slots[param]), index, name)
-            grads[param] = grad
-        for param, grad in grads.items():
-            if isinstance(param, DTensor) and grad.placements != param.placements:
-                grads[param] = grad.redistribute(param.device_mesh, param.placements)
-        return grads
 
-    def _plan(self, grads: dict[Tensor, Tensor], copies: list[tuple[Tensor, Tensor]]) -> list[GroupWork]:
-        """What the backends need; ``copies`` receives what to write back for parameters that are not contiguous."""
-        plan, index = [], 0
-        for group in self.param_groups:
-            work = GroupWork(self._hyper(group), [])
-            for param in group["params"]:
-                if param in grads:
-                    work.shards.append(self._shard_work(param, grads[param], index, copies))
-                index += 1
-            plan.append(work)
+    def _grad_attribute(self) -> str:
+        return "decoupled_grad" if self.use_decoupled_grad else "grad"
+
+    def _checked_grads(self) -> list[Tensor]:
+        """All gradients, placed as their parameters are."""
+        self._check_groups()
+        grads = []
+        for index, (param, name) in enumerate(zip(self._params(), self._names(), strict=True)):
+            grad = getattr(param, self._grad_attribute(), None)
+            if grad is not None:
+                check_update(param, grad, index, name)
+                grads.append((param, grad))
+        return [placed_as(grad, param) for param, grad in grads]
+
+    def _refreshed_plan(self) -> Plan:
+        self._check_groups()
+        plan = self._plan
+        if plan is None or not plan.fits(self.param_groups, self.state, self.seed):
+            plan = self._new_plan()
+        if not plan.refresh(self._grad_attribute()):  # a parameter was moved to another device
+            plan = self._new_plan()
+            plan.refresh(self._grad_attribute())
         return plan
 
-    def _hyper(self, group: dict[str, Any]) -> Hyper:
-        lr = group["lr"]
+    def _new_plan(self) -> Plan:
+        if not all(map(self._has_states, self._params())):
+            self._checked_grads()  # states are created only for a step that will be made
+            self.initialize_state()
+        self._plan = Plan(self.param_groups, self.state, self._slots, self.seed)
+        return self._plan
+
+    def _update(self, plan: Plan, scaler: torch.amp.GradScaler | None, capturing: bool) -> None:
+        grad_scale, found_inf = amp_scalars(self, scaler)
+        devices = plan.backends
+        if capturing:
+            check_capturable(devices)
+        on_gpu = any(device.type == "cuda" for device in devices)
+        counted_there = found_inf is not None or self._scalars.ahead or (self.capturable and on_gpu)
+        if counted_there:
+            self._scalars.prepare(devices, self.param_groups, capturing)
+
+        def hypers(device: torch.device) -> list[Hyper]:
+            scalars = {"grad_scale": grad_scale, "grad_factor": self._grad_factors.get(device), "found_inf": found_inf}
+            common = {key: on_device(value, device) for key, value in scalars.items()}
+            return [self._hyper(number, device, counted_there, common) for number in range(len(self.param_groups))]
+
+        plan.run(hypers, self._scalars.workspaces(devices, self.param_groups))
+        if not capturing:
+            for group in self.param_groups:
+                group["step"] = int(group["step"]) + 1
+        if counted_there:
+            self._scalars.count(self.param_groups, capturing)
+            if not on_gpu:  # reading costs nothing
+                self._scalars.pull(self.param_groups)
+
+    def _hyper(self, number: int, device: torch.device, counted_there: bool, common: dict[str, Tensor | None]) -> Hyper:
+        group = self.param_groups[number]
+        lr: float | Tensor | None = host_lr(group)
+        if lr is None:
+            lr = on_device(group["lr"], device)
+        elif self.capturable and device.type == "cuda":
+            lr = self._scalars.lr(device, number)
         return Hyper(
-            lr=lr if isinstance(lr, Tensor) and lr.device.type != "cpu" else float(lr),
+            lr=lr,
             beta1=float(group["betas"][0]),
             beta2=float(group["betas"][1]),
             eps=float(group["eps"]),
@@ -390,23 +468,8 @@ class FusedAdam(Optimizer):
             bias_correction=group["bias_correction"],
             maximize=group["maximize"],
             stochastic_rounding=self.stochastic_rounding,
-        )
-
-    def _shard_work(self, param: Tensor, grad: Tensor, index: int, copies: list[tuple[Tensor, Tensor]]) -> ShardWork:
-        states, slots = self.state[param], self._slots[param]
-        local = local_tensor(param)
-        if not local.is_contiguous():
-            contiguous = local.contiguous()
-            copies.append((local, contiguous))
-            local = contiguous
-        return ShardWork(
-            grad=local_tensor(grad).contiguous(),
-            param=local,
-            master=local_tensor(states[MASTER]) if MASTER in states else None,
-            exp_avg=local_tensor(states["exp_avg"]),
-            exp_avg_sq=local_tensor(states["exp_avg_sq"]),
-            slots=slots,
-            key=rounding_key(self.seed, index),
+            steps_done=self._scalars.step(device, number) if counted_there else None,
+            **common,
         )
 
     # --- state dict ---------------------------------------------------------------------------------------------
@@ -423,9 +486,19 @@ class FusedAdam(Optimizer):
             replaced = pre_hook(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
+        rates = [group["lr"] for group in self.param_groups]
         checkpoint.load(self, state_dict)
+        if self.capturable:
+            self._keep_lr_tensors(rates)
+        self._scalars.write(self.param_groups)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def _keep_lr_tensors(self, rates: list[float | Tensor]) -> None:
+        """Captured graphs read these tensors: loaded values go into them."""
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            if isinstance(rate, Tensor):
+                group["lr"] = rate.copy_(torch.as_tensor(group["lr"]).reshape(rate.shape))
 
 
 class FusedAdamW(FusedAdam):

@@ -93,7 +93,8 @@ def fused(a: Tensor | float, b: Tensor | float, c: Tensor | float) -> Tensor:
     """``a * b + c`` of FP32 values, rounded once.
 
     The product is exact in double precision. The sum is rounded to odd there, which makes the second rounding the only
-    one (Boldo & Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008).
+    one (Boldo & Melquiond, "Emulation of a FMA and correctly rounded sums: proved algorithms using rounding to odd",
+    2008).
     """
     a, b, c = (x.double() if isinstance(x, Tensor) else x for x in (a, b, c))
     product = a * b

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ def describe(param: Tensor, index: int, name: str | None = None) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def check_hyperparameters(group: dict[str, Any]) -> None:
@@ -40,8 +41,10 @@ def check_hyperparameters(group: dict[str, Any]) -> None:
         if not (value >= 0.0 and math.isfinite(value)):
             raise ValueError(f"{key}: expected a finite number >= 0, got {value}")
     betas = group["betas"]
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+    if not isinstance(betas, (tuple, list)):
         raise TypeError(f"betas: expected two numbers, got {type(betas).__name__}")
+    if len(betas) != 2:
+        raise TypeError(f"betas: expected two numbers, got {len(betas)}")
     for i, beta in enumerate(betas):
         if not _is_number(beta):
             raise TypeError(f"betas[{i}]: expected a number, got {type(beta).__name__}")
@@ -102,12 +105,22 @@ def check_local_shapes(param: Tensor, other: Tensor, what: str, index: int, name
         )
 
 
+def check_update(param: Tensor, grad: Tensor, index: int, name: str | None) -> None:
+    """All checks of a parameter and its gradient. Local shards are compared where they are placed alike."""
+    check_param(param, index, name)
+    check_grad(param, grad, index, name)
+    if not isinstance(param, DTensor) or grad.placements == param.placements:
+        check_local_shapes(param, grad, "gradient", index, name)
+
+
 def check_states(
     param: Tensor, states: dict[str, Tensor], dtypes: dict[str, torch.dtype], index: int, name: str | None
 ) -> None:
     """Raise ValueError or TypeError for states that were replaced, or whose parameter was, since they were created."""
     local = local_tensor(param)
     for key, dtype in dtypes.items():
+        if key not in states:
+            raise ValueError(f"{describe(param, index, name)}: state {key} was removed; the others are {[*states]}")
         state = local_tensor(states[key])
         check_local_shapes(param, state, f"state {key}", index, name)
         if state.dtype != dtype or state.device != local.device or not state.is_contiguous():

@@ -35,7 +35,7 @@ OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"weight_decay": -0.1}, ValueError, "weight_decay: expected a finite number >= 0"),
     ({"weight_decay": None}, TypeError, "weight_decay: expected a number, got NoneType"),
     ({"betas": 0.9}, TypeError, "betas: expected two numbers"),
-    ({"betas": (0.9,)}, TypeError, "betas: expected two numbers"),
+    ({"betas": (0.9,)}, TypeError, "betas: expected two numbers, got 1"),
     ({"betas": ("0.9", 0.999)}, TypeError, r"betas\[0\]: expected a number, got str"),
     ({"betas": (1.0, 0.999)}, ValueError, r"betas\[0\]: expected a number in \[0, 1\), got 1.0"),
     ({"betas": (0.9, -0.1)}, ValueError, r"betas\[1\]: expected a number in \[0, 1\), got -0.1"),
@@ -50,7 +50,6 @@ GLOBAL_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"store_param_remainders": True, "master_weights": False}, ValueError, "needs master_weights=True"),
     ({"checkpoint_format": "zip"}, ValueError, "checkpoint_format: expected 'unscaled' or 'native', got 'zip'"),
     ({"checkpoint_format": "native"}, NotImplementedError, "use 'unscaled'"),
-    ({"capturable": True}, NotImplementedError, "use capturable=False"),
     ({"fused": True}, TypeError, "fused"),
 ]
 
@@ -204,8 +203,6 @@ def test_step_arguments() -> None:
     optimizer = FusedAdam([param])
     with unchanged(optimizer), pytest.raises(TypeError, match="unexpected arguments: scale"):
         optimizer.step(scale=2.0)
-    with unchanged(optimizer), pytest.raises(NotImplementedError, match=r"use grad_scaler.step\(optimizer\)"):
-        optimizer.step(grad_scaler=torch.amp.GradScaler("cpu"))
 
 
 # --- DTensors ---------------------------------------------------------------------------------------------------------

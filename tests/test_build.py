@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import fused_optim
 from fused_optim import FusedAdam
@@ -39,7 +41,7 @@ def test_built_engines_import(name: str) -> None:
     if not built.get("built"):
         pytest.skip(f"the {name} engine is not built")
     engine = importlib.import_module(f"fused_optim._engine_{name}")  # needs neither a GPU nor a driver
-    assert engine.Step()
+    assert engine.Plan
 
 
 def test_unknown_backend(use_backend: Any) -> None:
@@ -94,6 +96,11 @@ def loaded(name: str) -> ModuleType:
     return engine if engine is not None else pytest.skip(f"no {name} engine")
 
 
+def empty_plan(name: str, groups: list[int]) -> Any:
+    """Two param groups, and shards that are not described yet."""
+    return loaded(name).Plan(groups, 2, None, Tensor, DTensor)
+
+
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -113,29 +120,41 @@ def loaded(name: str) -> ModuleType:
         ({"exp_avg_format": 5}, "a known state format"),
         ({"exp_avg_sq_format": 5}, "a known state format"),
         ({"master_kind": 4, "master": 64}, "a known master"),
+        ({"master_kind": 256}, "a known master"),  # 0 in its low 8 bits
+        ({"grad_type": 256}, "a known element type"),
+        ({"param_type": 256}, "a known element type"),
+        ({"exp_avg_format": 256}, "a known state format"),
+        ({"exp_avg_sq_format": 256}, "a known state format"),
         ({"master_kind": 2, "master": 64}, "a BF16 parameter"),
         ({"master_kind": 3, "master": 64, "param_type": 2}, "a BF16 parameter"),
     ],
     ids=str,
 )
 def test_engine_refuses(name: str, change: dict[str, Any], message: str) -> None:
-    engine = loaded(name)
-    step = engine.Step()
-    step.add_group(**GROUP)
-    step.add_shard(**SHARD)
+    plan = empty_plan(name, [0, 0])
+    plan.set_group(0, **GROUP)
+    plan.set_shard(0, **SHARD)
     with pytest.raises(ValueError, match=f"fused_optim: shard 1: expected {message}"):
-        step.add_shard(**{**SHARD, **change})
+        plan.set_shard(1, **{**SHARD, **change})
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_engine_needs_a_group_first(name: str) -> None:
-    engine = loaded(name)
-    with pytest.raises(ValueError, match="add_group comes before add_shard"):
-        engine.Step().add_shard(**SHARD)
+def test_engine_refuses_other_types_and_numbers(name: str) -> None:
+    with pytest.raises(ValueError, match="shards are ordered by param group"):
+        empty_plan(name, [1, 0])
+    with pytest.raises(ValueError, match="shards are ordered by param group"):
+        empty_plan(name, [0, 2])
+    plan = empty_plan(name, [0, 1])
+    with pytest.raises(IndexError):
+        plan.set_group(2, **GROUP)
+    with pytest.raises(IndexError):
+        plan.set_shard(2, **SHARD)
     with pytest.raises(TypeError):
-        engine.Step().add_group(**{**GROUP, "step": "one"})
+        plan.set_group(0, **{**GROUP, "step": "one"})
     with pytest.raises(TypeError):
-        engine.Step().add_shard(**{**SHARD, "numel": -1})
+        plan.set_shard(0, **{**SHARD, "numel": -1})
+    with pytest.raises(ValueError, match="one watched tuple per shard"):
+        plan.refresh([], "grad")
 
 
 GRADIENTS: dict[str, list[int]] = {"addresses": [64, 64], "numels": [8, 8], "types": [0, 1], "groups": [0, 0]}

@@ -1,6 +1,6 @@
 """Backends that run one optimizer step: ``torch`` (the reference), ``cpu`` and ``cuda`` (compiled).
 
-All three take the same :class:`GroupWork` list and mean the same. ``FUSED_OPTIM_BACKEND`` forces one of them.
+All three take the same :class:`ShardWork` and :class:`Hyper` and mean the same. ``FUSED_OPTIM_BACKEND`` forces one.
 """
 
 from __future__ import annotations
@@ -8,10 +8,13 @@ from __future__ import annotations
 import importlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from fused_optim.state import Slots
@@ -19,20 +22,23 @@ from fused_optim.state import Slots
 BACKENDS = ("torch", "cpu", "cuda")
 
 
-@dataclass(frozen=True)
-class Hyper:
-    """Hyperparameters of one param group for one step; ``lr`` is a tensor only where it lies on a GPU."""
+class Hyper(NamedTuple):
+    """Hyperparameters of one param group for one step. Tensors are scalars on the device that runs the step."""
 
-    lr: float | Tensor
+    lr: float | Tensor  # a tensor is FP32
     beta1: float
     beta2: float
     eps: float
     weight_decay: float
-    step: int
+    step: int  # number of this step, from 1; counts only without `steps_done`
     adam_w: bool
     bias_correction: bool
     maximize: bool
     stochastic_rounding: bool
+    grad_scale: Tensor | None = None  # FP32: gradients are divided by it
+    grad_factor: Tensor | None = None  # FP32: gradients are multiplied by it
+    found_inf: Tensor | None = None  # FP32: not 0 skips the step
+    steps_done: Tensor | None = None  # int64: advanced by the backend unless the step is skipped
 
 
 @dataclass
@@ -52,6 +58,26 @@ class ShardWork:
 class GroupWork:
     hyper: Hyper
     shards: list[ShardWork]
+
+
+class Shards(Protocol):
+    """The shards of one device from step to step, in one backend.
+
+    A step is ``refresh``, ``set`` for each shard that it returns, ``run``. ``watched`` holds a tuple per shard: the
+    parameter, its DTensorSpec or None, its dict of states, exp_avg, exp_avg_sq and the master or None.
+    """
+
+    def refresh(self, watched: list[tuple[Any, ...]], attribute: str) -> Sequence[int]:
+        """Take this step's gradients; the numbers of the shards that have one and must be set (again)."""
+
+    def set(self, shard: int, work: ShardWork, watched: tuple[Any, ...] | None) -> None:
+        """Describe a shard for this step, and with ``watched`` for later ones, as long as nothing else changes."""
+
+    def updated(self, watched: list[tuple[Any, ...]]) -> list[Tensor]:
+        """The parameters that have a gradient in this step."""
+
+    def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
+        """Update them. ``workspace``: memory of a GPU, needed where hyperparameters lie there."""
 
 
 def build_info() -> dict[str, dict[str, object]]:
@@ -92,15 +118,37 @@ def backend_for(device_type: str) -> str:
     return device_type if device_type in BACKENDS and load_engine(device_type)[0] is not None else "torch"
 
 
-def run_step(groups: list[GroupWork]) -> None:
-    """Run one step: the shards of each device by that device's backend."""
-    from fused_optim.backends import compiled, torch_reference
+def shards_on(device: torch.device, backend: str, groups: list[int], group_count: int) -> Shards:
+    """The shards of ``device``; ``groups``: the param group of each, ascending."""
+    from fused_optim.backends.compiled import CompiledShards
 
-    devices = {shard.param.device for group in groups for shard in group.shards}
-    for device in sorted(devices, key=str):
-        work = [GroupWork(g.hyper, [s for s in g.shards if s.param.device == device]) for g in groups]
-        backend = backend_for(device.type)
-        if backend == "torch":
-            torch_reference.run(work)
-        else:
-            compiled.run(backend, device, work)
+    if backend == "torch":
+        return ReferenceShards(groups)
+    return CompiledShards(device, backend, groups, group_count)
+
+
+class ReferenceShards:
+    """Shards of the ``torch`` backend: described anew at every step."""
+
+    def __init__(self, groups: list[int]) -> None:
+        self._groups = groups
+        self._work: dict[int, ShardWork] = {}
+
+    def refresh(self, watched: list[tuple[Any, ...]], attribute: str) -> Sequence[int]:
+        self._work.clear()
+        return [i for i, (param, *_) in enumerate(watched) if getattr(param, attribute, None) is not None]
+
+    def set(self, shard: int, work: ShardWork, watched: tuple[Any, ...] | None) -> None:
+        self._work[shard] = work
+
+    def updated(self, watched: list[tuple[Any, ...]]) -> list[Tensor]:
+        return [watched[i][0] for i in self._work]
+
+    def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
+        from fused_optim.backends import torch_reference
+
+        groups = [GroupWork(hyper, []) for hyper in hypers]
+        for i, work in sorted(self._work.items()):
+            groups[self._groups[i]].shards.append(work)
+        self._work.clear()
+        torch_reference.run(groups)

@@ -2,69 +2,92 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from fused_optim.backends import GroupWork, Hyper, ShardWork, load_engine
+from fused_optim.backends import Hyper, ShardWork, load_engine
 from fused_optim.formats import ELEMENT_TYPES
 
 
-def _add_group(step: Any, hyper: Hyper, lr: torch.Tensor | None) -> None:
-    step.add_group(
-        lr=0.0 if lr is not None else hyper.lr,
-        beta1=hyper.beta1,
-        beta2=hyper.beta2,
-        eps=hyper.eps,
-        weight_decay=hyper.weight_decay,
-        step=hyper.step,
-        adam_w=hyper.adam_w,
-        bias_correction=hyper.bias_correction,
-        maximize=hyper.maximize,
-        stochastic_rounding=hyper.stochastic_rounding,
-        lr_pointer=0 if lr is None else lr.data_ptr(),
-    )
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
-def _add_shard(step: Any, work: ShardWork) -> None:
-    slots, geometry = work.slots, work.slots.geometry
-    step.add_shard(
-        grad=work.grad.data_ptr(),
-        param=work.param.data_ptr(),
-        master=0 if work.master is None else work.master.data_ptr(),
-        exp_avg=work.exp_avg.data_ptr(),
-        exp_avg_sq=work.exp_avg_sq.data_ptr(),
-        scales=slots.scales.data_ptr(),
-        numel=geometry.numel,
-        offset=geometry.offset,
-        inner_local=geometry.inner_local,
-        inner_global=geometry.inner_global,
-        key=work.key,
-        grad_type=ELEMENT_TYPES[work.grad.dtype],
-        param_type=ELEMENT_TYPES[work.param.dtype],
-        master_kind=int(slots.master),
-        exp_avg_format=slots.exp_avg.code,
-        exp_avg_sq_format=slots.exp_avg_sq.code,
-        block_log2=(geometry.block or 128).bit_length() - 1,
-    )
+def load_kernels(device: torch.device) -> None:
+    """Load the CUDA engine's kernels with a step of nothing: a later CUDA graph capture is no time for it."""
+    engine, _ = load_engine("cuda")
+    if engine is not None:
+        stream = torch.cuda.current_stream(device).cuda_stream
+        engine.Plan([], 0, None, Tensor, DTensor).launch(device.index, stream)
 
 
-def run(backend: str, device: torch.device, groups: list[GroupWork]) -> None:
-    """Run one step over the shards of ``device``; on CUDA it is enqueued on the current stream."""
-    engine: ModuleType | None = load_engine(backend)[0]
-    assert engine is not None
-    step = engine.Step()
-    on_device = []  # converted learning rates must outlive the launch
-    for group in groups:
-        lr = group.hyper.lr
-        tensor = lr.to(device=device, dtype=torch.float32) if isinstance(lr, torch.Tensor) else None
-        on_device.append(tensor)
-        _add_group(step, group.hyper, tensor)
-        for work in group.shards:
-            if work.slots.geometry.numel:
-                _add_shard(step, work)
-    if backend == "cuda":
-        step.launch(device=device.index, stream=torch.cuda.current_stream(device).cuda_stream)
-    else:
-        step.launch(threads=torch.get_num_threads())
+class CompiledShards:
+    """The shards of one device in the ``cpu`` or ``cuda`` engine, which looks for changes itself (``plan.h``)."""
+
+    def __init__(self, device: torch.device, backend: str, groups: list[int], group_count: int) -> None:
+        engine, _ = load_engine(backend)
+        assert engine is not None
+        self._device, self._backend = device, backend
+        # Without the exchange API of torch >= 2.10 every shard is set at every step: right, but slower.
+        api = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+        self._plan = engine.Plan(groups, group_count, api, Tensor, DTensor)
+        self._alive: list[ShardWork] = []  # contiguous copies of gradients live until the step is launched
+
+    def refresh(self, watched: list[tuple[Any, ...]], attribute: str) -> Sequence[int]:
+        # Reading `.grad` of a DTensor takes three times as long where torch looks for overrides.
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._plan.refresh(watched, attribute)
+
+    def set(self, shard: int, work: ShardWork, watched: tuple[Any, ...] | None) -> None:
+        slots, geometry = work.slots, work.slots.geometry
+        self._plan.set_shard(
+            shard,
+            grad=work.grad.data_ptr(),
+            param=work.param.data_ptr(),
+            master=_address(work.master),
+            exp_avg=work.exp_avg.data_ptr(),
+            exp_avg_sq=work.exp_avg_sq.data_ptr(),
+            scales=slots.scales.data_ptr(),
+            numel=geometry.numel,
+            offset=geometry.offset,
+            inner_local=geometry.inner_local,
+            inner_global=geometry.inner_global,
+            key=work.key,
+            grad_type=ELEMENT_TYPES[work.grad.dtype],
+            param_type=ELEMENT_TYPES[work.param.dtype],
+            master_kind=int(slots.master),
+            exp_avg_format=slots.exp_avg.code,
+            exp_avg_sq_format=slots.exp_avg_sq.code,
+            block_log2=(geometry.block or 128).bit_length() - 1,
+        )
+        self._alive.append(work)
+        if watched is not None:
+            self._plan.watch(shard, watched)
+
+    def updated(self, watched: list[tuple[Any, ...]]) -> list[Tensor]:
+        return self._plan.updated(watched)
+
+    def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
+        for group, h in enumerate(hypers):
+            on_device = isinstance(h.lr, Tensor)
+            self._plan.set_group(
+                group,
+                0.0 if on_device else h.lr,
+                *h[1:10],
+                _address(h.lr if on_device else None),
+                _address(h.grad_scale),
+                _address(h.grad_factor),
+                _address(h.found_inf),
+                _address(h.steps_done),
+            )
+        if self._backend == "cuda":
+            stream = torch.cuda.current_stream(self._device).cuda_stream
+            size = 0 if workspace is None else workspace.nbytes
+            self._plan.launch(self._device.index, stream, _address(workspace), size)
+        else:
+            self._plan.launch(torch.get_num_threads())
+        self._alive.clear()

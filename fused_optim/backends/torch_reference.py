@@ -61,10 +61,14 @@ class Scalars:
 def derive(hyper: Hyper) -> Scalars:
     """Bias corrections and step size in double precision, then rounded to FP32."""
     lr = float(hyper.lr)
-    correction1 = 1.0 - integer_power(hyper.beta1, hyper.step) if hyper.bias_correction else 1.0
-    correction2 = 1.0 - integer_power(hyper.beta2, hyper.step) if hyper.bias_correction else 1.0
+    step = hyper.step if hyper.steps_done is None else int(hyper.steps_done) + 1
+    factor = 1.0 if hyper.grad_factor is None else float(hyper.grad_factor)
+    if hyper.grad_scale is not None:
+        factor /= float(hyper.grad_scale)
+    correction1 = 1.0 - integer_power(hyper.beta1, step) if hyper.bias_correction else 1.0
+    correction2 = 1.0 - integer_power(hyper.beta2, step) if hyper.bias_correction else 1.0
     return Scalars(
-        grad_factor=-1.0 if hyper.maximize else 1.0,
+        grad_factor=_float32(-factor if hyper.maximize else factor),
         beta1=_float32(hyper.beta1),
         one_minus_beta1=_float32(1.0 - hyper.beta1),
         beta2=_float32(hyper.beta2),
@@ -74,7 +78,7 @@ def derive(hyper: Hyper) -> Scalars:
         step_size=_float32(lr / correction1),
         decay=_float32(1.0 - lr * hyper.weight_decay) if hyper.adam_w else 1.0,
         l2_penalty=0.0 if hyper.adam_w else _float32(hyper.weight_decay),
-        rounding_offset=hyper.step * GOLDEN_RATIO & MASK32 if hyper.stochastic_rounding else None,
+        rounding_offset=step * GOLDEN_RATIO & MASK32 if hyper.stochastic_rounding else None,
     )
 
 
@@ -130,7 +134,11 @@ def _step_shard(work: ShardWork, s: Scalars) -> None:
 def run(groups: list[GroupWork]) -> None:
     """Update every shard of one device."""
     for group in groups:
+        if group.hyper.found_inf is not None and float(group.hyper.found_inf) != 0.0:
+            continue
         scalars = derive(group.hyper)
         for work in group.shards:
             if work.param.numel():
                 _step_shard(work, scalars)
+        if group.hyper.steps_done is not None:
+            group.hyper.steps_done.add_(1)

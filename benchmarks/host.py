@@ -1,0 +1,73 @@
+"""Host time of one step per tensor: what Python and the launch cost, whatever the tensors' sizes.
+
+Gradients are new tensors at each step, as in training; making them is not timed. On CPUs the update itself is part of
+the time, so the tensors are tiny: ``python benchmarks/host.py [--device cuda]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from fused_optim import FusedAdamW
+
+FORMATS = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8}
+
+
+def sharded(count: int, mesh: DeviceMesh) -> tuple[list[Tensor], Callable[[Tensor], Tensor]]:
+    """DTensor parameters, and how they get their gradients: with the parameter's own spec, as FSDP2 makes them."""
+    full = torch.ones(1, 32, device=mesh.device_type)
+    params = [torch.nn.Parameter(distribute_tensor(full, mesh, [Shard(0)])) for _ in range(count)]
+    return params, lambda param: DTensor(torch.ones_like(full), param._spec, requires_grad=False)
+
+
+def plain(count: int, device: str) -> tuple[list[Tensor], Callable[[Tensor], Tensor]]:
+    return [torch.nn.Parameter(torch.ones(1, 32, device=device)) for _ in range(count)], torch.ones_like
+
+
+def host_times(params: list[Tensor], grad: Callable[[Tensor], Tensor], device: str, steps: int) -> list[float]:
+    """Seconds of each step after three that warm up; a GPU is idle when a step begins."""
+    optimizer = FusedAdamW(params, lr=1e-3, **FORMATS)
+    times = []
+    for _ in range(steps + 3):
+        for param in params:
+            param.grad = grad(param)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        optimizer.step()
+        times.append(time.perf_counter() - start)
+        optimizer.zero_grad()
+    return times[3:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--steps", type=int, default=50)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    backend = "nccl" if options.device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh(options.device, (1,))
+    for name, (params, grad) in {
+        "2000 DTensors": sharded(2000, mesh),
+        "146 plain tensors": plain(146, options.device),
+    }.items():
+        times = host_times(params, grad, options.device, options.steps)
+        median, best = statistics.median(times), min(times)
+        each = 1e6 / len(params)
+        print(f"{name}: {1e3 * median:.3f} ms per step, {each * median:.2f} us per tensor (best {each * best:.2f})")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+// Reads a torch tensor's address, type, device and shape through DLPack's C exchange API (DLPack 1.x,
+// https://dmlc.github.io/dlpack), in one call and without a torch header. The structs repeat DLPack's stable ABI.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <structmember.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+namespace fused_optim {
+
+struct DLDevice {
+    int32_t type;
+    int32_t index;
+};
+
+struct DLDataType {
+    uint8_t code;
+    uint8_t bits;
+    uint16_t lanes;
+};
+
+struct DLTensor {
+    void* data;
+    DLDevice device;
+    int32_t dims;
+    DLDataType type;
+    int64_t* shape;
+    int64_t* strides;  // in elements
+    uint64_t byte_offset;
+};
+
+struct DLPackExchangeApi {
+    uint32_t major;
+    uint32_t minor;
+    void* previous;
+    void* allocate;
+    void* to_managed;
+    void* from_managed;
+    int (*to_tensor)(void* object, DLTensor* out);  // borrows; -1 with a Python error set
+    void* current_stream;
+};
+
+inline bool operator==(DLDevice a, DLDevice b) { return a.type == b.type && a.index == b.index; }
+inline bool operator==(DLDataType a, DLDataType b) {
+    return a.code == b.code && a.bits == b.bits && a.lanes == b.lanes;
+}
+
+// As torch defines it: dimensions of size 1 may have any stride, and empty tensors are contiguous.
+inline bool is_contiguous(const DLTensor& tensor) {
+    int64_t expected = 1;
+    bool contiguous = true;
+    for (int d = tensor.dims - 1; d >= 0; --d) {
+        if (tensor.shape[d] == 0) return true;
+        contiguous &= tensor.shape[d] == 1 || tensor.strides[d] == expected;
+        expected *= tensor.shape[d];
+    }
+    return contiguous;
+}
+
+inline uint64_t address(const DLTensor& tensor) { return reinterpret_cast<uint64_t>(tensor.data) + tensor.byte_offset; }
+
+class TensorReader {
+public:
+    // `capsule`: torch.Tensor.__dlpack_c_exchange_api__; of anything else, or another major version, nothing is read.
+    TensorReader(pybind11::object capsule, pybind11::object tensor_type) : tensor_type_(tensor_type) {
+        constexpr const char* name = "dlpack_exchange_api";
+        if (!PyCapsule_IsValid(capsule.ptr(), name)) return;
+        auto* api = static_cast<DLPackExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), name));
+        if (api->major == 1) to_tensor_ = api->to_tensor;
+    }
+
+    // False for what is not a dense tensor with memory of its own, such as sparse ones.
+    bool read(PyObject* object, DLTensor& out) const {
+        if (to_tensor_ == nullptr) return false;
+        if (to_tensor_(object, &out) == 0) return true;
+        PyErr_Clear();
+        return false;
+    }
+
+    // Subclasses hide their memory (DTensors, tensors of unfinished collectives).
+    bool is_plain(PyObject* object) const { return reinterpret_cast<PyObject*>(Py_TYPE(object)) == tensor_type_.ptr(); }
+
+private:
+    pybind11::object tensor_type_;
+    int (*to_tensor_)(void*, DLTensor*) = nullptr;
+};
+
+// An attribute in a slot, such as DTensor._local_tensor, read without the way through the interpreter where possible.
+class Slot {
+public:
+    Slot(const pybind11::object& type, const char* name)
+        : type_(type), name_(pybind11::reinterpret_steal<pybind11::object>(PyUnicode_InternFromString(name))) {
+        pybind11::object member = pybind11::getattr(type, name, pybind11::none());
+        if (!PyObject_TypeCheck(member.ptr(), &PyMemberDescr_Type)) return;
+        offset_ = reinterpret_cast<PyMemberDescrObject*>(member.ptr())->d_member->offset;
+    }
+
+    // Null if there is none. `object` is exactly of the type.
+    pybind11::object get(PyObject* object) const {
+        if (offset_ > 0) return pybind11::reinterpret_borrow<pybind11::object>(peek(object));
+        auto value = pybind11::reinterpret_steal<pybind11::object>(PyObject_GetAttr(object, name_.ptr()));
+        if (!value) PyErr_Clear();
+        return value;
+    }
+
+    // Null where it cannot be had at once, and for other types.
+    PyObject* peek(PyObject* object) const {
+        if (offset_ == 0 || !object || reinterpret_cast<PyObject*>(Py_TYPE(object)) != type_.ptr()) return nullptr;
+        return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset_);
+    }
+
+private:
+    pybind11::object type_, name_;
+    Py_ssize_t offset_ = 0;
+};
+
+}  // namespace fused_optim

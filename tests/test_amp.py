@@ -1,0 +1,282 @@
+"""torch.amp.GradScaler: through ``scaler.step(optimizer)`` and through ``optimizer.step(grad_scaler=scaler)``."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cases import FORMAT, MASTER, Format, Master, values
+from fused_optim import FusedAdam, FusedAdamW
+
+SHAPES = [(4, 128), (5, 7), (10,)]
+VARIANTS = [
+    (FORMAT["float32"], MASTER["float32"]),
+    (FORMAT["int8"], MASTER["bfloat16+rem16"]),
+    (FORMAT["float8_e4m3fn"], MASTER["bfloat16"]),
+]
+Step = Callable[[torch.amp.GradScaler, torch.optim.Optimizer], Any]
+
+
+def by_scaler(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    scaler.step(optimizer)
+
+
+def by_optimizer(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """As TransformerEngine's and Apex's FusedAdam are used."""
+    optimizer.step(grad_scaler=scaler)
+
+
+def unscaled_first(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+
+
+def unscaled_first_by_optimizer(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    scaler.unscale_(optimizer)
+    optimizer.step(grad_scaler=scaler)
+
+
+STEPS = pytest.mark.parametrize("step", [by_scaler, by_optimizer, unscaled_first, unscaled_first_by_optimizer])
+
+
+def parameters(device: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [torch.nn.Parameter(values(shape, dtype, device, seed=i)) for i, shape in enumerate(SHAPES)]
+
+
+def give_gradients(params: list[Tensor], number: int, scale: float = 1.0, overflow: bool = False) -> None:
+    for i, param in enumerate(params):
+        param.grad = (
+            values(tuple(param.shape), torch.float32, str(param.device), seed=10 * number + i).to(param) * scale
+        )
+    if overflow:
+        params[1].grad[0, 0] = float("inf")
+
+
+def make(params: list[Tensor], fmt: Format, master: Master, **options: Any) -> FusedAdam:
+    formats = {"exp_avg_dtype": fmt.dtype, "exp_avg_sq_dtype": fmt.dtype}
+    return FusedAdamW(params, lr=0.01, **formats, **master.options, **options)
+
+
+def shown_step(optimizer: FusedAdam) -> int:
+    return optimizer.state_dict()["param_groups"][0]["step"]
+
+
+def train(
+    params: list[Tensor],
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    step: Step,
+    overflows: tuple[int, ...],
+    steps: range = range(6),
+) -> None:
+    for number in steps:
+        scaler.scale(torch.ones((), device=params[0].device))  # the scaler makes its scale
+        give_gradients(params, number, scaler.get_scale(), number in overflows)
+        step(scaler, optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+@STEPS
+@pytest.mark.parametrize("overflows", [(), (2, 3), (0,), (5,)], ids=str)
+def test_equals_torch(step: Step, overflows: tuple[int, ...], device: str) -> None:
+    ours, theirs = parameters(device), parameters(device)
+    reference = torch.optim.AdamW(theirs, lr=0.01, foreach=False)
+    scalers = [torch.amp.GradScaler(device, init_scale=256.0, growth_interval=2) for _ in range(2)]
+    optimizer = FusedAdamW(ours, lr=0.01)
+    train(ours, optimizer, scalers[0], step, overflows)
+    train(theirs, reference, scalers[1], by_scaler, overflows)
+    for actual, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    assert scalers[0].get_scale() == scalers[1].get_scale()
+    assert shown_step(optimizer) == int(reference.state[theirs[0]]["step"]) == 6 - len(overflows)
+
+
+@STEPS
+@pytest.mark.parametrize("backend", ["engine", "torch"])
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(map(str, variant)))
+def test_equals_the_same_steps_without_scaler(
+    variant: tuple[Format, Master], backend: str, step: Step, device: str, use_backend: Callable[[str], None]
+) -> None:
+    """Bitwise, with the skipped steps left out: scales are powers of two."""
+    if backend == "torch":
+        use_backend("torch")
+    scaled, plain = (parameters(device, variant[1].param_dtype) for _ in range(2))
+    first, second = make(scaled, *variant), make(plain, *variant)
+    scaler = torch.amp.GradScaler(device, init_scale=256.0, growth_interval=2)
+    train(scaled, first, scaler, step, overflows=(1, 4))
+    for number in (0, 2, 3, 5):
+        give_gradients(plain, number)
+        second.step()
+    for a, b in zip(scaled, plain, strict=True):
+        assert torch.equal(a, b)
+        for name in first.state[a]:
+            assert torch.equal(first.get_unscaled_state(a, name), second.get_unscaled_state(b, name))
+    assert shown_step(first) == shown_step(second) == 4
+
+
+def test_skipped_steps_change_nothing(device: str) -> None:
+    params = parameters(device, torch.bfloat16)
+    optimizer = make(params, *VARIANTS[1])
+    scaler = torch.amp.GradScaler(device, init_scale=256.0)
+    train(params, optimizer, scaler, by_scaler, ())
+    before = copy.deepcopy([[param, *optimizer.state[param].values()] for param in params])
+    train(params, optimizer, scaler, by_scaler, (6,), range(6, 7))
+    for param, kept in zip(params, before, strict=True):
+        for actual, expected in zip([param, *optimizer.state[param].values()], kept, strict=True):
+            assert torch.equal(actual, expected)
+    assert shown_step(optimizer) == 6
+
+
+def test_the_counter_is_right_on_the_cpu_at_once() -> None:
+    params = parameters("cpu")
+    optimizer, scaler = make(params, *VARIANTS[0]), torch.amp.GradScaler("cpu")
+    train(params, optimizer, scaler, by_scaler, (1, 2))
+    assert optimizer.param_groups[0]["step"] == 4
+
+
+def loaded(optimizer: FusedAdam) -> FusedAdam:
+    other = FusedAdamW(parameters(str(optimizer._params()[0].device)))
+    other.load_state_dict(optimizer.state_dict())
+    return other
+
+
+@pytest.mark.parametrize(
+    "copier", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), loaded], ids=["deepcopy", "pickle", "load"]
+)
+def test_copies_have_the_true_count(copier: Callable[[FusedAdam], FusedAdam], device: str) -> None:
+    params = parameters(device)
+    optimizer, scaler = make(params, *VARIANTS[0]), torch.amp.GradScaler(device)
+    train(params, optimizer, scaler, by_scaler, (1, 2))
+    other = copier(optimizer)
+    group = other.param_groups[0]
+    assert group["step"] == 4 and type(group["step"]) is int
+    assert all(set(states) == {"exp_avg", "exp_avg_sq"} for states in other.state_dict()["state"].values())
+    give_gradients(other._params(), 9)
+    other.step()
+    assert shown_step(other) == 5
+
+
+def test_a_step_written_from_outside_is_obeyed(device: str) -> None:
+    params, others = parameters(device), parameters(device)
+    optimizer, expected = make(params, *VARIANTS[0]), make(others, *VARIANTS[0])
+    scaler = torch.amp.GradScaler(device, init_scale=256.0)
+    train(params, optimizer, scaler, by_scaler, (1,), range(3))
+    for number in (0, 2):
+        give_gradients(others, number)
+        expected.step()
+    optimizer.param_groups[0]["step"] = expected.param_groups[0]["step"] = 40
+    assert shown_step(optimizer) == 40
+    train(params, optimizer, scaler, by_scaler, (), range(3, 4))
+    give_gradients(others, 3)
+    expected.step()
+    assert shown_step(optimizer) == 41
+    assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
+
+
+def test_steps_with_and_without_scaler_alternate(device: str) -> None:
+    params, others = parameters(device), parameters(device)
+    optimizer, expected = make(params, *VARIANTS[0]), make(others, *VARIANTS[0])
+    scaler = torch.amp.GradScaler(device, init_scale=256.0)
+    for number in range(6):
+        if number % 2:
+            give_gradients(params, number)
+            optimizer.step()
+        else:
+            train(params, optimizer, scaler, by_scaler, (2,), range(number, number + 1))
+        if number != 2:
+            give_gradients(others, number)
+            expected.step()
+    assert shown_step(optimizer) == 5
+    assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
+
+
+def test_disabled_scaler(device: str) -> None:
+    params, others = parameters(device), parameters(device)
+    scaler = torch.amp.GradScaler(device, enabled=False)
+    optimizer, expected = FusedAdamW(params), FusedAdamW(others)
+    give_gradients(params, 0)
+    give_gradients(others, 0)
+    optimizer.step(grad_scaler=scaler)
+    expected.step()
+    give_gradients(params, 1)
+    give_gradients(others, 1)
+    scaler.step(optimizer)
+    expected.step()
+    assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
+
+
+def test_no_gradients_at_all(device: str) -> None:
+    """Such as on a rank that owns nothing."""
+    params = parameters(device)
+    optimizer, scaler = FusedAdamW(params), torch.amp.GradScaler(device)
+    optimizer.initialize_state()
+    scaler.scale(torch.ones((), device=device))
+    scaler.step(optimizer)
+    assert shown_step(optimizer) == 1
+
+
+def test_grad_factor_is_used_once(device: str, use_backend: Callable[[str], None]) -> None:
+    """What deferred clipping is made of."""
+    for backend in ("", "torch"):
+        use_backend(backend)
+        params, others = parameters(device), parameters(device)
+        optimizer, expected = FusedAdamW(params), FusedAdamW(others)
+        where = params[0].device
+        for number in range(3):
+            give_gradients(params, number)
+            give_gradients(others, number, 0.25 if number == 1 else 1.0)
+            if number == 1:
+                optimizer._grad_factors[where] = torch.tensor(0.25, device=where)
+            optimizer.step()
+            expected.step()
+            assert not optimizer._grad_factors
+        assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
+        optimizer._grad_factors[where] = torch.tensor(0.25, device=where)
+        optimizer.zero_grad()
+        assert not optimizer._grad_factors
+
+
+def test_scale_and_factor_go_together(device: str) -> None:
+    params, others = parameters(device), parameters(device)
+    optimizer, expected = FusedAdamW(params, maximize=True), FusedAdamW(others, maximize=True)
+    scaler = torch.amp.GradScaler(device, init_scale=256.0)
+    scaler.scale(torch.ones((), device=device))
+    give_gradients(params, 0, 256.0)
+    give_gradients(others, 0, 0.5)
+    optimizer._grad_factors[params[0].device] = torch.tensor(0.5, device=device)
+    scaler.step(optimizer)
+    expected.step()
+    assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
+
+
+@pytest.mark.cuda
+def test_two_devices() -> None:
+    """Scale and overflow reach the second device."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    params = [torch.nn.Parameter(values((4, 128), torch.float32, f"cuda:{i}", seed=i)) for i in range(2)]
+    others = [torch.nn.Parameter(values((4, 128), torch.float32, f"cuda:{i}", seed=i)) for i in range(2)]
+    optimizer, expected = FusedAdamW(params, lr=0.01), FusedAdamW(others, lr=0.01)
+    scaler = torch.amp.GradScaler("cuda", init_scale=256.0)
+    for number in range(4):
+        scaler.scale(torch.ones((), device="cuda:0"))
+        for i, (param, other) in enumerate(zip(params, others, strict=True)):
+            grad = values((4, 128), torch.float32, f"cuda:{i}", seed=10 * number + i)
+            param.grad, other.grad = grad * scaler.get_scale(), grad
+        if number == 2:
+            params[1].grad[0, 0] = float("nan")
+        else:
+            expected.step()
+        scaler.step(optimizer)
+        scaler.update()
+    assert shown_step(optimizer) == 3
+    assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
+    with torch.cuda.device(1):
+        assert [counter.tolist() for counter in (s.steps for s in optimizer._scalars._devices.values())] == [[3], [3]]
