@@ -113,7 +113,7 @@ class DeviceScalars:
 
     def pull(self, groups: Groups) -> None:
         """Bring ``group["step"]`` up to date, except where it was changed from outside. Waits for the device."""
-        if not self.ahead:
+        if not self.ahead or not self._devices:
             return
         counted = next(iter(self._devices.values())).steps.tolist()
         for number, (group, steps) in enumerate(zip(groups, counted, strict=False)):

@@ -222,6 +222,14 @@ def test_no_gradients_at_all(device: str) -> None:
     assert shown_step(optimizer) == 1
 
 
+def test_no_parameters_at_all(device: str) -> None:
+    optimizer = FusedAdamW([{"params": []}])
+    optimizer.found_inf = torch.zeros((), device=device)
+    optimizer.step()
+    optimizer.step()
+    assert optimizer.state_dict()["param_groups"][0]["params"] == []
+
+
 def test_grad_factor_is_used_once(device: str, use_backend: Callable[[str], None]) -> None:
     """What deferred clipping is made of."""
     for backend in ("", "torch"):
