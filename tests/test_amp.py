@@ -46,13 +46,17 @@ STEPS = pytest.mark.parametrize("step", [by_scaler, by_optimizer, unscaled_first
 
 
 def parameters(device: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    return [torch.nn.Parameter(values(shape, dtype, device, seed=i)) for i, shape in enumerate(SHAPES)]
+    params = [torch.nn.Parameter(values(shape, dtype, device, seed=i)) for i, shape in enumerate(SHAPES)]
+    if device == "cuda" and dtype == torch.bfloat16:
+        for param in params:
+            param.grad_dtype = torch.float32  # torch's GradScaler does not know BF16 gradients on GPUs
+    return params
 
 
 def give_gradients(params: list[Tensor], number: int, scale: float = 1.0, overflow: bool = False) -> None:
     for i, param in enumerate(params):
         param.grad = (
-            values(tuple(param.shape), torch.float32, str(param.device), seed=10 * number + i).to(param) * scale
+            values(tuple(param.shape), torch.float32, str(param.device), seed=10 * number + i).to(param.grad_dtype) * scale
         )
     if overflow:
         params[1].grad[0, 0] = float("inf")

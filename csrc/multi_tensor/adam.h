@@ -79,7 +79,11 @@ FUSED_OPTIM_HD Moments next_moments(float grad, float exp_avg, float exp_avg_sq,
 
 // sqrt(exp_avg_sq) for every value; square_root() alone serves finite ones.
 FUSED_OPTIM_HD float root_of(float exp_avg_sq) {
+#if defined(__CUDA_ARCH__)
     return float_bits(exp_avg_sq) < kInfinity ? square_root(exp_avg_sq) : exp_avg_sq;
+#else
+    return sqrtf(exp_avg_sq);
+#endif
 }
 
 FUSED_OPTIM_HD float next_param(float param, float exp_avg, float root, const Scalars& s) {

@@ -21,6 +21,7 @@ namespace fused_optim {
 namespace {
 
 constexpr int kTile = 128;  // the largest block; tiles start at multiples of it
+constexpr int kSmallestBlock = 32;
 
 // Denormals count (they are codes of small values), whatever torch.set_flush_denormal says on this thread.
 class DenormalsOn {
@@ -84,26 +85,20 @@ uint64_t global_index(const Shard& shard, uint64_t element) {
     return shard.offset + (element / shard.inner_local) * shard.inner_global + element % shard.inner_local;
 }
 
+// The usual case is that the tile's elements are aligned octets of consecutive ones.
 void fill_rounding(uint32_t* bits, const Shard& shard, const Rounding& rounding, uint64_t element) {
-    alignas(64) uint32_t octet[kTile];
-    alignas(64) uint32_t lane[kTile];
     uint64_t first = global_index(shard, element);
     bool contiguous = element % shard.inner_local + kTile <= shard.inner_local;
-    if (contiguous && (first >> 35) == ((first + kTile) >> 35)) {  // 32-bit octets do not wrap: vectorised
-        uint32_t low = static_cast<uint32_t>(first), high = static_cast<uint32_t>(first >> 35) * kGoldenRatio;
-        uint32_t number = static_cast<uint32_t>(first >> 3), phase = low & 7u;
-        for (uint32_t i = 0; i < kTile; ++i) {
-            octet[i] = (mix((number + ((i + phase) >> 3) + high) ^ shard.key) & rounding.mask) + rounding.offset;
-        }
-        for (uint32_t i = 0; i < kTile; ++i) lane[i] = low + i;
-    } else {
+    if (!contiguous || first % 8 != 0) {
         for (int i = 0; i < kTile; ++i) {
             uint64_t global = global_index(shard, element + i);
-            octet[i] = rounding.octet(shard.key, global);
-            lane[i] = static_cast<uint32_t>(global);
+            bits[i] = rounding.bits(rounding.octet(shard.key, global), static_cast<uint32_t>(global));
         }
+        return;
     }
-    for (int i = 0; i < kTile; ++i) bits[i] = rounding.bits(octet[i], lane[i]);
+    alignas(64) uint32_t octets[kTile / 8];
+    for (uint32_t i = 0; i < kTile / 8; ++i) octets[i] = rounding.octet(shard.key, first + 8 * i);
+    for (uint32_t i = 0; i < kTile; ++i) bits[i] = rounding.bits(octets[i / 8], i);
 }
 
 uint32_t block_absmax(const float* values, int block) {
@@ -134,9 +129,9 @@ struct LoadMoment {
     void operator()(Codec) const {
         alignas(64) typename Codec::Bits raw[kTile];
         copy_in(raw, address, element, count);
-        for (int first = 0; first < kTile; first += scales.block) {
+        for (int first = 0; first < kTile; first += kSmallestBlock) {
             float scale = first < count ? scales.values[first / scales.block] : 0.0f;
-            for (int i = first; i < first + scales.block; ++i) tile[i] = Codec::decode(raw[i], scale);
+            for (int i = first; i < first + kSmallestBlock; ++i) tile[i] = Codec::decode(raw[i], scale);
         }
     }
 };
@@ -146,11 +141,14 @@ template <class Codec, class Encode>
 void store_scaled(const float* tile, uint64_t address, uint64_t element, int count, const Scales& scales,
                   const Encode& encode) {
     alignas(64) typename Codec::Bits raw[kTile];
-    for (int first = 0; first < count; first += scales.block) {
-        BlockScale scale = Codec::scale(block_absmax(tile + first, scales.block));
-        scales.values[first / scales.block] = scale.scale;
+    BlockScale scale{};
+    for (int first = 0; first < kTile; first += kSmallestBlock) {
+        if (first % scales.block == 0 && first < count) {
+            scale = Codec::scale(block_absmax(tile + first, scales.block));
+            scales.values[first / scales.block] = scale.scale;
+        }
         const uint32_t mask = scale.inverse != 0.0f ? 0xFFFFFFFFu : 0u;
-        for (int i = first; i < first + scales.block; ++i) {
+        for (int i = first; i < first + kSmallestBlock; ++i) {
             raw[i] = static_cast<typename Codec::Bits>(encode(i, scale.inverse) & mask);
         }
     }
@@ -228,42 +226,72 @@ void store_master(const float* tile, const uint32_t* bits, const Shard& shard, u
     }
 }
 
+// Where a stage finds its values and leaves them: in memory itself if that holds a whole tile of FP32, else in `tile`.
+float* in_place(float* tile, bool is_float32, uint64_t address, uint64_t element, int count) {
+    return is_float32 && count == kTile ? pointer<float>(address, element) : tile;
+}
+
+void update_values(float* __restrict__ grad, float* __restrict__ param, float* __restrict__ m, float* __restrict__ v,
+                   float* __restrict__ root, const Scalars s) {
+    for (int i = 0; i < kTile; ++i) {
+        Moments moments = next_moments(grad[i], m[i], v[i], s);
+        m[i] = moments.exp_avg;
+        v[i] = moments.exp_avg_sq;
+        root[i] = root_of(v[i]);
+        param[i] = next_param(param[i], m[i], root[i], s);
+    }
+}
+
 // Formats are looked at once per tile and stage: no need for an instance per mix of formats.
 void update_tile(const Shard& shard, const Scalars& scalars, uint64_t element, int count) {
-    alignas(64) float grad[kTile], param[kTile], m[kTile], v[kTile], root[kTile];
+    alignas(64) float grad_tile[kTile], param_tile[kTile], m_tile[kTile], v_tile[kTile], root[kTile];
     alignas(64) uint32_t bits[kTile];
     const Format m_format = shard.exp_avg_format, v_format = shard.exp_avg_sq_format;
     float* const scales = pointer<float>(shard.scales, element >> shard.block_log2);
     const Scales m_scales{scales, 1 << shard.block_log2};
     const Scales v_scales{scales + (is_scaled(m_format) ? block_count(shard) : 0), 1 << shard.block_log2};
 
-    load(grad, shard.grad_type, shard.grad, element, count);
-    load_master(param, shard, element, count);
-    dispatch_codec<ExpAvg>(m_format, LoadMoment{m, m_format, shard.exp_avg, element, count, m_scales});
-    dispatch_codec<ExpAvgSq>(v_format, LoadMoment{v, v_format, shard.exp_avg_sq, element, count, v_scales});
+    const bool own_master = shard.master_kind == Master::kParameter;
+    const uint64_t master = own_master ? shard.param : shard.master;
+    const bool float32_master =
+        own_master ? shard.param_type == Element::kFloat32 : shard.master_kind == Master::kFloat32;
+    float* const param = in_place(param_tile, float32_master, master, element, count);
+    float* const m = in_place(m_tile, m_format == Format::kFloat32, shard.exp_avg, element, count);
+    float* const v = in_place(v_tile, v_format == Format::kFloat32, shard.exp_avg_sq, element, count);
+    float* grad =
+        in_place(grad_tile, shard.grad_type == Element::kFloat32 && scalars.plain_gradient, shard.grad, element,
+                 count);  // never written there
+
+    if (grad == grad_tile) load(grad, shard.grad_type, shard.grad, element, count);
+    if (param == param_tile) load_master(param, shard, element, count);
+    if (m == m_tile) dispatch_codec<ExpAvg>(m_format, LoadMoment{m, m_format, shard.exp_avg, element, count, m_scales});
+    if (v == v_tile) {
+        dispatch_codec<ExpAvgSq>(v_format, LoadMoment{v, v_format, shard.exp_avg_sq, element, count, v_scales});
+    }
     if (!scalars.plain_gradient) {
-        for (int i = 0; i < kTile; ++i) grad[i] = scaled_gradient(grad[i], scalars);
+        for (int i = 0; i < kTile; ++i) grad_tile[i] = scaled_gradient(grad_tile[i], scalars);
     }
     if (scalars.l2_penalty != 0.0f) {
-        for (int i = 0; i < kTile; ++i) grad[i] = penalized_gradient(grad[i], param[i], scalars);
+        for (int i = 0; i < kTile; ++i) grad_tile[i] = penalized_gradient(grad_tile[i], param[i], scalars);
     }
-    for (int i = 0; i < kTile; ++i) {
-        Moments moments = next_moments(grad[i], m[i], v[i], scalars);
-        m[i] = moments.exp_avg;
-        v[i] = moments.exp_avg_sq;
-        root[i] = root_of(v[i]);
-        param[i] = next_param(param[i], m[i], root[i], scalars);
-    }
+    update_values(grad, param, m, v, root, scalars);
     for (int i = count; i < kTile; ++i) m[i] = v[i] = root[i] = 0.0f;  // a short last block's scale must not see them
 
-    const bool rounds_param = shard.master_kind == Master::kParameter && shard.param_type != Element::kFloat32;
-    if (rounds_param || v_format != Format::kFloat32) {
+    if ((own_master && !float32_master) || v_format != Format::kFloat32) {
         fill_rounding(bits, shard, scalars.rounding, element);
     }
-    dispatch_codec<ExpAvg>(m_format, StoreExpAvg{m, m_format, shard.exp_avg, element, count, m_scales});
-    dispatch_codec<ExpAvgSq>(v_format,
-                             StoreExpAvgSq{v, root, bits, v_format, shard.exp_avg_sq, element, count, v_scales});
-    store_master(param, bits, shard, element, count);
+    if (m == m_tile) {
+        dispatch_codec<ExpAvg>(m_format, StoreExpAvg{m, m_format, shard.exp_avg, element, count, m_scales});
+    }
+    if (v == v_tile) {
+        dispatch_codec<ExpAvgSq>(v_format,
+                                 StoreExpAvgSq{v, root, bits, v_format, shard.exp_avg_sq, element, count, v_scales});
+    }
+    if (param == param_tile) {
+        store_master(param, bits, shard, element, count);
+    } else if (!own_master) {
+        store(param, nullptr, shard.param_type, shard.param, element, count);
+    }
 }
 
 }  // namespace

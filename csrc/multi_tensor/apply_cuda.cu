@@ -503,7 +503,7 @@ struct Block {
         scalars = table.device_scalars ? table.device_scalars[group] : table.scalars[group];
     }
 };
-extern __shared__ Block block[1];
+extern __shared__ Block block[];
 
 // ---------------------------------------------------------------------------------------------------------------
 // Vector walk

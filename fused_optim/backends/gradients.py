@@ -71,7 +71,7 @@ def scale_(tensors: list[Tensor], factor: Tensor) -> None:
         torch.autograd.graph.increment_version(contiguous)
     for tensor in tensors:
         if engine is None or not tensor.is_contiguous():
-            tensor.mul_(factor)
+            tensor.copy_(tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * factor)
 
 
 def _engine(tensors: list[Tensor]) -> ModuleType | None:
