@@ -55,9 +55,8 @@ def parameters(device: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 def give_gradients(params: list[Tensor], number: int, scale: float = 1.0, overflow: bool = False) -> None:
     for i, param in enumerate(params):
-        param.grad = (
-            values(tuple(param.shape), torch.float32, str(param.device), seed=10 * number + i).to(param.grad_dtype) * scale
-        )
+        grad = values(tuple(param.shape), torch.float32, str(param.device), seed=10 * number + i)
+        param.grad = grad.to(param.grad_dtype) * scale
     if overflow:
         params[1].grad[0, 0] = float("inf")
 
