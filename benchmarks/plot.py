@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 Row = dict[str, Any]
 
 OURS, PEER, BOUND = "#1f77b4", "#9aa0a6", "#d9480f"
-PARTS = ("parameter and gradient", "states and master", "temporary during a step")
+PARTS = ("parameter and gradient", "states and master", "temporary")
 SHADES = (0.45, 1.0, 0.2)
 INCHES_PER_ROW, INCHES_AROUND = 0.27, 1.3
 
