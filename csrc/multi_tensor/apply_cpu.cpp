@@ -85,20 +85,27 @@ uint64_t global_index(const Shard& shard, uint64_t element) {
     return shard.offset + (element / shard.inner_local) * shard.inner_global + element % shard.inner_local;
 }
 
-// The usual case is that the tile's elements are aligned octets of consecutive ones.
+// The usual case is that the tile's elements are aligned octets of consecutive ones, whose numbers do not wrap 32 bits.
 void fill_rounding(uint32_t* bits, const Shard& shard, const Rounding& rounding, uint64_t element) {
-    uint64_t first = global_index(shard, element);
-    bool contiguous = element % shard.inner_local + kTile <= shard.inner_local;
-    if (!contiguous || first % 8 != 0) {
+    const uint64_t first = global_index(shard, element);
+    const bool contiguous = element % shard.inner_local + kTile <= shard.inner_local;
+    if (!contiguous || first % 8 != 0 || first >> 35 != (first + kTile) >> 35) {
         for (int i = 0; i < kTile; ++i) {
             uint64_t global = global_index(shard, element + i);
             bits[i] = rounding.bits(rounding.octet(shard.key, global), static_cast<uint32_t>(global));
         }
         return;
     }
-    alignas(64) uint32_t octets[kTile / 8];
-    for (uint32_t i = 0; i < kTile / 8; ++i) octets[i] = rounding.octet(shard.key, first + 8 * i);
-    for (uint32_t i = 0; i < kTile; ++i) bits[i] = rounding.bits(octets[i / 8], i);
+    const uint32_t start = static_cast<uint32_t>(first >> 3) + static_cast<uint32_t>(first >> 35) * kGoldenRatio;
+    alignas(64) uint32_t octets[kTile / 8], lanes[8];
+    for (uint32_t i = 0; i < kTile / 8; ++i) {
+        octets[i] = (mix((start + i) ^ shard.key) & rounding.mask) + rounding.offset;
+    }
+    for (uint32_t k = 0; k < 8; ++k) lanes[k] = rounding.bits(0, k);
+    for (int i = 0; i < kTile; i += 8) {
+        const uint32_t octet = octets[i / 8];
+        for (int k = 0; k < 8; ++k) bits[i + k] = octet + lanes[k];
+    }
 }
 
 uint32_t block_absmax(const float* values, int block) {
