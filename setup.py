@@ -36,6 +36,7 @@ AVX2 = ["-mavx2", "-mf16c", "-mfma"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
 HOST_FLAGS = ",".join(["-fPIC", "-fvisibility=hidden", *EXACT, "-Wall"])
 NVCC_FLAGS = ["-O3", "-std=c++17", "--fmad=false", f"-Xcompiler={HOST_FLAGS}", "-Xfatbin=-compress-all", "--threads=0"]
+OLDEST_ARCH = 80  # has BF16 conversions; torch updates parameters on older GPUs
 DEFAULT_ARCHS = {"80", "90", "100"}  # later ones compile the PTX of the newest
 
 
@@ -150,6 +151,7 @@ def cuda_archs(nvcc: str) -> list[str]:
     archs = set(re.findall(r"\d+[af]?", chosen))
     if not archs:
         supported = set(re.findall(r"compute_(\d+)", capture(nvcc, "--list-gpu-arch")))
+        supported = {arch for arch in supported if int(arch) >= OLDEST_ARCH}
         archs = supported & visible_archs() or supported & DEFAULT_ARCHS or supported
     return sorted(archs, key=lambda arch: int(arch.rstrip("af")))
 

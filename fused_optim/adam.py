@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from fused_optim import checkpoint, clip
-from fused_optim.amp import amp_scalars
+from fused_optim.amp import amp_scalars, mark_stepped
 from fused_optim.backends import Hyper
 from fused_optim.backends.compiled import load_kernels
 from fused_optim.dtensor import local_tensor, rewrap_like
@@ -238,6 +238,7 @@ class FusedAdam(Optimizer):
             self._scalars.prepare(devices, self.param_groups, capturing=False)
             self._scalars.workspaces(devices, self.param_groups)
         for device in gpus:
+            self._scalars.factor(device)
             load_kernels(device)
 
     def _create(self, param: Tensor, group: dict[str, Any], remainders: bool) -> None:
@@ -323,7 +324,7 @@ class FusedAdam(Optimizer):
         """Reset the gradients, ``decoupled_grad`` included where it is used, and drop the clipping of the next step."""
         set_to_none = self.set_grad_none if set_to_none is None else set_to_none
         super().zero_grad(set_to_none=set_to_none)
-        self._grad_factors.clear()
+        self._drop_clipping()
         if not self.use_decoupled_grad:
             return
         for param in self._params():
@@ -345,7 +346,23 @@ class FusedAdam(Optimizer):
         grads = [getattr(param, self._grad_attribute(), None) for param in params]
         measured = clip.measure(params, grads, max_norm, norm_type, error_if_nonfinite)
         self._grad_factors = measured.factors
+        for device, factor in measured.factors.items():
+            if self._is_capturable_on(device):
+                self._scalars.factor(device).copy_(factor)
         return measured.norm
+
+    def _is_capturable_on(self, device: torch.device) -> bool:
+        return self.capturable and device.type == "cuda"
+
+    def _clipping_factor(self, device: torch.device) -> Tensor | None:
+        """A graph reads the optimizer's own scalar, into which every call of ``clip_grad_norm_`` writes."""
+        return self._scalars.factor(device) if self._is_capturable_on(device) else self._grad_factors.get(device)
+
+    def _drop_clipping(self) -> None:
+        for device in self._grad_factors:
+            if self._is_capturable_on(device):
+                self._scalars.factor(device).fill_(1.0)
+        self._grad_factors.clear()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -367,11 +384,13 @@ class FusedAdam(Optimizer):
         capturing = is_capturing()
         if capturing:
             self._check_capture()
+        scaling = amp_scalars(self, scaler)
         if any(self.state.values()) or not self._is_synthetic():
-            self._update(self._refreshed_plan(), scaler, capturing)
+            self._update(self._refreshed_plan(), scaling, capturing)
         else:
             self.initialize_state()
-        self._grad_factors.clear()
+        mark_stepped(self, scaler)
+        self._drop_clipping()
         return loss
 
     def _check_capture(self) -> None:
@@ -426,8 +445,8 @@ class FusedAdam(Optimizer):
         self._plan = Plan(self.param_groups, self.state, self._slots, self.seed)
         return self._plan
 
-    def _update(self, plan: Plan, scaler: torch.amp.GradScaler | None, capturing: bool) -> None:
-        grad_scale, found_inf = amp_scalars(self, scaler)
+    def _update(self, plan: Plan, scaling: tuple[Tensor | None, Tensor | None], capturing: bool) -> None:
+        grad_scale, found_inf = scaling
         devices = plan.backends
         if capturing:
             check_capturable(devices)
@@ -437,11 +456,14 @@ class FusedAdam(Optimizer):
             self._scalars.prepare(devices, self.param_groups, capturing)
 
         def hypers(device: torch.device) -> list[Hyper]:
-            scalars = {"grad_scale": grad_scale, "grad_factor": self._grad_factors.get(device), "found_inf": found_inf}
+            scalars = {"grad_scale": grad_scale, "grad_factor": self._clipping_factor(device), "found_inf": found_inf}
             common = {key: on_device(value, device) for key, value in scalars.items()}
             return [self._hyper(number, device, counted_there, common) for number in range(len(self.param_groups))]
 
         plan.run(hypers, self._scalars.workspaces(devices, self.param_groups))
+        for device in devices:
+            if self._is_capturable_on(device):
+                self._scalars.factor(device).fill_(1.0)  # in a graph too: each clipping serves one step
         if not capturing:
             for group in self.param_groups:
                 group["step"] = int(group["step"]) + 1

@@ -17,13 +17,26 @@ def amp_scalars(optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> tu
     scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     if scaler is not None and scaler.is_enabled():
         stage = scaler._per_optimizer_states[id(optimizer)]
+        if stage["stage"] is OptState.STEPPED:
+            raise RuntimeError("step(grad_scaler=...) has already been called since the last update() of the scaler")
         if stage["stage"] is OptState.READY:
             scaler._check_inf_per_device(optimizer)
             scale = scaler._get_scale_async() * (1 if scale is None else scale)
         found_inf = _any_overflow(list(stage["found_inf_per_device"].values()))
+    if scale is not None and not isinstance(found_inf, Tensor) and getattr(optimizer, "use_decoupled_grad", False):
+        raise RuntimeError(
+            "torch.amp.GradScaler looks for overflows in p.grad only, which use_decoupled_grad=True does not use: "
+            "set optimizer.found_inf from p.decoupled_grad, or train without a GradScaler"
+        )
     if scale is not None and not isinstance(scale, Tensor):
         scale = torch.tensor(float(scale))
     return scale, found_inf if isinstance(found_inf, Tensor) else None  # 0: no gradient was checked
+
+
+def mark_stepped(optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> None:
+    """What ``scaler.step(optimizer)`` notes after a step."""
+    if scaler is not None and scaler.is_enabled():
+        scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
 
 
 def _any_overflow(found: list[Tensor]) -> Tensor | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from fused_optim.backends.gradients import NormRequest, power_sums, scale_
-from fused_optim.dtensor import local_tensor
+from fused_optim.dtensor import finished_local, local_tensor
 
 
 class Ranks(NamedTuple):
@@ -65,7 +65,7 @@ def clip_grad_norm_(
     by_device: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
         if grad is not None and local_tensor(grad).numel():
-            by_device.setdefault(local_tensor(grad).device, []).append(local_tensor(grad))
+            by_device.setdefault(local_tensor(grad).device, []).append(finished_local(grad))
     for device, tensors in by_device.items():
         scale_(tensors, clip.factors[device])
     return clip.norm
@@ -169,7 +169,7 @@ def _gather(
         group = shardings.setdefault(sharding, len(shardings))
         if grad is None:
             continue
-        local = local_tensor(grad)
+        local = finished_local(grad)
         device = local.device
         own = by_device.get(device)
         if own is None:

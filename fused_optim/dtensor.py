@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
@@ -21,6 +22,12 @@ SMALLEST_BLOCKED_VECTOR = 4096  # elements; smaller one-dimensional parameters (
 def local_tensor(tensor: Tensor) -> Tensor:
     """The plain tensor that this rank holds; no copy."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def finished_local(tensor: Tensor) -> Tensor:
+    """:func:`local_tensor` with memory of its own: that of an unfinished collective is waited for."""
+    local = local_tensor(tensor)
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def rewrap_like(local: Tensor, like: Tensor) -> Tensor:

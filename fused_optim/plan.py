@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 from fused_optim.backends import Hyper, Shards, ShardWork, backend_for, shards_on
-from fused_optim.dtensor import local_tensor
+from fused_optim.dtensor import finished_local, local_tensor
 from fused_optim.formats import rounding_key
 from fused_optim.state import MASTER, Slots, state_dtypes
 from fused_optim.validate import check_states, check_update, describe
@@ -47,8 +46,7 @@ def _can_be_watched(param: Tensor) -> bool:
 
 
 def _contiguous(tensor: Tensor) -> Tensor:
-    local = local_tensor(tensor)
-    return (local.wait() if isinstance(local, AsyncCollectiveTensor) else local).contiguous()
+    return finished_local(tensor).contiguous()
 
 
 def placed_as(grad: Tensor, param: Tensor) -> Tensor:

@@ -54,6 +54,8 @@ class DeviceScalars:
         self._lrs: list[float | None] = []
         self._captured = False
         self._workspaces: dict[torch.device, Tensor] = {}
+        self._factors: dict[torch.device, Tensor] = {}
+        self._retired: list[Any] = []
         self.ahead = False  # the counters may differ from group["step"], and are right
 
     def prepare(self, devices: Iterable[torch.device], groups: Groups, capturing: bool) -> None:
@@ -62,7 +64,7 @@ class DeviceScalars:
         Raises RuntimeError where one of these is needed during a capture, in which it would become part of the graph.
         """
         devices = list(devices)
-        if len(self._steps) != len(groups) or any(device not in self._devices for device in devices):
+        if len(self._steps) != len(groups) or set(devices) != set(self._devices):
             _refuse(capturing, "this optimizer has made no step in its present form")
             self._allocate(devices, groups)
         for number, group in enumerate(groups):
@@ -75,8 +77,9 @@ class DeviceScalars:
 
     def _allocate(self, devices: list[torch.device], groups: Groups) -> None:
         self.pull(groups)
-        if len(self._steps) != len(groups):
-            self._devices.clear()
+        for device in list(self._devices):
+            if len(self._steps) != len(groups) or device not in devices:
+                self._retire(self._devices.pop(device))
         for device in devices:
             if device not in self._devices:
                 self._devices[device] = _OnDevice(
@@ -132,8 +135,20 @@ class DeviceScalars:
         for device in devices:
             size = _WORKSPACE_BYTES * len(groups)
             if device.type == "cuda" and (device not in self._workspaces or self._workspaces[device].nbytes < size):
+                self._retire(self._workspaces.get(device))
                 self._workspaces[device] = torch.empty(size, dtype=torch.uint8, device=device)
         return self._workspaces
+
+    def factor(self, device: torch.device) -> Tensor:
+        """An FP32 scalar that gradients are multiplied by, 1 when new."""
+        if device not in self._factors:
+            self._factors[device] = torch.ones((), dtype=torch.float32, device=device)
+        return self._factors[device]
+
+    def _retire(self, memory: Any) -> None:
+        """Graphs that were captured go on writing to what they know, although nothing else uses it any more."""
+        if self._captured:
+            self._retired.append(memory)
 
 
 def _refuse(capturing: bool, reason: str) -> None:

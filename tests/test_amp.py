@@ -291,3 +291,39 @@ def test_two_devices() -> None:
     assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
     with torch.cuda.device(1):
         assert [counter.tolist() for counter in (s.steps for s in optimizer._scalars._devices.values())] == [[3], [3]]
+
+
+def test_a_synthetic_first_step_is_noted_by_the_scaler() -> None:
+    params = parameters("cpu")
+    optimizer, scaler = make(params, *VARIANTS[0]), torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    optimizer.step(grad_scaler=scaler)
+    scaler.update()
+    assert shown_step(optimizer) == 0
+
+
+def test_one_step_between_updates() -> None:
+    params = parameters("cpu")
+    optimizer, scaler = make(params, *VARIANTS[0]), torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    give_gradients(params, 0, scaler.get_scale())
+    optimizer.step(grad_scaler=scaler)
+    with pytest.raises(RuntimeError, match="since the last update"):
+        optimizer.step(grad_scaler=scaler)
+
+
+@pytest.mark.parametrize("step", [by_scaler, by_optimizer])
+def test_decoupled_gradients_are_not_checked_by_the_scaler(step: Step) -> None:
+    params = parameters("cpu")
+    optimizer = make(params, *VARIANTS[0], use_decoupled_grad=True)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    before = copy.deepcopy(params)
+    for param in params:
+        param.decoupled_grad = torch.full_like(param, float("inf"))
+    with pytest.raises((RuntimeError, AssertionError), match="p.grad only|No inf checks"):
+        step(scaler, optimizer)
+    for param, kept in zip(params, before, strict=True):
+        assert torch.equal(param, kept)

@@ -5,6 +5,7 @@ All three take the same :class:`ShardWork` and :class:`Hyper` and mean the same.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -115,7 +116,15 @@ def backend_for(device_type: str) -> str:
         if device_type != forced:
             raise RuntimeError(f"FUSED_OPTIM_BACKEND={forced} cannot update parameters on {device_type}")
         return forced
+    if device_type == "cuda" and not _gpus_are_supported():
+        return "torch"
     return device_type if device_type in BACKENDS and load_engine(device_type)[0] is not None else "torch"
+
+
+@functools.cache
+def _gpus_are_supported() -> bool:
+    """The engine needs compute capability 8.0 of every visible GPU."""
+    return all(torch.cuda.get_device_capability(i) >= (8, 0) for i in range(torch.cuda.device_count()))
 
 
 def shards_on(device: torch.device, backend: str, groups: list[int], group_count: int) -> Shards:

@@ -45,7 +45,8 @@ def power_sums(tensors: list[Tensor], groups: list[int], request: NormRequest) -
     result = torch.empty(2, dtype=torch.float32, device=device)
     where = _where(device)
     if device.type == "cuda":
-        where["workspace"] = _workspace(engine, device, where["stream"])
+        workspace = _workspace(engine, device, where["stream"])
+        where["workspace"] = workspace.data_ptr()
     _table(engine, contiguous, groups).norm(
         infinity=request.norm_type == math.inf,
         group_count=request.group_count,
@@ -96,12 +97,14 @@ def _where(device: torch.device) -> dict[str, int]:
     return {"threads": torch.get_num_threads()}
 
 
-def _workspace(engine: ModuleType, device: torch.device, stream: int) -> int:
+def _workspace(engine: ModuleType, device: torch.device, stream: int) -> Tensor:
+    """A graph that is being captured gets its own: memory of the graph's, zeroed at each replay."""
     key = (device, stream)
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(engine.norm_workspace_bytes(device.index), dtype=torch.uint8, device=device)
     if key not in _workspaces:
-        size = engine.norm_workspace_bytes(device.index)
-        _workspaces[key] = torch.zeros(size, dtype=torch.uint8, device=device)
-    return _workspaces[key].data_ptr()
+        _workspaces[key] = torch.zeros(engine.norm_workspace_bytes(device.index), dtype=torch.uint8, device=device)
+    return _workspaces[key]
 
 
 def _reference_sums(tensors: list[Tensor], groups: list[int], request: NormRequest) -> Tensor:
