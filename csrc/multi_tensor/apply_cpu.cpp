@@ -65,14 +65,40 @@ void load(float* tile, Element type, uint64_t address, uint64_t element, int cou
     }
 }
 
+uint32_t block_absmax(const float* values, int block) {
+    uint32_t absmax = 0;
+    for (int i = 0; i < block; ++i) {
+        uint32_t bits = magnitude_bits(values[i]);
+        absmax = bits > absmax ? bits : absmax;
+    }
+    return absmax;
+}
+
+// Whether no magnitude rounds beyond BF16's largest: most tiles, for which the encoders need no special cases.
+bool is_moderate(const float* tile) { return block_absmax(tile, kTile) < 0x7F7F0000u; }
+
+void encode_bfloat16(uint16_t* raw, const float* tile, const uint32_t* bits) {
+    const bool moderate = is_moderate(tile);
+    if (moderate && bits) {
+        for (int i = 0; i < kTile; ++i) raw[i] = static_cast<uint16_t>((float_bits(tile[i]) + (bits[i] >> 16)) >> 16);
+    } else if (moderate) {
+        for (int i = 0; i < kTile; ++i) {
+            uint32_t b = float_bits(tile[i]);
+            raw[i] = static_cast<uint16_t>((b + 0x7FFFu + ((b >> 16) & 1u)) >> 16);
+        }
+    } else if (bits) {
+        for (int i = 0; i < kTile; ++i) raw[i] = bfloat16_rotating(tile[i], bits[i]);
+    } else {
+        for (int i = 0; i < kTile; ++i) raw[i] = bfloat16_nearest_even(tile[i]);
+    }
+}
+
 // Without rounding bits: to nearest even.
 void store(const float* tile, const uint32_t* bits, Element type, uint64_t address, uint64_t element, int count) {
     if (type == Element::kFloat32) return copy_out(tile, address, element, count);
     alignas(64) uint16_t raw[kTile];
-    if (type == Element::kBFloat16 && bits) {
-        for (int i = 0; i < kTile; ++i) raw[i] = bfloat16_rotating(tile[i], bits[i]);
-    } else if (type == Element::kBFloat16) {
-        for (int i = 0; i < kTile; ++i) raw[i] = bfloat16_nearest_even(tile[i]);
+    if (type == Element::kBFloat16) {
+        encode_bfloat16(raw, tile, bits);
     } else if (bits) {
         for (int i = 0; i < kTile; ++i) raw[i] = float16_rotating(tile[i], bits[i]);
     } else {
@@ -81,14 +107,17 @@ void store(const float* tile, const uint32_t* bits, Element type, uint64_t addre
     copy_out(raw, address, element, count);
 }
 
+bool is_plain(const Shard& shard) { return shard.inner_local >= shard.numel; }
+
 uint64_t global_index(const Shard& shard, uint64_t element) {
+    if (is_plain(shard)) return shard.offset + element;
     return shard.offset + (element / shard.inner_local) * shard.inner_global + element % shard.inner_local;
 }
 
 // The usual case is that the tile's elements are aligned octets of consecutive ones, whose numbers do not wrap 32 bits.
 void fill_rounding(uint32_t* bits, const Shard& shard, const Rounding& rounding, uint64_t element) {
     const uint64_t first = global_index(shard, element);
-    const bool contiguous = element % shard.inner_local + kTile <= shard.inner_local;
+    const bool contiguous = is_plain(shard) || element % shard.inner_local + kTile <= shard.inner_local;
     if (!contiguous || first % 8 != 0 || first >> 35 != (first + kTile) >> 35) {
         for (int i = 0; i < kTile; ++i) {
             uint64_t global = global_index(shard, element + i);
@@ -106,15 +135,6 @@ void fill_rounding(uint32_t* bits, const Shard& shard, const Rounding& rounding,
         const uint32_t octet = octets[i / 8];
         for (int k = 0; k < 8; ++k) bits[i + k] = octet + lanes[k];
     }
-}
-
-uint32_t block_absmax(const float* values, int block) {
-    uint32_t absmax = 0;
-    for (int i = 0; i < block; ++i) {
-        uint32_t bits = magnitude_bits(values[i]);
-        absmax = bits > absmax ? bits : absmax;
-    }
-    return absmax;
 }
 
 // The scales of one moment, from those of the tile's first element on, and the size of their blocks.
@@ -216,8 +236,15 @@ template <class Low, Split split(float)>
 void store_split(const float* tile, const Shard& shard, uint64_t element, int count) {
     alignas(64) uint16_t high[kTile];
     alignas(64) Low low[kTile];
-    for (int i = 0; i < kTile; ++i) high[i] = split(tile[i]).high;
-    for (int i = 0; i < kTile; ++i) low[i] = static_cast<Low>(split(tile[i]).low);
+    if (is_moderate(tile)) {  // as `split`, without NaN
+        constexpr uint32_t half = sizeof(Low) == 2 ? 0u : 0x80u;
+        for (int i = 0; i < kTile; ++i) high[i] = static_cast<uint16_t>((float_bits(tile[i]) + half + 0x8000u) >> 16);
+        for (int i = 0; i < kTile; ++i)
+            low[i] = static_cast<Low>((float_bits(tile[i]) + half) >> (16 - 8 * sizeof(Low)));
+    } else {
+        for (int i = 0; i < kTile; ++i) high[i] = split(tile[i]).high;
+        for (int i = 0; i < kTile; ++i) low[i] = static_cast<Low>(split(tile[i]).low);
+    }
     copy_out(high, shard.param, element, count);
     copy_out(low, shard.master, element, count);
 }
