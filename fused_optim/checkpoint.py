@@ -11,7 +11,7 @@ cut by whole rows, one-dimensional parameters included, as in the unscaled form.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +55,7 @@ def convert(optimizer: FusedAdam, state_dict: dict[str, Any]) -> dict[str, Any]:
         for key, states in state_dict["state"].items()
         if states
     }
-    description = {**DESCRIPTION, "fused_optim_native": int(optimizer.checkpoint_format == "native")}
+    description = {**DESCRIPTION, "fused_optim_native": int(any(map(_any_packed, state.values())))}
     groups = [
         {**group, **{key: str(group[key]) for key in _OWN_KEYS}, **description} for group in state_dict["param_groups"]
     ]
@@ -94,7 +94,7 @@ def load(optimizer: FusedAdam, state_dict: dict[str, Any]) -> None:
     saved_ids = _match_groups(groups, saved_groups)
     state = state_dict["state"]
     known = {id_: param for id_, param in saved_ids.items() if state.get(id_)}
-    _check_description(saved_groups, state)
+    _check_description(saved_groups, state, saved_ids.values())
     steps = [_group_step(saved, state) for saved in saved_groups]
     for group, saved, step in zip(groups, saved_groups, steps, strict=True):
         _check_group(group, saved, known, step)
@@ -155,21 +155,29 @@ def _check_group(group: Mapping[str, Any], saved: Mapping[str, Any], known: Mapp
         )
 
 
-def _check_description(saved_groups: list[dict[str, Any]], state: Mapping[Any, Mapping[str, Any]]) -> None:
+def _check_description(
+    saved_groups: list[dict[str, Any]], state: Mapping[Any, Mapping[str, Any]], params: Iterable[Tensor]
+) -> None:
     """A state dict without description is accepted: it is another optimizer's or an older one's."""
-    for saved in saved_groups:
-        version = int(saved.get("fused_optim_version", VERSION))
-        if version > VERSION:
-            raise ValueError(
-                f"the state dict has version {version}, this fused_optim reads versions up to {VERSION}: update it, or "
-                "save with the older one"
-            )
-        packed = any(_is_packed(value) for id_ in saved["params"] for value in state.get(id_, {}).values())
-        if packed and not saved.get("fused_optim_native", 1):
-            raise ValueError(
-                "the checkpoint is unscaled but was loaded into a state dict in native form, whose states are not the "
-                "checkpoint's: set optimizer.checkpoint_format = 'unscaled' before taking the state dict to load into"
-            )
+    version = max((int(saved.get("fused_optim_version", VERSION)) for saved in saved_groups), default=VERSION)
+    if version > VERSION:
+        raise ValueError(
+            f"the state dict has version {version}, this fused_optim reads versions up to {VERSION}: update fused_optim"
+        )
+    described = [saved["fused_optim_native"] for saved in saved_groups if "fused_optim_native" in saved]
+    native, packed = any(described), any(map(_any_packed, state.values()))
+    comparable = described and any(state.values()) and any(p.requires_grad and cut_by_rows(p) for p in params)
+    # torch may lay a checkpoint against a state dict of another form and leave what does not match as it was there.
+    if comparable and packed != native:
+        forms = ("unscaled", "native")
+        raise ValueError(
+            f"the checkpoint is {forms[native]} but its state dict has the states of one that is {forms[packed]}: set "
+            f"optimizer.checkpoint_format = {forms[native]!r} before you take the state dict to load into"
+        )
+
+
+def _any_packed(states: Mapping[str, Any]) -> bool:
+    return any(map(_is_packed, states.values()))
 
 
 def _is_packed(value: Any) -> bool:
