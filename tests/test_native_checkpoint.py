@@ -39,9 +39,11 @@ IDS = {"ids": str}
 # --- one process ------------------------------------------------------------------------------------------------
 
 
-def build(master: cases.Master, fmt: torch.dtype, *, fresh: bool = False) -> tuple[nn.ParameterDict, FusedAdam]:
+def build(
+    master: cases.Master, fmt: torch.dtype, device: str = "cpu", *, fresh: bool = False
+) -> tuple[nn.ParameterDict, FusedAdam]:
     tensors = {
-        name: cases.values(shape, master.param_dtype, "cpu", seed=10 * fresh + i)
+        name: cases.values(shape, master.param_dtype, device, seed=10 * fresh + i)
         for i, (name, shape) in enumerate(SHAPES.items())
     }
     model = nn.ParameterDict(tensors)
@@ -54,13 +56,15 @@ def train(model: nn.ParameterDict, optimizer: FusedAdam, steps: range) -> None:
     for step in steps:
         for i, (name, param) in enumerate(model.items()):
             if name not in ("wide", "narrow"):  # frozen, or without gradient
-                param.grad = cases.values(param.shape, param.dtype, "cpu", seed=100 * step + i, spread=3.0)
+                param.grad = cases.values(param.shape, param.dtype, str(param.device), seed=100 * step + i, spread=3.0)
         optimizer.step()
         optimizer.zero_grad()
 
 
-def trained(master: cases.Master, fmt: torch.dtype, form: str = "native") -> tuple[nn.ParameterDict, FusedAdam]:
-    model, optimizer = build(master, fmt)
+def trained(
+    master: cases.Master, fmt: torch.dtype, device: str = "cpu", form: str = "native"
+) -> tuple[nn.ParameterDict, FusedAdam]:
+    model, optimizer = build(master, fmt, device)
     optimizer.checkpoint_format = form
     train(model, optimizer, range(SAVED_AT))
     return model, optimizer
@@ -91,14 +95,15 @@ REM16, REM8, PLAIN = cases.MASTER["bfloat16+rem16"], cases.MASTER["bfloat16+rem8
 
 @EVERY_MASTER
 @EVERY_FORMAT
-def test_every_bit_comes_back_and_training_goes_on_alike(master: cases.Master, fmt: torch.dtype) -> None:
-    model, optimizer = trained(master, fmt)
-    other, fresh = build(master, fmt, fresh=True)
+def test_every_bit_comes_back_and_training_goes_on_alike(master: cases.Master, fmt: torch.dtype, device: str) -> None:
+    """The file is read to the CPU."""
+    model, optimizer = trained(master, fmt, device)
+    other, fresh = build(master, fmt, device, fresh=True)
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     other.load_state_dict(model.state_dict())
     file.seek(0)
-    fresh.load_state_dict(torch.load(file, weights_only=True))
+    fresh.load_state_dict(torch.load(file, weights_only=True, map_location="cpu"))
     assert_same(stored(other, fresh), stored(model, optimizer))
     assert fresh.checkpoint_format == "unscaled"
     for each in ((model, optimizer), (other, fresh)):
@@ -137,13 +142,13 @@ def test_form_of_states(fmt: torch.dtype) -> None:
 @pytest.mark.parametrize("source", FORMATS, **IDS)
 @pytest.mark.parametrize("target", FORMATS, **IDS)
 def test_other_formats_are_loaded_as_from_the_unscaled_form(
-    master: cases.Master, source: torch.dtype, target: torch.dtype
+    master: cases.Master, source: torch.dtype, target: torch.dtype, device: str
 ) -> None:
-    model, optimizer = trained(master, source)
+    model, optimizer = trained(master, source, device)
     results = []
     for form in ("native", "unscaled"):
         optimizer.checkpoint_format = form
-        other, fresh = build(master, target, fresh=True)
+        other, fresh = build(master, target, device, fresh=True)
         other.load_state_dict(model.state_dict())
         fresh.load_state_dict(optimizer.state_dict())
         results.append(stored(other, fresh))
@@ -279,7 +284,7 @@ def test_bad_state_dicts_change_nothing(change: Change, error: type[Exception], 
 
 @pytest.mark.parametrize("form", ["native", "unscaled"])
 def test_state_dicts_describe_themselves_but_need_not(form: str) -> None:
-    model, optimizer = trained(REM16, torch.int8, form)
+    model, optimizer = trained(REM16, torch.int8, form=form)
     state_dict = optimizer.state_dict()
     for group in state_dict["param_groups"]:
         assert group.pop("fused_optim_version") == 1
@@ -308,6 +313,19 @@ def test_files_are_several_times_smaller(master: cases.Master, ratio: float, fmt
             dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=tmp_path / form)
         sizes[form] = sum(file.stat().st_size for file in (tmp_path / form).iterdir())
     assert sizes["unscaled"] >= ratio * sizes["native"], sizes
+
+
+def test_documented_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parent.parent / "docs" / "checkpoints.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no process group
+        for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+            exec(code, names)
+    param, optimizer, other = names["model"].weight, names["optimizer"], names["other"]
+    assert optimizer.get_unscaled_state(param, "exp_avg").any()
+    assert other.state[param]["exp_avg"].dtype == torch.bfloat16 and other.param_groups[0]["step"] == 1
 
 
 # --- several processes ------------------------------------------------------------------------------------------
