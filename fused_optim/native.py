@@ -59,8 +59,8 @@ def _row(param: Tensor) -> int:
 def _row_checks(param: Tensor) -> Tensor:
     """One int32 per row of a BF16 tensor; any single element that differs changes it."""
     bits = param.detach().contiguous().view(torch.int16).flatten(1).int()
-    odd = torch.arange(1, 2 * bits.shape[1], 2, dtype=torch.int32, device=bits.device)
-    return bits.mul_(odd).sum(1).int()
+    odd = torch.arange(bits.shape[1], dtype=torch.int32, device=bits.device).mul_(2).add_(1)
+    return bits.mul_(odd).sum(1).int()  # modulo 2^32
 
 
 # --- loading ----------------------------------------------------------------------------------------------------
@@ -96,8 +96,8 @@ class StoredRemainder:
 
     def master(self, param: Tensor) -> Tensor:
         """The FP32 master, for a local ``param`` that has the high bits in whatever dtype."""
-        low = self.low.to(param.device).clone(memory_format=torch.contiguous_format).view(self.kind.dtype)
-        return join_remainder(param.to(torch.bfloat16), low)
+        low = self.low.to(param.device).flatten().clone()  # at an address that int16 may have
+        return join_remainder(param.to(torch.bfloat16), low.view(self.kind.dtype).view(param.shape))
 
 
 def unpack_moment(param: Tensor, name: str, saved: Mapping[str, Any], what: str) -> StoredMoment | Tensor:

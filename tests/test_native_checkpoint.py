@@ -20,7 +20,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+)
 
 import cases
 import distributed
@@ -31,7 +36,16 @@ from fused_optim.state import MOMENTS
 from test_distributed_checkpoint import FORMATS, WAYS, Run, trained_states
 
 # In the order of nn.ParameterDict.
-SHAPES = {"conv": (3, 8, 2, 4), "long": (5000,), "narrow": (5, 64), "odd": (5, 50), "vector": (10,), "wide": (6, 256)}
+SHAPES = {
+    "conv": (3, 8, 2, 4),
+    "long": (5000,),
+    "narrow": (5, 64),
+    "odd": (5, 50),
+    "vacant": (0, 128),
+    "vector": (10,),
+    "void": (3, 0),
+    "wide": (6, 256),
+}
 SAVED_AT = 2
 IDS = {"ids": str}
 
@@ -116,7 +130,7 @@ def test_form_of_states(fmt: torch.dtype) -> None:
     _, optimizer = trained(REM16, fmt)
     state_dict = optimizer.state_dict()
     scaled = fmt in (torch.int8, torch.float8_e4m3fn, torch.float16)
-    blocks = {"wide": 128, "narrow": 64, "conv": 64}
+    blocks = {"wide": 128, "narrow": 64, "conv": 64, "vacant": 128, "void": 128}
     for (name, shape), states in zip(SHAPES.items(), state_dict["state"].values(), strict=True):
         for moment in MOMENTS:
             value = states[moment]
@@ -197,7 +211,7 @@ def test_poisoned_and_empty_blocks_come_back(fmt: torch.dtype) -> None:
     model, optimizer = trained(REM16, fmt)
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
-        param.grad.view(-1)[3] = float("nan")
+        param.grad.view(-1)[3:4] = float("nan")
     optimizer.step()
     other, fresh = build(REM16, fmt, fresh=True)
     other.load_state_dict(model.state_dict())
@@ -315,6 +329,33 @@ def test_files_are_several_times_smaller(master: cases.Master, ratio: float, fmt
     assert sizes["unscaled"] >= ratio * sizes["native"], sizes
 
 
+@pytest.mark.parametrize("flat", [False, True])
+def test_tied_parameters(flat: bool, tmp_path: Path) -> None:
+    def tied(seed: int) -> tuple[nn.Module, FusedAdam]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Embedding(16, 64), nn.Linear(64, 16)).bfloat16()
+        model[1].weight = model[0].weight
+        options = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8, "store_param_remainders": True}
+        return model, FusedAdam(model.parameters(), checkpoint_format="native", **options)
+
+    model, optimizer = tied(0)
+    model(torch.arange(16)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    other, fresh = tied(1)
+    other.load_state_dict(model.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no process group
+        dcp.save(get_optimizer_state_dict(model, optimizer, options=options), checkpoint_id=tmp_path)
+        state = get_optimizer_state_dict(other, fresh, options=options)
+        dcp.load(state, checkpoint_id=tmp_path)
+    set_optimizer_state_dict(other, fresh, state, options=options)
+    for param, expected in zip(other.parameters(), model.parameters(), strict=True):
+        assert_same(fresh.state[param], optimizer.state[expected])
+        assert torch.equal(fresh._slots[param].scales, optimizer._slots[expected].scales)
+
+
 def test_documented_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (Path(__file__).parent.parent / "docs" / "checkpoints.md").read_text()
     monkeypatch.chdir(tmp_path)
@@ -347,6 +388,22 @@ class NativeRun(Run):
         return found
 
 
+def save_async(run: Run, path: str) -> None:
+    """Training goes on while the file is written."""
+    model, optimizer = get_state_dict(run.model, run.optimizer)
+    future = dcp.async_save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+    parameters = [local_tensor(param.data).clone() for param in run.model.parameters()]
+    states = copy.deepcopy(run.optimizer.state_dict())
+    run.train(20, 21)
+    future.result()
+    for param, value in zip(run.model.parameters(), parameters, strict=True):
+        local_tensor(param.data).copy_(value)
+    run.optimizer.load_state_dict(states)
+
+
+OWN_WAYS = {**WAYS, "async": (save_async, WAYS["nested"][1])}
+
+
 def hop(
     how: str,
     master: str,
@@ -363,11 +420,11 @@ def hop(
         warnings.simplefilter("ignore", FutureWarning)
         if source is not None:
             run.optimizer.checkpoint_format = forms[0]
-            WAYS[way][1](run, source)
+            OWN_WAYS[way][1](run, source)
             loaded = run.snapshot()
         run.train(steps.start, steps.stop)
         run.optimizer.checkpoint_format = forms[1]
-        WAYS[way][0](run, target)
+        OWN_WAYS[way][0](run, target)
     return [loaded, run.snapshot()]
 
 
@@ -415,6 +472,7 @@ def test_resharding_changes_no_bit(master: str, way: str, tmp_path: Path) -> Non
         ([(2, "fsdp"), (3, "fsdp")], "full"),
         ([(2, "fsdp"), (3, "fsdp")], "broadcast"),
         ([(2, "fsdp"), (3, "fsdp")], "cpu"),
+        ([(2, "fsdp"), (3, "fsdp")], "async"),
         ([(1, "plain"), (4, "hsdp"), (2, "fsdp")], "nested"),
         ([(4, "tp"), (4, "tp")], "nested"),
     ],
