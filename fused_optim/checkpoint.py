@@ -91,10 +91,11 @@ def load(optimizer: FusedAdam, state_dict: dict[str, Any]) -> None:
     Everything is checked before the first state is written; ``state_dict`` and its tensors are not changed or kept.
     """
     groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
+    _check_version(saved_groups)
     saved_ids = _match_groups(groups, saved_groups)
     state = state_dict["state"]
     known = {id_: param for id_, param in saved_ids.items() if state.get(id_)}
-    _check_description(saved_groups, state, saved_ids.values())
+    _check_form(saved_groups, state, saved_ids.values())
     steps = [_group_step(saved, state) for saved in saved_groups]
     for group, saved, step in zip(groups, saved_groups, steps, strict=True):
         _check_group(group, saved, known, step)
@@ -155,19 +156,22 @@ def _check_group(group: Mapping[str, Any], saved: Mapping[str, Any], known: Mapp
         )
 
 
-def _check_description(
-    saved_groups: list[dict[str, Any]], state: Mapping[Any, Mapping[str, Any]], params: Iterable[Tensor]
-) -> None:
+def _check_version(saved_groups: list[dict[str, Any]]) -> None:
     """A state dict without description is accepted: it is another optimizer's or an older one's."""
     version = max((int(saved.get("fused_optim_version", VERSION)) for saved in saved_groups), default=VERSION)
     if version > VERSION:
         raise ValueError(
             f"the state dict has version {version}, this fused_optim reads versions up to {VERSION}: update fused_optim"
         )
+
+
+def _check_form(
+    saved_groups: list[dict[str, Any]], state: Mapping[Any, Mapping[str, Any]], params: Iterable[Tensor]
+) -> None:
+    """torch may lay a checkpoint against a state dict of another form and leave there what does not match."""
     described = [saved["fused_optim_native"] for saved in saved_groups if "fused_optim_native" in saved]
     native, packed = any(described), any(map(_any_packed, state.values()))
     comparable = described and any(state.values()) and any(p.requires_grad and cut_by_rows(p) for p in params)
-    # torch may lay a checkpoint against a state dict of another form and leave what does not match as it was there.
     if comparable and packed != native:
         forms = ("unscaled", "native")
         raise ValueError(
