@@ -31,7 +31,7 @@ from fused_optim.state import (
     write_moment,
 )
 from fused_optim.synthetic import all_gradients_zero, announce_failure
-from fused_optim.validate import check_hyperparameters, check_param, check_update, describe
+from fused_optim.validate import check_checkpoint_format, check_hyperparameters, check_param, check_update, describe
 
 
 def _pull_steps(optimizer: FusedAdam) -> None:
@@ -72,12 +72,12 @@ class FusedAdam(Optimizer):
         stochastic_rounding: rotating rounding of ``exp_avg_sq`` and of parameters without master, not nearest.
         seed: of the rounding sequence, a function of (seed, step, parameter index, global element index).
         use_decoupled_grad: read gradients from ``p.decoupled_grad`` instead of ``p.grad``.
-        checkpoint_format: ``"unscaled"``; ``"native"`` is not implemented yet.
+        checkpoint_format: the form of ``state_dict()``. ``"unscaled"``: FP32 tensors; ``"native"``: the stored bits
+            and scales, several times smaller. Either loads whatever this is; it may be changed at any time.
         set_grad_none: what ``zero_grad()`` does by default; None means True, as in torch.
 
     Raises:
         ValueError, TypeError: for hyperparameters or parameters that cannot be used; nothing has been changed then.
-        NotImplementedError: for ``checkpoint_format="native"``.
 
     Works with ``torch.amp.GradScaler``: gradients are unscaled within the update, and on GPUs a step with an overflow
     is skipped without the host knowing. So ``param_group["step"]`` counts skipped steps too, and replays of a CUDA
@@ -121,10 +121,7 @@ class FusedAdam(Optimizer):
             raise ValueError(f"param_remainder_bits: expected 16 or 8, got {param_remainder_bits}")
         if store_param_remainders and not master_weights:
             raise ValueError("store_param_remainders=True needs master_weights=True")
-        if checkpoint_format not in ("unscaled", "native"):
-            raise ValueError(f"checkpoint_format: expected 'unscaled' or 'native', got {checkpoint_format!r}")
-        if checkpoint_format == "native":
-            raise NotImplementedError("checkpoint_format='native' is not implemented yet; use 'unscaled'")
+        check_checkpoint_format(checkpoint_format)
         self.master_weights = master_weights
         self.store_param_remainders = store_param_remainders
         self.param_remainder_bits = param_remainder_bits
@@ -148,6 +145,7 @@ class FusedAdam(Optimizer):
             "exp_avg_dtype": exp_avg_dtype,
             "exp_avg_sq_dtype": exp_avg_sq_dtype,
             "step": 0,
+            **checkpoint.DESCRIPTION,
         }
         check_hyperparameters(defaults)
         super().__init__(params, defaults)
@@ -157,8 +155,8 @@ class FusedAdam(Optimizer):
         """Once, also in an optimizer that was copied together with its hooks."""
         if _pull_steps not in self._optimizer_state_dict_pre_hooks.values():
             self.register_state_dict_pre_hook(_pull_steps)
-        if checkpoint.unscale not in self._optimizer_state_dict_post_hooks.values():
-            self.register_state_dict_post_hook(checkpoint.unscale)
+        if checkpoint.convert not in self._optimizer_state_dict_post_hooks.values():
+            self.register_state_dict_post_hook(checkpoint.convert)
 
     def _start_anew(self) -> None:
         """What is not copied with the optimizer."""

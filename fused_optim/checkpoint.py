@@ -1,78 +1,114 @@
-"""State dicts: the "unscaled" form and its inverse.
+"""State dicts: their two forms, and loading.
 
 Unscaled: every moment and master is a parameter-shaped FP32 tensor, a DTensor with the parameter's mesh and
 placements where the parameter is one, whatever the format it is kept in. So it loads into any format, on any world
 size, and other tools can read it.
+
+Native: block-scaled moments and remainders as they are kept (``native.py``), BF16 moments as BF16 tensors; what is not
+cut by whole rows, one-dimensional parameters included, as in the unscaled form.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fused_optim.dtensor import local_tensor, rewrap_like
+from fused_optim.dtensor import cut_by_rows, local_tensor, placed_part, rewrap_like
 from fused_optim.formats import Master
-from fused_optim.state import MASTER, MOMENTS, read_master, read_moment, write_master, write_moment
-from fused_optim.validate import describe
+from fused_optim.native import (
+    StoredMoment,
+    StoredRemainder,
+    pack_moment,
+    pack_remainder,
+    unpack_moment,
+    unpack_remainder,
+)
+from fused_optim.state import MASTER, MOMENTS, Slots, read_master, read_moment, write_master, write_moment
+from fused_optim.synthetic import any_rank
+from fused_optim.validate import check_checkpoint_format, describe
 
 if TYPE_CHECKING:
     from fused_optim.adam import FusedAdam
 
+VERSION = 1
+# What a checkpoint says of itself, as numbers and in every param group: torch.distributed.checkpoint keeps no metadata,
+# and its flattened form only such keys of a param group as the running optimizer has.
+DESCRIPTION = {"fused_optim_version": VERSION, "fused_optim_native": 0}
 # The running optimizer's choices, which a checkpoint does not change. Saved as text: torch.distributed.checkpoint
 # gathers and offloads no torch.dtype.
 _OWN_KEYS = ("exp_avg_dtype", "exp_avg_sq_dtype")
 
+_Loaded = Tensor | StoredMoment | StoredRemainder
 
-def unscale(optimizer: FusedAdam, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """State-dict post-hook: replace stored states by unscaled ones. FP32 states are passed by reference."""
+
+def convert(optimizer: FusedAdam, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """State-dict post-hook: bring the states into ``optimizer.checkpoint_format``. FP32 states go by reference."""
+    check_checkpoint_format(optimizer.checkpoint_format)
     params = dict(enumerate(chain.from_iterable(g["params"] for g in optimizer.param_groups)))
     state = {
-        key: _unscaled_states(optimizer, params[key], states) if key in params else states
+        key: _converted(optimizer, params[key], states) if key in params else states
         for key, states in state_dict["state"].items()
         if states
     }
-    groups = [{**group, **{key: str(group[key]) for key in _OWN_KEYS}} for group in state_dict["param_groups"]]
+    description = {**DESCRIPTION, "fused_optim_native": int(any(map(_any_packed, state.values())))}
+    groups = [
+        {**group, **{key: str(group[key]) for key in _OWN_KEYS}, **description} for group in state_dict["param_groups"]
+    ]
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def _unscaled_states(optimizer: FusedAdam, param: Tensor, states: dict[str, Any]) -> dict[str, Any]:
-    slots = optimizer._slots[param]
+def _converted(optimizer: FusedAdam, param: Tensor, states: dict[str, Any]) -> dict[str, Any]:
+    slots, native = optimizer._slots[param], optimizer.checkpoint_format == "native"
+    packed = native and cut_by_rows(param)
     out = dict(states)
     for name in MOMENTS:
-        if slots.format(name).dtype(name) != torch.float32:
-            out[name] = rewrap_like(read_moment(states, slots, name), param)
+        if packed and slots.format(name).scaled:
+            out[name] = pack_moment(param, states, slots, name)
+        elif slots.format(name).scaled or not native:
+            out[name] = _unscaled_moment(param, states, slots, name)
     if slots.master in (Master.REMAINDER16, Master.REMAINDER8):
-        out[MASTER] = rewrap_like(read_master(param, states, slots), param)
+        if packed:
+            out[MASTER] = pack_remainder(param, states, slots)
+        else:
+            out[MASTER] = rewrap_like(read_master(param, states, slots), param)
     return out
 
 
+def _unscaled_moment(param: Tensor, states: dict[str, Tensor], slots: Slots, name: str) -> Tensor:
+    if slots.format(name).dtype(name) == torch.float32:
+        return states[name]
+    return rewrap_like(read_moment(states, slots, name), param)
+
+
 def load(optimizer: FusedAdam, state_dict: dict[str, Any]) -> None:
-    """Load an unscaled state dict, or torch.optim.Adam(W)'s with one ``step`` per parameter.
+    """Load a state dict in either form, or torch.optim.Adam(W)'s with one ``step`` per parameter.
 
     Everything is checked before the first state is written; ``state_dict`` and its tensors are not changed or kept.
     """
     groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
+    _check_version(saved_groups)
     saved_ids = _match_groups(groups, saved_groups)
     state = state_dict["state"]
     known = {id_: param for id_, param in saved_ids.items() if state.get(id_)}
+    _check_form(saved_groups, state, saved_ids.values())
     steps = [_group_step(saved, state) for saved in saved_groups]
     for group, saved, step in zip(groups, saved_groups, steps, strict=True):
         _check_group(group, saved, known, step)
-    locals_ = {id_: _local_states(optimizer, known[id_], state[id_]) for id_ in known}
+    loaded = {id_: _loaded_states(optimizer, known[id_], state[id_]) for id_ in known}
+    _load_remainders(optimizer, known, state, loaded)
 
+    kept = ("params", "param_names", *_OWN_KEYS, *DESCRIPTION)
     for group, saved, step in zip(groups, saved_groups, steps, strict=True):
-        options = {key: value for key, value in saved.items() if key not in ("params", "param_names", *_OWN_KEYS)}
-        group.update({key: _copied(value) for key, value in options.items()})
+        group.update({key: _copied(value) for key, value in saved.items() if key not in kept})
         group["step"] = step
     for id_, param in saved_ids.items():
-        if id_ in locals_:
-            _write_states(optimizer, param, locals_[id_])
+        if id_ in loaded:
+            _write_states(optimizer, param, loaded[id_])
         else:
             optimizer._forget(param)
 
@@ -120,43 +156,101 @@ def _check_group(group: Mapping[str, Any], saved: Mapping[str, Any], known: Mapp
         )
 
 
-def _local_states(optimizer: FusedAdam, param: Tensor, saved: Mapping[str, Any]) -> dict[str, Tensor]:
-    index, name = optimizer._identify(param)
-    missing = [moment for moment in MOMENTS if moment not in saved]
+def _check_version(saved_groups: list[dict[str, Any]]) -> None:
+    """A state dict without description is accepted: it is another optimizer's or an older one's."""
+    version = max((int(saved.get("fused_optim_version", VERSION)) for saved in saved_groups), default=VERSION)
+    if version > VERSION:
+        raise ValueError(
+            f"the state dict has version {version}, this fused_optim reads versions up to {VERSION}: update fused_optim"
+        )
+
+
+def _check_form(
+    saved_groups: list[dict[str, Any]], state: Mapping[Any, Mapping[str, Any]], params: Iterable[Tensor]
+) -> None:
+    """torch may lay a checkpoint against a state dict of another form and leave there what does not match."""
+    described = [saved["fused_optim_native"] for saved in saved_groups if "fused_optim_native" in saved]
+    native, packed = any(described), any(map(_any_packed, state.values()))
+    comparable = described and any(state.values()) and any(p.requires_grad and cut_by_rows(p) for p in params)
+    if comparable and packed != native:
+        forms = ("unscaled", "native")
+        raise ValueError(
+            f"the checkpoint is {forms[native]} but its state dict has the states of one that is {forms[packed]}: set "
+            f"optimizer.checkpoint_format = {forms[native]!r} before you take the state dict to load into"
+        )
+
+
+def _any_packed(states: Mapping[str, Any]) -> bool:
+    return any(map(_is_packed, states.values()))
+
+
+def _is_packed(value: Any) -> bool:
+    return isinstance(value, Mapping) and bool(value)  # torch makes {} of states that a flattened state dict lacks
+
+
+def _has(saved: Mapping[str, Any], key: str) -> bool:
+    return saved.get(key) is not None and (_is_packed(saved[key]) or not isinstance(saved[key], Mapping))
+
+
+def _loaded_states(optimizer: FusedAdam, param: Tensor, saved: Mapping[str, Any]) -> dict[str, _Loaded]:
+    """This rank's parts of a parameter's saved states, without remainders."""
+    who = describe(param, *optimizer._identify(param))
+    missing = [moment for moment in MOMENTS if not _has(saved, moment)]
     if missing:
-        raise KeyError(f"{describe(param, index, name)}: the state dict lacks {' and '.join(missing)}")
-    return {
-        key: _local_value(param, saved[key], f"{describe(param, index, name)}: {key}")
-        for key in (*MOMENTS, MASTER)
-        if saved.get(key) is not None
-    }
+        raise KeyError(f"{who}: the state dict lacks {' and '.join(missing)}")
+    found: dict[str, _Loaded] = {}
+    for key in (*MOMENTS, MASTER):
+        if key in MOMENTS and _is_packed(saved[key]):
+            found[key] = unpack_moment(param, key, saved[key], f"{who}: {key}")
+        elif _has(saved, key) and not _is_packed(saved[key]):
+            found[key] = _local_value(param, saved[key], f"{who}: {key}")
+    return found
+
+
+def _load_remainders(
+    optimizer: FusedAdam,
+    known: Mapping[Any, Tensor],
+    state: Mapping[Any, Mapping[str, Any]],
+    loaded: dict[Any, dict[str, _Loaded]],
+) -> None:
+    """Add saved remainders to ``loaded``. Raises on every rank if any rank's part of a parameter does not fit them."""
+    wrong: list[str] = []
+    packed = {id_: param for id_, param in known.items() if _is_packed(state[id_].get(MASTER))}
+    for id_, param in packed.items():
+        who = describe(param, *optimizer._identify(param))
+        loaded[id_][MASTER], fits = unpack_remainder(param, state[id_][MASTER], f"{who}: {MASTER}")
+        if not fits:
+            wrong.append(who)
+    if any_rank(packed.values(), bool(wrong), False)[0]:
+        raise ValueError(
+            f"{wrong[0] if wrong else 'a parameter of another rank'}: the state dict has the low bits of its master, "
+            "but the parameter is not the one that they belong to. Load the model's checkpoint of the same step first, "
+            "without changing its precision; or save with checkpoint_format='unscaled', which has whole masters"
+        )
 
 
 def _local_value(param: Tensor, value: Any, what: str) -> Tensor:
-    """This rank's part of a saved state."""
+    """This rank's part of an unscaled state."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.element_size() < 2:
         kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"{what}: expected an unscaled floating-point tensor, got {kind}")
     if value.shape != param.shape:
         raise ValueError(f"{what}: expected shape {tuple(param.shape)}, the state dict has {tuple(value.shape)}")
-    if isinstance(value, DTensor) and isinstance(param, DTensor):
-        if (value.device_mesh, value.placements) != (param.device_mesh, param.placements):
-            value = value.redistribute(param.device_mesh, param.placements)
-        return local_tensor(value)
-    if isinstance(param, DTensor):  # a full tensor, the same on every rank
-        return local_tensor(distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None))
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return placed_part(value, param)
 
 
-def _write_states(optimizer: FusedAdam, param: Tensor, values: dict[str, Tensor]) -> None:
+def _write_states(optimizer: FusedAdam, param: Tensor, loaded: dict[str, _Loaded]) -> None:
     optimizer.initialize_state(param)
     states, slots = optimizer.state[param], optimizer._slots[param]
     for name in MOMENTS:
-        write_moment(states, slots, name, values[name])
-    if MASTER in values:
-        write_master(param, states, slots, values[MASTER])
-    else:  # seeded from the parameter
-        write_master(param, states, slots, local_tensor(param.detach()).float())
+        value = loaded[name]
+        if isinstance(value, StoredMoment):
+            value.write(states, slots, name)
+        else:
+            write_moment(states, slots, name, value)
+    local = local_tensor(param.detach())
+    master = loaded.get(MASTER, local)  # seeded from the parameter
+    write_master(param, states, slots, master.master(local) if isinstance(master, StoredRemainder) else master.float())
 
 
 def _copied(value: Any) -> Any:

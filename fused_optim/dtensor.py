@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
@@ -37,6 +37,33 @@ def rewrap_like(local: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def cut_by_rows(tensor: Tensor) -> bool:
+    """Whether every rank holds whole rows: at least two dims, of which at most the first is sharded."""
+    if tensor.dim() < 2 or not isinstance(tensor, DTensor):
+        return tensor.dim() >= 2
+    return all(placement.is_replicate() or _shards(placement, 0) for placement in tensor.placements)
+
+
+def rewrap_rows(local: Tensor, like: Tensor) -> Tensor:
+    """:func:`rewrap_like` for a tensor whose rows are as many as those of ``like``, which is cut by rows."""
+    if not isinstance(like, DTensor):
+        return local
+    shape = torch.Size((like.shape[0], *local.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
+
+
+def placed_part(value: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of ``value`` if it is placed as ``like`` is; a plain ``value`` is the same on every rank."""
+    if isinstance(value, DTensor) and isinstance(like, DTensor):
+        if (value.device_mesh, value.placements) != (like.device_mesh, like.placements):
+            value = value.redistribute(like.device_mesh, like.placements)
+        return local_tensor(value)
+    if isinstance(like, DTensor):
+        return local_tensor(distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None))
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 @dataclass(frozen=True)

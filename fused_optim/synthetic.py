@@ -23,7 +23,7 @@ def all_gradients_zero(params: Iterable[Tensor], grads: Iterable[Tensor]) -> boo
     another rank called :func:`announce_failure` instead.
     """
     nonzero = any(bool(torch.count_nonzero(local_tensor(grad))) for grad in grads)
-    nonzero, failed = _any_rank(params, nonzero, False)
+    nonzero, failed = any_rank(params, nonzero, False)
     if failed:
         raise RuntimeError("another rank refused its gradients before the first step; its error says why")
     return not nonzero
@@ -31,10 +31,11 @@ def all_gradients_zero(params: Iterable[Tensor], grads: Iterable[Tensor]) -> boo
 
 def announce_failure(params: Iterable[Tensor]) -> None:
     """Take part in the other ranks' :func:`all_gradients_zero`, so that they raise instead of waiting."""
-    _any_rank(params, False, True)
+    any_rank(params, False, True)
 
 
-def _any_rank(params: Iterable[Tensor], nonzero: bool, failed: bool) -> tuple[bool, bool]:
+def any_rank(params: Iterable[Tensor], nonzero: bool, failed: bool) -> tuple[bool, bool]:
+    """Whether each is true on any rank of the parameters' meshes: a collective over these."""
     meshes: dict[DeviceMesh, None] = {p.device_mesh: None for p in params if isinstance(p, DTensor)}
     for mesh in meshes:
         flags = torch.tensor([nonzero, failed], dtype=torch.int32, device=mesh.device_type)

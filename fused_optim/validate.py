@@ -58,6 +58,12 @@ def check_hyperparameters(group: dict[str, Any]) -> None:
             raise ValueError(f"{key}: expected one of {', '.join(map(str, STATE_FORMATS))}, got {group[key]}")
 
 
+def check_checkpoint_format(name: str) -> None:
+    """Raise ValueError for a form that state dicts do not have."""
+    if name not in ("unscaled", "native"):
+        raise ValueError(f"checkpoint_format: expected 'unscaled' or 'native', got {name!r}")
+
+
 def check_param(param: Tensor, index: int, name: str | None) -> None:
     """Raise TypeError for a parameter that cannot be updated, whatever its gradient."""
     if param.dtype in ELEMENT_TYPES and param.layout == torch.strided:

@@ -49,7 +49,6 @@ GLOBAL_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"param_remainder_bits": 12}, ValueError, "param_remainder_bits: expected 16 or 8, got 12"),
     ({"store_param_remainders": True, "master_weights": False}, ValueError, "needs master_weights=True"),
     ({"checkpoint_format": "zip"}, ValueError, "checkpoint_format: expected 'unscaled' or 'native', got 'zip'"),
-    ({"checkpoint_format": "native"}, NotImplementedError, "use 'unscaled'"),
     ({"fused": True}, TypeError, "fused"),
 ]
 
