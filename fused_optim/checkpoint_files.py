@@ -38,7 +38,7 @@ from fused_optim.validate import check_hyperparameters, describe
 
 # `exp_avg.bits` and the like: the parts of a state in the native form
 _STATE_KEY = re.compile(r"(?P<id>.+)\.(?P<name>exp_avg|exp_avg_sq|max_exp_avg_sq|master_param|step)(\.(?P<part>\w+))?")
-_NATIVE_PARTS = ("bits", "scale", "format", "rem16", "rem8")
+_NATIVE_PARTS = ("bits", "scale", "format", "block", "rem16", "rem8", "check")
 _REQUIRED_SETTINGS = ("lr", "betas", "eps", "weight_decay")
 _NOT_SETTINGS = ("params", "param_names", "step")
 _FILE_SUFFIXES = (".pt", ".pth")
@@ -215,8 +215,8 @@ def _first_line(error: Exception) -> str:
 
 def _copy_part(buffer: Tensor, full: Tensor) -> None:
     if isinstance(buffer, DTensor):
-        for chunk in buffer.__create_chunk_list__():
-            full = full[tuple(slice(o, o + size) for o, size in zip(chunk.offsets, chunk.sizes, strict=True))]
+        (chunk,) = buffer.__create_chunk_list__()
+        full = full[tuple(slice(o, o + size) for o, size in zip(chunk.offsets, chunk.sizes, strict=True))]
     local_tensor(buffer).copy_(full)
 
 
@@ -224,9 +224,15 @@ def _buffer(param: Tensor, stored: _Stored) -> Tensor:
     """A tensor in host memory, placed as ``param`` is."""
     if not isinstance(param, DTensor):
         return torch.empty(stored.shape, dtype=stored.dtype)
-    mesh, placements = param.device_mesh, param.placements
-    shape, _ = compute_local_shape_and_global_offset(stored.shape, mesh, placements)
+    shape, _ = compute_local_shape_and_global_offset(stored.shape, param.device_mesh, param.placements)
     return _on_host(torch.empty(shape, dtype=stored.dtype), param, stored.shape)
+
+
+def _native_buffer(param: Tensor, stored: _Stored) -> Tensor:
+    """For a part of a state in the native form, which can be cut by rows only: otherwise every rank reads all of it."""
+    if isinstance(param, DTensor) and all(p.is_replicate() or p.is_shard(0) for p in param.placements):
+        return _buffer(param, stored)
+    return torch.empty(stored.shape, dtype=stored.dtype)
 
 
 def _on_host(local: Tensor, param: Tensor, shape: Iterable[int]) -> Tensor:
@@ -474,9 +480,9 @@ class _Loader:
         buffers: dict[str, Tensor | None] = {}
         for i, states in found.items():
             for name in (*MOMENTS, MASTER):
-                for key in states.get(name, {}).values():
-                    stored = self.source.entries[key]
-                    buffers[key] = None if stored is None else _buffer(self.params[i], stored)
+                for part, key in states.get(name, {}).items():
+                    stored, buffer = self.source.entries[key], _native_buffer if part else _buffer
+                    buffers[key] = None if stored is None else buffer(self.params[i], stored)
         values = self.source.read(buffers)
         return {
             i: {name: self._value(i, name, states[name], values) for name in (*MOMENTS, MASTER) if name in states}
@@ -510,7 +516,7 @@ class _Loader:
 
 
 def _native_state(parts: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, Any]:
-    """A state in the native form, as ``optimizer.load_state_dict`` takes it: stored bits, scales and format."""
+    """A state in the native form, as ``optimizer.load_state_dict`` takes it, which checks it before it writes."""
     return {part: values[key] for part, key in parts.items()}
 
 
