@@ -79,6 +79,7 @@ def load_optimizer_checkpoint(model: torch.nn.Module, optimizer: FusedAdam, path
     path = Path(path)
     everyone = {name for names in gather(_all_names(model)) for name in names}
     with on_all_ranks(f"loading {path}"):
+        _refuse_own_chunks(optimizer)
         loader = _Loader(model, optimizer, _open(path), everyone)
         state_dict, report = loader.prepare()
     with on_all_ranks(f"loading {path}"):
@@ -88,6 +89,14 @@ def load_optimizer_checkpoint(model: torch.nn.Module, optimizer: FusedAdam, path
 
 def _all_names(model: torch.nn.Module) -> list[str]:
     return [name for names in parameter_names(model).values() for name in names]
+
+
+def _refuse_own_chunks(optimizer: FusedAdam) -> None:
+    """Megatron-FSDP's uneven shards do not lie where their placements say; read as such, rows would be mixed up."""
+    for index, param in enumerate(optimizer._params()):
+        if hasattr(local_tensor(param), "__create_chunk_list__"):
+            hint = "use optimizer.state_dict() and load_state_dict() with torch.distributed.checkpoint"
+            raise TypeError(f"{describe(param, index)}: shards with chunk lists of their own are not supported; {hint}")
 
 
 # --- sources --------------------------------------------------------------------------------------------------------
@@ -553,6 +562,7 @@ def export_optimizer_checkpoint(
     with on_all_ranks(f"exporting to {path}"):
         if layout != "torch":
             raise ValueError(f"layout: expected 'torch', got {layout!r}")
+        _refuse_own_chunks(optimizer)
         optimizer.initialize_state()
         optimizer._scalars.pull(optimizer.param_groups)
         names = _export_names(model, optimizer)

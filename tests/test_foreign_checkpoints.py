@@ -5,6 +5,7 @@ Every load goes into a freshly built model and optimizer with other values and h
 
 from __future__ import annotations
 
+import pickle
 import re
 import warnings
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from fused_optim.dtensor import local_tensor
 from fused_optim.formats import Master, split_remainder
 from fused_optim.state import MASTER, MOMENTS
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp.save in one process
 SHAPES = {"weight": (7, 256), "odd": (5, 7), "bias": (10,)}
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -222,6 +224,28 @@ def test_steps_that_differ_within_a_group_continue_from_the_largest(tmp_path: Pa
     assert len(caught) == 1 and "2 of 6 parameters" in str(caught[0].message)
     assert [group["step"] for group in optimizer.param_groups] == [STEPS, STEPS]
     assert (report.parameters, report.without_states) == (5, 1)
+    train(model, optimizer, STEPS, STEPS + 1)
+
+
+def test_checkpoint_before_the_first_step(tmp_path: Path) -> None:
+    source = build()
+    torch.save(torch.optim.AdamW(groups_of(source), **SETTINGS).state_dict(), tmp_path / "optimizer.pt")
+    model, optimizer = fresh()
+    train(model, optimizer, 0, STEPS)
+    report = load_optimizer_checkpoint(model, optimizer, tmp_path / "optimizer.pt")
+    assert (report.parameters, report.without_states, report.steps) == (0, 6, (0, 0))
+    assert [group["lr"] for group in optimizer.param_groups] == [SETTINGS["lr"]] * 2
+    assert not any(optimizer.state.values())
+
+
+def test_learning_rates_kept_as_tensors_are_loaded(tmp_path: Path) -> None:
+    source = build()
+    theirs = torch.optim.AdamW(groups_of(source), **{**SETTINGS, "lr": torch.tensor(0.25)})
+    train(source, theirs, 0, STEPS)
+    dcp.save(get_optimizer_state_dict(source, theirs), checkpoint_id=tmp_path, no_dist=True)
+    model, optimizer = fresh()
+    load_optimizer_checkpoint(model, optimizer, tmp_path)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.25, 0.25]
     train(model, optimizer, STEPS, STEPS + 1)
 
 
@@ -425,6 +449,18 @@ def test_an_export_loads_into_ours_again(tmp_path: Path) -> None:
     assert_same(*(join_all([snapshot(*pair)]) for pair in ((other, loaded), (model, optimizer))))
 
 
+def test_exports_hold_the_values_of_any_format(tmp_path: Path, device: str) -> None:
+    model = build(torch.bfloat16).to(device)
+    optimizer = FusedAdam(groups_of(model), exp_avg_dtype=torch.int8, exp_avg_sq_dtype=torch.float8_e4m3fn, **SETTINGS)
+    train(model, optimizer, 0, STEPS)
+    export_optimizer_checkpoint(model, optimizer, tmp_path / "optimizer.pt")
+    state = torch.load(tmp_path / "optimizer.pt", weights_only=True)["state"]
+    for name, param in model.named_parameters():
+        assert sorted(state[name]) == ["exp_avg", "exp_avg_sq", "step"]
+        for moment in MOMENTS:
+            assert torch.equal(state[name][moment], optimizer.get_unscaled_state(param, moment).cpu())
+
+
 def test_exports_that_torch_cannot_continue_are_refused(tmp_path: Path) -> None:
     model, optimizer = fresh(bias_correction=False)
     with pytest.raises(ValueError, match="bias_correction"):
@@ -469,6 +505,7 @@ def save_valid_folder(path: str) -> None:
         ),
         ("missing", r"(exp_avg|step|param_groups).*its file __1_0.distcp is missing"),
         ("damaged", r"(exp_avg|step|param_groups).* cannot be read; its file is damaged"),
+        ("incomplete", r"exp_avg in .*: only \d+ of its \d+ elements were saved"),
         ("metadata", r"\.metadata cannot be read"),
         ("unfinished", r"expected a folder .* \.metadata"),
         ("nothing", "found nothing"),
@@ -484,6 +521,10 @@ def test_damaged_folders_are_refused_on_every_rank(fault: str, message: str, tmp
         shard.unlink()
     elif fault == "damaged":
         shard.write_bytes(b"?" * shard.stat().st_size)
+    elif fault == "incomplete":
+        content = pickle.loads(metadata.read_bytes())
+        content.state_dict_metadata["optim.state.first.weight.exp_avg"].chunks.pop()
+        metadata.write_bytes(pickle.dumps(content))
     elif fault == "metadata":
         metadata.write_bytes(metadata.read_bytes()[:100])
     elif fault == "unfinished":
@@ -574,6 +615,21 @@ def test_a_failure_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     torch.save(fused_adam_states("none")[0], tmp_path / "optimizer.0")
     errors = distributed.run(2, refuse_one_rank, str(tmp_path / "optimizer"), timeout=30)
     assert "rank 1 failed: FileNotFoundError" in errors[0] and "found nothing" in errors[1]
+
+
+def test_several_optimizers_in_one_checkpoint_are_refused(tmp_path: Path) -> None:
+    saved, _, _ = fused_adam_states("none")
+    torch.save({"optimizer": saved, "teacher": saved}, tmp_path / "optimizer.pt")
+    with pytest.raises(ValueError, match=r"several optimizers .* 'optimizer\.' and 'teacher\.'"):
+        load_optimizer_checkpoint(*fresh(), tmp_path / "optimizer.pt")
+
+
+def test_shards_with_chunk_lists_of_their_own_are_refused(tmp_path: Path) -> None:
+    model, optimizer = fresh()
+    model.first.weight.__create_chunk_list__ = list
+    for act in (load_optimizer_checkpoint, export_optimizer_checkpoint):
+        with pytest.raises(TypeError, match=r"parameter 0 .*chunk lists of their own"):
+            act(model, optimizer, tmp_path / "optimizer.pt")
 
 
 def test_positions_must_fit_the_groups(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import distributed
 from cases import MASTERS, Master, values
-from distributed import assert_same
+from distributed import assert_same, two_gpus
 from fused_optim import FusedAdam, save_master_safetensors
 from fused_optim.masters import INDEX
 
@@ -34,7 +34,7 @@ class Model(nn.Module):
 
 
 def trained(master: Master) -> tuple[Model, FusedAdam]:
-    model = Model(master.param_dtype)
+    model = Model(master.param_dtype).to(distributed.device())
     if dist.is_initialized():
         fully_shard(model, mesh=distributed.mesh())
     params = [param for name, param in model.named_parameters() if name != "other"]
@@ -48,7 +48,7 @@ def trained(master: Master) -> tuple[Model, FusedAdam]:
 
 def expected_masters(master: Master) -> dict[str, Tensor]:
     model, optimizer = trained(master)
-    return {name: value.clone() for name, value in optimizer.master_state_dict(model).items()}
+    return {name: value.detach().cpu().clone() for name, value in optimizer.master_state_dict(model).items()}
 
 
 def save(master: Master, folder: str) -> None:
@@ -89,6 +89,13 @@ def test_files_of_several_ranks_hold_whole_tensors(ranks: int, tmp_path: Path) -
     assert max(sizes.values()) == 8 * 64  # the largest tensor alone, the others elsewhere
     distributed.run(ranks, save, remainders, str(tmp_path))  # over an older export
     assert_same(load(tmp_path), expected_masters(remainders))
+
+
+@two_gpus
+def test_masters_are_gathered_on_gpus(tmp_path: Path) -> None:
+    remainders = next(master for master in MASTERS if master.dtype == torch.int16)
+    distributed.run(2, save, remainders, str(tmp_path), on="cuda")
+    torch.testing.assert_close(load(tmp_path), expected_masters(remainders))  # of another engine
 
 
 def save_where_one_rank_cannot(folder: str) -> str:
