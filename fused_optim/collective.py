@@ -1,0 +1,52 @@
+"""What several modules need of the ranks together: failures that reach every rank, and parameter names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import _get_fqns
+
+T = TypeVar("T")
+
+
+def gather(value: T) -> list[T]:
+    """The ranks' values in rank order, over the default group; only this one where there is none."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def this_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+@contextmanager
+def on_all_ranks(doing: str) -> Iterator[None]:
+    """Where the body fails on one rank, raise on all: its own error there, a RuntimeError that quotes it elsewhere."""
+    error: BaseException | None = None
+    try:
+        yield
+    except (Exception, CheckpointException) as caught:
+        error = caught
+    texts = gather(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise RuntimeError(f"{doing}: rank {rank} failed: {text}")
+
+
+def parameter_names(model: torch.nn.Module) -> dict[Tensor, list[str]]:
+    """Every parameter's names as torch.distributed.checkpoint writes them; tied parameters have several."""
+    names: dict[Tensor, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).extend(_get_fqns(model, name))
+    return names
