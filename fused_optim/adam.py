@@ -190,8 +190,12 @@ class FusedAdam(Optimizer):
             "param_remainder_bits",
             "adam_w_mode",
             "stochastic_rounding",
+            "seed",
+            "use_decoupled_grad",
+            "checkpoint_format",
+            "set_grad_none",
+            "_slots",
         )
-        own += ("seed", "use_decoupled_grad", "checkpoint_format", "set_grad_none", "_slots")
         return {**super().__getstate__(), **{key: self.__dict__[key] for key in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -387,8 +391,8 @@ class FusedAdam(Optimizer):
             self._update(self._refreshed_plan(), scaling, capturing)
         else:
             self.initialize_state()
+            self._drop_clipping()
         mark_stepped(self, scaler)
-        self._drop_clipping()
         return loss
 
     def _check_capture(self) -> None:
@@ -462,6 +466,7 @@ class FusedAdam(Optimizer):
         for device in devices:
             if self._is_capturable_on(device):
                 self._scalars.factor(device).fill_(1.0)  # in a graph too: each clipping serves one step
+        self._grad_factors.clear()
         if not capturing:
             for group in self.param_groups:
                 group["step"] = int(group["step"]) + 1

@@ -12,6 +12,7 @@ import enum
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -48,11 +49,14 @@ ELEMENT_TYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, to
 # --- rotating rounding ------------------------------------------------------------------------------------------
 
 
-def mix(h: int) -> int:
-    """MurmurHash3's 32-bit finalizer."""
-    h ^= h >> 16
+Int = TypeVar("Int", int, Tensor)
+
+
+def mix(h: Int) -> Int:
+    """MurmurHash3's 32-bit finalizer, of a number or of an int64 tensor."""
+    h = h ^ (h >> 16)
     h = h * 0x85EBCA6B & MASK32
-    h ^= h >> 13
+    h = h ^ (h >> 13)
     h = h * 0xC2B2AE35 & MASK32
     return h ^ (h >> 16)
 
@@ -66,12 +70,7 @@ def rounding_key(seed: int, param_index: int) -> int:
 
 def _octet_hash(key: int, elements: Tensor) -> Tensor:
     octet = elements >> 3
-    h = ((octet & MASK32) + (octet >> 32) * GOLDEN_RATIO & MASK32) ^ key
-    h = h ^ (h >> 16)
-    h = h * 0x85EBCA6B & MASK32
-    h = h ^ (h >> 13)
-    h = h * 0xC2B2AE35 & MASK32
-    return h ^ (h >> 16)
+    return mix(((octet & MASK32) + (octet >> 32) * GOLDEN_RATIO & MASK32) ^ key)
 
 
 def rounding_bits(key: int, elements: Tensor, offset: int | None) -> Tensor:

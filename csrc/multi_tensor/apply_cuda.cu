@@ -11,6 +11,7 @@
 #include <string>
 
 #include "adam.h"
+#include "cuda_device.h"
 #include "dispatch.h"
 #include "launch.h"
 
@@ -79,21 +80,6 @@ static_assert(sizeof(KernelTable) <= kParameterLimit, "the table must fit into t
 template <int kBytes>
 struct Packet {
     uint32_t words[2 * kBytes];
-};
-
-template <int kBytes>
-struct Word;
-template <>
-struct Word<1> {
-    using type = uint8_t;
-};
-template <>
-struct Word<2> {
-    using type = uint16_t;
-};
-template <>
-struct Word<4> {
-    using type = uint32_t;
 };
 
 template <int kBytes>
@@ -957,29 +943,7 @@ __global__ void multi_tensor_adam_scalars(const __grid_constant__ HyperTable tab
     if (hyper.step_pointer && !scalars.skipped) *hyper.step_pointer += 1;
 }
 
-void check(cudaError_t error, int device, const char* kernel = "multi_tensor_adam") {
-    if (error == cudaSuccess) return;
-    cudaGetLastError();  // launch errors that are not sticky must not surface in somebody else's call
-    throw std::runtime_error("fused_optim: kernel " + std::string(kernel) + " on cuda:" + std::to_string(device) +
-                             ": " + cudaGetErrorName(error) + ": " + cudaGetErrorString(error));
-}
-
-class DeviceGuard {
-public:
-    explicit DeviceGuard(int device) : device_(device) {
-        check(cudaGetDevice(&previous_), device);
-        if (previous_ != device_) check(cudaSetDevice(device_), device);
-    }
-    ~DeviceGuard() {
-        if (previous_ != device_) cudaSetDevice(previous_);
-    }
-    DeviceGuard(const DeviceGuard&) = delete;
-    DeviceGuard& operator=(const DeviceGuard&) = delete;
-
-private:
-    int device_;
-    int previous_ = 0;
-};
+constexpr const char* kName = "multi_tensor_adam";  // in errors
 
 bool is_aligned(uint64_t address, int bytes_per_element) { return address % (bytes_per_element == 1 ? 8 : 16) == 0; }
 
@@ -1016,8 +980,9 @@ struct Kernel {
         std::atomic<int>& known = resident[std::min(device, kMaxDevices - 1)];
         if (int blocks = known.load(std::memory_order_relaxed)) return blocks;
         int multiprocessors = 0, blocks = 0;
-        check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), device);
-        check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, function, kThreads, sizeof(Block)), device);
+        check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), kName, device);
+        check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, function, kThreads, sizeof(Block)), kName,
+                   device);
         known.store(std::max(1, multiprocessors * blocks), std::memory_order_relaxed);
         return known;
     }
@@ -1172,7 +1137,7 @@ void launch_scalars(const std::vector<Hyper>& groups, Scalars* scalars, int devi
         std::copy_n(groups.begin() + static_cast<int64_t>(first), table.count, table.groups);
         table.scalars = scalars + first;
         multi_tensor_adam_scalars<<<1, kHypersPerLaunch, 0, stream>>>(table);
-        check(cudaGetLastError(), device, "multi_tensor_adam_scalars");
+        check_cuda(cudaGetLastError(), "multi_tensor_adam_scalars", device);
     }
 }
 
@@ -1181,7 +1146,7 @@ void launch_scalars(const std::vector<Hyper>& groups, Scalars* scalars, int devi
 size_t workspace_bytes(const Step& step) { return step.groups.size() * sizeof(Scalars); }
 
 void launch_cuda(const Step& step, int device, uint64_t stream_handle, uint64_t workspace) {
-    DeviceGuard guard(device);
+    CudaDeviceGuard guard(kName, device);
     Kernel& kernel = choose_kernel(step);
     const auto stream = reinterpret_cast<cudaStream_t>(stream_handle);
     const bool on_device = std::any_of(step.groups.begin(), step.groups.end(), reads_device);
@@ -1196,7 +1161,7 @@ void launch_cuda(const Step& step, int device, uint64_t stream_handle, uint64_t 
         const KernelTable& table = builder.finish(device, on_device ? device_scalars + first_group : nullptr);
         if (uint32_t chunks = table.first_chunk[table.shard_count]) {
             kernel.function<<<chunks, kThreads, sizeof(Block), stream>>>(table);
-            check(cudaGetLastError(), device);
+            check_cuda(cudaGetLastError(), kName, device);
         }
         builder.reset();
         first_group = next_group;

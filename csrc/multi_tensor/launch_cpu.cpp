@@ -1,10 +1,9 @@
 // The CPU engine's outer part: chooses the instruction set and spreads chunks over threads.
 #include <algorithm>
-#include <atomic>
-#include <thread>
 
 #include "adam.h"
 #include "launch.h"
+#include "threads.h"
 
 namespace fused_optim {
 
@@ -51,19 +50,12 @@ void launch_cpu(const Step& step, int threads) {
         for (uint64_t begin = 0; begin < shard.numel; begin += kChunk) chunks.push_back({&shard, begin});
         elements += shard.numel;
     }
-    std::atomic<size_t> next{0};
-    auto work = [&]() {
-        for (size_t i = next++; i < chunks.size(); i = next++) {
-            const Shard& shard = *chunks[i].shard;
-            uint64_t end = std::min(chunks[i].begin + kChunk, shard.numel);
-            update_range(shard, scalars[shard.group], chunks[i].begin, end);
-        }
-    };
-    const uint64_t useful = std::min<uint64_t>(elements / kElementsPerThread, chunks.size());
-    std::vector<std::thread> helpers;
-    for (uint64_t t = 1; t < std::min<uint64_t>(std::max(threads, 1), useful); ++t) helpers.emplace_back(work);
-    work();
-    for (std::thread& helper : helpers) helper.join();
+    const uint64_t useful = std::min<uint64_t>(elements / kElementsPerThread, std::max(threads, 1));
+    for_each_index(chunks.size(), useful, [&](size_t i) {
+        const Shard& shard = *chunks[i].shard;
+        uint64_t end = std::min(chunks[i].begin + kChunk, shard.numel);
+        update_range(shard, scalars[shard.group], chunks[i].begin, end);
+    });
     for (const Hyper& hyper : step.groups) {
         if (hyper.step_pointer && !is_skipped(hyper)) *hyper.step_pointer += 1;
     }

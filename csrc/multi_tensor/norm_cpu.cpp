@@ -1,9 +1,8 @@
 // The CPU engine's gradient norm and scaling.
 #include <algorithm>
-#include <atomic>
-#include <thread>
 
 #include "norm.h"
+#include "threads.h"
 
 namespace fused_optim {
 namespace {
@@ -29,17 +28,8 @@ std::vector<Chunk> cut(const std::vector<Gradient>& gradients) {
     return chunks;
 }
 
-template <class Work>
-void for_each_index(size_t count, int threads, const Work& work) {
-    std::atomic<size_t> next{0};
-    auto loop = [&]() {
-        for (size_t i = next++; i < count; i = next++) work(i);
-    };
-    const uint64_t useful = std::min<uint64_t>(std::max(threads, 1), count / kChunksPerThread);
-    std::vector<std::thread> helpers;
-    for (uint64_t t = 1; t < useful; ++t) helpers.emplace_back(loop);
-    loop();
-    for (std::thread& helper : helpers) helper.join();
+size_t useful_threads(size_t count, int threads) {
+    return std::min<size_t>(std::max(threads, 1), count / kChunksPerThread);
 }
 
 template <class Accumulator, class Codec>
@@ -64,7 +54,7 @@ template <class Accumulator>
 void compute_norm(const std::vector<Gradient>& gradients, const NormRequest& request, int threads) {
     const std::vector<Chunk> chunks = cut(gradients);
     std::vector<double> partials(chunks.size());
-    for_each_index(chunks.size(), threads, [&](size_t i) {
+    for_each_index(chunks.size(), useful_threads(chunks.size(), threads), [&](size_t i) {
         const Chunk& chunk = chunks[i];
         dispatch_element(chunk.gradient->type(), [&](auto codec) {
             using Codec = decltype(codec);
@@ -96,7 +86,7 @@ void scale_cpu(const std::vector<Gradient>& gradients, const float* factor, int 
     const float by = *factor;
     if (by == 1.0f) return;
     const std::vector<Chunk> chunks = cut(gradients);
-    for_each_index(chunks.size(), threads, [&](size_t i) {
+    for_each_index(chunks.size(), useful_threads(chunks.size(), threads), [&](size_t i) {
         const Chunk& chunk = chunks[i];
         dispatch_element(chunk.gradient->type(), [&](auto codec) {
             using Codec = decltype(codec);
