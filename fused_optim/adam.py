@@ -405,6 +405,8 @@ class FusedAdam(Optimizer):
 
     def _is_synthetic(self) -> bool:
         """Whether this first step is to create states only; tells the other ranks where a gradient is refused."""
+        if not self._params():  # a rank that owns none has nobody to ask; torch's synthetic step sets lr to 0
+            return all(group["lr"] == 0.0 for group in self.param_groups)
         try:
             grads = self._checked_grads()
         except Exception:

@@ -203,17 +203,22 @@ def _at_least_one(code: Tensor, positive: Tensor) -> Tensor:
 
 
 class _Float16Codec:
-    @staticmethod
-    def scale_m(absmax: Tensor) -> tuple[Tensor, Tensor]:
-        return _block_scale(absmax, _SMALLEST_EXP_AVG, absmax, 1.0 / absmax)
+    """Values divided by their block's absmax. Scales whose reciprocal is a normal number; larger values saturate."""
+
+    LARGEST_SCALE = 2.0**125
+
+    @classmethod
+    def scale_m(cls, absmax: Tensor) -> tuple[Tensor, Tensor]:
+        scale = _clamp_top(absmax, cls.LARGEST_SCALE)
+        return _block_scale(absmax, _SMALLEST_EXP_AVG, scale, 1.0 / scale)
 
     @staticmethod
     def encode_m(m: Tensor, inverse: Tensor) -> Tensor:
         return _clamp_top(m.abs() * inverse, 1.0).copysign(m).to(torch.float16).view(torch.int16)
 
-    @staticmethod
-    def scale_v(absmax: Tensor) -> tuple[Tensor, Tensor]:
-        scale = absmax.clamp_min(2.0**-102)
+    @classmethod
+    def scale_v(cls, absmax: Tensor) -> tuple[Tensor, Tensor]:
+        scale = _clamp_top(absmax.clamp_min(2.0**-102), cls.LARGEST_SCALE)
         return _block_scale(absmax, _SMALLEST_EXP_AVG_SQ, scale, 1.0 / scale * _TOP_NUDGE)
 
     @staticmethod

@@ -207,6 +207,16 @@ def test_tiny_gradients(size: float, engine: str, use_backend: UseBackend) -> No
     assert all(bool(param.isfinite().all()) for param in pair.compiled._params())
 
 
+@pytest.mark.parametrize("size", [2.0**60, 2.0**62.9, 2.0**68])
+def test_huge_gradients(size: float, engine: str, use_backend: UseBackend) -> None:
+    """Second moments up to the largest FP32 numbers, and first moments beyond: FP16's scales saturate."""
+    shape = Shape("block128", (4, 128), 128)
+    groups = group_per_format([shape], MASTER["bfloat16+float32"], engine, SAME)
+    pair = Pair(groups, engine, use_backend, betas=(0.5, 0.999999))
+    for step in range(3):
+        pair.step([grad * size for grad in gradients(pair.reference._params(), torch.float32, engine, step)])
+
+
 @pytest.mark.parametrize("grad_dtype", FLOAT_DTYPES, ids=str)
 @pytest.mark.parametrize("param_dtype", FLOAT_DTYPES, ids=str)
 def test_gradient_dtype_is_free(param_dtype: torch.dtype, grad_dtype: torch.dtype, device: str) -> None:

@@ -200,3 +200,15 @@ def test_first_step_with_zero_lr_and_real_gradients_is_real() -> None:
     final = join_all(distributed.run(2, step_without_lr))
     assert torch.equal(final["parameter"], values(SHAPES[0], 0))
     assert final["exp_avg"].ne(0).float().mean() > 0.9
+
+
+@pytest.mark.parametrize(("lr", "step"), [(0.1, 2), (0.0, 0)])
+def test_optimizer_without_parameters_counts_steps(lr: float, step: int) -> None:
+    """A rank of Megatron-LM's that owns no part of any parameter; torch's synthetic step has lr = 0."""
+    optimizer = FusedAdam([{"params": []}, {"params": []}], lr=lr)
+    optimizer.step()
+    optimizer.step()
+    assert [group["step"] for group in optimizer.param_groups] == [step, step]
+    fresh = FusedAdam([{"params": []}, {"params": []}], lr=lr)
+    fresh.load_state_dict(optimizer.state_dict())
+    assert [group["step"] for group in fresh.param_groups] == [step, step]

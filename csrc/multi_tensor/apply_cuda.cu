@@ -525,6 +525,7 @@ template <class Codec>
 __device__ __forceinline__ float store_scale(float absmax, float* scale, int block_log2, uint32_t element) {
     absmax = lanes_max<kSpan / kVector>(absmax, (1 << block_log2) / kVector);
     BlockScale fresh = Codec::scale(float_bits(absmax));
+    __syncwarp();  // every lane has read the old scale
     if ((element & ((1u << block_log2) - 1)) == 0) *scale = fresh.scale;
     return fresh.inverse;
 }
@@ -1014,16 +1015,25 @@ std::array<Kernel, 4> make_kernels() {
             make_kernel<master, ExpAvg<Format::kInt8>, ExpAvgSq<Format::kInt8>>()};
 }
 
+struct Kernels {
+    std::array<std::array<Kernel, 4>, 4> of_one_mix = {make_kernels<Master::kParameter>(),
+                                                       make_kernels<Master::kFloat32>(),
+                                                       make_kernels<Master::kRemainder16>(),
+                                                       make_kernels<Master::kRemainder8>()};
+    Kernel of_any_mix{multi_tensor_adam<AnyMix>, AnyMix::kTilesPerChunk, true};
+};
+
+Kernels& kernels() {
+    static Kernels all;
+    return all;
+}
+
 // The kernel made for the mix of nearly all elements, if there is one and it knows the rest, else the one for any mix.
 Kernel& choose_kernel(const Step& step) {
-    static std::array<std::array<Kernel, 4>, 4> of_one_mix = {
-        make_kernels<Master::kParameter>(), make_kernels<Master::kFloat32>(), make_kernels<Master::kRemainder16>(),
-        make_kernels<Master::kRemainder8>()};
-    static Kernel of_any_mix{multi_tensor_adam<AnyMix>, AnyMix::kTilesPerChunk, true};
     uint64_t total = 0;
     for (const Shard& s : step.shards) total += s.numel;
-    for (auto& kernels : of_one_mix) {
-        for (Kernel& kernel : kernels) {
+    for (auto& of_one_master : kernels().of_one_mix) {
+        for (Kernel& kernel : of_one_master) {
             uint64_t others = 0;
             bool fits = true;
             for (const Shard& s : step.shards) {
@@ -1035,7 +1045,7 @@ Kernel& choose_kernel(const Step& step) {
             if (fits && others <= total / 64) return kernel;
         }
     }
-    return of_any_mix;
+    return kernels().of_any_mix;
 }
 
 // Fills a table until one of its limits is reached.
@@ -1142,6 +1152,15 @@ void launch_scalars(const std::vector<Hyper>& groups, Scalars* scalars, int devi
 }
 
 }  // namespace
+
+void load_adam_kernels(int device) {
+    CudaDeviceGuard guard(kName, device);
+    load_kernel(multi_tensor_adam_scalars, kName, device);
+    for (auto& of_one_master : kernels().of_one_mix) {
+        for (Kernel& kernel : of_one_master) load_kernel(kernel.function, kName, device);
+    }
+    load_kernel(kernels().of_any_mix.function, kName, device);
+}
 
 size_t workspace_bytes(const Step& step) { return step.groups.size() * sizeof(Scalars); }
 

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "launch.h"
+#include "norm.h"
 #include "plan.h"
 
 namespace py = pybind11;
@@ -95,6 +96,11 @@ void set_shard(Plan& plan, size_t i, uint64_t grad, uint64_t param, uint64_t mas
 }
 
 #if defined(FUSED_OPTIM_ENGINE_CUDA)
+void load_kernels(int device) {
+    load_adam_kernels(device);
+    load_norm_kernels(device);
+}
+
 void launch(Plan& plan, int device, uint64_t stream, uint64_t workspace, uint64_t workspace_size) {
     const Step& step = plan.step();
     py::gil_scoped_release release;
@@ -113,6 +119,9 @@ void launch(Plan& plan, int threads) {
 
 PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
     register_gradients(m);
+#if defined(FUSED_OPTIM_ENGINE_CUDA)
+    m.def("load_kernels", &load_kernels, py::arg("device"));
+#endif
     py::class_<Plan>(m, "Plan", py::module_local(), "The shards of one device and their param groups, step by step.")
         .def(py::init([](const std::vector<uint32_t>& groups, size_t group_count, py::object exchange_api,
                          py::object tensor_type, py::object dtensor_type) {

@@ -32,4 +32,11 @@ private:
     int previous_ = 0;
 };
 
+// Makes the runtime load a kernel, which by default it does at the first launch: too late within a graph capture.
+template <class... Arguments>
+void load_kernel(void (*kernel)(Arguments...), const char* name, int device) {
+    cudaFuncAttributes attributes;
+    check_cuda(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)), name, device);
+}
+
 }  // namespace fused_optim

@@ -169,7 +169,9 @@ struct ExpAvg;
 template <Format format>
 struct ExpAvgSq;
 
-// float16: value / absmax.
+// float16: value / absmax. Scales whose reciprocal is a normal number; larger values saturate.
+constexpr float kLargestFloat16Scale = 4.253529586511731e37f;  // 2^125
+
 template <>
 struct ExpAvg<Format::kFloat16> {
     static constexpr Format format = Format::kFloat16;
@@ -178,7 +180,7 @@ struct ExpAvg<Format::kFloat16> {
         return float16_decode(static_cast<Bits>(bits)) * scale;
     }
     FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
-        float scale = bits_float(absmax);
+        float scale = clamp_top(bits_float(absmax), kLargestFloat16Scale);
         return block_scale(absmax, kSmallestExpAvg, scale, reciprocal(scale));
     }
     FUSED_OPTIM_HD static uint32_t encode(float m, float inverse) {
@@ -196,7 +198,7 @@ struct ExpAvgSq<Format::kFloat16> {
     }
     // The floor of 2^-102 keeps the smallest code's value a normal number.
     FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
-        float scale = larger(bits_float(absmax), 1.9721522630525295e-31f);
+        float scale = clamp_top(larger(bits_float(absmax), 1.9721522630525295e-31f), kLargestFloat16Scale);
         return block_scale(absmax, kSmallestExpAvgSq, scale, reciprocal(scale) * kTopNudge);
     }
     FUSED_OPTIM_HD static uint32_t encode(float v, float, float inverse, uint32_t u) {

@@ -21,4 +21,7 @@ void launch_cpu(const Step& step, int threads);
 void launch_cuda(const Step& step, int device, uint64_t stream, uint64_t workspace);
 size_t workspace_bytes(const Step& step);
 
+// Loads every kernel that a step may launch. A graph capture is no time for it.
+void load_adam_kernels(int device);
+
 }  // namespace fused_optim

@@ -124,5 +124,6 @@ void norm_cuda(const std::vector<Gradient>& gradients, const NormRequest& reques
                uint64_t workspace);
 void scale_cuda(const std::vector<Gradient>& gradients, const float* factor, int device, uint64_t stream);
 uint64_t norm_workspace_bytes(int device);
+void load_norm_kernels(int device);
 
 }  // namespace fused_optim

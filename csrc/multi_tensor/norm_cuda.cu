@@ -287,6 +287,13 @@ constexpr uint64_t kArrivalsBytes = 16;  // keeps the partial sums behind it ali
 
 }  // namespace
 
+void load_norm_kernels(int device) {
+    CudaDeviceGuard guard("gradient_norm", device);
+    load_kernel(gradient_norm<SumOfSquares>, "gradient_norm", device);
+    load_kernel(gradient_norm<LargestMagnitude>, "gradient_norm", device);
+    load_kernel(gradient_scale, "gradient_scale", device);
+}
+
 uint64_t norm_workspace_bytes(int device) {
     return kArrivalsBytes + uint64_t{kMaxNormGroups} * resident_blocks("gradient_norm", device) * sizeof(double);
 }

@@ -18,11 +18,10 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def load_kernels(device: torch.device) -> None:
-    """Load the CUDA engine's kernels with a step of nothing: a later CUDA graph capture is no time for it."""
+    """Load the CUDA engine's kernels: a later CUDA graph capture is no time for it."""
     engine, _ = load_engine("cuda")
     if engine is not None:
-        stream = torch.cuda.current_stream(device).cuda_stream
-        engine.Plan([], 0, None, Tensor, DTensor).launch(device.index, stream)
+        engine.load_kernels(device.index)
 
 
 class CompiledShards:
