@@ -1016,10 +1016,9 @@ std::array<Kernel, 4> make_kernels() {
 }
 
 struct Kernels {
-    std::array<std::array<Kernel, 4>, 4> of_one_mix = {make_kernels<Master::kParameter>(),
-                                                       make_kernels<Master::kFloat32>(),
-                                                       make_kernels<Master::kRemainder16>(),
-                                                       make_kernels<Master::kRemainder8>()};
+    std::array<std::array<Kernel, 4>, 4> of_one_mix = {
+        make_kernels<Master::kParameter>(), make_kernels<Master::kFloat32>(), make_kernels<Master::kRemainder16>(),
+        make_kernels<Master::kRemainder8>()};
     Kernel of_any_mix{multi_tensor_adam<AnyMix>, AnyMix::kTilesPerChunk, true};
 };
 
