@@ -268,11 +268,11 @@ def final_loss(task: Task, run: Run, beta2: float) -> float:
     return held_out_loss(task, model)
 
 
-def measure_losses(task: Task, seeds: int) -> list[dict[str, Any]]:
+def measure_losses(task: Task, seeds: int, beta2s: Sequence[float]) -> list[dict[str, Any]]:
     return [
         {"format": run.name, "seed": run.seed, "beta2": beta2, "held_out_loss": final_loss(task, run, beta2)}
         for run in loss_runs(seeds)
-        for beta2 in BETA2S
+        for beta2 in beta2s
     ]
 
 
@@ -294,10 +294,11 @@ def error_table(rows: Sequence[dict[str, Any]], moments: str) -> str:
 
 def loss_table(rows: Sequence[dict[str, Any]]) -> str:
     """One row per format; the seeds of FP32 as their smallest and largest loss."""
-    lines = [f"{'held-out loss, nats per byte':<46}" + "".join(f"{f'beta2 {beta2}':>18}" for beta2 in BETA2S)]
+    beta2s = dict.fromkeys(row["beta2"] for row in rows)
+    lines = [f"{'held-out loss, nats per byte':<46}" + "".join(f"{f'beta2 {beta2}':>18}" for beta2 in beta2s)]
     for name in dict.fromkeys(row["format"] for row in rows):
         cells = []
-        for beta2 in BETA2S:
+        for beta2 in beta2s:
             losses = [row["held_out_loss"] for row in rows if (row["format"], row["beta2"]) == (name, beta2)]
             cells.append(" to ".join(dict.fromkeys(f"{loss:.4f}" for loss in (min(losses), max(losses)))))
         lines.append(f"{name:<46}" + "".join(f"{cell:>18}" for cell in cells))
@@ -314,6 +315,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--corpus-bytes", type=int, default=60_000_000)
     parser.add_argument("--seeds", type=int, default=4, help="of the FP32 runs that the losses are compared with")
+    parser.add_argument("--beta2", type=float, nargs="*", default=BETA2S, help="of the runs whose losses are compared")
     parser.add_argument("--parts", nargs="*", choices=("errors", "losses"), default=["errors", "losses"])
     parser.add_argument("--commit", default="", help="what the results are of, where the tree is no git checkout")
     parser.add_argument("--output", type=Path)
@@ -333,7 +335,10 @@ def main() -> None:
         "bytes": {"training": len(corpus), "held_out": len(held_out)},
     }
     print(f"{report['machine']}\n{parameters:,} parameters, {len(corpus):,} bytes of text, {args.steps} steps")
-    measures = {"errors": partial(measure_errors, task), "losses": partial(measure_losses, task, args.seeds)}
+    measures = {
+        "errors": partial(measure_errors, task),
+        "losses": partial(measure_losses, task, args.seeds, args.beta2),
+    }
     for part in args.parts:
         started = time.perf_counter()
         rows = report[part] = measures[part]()
