@@ -97,14 +97,15 @@ def load(optimizer: FusedAdam, state_dict: dict[str, Any]) -> None:
     saved_ids = _match_groups(groups, saved_groups)
     state = state_dict["state"]
     known = {id_: param for id_, param in saved_ids.items() if state.get(id_)}
+    who = _descriptions(groups, saved_groups)
     packed = {id_: param for id_, param in known.items() if _is_packed(state[id_].get(MASTER))}
     with _failing_together(packed.values()):
         _check_form(saved_groups, state, saved_ids.values())
         steps = [_group_step(saved, state) for saved in saved_groups]
         for group, saved, step in zip(groups, saved_groups, steps, strict=True):
             _check_group(group, saved, known, step)
-        loaded = {id_: _loaded_states(optimizer, known[id_], state[id_]) for id_ in known}
-    _load_remainders(optimizer, packed, state, loaded)
+        loaded = {id_: _loaded_states(known[id_], state[id_], who[id_]) for id_ in known}
+    _load_remainders(packed, state, who, loaded)
 
     kept = ("params", "param_names", *_OWN_KEYS, *DESCRIPTION)
     for group, saved, step in zip(groups, saved_groups, steps, strict=True):
@@ -139,6 +140,18 @@ def _match_groups(groups: list[dict[str, Any]], saved_groups: list[dict[str, Any
             raise ValueError(f"param group {index}: the state dict has {got} parameters, the optimizer {expected}")
         ids.update(zip(saved["params"], group["params"], strict=True))
     return ids
+
+
+def _descriptions(groups: list[dict[str, Any]], saved_groups: list[dict[str, Any]]) -> dict[Any, str]:
+    """The parameters for messages, by their ids in the state dict; with names where either side has them."""
+    found: dict[Any, str] = {}
+    for group, saved in zip(groups, saved_groups, strict=True):
+        names = group.get("param_names") or saved.get("param_names")
+        if not isinstance(names, list) or len(names) != len(group["params"]):
+            names = [None] * len(group["params"])
+        for id_, param, name in zip(saved["params"], group["params"], names, strict=True):
+            found[id_] = describe(param, len(found), name)
+    return found
 
 
 def _group_step(saved: Mapping[str, Any], state: Mapping[Any, Mapping[str, Any]]) -> int:
@@ -208,9 +221,8 @@ def _has(saved: Mapping[str, Any], key: str) -> bool:
     return saved.get(key) is not None and (_is_packed(saved[key]) or not isinstance(saved[key], Mapping))
 
 
-def _loaded_states(optimizer: FusedAdam, param: Tensor, saved: Mapping[str, Any]) -> dict[str, _Loaded]:
+def _loaded_states(param: Tensor, saved: Mapping[str, Any], who: str) -> dict[str, _Loaded]:
     """This rank's parts of a parameter's saved states, without remainders."""
-    who = describe(param, *optimizer._identify(param))
     missing = [moment for moment in MOMENTS if not _has(saved, moment)]
     if missing:
         raise KeyError(f"{who}: the state dict lacks {' and '.join(missing)}")
@@ -224,18 +236,17 @@ def _loaded_states(optimizer: FusedAdam, param: Tensor, saved: Mapping[str, Any]
 
 
 def _load_remainders(
-    optimizer: FusedAdam,
     packed: Mapping[Any, Tensor],
     state: Mapping[Any, Mapping[str, Any]],
+    who: Mapping[Any, str],
     loaded: dict[Any, dict[str, _Loaded]],
 ) -> None:
     """Add saved remainders to ``loaded``. Raises on every rank if any rank's part of a parameter does not fit them."""
     wrong: list[str] = []
     for id_, param in packed.items():
-        who = describe(param, *optimizer._identify(param))
-        loaded[id_][MASTER], fits = unpack_remainder(param, state[id_][MASTER], f"{who}: {MASTER}")
+        loaded[id_][MASTER], fits = unpack_remainder(param, state[id_][MASTER], f"{who[id_]}: {MASTER}")
         if not fits:
-            wrong.append(who)
+            wrong.append(who[id_])
     if any_rank(packed.values(), bool(wrong), False)[0]:
         raise (ValueError if wrong else FailedElsewhere)(
             f"{wrong[0] if wrong else 'a parameter of another rank'}: the state dict has the low bits of its master, "

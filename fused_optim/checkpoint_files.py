@@ -369,9 +369,11 @@ class _Loader:
         )
         return {"state": state, "param_groups": groups}, report
 
+    def _name(self, i: int) -> str | None:
+        return next(iter(self.names.get(self.params[i], [])), None)
+
     def _describe(self, i: int) -> str:
-        name = next(iter(self.names.get(self.params[i], [])), None)
-        return describe(self.params[i], i, name)
+        return describe(self.params[i], i, self._name(i))
 
     def _match(self, everyone: set[str]) -> list[str]:
         """Each parameter's id in the checkpoint."""
@@ -454,7 +456,8 @@ class _Loader:
             step = max(steps, default=0)
             behind += sum(s != step for s in steps)
             self._check_group(number, group, settings, members, step)
-            groups.append({**settings, "step": step, "params": list(members)})
+            names = [self._name(i) for i in members]  # for messages
+            groups.append({**settings, "step": step, "params": list(members), "param_names": names})
         if behind:
             text = f"{behind} of {len(self.params)} parameters were saved at an earlier step than their group's latest"
             reason = "the step is shared by a param group, so they continue from the latest"
