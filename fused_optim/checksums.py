@@ -11,8 +11,9 @@ import os
 import zlib
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
@@ -50,7 +51,11 @@ def write_checksums(path: str | os.PathLike[str], *, no_dist: bool = False) -> N
     folder = Path(path)
     with on_all_ranks(f"checksums of {folder}", no_dist):
         check_finished(folder)
-        own = {item.range: _crc(folder, item) for item in _share(_read_items(folder), no_dist)}
+        own = {}
+        for item, crc in _sum_up(folder, _share(_read_items(folder), no_dist)):
+            if isinstance(crc, ValueError):
+                raise crc
+            own[item.range] = crc
     shares = gather(own, no_dist)
     with on_all_ranks(f"checksums of {folder}", no_dist):
         if no_dist or this_rank() == 0:
@@ -75,7 +80,7 @@ def verify_items(folder: Path, keys: Container[str] | None, required: bool, no_d
             check_finished(folder)
             expected = _read(folder)
             items = [item for item in _read_items(folder) if keys is None or item.key in keys]
-            damages = [text for item in _share(items, no_dist) if (text := _damage(folder, item, expected))]
+            damages = list(_damages(folder, _share(items, no_dist), expected))
         elif required:
             raise FileNotFoundError(f"{folder} has no checksums: expected {FILE}, which write_checksums writes")
     found = gather((damages[:1], len(damages)), no_dist)
@@ -84,29 +89,41 @@ def verify_items(folder: Path, keys: Container[str] | None, required: bool, no_d
         raise ValueError(f"{folder} is damaged: {first}" + (f"; and {more} more" if more else ""))
 
 
-def _damage(folder: Path, item: _Item, expected: Mapping[_Range, str]) -> str | None:
-    try:
-        found = _crc(folder, item)
-    except ValueError as error:
-        return str(error)
-    wanted = expected.get(item.range, "none")
-    return None if found == wanted else f"{item}: expected CRC-32 {wanted}, found {found}"
+def _damages(folder: Path, items: Iterable[_Item], expected: Mapping[_Range, str]) -> Iterator[str]:
+    for item, found in _sum_up(folder, items):
+        wanted = expected.get(item.range, "none")
+        if isinstance(found, ValueError):
+            yield str(found)
+        elif found != wanted:
+            yield f"{item}: expected CRC-32 {wanted}, found {found}"
 
 
-def _crc(folder: Path, item: _Item) -> str:
-    """Raises ValueError if not all of its bytes can be read."""
-    file, start, length = item.range
-    crc, left = 0, length
+def _sum_up(folder: Path, items: Iterable[_Item]) -> Iterator[tuple[_Item, str | ValueError]]:
+    """The checksums of items that are sorted by file, or what is wrong with their bytes."""
+    for file, members in groupby(items, key=lambda item: item.range[0]):
+        try:
+            stream = (folder / file).open("rb")
+        except OSError as error:
+            yield from ((item, _lacking(item, f"none: {error.strerror}")) for item in members)
+            continue
+        with stream:
+            yield from ((item, _crc(stream, item)) for item in members)
+
+
+def _crc(stream: BinaryIO, item: _Item) -> str | ValueError:
+    _, start, left = item.range
+    crc = 0
     try:
-        with (folder / file).open("rb") as stream:
-            stream.seek(start)
-            while left and (piece := stream.read(min(left, _PIECE))):
-                crc, left = zlib.crc32(piece, crc), left - len(piece)
+        stream.seek(start)
+        while left and (piece := stream.read(min(left, _PIECE))):
+            crc, left = zlib.crc32(piece, crc), left - len(piece)
     except OSError as error:
-        raise ValueError(f"{item}: expected {length} bytes, found none: {error.strerror}") from error
-    if left:
-        raise ValueError(f"{item}: expected {length} bytes, found {length - left}: the file is truncated")
-    return f"{crc:08x}"
+        return _lacking(item, f"an error: {error.strerror}")
+    return _lacking(item, f"{item.range[2] - left}: the file is truncated") if left else f"{crc:08x}"
+
+
+def _lacking(item: _Item, found: str) -> ValueError:
+    return ValueError(f"{item}: expected {item.range[2]} bytes, found {found}")
 
 
 def read_metadata(folder: Path) -> Metadata:

@@ -44,10 +44,10 @@ def on_all_ranks(doing: str, no_dist: bool = False) -> Iterator[None]:
         yield
     except (Exception, CheckpointException) as caught:
         error = caught
-    own = error is not None and not isinstance(error, FailedElsewhere)
-    texts = gather(f"{type(error).__name__}: {error}" if own else None, no_dist)
-    if own:
-        raise error
+    own = None if isinstance(error, FailedElsewhere) else error
+    texts = gather(None if own is None else f"{type(own).__name__}: {own}", no_dist)
+    if own is not None:
+        raise own
     for rank, text in enumerate(texts):
         if text is not None:
             raise RuntimeError(f"{doing}: rank {rank} failed: {text}")

@@ -32,6 +32,7 @@ from fused_optim import (
     verify_checksums,
     write_checksums,
 )
+from fused_optim.__main__ import main
 from fused_optim.dtensor import local_tensor
 from test_foreign_checkpoints import SETTINGS, build, groups_of, train
 
@@ -327,23 +328,26 @@ def test_damaged_folders_get_no_checksums(fault: str, message: str, spoilt: Call
     assert not (path / checksums.FILE).exists()
 
 
-def command(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "fused_optim", *args], capture_output=True, text=True)
-
-
-def test_commands(spoilt: Callable[[str], Path]) -> None:
+def test_commands(
+    spoilt: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = spoilt("native")
     content = (path / checksums.FILE).read_bytes()
     (path / checksums.FILE).unlink()
-    missing = command("verify", str(path))
-    assert missing.returncode == 1 and "has no checksums" in missing.stderr
-    assert command("checksum", str(path)).returncode == 0
-    assert (path / checksums.FILE).read_bytes() == content
-    assert command("verify", str(path)).returncode == 0
+    for command, said in [("checksum", "checksums written"), ("verify", "all bytes as written")]:
+        monkeypatch.setattr(sys, "argv", ["fused_optim", command, str(path)])
+        main()
+        assert capsys.readouterr().out == f"{path}: {said}\n"
+        assert (path / checksums.FILE).read_bytes() == content
     flip(path, f"{WEIGHT}.exp_avg.scale")
-    failed = command("verify", str(path))
-    assert failed.returncode == 1 and failed.stderr.count("\n") == 1
+    failed = subprocess.run([sys.executable, "-m", "fused_optim", "verify", path], capture_output=True, text=True)
+    assert (failed.returncode, failed.stdout, failed.stderr.count("\n")) == (1, "", 1)
     assert f"{WEIGHT}.exp_avg.scale at offsets (4, 0)" in failed.stderr
+    (path / ".metadata").write_bytes(b"?")
+    for command in ("checksum", "verify"):
+        monkeypatch.setattr(sys, "argv", ["fused_optim", command, str(path)])
+        with pytest.raises(SystemExit, match=r"error: .*\.metadata"):
+            main()
 
 
 # --- damaged folders --------------------------------------------------------------------------------------------
