@@ -168,11 +168,14 @@ def _write(folder: Path, checksums: Mapping[_Range, str]) -> None:
         files.setdefault(file, []).append([start, length, crc])
     content = {"version": VERSION, "checksum": "CRC-32", "metadata": _metadata_crc(folder), "files": files}
     temporary = folder / f".{FILE}.tmp"
-    with temporary.open("w") as stream:
-        json.dump(content, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, folder / FILE)
+    try:
+        with temporary.open("w") as stream:
+            json.dump(content, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(folder / FILE)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _read(folder: Path) -> dict[_Range, str]:

@@ -6,6 +6,7 @@ import copy
 import functools
 import io
 import json
+import os
 import pickle
 import re
 import shutil
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import distributed
@@ -216,6 +218,37 @@ def test_the_file_of_checksums(saved: Callable[[str], Path], spoilt: Callable[[s
     assert not list(path.glob("*.tmp")) and not list(path.glob(".*.tmp"))
 
 
+def own_share(path: str) -> list[tuple[str, int, int]]:
+    return [item.range for item in checksums._share(checksums._read_items(Path(path)), no_dist=False)]
+
+
+def test_the_ranks_share_the_bytes(saved: Callable[[str], Path]) -> None:
+    path = str(saved("unscaled"))
+    (everything,) = distributed.run(1, own_share, path)
+    total, largest = sum(row[2] for row in everything), max(row[2] for row in everything)
+    shares = distributed.run(3, own_share, path)
+    assert [row for share in shares for row in share] == everything
+    assert all(abs(sum(row[2] for row in share) - total / 3) <= largest for share in shares)
+
+
+def fail_on_rank_0(path: str) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", raise_disk_full)
+        return write_fails(path)
+
+
+def raise_disk_full(_: int) -> None:
+    raise OSError("disk full")
+
+
+def test_checksums_are_replaced_at_once_or_not_at_all(spoilt: Callable[[str], Path]) -> None:
+    path = spoilt("native")
+    names, content = sorted(os.listdir(path)), (path / checksums.FILE).read_bytes()
+    errors = distributed.run(2, fail_on_rank_0, str(path), timeout=20)
+    assert all("disk full" in error for error in errors)
+    assert sorted(os.listdir(path)) == names and (path / checksums.FILE).read_bytes() == content
+
+
 def write_alone(path: str) -> None:
     if dist.get_rank() == 1:
         write_checksums(path, no_dist=True)
@@ -398,6 +431,26 @@ def test_what_one_rank_finds_damaged_is_refused_on_all(
     damage(tmp_path / "checkpoint.1", fault)
     errors = distributed.run(2, refuse_one_rank, "native", str(tmp_path / "checkpoint"), timeout=30)
     assert all(re.search(DAMAGES[fault], error) for error in errors), errors
+
+
+def refuse_by_torch(path: str) -> str:
+    """Through dcp.load, into a state dict of the running optimizer."""
+    model, optimizer = trained("unscaled", seed=7, steps=1)
+    state = {"optim": get_optimizer_state_dict(model, optimizer)}
+    with pytest.raises(CheckpointException) as error:
+        dcp.load(state, checkpoint_id=path)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "fault, message", [("missing", "__1_0.distcp"), ("truncated", "zip"), ("unfinished", "metadata")]
+)
+def test_damaged_folders_are_refused_by_torch_as_well(fault: str, message: str, spoilt: Callable[[str], Path]) -> None:
+    """As the documentation says of the usual way to load."""
+    path = spoilt("unscaled")
+    damage(path, fault)
+    errors = distributed.run(2, refuse_by_torch, str(path), timeout=30)
+    assert all(message in error for error in errors), errors
 
 
 # --- wrong contents ---------------------------------------------------------------------------------------------
