@@ -2,6 +2,7 @@
 
 from fused_optim.adam import FusedAdam, FusedAdamW
 from fused_optim.checkpoint_files import LoadReport, export_optimizer_checkpoint, load_optimizer_checkpoint
+from fused_optim.checksums import verify_checksums, write_checksums
 from fused_optim.clip import clip_grad_norm_
 from fused_optim.masters import save_master_safetensors
 
@@ -15,4 +16,6 @@ __all__ = [
     "export_optimizer_checkpoint",
     "load_optimizer_checkpoint",
     "save_master_safetensors",
+    "verify_checksums",
+    "write_checksums",
 ]

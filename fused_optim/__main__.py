@@ -1,17 +1,19 @@
-"""``python -m fused_optim info``: which backends exist here, and why one does not."""
+"""``python -m fused_optim``: what is installed, and the checksums of checkpoints."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 
 import torch
 
 import fused_optim
 from fused_optim.backends import build_info, forced_backend, load_engine
+from fused_optim.checksums import verify_checksums, write_checksums
 
 
 def info() -> str:
-    """The report as text."""
+    """Which backends exist here, and why one does not."""
     lines = [f"fused_optim {fused_optim.__version__}, torch {torch.__version__}"]
     lines.append("torch  available: the reference, and the fallback on any device")
     for name in ("cpu", "cuda"):
@@ -29,9 +31,20 @@ def info() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m fused_optim", description=__doc__)
-    parser.add_argument("command", choices=["info"])
-    parser.parse_args()
-    print(info())
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="which backends exist here, and why one does not")
+    for command, act in {"verify": "compare a checkpoint with its", "checksum": "write a checkpoint's"}.items():
+        commands.add_parser(command, help=f"{act} checksums").add_argument("path", metavar="PATH")
+    args = parser.parse_args()
+    if args.command == "info":
+        print(info())
+        return
+    act = verify_checksums if args.command == "verify" else write_checksums
+    try:
+        act(args.path)
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
+    print(f"{args.path}: {'all bytes as written' if args.command == 'verify' else 'checksums written'}")
 
 
 if __name__ == "__main__":

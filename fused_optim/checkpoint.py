@@ -11,13 +11,15 @@ cut by whole rows, one-dimensional parameters included, as in the unscaled form.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from fused_optim.collective import FailedElsewhere
 from fused_optim.dtensor import cut_by_rows, local_tensor, placed_part, rewrap_like
 from fused_optim.formats import Master
 from fused_optim.native import (
@@ -29,7 +31,7 @@ from fused_optim.native import (
     unpack_remainder,
 )
 from fused_optim.state import MASTER, MOMENTS, Slots, read_master, read_moment, write_master, write_moment
-from fused_optim.synthetic import any_rank
+from fused_optim.synthetic import announce_failure, any_rank
 from fused_optim.validate import check_checkpoint_format, describe
 
 if TYPE_CHECKING:
@@ -95,12 +97,15 @@ def load(optimizer: FusedAdam, state_dict: dict[str, Any]) -> None:
     saved_ids = _match_groups(groups, saved_groups)
     state = state_dict["state"]
     known = {id_: param for id_, param in saved_ids.items() if state.get(id_)}
-    _check_form(saved_groups, state, saved_ids.values())
-    steps = [_group_step(saved, state) for saved in saved_groups]
-    for group, saved, step in zip(groups, saved_groups, steps, strict=True):
-        _check_group(group, saved, known, step)
-    loaded = {id_: _loaded_states(optimizer, known[id_], state[id_]) for id_ in known}
-    _load_remainders(optimizer, known, state, loaded)
+    who = _descriptions(groups, saved_groups)
+    packed = {id_: param for id_, param in known.items() if _is_packed(state[id_].get(MASTER))}
+    with _failing_together(packed.values()):
+        _check_form(saved_groups, state, saved_ids.values())
+        steps = [_group_step(saved, state) for saved in saved_groups]
+        for group, saved, step in zip(groups, saved_groups, steps, strict=True):
+            _check_group(group, saved, known, step)
+        loaded = {id_: _loaded_states(known[id_], state[id_], who[id_]) for id_ in known}
+    _load_remainders(packed, state, who, loaded)
 
     kept = ("params", "param_names", *_OWN_KEYS, *DESCRIPTION)
     for group, saved, step in zip(groups, saved_groups, steps, strict=True):
@@ -113,6 +118,18 @@ def load(optimizer: FusedAdam, state_dict: dict[str, Any]) -> None:
             optimizer._forget(param)
 
 
+@contextmanager
+def _failing_together(params: Collection[Tensor]) -> Iterator[None]:
+    """Where the body fails on one rank of the meshes, raise on all: what follows would wait for that rank."""
+    try:
+        yield
+    except Exception:
+        announce_failure(params)
+        raise
+    if any_rank(params, False, False)[1]:
+        raise FailedElsewhere("another rank cannot load its part of the state dict; its error says why")
+
+
 def _match_groups(groups: list[dict[str, Any]], saved_groups: list[dict[str, Any]]) -> dict[Any, Tensor]:
     if len(groups) != len(saved_groups):
         raise ValueError(f"the state dict has {len(saved_groups)} param groups, the optimizer {len(groups)}")
@@ -123,6 +140,18 @@ def _match_groups(groups: list[dict[str, Any]], saved_groups: list[dict[str, Any
             raise ValueError(f"param group {index}: the state dict has {got} parameters, the optimizer {expected}")
         ids.update(zip(saved["params"], group["params"], strict=True))
     return ids
+
+
+def _descriptions(groups: list[dict[str, Any]], saved_groups: list[dict[str, Any]]) -> dict[Any, str]:
+    """The parameters for messages, by their ids in the state dict; with names where either side has them."""
+    found: dict[Any, str] = {}
+    for group, saved in zip(groups, saved_groups, strict=True):
+        names = group.get("param_names") or saved.get("param_names")
+        if not isinstance(names, list) or len(names) != len(group["params"]):
+            names = [None] * len(group["params"])
+        for id_, param, name in zip(saved["params"], group["params"], names, strict=True):
+            found[id_] = describe(param, len(found), name)
+    return found
 
 
 def _group_step(saved: Mapping[str, Any], state: Mapping[Any, Mapping[str, Any]]) -> int:
@@ -192,9 +221,8 @@ def _has(saved: Mapping[str, Any], key: str) -> bool:
     return saved.get(key) is not None and (_is_packed(saved[key]) or not isinstance(saved[key], Mapping))
 
 
-def _loaded_states(optimizer: FusedAdam, param: Tensor, saved: Mapping[str, Any]) -> dict[str, _Loaded]:
+def _loaded_states(param: Tensor, saved: Mapping[str, Any], who: str) -> dict[str, _Loaded]:
     """This rank's parts of a parameter's saved states, without remainders."""
-    who = describe(param, *optimizer._identify(param))
     missing = [moment for moment in MOMENTS if not _has(saved, moment)]
     if missing:
         raise KeyError(f"{who}: the state dict lacks {' and '.join(missing)}")
@@ -208,21 +236,19 @@ def _loaded_states(optimizer: FusedAdam, param: Tensor, saved: Mapping[str, Any]
 
 
 def _load_remainders(
-    optimizer: FusedAdam,
-    known: Mapping[Any, Tensor],
+    packed: Mapping[Any, Tensor],
     state: Mapping[Any, Mapping[str, Any]],
+    who: Mapping[Any, str],
     loaded: dict[Any, dict[str, _Loaded]],
 ) -> None:
     """Add saved remainders to ``loaded``. Raises on every rank if any rank's part of a parameter does not fit them."""
     wrong: list[str] = []
-    packed = {id_: param for id_, param in known.items() if _is_packed(state[id_].get(MASTER))}
     for id_, param in packed.items():
-        who = describe(param, *optimizer._identify(param))
-        loaded[id_][MASTER], fits = unpack_remainder(param, state[id_][MASTER], f"{who}: {MASTER}")
+        loaded[id_][MASTER], fits = unpack_remainder(param, state[id_][MASTER], f"{who[id_]}: {MASTER}")
         if not fits:
-            wrong.append(who)
+            wrong.append(who[id_])
     if any_rank(packed.values(), bool(wrong), False)[0]:
-        raise ValueError(
+        raise (ValueError if wrong else FailedElsewhere)(
             f"{wrong[0] if wrong else 'a parameter of another rank'}: the state dict has the low bits of its master, "
             "but the parameter is not the one that they belong to. Load the model's checkpoint of the same step first, "
             "without changing its precision; or save with checkpoint_format='unscaled', which has whole masters"

@@ -24,12 +24,13 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fused_optim.adam import FusedAdam
+from fused_optim.checksums import check_finished, read_metadata, verify_items, write_checksums
 from fused_optim.collective import gather, on_all_ranks, parameter_names, this_rank
 from fused_optim.dtensor import local_tensor, rewrap_like
 from fused_optim.formats import join_remainder
@@ -65,7 +66,9 @@ class LoadReport:
 
 
 @torch.no_grad()
-def load_optimizer_checkpoint(model: torch.nn.Module, optimizer: FusedAdam, path: str | os.PathLike[str]) -> LoadReport:
+def load_optimizer_checkpoint(
+    model: torch.nn.Module, optimizer: FusedAdam, path: str | os.PathLike[str], *, verify: bool | None = None
+) -> LoadReport:
     """Load this library's, torch.optim.Adam(W)'s, TransformerEngine's or Apex's optimizer checkpoint.
 
     ``path`` is a folder of torch.distributed.checkpoint or a file of torch.save with full tensors; see
@@ -74,13 +77,21 @@ def load_optimizer_checkpoint(model: torch.nn.Module, optimizer: FusedAdam, path
     checkpoint's; state formats and seed stay the optimizer's. A group whose parameters were saved at different steps
     continues from the largest, with a warning.
 
+    ``verify``: compare what belongs to the optimizer with the checksums of ``write_checksums``, each rank a share,
+    before any of it is read. None: where there are checksums; True: their absence is an error; False: no.
+
     A collective: all ranks call it. Raises on every rank if it fails on one; nothing has been changed then.
     """
     path = Path(path)
     everyone = {name for names in gather(_all_names(model)) for name in names}
     with on_all_ranks(f"loading {path}"):
         _refuse_own_chunks(optimizer)
-        loader = _Loader(model, optimizer, _open(path), everyone)
+        source = _open(path)
+        keys = _optimizer_keys(source, everyone)
+    if verify is not False:
+        verify_items(path, keys, required=bool(verify))
+    with on_all_ranks(f"loading {path}"):
+        loader = _Loader(model, optimizer, source, everyone)
         state_dict, report = loader.prepare()
     with on_all_ranks(f"loading {path}"):
         optimizer.load_state_dict(state_dict)
@@ -123,9 +134,7 @@ def _open(path: Path) -> _Source:
         return _File(path)
     if not path.exists():
         raise FileNotFoundError(f"{path}: expected a folder of torch.distributed.checkpoint or a file, found nothing")
-    if not (path / ".metadata").is_file():
-        expected = "expected a folder of torch.distributed.checkpoint with a file .metadata, which is written last"
-        raise FileNotFoundError(f"{path}: {expected}; the save was not finished, or this is another folder")
+    check_finished(path)
     return _Folder(path)
 
 
@@ -134,10 +143,7 @@ class _Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            self.metadata: Metadata = dcp.FileSystemReader(path).read_metadata()
-        except Exception as error:
-            raise ValueError(f"{path / '.metadata'} cannot be read ({error}); it is truncated or damaged") from error
+        self.metadata = read_metadata(path)
         self.entries: dict[str, _Stored | None] = {}
         for key, entry in self.metadata.state_dict_metadata.items():
             is_tensor = isinstance(entry, TensorStorageMetadata)
@@ -326,6 +332,12 @@ def _find_prefix(source: _Source, names: set[str]) -> str:
     return ranked[0]
 
 
+def _optimizer_keys(source: _Source, names: Iterable[str]) -> set[str]:
+    """All that is read of the source."""
+    prefix = _find_prefix(source, set(names))
+    return {key for key in source.entries if key.startswith((f"{prefix}state.", f"{prefix}param_groups."))}
+
+
 # --- loading --------------------------------------------------------------------------------------------------------
 
 
@@ -357,9 +369,11 @@ class _Loader:
         )
         return {"state": state, "param_groups": groups}, report
 
+    def _name(self, i: int) -> str | None:
+        return next(iter(self.names.get(self.params[i], [])), None)
+
     def _describe(self, i: int) -> str:
-        name = next(iter(self.names.get(self.params[i], [])), None)
-        return describe(self.params[i], i, name)
+        return describe(self.params[i], i, self._name(i))
 
     def _match(self, everyone: set[str]) -> list[str]:
         """Each parameter's id in the checkpoint."""
@@ -442,7 +456,8 @@ class _Loader:
             step = max(steps, default=0)
             behind += sum(s != step for s in steps)
             self._check_group(number, group, settings, members, step)
-            groups.append({**settings, "step": step, "params": list(members)})
+            names = [self._name(i) for i in members]  # for messages
+            groups.append({**settings, "step": step, "params": list(members), "param_names": names})
         if behind:
             text = f"{behind} of {len(self.params)} parameters were saved at an earlier step than their group's latest"
             reason = "the step is shared by a param group, so they continue from the latest"
@@ -553,7 +568,7 @@ def export_optimizer_checkpoint(
 
     ``path`` ending in .pt or .pth: a file of torch.save, written by rank 0, that holds ``optimizer.state_dict()`` by
     parameter names, for ``load_state_dict`` and ``set_optimizer_state_dict``. Otherwise a folder of
-    torch.distributed.checkpoint, which holds the same under "optimizer", nested and flattened.
+    torch.distributed.checkpoint, which holds the same under "optimizer", nested and flattened, and its checksums.
 
     A collective: all ranks call it. Raises on every rank if it fails on one. Raises ValueError for what torch.optim
     cannot continue: ``bias_correction=False``.
@@ -621,6 +636,7 @@ def _export_folder(optimizer: FusedAdam, names: Mapping[Tensor, str], groups: li
             dcp.save({"optimizer": {"state": state, "param_groups": groups, **flat}}, checkpoint_id=path)
     except CheckpointException as error:  # on all ranks; no Exception, so that callers rarely catch it
         raise RuntimeError(f"exporting to {path}: {next(iter(error.failures.values()))[0]}") from error
+    write_checksums(path)
 
 
 def _export_file(optimizer: FusedAdam, names: Mapping[Tensor, str], groups: list[dict[str, Any]], path: Path) -> None:

@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.state_dict import _get_fqns
 T = TypeVar("T")
 
 
-def gather(value: T) -> list[T]:
-    """The ranks' values in rank order, over the default group; only this one where there is none."""
-    if not dist.is_initialized():
+def gather(value: T, no_dist: bool = False) -> list[T]:
+    """The ranks' values in rank order, over the default group; only this one where there is none, or ``no_dist``."""
+    if no_dist or not dist.is_initialized():
         return [value]
     values: list[T] = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
@@ -28,20 +28,31 @@ def this_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+class FailedElsewhere(ValueError):
+    """Raised where nothing is wrong because another rank failed, whose error says what is."""
+
+
 @contextmanager
-def on_all_ranks(doing: str) -> Iterator[None]:
+def on_all_ranks(doing: str, no_dist: bool = False) -> Iterator[None]:
     """Where the body fails on one rank, raise on all: its own error there, a RuntimeError that quotes it elsewhere."""
     error: BaseException | None = None
     try:
         yield
     except (Exception, CheckpointException) as caught:
         error = caught
-    texts = gather(None if error is None else f"{type(error).__name__}: {error}")
-    if error is not None:
-        raise error
+    own = None if isinstance(error, FailedElsewhere) else error
+    texts = gather(None if own is None else f"{type(own).__name__}: {own}", no_dist)
+    if own is not None:
+        raise own
     for rank, text in enumerate(texts):
         if text is not None:
             raise RuntimeError(f"{doing}: rank {rank} failed: {text}")
+    if error is not None:
+        raise error
 
 
 def parameter_names(model: torch.nn.Module) -> dict[Tensor, list[str]]:

@@ -141,11 +141,14 @@ class Workers:
             self.connections.append(ours)
             self.processes.append(process)
 
-    def run(self, body: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
-        __tracebackhide__ = True
+    def start(self, body: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> None:
         message = pickle.dumps((body, args, timeout))
         for connection in self.connections:
             connection.send_bytes(message)
+
+    def run(self, body: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+        __tracebackhide__ = True
+        self.start(body, args, timeout)
         answers: dict[int, Any] = {}
         errors: dict[int, str] = {}
         deadline = time.monotonic() + timeout + 1
