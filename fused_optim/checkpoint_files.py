@@ -26,12 +26,11 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fused_optim.adam import FusedAdam
 from fused_optim.collective import gather, on_all_ranks, parameter_names, this_rank
-from fused_optim.dtensor import local_tensor, rewrap_like
+from fused_optim.dtensor import local_tensor, rewrap_like, rewrap_shaped
 from fused_optim.formats import join_remainder
 from fused_optim.state import MASTER, MOMENTS, read_moment
 from fused_optim.validate import check_hyperparameters, describe
@@ -234,7 +233,7 @@ def _buffer(param: Tensor, stored: _Stored) -> Tensor:
     if not isinstance(param, DTensor):
         return torch.empty(stored.shape, dtype=stored.dtype)
     shape, _ = compute_local_shape_and_global_offset(stored.shape, param.device_mesh, param.placements)
-    return _on_host(torch.empty(shape, dtype=stored.dtype), param, stored.shape)
+    return rewrap_shaped(torch.empty(shape, dtype=stored.dtype), param, stored.shape)
 
 
 def _native_buffer(param: Tensor, stored: _Stored) -> Tensor:
@@ -242,14 +241,6 @@ def _native_buffer(param: Tensor, stored: _Stored) -> Tensor:
     if isinstance(param, DTensor) and all(p.is_replicate() or p.is_shard(0) for p in param.placements):
         return _buffer(param, stored)
     return torch.empty(stored.shape, dtype=stored.dtype)
-
-
-def _on_host(local: Tensor, param: Tensor, shape: Iterable[int]) -> Tensor:
-    """``local`` as a DTensor placed like ``param``; DTensor.from_local would move it to the mesh's device."""
-    if not isinstance(param, DTensor):
-        return local
-    meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), local.dtype)
-    return DTensor(local, DTensorSpec(param.device_mesh, param.placements, meta), requires_grad=False)
 
 
 # --- the keys of a checkpoint ---------------------------------------------------------------------------------------
@@ -504,7 +495,7 @@ class _Loader:
         value, param = values[parts[""]], self.params[i]
         if name == MASTER and value.dtype == torch.int16:
             master = join_remainder(local_tensor(param.detach()).cpu(), local_tensor(value))
-            return _on_host(master, param, param.shape)
+            return rewrap_shaped(master, param, param.shape)
         return value
 
     def _writer(self) -> str:
@@ -596,8 +587,8 @@ def _torch_group(optimizer: FusedAdam, group: Mapping[str, Any], names: Mapping[
 def _torch_states(optimizer: FusedAdam, param: Tensor, step: int) -> dict[str, Tensor]:
     """Moments as FP32, in host memory: one parameter at a time passes through the device's."""
     states, slots = optimizer.state[param], optimizer._slots[param]
-    local = {name: read_moment(states, slots, name).cpu() for name in MOMENTS}
-    moments = {name: _on_host(value, param, param.shape) for name, value in local.items()}
+    local = {name: read_moment(states, slots, name, "cpu").cpu() for name in MOMENTS}
+    moments = {name: rewrap_shaped(value, param, param.shape) for name, value in local.items()}
     return {"step": torch.tensor(float(step)), **moments}
 
 
