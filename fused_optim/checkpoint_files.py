@@ -406,6 +406,9 @@ class _Loader:
             raise ValueError(f"{self._describe(i)}: {self.source.path} lacks its {' and '.join(lacking)}")
         if self.ids[i] not in self.saved_steps:
             text = "has its moments but no step, neither its own nor its param group's; it is not guessed"
+            if self.contents.settings and self.ids[i] not in self.contents.settings:
+                hint = "where ranks own different parameters, save with flatten_optimizer_state_dict=True"
+                text = f"has its moments but lists it in no param group; {hint}"
             raise ValueError(f"{self._describe(i)}: {self.source.path} {text}")
         for name in (*MOMENTS, MASTER):
             if "" in states.get(name, {}):
@@ -544,7 +547,8 @@ def export_optimizer_checkpoint(
 
     ``path`` ending in .pt or .pth: a file of torch.save, written by rank 0, that holds ``optimizer.state_dict()`` by
     parameter names, for ``load_state_dict`` and ``set_optimizer_state_dict``. Otherwise a folder of
-    torch.distributed.checkpoint, which holds the same under "optimizer", nested and flattened.
+    torch.distributed.checkpoint, which holds the same under "optimizer", nested and flattened. Where ranks own
+    different parameters (pipeline stages), write a folder and load the flattened form.
 
     A collective: all ranks call it. Raises on every rank if it fails on one. Raises ValueError for what torch.optim
     cannot continue: ``bias_correction=False``.
@@ -558,7 +562,11 @@ def export_optimizer_checkpoint(
         optimizer._scalars.pull(optimizer.param_groups)
         names = _export_names(model, optimizer)
         groups = [_torch_group(optimizer, group, names) for group in optimizer.param_groups]
+    everyone = gather(list(names.values()))
     if path.suffix in _FILE_SUFFIXES:
+        with on_all_ranks(f"exporting to {path}"):
+            if missing := sorted({name for each in everyone for name in each}.difference(names.values())):
+                raise ValueError(f"this rank lacks {_some(missing)}: rank 0 writes what it has; export to a folder")
         _export_file(optimizer, names, groups, path)
     else:
         _export_folder(optimizer, names, groups, path)

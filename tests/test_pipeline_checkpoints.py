@@ -5,6 +5,7 @@ Every load goes into freshly built models and optimizers with other values.
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -24,7 +26,8 @@ from torch.distributed.fsdp import fully_shard
 
 import distributed
 from distributed import Part, assert_same, join, part, shard_like
-from fused_optim import FusedAdamW, load_optimizer_checkpoint
+from fused_optim import FusedAdamW, export_optimizer_checkpoint, load_optimizer_checkpoint, save_master_safetensors
+from fused_optim.masters import INDEX
 from test_distributed_checkpoint import values
 
 LAYERS = 4
@@ -160,3 +163,86 @@ def test_stages_load_onto_other_stages(
         results = distributed.run(target[0], load, target[1], form, path, how)
         assert_same(join_stages([result[0] for result in results]), saved)
         assert_same(join_stages([result[1] for result in results]), end)
+
+
+# --- other files ----------------------------------------------------------------------------------------------------
+
+
+def trained(layout: Layout) -> Stage:
+    stage = Stage(layout, "unscaled")
+    stage.train(range(STEPS))
+    return stage
+
+
+def save_masters(layout: Layout, path: str) -> dict[str, Part]:
+    stage = trained(layout)
+    save_master_safetensors(stage.model, stage.optimizer, path)
+    return {name: part(value) for name, value in stage.optimizer.master_state_dict(stage.model).items()}
+
+
+@pytest.mark.parametrize("ranks, layout", [(2, (2, "plain")), (4, (2, "fsdp"))], ids=str)
+def test_masters_of_all_stages_are_written(ranks: int, layout: Layout, tmp_path: Path) -> None:
+    expected = join_stages(distributed.run(ranks, save_masters, layout, str(tmp_path)))
+    index = json.loads((tmp_path / INDEX).read_text())
+    files = set(index["weight_map"].values())
+    assert len(files) == ranks
+    found = {name: value for file in files for name, value in load_file(tmp_path / file).items()}
+    assert set(index["weight_map"]) == set(found)
+    assert_same(dict(sorted(found.items())), expected)
+    assert index["metadata"]["total_size"] == sum(4 * value.numel() for value in found.values())
+
+
+def export(layout: Layout, path: str) -> dict[str, Part]:
+    stage = trained(layout)
+    export_optimizer_checkpoint(stage.model, stage.optimizer, path)
+    return stage.snapshot()
+
+
+def load_exported(path: str) -> dict[str, Part]:
+    stage = Stage((1, "plain"), "unscaled", fresh=True)
+    adamw = torch.optim.AdamW([{"params": group["params"]} for group in stage.optimizer.param_groups], lr=0.5)
+    state = {"optimizer": get_optimizer_state_dict(stage.model, adamw, options=FLAT)}
+    dcp.load(state, checkpoint_id=path)
+    set_optimizer_state_dict(stage.model, adamw, state["optimizer"], options=FLAT)
+    return {
+        f"{name}: {key}": part(adamw.state[param][key].float())
+        for name, param in stage.model.named_parameters()
+        for key in ("exp_avg", "exp_avg_sq")
+    }
+
+
+def test_exported_stages_load_into_one_torch_optimizer(tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    saved = join_stages(distributed.run(2, export, (2, "plain"), path))
+    loaded = join_stages(distributed.run(1, load_exported, path))
+    assert len(loaded) == 2 * 2 * LAYERS
+    for name, value in loaded.items():  # torch.optim keeps moments in the parameters' dtype
+        assert torch.equal(value, saved[name].bfloat16().float()), name
+
+
+def refuse_export(path: str) -> str:
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        export((2, "plain"), path)
+    return str(error.value)
+
+
+def test_a_file_that_would_lack_other_stages_is_refused(tmp_path: Path) -> None:
+    errors = distributed.run(2, refuse_export, str(tmp_path / "checkpoint.pt"))
+    assert all("this rank lacks layers." in error and "export to a folder" in error for error in errors)
+    assert not list(tmp_path.iterdir())
+
+
+def refuse_nested(path: str) -> str:
+    """torch saves the param groups of one rank only."""
+    stage = trained((2, "plain"))
+    dcp.save({"optimizer": get_optimizer_state_dict(stage.model, stage.optimizer)}, checkpoint_id=path)
+    before = {name: value for name, (_, _, value) in stage.snapshot().items()}
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        load_optimizer_checkpoint(stage.model, stage.optimizer, path)
+    assert_same({name: value for name, (_, _, value) in stage.snapshot().items()}, before)
+    return str(error.value)
+
+
+def test_nested_checkpoints_of_stages_are_refused(tmp_path: Path) -> None:
+    errors = distributed.run(2, refuse_nested, str(tmp_path / "checkpoint"))
+    assert all("in no param group; " in error and "flatten_optimizer_state_dict=True" in error for error in errors)
