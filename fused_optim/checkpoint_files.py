@@ -30,7 +30,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from fused_optim.adam import FusedAdam
 from fused_optim.collective import gather, on_all_ranks, parameter_names, this_rank
-from fused_optim.dtensor import local_tensor, rewrap_like, rewrap_shaped
+from fused_optim.dtensor import has_own_chunks, keep_chunks, local_tensor, rewrap_like, rewrap_shaped
 from fused_optim.formats import join_remainder
 from fused_optim.state import MASTER, MOMENTS, read_moment
 from fused_optim.validate import check_hyperparameters, describe
@@ -78,7 +78,6 @@ def load_optimizer_checkpoint(model: torch.nn.Module, optimizer: FusedAdam, path
     path = Path(path)
     everyone = {name for names in gather(_all_names(model)) for name in names}
     with on_all_ranks(f"loading {path}"):
-        _refuse_own_chunks(optimizer)
         loader = _Loader(model, optimizer, _open(path), everyone)
         state_dict, report = loader.prepare()
     with on_all_ranks(f"loading {path}"):
@@ -88,14 +87,6 @@ def load_optimizer_checkpoint(model: torch.nn.Module, optimizer: FusedAdam, path
 
 def _all_names(model: torch.nn.Module) -> list[str]:
     return [name for names in parameter_names(model).values() for name in names]
-
-
-def _refuse_own_chunks(optimizer: FusedAdam) -> None:
-    """Megatron-FSDP's uneven shards do not lie where their placements say; read as such, rows would be mixed up."""
-    for index, param in enumerate(optimizer._params()):
-        if hasattr(local_tensor(param), "__create_chunk_list__"):
-            hint = "use optimizer.state_dict() and load_state_dict() with torch.distributed.checkpoint"
-            raise TypeError(f"{describe(param, index)}: shards with chunk lists of their own are not supported; {hint}")
 
 
 # --- sources --------------------------------------------------------------------------------------------------------
@@ -232,6 +223,9 @@ def _buffer(param: Tensor, stored: _Stored) -> Tensor:
     """A tensor in host memory, placed as ``param`` is."""
     if not isinstance(param, DTensor):
         return torch.empty(stored.shape, dtype=stored.dtype)
+    if has_own_chunks(param):
+        local = torch.empty(local_tensor(param).shape, dtype=stored.dtype)
+        return keep_chunks(rewrap_shaped(local, param, stored.shape), param)
     shape, _ = compute_local_shape_and_global_offset(stored.shape, param.device_mesh, param.placements)
     return rewrap_shaped(torch.empty(shape, dtype=stored.dtype), param, stored.shape)
 
@@ -413,6 +407,9 @@ class _Loader:
         for name in (*MOMENTS, MASTER):
             if "" in states.get(name, {}):
                 self._check_whole(i, name, self.source.entries[states[name][""]], tuple(param.shape))
+            elif name in states and has_own_chunks(param):
+                text = "does not load into shards with chunk lists of their own; save with checkpoint_format='unscaled'"
+                raise TypeError(f"{self._describe(i)}: the native form of {name} in {self.source.path} {text}")
 
     def _check_whole(self, i: int, name: str, stored: _Stored | None, shape: tuple[int, ...]) -> None:
         what = f"{self._describe(i)}: {name} in {self.source.path}"
@@ -557,7 +554,6 @@ def export_optimizer_checkpoint(
     with on_all_ranks(f"exporting to {path}"):
         if layout != "torch":
             raise ValueError(f"layout: expected 'torch', got {layout!r}")
-        _refuse_own_chunks(optimizer)
         optimizer.initialize_state()
         optimizer._scalars.pull(optimizer.param_groups)
         names = _export_names(model, optimizer)
@@ -567,6 +563,10 @@ def export_optimizer_checkpoint(
         with on_all_ranks(f"exporting to {path}"):
             if missing := sorted({name for each in everyone for name in each}.difference(names.values())):
                 raise ValueError(f"this rank lacks {_some(missing)}: rank 0 writes what it has; export to a folder")
+            for index, param in enumerate(optimizer._params()):
+                if has_own_chunks(param):  # gathering goes by placements, and would mix up rows
+                    text = "shards with chunk lists of their own are not gathered into a file; export to a folder"
+                    raise TypeError(f"{describe(param, index)}: {text}")
         _export_file(optimizer, names, groups, path)
     else:
         _export_folder(optimizer, names, groups, path)
@@ -596,7 +596,7 @@ def _torch_states(optimizer: FusedAdam, param: Tensor, step: int) -> dict[str, T
     """Moments as FP32, in host memory: one parameter at a time passes through the device's."""
     states, slots = optimizer.state[param], optimizer._slots[param]
     local = {name: read_moment(states, slots, name, "cpu").cpu() for name in MOMENTS}
-    moments = {name: rewrap_shaped(value, param, param.shape) for name, value in local.items()}
+    moments = {name: keep_chunks(rewrap_shaped(value, param, param.shape), param) for name, value in local.items()}
     return {"step": torch.tensor(float(step)), **moments}
 
 

@@ -65,6 +65,19 @@ def rewrap_rows(local: Tensor, like: Tensor) -> Tensor:
     return rewrap_shaped(local, like, (*like.shape[:1], *local.shape[1:]))
 
 
+def has_own_chunks(tensor: Tensor) -> bool:
+    """Whether the tensor itself says where its shard lies: Megatron-FSDP's do, since their placements do not."""
+    return hasattr(local_tensor(tensor), "__create_chunk_list__")
+
+
+def keep_chunks(tensor: Tensor, like: Tensor) -> Tensor:
+    """Let ``tensor``, whose shard lies where that of ``like`` does, say so to torch.distributed.checkpoint, too."""
+    for hook in ("__create_chunk_list__", "__create_write_items__"):
+        if hasattr(local_tensor(like), hook):
+            setattr(local_tensor(tensor), hook, getattr(local_tensor(like), hook))
+    return tensor
+
+
 def full_tensor(tensor: Tensor) -> Tensor:
     """The whole tensor, gathered where it is a DTensor: a collective."""
     return _on_mesh(tensor).full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fused_optim.adam import FusedAdam
 from fused_optim.collective import gather, on_all_ranks, parameter_names, this_rank
-from fused_optim.dtensor import rewrap_like
+from fused_optim.dtensor import has_own_chunks, rewrap_like
 from fused_optim.state import read_master
 
 INDEX = "model.safetensors.index.json"
@@ -37,6 +37,11 @@ def save_master_safetensors(model: torch.nn.Module, optimizer: FusedAdam, folder
         optimizer.initialize_state()
         folder.mkdir(parents=True, exist_ok=True)
         params = _named(model, optimizer)
+        for name, param in params.items():
+            if has_own_chunks(param):  # gathering goes by placements, and would mix up rows
+                raise TypeError(
+                    f"{name}: shards with chunk lists of their own are not gathered; use master_state_dict()"
+                )
     held = gather({name: param.numel() for name, param in params.items()})
     sizes = {name: size for of_rank in held for name, size in of_rank.items()}
     owners = _share_out(sizes, held)
