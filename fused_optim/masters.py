@@ -39,9 +39,7 @@ def save_master_safetensors(model: torch.nn.Module, optimizer: FusedAdam, folder
         params = _named(model, optimizer)
         for name, param in params.items():
             if has_own_chunks(param):  # gathering goes by placements, and would mix up rows
-                raise TypeError(
-                    f"{name}: shards with chunk lists of their own are not gathered; use master_state_dict()"
-                )
+                raise TypeError(f"{name}: shards with chunk lists of their own are not gathered")
     held = gather({name: param.numel() for name, param in params.items()})
     sizes = {name: size for of_rank in held for name, size in of_rank.items()}
     owners = _share_out(sizes, held)

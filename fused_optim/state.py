@@ -94,7 +94,7 @@ def read_moment(states: dict[str, Tensor], slots: Slots, name: str, device: str 
 
     def decode(piece: slice) -> Tensor:
         scales = None if scale is None else scale[piece.start // block : -(-piece.stop // block)]
-        return decode_state(bits.view(-1)[piece], scales, name, fmt, block)
+        return decode_state(bits.reshape(-1)[piece], scales, name, fmt, block)
 
     return _in_pieces(decode, bits, device)
 
@@ -128,7 +128,7 @@ def read_master(param: Tensor, states: dict[str, Tensor], slots: Slots, device: 
     master = local_tensor(states[MASTER])
     if slots.master is Master.FLOAT32:
         return master
-    high, low = local.reshape(-1), master.view(-1)
+    high, low = local.reshape(-1), master.reshape(-1)
     return _in_pieces(lambda piece: join_remainder(high[piece], low[piece]), local, device)
 
 
