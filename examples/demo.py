@@ -1,8 +1,11 @@
-"""Trains the same small model three times, compares the runs and writes summary.json and losses.png.
+"""Trains the same small model several times, compares the runs and writes summary.json and losses.png.
 
-1. torch.optim.AdamW with FP32 parameters;
-2. FusedAdamW with BF16 parameters, FP32 masters and INT8 moments, saving a checkpoint halfway;
-3. FusedAdamW again, from that checkpoint to the end, on one rank.
+1. torch.optim.AdamW with FP32 parameters, on two ranks;
+2. FusedAdamW with BF16 parameters, FP32 masters and INT8 moments, also on two; saves a checkpoint after step 120;
+3. FusedAdamW from that checkpoint on one rank, saves another one;
+4. FusedAdamW from this one to the end, on three ranks.
+
+Training goes on while checkpoints are written. With GPUs, no run has more ranks than there are GPUs.
 """
 
 import argparse
@@ -18,6 +21,9 @@ import torch
 from demo_report import Comparison, draw, table, write_summary
 from run_record import RunRecord
 
+RANKS = (2, 1, 3)  # of the uninterrupted run and of the two resumed ones
+# Steps of 200. The first resumed run goes on after its checkpoint, too, so that both are written during training.
+FIRST_CHECKPOINT, SECOND_CHECKPOINT, STOP = 120, 140, 150
 TRAINING_SCRIPT = Path(__file__).with_name("train_fsdp2.py")
 
 # A run has learnt something when its loss fell to this share of the first one, which is about ln(256).
@@ -37,17 +43,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("demo_output"), help="folder for everything written")
     out = parser.parse_args().output
-    checkpoint = out / "checkpoint"
-    shutil.rmtree(checkpoint, ignore_errors=True)
+    first, second = out / "checkpoint", out / "checkpoint2"
+    for checkpoint in (first, second):
+        shutil.rmtree(checkpoint, ignore_errors=True)
     out.mkdir(parents=True, exist_ok=True)
 
     started = time.perf_counter()
-    ranks = min(2, torch.cuda.device_count()) if torch.cuda.is_available() else 2
+    most = torch.cuda.device_count() if torch.cuda.is_available() else max(RANKS)
+    ranks, fewer, more = (min(number, most) for number in RANKS)
+    save_first = ("--checkpoint", str(first), "--checkpoint-after", str(FIRST_CHECKPOINT))
+    save_second = ("--checkpoint", str(second), "--checkpoint-after", str(SECOND_CHECKPOINT))
     comparison = Comparison(
         baseline=train("torch AdamW, FP32 parameters", out / "torch_adamw.json", ranks, "--optimizer", "torch"),
-        fused=train("FusedAdamW, INT8 moments", out / "fused_adamw.json", ranks, "--checkpoint", str(checkpoint)),
+        fused=train("FusedAdamW, INT8 moments", out / "fused_adamw.json", ranks, *save_first),
         # Other initial weights than the first run's: only the checkpoint can bring the losses back to it.
-        resumed=train("FusedAdamW, resumed", out / "resumed.json", 1, "--resume", str(checkpoint), "--init-seed", "1"),
+        resumed=resume("resumed", out / "resumed.json", fewer, first, 1, *save_second, "--stop-after", str(STOP)),
+        resumed_again=resume("resumed again", out / "resumed_again.json", more, second, 2),
     )
     failures = check(comparison)
     write_summary(comparison, failures, out / "summary.json")
@@ -70,6 +81,11 @@ def train(title: str, metrics: Path, ranks: int, *flags: str) -> RunRecord:
     return RunRecord.load(metrics)
 
 
+def resume(title: str, metrics: Path, ranks: int, checkpoint: Path, init_seed: int, *flags: str) -> RunRecord:
+    seed = ("--init-seed", str(init_seed))
+    return train(f"FusedAdamW, {title}", metrics, ranks, "--resume", str(checkpoint), *seed, *flags)
+
+
 def check(comparison: Comparison) -> list[str]:
     """What is wrong, in plain words."""
     failures = []
@@ -78,10 +94,11 @@ def check(comparison: Comparison) -> list[str]:
             failures.append(f"{name}: loss only went from {run.first_train_loss:.3f} to {run.final_train_loss:.3f}")
     if not comparison.held_out_difference <= HELD_OUT_TOLERANCE:
         failures.append(f"the held-out losses differ by {comparison.held_out_difference:.2%}")
-    if not max(comparison.resume_deviations) <= STEP_TOLERANCE:
-        failures.append(f"a step after the resume deviates by {max(comparison.resume_deviations):.2%}")
-    if not comparison.mean_resume_deviation <= MEAN_TOLERANCE:
-        failures.append(f"the steps after the resume deviate by {comparison.mean_resume_deviation:.3%} on average")
+    for run in comparison.resumes:
+        if not run.largest_deviation <= STEP_TOLERANCE:
+            failures.append(f"a step after the resume at {run.step} deviates by {run.largest_deviation:.2%}")
+        if not run.mean_deviation <= MEAN_TOLERANCE:
+            failures.append(f"the steps after the resume at {run.step} deviate by {run.mean_deviation:.3%} on average")
     return failures
 
 

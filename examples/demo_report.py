@@ -1,4 +1,4 @@
-"""The comparison of the demo's three runs: as numbers, as a table and as a picture."""
+"""The comparison of the demo's runs: as numbers, as a table and as a picture."""
 
 import json
 import statistics
@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from run_record import RunRecord
 
-BASELINE_COLOR, FUSED_COLOR, RESUMED_COLOR = "#9aa0a6", "#1f77b4", "#d9480f"
+BASELINE_COLOR, FUSED_COLOR, RESUMED_COLORS = "#9aa0a6", "#1f77b4", ("#d9480f", "#2b8a3e")
 SUMMARIZED = (
     "device",
     "world_size",
@@ -31,43 +31,70 @@ SMOOTHING = 9  # steps averaged for each point of a curve
 
 
 @dataclass
+class Resume:
+    """A resumed run beside the one that was never interrupted."""
+
+    run: RunRecord
+    uninterrupted: RunRecord
+
+    @property
+    def step(self) -> int:
+        return self.run.train_losses[0][0]
+
+    @property
+    def deviations(self) -> list[float]:
+        """Of each step's loss, relative to the same step of the uninterrupted run."""
+        expected = dict(self.uninterrupted.train_losses)
+        return [abs(loss / expected[step] - 1) for step, loss in self.run.train_losses]
+
+    @property
+    def largest_deviation(self) -> float:
+        return max(self.deviations)
+
+    @property
+    def mean_deviation(self) -> float:
+        return statistics.fmean(self.deviations)
+
+
+@dataclass
 class Comparison:
     baseline: RunRecord
     fused: RunRecord
     resumed: RunRecord
+    resumed_again: RunRecord
 
     @property
     def runs(self) -> dict[str, RunRecord]:
-        return {"torch AdamW": self.baseline, "FusedAdamW": self.fused, "FusedAdamW resumed": self.resumed}
+        return {
+            "torch AdamW": self.baseline,
+            "FusedAdamW": self.fused,
+            "resumed": self.resumed,
+            "resumed again": self.resumed_again,
+        }
+
+    @property
+    def resumes(self) -> list[Resume]:
+        return [Resume(self.resumed, self.fused), Resume(self.resumed_again, self.fused)]
 
     @property
     def held_out_difference(self) -> float:
         return abs(self.fused.held_out_loss / self.baseline.held_out_loss - 1)
-
-    @property
-    def resume_step(self) -> int:
-        return self.resumed.train_losses[0][0]
-
-    @property
-    def resume_deviations(self) -> list[float]:
-        """Of each step after the resume, relative to the same step of the run that went on."""
-        uninterrupted = dict(self.fused.train_losses)
-        return [abs(loss / uninterrupted[step] - 1) for step, loss in self.resumed.train_losses]
-
-    @property
-    def mean_resume_deviation(self) -> float:
-        return statistics.fmean(self.resume_deviations)
 
 
 def write_summary(comparison: Comparison, failures: list[str], path: Path) -> None:
     summary = {
         "runs": {name: {what: getattr(run, what) for what in SUMMARIZED} for name, run in comparison.runs.items()},
         "held_out_difference": comparison.held_out_difference,
-        "resume": {
-            "step": comparison.resume_step,
-            "largest_deviation": max(comparison.resume_deviations),
-            "mean_deviation": comparison.mean_resume_deviation,
-        },
+        "resumes": [
+            {
+                "step": resume.step,
+                "world_size": resume.run.world_size,
+                "largest_deviation": resume.largest_deviation,
+                "mean_deviation": resume.mean_deviation,
+                "losses": resume.run.train_losses,
+            }
+            for resume in comparison.resumes
+        ],
         "failures": failures,
     }
     path.write_text(json.dumps(summary, indent=2) + "\n")
@@ -78,6 +105,7 @@ def table(comparison: Comparison) -> str:
     rows = [
         ["", *comparison.runs],
         ["ran on", *(f"{_ranks(run)}, {run.device}" for run in runs)],
+        ["steps", *(f"{run.train_losses[0][0]} to {run.train_losses[-1][0] + 1}" for run in runs)],
         ["train loss, first step", *(f"{run.first_train_loss:.3f}" for run in runs)],
         ["train loss, last steps", *(f"{run.final_train_loss:.3f}" for run in runs)],
         ["held-out loss at the end", *(f"{run.held_out_loss:.3f}" for run in runs)],
@@ -97,13 +125,14 @@ def table(comparison: Comparison) -> str:
 
 
 def _conclusions(comparison: Comparison) -> list[str]:
-    mean, largest = comparison.mean_resume_deviation, max(comparison.resume_deviations)
-    return [
-        f"Held-out losses of the two optimizers differ by {comparison.held_out_difference:.2%}.",
-        f"Saved after step {comparison.resume_step} on {_ranks(comparison.fused)}, resumed on "
-        f"{_ranks(comparison.resumed)}: train losses deviate from the uninterrupted run's by {mean:.3%} on average, "
-        f"{largest:.3%} at most.",
-    ]
+    lines = [f"Held-out losses of the two optimizers differ by {comparison.held_out_difference:.2%}."]
+    for saved, resume in zip((comparison.fused, comparison.resumed), comparison.resumes):
+        lines.append(
+            f"Saved after step {resume.step} on {_ranks(saved)}, resumed on {_ranks(resume.run)}: train losses deviate "
+            f"from the uninterrupted run's by {resume.mean_deviation:.3%} on average, "
+            f"{resume.largest_deviation:.3%} at most."
+        )
+    return lines
 
 
 def draw(comparison: Comparison, path: Path) -> None:
@@ -124,7 +153,7 @@ def _draw_losses(axes: Axes, comparison: Comparison) -> None:
     styles: tuple[tuple[str, dict[str, Any]], ...] = (
         (BASELINE_COLOR, {"linewidth": 5, "alpha": 0.6}),
         (FUSED_COLOR, {"linewidth": 2}),
-        (RESUMED_COLOR, {"linewidth": 2, "dashes": (2, 2)}),
+        *((color, {"linewidth": 2, "dashes": (2, 2)}) for color in RESUMED_COLORS),
     )
     for (name, run), (color, style) in zip(comparison.runs.items(), styles):
         steps, losses = zip(*run.train_losses)
@@ -133,25 +162,26 @@ def _draw_losses(axes: Axes, comparison: Comparison) -> None:
         axes.plot(*zip(*run.held_out_losses), "o", color=color, markersize=size, markeredgecolor="white")
     axes.plot([], [], "o", color="black", markeredgecolor="white", markersize=8, label="on held-out text")
     _mark_resume(axes, comparison)
-    axes.text(comparison.resume_step, 0.98, "  checkpoint", transform=axes.get_xaxis_transform(), va="top")
+    for resume in comparison.resumes:
+        where = {"transform": axes.get_xaxis_transform(), "rotation": 90, "ha": "right", "va": "top"}
+        axes.text(resume.step, 0.98, "checkpoint", **where)
     axes.set(title="Loss of a byte-level GPT on Python's standard library", ylabel="nats per byte")
     axes.legend(frameon=False)
     axes.grid(alpha=0.25)
 
 
 def _draw_differences(axes: Axes, comparison: Comparison) -> None:
-    fused, resumed = comparison.fused.train_losses, comparison.resumed.train_losses
-    for losses, reference, label, color in (
-        (fused, comparison.baseline.train_losses, "FusedAdamW to torch AdamW", FUSED_COLOR),
-        (resumed, fused, "resumed to uninterrupted", RESUMED_COLOR),
-    ):
-        expected = dict(reference)
-        steps, differences = zip(*((step, 100 * (loss / expected[step] - 1)) for step, loss in losses))
+    pairs = [(comparison.fused, comparison.baseline, "FusedAdamW to torch AdamW", FUSED_COLOR)]
+    for resume, color in zip(comparison.resumes, RESUMED_COLORS):
+        pairs.append((resume.run, resume.uninterrupted, f"on {_ranks(resume.run)} to uninterrupted", color))
+    for run, reference, label, color in pairs:
+        expected = dict(reference.train_losses)
+        steps, differences = zip(*((step, 100 * (loss / expected[step] - 1)) for step, loss in run.train_losses))
         axes.plot(steps, differences, color=color, label=label, linewidth=1.4)
     _mark_resume(axes, comparison)
     axes.set(xlabel="step", ylabel="difference in %")
     axes.margins(y=0.35)  # room for the legend
-    axes.legend(frameon=False, ncols=2, loc="lower left")
+    axes.legend(frameon=False, ncols=3, loc="lower left", fontsize="small")
     axes.grid(alpha=0.25)
 
 
@@ -169,7 +199,8 @@ def _draw_bytes(axes: Axes, comparison: Comparison) -> None:
 
 
 def _mark_resume(axes: Axes, comparison: Comparison) -> None:
-    axes.axvline(comparison.resume_step, color="black", linewidth=0.8, linestyle=":")
+    for resume in comparison.resumes:
+        axes.axvline(resume.step, color="black", linewidth=0.8, linestyle=":")
 
 
 def _smooth(losses: Sequence[float]) -> np.ndarray:

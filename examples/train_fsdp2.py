@@ -1,6 +1,6 @@
 """Train a byte-level GPT sharded with FSDP2, using FusedAdamW or torch.optim.AdamW.
 
-Save a checkpoint halfway, and continue from it on any number of ranks:
+Save a checkpoint halfway, while training goes on, and continue from it on any number of ranks:
 
     torchrun --nproc-per-node 2 examples/train_fsdp2.py --checkpoint checkpoint
     torchrun --nproc-per-node 1 examples/train_fsdp2.py --resume checkpoint
@@ -11,6 +11,7 @@ import math
 import os
 import statistics
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--evaluate-every", type=int, default=50)
     parser.add_argument("--init-seed", type=int, default=0)
     parser.add_argument("--data-seed", type=int, default=0)
-    parser.add_argument("--checkpoint", type=Path, help="folder to write a checkpoint to, halfway through the run")
+    parser.add_argument("--checkpoint", type=Path, help="folder to write a checkpoint to, while training goes on")
+    parser.add_argument("--checkpoint-after", type=int, help="steps; by default half of them")
+    parser.add_argument("--stop-after", type=int, help="steps; by default all of them")
     parser.add_argument("--resume", type=Path, help="folder of the checkpoint to continue from")
     parser.add_argument("--metrics", type=Path, help="JSON file to write losses, times and sizes to")
     return parser.parse_args()
@@ -126,6 +129,26 @@ def checkpoint_state(model: nn.Module, optimizer: Optimizer, scheduler: LambdaLR
     }
 
 
+class Checkpointer:
+    """Writes checkpoints in the background, one at a time."""
+
+    def __init__(self) -> None:
+        # Of its own: training goes on in the other group, and both orders of collectives must be the same on all ranks.
+        self.group = dist.new_group(backend="gloo")
+        self.pending: Future | None = None
+
+    def save(self, state: dict[str, Any], folder: Path) -> None:
+        """Returns when ``state`` has been copied: what it refers to may be changed then."""
+        self.wait()
+        self.pending = dcp.async_save(state, checkpoint_id=folder, process_group=self.group)
+
+    def wait(self) -> None:
+        """Until the checkpoint is complete; raises what writing it raised."""
+        if self.pending is not None:
+            self.pending.result()
+            self.pending = None
+
+
 def load_checkpoint(folder: Path, model: nn.Module, optimizer: Optimizer, scheduler: LambdaLR) -> int:
     """Loads into freshly built objects and returns the step to continue with."""
     state = checkpoint_state(model, optimizer, scheduler, next_step=0)
@@ -166,12 +189,15 @@ def train(args: argparse.Namespace, device: torch.device) -> RunRecord:
     optimizer = build_optimizer(args, model)
     scheduler = build_scheduler(args, optimizer)
     first_step = load_checkpoint(args.resume, model, optimizer, scheduler) if args.resume else 0
+    checkpointer = Checkpointer()
+    last_step = args.stop_after or args.steps
+    saved_step = args.checkpoint_after or args.steps // 2
 
     length = args.context + 1  # inputs and, shifted by one byte, targets
     corpus, held_out_bytes = load_corpus()
     held_out = evaluation_batches(held_out_bytes, EVALUATION_BATCHES, args.batch, length)
     record = RunRecord(device.type, dist.get_world_size())
-    bar = progress_bar(first_step, args.steps)
+    bar = progress_bar(first_step, last_step)
     for step in bar:
         started = clock(device)
         batch = training_batch(corpus, args.data_seed, step, args.batch, length)
@@ -189,10 +215,11 @@ def train(args: argparse.Namespace, device: torch.device) -> RunRecord:
         record.step_times.append(clock(device) - started)
         bar.set_postfix(loss=f"{record.train_losses[-1][1]:.3f}", refresh=False)
         finished = step + 1
-        if finished % args.evaluate_every == 0 or finished == args.steps:
+        if finished % args.evaluate_every == 0 or finished == last_step:
             record.held_out_losses.append((finished, evaluate(model, held_out, device)))
-        if args.checkpoint and finished == args.steps // 2:
-            dcp.save(checkpoint_state(model, optimizer, scheduler, finished), checkpoint_id=args.checkpoint)
+        if args.checkpoint and finished == saved_step:
+            checkpointer.save(checkpoint_state(model, optimizer, scheduler, finished), args.checkpoint)
+    checkpointer.wait()
     record.measure_sizes(model, optimizer)
     return record
 

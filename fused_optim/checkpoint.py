@@ -32,7 +32,7 @@ from fused_optim.native import (
 )
 from fused_optim.state import MASTER, MOMENTS, Slots, read_master, read_moment, write_master, write_moment
 from fused_optim.synthetic import announce_failure, any_rank
-from fused_optim.validate import check_checkpoint_format, describe
+from fused_optim.validate import check_checkpoint_device, check_checkpoint_format, describe
 
 if TYPE_CHECKING:
     from fused_optim.adam import FusedAdam
@@ -49,8 +49,12 @@ _Loaded = Tensor | StoredMoment | StoredRemainder
 
 
 def convert(optimizer: FusedAdam, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """State-dict post-hook: bring the states into ``optimizer.checkpoint_format``. FP32 states go by reference."""
+    """State-dict post-hook: bring the states into ``optimizer.checkpoint_format``, on ``optimizer.checkpoint_device``.
+
+    FP32 states, and BF16 ones in the native form, go by reference.
+    """
     check_checkpoint_format(optimizer.checkpoint_format)
+    check_checkpoint_device(optimizer.checkpoint_device)
     params = dict(enumerate(chain.from_iterable(g["params"] for g in optimizer.param_groups)))
     state = {
         key: _converted(optimizer, params[key], states) if key in params else states
@@ -65,26 +69,27 @@ def convert(optimizer: FusedAdam, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _converted(optimizer: FusedAdam, param: Tensor, states: dict[str, Any]) -> dict[str, Any]:
-    slots, native = optimizer._slots[param], optimizer.checkpoint_format == "native"
+    slots, device = optimizer._slots[param], optimizer.checkpoint_device
+    native = optimizer.checkpoint_format == "native"
     packed = native and cut_by_rows(param)
     out = dict(states)
     for name in MOMENTS:
         if packed and slots.format(name).scaled:
-            out[name] = pack_moment(param, states, slots, name)
+            out[name] = pack_moment(param, states, slots, name, device)
         elif slots.format(name).scaled or not native:
-            out[name] = _unscaled_moment(param, states, slots, name)
+            out[name] = _unscaled_moment(param, states, slots, name, device)
     if slots.master in (Master.REMAINDER16, Master.REMAINDER8):
         if packed:
-            out[MASTER] = pack_remainder(param, states, slots)
+            out[MASTER] = pack_remainder(param, states, slots, device)
         else:
-            out[MASTER] = rewrap_like(read_master(param, states, slots), param)
+            out[MASTER] = rewrap_like(read_master(param, states, slots, device), param)
     return out
 
 
-def _unscaled_moment(param: Tensor, states: dict[str, Tensor], slots: Slots, name: str) -> Tensor:
+def _unscaled_moment(param: Tensor, states: dict[str, Tensor], slots: Slots, name: str, device: str | None) -> Tensor:
     if slots.format(name).dtype(name) == torch.float32:
         return states[name]
-    return rewrap_like(read_moment(states, slots, name), param)
+    return rewrap_like(read_moment(states, slots, name, device), param)
 
 
 def load(optimizer: FusedAdam, state_dict: dict[str, Any]) -> None:

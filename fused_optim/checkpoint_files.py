@@ -26,13 +26,12 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fused_optim.adam import FusedAdam
 from fused_optim.checksums import check_finished, read_metadata, verify_items, write_checksums
 from fused_optim.collective import gather, on_all_ranks, parameter_names, this_rank
-from fused_optim.dtensor import local_tensor, rewrap_like
+from fused_optim.dtensor import has_own_chunks, keep_chunks, local_tensor, rewrap_like, rewrap_shaped
 from fused_optim.formats import join_remainder
 from fused_optim.state import MASTER, MOMENTS, read_moment
 from fused_optim.validate import check_hyperparameters, describe
@@ -85,7 +84,6 @@ def load_optimizer_checkpoint(
     path = Path(path)
     everyone = {name for names in gather(_all_names(model)) for name in names}
     with on_all_ranks(f"loading {path}"):
-        _refuse_own_chunks(optimizer)
         source = _open(path)
         keys = _optimizer_keys(source, everyone)
     if verify is not False:
@@ -100,14 +98,6 @@ def load_optimizer_checkpoint(
 
 def _all_names(model: torch.nn.Module) -> list[str]:
     return [name for names in parameter_names(model).values() for name in names]
-
-
-def _refuse_own_chunks(optimizer: FusedAdam) -> None:
-    """Megatron-FSDP's uneven shards do not lie where their placements say; read as such, rows would be mixed up."""
-    for index, param in enumerate(optimizer._params()):
-        if hasattr(local_tensor(param), "__create_chunk_list__"):
-            hint = "use optimizer.state_dict() and load_state_dict() with torch.distributed.checkpoint"
-            raise TypeError(f"{describe(param, index)}: shards with chunk lists of their own are not supported; {hint}")
 
 
 # --- sources --------------------------------------------------------------------------------------------------------
@@ -239,8 +229,11 @@ def _buffer(param: Tensor, stored: _Stored) -> Tensor:
     """A tensor in host memory, placed as ``param`` is."""
     if not isinstance(param, DTensor):
         return torch.empty(stored.shape, dtype=stored.dtype)
+    if has_own_chunks(param):
+        local = torch.empty(local_tensor(param).shape, dtype=stored.dtype)
+        return keep_chunks(rewrap_shaped(local, param, stored.shape), param)
     shape, _ = compute_local_shape_and_global_offset(stored.shape, param.device_mesh, param.placements)
-    return _on_host(torch.empty(shape, dtype=stored.dtype), param, stored.shape)
+    return rewrap_shaped(torch.empty(shape, dtype=stored.dtype), param, stored.shape)
 
 
 def _native_buffer(param: Tensor, stored: _Stored) -> Tensor:
@@ -248,14 +241,6 @@ def _native_buffer(param: Tensor, stored: _Stored) -> Tensor:
     if isinstance(param, DTensor) and all(p.is_replicate() or p.is_shard(0) for p in param.placements):
         return _buffer(param, stored)
     return torch.empty(stored.shape, dtype=stored.dtype)
-
-
-def _on_host(local: Tensor, param: Tensor, shape: Iterable[int]) -> Tensor:
-    """``local`` as a DTensor placed like ``param``; DTensor.from_local would move it to the mesh's device."""
-    if not isinstance(param, DTensor):
-        return local
-    meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), local.dtype)
-    return DTensor(local, DTensorSpec(param.device_mesh, param.placements, meta), requires_grad=False)
 
 
 # --- the keys of a checkpoint ---------------------------------------------------------------------------------------
@@ -429,10 +414,16 @@ class _Loader:
             raise ValueError(f"{self._describe(i)}: {self.source.path} lacks its {' and '.join(lacking)}")
         if self.ids[i] not in self.saved_steps:
             text = "has its moments but no step, neither its own nor its param group's; it is not guessed"
+            if self.contents.settings and self.ids[i] not in self.contents.settings:
+                hint = "where ranks own different parameters, save with flatten_optimizer_state_dict=True"
+                text = f"has its moments but lists it in no param group; {hint}"
             raise ValueError(f"{self._describe(i)}: {self.source.path} {text}")
         for name in (*MOMENTS, MASTER):
             if "" in states.get(name, {}):
                 self._check_whole(i, name, self.source.entries[states[name][""]], tuple(param.shape))
+            elif name in states and has_own_chunks(param):
+                text = "does not load into shards with chunk lists of their own; save with checkpoint_format='unscaled'"
+                raise TypeError(f"{self._describe(i)}: the native form of {name} in {self.source.path} {text}")
 
     def _check_whole(self, i: int, name: str, stored: _Stored | None, shape: tuple[int, ...]) -> None:
         what = f"{self._describe(i)}: {name} in {self.source.path}"
@@ -519,7 +510,7 @@ class _Loader:
         value, param = values[parts[""]], self.params[i]
         if name == MASTER and value.dtype == torch.int16:
             master = join_remainder(local_tensor(param.detach()).cpu(), local_tensor(value))
-            return _on_host(master, param, param.shape)
+            return rewrap_shaped(master, param, param.shape)
         return value
 
     def _writer(self) -> str:
@@ -568,7 +559,8 @@ def export_optimizer_checkpoint(
 
     ``path`` ending in .pt or .pth: a file of torch.save, written by rank 0, that holds ``optimizer.state_dict()`` by
     parameter names, for ``load_state_dict`` and ``set_optimizer_state_dict``. Otherwise a folder of
-    torch.distributed.checkpoint, which holds the same under "optimizer", nested and flattened, and its checksums.
+    torch.distributed.checkpoint, which holds the same under "optimizer", nested and flattened, and its checksums. Where
+    ranks own different parameters (pipeline stages), write a folder and load the flattened form.
 
     A collective: all ranks call it. Raises on every rank if it fails on one. Raises ValueError for what torch.optim
     cannot continue: ``bias_correction=False``.
@@ -577,12 +569,19 @@ def export_optimizer_checkpoint(
     with on_all_ranks(f"exporting to {path}"):
         if layout != "torch":
             raise ValueError(f"layout: expected 'torch', got {layout!r}")
-        _refuse_own_chunks(optimizer)
         optimizer.initialize_state()
         optimizer._scalars.pull(optimizer.param_groups)
         names = _export_names(model, optimizer)
         groups = [_torch_group(optimizer, group, names) for group in optimizer.param_groups]
+    everyone = gather(list(names.values()))
     if path.suffix in _FILE_SUFFIXES:
+        with on_all_ranks(f"exporting to {path}"):
+            if missing := sorted({name for each in everyone for name in each}.difference(names.values())):
+                raise ValueError(f"this rank lacks {_some(missing)}: rank 0 writes what it has; export to a folder")
+            for index, param in enumerate(optimizer._params()):
+                if has_own_chunks(param):  # gathering goes by placements, and would mix up rows
+                    text = "shards with chunk lists of their own are not gathered into a file; export to a folder"
+                    raise TypeError(f"{describe(param, index)}: {text}")
         _export_file(optimizer, names, groups, path)
     else:
         _export_folder(optimizer, names, groups, path)
@@ -611,8 +610,8 @@ def _torch_group(optimizer: FusedAdam, group: Mapping[str, Any], names: Mapping[
 def _torch_states(optimizer: FusedAdam, param: Tensor, step: int) -> dict[str, Tensor]:
     """Moments as FP32, in host memory: one parameter at a time passes through the device's."""
     states, slots = optimizer.state[param], optimizer._slots[param]
-    local = {name: read_moment(states, slots, name).cpu() for name in MOMENTS}
-    moments = {name: _on_host(value, param, param.shape) for name, value in local.items()}
+    local = {name: read_moment(states, slots, name, "cpu").cpu() for name in MOMENTS}
+    moments = {name: keep_chunks(rewrap_shaped(value, param, param.shape), param) for name, value in local.items()}
     return {"step": torch.tensor(float(step)), **moments}
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
@@ -31,12 +32,25 @@ def finished_local(tensor: Tensor) -> Tensor:
 
 
 def rewrap_like(local: Tensor, like: Tensor) -> Tensor:
-    """Wrap ``local`` with the mesh, placements and global shape of ``like``; ``local`` itself if ``like`` is plain."""
+    """Wrap ``local`` with the mesh, placements and global shape of ``like``; ``local`` itself if ``like`` is plain.
+
+    ``local`` stays on its device: a DTensor of a GPU mesh in host memory is what torch calls offloaded.
+    """
+    return _wrap(local, like, like.shape, like.stride()) if isinstance(like, DTensor) else local
+
+
+def rewrap_shaped(local: Tensor, like: Tensor, shape: Iterable[int]) -> Tensor:
+    """:func:`rewrap_like` with another global shape."""
     if not isinstance(like, DTensor):
         return local
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    shape = torch.Size(shape)
+    return _wrap(local, like, shape, torch.empty(shape, device="meta").stride())
+
+
+def _wrap(local: Tensor, like: DTensor, shape: torch.Size, stride: tuple[int, ...]) -> DTensor:
+    """DTensor.from_local would move ``local`` to the mesh's device."""
+    meta = TensorMeta(shape, stride, local.dtype)
+    return DTensor(local, DTensorSpec(like.device_mesh, tuple(like.placements), meta), requires_grad=False)
 
 
 def cut_by_rows(tensor: Tensor) -> bool:
@@ -48,22 +62,41 @@ def cut_by_rows(tensor: Tensor) -> bool:
 
 def rewrap_rows(local: Tensor, like: Tensor) -> Tensor:
     """:func:`rewrap_like` for a tensor whose rows are as many as those of ``like``, which is cut by rows."""
-    if not isinstance(like, DTensor):
-        return local
-    shape = torch.Size((like.shape[0], *local.shape[1:]))
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
+    return rewrap_shaped(local, like, (*like.shape[:1], *local.shape[1:]))
+
+
+def has_own_chunks(tensor: Tensor) -> bool:
+    """Whether the tensor itself says where its shard lies: Megatron-FSDP's do, since their placements do not."""
+    return hasattr(local_tensor(tensor), "__create_chunk_list__")
+
+
+def keep_chunks(tensor: Tensor, like: Tensor) -> Tensor:
+    """Let ``tensor``, whose shard lies where that of ``like`` does, say so to torch.distributed.checkpoint, too."""
+    for hook in ("__create_chunk_list__", "__create_write_items__"):
+        if hasattr(local_tensor(like), hook):
+            setattr(local_tensor(tensor), hook, getattr(local_tensor(like), hook))
+    return tensor
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole tensor, gathered where it is a DTensor: a collective."""
+    return _on_mesh(tensor).full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _on_mesh(tensor: DTensor) -> DTensor:
+    """Collectives need an offloaded DTensor on the device of its mesh."""
+    return tensor.to(tensor.device_mesh.device_type)
 
 
 def placed_part(value: Tensor, like: Tensor) -> Tensor:
     """This rank's part of ``value`` if it is placed as ``like`` is; a plain ``value`` is the same on every rank."""
     if isinstance(value, DTensor) and isinstance(like, DTensor):
         if (value.device_mesh, value.placements) != (like.device_mesh, like.placements):
-            value = value.redistribute(like.device_mesh, like.placements)
+            value = _on_mesh(value).redistribute(like.device_mesh, like.placements)
         return local_tensor(value)
     if isinstance(like, DTensor):
         return local_tensor(distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None))
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return full_tensor(value)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fused_optim.adam import FusedAdam
 from fused_optim.collective import gather, on_all_ranks, parameter_names, this_rank
-from fused_optim.dtensor import rewrap_like
+from fused_optim.dtensor import has_own_chunks, rewrap_like
 from fused_optim.state import read_master
 
 INDEX = "model.safetensors.index.json"
@@ -23,9 +23,10 @@ INDEX = "model.safetensors.index.json"
 def save_master_safetensors(model: torch.nn.Module, optimizer: FusedAdam, folder: str | os.PathLike[str]) -> None:
     """Write the masters of the optimizer's parameters, one safetensors file per rank, and an index of them.
 
-    Every tensor is whole in one file, so the ranks share them out by size. Tensors are gathered one at a time: a device
-    holds one whole tensor, the host memory of a rank what goes into its file. Tied parameters are written once, under
-    their first name. The files appear at the end, the index last; no index means an export that was not finished.
+    Every tensor is whole in one file, so the ranks that have it or a part of it share them out by size; pipeline stages
+    have different ones. Tensors are gathered one at a time: a device holds one whole tensor, the host memory of a rank
+    what goes into its file. Tied parameters are written once, under their first name. The files appear at the end, the
+    index last; no index means an export that was not finished.
 
     A collective: all ranks call it. Raises on every rank if it fails on one.
     """
@@ -36,8 +37,12 @@ def save_master_safetensors(model: torch.nn.Module, optimizer: FusedAdam, folder
         optimizer.initialize_state()
         folder.mkdir(parents=True, exist_ok=True)
         params = _named(model, optimizer)
-    ranks = len(gather(None))
-    owners = _share_out({name: param.numel() for name, param in params.items()}, ranks)
+        for name, param in params.items():
+            if has_own_chunks(param):  # gathering goes by placements, and would mix up rows
+                raise TypeError(f"{name}: shards with chunk lists of their own are not gathered")
+    held = gather({name: param.numel() for name, param in params.items()})
+    sizes = {name: size for of_rank in held for name, size in of_rank.items()}
+    owners = _share_out(sizes, held)
     files = _file_names(owners)
     own = _gather_own(optimizer, params, owners)
 
@@ -56,9 +61,8 @@ def save_master_safetensors(model: torch.nn.Module, optimizer: FusedAdam, folder
         temporary.unlink(missing_ok=True)
     with on_all_ranks(f"saving masters to {folder}"):
         if this_rank() == 0:
-            size = sum(4 * param.numel() for param in params.values())
-            weight_map = {name: files[owners[name]] for name in params}
-            _write_index(folder, {"metadata": {"total_size": size}, "weight_map": weight_map})
+            weight_map = {name: files[owners[name]] for name in sizes}
+            _write_index(folder, {"metadata": {"total_size": 4 * sum(sizes.values())}, "weight_map": weight_map})
 
 
 def _named(model: torch.nn.Module, optimizer: FusedAdam) -> dict[str, Tensor]:
@@ -66,12 +70,12 @@ def _named(model: torch.nn.Module, optimizer: FusedAdam) -> dict[str, Tensor]:
     return {names[0]: param for param, names in parameter_names(model).items() if param in held}
 
 
-def _share_out(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """The rank that writes each tensor: the largest first, each to the rank that has least."""
-    load = [0] * ranks
+def _share_out(sizes: Mapping[str, int], held: Sequence[Collection[str]]) -> dict[str, int]:
+    """The rank that writes each tensor: the largest first, each to the rank that has least of those that hold it."""
+    load = [0] * len(held)
     owners = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        owners[name] = load.index(min(load))
+        owners[name] = min((rank for rank, names in enumerate(held) if name in names), key=load.__getitem__)
         load[owners[name]] += max(sizes[name], 1)
     return owners
 

@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from fused_optim.dtensor import cut_by_rows, local_tensor, placed_part, rewrap_like, rewrap_rows
+from fused_optim.dtensor import cut_by_rows, full_tensor, local_tensor, placed_part, rewrap_like, rewrap_rows
 from fused_optim.formats import STATE_FORMATS, Master, StateFormat, decode_state, join_remainder
 from fused_optim.state import MASTER, Slots, write_moment
 
@@ -32,24 +31,31 @@ _FORMATS = {fmt.code: fmt for fmt in STATE_FORMATS.values()}
 # --- saving -----------------------------------------------------------------------------------------------------
 
 
-def pack_moment(param: Tensor, states: dict[str, Tensor], slots: Slots, name: str) -> dict[str, Any]:
+def pack_moment(
+    param: Tensor, states: dict[str, Tensor], slots: Slots, name: str, device: str | None
+) -> dict[str, Any]:
     """A block-scaled moment as a copy: bits that change under their scales, or the reverse, would be garbage."""
-    bits = local_tensor(states[name])
-    scale = slots.scale(name).clone().view(bits.shape[0], _row(param) // slots.geometry.block)
+    bits = _copied(local_tensor(states[name]), device)
+    scale = _copied(slots.scale(name), device).view(bits.shape[0], _row(param) // slots.geometry.block)
     return {
-        "bits": rewrap_like(bits.clone(), param),
+        "bits": rewrap_like(bits, param),
         "scale": rewrap_rows(scale, param),
         "format": slots.format(name).code,
         "block": slots.geometry.block,
     }
 
 
-def pack_remainder(param: Tensor, states: dict[str, Tensor], slots: Slots) -> dict[str, Tensor]:
+def pack_remainder(param: Tensor, states: dict[str, Tensor], slots: Slots, device: str | None) -> dict[str, Tensor]:
     """Remainders, and what tells whether a parameter is the one that they were split from."""
-    low, check = local_tensor(states[MASTER]).clone(), rewrap_rows(_row_checks(local_tensor(param)), param)
+    low = _copied(local_tensor(states[MASTER]), device)
+    check = rewrap_rows(_copied(_row_checks(local_tensor(param)), device), param)
     if slots.master is Master.REMAINDER8:
         return {"rem8": rewrap_like(low, param), "check": check}
     return {"rem16": rewrap_rows(low.view(torch.uint8), param), "check": check}
+
+
+def _copied(tensor: Tensor, device: str | None) -> Tensor:
+    return tensor.to(device or tensor.device, copy=True)
 
 
 def _row(param: Tensor) -> int:
@@ -154,14 +160,10 @@ def unpack_remainder(param: Tensor, saved: Mapping[str, Any], what: str) -> tupl
         own = local_tensor(param.detach())
         low, check = placed_part(saved[key], param), placed_part(saved["check"], param)
         return StoredRemainder(low, REMAINDERS[key]), _has_checks(own, check)
-    whole, low, check = (_full(value) for value in (param.detach(), saved[key], saved["check"]))
+    whole, low, check = (full_tensor(value) for value in (param.detach(), saved[key], saved["check"]))
     master = StoredRemainder(low, REMAINDERS[key]).master(whole)
     return placed_part(master, param), _has_checks(whole, check)
 
 
 def _has_checks(param: Tensor, check: Tensor) -> bool:
     return torch.equal(_row_checks(param.to(torch.bfloat16)), check.to(param.device))
-
-
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

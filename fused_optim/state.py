@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from fused_optim.formats import (
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master_param"
+_PIECE = 2**20  # elements decoded at a time: the codecs' temporaries take up to 50 bytes for each; a multiple of BLOCKS
 
 
 @dataclass
@@ -84,9 +86,27 @@ def state_dtypes(slots: Slots) -> dict[str, torch.dtype]:
     return dtypes if slots.master is Master.PARAMETER else {**dtypes, MASTER: slots.master.dtype}
 
 
-def read_moment(states: dict[str, Tensor], slots: Slots, name: str) -> Tensor:
-    """Local FP32 values of a moment. FP32 states are returned themselves, others as a new tensor."""
-    return decode_state(local_tensor(states[name]), slots.scale(name), name, slots.format(name), slots.geometry.block)
+def read_moment(states: dict[str, Tensor], slots: Slots, name: str, device: str | None = None) -> Tensor:
+    """Local FP32 values of a moment. FP32 states are returned themselves, others as a new tensor on ``device``."""
+    bits, scale, fmt, block = local_tensor(states[name]), slots.scale(name), slots.format(name), slots.geometry.block
+    if bits.dtype == torch.float32:
+        return bits
+
+    def decode(piece: slice) -> Tensor:
+        scales = None if scale is None else scale[piece.start // block : -(-piece.stop // block)]
+        return decode_state(bits.reshape(-1)[piece], scales, name, fmt, block)
+
+    return _in_pieces(decode, bits, device)
+
+
+def _in_pieces(decode: Callable[[slice], Tensor], like: Tensor, device: str | None) -> Tensor:
+    """FP32 values shaped as ``like``, on its device or another one: there is one piece's worth of temporaries."""
+    out = torch.empty(like.shape, dtype=torch.float32, device=device or like.device)
+    flat, numel = out.view(-1), out.numel()
+    for start in range(0, numel, _PIECE):
+        piece = slice(start, min(start + _PIECE, numel))
+        flat[piece] = decode(piece)
+    return out
 
 
 def write_moment(states: dict[str, Tensor], slots: Slots, name: str, value: Tensor) -> None:
@@ -100,13 +120,16 @@ def write_moment(states: dict[str, Tensor], slots: Slots, name: str, value: Tens
         slots.scale(name).copy_(scale)
 
 
-def read_master(param: Tensor, states: dict[str, Tensor], slots: Slots) -> Tensor:
-    """Local FP32 values of the master: the master itself where it is an FP32 tensor, else a new tensor."""
+def read_master(param: Tensor, states: dict[str, Tensor], slots: Slots, device: str | None = None) -> Tensor:
+    """Local FP32 values of the master: the master itself where it is an FP32 tensor, else a new one on ``device``."""
     local = local_tensor(param.detach())
     if slots.master is Master.PARAMETER:
         return local.float()
     master = local_tensor(states[MASTER])
-    return master if slots.master is Master.FLOAT32 else join_remainder(local, master)
+    if slots.master is Master.FLOAT32:
+        return master
+    high, low = local.reshape(-1), master.reshape(-1)
+    return _in_pieces(lambda piece: join_remainder(high[piece], low[piece]), local, device)
 
 
 def write_master(param: Tensor, states: dict[str, Tensor], slots: Slots, value: Tensor) -> None:

@@ -64,6 +64,12 @@ def check_checkpoint_format(name: str) -> None:
         raise ValueError(f"checkpoint_format: expected 'unscaled' or 'native', got {name!r}")
 
 
+def check_checkpoint_device(device: str | None) -> None:
+    """Raise ValueError for a place that state dicts are not converted to."""
+    if device not in (None, "cpu"):
+        raise ValueError(f"checkpoint_device: expected None or 'cpu', got {device!r}")
+
+
 def check_param(param: Tensor, index: int, name: str | None) -> None:
     """Raise TypeError for a parameter that cannot be updated, whatever its gradient."""
     if param.dtype in ELEMENT_TYPES and param.layout == torch.strided:

@@ -49,6 +49,7 @@ GLOBAL_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"param_remainder_bits": 12}, ValueError, "param_remainder_bits: expected 16 or 8, got 12"),
     ({"store_param_remainders": True, "master_weights": False}, ValueError, "needs master_weights=True"),
     ({"checkpoint_format": "zip"}, ValueError, "checkpoint_format: expected 'unscaled' or 'native', got 'zip'"),
+    ({"checkpoint_device": "cuda"}, ValueError, "checkpoint_device: expected None or 'cpu', got 'cuda'"),
     ({"fused": True}, TypeError, "fused"),
 ]
 

@@ -624,14 +624,6 @@ def test_several_optimizers_in_one_checkpoint_are_refused(tmp_path: Path) -> Non
         load_optimizer_checkpoint(*fresh(), tmp_path / "optimizer.pt")
 
 
-def test_shards_with_chunk_lists_of_their_own_are_refused(tmp_path: Path) -> None:
-    model, optimizer = fresh()
-    model.first.weight.__create_chunk_list__ = list
-    for act in (load_optimizer_checkpoint, export_optimizer_checkpoint):
-        with pytest.raises(TypeError, match=r"parameter 0 .*chunk lists of their own"):
-            act(model, optimizer, tmp_path / "optimizer.pt")
-
-
 def test_positions_must_fit_the_groups(tmp_path: Path) -> None:
     state_dict = with_positions(fused_adam_states("none")[0])
     moved = state_dict["param_groups"][1]["params"].pop(0)

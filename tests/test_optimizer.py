@@ -90,6 +90,7 @@ def test_signature() -> None:
         "seed": 0,
         "use_decoupled_grad": False,
         "checkpoint_format": "unscaled",
+        "checkpoint_device": None,
         "set_grad_none": None,
     }
     assert list(parameters)[1:7] == ["params", "lr", "betas", "eps", "weight_decay", "amsgrad"]  # also positional
