@@ -165,6 +165,18 @@ def test_stages_load_onto_other_stages(
         assert_same(join_stages([result[1] for result in results]), end)
 
 
+def first_step_of_one_stage() -> int:
+    """A first step asks the other ranks whether all gradients are zero: those of its stage."""
+    stage = Stage((2, "fsdp"), "unscaled")
+    if dist.get_rank() < 2:
+        stage.train(range(1))
+    return stage.optimizer.param_groups[0]["step"]
+
+
+def test_stages_do_not_wait_for_each_other() -> None:
+    assert distributed.run(4, first_step_of_one_stage, timeout=20) == [1, 1, 0, 0]
+
+
 # --- other files ----------------------------------------------------------------------------------------------------
 
 
