@@ -17,6 +17,7 @@ from fused_optim.backends.compiled import load_kernels
 from fused_optim.dtensor import local_tensor, rewrap_like
 from fused_optim.formats import Master
 from fused_optim.plan import Plan, check_capturable, placed_as
+from fused_optim.quantized import protocol
 from fused_optim.scalars import DeviceScalars, host_lr, is_capturing, on_device
 from fused_optim.state import (
     MOMENTS,
@@ -326,10 +327,16 @@ class FusedAdam(Optimizer):
 
     @torch.no_grad()
     def sync_params_from_master(self) -> None:
-        """Write every parameter again from its master, rounded to nearest."""
+        """Write every parameter again from its master, rounded to nearest. Histories of scales stay as they are.
+
+        A collective where quantized parameters have a scale for all of their shards.
+        """
+        remaining = []
         for param, slots in self._slots.items():
             if slots.master is not Master.PARAMETER:
-                write_master(param, self.state[param], slots, read_master(param, self.state[param], slots).clone())
+                master = read_master(param, self.state[param], slots).clone()
+                remaining += write_master(param, self.state[param], slots, master)
+        protocol.write(remaining, advance=False)
 
     def state_bytes(self) -> int:
         """Bytes that this rank holds for moments, masters and scales; parameters and gradients are not counted."""
@@ -469,6 +476,7 @@ class FusedAdam(Optimizer):
         devices = plan.backends
         if capturing:
             check_capturable(devices)
+            self._check_no_collective()
         on_gpu = any(device.type == "cuda" for device in devices)
         counted_there = found_inf is not None or self._scalars.ahead or (self.capturable and on_gpu)
         if counted_there:
@@ -479,7 +487,7 @@ class FusedAdam(Optimizer):
             common = {key: on_device(value, device) for key, value in scalars.items()}
             return [self._hyper(number, device, counted_there, common) for number in range(len(self.param_groups))]
 
-        plan.run(hypers, self._scalars.workspaces(devices, self.param_groups))
+        plan.run(hypers, self._scalars.workspaces(devices, self.param_groups), found_inf)
         for device in devices:
             if self._is_capturable_on(device):
                 self._scalars.factor(device).fill_(1.0)  # in a graph too: each clipping serves one step
@@ -491,6 +499,14 @@ class FusedAdam(Optimizer):
             self._scalars.count(self.param_groups, capturing)
             if not on_gpu:  # reading costs nothing
                 self._scalars.pull(self.param_groups)
+
+    def _check_no_collective(self) -> None:
+        for index, (param, name) in enumerate(zip(self._params(), self._names(), strict=True)):
+            if protocol.needs_collective(param):
+                raise RuntimeError(
+                    f"CUDA graph capture: {describe(param, index, name)} is quantized with a scale for all of its "
+                    "shards, which each step reduces over ranks; recipes whose scales are all of blocks can be captured"
+                )
 
     def _hyper(self, number: int, device: torch.device, counted_there: bool, common: dict[str, Tensor | None]) -> Hyper:
         group = self.param_groups[number]

@@ -30,7 +30,18 @@ from fused_optim.native import (
     unpack_moment,
     unpack_remainder,
 )
-from fused_optim.state import MASTER, MOMENTS, Slots, read_master, read_moment, write_master, write_moment
+from fused_optim.quantized import protocol
+from fused_optim.quantized.protocol import Update
+from fused_optim.state import (
+    MASTER,
+    MOMENTS,
+    Slots,
+    read_master,
+    read_moment,
+    read_parameter,
+    write_master,
+    write_moment,
+)
 from fused_optim.synthetic import announce_failure, any_rank
 from fused_optim.validate import check_checkpoint_device, check_checkpoint_format, describe
 
@@ -104,7 +115,8 @@ def load(optimizer: FusedAdam, state_dict: dict[str, Any]) -> None:
     known = {id_: param for id_, param in saved_ids.items() if state.get(id_)}
     who = _descriptions(groups, saved_groups)
     packed = {id_: param for id_, param in known.items() if _is_packed(state[id_].get(MASTER))}
-    with _failing_together(packed.values()):
+    reduced = [param for param in known.values() if protocol.needs_collective(param)]
+    with _failing_together([*packed.values(), *reduced]):
         _check_form(saved_groups, state, saved_ids.values())
         steps = [_group_step(saved, state) for saved in saved_groups]
         for group, saved, step in zip(groups, saved_groups, steps, strict=True):
@@ -116,11 +128,13 @@ def load(optimizer: FusedAdam, state_dict: dict[str, Any]) -> None:
     for group, saved, step in zip(groups, saved_groups, steps, strict=True):
         group.update({key: _copied(value) for key, value in saved.items() if key not in kept})
         group["step"] = step
+    remaining = []
     for id_, param in saved_ids.items():
         if id_ in loaded:
-            _write_states(optimizer, param, loaded[id_])
+            remaining += _write_states(optimizer, param, loaded[id_])
         else:
             optimizer._forget(param)
+    protocol.write(remaining, advance=False)
 
 
 @contextmanager
@@ -270,7 +284,8 @@ def _local_value(param: Tensor, value: Any, what: str) -> Tensor:
     return placed_part(value, param)
 
 
-def _write_states(optimizer: FusedAdam, param: Tensor, loaded: dict[str, _Loaded]) -> None:
+def _write_states(optimizer: FusedAdam, param: Tensor, loaded: dict[str, _Loaded]) -> list[Update]:
+    """Returns what is still to be written; see ``write_master``."""
     optimizer.initialize_state(param)
     states, slots = optimizer.state[param], optimizer._slots[param]
     for name in MOMENTS:
@@ -279,9 +294,13 @@ def _write_states(optimizer: FusedAdam, param: Tensor, loaded: dict[str, _Loaded
             value.write(states, slots, name)
         else:
             write_moment(states, slots, name, value)
-    local = local_tensor(param.detach())
-    master = loaded.get(MASTER, local)  # seeded from the parameter
-    write_master(param, states, slots, master.master(local) if isinstance(master, StoredRemainder) else master.float())
+    master = loaded.get(MASTER)
+    if master is None:  # seeded from the parameter
+        write_master(param, states, slots, read_parameter(param).float())
+        return []  # which is not to be encoded again
+    if isinstance(master, StoredRemainder):
+        master = master.master(local_tensor(param.detach()))
+    return write_master(param, states, slots, master.float())
 
 
 def _copied(value: Any) -> Any:

@@ -8,7 +8,7 @@ only what differs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -19,8 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from fused_optim.backends import Hyper, Shards, ShardWork, backend_for, shards_on
 from fused_optim.dtensor import finished_local, local_tensor
-from fused_optim.formats import rounding_key
-from fused_optim.state import MASTER, Slots, state_dtypes
+from fused_optim.formats import GOLDEN_RATIO, MASK32, Master, rounding_bits, rounding_key
+from fused_optim.quantized import protocol
+from fused_optim.quantized.protocol import Update, adapter_of
+from fused_optim.state import MASTER, Slots, read_parameter, state_dtypes
 from fused_optim.validate import check_states, check_update, describe
 
 
@@ -42,7 +44,8 @@ def _same_objects(left: Iterable[Any], right: Sequence[Any]) -> bool:
 
 def _can_be_watched(param: Tensor) -> bool:
     """Not where the parameter's memory is another than that of the contiguous tensor that is updated."""
-    return type(param) in (Tensor, torch.nn.Parameter, DTensor) and local_tensor(param).is_contiguous()
+    plain = type(param) in (Tensor, torch.nn.Parameter, DTensor) and adapter_of(param) is None
+    return plain and local_tensor(param).is_contiguous()
 
 
 def _contiguous(tensor: Tensor) -> Tensor:
@@ -83,6 +86,9 @@ class Plan:
         self._state_keys, self._state_dicts = list(state), list(state.values())
         self._slots = [slots[param] for param in self._params]
         self._copies: list[tuple[Tensor, Tensor]] = []
+        # Quantized parameters, by position, and the FP32 values that the update of this step is made on.
+        self._quantized = [index for index, param in enumerate(self._params) if adapter_of(param) is not None]
+        self._values: dict[int, Tensor] = {}
         parts: dict[torch.device, _Part] = {}
         numbers = [number for number, size in enumerate(self._sizes) for _ in range(size)]
         for index, (param, group) in enumerate(zip(self._params, numbers, strict=True)):
@@ -118,6 +124,7 @@ class Plan:
         cannot be used; nothing has been changed then.
         """
         self._copies.clear()
+        self._values.clear()
         stale = [(part, i) for part in self._parts for i in part.shards.refresh(part.watched, attribute)]
         for part, i in stale:
             if local_tensor(part.watched[i][0]).device != part.device:
@@ -139,26 +146,41 @@ class Plan:
 
     def _set(self, part: _Part, i: int, attribute: str) -> None:
         index, (param, _, states, *_) = part.indices[i], part.watched[i]
-        grad, local = getattr(param, attribute), local_tensor(param)
-        contiguous = local.contiguous()
-        if contiguous is not local:
-            self._copies.append((local, contiguous))
+        grad, slots = getattr(param, attribute), self._slots[index]
+        master = local_tensor(states[MASTER]) if MASTER in states else None
         part.watched[i] = _watched(param, states)
+        if adapter_of(param) is None:
+            target = self._contiguous_param(param)
+        else:  # its master is updated as an FP32 parameter is, and then encoded
+            target = self._values[index] = read_parameter(param) if master is None else master
+            master, slots = None, replace(slots, master=Master.PARAMETER)
         work = ShardWork(
             grad=_contiguous(placed_as(grad, param)),
-            param=contiguous,
-            master=local_tensor(states[MASTER]) if MASTER in states else None,
+            param=target,
+            master=master,
             exp_avg=local_tensor(states["exp_avg"]),
             exp_avg_sq=local_tensor(states["exp_avg_sq"]),
-            slots=self._slots[index],
+            slots=slots,
             key=rounding_key(self._seed, index),
         )
         part.shards.set(i, work, part.watched[i] if _can_be_watched(param) else None)
 
-    def run(self, hypers: Callable[[torch.device], list[Hyper]], workspaces: dict[torch.device, Tensor]) -> None:
+    def _contiguous_param(self, param: Tensor) -> Tensor:
+        local = local_tensor(param)
+        contiguous = local.contiguous()
+        if contiguous is not local:
+            self._copies.append((local, contiguous))
+        return contiguous
+
+    def run(
+        self,
+        hypers: Callable[[torch.device], list[Hyper]],
+        workspaces: dict[torch.device, Tensor],
+        found_inf: Tensor | None,
+    ) -> None:
         """Update what has a gradient; ``hypers`` gives the param groups' hyperparameters on a device.
 
-        ``workspaces``: see :meth:`fused_optim.scalars.DeviceScalars.workspaces`.
+        ``workspaces``: see :meth:`fused_optim.scalars.DeviceScalars.workspaces`. ``found_inf``: not 0 skips the step.
         """
         updated = [param for part in self._parts for param in part.shards.updated(part.watched)]
         per_device = [hypers(part.device) for part in self._parts]
@@ -167,8 +189,30 @@ class Plan:
         for target, source in self._copies:
             target.copy_(source)
         self._copies.clear()
+        self._quantize(dict(zip((part.device for part in self._parts), per_device, strict=True)), found_inf)
         if updated:
             torch.autograd.graph.increment_version(updated)
+
+    def _quantize(self, hypers: dict[torch.device, list[Hyper]], found_inf: Tensor | None) -> None:
+        """All quantized parameters, also those that take part in reductions only."""
+        groups = [number for number, size in enumerate(self._sizes) for _ in range(size)]
+        updates = []
+        for index in self._quantized:
+            param, values, fractions = self._params[index], self._values.get(index), None
+            if values is not None and self._slots[index].master is Master.PARAMETER:
+                hyper = hypers[local_tensor(param).device][groups[index]]
+                fractions = self._fractions(index, hyper, values.device)
+            updates.append(Update(param, values, fractions))
+        protocol.write(updates, None if found_inf is None else found_inf.reshape(()) == 0)
+        self._values.clear()
+
+    def _fractions(self, index: int, hyper: Hyper, device: torch.device) -> Tensor | None:
+        """Rotating rounding of a quantized parameter that has no master."""
+        if not hyper.stochastic_rounding:
+            return None
+        step = hyper.step if hyper.steps_done is None else hyper.steps_done  # counted already
+        elements = self._slots[index].geometry.global_indices(device)
+        return rounding_bits(rounding_key(self._seed, index), elements, step * GOLDEN_RATIO & MASK32)
 
 
 def _watched(param: Tensor, states: dict[str, Tensor]) -> tuple[Any, ...]:

@@ -19,6 +19,7 @@ from fused_optim.formats import (
     join_remainder,
     split_remainder,
 )
+from fused_optim.quantized.protocol import Update, adapter_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master_param"
@@ -51,9 +52,10 @@ class Slots:
 
 def master_kind(param: Tensor, master_weights: bool, remainder_bits: int | None) -> Master:
     """Which master a parameter gets; ``remainder_bits`` None means a separate FP32 tensor."""
-    if param.dtype == torch.float32 or not master_weights:
+    quantized = adapter_of(param) is not None
+    if not master_weights or (param.dtype == torch.float32 and not quantized):
         return Master.PARAMETER
-    if remainder_bits is None or param.dtype != torch.bfloat16:
+    if remainder_bits is None or param.dtype != torch.bfloat16 or quantized:
         return Master.FLOAT32
     return Master.REMAINDER16 if remainder_bits == 16 else Master.REMAINDER8
 
@@ -73,10 +75,13 @@ def create_states(param: Tensor, slots: Slots) -> dict[str, Tensor]:
     local = local_tensor(param.detach())
     dtypes = {name: slots.format(name).dtype(name) for name in MOMENTS}
     states = {name: torch.zeros(local.shape, dtype=dtype, device=local.device) for name, dtype in dtypes.items()}
+    adapter = adapter_of(param)
     if slots.master is Master.FLOAT32:
-        states[MASTER] = local.float().contiguous()
+        states[MASTER] = local.float().contiguous() if adapter is None else adapter.initial_values(local)
     elif slots.master is not Master.PARAMETER:
         states[MASTER] = torch.zeros(local.shape, dtype=slots.master.dtype, device=local.device)
+    if adapter is not None:
+        adapter.discard_initial(local)
     return {name: rewrap_like(state, param) for name, state in states.items()}
 
 
@@ -120,11 +125,17 @@ def write_moment(states: dict[str, Tensor], slots: Slots, name: str, value: Tens
         slots.scale(name).copy_(scale)
 
 
+def read_parameter(param: Tensor) -> Tensor:
+    """Local FP32 values of a parameter: the parameter itself where it is an FP32 tensor, else a new one."""
+    local, adapter = local_tensor(param.detach()), adapter_of(param)
+    return local.float() if adapter is None else adapter.values(local)
+
+
 def read_master(param: Tensor, states: dict[str, Tensor], slots: Slots, device: str | None = None) -> Tensor:
     """Local FP32 values of the master: the master itself where it is an FP32 tensor, else a new one on ``device``."""
     local = local_tensor(param.detach())
     if slots.master is Master.PARAMETER:
-        return local.float()
+        return read_parameter(param)
     master = local_tensor(states[MASTER])
     if slots.master is Master.FLOAT32:
         return master
@@ -132,18 +143,24 @@ def read_master(param: Tensor, states: dict[str, Tensor], slots: Slots, device: 
     return _in_pieces(lambda piece: join_remainder(high[piece], low[piece]), local, device)
 
 
-def write_master(param: Tensor, states: dict[str, Tensor], slots: Slots, value: Tensor) -> None:
-    """Set the master from local FP32 values, and the parameter from the master."""
+def write_master(param: Tensor, states: dict[str, Tensor], slots: Slots, value: Tensor) -> list[Update]:
+    """Set the master from local FP32 values, and the parameter from the master.
+
+    Returns what is still to be written, with that of all other parameters at once: quantized parameters.
+    """
     local = local_tensor(param.detach())
     value = value.to(device=local.device, dtype=torch.float32)
     if slots.master in (Master.REMAINDER16, Master.REMAINDER8):
         high, low = split_remainder(value, slots.master)
         local_tensor(states[MASTER]).copy_(low)
         local.copy_(high)
-        return
+        return []
     if slots.master is Master.FLOAT32:
         local_tensor(states[MASTER]).copy_(value)
+    if adapter_of(param) is not None:
+        return [Update(param, value)]
     local.copy_(value)
+    return []
 
 
 def state_bytes(states: dict[str, Tensor], slots: Slots) -> int:

@@ -1,0 +1,96 @@
+"""What FSDP2 sends of quantized weights: bytes of data and scales, and what it makes of them.
+
+Rows are padded to the same number on every rank. Each component is gathered on its own, so that the weight lies in
+what was gathered without another copy; a group of one rank knows only one tensor, so there all components are packed
+into it. A scale of the whole weight is taken from the first rank, which has rows if any rank has: a checkpoint writes
+nothing into an empty shard. Histories are not gathered.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fused_optim.quantized.recipes import Component
+
+if TYPE_CHECKING:
+    from fused_optim.quantized.tensor import QuantizedTensor
+
+_ALIGNMENT = 16  # bytes
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What the outputs do not say: the padded shard's shape and the number of shards."""
+
+    shard_shape: tuple[int, ...]
+    ranks: int
+
+
+def inputs(shard: QuantizedTensor, ranks: int) -> tuple[tuple[Tensor, ...], Gathered]:
+    shard.check_fresh()
+    shape = (shard._padded_rows, *shard._weight_shape[1:])
+    parts = []
+    for part in _gathered_components(shard):
+        value = shard.components[part.name]
+        rows = shard.recipe.component_shape(part, shape)[0]
+        parts.append(_padded(value if value.dim() == 2 else value[None], rows).view(torch.uint8))
+    return (_packed(parts),) if ranks == 1 else tuple(parts), Gathered(shape, ranks)
+
+
+def outputs(
+    shard: QuantizedTensor,
+    gathered: tuple[Tensor, ...],
+    metadata: Gathered,
+    dtype: torch.dtype,
+    out: Tensor | None,
+) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+    if out is not None:  # it lies in the memory that was gathered into
+        return None
+    recipe, ranks = shard.recipe, metadata.ranks
+    shape = (metadata.shard_shape[0] * ranks, *metadata.shard_shape[1:])
+    parts = _unpacked(shard, gathered[0], shape) if ranks == 1 else list(gathered)
+    components = dict(shard.components)
+    components.pop("initial", None)
+    for part, value in zip(_gathered_components(shard), parts, strict=True):
+        rows_first = value[0] if part.tile is None else value
+        components[part.name] = rows_first.view(part.dtype).view(recipe.component_shape(part, shape))
+    return type(shard)(components, recipe, shape, dtype), ()
+
+
+def first_rows(tensor: QuantizedTensor, rows: int) -> QuantizedTensor:
+    """The first rows, of which the last block may be short: where padding ends."""
+    components = {}
+    for part in tensor.recipe.components:
+        value = tensor.components[part.name]
+        components[part.name] = value if part.tile is None else value[: -(-rows // part.tile[0])]
+    return tensor._view(components, (rows, *tensor._weight_shape[1:]))
+
+
+def _gathered_components(shard: QuantizedTensor) -> list[Component]:
+    return [part for part in shard.recipe.components if part.tile is not None or part.name == "tensor_scale"]
+
+
+def _padded(part: Tensor, rows: int) -> Tensor:
+    if part.shape[0] == rows:
+        return part.contiguous()
+    return torch.cat([part, part.new_zeros(rows - part.shape[0], part.shape[1])])
+
+
+def _packed(parts: list[Tensor]) -> Tensor:
+    padded = [torch.nn.functional.pad(part.flatten(), (0, -part.numel() % _ALIGNMENT)) for part in parts]
+    return torch.cat(padded)
+
+
+def _unpacked(shard: QuantizedTensor, packed: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
+    parts, start = [], 0
+    for part in _gathered_components(shard):
+        rows, *rest = shard.recipe.component_shape(part, shape)
+        size = rows * math.prod(rest) * part.dtype.itemsize
+        parts.append(packed[start : start + size].view(rows, -1))
+        start += size + -size % _ALIGNMENT
+    return parts

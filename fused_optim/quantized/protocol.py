@@ -1,0 +1,85 @@
+"""How the optimizer speaks to quantized parameters: one module per kind of tensor, imported when one is met.
+
+Such a module has the functions of :class:`Adapter`. To add a kind, write the module and name its type here.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from torch import Tensor
+
+from fused_optim.dtensor import local_tensor
+
+# Qualified names of tensor types (their subclasses are meant, too), and the modules that know them.
+ADAPTERS = {"fused_optim.quantized.tensor.QuantizedTensor": "fused_optim.quantized.update"}
+
+
+@dataclass(frozen=True)
+class Update:
+    """New local FP32 values of a parameter, or None where it stays as it is and only takes part in reductions.
+
+    ``fractions``: rounding fractions (see ``formats.rounding_bits``), None to round to nearest.
+    """
+
+    param: Tensor
+    values: Tensor | None
+    fractions: Tensor | None = None
+
+
+class Adapter(Protocol):
+    """What is asked of the local tensor of a quantized parameter, and of the parameter (perhaps a DTensor) itself."""
+
+    def initial_values(self, local: Tensor) -> Tensor:
+        """New FP32 values to start a master from, of higher precision than the tensor has where it remembers them."""
+
+    def discard_initial(self, local: Tensor) -> None:
+        """Free what was only kept for :meth:`initial_values`."""
+
+    def values(self, local: Tensor) -> Tensor:
+        """The decoded values: a new FP32 tensor."""
+
+    def needs_collective(self, param: Tensor) -> bool:
+        """Whether new values need a reduction over ranks. All ranks answer alike."""
+
+    def write(self, updates: Sequence[Update], applies: Tensor | None, advance: bool) -> None:
+        """Quantize many. All ranks pass the same parameters, in the same order, that need a collective.
+
+        ``applies``: a boolean scalar; where False, scales and histories stay as they are. None means True.
+        ``advance``: False if the values are those of the last update again, so that no history moves on.
+        """
+
+
+def adapter_of(param: Tensor) -> Adapter | None:
+    """The adapter for a parameter; None if it is not quantized."""
+    return _adapter_of_type(type(local_tensor(param)))
+
+
+@functools.cache
+def _adapter_of_type(kind: type) -> Adapter | None:
+    for base in kind.__mro__:
+        module = ADAPTERS.get(f"{base.__module__}.{base.__qualname__}")
+        if module is not None:
+            return cast(Adapter, importlib.import_module(module))
+    return None
+
+
+def needs_collective(param: Tensor) -> bool:
+    """Whether a parameter is quantized and new values of it need a reduction over ranks."""
+    adapter = adapter_of(param)
+    return adapter is not None and adapter.needs_collective(param)
+
+
+def write(updates: Sequence[Update], applies: Tensor | None = None, advance: bool = True) -> None:
+    """Quantize the parameters of all adapters; see :meth:`Adapter.write`."""
+    by_adapter: dict[Adapter, list[Update]] = {}
+    for update in updates:
+        adapter = adapter_of(update.param)
+        assert adapter is not None
+        by_adapter.setdefault(adapter, []).append(update)
+    for adapter, alike in by_adapter.items():
+        adapter.write(alike, applies, advance)

@@ -1,0 +1,300 @@
+"""How weights are quantized: one frozen recipe per format, and the codec of each in plain PyTorch.
+
+A recipe says which components a tensor of some shape has, along which boundaries it can be cut, and how FP32 values
+become components and back. Weights are seen as matrices: ``shape[0]`` rows, everything after that is the columns. Every
+scale is the one to multiply by when decoding. Elements that are not finite become NaN (with their block in NVFP4, whose
+elements have no NaN) and do not count for scales.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fused_optim.quantized import elements
+
+Components = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Component:
+    """One plain tensor of a quantized tensor.
+
+    ``tile``: rows and columns of the weight that one entry (one byte of packed data) stands for; None where the tensor
+    belongs to the whole weight, however it is cut, and has ``shape``.
+    """
+
+    name: str
+    dtype: torch.dtype
+    tile: tuple[int, int] | None
+    shape: tuple[int, ...] = (1,)
+
+
+def as_matrix(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
+    return shape[0], math.prod(shape[1:])
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What all recipes have. ``scales_whole_tensor``: one scale depends on all of a weight, hence on all its shards."""
+
+    components: ClassVar[tuple[Component, ...]]
+    scales_whole_tensor: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__
+
+    def component_shape(self, component: Component, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if component.tile is None:
+            return component.shape
+        return tuple(-(-size // tile) for size, tile in zip(as_matrix(shape), component.tile, strict=True))
+
+    def problem(self, shape: tuple[int, ...]) -> str | None:
+        """Why a weight of this shape, or a part of one, cannot be quantized; None if it can."""
+        if len(shape) < 2:
+            return f"{self.name} needs at least two dims, got shape {tuple(shape)}"
+        return None
+
+    def cut_problem(self, start: int, end: int, size: int, dim: int) -> str | None:
+        """Why a matrix cannot be cut to ``start`` to ``end`` of ``size`` rows (dim 0) or columns; None if it can."""
+        tile = max(component.tile[dim] for component in self.components if component.tile is not None)
+        if (start % tile == 0 and (end % tile == 0 or end == size)) or start == end:
+            return None
+        what = ("rows", "columns")[dim]
+        return f"{self.name} cannot be cut to {what} {start} to {end} of {size}: its blocks have {tile} {what}"
+
+    def empty(self, shape: tuple[int, ...], device: torch.device) -> Components:
+        """Components that decode to zeros."""
+        return {
+            part.name: torch.zeros(self.component_shape(part, shape), dtype=part.dtype, device=device)
+            for part in self.components
+        }
+
+    def absmax(self, x: Tensor) -> Tensor:
+        """The largest finite magnitude of FP32 values, a scalar; 0 of none."""
+        return elements.finite_absmax(x.reshape(1, -1))[0]
+
+    def rescale(
+        self, components: Mapping[str, Tensor], absmax: Tensor | None, applies: Tensor | None, advance: bool
+    ) -> None:
+        """Set the tensor-wide scale for new values with this ``absmax`` over all shards.
+
+        ``applies``: a boolean scalar; where it is False nothing is changed. None means True.
+        ``advance``: False if the values are those of the last update again: no history moves on.
+        """
+
+    def encode(self, x: Tensor, components: Mapping[str, Tensor], fractions: Tensor | None = None) -> None:
+        """Write the FP32 values ``x`` into ``components`` with the tensor-wide scale that these have.
+
+        ``fractions``: 32-bit rounding fractions (int64, shaped as ``x``), None to round to nearest even.
+        """
+        raise NotImplementedError
+
+    def decode(self, components: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+        """FP32 values of this shape."""
+        raise NotImplementedError
+
+
+_FLOAT8_DATA = Component("data", torch.uint8, (1, 1))
+_TENSOR_SCALE = Component("tensor_scale", torch.float32, None)
+
+
+def _set_where(target: Tensor, value: Tensor, applies: Tensor | None) -> None:
+    target.copy_(value if applies is None else torch.where(applies, value, target))
+
+
+@dataclass(frozen=True)
+class _Float8TensorScaling(Recipe):
+    """E4M3 with one FP32 scale per weight."""
+
+    components: ClassVar[tuple[Component, ...]] = (_FLOAT8_DATA, _TENSOR_SCALE)
+    scales_whole_tensor: ClassVar[bool] = True
+
+    def encode(self, x: Tensor, components: Mapping[str, Tensor], fractions: Tensor | None = None) -> None:
+        inverse = 1.0 / components["tensor_scale"]
+        data = components["data"]
+        data.copy_(elements.float8_encode(x.reshape(data.shape) * inverse, elements.shaped(fractions, data.shape)))
+
+    def decode(self, components: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+        return (elements.float8_decode(components["data"]) * components["tensor_scale"]).view(shape)
+
+
+@dataclass(frozen=True)
+class Float8CurrentScaling(_Float8TensorScaling):
+    """float8_e4m3fn, one FP32 scale per weight: its absmax / 448. A new scale at every update."""
+
+    def rescale(
+        self, components: Mapping[str, Tensor], absmax: Tensor | None, applies: Tensor | None, advance: bool
+    ) -> None:
+        _set_where(components["tensor_scale"], elements.float8_scale(absmax), applies)
+
+
+@dataclass(frozen=True)
+class Float8DelayedScaling(_Float8TensorScaling):
+    """float8_e4m3fn, one FP32 scale per weight, from the absmax of earlier updates.
+
+    Args:
+        fp8_format: ``"e4m3"`` or ``"hybrid"``. Weights are E4M3 in both; the latter is for recipes whose gradients are
+            E5M2.
+        amax_history_len: how many updates are remembered.
+        amax_compute_algo: ``"max"`` of the history or its ``"most_recent"`` entry.
+        margin: the scale leaves room for values ``2 ** margin`` times as large.
+
+    The first scale comes from the initial values. A weight that grows faster than its history saturates at 448 times
+    the scale, for one update.
+    """
+
+    fp8_format: str = "e4m3"
+    amax_history_len: int = 16
+    amax_compute_algo: str = "max"
+    margin: int = 0
+
+    def __post_init__(self) -> None:
+        if self.fp8_format not in ("e4m3", "hybrid"):
+            raise ValueError(f"fp8_format: expected 'e4m3' or 'hybrid', got {self.fp8_format!r}")
+        if self.amax_compute_algo not in ("max", "most_recent"):
+            raise ValueError(f"amax_compute_algo: expected 'max' or 'most_recent', got {self.amax_compute_algo!r}")
+        if self.amax_history_len < 1:
+            raise ValueError(f"amax_history_len: expected at least 1, got {self.amax_history_len}")
+
+    @property
+    def components(self) -> tuple[Component, ...]:  # type: ignore[override]
+        history = Component("amax_history", torch.float32, None, (self.amax_history_len,))
+        return (_FLOAT8_DATA, _TENSOR_SCALE, history)
+
+    def rescale(
+        self, components: Mapping[str, Tensor], absmax: Tensor | None, applies: Tensor | None, advance: bool
+    ) -> None:
+        """The scale from the history as it is, then ``absmax`` into the history (entry 0 is the latest)."""
+        history, scale = components["amax_history"], components["tensor_scale"]
+        if not advance:
+            _set_where(scale, torch.where(scale > 0, scale, elements.float8_scale(absmax)), applies)
+            return
+        seen = history.amax() if self.amax_compute_algo == "max" else history[0]
+        known = torch.where(seen > 0, seen, absmax)  # the first update
+        _set_where(scale, elements.float8_scale(known) * 2.0**self.margin, applies)
+        _set_where(history, torch.cat([absmax.reshape(1), history[:-1]]), applies)
+
+
+@dataclass(frozen=True)
+class Float8BlockScaling(Recipe):
+    """float8_e4m3fn with one FP32 scale, absmax / 448, per block of rows x columns.
+
+    Args:
+        block: ``(128, 128)`` or ``(1, 128)``.
+        power_of_two: scales are powers of two, rounded up.
+    """
+
+    block: tuple[int, int] = (128, 128)
+    power_of_two: bool = False
+
+    def __post_init__(self) -> None:
+        if tuple(self.block) not in ((128, 128), (1, 128)):
+            raise ValueError(f"block: expected (128, 128) or (1, 128), got {self.block}")
+
+    @property
+    def components(self) -> tuple[Component, ...]:  # type: ignore[override]
+        return (_FLOAT8_DATA, Component("scale", torch.float32, tuple(self.block)))
+
+    def problem(self, shape: tuple[int, ...]) -> str | None:
+        if len(shape) != 2 and self.block[0] > 1:
+            return f"{self.name} with blocks of {self.block} needs two dims, got shape {tuple(shape)}"
+        return super().problem(shape)
+
+    def encode(self, x: Tensor, components: Mapping[str, Tensor], fractions: Tensor | None = None) -> None:
+        data, scale = components["data"], components["scale"]
+        x = x.reshape(data.shape)
+        scale.copy_(elements.float8_scale(elements.tile_absmax(x, self.block)))
+        if self.power_of_two:
+            scale.copy_(elements.next_power_of_two(scale))
+        inverse = elements.spread(1.0 / scale, self.block, data.shape)
+        data.copy_(elements.float8_encode(x * inverse, elements.shaped(fractions, data.shape)))
+
+    def decode(self, components: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+        data = components["data"]
+        scale = elements.spread(components["scale"], self.block, data.shape)
+        return (elements.float8_decode(data) * scale).view(shape)
+
+
+@dataclass(frozen=True)
+class MXFP8BlockScaling(Recipe):
+    """float8_e4m3fn with one E8M0 scale per 32 elements of a row (OCP Microscaling Formats specification 1.0).
+
+    Args:
+        round_up: False for the specification's scale, ``2 ** (floor(log2(absmax)) - 8)``, with which the largest
+            elements of a block may saturate; True for the smallest power of two with which none does.
+    """
+
+    round_up: bool = False
+    components: ClassVar[tuple[Component, ...]] = (_FLOAT8_DATA, Component("scale", torch.uint8, (1, 32)))
+
+    def encode(self, x: Tensor, components: Mapping[str, Tensor], fractions: Tensor | None = None) -> None:
+        data, scale = components["data"], components["scale"]
+        x = x.reshape(data.shape)
+        exponent = elements.e8m0_exponent(elements.tile_absmax(x, (1, 32)), self.round_up)
+        scale.copy_(exponent)
+        inverse = elements.spread(elements.power_of_two(254 - exponent), (1, 32), data.shape)
+        data.copy_(elements.float8_encode(x * inverse, elements.shaped(fractions, data.shape)))
+
+    def decode(self, components: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+        data = components["data"]
+        scale = elements.power_of_two(components["scale"].int())
+        return (elements.float8_decode(data) * elements.spread(scale, (1, 32), data.shape)).view(shape)
+
+
+@dataclass(frozen=True)
+class NVFP4BlockScaling(Recipe):
+    """E2M1 with one E4M3 scale per 16 elements of a row, and one FP32 scale per weight: its absmax / (6 * 448).
+
+    Two elements share a byte, the first in its low half, as in ``torch.float4_e2m1fn_x2``. Rows need an even number of
+    elements.
+    """
+
+    components: ClassVar[tuple[Component, ...]] = (
+        Component("data", torch.uint8, (1, 2)),
+        Component("scale", torch.uint8, (1, 16)),
+        _TENSOR_SCALE,
+    )
+    scales_whole_tensor: ClassVar[bool] = True
+
+    def problem(self, shape: tuple[int, ...]) -> str | None:
+        if len(shape) >= 2 and as_matrix(shape)[1] % 2:
+            return f"{self.name} needs an even number of elements per row, got shape {tuple(shape)}"
+        return super().problem(shape)
+
+    def rescale(
+        self, components: Mapping[str, Tensor], absmax: Tensor | None, applies: Tensor | None, advance: bool
+    ) -> None:
+        _set_where(components["tensor_scale"], elements.scale_for(absmax, 6.0 * 448.0), applies)
+
+    def encode(self, x: Tensor, components: Mapping[str, Tensor], fractions: Tensor | None = None) -> None:
+        data, scale, whole = components["data"], components["scale"], components["tensor_scale"]
+        x = x.reshape(data.shape[0], 2 * data.shape[1])
+        absmax = elements.tile_absmax(x, (1, 16))
+        code = elements.float8_encode(elements.divide(absmax, 6.0) / whole, None)
+        poisoned = elements.tile_absmax(torch.where(x.isfinite(), 0.0, 1.0), (1, 16)) > 0
+        scale.copy_(torch.where(poisoned, elements.FLOAT8_NAN, code))
+        step = elements.float8_decode(code) * whole
+        inverse = torch.where(step > 0, 1.0 / step, 0.0)
+        codes = elements.float4_encode(
+            x * elements.spread(inverse, (1, 16), x.shape), elements.shaped(fractions, x.shape)
+        )
+        data.copy_(codes[:, 0::2] | codes[:, 1::2] << 4)
+
+    def decode(self, components: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+        data = components["data"]
+        step = elements.float8_decode(components["scale"]) * components["tensor_scale"]
+        codes = torch.stack([data & 0xF, data >> 4], dim=2).view(data.shape[0], 2 * data.shape[1])
+        return (elements.float4_decode(codes) * elements.spread(step, (1, 16), codes.shape)).view(shape)
+
+
+RECIPES: dict[str, type[Recipe]] = {
+    recipe.__name__: recipe
+    for recipe in (Float8CurrentScaling, Float8DelayedScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling)
+}

@@ -1,0 +1,502 @@
+"""``QuantizedTensor``: a weight that is kept, gathered and saved in its quantized form.
+
+A wrapper subclass over flat components (data, scales, ...; see ``recipes.py``), compact and unpadded. What it can do
+without decoding it does on the components: views by rows and columns, copies, moves. Everything else sees a plain
+tensor that is decoded for it; nothing decoded is ever written back, and what cannot be done raises.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from fused_optim.quantized import all_gather
+from fused_optim.quantized.recipes import RECIPES, Component, Components, Recipe, as_matrix
+
+aten = torch.ops.aten
+INITIAL = "initial"  # the component with high-precision initial values, until the optimizer has seeded its master
+_INITIAL_COMPONENT = Component(INITIAL, torch.float32, (1, 1))
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {}
+
+
+class QuantizedTensor(torch.Tensor):
+    """A quantized weight of the logical ``shape`` and ``dtype`` (what it decodes to: float32, bfloat16 or float16).
+
+    ``recipe``: how it is quantized. ``components``: name -> plain tensor, see ``recipe.components``; while the tensor
+    has its high-precision initial values, also ``"initial"``, shaped as the matrix of the weight.
+
+    Casts to another dtype raise, as do operations in place, except while it has initial values: those are changed, and
+    ``finish_initialization`` quantizes them.
+    """
+
+    recipe: Recipe
+    components: Components
+    # A view with its dims swapped, or of all elements in one dim. Neither can be cut or written.
+    _transposed: bool
+    _flat: bool
+    # Of all views of a weight together: whether initial values were changed and not quantized since.
+    _shared: dict[str, bool]
+    # Whether it is a view of a part of a weight.
+    _part: bool
+    # Rows of the tensor whose first rows these are: FSDP2 pads shards so, and gathers them padded.
+    _padded_rows: int
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(
+        cls, components: Components, recipe: Recipe, shape: Sequence[int], dtype: torch.dtype, **flags: Any
+    ) -> QuantizedTensor:
+        flat, transposed = flags.get("flat", False), flags.get("transposed", False)
+        size = [math.prod(shape)] if flat else list(reversed(shape)) if transposed else list(shape)
+        strides = [1, shape[1]] if transposed else None
+        return torch.Tensor._make_wrapper_subclass(
+            cls, size, strides=strides, dtype=dtype, device=components["data"].device
+        )
+
+    def __init__(
+        self,
+        components: Components,
+        recipe: Recipe,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        transposed: bool = False,
+        flat: bool = False,
+        part: bool = False,
+        shared: dict[str, bool] | None = None,
+        padded_rows: int = 0,
+    ) -> None:
+        self.components = components
+        self.recipe = recipe
+        self._weight_shape = torch.Size(shape)
+        self._transposed, self._flat, self._part = transposed, flat, part
+        self._shared = {"stale": False} if shared is None else shared
+        self._padded_rows = max(padded_rows, shape[0])
+
+    # --- making -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def empty(
+        cls,
+        recipe: Recipe,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        initial: torch.dtype | None = None,
+    ) -> QuantizedTensor:
+        """One that decodes to zeros; with initial values of dtype ``initial`` if that is given."""
+        check_shape(recipe, shape)
+        components = recipe.empty(tuple(shape), device)
+        if initial is not None:
+            components[INITIAL] = torch.zeros(as_matrix(tuple(shape)), dtype=initial, device=device)
+        return cls(components, recipe, shape, dtype)
+
+    @classmethod
+    def from_values(cls, values: Tensor, recipe: Recipe, keep_initial: bool = False) -> QuantizedTensor:
+        """Quantize a plain tensor; with ``keep_initial`` it keeps ``values`` themselves (no copy) for the optimizer.
+
+        Raises ValueError for a shape that the recipe cannot quantize.
+        """
+        result = cls.empty(recipe, values.shape, values.dtype, values.device)
+        if values.device.type != "meta":
+            result.write(values)
+        if keep_initial:
+            result.components[INITIAL] = values.detach().reshape(as_matrix(tuple(values.shape)))
+        return result
+
+    def _view(self, components: Components, shape: Sequence[int] | None = None, **flags: Any) -> QuantizedTensor:
+        """A tensor that shares memory with this one."""
+        kept = {"transposed": self._transposed, "flat": self._flat, "part": self._part, "shared": self._shared}
+        shape = self._weight_shape if shape is None else shape
+        return QuantizedTensor(components, self.recipe, shape, flags.pop("dtype", self.dtype), **{**kept, **flags})
+
+    def _copied(self, function: Callable[[Tensor], Tensor], padded_rows: int = 0) -> QuantizedTensor:
+        """The same tensor with copies of the components."""
+        components = {name: function(part) for name, part in self.components.items()}
+        return self._view(components, part=False, shared=dict(self._shared), padded_rows=padded_rows)
+
+    # --- values -------------------------------------------------------------------------------------------------
+
+    @property
+    def has_initial(self) -> bool:
+        return INITIAL in self.components
+
+    def discard_high_precision_init(self) -> None:
+        """Free the high-precision initial values."""
+        self.check_fresh()
+        self.components.pop(INITIAL, None)
+
+    def initial_values(self) -> Tensor:
+        """FP32 values to start a master from: the initial ones if they are still there, else the decoded ones."""
+        if self.has_initial:
+            return self.components[INITIAL].float().view(self._weight_shape)
+        return self.values()
+
+    def values(self) -> Tensor:
+        """FP32 values, in the shape of the weight. A new tensor."""
+        self.check_fresh()
+        return self.recipe.decode(self.components, tuple(self._weight_shape))
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values as a plain tensor of ``dtype``, or of the tensor's own; wherever the data lies."""
+        values = self.values().to(self.dtype if dtype is None else dtype)
+        return values.view(-1) if self._flat else values.t() if self._transposed else values
+
+    def write(self, values: Tensor) -> None:
+        """Quantize plain values of this tensor's shape, with a new tensor-wide scale from these values alone."""
+        values = values.detach().float()
+        absmax = self.recipe.absmax(values) if self.recipe.scales_whole_tensor else None
+        self.recipe.rescale(self.components, absmax, None, advance=True)
+        self.recipe.encode(values, self.components)
+        self.mark_fresh()
+
+    def mark_fresh(self) -> None:
+        """The data was quantized from the initial values as they are."""
+        self._shared["stale"] = False
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether initial values were changed and not quantized since."""
+        return self._shared["stale"]
+
+    def check_fresh(self) -> None:
+        if self.is_stale:
+            raise RuntimeError(
+                "the initial values of a quantized weight were changed but not quantized yet: call "
+                "fused_optim.quantized.finish_initialization(model) after initialising it"
+            )
+
+    # --- what torch asks tensors without memory of their own ------------------------------------------------------
+
+    def data_ptr(self) -> int:
+        return 0
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return torch.UntypedStorage(0, device="meta" if self.is_meta else "cpu")
+
+    def is_pinned(self, device: torch.device | None = None) -> bool:
+        return all(part.is_pinned() for part in self.components.values())
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return (
+            f"QuantizedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, {self.recipe}"
+            f"{', with initial values' if self.has_initial else ''})"
+        )
+
+    def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:  # type: ignore[override]
+        if self._transposed or self._flat:
+            raise TypeError("views of a quantized weight cannot be pickled")
+        self.check_fresh()
+        kept = {name: part for name, part in self.components.items() if name != INITIAL}
+        fields = {field.name: getattr(self.recipe, field.name) for field in dataclasses.fields(self.recipe)}
+        arguments = (kept, self.recipe.name, fields, tuple(self._weight_shape), self.dtype, self.requires_grad)
+        return rebuild, arguments
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        for name, part in self.components.items():
+            setattr(self, f"_{name}", part)
+        flags = {"transposed": self._transposed, "flat": self._flat, "part": self._part, "shared": self._shared}
+        names = [f"_{name}" for name in self.components]
+        return names, (self.recipe, self._weight_shape, self.dtype, flags, self._padded_rows)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> QuantizedTensor:
+        recipe, shape, dtype, flags, padded_rows = context
+        components = {name[1:]: part for name, part in inner.items()}
+        return QuantizedTensor(components, recipe, shape, dtype, padded_rows=padded_rows, **flags)
+
+    # --- FSDP2 ----------------------------------------------------------------------------------------------------
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
+        """FSDP2's hook: what is gathered of this shard. Bytes of data and scales, padded as FSDP2 pads shards."""
+        return all_gather.inputs(self, mesh.size())
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """FSDP2's hook: the whole weight, quantized, in the memory of what was gathered."""
+        return all_gather.outputs(self, outputs, metadata, param_dtype, out)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            return handler(func, args, kwargs)
+        if func._schema.is_mutable:
+            return _run_in_place(func, args, kwargs)
+        return func(*_decoded(args), **_decoded(kwargs))
+
+
+def rebuild(
+    components: Components,
+    recipe: str,
+    fields: dict[str, Any],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    requires_grad: bool,
+) -> QuantizedTensor:
+    """What a pickled ``QuantizedTensor`` is made of. Raises ValueError for a recipe of a newer version."""
+    if recipe not in RECIPES:
+        raise ValueError(f"unknown recipe {recipe!r} of a quantized tensor; known are {', '.join(RECIPES)}")
+    return QuantizedTensor(components, RECIPES[recipe](**fields), shape, dtype).requires_grad_(requires_grad)
+
+
+def check_shape(recipe: Recipe, shape: Sequence[int]) -> None:
+    """Raise ValueError for a shape that the recipe cannot quantize."""
+    problem = recipe.problem(tuple(shape))
+    if problem is not None:
+        raise ValueError(problem)
+
+
+# --- operations -------------------------------------------------------------------------------------------------
+
+
+def _decoded(value: Any) -> Any:
+    """Arguments with plain tensors in the places of quantized ones."""
+    return torch.utils._pytree.tree_map_only(QuantizedTensor, QuantizedTensor.dequantize, value)
+
+
+def _run_in_place(func: Any, args: Any, kwargs: Any) -> Any:
+    target = args[0] if args else None
+    if not isinstance(target, QuantizedTensor):
+        if any(isinstance(value, QuantizedTensor) for value in kwargs.values()):
+            raise RuntimeError(f"{func}: its result cannot be written into a quantized weight")
+        return func(target, *_decoded(args[1:]), **_decoded(kwargs))
+    if not target.has_initial or target._flat or target._transposed:
+        raise RuntimeError(
+            f"{func} cannot change a quantized weight in place; dequantize() gives a plain copy, copy_() writes one"
+        )
+    func(target.components[INITIAL].view(target._weight_shape), *_decoded(args[1:]), **_decoded(kwargs))
+    target._shared["stale"] = True
+    return target
+
+
+def implements(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
+        for function in functions:
+            _HANDLERS[function] = handler
+        return handler
+
+    return register
+
+
+@implements(aten.detach.default, aten.alias.default)
+def _detach(func: Any, args: Any, kwargs: Any) -> Any:
+    # The same components: what is written to one is seen in the other, also what discard_high_precision_init() drops.
+    result = args[0]._view(args[0].components, padded_rows=args[0]._padded_rows)
+    return return_and_correct_aliasing(func, args, kwargs, result)
+
+
+@implements(aten.clone.default)
+def _clone(func: Any, args: Any, kwargs: Any) -> Any:
+    return args[0]._copied(lambda part: part.clone(memory_format=torch.contiguous_format))
+
+
+@implements(aten._to_copy.default)
+def _to_copy(func: Any, args: Any, kwargs: Any) -> Any:
+    source, dtype = args[0], kwargs.get("dtype")
+    if dtype is not None and dtype != source.dtype:
+        if torch.is_autocast_enabled(source.device.type):  # a view that decodes to what the operation computes in
+            return source._view(source.components, dtype=dtype)
+        raise TypeError(
+            f"a quantized weight cannot be cast from {source.dtype} to {dtype}; dequantize({dtype}) gives a plain copy"
+        )
+    moved = {key: kwargs[key] for key in ("device", "non_blocking", "pin_memory") if kwargs.get(key) is not None}
+    return source._copied(lambda part: aten._to_copy.default(part, **moved), source._padded_rows)
+
+
+@implements(aten._pin_memory.default)
+def _pin_memory(func: Any, args: Any, kwargs: Any) -> Any:
+    return args[0]._copied(lambda part: part.pin_memory(), args[0]._padded_rows)
+
+
+@implements(aten.empty_like.default)
+def _empty_like(func: Any, args: Any, kwargs: Any) -> Any:
+    source = args[0]
+    if kwargs.get("dtype") not in (None, source.dtype):
+        return torch.empty(source.shape, dtype=kwargs["dtype"], device=kwargs.get("device") or source.device)
+    device = kwargs.get("device") or source.device
+    result = source._copied(lambda part: torch.empty(part.shape, dtype=part.dtype, device=device))
+    result._shared["stale"] = source.has_initial  # to be initialised
+    return result
+
+
+@implements(aten.zeros_like.default, aten.ones_like.default, aten.rand_like.default, aten.randn_like.default)
+def _plain_like(func: Any, args: Any, kwargs: Any) -> Any:
+    source = args[0]
+    kwargs = {"dtype": source.dtype, "device": source.device, **{k: v for k, v in kwargs.items() if v is not None}}
+    return func(torch.empty(source.shape, dtype=source.dtype, device="meta"), **kwargs)
+
+
+@implements(aten.new_zeros.default, aten.new_empty.default)
+def _new(func: Any, args: Any, kwargs: Any) -> Any:
+    """Quantized if it is asked for more or fewer rows of the same kind; FSDP2 and checkpoints do so."""
+    source, shape = args[0], tuple(args[1])
+    device = torch.device(kwargs.get("device") or source.device)
+    same_rows = len(shape) == len(source._weight_shape) and shape[1:] == tuple(source._weight_shape[1:])
+    dtype = kwargs.get("dtype") or source.dtype
+    if not same_rows or dtype != source.dtype or source._flat or source._transposed:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    initial = source.components[INITIAL].dtype if source.has_initial else None
+    result = QuantizedTensor.empty(source.recipe, shape, dtype, device, initial)
+    return result._copied(lambda part: part.pin_memory()) if kwargs.get("pin_memory") else result
+
+
+@implements(aten.copy_.default)
+def _copy(func: Any, args: Any, kwargs: Any) -> Any:
+    target, source = args[0], args[1]
+    if not isinstance(target, QuantizedTensor):
+        return func(target, source.dequantize(target.dtype if target.dtype.is_floating_point else None))
+    if tuple(target.shape) != tuple(source.shape):
+        raise RuntimeError(
+            f"copy_ into a quantized weight: expected shape {tuple(target.shape)}, got {tuple(source.shape)}"
+        )
+    if isinstance(source, QuantizedTensor) and source.recipe == target.recipe:
+        _copy_components(target, source)
+    else:
+        _copy_values(target, source)
+    return target
+
+
+def _copy_components(target: QuantizedTensor, source: QuantizedTensor) -> None:
+    for name, part in target.components.items():
+        if name in source.components:
+            part.copy_(source.components[name])
+        elif name == INITIAL:
+            part.copy_(source.values().view(part.shape))
+    target._shared["stale"] = source._shared["stale"]
+
+
+def _copy_values(target: QuantizedTensor, source: Tensor) -> None:
+    values = source.values() if isinstance(source, QuantizedTensor) else source
+    values = values.to(target.device).view(target._weight_shape)
+    if target.has_initial:
+        target.components[INITIAL].copy_(values.reshape(target.components[INITIAL].shape))
+    if target.recipe.scales_whole_tensor and target._part:
+        raise RuntimeError(
+            f"a part of a weight cannot be quantized on its own: {target.recipe.name} has a scale for all of it. "
+            "Load a checkpoint of the same recipe, or the optimizer's masters and then sync_params_from_master()"
+        )
+    target.write(values)
+
+
+# --- views ------------------------------------------------------------------------------------------------------
+
+
+def cut(tensor: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedTensor:
+    """Rows (dim 0) or columns ``start`` to ``end``, as a view. Raises ValueError where a block would be cut."""
+    shape = tensor._weight_shape
+    if tensor._flat or tensor._transposed or (dim and len(shape) != 2):
+        raise RuntimeError(f"this view of a quantized weight cannot be cut in dim {dim}")
+    problem = tensor.recipe.cut_problem(start, end, shape[dim], dim)
+    if problem is not None:
+        raise ValueError(f"{problem}. Choose a number of ranks that leaves blocks whole, or another recipe")
+    parts = {part.name: part for part in (*tensor.recipe.components, _INITIAL_COMPONENT)}
+    components = {
+        name: _cut_component(value, parts[name], dim, start, end) for name, value in tensor.components.items()
+    }
+    size = [*shape]
+    size[dim] = end - start
+    return tensor._view(components, size, part=tensor._part or end - start < shape[dim])
+
+
+def _cut_component(value: Tensor, component: Component, dim: int, start: int, end: int) -> Tensor:
+    if component.tile is None:
+        return value
+    tile = component.tile[dim]
+    return value.narrow(dim, start // tile, -(-end // tile) - start // tile)
+
+
+@implements(aten.slice.Tensor)
+def _slice(func: Any, args: Any, kwargs: Any) -> Any:
+    tensor, dim, start, end, step = (*args, *(0, None, None, 1)[len(args) - 1 :])[:5]
+    if step != 1:
+        return func(tensor.dequantize(), *args[1:], **kwargs)
+    start, end, _ = slice(start, end).indices(tensor.shape[dim])
+    result = cut(tensor, dim % tensor.dim(), start, max(start, end))
+    if start == 0 and dim % tensor.dim() == 0:
+        result._padded_rows = tensor._padded_rows
+    return return_and_correct_aliasing(func, args, kwargs, result)
+
+
+@implements(aten.split.Tensor)
+def _split(func: Any, args: Any, kwargs: Any) -> Any:
+    tensor, size = args[:2]
+    dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
+    return _split_at(tensor, range(0, max(tensor.shape[dim], 1), size), dim)
+
+
+@implements(aten.split_with_sizes.default)
+def _split_with_sizes(func: Any, args: Any, kwargs: Any) -> Any:
+    tensor, sizes = args[:2]
+    dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
+    return _split_at(tensor, [sum(sizes[:i]) for i in range(len(sizes))], dim)
+
+
+def _split_at(tensor: QuantizedTensor, starts: Sequence[int], dim: int) -> list[QuantizedTensor]:
+    ends = [*starts[1:], tensor.shape[dim]]
+    return [cut(tensor, dim % tensor.dim(), start, end) for start, end in zip(starts, ends, strict=True)]
+
+
+@implements(aten.t.default, aten.transpose.int)
+def _t(func: Any, args: Any, kwargs: Any) -> Any:
+    tensor = args[0]
+    dims = {dim % tensor.dim() for dim in args[1:]} if func is aten.transpose.int else {0, 1}
+    if tensor._flat or len(tensor._weight_shape) != 2:
+        return func(tensor.dequantize(), *args[1:])
+    if len(dims) == 1:
+        return _detach(aten.alias.default, (tensor,), {})
+    result = tensor._view(tensor.components, transposed=not tensor._transposed)
+    return return_and_correct_aliasing(func, args, kwargs, result)
+
+
+@implements(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+def _view(func: Any, args: Any, kwargs: Any) -> Any:
+    tensor, shape = args[0], list(args[1])
+    if -1 in shape:
+        known = math.prod(size for size in shape if size != -1)
+        shape[shape.index(-1)] = tensor.numel() // max(known, 1)
+    if shape == list(tensor.shape):
+        result = tensor._view(tensor.components, padded_rows=tensor._padded_rows)
+    elif shape == [tensor.numel()] and not tensor._transposed:
+        result = tensor._view(tensor.components, flat=True)
+    elif shape == list(tensor._weight_shape) and tensor._flat:
+        result = tensor._view(tensor.components, flat=False)
+    else:
+        return func(tensor.dequantize(), *args[1:], **kwargs)
+    return return_and_correct_aliasing(func, args, kwargs, result)
+
+
+@implements(aten.as_strided.default)
+def _as_strided(func: Any, args: Any, kwargs: Any) -> Any:
+    """FSDP2 trims what it gathered to the weight's rows this way."""
+    tensor, shape, stride = args[0], tuple(args[1]), tuple(args[2])
+    offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
+    whole_rows = tuple(shape[1:]) == tuple(tensor.shape[1:]) and shape[0] <= tensor.shape[0]
+    contiguous = stride == torch.empty(shape, device="meta").stride()
+    if not (whole_rows and contiguous and not offset) or tensor._flat or tensor._transposed:
+        return func(tensor.dequantize(), *args[1:], **kwargs)
+    return return_and_correct_aliasing(func, args, kwargs, all_gather.first_rows(tensor, shape[0]))
+
+
+@implements(aten.is_pinned.default)
+def _is_pinned(func: Any, args: Any, kwargs: Any) -> Any:
+    return args[0].is_pinned()
+
+
+@implements(aten.embedding.default)
+def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
+    weight, indices = args[:2]
+    return func(weight.dequantize(), indices, *args[2:], **kwargs)
+
+
+torch.serialization.add_safe_globals([rebuild, QuantizedTensor])
