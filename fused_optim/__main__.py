@@ -33,8 +33,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m fused_optim", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="which backends exist here, and why one does not")
-    for command, act in {"verify": "compare a checkpoint with its", "checksum": "write a checkpoint's"}.items():
-        commands.add_parser(command, help=f"{act} checksums").add_argument("path", metavar="PATH")
+    for command, does in {"verify": "compare a checkpoint with its", "checksum": "write a checkpoint's"}.items():
+        commands.add_parser(command, help=f"{does} checksums").add_argument("path", metavar="PATH")
     args = parser.parse_args()
     if args.command == "info":
         print(info())
