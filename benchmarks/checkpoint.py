@@ -198,7 +198,8 @@ def main() -> None:
     if not elements:
         sys.exit(f"--params {args.params}: no tensor is that small")
     folder = args.folder or roomy_folder(needed=13 * elements)
-    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # asynchronous saves need one for CPUs
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     report = {"machine": machine(device, args.commit), "elements": elements, "folder": str(folder), "results": []}
     print(f"{report['machine']}\n{len(shapes)} tensors, {elements:,} elements, {args.state_dtype}; files in {folder}")
     measure("FP32 masters", FORMS[0], torch.int8, [(128, 256)], device, folder)  # what only a first save does

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fused_optim.dtensor import cut_by_rows, full_tensor, local_tensor, placed_part, rewrap_like, rewrap_rows
 from fused_optim.formats import STATE_FORMATS, Master, StateFormat, decode_state, join_remainder
-from fused_optim.state import MASTER, Slots, write_moment
+from fused_optim.state import MASTER, PIECE, Slots, write_moment
 
 REMAINDERS = {"rem16": Master.REMAINDER16, "rem8": Master.REMAINDER8}
 _FORMATS = {fmt.code: fmt for fmt in STATE_FORMATS.values()}
@@ -64,9 +64,13 @@ def _row(param: Tensor) -> int:
 
 def _row_checks(param: Tensor) -> Tensor:
     """One int32 per row of a BF16 tensor; any single element that differs changes it."""
-    bits = param.detach().contiguous().view(torch.int16).flatten(1).int()
+    bits = param.detach().contiguous().view(torch.int16).flatten(1)
     odd = torch.arange(bits.shape[1], dtype=torch.int32, device=bits.device).mul_(2).add_(1)
-    return bits.mul_(odd).sum(1).int()  # modulo 2^32
+    checks = torch.empty(bits.shape[0], dtype=torch.int32, device=bits.device)
+    rows = max(1, PIECE // max(bits.shape[1], 1))
+    for own, part in zip(checks.split(rows), bits.split(rows), strict=True):
+        own.copy_(part.int().mul_(odd).sum(1))  # modulo 2^32
+    return checks
 
 
 # --- loading ----------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from fused_optim.quantized.protocol import Update, adapter_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master_param"
-_PIECE = 2**20  # elements decoded at a time: the codecs' temporaries take up to 50 bytes for each; a multiple of BLOCKS
+PIECE = 2**20  # elements decoded at a time: the codecs' temporaries take up to 50 bytes for each; a multiple of BLOCKS
 
 
 @dataclass
@@ -108,8 +108,8 @@ def _in_pieces(decode: Callable[[slice], Tensor], like: Tensor, device: str | No
     """FP32 values shaped as ``like``, on its device or another one: there is one piece's worth of temporaries."""
     out = torch.empty(like.shape, dtype=torch.float32, device=device or like.device)
     flat, numel = out.view(-1), out.numel()
-    for start in range(0, numel, _PIECE):
-        piece = slice(start, min(start + _PIECE, numel))
+    for start in range(0, numel, PIECE):
+        piece = slice(start, min(start + PIECE, numel))
         flat[piece] = decode(piece)
     return out
 

@@ -34,6 +34,7 @@ from test_native_checkpoint import NativeRun
 FORMS = ("unscaled", "native")
 MASTER = "remainder16"
 SAVES = (2, 4)  # after these steps; training goes on to the next and past the last
+STAGERS_SERVE_TWICE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)  # 2.11 closes them with the save
 GO = "go"  # appended to a checkpoint's path: the file that lets it be written
 
 
@@ -94,17 +95,20 @@ def start_save(run: NativeRun, path: str, kind: AsyncCheckpointerType, stager: A
 def save_twice(
     form: str, device: str | None, kind: AsyncCheckpointerType, make_stager: Callable[[], AsyncStager], path: str
 ) -> list[dict[str, Part]]:
-    """Two saves through one stager; what the checkpoints must hold."""
-    run, stager, snapshots = build(form, device), make_stager(), []
+    """Two saves, through one stager where torch allows that; what the checkpoints must hold."""
+    run, stagers, snapshots = build(form, device), [make_stager()], []
     run.train(0, SAVES[0])
     for number, step in enumerate(SAVES):
         snapshots.append(run.snapshot())
-        pending = start_save(run, f"{path}{number}", kind, stager)
+        if number and not STAGERS_SERVE_TWICE:
+            stagers.append(make_stager())
+        pending = start_save(run, f"{path}{number}", kind, stagers[-1])
         run.train(step, step + 2)
-        assert not pending.done()
+        assert not pending.done(), pending.exception()
         Path(f"{path}{number}.{GO}").touch()
         pending.result(timeout=60)
-    stager.close()
+    for stager in stagers:
+        stager.close()
     return snapshots
 
 

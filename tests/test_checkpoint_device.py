@@ -35,6 +35,8 @@ def test_host_memory_holds_the_same_values(master: cases.Master, fmt: torch.dtyp
     kept = {value.data_ptr() for states in optimizer.state.values() for value in states.values() if value.numel()}
     for name, value in there.items():
         referred = value.data_ptr() in kept
+        if not value.numel():
+            continue
         assert referred == (here[name].data_ptr() in kept), name  # FP32 states, as torch.optim hands them over
         assert value.device.type == (device if referred else "cpu"), name
     assert_same({k: v.cpu() for k, v in there.items()}, {k: v.cpu() for k, v in here.items()})
@@ -62,7 +64,7 @@ def test_decoding_in_pieces_changes_no_bit(
     _, optimizer = trained(master, fmt, form="unscaled")
     whole = tensors_of(optimizer.state_dict()["state"])
     assert any(value.numel() > 1000 for value in whole.values())
-    monkeypatch.setattr("fused_optim.state._PIECE", 384)
+    monkeypatch.setattr("fused_optim.state.PIECE", 384)
     assert_same(tensors_of(optimizer.state_dict()["state"]), whole)
 
 
