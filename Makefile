@@ -3,6 +3,9 @@ VENV ?= .venv
 # Arguments of pip, so an option such as --index-url may follow.
 TORCH ?= torch==2.13.0
 
+# The demo's weights, too: mxfp8, float8, float8_delayed, float8_block or nvfp4.
+QUANTIZE ?=
+
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
@@ -10,7 +13,7 @@ SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 .PHONY: demo test test-gpu bench lint format clean FORCE
 
 demo: $(VENV)/.installed
-	$(BIN)/python examples/demo.py --output demo_output
+	$(BIN)/python examples/demo.py --output demo_output $(if $(QUANTIZE),--quantize $(QUANTIZE))
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest

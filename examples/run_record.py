@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fused_optim import FusedAdamW
+from fused_optim.quantized import QuantizedTensor
 
 FINAL_STEPS = 20  # averaged, as the loss of one step depends on its text
 UNTIMED_STEPS = 3  # the first steps allocate memory and choose kernels
@@ -80,7 +81,8 @@ class RunRecord:
 
 
 def local_bytes(tensor: Tensor) -> int:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.stored_bytes if isinstance(local, QuantizedTensor) else local.nbytes
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -28,6 +28,14 @@ from tqdm import tqdm
 
 from byte_gpt import ByteGPT, evaluation_batches, load_corpus, training_batch
 from fused_optim import FusedAdamW
+from fused_optim.quantized import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8DelayedScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    quantize_model_,
+)
 from run_record import RunRecord, clock
 
 STATE_DTYPES = {
@@ -35,6 +43,13 @@ STATE_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float8": torch.float8_e4m3fn,
     "int8": torch.int8,
+}
+RECIPES = {
+    "mxfp8": MXFP8BlockScaling(),
+    "float8": Float8CurrentScaling(),
+    "float8_delayed": Float8DelayedScaling(),
+    "float8_block": Float8BlockScaling(block=(1, 128)),  # tiles of 128 x 128 cannot be cut for three ranks
+    "nvfp4": NVFP4BlockScaling(),
 }
 REMAINDERS = {"fp32": False, "remainder16": True}  # the 16 bits that a BF16 parameter lacks of its FP32 master
 BETAS = (0.9, 0.95)
@@ -48,6 +63,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--state-dtype", choices=STATE_DTYPES, default="int8", help="moments of FusedAdamW")
     # Not "--master": torchrun would take that for the start of its own --master-addr.
     parser.add_argument("--masters", choices=REMAINDERS, default="fp32", help="of FusedAdamW")
+    parser.add_argument("--quantize", choices=RECIPES, help="keep the weights of linear layers in this format")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--heads", type=int, default=4)
@@ -85,6 +101,8 @@ def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
     model = ByteGPT(args.width, args.layers, args.heads).to(device)
     if args.optimizer == "fused":
         model.to(torch.bfloat16)  # FusedAdamW keeps FP32 masters itself; torch.optim.AdamW needs FP32 parameters
+    if args.quantize:
+        quantize_model_(model, RECIPES[args.quantize])
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     # Many CPUs have no BF16 arithmetic, and multiply BF16 matrices ten times slower than FP32 ones.
     compute_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -227,6 +245,8 @@ def train(args: argparse.Namespace, device: torch.device) -> RunRecord:
 def main() -> None:
     args = parse_args()
     device = init_distributed()
+    if args.quantize and args.optimizer == "torch":
+        sys.exit("--quantize needs --optimizer fused: torch.optim.AdamW cannot update quantized weights")
     if args.batch % dist.get_world_size():
         sys.exit(f"--batch {args.batch} is not a multiple of the {dist.get_world_size()} ranks")
     record = train(args, device)

@@ -129,6 +129,11 @@ class QuantizedTensor(torch.Tensor):
     def has_initial(self) -> bool:
         return INITIAL in self.components
 
+    @property
+    def stored_bytes(self) -> int:
+        """What the components take; ``nbytes`` is what plain values would."""
+        return sum(part.nbytes for part in self.components.values())
+
     def discard_high_precision_init(self) -> None:
         """Free the high-precision initial values."""
         self.check_fresh()
