@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable
@@ -20,9 +21,25 @@ from fused_optim.formats import BLOCKS
 SMALLEST_BLOCKED_VECTOR = 4096  # elements; smaller one-dimensional parameters (norms, biases) keep FP32 states
 
 
+# Subclasses that only mark a plain tensor, and where they hold it: torchao's weights that are cast as they are gathered
+# or multiplied.
+_MARKED = {
+    "torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor": "_tensor",
+    "torchao.prototype.moe_training.tensor.TrainingWeightWrapperBaseTensor": "_data",
+}
+
+
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The plain tensor that this rank holds; no copy."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    """What this rank holds: a plain tensor or, of quantized parameters, a quantized one. No copy."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    marked = _marked_attribute(type(local))
+    return local if marked is None else getattr(local, marked)
+
+
+@functools.cache
+def _marked_attribute(kind: type) -> str | None:
+    names = (f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__)
+    return next((_MARKED[name] for name in names if name in _MARKED), None)
 
 
 def finished_local(tensor: Tensor) -> Tensor:

@@ -52,7 +52,13 @@ class Slots:
 
 def master_kind(param: Tensor, master_weights: bool, remainder_bits: int | None) -> Master:
     """Which master a parameter gets; ``remainder_bits`` None means a separate FP32 tensor."""
-    quantized = adapter_of(param) is not None
+    adapter = adapter_of(param)
+    quantized = adapter is not None
+    if quantized and not master_weights and not adapter.ROUNDS_STOCHASTICALLY:
+        raise ValueError(
+            f"master_weights=False: a {type(local_tensor(param)).__name__} of shape {tuple(param.shape)} rounds to "
+            "nearest, which loses small updates; use master_weights=True"
+        )
     if not master_weights or (param.dtype == torch.float32 and not quantized):
         return Master.PARAMETER
     if remainder_bits is None or param.dtype != torch.bfloat16 or quantized:
@@ -77,11 +83,11 @@ def create_states(param: Tensor, slots: Slots) -> dict[str, Tensor]:
     states = {name: torch.zeros(local.shape, dtype=dtype, device=local.device) for name, dtype in dtypes.items()}
     adapter = adapter_of(param)
     if slots.master is Master.FLOAT32:
-        states[MASTER] = local.float().contiguous() if adapter is None else adapter.initial_values(local)
+        states[MASTER] = local.float().contiguous() if adapter is None else adapter.initial_values(param)
     elif slots.master is not Master.PARAMETER:
         states[MASTER] = torch.zeros(local.shape, dtype=slots.master.dtype, device=local.device)
     if adapter is not None:
-        adapter.discard_initial(local)
+        adapter.discard_initial(param)
     return {name: rewrap_like(state, param) for name, state in states.items()}
 
 

@@ -16,7 +16,12 @@ from torch import Tensor
 from fused_optim.dtensor import local_tensor
 
 # Qualified names of tensor types (their subclasses are meant, too), and the modules that know them.
-ADAPTERS = {"fused_optim.quantized.tensor.QuantizedTensor": "fused_optim.quantized.update"}
+ADAPTERS = {
+    "fused_optim.quantized.tensor.QuantizedTensor": "fused_optim.quantized.update",
+    "transformer_engine.pytorch.quantized_tensor.QuantizedTensor": "fused_optim.quantized.transformer_engine",
+    "transformer_engine.pytorch.tensor.quantized_tensor.QuantizedTensor": "fused_optim.quantized.transformer_engine",
+    "torchao.prototype.quantized_training.int8.Int8QuantizedTrainingLinearWeight": "fused_optim.quantized.torchao",
+}
 
 
 @dataclass(frozen=True)
@@ -32,12 +37,17 @@ class Update:
 
 
 class Adapter(Protocol):
-    """What is asked of the local tensor of a quantized parameter, and of the parameter (perhaps a DTensor) itself."""
+    """What is asked of the local tensor of a quantized parameter, and of the parameter (perhaps a DTensor) itself.
 
-    def initial_values(self, local: Tensor) -> Tensor:
-        """New FP32 values to start a master from, of higher precision than the tensor has where it remembers them."""
+    ``ROUNDS_STOCHASTICALLY``: whether :meth:`write` can round so; else such a parameter needs a master.
+    """
 
-    def discard_initial(self, local: Tensor) -> None:
+    ROUNDS_STOCHASTICALLY: bool
+
+    def initial_values(self, param: Tensor) -> Tensor:
+        """New local FP32 values to start a master from, as precise as the tensor remembers them."""
+
+    def discard_initial(self, param: Tensor) -> None:
         """Free what was only kept for :meth:`initial_values`."""
 
     def values(self, local: Tensor) -> Tensor:

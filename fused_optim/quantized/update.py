@@ -19,14 +19,17 @@ from fused_optim.dtensor import local_tensor
 from fused_optim.quantized.protocol import Update
 from fused_optim.quantized.tensor import QuantizedTensor
 
+ROUNDS_STOCHASTICALLY = True
 
-def initial_values(local: QuantizedTensor) -> Tensor:
+
+def initial_values(param: Tensor) -> Tensor:
+    local = local_tensor(param)
     local.check_fresh()
     return local.initial_values().clone()
 
 
-def discard_initial(local: QuantizedTensor) -> None:
-    local.discard_high_precision_init()
+def discard_initial(param: Tensor) -> None:
+    local_tensor(param).discard_high_precision_init()
 
 
 def values(local: QuantizedTensor) -> Tensor:

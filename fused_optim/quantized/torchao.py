@@ -1,0 +1,36 @@
+"""The optimizer's adapter (``protocol.py``) for torchao's INT8 training weights, which round stochastically."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fused_optim.dtensor import local_tensor
+from fused_optim.quantized.protocol import Update
+
+ROUNDS_STOCHASTICALLY = True
+
+
+def initial_values(param: Tensor) -> Tensor:
+    return values(local_tensor(param.detach()))
+
+
+def discard_initial(param: Tensor) -> None:
+    pass
+
+
+def values(local: Tensor) -> Tensor:
+    return local.dequantize().to(torch.float32, copy=True)
+
+
+def needs_collective(param: Tensor) -> bool:
+    return False  # one scale per row
+
+
+@torch.no_grad()
+def write(updates: Sequence[Update], applies: Tensor | None = None, advance: bool = True) -> None:
+    for update in updates:
+        if update.values is not None:
+            local_tensor(update.param).copy_(update.values)
