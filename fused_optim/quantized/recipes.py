@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -111,10 +111,25 @@ def _set_where(target: Tensor, value: Tensor, applies: Tensor | None) -> None:
 
 @dataclass(frozen=True)
 class _Float8TensorScaling(Recipe):
-    """E4M3 with one FP32 scale per weight."""
+    """E4M3 with one FP32 scale per weight.
+
+    Args:
+        compute: ``"dequantize"``, or ``"fp8"`` for products in FP8 where the GPU can (``compute.py``).
+        activation_scaling: of ``compute="fp8"``: one scale per ``"tensor"`` or per ``"row"`` of activations.
+
+    These two are no part of the format: recipes that differ in them only are equal.
+    """
 
     components: ClassVar[tuple[Component, ...]] = (_FLOAT8_DATA, _TENSOR_SCALE)
     scales_whole_tensor: ClassVar[bool] = True
+    compute: str = field(default="dequantize", compare=False, kw_only=True)
+    activation_scaling: str = field(default="tensor", compare=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.compute not in ("dequantize", "fp8"):
+            raise ValueError(f"compute: expected 'dequantize' or 'fp8', got {self.compute!r}")
+        if self.activation_scaling not in ("tensor", "row"):
+            raise ValueError(f"activation_scaling: expected 'tensor' or 'row', got {self.activation_scaling!r}")
 
     def encode(self, x: Tensor, components: Mapping[str, Tensor], fractions: Tensor | None = None) -> None:
         inverse = 1.0 / components["tensor_scale"]
@@ -156,6 +171,7 @@ class Float8DelayedScaling(_Float8TensorScaling):
     margin: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.fp8_format not in ("e4m3", "hybrid"):
             raise ValueError(f"fp8_format: expected 'e4m3' or 'hybrid', got {self.fp8_format!r}")
         if self.amax_compute_algo not in ("max", "most_recent"):
