@@ -51,10 +51,10 @@ def quantize_model_(
     for module, name in chosen:
         _check(module.weight, recipe, name)
     replaced: dict[Tensor, nn.Parameter] = {}
-    for module, _ in chosen:
+    for module, name in chosen:
         weight = module.weight
         if weight not in replaced:
-            replaced[weight] = _quantized(weight, recipe, keep_initial)
+            replaced[weight] = _quantized(weight, recipe, keep_initial, name)
     for module in model.modules():  # tied weights have the same parameter in modules that were not chosen, too
         for key, param in list(module._parameters.items()):
             if param is not None and param in replaced:
@@ -88,12 +88,12 @@ def _check_cuts(weight: Tensor, recipe: Recipe) -> None:
                 raise ValueError(f"{problem} (placements {tuple(weight.placements)})")
 
 
-def _quantized(weight: Tensor, recipe: Recipe, keep_initial: bool) -> nn.Parameter:
+def _quantized(weight: Tensor, recipe: Recipe, keep_initial: bool, name: str) -> nn.Parameter:
     values = local_tensor(weight.detach())
     local = QuantizedTensor.empty(recipe, values.shape, values.dtype, values.device)
     local.components["initial"] = values.contiguous().view(values.shape[0], -1)
-    local._shared["stale"] = values.device.type != "meta"
-    local._shared["discard"] = not keep_initial
+    stale = values.device.type != "meta"
+    local._shared.update(stale=stale, discard=not keep_initial, name=name)
     return nn.Parameter(rewrap_like(local, weight), requires_grad=weight.requires_grad)
 
 

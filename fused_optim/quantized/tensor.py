@@ -41,8 +41,9 @@ class QuantizedTensor(torch.Tensor):
     # A view with its dims swapped, or of all elements in one dim. Neither can be cut or written.
     _transposed: bool
     _flat: bool
-    # Of all views of a weight together: whether initial values were changed and not quantized since.
-    _shared: dict[str, bool]
+    # Of all views of a weight together: whether initial values were changed and not quantized since ("stale"), whether
+    # they are to be freed once quantized ("discard"), the parameter's name.
+    _shared: dict[str, Any]
     # Whether it is a view of a part of a weight.
     _part: bool
     # Rows of the tensor whose first rows these are: FSDP2 pads shards so, and gathers them padded.
@@ -71,7 +72,7 @@ class QuantizedTensor(torch.Tensor):
         transposed: bool = False,
         flat: bool = False,
         part: bool = False,
-        shared: dict[str, bool] | None = None,
+        shared: dict[str, Any] | None = None,
         padded_rows: int = 0,
     ) -> None:
         self.components = components
@@ -157,6 +158,12 @@ class QuantizedTensor(torch.Tensor):
         self.recipe.rescale(self.components, absmax, None, advance=True)
         self.recipe.encode(values, self.components)
         self.mark_fresh()
+
+    @property
+    def where(self) -> str:
+        """The parameter's name, where it is known, as the beginning of a message."""
+        name = self._shared.get("name")
+        return f"{name}: " if name else ""
 
     def mark_fresh(self) -> None:
         """The data was quantized from the initial values as they are."""
@@ -348,6 +355,10 @@ def _new(func: Any, args: Any, kwargs: Any) -> Any:
         return torch.zeros(shape, dtype=dtype, device=device)
     initial = source.components[INITIAL].dtype if source.has_initial else None
     result = QuantizedTensor.empty(source.recipe, shape, dtype, device, initial)
+    for part in source.recipe.components:  # what belongs to the whole weight: FSDP2 copies no rows into empty shards
+        if part.tile is None and not result.is_meta and not source.is_meta:
+            result.components[part.name].copy_(source.components[part.name])
+    result._shared["name"] = source._shared.get("name")
     return result._copied(lambda part: part.pin_memory()) if kwargs.get("pin_memory") else result
 
 
@@ -393,13 +404,18 @@ def _copy_values(target: QuantizedTensor, source: Tensor) -> None:
 
 
 def cut(tensor: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedTensor:
-    """Rows (dim 0) or columns ``start`` to ``end``, as a view. Raises ValueError where a block would be cut."""
+    """Rows (dim 0) or columns ``start`` to ``end``, as a view. Raises ValueError where a block would be cut.
+
+    The first rows may end within the last block: the others are padding then.
+    """
     shape = tensor._weight_shape
     if tensor._flat or tensor._transposed or (dim and len(shape) != 2):
         raise RuntimeError(f"this view of a quantized weight cannot be cut in dim {dim}")
     problem = tensor.recipe.cut_problem(start, end, shape[dim], dim)
-    if problem is not None:
-        raise ValueError(f"{problem}. Choose a number of ranks that leaves blocks whole, or another recipe")
+    if problem is not None and not (dim == 0 and start == 0 and _same_blocks(tensor, end)):
+        raise ValueError(
+            f"{tensor.where}{problem}. Choose a number of ranks that leaves blocks whole, or another recipe"
+        )
     parts = {part.name: part for part in (*tensor.recipe.components, _INITIAL_COMPONENT)}
     components = {
         name: _cut_component(value, parts[name], dim, start, end) for name, value in tensor.components.items()
@@ -407,6 +423,12 @@ def cut(tensor: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedTen
     size = [*shape]
     size[dim] = end - start
     return tensor._view(components, size, part=tensor._part or end - start < shape[dim])
+
+
+def _same_blocks(tensor: QuantizedTensor, rows: int) -> bool:
+    """Whether the first rows need all blocks of rows."""
+    tiles = [part.tile[0] for part in tensor.recipe.components if part.tile is not None]
+    return -(-rows // max(tiles)) == -(-tensor._weight_shape[0] // max(tiles))
 
 
 def _cut_component(value: Tensor, component: Component, dim: int, start: int, end: int) -> Tensor:
@@ -485,7 +507,7 @@ def _as_strided(func: Any, args: Any, kwargs: Any) -> Any:
     contiguous = stride == torch.empty(shape, device="meta").stride()
     if not (whole_rows and contiguous and not offset) or tensor._flat or tensor._transposed:
         return func(tensor.dequantize(), *args[1:], **kwargs)
-    return return_and_correct_aliasing(func, args, kwargs, all_gather.first_rows(tensor, shape[0]))
+    return return_and_correct_aliasing(func, args, kwargs, cut(tensor, 0, 0, shape[0]))
 
 
 @implements(aten.is_pinned.default)
