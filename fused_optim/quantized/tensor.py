@@ -146,6 +146,10 @@ class QuantizedTensor(torch.Tensor):
         self.check_fresh()
         return self.recipe.decode(self.components, tuple(self._weight_shape))
 
+    def of_whole_weight(self) -> list[Tensor]:
+        """The components, all FP32, that are the same however the weight is cut."""
+        return [self.components[part.name] for part in self.recipe.components if part.tile is None]
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values as a plain tensor of ``dtype``, or of the tensor's own; wherever the data lies."""
         values = self.values().to(self.dtype if dtype is None else dtype)
@@ -355,9 +359,9 @@ def _new(func: Any, args: Any, kwargs: Any) -> Any:
         return torch.zeros(shape, dtype=dtype, device=device)
     initial = source.components[INITIAL].dtype if source.has_initial else None
     result = QuantizedTensor.empty(source.recipe, shape, dtype, device, initial)
-    for part in source.recipe.components:  # what belongs to the whole weight: FSDP2 copies no rows into empty shards
-        if part.tile is None and not result.is_meta and not source.is_meta:
-            result.components[part.name].copy_(source.components[part.name])
+    if not result.is_meta and not source.is_meta:  # FSDP2 copies no rows into empty shards
+        for part, value in zip(result.of_whole_weight(), source.of_whole_weight(), strict=True):
+            part.copy_(value)
     result._shared["name"] = source._shared.get("name")
     return result._copied(lambda part: part.pin_memory()) if kwargs.get("pin_memory") else result
 

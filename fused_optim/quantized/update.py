@@ -67,14 +67,27 @@ def _absmax(updates: Iterable[Update]) -> dict[Tensor, Tensor]:
         by_sharding.setdefault((mesh, dims, local_tensor(update.param).device), []).append(update)
     found = {}
     for (mesh, dims, device), alike in by_sharding.items():
-        absmax = torch.stack([_local_absmax(update, device) for update in alike])
+        numbers = [_of_whole_weight(update, device) for update in alike]
+        reduced = torch.cat(numbers)
         for dim in dims:
-            dist.all_reduce(absmax, dist.ReduceOp.MAX, group=mesh.get_group(dim))
-        found.update(zip((update.param for update in alike), absmax.unbind(), strict=True))
+            dist.all_reduce(reduced, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        for update, piece in zip(alike, reduced.split([len(own) for own in numbers]), strict=True):
+            found[update.param] = piece[0]
+            _take_over(local_tensor(update.param), piece[1:])
     return found
 
 
-def _local_absmax(update: Update, device: torch.device) -> Tensor:
-    if update.values is None:
-        return torch.zeros((), device=device)
-    return local_tensor(update.param).recipe.absmax(update.values)
+def _of_whole_weight(update: Update, device: torch.device) -> Tensor:
+    """The absmax of this rank's values, then what the weight has beside them: zeros where this rank holds no rows."""
+    local = local_tensor(update.param)
+    absmax = torch.zeros((), device=device) if update.values is None else local.recipe.absmax(update.values)
+    own = torch.cat([absmax.reshape(1), *local.of_whole_weight()])
+    return own if local.numel() else torch.zeros_like(own)
+
+
+def _take_over(local: QuantizedTensor, numbers: Tensor) -> None:
+    """Ranks that hold no rows have no scales and histories of their own; a checkpoint writes none there, either."""
+    if not local.numel():
+        parts = local.of_whole_weight()
+        for part, value in zip(parts, numbers.split([len(part) for part in parts]), strict=True):
+            part.copy_(value)
