@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import distributed
 from distributed import Part, part, shard_like
@@ -66,12 +67,39 @@ class Layers(nn.Module):
         )
 
 
+class Perceptron(nn.Module):
+    """Two layers as tensor parallelism cuts them: the first by rows, the second by columns."""
+
+    def __init__(self, inputs: int, hidden: int, outputs: int, dtype: torch.dtype, seed: int = 0) -> None:
+        super().__init__()
+        self.up = nn.Linear(inputs, hidden, bias=False, dtype=dtype)
+        self.down = nn.Linear(hidden, outputs, bias=False, dtype=dtype)
+        for number, param in enumerate(self.parameters()):
+            param.data.copy_(values(param.shape, seed, 3, number))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def perceptron(recipe: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Perceptron:
+    sizes = (24, 512, 512) if recipe == "tiles" else (48, 256, 7)
+    return Perceptron(*sizes, dtype, seed)
+
+
+def tensor_parallel(model: Perceptron) -> Perceptron:
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    return parallelize_module(model, mesh_of("tp")["tp"], plan)
+
+
 def plain_model(recipe: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Layers:
     return Layers(TILED_SHAPES if recipe == "tiles" else SHAPES, dtype, seed)
 
 
 class Run:
-    """A quantized model, its optimizer, and training with given gradients. ``how``: plain, fsdp or hsdp."""
+    """A quantized model, its optimizer, and training with given gradients.
+
+    ``how``: plain, fsdp, hsdp or tp (FSDP2 over the shards of tensor parallelism). ``build``: the model.
+    """
 
     def __init__(
         self,
@@ -79,13 +107,17 @@ class Run:
         how: str = "fsdp",
         dtype: torch.dtype = torch.bfloat16,
         *,
+        build: Callable[..., nn.Module] | None = None,
         fresh: bool = False,
         **options: Any,
     ) -> None:
-        self.model = plain_model(recipe, dtype, seed=1 if fresh else 0)
+        self.model = (build or plain_model)(recipe, dtype, seed=1 if fresh else 0)
+        if how == "tp":
+            tensor_parallel(self.model)
         quantize_model_(self.model, RECIPES[recipe])
         if how != "plain":
-            fully_shard(self.model, mesh=mesh_of(how))
+            mesh = mesh_of(how)
+            fully_shard(self.model, mesh=mesh["dp"] if how == "tp" else mesh)
         options = {"lr": 0.5 if fresh else 0.01, "weight_decay": 0.1, "seed": 3, **options}
         # torch.distributed.checkpoint loads no states of frozen parameters.
         self.params = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
@@ -112,7 +144,8 @@ class Run:
 
 
 def mesh_of(how: str) -> DeviceMesh:
-    return distributed.mesh(2, 2, names=("replicate", "shard")) if how == "hsdp" else distributed.mesh()
+    names = {"hsdp": ("replicate", "shard"), "tp": ("dp", "tp")}
+    return distributed.mesh(2, 2, names=names[how]) if how in names else distributed.mesh()
 
 
 def gradient(shape: Iterable[int], index: int, step: int) -> Tensor:
