@@ -62,15 +62,6 @@ def outputs(
     return type(shard)(components, recipe, shape, dtype), ()
 
 
-def first_rows(tensor: QuantizedTensor, rows: int) -> QuantizedTensor:
-    """The first rows, of which the last block may be short: where padding ends."""
-    components = {}
-    for part in tensor.recipe.components:
-        value = tensor.components[part.name]
-        components[part.name] = value if part.tile is None else value[: -(-rows // part.tile[0])]
-    return tensor._view(components, (rows, *tensor._weight_shape[1:]))
-
-
 def _gathered_components(shard: QuantizedTensor) -> list[Component]:
     return [part for part in shard.recipe.components if part.tile is not None or part.name == "tensor_scale"]
 

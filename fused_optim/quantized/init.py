@@ -51,16 +51,37 @@ def quantize_model_(
     for module, name in chosen:
         _check(module.weight, recipe, name)
     replaced: dict[Tensor, nn.Parameter] = {}
-    for module, _ in chosen:
+    for module, name in chosen:
         weight = module.weight
         if weight not in replaced:
-            replaced[weight] = _quantized(weight, recipe, keep_initial)
+            replaced[weight] = _quantized(weight, recipe, keep_initial, name)
     for module in model.modules():  # tied weights have the same parameter in modules that were not chosen, too
-        for key, param in list(module._parameters.items()):
-            if param is not None and param in replaced:
-                module._parameters[key] = replaced[param]
+        tied = {key: param for key, param in module._parameters.items() if param is not None and param in replaced}
+        for key, param in tied.items():
+            module._parameters[key] = replaced[param]
+        if tied:
+            module.register_load_state_dict_pre_hook(_quantize_assigned)
     finish_initialization(model)
     return model
+
+
+@torch.no_grad()
+def _quantize_assigned(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
+) -> None:
+    """``load_state_dict(assign=True)`` would make weights plain, or of another recipe, where the state dict's are."""
+    if not local_metadata.get("assign_to_params_buffers"):
+        return
+    for key, param in module._parameters.items():
+        value, current = state_dict.get(prefix + key), None if param is None else local_tensor(param)
+        if not isinstance(value, Tensor) or not isinstance(current, QuantizedTensor):
+            continue
+        local = local_tensor(value.detach())
+        if not isinstance(local, QuantizedTensor) or local.recipe != current.recipe:
+            target = QuantizedTensor.empty(current.recipe, local.shape, current.dtype, local.device)
+            target._shared.update(shard=isinstance(value, DTensor), name=prefix + key)
+            target.copy_(local)
+            state_dict[prefix + key] = rewrap_like(target, value)
 
 
 def _check(weight: Tensor, recipe: Recipe, name: str) -> None:
@@ -88,29 +109,41 @@ def _check_cuts(weight: Tensor, recipe: Recipe) -> None:
                 raise ValueError(f"{problem} (placements {tuple(weight.placements)})")
 
 
-def _quantized(weight: Tensor, recipe: Recipe, keep_initial: bool) -> nn.Parameter:
+def _quantized(weight: Tensor, recipe: Recipe, keep_initial: bool, name: str) -> nn.Parameter:
     values = local_tensor(weight.detach())
     local = QuantizedTensor.empty(recipe, values.shape, values.dtype, values.device)
     local.components["initial"] = values.contiguous().view(values.shape[0], -1)
-    local._shared["stale"] = values.device.type != "meta"
-    local._shared["discard"] = not keep_initial
+    stale = values.device.type != "meta"
+    shard = bool(update.sharding_dims(weight))
+    local._shared.update(stale=stale, discard=not keep_initial, shard=shard, name=name)
     return nn.Parameter(rewrap_like(local, weight), requires_grad=weight.requires_grad)
 
 
 @torch.no_grad()
 def finish_initialization(model: nn.Module) -> None:
-    """Quantize the weights whose initial values were changed since, with one reduction for all.
+    """Quantize the weights that plain values were written into since, with one reduction for all.
 
-    To be called on all ranks after weights that were on the meta device have been given values:
-    ``model.to_empty(device=...)``, ``model.apply(initialise)``, ``finish_initialization(model)``.
+    To be called on all ranks after sharded weights got plain values: after ``model.to_empty(device=...)`` and
+    ``model.apply(initialise)``, and after a state dict that is not quantized was loaded into weights whose recipe has a
+    scale for all of a weight. Until then such weights raise where they are used.
     """
     params = [param for param in dict.fromkeys(model.parameters()) if isinstance(local_tensor(param), QuantizedTensor)]
-    stale = [param for param in params if local_tensor(param).is_stale and not local_tensor(param).is_meta]
-    update.write([Update(param, local_tensor(param).initial_values()) for param in stale])
+    params = [param for param in params if not local_tensor(param).is_meta]
+    updates = [Update(param, local_tensor(param).initial_values()) for param in _stale(params)]
+    for stale in updates:
+        local_tensor(stale.param).forget_scales()
+    update.write(updates)
     for param in params:
         local = local_tensor(param)
-        if local._shared.pop("discard", False) and not local.is_meta:
+        if local._shared.pop("discard", False):
             local.discard_high_precision_init()
+
+
+def _stale(params: list[Tensor]) -> list[Tensor]:
+    """What any rank has to quantize: ranks without rows have nothing, and the others' values count for all."""
+    flags = {param: torch.tensor([float(local_tensor(param).is_stale)]) for param in params}
+    flags = {param: flag.to(local_tensor(param).device) for param, flag in flags.items()}
+    return [param for param, flag in update.reduce_over_shards(flags).items() if flag.item()]
 
 
 @contextmanager

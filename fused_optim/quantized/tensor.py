@@ -41,10 +41,11 @@ class QuantizedTensor(torch.Tensor):
     # A view with its dims swapped, or of all elements in one dim. Neither can be cut or written.
     _transposed: bool
     _flat: bool
-    # Of all views of a weight together: whether initial values were changed and not quantized since.
-    _shared: dict[str, bool]
-    # Whether it is a view of a part of a weight.
-    _part: bool
+    # Of all views of a weight together: whether initial values were changed and not quantized since ("stale"), whether
+    # they are to be freed once quantized ("discard"), whether other ranks hold parts of the weight ("shard"), its name.
+    _shared: dict[str, Any]
+    # What it is a part of: the tensor, the dim, and from where to where.
+    _cut_from: tuple[QuantizedTensor, int, int, int] | None
     # Rows of the tensor whose first rows these are: FSDP2 pads shards so, and gathers them padded.
     _padded_rows: int
 
@@ -70,14 +71,14 @@ class QuantizedTensor(torch.Tensor):
         *,
         transposed: bool = False,
         flat: bool = False,
-        part: bool = False,
-        shared: dict[str, bool] | None = None,
+        cut_from: tuple[QuantizedTensor, int, int, int] | None = None,
+        shared: dict[str, Any] | None = None,
         padded_rows: int = 0,
     ) -> None:
         self.components = components
         self.recipe = recipe
         self._weight_shape = torch.Size(shape)
-        self._transposed, self._flat, self._part = transposed, flat, part
+        self._transposed, self._flat, self._cut_from = transposed, flat, cut_from
         self._shared = {"stale": False} if shared is None else shared
         self._padded_rows = max(padded_rows, shape[0])
 
@@ -114,14 +115,20 @@ class QuantizedTensor(torch.Tensor):
 
     def _view(self, components: Components, shape: Sequence[int] | None = None, **flags: Any) -> QuantizedTensor:
         """A tensor that shares memory with this one."""
-        kept = {"transposed": self._transposed, "flat": self._flat, "part": self._part, "shared": self._shared}
+        kept = {
+            "transposed": self._transposed,
+            "flat": self._flat,
+            "cut_from": self._cut_from,
+            "shared": self._shared,
+        }
         shape = self._weight_shape if shape is None else shape
         return QuantizedTensor(components, self.recipe, shape, flags.pop("dtype", self.dtype), **{**kept, **flags})
 
     def _copied(self, function: Callable[[Tensor], Tensor], padded_rows: int = 0) -> QuantizedTensor:
         """The same tensor with copies of the components."""
+        self.check_not_freed()
         components = {name: function(part) for name, part in self.components.items()}
-        return self._view(components, part=False, shared=dict(self._shared), padded_rows=padded_rows)
+        return self._view(components, cut_from=None, shared=dict(self._shared), padded_rows=padded_rows)
 
     # --- values -------------------------------------------------------------------------------------------------
 
@@ -147,8 +154,13 @@ class QuantizedTensor(torch.Tensor):
 
     def values(self) -> Tensor:
         """FP32 values, in the shape of the weight. A new tensor."""
+        self.check_not_freed()
         self.check_fresh()
         return self.recipe.decode(self.components, tuple(self._weight_shape))
+
+    def of_whole_weight(self) -> list[Tensor]:
+        """The components, all FP32, that are the same however the weight is cut."""
+        return [self.components[part.name] for part in self.recipe.components if part.tile is None]
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values as a plain tensor of ``dtype``, or of the tensor's own; wherever the data lies."""
@@ -158,10 +170,22 @@ class QuantizedTensor(torch.Tensor):
     def write(self, values: Tensor) -> None:
         """Quantize plain values of this tensor's shape, with a new tensor-wide scale from these values alone."""
         values = values.detach().float()
+        self.forget_scales()
         absmax = self.recipe.absmax(values) if self.recipe.scales_whole_tensor else None
         self.recipe.rescale(self.components, absmax, None, advance=True)
         self.recipe.encode(values, self.components)
         self.mark_fresh()
+
+    def forget_scales(self) -> None:
+        """Before values that have nothing to do with the earlier ones: histories of scales start anew."""
+        for part in self.of_whole_weight():
+            part.zero_()
+
+    @property
+    def where(self) -> str:
+        """The parameter's name, where it is known, as the beginning of a message."""
+        name = self._shared.get("name")
+        return f"{name}: " if name else ""
 
     def mark_fresh(self) -> None:
         """The data was quantized from the initial values as they are."""
@@ -169,15 +193,45 @@ class QuantizedTensor(torch.Tensor):
 
     @property
     def is_stale(self) -> bool:
-        """Whether initial values were changed and not quantized since."""
-        return self._shared["stale"]
+        """Whether plain values were written and not quantized since."""
+        return self._shared["stale"] and self.numel() > 0
 
     def check_fresh(self) -> None:
         if self.is_stale:
             raise RuntimeError(
-                "the initial values of a quantized weight were changed but not quantized yet: call "
-                "fused_optim.quantized.finish_initialization(model) after initialising it"
+                f"{self.where}plain values were written into a quantized weight but not quantized yet: call "
+                "fused_optim.quantized.finish_initialization(model) on all ranks after initialising or loading it"
             )
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether its memory was given back, as FSDP2 does with gathered weights after their use."""
+        data = self.components["data"]
+        return data.numel() > 0 and not data.is_meta and data.untyped_storage().size() == 0
+
+    def check_not_freed(self) -> None:
+        if self.is_freed:
+            raise RuntimeError(f"{self.where}the data of this quantized weight has been freed")
+
+    def keep_plain(self, values: Tensor) -> None:
+        """Take plain values of this tensor's shape as initial values, to be quantized by ``finish_initialization``.
+
+        Where the tensor has none, they are freed then.
+        """
+        self._ensure_initial(values.dtype if values.is_floating_point() else torch.float32)
+        self.components[INITIAL].copy_(values.detach().reshape(as_matrix(tuple(self._weight_shape))))
+        self._shared["stale"] = True
+
+    def _ensure_initial(self, dtype: torch.dtype) -> None:
+        if self.has_initial:
+            return
+        if self._cut_from is None:
+            self.components[INITIAL] = self.values().to(dtype).view(as_matrix(tuple(self._weight_shape)))
+            self._shared["discard"] = True
+        else:
+            whole, dim, start, end = self._cut_from
+            whole._ensure_initial(dtype)
+            self.components[INITIAL] = _cut_component(whole.components[INITIAL], _INITIAL_COMPONENT, dim, start, end)
 
     # --- what torch asks tensors without memory of their own ------------------------------------------------------
 
@@ -185,7 +239,7 @@ class QuantizedTensor(torch.Tensor):
         return 0
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        return torch.UntypedStorage(0, device="meta" if self.is_meta else "cpu")
+        return torch.UntypedStorage(0, device=self.device)
 
     def is_pinned(self, device: torch.device | None = None) -> bool:
         return all(part.is_pinned() for part in self.components.values())
@@ -201,14 +255,17 @@ class QuantizedTensor(torch.Tensor):
             raise TypeError("views of a quantized weight cannot be pickled")
         self.check_fresh()
         kept = {name: part for name, part in self.components.items() if name != INITIAL}
+        if self.is_freed:
+            kept = {name: part.to("meta") for name, part in kept.items()}
         fields = {field.name: getattr(self.recipe, field.name) for field in dataclasses.fields(self.recipe)}
-        arguments = (kept, self.recipe.name, fields, tuple(self._weight_shape), self.dtype, self.requires_grad)
-        return rebuild, arguments
+        described = (self.recipe.name, fields, tuple(self._weight_shape), self.dtype)
+        flags = (self.requires_grad, isinstance(self, torch.nn.Parameter), bool(self._shared.get("shard")))
+        return rebuild, (kept, *described, *flags)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         for name, part in self.components.items():
             setattr(self, f"_{name}", part)
-        flags = {"transposed": self._transposed, "flat": self._flat, "part": self._part, "shared": self._shared}
+        flags = {"transposed": self._transposed, "flat": self._flat, "shared": self._shared}
         names = [f"_{name}" for name in self.components]
         return names, (self.recipe, self._weight_shape, self.dtype, flags, self._padded_rows)
 
@@ -248,11 +305,15 @@ def rebuild(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     requires_grad: bool,
+    is_parameter: bool,
+    shard: bool,
 ) -> QuantizedTensor:
     """What a pickled ``QuantizedTensor`` is made of. Raises ValueError for a recipe of a newer version."""
     if recipe not in RECIPES:
         raise ValueError(f"unknown recipe {recipe!r} of a quantized tensor; known are {', '.join(RECIPES)}")
-    return QuantizedTensor(components, RECIPES[recipe](**fields), shape, dtype).requires_grad_(requires_grad)
+    shared = {"stale": False, "shard": shard}
+    result = QuantizedTensor(components, RECIPES[recipe](**fields), shape, dtype, shared=shared)
+    return torch.nn.Parameter(result, requires_grad) if is_parameter else result.requires_grad_(requires_grad)
 
 
 def check_shape(recipe: Recipe, shape: Sequence[int]) -> None:
@@ -306,14 +367,21 @@ def _clone(func: Any, args: Any, kwargs: Any) -> Any:
     return args[0]._copied(lambda part: part.clone(memory_format=torch.contiguous_format))
 
 
+def _within_autocast() -> bool:
+    """torch.is_autocast_enabled() is False while autocast itself casts."""
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return depth > 0
+
+
 @implements(aten._to_copy.default)
 def _to_copy(func: Any, args: Any, kwargs: Any) -> Any:
     source, dtype = args[0], kwargs.get("dtype")
     if dtype is not None and dtype != source.dtype:
-        if torch.is_autocast_enabled(source.device.type):  # a view that decodes to what the operation computes in
+        if _within_autocast():  # a view that decodes to what the operation computes in
             return source._view(source.components, dtype=dtype)
         raise TypeError(
-            f"a quantized weight cannot be cast from {source.dtype} to {dtype}; dequantize({dtype}) gives a plain copy"
+            f"{source.where}a quantized weight cannot be cast from {source.dtype} to {dtype}; dequantize({dtype}) gives a plain copy"
         )
     moved = {key: kwargs[key] for key in ("device", "non_blocking", "pin_memory") if kwargs.get(key) is not None}
     return source._copied(lambda part: aten._to_copy.default(part, **moved), source._padded_rows)
@@ -353,6 +421,10 @@ def _new(func: Any, args: Any, kwargs: Any) -> Any:
         return torch.zeros(shape, dtype=dtype, device=device)
     initial = source.components[INITIAL].dtype if source.has_initial else None
     result = QuantizedTensor.empty(source.recipe, shape, dtype, device, initial)
+    if not result.is_meta and not source.is_meta:  # FSDP2 copies no rows into empty shards
+        for part, value in zip(result.of_whole_weight(), source.of_whole_weight(), strict=True):
+            part.copy_(value)
+    result._shared.update(name=source._shared.get("name"), shard=True)
     return result._copied(lambda part: part.pin_memory()) if kwargs.get("pin_memory") else result
 
 
@@ -382,15 +454,14 @@ def _copy_components(target: QuantizedTensor, source: QuantizedTensor) -> None:
 
 
 def _copy_values(target: QuantizedTensor, source: Tensor) -> None:
-    values = source.values() if isinstance(source, QuantizedTensor) else source
-    values = values.to(target.device).view(target._weight_shape)
+    """Quantizes, except where that needs the values of other shards: then the values are kept until it can be done."""
+    values = source.values() if isinstance(source, QuantizedTensor) else source.to(target.device)
+    partial = target._cut_from is not None or target._shared.get("shard")
+    if target.is_stale or (target.recipe.scales_whole_tensor and partial):
+        target.keep_plain(values)
+        return
     if target.has_initial:
         target.components[INITIAL].copy_(values.reshape(target.components[INITIAL].shape))
-    if target.recipe.scales_whole_tensor and target._part:
-        raise RuntimeError(
-            f"a part of a weight cannot be quantized on its own: {target.recipe.name} has a scale for all of it. "
-            "Load a checkpoint of the same recipe, or the optimizer's masters and then sync_params_from_master()"
-        )
     target.write(values)
 
 
@@ -398,20 +469,31 @@ def _copy_values(target: QuantizedTensor, source: Tensor) -> None:
 
 
 def cut(tensor: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedTensor:
-    """Rows (dim 0) or columns ``start`` to ``end``, as a view. Raises ValueError where a block would be cut."""
+    """Rows (dim 0) or columns ``start`` to ``end``, as a view. Raises ValueError where a block would be cut.
+
+    The first rows may end within the last block: the others are padding then.
+    """
     shape = tensor._weight_shape
     if tensor._flat or tensor._transposed or (dim and len(shape) != 2):
         raise RuntimeError(f"this view of a quantized weight cannot be cut in dim {dim}")
     problem = tensor.recipe.cut_problem(start, end, shape[dim], dim)
-    if problem is not None:
-        raise ValueError(f"{problem}. Choose a number of ranks that leaves blocks whole, or another recipe")
+    if problem is not None and not (dim == 0 and start == 0 and _same_blocks(tensor, end)):
+        raise ValueError(
+            f"{tensor.where}{problem}. Choose a number of ranks that leaves blocks whole, or another recipe"
+        )
     parts = {part.name: part for part in (*tensor.recipe.components, _INITIAL_COMPONENT)}
     components = {
         name: _cut_component(value, parts[name], dim, start, end) for name, value in tensor.components.items()
     }
     size = [*shape]
     size[dim] = end - start
-    return tensor._view(components, size, part=tensor._part or end - start < shape[dim])
+    return tensor._view(components, size, cut_from=(tensor, dim, start, end))
+
+
+def _same_blocks(tensor: QuantizedTensor, rows: int) -> bool:
+    """Whether the first rows need all blocks of rows."""
+    tiles = [part.tile[0] for part in tensor.recipe.components if part.tile is not None]
+    return -(-rows // max(tiles)) == -(-tensor._weight_shape[0] // max(tiles))
 
 
 def _cut_component(value: Tensor, component: Component, dim: int, start: int, end: int) -> Tensor:
@@ -427,6 +509,8 @@ def _slice(func: Any, args: Any, kwargs: Any) -> Any:
     if step != 1:
         return func(tensor.dequantize(), *args[1:], **kwargs)
     start, end, _ = slice(start, end).indices(tensor.shape[dim])
+    if (start, end) == (0, tensor.shape[dim]):
+        return _detach(aten.alias.default, (tensor,), {})
     result = cut(tensor, dim % tensor.dim(), start, max(start, end))
     if start == 0 and dim % tensor.dim() == 0:
         result._padded_rows = tensor._padded_rows
@@ -490,7 +574,7 @@ def _as_strided(func: Any, args: Any, kwargs: Any) -> Any:
     contiguous = stride == torch.empty(shape, device="meta").stride()
     if not (whole_rows and contiguous and not offset) or tensor._flat or tensor._transposed:
         return func(tensor.dequantize(), *args[1:], **kwargs)
-    return return_and_correct_aliasing(func, args, kwargs, all_gather.first_rows(tensor, shape[0]))
+    return return_and_correct_aliasing(func, args, kwargs, cut(tensor, 0, 0, shape[0]))
 
 
 @implements(aten.is_pinned.default)
@@ -500,8 +584,19 @@ def _is_pinned(func: Any, args: Any, kwargs: Any) -> Any:
 
 @implements(aten.embedding.default)
 def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
+    """Decodes only the rows that are looked up, where blocks lie within rows."""
     weight, indices = args[:2]
-    return func(weight.dequantize(), indices, *args[2:], **kwargs)
+    tiles = [part.tile[0] for part in weight.recipe.components if part.tile is not None]
+    if max(tiles) > 1 or weight._transposed or weight._flat:
+        return func(weight.dequantize(), indices, *args[2:], **kwargs)
+    weight.check_fresh()
+    rows = indices.reshape(-1)
+    components = {
+        part.name: weight.components[part.name] if part.tile is None else weight.components[part.name][rows]
+        for part in weight.recipe.components
+    }
+    shape = (len(rows), *weight._weight_shape[1:])
+    return weight.recipe.decode(components, shape).to(weight.dtype).view(*indices.shape, *shape[1:])
 
 
 torch.serialization.add_safe_globals([rebuild, QuantizedTensor])

@@ -8,7 +8,7 @@ replicates it: otherwise a checkpoint could not be resharded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -63,21 +63,41 @@ def write(updates: Sequence[Update], applies: Tensor | None = None, advance: boo
 
 def _absmax(updates: Iterable[Update]) -> dict[Tensor, Tensor]:
     """The largest finite magnitude of each parameter's values over all shards."""
-    by_sharding: dict[tuple[DeviceMesh | None, tuple[int, ...], torch.device], list[Update]] = {}
-    for update in updates:
-        dims = sharding_dims(update.param)
-        mesh = update.param.device_mesh if dims else None
-        by_sharding.setdefault((mesh, dims, local_tensor(update.param).device), []).append(update)
     found = {}
-    for (mesh, dims, device), alike in by_sharding.items():
-        absmax = torch.stack([_local_absmax(update, device) for update in alike])
-        for dim in dims:
-            dist.all_reduce(absmax, dist.ReduceOp.MAX, group=mesh.get_group(dim))
-        found.update(zip((update.param for update in alike), absmax.unbind(), strict=True))
+    for param, numbers in reduce_over_shards({u.param: _of_whole_weight(u) for u in updates}).items():
+        found[param] = numbers[0]
+        _take_over(local_tensor(param), numbers[1:])
     return found
 
 
-def _local_absmax(update: Update, device: torch.device) -> Tensor:
-    if update.values is None:
-        return torch.zeros((), device=device)
-    return local_tensor(update.param).recipe.absmax(update.values)
+def reduce_over_shards(numbers: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+    """The largest of the ranks' numbers of each parameter, element by element; all ranks pass the same parameters."""
+    by_sharding: dict[tuple[DeviceMesh | None, tuple[int, ...], torch.device], list[Tensor]] = {}
+    for param, own in numbers.items():
+        dims = sharding_dims(param)
+        mesh = param.device_mesh if dims else None
+        by_sharding.setdefault((mesh, dims, own.device), []).append(param)
+    found = {}
+    for (mesh, dims, _), alike in by_sharding.items():
+        reduced = torch.cat([numbers[param] for param in alike])
+        for dim in dims:
+            dist.all_reduce(reduced, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        found.update(zip(alike, reduced.split([len(numbers[param]) for param in alike]), strict=True))
+    return found
+
+
+def _of_whole_weight(update: Update) -> Tensor:
+    """The absmax of this rank's values, then what the weight has beside them: zeros where this rank holds no rows."""
+    local = local_tensor(update.param)
+    whole = local.of_whole_weight()
+    absmax = whole[0].new_zeros(1) if update.values is None else local.recipe.absmax(update.values).reshape(1)
+    own = torch.cat([absmax, *whole])
+    return own if local.numel() else torch.zeros_like(own)
+
+
+def _take_over(local: QuantizedTensor, numbers: Tensor) -> None:
+    """Ranks that hold no rows have no scales and histories of their own; a checkpoint writes none there, either."""
+    if not local.numel():
+        parts = local.of_whole_weight()
+        for part, value in zip(parts, numbers.split([len(part) for part in parts]), strict=True):
+            part.copy_(value)

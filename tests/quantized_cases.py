@@ -1,0 +1,186 @@
+"""What the tests of quantized weights share: recipes, models, given gradients, the components of all ranks joined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import distributed
+from distributed import Part, part, shard_like
+from fused_optim import FusedAdam
+from fused_optim.dtensor import local_tensor
+from fused_optim.quantized import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8DelayedScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QuantizedTensor,
+    Recipe,
+    quantize_model_,
+)
+
+RECIPES: dict[str, Recipe] = {
+    "current": Float8CurrentScaling(),
+    "delayed": Float8DelayedScaling(amax_history_len=3),
+    "recent": Float8DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent", margin=1),
+    "tiles": Float8BlockScaling((128, 128)),
+    "rows": Float8BlockScaling((1, 128), power_of_two=True),
+    "mxfp8": MXFP8BlockScaling(),
+    "mxfp8up": MXFP8BlockScaling(round_up=True),
+    "nvfp4": NVFP4BlockScaling(),
+}
+WHOLE = [name for name, recipe in RECIPES.items() if recipe.scales_whole_tensor]
+# Rows and columns. Uneven shards, empty ones, short blocks; of 1535 rows 2, 3 and 4 ranks hold whole tiles of 128.
+SHAPES = {"even": (24, 64), "uneven": (7, 144), "few": (2, 48), "never": (5, 32), "frozen": (3, 32)}
+TILED_SHAPES = {"uneven": (1535, 20), "never": (1536, 8), "frozen": (1535, 4)}
+
+
+def values(shape: Iterable[int], *seed: int) -> Tensor:
+    """Normal values over several magnitudes, the same on every rank."""
+    generator = torch.Generator().manual_seed(hash(seed))
+    shape = tuple(shape)
+    return torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-9, 2, shape, generator=generator))
+
+
+class Layers(nn.Module):
+    """Linear layers of every shape, side by side; every other one has a bias, which stays plain."""
+
+    def __init__(self, shapes: dict[str, tuple[int, int]], dtype: torch.dtype, seed: int = 0) -> None:
+        super().__init__()
+        for index, (name, (rows, columns)) in enumerate(shapes.items()):
+            layer = nn.Linear(columns, rows, bias=index % 2 == 0, dtype=dtype)
+            for number, param in enumerate(layer.parameters()):
+                param.data.copy_(values(param.shape, seed, index, number))
+            self.add_module(name, layer.requires_grad_(name != "frozen"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat(
+            [layer(x[:, : layer.in_features]) for name, layer in self.named_children() if name != "never"], 1
+        )
+
+
+class Perceptron(nn.Module):
+    """Two layers as tensor parallelism cuts them: the first by rows, the second by columns."""
+
+    def __init__(self, inputs: int, hidden: int, outputs: int, dtype: torch.dtype, seed: int = 0) -> None:
+        super().__init__()
+        self.up = nn.Linear(inputs, hidden, bias=False, dtype=dtype)
+        self.down = nn.Linear(hidden, outputs, bias=False, dtype=dtype)
+        for number, param in enumerate(self.parameters()):
+            param.data.copy_(values(param.shape, seed, 3, number))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def perceptron(recipe: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Perceptron:
+    sizes = (24, 512, 512) if recipe == "tiles" else (48, 256, 7)
+    return Perceptron(*sizes, dtype, seed)
+
+
+def tensor_parallel(model: Perceptron) -> Perceptron:
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    return parallelize_module(model, mesh_of("tp")["tp"], plan)
+
+
+def plain_model(recipe: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Layers:
+    return Layers(TILED_SHAPES if recipe == "tiles" else SHAPES, dtype, seed)
+
+
+class Run:
+    """A quantized model, its optimizer, and training with given gradients.
+
+    ``how``: plain, fsdp, hsdp or tp (FSDP2 over the shards of tensor parallelism). ``build``: the model.
+    """
+
+    def __init__(
+        self,
+        recipe: str,
+        how: str = "fsdp",
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        build: Callable[..., nn.Module] | None = None,
+        fresh: bool = False,
+        **options: Any,
+    ) -> None:
+        self.model = (build or plain_model)(recipe, dtype, seed=1 if fresh else 0)
+        if how == "tp":
+            tensor_parallel(self.model)
+        quantize_model_(self.model, RECIPES[recipe])
+        if how != "plain":
+            mesh = mesh_of(how)
+            fully_shard(self.model, mesh=mesh["dp"] if how == "tp" else mesh)
+        options = {"lr": 0.5 if fresh else 0.01, "weight_decay": 0.1, "seed": 3, **options}
+        # torch.distributed.checkpoint loads no states of frozen parameters.
+        self.params = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
+        self.optimizer = FusedAdam(self.params.values(), **options)
+
+    def set_gradients(self, step: int) -> None:
+        for index, (name, param) in enumerate(self.params.items()):
+            if not name.startswith("never") and (index + step) % 4:  # not every one at every step
+                param.grad = shard_like(gradient(param.shape, index, step).to(param.dtype), param)
+
+    def train(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            self.set_gradients(step)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def snapshot(self) -> dict[str, Part]:
+        """This rank's parts of parameters, components of quantized ones, masters and states."""
+        found = parameter_parts(self.model)
+        names = list(self.params)
+        for index, states in self.optimizer.state_dict()["state"].items():
+            found |= {f"{names[index]}: {key}": part(value) for key, value in sorted(states.items())}
+        return found
+
+
+def mesh_of(how: str) -> DeviceMesh:
+    names = {"hsdp": ("replicate", "shard"), "tp": ("dp", "tp")}
+    return distributed.mesh(2, 2, names=names[how]) if how in names else distributed.mesh()
+
+
+def gradient(shape: Iterable[int], index: int, step: int) -> Tensor:
+    return values(shape, 7, index, step)
+
+
+def parameter_parts(model: nn.Module) -> dict[str, Part]:
+    found = {}
+    for name, param in model.named_parameters():
+        if isinstance(local_tensor(param), QuantizedTensor):
+            found |= {f"{name}: {key}": value for key, value in component_parts(param).items()}
+        else:
+            found[f"{name}: parameter"] = part(param)
+    return found
+
+
+def component_parts(param: Tensor) -> dict[str, Part]:
+    """This rank's entries of every component but initial values, and where they lie in the whole weight's component."""
+    local: QuantizedTensor = local_tensor(param.detach())
+    marker = torch.empty(local.shape)
+    if isinstance(param, DTensor):
+        marker = DTensor.from_local(
+            marker, param.device_mesh, param.placements, shape=param.shape, stride=param.stride(), run_check=False
+        )
+    indices = part(marker)[1].view(local.shape)
+    rows, columns = indices[:, 0] // param.shape[1], indices[:1].flatten() % param.shape[1]
+    found = {}
+    for component in local.recipe.components:
+        value = local.components[component.name].detach().cpu().flatten().clone()
+        shape = local.recipe.component_shape(component, tuple(param.shape))
+        if component.tile is None:
+            found[component.name] = (torch.Size(shape), torch.arange(value.numel()), value)
+            continue
+        row, column = (at[::tile] // tile for at, tile in zip((rows, columns), component.tile, strict=True))
+        if local.numel() == 0:
+            row, column = row[:0], column[:0]
+        found[component.name] = (torch.Size(shape), (row[:, None] * shape[1] + column).flatten(), value)
+    return found

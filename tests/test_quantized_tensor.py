@@ -1,0 +1,379 @@
+"""What a quantized weight lets be done to it, and what it refuses, on one process."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fused_optim import FusedAdam
+from fused_optim.quantized import QuantizedTensor, finish_initialization, quantize_model_, quantized_model_init
+from quantized_cases import RECIPES, TILED_SHAPES, Layers, plain_model, values
+
+EACH = pytest.mark.parametrize("recipe", RECIPES)
+CPU = torch.device("cpu")
+
+
+def quantized_model(recipe: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0, **options: Any) -> Layers:
+    return quantize_model_(plain_model(recipe, dtype, seed), RECIPES[recipe], **options)
+
+
+def weight_of(recipe: str, dtype: torch.dtype = torch.bfloat16) -> QuantizedTensor:
+    return quantized_model(recipe, dtype, keep_initial=False).uneven.weight
+
+
+def same_components(a: QuantizedTensor, b: QuantizedTensor) -> bool:
+    assert a.recipe == b.recipe and a.shape == b.shape and a.dtype == b.dtype
+    return all(torch.equal(a.components[part.name], b.components[part.name]) for part in a.recipe.components)
+
+
+def saved(value: Any) -> io.BytesIO:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return buffer
+
+
+# --- casts and operations ---------------------------------------------------------------------------------------
+
+
+@EACH
+def test_casts_raise_and_change_nothing(recipe: str) -> None:
+    model = quantized_model(recipe)
+    before = copy.deepcopy(model.uneven.weight)
+    for cast in (Tensor.float, Tensor.half, Tensor.double, lambda weight: weight.to(torch.float32)):
+        with pytest.raises(TypeError, match=r"uneven\.weight: a quantized weight cannot be cast from torch.bfloat16"):
+            cast(model.uneven.weight)
+    with pytest.raises(TypeError, match="cannot be cast"):
+        model.float()
+    model.bfloat16().to(CPU, torch.bfloat16)
+    assert isinstance(model.uneven.weight, QuantizedTensor) and same_components(model.uneven.weight, before)
+
+
+@EACH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_computes_with_the_decoded_weight(recipe: str, dtype: torch.dtype) -> None:
+    model, plain = quantized_model(recipe, dtype), plain_model(recipe, dtype)
+    x = values((3, 144), 1)
+    for name, layer in plain.named_children():
+        layer.weight.data = getattr(model, name).weight.dequantize()
+    results = []
+    for each in (model, plain):
+        with torch.autocast("cpu", torch.bfloat16):
+            result = each(x)
+        result.float().square().sum().backward()
+        results.append(result)
+    assert results[0].dtype == torch.bfloat16 and torch.equal(*results)
+    assert torch.equal(model.uneven.weight.grad, plain.uneven.weight.grad)
+    assert model.uneven.weight.grad.dtype == dtype
+
+
+@pytest.mark.parametrize("change", [
+    lambda weight: weight.mul_(2), lambda weight: weight.add_(1), lambda weight: weight.zero_(),
+    lambda weight: weight.normal_(), lambda weight: weight.t().mul_(2), lambda weight: weight[:2].fill_(1),
+    lambda weight: torch.add(weight, 1, out=weight), lambda weight: torch.mul(torch.ones(7, 144), 2, out=weight),
+])  # fmt: skip
+def test_operations_in_place_raise_and_change_nothing(change: Callable[[Tensor], Any]) -> None:
+    weight = weight_of("mxfp8").detach()
+    before = weight.clone()
+    with pytest.raises(RuntimeError, match="quantized weight"):
+        change(weight)
+    assert same_components(weight, before)
+
+
+@EACH
+def test_operations_see_the_decoded_weight(recipe: str) -> None:
+    weight = weight_of(recipe)
+    plain, x = weight.dequantize(), values((3, weight.shape[1]), 2).bfloat16()
+    assert type(plain) is Tensor and plain.dtype == torch.bfloat16
+    assert torch.equal(nn.functional.linear(x, weight), nn.functional.linear(x, plain))
+    assert torch.equal(x @ weight.t(), x @ plain.t())
+    assert torch.equal(weight.norm(), plain.norm()) and torch.equal(weight + 1, plain + 1)
+    assert torch.equal(torch.cat([weight, weight]), torch.cat([plain, plain]))
+    assert torch.equal(weight.view(-1, 4), plain.view(-1, 4)) and torch.equal(weight[:, None], plain[:, None])
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        assert torch.equal(weight.dequantize(dtype), weight.dequantize(torch.float32).to(dtype))
+
+
+@EACH
+def test_cuts_are_views_along_blocks_and_raise_within_them(recipe: str) -> None:
+    weight = QuantizedTensor.from_values(values((384, 256), 1), RECIPES[recipe])
+    plain = weight.dequantize()
+    for at in ((slice(128, 256),), (slice(None), slice(128, 256)), (slice(0, 128), slice(128, None))):
+        assert type(weight[at]) is QuantizedTensor and torch.equal(weight[at].dequantize(), plain[at])
+    for part, expected in zip(weight.split(128), plain.split(128), strict=True):
+        assert torch.equal(part.dequantize(), expected)
+    for part, expected in zip(weight.chunk(2, dim=1), plain.chunk(2, dim=1), strict=True):
+        assert torch.equal(part.dequantize(), expected)
+    if recipe == "tiles":
+        with pytest.raises(ValueError, match="cannot be cut to rows 1 to 3 of 384: its blocks have 128 rows"):
+            weight[1:3]
+    if not recipe.startswith(("current", "delayed", "recent")):
+        with pytest.raises(ValueError, match="cannot be cut to columns 1 to 3 of 256"):
+            weight[:, 1:3]
+
+
+@EACH
+def test_likes_have_the_shape_that_is_asked_for(recipe: str) -> None:
+    weight = weight_of(recipe)
+    for like in (torch.zeros_like, torch.ones_like, torch.rand_like, torch.randn_like):
+        assert type(like(weight)) is Tensor and like(weight).dtype == weight.dtype
+    columns = weight.shape[1]
+    assert weight.new_zeros(130, columns).shape == (130, columns)
+    assert type(weight.new_zeros(130, columns)) is QuantizedTensor
+    assert not weight.new_zeros(130, columns).dequantize().any()
+    for shape in [(5,), (3, columns + 1), (2, 3, 4)]:
+        plain = weight.new_zeros(shape)
+        assert type(plain) is Tensor and plain.shape == shape and plain.dtype == weight.dtype and not plain.any()
+    assert weight.new_zeros(4, columns, dtype=torch.float32).dtype == torch.float32
+    assert torch.empty_like(weight, device="meta").is_meta
+
+
+@EACH
+def test_embedding_decodes_the_rows_it_looks_up(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, columns = TILED_SHAPES["uneven"] if recipe == "tiles" else (50, 144)
+    model = nn.Sequential(nn.Embedding(rows, columns, padding_idx=2, dtype=torch.bfloat16))
+    plain = copy.deepcopy(model)
+    quantize_model_(model, RECIPES[recipe], lambda module, _: isinstance(module, nn.Embedding))
+    plain[0].weight.data = model[0].weight.dequantize()
+    decoded = []
+    decode = type(RECIPES[recipe]).decode
+    monkeypatch.setattr(
+        type(RECIPES[recipe]),
+        "decode",
+        lambda self, parts, shape: decoded.append(shape[0]) or decode(self, parts, shape),
+    )
+    indices = torch.tensor([[1, 2, 7], [7, 0, rows - 1]])
+    assert torch.equal(model(indices), plain(indices))
+    assert decoded == [rows if recipe == "tiles" else 6]
+    for each in (model, plain):
+        each(indices).float().square().sum().backward()
+    assert torch.equal(model[0].weight.grad, plain[0].weight.grad)
+
+
+# --- copies -----------------------------------------------------------------------------------------------------
+
+
+@EACH
+def test_copies_between_weights_of_one_recipe_are_of_bytes(recipe: str) -> None:
+    source, target = weight_of(recipe), quantized_model(recipe, seed=1, keep_initial=False).uneven.weight.detach()
+    source.components["data"][0, :2] = 0x7F  # which no encoder would write here
+    target.copy_(source)
+    assert same_components(target, source)
+    assert target.components["data"].data_ptr() != source.components["data"].data_ptr()
+
+
+@EACH
+def test_copies_from_plain_values_quantize_them(recipe: str) -> None:
+    source, target = weight_of(recipe), quantized_model(recipe, seed=1, keep_initial=False).uneven.weight.detach()
+    target.copy_(plain_model(recipe).uneven.weight)
+    assert same_components(target, source)
+    with pytest.raises(RuntimeError, match="expected shape"):
+        target.copy_(torch.zeros(1, target.shape[1]))
+
+
+@EACH
+def test_copies_between_recipes_quantize_the_values(recipe: str) -> None:
+    source = QuantizedTensor.from_values(plain_model("current").uneven.weight.detach(), RECIPES["current"])
+    target = QuantizedTensor.empty(RECIPES[recipe], source.shape, source.dtype, CPU)
+    target.copy_(source)
+    if recipe != "current":
+        expected = QuantizedTensor.from_values(source.dequantize(torch.float32), RECIPES[recipe])
+        assert torch.equal(target.values(), expected.values())
+
+
+@EACH
+def test_plain_values_in_a_part_never_change_the_scale_of_the_rest(recipe: str) -> None:
+    weight, rows = weight_of(recipe), 128 if recipe == "tiles" else 2
+    before = weight.dequantize()
+    new = values((rows, weight.shape[1]), 5).bfloat16() * 100
+    weight.detach()[rows : 2 * rows].copy_(new)
+    if RECIPES[recipe].scales_whole_tensor:
+        with pytest.raises(RuntimeError, match="finish_initialization"):
+            weight.dequantize()
+        expected = before.clone()
+        expected[rows : 2 * rows] = new
+        finish_initialization(model_of(weight))
+        assert same_components(weight, QuantizedTensor.from_values(expected, RECIPES[recipe]))
+        assert not weight.has_initial
+    else:
+        assert torch.equal(weight.dequantize()[:rows], before[:rows])
+        alone = QuantizedTensor.from_values(new, RECIPES[recipe])
+        assert torch.equal(weight.dequantize()[rows : 2 * rows], alone.dequantize())
+
+
+def model_of(weight: Tensor) -> nn.Module:
+    model = nn.Module()
+    model.weight = weight
+    return model
+
+
+@EACH
+def test_deep_copies_are_independent(recipe: str) -> None:
+    model = quantized_model(recipe)
+    other = copy.deepcopy(model)
+    assert isinstance(other.uneven.weight, nn.Parameter) and other.uneven.weight.requires_grad
+    assert not other.frozen.weight.requires_grad and other.uneven.weight.has_initial
+    with torch.no_grad():
+        other.uneven.weight.copy_(torch.zeros(other.uneven.weight.shape))
+    assert same_components(model.uneven.weight, weight_of(recipe))
+
+
+# --- saved and loaded -------------------------------------------------------------------------------------------
+
+
+@EACH
+def test_pickling_keeps_bytes_and_flags(recipe: str) -> None:
+    model = quantized_model(recipe)
+    for weight in (model.uneven.weight, model.frozen.weight):
+        for loaded in (pickle.loads(pickle.dumps(weight)), torch.load(saved(weight), weights_only=True)):
+            assert isinstance(loaded, nn.Parameter) and loaded.requires_grad == weight.requires_grad
+            assert same_components(loaded, weight) and not loaded.has_initial
+    assert type(torch.load(saved(model.uneven.weight.detach()), weights_only=True)) is QuantizedTensor
+
+
+@EACH
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_dicts_load_bytes(recipe: str, assign: bool) -> None:
+    state = torch.load(saved(quantized_model(recipe).state_dict()), weights_only=True)
+    model = quantized_model(recipe, seed=1)
+    model.load_state_dict(state, assign=assign)
+    assert same_components(model.uneven.weight, weight_of(recipe))
+
+
+@EACH
+@pytest.mark.parametrize("assign", [False, True])
+def test_plain_state_dicts_are_quantized(recipe: str, assign: bool) -> None:
+    model = quantized_model(recipe, seed=1)
+    model.load_state_dict(plain_model(recipe).state_dict(), assign=assign)
+    assert isinstance(model.uneven.weight, QuantizedTensor)
+    assert same_components(model.uneven.weight, weight_of(recipe))
+
+
+def test_assigned_state_dicts_of_another_recipe_are_quantized_anew() -> None:
+    model = quantized_model("mxfp8", seed=1)
+    other = quantized_model("rows")
+    model.load_state_dict(other.state_dict(), assign=True)
+    expected = QuantizedTensor.from_values(other.uneven.weight.dequantize(), RECIPES["mxfp8"])
+    assert same_components(model.uneven.weight, expected)
+
+
+def test_unknown_recipes_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = pickle.dumps(weight_of("mxfp8"))
+    monkeypatch.delitem(__import__("fused_optim.quantized.tensor", fromlist=["RECIPES"]).RECIPES, "MXFP8BlockScaling")
+    with pytest.raises(ValueError, match="unknown recipe 'MXFP8BlockScaling'"):
+        pickle.loads(text)
+
+
+@EACH
+def test_weights_whose_data_was_freed_still_describe_themselves(recipe: str) -> None:
+    weight = weight_of(recipe)
+    for part in weight.components.values():
+        part.untyped_storage().resize_(0)
+    assert weight.shape == plain_model(recipe).uneven.weight.shape and weight.dtype == torch.bfloat16
+    assert type(RECIPES[recipe]).__name__ in repr(weight) and weight.device == CPU
+    for loaded in (pickle.loads(pickle.dumps(weight)), torch.load(saved(weight), weights_only=True)):
+        assert loaded.is_meta and loaded.shape == weight.shape and loaded.recipe == weight.recipe
+    for use in (weight.dequantize, weight.clone, lambda: weight + 1):
+        with pytest.raises(RuntimeError, match="freed"):
+            use()
+
+
+def test_errors_and_reprs_print_no_contents() -> None:
+    weight = weight_of("mxfp8")
+    assert "tensor(" not in repr(weight) and "[" not in repr(weight)
+
+
+@EACH
+def test_flattening_gives_the_components_and_back(recipe: str) -> None:
+    weight = weight_of(recipe).detach()
+    names, context = weight.__tensor_flatten__()
+    inner = {name: getattr(weight, name) for name in names}
+    assert all(type(part) is Tensor for part in inner.values())
+    again = QuantizedTensor.__tensor_unflatten__(inner, context, weight.shape, weight.stride())
+    assert same_components(again, weight)
+
+
+def test_storage_is_where_the_data_is() -> None:
+    weight = weight_of("mxfp8")
+    assert weight.untyped_storage().device == CPU and weight.to("meta").untyped_storage().device.type == "meta"
+    assert weight.to("meta").device.type == "meta"
+
+
+# --- making models ----------------------------------------------------------------------------------------------
+
+
+def test_only_chosen_modules_are_quantized() -> None:
+    model = plain_model("mxfp8")
+    quantize_model_(model, RECIPES["mxfp8"], lambda module, name: name in ("even", "few"))
+    kinds = {name: type(param) for name, param in model.named_parameters()}
+    assert {name for name, kind in kinds.items() if kind is QuantizedTensor} == {"even.weight", "few.weight"}
+
+
+def test_tied_weights_stay_tied() -> None:
+    for chosen in (nn.Linear, nn.Embedding, (nn.Linear, nn.Embedding)):
+        model = nn.Sequential(nn.Embedding(7, 64), nn.Linear(64, 7))
+        model[1].weight = model[0].weight
+        quantize_model_(model, RECIPES["nvfp4"], lambda module, _, kind=chosen: isinstance(module, kind))
+        assert model[0].weight is model[1].weight and isinstance(model[0].weight, QuantizedTensor)
+        assert len(list(model.parameters())) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@EACH
+def test_masters_start_from_the_values_before_quantization(recipe: str, dtype: torch.dtype) -> None:
+    model, plain = quantized_model(recipe, dtype), plain_model(recipe, dtype)
+    optimizer = FusedAdam(model.parameters())
+    optimizer.initialize_state()
+    for name, master in optimizer.master_state_dict(model).items():
+        assert torch.equal(master, plain.get_parameter(name).float()), name
+    assert not any(param.has_initial for param in model.parameters() if isinstance(param, QuantizedTensor))
+
+
+def test_discarded_initial_values_seed_no_masters() -> None:
+    model = quantized_model("mxfp8", keep_initial=False)
+    assert not model.even.weight.has_initial
+    optimizer = FusedAdam(model.parameters())
+    optimizer.initialize_state()
+    assert torch.equal(optimizer.state[model.even.weight]["master_param"], model.even.weight.dequantize(torch.float32))
+
+
+def test_models_can_be_built_quantized() -> None:
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(64, 8), nn.LayerNorm(8), nn.Linear(8, 2, bias=False))
+    torch.manual_seed(1)
+    with quantized_model_init(RECIPES["nvfp4"]):
+        model = nn.Sequential(nn.Linear(64, 8), nn.LayerNorm(8), nn.Linear(8, 2, bias=False))
+    assert type(nn.Linear(2, 2).weight) is nn.Parameter
+    for index in (0, 2):
+        expected = QuantizedTensor.from_values(plain[index].weight.detach(), RECIPES["nvfp4"])
+        assert same_components(model[index].weight, expected)
+        assert torch.equal(model[index].weight.initial_values(), plain[index].weight)
+
+
+def test_initialising_again_needs_finishing() -> None:
+    model = quantized_model("current")
+    nn.init.normal_(model.even.weight)
+    with pytest.raises(RuntimeError, match=r"even\.weight: .*finish_initialization"):
+        model(values((3, 144), 1).bfloat16())
+    with pytest.raises(RuntimeError, match="finish_initialization"):
+        FusedAdam(model.parameters()).initialize_state()
+    finish_initialization(model)
+    initial = model.even.weight.initial_values()
+    assert same_components(model.even.weight, QuantizedTensor.from_values(initial.bfloat16(), RECIPES["current"]))
+
+
+def test_weights_that_cannot_be_quantized_are_named() -> None:
+    model = nn.Sequential(nn.Linear(5, 4))
+    with pytest.raises(ValueError, match=r"0\.weight, shape \(4, 5\): NVFP4BlockScaling needs an even number"):
+        quantize_model_(model, RECIPES["nvfp4"])
+    assert type(model[0].weight) is nn.Parameter
+    quantize_model_(model, RECIPES["mxfp8"])
+    with pytest.raises(ValueError, match=r"0\.weight is quantized already: MXFP8"):
+        quantize_model_(model, RECIPES["mxfp8"])
