@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from fused_optim.quantized import all_gather
+from fused_optim.quantized import all_gather, engine
+from fused_optim.quantized.engine import Encoding
 from fused_optim.quantized.recipes import RECIPES, Component, Components, Recipe, as_matrix
 
 aten = torch.ops.aten
@@ -142,20 +143,24 @@ class QuantizedTensor(torch.Tensor):
 
     def values(self) -> Tensor:
         """FP32 values, in the shape of the weight. A new tensor."""
+        return self._decode(torch.float32)
+
+    def _decode(self, dtype: torch.dtype) -> Tensor:
         self.check_fresh()
-        return self.recipe.decode(self.components, tuple(self._weight_shape))
+        return engine.decode(self.recipe, self.components, tuple(self._weight_shape), dtype)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values as a plain tensor of ``dtype``, or of the tensor's own; wherever the data lies."""
-        values = self.values().to(self.dtype if dtype is None else dtype)
+        values = self._decode(self.dtype if dtype is None else dtype)
         return values.view(-1) if self._flat else values.t() if self._transposed else values
 
     def write(self, values: Tensor) -> None:
         """Quantize plain values of this tensor's shape, with a new tensor-wide scale from these values alone."""
-        values = values.detach().float()
-        absmax = self.recipe.absmax(values) if self.recipe.scales_whole_tensor else None
-        self.recipe.rescale(self.components, absmax, None, advance=True)
-        self.recipe.encode(values, self.components)
+        weight = Encoding(self.recipe, self.components, values.detach().float())
+        whole = self.recipe.scales_whole_tensor
+        absmax = engine.absmax([self.recipe], [weight.values], self.device)[0] if whole else None
+        engine.rescale([weight], [absmax], None, advance=True)
+        engine.encode([weight])
         self.mark_fresh()
 
     def mark_fresh(self) -> None:

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DeviceMesh, DTensor
 
 from fused_optim.dtensor import local_tensor
+from fused_optim.quantized import engine
+from fused_optim.quantized.engine import Encoding
 from fused_optim.quantized.protocol import Update
 from fused_optim.quantized.tensor import QuantizedTensor
 
@@ -49,12 +51,16 @@ def needs_collective(param: Tensor) -> bool:
 @torch.no_grad()
 def write(updates: Sequence[Update], applies: Tensor | None = None, advance: bool = True) -> None:
     absmax = _absmax([update for update in updates if local_tensor(update.param).recipe.scales_whole_tensor])
+    targets, weights, absmaxes = [], [], []
     for update in updates:
-        if update.values is None:
-            continue
-        target = local_tensor(update.param)
-        target.recipe.rescale(target.components, absmax.get(update.param), applies, advance)
-        target.recipe.encode(update.values, target.components, update.fractions)
+        if update.values is not None:
+            target = local_tensor(update.param)
+            targets.append(target)
+            weights.append(Encoding(target.recipe, target.components, update.values, update.fractions))
+            absmaxes.append(absmax.get(update.param))
+    engine.rescale(weights, absmaxes, applies, advance)
+    engine.encode(weights)
+    for target in targets:
         target.mark_fresh()
 
 
@@ -67,14 +73,9 @@ def _absmax(updates: Iterable[Update]) -> dict[Tensor, Tensor]:
         by_sharding.setdefault((mesh, dims, local_tensor(update.param).device), []).append(update)
     found = {}
     for (mesh, dims, device), alike in by_sharding.items():
-        absmax = torch.stack([_local_absmax(update, device) for update in alike])
+        recipes = [local_tensor(update.param).recipe for update in alike]
+        absmax = engine.absmax(recipes, [update.values for update in alike], device)
         for dim in dims:
             dist.all_reduce(absmax, dist.ReduceOp.MAX, group=mesh.get_group(dim))
         found.update(zip((update.param for update in alike), absmax.unbind(), strict=True))
     return found
-
-
-def _local_absmax(update: Update, device: torch.device) -> Tensor:
-    if update.values is None:
-        return torch.zeros((), device=device)
-    return local_tensor(update.param).recipe.absmax(update.values)
