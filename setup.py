@@ -65,11 +65,15 @@ def plan_cpu(cxx: str) -> Engine:
     objects = {
         "bindings": bindings("bindings", "cpu", cxx, *defines),
         "bindings_norm": bindings("bindings_norm", "cpu", cxx, *defines),
+        "bindings_quantize": bindings("bindings_quantize", "cpu", cxx, *defines),
         "launch": (SOURCES / "launch_cpu.cpp", [cxx, *CXX_FLAGS, *defines]),
+        "launch_quantize": (SOURCES / "launch_quantize_cpu.cpp", [cxx, *CXX_FLAGS, *defines]),
         "norm": (SOURCES / "norm_cpu.cpp", [cxx, *CXX_FLAGS]),
     }
     for isa, flags in isas.items():
-        objects[isa] = SOURCES / "apply_cpu.cpp", [cxx, *CXX_FLAGS, *flags, f"-DFUSED_OPTIM_ISA={isa}"]
+        compile_inner = [cxx, *CXX_FLAGS, *flags, f"-DFUSED_OPTIM_ISA={isa}"]
+        objects[isa] = SOURCES / "apply_cpu.cpp", compile_inner
+        objects[f"quantize_{isa}"] = SOURCES / "quantize_cpu.cpp", compile_inner
     compiler = capture(cxx, "--version").splitlines()[0]
     return Engine(compiler, {"isas": [*isas], "flags": CXX_FLAGS}, objects, [])
 
@@ -85,8 +89,10 @@ def plan_cuda(cxx: str) -> Engine:
     objects = {
         "bindings": bindings("bindings", "cuda", cxx, f"-isystem{include}"),
         "bindings_norm": bindings("bindings_norm", "cuda", cxx, f"-isystem{include}"),
+        "bindings_quantize": bindings("bindings_quantize", "cuda", cxx, f"-isystem{include}"),
         "kernels": (SOURCES / "apply_cuda.cu", compile_kernels),
         "norm": (SOURCES / "norm_cuda.cu", compile_kernels),
+        "quantize": (SOURCES / "quantize_cuda.cu", compile_kernels),
     }
     release = re.findall(r"release ([\d.]+)", capture(nvcc, "--version"))
     # The static runtime imports without a driver, and beside whichever runtime torch brings.

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from fused_optim.backends import Hyper, Shards, ShardWork, backend_for, shards_on
 from fused_optim.dtensor import finished_local, local_tensor
-from fused_optim.formats import GOLDEN_RATIO, MASK32, Master, rounding_bits, rounding_key
+from fused_optim.formats import Master, rounding_key
 from fused_optim.quantized import protocol
-from fused_optim.quantized.protocol import Update, adapter_of
+from fused_optim.quantized.protocol import Fractions, Update, adapter_of
 from fused_optim.state import MASTER, Slots, read_parameter, state_dtypes
 from fused_optim.validate import check_states, check_update, describe
 
@@ -201,18 +201,17 @@ class Plan:
             param, values, fractions = self._params[index], self._values.get(index), None
             if values is not None and self._slots[index].master is Master.PARAMETER:
                 hyper = hypers[local_tensor(param).device][groups[index]]
-                fractions = self._fractions(index, hyper, values.device)
+                fractions = self._fractions(index, hyper)
             updates.append(Update(param, values, fractions))
         protocol.write(updates, None if found_inf is None else found_inf.reshape(()) == 0)
         self._values.clear()
 
-    def _fractions(self, index: int, hyper: Hyper, device: torch.device) -> Tensor | None:
+    def _fractions(self, index: int, hyper: Hyper) -> Fractions | None:
         """Rotating rounding of a quantized parameter that has no master."""
         if not hyper.stochastic_rounding:
             return None
         step = hyper.step if hyper.steps_done is None else hyper.steps_done  # counted already
-        elements = self._slots[index].geometry.global_indices(device)
-        return rounding_bits(rounding_key(self._seed, index), elements, step * GOLDEN_RATIO & MASK32)
+        return Fractions(rounding_key(self._seed, index), self._slots[index].geometry, step)
 
 
 def _watched(param: Tensor, states: dict[str, Tensor]) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""FSDP2 and tensor parallelism with quantized weights: what is gathered, how many bytes it takes, and what it computes."""
+"""FSDP2 and tensor parallelism with quantized weights: what is gathered, in how many bytes, and what it computes."""
 
 from __future__ import annotations
 

@@ -1,58 +1,14 @@
 // The CPU engine's inner part: updates elements [begin, end) of one shard. Compiled once per instruction set; the loops
 // have constant trip counts over small arrays, which the compiler vectorises. Nothing of the standard library's
 // templates may be used here: an inline function compiled for AVX-512 could replace the baseline's copy at link time.
-#include <cstring>
-#include <type_traits>
-
 #include "adam.h"
 #include "dispatch.h"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
-#if !defined(FUSED_OPTIM_ISA)
-#define FUSED_OPTIM_ISA baseline
-#endif
-#define FUSED_OPTIM_JOIN_(a, b) a##b
-#define FUSED_OPTIM_JOIN(a, b) FUSED_OPTIM_JOIN_(a, b)
+#include "tile.h"
 
 namespace fused_optim {
 namespace {
 
-constexpr int kTile = 128;  // the largest block; tiles start at multiples of it
 constexpr int kSmallestBlock = 32;
-
-// Denormals count (they are codes of small values), whatever torch.set_flush_denormal says on this thread.
-class DenormalsOn {
-#if defined(__x86_64__)
-public:
-    DenormalsOn() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ & ~0x8040u); }
-    ~DenormalsOn() { _mm_setcsr(saved_); }
-
-private:
-    unsigned saved_;
-#else
-public:
-    ~DenormalsOn() {}
-#endif
-};
-
-template <class T>
-T* pointer(uint64_t address, uint64_t element) {
-    return reinterpret_cast<T*>(address) + element;
-}
-
-template <class T>
-void copy_in(T* tile, uint64_t address, uint64_t element, int count) {
-    if (count < kTile) std::memset(tile, 0, sizeof(T) * kTile);
-    std::memcpy(tile, pointer<T>(address, element), sizeof(T) * count);
-}
-
-template <class T>
-void copy_out(const T* tile, uint64_t address, uint64_t element, int count) {
-    std::memcpy(pointer<T>(address, element), tile, sizeof(T) * count);
-}
 
 void load(float* tile, Element type, uint64_t address, uint64_t element, int count) {
     if (type == Element::kFloat32) return copy_in(tile, address, element, count);

@@ -8,13 +8,15 @@
 #include "launch.h"
 #include "norm.h"
 #include "plan.h"
+#include "quantize.h"
 
 namespace py = pybind11;
 using namespace fused_optim;
 
 namespace fused_optim {
 void register_gradients(py::module_& m);  // bindings_norm.cpp
-}
+void register_quantize(py::module_& m);   // bindings_quantize.cpp
+}  // namespace fused_optim
 
 namespace {
 
@@ -99,6 +101,7 @@ void set_shard(Plan& plan, size_t i, uint64_t grad, uint64_t param, uint64_t mas
 void load_kernels(int device) {
     load_adam_kernels(device);
     load_norm_kernels(device);
+    load_quantize_kernels(device);
 }
 
 void launch(Plan& plan, int device, uint64_t stream, uint64_t workspace, uint64_t workspace_size) {
@@ -119,6 +122,7 @@ void launch(Plan& plan, int threads) {
 
 PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
     register_gradients(m);
+    register_quantize(m);
 #if defined(FUSED_OPTIM_ENGINE_CUDA)
     m.def("load_kernels", &load_kernels, py::arg("device"));
 #endif

@@ -8,6 +8,37 @@
 
 namespace fused_optim {
 
+// `Bits` holds an element of this type.
+template <Element type>
+struct ElementCodec;
+template <>
+struct ElementCodec<Element::kFloat32> {
+    using Bits = uint32_t;
+    FUSED_OPTIM_HD static float decode(uint32_t bits) { return bits_float(bits); }
+    FUSED_OPTIM_HD static uint32_t encode(float x) { return float_bits(x); }
+};
+template <>
+struct ElementCodec<Element::kBFloat16> {
+    using Bits = uint16_t;
+    FUSED_OPTIM_HD static float decode(uint16_t bits) { return bfloat16_decode(bits); }
+    FUSED_OPTIM_HD static uint16_t encode(float x) { return bfloat16_nearest_even(x); }
+};
+template <>
+struct ElementCodec<Element::kFloat16> {
+    using Bits = uint16_t;
+    FUSED_OPTIM_HD static float decode(uint16_t bits) { return float16_decode(bits); }
+    FUSED_OPTIM_HD static uint16_t encode(float x) { return float16_nearest_even(x); }
+};
+
+template <class Visit>
+FUSED_OPTIM_HD void dispatch_element(Element type, const Visit& visit) {
+    switch (type) {
+        case Element::kFloat32: return visit(ElementCodec<Element::kFloat32>{});
+        case Element::kBFloat16: return visit(ElementCodec<Element::kBFloat16>{});
+        default: return visit(ElementCodec<Element::kFloat16>{});
+    }
+}
+
 // A moment without block scales: an Element whose type is read at run time, as a gradient's.
 struct Plain {
     static constexpr Format format = Format::kFloat32;

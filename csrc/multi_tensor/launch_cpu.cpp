@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "adam.h"
+#include "isa.h"
 #include "launch.h"
 #include "threads.h"
 
@@ -21,13 +22,8 @@ constexpr uint64_t kElementsPerThread = 65536;  // below this a thread costs mor
 
 UpdateRange* best_update_range() {
 #if defined(FUSED_OPTIM_X86_ISAS)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("fma") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-        return update_range_avx512;
-    }
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("fma"))
-        return update_range_avx2;
+    if (best_isa() == Isa::kAVX512) return update_range_avx512;
+    if (best_isa() == Isa::kAVX2) return update_range_avx2;
 #endif
     return update_range_baseline;
 }

@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from fused_optim.state import Slots
+if TYPE_CHECKING:  # states of quantized parameters need the engines
+    from fused_optim.state import Slots
 
 BACKENDS = ("torch", "cpu", "cuda")
 

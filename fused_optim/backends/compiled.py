@@ -13,8 +13,15 @@ from fused_optim.backends import Hyper, ShardWork, load_engine
 from fused_optim.formats import ELEMENT_TYPES
 
 
-def _address(tensor: Tensor | None) -> int:
+def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def run_on(device: torch.device) -> dict[str, int]:
+    """Where an engine is to run, as arguments of its functions."""
+    if device.type == "cuda":
+        return {"device": device.index, "stream": torch.cuda.current_stream(device).cuda_stream}
+    return {"threads": torch.get_num_threads()}
 
 
 def load_kernels(device: torch.device) -> None:
@@ -47,7 +54,7 @@ class CompiledShards:
             shard,
             grad=work.grad.data_ptr(),
             param=work.param.data_ptr(),
-            master=_address(work.master),
+            master=address(work.master),
             exp_avg=work.exp_avg.data_ptr(),
             exp_avg_sq=work.exp_avg_sq.data_ptr(),
             scales=slots.scales.data_ptr(),
@@ -77,16 +84,16 @@ class CompiledShards:
                 group,
                 0.0 if on_device else h.lr,
                 *h[1:10],
-                _address(h.lr if on_device else None),
-                _address(h.grad_scale),
-                _address(h.grad_factor),
-                _address(h.found_inf),
-                _address(h.steps_done),
+                address(h.lr if on_device else None),
+                address(h.grad_scale),
+                address(h.grad_factor),
+                address(h.found_inf),
+                address(h.steps_done),
             )
         if self._backend == "cuda":
             stream = torch.cuda.current_stream(self._device).cuda_stream
             size = 0 if workspace is None else workspace.nbytes
-            self._plan.launch(self._device.index, stream, _address(workspace), size)
+            self._plan.launch(self._device.index, stream, address(workspace), size)
         else:
             self._plan.launch(torch.get_num_threads())
         self._alive.clear()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fused_optim.backends import backend_for, load_engine
+from fused_optim.backends.compiled import run_on
 from fused_optim.formats import ELEMENT_TYPES
 
 ENGINE_NORMS = (2.0, math.inf)
@@ -43,7 +44,7 @@ def power_sums(tensors: list[Tensor], groups: list[int], request: NormRequest) -
     contiguous = [tensor.contiguous() for tensor in tensors]
     sums = torch.empty(request.group_count, dtype=torch.float64, device=device)
     result = torch.empty(2, dtype=torch.float32, device=device)
-    where = _where(device)
+    where = run_on(device)
     if device.type == "cuda":
         workspace = _workspace(engine, device, where["stream"])
         where["workspace"] = workspace.data_ptr()
@@ -67,7 +68,7 @@ def scale_(tensors: list[Tensor], factor: Tensor) -> None:
     contiguous = [tensor for tensor in tensors if engine is not None and tensor.is_contiguous()]
     if contiguous:
         _table(engine, contiguous, [0] * len(contiguous)).scale(
-            factor=factor.data_ptr(), **_where(contiguous[0].device)
+            factor=factor.data_ptr(), **run_on(contiguous[0].device)
         )
         torch.autograd.graph.increment_version(contiguous)
     for tensor in tensors:
@@ -89,12 +90,6 @@ def _table(engine: ModuleType, tensors: list[Tensor], groups: list[int]) -> Any:
         types=[ELEMENT_TYPES[tensor.dtype] for tensor in tensors],
         groups=groups,
     )
-
-
-def _where(device: torch.device) -> dict[str, int]:
-    if device.type == "cuda":
-        return {"device": device.index, "stream": torch.cuda.current_stream(device).cuda_stream}
-    return {"threads": torch.get_num_threads()}
 
 
 def _workspace(engine: ModuleType, device: torch.device, stream: int) -> Tensor:

@@ -107,7 +107,7 @@ def float4_encode(x: Tensor, fractions: Tensor | None) -> Tensor:
         low, high = float4_decode(below), float4_decode(below + 1)
         part = ((magnitude - low) / (high - low)).double()
         code = below + (part + fractions.double() * 2.0**-32 >= 1.0).to(torch.uint8)
-    return torch.where(x.signbit(), code | 8, code)
+    return torch.where(x.signbit() & ~x.isnan(), code | 8, code)
 
 
 def float4_decode(codes: Tensor) -> Tensor:

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
+import torch
 from torch import Tensor
 
-from fused_optim.dtensor import local_tensor
+from fused_optim.dtensor import Geometry, local_tensor
+from fused_optim.formats import GOLDEN_RATIO, MASK32, rounding_bits
 
 # Qualified names of tensor types (their subclasses are meant, too), and the modules that know them.
 ADAPTERS = {
@@ -25,15 +27,29 @@ ADAPTERS = {
 
 
 @dataclass(frozen=True)
+class Fractions:
+    """The rounding fractions of a local shard in a step. ``step``: its number, a tensor where the device counts."""
+
+    key: int
+    geometry: Geometry
+    step: int | Tensor
+
+    def tensor(self, device: torch.device) -> Tensor:
+        """One fraction per element; see ``formats.rounding_bits``."""
+        offset = self.step * GOLDEN_RATIO & MASK32
+        return rounding_bits(self.key, self.geometry.global_indices(device), offset)
+
+
+@dataclass(frozen=True)
 class Update:
     """New local FP32 values of a parameter, or None where it stays as it is and only takes part in reductions.
 
-    ``fractions``: rounding fractions (see ``formats.rounding_bits``), None to round to nearest.
+    ``fractions``: None to round to nearest.
     """
 
     param: Tensor
     values: Tensor | None
-    fractions: Tensor | None = None
+    fractions: Fractions | None = None
 
 
 class Adapter(Protocol):

@@ -35,6 +35,23 @@ class Component:
     shape: tuple[int, ...] = (1,)
 
 
+@dataclass(frozen=True)
+class Native:
+    """How the compiled engines know a recipe: numbers of ``csrc/multi_tensor/quantize.h``.
+
+    ``format``: its WeightFormat. ``round_up``: scales of blocks become powers of two. The others are about the scale of
+    a whole weight: absmax / ``largest`` * ``factor``, where the absmax may be that of a ``history`` of so many updates
+    or its ``most_recent`` entry.
+    """
+
+    format: int
+    round_up: bool = False
+    largest: float = 0.0
+    factor: float = 1.0
+    history: int = 0
+    most_recent: bool = False
+
+
 def as_matrix(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
     return shape[0], math.prod(shape[1:])
 
@@ -49,6 +66,11 @@ class Recipe:
     @property
     def name(self) -> str:
         return type(self).__name__
+
+    @property
+    def native(self) -> Native | None:
+        """None where only PyTorch knows the recipe."""
+        return None
 
     def component_shape(self, component: Component, shape: tuple[int, ...]) -> tuple[int, ...]:
         if component.tile is None:
@@ -144,6 +166,10 @@ class _Float8TensorScaling(Recipe):
 class Float8CurrentScaling(_Float8TensorScaling):
     """float8_e4m3fn, one FP32 scale per weight: its absmax / 448. A new scale at every update."""
 
+    @property
+    def native(self) -> Native:
+        return Native(0, largest=elements.FLOAT8_LARGEST)
+
     def rescale(
         self, components: Mapping[str, Tensor], absmax: Tensor | None, applies: Tensor | None, advance: bool
     ) -> None:
@@ -184,6 +210,11 @@ class Float8DelayedScaling(_Float8TensorScaling):
         history = Component("amax_history", torch.float32, None, (self.amax_history_len,))
         return (_FLOAT8_DATA, _TENSOR_SCALE, history)
 
+    @property
+    def native(self) -> Native:
+        factor, most_recent = 2.0**self.margin, self.amax_compute_algo == "most_recent"
+        return Native(0, False, elements.FLOAT8_LARGEST, factor, self.amax_history_len, most_recent)
+
     def rescale(
         self, components: Mapping[str, Tensor], absmax: Tensor | None, applies: Tensor | None, advance: bool
     ) -> None:
@@ -218,6 +249,10 @@ class Float8BlockScaling(Recipe):
     def components(self) -> tuple[Component, ...]:  # type: ignore[override]
         return (_FLOAT8_DATA, Component("scale", torch.float32, tuple(self.block)))
 
+    @property
+    def native(self) -> Native:
+        return Native(1 if self.block[0] == 1 else 2, self.power_of_two)
+
     def problem(self, shape: tuple[int, ...]) -> str | None:
         if len(shape) != 2 and self.block[0] > 1:
             return f"{self.name} with blocks of {self.block} needs two dims, got shape {tuple(shape)}"
@@ -250,6 +285,10 @@ class MXFP8BlockScaling(Recipe):
     round_up: bool = False
     components: ClassVar[tuple[Component, ...]] = (_FLOAT8_DATA, Component("scale", torch.uint8, (1, 32)))
 
+    @property
+    def native(self) -> Native:
+        return Native(3, self.round_up)
+
     def encode(self, x: Tensor, components: Mapping[str, Tensor], fractions: Tensor | None = None) -> None:
         data, scale = components["data"], components["scale"]
         x = x.reshape(data.shape)
@@ -278,6 +317,10 @@ class NVFP4BlockScaling(Recipe):
         _TENSOR_SCALE,
     )
     scales_whole_tensor: ClassVar[bool] = True
+
+    @property
+    def native(self) -> Native:
+        return Native(4, largest=6.0 * 448.0)
 
     def problem(self, shape: tuple[int, ...]) -> str | None:
         if len(shape) >= 2 and as_matrix(shape)[1] % 2:

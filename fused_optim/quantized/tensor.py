@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from fused_optim.quantized import all_gather
+from fused_optim.quantized import all_gather, engine
+from fused_optim.quantized.engine import Encoding
 from fused_optim.quantized.recipes import RECIPES, Component, Components, Recipe, as_matrix
 
 aten = torch.ops.aten
@@ -154,9 +155,12 @@ class QuantizedTensor(torch.Tensor):
 
     def values(self) -> Tensor:
         """FP32 values, in the shape of the weight. A new tensor."""
+        return self._decode(torch.float32)
+
+    def _decode(self, dtype: torch.dtype) -> Tensor:
         self.check_not_freed()
         self.check_fresh()
-        return self.recipe.decode(self.components, tuple(self._weight_shape))
+        return engine.decode(self.recipe, self.components, tuple(self._weight_shape), dtype)
 
     def of_whole_weight(self) -> list[Tensor]:
         """The components, all FP32, that are the same however the weight is cut."""
@@ -164,16 +168,17 @@ class QuantizedTensor(torch.Tensor):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values as a plain tensor of ``dtype``, or of the tensor's own; wherever the data lies."""
-        values = self.values().to(self.dtype if dtype is None else dtype)
+        values = self._decode(self.dtype if dtype is None else dtype)
         return values.view(-1) if self._flat else values.t() if self._transposed else values
 
     def write(self, values: Tensor) -> None:
         """Quantize plain values of this tensor's shape, with a new tensor-wide scale from these values alone."""
-        values = values.detach().float()
         self.forget_scales()
-        absmax = self.recipe.absmax(values) if self.recipe.scales_whole_tensor else None
-        self.recipe.rescale(self.components, absmax, None, advance=True)
-        self.recipe.encode(values, self.components)
+        weight = Encoding(self.recipe, self.components, values.detach().float())
+        whole = self.recipe.scales_whole_tensor
+        absmax = engine.absmax([self.recipe], [weight.values], self.device)[0] if whole else None
+        engine.rescale([weight], [absmax], None, advance=True)
+        engine.encode([weight])
         self.mark_fresh()
 
     def forget_scales(self) -> None:
@@ -381,7 +386,8 @@ def _to_copy(func: Any, args: Any, kwargs: Any) -> Any:
         if _within_autocast():  # a view that decodes to what the operation computes in
             return source._view(source.components, dtype=dtype)
         raise TypeError(
-            f"{source.where}a quantized weight cannot be cast from {source.dtype} to {dtype}; dequantize({dtype}) gives a plain copy"
+            f"{source.where}a quantized weight cannot be cast from {source.dtype} to {dtype}; "
+            f"dequantize({dtype}) gives a plain copy"
         )
     moved = {key: kwargs[key] for key in ("device", "non_blocking", "pin_memory") if kwargs.get(key) is not None}
     return source._copied(lambda part: aten._to_copy.default(part, **moved), source._padded_rows)

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DeviceMesh, DTensor
 
 from fused_optim.dtensor import local_tensor
+from fused_optim.quantized import engine
+from fused_optim.quantized.engine import Encoding
 from fused_optim.quantized.protocol import Update
 from fused_optim.quantized.tensor import QuantizedTensor
 
@@ -51,23 +53,34 @@ def needs_collective(param: Tensor) -> bool:
 
 @torch.no_grad()
 def write(updates: Sequence[Update], applies: Tensor | None = None, advance: bool = True) -> None:
-    absmax = _absmax([update for update in updates if local_tensor(update.param).recipe.scales_whole_tensor])
+    reduced = [update for update in updates if local_tensor(update.param).recipe.scales_whole_tensor]
+    absmax = _absmax(reduced)
+    if not advance:
+        _complete_empty_shards(update.param for update in reduced)
+    targets, weights, absmaxes = [], [], []
     for update in updates:
-        if update.values is None:
-            continue
-        target = local_tensor(update.param)
-        target.recipe.rescale(target.components, absmax.get(update.param), applies, advance)
-        target.recipe.encode(update.values, target.components, update.fractions)
+        if update.values is not None:
+            target = local_tensor(update.param)
+            targets.append(target)
+            weights.append(Encoding(target.recipe, target.components, update.values, update.fractions))
+            absmaxes.append(absmax.get(update.param))
+    engine.rescale(weights, absmaxes, applies, advance)
+    engine.encode(weights)
+    for target in targets:
         target.mark_fresh()
 
 
 def _absmax(updates: Iterable[Update]) -> dict[Tensor, Tensor]:
     """The largest finite magnitude of each parameter's values over all shards."""
-    found = {}
-    for param, numbers in reduce_over_shards({u.param: _of_whole_weight(u) for u in updates}).items():
-        found[param] = numbers[0]
-        _take_over(local_tensor(param), numbers[1:])
-    return found
+    by_device: dict[torch.device, list[Update]] = {}
+    for update in updates:
+        by_device.setdefault(local_tensor(update.param).device, []).append(update)
+    own = {}
+    for device, there in by_device.items():
+        recipes = [local_tensor(update.param).recipe for update in there]
+        absmax = engine.absmax(recipes, [update.values for update in there], device)
+        own.update(zip((update.param for update in there), absmax.split(1), strict=True))
+    return {param: absmax[0] for param, absmax in reduce_over_shards(own).items()}
 
 
 def reduce_over_shards(numbers: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
@@ -86,18 +99,13 @@ def reduce_over_shards(numbers: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]
     return found
 
 
-def _of_whole_weight(update: Update) -> Tensor:
-    """The absmax of this rank's values, then what the weight has beside them: zeros where this rank holds no rows."""
-    local = local_tensor(update.param)
-    whole = local.of_whole_weight()
-    absmax = whole[0].new_zeros(1) if update.values is None else local.recipe.absmax(update.values).reshape(1)
-    own = torch.cat([absmax, *whole])
-    return own if local.numel() else torch.zeros_like(own)
-
-
-def _take_over(local: QuantizedTensor, numbers: Tensor) -> None:
-    """Ranks that hold no rows have no scales and histories of their own; a checkpoint writes none there, either."""
-    if not local.numel():
-        parts = local.of_whole_weight()
-        for part, value in zip(parts, numbers.split([len(part) for part in parts]), strict=True):
-            part.copy_(value)
+def _complete_empty_shards(params: Iterable[Tensor]) -> None:
+    """Ranks that hold no rows take over scales and histories, of which a checkpoint neither saves nor loads theirs."""
+    locals_ = {param: local_tensor(param) for param in params}
+    own = {param: torch.cat(local.of_whole_weight()) for param, local in locals_.items()}
+    own = {param: value if locals_[param].numel() else torch.zeros_like(value) for param, value in own.items()}
+    for param, numbers in reduce_over_shards(own).items():
+        if not locals_[param].numel():
+            parts = locals_[param].of_whole_weight()
+            for part, value in zip(parts, numbers.split([len(part) for part in parts]), strict=True):
+                part.copy_(value)

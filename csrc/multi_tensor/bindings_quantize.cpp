@@ -1,0 +1,155 @@
+// Python's view of quantized weights; the same interface for each engine but for where it runs.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <stdexcept>
+#include <string>
+
+#include "quantize.h"
+
+namespace py = pybind11;
+
+namespace fused_optim {
+namespace {
+
+// values, data, scales, tensor_scale, rows, columns
+using WeightRow = std::array<uint64_t, 6>;
+// address of the step's number, that number, offset, inner_local (0: round to nearest), inner_global, key
+using RoundingRow = std::array<uint64_t, 6>;
+// scale, history, absmax
+using ScaleRow = std::array<uint64_t, 3>;
+
+void require(bool condition, const char* expected) {
+    if (!condition) throw std::invalid_argument(std::string("fused_optim: quantized weights: expected ") + expected);
+}
+
+WeightFormat format_of(uint32_t number) {
+    require(number <= static_cast<uint32_t>(WeightFormat::kNVFloat4), "a known format");
+    return static_cast<WeightFormat>(number);
+}
+
+// The last check before raw addresses are used.
+Weight weight_of(const WeightRow& row, const RoundingRow& rounding, WeightFormat format) {
+    const auto [values, data, scales, tensor_scale, rows, columns] = row;
+    require(columns == 0 || rows < kMaxWeightNumel / columns, "fewer than 2^43 elements");
+    const bool of_blocks = format != WeightFormat::kFloat8;
+    const bool of_tensor = format == WeightFormat::kFloat8 || format == WeightFormat::kNVFloat4;
+    const bool empty = rows == 0 || columns == 0;
+    require(empty || (values && data && (scales || !of_blocks) && (tensor_scale || !of_tensor)),
+            "addresses of all tensors");
+    require(format != WeightFormat::kNVFloat4 || columns % 2 == 0, "an even number of columns");
+    const auto [steps, step, offset, inner_local, inner_global, key] = rounding;
+    return {values,
+            data,
+            scales,
+            tensor_scale,
+            rows,
+            columns,
+            steps,
+            offset,
+            inner_local,
+            inner_global,
+            static_cast<uint32_t>(step),
+            static_cast<uint32_t>(key)};
+}
+
+std::vector<Values> values_of(const std::vector<uint64_t>& addresses, const std::vector<uint64_t>& numels,
+                              uint64_t absmax) {
+    require(addresses.size() == numels.size(), "lists of one length");
+    require(absmax || addresses.empty(), "the address of the results");
+    std::vector<Values> values;
+    values.reserve(numels.size());
+    for (size_t i = 0; i < numels.size(); ++i) {
+        require(numels[i] == 0 || addresses[i], "addresses of all tensors");
+        require(numels[i] < kMaxWeightNumel, "fewer than 2^43 elements");
+        values.push_back({addresses[i], numels[i]});
+    }
+    return values;
+}
+
+std::vector<Weight> weights_of(const std::vector<WeightRow>& rows, const std::vector<RoundingRow>& roundings,
+                               WeightFormat format) {
+    require(roundings.empty() || roundings.size() == rows.size(), "lists of one length");
+    std::vector<Weight> weights;
+    weights.reserve(rows.size());
+    for (size_t i = 0; i < rows.size(); ++i) {
+        weights.push_back(weight_of(rows[i], roundings.empty() ? RoundingRow{} : roundings[i], format));
+    }
+    return weights;
+}
+
+std::vector<TensorScale> scales_of(const std::vector<ScaleRow>& rows, const ScaleRule& rule) {
+    std::vector<TensorScale> scales;
+    scales.reserve(rows.size());
+    for (const auto& [scale, history, absmax] : rows) {
+        require(scale && absmax && (history || !rule.history), "addresses of all tensors");
+        scales.push_back({reinterpret_cast<float*>(scale), reinterpret_cast<float*>(history),
+                          reinterpret_cast<const float*>(absmax)});
+    }
+    return scales;
+}
+
+ScaleRule rule_of(float largest, float factor, uint32_t history, bool most_recent, bool advance, uint64_t applies) {
+    return {largest, factor, history, most_recent, advance, reinterpret_cast<const bool*>(applies)};
+}
+
+Element element_of(uint32_t number) {
+    require(number <= static_cast<uint32_t>(Element::kFloat16), "a known element type");
+    return static_cast<Element>(number);
+}
+
+// Where an engine runs.
+#if defined(FUSED_OPTIM_ENGINE_CUDA)
+#define FUSED_OPTIM_WHERE int device, uint64_t stream
+#define FUSED_OPTIM_HERE device, stream
+#define FUSED_OPTIM_ON(name) name##_cuda
+#else
+#define FUSED_OPTIM_WHERE int threads
+#define FUSED_OPTIM_HERE threads
+#define FUSED_OPTIM_ON(name) name##_cpu
+#endif
+
+void quantize_absmax(const std::vector<uint64_t>& addresses, const std::vector<uint64_t>& numels, uint64_t result,
+                     FUSED_OPTIM_WHERE) {
+    FUSED_OPTIM_ON(absmax)
+    (values_of(addresses, numels, result), reinterpret_cast<float*>(result), FUSED_OPTIM_HERE);
+}
+
+void quantize_rescale(const std::vector<ScaleRow>& scales, float largest, float factor, uint32_t history,
+                      bool most_recent, bool advance, uint64_t applies, FUSED_OPTIM_WHERE) {
+    const ScaleRule rule = rule_of(largest, factor, history, most_recent, advance, applies);
+    FUSED_OPTIM_ON(rescale)(scales_of(scales, rule), rule, FUSED_OPTIM_HERE);
+}
+
+void quantize_encode(const std::vector<WeightRow>& weights, const std::vector<RoundingRow>& roundings, uint32_t format,
+                     bool round_up, FUSED_OPTIM_WHERE) {
+    const WeightKind kind{format_of(format), round_up};
+    FUSED_OPTIM_ON(encode)(weights_of(weights, roundings, kind.format), kind, FUSED_OPTIM_HERE);
+}
+
+void quantize_decode(const WeightRow& weight, uint32_t format, uint32_t type, FUSED_OPTIM_WHERE) {
+    FUSED_OPTIM_ON(decode)
+    (weight_of(weight, {}, format_of(format)), format_of(format), element_of(type), FUSED_OPTIM_HERE);
+}
+
+}  // namespace
+
+void register_quantize(py::module_& m) {
+    using NoGil = py::call_guard<py::gil_scoped_release>;
+    const auto define = [&](const char* name, auto function, const auto&... arguments) {
+#if defined(FUSED_OPTIM_ENGINE_CUDA)
+        m.def(name, function, arguments..., py::arg("device"), py::arg("stream"), NoGil());
+#else
+        m.def(name, function, arguments..., py::arg("threads"), NoGil());
+#endif
+    };
+    define("quantize_absmax", &quantize_absmax, py::arg("addresses"), py::arg("numels"), py::arg("result"));
+    define("quantize_rescale", &quantize_rescale, py::arg("scales"), py::arg("largest"), py::arg("factor"),
+           py::arg("history"), py::arg("most_recent"), py::arg("advance"), py::arg("applies"));
+    define("quantize_encode", &quantize_encode, py::arg("weights"), py::arg("roundings"), py::arg("format"),
+           py::arg("round_up"));
+    define("quantize_decode", &quantize_decode, py::arg("weight"), py::arg("format"), py::arg("type"));
+}
+
+}  // namespace fused_optim

@@ -1,0 +1,332 @@
+// Quantized weights: the table, the math of their scales and elements, and what both engines offer. The PyTorch
+// reference (fused_optim/quantized/recipes.py and elements.py) defines the bits. Divisions are IEEE divisions: scales
+// reach 2^-126, beyond what arithmetic.h's divide() and reciprocal() take.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "dispatch.h"
+
+namespace fused_optim {
+
+// The numbers are mirrored by fused_optim/quantized/recipes.py.
+enum class WeightFormat : uint8_t {
+    kFloat8 = 0,        // E4M3, one FP32 scale
+    kFloat8Blocks = 1,  // E4M3, an FP32 scale per 128 elements of a row
+    kFloat8Tiles = 2,   // E4M3, an FP32 scale per 128 x 128 elements
+    kMXFloat8 = 3,      // E4M3, an E8M0 scale per 32 elements of a row
+    kNVFloat4 = 4,      // E2M1, an E4M3 scale per 16 elements of a row, and one FP32 scale
+};
+
+struct WeightKind {
+    WeightFormat format;
+    bool round_up;  // scales of blocks become powers of two, rounded up
+};
+
+constexpr uint32_t kStrip = 128;  // elements of a row that are worked on together: whole blocks of every format
+constexpr uint64_t kMaxWeightNumel = uint64_t{1} << 43;
+
+// One local weight as a matrix, and which fractions it is rounded by.
+struct Weight {
+    uint64_t values;  // FP32 when it is encoded; of any element type when it is decoded into
+    uint64_t data;
+    uint64_t scales;        // of blocks
+    uint64_t tensor_scale;  // FP32
+    uint64_t rows;
+    uint64_t columns;
+    uint64_t steps;  // address of the step's number (int64); 0: `step` is its number
+    // Global index of local element i: offset + (i / inner_local) * inner_global + i % inner_local.
+    uint64_t offset;
+    uint64_t inner_local;  // 0: round to nearest even
+    uint64_t inner_global;
+    uint32_t step;
+    uint32_t key;
+
+    FUSED_OPTIM_HD uint64_t numel() const { return rows * columns; }
+    FUSED_OPTIM_HD bool rotates() const { return inner_local != 0; }
+    FUSED_OPTIM_HD float whole() const { return tensor_scale ? *reinterpret_cast<const float*>(tensor_scale) : 0.0f; }
+    FUSED_OPTIM_HD Rounding rounding() const {
+        const uint32_t number = steps ? static_cast<uint32_t>(*reinterpret_cast<const int64_t*>(steps)) : step;
+        return {number * kGoldenRatio, 0xFFFFFFFFu};
+    }
+    FUSED_OPTIM_HD uint32_t fraction(const Rounding& rounding, uint64_t element) const {
+        const uint64_t global = inner_local >= numel()
+                                    ? offset + element
+                                    : offset + element / inner_local * inner_global + element % inner_local;
+        return rounding.bits(rounding.octet(key, global), static_cast<uint32_t>(global));
+    }
+};
+
+// Up to kStrip elements of one row.
+struct Strip {
+    uint64_t row;
+    uint64_t column;
+    uint64_t element;  // the first one's index
+    uint32_t count;
+};
+
+FUSED_OPTIM_HD constexpr uint64_t ceil_divide(uint64_t x, uint64_t by) { return (x + by - 1) / by; }
+
+FUSED_OPTIM_HD uint64_t strip_count(const Weight& w) { return w.rows * ceil_divide(w.columns, kStrip); }
+
+FUSED_OPTIM_HD Strip strip_at(const Weight& w, uint64_t index) {
+    const uint64_t per_row = ceil_divide(w.columns, kStrip);
+    const uint64_t row = w.rows == 1 ? 0 : index / per_row;
+    const uint64_t column = (index - row * per_row) * kStrip;
+    const uint64_t rest = w.columns - column;
+    return {row, column, row * w.columns + column, static_cast<uint32_t>(rest < kStrip ? rest : kStrip)};
+}
+
+FUSED_OPTIM_HD uint64_t tile_count(const Weight& w) {
+    return ceil_divide(w.rows, kStrip) * ceil_divide(w.columns, kStrip);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Elements
+
+// Contract on all: what is not finite becomes NaN, or without a NaN the largest and 0; other magnitudes saturate.
+struct Float8Element {
+    static constexpr int kPerByte = 1;
+    static constexpr uint32_t kNaN = 0x7Fu;
+
+    FUSED_OPTIM_HD static uint32_t finish(float x, uint32_t magnitude) {
+        return magnitude_bits(x) < kInfinity ? magnitude | (float_bits(x) >> 24 & 0x80u) : kNaN;
+    }
+    FUSED_OPTIM_HD static uint32_t nearest(float x) {
+        return finish(x, float8_nearest_even(clamp_top(fabsf(x), kFloat8Top)));
+    }
+    FUSED_OPTIM_HD static uint32_t rotating(float x, uint32_t u) {
+        const uint32_t code = (scaled_bits<120>(clamp_top(fabsf(x), kFloat8Top)) + (u >> 12)) >> 20;
+        return finish(x, code < 0x7Eu ? code : 0x7Eu);
+    }
+    FUSED_OPTIM_HD static float decode(uint32_t code) {
+        return (code & 0x7Fu) == kNaN ? bits_float(kQuietNaN) : float8_decode(code);
+    }
+};
+
+struct Float4Element {
+    static constexpr int kPerByte = 2;
+
+    FUSED_OPTIM_HD static float magnitude(uint32_t code) {
+        const uint32_t normal = ((code >> 1 & 3u) + 126u) << 23 | (code & 1u) << 22;
+        return bits_float((code & 7u) < 2u ? (code & 1u) * 0x3F000000u : normal);
+    }
+    FUSED_OPTIM_HD static float saturated(float x) { return is_nan(x) ? 0.0f : clamp_top(fabsf(x), 6.0f); }
+    FUSED_OPTIM_HD static uint32_t sign(float x) { return is_nan(x) ? 0u : float_bits(x) >> 28 & 8u; }
+
+    FUSED_OPTIM_HD static uint32_t nearest(float x) {
+        const uint32_t b = float_bits(saturated(x));
+        const uint32_t normal = ((b + 0x1FFFFFu + (b >> 22 & 1u)) >> 22) - 252u;  // (127 - 1) << 1 moves the bias
+        const uint32_t subnormal = float_bits(bits_float(b) + 4194304.0f) - 0x4A800000u;  // its last place is 2^-1
+        return (b < 0x3F800000u ? subnormal : normal) | sign(x);
+    }
+    // The level below, and the next one if the part of the way to it and u make 1 in double precision.
+    FUSED_OPTIM_HD static uint32_t rotating(float x, uint32_t u) {
+        const float value = saturated(x);
+        const uint32_t b = float_bits(value);
+        const uint32_t level = b < 0x3F800000u ? (b >= 0x3F000000u ? 1u : 0u) : (b >> 22) - 252u;
+        const uint32_t below = level < 6u ? level : 6u;
+        const float inverse_gap = below < 4u ? 2.0f : below < 6u ? 1.0f : 0.5f;
+        const float part = (value - magnitude(below)) * inverse_gap;
+        const double sum = static_cast<double>(part) + static_cast<double>(u) * 2.3283064365386963e-10;  // 2^-32
+        return (below + (sum >= 1.0 ? 1u : 0u)) | sign(x);
+    }
+    FUSED_OPTIM_HD static float decode(uint32_t code) {
+        return bits_float(float_bits(magnitude(code)) | (code & 8u) << 28);
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------
+// Scales
+
+// The magnitudes of a block's elements, as bits: they compare alike.
+struct Magnitudes {
+    uint32_t finite = 0;   // the largest finite one
+    uint32_t largest = 0;  // infinity and beyond: not all are finite
+
+    FUSED_OPTIM_HD void add(float x) {
+        const uint32_t bits = magnitude_bits(x);
+        const uint32_t known = bits < kInfinity ? bits : 0u;
+        finite = known > finite ? known : finite;
+        largest = bits > largest ? bits : largest;
+    }
+};
+
+// At least the smallest normal number, so that its reciprocal exists.
+FUSED_OPTIM_HD float scale_for(float absmax, float largest) { return larger(absmax / largest, kSmallestNormal); }
+
+FUSED_OPTIM_HD float next_power_of_two(float x) { return bits_float((float_bits(x) + 0x7FFFFFu) & 0x7F800000u); }
+
+// 2^(exponent - 127), and NaN of 255.
+FUSED_OPTIM_HD float power_of_two(uint32_t exponent) {
+    const uint32_t bits = exponent == 0 ? 0x400000u : exponent << 23;
+    return bits_float(exponent == 255u ? kQuietNaN : bits);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Formats. A codec has: kBlock, the elements of a row that share a scale; Scale, how it is stored, void if only the
+// whole weight has one; kPoisons, whether a block with an element that is not finite is stored as NaN; prepare(), from
+// a block's magnitudes and the tensor's scale; step(), by which codes are multiplied; and those of an element.
+
+struct Block {
+    uint32_t scale;  // stored: the bits of an FP32 scale, or a byte
+    float inverse;   // what elements are multiplied by
+};
+
+template <WeightFormat format>
+struct WeightCodec;
+
+template <>
+struct WeightCodec<WeightFormat::kFloat8> : Float8Element {
+    static constexpr uint32_t kBlock = kStrip;
+    static constexpr bool kPoisons = false;
+    using Scale = void;
+    FUSED_OPTIM_HD static Block prepare(const Magnitudes&, bool, float whole) { return {0, 1.0f / whole}; }
+    FUSED_OPTIM_HD static float step(uint32_t, float whole) { return whole; }
+};
+
+template <>
+struct WeightCodec<WeightFormat::kFloat8Blocks> : Float8Element {
+    static constexpr uint32_t kBlock = 128;
+    static constexpr bool kPoisons = false;
+    using Scale = uint32_t;
+    FUSED_OPTIM_HD static Block prepare(const Magnitudes& block, bool round_up, float) {
+        const float exact = scale_for(bits_float(block.finite), kFloat8Top);
+        const float scale = round_up ? next_power_of_two(exact) : exact;
+        return {float_bits(scale), 1.0f / scale};
+    }
+    FUSED_OPTIM_HD static float step(uint32_t scale, float) { return bits_float(scale); }
+};
+
+template <>
+struct WeightCodec<WeightFormat::kFloat8Tiles> : WeightCodec<WeightFormat::kFloat8Blocks> {};
+
+template <>
+struct WeightCodec<WeightFormat::kMXFloat8> : Float8Element {
+    static constexpr uint32_t kBlock = 32;
+    static constexpr bool kPoisons = false;
+    using Scale = uint8_t;
+    FUSED_OPTIM_HD static Block prepare(const Magnitudes& block, bool round_up, float) {
+        const uint32_t floor = block.finite >> 23;  // E4M3's largest is 1.75 * 2^8
+        const uint32_t exponent =
+            round_up ? float_bits(next_power_of_two(scale_for(bits_float(block.finite), kFloat8Top))) >> 23
+                     : (floor > 8u ? floor - 8u : 0u);
+        return {exponent, power_of_two(254u - exponent)};
+    }
+    FUSED_OPTIM_HD static float step(uint32_t scale, float) { return power_of_two(scale); }
+};
+
+template <>
+struct WeightCodec<WeightFormat::kNVFloat4> : Float4Element {
+    static constexpr uint32_t kBlock = 16;
+    static constexpr bool kPoisons = true;
+    using Scale = uint8_t;
+    FUSED_OPTIM_HD static Block prepare(const Magnitudes& block, bool, float whole) {
+        const uint32_t code = Float8Element::nearest(bits_float(block.finite) / 6.0f / whole);
+        const float value = step(code, whole);
+        const float inverse = 1.0f / value;
+        return {block.largest < kInfinity ? code : Float8Element::kNaN, value > 0.0f ? inverse : 0.0f};
+    }
+    FUSED_OPTIM_HD static float step(uint32_t scale, float whole) { return Float8Element::decode(scale) * whole; }
+};
+
+template <class Visit>
+FUSED_OPTIM_HD void dispatch_weight(WeightFormat format, const Visit& visit) {
+    switch (format) {
+        case WeightFormat::kFloat8: return visit(WeightCodec<WeightFormat::kFloat8>{});
+        case WeightFormat::kFloat8Blocks: return visit(WeightCodec<WeightFormat::kFloat8Blocks>{});
+        case WeightFormat::kFloat8Tiles: return visit(WeightCodec<WeightFormat::kFloat8Tiles>{});
+        case WeightFormat::kMXFloat8: return visit(WeightCodec<WeightFormat::kMXFloat8>{});
+        case WeightFormat::kNVFloat4: return visit(WeightCodec<WeightFormat::kNVFloat4>{});
+    }
+}
+
+// Scales of blocks lie row by row, those of tiles one row per 128 rows of the weight.
+template <class Codec>
+FUSED_OPTIM_HD uint64_t scale_index(WeightFormat format, const Weight& w, uint64_t row, uint64_t column) {
+    const uint64_t scale_row = format == WeightFormat::kFloat8Tiles ? row / kStrip : row;
+    return scale_row * ceil_divide(w.columns, Codec::kBlock) + column / Codec::kBlock;
+}
+
+template <class Codec>
+FUSED_OPTIM_HD void store_scale(const Weight& w, uint64_t index, uint32_t scale) {
+    using Scale = typename Codec::Scale;
+    if constexpr (!std::is_void_v<Scale>) reinterpret_cast<Scale*>(w.scales)[index] = static_cast<Scale>(scale);
+}
+
+template <class Codec>
+FUSED_OPTIM_HD uint32_t load_scale(const Weight& w, uint64_t index) {
+    using Scale = typename Codec::Scale;
+    if constexpr (std::is_void_v<Scale>) {
+        return 0;
+    } else {
+        return reinterpret_cast<const Scale*>(w.scales)[index];
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Scales of whole weights
+
+struct ScaleRule {
+    float largest;        // what a weight's absmax is divided by
+    float factor;         // leaves room
+    uint32_t history;     // earlier absmaxes that are kept, the latest first; 0: the scale is that of the new one
+    bool most_recent;     // of them counts, not the largest
+    bool advance;         // the new absmax is one more, not the last one again
+    const bool* applies;  // where it is false nothing is changed; null means true
+};
+
+struct TensorScale {
+    float* scale;
+    float* history;
+    const float* absmax;
+};
+
+FUSED_OPTIM_HD void advance_history(const TensorScale& t, const ScaleRule& rule) {
+    float seen = t.history[0];
+    for (uint32_t i = 1; i < rule.history && !rule.most_recent; ++i) seen = larger(t.history[i], seen);
+    *t.scale = scale_for(seen > 0.0f ? seen : *t.absmax, rule.largest) * rule.factor;
+    for (uint32_t i = rule.history - 1; i > 0; --i) t.history[i] = t.history[i - 1];
+    t.history[0] = *t.absmax;
+}
+
+FUSED_OPTIM_HD void rescale(const TensorScale& t, const ScaleRule& rule) {
+    if (rule.applies && !*rule.applies) return;
+    if (rule.history && rule.advance) return advance_history(t, rule);
+    if (!rule.history || !(*t.scale > 0.0f)) *t.scale = scale_for(*t.absmax, rule.largest);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// What an engine offers. Addresses lie in the memory of its device.
+
+struct Values {
+    uint64_t address;  // FP32
+    uint64_t numel;
+};
+
+// Strips that fill whole rows do so in one long row as well; without scales of blocks, all elements are one row.
+inline Weight flattened(const Weight& w, WeightFormat format) {
+    Weight flat = w;
+    if (format == WeightFormat::kFloat8 || (format != WeightFormat::kFloat8Tiles && w.columns % kStrip == 0)) {
+        flat.columns = w.numel();
+        flat.rows = flat.columns ? 1 : 0;
+    }
+    return flat;
+}
+
+// The largest finite magnitude of each, 0 of none, into absmax[i].
+void absmax_cpu(const std::vector<Values>& tensors, float* absmax, int threads);
+void rescale_cpu(const std::vector<TensorScale>& scales, const ScaleRule& rule, int threads);
+void encode_cpu(const std::vector<Weight>& weights, const WeightKind& kind, int threads);
+void decode_cpu(const Weight& weight, WeightFormat format, Element type, int threads);
+
+// As above, enqueued on `stream` of `device`; nothing is read back. Throw std::runtime_error naming the kernel and the
+// CUDA error.
+void absmax_cuda(const std::vector<Values>& tensors, float* absmax, int device, uint64_t stream);
+void rescale_cuda(const std::vector<TensorScale>& scales, const ScaleRule& rule, int device, uint64_t stream);
+void encode_cuda(const std::vector<Weight>& weights, const WeightKind& kind, int device, uint64_t stream);
+void decode_cuda(const Weight& weight, WeightFormat format, Element type, int device, uint64_t stream);
+void load_quantize_kernels(int device);
+
+}  // namespace fused_optim

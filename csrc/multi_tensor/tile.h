@@ -1,0 +1,56 @@
+// What the CPU engine's inner parts share. They are compiled once per instruction set: everything here is internal to
+// each object, and no templates of the standard library may be used, because an inline function compiled for AVX-512
+// could replace the baseline's copy at link time.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#if !defined(FUSED_OPTIM_ISA)
+#define FUSED_OPTIM_ISA baseline
+#endif
+#define FUSED_OPTIM_JOIN_(a, b) a##b
+#define FUSED_OPTIM_JOIN(a, b) FUSED_OPTIM_JOIN_(a, b)
+
+namespace fused_optim {
+namespace {
+
+constexpr int kTile = 128;  // the largest block; tiles start at multiples of it
+
+// Denormals count (they are codes of small values), whatever torch.set_flush_denormal says on this thread.
+class DenormalsOn {
+#if defined(__x86_64__)
+public:
+    DenormalsOn() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ & ~0x8040u); }
+    ~DenormalsOn() { _mm_setcsr(saved_); }
+
+private:
+    unsigned saved_;
+#else
+public:
+    ~DenormalsOn() {}
+#endif
+};
+
+template <class T>
+T* pointer(uint64_t address, uint64_t element) {
+    return reinterpret_cast<T*>(address) + element;
+}
+
+template <class T>
+void copy_in(T* tile, uint64_t address, uint64_t element, int count) {
+    if (count < kTile) std::memset(tile, 0, sizeof(T) * kTile);
+    std::memcpy(tile, pointer<T>(address, element), sizeof(T) * count);
+}
+
+template <class T>
+void copy_out(const T* tile, uint64_t address, uint64_t element, int count) {
+    std::memcpy(pointer<T>(address, element), tile, sizeof(T) * count);
+}
+
+}  // namespace
+}  // namespace fused_optim

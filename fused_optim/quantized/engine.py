@@ -1,0 +1,173 @@
+"""Quantizes and decodes by a device's compiled engine, many weights at once; by the recipes' PyTorch where it cannot.
+
+It cannot where there is no engine, or it does not know a recipe, or tensors are not plain contiguous ones, or something
+looks on: a compiler or a dispatch mode would not see what the engine does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_optim.backends import backend_for, forced_backend, load_engine
+from fused_optim.backends.compiled import address, run_on
+from fused_optim.formats import ELEMENT_TYPES
+from fused_optim.quantized.protocol import Fractions
+from fused_optim.quantized.recipes import Components, Native, Recipe
+
+_NEAREST = (0, 0, 0, 0, 0, 0)
+
+
+class Encoding(NamedTuple):
+    """New FP32 values of one weight."""
+
+    recipe: Recipe
+    components: Components
+    values: Tensor
+    fractions: Fractions | None = None
+
+
+def absmax(recipes: Sequence[Recipe], values: Sequence[Tensor | None], device: torch.device) -> Tensor:
+    """The largest finite magnitude of each tensor (0 of None): FP32 of shape ``(len(values),)``."""
+    engine = _engine(device)
+    if engine is None or not all(value is None or _is_plain(value, device, torch.float32) for value in values):
+        pairs = zip(recipes, values, strict=True)
+        zero = torch.zeros((), device=device)
+        return torch.stack([zero if value is None else recipe.absmax(value) for recipe, value in pairs])
+    result = torch.empty(len(values), device=device)
+    engine.quantize_absmax(
+        addresses=[address(value) for value in values],
+        numels=[0 if value is None else value.numel() for value in values],
+        result=result.data_ptr(),
+        **run_on(device),
+    )
+    return result
+
+
+def rescale(
+    weights: Sequence[Encoding], absmaxes: Sequence[Tensor | None], applies: Tensor | None, advance: bool
+) -> None:
+    """:meth:`Recipe.rescale` of each, with the absmax of each."""
+    for (device, recipe), members in _alike(weights).items():
+        engine, native = _engine(device), recipe.native
+        if not recipe.scales_whole_tensor:
+            continue
+        if engine is None or native is None:
+            for i in members:
+                recipe.rescale(weights[i].components, absmaxes[i], applies, advance)
+            continue
+        applies = applies if applies is None else applies.to(device)
+        components = [weights[i].components for i in members]
+        scales = [part["tensor_scale"] for part in components]
+        histories = [part.get("amax_history") for part in components]
+        rows = zip(scales, histories, (absmaxes[i] for i in members), strict=True)
+        engine.quantize_rescale(
+            scales=[(address(scale), address(history), address(largest)) for scale, history, largest in rows],
+            largest=native.largest,
+            factor=native.factor,
+            history=native.history,
+            most_recent=native.most_recent,
+            advance=advance,
+            applies=address(applies),
+            **run_on(device),
+        )
+        _written(part for part in (*scales, *histories) if part is not None)
+
+
+def encode(weights: Sequence[Encoding]) -> None:
+    """:meth:`Recipe.encode` of each."""
+    for (device, recipe), members in _alike(weights).items():
+        engine, native = _engine(device), recipe.native
+        known = [weights[i] for i in members]
+        fitting = [] if engine is None or native is None else [weight for weight in known if _fits(weight, device)]
+        if fitting:
+            _encode(engine, native, fitting, device)
+        if len(fitting) < len(known):
+            done = set(map(id, fitting))
+            for weight in known:
+                if id(weight) not in done:
+                    fractions = None if weight.fractions is None else weight.fractions.tensor(device)
+                    recipe.encode(weight.values, weight.components, fractions)
+
+
+def decode(recipe: Recipe, components: Components, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The values, rounded from FP32 to ``dtype``: a new tensor."""
+    data = components["data"]
+    engine, native = _engine(data.device), recipe.native
+    if engine is None or native is None or dtype not in ELEMENT_TYPES or not _parts_fit(components, data.device):
+        return recipe.decode(components, shape).to(dtype)
+    out = torch.empty(shape, dtype=dtype, device=data.device)
+    engine.quantize_decode(
+        weight=_row(out, components), format=native.format, type=ELEMENT_TYPES[dtype], **run_on(data.device)
+    )
+    return out
+
+
+def _engine(device: torch.device) -> ModuleType | None:
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return None
+    if forced_backend() not in (None, device.type):
+        return None
+    backend = backend_for(device.type)
+    return None if backend == "torch" else load_engine(backend)[0]
+
+
+def _alike(weights: Sequence[Encoding]) -> dict[tuple[torch.device, Recipe], list[int]]:
+    """The numbers of weights by device and recipe."""
+    groups: dict[tuple[torch.device, Recipe], list[int]] = {}
+    for i, weight in enumerate(weights):
+        groups.setdefault((weight.components["data"].device, weight.recipe), []).append(i)
+    return groups
+
+
+def _is_plain(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> bool:
+    return (
+        type(tensor) is Tensor
+        and tensor.device == device
+        and tensor.is_contiguous()
+        and (dtype is None or tensor.dtype == dtype)
+    )
+
+
+def _parts_fit(components: Components, device: torch.device) -> bool:
+    return all(_is_plain(part, device) for name, part in components.items() if name != "initial")
+
+
+def _fits(weight: Encoding, device: torch.device) -> bool:
+    return _is_plain(weight.values, device, torch.float32) and _parts_fit(weight.components, device)
+
+
+def _encode(engine: ModuleType, native: Native, weights: list[Encoding], device: torch.device) -> None:
+    rotates = any(weight.fractions is not None for weight in weights)
+    engine.quantize_encode(
+        weights=[_row(weight.values, weight.components) for weight in weights],
+        roundings=[_rounding(weight.fractions) for weight in weights] if rotates else [],
+        format=native.format,
+        round_up=native.round_up,
+        **run_on(device),
+    )
+    _written(part for weight in weights for name, part in weight.components.items() if name in ("data", "scale"))
+
+
+def _row(values: Tensor, components: Components) -> tuple[int, ...]:
+    data = components["data"]
+    rows = data.shape[0]
+    columns = values.numel() // rows if rows else 0
+    scale, whole = components.get("scale"), components.get("tensor_scale")
+    return values.data_ptr(), data.data_ptr(), address(scale), address(whole), rows, columns
+
+
+def _rounding(fractions: Fractions | None) -> tuple[int, ...]:
+    if fractions is None:
+        return _NEAREST
+    geometry, step = fractions.geometry, fractions.step
+    counter, number = (step.data_ptr(), 0) if isinstance(step, Tensor) else (0, step)
+    return counter, number, geometry.offset, geometry.inner_local, geometry.inner_global, fractions.key
+
+
+def _written(tensors: Iterable[Tensor]) -> None:
+    torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
