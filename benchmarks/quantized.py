@@ -1,0 +1,147 @@
+"""What FSDP2 training costs with quantized weights, beside BF16 ones: times of a step, and bytes that are gathered.
+
+torchrun --nproc-per-node 2 benchmarks/quantized.py --output FILE
+torchrun --nproc-per-node 2 benchmarks/quantized.py --width 256 --layers 2 --batch 8    # a trial on CPUs
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+from fused_optim import FusedAdamW
+from fused_optim.quantized import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8DelayedScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+    quantize_model_,
+)
+from step import machine, synchronize, write
+
+RECIPES: dict[str, Recipe | None] = {
+    "BF16": None,
+    "Float8CurrentScaling": Float8CurrentScaling(),
+    "Float8CurrentScaling, FP8 products": Float8CurrentScaling(compute="fp8"),
+    "Float8DelayedScaling": Float8DelayedScaling(),
+    "Float8BlockScaling (1, 128)": Float8BlockScaling(block=(1, 128)),
+    "Float8BlockScaling (128, 128)": Float8BlockScaling(),
+    "MXFP8BlockScaling": MXFP8BlockScaling(),
+    "NVFP4BlockScaling": NVFP4BlockScaling(),
+}
+
+
+def build(recipe: Recipe | None, args: argparse.Namespace, device: torch.device) -> tuple[nn.Module, FusedAdamW]:
+    torch.manual_seed(0)
+    layers = [nn.Linear(args.width, args.width, bias=False, device=device) for _ in range(args.layers)]
+    model = nn.Sequential(*layers).bfloat16()
+    if recipe is not None:
+        quantize_model_(model, recipe)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    states = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8}
+    return model, FusedAdamW(model.parameters(), lr=1e-4, **states)
+
+
+class CountedGathers:
+    """Bytes that this rank puts into all-gathers."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._inputs = _fsdp_param.FSDPParam.all_gather_inputs
+
+    def __enter__(self) -> CountedGathers:
+        def counted(param: Any) -> list[torch.Tensor]:
+            inputs = self._inputs.fget(param)
+            self.bytes += sum(part.nbytes for part in inputs)
+            return inputs
+
+        _fsdp_param.FSDPParam.all_gather_inputs = property(counted)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _fsdp_param.FSDPParam.all_gather_inputs = self._inputs
+
+
+def milliseconds(function: Callable[[], Any], device: torch.device) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    function()
+    synchronize(device)
+    return 1000 * (time.perf_counter() - start)
+
+
+def measure(recipe: Recipe | None, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    model, optimizer = build(recipe, args, device)
+    x = torch.randn(args.batch, args.width, device=device).bfloat16()
+    times: dict[str, list[float]] = {"forward": [], "backward": [], "optimizer": []}
+    for _ in range(args.warmup + args.steps):
+        out: list[torch.Tensor] = []
+        times["forward"].append(milliseconds(lambda: out.append(model(x).float().square().mean()), device))  # noqa: B023
+        times["backward"].append(milliseconds(lambda: out[0].backward(), device))  # noqa: B023
+        times["optimizer"].append(milliseconds(optimizer.step, device))
+        optimizer.zero_grad()
+    with CountedGathers() as gathers:
+        model(x).float().square().mean().backward()
+    elements = sum(param.numel() for param in model.parameters())
+    gathered = 2 * elements / dist.get_world_size()  # for forward and for backward
+    found = {f"{name}_ms": statistics.median(values[args.warmup :]) for name, values in times.items()}
+    memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    return {**found, "gathered_bytes_per_element": gathers.bytes / gathered, "peak_bytes": memory}
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=8192, help="rows of activations of each rank")
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--commit", default="", help="what the results are of, where the tree is no git checkout")
+    parser.add_argument("--output", type=Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group()
+    first = dist.get_rank() == 0
+    options = {key: value for key, value in vars(args).items() if key not in ("output", "commit")}
+    report = {"machine": machine(device, args.commit), "ranks": dist.get_world_size(), "options": options}
+    columns = ("forward_ms", "backward_ms", "optimizer_ms", "gathered_bytes_per_element")
+    if first:
+        print(f"{report['machine']}\n{'':<38}" + "".join(f"{column:>28}" for column in columns), flush=True)
+    report["results"] = {}
+    for name, recipe in RECIPES.items():
+        if on_gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+        row = report["results"][name] = measure(recipe, args, device)
+        if first:
+            print(f"{name:<38}" + "".join(f"{row[column]:>28.3f}" for column in columns), flush=True)
+            write(report, args.output)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
