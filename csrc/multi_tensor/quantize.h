@@ -147,9 +147,11 @@ struct Magnitudes {
 
     FUSED_OPTIM_HD void add(float x) {
         const uint32_t bits = magnitude_bits(x);
-        const uint32_t known = bits < kInfinity ? bits : 0u;
-        finite = known > finite ? known : finite;
-        largest = bits > largest ? bits : largest;
+        merge({bits < kInfinity ? bits : 0u, bits});
+    }
+    FUSED_OPTIM_HD void merge(const Magnitudes& other) {
+        finite = other.finite > finite ? other.finite : finite;
+        largest = other.largest > largest ? other.largest : largest;
     }
 };
 

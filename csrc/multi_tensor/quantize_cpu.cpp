@@ -8,11 +8,19 @@ namespace {
 
 static_assert(kStrip == kTile, "a strip fills a tile's memory");
 
+// As Magnitudes::add. One place of the exponent added makes what is not finite negative: the compiler vectorises this.
 template <int count>
 void add(Magnitudes& block, const float* values) {
-    Magnitudes all = block;
-    for (int i = 0; i < count; ++i) all.add(values[i]);
-    block = all;
+    constexpr uint32_t place = 1u << 23;
+    int32_t finite = place;
+    uint32_t largest = 0;
+    for (int i = 0; i < count; ++i) {
+        const uint32_t bits = magnitude_bits(values[i]);
+        const int32_t shifted = static_cast<int32_t>(bits + place);
+        finite = shifted > finite ? shifted : finite;
+        largest = bits > largest ? bits : largest;
+    }
+    block.merge({static_cast<uint32_t>(finite) - place, largest});
 }
 
 void fill_fractions(uint32_t* u, const Weight& w, const Rounding& rounding, uint64_t element) {

@@ -34,7 +34,7 @@ class Encoding(NamedTuple):
 def absmax(recipes: Sequence[Recipe], values: Sequence[Tensor | None], device: torch.device) -> Tensor:
     """The largest finite magnitude of each tensor (0 of None): FP32 of shape ``(len(values),)``."""
     engine = _engine(device)
-    if engine is None or not all(value is None or _is_plain(value, device, torch.float32) for value in values):
+    if engine is None or not all(value is None or _values_fit(value, device) for value in values):
         pairs = zip(recipes, values, strict=True)
         zero = torch.zeros((), device=device)
         return torch.stack([zero if value is None else recipe.absmax(value) for recipe, value in pairs])
@@ -83,22 +83,22 @@ def encode(weights: Sequence[Encoding]) -> None:
     for (device, recipe), members in _alike(weights).items():
         engine, native = _engine(device), recipe.native
         known = [weights[i] for i in members]
-        fitting = [] if engine is None or native is None else [weight for weight in known if _fits(weight, device)]
-        if fitting:
+        if engine is None or native is None:
+            fitting, others = [], known
+        else:
+            fitting = [weight for weight in known if _fits(weight, device)]
+            others = [weight for weight in known if not _fits(weight, device)] if len(fitting) < len(known) else []
             _encode(engine, native, fitting, device)
-        if len(fitting) < len(known):
-            done = set(map(id, fitting))
-            for weight in known:
-                if id(weight) not in done:
-                    fractions = None if weight.fractions is None else weight.fractions.tensor(device)
-                    recipe.encode(weight.values, weight.components, fractions)
+        for weight in others:
+            fractions = None if weight.fractions is None else weight.fractions.tensor(device)
+            recipe.encode(weight.values, weight.components, fractions)
 
 
 def decode(recipe: Recipe, components: Components, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """The values, rounded from FP32 to ``dtype``: a new tensor."""
     data = components["data"]
     engine, native = _engine(data.device), recipe.native
-    if engine is None or native is None or dtype not in ELEMENT_TYPES or not _parts_fit(components, data.device):
+    if engine is None or native is None or dtype not in ELEMENT_TYPES or not _parts_fit(components):
         return recipe.decode(components, shape).to(dtype)
     out = torch.empty(shape, dtype=dtype, device=data.device)
     engine.quantize_decode(
@@ -124,21 +124,20 @@ def _alike(weights: Sequence[Encoding]) -> dict[tuple[torch.device, Recipe], lis
     return groups
 
 
-def _is_plain(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> bool:
-    return (
-        type(tensor) is Tensor
-        and tensor.device == device
-        and tensor.is_contiguous()
-        and (dtype is None or tensor.dtype == dtype)
-    )
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.is_contiguous()
 
 
-def _parts_fit(components: Components, device: torch.device) -> bool:
-    return all(_is_plain(part, device) for name, part in components.items() if name != "initial")
+def _parts_fit(components: Components) -> bool:
+    return all(_is_plain(part) for name, part in components.items() if name != "initial")
+
+
+def _values_fit(values: Tensor, device: torch.device) -> bool:
+    return _is_plain(values) and values.dtype == torch.float32 and values.device == device
 
 
 def _fits(weight: Encoding, device: torch.device) -> bool:
-    return _is_plain(weight.values, device, torch.float32) and _parts_fit(weight.components, device)
+    return _values_fit(weight.values, device) and _parts_fit(weight.components)
 
 
 def _encode(engine: ModuleType, native: Native, weights: list[Encoding], device: torch.device) -> None:
