@@ -25,7 +25,7 @@ void require(bool condition, const char* expected) {
 }
 
 WeightFormat format_of(uint32_t number) {
-    require(number <= static_cast<uint32_t>(WeightFormat::kNVFloat4), "a known format");
+    require(number < kWeightFormats, "a known format");
     return static_cast<WeightFormat>(number);
 }
 
@@ -33,12 +33,11 @@ WeightFormat format_of(uint32_t number) {
 Weight weight_of(const WeightRow& row, const RoundingRow& rounding, WeightFormat format) {
     const auto [values, data, scales, tensor_scale, rows, columns] = row;
     require(columns == 0 || rows < kMaxWeightNumel / columns, "fewer than 2^43 elements");
-    const bool of_blocks = format != WeightFormat::kFloat8;
-    const bool of_tensor = format == WeightFormat::kFloat8 || format == WeightFormat::kNVFloat4;
+    const WeightTraits traits = traits_of(format);
     const bool empty = rows == 0 || columns == 0;
-    require(empty || (values && data && (scales || !of_blocks) && (tensor_scale || !of_tensor)),
+    require(empty || (values && data && (scales || !traits.block_scales) && (tensor_scale || !traits.tensor_scale)),
             "addresses of all tensors");
-    require(format != WeightFormat::kNVFloat4 || columns % 2 == 0, "an even number of columns");
+    require(columns % traits.per_byte == 0, "an even number of columns");
     const auto [steps, step, offset, inner_local, inner_global, key] = rounding;
     return {values,
             data,

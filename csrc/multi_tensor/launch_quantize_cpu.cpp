@@ -86,19 +86,19 @@ void rescale_cpu(const std::vector<TensorScale>& scales, const ScaleRule& rule, 
 }
 
 void encode_cpu(const std::vector<Weight>& weights, const WeightKind& kind, int threads) {
-    const bool tiles = kind.format == WeightFormat::kFloat8Tiles;
+    const WeightTraits traits = traits_of(kind.format);
     std::vector<Weight> flat;
     std::vector<uint64_t> counts;
     for (const Weight& weight : weights) {
-        flat.push_back(flattened(weight, kind.format));
-        counts.push_back(tiles ? tile_count(flat.back()) : strip_count(flat.back()));
+        flat.push_back(flattened(weight, traits));
+        counts.push_back(traits.tiled ? tile_count(flat.back()) : strip_count(flat.back()));
     }
-    for_each_range(counts, tiles ? kChunk : kStrip, threads,
+    for_each_range(counts, traits.tiled ? kChunk : kStrip, threads,
                    [&](const Range& range) { inner().encode(flat[range.tensor], kind, range.begin, range.end); });
 }
 
 void decode_cpu(const Weight& weight, WeightFormat format, Element type, int threads) {
-    const Weight flat = flattened(weight, format);
+    const Weight flat = flattened(weight, traits_of(format));
     for_each_range({strip_count(flat)}, kStrip, threads,
                    [&](const Range& range) { inner().decode(flat, format, type, range.begin, range.end); });
 }

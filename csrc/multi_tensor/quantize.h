@@ -18,6 +18,7 @@ enum class WeightFormat : uint8_t {
     kMXFloat8 = 3,      // E4M3, an E8M0 scale per 32 elements of a row
     kNVFloat4 = 4,      // E2M1, an E4M3 scale per 16 elements of a row, and one FP32 scale
 };
+constexpr int kWeightFormats = 5;
 
 struct WeightKind {
     WeightFormat format;
@@ -147,9 +148,11 @@ struct Magnitudes {
 
     FUSED_OPTIM_HD void add(float x) {
         const uint32_t bits = magnitude_bits(x);
-        const uint32_t known = bits < kInfinity ? bits : 0u;
-        finite = known > finite ? known : finite;
-        largest = bits > largest ? bits : largest;
+        merge({bits < kInfinity ? bits : 0u, bits});
+    }
+    FUSED_OPTIM_HD void merge(const Magnitudes& other) {
+        finite = other.finite > finite ? other.finite : finite;
+        largest = other.largest > largest ? other.largest : largest;
     }
 };
 
@@ -165,9 +168,10 @@ FUSED_OPTIM_HD float power_of_two(uint32_t exponent) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// Formats. A codec has: kBlock, the elements of a row that share a scale; Scale, how it is stored, void if only the
-// whole weight has one; kPoisons, whether a block with an element that is not finite is stored as NaN; prepare(), from
-// a block's magnitudes and the tensor's scale; step(), by which codes are multiplied; and those of an element.
+// Formats. A codec has: kBlock, the elements of a row that share a scale; kTiled, whether as many rows do; Scale, how
+// it is stored, void if only the whole weight has one; kTensorScale, whether it has; kPoisons, whether a block with an
+// element that is not finite is stored as NaN; prepare(), from a block's magnitudes and the tensor's scale; step(), by
+// which codes are multiplied; and those of an element.
 
 struct Block {
     uint32_t scale;  // stored: the bits of an FP32 scale, or a byte
@@ -180,7 +184,7 @@ struct WeightCodec;
 template <>
 struct WeightCodec<WeightFormat::kFloat8> : Float8Element {
     static constexpr uint32_t kBlock = kStrip;
-    static constexpr bool kPoisons = false;
+    static constexpr bool kTiled = false, kTensorScale = true, kPoisons = false;
     using Scale = void;
     FUSED_OPTIM_HD static Block prepare(const Magnitudes&, bool, float whole) { return {0, 1.0f / whole}; }
     FUSED_OPTIM_HD static float step(uint32_t, float whole) { return whole; }
@@ -189,7 +193,7 @@ struct WeightCodec<WeightFormat::kFloat8> : Float8Element {
 template <>
 struct WeightCodec<WeightFormat::kFloat8Blocks> : Float8Element {
     static constexpr uint32_t kBlock = 128;
-    static constexpr bool kPoisons = false;
+    static constexpr bool kTiled = false, kTensorScale = false, kPoisons = false;
     using Scale = uint32_t;
     FUSED_OPTIM_HD static Block prepare(const Magnitudes& block, bool round_up, float) {
         const float exact = scale_for(bits_float(block.finite), kFloat8Top);
@@ -200,12 +204,14 @@ struct WeightCodec<WeightFormat::kFloat8Blocks> : Float8Element {
 };
 
 template <>
-struct WeightCodec<WeightFormat::kFloat8Tiles> : WeightCodec<WeightFormat::kFloat8Blocks> {};
+struct WeightCodec<WeightFormat::kFloat8Tiles> : WeightCodec<WeightFormat::kFloat8Blocks> {
+    static constexpr bool kTiled = true;
+};
 
 template <>
 struct WeightCodec<WeightFormat::kMXFloat8> : Float8Element {
     static constexpr uint32_t kBlock = 32;
-    static constexpr bool kPoisons = false;
+    static constexpr bool kTiled = false, kTensorScale = false, kPoisons = false;
     using Scale = uint8_t;
     FUSED_OPTIM_HD static Block prepare(const Magnitudes& block, bool round_up, float) {
         const uint32_t floor = block.finite >> 23;  // E4M3's largest is 1.75 * 2^8
@@ -220,7 +226,7 @@ struct WeightCodec<WeightFormat::kMXFloat8> : Float8Element {
 template <>
 struct WeightCodec<WeightFormat::kNVFloat4> : Float4Element {
     static constexpr uint32_t kBlock = 16;
-    static constexpr bool kPoisons = true;
+    static constexpr bool kTiled = false, kTensorScale = true, kPoisons = true;
     using Scale = uint8_t;
     FUSED_OPTIM_HD static Block prepare(const Magnitudes& block, bool, float whole) {
         const uint32_t code = Float8Element::nearest(bits_float(block.finite) / 6.0f / whole);
@@ -242,10 +248,32 @@ FUSED_OPTIM_HD void dispatch_weight(WeightFormat format, const Visit& visit) {
     }
 }
 
+// What the host needs to know of a format.
+struct WeightTraits {
+    bool tiled;
+    bool block_scales;
+    bool tensor_scale;
+    int per_byte;
+};
+
+struct ReadTraits {
+    WeightTraits& traits;
+    template <class Codec>
+    FUSED_OPTIM_HD void operator()(Codec) const {
+        traits = {Codec::kTiled, !std::is_void_v<typename Codec::Scale>, Codec::kTensorScale, Codec::kPerByte};
+    }
+};
+
+inline WeightTraits traits_of(WeightFormat format) {
+    WeightTraits traits{};
+    dispatch_weight(format, ReadTraits{traits});
+    return traits;
+}
+
 // Scales of blocks lie row by row, those of tiles one row per 128 rows of the weight.
 template <class Codec>
-FUSED_OPTIM_HD uint64_t scale_index(WeightFormat format, const Weight& w, uint64_t row, uint64_t column) {
-    const uint64_t scale_row = format == WeightFormat::kFloat8Tiles ? row / kStrip : row;
+FUSED_OPTIM_HD uint64_t scale_index(const Weight& w, uint64_t row, uint64_t column) {
+    const uint64_t scale_row = Codec::kTiled ? row / kStrip : row;
     return scale_row * ceil_divide(w.columns, Codec::kBlock) + column / Codec::kBlock;
 }
 
@@ -306,9 +334,9 @@ struct Values {
 };
 
 // Strips that fill whole rows do so in one long row as well; without scales of blocks, all elements are one row.
-inline Weight flattened(const Weight& w, WeightFormat format) {
+inline Weight flattened(const Weight& w, const WeightTraits& traits) {
     Weight flat = w;
-    if (format == WeightFormat::kFloat8 || (format != WeightFormat::kFloat8Tiles && w.columns % kStrip == 0)) {
+    if (!traits.tiled && (!traits.block_scales || w.columns % kStrip == 0)) {
         flat.columns = w.numel();
         flat.rows = flat.columns ? 1 : 0;
     }

@@ -8,11 +8,19 @@ namespace {
 
 static_assert(kStrip == kTile, "a strip fills a tile's memory");
 
+// As Magnitudes::add. One place of the exponent added makes what is not finite negative: the compiler vectorises this.
 template <int count>
 void add(Magnitudes& block, const float* values) {
-    Magnitudes all = block;
-    for (int i = 0; i < count; ++i) all.add(values[i]);
-    block = all;
+    constexpr uint32_t place = 1u << 23;
+    int32_t finite = place;
+    uint32_t largest = 0;
+    for (int i = 0; i < count; ++i) {
+        const uint32_t bits = magnitude_bits(values[i]);
+        const int32_t shifted = static_cast<int32_t>(bits + place);
+        finite = shifted > finite ? shifted : finite;
+        largest = bits > largest ? bits : largest;
+    }
+    block.merge({static_cast<uint32_t>(finite) - place, largest});
 }
 
 void fill_fractions(uint32_t* u, const Weight& w, const Rounding& rounding, uint64_t element) {
@@ -55,15 +63,14 @@ void encode_block(uint8_t* codes, const float* values, const uint32_t* u, float 
 }
 
 // Blocks that lie in one row.
-template <WeightFormat format>
+template <class Codec>
 void encode_strip(const Weight& w, bool round_up, float whole, const Rounding& rounding, const Strip& strip) {
-    using Codec = WeightCodec<format>;
     alignas(64) float values[kTile];
     alignas(64) uint32_t u[kTile];
     alignas(64) uint8_t codes[kTile];
     copy_in(values, w.values, strip.element, static_cast<int>(strip.count));
     if (w.rotates()) fill_fractions(u, w, rounding, strip.element);
-    const uint64_t first_scale = scale_index<Codec>(format, w, strip.row, strip.column);
+    const uint64_t first_scale = scale_index<Codec>(w, strip.row, strip.column);
     for (uint32_t first = 0; first < strip.count; first += Codec::kBlock) {
         Magnitudes magnitudes;
         if (!std::is_void_v<typename Codec::Scale>) add<Codec::kBlock>(magnitudes, values + first);
@@ -74,11 +81,11 @@ void encode_strip(const Weight& w, bool round_up, float whole, const Rounding& r
     store_codes<Codec>(codes, w, strip);
 }
 
-template <WeightFormat format>
+template <class Codec>
 void encode_strips(const Weight& w, bool round_up, uint64_t begin, uint64_t end) {
     const float whole = w.whole();
     const Rounding rounding = w.rounding();
-    for (uint64_t i = begin; i < end; ++i) encode_strip<format>(w, round_up, whole, rounding, strip_at(w, i));
+    for (uint64_t i = begin; i < end; ++i) encode_strip<Codec>(w, round_up, whole, rounding, strip_at(w, i));
 }
 
 // Calls visit(strip) for each row of a tile.
@@ -90,8 +97,8 @@ void for_each_row(const Weight& w, uint64_t tile, const Visit& visit) {
     for (uint64_t row = first; row < last; ++row) visit(strip_at(w, row * per_row + tile % per_row));
 }
 
+template <class Codec>
 void encode_tile(const Weight& w, bool round_up, uint64_t tile) {
-    using Codec = WeightCodec<WeightFormat::kFloat8Tiles>;
     alignas(64) float values[kTile];
     alignas(64) uint32_t u[kTile];
     alignas(64) uint8_t codes[kTile];
@@ -100,7 +107,7 @@ void encode_tile(const Weight& w, bool round_up, uint64_t tile) {
         copy_in(values, w.values, strip.element, static_cast<int>(strip.count));
         add<kTile>(magnitudes, values);
     });
-    const Block block = Codec::prepare(magnitudes, round_up, 0.0f);
+    const Block block = Codec::prepare(magnitudes, round_up, w.whole());
     store_scale<Codec>(w, tile, block.scale);
     const Rounding rounding = w.rounding();
     for_each_row(w, tile, [&](const Strip& strip) {
@@ -122,14 +129,14 @@ void store_values(const float* values, const Weight& w, Element type, const Stri
 }
 
 template <class Codec>
-void decode_strips(const Weight& w, WeightFormat format, Element type, uint64_t begin, uint64_t end) {
+void decode_strips(const Weight& w, Element type, uint64_t begin, uint64_t end) {
     const float whole = w.whole();
     for (uint64_t i = begin; i < end; ++i) {
         const Strip strip = strip_at(w, i);
         alignas(64) float values[kTile];
         alignas(64) uint8_t codes[kTile];
         load_codes<Codec>(codes, w, strip);
-        const uint64_t first_scale = scale_index<Codec>(format, w, strip.row, strip.column);
+        const uint64_t first_scale = scale_index<Codec>(w, strip.row, strip.column);
         for (uint32_t first = 0; first < strip.count; first += Codec::kBlock) {
             const float step = Codec::step(load_scale<Codec>(w, first_scale + first / Codec::kBlock), whole);
             for (uint32_t k = first; k < first + Codec::kBlock; ++k) values[k] = Codec::decode(codes[k]) * step;
@@ -153,23 +160,21 @@ uint32_t FUSED_OPTIM_JOIN(absmax_range_, FUSED_OPTIM_ISA)(const float* values, u
 void FUSED_OPTIM_JOIN(encode_range_, FUSED_OPTIM_ISA)(const Weight& w, const WeightKind& kind, uint64_t begin,
                                                       uint64_t end) {
     DenormalsOn guard;
-    switch (kind.format) {
-        case WeightFormat::kFloat8: return encode_strips<WeightFormat::kFloat8>(w, kind.round_up, begin, end);
-        case WeightFormat::kFloat8Blocks:
-            return encode_strips<WeightFormat::kFloat8Blocks>(w, kind.round_up, begin, end);
-        case WeightFormat::kFloat8Tiles:
-            for (uint64_t tile = begin; tile < end; ++tile) encode_tile(w, kind.round_up, tile);
-            return;
-        case WeightFormat::kMXFloat8: return encode_strips<WeightFormat::kMXFloat8>(w, kind.round_up, begin, end);
-        case WeightFormat::kNVFloat4: return encode_strips<WeightFormat::kNVFloat4>(w, kind.round_up, begin, end);
-    }
+    dispatch_weight(kind.format, [&](auto codec) {
+        using Codec = decltype(codec);
+        if constexpr (Codec::kTiled) {
+            for (uint64_t tile = begin; tile < end; ++tile) encode_tile<Codec>(w, kind.round_up, tile);
+        } else {
+            encode_strips<Codec>(w, kind.round_up, begin, end);
+        }
+    });
 }
 
 // Strips `begin` to `end`.
 void FUSED_OPTIM_JOIN(decode_range_, FUSED_OPTIM_ISA)(const Weight& w, WeightFormat format, Element type,
                                                       uint64_t begin, uint64_t end) {
     DenormalsOn guard;
-    dispatch_weight(format, [&](auto codec) { decode_strips<decltype(codec)>(w, format, type, begin, end); });
+    dispatch_weight(format, [&](auto codec) { decode_strips<decltype(codec)>(w, type, begin, end); });
 }
 
 }  // namespace fused_optim

@@ -2,6 +2,7 @@
 // Every value is read once: a warp takes strips of 128 elements, four to a lane, in which groups of lanes share blocks;
 // a thread block takes a tile of 128 x 128.
 #include <algorithm>
+#include <utility>
 
 #include "cuda_device.h"
 #include "quantize.h"
@@ -153,10 +154,9 @@ __device__ __forceinline__ void encode_lane(const Weight& w, const Rounding& rou
 __device__ __forceinline__ Rounding rounding_of(const Weight& w) { return w.rotates() ? w.rounding() : Rounding{}; }
 
 // Every lane of the warp calls it.
-template <WeightFormat format>
+template <class Codec>
 __device__ __forceinline__ void encode_strip(const Weight& w, bool round_up, float whole, const Rounding& rounding,
                                              const Strip& strip, const float4& x) {
-    using Codec = WeightCodec<format>;
     constexpr bool scaled = !std::is_void_v<typename Codec::Scale>;
     const Lane lane(strip);
     Magnitudes magnitudes;
@@ -171,12 +171,12 @@ __device__ __forceinline__ void encode_strip(const Weight& w, bool round_up, flo
     const uint32_t first = threadIdx.x % kWarp * kPerLane;
     if (scaled && first % Codec::kBlock == 0) {
         const uint64_t column = strip.column + first;
-        store_scale<Codec>(w, scale_index<Codec>(format, w, strip.row, column), block.scale);
+        store_scale<Codec>(w, scale_index<Codec>(w, strip.row, column), block.scale);
     }
     encode_lane<Codec>(w, rounding, lane, x, block.inverse);
 }
 
-template <WeightFormat format>
+template <class Codec>
 __global__ void __launch_bounds__(kThreads) encode_strips(const __grid_constant__ EncodeArguments arguments) {
     const auto place = arguments.table.find(blockIdx.x);
     const Weight& w = arguments.table.entries[place.entry];
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kThreads) encode_strips(const __grid_constant_
     const Rounding rounding = rounding_of(w);
 #pragma unroll
     for (uint32_t k = 0; k < kStripsPerWarp; ++k) {
-        encode_strip<format>(w, arguments.round_up, whole, rounding, strips[k], x[k]);
+        encode_strip<Codec>(w, arguments.round_up, whole, rounding, strips[k], x[k]);
     }
 }
 
@@ -210,8 +210,8 @@ __device__ __forceinline__ uint32_t combine_block(uint32_t value) {
     return value;
 }
 
+template <class Codec>
 __global__ void __launch_bounds__(kTileThreads, 2) encode_tiles(const __grid_constant__ EncodeArguments arguments) {
-    using Codec = WeightCodec<WeightFormat::kFloat8Tiles>;
     const auto place = arguments.table.find(blockIdx.x);
     const Weight& w = arguments.table.entries[place.entry];
     const uint32_t per_row = static_cast<uint32_t>(ceil_divide(w.columns, kStrip));
@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(kTileThreads, 2) encode_tiles(const __grid_con
 #pragma unroll
     for (uint32_t k = 0; k < kRowsPerWarp; ++k) add(magnitudes, x[k]);
     magnitudes.finite = combine_block<kTileWarps>(magnitudes.finite);
-    const Block block = Codec::prepare(magnitudes, arguments.round_up, 0.0f);
+    const Block block = Codec::prepare(magnitudes, arguments.round_up, w.whole());
     if (threadIdx.x == 0) store_scale<Codec>(w, place.unit, block.scale);
     const Rounding rounding = rounding_of(w);
 #pragma unroll
@@ -323,7 +323,7 @@ struct DecodeStrip {
         const Lane lane(strip);
         if (lane.count <= 0) return;
         const uint64_t column = strip.column + threadIdx.x % kWarp * kPerLane;
-        const uint64_t scale = scale_index<Codec>(arguments.format, w, strip.row, column);
+        const uint64_t scale = scale_index<Codec>(w, strip.row, column);
         const float step = Codec::step(load_scale<Codec>(w, scale), w.whole());
         const uint32_t word = load_codes<Codec>(w, lane);
         float values[4];
@@ -368,21 +368,30 @@ void for_each_table(Table& table, const Entries& entries, const Units& units, co
 
 using EncodeKernel = void (*)(EncodeArguments);
 
-EncodeKernel encode_kernel(WeightFormat format) {
-    switch (format) {
-        case WeightFormat::kFloat8: return encode_strips<WeightFormat::kFloat8>;
-        case WeightFormat::kFloat8Blocks: return encode_strips<WeightFormat::kFloat8Blocks>;
-        case WeightFormat::kFloat8Tiles: return encode_tiles;
-        case WeightFormat::kMXFloat8: return encode_strips<WeightFormat::kMXFloat8>;
-        default: return encode_strips<WeightFormat::kNVFloat4>;
+template <class Codec>
+constexpr EncodeKernel kernel_of() {
+    if constexpr (Codec::kTiled) {
+        return encode_tiles<Codec>;
+    } else {
+        return encode_strips<Codec>;
     }
+}
+
+template <int... formats>
+EncodeKernel encode_kernel(int format, std::integer_sequence<int, formats...>) {
+    const EncodeKernel kernels[] = {kernel_of<WeightCodec<static_cast<WeightFormat>(formats)>>()...};
+    return kernels[format];
+}
+
+EncodeKernel encode_kernel(WeightFormat format) {
+    return encode_kernel(static_cast<int>(format), std::make_integer_sequence<int, kWeightFormats>{});
 }
 
 }  // namespace
 
 void load_quantize_kernels(int device) {
     CudaDeviceGuard guard("quantize", device);
-    for (int format = 0; format <= static_cast<int>(WeightFormat::kNVFloat4); ++format) {
+    for (int format = 0; format < kWeightFormats; ++format) {
         load_kernel(encode_kernel(static_cast<WeightFormat>(format)), "quantize_encode", device);
     }
     load_kernel(absmax, "quantize_absmax", device);
@@ -421,17 +430,17 @@ void rescale_cuda(const std::vector<TensorScale>& scales, const ScaleRule& rule,
 void encode_cuda(const std::vector<Weight>& weights, const WeightKind& kind, int device, uint64_t stream) {
     constexpr const char* kernel = "quantize_encode";
     CudaDeviceGuard guard(kernel, device);
-    const bool tiles = kind.format == WeightFormat::kFloat8Tiles;
+    const WeightTraits traits = traits_of(kind.format);
     std::vector<Weight> flat;
     flat.reserve(weights.size());
-    for (const Weight& weight : weights) flat.push_back(flattened(weight, kind.format));
+    for (const Weight& weight : weights) flat.push_back(flattened(weight, traits));
     const auto units = [&](const Weight& w) {
-        return tiles ? tile_count(w) : ceil_divide(strip_count(w), kStripsPerUnit);
+        return traits.tiled ? tile_count(w) : ceil_divide(strip_count(w), kStripsPerUnit);
     };
     EncodeArguments arguments{};
     arguments.round_up = kind.round_up;
     for_each_table(arguments.table, flat, units, [&](size_t, uint32_t grid) {
-        const uint32_t threads = tiles ? kTileThreads : kThreads;
+        const uint32_t threads = traits.tiled ? kTileThreads : kThreads;
         encode_kernel(kind.format)<<<grid, threads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(arguments);
         check_cuda(cudaGetLastError(), kernel, device);
     });
@@ -440,7 +449,7 @@ void encode_cuda(const std::vector<Weight>& weights, const WeightKind& kind, int
 void decode_cuda(const Weight& weight, WeightFormat format, Element type, int device, uint64_t stream) {
     constexpr const char* kernel = "quantize_decode";
     CudaDeviceGuard guard(kernel, device);
-    const DecodeArguments arguments{flattened(weight, format), format, type};
+    const DecodeArguments arguments{flattened(weight, traits_of(format)), format, type};
     const uint64_t units = ceil_divide(strip_count(arguments.weight), kStripsPerUnit);
     if (units > kMostUnits) throw std::runtime_error("fused_optim: a quantized weight is too large");
     if (units == 0) return;

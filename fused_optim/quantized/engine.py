@@ -20,6 +20,7 @@ from fused_optim.quantized.protocol import Fractions
 from fused_optim.quantized.recipes import Components, Native, Recipe
 
 _NEAREST = (0, 0, 0, 0, 0, 0)
+_TABLE = ("data", "scale", "tensor_scale")
 
 
 class Encoding(NamedTuple):
@@ -34,7 +35,7 @@ class Encoding(NamedTuple):
 def absmax(recipes: Sequence[Recipe], values: Sequence[Tensor | None], device: torch.device) -> Tensor:
     """The largest finite magnitude of each tensor (0 of None): FP32 of shape ``(len(values),)``."""
     engine = _engine(device)
-    if engine is None or not all(value is None or _is_plain(value, device, torch.float32) for value in values):
+    if engine is None or not all(value is None or _values_fit(value, device) for value in values):
         pairs = zip(recipes, values, strict=True)
         zero = torch.zeros((), device=device)
         return torch.stack([zero if value is None else recipe.absmax(value) for recipe, value in pairs])
@@ -53,17 +54,17 @@ def rescale(
 ) -> None:
     """:meth:`Recipe.rescale` of each, with the absmax of each."""
     for (device, recipe), members in _alike(weights).items():
-        engine, native = _engine(device), recipe.native
         if not recipe.scales_whole_tensor:
             continue
-        if engine is None or native is None:
+        engine, native = _engine(device), recipe.native
+        components = [weights[i].components for i in members]
+        scales = [part["tensor_scale"] for part in components]
+        histories = [part.get("amax_history") for part in components]
+        if engine is None or native is None or not all(map(_is_plain, scales)):
             for i in members:
                 recipe.rescale(weights[i].components, absmaxes[i], applies, advance)
             continue
         applies = applies if applies is None else applies.to(device)
-        components = [weights[i].components for i in members]
-        scales = [part["tensor_scale"] for part in components]
-        histories = [part.get("amax_history") for part in components]
         rows = zip(scales, histories, (absmaxes[i] for i in members), strict=True)
         engine.quantize_rescale(
             scales=[(address(scale), address(history), address(largest)) for scale, history, largest in rows],
@@ -82,29 +83,31 @@ def encode(weights: Sequence[Encoding]) -> None:
     """:meth:`Recipe.encode` of each."""
     for (device, recipe), members in _alike(weights).items():
         engine, native = _engine(device), recipe.native
-        known = [weights[i] for i in members]
-        fitting = [] if engine is None or native is None else [weight for weight in known if _fits(weight, device)]
-        if fitting:
-            _encode(engine, native, fitting, device)
-        if len(fitting) < len(known):
-            done = set(map(id, fitting))
-            for weight in known:
-                if id(weight) not in done:
-                    fractions = None if weight.fractions is None else weight.fractions.tensor(device)
-                    recipe.encode(weight.values, weight.components, fractions)
+        others = [weights[i] for i in members]
+        if engine is not None and native is not None:
+            rows = [
+                _row(weight.values, weight.components) if _values_fit(weight.values, device) else None
+                for weight in others
+            ]
+            fitting = [weight for weight, row in zip(others, rows, strict=True) if row is not None]
+            others = [weight for weight, row in zip(others, rows, strict=True) if row is None]
+            _encode(engine, native, fitting, [row for row in rows if row is not None], device)
+        for weight in others:
+            fractions = None if weight.fractions is None else weight.fractions.tensor(device)
+            recipe.encode(weight.values, weight.components, fractions)
 
 
 def decode(recipe: Recipe, components: Components, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """The values, rounded from FP32 to ``dtype``: a new tensor."""
-    data = components["data"]
-    engine, native = _engine(data.device), recipe.native
-    if engine is None or native is None or dtype not in ELEMENT_TYPES or not _parts_fit(components, data.device):
-        return recipe.decode(components, shape).to(dtype)
-    out = torch.empty(shape, dtype=dtype, device=data.device)
-    engine.quantize_decode(
-        weight=_row(out, components), format=native.format, type=ELEMENT_TYPES[dtype], **run_on(data.device)
-    )
-    return out
+    device = components["data"].device
+    engine, native = _engine(device), recipe.native
+    if engine is not None and native is not None and dtype in ELEMENT_TYPES:
+        out = torch.empty(shape, dtype=dtype, device=device)
+        row = _row(out, components)
+        if row is not None:
+            engine.quantize_decode(weight=row, format=native.format, type=ELEMENT_TYPES[dtype], **run_on(device))
+            return out
+    return recipe.decode(components, shape).to(dtype)
 
 
 def _engine(device: torch.device) -> ModuleType | None:
@@ -124,41 +127,40 @@ def _alike(weights: Sequence[Encoding]) -> dict[tuple[torch.device, Recipe], lis
     return groups
 
 
-def _is_plain(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> bool:
-    return (
-        type(tensor) is Tensor
-        and tensor.device == device
-        and tensor.is_contiguous()
-        and (dtype is None or tensor.dtype == dtype)
-    )
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.is_contiguous()
 
 
-def _parts_fit(components: Components, device: torch.device) -> bool:
-    return all(_is_plain(part, device) for name, part in components.items() if name != "initial")
+def _values_fit(values: Tensor, device: torch.device) -> bool:
+    return values.dtype == torch.float32 and values.device == device and _is_plain(values)
 
 
-def _fits(weight: Encoding, device: torch.device) -> bool:
-    return _is_plain(weight.values, device, torch.float32) and _parts_fit(weight.components, device)
+def _row(values: Tensor, components: Components) -> tuple[int, ...] | None:
+    """A weight as the engines' tables have it; None where they cannot take it."""
+    addresses = []
+    for part in (values, *map(components.get, _TABLE)):
+        if part is None:
+            addresses.append(0)
+        elif type(part) is Tensor and part.is_contiguous():
+            addresses.append(part.data_ptr())
+        else:
+            return None
+    rows = components["data"].shape[0]
+    return *addresses, rows, values.numel() // rows if rows else 0
 
 
-def _encode(engine: ModuleType, native: Native, weights: list[Encoding], device: torch.device) -> None:
+def _encode(
+    engine: ModuleType, native: Native, weights: list[Encoding], rows: list[tuple[int, ...]], device: torch.device
+) -> None:
     rotates = any(weight.fractions is not None for weight in weights)
     engine.quantize_encode(
-        weights=[_row(weight.values, weight.components) for weight in weights],
+        weights=rows,
         roundings=[_rounding(weight.fractions) for weight in weights] if rotates else [],
         format=native.format,
         round_up=native.round_up,
         **run_on(device),
     )
     _written(part for weight in weights for name, part in weight.components.items() if name in ("data", "scale"))
-
-
-def _row(values: Tensor, components: Components) -> tuple[int, ...]:
-    data = components["data"]
-    rows = data.shape[0]
-    columns = values.numel() // rows if rows else 0
-    scale, whole = components.get("scale"), components.get("tensor_scale")
-    return values.data_ptr(), data.data_ptr(), address(scale), address(whole), rows, columns
 
 
 def _rounding(fractions: Fractions | None) -> tuple[int, ...]:
