@@ -376,7 +376,8 @@ def _to_copy(func: Any, args: Any, kwargs: Any) -> Any:
         if _within_autocast():  # a view that decodes to what the operation computes in
             return source._view(source.components, dtype=dtype)
         raise TypeError(
-            f"{source.where}a quantized weight cannot be cast from {source.dtype} to {dtype}; dequantize({dtype}) gives a plain copy"
+            f"{source.where}a quantized weight cannot be cast from {source.dtype} to {dtype}; "
+            f"dequantize({dtype}) gives a plain copy"
         )
     moved = {key: kwargs[key] for key in ("device", "non_blocking", "pin_memory") if kwargs.get(key) is not None}
     return source._copied(lambda part: aten._to_copy.default(part, **moved), source._padded_rows)
