@@ -92,7 +92,11 @@ def tensor_parallel(model: Perceptron) -> Perceptron:
 
 
 def plain_model(recipe: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Layers:
-    return Layers(TILED_SHAPES if recipe == "tiles" else SHAPES, dtype, seed)
+    return Layers(shapes_of(recipe), dtype, seed)
+
+
+def shapes_of(recipe: str) -> dict[str, tuple[int, int]]:
+    return TILED_SHAPES if recipe == "tiles" else SHAPES
 
 
 class Run:

@@ -1,4 +1,4 @@
-"""FSDP2 and tensor parallelism with quantized weights: what is gathered, in how many bytes, and what it computes."""
+"""FSDP2 and tensor parallelism with quantized weights: what is gathered, in how many bytes, and what is computed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import distributed
-from distributed import Part, assert_same, join_all, shard_like
+from distributed import Part, assert_same, join_all, part, shard_like
 from fused_optim import FusedAdam
 from fused_optim.dtensor import local_tensor
-from fused_optim.quantized import QuantizedTensor, quantize_model_
+from fused_optim.quantized import QuantizedTensor, finish_initialization, quantize_model_, quantized_model_init
 from quantized_cases import (
     RECIPES,
     Layers,
@@ -24,6 +25,7 @@ from quantized_cases import (
     parameter_parts,
     perceptron,
     plain_model,
+    shapes_of,
     tensor_parallel,
     values,
 )
@@ -210,9 +212,9 @@ def refuse(rows: int) -> list[str]:
     with pytest.raises(ValueError) as error:
         fully_shard(model[1], mesh=distributed.mesh())
     errors.append(str(error.value))
-    fully_shard(quantized := nn.Linear(256, 128), mesh=distributed.mesh())
+    sharded_already = fully_shard(nn.Linear(256, 128), mesh=distributed.mesh())
     with pytest.raises(ValueError) as error:
-        quantize_model_(quantized, RECIPES["mxfp8"])
+        quantize_model_(sharded_already, RECIPES["mxfp8"])
     errors.append(str(error.value))
     return errors
 
@@ -221,3 +223,182 @@ def test_what_cannot_be_sharded_is_named_on_every_rank() -> None:
     for cut, order in distributed.run(2, refuse, 384):
         assert cut.startswith("1.weight: Float8BlockScaling cannot be cut to rows 0 to 192 of 384: its blocks have 128")
         assert "after fully_shard: the order is tensor parallelism, quantization, FSDP" in order
+
+
+# --- initial values ---------------------------------------------------------------------------------------------
+
+
+def build_on_meta(recipes: list[str], how: str) -> dict[str, dict[str, Part]]:
+    found = {}
+    for recipe in recipes:
+        with torch.device("meta"), quantized_model_init(RECIPES[recipe]):
+            model = Layers(shapes_of(recipe), torch.bfloat16)
+        model.frozen.requires_grad_(False)
+        assert all(param.is_meta for param in model.parameters())
+        fully_shard(model, mesh=mesh_of(how))
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                fill(local_tensor(param), local_tensor(shard_like(plain_model(recipe).get_parameter(name), param)))
+        has_rows = any(local_tensor(param).is_stale for param in model.parameters() if is_quantized(param))
+        if has_rows:
+            with pytest.raises(RuntimeError, match="finish_initialization"):
+                FusedAdam(model.parameters()).initialize_state()
+        finish_initialization(model)
+        found[recipe] = parameter_parts(model) | masters_of(model)
+        model(values((2, 144), dist.get_rank()).bfloat16())
+    return found
+
+
+def fill(local: Tensor, given: Tensor) -> None:
+    """In place and by operations, as initialisers do."""
+    local.zero_()
+    local.add_(given)
+
+
+def is_quantized(param: Tensor) -> bool:
+    return isinstance(local_tensor(param), QuantizedTensor)
+
+
+def masters_of(model: nn.Module) -> dict[str, Part]:
+    """What the optimizer starts from; the initial values are freed with that."""
+    optimizer = FusedAdam(model.parameters())
+    masters = {f"{name}: master": part(value) for name, value in optimizer.master_state_dict(model).items()}
+    assert not any(local_tensor(param).has_initial for param in model.parameters() if is_quantized(param))
+    return masters
+
+
+@pytest.mark.parametrize("ranks, how", [(1, "fsdp"), (2, "fsdp"), (4, "fsdp"), (4, "hsdp")])
+def test_models_built_on_meta_get_the_values_of_unsharded_ones(ranks: int, how: str) -> None:
+    results = distributed.run(ranks, build_on_meta, list(RECIPES), how)
+    for recipe in RECIPES:
+        model, plain = quantize_model_(plain_model(recipe), RECIPES[recipe]), plain_model(recipe)
+        expected = join_all([parameter_parts(model)])
+        expected |= {f"{name}: master": param.detach().float() for name, param in plain.named_parameters()}
+        assert_same(join_all([result[recipe] for result in results]), expected)
+
+
+# --- tied weights and state dicts -------------------------------------------------------------------------------
+
+
+def train_tied(recipe: str) -> list[Any]:
+    """Two models, quantized and plain with the decoded weight; the embedding and the head have one weight."""
+    models = []
+    for _ in range(2):
+        model = nn.Sequential(nn.Embedding(7, 64), nn.Linear(64, 7, bias=False))
+        model[0].weight.data = values((7, 64), 1)
+        model[1].weight = model[0].weight
+        models.append(model)
+    quantize_model_(models[0], RECIPES[recipe])
+    models[1][0].weight.data.copy_(models[0][0].weight.dequantize())
+    x, found = torch.tensor([[0, 3, 3], [6, 1, dist.get_rank()]]), []
+    for model in models:
+        fully_shard(model, mesh=distributed.mesh())
+        assert model[0].weight is model[1].weight
+        loss = nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten())
+        loss.backward()
+        found += [loss.item(), local_tensor(model[0].weight.grad)]
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["current", "nvfp4"])
+def test_tied_weights_train_as_plain_ones(recipe: str) -> None:
+    for loss, grad, expected_loss, expected_grad in distributed.run(3, train_tied, recipe):
+        assert loss == expected_loss and torch.equal(grad, expected_grad)
+
+
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+def load_plain(recipes: list[str], how: str, way: str, forward_first: bool) -> dict[str, dict[str, Part]]:
+    """A plain full state dict, loaded into a sharded quantized model with other values."""
+    found = {}
+    for recipe in recipes:
+        model = plain_model(recipe, seed=1).to("meta" if way == "meta" else "cpu")
+        fully_shard(quantize_model_(model, RECIPES[recipe]), mesh=mesh_of(how))
+        x = values((2, 144), dist.get_rank()).bfloat16()
+        if forward_first:
+            model(x).sum().backward()
+            masters_of(model)
+        state = plain_model(recipe).state_dict()
+        if way in ("broadcast", "meta"):  # torch assigns what it loads into weights on the meta device
+            set_model_state_dict(model, state if dist.get_rank() == 0 else {}, options=BROADCAST)
+        elif way == "full":
+            set_model_state_dict(model, state, options=FULL)
+        else:
+            sharded = {name: shard_like(value, model.get_parameter(name)) for name, value in state.items()}
+            model.load_state_dict(sharded, assign=way == "assign")
+        if RECIPES[recipe].scales_whole_tensor:
+            with pytest.raises(RuntimeError, match="finish_initialization"):
+                for layer in (model.even, model.uneven) if recipe != "tiles" else (model.uneven,):
+                    local_tensor(layer.weight).dequantize()
+        finish_initialization(model)
+        model(x).sum().backward()
+        found[recipe] = parameter_parts(model)
+        assert all(is_quantized(param) for name, param in model.named_parameters() if "weight" in name)
+    return found
+
+
+@pytest.mark.parametrize("way", ["full", "broadcast", "sharded", "assign", "meta"])
+@pytest.mark.parametrize("ranks, how, forward_first", [(3, "fsdp", True), (4, "hsdp", False)])
+def test_plain_state_dicts_are_quantized_as_whole_weights(ranks: int, how: str, forward_first: bool, way: str) -> None:
+    results = distributed.run(ranks, load_plain, list(RECIPES), how, way, forward_first and way != "meta")
+    for recipe in RECIPES:
+        expected = parameter_parts(quantize_model_(plain_model(recipe), RECIPES[recipe]))
+        assert_same(join_all([result[recipe] for result in results]), join_all([expected]))
+
+
+def load_quantized(recipes: list[str], assign: bool, forward_first: bool) -> dict[str, dict[str, Part]]:
+    """The sharded state dict of another model."""
+    found = {}
+    for recipe in recipes:
+        source, model = (Run(recipe, fresh=fresh).model for fresh in (False, True))
+        x = values((2, 144), dist.get_rank()).bfloat16()
+        if forward_first:
+            model(x).sum().backward()
+        model.load_state_dict(source.state_dict(), assign=assign)
+        model(x).sum().backward()
+        found[recipe] = parameter_parts(model)
+        assert all(param.grad is not None for name, param in model.named_parameters() if name.startswith("uneven"))
+    return found
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("forward_first", [False, True])
+def test_sharded_state_dicts_load_bytes(assign: bool, forward_first: bool) -> None:
+    results = distributed.run(3, load_quantized, list(RECIPES), assign, forward_first)
+    for recipe in RECIPES:
+        expected = parameter_parts(quantize_model_(plain_model(recipe), RECIPES[recipe]))
+        assert_same(join_all([result[recipe] for result in results]), join_all([expected]))
+
+
+def read_full(recipes: list[str], how: str) -> dict[str, list[dict[str, Tensor]]]:
+    """Full tensors and full state dicts of sharded models, and what loading the latter makes of other models."""
+    found = {}
+    for recipe in recipes:
+        model, other = Run(recipe, how).model, Run(recipe, how, fresh=True).model
+        full = {name: param.full_tensor().detach() for name, param in model.named_parameters()}
+        state = get_model_state_dict(model, options=FULL)
+        set_model_state_dict(
+            other, get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), options=FULL
+        )
+        finish_initialization(other)
+        again = {name: param.full_tensor().detach() for name, param in other.named_parameters()}
+        found[recipe] = [full, state, again]
+    return found
+
+
+@pytest.mark.parametrize("ranks, how", [(3, "fsdp"), (4, "hsdp")])
+def test_full_state_dicts_are_plain_decoded_values(ranks: int, how: str) -> None:
+    results = distributed.run(ranks, read_full, list(RECIPES), how)
+    for recipe in RECIPES:
+        model = quantize_model_(plain_model(recipe), RECIPES[recipe])
+        expected = {name: param.detach() for name, param in model.named_parameters()}
+        expected |= {name: value.dequantize() for name, value in expected.items() if is_quantized(value)}
+        for rank, (full, state, again) in enumerate(result[recipe] for result in results):
+            assert_same(full, expected)
+            assert_same(state, expected if rank == 0 else {})
+            for name, value in again.items():  # the scale may differ by BF16's rounding
+                assert type(value) is Tensor
+                assert torch.allclose(value.float(), expected[name].float(), rtol=2**-7, atol=0), (recipe, name)
