@@ -70,6 +70,14 @@ def _wrap(local: Tensor, like: DTensor, shape: torch.Size, stride: tuple[int, ..
     return DTensor(local, DTensorSpec(like.device_mesh, tuple(like.placements), meta), requires_grad=False)
 
 
+def sharding_dims(param: Tensor) -> tuple[int, ...]:
+    """The mesh dims that cut a parameter."""
+    if not isinstance(param, DTensor):
+        return ()
+    sizes = param.device_mesh.shape
+    return tuple(i for i, p in enumerate(param.placements) if not p.is_replicate() and sizes[i] > 1)
+
+
 def cut_by_rows(tensor: Tensor) -> bool:
     """Whether every rank holds whole rows: at least two dims, of which at most the first is sharded."""
     if tensor.dim() < 2 or not isinstance(tensor, DTensor):

@@ -35,21 +35,21 @@ FORMS = ("unscaled", "native")
 MASTER = "remainder16"
 SAVES = (2, 4)  # after these steps; training goes on to the next and past the last
 STAGERS_SERVE_TWICE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)  # 2.11 closes them with the save
-GO = "go"  # appended to a checkpoint's path: the file that lets it be written
+GO = "go"  # appended to a checkpoint's path, with a rank's number: the files that let it be written
 
 
 class WaitingWriter(dcp.FileSystemWriter):
-    """Writes once a file exists; a file, since the writer may be in another process."""
+    """Writes once every rank's file exists; files, since the writer may be in another process."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
-        self.go = Path(f"{path}.{GO}")
+        self.go = [Path(f"{path}.{GO}{rank}") for rank in range(dist.get_world_size())]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
         deadline = time.monotonic() + 60
-        while not self.go.exists():
+        while not all(go.exists() for go in self.go):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{self.go} did not appear")
+                raise TimeoutError(f"not all of {self.go} appeared")
             time.sleep(0.01)
         return super().write_data(plan, planner)
 
@@ -105,7 +105,7 @@ def save_twice(
         pending = start_save(run, f"{path}{number}", kind, stagers[-1])
         run.train(step, step + 2)
         assert not pending.done(), pending.exception()
-        Path(f"{path}{number}.{GO}").touch()
+        Path(f"{path}{number}.{GO}{dist.get_rank()}").touch()
         pending.result(timeout=60)
     for stager in stagers:
         stager.close()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fused_optim.dtensor import local_tensor, rewrap_like
+from fused_optim.dtensor import local_tensor, rewrap_like, sharding_dims
 from fused_optim.quantized import update
 from fused_optim.quantized.protocol import Update
 from fused_optim.quantized.recipes import Recipe
@@ -114,7 +114,7 @@ def _quantized(weight: Tensor, recipe: Recipe, keep_initial: bool, name: str) ->
     local = QuantizedTensor.empty(recipe, values.shape, values.dtype, values.device)
     local.components["initial"] = values.contiguous().view(values.shape[0], -1)
     stale = values.device.type != "meta"
-    shard = bool(update.sharding_dims(weight))
+    shard = bool(sharding_dims(weight))
     local._shared.update(stale=stale, discard=not keep_initial, shard=shard, name=name)
     return nn.Parameter(rewrap_like(local, weight), requires_grad=weight.requires_grad)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_optim.dtensor import local_tensor
+from fused_optim.dtensor import local_tensor, sharding_dims
 from fused_optim.quantized.protocol import Update
 
 ROUNDS_STOCHASTICALLY = False  # quantize_ rounds to nearest: without a master, small updates would be lost
@@ -45,15 +45,33 @@ def values(local: Tensor) -> Tensor:
 
 
 def needs_collective(param: Tensor) -> bool:
-    return bool(getattr(local_tensor(param)._quantizer, "with_amax_reduction", False))
+    """Where one scale is computed for all of a weight, by a reduction within ``quantize_``."""
+    return hasattr(local_tensor(param)._quantizer, "with_amax_reduction") and bool(sharding_dims(param))
+
+
+def _reduce_within_quantize(param: Tensor) -> None:
+    """TransformerEngine sets this up when a weight is first gathered; before, shards would get scales of their own."""
+    quantizer = local_tensor(param)._quantizer
+    if quantizer.with_amax_reduction:
+        return
+    dims = sharding_dims(param)
+    if len(dims) != 1:
+        raise NotImplementedError(
+            f"a TransformerEngine weight of shape {tuple(param.shape)} with placements {tuple(param.placements)}: its "
+            "quantizer reduces scales over one mesh dim only, and several shard it"
+        )
+    quantizer.amax_reduction_group = param.device_mesh.get_group(dims[0])
+    quantizer.with_amax_reduction = True
 
 
 @torch.no_grad()
 def write(updates: Sequence[Update], applies: Tensor | None = None, advance: bool = True) -> None:
     """One call per weight. Where a step is skipped, masters are as before, hence so are the codes."""
     for update in updates:
-        local = local_tensor(update.param)
+        local, reduces = local_tensor(update.param), needs_collective(update.param)
+        if reduces:
+            _reduce_within_quantize(update.param)
         if update.values is not None:
             local.quantize_(update.values)
-        elif needs_collective(update.param):
+        elif reduces:
             local.quantize_(values(local))

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DeviceMesh, DTensor
+from torch.distributed.tensor import DeviceMesh
 
-from fused_optim.dtensor import local_tensor
+from fused_optim.dtensor import local_tensor, sharding_dims
 from fused_optim.quantized import engine
 from fused_optim.quantized.engine import Encoding
 from fused_optim.quantized.protocol import Update
@@ -36,14 +36,6 @@ def discard_initial(param: Tensor) -> None:
 
 def values(local: QuantizedTensor) -> Tensor:
     return local.values()
-
-
-def sharding_dims(param: Tensor) -> tuple[int, ...]:
-    """The mesh dims that cut a parameter."""
-    if not isinstance(param, DTensor):
-        return ()
-    sizes = param.device_mesh.shape
-    return tuple(i for i, p in enumerate(param.placements) if not p.is_replicate() and sizes[i] > 1)
 
 
 def needs_collective(param: Tensor) -> bool:
