@@ -250,6 +250,7 @@ FUSED_OPTIM_HD void dispatch_weight(WeightFormat format, const Visit& visit) {
 
 // What the host needs to know of a format.
 struct WeightTraits {
+    uint32_t block;
     bool tiled;
     bool block_scales;
     bool tensor_scale;
@@ -260,7 +261,8 @@ struct ReadTraits {
     WeightTraits& traits;
     template <class Codec>
     FUSED_OPTIM_HD void operator()(Codec) const {
-        traits = {Codec::kTiled, !std::is_void_v<typename Codec::Scale>, Codec::kTensorScale, Codec::kPerByte};
+        traits = {Codec::kBlock, Codec::kTiled, !std::is_void_v<typename Codec::Scale>, Codec::kTensorScale,
+                  Codec::kPerByte};
     }
 };
 
@@ -333,10 +335,10 @@ struct Values {
     uint64_t numel;
 };
 
-// Strips that fill whole rows do so in one long row as well; without scales of blocks, all elements are one row.
+// Blocks that fill whole rows do so in one long row as well, whose strips are full; without blocks, all is one row.
 inline Weight flattened(const Weight& w, const WeightTraits& traits) {
     Weight flat = w;
-    if (!traits.tiled && (!traits.block_scales || w.columns % kStrip == 0)) {
+    if (!traits.tiled && (!traits.block_scales || w.columns % traits.block == 0)) {
         flat.columns = w.numel();
         flat.rows = flat.columns ? 1 : 0;
     }
