@@ -86,7 +86,7 @@ FUSED_OPTIM_HD uint64_t tile_count(const Weight& w) {
 // ---------------------------------------------------------------------------------------------------------------
 // Elements
 
-// Contract on all: what is not finite becomes NaN, or without a NaN the largest and 0; other magnitudes saturate.
+// Magnitudes beyond the largest saturate. E4M3 takes what is not finite as NaN; E2M1, which has none, takes NaN as 0.
 struct Float8Element {
     static constexpr int kPerByte = 1;
     static constexpr uint32_t kNaN = 0x7Fu;
@@ -97,9 +97,9 @@ struct Float8Element {
     FUSED_OPTIM_HD static uint32_t nearest(float x) {
         return finish(x, float8_nearest_even(clamp_top(fabsf(x), kFloat8Top)));
     }
+    // The top is a code itself: no fraction lifts it.
     FUSED_OPTIM_HD static uint32_t rotating(float x, uint32_t u) {
-        const uint32_t code = (scaled_bits<120>(clamp_top(fabsf(x), kFloat8Top)) + (u >> 12)) >> 20;
-        return finish(x, code < 0x7Eu ? code : 0x7Eu);
+        return finish(x, (scaled_bits<120>(clamp_top(fabsf(x), kFloat8Top)) + (u >> 12)) >> 20);
     }
     FUSED_OPTIM_HD static float decode(uint32_t code) {
         return (code & 0x7Fu) == kNaN ? bits_float(kQuietNaN) : float8_decode(code);
