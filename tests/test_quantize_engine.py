@@ -282,6 +282,31 @@ def test_threads_do_not_change_bits(recipe: Recipe, monkeypatch: pytest.MonkeyPa
         assert torch.equal(values, recipe.decode(expected, tuple(x.shape)))
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available() or load_engine("cuda")[0] is None, reason="no GPU or no engine")
+@recipe_of
+def test_cuda_graphs_hold_it(recipe: Recipe) -> None:
+    """A replay takes the values and the step's number that are there then."""
+    x, steps = torch.randn(130, 260, device="cuda"), torch.tensor(3, device="cuda")
+    components, chosen = recipe.empty((130, 260), x.device), Fractions(5, Geometry(33800, 8, 260, 520, 0), steps)
+
+    def run() -> None:
+        weight = Encoding(recipe, components, x, chosen)
+        quantizer.rescale([weight], quantizer.absmax([recipe], [x], x.device).unbind(), None, advance=True)
+        quantizer.encode([weight])
+
+    run()  # loads the kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    x.normal_(std=3.0)
+    steps.fill_(2**32 + 9)
+    for part in components.values():
+        part.zero_()
+    graph.replay()
+    assert_same(components, reference(recipe, x, replace(chosen, step=2**32 + 9)))
+
+
 # --- scales of whole weights ------------------------------------------------------------------------------------
 
 

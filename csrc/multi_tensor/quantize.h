@@ -86,7 +86,7 @@ FUSED_OPTIM_HD uint64_t tile_count(const Weight& w) {
 // ---------------------------------------------------------------------------------------------------------------
 // Elements
 
-// Contract on all: what is not finite becomes NaN, or without a NaN the largest and 0; other magnitudes saturate.
+// Magnitudes beyond the largest saturate. E4M3 takes what is not finite as NaN; E2M1, which has none, takes NaN as 0.
 struct Float8Element {
     static constexpr int kPerByte = 1;
     static constexpr uint32_t kNaN = 0x7Fu;
@@ -97,9 +97,9 @@ struct Float8Element {
     FUSED_OPTIM_HD static uint32_t nearest(float x) {
         return finish(x, float8_nearest_even(clamp_top(fabsf(x), kFloat8Top)));
     }
+    // The top is a code itself: no fraction lifts it.
     FUSED_OPTIM_HD static uint32_t rotating(float x, uint32_t u) {
-        const uint32_t code = (scaled_bits<120>(clamp_top(fabsf(x), kFloat8Top)) + (u >> 12)) >> 20;
-        return finish(x, code < 0x7Eu ? code : 0x7Eu);
+        return finish(x, (scaled_bits<120>(clamp_top(fabsf(x), kFloat8Top)) + (u >> 12)) >> 20);
     }
     FUSED_OPTIM_HD static float decode(uint32_t code) {
         return (code & 0x7Fu) == kNaN ? bits_float(kQuietNaN) : float8_decode(code);
@@ -250,6 +250,7 @@ FUSED_OPTIM_HD void dispatch_weight(WeightFormat format, const Visit& visit) {
 
 // What the host needs to know of a format.
 struct WeightTraits {
+    uint32_t block;
     bool tiled;
     bool block_scales;
     bool tensor_scale;
@@ -260,7 +261,8 @@ struct ReadTraits {
     WeightTraits& traits;
     template <class Codec>
     FUSED_OPTIM_HD void operator()(Codec) const {
-        traits = {Codec::kTiled, !std::is_void_v<typename Codec::Scale>, Codec::kTensorScale, Codec::kPerByte};
+        traits = {Codec::kBlock, Codec::kTiled, !std::is_void_v<typename Codec::Scale>, Codec::kTensorScale,
+                  Codec::kPerByte};
     }
 };
 
@@ -333,10 +335,10 @@ struct Values {
     uint64_t numel;
 };
 
-// Strips that fill whole rows do so in one long row as well; without scales of blocks, all elements are one row.
+// Blocks that fill whole rows do so in one long row as well, whose strips are full; without blocks, all is one row.
 inline Weight flattened(const Weight& w, const WeightTraits& traits) {
     Weight flat = w;
-    if (!traits.tiled && (!traits.block_scales || w.columns % kStrip == 0)) {
+    if (!traits.tiled && (!traits.block_scales || w.columns % traits.block == 0)) {
         flat.columns = w.numel();
         flat.rows = flat.columns ? 1 : 0;
     }
