@@ -133,10 +133,6 @@ def finish_initialization(model: nn.Module) -> None:
     for stale in updates:
         local_tensor(stale.param).forget_scales()
     update.write(updates)
-    for param in params:
-        local = local_tensor(param)
-        if local._shared.pop("discard", False):
-            local.discard_high_precision_init()
 
 
 def _stale(params: list[Tensor]) -> list[Tensor]:

@@ -139,7 +139,11 @@ class QuantizedTensor(torch.Tensor):
     def discard_high_precision_init(self) -> None:
         """Free the high-precision initial values."""
         self.check_fresh()
-        self.components.pop(INITIAL, None)
+        self._shared["discard"] = False
+        part: QuantizedTensor | None = self
+        while part is not None:  # FSDP2 keeps the padded tensor that its shard is a part of
+            part.components.pop(INITIAL, None)
+            part = part._cut_from[0] if part._cut_from is not None else None
 
     def initial_values(self) -> Tensor:
         """FP32 values to start a master from: the initial ones if they are still there, else the decoded ones."""
@@ -183,8 +187,10 @@ class QuantizedTensor(torch.Tensor):
         return f"{name}: " if name else ""
 
     def mark_fresh(self) -> None:
-        """The data was quantized from the initial values as they are."""
+        """The data was quantized from the initial values as they are, or from later ones."""
         self._shared["stale"] = False
+        if self._shared.get("discard"):
+            self.discard_high_precision_init()
 
     @property
     def is_stale(self) -> bool:
@@ -216,6 +222,7 @@ class QuantizedTensor(torch.Tensor):
         self._ensure_initial(values.dtype if values.is_floating_point() else torch.float32)
         self.components[INITIAL].copy_(values.detach().reshape(as_matrix(tuple(self._weight_shape))))
         self._shared["stale"] = True
+        self.forget_scales()
 
     def _ensure_initial(self, dtype: torch.dtype) -> None:
         if self.has_initial:
@@ -402,7 +409,11 @@ def _empty_like(func: Any, args: Any, kwargs: Any) -> Any:
 @implements(aten.zeros_like.default, aten.ones_like.default, aten.rand_like.default, aten.randn_like.default)
 def _plain_like(func: Any, args: Any, kwargs: Any) -> Any:
     source = args[0]
-    kwargs = {"dtype": source.dtype, "device": source.device, **{k: v for k, v in kwargs.items() if v is not None}}
+    kwargs = {key: value for key, value in kwargs.items() if value is not None}
+    if func is aten.zeros_like.default and "device" in kwargs and kwargs.get("dtype", source.dtype) == source.dtype:
+        # So torch.distributed.checkpoint makes what it copies a state dict into before it is written in the background.
+        return QuantizedTensor.empty(source.recipe, source._weight_shape, source.dtype, torch.device(kwargs["device"]))
+    kwargs = {"dtype": source.dtype, "device": source.device, **kwargs}
     return func(torch.empty(source.shape, dtype=source.dtype, device="meta"), **kwargs)
 
 
