@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -125,18 +127,20 @@ def test_every_interface_resumes_training(tmp_path: Path) -> None:
             assert_same(joined, join_all([expected[name.split("-")[0]][at]]))
 
 
-def save_in_background(recipes: list[str], stager: str, folder: str) -> None:
+def save_in_background(
+    recipes: list[str], stager: str, folder: str, kind: AsyncCheckpointerType = AsyncCheckpointerType.THREAD
+) -> None:
     """Trains on before anything is written; in a group of its own, since steps reduce scales in the default one."""
     group = dist.new_group()
     for recipe in recipes:
         run = Run(recipe)
         run.train(0, SAVED_AT)
         path, made = f"{folder}/{recipe}-nested", STAGERS[stager]()
-        pending = start_save(run, path, AsyncCheckpointerType.THREAD, made, group)
+        pending = start_save(run, path, kind, made, group)
         run.train(SAVED_AT, END)
         assert not pending.done()
         Path(f"{path}.{GO}").touch()
-        pending.result(timeout=20)
+        pending.result(timeout=60)
         made.close()
 
 
@@ -148,6 +152,25 @@ def test_background_saves_hold_the_bytes_of_the_save(stager: str, tmp_path: Path
     results = distributed.run(1, load_each_way, recipes, ["nested"], str(tmp_path))
     for name in results[0]:
         assert_same(join_all([results[0][name][0]]), join_all([expected[name.split("-")[0]][0]]))
+
+
+def serve_saves(rank: int, ranks: int, recipes: list[str], folder: str) -> None:
+    """The workers of ``distributed`` are daemons, which may have no children."""
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MASTER_ADDR", "127.0.0.1")  # of the writing processes
+        store = dist.FileStore(f"{folder}/store", ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+        save_in_background(recipes, "shared memory", folder, AsyncCheckpointerType.PROCESS)
+        dist.destroy_process_group()
+
+
+def test_background_saves_in_a_process_hold_the_bytes_of_the_save(tmp_path: Path) -> None:
+    recipes = ["delayed", "nvfp4"]
+    mp.start_processes(serve_saves, (2, recipes, str(tmp_path)), nprocs=2, start_method="forkserver")
+    results = distributed.run(1, load_each_way, recipes, ["nested"], str(tmp_path))
+    for recipe, (expected, _) in straight(recipes).items():
+        assert_same(join_all([results[0][f"{recipe}-nested"][0]]), join_all([expected]))
 
 
 # --- tensor parallelism -----------------------------------------------------------------------------------------
