@@ -75,7 +75,9 @@ def build(form: str, device: str | None, *, fresh: bool = False) -> NativeRun:
     return run
 
 
-def start_save(run: NativeRun, path: str, kind: AsyncCheckpointerType, stager: AsyncStager) -> Future[Any]:
+def start_save(
+    run: Any, path: str, kind: AsyncCheckpointerType, stager: AsyncStager, group: dist.ProcessGroup | None = None
+) -> Future[Any]:
     """Returns when the state dict may change."""
     model, optimizer = get_state_dict(run.model, run.optimizer)
     if distributed.device().type == "cuda":
@@ -85,6 +87,7 @@ def start_save(run: NativeRun, path: str, kind: AsyncCheckpointerType, stager: A
         storage_writer=WaitingWriter(path),
         async_checkpointer_type=kind,
         async_stager=stager,
+        process_group=group,
     )
     if not isinstance(pending, AsyncSaveResponse):
         return pending

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import distributed
@@ -216,13 +217,69 @@ def refuse(rows: int) -> list[str]:
     with pytest.raises(ValueError) as error:
         quantize_model_(sharded_already, RECIPES["mxfp8"])
     errors.append(str(error.value))
+    by_columns = quantize_model_(nn.Sequential(nn.Linear(256, 128)), RECIPES["mxfp8"])
+    fully_shard(by_columns, mesh=distributed.mesh(), shard_placement_fn=lambda param: Shard(param.dim() - 1))
+    with pytest.raises(RuntimeError) as error:
+        by_columns(torch.zeros(1, 256))
+    errors.append(str(error.value))
+    weight = quantize_model_(nn.Linear(256, 128), RECIPES["mxfp8"]).weight.detach()
+    with pytest.raises(RuntimeError) as error:
+        dist.all_reduce(weight)
+    errors.append(str(error.value))
     return errors
 
 
 def test_what_cannot_be_sharded_is_named_on_every_rank() -> None:
-    for cut, order in distributed.run(2, refuse, 384):
+    for cut, order, columns, reduced in distributed.run(2, refuse, 384):
         assert cut.startswith("1.weight: Float8BlockScaling cannot be cut to rows 0 to 192 of 384: its blocks have 128")
         assert "after fully_shard: the order is tensor parallelism, quantization, FSDP" in order
+        assert columns == "0.weight: FSDP2 can shard quantized weights by rows only: placement Shard(0)"
+        assert "c10d.allreduce_.default takes no quantized weights" in reduced
+
+
+def start_replicas(recipe: str) -> list[Tensor]:
+    """DistributedDataParallel takes over the first rank's weights."""
+    model = nn.Sequential(nn.Linear(64, 8, bias=False))
+    model[0].weight.data = values((8, 64), dist.get_rank())
+    quantize_model_(model, RECIPES[recipe])
+    nn.parallel.DistributedDataParallel(model)
+    return [model[0].weight.values(), model[0].weight.initial_values()]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_replicas_start_from_the_first_ranks_bytes(recipe: str) -> None:
+    first, *others = distributed.run(2, start_replicas, recipe)
+    assert torch.equal(first[1], values((8, 64), 0))
+    for other in others:
+        assert all(map(torch.equal, first, other))
+
+
+def requires_grad_of_locals() -> list[bool]:
+    weight = quantize_model_(nn.Linear(64, 8), RECIPES["mxfp8"]).weight.detach()
+    found = []
+    for wanted in (True, False):
+        local = weight.clone().requires_grad_(wanted)
+        found.append(DTensor.from_local(local, distributed.mesh(), [Shard(0)], run_check=False).requires_grad)
+    return found
+
+
+def test_dtensors_of_quantized_weights_require_grad_as_these_do() -> None:
+    assert distributed.run(2, requires_grad_of_locals) == [[True, False]] * 2
+
+
+def who_keeps_initial_values() -> list[bool]:
+    run = Run("current")
+    state = run.model._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    kept = [param._sharded_param_data for group in groups for param in group.fsdp_params]
+    kept = [data for data in kept if isinstance(data, QuantizedTensor)]
+    before = any(data.has_initial for data in kept)
+    run.optimizer.initialize_state()
+    return [before, any(data.has_initial for data in kept)]
+
+
+def test_initial_values_are_freed_in_what_fsdp_keeps() -> None:
+    assert distributed.run(2, who_keeps_initial_values) == [[True, False]] * 2
 
 
 # --- initial values ---------------------------------------------------------------------------------------------

@@ -35,7 +35,8 @@ def quantize_model_(
 
     Args:
         filter_fn: ``filter_fn(module, name) -> bool``: which modules. Default: every ``nn.Linear``.
-        keep_initial: keep the values that weights have now, until the optimizer has started its FP32 masters from them.
+        keep_initial: keep the values that weights have now, until the optimizer has started its FP32 masters from them;
+            frozen weights' are never kept.
 
     Raises:
         ValueError: for a weight that the recipe cannot quantize, or a model that is sharded already.
@@ -115,7 +116,8 @@ def _quantized(weight: Tensor, recipe: Recipe, keep_initial: bool, name: str) ->
     local.components["initial"] = values.contiguous().view(values.shape[0], -1)
     stale = values.device.type != "meta"
     shard = bool(sharding_dims(weight))
-    local._shared.update(stale=stale, discard=not keep_initial, shard=shard, name=name)
+    discard = not (keep_initial and weight.requires_grad)
+    local._shared.update(stale=stale, discard=discard, shard=shard, name=name)
     return nn.Parameter(rewrap_like(local, weight), requires_grad=weight.requires_grad)
 
 
@@ -133,10 +135,6 @@ def finish_initialization(model: nn.Module) -> None:
     for stale in updates:
         local_tensor(stale.param).forget_scales()
     update.write(updates)
-    for param in params:
-        local = local_tensor(param)
-        if local._shared.pop("discard", False):
-            local.discard_high_precision_init()
 
 
 def _stale(params: list[Tensor]) -> list[Tensor]:

@@ -35,6 +35,12 @@ class QuantizedTensor(torch.Tensor):
 
     Casts to another dtype raise, as do operations in place, except while it has initial values: those are changed, and
     ``finish_initialization`` quantizes them.
+
+    ``copy_`` from a weight of the same recipe copies bytes, and quantizes anything else: at once, or, where the recipe
+    has one scale for all of a weight and other ranks hold parts of it, in ``finish_initialization``. State dicts of the
+    shards, hence checkpoints of torch.distributed.checkpoint, hold the bytes. ``DTensor.full_tensor()`` and full state
+    dicts hold plain decoded values; loaded again, also with ``broadcast_from_rank0``, these are quantized anew, which
+    gives the same elements and scales that differ by no more than the dtype's rounding.
     """
 
     recipe: Recipe
@@ -145,7 +151,11 @@ class QuantizedTensor(torch.Tensor):
     def discard_high_precision_init(self) -> None:
         """Free the high-precision initial values."""
         self.check_fresh()
-        self.components.pop(INITIAL, None)
+        self._shared["discard"] = False
+        part: QuantizedTensor | None = self
+        while part is not None:  # FSDP2 keeps the padded tensor that its shard is a part of
+            part.components.pop(INITIAL, None)
+            part = part._cut_from[0] if part._cut_from is not None else None
 
     def initial_values(self) -> Tensor:
         """FP32 values to start a master from: the initial ones if they are still there, else the decoded ones."""
@@ -193,8 +203,10 @@ class QuantizedTensor(torch.Tensor):
         return f"{name}: " if name else ""
 
     def mark_fresh(self) -> None:
-        """The data was quantized from the initial values as they are."""
+        """The data was quantized from the initial values as they are, or from later ones."""
         self._shared["stale"] = False
+        if self._shared.get("discard"):
+            self.discard_high_precision_init()
 
     @property
     def is_stale(self) -> bool:
@@ -226,6 +238,7 @@ class QuantizedTensor(torch.Tensor):
         self._ensure_initial(values.dtype if values.is_floating_point() else torch.float32)
         self.components[INITIAL].copy_(values.detach().reshape(as_matrix(tuple(self._weight_shape))))
         self._shared["stale"] = True
+        self.forget_scales()
 
     def _ensure_initial(self, dtype: torch.dtype) -> None:
         if self.has_initial:
@@ -284,6 +297,8 @@ class QuantizedTensor(torch.Tensor):
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
         """FSDP2's hook: what is gathered of this shard. Bytes of data and scales, padded as FSDP2 pads shards."""
+        if self._shared.get("columns_cut"):
+            raise RuntimeError(f"{self.where}FSDP2 can shard quantized weights by rows only: placement Shard(0)")
         return all_gather.inputs(self, mesh.size())
 
     def fsdp_post_all_gather(
@@ -300,6 +315,8 @@ class QuantizedTensor(torch.Tensor):
             return handler(func, args, kwargs)
         if func._schema.is_mutable:
             return _run_in_place(func, args, kwargs)
+        if func.namespace == "c10d":  # these write into their arguments, but their schemas do not say so
+            raise RuntimeError(f"{func} takes no quantized weights; dequantize() gives a plain copy")
         return func(*_decoded(args), **_decoded(kwargs))
 
 
@@ -412,25 +429,30 @@ def _empty_like(func: Any, args: Any, kwargs: Any) -> Any:
 @implements(aten.zeros_like.default, aten.ones_like.default, aten.rand_like.default, aten.randn_like.default)
 def _plain_like(func: Any, args: Any, kwargs: Any) -> Any:
     source = args[0]
-    kwargs = {"dtype": source.dtype, "device": source.device, **{k: v for k, v in kwargs.items() if v is not None}}
+    kwargs = {key: value for key, value in kwargs.items() if value is not None}
+    if func is aten.zeros_like.default and "device" in kwargs and kwargs.get("dtype", source.dtype) == source.dtype:
+        # So torch.distributed.checkpoint makes what it copies a state dict into before it is written in the background.
+        return QuantizedTensor.empty(source.recipe, source._weight_shape, source.dtype, torch.device(kwargs["device"]))
+    kwargs = {"dtype": source.dtype, "device": source.device, **kwargs}
     return func(torch.empty(source.shape, dtype=source.dtype, device="meta"), **kwargs)
 
 
 @implements(aten.new_zeros.default, aten.new_empty.default)
 def _new(func: Any, args: Any, kwargs: Any) -> Any:
-    """Quantized if it is asked for more or fewer rows of the same kind; FSDP2 and checkpoints do so."""
+    """Quantized if it is asked for a tensor with as many columns, or rows; FSDP2 and checkpoints do so."""
     source, shape = args[0], tuple(args[1])
     device = torch.device(kwargs.get("device") or source.device)
-    same_rows = len(shape) == len(source._weight_shape) and shape[1:] == tuple(source._weight_shape[1:])
     dtype = kwargs.get("dtype") or source.dtype
-    if not same_rows or dtype != source.dtype or source._flat or source._transposed:
+    rows, *columns = source._weight_shape
+    similar = len(shape) == 1 + len(columns) and (shape[0] == rows or [*shape[1:]] == columns)
+    if not similar or source.recipe.problem(shape) or dtype != source.dtype or source._flat or source._transposed:
         return torch.zeros(shape, dtype=dtype, device=device)
     initial = source.components[INITIAL].dtype if source.has_initial else None
     result = QuantizedTensor.empty(source.recipe, shape, dtype, device, initial)
     if not result.is_meta and not source.is_meta:  # FSDP2 copies no rows into empty shards
         for part, value in zip(result.of_whole_weight(), source.of_whole_weight(), strict=True):
             part.copy_(value)
-    result._shared.update(name=source._shared.get("name"), shard=True)
+    result._shared.update(name=source._shared.get("name"), shard=True, columns_cut=[*shape[1:]] != columns)
     return result._copied(lambda part: part.pin_memory()) if kwargs.get("pin_memory") else result
 
 
@@ -573,14 +595,24 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
 
 @implements(aten.as_strided.default)
 def _as_strided(func: Any, args: Any, kwargs: Any) -> Any:
-    """FSDP2 trims what it gathered to the weight's rows this way."""
+    """FSDP2 trims what it gathered to the weight's rows this way; nothing else is possible."""
     tensor, shape, stride = args[0], tuple(args[1]), tuple(args[2])
     offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
     whole_rows = tuple(shape[1:]) == tuple(tensor.shape[1:]) and shape[0] <= tensor.shape[0]
     contiguous = stride == torch.empty(shape, device="meta").stride()
     if not (whole_rows and contiguous and not offset) or tensor._flat or tensor._transposed:
-        return func(tensor.dequantize(), *args[1:], **kwargs)
+        raise RuntimeError(f"{tensor.where}as_strided of a quantized weight can only give its first rows")
     return return_and_correct_aliasing(func, args, kwargs, cut(tensor, 0, 0, shape[0]))
+
+
+@implements(torch.ops.c10d.broadcast_.default)
+def _broadcast(func: Any, args: Any, kwargs: Any) -> Any:
+    """Bytes, as DistributedDataParallel does with the first rank's weights."""
+    (tensor,), *others = args
+    for part in tensor.components.values():
+        _, work = func([part], *others, **kwargs)
+        work.wait()
+    return [tensor], work
 
 
 @implements(aten.is_pinned.default)
