@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fused_optim.quantized import elements
-from fused_optim.quantized.tensor import QuantizedTensor, _decoded, implements
+from fused_optim.quantized.tensor import QuantizedTensor, decoded, implements
 
 aten = torch.ops.aten
 
@@ -23,14 +23,14 @@ aten = torch.ops.aten
 def _mm(func: Any, args: Any, kwargs: Any) -> Any:
     if _can_scale(*args[:2]):
         return _scaled_mm(args[0], args[1])
-    return func(*_decoded(args), **kwargs)
+    return func(*decoded(args), **kwargs)
 
 
 @implements(aten.addmm.default)
 def _addmm(func: Any, args: Any, kwargs: Any) -> Any:
     if _can_scale(*args[1:3]) and not kwargs and not isinstance(args[0], QuantizedTensor):
         return _scaled_mm(args[1], args[2]) + args[0]
-    return func(*_decoded(args), **kwargs)
+    return func(*decoded(args), **kwargs)
 
 
 @functools.cache
