@@ -397,8 +397,11 @@ def load_plain(recipes: list[str], how: str, way: str, forward_first: bool) -> d
     return found
 
 
-@pytest.mark.parametrize("way", ["full", "broadcast", "sharded", "assign", "meta"])
-@pytest.mark.parametrize("ranks, how, forward_first", [(3, "fsdp", True), (4, "hsdp", False)])
+@pytest.mark.parametrize(
+    "ranks, how, forward_first, way",
+    [(3, "fsdp", True, way) for way in ("full", "broadcast", "sharded", "assign", "meta")]
+    + [(2, "fsdp", False, "broadcast"), (4, "hsdp", False, "broadcast")],
+)
 def test_plain_state_dicts_are_quantized_as_whole_weights(ranks: int, how: str, forward_first: bool, way: str) -> None:
     results = distributed.run(ranks, load_plain, list(RECIPES), how, way, forward_first and way != "meta")
     for recipe in RECIPES:
