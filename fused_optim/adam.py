@@ -22,6 +22,7 @@ from fused_optim.scalars import DeviceScalars, host_lr, is_capturing, on_device
 from fused_optim.state import (
     MOMENTS,
     Slots,
+    adopt_states,
     create_slots,
     create_states,
     master_kind,
@@ -43,8 +44,9 @@ from fused_optim.validate import (
 
 
 def _pull_steps(optimizer: FusedAdam) -> None:
-    """A hook of ``state_dict()``: brings ``param_group["step"]`` up to date."""
+    """A hook of ``state_dict()``: brings ``param_group["step"]`` and the states up to date."""
     optimizer._scalars.pull(optimizer.param_groups)
+    optimizer._adopt_states()
 
 
 class FusedAdam(Optimizer):
@@ -98,6 +100,7 @@ class FusedAdam(Optimizer):
     """
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler sets grad_scale and found_inf
+    _saves_int16_remainders = False  # in the unscaled form, instead of FP32 masters
 
     def __init__(
         self,
@@ -265,8 +268,17 @@ class FusedAdam(Optimizer):
         states = create_states(param, slots)
         if kind is Master.REMAINDER16 or kind is Master.REMAINDER8:
             write_master(param, states, slots, local_tensor(param.detach()).float())
+        given = self.state.get(param)
+        if given:
+            adopt_states(param, given, states, slots)
         self.state[param] = states
         self._slots[param] = slots
+
+    def _adopt_states(self) -> None:
+        """Make states of what others have put into ``optimizer.state``, as Megatron-LM does before it loads."""
+        for param, given in list(self.state.items()):
+            if given and param not in self._slots:
+                self.initialize_state(param)
 
     def _has_states(self, param: Tensor) -> bool:
         return param in self._slots and bool(self.state.get(param))
@@ -276,6 +288,8 @@ class FusedAdam(Optimizer):
         self._slots.pop(param, None)
 
     def _states_of(self, param: Tensor) -> tuple[dict[str, Tensor], Slots]:
+        if param not in self._slots and self.state.get(param):
+            self.initialize_state(param)
         if not self._has_states(param):
             index, name = self._identify(param)
             raise KeyError(f"{describe(param, index, name)} has no states yet: call initialize_state() first")
@@ -303,14 +317,14 @@ class FusedAdam(Optimizer):
         if state_name not in states:
             raise KeyError(f"expected one of {', '.join(states)}, got {state_name!r}")
         value, target = local_tensor(unscaled_state), local_tensor(states[state_name])
-        index, name = self._identify(param)
-        what = f"{describe(param, index, name)}: {state_name}"
         if value.shape != target.shape:
-            raise ValueError(f"{what}: expected local shape {tuple(target.shape)}, got {tuple(value.shape)}")
+            expected = f"expected local shape {tuple(target.shape)}, got {tuple(value.shape)}"
+            raise ValueError(f"{describe(param, *self._identify(param))}: {state_name}: {expected}")
         if state_name in MOMENTS:
             write_moment(states, slots, state_name, value)
         elif value.dtype != target.dtype:
-            raise TypeError(f"{what}: expected {target.dtype}, got {value.dtype}")
+            expected = f"expected {target.dtype}, got {value.dtype}"
+            raise TypeError(f"{describe(param, *self._identify(param))}: {state_name}: {expected}")
         else:
             target.copy_(value)
 

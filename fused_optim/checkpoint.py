@@ -92,7 +92,7 @@ def _converted(optimizer: FusedAdam, param: Tensor, states: dict[str, Any]) -> d
     if slots.master in (Master.REMAINDER16, Master.REMAINDER8):
         if packed:
             out[MASTER] = pack_remainder(param, states, slots, device)
-        else:
+        elif slots.master is Master.REMAINDER8 or not optimizer._saves_int16_remainders:
             out[MASTER] = rewrap_like(read_master(param, states, slots, device), param)
     return out
 
