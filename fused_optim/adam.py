@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
@@ -33,6 +34,7 @@ from fused_optim.state import (
     write_moment,
 )
 from fused_optim.synthetic import all_gradients_zero, announce_failure
+from fused_optim.uneven import locate_uneven_shards
 from fused_optim.validate import (
     check_checkpoint_device,
     check_checkpoint_format,
@@ -41,6 +43,22 @@ from fused_optim.validate import (
     check_update,
     describe,
 )
+
+
+def declared_without(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator: ``inspect.signature`` does not show these parameters.
+
+    Where a step shows ``grad_scaler``, GradScaler passes itself and warns; where it shows ``**kwargs``, Megatron-FSDP
+    cannot add parameters of its own.
+    """
+
+    def declare(function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+        shown = [parameter for name, parameter in signature.parameters.items() if name not in names]
+        function.__signature__ = signature.replace(parameters=shown)
+        return function
+
+    return declare
 
 
 def _pull_steps(optimizer: FusedAdam) -> None:
@@ -402,6 +420,7 @@ class FusedAdam(Optimizer):
                 self._scalars.factor(device).fill_(1.0)
         self._grad_factors.clear()
 
+    @declared_without("kwargs")
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update every parameter that has a gradient. Returns the closure's value.
@@ -448,7 +467,9 @@ class FusedAdam(Optimizer):
         except Exception:
             announce_failure(self._params())
             raise
-        return all_gradients_zero(self._params(), grads)
+        synthetic = all_gradients_zero(self._params(), grads)
+        locate_uneven_shards(self._params())
+        return synthetic
 
     def _check_groups(self) -> None:
         for group in self.param_groups:

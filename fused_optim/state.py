@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,15 +93,19 @@ def create_states(param: Tensor, slots: Slots) -> dict[str, Tensor]:
     return {name: rewrap_like(state, param) for name, state in states.items()}
 
 
-def adopt_states(param: Tensor, given: dict[str, Tensor], states: dict[str, Tensor], slots: Slots) -> None:
+def adopt_states(param: Tensor, given: dict[str, Any], states: dict[str, Tensor], slots: Slots) -> None:
     """Fill newly created ``states`` with moments that someone else has made; FP32 ones are kept themselves.
 
-    Raises ValueError or TypeError for what is no floating-point moment of the parameter's local shape.
+    What is no state of this optimizer stays. Raises ValueError for masters, TypeError for moments that are no
+    floating-point tensors of the parameter's local shape.
     """
     local = local_tensor(param)
     for name, value in given.items():
+        if name == MASTER:
+            raise ValueError(f"{MASTER} of a parameter of shape {tuple(param.shape)} was made elsewhere")
         if name not in MOMENTS:
-            raise ValueError(f"state {name!r} of a parameter of shape {tuple(param.shape)} was made elsewhere")
+            states[name] = value
+            continue
         found = local_tensor(value)
         if found.shape != local.shape or not found.is_floating_point():
             expected = f"a floating-point tensor of local shape {tuple(local.shape)}"

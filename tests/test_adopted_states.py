@@ -68,15 +68,23 @@ def test_other_formats_encode_them(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "given, error, text",
     [
-        ({"momentum_buffer": torch.zeros(SHAPE)}, ValueError, "momentum_buffer"),
+        ({"master_param": torch.zeros(SHAPE)}, ValueError, "master_param"),
         ({"exp_avg": torch.zeros(3)}, TypeError, r"exp_avg .*\(8, 128\).*\(3,\)"),
         ({"exp_avg": torch.zeros(SHAPE, dtype=torch.uint8)}, TypeError, "exp_avg .*uint8"),
     ],
 )
-def test_what_is_no_moment_is_refused(given: dict[str, Tensor], error: type[Exception], text: str) -> None:
+def test_what_cannot_be_adopted_is_refused(given: dict[str, Tensor], error: type[Exception], text: str) -> None:
     param, optimizer = build()
     optimizer.state[param].update(given)
     param.grad = torch.ones(SHAPE)
     with pytest.raises(error, match=text):
         optimizer.step()
     assert torch.equal(param, build()[0]) and optimizer.param_groups[0]["step"] == 0
+
+
+def test_what_others_keep_there_stays() -> None:
+    param, optimizer = build()
+    mark = object()
+    optimizer.state[param]["mark"] = mark
+    optimizer.initialize_state()
+    assert optimizer.state[param]["mark"] is mark and not optimizer.state[param]["exp_avg"].any()

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 import fused_optim.adam
+from fused_optim.adam import declared_without
 from fused_optim.compat._common import put_rates_on_devices, refuse_amsgrad
 from fused_optim.state import read_master
 
@@ -59,6 +60,7 @@ class FusedAdam(fused_optim.adam.FusedAdam):
         if capturable:
             put_rates_on_devices(self)
 
+    @declared_without("grad_scaler")
     def step(
         self,
         closure: Callable[[], Any] | None = None,
