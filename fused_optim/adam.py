@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import chain
 from typing import Any
 
@@ -580,12 +580,16 @@ class FusedAdam(Optimizer):
             if replaced is not None:
                 state_dict = replaced
         rates = [group["lr"] for group in self.param_groups]
-        checkpoint.load(self, state_dict)
+        checkpoint.load(self, state_dict, self._keeping(state_dict))
         if self.capturable:
             self._keep_lr_tensors(rates)
         self._scalars.write(self.param_groups)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def _keeping(self, state_dict: dict[str, Any]) -> Collection[Tensor]:
+        """Parameters whose states stay as they are."""
+        return ()
 
     def _keep_lr_tensors(self, rates: list[float | Tensor]) -> None:
         """Captured graphs read these tensors: loaded values go into them."""
