@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Collection
 from itertools import chain
 from typing import Any
 
@@ -22,6 +23,7 @@ from fused_optim.scalars import DeviceScalars, host_lr, is_capturing, on_device
 from fused_optim.state import (
     MOMENTS,
     Slots,
+    adopt_states,
     create_slots,
     create_states,
     master_kind,
@@ -32,6 +34,7 @@ from fused_optim.state import (
     write_moment,
 )
 from fused_optim.synthetic import all_gradients_zero, announce_failure
+from fused_optim.uneven import locate_uneven_shards
 from fused_optim.validate import (
     check_checkpoint_device,
     check_checkpoint_format,
@@ -42,9 +45,26 @@ from fused_optim.validate import (
 )
 
 
+def declared_without(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator: ``inspect.signature`` does not show these parameters.
+
+    Where a step shows ``grad_scaler``, GradScaler passes itself and warns; where it shows ``**kwargs``, Megatron-FSDP
+    cannot add parameters of its own.
+    """
+
+    def declare(function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+        shown = [parameter for name, parameter in signature.parameters.items() if name not in names]
+        function.__signature__ = signature.replace(parameters=shown)
+        return function
+
+    return declare
+
+
 def _pull_steps(optimizer: FusedAdam) -> None:
-    """A hook of ``state_dict()``: brings ``param_group["step"]`` up to date."""
+    """A hook of ``state_dict()``: brings ``param_group["step"]`` and the states up to date."""
     optimizer._scalars.pull(optimizer.param_groups)
+    optimizer._adopt_states()
 
 
 class FusedAdam(Optimizer):
@@ -98,6 +118,7 @@ class FusedAdam(Optimizer):
     """
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler sets grad_scale and found_inf
+    _saves_int16_remainders = False  # in the unscaled form, instead of FP32 masters
 
     def __init__(
         self,
@@ -265,8 +286,17 @@ class FusedAdam(Optimizer):
         states = create_states(param, slots)
         if kind is Master.REMAINDER16 or kind is Master.REMAINDER8:
             write_master(param, states, slots, local_tensor(param.detach()).float())
+        given = self.state.get(param)
+        if given:
+            adopt_states(param, given, states, slots)
         self.state[param] = states
         self._slots[param] = slots
+
+    def _adopt_states(self) -> None:
+        """Make states of what others have put into ``optimizer.state``, as Megatron-LM does before it loads."""
+        for param, given in list(self.state.items()):
+            if given and param not in self._slots:
+                self.initialize_state(param)
 
     def _has_states(self, param: Tensor) -> bool:
         return param in self._slots and bool(self.state.get(param))
@@ -276,6 +306,8 @@ class FusedAdam(Optimizer):
         self._slots.pop(param, None)
 
     def _states_of(self, param: Tensor) -> tuple[dict[str, Tensor], Slots]:
+        if param not in self._slots and self.state.get(param):
+            self.initialize_state(param)
         if not self._has_states(param):
             index, name = self._identify(param)
             raise KeyError(f"{describe(param, index, name)} has no states yet: call initialize_state() first")
@@ -303,14 +335,14 @@ class FusedAdam(Optimizer):
         if state_name not in states:
             raise KeyError(f"expected one of {', '.join(states)}, got {state_name!r}")
         value, target = local_tensor(unscaled_state), local_tensor(states[state_name])
-        index, name = self._identify(param)
-        what = f"{describe(param, index, name)}: {state_name}"
         if value.shape != target.shape:
-            raise ValueError(f"{what}: expected local shape {tuple(target.shape)}, got {tuple(value.shape)}")
+            expected = f"expected local shape {tuple(target.shape)}, got {tuple(value.shape)}"
+            raise ValueError(f"{describe(param, *self._identify(param))}: {state_name}: {expected}")
         if state_name in MOMENTS:
             write_moment(states, slots, state_name, value)
         elif value.dtype != target.dtype:
-            raise TypeError(f"{what}: expected {target.dtype}, got {value.dtype}")
+            expected = f"expected {target.dtype}, got {value.dtype}"
+            raise TypeError(f"{describe(param, *self._identify(param))}: {state_name}: {expected}")
         else:
             target.copy_(value)
 
@@ -388,6 +420,7 @@ class FusedAdam(Optimizer):
                 self._scalars.factor(device).fill_(1.0)
         self._grad_factors.clear()
 
+    @declared_without("kwargs")
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update every parameter that has a gradient. Returns the closure's value.
@@ -434,7 +467,9 @@ class FusedAdam(Optimizer):
         except Exception:
             announce_failure(self._params())
             raise
-        return all_gradients_zero(self._params(), grads)
+        synthetic = all_gradients_zero(self._params(), grads)
+        locate_uneven_shards(self._params())
+        return synthetic
 
     def _check_groups(self) -> None:
         for group in self.param_groups:
@@ -545,12 +580,16 @@ class FusedAdam(Optimizer):
             if replaced is not None:
                 state_dict = replaced
         rates = [group["lr"] for group in self.param_groups]
-        checkpoint.load(self, state_dict)
+        checkpoint.load(self, state_dict, self._keeping(state_dict))
         if self.capturable:
             self._keep_lr_tensors(rates)
         self._scalars.write(self.param_groups)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def _keeping(self, state_dict: dict[str, Any]) -> Collection[Tensor]:
+        """Parameters whose states stay as they are."""
+        return ()
 
     def _keep_lr_tensors(self, rates: list[float | Tensor]) -> None:
         """Captured graphs read these tensors: loaded values go into them."""

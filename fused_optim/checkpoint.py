@@ -92,7 +92,7 @@ def _converted(optimizer: FusedAdam, param: Tensor, states: dict[str, Any]) -> d
     if slots.master in (Master.REMAINDER16, Master.REMAINDER8):
         if packed:
             out[MASTER] = pack_remainder(param, states, slots, device)
-        else:
+        elif slots.master is Master.REMAINDER8 or not optimizer._saves_int16_remainders:
             out[MASTER] = rewrap_like(read_master(param, states, slots, device), param)
     return out
 
@@ -103,16 +103,18 @@ def _unscaled_moment(param: Tensor, states: dict[str, Tensor], slots: Slots, nam
     return rewrap_like(read_moment(states, slots, name, device), param)
 
 
-def load(optimizer: FusedAdam, state_dict: dict[str, Any]) -> None:
+def load(optimizer: FusedAdam, state_dict: dict[str, Any], keep: Collection[Tensor] = ()) -> None:
     """Load a state dict in either form, or torch.optim.Adam(W)'s with one ``step`` per parameter.
 
     Everything is checked before the first state is written; ``state_dict`` and its tensors are not changed or kept.
+    The parameters in ``keep`` keep their states.
     """
     groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
     _check_version(saved_groups)
     saved_ids = _match_groups(groups, saved_groups)
     state = state_dict["state"]
-    known = {id_: param for id_, param in saved_ids.items() if state.get(id_)}
+    present = {id_: param for id_, param in saved_ids.items() if state.get(id_)}
+    known = {id_: param for id_, param in present.items() if param not in keep}
     who = _descriptions(groups, saved_groups)
     packed = {id_: param for id_, param in known.items() if _is_packed(state[id_].get(MASTER))}
     reduced = [param for param in known.values() if protocol.needs_collective(param)]
@@ -120,7 +122,7 @@ def load(optimizer: FusedAdam, state_dict: dict[str, Any]) -> None:
         _check_form(saved_groups, state, saved_ids.values())
         steps = [_group_step(saved, state) for saved in saved_groups]
         for group, saved, step in zip(groups, saved_groups, steps, strict=True):
-            _check_group(group, saved, known, step)
+            _check_group(group, saved, present, step)
         loaded = {id_: _loaded_states(known[id_], state[id_], who[id_]) for id_ in known}
     _load_remainders(packed, state, who, loaded)
 
@@ -132,7 +134,7 @@ def load(optimizer: FusedAdam, state_dict: dict[str, Any]) -> None:
     for id_, param in saved_ids.items():
         if id_ in loaded:
             remaining += _write_states(optimizer, param, loaded[id_])
-        else:
+        elif param not in keep:
             optimizer._forget(param)
     protocol.write(remaining, advance=False)
 

@@ -34,6 +34,7 @@ from fused_optim.collective import gather, on_all_ranks, parameter_names, this_r
 from fused_optim.dtensor import has_own_chunks, keep_chunks, local_tensor, rewrap_like, rewrap_shaped
 from fused_optim.formats import join_remainder
 from fused_optim.state import MASTER, MOMENTS, read_moment
+from fused_optim.uneven import locate_uneven_shards
 from fused_optim.validate import check_hyperparameters, describe
 
 # `exp_avg.bits` and the like: the parts of a state in the native form
@@ -82,6 +83,7 @@ def load_optimizer_checkpoint(
     A collective: all ranks call it. Raises on every rank if it fails on one; nothing has been changed then.
     """
     path = Path(path)
+    locate_uneven_shards(optimizer._params())
     everyone = {name for names in gather(_all_names(model)) for name in names}
     with on_all_ranks(f"loading {path}"):
         source = _open(path)
@@ -566,6 +568,7 @@ def export_optimizer_checkpoint(
     cannot continue: ``bias_correction=False``.
     """
     path = Path(path)
+    locate_uneven_shards(optimizer._params())
     with on_all_ranks(f"exporting to {path}"):
         if layout != "torch":
             raise ValueError(f"layout: expected 'torch', got {layout!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -119,6 +119,9 @@ def placed_part(value: Tensor, like: Tensor) -> Tensor:
         if (value.device_mesh, value.placements) != (like.device_mesh, like.placements):
             value = _on_mesh(value).redistribute(like.device_mesh, like.placements)
         return local_tensor(value)
+    if has_own_chunks(like):
+        chunk = local_tensor(like).__create_chunk_list__()[0]
+        return value[tuple(slice(o, o + size) for o, size in zip(chunk.offsets, chunk.sizes, strict=True))]
     if isinstance(like, DTensor):
         return local_tensor(distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None))
     return full_tensor(value)
@@ -153,8 +156,7 @@ def shard_geometry(param: Tensor) -> Geometry:
     block = _block_size(tuple(param.shape), _possible_rows(param))
     if not isinstance(param, DTensor):
         return Geometry(local.numel(), 0, max(local.numel(), 1), max(local.numel(), 1), block)
-    shape = tuple(param.shape)
-    _, offsets = compute_local_shape_and_global_offset(shape, param.device_mesh, param.placements)
+    shape, offsets = tuple(param.shape), _offsets(param)
     cut = [d for d in range(1, len(shape)) if local.shape[d] != shape[d]]
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     offset = sum(o * s for o, s in zip(offsets, strides, strict=True)) if local.numel() else 0
@@ -163,6 +165,13 @@ def shard_geometry(param: Tensor) -> Geometry:
     else:  # cut on dim 0 only, or on several inner dims, where elements are numbered from the shard's first one
         inner_local = inner_global = local.numel()
     return Geometry(local.numel(), offset, max(inner_local, 1), max(inner_global, 1), block)
+
+
+def _offsets(param: DTensor) -> Sequence[int]:
+    """Where the local shard starts in every dim."""
+    if has_own_chunks(param):
+        return local_tensor(param).__create_chunk_list__()[0].offsets
+    return compute_local_shape_and_global_offset(tuple(param.shape), param.device_mesh, param.placements)[1]
 
 
 def _block_size(shape: tuple[int, ...], rows: Iterable[int]) -> int:

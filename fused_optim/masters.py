@@ -15,6 +15,7 @@ from fused_optim.adam import FusedAdam
 from fused_optim.collective import gather, on_all_ranks, parameter_names, this_rank
 from fused_optim.dtensor import has_own_chunks, rewrap_like
 from fused_optim.state import read_master
+from fused_optim.uneven import locate_uneven_shards
 
 INDEX = "model.safetensors.index.json"
 
@@ -31,6 +32,7 @@ def save_master_safetensors(model: torch.nn.Module, optimizer: FusedAdam, folder
     A collective: all ranks call it. Raises on every rank if it fails on one.
     """
     folder = Path(folder)
+    locate_uneven_shards(optimizer._params())
     with on_all_ranks(f"saving masters to {folder}"):
         from safetensors.torch import save_file
 

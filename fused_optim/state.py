@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fused_optim.dtensor import Geometry, local_tensor, rewrap_like, shard_geometry
 from fused_optim.formats import (
@@ -89,6 +91,30 @@ def create_states(param: Tensor, slots: Slots) -> dict[str, Tensor]:
     if adapter is not None:
         adapter.discard_initial(param)
     return {name: rewrap_like(state, param) for name, state in states.items()}
+
+
+def adopt_states(param: Tensor, given: dict[str, Any], states: dict[str, Tensor], slots: Slots) -> None:
+    """Fill newly created ``states`` with moments that someone else has made; FP32 ones are kept themselves.
+
+    What is no state of this optimizer stays. Raises ValueError for masters, TypeError for moments that are no
+    floating-point tensors of the parameter's local shape.
+    """
+    local = local_tensor(param)
+    for name, value in given.items():
+        if name == MASTER:
+            raise ValueError(f"{MASTER} of a parameter of shape {tuple(param.shape)} was made elsewhere")
+        if name not in MOMENTS:
+            states[name] = value
+            continue
+        found = local_tensor(value)
+        if found.shape != local.shape or not found.is_floating_point():
+            expected = f"a floating-point tensor of local shape {tuple(local.shape)}"
+            raise TypeError(f"{name} was made elsewhere: expected {expected}, got {found.dtype} {tuple(found.shape)}")
+        fits = found.dtype == torch.float32 and found.device == local.device and found.is_contiguous()
+        if fits and slots.format(name) is FLOAT32 and isinstance(value, DTensor) == isinstance(param, DTensor):
+            states[name] = value
+        else:
+            write_moment(states, slots, name, found)
 
 
 def state_dtypes(slots: Slots) -> dict[str, torch.dtype]:

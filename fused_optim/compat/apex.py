@@ -1,0 +1,92 @@
+"""Apex's FusedAdam: its positional order, defaults, attributes and errors over :class:`fused_optim.FusedAdam`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+import fused_optim.adam
+from fused_optim.adam import declared_without
+from fused_optim.compat._common import put_rates_on_devices, refuse_amsgrad
+from fused_optim.state import read_master
+
+
+class FusedAdam(fused_optim.adam.FusedAdam):
+    """:class:`fused_optim.FusedAdam` that is called as ``apex.optimizers.FusedAdam``.
+
+    Args:
+        params, lr, bias_correction, betas, eps, adam_w_mode, weight_decay, amsgrad, set_grad_none, capturable,
+            master_weights: in Apex's order and with its defaults. ``master_weights`` needs no ``capturable`` here;
+            with ``capturable`` each group's ``lr`` becomes an FP32 tensor on its parameters' device.
+        options: further ones of :class:`fused_optim.FusedAdam`, such as ``exp_avg_dtype``.
+
+    Raises:
+        RuntimeError: for ``amsgrad``, as Apex does. Otherwise as :class:`fused_optim.FusedAdam`.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+        **options: Any,
+    ) -> None:
+        refuse_amsgrad(amsgrad)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            bias_correction=bias_correction,
+            adam_w_mode=adam_w_mode,
+            capturable=capturable,
+            master_weights=master_weights,
+            set_grad_none=set_grad_none,
+            **options,
+        )
+        if capturable:
+            put_rates_on_devices(self)
+
+    @declared_without("grad_scaler")
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        grads: Any = None,
+        output_params: Any = None,
+        scale: Any = None,
+        grad_norms: Any = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
+    ) -> Any:
+        """As :meth:`fused_optim.FusedAdam.step`. Raises RuntimeError for the arguments that Apex has given up."""
+        given_up = {"grads": grads, "output_params": output_params, "scale": scale, "grad_norms": grad_norms}
+        used = [name for name, value in given_up.items() if value is not None]
+        if used:
+            raise RuntimeError(f"step({', '.join(used)}): no longer accepted; gradients are read from the parameters")
+        return super().step(closure, grad_scaler=grad_scaler)
+
+    @property
+    @torch.no_grad()
+    def param_groups_master(self) -> list[dict[str, list[Tensor | None]]]:
+        """The FP32 masters, local parts, by param group; None where there are none. Creates the states.
+
+        Masters of FP32 parameters are these themselves; those kept as remainders are copies.
+        """
+        if self.master_weights:
+            self.initialize_state()
+        return [{"params": [self._master(param) for param in group["params"]]} for group in self.param_groups]
+
+    def _master(self, param: Tensor) -> Tensor | None:
+        return read_master(param, self.state[param], self._slots[param]) if self.master_weights else None

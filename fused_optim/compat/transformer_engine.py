@@ -1,0 +1,154 @@
+"""TransformerEngine's FusedAdam: its signature, attributes and errors over :class:`fused_optim.FusedAdam`."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+import fused_optim.adam
+from fused_optim.compat._common import put_rates_on_devices, refuse_amsgrad
+from fused_optim.dtensor import local_tensor, placed_part, rewrap_like
+from fused_optim.formats import STATE_FORMATS, join_remainder
+from fused_optim.state import MASTER, MOMENTS
+
+
+class FusedAdam(fused_optim.adam.FusedAdam):
+    """:class:`fused_optim.FusedAdam` that is called as ``transformer_engine.pytorch.optimizers.FusedAdam``.
+
+    Param remainders are int16 tensors wherever TransformerEngine has them so: in ``state_dict()``, which loads into its
+    optimizer and from it, and in ``get_unscaled_state`` and ``set_scaled_state``. Like its own they belong to the
+    parameters of the same step, which must be loaded first.
+
+    Args:
+        params, lr, betas, eps, weight_decay, amsgrad, bias_correction, adam_w_mode, capturable, master_weights,
+            master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype, use_decoupled_grad, store_param_remainders: with
+            TransformerEngine's defaults. ``master_weight_dtype`` counts with ``master_weights`` only and must be FP32
+            then; ``store_param_remainders`` has no effect without ``master_weights``; with ``capturable`` each group's
+            ``lr`` becomes an FP32 tensor on its parameters' device.
+        set_grad_none: deprecated, warns; ``zero_grad`` refuses another ``set_to_none`` then.
+        options: further ones of :class:`fused_optim.FusedAdam`, such as ``seed``.
+
+    Raises:
+        RuntimeError: for ``amsgrad`` and dtypes of states and masters that are not supported, as TransformerEngine
+            does. Otherwise as :class:`fused_optim.FusedAdam`.
+    """
+
+    _saves_int16_remainders = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        bias_correction: bool = True,
+        adam_w_mode: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        use_decoupled_grad: bool = False,
+        store_param_remainders: bool = False,
+        set_grad_none: bool | None = None,
+        **options: Any,
+    ) -> None:
+        refuse_amsgrad(amsgrad)
+        _check_dtypes(master_weight_dtype if master_weights else torch.float32, exp_avg_dtype, exp_avg_sq_dtype)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            bias_correction=bias_correction,
+            adam_w_mode=adam_w_mode,
+            capturable=capturable,
+            master_weights=master_weights,
+            exp_avg_dtype=exp_avg_dtype,
+            exp_avg_sq_dtype=exp_avg_sq_dtype,
+            use_decoupled_grad=use_decoupled_grad,
+            store_param_remainders=store_param_remainders and master_weights,
+            **options,
+        )
+        self.set_grad_none = set_grad_none
+        if set_grad_none is not None:
+            text = "set_grad_none of FusedAdam is deprecated: use zero_grad(set_to_none=...)"
+            warnings.warn(text, DeprecationWarning, stacklevel=2)
+        if capturable:
+            put_rates_on_devices(self)
+
+    @property
+    def master_weight_dtype(self) -> torch.dtype:
+        """Always FP32."""
+        return torch.float32
+
+    @property
+    def exp_avg_dtype(self) -> torch.dtype:
+        """The optimizer's default; param groups may differ."""
+        return self.defaults["exp_avg_dtype"]
+
+    @property
+    def exp_avg_sq_dtype(self) -> torch.dtype:
+        """The optimizer's default; param groups may differ."""
+        return self.defaults["exp_avg_sq_dtype"]
+
+    @property
+    def name_to_dtype_map(self) -> dict[str, torch.dtype]:
+        """The dtypes that the states were asked for in."""
+        return {**{name: self.defaults[f"{name}_dtype"] for name in MOMENTS}, MASTER: self.master_weight_dtype}
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """As :meth:`fused_optim.FusedAdam.zero_grad`; ValueError where ``set_grad_none`` says otherwise."""
+        asked = self.set_grad_none
+        if asked is not None and set_to_none not in (None, asked):
+            raise ValueError(f"set_to_none={set_to_none}, but FusedAdam was made with set_grad_none={asked}")
+        given = asked if set_to_none is None else set_to_none
+        super().zero_grad(True if given is None else given)
+
+    def get_unscaled_state(self, param: Tensor, state_name: str, skip_unscale: bool = False) -> Tensor:
+        """As :meth:`fused_optim.FusedAdam.get_unscaled_state`; with ``skip_unscale`` a BF16 state as it is kept."""
+        states, _ = self._states_of(param)
+        kept = states.get(state_name)
+        if skip_unscale and kept is not None and local_tensor(kept).dtype == torch.bfloat16:
+            return local_tensor(kept)
+        return super().get_unscaled_state(param, state_name)
+
+    def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
+        """As :meth:`fused_optim.FusedAdam.set_scaled_state`; states that the parameter lacks are created first."""
+        if not self._has_states(param):
+            self.initialize_state(param)
+        super().set_scaled_state(param, state_name, unscaled_state)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As :meth:`fused_optim.FusedAdam.load_state_dict`; int16 remainders complete the parameters as they are."""
+        ids = [id_ for group in state_dict["param_groups"] for id_ in group["params"]]
+        state = dict(state_dict["state"])
+        for id_, param in zip(ids, self._params()):
+            master = state.get(id_, {}).get(MASTER)
+            if isinstance(master, Tensor) and master.dtype == torch.int16 and param.dtype == torch.bfloat16:
+                state[id_] = {**state[id_], MASTER: _joined(param, master)}
+        super().load_state_dict({**state_dict, "state": state})
+
+
+def _check_dtypes(master: torch.dtype, *moments: torch.dtype) -> None:
+    if master != torch.float32:
+        text = "masters are torch.float32; store_param_remainders=True keeps them in 2 bytes per element without loss"
+        raise RuntimeError(f"master_weight_dtype={master}: {text}")
+    for name, dtype in zip(MOMENTS, moments, strict=True):
+        if dtype not in STATE_FORMATS:
+            raise RuntimeError(f"{name}_dtype: expected one of {', '.join(map(str, STATE_FORMATS))}, got {dtype}")
+
+
+def _joined(param: Tensor, remainders: Tensor) -> Tensor:
+    low = placed_part(remainders, param)
+    high = local_tensor(param.detach())
+    master = join_remainder(high.reshape(-1), low.reshape(-1).to(high.device)).reshape(high.shape)
+    return rewrap_like(master, param)

@@ -1,0 +1,1 @@
+"""Makes other libraries use FusedAdam where they would import another one."""

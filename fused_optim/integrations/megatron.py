@@ -1,0 +1,249 @@
+"""Makes Megatron-LM use FusedAdam where it would import TransformerEngine's or Apex's; see ``docs/megatron.md``."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fused_optim.compat import transformer_engine
+from fused_optim.formats import Master
+from fused_optim.state import MASTER, MOMENTS, read_master, write_master
+
+_IMPORTED_FROM = "transformer_engine.pytorch.optimizers"
+
+
+class FusedAdam(transformer_engine.FusedAdam):
+    """TransformerEngine's face, as Megatron-LM's optimizers use it.
+
+    Masters go out and come in as FP32 values, also those that are kept as remainders: Megatron-LM gathers states in
+    FP32 buffers. A first step whose gradients are zero is a step: a rank may own slices that have no others.
+    """
+
+    _saves_int16_remainders = False
+
+    def _is_synthetic(self) -> bool:
+        """Only Megatron-FSDP, whose parameters are DTensors, makes synthetic steps."""
+        return any(isinstance(param, DTensor) for param in self._params()) and super()._is_synthetic()
+
+    @torch.no_grad()
+    def get_unscaled_state(self, param: Tensor, state_name: str, skip_unscale: bool = False) -> Tensor:
+        """A state's local values: FP32, masters included, shaped as the parameter's local shard."""
+        states, slots = self._states_of(param)
+        if state_name == MASTER and MASTER in states:
+            return read_master(param, states, slots)
+        return super().get_unscaled_state(param, state_name, skip_unscale)
+
+    @torch.no_grad()
+    def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
+        """As TransformerEngine's face; FP32 masters are split into parameter and remainders where these are kept."""
+        if not self._has_states(param):
+            self.initialize_state(param)
+        slots = self._slots[param]
+        split = slots.master in (Master.REMAINDER16, Master.REMAINDER8)
+        if state_name == MASTER and split and unscaled_state.is_floating_point():
+            if unscaled_state.shape != param.shape:
+                expected = f"expected shape {tuple(param.shape)}, got {tuple(unscaled_state.shape)}"
+                raise ValueError(f"{MASTER} of a parameter: {expected}")
+            write_master(param, self.state[param], slots, unscaled_state)
+        else:
+            super().set_scaled_state(param, state_name, unscaled_state)
+
+    def _keeping(self, state_dict: dict[str, Any]) -> set[Tensor]:
+        """Parameters whose states are not loaded: slices of Megatron-LM's distributed optimizer.
+
+        It hands over uninitialised memory for them, or what ``state_dict()`` gave, only to have states, and sets their
+        values afterwards. Its slices are plain tensors and no ``nn.Parameter``.
+        """
+        ids = [id_ for group in state_dict["param_groups"] for id_ in group["params"]]
+        found = {
+            param
+            for id_, param in zip(ids, self._params(), strict=True)
+            if not isinstance(param, nn.Parameter) and _are_placeholders(state_dict["state"].get(id_))
+        }
+        for param in found:
+            self.initialize_state(param)
+        return found
+
+
+def _are_placeholders(states: dict[str, Any] | None) -> bool:
+    if not states:
+        return False
+    coded = any(isinstance(states.get(name), Tensor) and states[name].element_size() == 1 for name in MOMENTS)
+    return coded or MASTER in states
+
+
+# --- installation -------------------------------------------------------------------------------------------------
+
+
+def install(adam: type[transformer_engine.FusedAdam] = FusedAdam) -> None:
+    """Let Megatron-LM build ``adam`` wherever it would build TransformerEngine's or Apex's FusedAdam.
+
+    Call it before the optimizer or its config is made, on every rank; a second call replaces the class of the first.
+    ``adam`` is a subclass of :class:`FusedAdam` with other defaults, or of TransformerEngine's face. Needs neither
+    TransformerEngine nor Apex.
+
+    Raises:
+        ImportError: without the package ``megatron-core``.
+        RuntimeError: if it lacks one of the names that are replaced; nothing has been changed then.
+        TypeError: if ``adam`` is no subclass of TransformerEngine's face.
+    """
+    if not (isinstance(adam, type) and issubclass(adam, transformer_engine.FusedAdam)):
+        raise TypeError("adam: expected a subclass of fused_optim.compat.transformer_engine.FusedAdam")
+    package = importlib.import_module("megatron.core.optimizer")
+    distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    config = importlib.import_module("megatron.core.optimizer.optimizer_config")
+    optimizer, options = distributed.DistributedOptimizer, config.OptimizerConfig
+    replaced: list[tuple[Any, dict[str, Any]]] = [
+        (package, {"Adam": adam, "USING_PYTORCH_OPTIMIZER": False, "is_te_min_version": _is_recent}),
+        (
+            distributed,
+            {"Adam": adam, "HAVE_APEX_OR_TE": True, "USING_TE_OPTIMIZER": True, "USING_APEX_OPTIMIZER": False},
+        ),
+        (config, {"is_te_min_version": _is_recent}),
+        (options, {"__post_init__": _finding(adam, _original(options, "__post_init__"))}),
+        (optimizer, {name: make(_original(optimizer, name)) for name, make in _METHODS.items()}),
+    ]
+    lacking = [f"{owner.__name__}.{name}" for owner, names in replaced for name in names if not hasattr(owner, name)]
+    if lacking:
+        raise RuntimeError(
+            f"this megatron-core lacks {', '.join(lacking)}: docs/megatron.md lists versions that have it"
+        )
+    for owner, names in replaced:
+        for name, value in names.items():
+            setattr(owner, name, value)
+
+
+def _original(owner: type, name: str) -> Any:
+    """Without what an earlier call has put around it."""
+    return getattr(getattr(owner, name, None), "__wrapped__", getattr(owner, name, None))
+
+
+def _is_recent(version: str, check_equality: bool = True) -> bool:
+    """In the two modules that ask for TransformerEngine's version only because of its FusedAdam."""
+    return True
+
+
+def _finding(adam: type, check: Callable[[Any], None]) -> Callable[[Any], None]:
+    """The config's check imports the class to look at its arguments."""
+
+    @functools.wraps(check)
+    def wrapped(config: Any) -> None:
+        with _importable(adam):
+            check(config)
+
+    return wrapped
+
+
+@contextmanager
+def _importable(adam: type) -> Iterator[None]:
+    module = ModuleType(_IMPORTED_FROM)
+    module.FusedAdam = adam
+    present = sys.modules.get(_IMPORTED_FROM)
+    sys.modules[_IMPORTED_FROM] = module
+    try:
+        yield
+    finally:
+        if present is None:
+            del sys.modules[_IMPORTED_FROM]
+        else:
+            sys.modules[_IMPORTED_FROM] = present
+
+
+# --- DistributedOptimizer's ways to read and write states -----------------------------------------------------------
+
+
+def _ours(optimizer: Any) -> bool:
+    return isinstance(optimizer.optimizer, transformer_engine.FusedAdam)
+
+
+def _inner_param(optimizer: Any, model_param: Tensor) -> Tensor:
+    group, order = optimizer.model_param_group_index_map[model_param]
+    return optimizer.optimizer.param_groups[group]["params"][order]
+
+
+def _reading(original: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
+    """Values, where the original reads ``optimizer.state`` raw, and FP32 parameters, which have no master."""
+
+    @functools.wraps(original)
+    def read(self: Any, model_param: Tensor) -> dict[str, Tensor]:
+        if not _ours(self):
+            return original(self, model_param)
+        adam, param = self.optimizer, _inner_param(self, model_param)
+        adam.initialize_state(param)
+        main = adam.get_unscaled_state(param, MASTER) if MASTER in adam.state[param] else param
+        return {"param": main, **{name: adam.get_unscaled_state(param, name) for name in MOMENTS}}
+
+    return read
+
+
+def _writing(original: Callable[..., None]) -> Callable[..., None]:
+    """The inverse of ``_reading``."""
+
+    @functools.wraps(original)
+    @torch.no_grad()
+    def write(self: Any, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
+        if not _ours(self):
+            return original(self, model_param, tensors)
+        adam, param = self.optimizer, _inner_param(self, model_param)
+        adam.initialize_state(param)
+        for name in MOMENTS:
+            adam.set_scaled_state(param, name, tensors[name])
+        if MASTER in adam.state[param]:
+            adam.set_scaled_state(param, MASTER, tensors["param"])
+        else:
+            param.copy_(tensors["param"])
+
+    return write
+
+
+def _packing(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Megatron-FSDP's states by name, as values; they are loaded by ``load_state_dict``."""
+
+    @functools.wraps(original)
+    def pack(self: Any, is_loading: bool = False) -> dict[str, Any]:
+        packed = original(self, is_loading)
+        if _ours(self):
+            states = self.optimizer.state_dict()["state"]
+            params = enumerate(self.optimizer._params())
+            packed["state"] = {self._param_name(param): states[i] for i, param in params if i in states}
+        return packed
+
+    return pack
+
+
+def _refusing(original: Callable[..., None]) -> Callable[..., None]:
+    """The loader of checkpoints from before February 2024 copies into states as if all were FP32."""
+
+    @functools.wraps(original)
+    def load(self: Any, state_dict: dict[str, Any]) -> None:
+        adam = self.optimizer
+        if _ours(self) and any(_needs_encoding(adam, param) for param in adam._params()):
+            raise RuntimeError(
+                "checkpoints in Megatron-LM's legacy format load into FP32 and BF16 states without masters only: "
+                "convert them, or load without use_precision_aware_optimizer"
+            )
+        original(self, state_dict)
+
+    return load
+
+
+def _needs_encoding(adam: transformer_engine.FusedAdam, param: Tensor) -> bool:
+    _, slots = adam._states_of(param)
+    return slots.master is not Master.PARAMETER or any(slots.format(name).scaled for name in MOMENTS)
+
+
+_METHODS: dict[str, Callable[[Any], Any]] = {
+    "_get_main_param_and_optimizer_states": _reading,
+    "_set_main_param_and_optimizer_states": _writing,
+    "sharded_param_state_fsdp_dtensor": _packing,
+    "load_parameter_state_from_dp_zero_legacy": _refusing,
+}

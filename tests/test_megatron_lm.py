@@ -1,0 +1,262 @@
+"""Megatron-LM's real DDP, distributed optimizer and checkpoints with FusedAdam, on the CPU, over gloo.
+
+They name CUDA where they make tensors: ``cuda_on_cpu`` gives them CPU tensors instead, and is all that is imitated.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import distributed
+from cuda_on_cpu import cuda_on_cpu
+from distributed import assert_same
+from test_synthetic_step import values
+
+pytest.importorskip("megatron.core")
+
+F32, BF16, F16, FP8 = torch.float32, torch.bfloat16, torch.float16, torch.uint8
+SHAPES = {"first": (37, 129), "bias": (513,), "last": (3, 70, 130)}
+LR, DECAY, BETAS, EPS = 0.01, 0.1, (0.9, 0.95), 0.01
+CONFIG = {"optimizer": "adam", "lr": LR, "weight_decay": DECAY, "adam_beta1": BETAS[0], "adam_beta2": BETAS[1]}
+
+
+def aware(moments: torch.dtype, **options: Any) -> dict[str, Any]:
+    """``--use-precision-aware-optimizer``."""
+    return {
+        "use_precision_aware_optimizer": True,
+        "exp_avg_dtype": moments,
+        "exp_avg_sq_dtype": moments,
+        "store_param_remainders": False,
+        **options,
+    }
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "main params": {},
+    "fp32": aware(F32),
+    "bf16": aware(BF16),
+    "fp16": aware(F16),
+    "fp8": aware(FP8),
+    "int8": aware(torch.int8),
+    "remainders": aware(F32, store_param_remainders=True),
+    "fp8 remainders": aware(FP8, store_param_remainders=True),
+    "bf16 grads": aware(F32, main_grads_dtype=BF16),
+}
+TOLERANCE = {
+    "bf16": 0.01,
+    "fp16": 0.01,
+    "fp8": 0.15,
+    "int8": 0.02,
+    "fp8 remainders": 0.15,
+    "bf16 grads": 0.02,
+}  # of moments; others exact
+
+
+class Run:
+    """A model of BF16 parameters in Megatron-LM's DDP, and its optimizer."""
+
+    def __init__(self, mode: str, fresh: bool = False, fp32_params: bool = False) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.transformer import MegatronModule, TransformerConfig
+
+        from fused_optim.integrations import megatron
+
+        megatron.install()
+        if not parallel_state.model_parallel_is_initialized():
+            parallel_state.initialize_model_parallel()
+        config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, bf16=True)
+        self.model = MegatronModule(config)
+        for i, (name, shape) in enumerate(SHAPES.items()):
+            dtype = F32 if fp32_params and name == "bias" else BF16
+            self.model.register_parameter(name, nn.Parameter((values(shape, i) * (not fresh)).to(dtype)))
+        whole = MODES[mode].get("main_grads_dtype", F32) == F32
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=whole)
+        self.ddp = DistributedDataParallel(config, ddp, self.model)
+        options = {**CONFIG, "lr": 0.5 if fresh else LR, "clip_grad": 0.0, "adam_eps": EPS, **MODES[mode]}
+        settings = OptimizerConfig(bf16=True, params_dtype=BF16, use_distributed_optimizer=True, **options)
+        chained = get_megatron_optimizer(settings, [self.ddp])
+        (self.optimizer,) = chained.chained_optimizers
+        for group in self.inner.param_groups:  # as the scheduler does
+            group["weight_decay"] = DECAY * group["wd_mult"]
+
+    @property
+    def inner(self) -> Any:
+        return self.optimizer.optimizer
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            self.ddp.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            grads = gradients(step, dist.get_rank())
+            sum((param.float() * grads[name]).sum() for name, param in self.model.named_parameters()).backward()
+            self.ddp.finish_grad_sync()
+            successful, _, _ = self.optimizer.step()
+            assert successful
+
+    def contents(self) -> dict[str, Tensor]:
+        """Parameters, and masters and moments as Megatron-LM itself gathers them, by name; the latter on rank 0."""
+        found = {f"{name} parameter": param.detach().clone() for name, param in self.model.named_parameters()}
+        gathered = self.optimizer.get_parameter_state_dp_zero(use_gloo_comm=True)
+        if gathered is None:
+            return found
+        names = {param: name for name, param in self.model.named_parameters()}
+        for number, buffer in enumerate(self.optimizer.buffers):
+            (tensors,) = gathered[number].values()
+            for param, (start, end, _) in buffer.param_index_map.items():
+                for key in ("param", "exp_avg", "exp_avg_sq"):
+                    found[f"{names[param]} {key}"] = tensors[key][start:end].view(param.shape).clone()
+        return found
+
+
+def gradients(step: int, rank: int) -> dict[str, Tensor]:
+    return {name: values(shape, 100 * step + 10 * rank + i).to(BF16) for i, (name, shape) in enumerate(SHAPES.items())}
+
+
+def trained(mode: str, steps: int, fp32_params: bool = False) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Rank 0 has all of them. And what the inner optimizer was made of."""
+    with cuda_on_cpu():
+        run = Run(mode, fp32_params=fp32_params)
+        run.train(range(steps))
+        found = run.contents()
+    facts = {
+        "class": type(run.inner).__module__,
+        "dtypes": {key: value.dtype for states in run.inner.state.values() for key, value in states.items()},
+        "decoupled": run.inner.use_decoupled_grad,
+        "sizes": [[tuple(param.shape) for param in group["params"]] for group in run.inner.param_groups],
+        "steps": [group["step"] for group in run.inner.param_groups],
+    }
+    return found, facts
+
+
+def expected(steps: int, ranks: int, dtype: torch.dtype = F32) -> dict[str, Tensor]:
+    """torch.optim.AdamW on FP32 masters and the mean of the ranks' gradients."""
+    params = [values(shape, i).to(BF16).float().requires_grad_() for i, shape in enumerate(SHAPES.values())]
+    decayed = [param for param in params if param.dim() > 1]
+    groups = [{"params": decayed}, {"params": [params[1]], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, weight_decay=DECAY, betas=BETAS, eps=EPS)
+    for step in range(steps):
+        for name, param in zip(SHAPES, params, strict=True):
+            param.grad = sum(gradients(step, rank)[name].to(dtype) / ranks for rank in range(ranks)).float()
+        optimizer.step()
+    found = {}
+    for name, param in zip(SHAPES, params, strict=True):
+        found[f"{name} param"] = param.detach()
+        found |= {f"{name} {key}": optimizer.state[param][key] for key in ("exp_avg", "exp_avg_sq")}
+    return found
+
+
+# --- steps --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_steps_are_those_of_adamw(mode: str, world_size: int) -> None:
+    """Moments, scaled ones too, and masters, remainders too, come out with their true values."""
+    results = distributed.run(world_size, trained, mode, 4)
+    found, facts = results[0]
+    assert facts["class"] == "fused_optim.integrations.megatron"
+    assert facts["decoupled"] == (mode != "main params")
+    for key, value in expected(4, world_size, BF16 if mode == "bf16 grads" else F32).items():
+        tolerance = TOLERANCE.get(mode, 2e-6)
+        if "param" in key:
+            assert float((found[key] - value).abs().max()) <= (1e-6 if mode not in TOLERANCE else 0.02), key
+            error = (found[f"{key}eter"].float() - found[key]).abs()
+            assert bool((error <= (found[key].to(BF16).float() - found[key]).abs()).all()), key  # rounded to nearest
+        else:
+            assert float((found[key] - value).abs().max()) <= tolerance * float(value.abs().max()), key
+    for other, _ in results[1:]:
+        assert_same({key: found[key] for key in other if "parameter" in key}, other)
+
+
+def test_states_are_kept_in_the_asked_formats_on_slices_of_any_length() -> None:
+    ((_, first), (_, second)) = distributed.run(2, trained, "fp8 remainders", 1)
+    assert first["dtypes"] == {"exp_avg": FP8, "exp_avg_sq": FP8, "master_param": torch.int16}
+    assert sorted([first["sizes"], second["sizes"]]) == [
+        [[(10916,), (4773,)], [(513,)]],
+        [[(16384,)], []],
+    ]
+    assert first["steps"] == second["steps"] == [1, 1]  # the empty group counts, too
+
+
+def zero_first_step() -> list[int]:
+    with cuda_on_cpu():
+        run = Run("fp32")
+        run.ddp.zero_grad_buffer()
+        if dist.get_rank() == 0:
+            run.model.first.main_grad.fill_(1)
+        run.ddp.finish_grad_sync()
+        run.optimizer.step()
+    return [group["step"] for group in run.inner.param_groups]
+
+
+def test_a_first_step_counts_where_a_rank_has_only_zero_gradients() -> None:
+    assert distributed.run(3, zero_first_step) == [[1, 1]] * 3
+
+
+def test_fp32_parameters_have_no_second_master() -> None:
+    ((found, _), _) = distributed.run(2, trained, "fp8", 4, True)
+    assert found["bias parameter"].dtype == F32
+    assert torch.equal(found["bias param"], found["bias parameter"])
+    moved = (found["bias param"] - values(SHAPES["bias"], 1)).abs()
+    assert 0.03 < float(moved.max()) < 0.05  # four steps of about the learning rate
+
+
+# --- checkpoints --------------------------------------------------------------------------------------------------
+
+FORMS: dict[str, dict[str, Any]] = {
+    "dp_reshardable": {},
+    "fully_reshardable": {"distrib_optim_fully_reshardable_mem_efficient": False},
+    "fully_reshardable by gloo": {"distrib_optim_fully_reshardable_mem_efficient": True},
+    "dp_zero_gather_scatter": {},
+}
+
+
+def sharded(run: Run, form: str, is_loading: bool) -> dict[str, Any]:
+    metadata = {"distrib_optim_sharding_type": form.split()[0], **FORMS[form]}
+    model = run.model.sharded_state_dict()
+    return {"model": model, "optimizer": run.optimizer.sharded_state_dict(model, is_loading, metadata=metadata)}
+
+
+def save(mode: str, form: str, path: str) -> None:
+    from megatron.core import dist_checkpointing
+
+    multiprocessing.current_process()._config["daemon"] = False  # it starts a process of its own
+    with cuda_on_cpu():
+        run = Run(mode)
+        run.train(range(3))
+        dist_checkpointing.save(sharded(run, form, False), path)
+
+
+def load(mode: str, form: str, path: str, steps: range) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """In Megatron-LM's order: the template, which allocates states, then the model, then the optimizer."""
+    from megatron.core import dist_checkpointing
+
+    with cuda_on_cpu():
+        run = Run(mode, fresh=True)
+        loaded = dist_checkpointing.load(sharded(run, form, True), path)
+        run.model.load_state_dict(loaded["model"])
+        before = run.contents()
+        run.optimizer.load_state_dict(loaded["optimizer"])
+        after = run.contents()
+        assert_same(*[{k: v for k, v in each.items() if "parameter" in k} for each in (after, before)])
+        run.train(steps)
+        return run.contents(), {"lr": [group["lr"] for group in run.inner.param_groups]}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("mode", ["main params", "fp32", "bf16", "fp8", "remainders", "fp8 remainders"])
+def test_checkpoints_continue_bit_for_bit(mode: str, form: str, tmp_path: Path) -> None:
+    path = str(tmp_path)
+    distributed.run(2, save, mode, form, path)
+    found, facts = distributed.run(2, load, mode, form, path, range(3, 5))[0]
+    assert facts["lr"] == [LR, LR]
+    assert_same(found, distributed.run(2, trained, mode, 5)[0][0])
