@@ -38,7 +38,7 @@ class QuantizedTensor(torch.Tensor):
 
     ``copy_`` from a weight of the same recipe copies bytes, and quantizes anything else: at once, or, where the recipe
     has one scale for all of a weight and other ranks hold parts of it, in ``finish_initialization``. State dicts of
-    the shards, and checkpoints of torch.distributed.checkpoint, hold the bytes. ``DTensor.full_tensor()`` and whole state
+    the shards and DCP checkpoints hold the bytes. ``DTensor.full_tensor()`` and whole state
     dicts hold plain decoded values; loaded again, also with ``broadcast_from_rank0``, these are quantized anew, which
     gives the same elements and scales that differ by no more than the dtype's rounding.
     """
