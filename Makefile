@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: demo test test-gpu bench lint format clean FORCE
+.PHONY: demo test test-gpu test-integrations bench lint format clean FORCE
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py --output demo_output $(if $(QUANTIZE),--quantize $(QUANTIZE))
@@ -20,6 +20,11 @@ test: $(VENV)/.installed
 
 test-gpu: $(VENV)/.installed
 	$(BIN)/python -m pytest -m cuda
+
+# The real packages; the imports first, since tests of a package that is not there are skipped.
+test-integrations: $(VENV)/.installed $(VENV)/.megatron
+	$(BIN)/python -W ignore -c 'import megatron.core.optimizer, megatron_fsdp'
+	$(BIN)/python -m pytest tests/test_megatron_fsdp.py tests/test_megatron_lm.py tests/test_drop_in.py
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/step.py
@@ -36,13 +41,19 @@ format: $(VENV)/.lint
 
 clean:
 	rm -rf build dist *.egg-info demo_output .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	rm -f fused_optim/*.so fused_optim/_build_info.json $(VENV)/.installed
+	rm -f fused_optim/*.so fused_optim/_build_info.json $(VENV)/.installed $(VENV)/.megatron
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 # The build is isolated, hence independent of the torch beside it. The last line shows which engines were built.
 $(VENV)/.installed: $(VENV)/.torch $(SOURCES) setup.py pyproject.toml
 	$(PIP) install -e '.[test,examples]'
 	@cat fused_optim/_build_info.json
+	@touch $@
+
+# Nothing is built again, and the torch that is there satisfies them.
+$(VENV)/.megatron: pyproject.toml $(VENV)/.torch
+	$(PIP) install $$($(BIN)/python -c 'import tomllib; \
+	    print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["megatron"])')
 	@touch $@
 
 # Only the tools, as pinned in pyproject.toml: checking the sources must not depend on whether they compile.

@@ -33,13 +33,20 @@ def plain(count: int, device: str) -> tuple[list[Tensor], Callable[[Tensor], Ten
     return [torch.nn.Parameter(torch.ones(1, 32, device=device)) for _ in range(count)], torch.ones_like
 
 
+def slices(count: int, device: str) -> tuple[list[Tensor], Callable[[Tensor], Tensor]]:
+    """As Megatron-LM's distributed optimizer has them: at any address, with gradients of another dtype."""
+    buffer = torch.ones(33 * count, dtype=torch.bfloat16, device=device)
+    return list(buffer.split(33)), lambda param: torch.ones_like(param, dtype=torch.float32)
+
+
 def host_times(params: list[Tensor], grad: Callable[[Tensor], Tensor], device: str, steps: int) -> list[float]:
     """Seconds of each step after three that warm up; a GPU is idle when a step begins."""
-    optimizer = FusedAdamW(params, lr=1e-3, **FORMATS)
+    decoupled = params[0].dtype != torch.float32
+    optimizer = FusedAdamW(params, lr=1e-3, use_decoupled_grad=decoupled, **FORMATS)
     times = []
     for _ in range(steps + 3):
         for param in params:
-            param.grad = grad(param)
+            setattr(param, "decoupled_grad" if decoupled else "grad", grad(param))
         if device == "cuda":
             torch.cuda.synchronize()
         start = time.perf_counter()
@@ -60,6 +67,7 @@ def main() -> None:
     mesh = init_device_mesh(options.device, (1,))
     for name, (params, grad) in {
         "2000 DTensors": sharded(2000, mesh),
+        "2000 slices": slices(2000, options.device),
         "146 plain tensors": plain(146, options.device),
     }.items():
         times = host_times(params, grad, options.device, options.steps)

@@ -74,6 +74,17 @@ class FusedAdam(transformer_engine.FusedAdam):
         return found
 
 
+class FusedAdamInt16(FusedAdam):
+    """:class:`FusedAdam` with remainders as TransformerEngine's are in ``dp_reshardable`` checkpoints: int16.
+
+    They go with the parameters of the same step. Other forms gather in FP32 and are refused when they are loaded.
+    """
+
+    _saves_int16_remainders = True
+    get_unscaled_state = transformer_engine.FusedAdam.get_unscaled_state
+    set_scaled_state = transformer_engine.FusedAdam.set_scaled_state
+
+
 def _are_placeholders(states: dict[str, Any] | None) -> bool:
     if not states:
         return False
@@ -84,20 +95,20 @@ def _are_placeholders(states: dict[str, Any] | None) -> bool:
 # --- installation -------------------------------------------------------------------------------------------------
 
 
-def install(adam: type[transformer_engine.FusedAdam] = FusedAdam) -> None:
+def install(adam: type[FusedAdam] = FusedAdam) -> None:
     """Let Megatron-LM build ``adam`` wherever it would build TransformerEngine's or Apex's FusedAdam.
 
     Call it before the optimizer or its config is made, on every rank; a second call replaces the class of the first.
-    ``adam`` is a subclass of :class:`FusedAdam` with other defaults, or of TransformerEngine's face. Needs neither
-    TransformerEngine nor Apex.
+    ``adam``: a subclass of :class:`FusedAdam`, such as one with other defaults. TransformerEngine and Apex may be
+    absent.
 
     Raises:
         ImportError: without the package ``megatron-core``.
         RuntimeError: if it lacks one of the names that are replaced; nothing has been changed then.
-        TypeError: if ``adam`` is no subclass of TransformerEngine's face.
+        TypeError: if ``adam`` is no subclass of :class:`FusedAdam`.
     """
-    if not (isinstance(adam, type) and issubclass(adam, transformer_engine.FusedAdam)):
-        raise TypeError("adam: expected a subclass of fused_optim.compat.transformer_engine.FusedAdam")
+    if not (isinstance(adam, type) and issubclass(adam, FusedAdam)):
+        raise TypeError("adam: expected a subclass of fused_optim.integrations.megatron.FusedAdam")
     package = importlib.import_module("megatron.core.optimizer")
     distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     config = importlib.import_module("megatron.core.optimizer.optimizer_config")
@@ -162,7 +173,7 @@ def _importable(adam: type) -> Iterator[None]:
 
 
 def _ours(optimizer: Any) -> bool:
-    return isinstance(optimizer.optimizer, transformer_engine.FusedAdam)
+    return isinstance(optimizer.optimizer, FusedAdam)
 
 
 def _inner_param(optimizer: Any, model_param: Tensor) -> Tensor:
@@ -236,7 +247,7 @@ def _refusing(original: Callable[..., None]) -> Callable[..., None]:
     return load
 
 
-def _needs_encoding(adam: transformer_engine.FusedAdam, param: Tensor) -> bool:
+def _needs_encoding(adam: FusedAdam, param: Tensor) -> bool:
     _, slots = adam._states_of(param)
     return slots.master is not Master.PARAMETER or any(slots.format(name).scaled for name in MOMENTS)
 
