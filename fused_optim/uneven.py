@@ -43,7 +43,7 @@ class _WriteItems:
 
 
 def locate_uneven_shards(params: Iterable[Tensor]) -> None:
-    """Give the DTensors of every mesh on which some rank's shard is not what its placements say their chunk lists.
+    """Give chunk lists to the DTensors of every mesh on which some rank's shard is not what its placements say.
 
     A collective over the parameters' meshes, of one flag where all shards are even.
     """
@@ -59,6 +59,8 @@ def locate_uneven_shards(params: Iterable[Tensor]) -> None:
 def _is_uneven(param: DTensor) -> bool:
     if has_own_chunks(param):
         return False
+    if _cut_order(param) is not None:  # sizes may be even, but torch would count the ranks in another order
+        return True
     shape, _ = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
     return tuple(local_tensor(param).shape) != tuple(shape)
 
@@ -86,9 +88,18 @@ def _locate(mesh: DeviceMesh, order: tuple[int, ...], params: list[DTensor]) -> 
 
 
 def _innermost_first(param: DTensor) -> tuple[int, ...]:
-    """torch cuts by the mesh's dims from left to right; a strided placement was cut after those to its right."""
-    dims = reversed(range(len(param.placements)))
+    """Megatron-FSDP cuts last by the mesh's first dim, or says in which order; strided placements say that they were
+    cut last."""
+    said = _cut_order(param)
+    if said is not None:
+        return tuple(reversed(said))
+    dims = range(len(param.placements))
     return tuple(sorted(dims, key=lambda dim: not hasattr(param.placements[dim], "split_factor")))
+
+
+def _cut_order(param: DTensor) -> list[int] | None:
+    """Megatron-FSDP's note on a mesh by several of whose dims it has cut: the dims, the first cut first."""
+    return getattr(param.device_mesh, "_shard_order", None)
 
 
 def _joined(param: DTensor, mesh_dim: int, sizes: list[list[int]]) -> list[int]:

@@ -15,11 +15,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import distributed
 from distributed import assert_same
 from fused_optim import FusedAdam, export_optimizer_checkpoint, load_optimizer_checkpoint
+from fused_optim.dtensor import local_tensor
+from fused_optim.uneven import locate_uneven_shards
 from test_synthetic_step import values
 
 pytest.importorskip("megatron_fsdp")
@@ -179,6 +183,53 @@ def test_decoupled_gradients_of_another_dtype(grad_dtype: torch.dtype) -> None:
     results = distributed.run(3, trained, "masters", options, 3, grad_dtype)
     assert_same(joined(results), expected)
     assert all(found == groups for _, found in results)
+
+
+# --- where shards lie ---------------------------------------------------------------------------------------------
+
+MESHES: dict[str, tuple[list[Placement], list[int] | None]] = {
+    "hybrid": ([Replicate(), Shard(0)], None),
+    "hybrid, outer too": ([Shard(0), Shard(0)], [1, 0]),
+    "tensor parallel columns": ([Shard(0), Shard(1)], [1, 0]),
+    "strided": ([_StridedShard(0, split_factor=2), Shard(0)], None),
+}
+
+
+def locate(kind: str, rows: list[int]) -> tuple[Any, Any]:
+    """Ours and the real package's offsets of this rank's shard of a tensor of 12 rows."""
+    from megatron_fsdp.uneven_dtensor import gather_and_compute_chunk_metadata
+
+    placements, order = MESHES[kind]
+    mesh = init_device_mesh("cpu", (2, 2))
+    if order is not None:
+        mesh._shard_order = order
+    columns = 4 if Shard(1) in placements else 8
+    local = torch.ones(rows[dist.get_rank()], columns)
+    options = {"run_check": False, "shape": torch.Size((12, 8)), "stride": (8, 1)}
+    param = DTensor.from_local(local, mesh, placements, **options)
+    locate_uneven_shards([param])
+    (chunk,) = local_tensor(param).__create_chunk_list__()
+    expected = gather_and_compute_chunk_metadata(param)
+    return (tuple(chunk.offsets), tuple(chunk.sizes)), (tuple(expected.offsets), tuple(expected.sizes))
+
+
+@pytest.mark.parametrize("kind", MESHES)
+def test_shards_on_two_mesh_dims_lie_where_the_real_package_says(kind: str) -> None:
+    cuts = {
+        "hybrid": [[5, 7, 5, 7]],
+        "hybrid, outer too": [[3, 3, 3, 3], [5, 1, 0, 6]],  # even ones do not lie where torch would have them
+        "tensor parallel columns": [[1, 1, 11, 11]],
+        "strided": [[5, 1, 0, 6]],
+    }
+    for rows in cuts[kind]:
+        found = distributed.run(4, locate, kind, rows)
+        assert all(ours == theirs for ours, theirs in found), found
+        assert len({ours for ours, _ in found}) == (2 if kind == "hybrid" else 4)
+
+
+def test_shards_that_make_up_no_whole_tensor_are_refused() -> None:
+    with pytest.raises(distributed.RemoteError, match=r"make up shape \(11, 8\), expected \(12, 8\)"):
+        distributed.run(4, locate, "hybrid", [5, 6, 5, 6])
 
 
 # --- checkpoints --------------------------------------------------------------------------------------------------

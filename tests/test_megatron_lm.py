@@ -70,7 +70,7 @@ TOLERANCE = {
 class Run:
     """A model of BF16 parameters in Megatron-LM's DDP, and its optimizer."""
 
-    def __init__(self, mode: str, fresh: bool = False, fp32_params: bool = False) -> None:
+    def __init__(self, mode: str, fresh: bool = False, fp32_params: bool = False, shares: bool = True) -> None:
         from megatron.core import parallel_state
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -87,10 +87,10 @@ class Run:
             dtype = F32 if fp32_params and name == "bias" else BF16
             self.model.register_parameter(name, nn.Parameter((values(shape, i) * (not fresh)).to(dtype)))
         whole = MODES[mode].get("main_grads_dtype", F32) == F32
-        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=whole)
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=shares, grad_reduce_in_fp32=whole)
         self.ddp = DistributedDataParallel(config, ddp, self.model)
         options = {**CONFIG, "lr": 0.5 if fresh else LR, "clip_grad": 0.0, "adam_eps": EPS, **MODES[mode]}
-        settings = OptimizerConfig(bf16=True, params_dtype=BF16, use_distributed_optimizer=True, **options)
+        settings = OptimizerConfig(bf16=True, params_dtype=BF16, use_distributed_optimizer=shares, **options)
         chained = get_megatron_optimizer(settings, [self.ddp])
         (self.optimizer,) = chained.chained_optimizers
         for group in self.inner.param_groups:  # as the scheduler does
@@ -339,6 +339,46 @@ def load_legacy(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["fp8 remainders", "fp8 beside main params"])
 def test_the_legacy_loader_is_refused_where_it_would_write_values_as_codes(mode: str) -> None:
     distributed.run(1, load_legacy, mode)
+
+
+# --- the optimizer that is not distributed, which puts states of its own into the inner one before it loads ----------
+
+
+def save_replicated(path: str) -> None:
+    from megatron.core import dist_checkpointing
+
+    multiprocessing.current_process()._config["daemon"] = False
+    with cuda_on_cpu():
+        run = Run("main params", shares=False)
+        run.train(range(3))
+        model = run.model.sharded_state_dict()
+        dist_checkpointing.save({"model": model, "optimizer": run.optimizer.sharded_state_dict(model)}, path)
+
+
+def train_replicated(path: str | None, steps: range) -> dict[str, Tensor]:
+    from megatron.core import dist_checkpointing
+
+    with cuda_on_cpu():
+        run = Run("main params", fresh=path is not None, shares=False)
+        if path is not None:
+            model = run.model.sharded_state_dict()
+            parts = {"model": model, "optimizer": run.optimizer.sharded_state_dict(model, is_loading=True)}
+            loaded = dist_checkpointing.load(parts, path)
+            run.model.load_state_dict(loaded["model"])
+            run.optimizer.load_state_dict(loaded["optimizer"])
+        run.train(steps)
+        found = {name: param.detach().clone() for name, param in run.model.named_parameters()}
+        for i, param in enumerate(run.inner._params()):
+            found |= {f"{i} {key}": run.inner.get_unscaled_state(param, key) for key in ("exp_avg", "exp_avg_sq")}
+        return found
+
+
+def test_the_optimizer_that_is_not_distributed_continues_bit_for_bit(tmp_path: Path) -> None:
+    distributed.run(2, save_replicated, str(tmp_path))
+    found = distributed.run(2, train_replicated, str(tmp_path), range(3, 5))
+    wanted = distributed.run(2, train_replicated, None, range(5))
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert_same(ours, theirs)
 
 
 # --- Megatron-FSDP within Megatron-LM: the model's side needs CUDA, the optimizer's does not -----------------------

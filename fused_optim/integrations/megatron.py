@@ -99,8 +99,7 @@ def install(adam: type[FusedAdam] = FusedAdam) -> None:
     """Let Megatron-LM build ``adam`` wherever it would build TransformerEngine's or Apex's FusedAdam.
 
     Call it before the optimizer or its config is made, on every rank; a second call replaces the class of the first.
-    ``adam``: a subclass of :class:`FusedAdam`, such as one with other defaults. TransformerEngine and Apex may be
-    absent.
+    ``adam``: a subclass of :class:`FusedAdam`, such as one with other defaults. Neither of the others need be there.
 
     Raises:
         ImportError: without the package ``megatron-core``.
