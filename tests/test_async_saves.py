@@ -54,6 +54,11 @@ class WaitingWriter(dcp.FileSystemWriter):
         return super().write_data(plan, planner)
 
 
+def let_write(path: str) -> None:
+    """This rank has seen that nothing was written yet."""
+    Path(f"{path}.{GO}{dist.get_rank()}").touch()
+
+
 # Options in order: pinned memory, shared memory, in the background, without blocking.
 STAGERS: dict[str, Callable[[], AsyncStager]] = {
     "default": lambda: DefaultStager(StagingOptions(False, False, False, False)),
@@ -108,7 +113,7 @@ def save_twice(
         pending = start_save(run, f"{path}{number}", kind, stagers[-1])
         run.train(step, step + 2)
         assert not pending.done(), pending.exception()
-        Path(f"{path}{number}.{GO}{dist.get_rank()}").touch()
+        let_write(f"{path}{number}")
         pending.result(timeout=60)
     for stager in stagers:
         stager.close()

@@ -23,7 +23,7 @@ from fused_optim import export_optimizer_checkpoint, load_optimizer_checkpoint, 
 from fused_optim.quantized import finish_initialization, quantize_model_
 from fused_optim.state import MASTER
 from quantized_cases import RECIPES, Run, parameter_parts, perceptron, plain_model
-from test_async_saves import GO, STAGERS, start_save
+from test_async_saves import STAGERS, let_write, start_save
 from test_distributed_checkpoint import WAYS
 
 SAVED_AT, END = 3, 6
@@ -139,7 +139,7 @@ def save_in_background(
         pending = start_save(run, path, kind, made, group)
         run.train(SAVED_AT, END)
         assert not pending.done()
-        Path(f"{path}.{GO}").touch()
+        let_write(path)
         pending.result(timeout=60)
         made.close()
 
@@ -148,7 +148,7 @@ def save_in_background(
 def test_background_saves_hold_the_bytes_of_the_save(stager: str, tmp_path: Path) -> None:
     recipes = ["delayed", "nvfp4"]
     expected = straight(recipes)
-    distributed.run(2, save_in_background, recipes, stager, str(tmp_path), timeout=30)
+    distributed.run(2, save_in_background, recipes, stager, str(tmp_path), timeout=120)
     results = distributed.run(1, load_each_way, recipes, ["nested"], str(tmp_path))
     for name in results[0]:
         assert_same(join_all([results[0][name][0]]), join_all([expected[name.split("-")[0]][0]]))
