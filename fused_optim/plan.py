@@ -86,11 +86,11 @@ class Plan:
         self._state_keys, self._state_dicts = list(state), list(state.values())
         self._slots = [slots[param] for param in self._params]
         self._copies: list[tuple[Tensor, Tensor]] = []
-        # Quantized parameters, by position, and the FP32 values that the update of this step is made on.
-        self._quantized = [index for index, param in enumerate(self._params) if adapter_of(param) is not None]
-        self._values: dict[int, Tensor] = {}
         parts: dict[torch.device, _Part] = {}
         numbers = [number for number, size in enumerate(self._sizes) for _ in range(size)]
+        # Quantized parameters, by position, with their groups, and the FP32 values that this step's update is made on.
+        self._quantized = {i: numbers[i] for i, param in enumerate(self._params) if adapter_of(param) is not None}
+        self._values: dict[int, Tensor] = {}
         for index, (param, group) in enumerate(zip(self._params, numbers, strict=True)):
             device = local_tensor(param).device
             part = parts.get(device) or parts.setdefault(device, _Part(device, backend_for(device.type)))
@@ -189,19 +189,18 @@ class Plan:
         for target, source in self._copies:
             target.copy_(source)
         self._copies.clear()
-        self._quantize(dict(zip((part.device for part in self._parts), per_device, strict=True)), found_inf)
+        if self._quantized:
+            self._quantize(dict(zip((part.device for part in self._parts), per_device, strict=True)), found_inf)
         if updated:
             torch.autograd.graph.increment_version(updated)
 
     def _quantize(self, hypers: dict[torch.device, list[Hyper]], found_inf: Tensor | None) -> None:
         """All quantized parameters, also those that take part in reductions only."""
-        groups = [number for number, size in enumerate(self._sizes) for _ in range(size)]
         updates = []
-        for index in self._quantized:
+        for index, group in self._quantized.items():
             param, values, fractions = self._params[index], self._values.get(index), None
             if values is not None and self._slots[index].master is Master.PARAMETER:
-                hyper = hypers[local_tensor(param).device][groups[index]]
-                fractions = self._fractions(index, hyper)
+                fractions = self._fractions(index, hypers[local_tensor(param).device][group])
             updates.append(Update(param, values, fractions))
         protocol.write(updates, None if found_inf is None else found_inf.reshape(()) == 0)
         self._values.clear()

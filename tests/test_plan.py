@@ -20,6 +20,7 @@ from cases import FORMAT, MASTER, Format, Master, values
 from fused_optim import FusedAdam
 from fused_optim.backends import compiled
 from fused_optim.dtensor import local_tensor
+from fused_optim.quantized import MXFP8BlockScaling, protocol, quantize_model_
 
 SHAPES = [(4, 128), (5, 7), (0, 32), (300,)]
 VARIANTS = [
@@ -407,3 +408,16 @@ def test_numbers_of_other_types() -> None:
         p.grad = torch.ones(3)
         FusedAdam([p], lr=lr, eps=numpy.float64(1e-8)).step()
     assert torch.equal(param, other)
+
+
+def test_plain_parameters_cost_nothing_for_quantized_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a GradScaler that would be a kernel of its own at each step."""
+    calls: list[int] = []
+    monkeypatch.setattr(protocol, "write", lambda updates, *_: calls.append(len(updates)))
+    plain = torch.nn.Parameter(torch.ones(4, 32))
+    model = quantize_model_(torch.nn.Linear(32, 4, bias=False), MXFP8BlockScaling())
+    for params in ([plain], [plain, model.weight]):
+        for param in params:
+            param.grad = torch.ones(4, 32)
+        FusedAdam(params).step()
+    assert calls == [1]
