@@ -1,4 +1,4 @@
-"""Runs test bodies on several processes: one pool of workers per world size, started once and kept for the session.
+"""Runs test bodies on several processes: one pool of workers per world size, started once and kept to the end.
 
 ``run(4, body, *args)`` calls ``body(*args)`` on four ranks and returns their results in rank order. A body is a
 module-level function; its arguments and results are pickled. It may use ``mesh()``, ``device()`` and collectives. A

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import inspect
 import itertools
@@ -354,6 +355,16 @@ def assert_parity(make: Callable[[list[nn.Parameter], bool], Any], dtype: torch.
             assert float(difference.max()) <= 2.0 ** (-6 if dtype == BF16 else -9) * scale
 
 
+def maker(face: type, theirs: type, options: dict[str, Any]) -> Callable[[list[nn.Parameter], bool], Any]:
+    """Makes ours, rounding as theirs does, or theirs."""
+
+    def make(params: list[nn.Parameter], ours: bool) -> Any:
+        kind = functools.partial(face, stochastic_rounding=False) if ours else theirs
+        return kind(params, lr=1e-3, **options)
+
+    return make
+
+
 APEX_OPTIONS = [
     (dtype, {"adam_w_mode": adam_w, "bias_correction": corrected, "weight_decay": 0.1, **extra})
     for dtype, adam_w, corrected in itertools.product([F32, F16, BF16], [True, False], [True, False])
@@ -365,13 +376,7 @@ APEX_OPTIONS = [
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype, options", APEX_OPTIONS, ids=str)
 def test_parity_with_apex(dtype: torch.dtype, options: dict[str, Any]) -> None:
-    theirs = real("apex", "apex.optimizers")
-
-    def make(params: list[nn.Parameter], ours: bool) -> Any:
-        if ours:
-            return apex.FusedAdam(params, lr=1e-3, stochastic_rounding=False, **options)
-        return theirs(params, lr=1e-3, **options)
-
+    make = maker(apex.FusedAdam, real("apex", "apex.optimizers"), options)
     assert_parity(make, dtype, exact=dtype is F32 or options.get("master_weights", False))
 
 
@@ -395,12 +400,7 @@ TRANSFORMER_ENGINE_OPTIONS = [
 @pytest.mark.parametrize("dtype, options", TRANSFORMER_ENGINE_OPTIONS, ids=str)
 def test_parity_with_transformer_engine(dtype: torch.dtype, options: dict[str, Any]) -> None:
     theirs = real("transformer_engine", "transformer_engine.pytorch.optimizers")
-
-    def make(params: list[nn.Parameter], ours: bool) -> Any:
-        if ours:
-            return transformer_engine.FusedAdam(params, lr=1e-3, stochastic_rounding=False, **options)
-        return theirs(params, lr=1e-3, **options)
-
+    make = maker(transformer_engine.FusedAdam, theirs, options)
     whole = "exp_avg_dtype" not in options and (dtype is F32 or options.get("master_weights", False))
     assert_parity(make, F32 if whole and dtype is F32 else dtype, exact=whole)
 

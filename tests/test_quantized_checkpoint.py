@@ -13,7 +13,6 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.fsdp import fully_shard
 
@@ -29,16 +28,7 @@ from test_distributed_checkpoint import WAYS
 SAVED_AT, END = 3, 6
 
 
-def save(run: Run, folder: str) -> None:
-    model, optimizer = get_state_dict(run.model, run.optimizer)
-    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
-
-
-def load(run: Run, folder: str) -> None:
-    model, optimizer = get_state_dict(run.model, run.optimizer)
-    state = {"model": model, "optimizer": optimizer}
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(run.model, run.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+save, load = WAYS["nested"]
 
 
 def train_and_save(recipes: list[str], folder: str) -> dict[str, dict[str, Part]]:

@@ -8,6 +8,7 @@ elements have no NaN) and do not count for scales.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -67,7 +68,7 @@ class Recipe:
     def name(self) -> str:
         return type(self).__name__
 
-    @property
+    @functools.cached_property
     def native(self) -> Native | None:
         """None where only PyTorch knows the recipe."""
         return None
@@ -166,7 +167,7 @@ class _Float8TensorScaling(Recipe):
 class Float8CurrentScaling(_Float8TensorScaling):
     """float8_e4m3fn, one FP32 scale per weight: its absmax / 448. A new scale at every update."""
 
-    @property
+    @functools.cached_property
     def native(self) -> Native:
         return Native(0, largest=elements.FLOAT8_LARGEST)
 
@@ -205,12 +206,12 @@ class Float8DelayedScaling(_Float8TensorScaling):
         if self.amax_history_len < 1:
             raise ValueError(f"amax_history_len: expected at least 1, got {self.amax_history_len}")
 
-    @property
+    @functools.cached_property
     def components(self) -> tuple[Component, ...]:  # type: ignore[override]
         history = Component("amax_history", torch.float32, None, (self.amax_history_len,))
         return (_FLOAT8_DATA, _TENSOR_SCALE, history)
 
-    @property
+    @functools.cached_property
     def native(self) -> Native:
         factor, most_recent = 2.0**self.margin, self.amax_compute_algo == "most_recent"
         return Native(0, False, elements.FLOAT8_LARGEST, factor, self.amax_history_len, most_recent)
@@ -245,11 +246,11 @@ class Float8BlockScaling(Recipe):
         if tuple(self.block) not in ((128, 128), (1, 128)):
             raise ValueError(f"block: expected (128, 128) or (1, 128), got {self.block}")
 
-    @property
+    @functools.cached_property
     def components(self) -> tuple[Component, ...]:  # type: ignore[override]
         return (_FLOAT8_DATA, Component("scale", torch.float32, tuple(self.block)))
 
-    @property
+    @functools.cached_property
     def native(self) -> Native:
         return Native(1 if self.block[0] == 1 else 2, self.power_of_two)
 
@@ -285,7 +286,7 @@ class MXFP8BlockScaling(Recipe):
     round_up: bool = False
     components: ClassVar[tuple[Component, ...]] = (_FLOAT8_DATA, Component("scale", torch.uint8, (1, 32)))
 
-    @property
+    @functools.cached_property
     def native(self) -> Native:
         return Native(3, self.round_up)
 
@@ -318,7 +319,7 @@ class NVFP4BlockScaling(Recipe):
     )
     scales_whole_tensor: ClassVar[bool] = True
 
-    @property
+    @functools.cached_property
     def native(self) -> Native:
         return Native(4, largest=6.0 * 448.0)
 

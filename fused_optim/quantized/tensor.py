@@ -38,9 +38,9 @@ class QuantizedTensor(torch.Tensor):
 
     ``copy_`` from a weight of the same recipe copies bytes, and quantizes anything else: at once, or, where the recipe
     has one scale for all of a weight and other ranks hold parts of it, in ``finish_initialization``. State dicts of
-    the shards and DCP checkpoints hold the bytes. ``DTensor.full_tensor()`` and whole state
-    dicts hold plain decoded values; loaded again, also with ``broadcast_from_rank0``, these are quantized anew, which
-    gives the same elements and scales that differ by no more than the dtype's rounding.
+    the shards, hence checkpoints of torch.distributed.checkpoint, hold the bytes. ``DTensor.full_tensor()`` and full
+    state dicts hold plain decoded values; loaded again, also with ``broadcast_from_rank0``, these are quantized anew,
+    which gives the same elements and scales that differ by no more than the dtype's rounding.
     """
 
     recipe: Recipe
@@ -633,6 +633,7 @@ def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
     tiles = [part.tile[0] for part in weight.recipe.components if part.tile is not None]
     if max(tiles) > 1 or weight._transposed or weight._flat:
         return func(weight.dequantize(), indices, *args[2:], **kwargs)
+    weight.check_not_freed()
     weight.check_fresh()
     rows = indices.reshape(-1)
     components = {
@@ -640,7 +641,7 @@ def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
         for part in weight.recipe.components
     }
     shape = (len(rows), *weight._weight_shape[1:])
-    return weight.recipe.decode(components, shape).to(weight.dtype).view(*indices.shape, *shape[1:])
+    return engine.decode(weight.recipe, components, shape, weight.dtype).view(*indices.shape, *shape[1:])
 
 
 torch.serialization.add_safe_globals([rebuild, QuantizedTensor])
