@@ -35,7 +35,13 @@ class _Part:
     indices: list[int] = field(default_factory=list)  # positions in the param groups
     groups: list[int] = field(default_factory=list)
     watched: list[tuple[Any, ...]] = field(default_factory=list)  # see backends.Shards
+    absmax: Tensor | None = None  # one per shard, where some target measures it in this step
     shards: Shards = field(init=False)
+
+    def absmax_of(self, i: int) -> Tensor:
+        if self.absmax is None:
+            self.absmax = torch.zeros(len(self.indices), device=self.device)
+        return self.absmax[i : i + 1]
 
 
 def _same_objects(left: Iterable[Any], right: Sequence[Any]) -> bool:
@@ -88,9 +94,9 @@ class Plan:
         self._copies: list[tuple[Tensor, Tensor]] = []
         parts: dict[torch.device, _Part] = {}
         numbers = [number for number, size in enumerate(self._sizes) for _ in range(size)]
-        # Quantized parameters, by position, with their groups, and the FP32 values that this step's update is made on.
+        # Quantized parameters, by position, with their groups, and how those with a gradient are updated in this step.
         self._quantized = {i: numbers[i] for i, param in enumerate(self._params) if adapter_of(param) is not None}
-        self._values: dict[int, Tensor] = {}
+        self._updates: dict[int, Update] = {}
         for index, (param, group) in enumerate(zip(self._params, numbers, strict=True)):
             device = local_tensor(param).device
             part = parts.get(device) or parts.setdefault(device, _Part(device, backend_for(device.type)))
@@ -124,7 +130,9 @@ class Plan:
         cannot be used; nothing has been changed then.
         """
         self._copies.clear()
-        self._values.clear()
+        self._updates.clear()
+        for part in self._parts:
+            part.absmax = None
         stale = [(part, i) for part in self._parts for i in part.shards.refresh(part.watched, attribute)]
         for part, i in stale:
             if local_tensor(part.watched[i][0]).device != part.device:
@@ -149,19 +157,28 @@ class Plan:
         grad, slots = getattr(param, attribute), self._slots[index]
         master = local_tensor(states[MASTER]) if MASTER in states else None
         part.watched[i] = _watched(param, states)
-        if adapter_of(param) is None:
-            target = self._contiguous_param(param)
-        else:  # its master is updated as an FP32 parameter is, and then encoded
-            target = self._values[index] = read_parameter(param) if master is None else master
-            master, slots = None, replace(slots, master=Master.PARAMETER)
+        adapter, target, absmax = adapter_of(param), None, None
+        if adapter is None:
+            updated = self._contiguous_param(param)
+        else:
+            updated = read_parameter(param) if master is None else master
+            target = adapter.target(param) if master is not None and part.shards.takes_target(slots) else None
+            if target is None:  # the values are updated as an FP32 parameter is, and then encoded
+                master, slots = None, replace(slots, master=Master.PARAMETER)
+            elif target.measures:
+                absmax = part.absmax_of(i)
+            written = target is not None and target.data is not None
+            self._updates[index] = Update(param, updated, absmax=absmax, written=written)
         work = ShardWork(
             grad=_contiguous(placed_as(grad, param)),
-            param=target,
+            param=updated,
             master=master,
             exp_avg=local_tensor(states["exp_avg"]),
             exp_avg_sq=local_tensor(states["exp_avg_sq"]),
             slots=slots,
             key=rounding_key(self._seed, index),
+            target=target,
+            absmax=absmax,
         )
         part.shards.set(i, work, part.watched[i] if _can_be_watched(param) else None)
 
@@ -184,26 +201,30 @@ class Plan:
         """
         updated = [param for part in self._parts for param in part.shards.updated(part.watched)]
         per_device = [hypers(part.device) for part in self._parts]
+        applies = None if found_inf is None else found_inf.reshape(()) == 0
+        if self._updates:
+            protocol.prepare([update.param for update in self._updates.values()], applies)
         for part, on_device in zip(self._parts, per_device, strict=True):
             part.shards.run(on_device, workspaces.get(part.device))
         for target, source in self._copies:
             target.copy_(source)
         self._copies.clear()
         if self._quantized:
-            self._quantize(dict(zip((part.device for part in self._parts), per_device, strict=True)), found_inf)
+            self._quantize(dict(zip((part.device for part in self._parts), per_device, strict=True)), applies)
         if updated:
             torch.autograd.graph.increment_version(updated)
 
-    def _quantize(self, hypers: dict[torch.device, list[Hyper]], found_inf: Tensor | None) -> None:
+    def _quantize(self, hypers: dict[torch.device, list[Hyper]], applies: Tensor | None) -> None:
         """All quantized parameters, also those that take part in reductions only."""
         updates = []
         for index, group in self._quantized.items():
-            param, values, fractions = self._params[index], self._values.get(index), None
-            if values is not None and self._slots[index].master is Master.PARAMETER:
-                fractions = self._fractions(index, hypers[local_tensor(param).device][group])
-            updates.append(Update(param, values, fractions))
-        protocol.write(updates, None if found_inf is None else found_inf.reshape(()) == 0)
-        self._values.clear()
+            param = self._params[index]
+            update = self._updates.get(index, Update(param, None))
+            if update.values is not None and self._slots[index].master is Master.PARAMETER:
+                update = replace(update, fractions=self._fractions(index, hypers[local_tensor(param).device][group]))
+            updates.append(update)
+        protocol.write(updates, applies)
+        self._updates.clear()
 
     def _fractions(self, index: int, hyper: Hyper) -> Fractions | None:
         """Rotating rounding of a quantized parameter that has no master."""

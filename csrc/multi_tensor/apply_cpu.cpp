@@ -3,7 +3,7 @@
 // templates may be used here: an inline function compiled for AVX-512 could replace the baseline's copy at link time.
 #include "adam.h"
 #include "dispatch.h"
-#include "tile.h"
+#include "strip.h"
 
 namespace fused_optim {
 namespace {
@@ -205,12 +205,40 @@ void store_split(const float* tile, const Shard& shard, uint64_t element, int co
     copy_out(low, shard.master, element, count);
 }
 
+// The bits of the largest finite magnitude.
+uint32_t finite_absmax(const float* values, int count) {
+    Magnitudes magnitudes;
+    if (count == kTile) {
+        add<kTile>(magnitudes, values);
+    } else {
+        for (int i = 0; i < count; ++i) magnitudes.add(values[i]);
+    }
+    return magnitudes.finite;
+}
+
+void store_weight(const float* values, const Shard& shard, uint64_t element, int count) {
+    Weight weight{};
+    weight.data = shard.param;
+    weight.scales = weight.tensor_scale = shard.weight_scales;
+    weight.rows = 1;
+    weight.columns = shard.numel;
+    const Strip strip{0, element, element, static_cast<uint32_t>(count)};
+    dispatch_weight(shard.weight_format, [&](auto codec) {
+        using Codec = decltype(codec);
+        if constexpr (kWrittenByUpdate<Codec>) {
+            const float whole = Codec::kTensorScale ? weight.whole() : 0.0f;
+            encode_strip<Codec>(weight, shard.round_up, whole, values, nullptr, strip);
+        }
+    });
+}
+
 void store_master(const float* tile, const uint32_t* bits, const Shard& shard, uint64_t element, int count) {
     switch (shard.master_kind) {
         case Master::kParameter: return store(tile, bits, shard.param_type, shard.param, element, count);
         case Master::kFloat32:
             copy_out(tile, shard.master, element, count);
-            return store(tile, nullptr, shard.param_type, shard.param, element, count);
+            if (!shard.quantized) store(tile, nullptr, shard.param_type, shard.param, element, count);
+            return;
         case Master::kRemainder16: return store_split<int16_t, split_remainder16>(tile, shard, element, count);
         case Master::kRemainder8: return store_split<int8_t, split_remainder8>(tile, shard, element, count);
     }
@@ -232,8 +260,9 @@ void update_values(float* __restrict__ grad, float* __restrict__ param, float* _
     }
 }
 
-// Formats are looked at once per tile and stage: no need for an instance per mix of formats.
-void update_tile(const Shard& shard, const Scalars& scalars, uint64_t element, int count) {
+// Formats are looked at once per tile and stage: no need for an instance per mix of formats. Returns the bits of the
+// largest finite magnitude of a quantized weight.
+uint32_t update_tile(const Shard& shard, const Scalars& scalars, uint64_t element, int count) {
     alignas(64) float grad_tile[kTile], param_tile[kTile], m_tile[kTile], v_tile[kTile], root[kTile];
     alignas(64) uint32_t bits[kTile];
     const Format m_format = shard.exp_avg_format, v_format = shard.exp_avg_sq_format;
@@ -279,20 +308,27 @@ void update_tile(const Shard& shard, const Scalars& scalars, uint64_t element, i
     }
     if (param == param_tile) {
         store_master(param, bits, shard, element, count);
-    } else if (!own_master) {
+    } else if (!own_master && !shard.quantized) {
         store(param, nullptr, shard.param_type, shard.param, element, count);
     }
+    if (shard.quantized && shard.param) store_weight(param, shard, element, count);
+    return shard.absmax ? finite_absmax(param, count) : 0;
 }
 
 }  // namespace
 
-// `begin` is a multiple of kTile, `end` too unless it is the shard's end.
-void FUSED_OPTIM_JOIN(update_range_, FUSED_OPTIM_ISA)(const Shard& shard, const Scalars& scalars, uint64_t begin,
-                                                      uint64_t end) {
+// `begin` is a multiple of kTile, `end` too unless it is the shard's end. Returns the bits of the largest finite
+// magnitude of a quantized weight.
+uint32_t FUSED_OPTIM_JOIN(update_range_, FUSED_OPTIM_ISA)(const Shard& shard, const Scalars& scalars, uint64_t begin,
+                                                          uint64_t end) {
     DenormalsOn guard;
+    uint32_t largest = 0;
     for (uint64_t element = begin; element < end; element += kTile) {
-        update_tile(shard, scalars, element, static_cast<int>(end - element < kTile ? end - element : kTile));
+        const int count = static_cast<int>(end - element < kTile ? end - element : kTile);
+        const uint32_t found = update_tile(shard, scalars, element, count);
+        largest = found > largest ? found : largest;
     }
+    return largest;
 }
 
 }  // namespace fused_optim

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 
@@ -14,6 +15,7 @@
 #include "cuda_device.h"
 #include "dispatch.h"
 #include "launch.h"
+#include "quantize.h"
 
 namespace fused_optim {
 namespace {
@@ -28,6 +30,7 @@ constexpr uint32_t kWarp = 0xFFFFFFFFu;  // all lanes of a warp
 constexpr int kMaxTilesPerChunk = 16;
 constexpr int kChunksPerBlock = 8;  // wanted at least, to balance the load
 constexpr int kMaxShards = 400;
+constexpr int kMaxShardsWithWeights = 336;  // where some may be quantized
 constexpr int kMaxGroups = 16;
 constexpr int kMaxGeometries = 24;
 constexpr int kBuckets = 256;
@@ -49,21 +52,26 @@ struct ShardInfo {
     uint32_t vectors : 1;  // fit for the vector walk
     uint32_t group : 5;
     uint32_t geometry : 6;
+    uint32_t quantized : 1;
+    uint32_t round_up : 1;
+    uint32_t weight_format : 3;
 };
 
 // Structure of arrays, so that no padding is wasted on the parameter limit.
+template <int capacity>
 struct KernelTable {
-    uint64_t grad[kMaxShards];
-    uint64_t param[kMaxShards];
-    uint64_t master[kMaxShards];
-    uint64_t exp_avg[kMaxShards];
-    uint64_t exp_avg_sq[kMaxShards];
-    uint64_t scales[kMaxShards];
-    uint64_t numel[kMaxShards];
-    uint64_t offset[kMaxShards];
-    uint32_t key[kMaxShards];
-    ShardInfo info[kMaxShards];
-    uint32_t first_chunk[kMaxShards + 1];
+    static constexpr uint32_t kShards = capacity;
+    uint64_t grad[capacity];
+    uint64_t param[capacity];
+    uint64_t master[capacity];
+    uint64_t exp_avg[capacity];
+    uint64_t exp_avg_sq[capacity];
+    uint64_t scales[capacity];
+    uint64_t numel[capacity];
+    uint64_t offset[capacity];
+    uint32_t key[capacity];
+    ShardInfo info[capacity];
+    uint32_t first_chunk[capacity + 1];
     Scalars scalars[kMaxGroups];
     Geometry geometries[kMaxGeometries];
     const Scalars* device_scalars;  // read instead of `scalars` unless null
@@ -74,7 +82,18 @@ struct KernelTable {
     uint32_t bucket_log2;
     uint16_t bucket_shard[kBuckets];  // the shard of chunk (bucket << bucket_log2): where the search begins
 };
-static_assert(sizeof(KernelTable) <= kParameterLimit, "the table must fit into the kernel's parameters");
+
+using PlainTable = KernelTable<kMaxShards>;
+
+// Of steps in which parameters may be quantized weights; see Shard.
+struct WeightsTable : KernelTable<kMaxShardsWithWeights> {
+    uint64_t weight_scales[kShards];
+    uint64_t absmax[kShards];
+};
+template <class Table>
+constexpr bool kHasWeights = std::is_same_v<Table, WeightsTable>;
+static_assert(sizeof(PlainTable) <= kParameterLimit && sizeof(WeightsTable) <= kParameterLimit,
+              "the table must fit into the kernel's parameters");
 
 // Eight elements of kBytes each, as they lie in memory.
 template <int kBytes>
@@ -340,19 +359,29 @@ __device__ __forceinline__ void decode_words(float* values, const uint32_t* word
     }
 }
 
+#if __CUDA_ARCH__ >= 890
+// To nearest even; what lies beyond the largest saturates.
+__device__ __forceinline__ void encode_float8_words(uint32_t* words, const float* values) {
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+        const float* x = values + 4 * k;
+        uint16_t low, high;
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(x[1]), "f"(x[0]));
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(x[3]), "f"(x[2]));
+        words[k] = pack_low(low, high);
+    }
+}
+#endif
+
 // exp_avg
 template <class Codec>
 __device__ __forceinline__ void encode_words(uint32_t* words, const float* m, float inverse) {
 #if __CUDA_ARCH__ >= 890
     if constexpr (Codec::format == Format::kFloat8) {
+        float scaled[kVector];
 #pragma unroll
-        for (int k = 0; k < 2; ++k) {
-            const float* x = m + 4 * k;
-            uint16_t low, high;
-            asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(x[1] * inverse), "f"(x[0] * inverse));
-            asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(x[3] * inverse), "f"(x[2] * inverse));
-            words[k] = pack_low(low, high);
-        }
+        for (int i = 0; i < kVector; ++i) scaled[i] = m[i] * inverse;
+        encode_float8_words(words, scaled);
     } else
 #endif
     {
@@ -430,6 +459,8 @@ struct View {
     uint64_t exp_avg_sq;
     float* exp_avg_scales;
     float* exp_avg_sq_scales;
+    uint64_t weight_scales;  // those of the chunk's blocks, or the whole weight's
+    uint64_t absmax;
     uint64_t offset;
     uint64_t first;  // index in the shard of element 0
     Geometry geometry;
@@ -438,11 +469,13 @@ struct View {
     uint32_t count;         // elements of the chunk
     uint32_t vector_count;  // those that the vector walk updates, from element 0 on
 
-    __device__ __forceinline__ void prepare(const KernelTable& table, int shard, uint64_t begin) {
+    template <class Table>
+    __device__ __forceinline__ void prepare(const Table& table, int shard, uint64_t begin) {
         info = table.info[shard];
         const uint64_t numel = table.numel[shard];
         grad = table.grad[shard] + begin * element_bytes(grad_type());
         param = table.param[shard] + begin * element_bytes(param_type());
+        if constexpr (kHasWeights<Table>) prepare_weight(table, shard, begin);
         master = table.master[shard] + begin * master_bytes(master_kind());
         exp_avg = table.exp_avg[shard] + begin * format_bytes(exp_avg_format());
         exp_avg_sq = table.exp_avg_sq[shard] + begin * format_bytes(exp_avg_sq_format());
@@ -459,6 +492,21 @@ struct View {
         vector_count = info.vectors ? count / kVectorSpan * kVectorSpan : 0;
     }
 
+    __device__ __forceinline__ void prepare_weight(const WeightsTable& table, int shard, uint64_t begin) {
+        absmax = table.absmax[shard];
+        weight_scales = table.weight_scales[shard];
+        if (!info.quantized) return;
+        param = table.param[shard] ? table.param[shard] + begin : 0;
+        if (weight_format() == WeightFormat::kFloat8Blocks) {
+            weight_scales += begin / WeightCodec<WeightFormat::kFloat8Blocks>::kBlock * sizeof(float);
+        } else if (weight_format() == WeightFormat::kMXFloat8) {
+            weight_scales += begin / WeightCodec<WeightFormat::kMXFloat8>::kBlock;
+        }
+    }
+
+    __device__ __forceinline__ WeightFormat weight_format() const {
+        return static_cast<WeightFormat>(info.weight_format);
+    }
     __device__ __forceinline__ Element grad_type() const { return static_cast<Element>(info.grad_type); }
     __device__ __forceinline__ Element param_type() const { return static_cast<Element>(info.param_type); }
     __device__ __forceinline__ Master master_kind() const { return static_cast<Master>(info.master); }
@@ -480,8 +528,13 @@ struct Block {
     // which opens a DRAM page, would cost a fifth of the bandwidth.
     float exp_avg_scales[kMaxTilesPerChunk * kTile / kSmallestBlock];
     float exp_avg_sq_scales[kMaxTilesPerChunk * kTile / kSmallestBlock];
+    uint32_t weight_scales[kMaxTilesPerChunk * kTile / kSpan];  // FP32, or four E8M0 of 32 elements each
+    uint32_t weight_absmax;                                     // bits
+    float weight_partial[kThreads / 32];                        // of the general walk
 
-    __device__ __forceinline__ void prepare(const KernelTable& table, uint32_t chunk) {
+    template <class Table>
+    __device__ __forceinline__ void prepare(const Table& table, uint32_t chunk) {
+        weight_absmax = 0;
         uint32_t shard = table.bucket_shard[chunk >> table.bucket_log2];
         while (chunk >= table.first_chunk[shard + 1]) ++shard;
         view.prepare(table, shard, static_cast<uint64_t>(chunk - table.first_chunk[shard]) * table.chunk);
@@ -548,6 +601,81 @@ __device__ __forceinline__ void decode_param(float* values, const View& view, Pa
     }
 }
 
+// What an update has to do with a quantized weight. Called for its codec by all lanes of a warp.
+struct StoreWeight {
+    const View& view;
+    uint32_t element;
+    const float* values;
+
+    template <class Codec>
+    __device__ __forceinline__ void operator()(Codec) const {
+        if constexpr (kWrittenByUpdate<Codec>) {
+            const float whole = Codec::kTensorScale ? *reinterpret_cast<const float*>(view.weight_scales) : 0.0f;
+            const WeightBlock fresh = Codec::prepare(magnitudes<Codec>(), view.info.round_up, whole);
+            using Scale = typename Codec::Scale;
+            if constexpr (!std::is_void_v<Scale>) {
+                if (element % Codec::kBlock == 0) {
+                    reinterpret_cast<Scale*>(block->weight_scales)[element / Codec::kBlock] =
+                        static_cast<Scale>(fresh.scale);
+                }
+            }
+            encode<Codec>(fresh.inverse);
+        }
+    }
+
+    // Of the block that this thread's elements are in.
+    template <class Codec>
+    __device__ __forceinline__ Magnitudes magnitudes() const {
+        Magnitudes found;
+        if constexpr (!std::is_void_v<typename Codec::Scale>) {
+            found.finite = finite_absmax(values);
+#pragma unroll
+            for (uint32_t lane = 1; lane < Codec::kBlock / kVector; lane *= 2) {
+                found.finite = max(found.finite, __shfl_xor_sync(kWarp, found.finite, lane));
+            }
+        }
+        return found;
+    }
+
+    __device__ __forceinline__ static uint32_t finite_absmax(const float* values) {
+        uint32_t largest = 0;
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+            const uint32_t bits = magnitude_bits(values[i]);
+            largest = max(largest, bits < kInfinity ? bits : 0u);
+        }
+        return largest;
+    }
+
+    template <class Codec>
+    __device__ __forceinline__ void encode(float inverse) const {
+        float scaled[kVector];
+        uint32_t words[2];
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) scaled[i] = values[i] * inverse;
+#if __CUDA_ARCH__ >= 890
+        if (all_moderate(scaled)) {
+            encode_float8_words(words, scaled);
+        } else
+#endif
+        {
+            uint32_t codes[kVector];
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) codes[i] = Codec::nearest(scaled[i]);
+            pack_codes<1>(words, codes);
+        }
+        store<1>(words, view.param, element);
+    }
+};
+
+__device__ __forceinline__ void store_weight(const View& view, uint32_t element, const float* values) {
+    if (view.absmax) {
+        const uint32_t largest = __reduce_max_sync(kWarp, StoreWeight::finite_absmax(values));
+        if (threadIdx.x % 32 == 0) atomicMax(&block->weight_absmax, largest);
+    }
+    if (view.param) dispatch_weight(view.weight_format(), StoreWeight{view, element, values});
+}
+
 template <class MixType>
 __device__ __forceinline__ void store_param(const View& view, uint32_t element, float* values, uint32_t octet,
                                             const Rounding& rounding) {
@@ -555,6 +683,7 @@ __device__ __forceinline__ void store_param(const View& view, uint32_t element, 
         store<true>(values, octet, rounding, view.param_type(), view.param, element);
     } else if constexpr (MixType::master == Master::kFloat32) {
         store<false>(values, 0, rounding, Element::kFloat32, view.master, element);
+        if (MixType::has_weights && view.info.quantized) return store_weight(view, element, values);
         store<false>(values, 0, rounding, view.param_type(), view.param, element);
     } else {
         constexpr int low_bytes = master_bytes(MixType::master);
@@ -649,9 +778,23 @@ __device__ __forceinline__ void update_vector(const View& view, const Scalars& s
     }
 }
 
-__device__ __forceinline__ void copy_scales(float* target, const float* source, uint32_t count) {
+template <class T>
+__device__ __forceinline__ void copy_scales(T* target, const T* source, uint32_t count) {
     for (uint32_t i = threadIdx.x; i < count; i += kThreads) target[i] = source[i];
 }
+
+struct CopyWeightScales {
+    const View& view;
+
+    template <class Codec>
+    __device__ __forceinline__ void operator()(Codec) const {
+        using Scale = typename Codec::Scale;
+        if constexpr (kWrittenByUpdate<Codec> && !std::is_void_v<Scale>) {
+            copy_scales(reinterpret_cast<Scale*>(view.weight_scales),
+                        reinterpret_cast<const Scale*>(block->weight_scales), view.vector_count / Codec::kBlock);
+        }
+    }
+};
 
 // The loads of the next eight elements are under way while a thread updates the ones before, where registers allow it.
 template <class MixType>
@@ -684,6 +827,9 @@ __device__ __forceinline__ void vector_walk() {
     __syncthreads();
     if constexpr (MixType::exp_avg_scaled) copy_scales(view.exp_avg_scales, block->exp_avg_scales, blocks);
     if constexpr (MixType::exp_avg_sq_scaled) copy_scales(view.exp_avg_sq_scales, block->exp_avg_sq_scales, blocks);
+    if constexpr (MixType::has_weights) {
+        if (view.info.quantized && view.param) dispatch_weight(view.weight_format(), CopyWeightScales{view});
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -727,7 +873,8 @@ __device__ __forceinline__ void store_master(const View& view, uint64_t element,
     if (kind == Master::kParameter) return store_element<true>(view.param_type(), view.param, element, value, bits);
     if (kind == Master::kFloat32) {
         at<float>(view.master, element) = value;
-        return store_element<false>(view.param_type(), view.param, element, value, 0);
+        if (!view.info.quantized) store_element<false>(view.param_type(), view.param, element, value, 0);
+        return;
     }
     Split split = kind == Master::kRemainder16 ? split_remainder16(value) : split_remainder8(value);
     at<uint16_t>(view.param, element) = split.high;
@@ -779,6 +926,17 @@ struct LoadMoment {
     }
 };
 
+// The largest value among the 32, 64 or 128 neighbouring threads that hold a block. `partial`: shared, a slot per warp.
+__device__ __forceinline__ float neighbours_max(float x, int block_log2, float* partial) {
+    x = lanes_max<32>(x, 32);
+    if (block_log2 == 5) return x;
+    const uint32_t warp = threadIdx.x / 32;
+    if (threadIdx.x % 32 == 0) partial[warp] = x;
+    __syncthreads();
+    x = max_or_nan(x, partial[warp ^ 1]);
+    return block_log2 == 6 ? x : max_or_nan(x, max_or_nan(partial[warp ^ 2], partial[warp ^ 3]));
+}
+
 template <class Codec>
 struct IsExpAvg : std::false_type {};
 template <Format format>
@@ -820,20 +978,55 @@ struct StoreMoment {
         at<typename Codec::Bits>(address, element) =
             static_cast<typename Codec::Bits>(fresh.inverse != 0.0f ? code : 0u);
     }
-    // Over the 32, 64 or 128 neighbouring threads that hold a block of the format.
-    __device__ __forceinline__ float block_max(float x) const {
-        x = lanes_max<32>(x, 32);
-        if (block_log2 == 5) return x;
-        const uint32_t warp = threadIdx.x / 32;
-        if (threadIdx.x % 32 == 0) partial[warp] = x;
-        __syncthreads();
-        x = max_or_nan(x, partial[warp ^ 1]);
-        return block_log2 == 6 ? x : max_or_nan(x, max_or_nan(partial[warp ^ 2], partial[warp ^ 3]));
+    __device__ __forceinline__ float block_max(float x) const { return neighbours_max(x, block_log2, partial); }
+};
+
+// As the vector walk's, of one element per thread.
+struct StoreWeightElement {
+    const View& view;
+    uint32_t element;
+    bool inside;
+    float value;
+
+    template <class Codec>
+    __device__ __forceinline__ void operator()(Codec) const {
+        if constexpr (kWrittenByUpdate<Codec>) {
+            using Scale = typename Codec::Scale;
+            Magnitudes magnitudes;
+            if constexpr (!std::is_void_v<Scale>) {
+                constexpr int block_log2 = Codec::kBlock == 32 ? 5 : 7;
+                static_assert(Codec::kBlock == 1u << block_log2, "as many threads as a block has elements");
+                magnitudes.finite = float_bits(neighbours_max(bits_float(finite()), block_log2, block->weight_partial));
+            }
+            if (!inside) return;
+            const float whole = Codec::kTensorScale ? *reinterpret_cast<const float*>(view.weight_scales) : 0.0f;
+            const WeightBlock fresh = Codec::prepare(magnitudes, view.info.round_up, whole);
+            if constexpr (!std::is_void_v<Scale>) {
+                if (element % Codec::kBlock == 0) {
+                    at<Scale>(view.weight_scales, element / Codec::kBlock) = static_cast<Scale>(fresh.scale);
+                }
+            }
+            at<uint8_t>(view.param, element) = static_cast<uint8_t>(Codec::nearest(value * fresh.inverse));
+        }
+    }
+    __device__ __forceinline__ uint32_t finite() const {
+        const uint32_t bits = magnitude_bits(value);
+        return bits < kInfinity ? bits : 0u;
     }
 };
 
+// Called by all threads; those that are not `inside` hold a zero.
+__device__ __forceinline__ void store_weight_element(const View& view, uint32_t element, bool inside, float value) {
+    const StoreWeightElement store{view, element, inside, value};
+    if (view.absmax) {
+        const uint32_t largest = __reduce_max_sync(kWarp, store.finite());
+        if (threadIdx.x % 32 == 0) atomicMax(&block->weight_absmax, largest);
+    }
+    if (view.param) dispatch_weight(view.weight_format(), store);
+}
+
 // Elements that the vector walk leaves: each thread of the block updates one.
-template <class Codecs>
+template <class Codecs, bool has_weights>
 __device__ __noinline__ void general_walk() {
     const View& view = block->view;
     const Scalars& scalars = block->scalars;
@@ -842,14 +1035,14 @@ __device__ __noinline__ void general_walk() {
     for (uint32_t first = view.vector_count; first < view.count; first += kThreads) {
         const uint32_t element = first + threadIdx.x;
         const bool inside = element < view.count;
-        float m = 0.0f, v = 0.0f, root = 0.0f;
+        float m = 0.0f, v = 0.0f, root = 0.0f, param = 0.0f;
         uint32_t bits = 0;
         if (inside) {
             Codecs::exp_avg(m_format, LoadMoment{m_format, view.exp_avg, element, view.exp_avg_scales, block_log2, m});
             Codecs::exp_avg_sq(v_format,
                                LoadMoment{v_format, view.exp_avg_sq, element, view.exp_avg_sq_scales, block_log2, v});
             float grad = scaled_gradient(load_element(view.grad_type(), view.grad, element), scalars);
-            const float param = load_master(view, element);
+            param = load_master(view, element);
             if (scalars.l2_penalty != 0.0f) grad = penalized_gradient(grad, param, scalars);
             Moments moments = next_moments(grad, m, v, scalars);
             m = moments.exp_avg;
@@ -858,9 +1051,11 @@ __device__ __noinline__ void general_walk() {
             const uint64_t global = view.global_index(element);
             const uint32_t octet = scalars.rounding.octet(view.key, global);
             bits = scalars.rounding.bits(octet, static_cast<uint32_t>(global));
-            store_master(view, element, next_param(param, m, root, scalars), bits);
+            param = next_param(param, m, root, scalars);
+            store_master(view, element, param, bits);
         }
         __syncthreads();  // every thread has read the old scales, and the partial maxima of the round before
+        if (has_weights && view.info.quantized) store_weight_element(view, element, inside, param);
         Codecs::exp_avg(m_format, StoreMoment{m_format, view.exp_avg, element, inside, false, m, root, bits,
                                               view.exp_avg_scales, block_log2, block->exp_avg_scales});
         Codecs::exp_avg_sq(v_format, StoreMoment{v_format, view.exp_avg_sq, element, inside, true, v, root, bits,
@@ -878,10 +1073,11 @@ struct OneMix {
     // Measured on an H200. Without scales nothing is gained by more than a tile; more warps hide the loads' latency.
     static constexpr int kBlocksPerMultiprocessor = scaled ? 6 : 7;
     static constexpr int kTilesPerChunk = scaled ? kMaxTilesPerChunk : 1;
+    using Table = std::conditional_t<MixType::has_weights, WeightsTable, PlainTable>;
 
     __device__ __forceinline__ static void vectors() { vector_walk<MixType>(); }
     __device__ __forceinline__ static void others() {
-        general_walk<OwnCodecs<typename MixType::M, typename MixType::V>>();
+        general_walk<OwnCodecs<typename MixType::M, typename MixType::V>, MixType::has_weights>();
     }
 };
 
@@ -906,24 +1102,30 @@ struct CallVectorWalk {
 struct AnyMix {
     static constexpr int kBlocksPerMultiprocessor = 4;
     static constexpr int kTilesPerChunk = kMaxTilesPerChunk;
+    using Table = PlainTable;
 
     __device__ __forceinline__ static void vectors() {
         const View& view = block->view;
         dispatch(view.master_kind(), view.exp_avg_format(), view.exp_avg_sq_format(), CallVectorWalk{});
     }
-    __device__ __forceinline__ static void others() { general_walk<AllCodecs>(); }
+    __device__ __forceinline__ static void others() { general_walk<AllCodecs, false>(); }
 };
 
 // One thread block per chunk: the hardware hands them out in order, which evens out that some multiprocessors reach
 // memory faster than others, and keeps the addresses in use close together.
 template <class Walks>
 __global__ void __launch_bounds__(kThreads, Walks::kBlocksPerMultiprocessor)
-    multi_tensor_adam(const __grid_constant__ KernelTable table) {
+    multi_tensor_adam(const __grid_constant__ typename Walks::Table table) {
     if (threadIdx.x == 0) block->prepare(table, blockIdx.x);
     __syncthreads();
     if (block->scalars.skipped) return;
     if (block->view.vector_count > 0) Walks::vectors();
     if (block->view.vector_count < block->view.count) Walks::others();
+    if constexpr (kHasWeights<typename Walks::Table>) {
+        if (!block->view.absmax) return;
+        __syncthreads();
+        if (threadIdx.x == 0) atomicMax(reinterpret_cast<uint32_t*>(block->view.absmax), block->weight_absmax);
+    }
 }
 
 constexpr int kHypersPerLaunch = 128;
@@ -949,7 +1151,8 @@ constexpr const char* kName = "multi_tensor_adam";  // in errors
 bool is_aligned(uint64_t address, int bytes_per_element) { return address % (bytes_per_element == 1 ? 8 : 16) == 0; }
 
 bool is_aligned(const Shard& s) {
-    return is_aligned(s.grad, element_bytes(s.grad_type)) && is_aligned(s.param, element_bytes(s.param_type)) &&
+    return is_aligned(s.grad, element_bytes(s.grad_type)) &&
+           is_aligned(s.param, s.quantized ? 1 : element_bytes(s.param_type)) &&
            is_aligned(s.exp_avg, format_bytes(s.exp_avg_format)) &&
            is_aligned(s.exp_avg_sq, format_bytes(s.exp_avg_sq_format)) &&
            (s.master_kind == Master::kParameter || is_aligned(s.master, master_bytes(s.master_kind)));
@@ -968,8 +1171,9 @@ bool rounds(const Shard& s) {
 }
 
 // One of the kernels, and what the host needs to know of it.
+template <class Table>
 struct Kernel {
-    void (*function)(KernelTable);
+    void (*function)(Table);
     int tiles_per_chunk;
     bool any_mix;
     Master master;  // the mix, where there is one
@@ -1001,25 +1205,31 @@ struct Kernel {
     }
 };
 
-template <Master master, class M, class V>
-Kernel make_kernel() {
-    using Walks = OneMix<Mix<master, M, V>>;
-    return {multi_tensor_adam<Walks>, Walks::kTilesPerChunk, false, master, M::format, V::format};
+template <Master master, class M, class V, bool has_weights>
+auto make_kernel() {
+    using Walks = OneMix<Mix<master, M, V, has_weights>>;
+    return Kernel<typename Walks::Table>{
+        multi_tensor_adam<Walks>, Walks::kTilesPerChunk, false, master, M::format, V::format};
 }
 
-template <Master master>
-std::array<Kernel, 4> make_kernels() {
-    return {make_kernel<master, Plain, Plain>(),
-            make_kernel<master, ExpAvg<Format::kFloat16>, ExpAvgSq<Format::kFloat16>>(),
-            make_kernel<master, ExpAvg<Format::kFloat8>, ExpAvgSq<Format::kFloat8>>(),
-            make_kernel<master, ExpAvg<Format::kInt8>, ExpAvgSq<Format::kInt8>>()};
+template <class Table>
+using KernelsOfMaster = std::array<Kernel<Table>, 4>;
+
+template <Master master, class Table>
+KernelsOfMaster<Table> make_kernels() {
+    constexpr bool weights = kHasWeights<Table>;
+    return {make_kernel<master, Plain, Plain, weights>(),
+            make_kernel<master, ExpAvg<Format::kFloat16>, ExpAvgSq<Format::kFloat16>, weights>(),
+            make_kernel<master, ExpAvg<Format::kFloat8>, ExpAvgSq<Format::kFloat8>, weights>(),
+            make_kernel<master, ExpAvg<Format::kInt8>, ExpAvgSq<Format::kInt8>, weights>()};
 }
 
 struct Kernels {
-    std::array<std::array<Kernel, 4>, 4> of_one_mix = {
-        make_kernels<Master::kParameter>(), make_kernels<Master::kFloat32>(), make_kernels<Master::kRemainder16>(),
-        make_kernels<Master::kRemainder8>()};
-    Kernel of_any_mix{multi_tensor_adam<AnyMix>, AnyMix::kTilesPerChunk, true};
+    std::array<KernelsOfMaster<PlainTable>, 4> of_one_mix = {
+        make_kernels<Master::kParameter, PlainTable>(), make_kernels<Master::kFloat32, PlainTable>(),
+        make_kernels<Master::kRemainder16, PlainTable>(), make_kernels<Master::kRemainder8, PlainTable>()};
+    Kernel<PlainTable> of_any_mix{multi_tensor_adam<AnyMix>, AnyMix::kTilesPerChunk, true};
+    KernelsOfMaster<WeightsTable> with_weights = make_kernels<Master::kFloat32, WeightsTable>();
 };
 
 Kernels& kernels() {
@@ -1027,30 +1237,39 @@ Kernels& kernels() {
     return all;
 }
 
-// The kernel made for the mix of nearly all elements, if there is one and it knows the rest, else the one for any mix.
-Kernel& choose_kernel(const Step& step) {
+using Shards = std::vector<Shard>;
+
+// The kernel made for the mix of nearly all elements, if there is one and it knows the rest.
+template <class Table>
+Kernel<Table>* find_kernel(KernelsOfMaster<Table>& candidates, const Shards& shards) {
     uint64_t total = 0;
-    for (const Shard& s : step.shards) total += s.numel;
-    for (auto& of_one_master : kernels().of_one_mix) {
-        for (Kernel& kernel : of_one_master) {
-            uint64_t others = 0;
-            bool fits = true;
-            for (const Shard& s : step.shards) {
-                if (kernel.is_mix_of(s)) continue;
-                others += s.numel;
-                fits = fits && kernel.knows(s);
-                if (!fits || others > total / 64) break;
-            }
-            if (fits && others <= total / 64) return kernel;
+    for (const Shard& s : shards) total += s.numel;
+    for (Kernel<Table>& kernel : candidates) {
+        uint64_t others = 0;
+        bool fits = true;
+        for (const Shard& s : shards) {
+            if (kernel.is_mix_of(s)) continue;
+            others += s.numel;
+            fits = fits && kernel.knows(s);
+            if (!fits || others > total / 64) break;
         }
+        if (fits && others <= total / 64) return &kernel;
+    }
+    return nullptr;
+}
+
+Kernel<PlainTable>& choose_kernel(const Shards& shards) {
+    for (auto& of_one_master : kernels().of_one_mix) {
+        if (Kernel<PlainTable>* kernel = find_kernel(of_one_master, shards)) return *kernel;
     }
     return kernels().of_any_mix;
 }
 
 // Fills a table until one of its limits is reached.
+template <class Table>
 class TableBuilder {
 public:
-    explicit TableBuilder(Kernel& kernel) : kernel_(kernel) { reset(); }
+    explicit TableBuilder(Kernel<Table>& kernel) : kernel_(kernel) { reset(); }
 
     bool add_group(const Scalars& scalars) {
         if (table_.group_count == kMaxGroups) return false;
@@ -1060,7 +1279,7 @@ public:
 
     bool add_shard(const Shard& s) {
         int geometry = find_geometry(s);
-        if (table_.shard_count == kMaxShards || geometry < 0) return false;
+        if (table_.shard_count == Table::kShards || geometry < 0) return false;
         int i = static_cast<int>(table_.shard_count++);
         table_.grad[i] = s.grad;
         table_.param[i] = s.param;
@@ -1071,6 +1290,10 @@ public:
         table_.numel[i] = s.numel;
         table_.offset[i] = s.offset;
         table_.key[i] = s.key;
+        if constexpr (kHasWeights<Table>) {
+            table_.weight_scales[i] = s.weight_scales;
+            table_.absmax[i] = s.absmax;
+        }
         ShardInfo info{};
         info.master = static_cast<uint32_t>(s.master_kind);
         info.exp_avg = static_cast<uint32_t>(s.exp_avg_format);
@@ -1078,6 +1301,9 @@ public:
         info.grad_type = static_cast<uint32_t>(s.grad_type);
         info.param_type = static_cast<uint32_t>(s.param_type);
         info.block_log2 = s.block_log2;
+        info.quantized = s.quantized;
+        info.round_up = s.round_up;
+        info.weight_format = static_cast<uint32_t>(s.weight_format);
         info.vectors = is_aligned(s) && (has_octets(s) || !rounds(s)) && kernel_.walks_vectors(s);
         info.group = table_.group_count - 1;
         info.geometry = static_cast<uint32_t>(geometry);
@@ -1086,7 +1312,7 @@ public:
     }
 
     // Cuts the shards into chunks and returns the table.
-    const KernelTable& finish(int device, const Scalars* device_scalars) {
+    const Table& finish(int device, const Scalars* device_scalars) {
         uint64_t total = 0;
         for (uint32_t i = 0; i < table_.shard_count; ++i) total += table_.numel[i];
         const uint64_t wanted = static_cast<uint64_t>(kTile) * kernel_.resident_blocks(device) * kChunksPerBlock;
@@ -1130,8 +1356,8 @@ private:
         return static_cast<int>(table_.geometry_count++);
     }
 
-    Kernel& kernel_;
-    KernelTable table_;
+    Kernel<Table>& kernel_;
+    Table table_;
 };
 
 bool reads_device(const Hyper& h) {
@@ -1155,50 +1381,89 @@ void launch_scalars(const std::vector<Hyper>& groups, Scalars* scalars, int devi
 void load_adam_kernels(int device) {
     CudaDeviceGuard guard(kName, device);
     load_kernel(multi_tensor_adam_scalars, kName, device);
-    for (auto& of_one_master : kernels().of_one_mix) {
-        for (Kernel& kernel : of_one_master) load_kernel(kernel.function, kName, device);
+    for (const auto& of_one_master : kernels().of_one_mix) {
+        for (const auto& kernel : of_one_master) load_kernel(kernel.function, kName, device);
     }
     load_kernel(kernels().of_any_mix.function, kName, device);
+    for (const auto& kernel : kernels().with_weights) load_kernel(kernel.function, kName, device);
 }
 
 size_t workspace_bytes(const Step& step) { return step.groups.size() * sizeof(Scalars); }
 
+bool writes_weights_cuda(Format exp_avg, Format exp_avg_sq) { return codec_format(exp_avg) == codec_format(exp_avg_sq); }
+
+namespace {
+
+// Launches over some of a step's shards.
+struct Launcher {
+    const std::vector<Hyper>& groups;
+    const Scalars* device_scalars;  // null: they are derived here
+    int device;
+    cudaStream_t stream;
+
+    template <class Table>
+    void operator()(Kernel<Table>& kernel, const Shards& shards) const {
+        TableBuilder<Table> builder(kernel);
+        size_t first_group = 0;
+        auto flush = [&](size_t next_group) {
+            const Table& table = builder.finish(device, device_scalars ? device_scalars + first_group : nullptr);
+            if (uint32_t chunks = table.first_chunk[table.shard_count]) {
+                kernel.function<<<chunks, kThreads, sizeof(Block), stream>>>(table);
+                check_cuda(cudaGetLastError(), kName, device);
+            }
+            builder.reset();
+            first_group = next_group;
+        };
+        size_t next = 0;
+        for (size_t g = 0; g < groups.size(); ++g) {
+            const Scalars scalars = device_scalars ? Scalars{} : derive(groups[g]);
+            if (!builder.add_group(scalars)) {
+                flush(g);
+                builder.add_group(scalars);
+            }
+            for (; next < shards.size() && shards[next].group == g; ++next) {
+                if (builder.add_shard(shards[next])) continue;
+                flush(g);
+                builder.add_group(scalars);
+                builder.add_shard(shards[next]);
+            }
+        }
+        flush(groups.size());
+    }
+};
+
+bool is_quantized(const Shard& s) { return s.quantized; }
+
+// One launch if one kernel serves all, else one per kernel that quantized weights need and one for the rest.
+void launch_with_weights(const Launcher& launch, const Shards& shards) {
+    if (auto* kernel = find_kernel(kernels().with_weights, shards)) return launch(*kernel, shards);
+    for (auto& kernel : kernels().with_weights) {
+        Shards own;
+        std::copy_if(shards.begin(), shards.end(), std::back_inserter(own),
+                     [&](const Shard& s) { return s.quantized && kernel.is_mix_of(s); });
+        if (!own.empty()) launch(kernel, own);
+    }
+    Shards others;
+    std::remove_copy_if(shards.begin(), shards.end(), std::back_inserter(others), is_quantized);
+    if (!others.empty()) launch(choose_kernel(others), others);
+}
+
+}  // namespace
+
 void launch_cuda(const Step& step, int device, uint64_t stream_handle, uint64_t workspace) {
     CudaDeviceGuard guard(kName, device);
-    Kernel& kernel = choose_kernel(step);
     const auto stream = reinterpret_cast<cudaStream_t>(stream_handle);
     const bool on_device = std::any_of(step.groups.begin(), step.groups.end(), reads_device);
     Scalars* const device_scalars = on_device ? reinterpret_cast<Scalars*>(workspace) : nullptr;
     if (on_device && workspace == 0)
         throw std::invalid_argument("fused_optim: hyperparameters on the device need a workspace");
     if (on_device) launch_scalars(step.groups, device_scalars, device, stream);
-
-    TableBuilder builder(kernel);
-    size_t first_group = 0;
-    auto flush = [&](size_t next_group) {
-        const KernelTable& table = builder.finish(device, on_device ? device_scalars + first_group : nullptr);
-        if (uint32_t chunks = table.first_chunk[table.shard_count]) {
-            kernel.function<<<chunks, kThreads, sizeof(Block), stream>>>(table);
-            check_cuda(cudaGetLastError(), kName, device);
-        }
-        builder.reset();
-        first_group = next_group;
-    };
-    size_t next = 0;
-    for (size_t g = 0; g < step.groups.size(); ++g) {
-        const Scalars scalars = on_device ? Scalars{} : derive(step.groups[g]);
-        if (!builder.add_group(scalars)) {
-            flush(g);
-            builder.add_group(scalars);
-        }
-        for (; next < step.shards.size() && step.shards[next].group == g; ++next) {
-            if (builder.add_shard(step.shards[next])) continue;
-            flush(g);
-            builder.add_group(scalars);
-            builder.add_shard(step.shards[next]);
-        }
+    const Launcher launch{step.groups, device_scalars, device, stream};
+    if (std::any_of(step.shards.begin(), step.shards.end(), is_quantized)) {
+        launch_with_weights(launch, step.shards);
+    } else {
+        launch(choose_kernel(step.shards), step.shards);
     }
-    flush(step.groups.size());
 }
 
 }  // namespace fused_optim

@@ -34,9 +34,11 @@ T enumerator(int value, T last, size_t index, const char* expected) {
 
 // The last check before raw addresses are used; Python has validated tensors by name already.
 void check(const Shard& s, size_t i) {
-    require(s.numel == 0 || (s.grad && s.param && s.exp_avg && s.exp_avg_sq), i, "addresses of all tensors");
+    require(s.numel == 0 || (s.grad && s.exp_avg && s.exp_avg_sq), i, "addresses of all tensors");
+    require(s.numel == 0 || s.param || s.quantized, i, "the address of the parameter");
     require(s.master_kind == Master::kParameter || s.numel == 0 || s.master, i, "the address of the master");
     require(s.inner_local > 0, i, "inner_local > 0");
+    require(!s.quantized || s.master_kind == Master::kFloat32, i, "an FP32 master of a quantized parameter");
     require(s.master_kind < Master::kRemainder16 || s.param_type == Element::kBFloat16, i, "a BF16 parameter");
     require(s.numel == 0 || s.scales || !(is_scaled(s.exp_avg_format) || is_scaled(s.exp_avg_sq_format)), i,
             "the address of the scales");
@@ -73,7 +75,8 @@ void set_group(Plan& plan, size_t i, double lr, double beta1, double beta2, doub
 void set_shard(Plan& plan, size_t i, uint64_t grad, uint64_t param, uint64_t master, uint64_t exp_avg,
                uint64_t exp_avg_sq, uint64_t scales, uint64_t numel, uint64_t offset, uint64_t inner_local,
                uint64_t inner_global, uint32_t key, int grad_type, int param_type, int master_kind, int exp_avg_format,
-               int exp_avg_sq_format, int block_log2) {
+               int exp_avg_sq_format, int block_log2, int weight_format, bool round_up, uint64_t weight_scales,
+               uint64_t absmax) {
     Shard s{};
     s.grad = grad;
     s.param = param;
@@ -93,8 +96,26 @@ void set_shard(Plan& plan, size_t i, uint64_t grad, uint64_t param, uint64_t mas
     s.exp_avg_sq_format = enumerator(exp_avg_sq_format, Format::kInt8, i, "a known state format");
     require(block_log2 >= 5 && block_log2 <= 7, i, "blocks of 32, 64 or 128");
     s.block_log2 = static_cast<uint8_t>(block_log2);
+    s.quantized = weight_format >= 0;
+    if (s.quantized) {
+        s.weight_format = enumerator(weight_format, WeightFormat::kNVFloat4, i, "a known format of weights");
+        s.round_up = round_up;
+        s.weight_scales = weight_scales;
+        s.absmax = absmax;
+    }
     check(s, i);
     plan.set_shard(i, s);
+}
+
+// Whether quantized weights whose moments have these formats can be written by the update.
+bool writes_weights(int exp_avg_format, int exp_avg_sq_format) {
+#if defined(FUSED_OPTIM_ENGINE_CUDA)
+    return writes_weights_cuda(enumerator(exp_avg_format, Format::kInt8, 0, "a known state format"),
+                               enumerator(exp_avg_sq_format, Format::kInt8, 0, "a known state format"));
+#else
+    (void)exp_avg_format, (void)exp_avg_sq_format;
+    return true;
+#endif
 }
 
 #if defined(FUSED_OPTIM_ENGINE_CUDA)
@@ -123,6 +144,7 @@ void launch(Plan& plan, int threads) {
 PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
     register_gradients(m);
     register_quantize(m);
+    m.def("writes_weights", &writes_weights, py::arg("exp_avg_format"), py::arg("exp_avg_sq_format"));
 #if defined(FUSED_OPTIM_ENGINE_CUDA)
     m.def("load_kernels", &load_kernels, py::arg("device"));
 #endif
@@ -144,7 +166,8 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
              py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("scales"), py::arg("numel"), py::arg("offset"),
              py::arg("inner_local"), py::arg("inner_global"), py::arg("key"), py::arg("grad_type"),
              py::arg("param_type"), py::arg("master_kind"), py::arg("exp_avg_format"), py::arg("exp_avg_sq_format"),
-             py::arg("block_log2"))
+             py::arg("block_log2"), py::arg("weight_format") = -1, py::arg("round_up") = false,
+             py::arg("weight_scales") = 0, py::arg("absmax") = 0)
 #if defined(FUSED_OPTIM_ENGINE_CUDA)
         .def("launch", &launch, py::arg("device"), py::arg("stream"), py::arg("workspace") = 0,
              py::arg("workspace_size") = 0)

@@ -82,15 +82,18 @@ std::vector<TensorScale> scales_of(const std::vector<ScaleRow>& rows, const Scal
     std::vector<TensorScale> scales;
     scales.reserve(rows.size());
     for (const auto& [scale, history, absmax] : rows) {
-        require(scale && absmax && (history || !rule.history), "addresses of all tensors");
+        const bool measured = absmax || rule.stage == ScaleStage::kBefore;
+        require(scale && measured && (history || !rule.history), "addresses of all tensors");
         scales.push_back({reinterpret_cast<float*>(scale), reinterpret_cast<float*>(history),
                           reinterpret_cast<const float*>(absmax)});
     }
     return scales;
 }
 
-ScaleRule rule_of(float largest, float factor, uint32_t history, bool most_recent, bool advance, uint64_t applies) {
-    return {largest, factor, history, most_recent, advance, reinterpret_cast<const bool*>(applies)};
+ScaleRule rule_of(float largest, float factor, uint32_t history, bool most_recent, uint32_t stage, uint64_t applies) {
+    require(stage <= static_cast<uint32_t>(ScaleStage::kAgain), "a known stage");
+    return {largest, factor, history, most_recent, static_cast<ScaleStage>(stage),
+            reinterpret_cast<const bool*>(applies)};
 }
 
 Element element_of(uint32_t number) {
@@ -116,8 +119,8 @@ void quantize_absmax(const std::vector<uint64_t>& addresses, const std::vector<u
 }
 
 void quantize_rescale(const std::vector<ScaleRow>& scales, float largest, float factor, uint32_t history,
-                      bool most_recent, bool advance, uint64_t applies, FUSED_OPTIM_WHERE) {
-    const ScaleRule rule = rule_of(largest, factor, history, most_recent, advance, applies);
+                      bool most_recent, uint32_t stage, uint64_t applies, FUSED_OPTIM_WHERE) {
+    const ScaleRule rule = rule_of(largest, factor, history, most_recent, stage, applies);
     FUSED_OPTIM_ON(rescale)(scales_of(scales, rule), rule, FUSED_OPTIM_HERE);
 }
 
@@ -145,7 +148,7 @@ void register_quantize(py::module_& m) {
     };
     define("quantize_absmax", &quantize_absmax, py::arg("addresses"), py::arg("numels"), py::arg("result"));
     define("quantize_rescale", &quantize_rescale, py::arg("scales"), py::arg("largest"), py::arg("factor"),
-           py::arg("history"), py::arg("most_recent"), py::arg("advance"), py::arg("applies"));
+           py::arg("history"), py::arg("most_recent"), py::arg("stage"), py::arg("applies"));
     define("quantize_encode", &quantize_encode, py::arg("weights"), py::arg("roundings"), py::arg("format"),
            py::arg("round_up"));
     define("quantize_decode", &quantize_decode, py::arg("weight"), py::arg("format"), py::arg("type"));

@@ -62,9 +62,11 @@ FUSED_OPTIM_HD Element plain_type(Format format) {
 // The format by which a mix is known: FP32 stands for every plain one.
 FUSED_OPTIM_HD constexpr Format codec_format(Format format) { return is_scaled(format) ? format : Format::kFloat32; }
 
-template <Master master_, class ExpAvgCodec, class ExpAvgSqCodec>
+// `has_weights_`: parameters may be quantized.
+template <Master master_, class ExpAvgCodec, class ExpAvgSqCodec, bool has_weights_ = false>
 struct Mix {
     static constexpr Master master = master_;
+    static constexpr bool has_weights = has_weights_;
     using M = ExpAvgCodec;
     using V = ExpAvgSqCodec;
     static constexpr bool exp_avg_scaled = !std::is_same_v<M, Plain>;

@@ -21,6 +21,9 @@ void launch_cpu(const Step& step, int threads);
 void launch_cuda(const Step& step, int device, uint64_t stream, uint64_t workspace);
 size_t workspace_bytes(const Step& step);
 
+// Whether quantized weights whose moments have these formats can be written by the update.
+bool writes_weights_cuda(Format exp_avg, Format exp_avg_sq);
+
 // Loads every kernel that a step may launch. A graph capture is no time for it.
 void load_adam_kernels(int device);
 

@@ -8,7 +8,7 @@
 
 namespace fused_optim {
 
-using UpdateRange = void(const Shard&, const Scalars&, uint64_t, uint64_t);
+using UpdateRange = uint32_t(const Shard&, const Scalars&, uint64_t, uint64_t);
 UpdateRange update_range_baseline;
 #if defined(FUSED_OPTIM_X86_ISAS)
 UpdateRange update_range_avx2;
@@ -31,7 +31,14 @@ UpdateRange* best_update_range() {
 struct Chunk {
     const Shard* shard;
     uint64_t begin;
+    uint32_t largest;  // magnitude of a quantized weight, as bits
 };
+
+void raise_absmax(const Chunk& chunk) {
+    if (!chunk.shard->absmax) return;
+    float* const absmax = reinterpret_cast<float*>(chunk.shard->absmax);
+    *absmax = larger(bits_float(chunk.largest), *absmax);
+}
 
 }  // namespace
 
@@ -43,15 +50,16 @@ void launch_cpu(const Step& step, int threads) {
     uint64_t elements = 0;
     for (const Shard& shard : step.shards) {
         if (is_skipped(step.groups[shard.group])) continue;
-        for (uint64_t begin = 0; begin < shard.numel; begin += kChunk) chunks.push_back({&shard, begin});
+        for (uint64_t begin = 0; begin < shard.numel; begin += kChunk) chunks.push_back({&shard, begin, 0});
         elements += shard.numel;
     }
     const uint64_t useful = std::min<uint64_t>(elements / kElementsPerThread, std::max(threads, 1));
     for_each_index(chunks.size(), useful, [&](size_t i) {
         const Shard& shard = *chunks[i].shard;
         uint64_t end = std::min(chunks[i].begin + kChunk, shard.numel);
-        update_range(shard, scalars[shard.group], chunks[i].begin, end);
+        chunks[i].largest = update_range(shard, scalars[shard.group], chunks[i].begin, end);
     });
+    std::for_each(chunks.begin(), chunks.end(), raise_absmax);
     for (const Hyper& hyper : step.groups) {
         if (hyper.step_pointer && !is_skipped(hyper)) *hyper.step_pointer += 1;
     }

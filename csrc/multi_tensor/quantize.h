@@ -10,16 +10,6 @@
 
 namespace fused_optim {
 
-// The numbers are mirrored by fused_optim/quantized/recipes.py.
-enum class WeightFormat : uint8_t {
-    kFloat8 = 0,        // E4M3, one FP32 scale
-    kFloat8Blocks = 1,  // E4M3, an FP32 scale per 128 elements of a row
-    kFloat8Tiles = 2,   // E4M3, an FP32 scale per 128 x 128 elements
-    kMXFloat8 = 3,      // E4M3, an E8M0 scale per 32 elements of a row
-    kNVFloat4 = 4,      // E2M1, an E4M3 scale per 16 elements of a row, and one FP32 scale
-};
-constexpr int kWeightFormats = 5;
-
 struct WeightKind {
     WeightFormat format;
     bool round_up;  // scales of blocks become powers of two, rounded up
@@ -173,10 +163,14 @@ FUSED_OPTIM_HD float power_of_two(uint32_t exponent) {
 // element that is not finite is stored as NaN; prepare(), from a block's magnitudes and the tensor's scale; step(), by
 // which codes are multiplied; and those of an element.
 
-struct Block {
+struct WeightBlock {
     uint32_t scale;  // stored: the bits of an FP32 scale, or a byte
     float inverse;   // what elements are multiplied by
 };
+
+// Whether an update can write codes: a byte each, with blocks that lie within one row.
+template <class Codec>
+constexpr bool kWrittenByUpdate = Codec::kPerByte == 1 && !Codec::kTiled;
 
 template <WeightFormat format>
 struct WeightCodec;
@@ -186,7 +180,7 @@ struct WeightCodec<WeightFormat::kFloat8> : Float8Element {
     static constexpr uint32_t kBlock = kStrip;
     static constexpr bool kTiled = false, kTensorScale = true, kPoisons = false;
     using Scale = void;
-    FUSED_OPTIM_HD static Block prepare(const Magnitudes&, bool, float whole) { return {0, 1.0f / whole}; }
+    FUSED_OPTIM_HD static WeightBlock prepare(const Magnitudes&, bool, float whole) { return {0, 1.0f / whole}; }
     FUSED_OPTIM_HD static float step(uint32_t, float whole) { return whole; }
 };
 
@@ -195,7 +189,7 @@ struct WeightCodec<WeightFormat::kFloat8Blocks> : Float8Element {
     static constexpr uint32_t kBlock = 128;
     static constexpr bool kTiled = false, kTensorScale = false, kPoisons = false;
     using Scale = uint32_t;
-    FUSED_OPTIM_HD static Block prepare(const Magnitudes& block, bool round_up, float) {
+    FUSED_OPTIM_HD static WeightBlock prepare(const Magnitudes& block, bool round_up, float) {
         const float exact = scale_for(bits_float(block.finite), kFloat8Top);
         const float scale = round_up ? next_power_of_two(exact) : exact;
         return {float_bits(scale), 1.0f / scale};
@@ -213,7 +207,7 @@ struct WeightCodec<WeightFormat::kMXFloat8> : Float8Element {
     static constexpr uint32_t kBlock = 32;
     static constexpr bool kTiled = false, kTensorScale = false, kPoisons = false;
     using Scale = uint8_t;
-    FUSED_OPTIM_HD static Block prepare(const Magnitudes& block, bool round_up, float) {
+    FUSED_OPTIM_HD static WeightBlock prepare(const Magnitudes& block, bool round_up, float) {
         const uint32_t floor = block.finite >> 23;  // E4M3's largest is 1.75 * 2^8
         const uint32_t exponent =
             round_up ? float_bits(next_power_of_two(scale_for(bits_float(block.finite), kFloat8Top))) >> 23
@@ -228,7 +222,7 @@ struct WeightCodec<WeightFormat::kNVFloat4> : Float4Element {
     static constexpr uint32_t kBlock = 16;
     static constexpr bool kTiled = false, kTensorScale = true, kPoisons = true;
     using Scale = uint8_t;
-    FUSED_OPTIM_HD static Block prepare(const Magnitudes& block, bool, float whole) {
+    FUSED_OPTIM_HD static WeightBlock prepare(const Magnitudes& block, bool, float whole) {
         const uint32_t code = Float8Element::nearest(bits_float(block.finite) / 6.0f / whole);
         const float value = step(code, whole);
         const float inverse = 1.0f / value;
@@ -298,12 +292,16 @@ FUSED_OPTIM_HD uint32_t load_scale(const Weight& w, uint64_t index) {
 // ---------------------------------------------------------------------------------------------------------------
 // Scales of whole weights
 
+// When scales are derived: before an update, from earlier absmaxes; after it, with the new absmax; or for the values of
+// the last update again.
+enum class ScaleStage : uint8_t { kBefore = 0, kAfter = 1, kAgain = 2 };
+
 struct ScaleRule {
     float largest;        // what a weight's absmax is divided by
     float factor;         // leaves room
     uint32_t history;     // earlier absmaxes that are kept, the latest first; 0: the scale is that of the new one
     bool most_recent;     // of them counts, not the largest
-    bool advance;         // the new absmax is one more, not the last one again
+    ScaleStage stage;
     const bool* applies;  // where it is false nothing is changed; null means true
 };
 
@@ -313,18 +311,27 @@ struct TensorScale {
     const float* absmax;
 };
 
-FUSED_OPTIM_HD void advance_history(const TensorScale& t, const ScaleRule& rule) {
+// Without a history to speak of the scale stays, unless it is that of zeros.
+FUSED_OPTIM_HD void scale_from_history(const TensorScale& t, const ScaleRule& rule) {
     float seen = t.history[0];
     for (uint32_t i = 1; i < rule.history && !rule.most_recent; ++i) seen = larger(t.history[i], seen);
-    *t.scale = scale_for(seen > 0.0f ? seen : *t.absmax, rule.largest) * rule.factor;
+    const float kept = *t.scale > kSmallestNormal ? *t.scale : 1.0f;
+    *t.scale = seen > 0.0f ? scale_for(seen, rule.largest) * rule.factor : kept;
+}
+
+FUSED_OPTIM_HD void push_history(const TensorScale& t, const ScaleRule& rule) {
     for (uint32_t i = rule.history - 1; i > 0; --i) t.history[i] = t.history[i - 1];
     t.history[0] = *t.absmax;
 }
 
 FUSED_OPTIM_HD void rescale(const TensorScale& t, const ScaleRule& rule) {
     if (rule.applies && !*rule.applies) return;
-    if (rule.history && rule.advance) return advance_history(t, rule);
-    if (!rule.history || !(*t.scale > 0.0f)) *t.scale = scale_for(*t.absmax, rule.largest);
+    if (rule.stage == ScaleStage::kBefore) {
+        if (rule.history) scale_from_history(t, rule);
+        return;
+    }
+    if (!rule.history || !(*t.scale > 0.0f)) *t.scale = scale_for(*t.absmax, rule.largest) * rule.factor;
+    if (rule.history && rule.stage == ScaleStage::kAfter) push_history(t, rule);
 }
 
 // ---------------------------------------------------------------------------------------------------------------

@@ -1,41 +1,12 @@
 // The CPU engine's inner part for quantized weights: ranges of strips and tiles. Compiled once per instruction set, and
 // under the same rules as apply_cpu.cpp.
-#include "quantize.h"
-#include "tile.h"
+#include "strip.h"
 
 namespace fused_optim {
 namespace {
 
-static_assert(kStrip == kTile, "a strip fills a tile's memory");
-
-// As Magnitudes::add. One place of the exponent added makes what is not finite negative: the compiler vectorises this.
-template <int count>
-void add(Magnitudes& block, const float* values) {
-    constexpr uint32_t place = 1u << 23;
-    int32_t finite = place;
-    uint32_t largest = 0;
-    for (int i = 0; i < count; ++i) {
-        const uint32_t bits = magnitude_bits(values[i]);
-        const int32_t shifted = static_cast<int32_t>(bits + place);
-        finite = shifted > finite ? shifted : finite;
-        largest = bits > largest ? bits : largest;
-    }
-    block.merge({static_cast<uint32_t>(finite) - place, largest});
-}
-
 void fill_fractions(uint32_t* u, const Weight& w, const Rounding& rounding, uint64_t element) {
     for (int i = 0; i < kTile; ++i) u[i] = w.fraction(rounding, element + i);
-}
-
-template <class Codec>
-void store_codes(const uint8_t* codes, const Weight& w, const Strip& strip) {
-    if constexpr (Codec::kPerByte == 1) {
-        copy_out(codes, w.data, strip.element, static_cast<int>(strip.count));
-    } else {
-        uint8_t packed[kTile];
-        for (int i = 0; i < kTile / 2; ++i) packed[i] = static_cast<uint8_t>(codes[2 * i] | codes[2 * i + 1] << 4);
-        copy_out(packed, w.data, strip.element / 2, static_cast<int>(strip.count / 2));
-    }
 }
 
 template <class Codec>
@@ -53,39 +24,17 @@ void load_codes(uint8_t* codes, const Weight& w, const Strip& strip) {
 }
 
 template <class Codec>
-void encode_block(uint8_t* codes, const float* values, const uint32_t* u, float inverse) {
-    constexpr int size = static_cast<int>(Codec::kBlock);
-    if (u) {
-        for (int i = 0; i < size; ++i) codes[i] = static_cast<uint8_t>(Codec::rotating(values[i] * inverse, u[i]));
-    } else {
-        for (int i = 0; i < size; ++i) codes[i] = static_cast<uint8_t>(Codec::nearest(values[i] * inverse));
-    }
-}
-
-// Blocks that lie in one row.
-template <class Codec>
-void encode_strip(const Weight& w, bool round_up, float whole, const Rounding& rounding, const Strip& strip) {
-    alignas(64) float values[kTile];
-    alignas(64) uint32_t u[kTile];
-    alignas(64) uint8_t codes[kTile];
-    copy_in(values, w.values, strip.element, static_cast<int>(strip.count));
-    if (w.rotates()) fill_fractions(u, w, rounding, strip.element);
-    const uint64_t first_scale = scale_index<Codec>(w, strip.row, strip.column);
-    for (uint32_t first = 0; first < strip.count; first += Codec::kBlock) {
-        Magnitudes magnitudes;
-        if (!std::is_void_v<typename Codec::Scale>) add<Codec::kBlock>(magnitudes, values + first);
-        const Block block = Codec::prepare(magnitudes, round_up, whole);
-        store_scale<Codec>(w, first_scale + first / Codec::kBlock, block.scale);
-        encode_block<Codec>(codes + first, values + first, w.rotates() ? u + first : nullptr, block.inverse);
-    }
-    store_codes<Codec>(codes, w, strip);
-}
-
-template <class Codec>
 void encode_strips(const Weight& w, bool round_up, uint64_t begin, uint64_t end) {
     const float whole = w.whole();
     const Rounding rounding = w.rounding();
-    for (uint64_t i = begin; i < end; ++i) encode_strip<Codec>(w, round_up, whole, rounding, strip_at(w, i));
+    for (uint64_t i = begin; i < end; ++i) {
+        alignas(64) float values[kTile];
+        alignas(64) uint32_t u[kTile];
+        const Strip strip = strip_at(w, i);
+        copy_in(values, w.values, strip.element, static_cast<int>(strip.count));
+        if (w.rotates()) fill_fractions(u, w, rounding, strip.element);
+        encode_strip<Codec>(w, round_up, whole, values, w.rotates() ? u : nullptr, strip);
+    }
 }
 
 // Calls visit(strip) for each row of a tile.
@@ -107,7 +56,7 @@ void encode_tile(const Weight& w, bool round_up, uint64_t tile) {
         copy_in(values, w.values, strip.element, static_cast<int>(strip.count));
         add<kTile>(magnitudes, values);
     });
-    const Block block = Codec::prepare(magnitudes, round_up, w.whole());
+    const WeightBlock block = Codec::prepare(magnitudes, round_up, w.whole());
     store_scale<Codec>(w, tile, block.scale);
     const Rounding rounding = w.rounding();
     for_each_row(w, tile, [&](const Strip& strip) {

@@ -166,7 +166,7 @@ __device__ __forceinline__ void encode_strip(const Weight& w, bool round_up, flo
         magnitudes.finite = combine<lanes>(magnitudes.finite);
         if constexpr (Codec::kPoisons) magnitudes.largest = combine<lanes>(magnitudes.largest);
     }
-    const Block block = Codec::prepare(magnitudes, round_up, whole);
+    const WeightBlock block = Codec::prepare(magnitudes, round_up, whole);
     if (lane.count <= 0) return;
     const uint32_t first = threadIdx.x % kWarp * kPerLane;
     if (scaled && first % Codec::kBlock == 0) {
@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(kTileThreads, 2) encode_tiles(const __grid_con
 #pragma unroll
     for (uint32_t k = 0; k < kRowsPerWarp; ++k) add(magnitudes, x[k]);
     magnitudes.finite = combine_block<kTileWarps>(magnitudes.finite);
-    const Block block = Codec::prepare(magnitudes, arguments.round_up, w.whole());
+    const WeightBlock block = Codec::prepare(magnitudes, arguments.round_up, w.whole());
     if (threadIdx.x == 0) store_scale<Codec>(w, place.unit, block.scale);
     const Rounding rounding = rounding_of(w);
 #pragma unroll

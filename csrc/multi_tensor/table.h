@@ -27,6 +27,16 @@ enum class Master : uint8_t {
 enum class Format : uint8_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kFloat8 = 3, kInt8 = 4 };
 constexpr int kFormats = 5;
 
+// How a weight is quantized. The numbers are mirrored by fused_optim/quantized/recipes.py.
+enum class WeightFormat : uint8_t {
+    kFloat8 = 0,        // E4M3, one FP32 scale
+    kFloat8Blocks = 1,  // E4M3, an FP32 scale per 128 elements of a row
+    kFloat8Tiles = 2,   // E4M3, an FP32 scale per 128 x 128 elements
+    kMXFloat8 = 3,      // E4M3, an E8M0 scale per 32 elements of a row
+    kNVFloat4 = 4,      // E2M1, an E4M3 scale per 16 elements of a row, and one FP32 scale
+};
+constexpr int kWeightFormats = 5;
+
 // One local shard of one parameter, with everything that the update touches.
 struct Shard {
     uint64_t grad;
@@ -35,6 +45,8 @@ struct Shard {
     uint64_t exp_avg;
     uint64_t exp_avg_sq;
     uint64_t scales;  // FP32: exp_avg's block scales (if it is scaled), then exp_avg_sq's
+    uint64_t weight_scales;  // of a quantized parameter: those of its blocks, or the whole one's, which is read
+    uint64_t absmax;         // of a quantized parameter, FP32: raised to the new values' largest finite magnitude; or 0
     uint64_t numel;
     // Global index of local element i: offset + (i / inner_local) * inner_global + i % inner_local.
     uint64_t offset;
@@ -43,11 +55,16 @@ struct Shard {
     uint32_t key;  // rounding key of the parameter
     uint32_t group;
     Element grad_type;
-    Element param_type;
+    Element param_type;  // unless it is quantized
     Master master_kind;
     Format exp_avg_format;
     Format exp_avg_sq_format;
     uint8_t block_log2;  // 5, 6 or 7
+    // A quantized weight beside an FP32 master, whose blocks divide its rows. `param` are its codes, or 0 if only
+    // `absmax` is wanted.
+    bool quantized;
+    bool round_up;
+    WeightFormat weight_format;
 };
 
 // Hyperparameters of one param group. A pointer that is not null overrides the value beside it; pointers lie in

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:  # states of quantized parameters need the engines
+    from fused_optim.quantized.protocol import Target
     from fused_optim.state import Slots
 
 BACKENDS = ("torch", "cpu", "cuda")
@@ -45,7 +46,11 @@ class Hyper(NamedTuple):
 
 @dataclass
 class ShardWork:
-    """One local shard: contiguous local tensors, and how its states are encoded."""
+    """One local shard: contiguous local tensors, and how its states are encoded.
+
+    With a ``target`` the parameter is a quantized weight, ``param`` is its FP32 master itself, and ``absmax`` (FP32,
+    shape ``(1,)``), if the target measures it, is raised to the largest finite magnitude of the new values.
+    """
 
     grad: Tensor
     param: Tensor
@@ -54,6 +59,8 @@ class ShardWork:
     exp_avg_sq: Tensor
     slots: Slots
     key: int
+    target: Target | None = None
+    absmax: Tensor | None = None
 
 
 @dataclass
@@ -74,6 +81,9 @@ class Shards(Protocol):
 
     def set(self, shard: int, work: ShardWork, watched: tuple[Any, ...] | None) -> None:
         """Describe a shard for this step, and with ``watched`` for later ones, as long as nothing else changes."""
+
+    def takes_target(self, slots: Slots) -> bool:
+        """Whether a shard with these states may have a target."""
 
     def updated(self, watched: list[tuple[Any, ...]]) -> list[Tensor]:
         """The parameters that have a gradient in this step."""
@@ -150,6 +160,9 @@ class ReferenceShards:
 
     def set(self, shard: int, work: ShardWork, watched: tuple[Any, ...] | None) -> None:
         self._work[shard] = work
+
+    def takes_target(self, slots: Slots) -> bool:
+        return False
 
     def updated(self, watched: list[tuple[Any, ...]]) -> list[Tensor]:
         return [watched[i][0] for i in self._work]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from fused_optim.backends import Hyper, ShardWork, load_engine
 from fused_optim.formats import ELEMENT_TYPES
+
+if TYPE_CHECKING:
+    from fused_optim.state import Slots
 
 
 def address(tensor: Tensor | None) -> int:
@@ -40,6 +43,7 @@ class CompiledShards:
         self._device, self._backend = device, backend
         # Without the exchange API of torch >= 2.10 every shard is set at every step: right, but slower.
         api = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+        self._writes_weights = engine.writes_weights
         self._plan = engine.Plan(groups, group_count, api, Tensor, DTensor)
         self._alive: list[ShardWork] = []  # contiguous copies of gradients live until the step is launched
 
@@ -49,11 +53,19 @@ class CompiledShards:
             return self._plan.refresh(watched, attribute)
 
     def set(self, shard: int, work: ShardWork, watched: tuple[Any, ...] | None) -> None:
-        slots, geometry = work.slots, work.slots.geometry
+        slots, geometry, target = work.slots, work.slots.geometry, work.target
+        weight: dict[str, Any] = {}
+        if target is not None:
+            weight = {
+                "weight_format": target.format,
+                "round_up": target.round_up,
+                "weight_scales": address(target.scale),
+                "absmax": address(work.absmax),
+            }
         self._plan.set_shard(
             shard,
             grad=work.grad.data_ptr(),
-            param=work.param.data_ptr(),
+            param=work.param.data_ptr() if target is None else address(target.data),
             master=address(work.master),
             exp_avg=work.exp_avg.data_ptr(),
             exp_avg_sq=work.exp_avg_sq.data_ptr(),
@@ -69,10 +81,14 @@ class CompiledShards:
             exp_avg_format=slots.exp_avg.code,
             exp_avg_sq_format=slots.exp_avg_sq.code,
             block_log2=(geometry.block or 128).bit_length() - 1,
+            **weight,
         )
         self._alive.append(work)
         if watched is not None:
             self._plan.watch(shard, watched)
+
+    def takes_target(self, slots: Slots) -> bool:
+        return self._writes_weights(slots.exp_avg.code, slots.exp_avg_sq.code)
 
     def updated(self, watched: list[tuple[Any, ...]]) -> list[Tensor]:
         return self._plan.updated(watched)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from fused_optim.quantized.recipes import Components, Native, Recipe
 
 _NEAREST = (0, 0, 0, 0, 0, 0)
 _TABLE = ("data", "scale", "tensor_scale")
+_BEFORE, _AFTER, _AGAIN = range(3)  # ScaleStage of csrc/multi_tensor/quantize.h
 
 
 class Encoding(NamedTuple):
@@ -49,34 +50,60 @@ def absmax(recipes: Sequence[Recipe], values: Sequence[Tensor | None], device: t
     return result
 
 
+def prepare(weights: Sequence[tuple[Recipe, Components]], applies: Tensor | None) -> None:
+    """:meth:`Recipe.prepare` of each."""
+    for (device, recipe), members in _alike(weights).items():
+        if recipe.native is not None and recipe.native.history == 0:
+            continue
+        components = [weights[i][1] for i in members]
+        if not _rescale(recipe, components, [None] * len(members), applies, _BEFORE, device):
+            for part in components:
+                recipe.prepare(part, applies)
+
+
 def rescale(
-    weights: Sequence[Encoding], absmaxes: Sequence[Tensor | None], applies: Tensor | None, advance: bool
+    weights: Sequence[tuple[Recipe, Components]],
+    absmaxes: Sequence[Tensor | None],
+    applies: Tensor | None,
+    advance: bool,
 ) -> None:
     """:meth:`Recipe.rescale` of each, with the absmax of each."""
     for (device, recipe), members in _alike(weights).items():
         if not recipe.scales_whole_tensor:
             continue
-        engine, native = _engine(device), recipe.native
-        components = [weights[i].components for i in members]
-        scales = [part["tensor_scale"] for part in components]
-        histories = [part.get("amax_history") for part in components]
-        if engine is None or native is None or not all(map(_is_plain, scales)):
-            for i in members:
-                recipe.rescale(weights[i].components, absmaxes[i], applies, advance)
-            continue
-        applies = applies if applies is None else applies.to(device)
-        rows = zip(scales, histories, (absmaxes[i] for i in members), strict=True)
-        engine.quantize_rescale(
-            scales=[(address(scale), address(history), address(largest)) for scale, history, largest in rows],
-            largest=native.largest,
-            factor=native.factor,
-            history=native.history,
-            most_recent=native.most_recent,
-            advance=advance,
-            applies=address(applies),
-            **run_on(device),
-        )
-        _written(part for part in (*scales, *histories) if part is not None)
+        components, largest = [weights[i][1] for i in members], [absmaxes[i] for i in members]
+        if not _rescale(recipe, components, largest, applies, _AFTER if advance else _AGAIN, device):
+            for part, absmax in zip(components, largest, strict=True):
+                recipe.rescale(part, absmax, applies, advance)
+
+
+def _rescale(
+    recipe: Recipe,
+    components: Sequence[Components],
+    absmaxes: Sequence[Tensor | None],
+    applies: Tensor | None,
+    stage: int,
+    device: torch.device,
+) -> bool:
+    """Whether the engine could do it."""
+    engine, native = _engine(device), recipe.native
+    scales = [part["tensor_scale"] for part in components]
+    if engine is None or native is None or not all(map(is_plain, scales)):
+        return False
+    histories = [part.get("amax_history") for part in components]
+    applies = applies if applies is None else applies.to(device)
+    engine.quantize_rescale(
+        scales=[tuple(map(address, row)) for row in zip(scales, histories, absmaxes, strict=True)],
+        largest=native.largest,
+        factor=native.factor,
+        history=native.history,
+        most_recent=native.most_recent,
+        stage=stage,
+        applies=address(applies),
+        **run_on(device),
+    )
+    written(part for part in (*scales, *histories) if part is not None)
+    return True
 
 
 def encode(weights: Sequence[Encoding]) -> None:
@@ -119,20 +146,21 @@ def _engine(device: torch.device) -> ModuleType | None:
     return None if backend == "torch" else load_engine(backend)[0]
 
 
-def _alike(weights: Sequence[Encoding]) -> dict[tuple[torch.device, Recipe], list[int]]:
-    """The numbers of weights by device and recipe."""
+def _alike(weights: Sequence[tuple[Any, ...]]) -> dict[tuple[torch.device, Recipe], list[int]]:
+    """The numbers of weights, each of which begins with its recipe and its components, by device and recipe."""
     groups: dict[tuple[torch.device, Recipe], list[int]] = {}
-    for i, weight in enumerate(weights):
-        groups.setdefault((weight.components["data"].device, weight.recipe), []).append(i)
+    for i, (recipe, components, *_) in enumerate(weights):
+        groups.setdefault((components["data"].device, recipe), []).append(i)
     return groups
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
+    """Whether its memory is its elements, one after the other."""
     return type(tensor) is Tensor and tensor.is_contiguous()
 
 
 def _values_fit(values: Tensor, device: torch.device) -> bool:
-    return values.dtype == torch.float32 and values.device == device and _is_plain(values)
+    return values.dtype == torch.float32 and values.device == device and is_plain(values)
 
 
 def _row(values: Tensor, components: Components) -> tuple[int, ...] | None:
@@ -160,7 +188,7 @@ def _encode(
         round_up=native.round_up,
         **run_on(device),
     )
-    _written(part for weight in weights for name, part in weight.components.items() if name in ("data", "scale"))
+    written(part for weight in weights for name, part in weight.components.items() if name in ("data", "scale"))
 
 
 def _rounding(fractions: Fractions | None) -> tuple[int, ...]:
@@ -171,5 +199,6 @@ def _rounding(fractions: Fractions | None) -> tuple[int, ...]:
     return counter, number, geometry.offset, geometry.inner_local, geometry.inner_global, fractions.key
 
 
-def _written(tensors: Iterable[Tensor]) -> None:
+def written(tensors: Iterable[Tensor]) -> None:
+    """Count versions, as torch's own operations in place do."""
     torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])

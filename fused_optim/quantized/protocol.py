@@ -41,15 +41,34 @@ class Fractions:
 
 
 @dataclass(frozen=True)
+class Target:
+    """What an engine's update of an FP32 master does for the quantized weight beside it, in the same pass.
+
+    ``format``, ``round_up``: as in ``recipes.Native``. ``data``: the codes are written here; None: they are written
+    later. ``scale``: that of the blocks, which is written too, or of the whole weight, which is read; None without
+    ``data``. ``measures``: the absmax of the new values is wanted.
+    """
+
+    format: int
+    round_up: bool
+    data: Tensor | None
+    scale: Tensor | None
+    measures: bool
+
+
+@dataclass(frozen=True)
 class Update:
     """New local FP32 values of a parameter, or None where it stays as it is and only takes part in reductions.
 
-    ``fractions``: None to round to nearest.
+    ``fractions``: None to round to nearest. ``absmax``: the largest finite magnitude of the values, shape ``(1,)``,
+    where the update pass has measured it. ``written``: the pass has written the codes, too.
     """
 
     param: Tensor
     values: Tensor | None
     fractions: Fractions | None = None
+    absmax: Tensor | None = None
+    written: bool = False
 
 
 class Adapter(Protocol):
@@ -72,8 +91,16 @@ class Adapter(Protocol):
     def needs_collective(self, param: Tensor) -> bool:
         """Whether new values need a reduction over ranks. All ranks answer alike."""
 
+    def target(self, param: Tensor) -> Target | None:
+        """What the update pass can do for this parameter; None: nothing, :meth:`write` does it all."""
+
+    def prepare(self, params: Sequence[Tensor], applies: Tensor | None) -> None:
+        """Before the pass that updates these parameters: scales that come from earlier values. As :meth:`write`."""
+
     def write(self, updates: Sequence[Update], applies: Tensor | None, advance: bool) -> None:
-        """Quantize many. All ranks pass the same parameters, in the same order, that need a collective.
+        """Quantize many, whose pass was prepared if ``advance``.
+
+        All ranks pass the same parameters, in the same order, that need a collective.
 
         ``applies``: a boolean scalar; where False, scales and histories stay as they are. None means True.
         ``advance``: False if the values are those of the last update again, so that no history moves on.
@@ -100,12 +127,23 @@ def needs_collective(param: Tensor) -> bool:
     return adapter is not None and adapter.needs_collective(param)
 
 
+def _by_adapter(params: Sequence[Tensor]) -> dict[Adapter, list[int]]:
+    """The numbers of quantized parameters."""
+    numbers: dict[Adapter, list[int]] = {}
+    for i, param in enumerate(params):
+        adapter = adapter_of(param)
+        assert adapter is not None
+        numbers.setdefault(adapter, []).append(i)
+    return numbers
+
+
+def prepare(params: Sequence[Tensor], applies: Tensor | None) -> None:
+    """Prepare the update of all adapters' parameters; see :meth:`Adapter.prepare`."""
+    for adapter, numbers in _by_adapter(params).items():
+        adapter.prepare([params[i] for i in numbers], applies)
+
+
 def write(updates: Sequence[Update], applies: Tensor | None = None, advance: bool = True) -> None:
     """Quantize the parameters of all adapters; see :meth:`Adapter.write`."""
-    by_adapter: dict[Adapter, list[Update]] = {}
-    for update in updates:
-        adapter = adapter_of(update.param)
-        assert adapter is not None
-        by_adapter.setdefault(adapter, []).append(update)
-    for adapter, alike in by_adapter.items():
-        adapter.write(alike, applies, advance)
+    for adapter, numbers in _by_adapter([update.param for update in updates]).items():
+        adapter.write([updates[i] for i in numbers], applies, advance)

@@ -38,14 +38,16 @@ class Component:
 
 @dataclass(frozen=True)
 class Native:
-    """How the compiled engines know a recipe: numbers of ``csrc/multi_tensor/quantize.h``.
+    """How the compiled engines know a recipe: numbers of ``csrc/multi_tensor/table.h``.
 
-    ``format``: its WeightFormat. ``round_up``: scales of blocks become powers of two. The others are about the scale of
-    a whole weight: absmax / ``largest`` * ``factor``, where the absmax may be that of a ``history`` of so many updates
-    or its ``most_recent`` entry.
+    ``format``: its WeightFormat. ``block``: elements of a row that share a scale (1: any number does), where the update
+    of FP32 masters can write the codes in the same pass; else None. ``round_up``: scales of blocks become powers of
+    two. The others are about the scale of a whole weight: absmax / ``largest`` * ``factor``, where the absmax may be
+    that of a ``history`` of so many updates or its ``most_recent`` entry.
     """
 
     format: int
+    block: int | None = None
     round_up: bool = False
     largest: float = 0.0
     factor: float = 1.0
@@ -103,10 +105,13 @@ class Recipe:
         """The largest finite magnitude of FP32 values, a scalar; 0 of none."""
         return elements.finite_absmax(x.reshape(1, -1))[0]
 
+    def prepare(self, components: Mapping[str, Tensor], applies: Tensor | None) -> None:
+        """Set the tensor-wide scale for new values whose absmax is not known yet, where it comes from earlier ones."""
+
     def rescale(
         self, components: Mapping[str, Tensor], absmax: Tensor | None, applies: Tensor | None, advance: bool
     ) -> None:
-        """Set the tensor-wide scale for new values with this ``absmax`` over all shards.
+        """Set the tensor-wide scale for new values with this ``absmax`` over all shards, unless :meth:`prepare` has.
 
         ``applies``: a boolean scalar; where it is False nothing is changed. None means True.
         ``advance``: False if the values are those of the last update again: no history moves on.
@@ -188,8 +193,8 @@ class Float8DelayedScaling(_Float8TensorScaling):
         amax_compute_algo: ``"max"`` of the history or its ``"most_recent"`` entry.
         margin: the scale leaves room for values ``2 ** margin`` times as large.
 
-    The first scale comes from the initial values. A weight that grows faster than its history saturates at 448 times
-    the scale, for one update.
+    The first scale comes from the initial values; that of zeros counts as 1. A weight that grows faster than its
+    history saturates at 448 times the scale, for one update.
     """
 
     fp8_format: str = "e4m3"
@@ -214,20 +219,26 @@ class Float8DelayedScaling(_Float8TensorScaling):
     @functools.cached_property
     def native(self) -> Native:
         factor, most_recent = 2.0**self.margin, self.amax_compute_algo == "most_recent"
-        return Native(0, False, elements.FLOAT8_LARGEST, factor, self.amax_history_len, most_recent)
+        return Native(0, 1, False, elements.FLOAT8_LARGEST, factor, self.amax_history_len, most_recent)
+
+    def _scale(self, absmax: Tensor) -> Tensor:
+        return elements.float8_scale(absmax) * 2.0**self.margin
+
+    def prepare(self, components: Mapping[str, Tensor], applies: Tensor | None) -> None:
+        """The scale of the history; as it is where that is empty, but 1 where it is that of zeros."""
+        history, scale = components["amax_history"], components["tensor_scale"]
+        seen = history.amax() if self.amax_compute_algo == "max" else history[0]
+        kept = torch.where(scale > elements.SMALLEST_NORMAL, scale, 1.0)
+        _set_where(scale, torch.where(seen > 0, self._scale(seen), kept), applies)
 
     def rescale(
         self, components: Mapping[str, Tensor], absmax: Tensor | None, applies: Tensor | None, advance: bool
     ) -> None:
-        """The scale from the history as it is, then ``absmax`` into the history (entry 0 is the latest)."""
+        """A first scale where there is none, and ``absmax`` into the history (entry 0 is the latest)."""
         history, scale = components["amax_history"], components["tensor_scale"]
-        if not advance:
-            _set_where(scale, torch.where(scale > 0, scale, elements.float8_scale(absmax)), applies)
-            return
-        seen = history.amax() if self.amax_compute_algo == "max" else history[0]
-        known = torch.where(seen > 0, seen, absmax)  # the first update
-        _set_where(scale, elements.float8_scale(known) * 2.0**self.margin, applies)
-        _set_where(history, torch.cat([absmax.reshape(1), history[:-1]]), applies)
+        _set_where(scale, torch.where(scale > 0, scale, self._scale(absmax)), applies)
+        if advance:
+            _set_where(history, torch.cat([absmax.reshape(1), history[:-1]]), applies)
 
 
 @dataclass(frozen=True)
@@ -252,7 +263,9 @@ class Float8BlockScaling(Recipe):
 
     @functools.cached_property
     def native(self) -> Native:
-        return Native(1 if self.block[0] == 1 else 2, self.power_of_two)
+        if self.block[0] == 1:
+            return Native(1, 128, self.power_of_two)
+        return Native(2, round_up=self.power_of_two)
 
     def problem(self, shape: tuple[int, ...]) -> str | None:
         if len(shape) != 2 and self.block[0] > 1:
@@ -288,7 +301,7 @@ class MXFP8BlockScaling(Recipe):
 
     @functools.cached_property
     def native(self) -> Native:
-        return Native(3, self.round_up)
+        return Native(3, 32, self.round_up)
 
     def encode(self, x: Tensor, components: Mapping[str, Tensor], fractions: Tensor | None = None) -> None:
         data, scale = components["data"], components["scale"]

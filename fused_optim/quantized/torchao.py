@@ -29,6 +29,14 @@ def needs_collective(param: Tensor) -> bool:
     return False  # one scale per row
 
 
+def target(param: Tensor) -> None:
+    return None
+
+
+def prepare(params: Sequence[Tensor], applies: Tensor | None) -> None:
+    pass
+
+
 @torch.no_grad()
 def write(updates: Sequence[Update], applies: Tensor | None = None, advance: bool = True) -> None:
     for update in updates:

@@ -64,6 +64,14 @@ def _reduce_within_quantize(param: Tensor) -> None:
     quantizer.with_amax_reduction = True
 
 
+def target(param: Tensor) -> None:
+    return None
+
+
+def prepare(params: Sequence[Tensor], applies: Tensor | None) -> None:
+    pass
+
+
 @torch.no_grad()
 def write(updates: Sequence[Update], applies: Tensor | None = None, advance: bool = True) -> None:
     """One call per weight. Where a step is skipped, masters are as before, hence so are the codes."""

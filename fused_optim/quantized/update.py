@@ -18,7 +18,7 @@ from torch.distributed.tensor import DeviceMesh
 from fused_optim.dtensor import local_tensor, sharding_dims
 from fused_optim.quantized import engine
 from fused_optim.quantized.engine import Encoding
-from fused_optim.quantized.protocol import Update
+from fused_optim.quantized.protocol import Target, Update
 from fused_optim.quantized.tensor import QuantizedTensor
 
 ROUNDS_STOCHASTICALLY = True
@@ -43,31 +43,54 @@ def needs_collective(param: Tensor) -> bool:
     return local_tensor(param).recipe.scales_whole_tensor and bool(sharding_dims(param))
 
 
+def target(param: Tensor) -> Target | None:
+    local = local_tensor(param)
+    native, parts = local.recipe.native, local.components
+    if native is None:
+        return None
+    data, scale = parts["data"], parts.get("scale", parts.get("tensor_scale"))
+    fits = native.block is not None and data.shape[1] % native.block == 0
+    direct = fits and engine.is_plain(data) and engine.is_plain(scale)
+    measures = local.recipe.scales_whole_tensor
+    if not (direct or measures):
+        return None
+    return Target(native.format, native.round_up, data if direct else None, scale if direct else None, measures)
+
+
+def prepare(params: Sequence[Tensor], applies: Tensor | None) -> None:
+    locals_ = map(local_tensor, params)
+    engine.prepare([(local.recipe, local.components) for local in locals_ if local.recipe.scales_whole_tensor], applies)
+
+
 @torch.no_grad()
 def write(updates: Sequence[Update], applies: Tensor | None = None, advance: bool = True) -> None:
     reduced = [update for update in updates if local_tensor(update.param).recipe.scales_whole_tensor]
     absmax = _absmax(reduced)
     if not advance:
         _complete_empty_shards(update.param for update in reduced)
-    targets, weights, absmaxes = [], [], []
-    for update in updates:
-        if update.values is not None:
-            target = local_tensor(update.param)
-            targets.append(target)
-            weights.append(Encoding(target.recipe, target.components, update.values, update.fractions))
-            absmaxes.append(absmax.get(update.param))
-    engine.rescale(weights, absmaxes, applies, advance)
-    engine.encode(weights)
-    for target in targets:
-        target.mark_fresh()
+    changed = [update for update in updates if update.values is not None]
+    locals_ = [local_tensor(update.param) for update in changed]
+    rescaled = [(local.recipe, local.components) for local in locals_]
+    engine.rescale(rescaled, [absmax.get(update.param) for update in changed], applies, advance)
+    pairs = list(zip(locals_, changed, strict=True))
+    engine.encode([Encoding(x.recipe, x.components, u.values, u.fractions) for x, u in pairs if not u.written])
+    engine.written(part for x, u in pairs if u.written for part in _of_elements(x))
+    for local in locals_:
+        local.mark_fresh()
+
+
+def _of_elements(local: QuantizedTensor) -> list[Tensor]:
+    return [local.components[part.name] for part in local.recipe.components if part.tile is not None]
 
 
 def _absmax(updates: Iterable[Update]) -> dict[Tensor, Tensor]:
     """The largest finite magnitude of each parameter's values over all shards."""
     by_device: dict[torch.device, list[Update]] = {}
-    for update in updates:
-        by_device.setdefault(local_tensor(update.param).device, []).append(update)
     own = {}
+    for update in updates:
+        if update.absmax is None:
+            by_device.setdefault(local_tensor(update.param).device, []).append(update)
+        own[update.param] = update.absmax  # keeps the order, in which all ranks reduce
     for device, there in by_device.items():
         recipes = [local_tensor(update.param).recipe for update in there]
         absmax = engine.absmax(recipes, [update.values for update in there], device)
@@ -82,8 +105,10 @@ def reduce_over_shards(numbers: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]
         dims = sharding_dims(param)
         mesh = param.device_mesh if dims else None
         by_sharding.setdefault((mesh, dims, own.device), []).append(param)
-    found = {}
+    found = dict(numbers)
     for (mesh, dims, _), alike in by_sharding.items():
+        if not dims:
+            continue
         reduced = torch.cat([numbers[param] for param in alike])
         for dim in dims:
             dist.all_reduce(reduced, dist.ReduceOp.MAX, group=mesh.get_group(dim))

@@ -1,0 +1,260 @@
+"""Quantized weights that the update pass writes itself: bit for bit what the reference writes after it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fused_optim import FusedAdam
+from fused_optim.quantized import Float8BlockScaling, MXFP8BlockScaling, QuantizedTensor, Recipe
+from fused_optim.quantized import engine as quantizer
+from quantized_cases import RECIPES, values
+
+F32, BF16, F16, E4M3, INT8 = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
+ALL = {**RECIPES, "rows, FP32 scales": Float8BlockScaling((1, 128))}
+# Written by the pass: blocks within rows, and scales known before it.
+DIRECT = [name for name in ALL if name not in ("current", "tiles", "nvfp4")]
+MOMENTS = [(F32, F32), (BF16, BF16), (F16, F16), (E4M3, E4M3), (INT8, INT8)]
+MIXED = [(E4M3, INT8), (INT8, F32)]
+SHAPES = [(3, 128), (33, 256), (1, 4096), (130, 384), (5, 96), (7, 144), (0, 128), (40, 1024)]
+
+recipe_of = pytest.mark.parametrize("recipe", ALL)
+moments_of = pytest.mark.parametrize("moments", MOMENTS + MIXED, ids=lambda pair: "-".join(str(x)[6:] for x in pair))
+
+
+@contextmanager
+def refused(monkeypatch: pytest.MonkeyPatch, *names: str) -> Iterator[None]:
+    """These functions of ``quantized.engine``, which run after an update, may have nothing to do."""
+
+    def refuse(weights: Any, *_: object) -> Tensor:
+        assert not list(weights), "a pass of its own"
+        return torch.empty(0)
+
+    with monkeypatch.context() as patch:
+        for name in names:
+            patch.setattr(quantizer, name, refuse)
+        yield
+
+
+class Training:
+    """Weights of several shapes, beside parameters that are not quantized, in two param groups."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        device: str,
+        moments: tuple[torch.dtype, torch.dtype] = (INT8, INT8),
+        shapes: list[tuple[int, int]] = SHAPES,
+        plain: bool = True,
+        **options: Any,
+    ) -> None:
+        weights = [quantized(values(shape, i), recipe, device) for i, shape in enumerate(shapes)]
+        others = [(64, 128), (130,)] if plain else []
+        params = [nn.Parameter(values(shape, 99).bfloat16().to(device)) for shape in others]
+        groups = [{"params": weights[::2] + params, "lr": 0.1}, {"params": weights[1::2], "weight_decay": 0.3}]
+        formats = {"exp_avg_dtype": moments[0], "exp_avg_sq_dtype": moments[1]}
+        self.optimizer = FusedAdam([g for g in groups if g["params"]], lr=0.01, seed=5, **{**formats, **options})
+        self.optimizer.initialize_state()
+
+    def params(self) -> list[Tensor]:
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
+
+    def set_gradients(self, step: int, dtype: torch.dtype = BF16) -> None:
+        for i, param in enumerate(self.params()):
+            param.grad = values(tuple(param.shape), 7, i, step).to(param.device, param.dtype if i % 2 else dtype)
+
+    def steps(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            self.set_gradients(step)
+            self.optimizer.step()
+
+    def found(self) -> list[dict[str, Tensor]]:
+        """Of each parameter: its components or itself, and its states."""
+        result = []
+        for param in self.params():
+            own = dict(param.components) if isinstance(param, QuantizedTensor) else {"param": param.detach()}
+            result.append({name: part.cpu().clone() for name, part in (own | self.optimizer.state[param]).items()})
+        return result
+
+
+def quantized(full: Tensor, recipe: Recipe, device: str) -> nn.Parameter:
+    local = QuantizedTensor.from_values(full.bfloat16().to(device), recipe, keep_initial=True)
+    return nn.Parameter(local)
+
+
+def assert_same(actual: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> None:
+    for i, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
+        assert list(ours) == list(theirs)
+        for name, value in theirs.items():
+            assert torch.equal(ours[name].view(torch.uint8), value.view(torch.uint8)), (i, name)
+
+
+def compare(
+    recipe: Recipe, engine: str, use_backend: Callable[[str], None], *, first: int = 0, last: int = 3, **options: Any
+) -> Training:
+    """Trains with the engine and with the reference backend; both must end in the same bits."""
+    use_backend(engine)
+    ours = Training(recipe, engine, **options)
+    ours.steps(first, last)
+    use_backend("torch")
+    theirs = Training(recipe, engine, **options)
+    theirs.steps(first, last)
+    assert_same(ours.found(), theirs.found())
+    use_backend(engine)
+    return ours
+
+
+@moments_of
+@recipe_of
+def test_pass_writes_what_the_reference_writes(
+    recipe: str, moments: tuple[torch.dtype, torch.dtype], engine: str, use_backend: Callable[[str], None]
+) -> None:
+    compare(ALL[recipe], engine, use_backend, moments=moments)
+
+
+@pytest.mark.parametrize("options", [{"plain": False}, {"weight_decay": 0.1, "adam_w_mode": False}], ids=str)
+@pytest.mark.parametrize("recipe", DIRECT)
+def test_steps_of_weights_alone_and_with_penalties(
+    recipe: str, options: dict[str, Any], engine: str, use_backend: Callable[[str], None]
+) -> None:
+    compare(ALL[recipe], engine, use_backend, **options)
+
+
+@pytest.mark.parametrize("moments", MOMENTS, ids=str)
+@pytest.mark.parametrize("recipe", DIRECT)
+def test_codes_need_no_second_pass(
+    recipe: str, moments: tuple[torch.dtype, torch.dtype], engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(ALL[recipe], engine, moments, [(130, 384), (3, 128)])
+    before = training.found()
+    with refused(monkeypatch, "encode", "absmax"):
+        training.steps(0, 2)
+    for ours, theirs in zip(training.found()[:2], before[:2], strict=True):
+        assert not torch.equal(
+            ours["data" if "data" in ours else "param"], theirs["data" if "data" in ours else "param"]
+        )
+
+
+@pytest.mark.parametrize("recipe", ["current", "nvfp4"])
+def test_scales_of_whole_weights_need_no_pass_of_their_own(
+    recipe: str, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The update measures what they come from."""
+    training = Training(ALL[recipe], engine)
+    with refused(monkeypatch, "absmax"):
+        training.steps(0, 2)
+    for param in training.params():
+        if isinstance(param, QuantizedTensor) and param.numel():
+            master = training.optimizer.state[param]["master_param"].cpu()
+            expected = QuantizedTensor.from_values(master, param.recipe)
+            assert torch.equal(param.components["tensor_scale"].cpu(), expected.components["tensor_scale"])
+
+
+@given(st.data())
+def test_any_shape_and_gradient(engine: str, use_backend: Callable[[str], None], data: st.DataObject) -> None:
+    """Odd shapes, memory that begins anywhere, gradients that are huge, tiny or not finite."""
+    recipe = ALL[data.draw(st.sampled_from(list(ALL)))]
+    moments = data.draw(st.sampled_from(MOMENTS))
+    columns = st.sampled_from([16, 32, 96, 128, 160, 256, 384]) | st.integers(1, 40).map(lambda n: 2 * n)
+    shape = (data.draw(st.integers(1, 40)), data.draw(columns))
+    special = data.draw(st.sampled_from([None, 1e30, 1e-30, float("inf"), float("nan")]))
+    offset = data.draw(st.sampled_from([0, 1, 2, 4, 16]))
+    results = []
+    for backend in (engine, "torch"):
+        use_backend(backend)
+        training = Training(recipe, engine, moments, [shape], plain=False, weight_decay=0.0)
+        (weight,) = training.params()
+        shift(weight, offset)
+        for step in range(2):
+            training.set_gradients(step, F32)
+            if special is not None:
+                weight.grad.view(-1)[-1] = special
+            training.optimizer.step()
+        results.append(training.found())
+    assert_same(*(masked(result) for result in results))
+
+
+def shift(weight: QuantizedTensor, offset: int) -> None:
+    """Moves the codes to an address that nothing is aligned to."""
+    data = weight.components["data"]
+    memory = torch.zeros(data.numel() + offset, dtype=torch.uint8, device=data.device)
+    moved = memory[offset:].view(data.shape)
+    weight.components["data"] = moved.copy_(data)
+
+
+def masked(found: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """All NaN alike."""
+    return [
+        {k: torch.where(v.isnan(), torch.nan, v) if v.is_floating_point() else v for k, v in parameter.items()}
+        for parameter in found
+    ]
+
+
+@pytest.mark.parametrize("recipe", [*DIRECT, "current"])
+def test_more_weights_than_a_launch_takes(recipe: str, engine: str, use_backend: Callable[[str], None]) -> None:
+    compare(ALL[recipe], engine, use_backend, shapes=[(2, 128), (1, 32)] * 200, last=2)
+
+
+def test_steps_of_many_mixes(engine: str, use_backend: Callable[[str], None]) -> None:
+    """Weights of several recipes and state formats, and masters in remainders beside them, in one optimizer."""
+    results = []
+    for backend in (engine, "torch"):
+        use_backend(backend)
+        groups = []
+        for i, (name, moments) in enumerate(itertools.product(ALL, [(F32, F32), (E4M3, E4M3), (INT8, BF16)])):
+            weight = quantized(values((40, 128), i), ALL[name], engine)
+            groups.append({"params": [weight], "exp_avg_dtype": moments[0], "exp_avg_sq_dtype": moments[1]})
+        big = nn.Parameter(values((256, 512), 1).bfloat16().to(engine))
+        groups.append({"params": [big], "store_param_remainders": True, "exp_avg_dtype": INT8})
+        training = Training(ALL["mxfp8"], engine)
+        training.optimizer = FusedAdam(groups, lr=0.01)
+        training.steps(0, 3)
+        results.append(training.found())
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("recipe", ALL)
+def test_skipped_steps_change_nothing(recipe: str, engine: str) -> None:
+    training = Training(ALL[recipe], engine)
+    training.steps(0, 2)
+    before = training.found()
+    training.set_gradients(2)
+    training.optimizer.grad_scale = torch.tensor(1.0, device=engine)
+    training.optimizer.found_inf = torch.tensor(1.0, device=engine)
+    training.optimizer.step()
+    assert_same(training.found(), before)
+
+
+def test_zeros_get_a_scale_of_one_before_they_are_known(engine: str, use_backend: Callable[[str], None]) -> None:
+    """Weights that begin as zeros, as output projections may: the second update has their real scale."""
+    recipe = ALL["delayed"]
+    results = []
+    for backend in (engine, "torch"):
+        use_backend(backend)
+        weight = quantized(torch.zeros(8, 64), recipe, engine)
+        optimizer = FusedAdam([weight], lr=0.01)
+        for step in range(2):
+            weight.grad = values((8, 64), step).bfloat16().to(engine)
+            optimizer.step()
+            results.append({name: part.cpu().clone() for name, part in weight.components.items() if name != "initial"})
+        master = optimizer.state[weight]["master_param"]
+        assert (weight.values() - master).abs().max() < 0.04 * master.abs().max()
+    assert results[0]["tensor_scale"] == 1.0
+    assert_same(results[:2], results[2:])
+
+
+def test_versions_count_the_codes(engine: str) -> None:
+    """So autograd notices weights that change between forward and backward."""
+    training = Training(MXFP8BlockScaling(), engine, shapes=[(4, 128)], plain=False)
+    (weight,) = training.params()
+    versions = {name: part._version for name, part in weight.components.items()}
+    training.steps(0, 1)
+    assert all(weight.components[name]._version > version for name, version in versions.items() if name != "initial")
