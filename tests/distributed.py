@@ -39,10 +39,17 @@ PRELOADED = [
 ]
 
 
+def needs_gpus(count: int) -> list[pytest.MarkDecorator]:
+    """The marks of a case that runs a body over NCCL on so many ranks."""
+    missing = torch.cuda.device_count() < count
+    return [pytest.mark.cuda, pytest.mark.skipif(missing, reason=f"needs {count} GPUs")]
+
+
 def two_gpus(test: Callable[..., None]) -> Callable[..., None]:
     """Marks a test that runs a body over NCCL."""
-    missing = torch.cuda.device_count() < 2
-    return pytest.mark.cuda(pytest.mark.skipif(missing, reason="needs two GPUs")(test))
+    for mark in needs_gpus(2):
+        test = mark(test)
+    return test
 
 
 class RemoteError(AssertionError):
