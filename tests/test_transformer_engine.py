@@ -247,6 +247,7 @@ def test_checkpoints_move_between_ranks(name: str, way: str, tmp_path: Path) -> 
 # --- tensors ----------------------------------------------------------------------------------------------------
 
 SHAPE = (256, 128)
+GPU = "cuda:0"  # with its number: gradients must be where a tensor says that it is
 # Of the nearest value, relative to the master and to the weight's largest magnitude: half the distance of two codes,
 # and half the smallest one, with twice the scale where it is rounded to a power of two.
 E4M3 = (2**-4, 2**-17)
@@ -265,10 +266,10 @@ def quantizer_of(kind: str) -> Any:
 
     e4m3 = te.DType.kFloat8E4M3
     if kind == "Float8":
-        scale, amax = (torch.full([1], value, device="cuda") for value in (64.0, 0.0))
+        scale, amax = (torch.full([1], value, device=GPU) for value in (64.0, 0.0))
         return te.Float8Quantizer(scale, amax, e4m3)
     if kind == "Float8CurrentScaling":
-        return te.Float8CurrentScalingQuantizer(e4m3, torch.device("cuda"))
+        return te.Float8CurrentScalingQuantizer(e4m3, torch.device(GPU))
     if kind == "Float8Block":
         return te.Float8BlockQuantizer(e4m3, rowwise=True, columnwise=True)
     return te.MXFP8Quantizer(e4m3, columnwise=False) if kind == "MXFP8" else te.NVFP4Quantizer(columnwise=False)
@@ -286,13 +287,13 @@ def kernels_missing(kind: str) -> str:
 
 
 def quantized(kind: str, values: Tensor) -> Tensor:
-    tensor = quantizer_of(kind).make_empty(values.shape, dtype=torch.bfloat16, device="cuda")
+    tensor = quantizer_of(kind).make_empty(values.shape, dtype=torch.bfloat16, device=GPU)
     tensor.quantize_(values)
     return tensor
 
 
 def initial_values() -> Tensor:
-    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).bfloat16().float().cuda()
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).bfloat16().float().to(GPU)
 
 
 def assert_follows_adamw(param: Tensor, optimizer: FusedAdamW, initial: Tensor) -> Tensor:
@@ -300,7 +301,7 @@ def assert_follows_adamw(param: Tensor, optimizer: FusedAdamW, initial: Tensor) 
     plain = nn.Parameter(initial.clone())
     reference = torch.optim.AdamW([plain], lr=0.01)
     for step in range(SAVED_AT):
-        param.grad = gradient(SHAPE, 0, step).to("cuda", torch.bfloat16)
+        param.grad = gradient(SHAPE, 0, step).to(GPU, torch.bfloat16)
         plain.grad = param.grad.float()
         optimizer.step()
         reference.step()
@@ -346,14 +347,14 @@ def test_tensors_of_newer_gpus_are_given_their_masters(kind: str, monkeypatch: p
         return dst
 
     monkeypatch.setattr(type(quantizer_of(kind)), "update_quantized", quantize)
-    param = nn.Parameter(quantized(kind, torch.zeros(SHAPE, device="cuda")))
+    param = nn.Parameter(quantized(kind, torch.ones(SHAPE, device=GPU)))
     kept = initial_values().bfloat16().cpu()
     param.get_high_precision_init_val, param.clear_high_precision_init_val = lambda: kept, lambda: None
     assert protocol.adapter_of(param) is transformer_engine
     with pytest.raises(ValueError, match=f"master_weights=False: a {kind}Tensor of shape"):
         FusedAdamW([param], master_weights=False).initialize_state()
     optimizer = FusedAdamW([param], lr=0.01)
-    master = assert_follows_adamw(param, optimizer, kept.float().cuda())
+    master = assert_follows_adamw(param, optimizer, kept.float().to(GPU))
     expected = components_of(kind, quantized(kind, master))
     for name, value in components_of(kind, param).items():
         assert torch.equal(value, expected[name]), name
@@ -361,7 +362,7 @@ def test_tensors_of_newer_gpus_are_given_their_masters(kind: str, monkeypatch: p
 
 def test_nvfp4_tensors_seed_masters_with_their_decoded_values() -> None:
     """Of NVFP4 an H200 has the library's kernel that decodes, of MXFP8 none."""
-    tensor = quantizer_of("NVFP4").make_empty(SHAPE, dtype=torch.bfloat16, device="cuda")
+    tensor = quantizer_of("NVFP4").make_empty(SHAPE, dtype=torch.bfloat16, device=GPU)
     tensor._amax_rowwise.copy_(initial_values().abs().max())
     components = components_of("NVFP4", tensor)
     STAND_INS["NVFP4"].encode(initial_values(), components)
