@@ -26,6 +26,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from _pytest.mark import ParameterSet
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
@@ -39,10 +40,28 @@ PRELOADED = [
 ]
 
 
+def needs_gpus(count: int) -> list[pytest.MarkDecorator]:
+    """The marks of a case that runs a body over NCCL on so many ranks."""
+    missing = torch.cuda.device_count() < count
+    return [pytest.mark.cuda, pytest.mark.skipif(missing, reason=f"GPUs needed: {count}")]
+
+
 def two_gpus(test: Callable[..., None]) -> Callable[..., None]:
     """Marks a test that runs a body over NCCL."""
-    missing = torch.cuda.device_count() < 2
-    return pytest.mark.cuda(pytest.mark.skipif(missing, reason="needs two GPUs")(test))
+    for mark in needs_gpus(2):
+        test = mark(test)
+    return test
+
+
+def on_each_device(*gloo: tuple[Any, ...], nccl: Sequence[tuple[Any, ...]] | None = None) -> list[ParameterSet]:
+    """Cases that begin with a number of ranks, or with several, and end with where bodies run: "cpu", then "cuda".
+
+    ``nccl``: the cases of GPUs. Default: those of ``gloo`` that need no more than two.
+    """
+    ranks = lambda case: max(case[0]) if isinstance(case[0], tuple) else case[0]  # noqa: E731
+    nccl = [case for case in gloo if ranks(case) <= 2] if nccl is None else nccl
+    on_gpus = (pytest.param(*case, "cuda", marks=needs_gpus(ranks(case))) for case in nccl)
+    return [*(pytest.param(*case, "cpu") for case in gloo), *on_gpus]
 
 
 class RemoteError(AssertionError):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -44,10 +45,12 @@ TILED_SHAPES = {"uneven": (1535, 20), "never": (1536, 8), "frozen": (1535, 4)}
 
 
 def values(shape: Iterable[int], *seed: int) -> Tensor:
-    """Normal values over several magnitudes, the same on every rank."""
+    """Normal values over several magnitudes, the same on every rank, on this rank's device."""
     generator = torch.Generator().manual_seed(hash(seed))
+    options = {"generator": generator, "device": "cpu"}  # also while models are built on the meta device
     shape = tuple(shape)
-    return torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-9, 2, shape, generator=generator))
+    found = torch.randn(shape, **options) * torch.exp2(torch.randint(-9, 2, shape, **options))
+    return found.to(distributed.device())
 
 
 class Layers(nn.Module):
@@ -83,7 +86,7 @@ class Perceptron(nn.Module):
 
 def perceptron(recipe: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Perceptron:
     sizes = (24, 512, 512) if recipe == "tiles" else (48, 256, 7)
-    return Perceptron(*sizes, dtype, seed)
+    return Perceptron(*sizes, dtype, seed).to(distributed.device())
 
 
 def tensor_parallel(model: Perceptron) -> Perceptron:
@@ -92,7 +95,7 @@ def tensor_parallel(model: Perceptron) -> Perceptron:
 
 
 def plain_model(recipe: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Layers:
-    return Layers(shapes_of(recipe), dtype, seed)
+    return Layers(shapes_of(recipe), dtype, seed).to(distributed.device())
 
 
 def shapes_of(recipe: str) -> dict[str, tuple[int, int]]:
@@ -148,8 +151,9 @@ class Run:
 
 
 def mesh_of(how: str) -> DeviceMesh:
+    """Of two dims where there are two kinds of parallelism: 2 x 2 ranks, or 1 x 2."""
     names = {"hsdp": ("replicate", "shard"), "tp": ("dp", "tp")}
-    return distributed.mesh(2, 2, names=names[how]) if how in names else distributed.mesh()
+    return distributed.mesh(dist.get_world_size() // 2, 2, names=names[how]) if how in names else distributed.mesh()
 
 
 def gradient(shape: Iterable[int], index: int, step: int) -> Tensor:

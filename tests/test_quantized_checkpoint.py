@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,12 +14,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.fsdp import fully_shard
 
 import distributed
-from distributed import Part, assert_same, join_all
+from distributed import Part, assert_same, join_all, on_each_device
 from fused_optim import export_optimizer_checkpoint, load_optimizer_checkpoint, save_master_safetensors
 from fused_optim.quantized import finish_initialization, quantize_model_
 from fused_optim.state import MASTER
@@ -54,10 +56,10 @@ def load_and_save(recipes: list[str], source: str, target: str) -> dict[str, lis
     return found
 
 
-def straight(recipes: list[str]) -> dict[str, list[dict[str, Part]]]:
+def train_straight(recipes: list[str], build: Callable[..., nn.Module] | None) -> dict[str, list[dict[str, Part]]]:
     found = {}
     for recipe in recipes:
-        run = Run(recipe, "plain")
+        run = Run(recipe, "plain", build=build)
         run.train(0, SAVED_AT)
         half_way = run.snapshot()
         run.train(SAVED_AT, END)
@@ -65,18 +67,26 @@ def straight(recipes: list[str]) -> dict[str, list[dict[str, Part]]]:
     return found
 
 
-def test_training_goes_on_on_other_ranks_as_if_never_stopped(tmp_path: Path) -> None:
+@functools.cache
+def straight(on: str, build: Callable[..., nn.Module] | None = None) -> dict[str, list[dict[str, Tensor]]]:
+    """What runs of one process that are never interrupted have when others are saved, and at the end."""
+    (found,) = distributed.run(1, train_straight, list(RECIPES), build, on=on)
+    return {recipe: [join_all([parts]) for parts in snapshots] for recipe, snapshots in found.items()}
+
+
+@pytest.mark.parametrize("ranks, on", on_each_device(((4, 2, 3, 1),), nccl=[((2, 1, 2, 2),)]))
+def test_training_goes_on_on_other_ranks_as_if_never_stopped(ranks: tuple[int, ...], on: str, tmp_path: Path) -> None:
     recipes = list(RECIPES)
-    expected = straight(recipes)
-    saved = distributed.run(4, train_and_save, recipes, f"{tmp_path}/4")
+    expected = straight(on)
+    saved = distributed.run(ranks[0], train_and_save, recipes, f"{tmp_path}/0", on=on)
     for recipe in recipes:
-        assert_same(join_all([result[recipe] for result in saved]), join_all([expected[recipe][0]]))
-    for source, ranks in [(4, 2), (2, 3), (3, 1)]:
-        results = distributed.run(ranks, load_and_save, recipes, f"{tmp_path}/{source}", f"{tmp_path}/{ranks}")
+        assert_same(join_all([result[recipe] for result in saved]), expected[recipe][0])
+    for number, target in enumerate(ranks[1:]):
+        paths = f"{tmp_path}/{number}", f"{tmp_path}/{number + 1}"
+        results = distributed.run(target, load_and_save, recipes, *paths, on=on)
         for recipe in recipes:
             for at in (0, 1):
-                joined = join_all([result[recipe][at] for result in results])
-                assert_same(joined, join_all([expected[recipe][at]]))
+                assert_same(join_all([result[recipe][at] for result in results]), expected[recipe][at])
 
 
 # --- ways to save -----------------------------------------------------------------------------------------------
@@ -106,22 +116,25 @@ def load_each_way(recipes: list[str], ways: list[str], folder: str) -> dict[str,
     return found
 
 
-def test_every_interface_resumes_training(tmp_path: Path) -> None:
+OTHER_RANKS = pytest.mark.parametrize("ranks, on", on_each_device(((2, 3),), nccl=[((2, 1),), ((1, 2),)]))
+
+
+@OTHER_RANKS
+def test_every_interface_resumes_training(ranks: tuple[int, int], on: str, tmp_path: Path) -> None:
     ways = ["nested", "flat", "plain", "cpu"]
-    expected = straight(SAVED)
-    distributed.run(2, save_each_way, SAVED, ways, str(tmp_path))
-    results = distributed.run(3, load_each_way, SAVED, ways, str(tmp_path))
+    distributed.run(ranks[0], save_each_way, SAVED, ways, str(tmp_path), on=on)
+    results = distributed.run(ranks[1], load_each_way, SAVED, ways, str(tmp_path), on=on)
     for name in results[0]:
         for at in (0, 1):
             joined = join_all([result[name][at] for result in results])
-            assert_same(joined, join_all([expected[name.split("-")[0]][at]]))
+            assert_same(joined, straight(on)[name.split("-")[0]][at])
 
 
 def save_in_background(
     recipes: list[str], stager: str, folder: str, kind: AsyncCheckpointerType = AsyncCheckpointerType.THREAD
 ) -> None:
     """Trains on before anything is written; in a group of its own, since steps reduce scales in the default one."""
-    group = dist.new_group()
+    group = dist.new_group(backend="gloo")
     for recipe in recipes:
         run = Run(recipe)
         run.train(0, SAVED_AT)
@@ -135,13 +148,13 @@ def save_in_background(
 
 
 @pytest.mark.parametrize("stager", STAGERS)
-def test_background_saves_hold_the_bytes_of_the_save(stager: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks, on", on_each_device((2,)))
+def test_background_saves_hold_the_bytes_of_the_save(stager: str, ranks: int, on: str, tmp_path: Path) -> None:
     recipes = ["delayed", "nvfp4"]
-    expected = straight(recipes)
-    distributed.run(2, save_in_background, recipes, stager, str(tmp_path), timeout=120)
-    results = distributed.run(1, load_each_way, recipes, ["nested"], str(tmp_path))
-    for name in results[0]:
-        assert_same(join_all([results[0][name][0]]), join_all([expected[name.split("-")[0]][0]]))
+    distributed.run(ranks, save_in_background, recipes, stager, str(tmp_path), on=on, timeout=120)
+    (found,) = distributed.run(1, load_each_way, recipes, ["nested"], str(tmp_path), on=on)
+    for recipe in recipes:
+        assert_same(join_all([found[f"{recipe}-nested"][0]]), straight(on)[recipe][0])
 
 
 def serve_saves(rank: int, ranks: int, recipes: list[str], folder: str) -> None:
@@ -158,9 +171,9 @@ def serve_saves(rank: int, ranks: int, recipes: list[str], folder: str) -> None:
 def test_background_saves_in_a_process_hold_the_bytes_of_the_save(tmp_path: Path) -> None:
     recipes = ["delayed", "nvfp4"]
     mp.start_processes(serve_saves, (2, recipes, str(tmp_path)), nprocs=2, start_method="forkserver")
-    results = distributed.run(1, load_each_way, recipes, ["nested"], str(tmp_path))
-    for recipe, (expected, _) in straight(recipes).items():
-        assert_same(join_all([results[0][f"{recipe}-nested"][0]]), join_all([expected]))
+    (found,) = distributed.run(1, load_each_way, recipes, ["nested"], str(tmp_path))
+    for recipe in recipes:
+        assert_same(join_all([found[f"{recipe}-nested"][0]]), straight("cpu")[recipe][0])
 
 
 # --- tensor parallelism -----------------------------------------------------------------------------------------
@@ -184,18 +197,23 @@ def load_perceptrons(recipes: list[str], how: str, folder: str) -> dict[str, lis
     return found
 
 
-@pytest.mark.parametrize("source, target", [((4, "tp"), (2, "fsdp")), ((2, "fsdp"), (4, "tp"))], ids=str)
+@pytest.mark.parametrize(
+    "ranks, source, target, on",
+    on_each_device(
+        *[((4, 2), "tp", "fsdp"), ((2, 4), "fsdp", "tp")],
+        nccl=[((2, 2), "tp", "fsdp"), ((2, 2), "fsdp", "tp"), ((2, 1), "tp", "fsdp")],
+    ),
+)
 def test_training_moves_between_tensor_parallelism_and_fsdp(
-    source: tuple[int, str], target: tuple[int, str], tmp_path: Path
+    ranks: tuple[int, int], source: str, target: str, on: str, tmp_path: Path
 ) -> None:
     recipes = list(RECIPES)
-    distributed.run(source[0], save_perceptrons, recipes, source[1], str(tmp_path))
-    results = distributed.run(target[0], load_perceptrons, recipes, target[1], str(tmp_path))
+    distributed.run(ranks[0], save_perceptrons, recipes, source, str(tmp_path), on=on)
+    results = distributed.run(ranks[1], load_perceptrons, recipes, target, str(tmp_path), on=on)
     for recipe in recipes:
-        run = Run(recipe, "plain", build=perceptron)
-        for at, (first, last) in enumerate([(0, SAVED_AT), (SAVED_AT, END)]):
-            run.train(first, last)
-            assert_same(join_all([result[recipe][at] for result in results]), join_all([run.snapshot()]))
+        for at in (0, 1):
+            joined = join_all([result[recipe][at] for result in results])
+            assert_same(joined, straight(on, perceptron)[recipe][at])
 
 
 # --- other recipes ----------------------------------------------------------------------------------------------
@@ -224,10 +242,13 @@ def load_other(pairs: list[tuple[str, str]], trained: bool, folder: str) -> dict
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_checkpoints_of_other_recipes_are_quantized_anew(trained: bool, tmp_path: Path) -> None:
+@OTHER_RANKS
+def test_checkpoints_of_other_recipes_are_quantized_anew(
+    trained: bool, ranks: tuple[int, int], on: str, tmp_path: Path
+) -> None:
     pairs = [("current", "mxfp8"), ("mxfp8", "nvfp4"), ("nvfp4", "delayed"), ("plain", "current"), ("plain", "rows")]
-    distributed.run(2, save_models, ["current", "mxfp8", "nvfp4", "plain"], str(tmp_path))
-    results = distributed.run(3, load_other, pairs, trained, str(tmp_path))
+    distributed.run(ranks[0], save_models, ["current", "mxfp8", "nvfp4", "plain"], str(tmp_path), on=on)
+    results = distributed.run(ranks[1], load_other, pairs, trained, str(tmp_path), on=on)
     for source, target in pairs:
         expected = plain_model("mxfp8")
         if source != "plain":
@@ -269,11 +290,12 @@ def read_files(recipes: list[str], folder: str) -> dict[str, list[dict[str, Part
     return found
 
 
-def test_optimizer_checkpoint_files_hold_quantized_models(tmp_path: Path) -> None:
-    distributed.run(2, write_files, SAVED, str(tmp_path))
-    results = distributed.run(3, read_files, SAVED, str(tmp_path))
-    for recipe, (expected, _) in straight(SAVED).items():
-        whole = join_all([expected])
+@OTHER_RANKS
+def test_optimizer_checkpoint_files_hold_quantized_models(ranks: tuple[int, int], on: str, tmp_path: Path) -> None:
+    distributed.run(ranks[0], write_files, SAVED, str(tmp_path), on=on)
+    results = distributed.run(ranks[1], read_files, SAVED, str(tmp_path), on=on)
+    for recipe in SAVED:
+        whole = straight(on)[recipe][0]
         own, exported = (join_all([result[recipe][at] for result in results]) for at in (0, 1))
         assert_same(own, whole)
         for name, value in exported.items():

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import distributed
-from distributed import Part, assert_same, join_all, part, shard_like
+from distributed import Part, assert_same, join_all, on_each_device, part, shard_like
 from fused_optim import FusedAdam
 from fused_optim.dtensor import local_tensor
 from fused_optim.quantized import QuantizedTensor, finish_initialization, quantize_model_, quantized_model_init
@@ -67,7 +67,7 @@ def gather_each(recipes: list[str], how: str) -> dict[str, tuple[dict[str, Part]
         for name, param in model.named_parameters():
             if isinstance(param, QuantizedTensor):
                 gathered |= {
-                    f"{name}: {part.name}": param.components[part.name].clone()
+                    f"{name}: {part.name}": param.components[part.name].clone().cpu()
                     for part in param.recipe.components
                     if part.name != "amax_history"
                 }
@@ -75,9 +75,13 @@ def gather_each(recipes: list[str], how: str) -> dict[str, tuple[dict[str, Part]
     return found
 
 
-@pytest.mark.parametrize("ranks, how", [(1, "fsdp"), (2, "fsdp"), (3, "fsdp"), (4, "fsdp"), (4, "hsdp")])
-def test_gathered_weights_are_the_shards_bit_for_bit(ranks: int, how: str) -> None:
-    results = distributed.run(ranks, gather_each, list(RECIPES), how)
+FSDP = [(1, "fsdp"), (2, "fsdp"), (3, "fsdp"), (4, "fsdp"), (4, "hsdp")]
+FSDP_ON_GPUS = [(1, "fsdp"), (2, "fsdp"), (2, "hsdp")]
+
+
+@pytest.mark.parametrize("ranks, how, on", on_each_device(*FSDP, nccl=FSDP_ON_GPUS))
+def test_gathered_weights_are_the_shards_bit_for_bit(ranks: int, how: str, on: str) -> None:
+    results = distributed.run(ranks, gather_each, list(RECIPES), how, on=on)
     for recipe in RECIPES:
         whole = parameter_parts(quantize_model_(plain_model(recipe), RECIPES[recipe]))
         joined = join_all([result[recipe][0] for result in results])
@@ -102,19 +106,19 @@ def count_bytes(recipes: list[str]) -> dict[str, float]:
     """Bytes that are gathered per element of a weight."""
     found = {}
     for recipe in recipes:
-        layer = nn.Linear(256, 1024, bias=False, dtype=torch.bfloat16)
+        layer = nn.Linear(256, 1024, bias=False, dtype=torch.bfloat16, device=distributed.device())
         if recipe != "plain":
             quantize_model_(layer, RECIPES[recipe])
         fully_shard(layer, mesh=distributed.mesh())
         with CountGathered() as counter:
-            layer(torch.ones(1, 256, dtype=torch.bfloat16))
+            layer(torch.ones(1, 256, dtype=torch.bfloat16, device=distributed.device()))
         found[recipe] = counter.sent * dist.get_world_size() / (256 * 1024)
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_bytes_that_are_gathered(ranks: int) -> None:
-    for counted in distributed.run(ranks, count_bytes, ["plain", *RECIPES]):
+@pytest.mark.parametrize("ranks, on", on_each_device((2,), (4,)))
+def test_bytes_that_are_gathered(ranks: int, on: str) -> None:
+    for counted in distributed.run(ranks, count_bytes, ["plain", *RECIPES], on=on):
         assert counted["plain"] == 2
         expected = {"mxfp8": 33 / 32, "mxfp8up": 33 / 32, "rows": 132 / 128, "nvfp4": 9 / 16}
         for recipe in RECIPES:
@@ -167,12 +171,16 @@ def train(model: Layers, step: int, way: str) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "number, ranks, how", [(0, 1, "fsdp"), (1, 2, "fsdp"), (2, 3, "fsdp"), (3, 4, "fsdp"), (1, 4, "hsdp")]
+    "ranks, number, how, on",
+    on_each_device(
+        *[(1, 0, "fsdp"), (2, 1, "fsdp"), (3, 2, "fsdp"), (4, 3, "fsdp"), (4, 1, "hsdp")],
+        nccl=[(ranks, number, how) for ranks, how in FSDP_ON_GPUS for number in range(len(WAYS))],
+    ),
 )
-def test_losses_and_gradients_are_those_of_the_decoded_weights(number: int, ranks: int, how: str) -> None:
+def test_losses_and_gradients_are_those_of_the_decoded_weights(ranks: int, number: int, how: str, on: str) -> None:
     ways = list(WAYS)  # each recipe meets each way on some number of ranks
     cases = [(recipe, ways[(index + number) % len(ways)]) for index, recipe in enumerate(RECIPES)]
-    for different in distributed.run(ranks, compare_each, cases, how):
+    for different in distributed.run(ranks, compare_each, cases, how, on=on):
         assert not different
 
 
@@ -196,8 +204,9 @@ def compare_tensor_parallel(recipes: list[str]) -> dict[str, list[float]]:
     return found
 
 
-def test_tensor_parallel_weights_compute_as_decoded_ones() -> None:
-    for result in distributed.run(4, compare_tensor_parallel, list(RECIPES)):
+@pytest.mark.parametrize("ranks, on", on_each_device((4,), nccl=[(2,)]))
+def test_tensor_parallel_weights_compute_as_decoded_ones(ranks: int, on: str) -> None:
+    for result in distributed.run(ranks, compare_tensor_parallel, list(RECIPES), on=on):
         assert list(result) == list(RECIPES)
         for recipe, differences in result.items():
             assert differences == [0.0, 0.0, 0.0], recipe
@@ -207,30 +216,32 @@ def test_tensor_parallel_weights_compute_as_decoded_ones() -> None:
 
 
 def refuse(rows: int) -> list[str]:
-    model = nn.Sequential(nn.Linear(8, 128), nn.Linear(128, rows))
+    device = distributed.device()
+    model = nn.Sequential(nn.Linear(8, 128), nn.Linear(128, rows)).to(device)
     quantize_model_(model, RECIPES["tiles"])
     errors = []
     with pytest.raises(ValueError) as error:
         fully_shard(model[1], mesh=distributed.mesh())
     errors.append(str(error.value))
-    sharded_already = fully_shard(nn.Linear(256, 128), mesh=distributed.mesh())
+    sharded_already = fully_shard(nn.Linear(256, 128, device=device), mesh=distributed.mesh())
     with pytest.raises(ValueError) as error:
         quantize_model_(sharded_already, RECIPES["mxfp8"])
     errors.append(str(error.value))
-    by_columns = quantize_model_(nn.Sequential(nn.Linear(256, 128)), RECIPES["mxfp8"])
+    by_columns = quantize_model_(nn.Sequential(nn.Linear(256, 128, device=device)), RECIPES["mxfp8"])
     fully_shard(by_columns, mesh=distributed.mesh(), shard_placement_fn=lambda param: Shard(param.dim() - 1))
     with pytest.raises(RuntimeError) as error:
-        by_columns(torch.zeros(1, 256))
+        by_columns(torch.zeros(1, 256, device=device))
     errors.append(str(error.value))
-    weight = quantize_model_(nn.Linear(256, 128), RECIPES["mxfp8"]).weight.detach()
+    weight = quantize_model_(nn.Linear(256, 128, device=device), RECIPES["mxfp8"]).weight.detach()
     with pytest.raises(RuntimeError) as error:
         dist.all_reduce(weight)
     errors.append(str(error.value))
     return errors
 
 
-def test_what_cannot_be_sharded_is_named_on_every_rank() -> None:
-    for cut, order, columns, reduced in distributed.run(2, refuse, 384):
+@pytest.mark.parametrize("ranks, on", on_each_device((2,)))
+def test_what_cannot_be_sharded_is_named_on_every_rank(ranks: int, on: str) -> None:
+    for cut, order, columns, reduced in distributed.run(ranks, refuse, 384, on=on):
         assert cut.startswith("1.weight: Float8BlockScaling cannot be cut to rows 0 to 192 of 384: its blocks have 128")
         assert "after fully_shard: the order is tensor parallelism, quantization, FSDP" in order
         assert columns == "0.weight: FSDP2 can shard quantized weights by rows only: placement Shard(0)"
@@ -243,19 +254,20 @@ def start_replicas(recipe: str) -> list[Tensor]:
     model[0].weight.data = values((8, 64), dist.get_rank())
     quantize_model_(model, RECIPES[recipe])
     nn.parallel.DistributedDataParallel(model)
-    return [model[0].weight.values(), model[0].weight.initial_values()]
+    return [model[0].weight.values().cpu(), model[0].weight.initial_values().cpu()]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_replicas_start_from_the_first_ranks_bytes(recipe: str) -> None:
-    first, *others = distributed.run(2, start_replicas, recipe)
+@pytest.mark.parametrize("ranks, on", on_each_device((2,)))
+def test_replicas_start_from_the_first_ranks_bytes(recipe: str, ranks: int, on: str) -> None:
+    first, *others = distributed.run(ranks, start_replicas, recipe, on=on)
     assert torch.equal(first[1], values((8, 64), 0))
     for other in others:
         assert all(map(torch.equal, first, other))
 
 
 def requires_grad_of_locals() -> list[bool]:
-    weight = quantize_model_(nn.Linear(64, 8), RECIPES["mxfp8"]).weight.detach()
+    weight = quantize_model_(nn.Linear(64, 8, device=distributed.device()), RECIPES["mxfp8"]).weight.detach()
     found = []
     for wanted in (True, False):
         local = weight.clone().requires_grad_(wanted)
@@ -263,8 +275,9 @@ def requires_grad_of_locals() -> list[bool]:
     return found
 
 
-def test_dtensors_of_quantized_weights_require_grad_as_these_do() -> None:
-    assert distributed.run(2, requires_grad_of_locals) == [[True, False]] * 2
+@pytest.mark.parametrize("ranks, on", on_each_device((2,)))
+def test_dtensors_of_quantized_weights_require_grad_as_these_do(ranks: int, on: str) -> None:
+    assert distributed.run(ranks, requires_grad_of_locals, on=on) == [[True, False]] * ranks
 
 
 def who_keeps_initial_values() -> list[bool]:
@@ -278,8 +291,9 @@ def who_keeps_initial_values() -> list[bool]:
     return [before, any(data.has_initial for data in kept)]
 
 
-def test_initial_values_are_freed_in_what_fsdp_keeps() -> None:
-    assert distributed.run(2, who_keeps_initial_values) == [[True, False]] * 2
+@pytest.mark.parametrize("ranks, on", on_each_device((2,)))
+def test_initial_values_are_freed_in_what_fsdp_keeps(ranks: int, on: str) -> None:
+    assert distributed.run(ranks, who_keeps_initial_values, on=on) == [[True, False]] * ranks
 
 
 # --- initial values ---------------------------------------------------------------------------------------------
@@ -293,7 +307,7 @@ def build_on_meta(recipes: list[str], how: str) -> dict[str, dict[str, Part]]:
         model.frozen.requires_grad_(False)
         assert all(param.is_meta for param in model.parameters())
         fully_shard(model, mesh=mesh_of(how))
-        model.to_empty(device="cpu")
+        model.to_empty(device=distributed.device())
         with torch.no_grad():
             for name, param in model.named_parameters():
                 fill(local_tensor(param), local_tensor(shard_like(plain_model(recipe).get_parameter(name), param)))
@@ -325,9 +339,12 @@ def masters_of(model: nn.Module) -> dict[str, Part]:
     return masters
 
 
-@pytest.mark.parametrize("ranks, how", [(1, "fsdp"), (2, "fsdp"), (4, "fsdp"), (4, "hsdp")])
-def test_models_built_on_meta_get_the_values_of_unsharded_ones(ranks: int, how: str) -> None:
-    results = distributed.run(ranks, build_on_meta, list(RECIPES), how)
+@pytest.mark.parametrize(
+    "ranks, how, on",
+    on_each_device((1, "fsdp"), (2, "fsdp"), (4, "fsdp"), (4, "hsdp"), nccl=FSDP_ON_GPUS),
+)
+def test_models_built_on_meta_get_the_values_of_unsharded_ones(ranks: int, how: str, on: str) -> None:
+    results = distributed.run(ranks, build_on_meta, list(RECIPES), how, on=on)
     for recipe in RECIPES:
         model, plain = quantize_model_(plain_model(recipe), RECIPES[recipe]), plain_model(recipe)
         expected = join_all([parameter_parts(model)])
@@ -348,19 +365,20 @@ def train_tied(recipe: str) -> list[Any]:
         models.append(model)
     quantize_model_(models[0], RECIPES[recipe])
     models[1][0].weight.data.copy_(models[0][0].weight.dequantize())
-    x, found = torch.tensor([[0, 3, 3], [6, 1, dist.get_rank()]]), []
+    x, found = torch.tensor([[0, 3, 3], [6, 1, dist.get_rank()]], device=distributed.device()), []
     for model in models:
         fully_shard(model, mesh=distributed.mesh())
         assert model[0].weight is model[1].weight
         loss = nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten())
         loss.backward()
-        found += [loss.item(), local_tensor(model[0].weight.grad)]
+        found += [loss.item(), local_tensor(model[0].weight.grad).cpu()]
     return found
 
 
 @pytest.mark.parametrize("recipe", ["current", "nvfp4"])
-def test_tied_weights_train_as_plain_ones(recipe: str) -> None:
-    for loss, grad, expected_loss, expected_grad in distributed.run(3, train_tied, recipe):
+@pytest.mark.parametrize("ranks, on", on_each_device((3,), nccl=[(2,)]))
+def test_tied_weights_train_as_plain_ones(recipe: str, ranks: int, on: str) -> None:
+    for loss, grad, expected_loss, expected_grad in distributed.run(ranks, train_tied, recipe, on=on):
         assert loss == expected_loss and torch.equal(grad, expected_grad)
 
 
@@ -372,7 +390,9 @@ def load_plain(recipes: list[str], how: str, way: str, forward_first: bool) -> d
     """A plain full state dict, loaded into a sharded quantized model with other values."""
     found = {}
     for recipe in recipes:
-        model = plain_model(recipe, seed=1).to("meta" if way == "meta" else "cpu")
+        model = plain_model(recipe, seed=1)
+        if way == "meta":
+            model.to("meta")
         fully_shard(quantize_model_(model, RECIPES[recipe]), mesh=mesh_of(how))
         x = values((2, 144), dist.get_rank()).bfloat16()
         if forward_first:
@@ -398,12 +418,18 @@ def load_plain(recipes: list[str], how: str, way: str, forward_first: bool) -> d
 
 
 @pytest.mark.parametrize(
-    "ranks, how, forward_first, way",
-    [(3, "fsdp", True, way) for way in ("full", "broadcast", "sharded", "assign", "meta")]
-    + [(2, "fsdp", False, "broadcast"), (4, "hsdp", False, "broadcast")],
+    "ranks, how, forward_first, way, on",
+    on_each_device(
+        *[(3, "fsdp", True, way) for way in ("full", "broadcast", "sharded", "assign", "meta")],
+        *[(2, "fsdp", False, "broadcast"), (4, "hsdp", False, "broadcast")],
+        # Not "meta": where a group has a CPU backend, too, torch assigns what it broadcasts there.
+        nccl=[(2, "fsdp", way != "full", way) for way in ("full", "broadcast", "sharded", "assign")],
+    ),
 )
-def test_plain_state_dicts_are_quantized_as_whole_weights(ranks: int, how: str, forward_first: bool, way: str) -> None:
-    results = distributed.run(ranks, load_plain, list(RECIPES), how, way, forward_first and way != "meta")
+def test_plain_state_dicts_are_quantized_as_whole_weights(
+    ranks: int, how: str, forward_first: bool, way: str, on: str
+) -> None:
+    results = distributed.run(ranks, load_plain, list(RECIPES), how, way, forward_first and way != "meta", on=on)
     for recipe in RECIPES:
         expected = parameter_parts(quantize_model_(plain_model(recipe), RECIPES[recipe]))
         assert_same(join_all([result[recipe] for result in results]), join_all([expected]))
@@ -426,8 +452,9 @@ def load_quantized(recipes: list[str], assign: bool, forward_first: bool) -> dic
 
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("forward_first", [False, True])
-def test_sharded_state_dicts_load_bytes(assign: bool, forward_first: bool) -> None:
-    results = distributed.run(3, load_quantized, list(RECIPES), assign, forward_first)
+@pytest.mark.parametrize("ranks, on", on_each_device((3,), nccl=[(2,)]))
+def test_sharded_state_dicts_load_bytes(assign: bool, forward_first: bool, ranks: int, on: str) -> None:
+    results = distributed.run(ranks, load_quantized, list(RECIPES), assign, forward_first, on=on)
     for recipe in RECIPES:
         expected = parameter_parts(quantize_model_(plain_model(recipe), RECIPES[recipe]))
         assert_same(join_all([result[recipe] for result in results]), join_all([expected]))
@@ -438,20 +465,20 @@ def read_full(recipes: list[str], how: str) -> dict[str, list[dict[str, Tensor]]
     found = {}
     for recipe in recipes:
         model, other = Run(recipe, how).model, Run(recipe, how, fresh=True).model
-        full = {name: param.full_tensor().detach() for name, param in model.named_parameters()}
+        full = {name: param.full_tensor().detach().cpu() for name, param in model.named_parameters()}
         state = get_model_state_dict(model, options=FULL)
         set_model_state_dict(
             other, get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), options=FULL
         )
         finish_initialization(other)
-        again = {name: param.full_tensor().detach() for name, param in other.named_parameters()}
+        again = {name: param.full_tensor().detach().cpu() for name, param in other.named_parameters()}
         found[recipe] = [full, state, again]
     return found
 
 
-@pytest.mark.parametrize("ranks, how", [(3, "fsdp"), (4, "hsdp")])
-def test_full_state_dicts_are_plain_decoded_values(ranks: int, how: str) -> None:
-    results = distributed.run(ranks, read_full, list(RECIPES), how)
+@pytest.mark.parametrize("ranks, how, on", on_each_device((3, "fsdp"), (4, "hsdp"), nccl=FSDP_ON_GPUS))
+def test_full_state_dicts_are_plain_decoded_values(ranks: int, how: str, on: str) -> None:
+    results = distributed.run(ranks, read_full, list(RECIPES), how, on=on)
     for recipe in RECIPES:
         model = quantize_model_(plain_model(recipe), RECIPES[recipe])
         expected = {name: param.detach() for name, param in model.named_parameters()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import distributed
-from distributed import Part, assert_same, join_all, shard_like
+from distributed import Part, assert_same, join_all, on_each_device, shard_like
 from fused_optim import FusedAdam
 from fused_optim.dtensor import full_tensor, local_tensor
 from fused_optim.quantized import Float8DelayedScaling, QuantizedTensor, quantize_model_
@@ -20,35 +21,45 @@ from quantized_cases import RECIPES, WHOLE, Run, gradient, parameter_parts, perc
 
 EACH = pytest.mark.parametrize("recipe", RECIPES)
 
-MASTERS = pytest.mark.parametrize("master_weights", [True, False], ids=["masters", "no masters"])
+ON_GPUS = [(1, "fsdp"), (2, "fsdp"), (2, "hsdp"), (2, "tp")]
 
 
 def train_each(recipes: list[str], how: str, master_weights: bool) -> dict[str, dict[str, Part]]:
+    """``how``: as of ``Run``, or "plain tp" for the model of tensor parallelism on one process."""
     found = {}
     for recipe in recipes:
-        run = Run(recipe, how, master_weights=master_weights, build=perceptron if how == "tp" else None)
+        build = perceptron if how.endswith("tp") else None
+        run = Run(recipe, how.removesuffix(" tp"), master_weights=master_weights, build=build)
         run.train(0, 5)
         found[recipe] = run.snapshot()
     return found
 
 
-@MASTERS
-def test_ranks_do_not_change_a_bit(master_weights: bool) -> None:
-    whole = train_each(list(RECIPES), "plain", master_weights)
-    few = [(3, "fsdp"), (4, "hsdp")]
-    for ranks, how in [(1, "fsdp"), (2, "fsdp"), (4, "fsdp"), *few] if master_weights else few:
-        results = distributed.run(ranks, train_each, list(RECIPES), how, master_weights)
-        for recipe, expected in whole.items():
-            assert_same(join_all([result[recipe] for result in results]), join_all([expected]))
+@functools.cache
+def whole(how: str, master_weights: bool, on: str) -> dict[str, dict[str, Tensor]]:
+    """Of one process that shards nothing."""
+    (found,) = distributed.run(1, train_each, list(RECIPES), how, master_weights, on=on)
+    return {recipe: join_all([parts]) for recipe, parts in found.items()}
 
 
-@MASTERS
-def test_tensor_parallelism_does_not_change_a_bit(master_weights: bool) -> None:
-    results = distributed.run(4, train_each, list(RECIPES), "tp", master_weights)
+def check_ranks(ranks: int, how: str, master_weights: bool, on: str) -> None:
+    results = distributed.run(ranks, train_each, list(RECIPES), how, master_weights, on=on)
+    expected = whole("plain tp" if how == "tp" else "plain", master_weights, on)
     for recipe in RECIPES:
-        run = Run(recipe, "plain", master_weights=master_weights, build=perceptron)
-        run.train(0, 5)
-        assert_same(join_all([result[recipe] for result in results]), join_all([run.snapshot()]))
+        assert_same(join_all([result[recipe] for result in results]), expected[recipe])
+
+
+@pytest.mark.parametrize(
+    "ranks, how, on",
+    on_each_device(*[(1, "fsdp"), (2, "fsdp"), (3, "fsdp"), (4, "fsdp"), (4, "hsdp"), (4, "tp")], nccl=ON_GPUS),
+)
+def test_ranks_do_not_change_a_bit(ranks: int, how: str, on: str) -> None:
+    check_ranks(ranks, how, True, on)
+
+
+@pytest.mark.parametrize("ranks, how, on", on_each_device((3, "fsdp"), (4, "hsdp"), (4, "tp"), nccl=ON_GPUS))
+def test_ranks_do_not_change_a_bit_without_masters(ranks: int, how: str, on: str) -> None:
+    check_ranks(ranks, how, False, on)
 
 
 # --- masters ----------------------------------------------------------------------------------------------------
@@ -136,7 +147,8 @@ def skip_steps(recipes: list[str], how: str) -> dict[str, list[dict[str, Part]]]
         before = run.snapshot()
         for flag in (1.0, 0.0):
             run.set_gradients(2)
-            run.optimizer.grad_scale, run.optimizer.found_inf = torch.tensor(1.0), torch.tensor(flag)
+            scale, found_inf = torch.tensor([1.0, flag], device=distributed.device())
+            run.optimizer.grad_scale, run.optimizer.found_inf = scale, found_inf
             run.optimizer.step()
             found.setdefault(recipe, [before]).append(run.snapshot())
         run = Run(recipe, how)
@@ -145,9 +157,9 @@ def skip_steps(recipes: list[str], how: str) -> dict[str, list[dict[str, Part]]]
     return found
 
 
-@pytest.mark.parametrize("ranks, how", [(1, "plain"), (3, "fsdp")])
-def test_skipped_steps_leave_data_scales_and_histories(ranks: int, how: str) -> None:
-    results = distributed.run(ranks, skip_steps, list(RECIPES), how)
+@pytest.mark.parametrize("ranks, how, on", on_each_device((1, "plain"), (3, "fsdp"), nccl=[(1, "plain"), (2, "fsdp")]))
+def test_skipped_steps_leave_data_scales_and_histories(ranks: int, how: str, on: str) -> None:
+    results = distributed.run(ranks, skip_steps, list(RECIPES), how, on=on)
     for recipe in RECIPES:
         before, skipped, stepped, straight = (join_all([result[recipe][at] for result in results]) for at in range(4))
         assert_same(skipped, before)
@@ -200,19 +212,21 @@ def follow_delayed(recipe: Float8DelayedScaling, how: str) -> list[list[Tensor]]
             optimizer.step()
         components = local_tensor(weight.detach()).components
         absmax = full_tensor(optimizer.master_state_dict(model)["0.weight"]).abs().max()
-        found.append([absmax, components["tensor_scale"].clone(), components["amax_history"].clone()])
+        found.append([absmax.cpu(), *(components[name].clone().cpu() for name in ("tensor_scale", "amax_history"))])
         optimizer.sync_params_from_master()
-        assert torch.equal(components["amax_history"], found[-1][2])
+        assert torch.equal(components["amax_history"].cpu(), found[-1][2])
     return found
 
 
 @pytest.mark.parametrize(
     "algorithm, margin, length", [("max", 0, 3), ("most_recent", 0, 3), ("max", 2, 2), ("max", 0, 1)]
 )
-@pytest.mark.parametrize("ranks, how", [(1, "plain"), (4, "fsdp")])
-def test_delayed_scales_come_from_the_history(ranks: int, how: str, algorithm: str, margin: int, length: int) -> None:
+@pytest.mark.parametrize("ranks, how, on", on_each_device((1, "plain"), (4, "fsdp"), nccl=[(1, "plain"), (2, "fsdp")]))
+def test_delayed_scales_come_from_the_history(
+    ranks: int, how: str, on: str, algorithm: str, margin: int, length: int
+) -> None:
     recipe = Float8DelayedScaling(amax_history_len=length, amax_compute_algo=algorithm, margin=margin)
-    for found in distributed.run(ranks, follow_delayed, recipe, how):
+    for found in distributed.run(ranks, follow_delayed, recipe, how, on=on):
         absmaxes = [float(absmax) for absmax, *_ in found]
         assert absmaxes[3] > absmaxes[0] + 1 and absmaxes[5] < absmaxes[3]
         for step, (_, scale, history) in enumerate(found):
@@ -240,10 +254,11 @@ def which_need_collectives(how: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "ranks, how, needed", [(1, "plain", False), (1, "fsdp", False), (2, "fsdp", True), (4, "tp", True)]
+    "ranks, how, needed, on",
+    on_each_device((1, "plain", False), (1, "fsdp", False), (2, "fsdp", True), (2, "tp", True), (4, "tp", True)),
 )
-def test_captures_are_refused_where_ranks_must_agree_on_a_scale(ranks: int, how: str, needed: bool) -> None:
-    for result in distributed.run(ranks, which_need_collectives, how):
+def test_captures_are_refused_where_ranks_must_agree_on_a_scale(ranks: int, how: str, needed: bool, on: str) -> None:
+    for result in distributed.run(ranks, which_need_collectives, how, on=on):
         for recipe, (first, second, *error) in result.items():
             assert first == second == (needed and recipe in WHOLE)
             assert len(error) == int(first)
@@ -254,8 +269,8 @@ def test_captures_are_refused_where_ranks_must_agree_on_a_scale(ranks: int, how:
 def train_amp(how: str) -> list[dict[str, Part]]:
     """torch.amp.GradScaler with an overflow on one rank only."""
     run = Run("current", how)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaler.scale(torch.zeros(1))
+    scaler = torch.amp.GradScaler(distributed.device().type, init_scale=4.0)
+    scaler.scale(torch.zeros(1, device=distributed.device()))
     found = [run.snapshot()]
     for step in range(2):
         run.set_gradients(1)
@@ -268,8 +283,9 @@ def train_amp(how: str) -> list[dict[str, Part]]:
     return found
 
 
-def test_overflows_found_by_a_grad_scaler_skip_the_step() -> None:
-    results = distributed.run(2, train_amp, "fsdp")
+@pytest.mark.parametrize("ranks, on", on_each_device((2,)))
+def test_overflows_found_by_a_grad_scaler_skip_the_step(ranks: int, on: str) -> None:
+    results = distributed.run(ranks, train_amp, "fsdp", on=on)
     skipped, stepped = (join_all([result[at] for result in results]) for at in (1, 2))
     start = join_all([parameter_parts(Run("current", "plain").model)])
     assert_same({name: skipped[name] for name in start}, start)
