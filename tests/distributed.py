@@ -39,10 +39,14 @@ PRELOADED = [
 ]
 
 
+TWO_GPUS = [pytest.mark.cuda, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+
+
 def two_gpus(test: Callable[..., None]) -> Callable[..., None]:
     """Marks a test that runs a body over NCCL."""
-    missing = torch.cuda.device_count() < 2
-    return pytest.mark.cuda(pytest.mark.skipif(missing, reason="needs two GPUs")(test))
+    for mark in TWO_GPUS:
+        test = mark(test)
+    return test
 
 
 class RemoteError(AssertionError):
