@@ -149,32 +149,55 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
         optimizer.zero_grad()
 
 
-def trained(strategy: str, kind: str, options: dict[str, Any], steps: int, **others: Any) -> Any:
-    model, optimizer = build(strategy, kind, options, **others)
-    train(model, optimizer, range(steps))
-    rows = {name: local_tensor(param).shape[0] for name, param in model.module.named_parameters()}
-    return contents(model.module, optimizer), (settings(optimizer), rows)
-
-
-def unsharded(kind: str, options: dict[str, Any], steps: int) -> tuple[dict[str, Tensor], Any]:
-    """The same steps on plain tensors, without Megatron-FSDP."""
-    main, masters = KINDS[kind]
-    model = new_model().to(main or BF16)
+def train_plain(model: nn.Module, optimizer: FusedAdam, steps: int) -> None:
     named = dict(model.named_parameters())
-    optimizer = FusedAdam(grouped(named, exp_avg_dtype=BF16), lr=LR, weight_decay=DECAY, **masters, **options)
     for step in range(steps):
         for name, grad in gradients(named, step).items():
             named[name].grad = grad.to(named[name].dtype)
         optimizer.step()
-    return contents(model, optimizer), settings(optimizer)
+
+
+class Facts:
+    """What every rank says of its optimizer, its shards and the weights that the model computes with."""
+
+    def __init__(self, named: nn.Module, optimizer: FusedAdam, model: nn.Module, steps: int) -> None:
+        self.settings = settings(optimizer)
+        self.rows = {name: local_tensor(param).shape[0] for name, param in named.named_parameters()}
+        self.next_loss = model(gradients(dict(named.named_parameters()), steps)).item()
+
+    def check(self, expected: Facts) -> None:
+        assert self.settings == expected.settings
+        assert self.next_loss == pytest.approx(expected.next_loss, abs=0.05)  # of about 200; a step changes it by 2
+
+
+def trained(
+    strategy: str, kind: str, options: dict[str, Any], steps: int, **others: Any
+) -> tuple[dict[str, Tensor], Facts]:
+    model, optimizer = build(strategy, kind, options, **others)
+    train(model, optimizer, range(steps))
+    return contents(model.module, optimizer), Facts(model.module, optimizer, model, steps)
+
+
+def unsharded(kind: str, options: dict[str, Any], steps: int) -> tuple[dict[str, Tensor], Facts]:
+    """The same steps on plain tensors, without Megatron-FSDP."""
+    main, masters = KINDS[kind]
+    model = new_model().to(main or BF16)
+    groups = grouped(dict(model.named_parameters()), exp_avg_dtype=BF16)
+    optimizer = FusedAdam(groups, lr=LR, weight_decay=DECAY, **masters, **options)
+    train_plain(model, optimizer, steps)
+    return contents(model, optimizer), Facts(model, optimizer, model.to(BF16), steps)
 
 
 # --- steps --------------------------------------------------------------------------------------------------------
 
 
-def check_trained(results: list[Any], expected: tuple[dict[str, Tensor], Any]) -> None:
-    assert_same(joined(results), expected[0])
-    assert all(found == expected[1] for _, (found, _) in results)
+def check_trained(
+    results: list[tuple[dict[str, Tensor], Facts]], kind: str, options: dict[str, Any], steps: int
+) -> None:
+    ((expected, facts),) = distributed.run(1, unsharded, kind, options, steps, on="cuda")
+    assert_same(joined(results), expected)
+    for _, found in results:
+        found.check(facts)
 
 
 @two_gpus
@@ -184,20 +207,18 @@ def check_trained(results: list[Any], expected: tuple[dict[str, Tensor], Any]) -
 def test_sharding_does_not_change_bits(strategy: str, kind: str, fmt: torch.dtype) -> None:
     """Uneven and empty shards, three param groups, all formats: parameters, masters and moments of one process."""
     options = state_options(fmt)
-    ((*expected,),) = distributed.run(1, unsharded, kind, options, 20, on="cuda")
     results = distributed.run(2, trained, strategy, kind, options, 20, on="cuda")
-    check_trained(results, tuple(expected))
-    rows = [rows for _, (_, rows) in results]
+    check_trained(results, kind, options, 20)
+    rows = [facts.rows for _, facts in results]
     assert [(r["units.0.up"], r["root.narrow"], r["root.one"]) for r in rows] == [(5, 26, 1), (155, 38, 0)]
 
 
 @two_gpus
 @pytest.mark.parametrize("kind, grads", [("main params", None), ("main params", F32), ("masters", F32)])
 def test_decoupled_gradients_of_another_dtype(kind: str, grads: torch.dtype | None) -> None:
-    ((*expected,),) = distributed.run(1, unsharded, kind, state_options(BF16), 5, on="cuda")
     options = {"use_decoupled_grad": True, **state_options(BF16)}
     results = distributed.run(2, trained_with_grads_in, grads, kind, options, on="cuda")
-    check_trained(results, tuple(expected))
+    check_trained(results, kind, state_options(BF16), 5)
 
 
 def trained_with_grads_in(grads: torch.dtype | None, kind: str, options: dict[str, Any]) -> Any:
@@ -272,31 +293,26 @@ def test_wrapping_creates_states_and_leaves_no_mark(combined: bool, kind: str) -
     assert all(set(steps) == {1} for _, steps in results)
 
 
-def trained_in_one_group(options: dict[str, Any], wrapped: bool) -> Any:
-    """By the combined ``fully_shard``, which makes one param group of all."""
+def trained_in_one_group(options: dict[str, Any], wrapped: bool) -> tuple[dict[str, Tensor], Facts]:
+    """By the combined ``fully_shard``, which makes one param group of all; or as a plain FP32 model."""
     model = new_model()
-    if not wrapped:
-        model.float()
-    optimizer = FusedAdam(model.parameters(), lr=LR, weight_decay=DECAY, **options)
+    optimizer = FusedAdam((model if wrapped else model.float()).parameters(), lr=LR, weight_decay=DECAY, **options)
     if wrapped:
         model, optimizer = package().fully_shard(model, optimizer, **wrapping("optim_grads_params", "main params"))
         train(model, optimizer, range(5))
-        return contents(model.module, optimizer), settings(optimizer)
-    named = dict(model.named_parameters())
-    for step in range(5):
-        for name, grad in gradients(named, step).items():
-            named[name].grad = grad.float()
-        optimizer.step()
-    return contents(model, optimizer), settings(optimizer)
+        return contents(model.module, optimizer), Facts(model.module, optimizer, model, 5)
+    train_plain(model, optimizer, 5)
+    return contents(model, optimizer), Facts(model, optimizer, model.to(BF16), 5)
 
 
 @two_gpus
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_combined_wrapping_does_not_change_bits(fmt: torch.dtype) -> None:
-    ((expected, groups),) = distributed.run(1, trained_in_one_group, state_options(fmt), False, on="cuda")
+    ((expected, facts),) = distributed.run(1, trained_in_one_group, state_options(fmt), False, on="cuda")
     results = distributed.run(2, trained_in_one_group, state_options(fmt), True, on="cuda")
     assert_same(joined(results), expected)
-    assert all(found == groups for _, found in results)
+    for _, found in results:
+        found.check(facts)
 
 
 # --- checkpoints --------------------------------------------------------------------------------------------------
@@ -314,9 +330,10 @@ def load(strategy: str, kind: str, options: dict[str, Any], path: str, steps: ra
     dcp.load(state, checkpoint_id=path)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    loaded = contents(model.module, optimizer)
+    found = contents(model.module, optimizer)
     train(model, optimizer, steps)
-    return {**loaded, **{f"{k} later": v for k, v in contents(model.module, optimizer).items()}}, settings(optimizer)
+    found |= {f"{key} later": value for key, value in contents(model.module, optimizer).items()}
+    return found, Facts(model.module, optimizer, model, steps.stop)
 
 
 @two_gpus
@@ -327,7 +344,7 @@ def test_checkpoints_reshard_and_continue(kind: str, fmt: torch.dtype, form: str
     """From two ranks to one, from one to two and to as many, with another strategy: bit for bit."""
     options = {"checkpoint_format": form, **state_options(fmt)}
     ((at_save, _),) = distributed.run(1, unsharded, kind, options, 3, on="cuda")
-    ((at_end, groups),) = distributed.run(1, unsharded, kind, options, 5, on="cuda")
+    ((at_end, facts),) = distributed.run(1, unsharded, kind, options, 5, on="cuda")
     expected = {**at_save, **{f"{key} later": value for key, value in at_end.items()}}
     for saved, loaded in [(2, 1), (1, 2), (2, 2)]:
         path = str(tmp_path / f"{saved}{loaded}")
@@ -335,7 +352,8 @@ def test_checkpoints_reshard_and_continue(kind: str, fmt: torch.dtype, form: str
         strategy = "optim_grads" if loaded == 2 else "optim_grads_params"
         results = distributed.run(loaded, load, strategy, kind, options, path, range(3, 5), on="cuda")
         assert_same(joined(results), expected)
-        assert all(found == groups for _, found in results)
+        for _, found in results:
+            found.check(facts)
 
 
 # --- the example --------------------------------------------------------------------------------------------------
