@@ -53,7 +53,8 @@ $(VENV)/.installed: $(VENV)/.torch $(SOURCES) setup.py pyproject.toml
 # Nothing is built again, and the torch that is there satisfies them.
 $(VENV)/.megatron: pyproject.toml $(VENV)/.torch
 	$(PIP) install $$($(BIN)/python -c 'import tomllib; \
-	    print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["megatron"])')
+	    extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+	    print(*extras["megatron-core"], *extras["megatron-fsdp"])')
 	@touch $@
 
 # Only the tools, as pinned in pyproject.toml: checking the sources must not depend on whether they compile.

@@ -58,10 +58,13 @@ def on_each_device(*gloo: tuple[Any, ...], nccl: Sequence[tuple[Any, ...]] | Non
 
     ``nccl``: the cases of GPUs. Default: those of ``gloo`` that need no more than two.
     """
-    ranks = lambda case: max(case[0]) if isinstance(case[0], tuple) else case[0]  # noqa: E731
-    nccl = [case for case in gloo if ranks(case) <= 2] if nccl is None else nccl
-    on_gpus = (pytest.param(*case, "cuda", marks=needs_gpus(ranks(case))) for case in nccl)
+    nccl = [case for case in gloo if _most_ranks(case) <= 2] if nccl is None else nccl
+    on_gpus = (pytest.param(*case, "cuda", marks=needs_gpus(_most_ranks(case))) for case in nccl)
     return [*(pytest.param(*case, "cpu") for case in gloo), *on_gpus]
+
+
+def _most_ranks(case: tuple[Any, ...]) -> int:
+    return max(case[0]) if isinstance(case[0], tuple) else case[0]
 
 
 class RemoteError(AssertionError):

@@ -110,16 +110,14 @@ def train(model: nn.ParameterDict, optimizer: FusedAdam, steps: range, grad_dtyp
         optimizer.zero_grad()
 
 
-def contents(model: nn.ParameterDict, optimizer: FusedAdam) -> dict[str, Tensor]:
-    """This rank's parts of parameters, masters and moments."""
-    found = {f"{name} parameter": param._local_tensor.detach().clone() for name, param in model.items()}
-    found |= {
-        f"{name} master": value._local_tensor.clone() for name, value in optimizer.master_state_dict(model).items()
-    }
-    for name, param in model.items():
+def contents(model: nn.Module, optimizer: FusedAdam) -> dict[str, Tensor]:
+    """This rank's parts of parameters, masters and moments, in host memory."""
+    found = {f"{name} parameter": param.detach() for name, param in model.named_parameters()}
+    found |= {f"{name} master": value for name, value in optimizer.master_state_dict(model).items()}
+    for name, param in model.named_parameters():
         for moment in ("exp_avg", "exp_avg_sq"):
-            found[f"{name} {moment}"] = optimizer.get_unscaled_state(param, moment).clone()
-    return found
+            found[f"{name} {moment}"] = optimizer.get_unscaled_state(param, moment)
+    return {key: local_tensor(value).cpu().clone() for key, value in found.items()}
 
 
 def joined(results: list[tuple[dict[str, Tensor], Any]]) -> dict[str, Tensor]:

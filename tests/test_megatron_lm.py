@@ -1,11 +1,13 @@
-"""Megatron-LM's real DDP, distributed optimizer and checkpoints with FusedAdam, on the CPU, over gloo.
+"""Megatron-LM's real DDP, distributed optimizer and checkpoints with FusedAdam, over gloo on the CPU and NCCL on GPUs.
 
-They name CUDA where they make tensors: ``cuda_on_cpu`` gives them CPU tensors instead, and is all that is imitated.
+They name CUDA where they make tensors: on the CPU ``cuda_on_cpu`` gives them CPU tensors instead, and is all that is
+imitated.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 import distributed
 import test_megatron_fsdp
 from cuda_on_cpu import cuda_on_cpu
-from distributed import assert_same
+from distributed import needs_gpus, assert_same
 from test_synthetic_step import values
 
 pytest.importorskip("megatron.core")
@@ -67,6 +69,15 @@ TOLERANCE = {
 }  # of moments; others exact
 
 
+DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpus(2))]
+ONE_AND_needs_gpus(2) = [pytest.param("cuda", ranks, marks=needs_gpus(2)) for ranks in (1, 2)]
+
+
+def here() -> AbstractContextManager[None]:
+    """In which Megatron-LM runs on this rank's device."""
+    return cuda_on_cpu() if distributed.device().type == "cpu" else nullcontext()
+
+
 class Run:
     """A model of BF16 parameters in Megatron-LM's DDP, and its optimizer."""
 
@@ -85,7 +96,8 @@ class Run:
         self.model = MegatronModule(config)
         for i, (name, shape) in enumerate(SHAPES.items()):
             dtype = F32 if fp32_params and name == "bias" else BF16
-            self.model.register_parameter(name, nn.Parameter((values(shape, i) * (not fresh)).to(dtype)))
+            value = (values(shape, i) * (not fresh)).to(distributed.device(), dtype)
+            self.model.register_parameter(name, nn.Parameter(value))
         whole = MODES[mode].get("main_grads_dtype", F32) == F32
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=shares, grad_reduce_in_fp32=whole)
         self.ddp = DistributedDataParallel(config, ddp, self.model)
@@ -105,14 +117,15 @@ class Run:
             self.ddp.zero_grad_buffer()
             self.optimizer.zero_grad()
             grads = gradients(step, dist.get_rank())
-            sum((param.float() * grads[name]).sum() for name, param in self.model.named_parameters()).backward()
+            named = self.model.named_parameters()
+            sum((param.float() * grads[name].to(param.device)).sum() for name, param in named).backward()
             self.ddp.finish_grad_sync()
             successful, _, _ = self.optimizer.step()
             assert successful
 
     def contents(self) -> dict[str, Tensor]:
         """Parameters, and masters and moments as Megatron-LM itself gathers them, by name; the latter on rank 0."""
-        found = {f"{name} parameter": param.detach().clone() for name, param in self.model.named_parameters()}
+        found = {f"{name} parameter": param.detach().cpu().clone() for name, param in self.model.named_parameters()}
         gathered = self.optimizer.get_parameter_state_dp_zero(use_gloo_comm=True)
         if gathered is None:
             return found
@@ -121,7 +134,7 @@ class Run:
             (tensors,) = gathered[number].values()
             for param, (start, end, _) in buffer.param_index_map.items():
                 for key in ("param", "exp_avg", "exp_avg_sq"):
-                    found[f"{names[param]} {key}"] = tensors[key][start:end].view(param.shape).clone()
+                    found[f"{names[param]} {key}"] = tensors[key][start:end].view(param.shape).cpu().clone()
         return found
 
 
@@ -131,7 +144,7 @@ def gradients(step: int, rank: int) -> dict[str, Tensor]:
 
 def trained(mode: str, steps: int, fp32_params: bool = False) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Rank 0 has all of them. And what the inner optimizer was made of."""
-    with cuda_on_cpu():
+    with here():
         run = Run(mode, fp32_params=fp32_params)
         run.train(range(steps))
         found = run.contents()
@@ -165,11 +178,11 @@ def expected(steps: int, ranks: int, dtype: torch.dtype = F32) -> dict[str, Tens
 # --- steps --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("on, world_size", [("cpu", 1), ("cpu", 2), ("cpu", 3), *ONE_AND_needs_gpus(2)])
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "int16 remainders"])
-def test_steps_are_those_of_adamw(mode: str, world_size: int) -> None:
+def test_steps_are_those_of_adamw(mode: str, on: str, world_size: int) -> None:
     """Moments, scaled ones too, and masters, remainders too, come out with their true values."""
-    results = distributed.run(world_size, trained, mode, 4)
+    results = distributed.run(world_size, trained, mode, 4, on=on)
     found, facts = results[0]
     assert facts["class"] == "fused_optim.integrations.megatron"
     assert facts["decoupled"] == ("main params" not in mode)
@@ -185,8 +198,9 @@ def test_steps_are_those_of_adamw(mode: str, world_size: int) -> None:
         assert_same({key: found[key] for key in other if "parameter" in key}, other)
 
 
-def test_states_are_kept_in_the_asked_formats_on_slices_of_any_length() -> None:
-    ((_, first), (_, second)) = distributed.run(2, trained, "fp8 remainders", 1)
+@pytest.mark.parametrize("on", DEVICES)
+def test_states_are_kept_in_the_asked_formats_on_slices_of_any_length(on: str) -> None:
+    ((_, first), (_, second)) = distributed.run(2, trained, "fp8 remainders", 1, on=on)
     assert first["dtypes"] == {"exp_avg": FP8, "exp_avg_sq": FP8, "master_param": torch.int16}
     assert sorted([first["sizes"], second["sizes"]]) == [
         [[(10916,), (4773,)], [(513,)]],
@@ -196,7 +210,7 @@ def test_states_are_kept_in_the_asked_formats_on_slices_of_any_length() -> None:
 
 
 def zero_first_step() -> list[int]:
-    with cuda_on_cpu():
+    with here():
         run = Run("fp32")
         run.ddp.zero_grad_buffer()
         if dist.get_rank() == 0:
@@ -210,8 +224,9 @@ def test_a_first_step_counts_where_a_rank_has_only_zero_gradients() -> None:
     assert distributed.run(3, zero_first_step) == [[1, 1]] * 3
 
 
-def test_fp32_parameters_have_no_second_master() -> None:
-    ((found, _), _) = distributed.run(2, trained, "fp8", 4, True)
+@pytest.mark.parametrize("on", DEVICES)
+def test_fp32_parameters_have_no_second_master(on: str) -> None:
+    ((found, _), _) = distributed.run(2, trained, "fp8", 4, True, on=on)
     assert found["bias parameter"].dtype == F32
     assert torch.equal(found["bias param"], found["bias parameter"])
     moved = (found["bias param"] - values(SHAPES["bias"], 1)).abs()
@@ -238,7 +253,7 @@ def save(mode: str, form: str, path: str) -> None:
     from megatron.core import dist_checkpointing
 
     multiprocessing.current_process()._config["daemon"] = False  # it starts a process of its own
-    with cuda_on_cpu():
+    with here():
         run = Run(mode)
         run.train(range(3))
         dist_checkpointing.save(sharded(run, form, False), path)
@@ -248,7 +263,7 @@ def load(mode: str, form: str, path: str, steps: range) -> tuple[dict[str, Tenso
     """In Megatron-LM's order: the template, which allocates states, then the model, then the optimizer."""
     from megatron.core import dist_checkpointing
 
-    with cuda_on_cpu():
+    with here():
         run = Run(mode, fresh=True)
         loaded = dist_checkpointing.load(sharded(run, form, True), path)
         run.model.load_state_dict(loaded["model"])
@@ -260,14 +275,15 @@ def load(mode: str, form: str, path: str, steps: range) -> tuple[dict[str, Tenso
         return run.contents(), {"lr": [group["lr"] for group in run.inner.param_groups]}
 
 
+@pytest.mark.parametrize("on", DEVICES)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("mode", ["main params", "bf16", "remainders", "fp8 remainders", "fp8 beside main params"])
-def test_checkpoints_continue_bit_for_bit(mode: str, form: str, tmp_path: Path) -> None:
+def test_checkpoints_continue_bit_for_bit(mode: str, form: str, on: str, tmp_path: Path) -> None:
     path = str(tmp_path)
-    distributed.run(2, save, mode, form, path)
-    found, facts = distributed.run(2, load, mode, form, path, range(3, 5))[0]
+    distributed.run(2, save, mode, form, path, on=on)
+    found, facts = distributed.run(2, load, mode, form, path, range(3, 5), on=on)[0]
     assert facts["lr"] == [LR, LR]
-    assert_same(found, distributed.run(2, trained, mode, 5)[0][0])
+    assert_same(found, distributed.run(2, trained, mode, 5, on=on)[0][0])
 
 
 def test_int16_remainders_continue_bit_for_bit(tmp_path: Path) -> None:
@@ -289,13 +305,13 @@ def _tensors(path: str) -> list[Any]:
     return [entry for entry in entries if isinstance(entry, TensorStorageMetadata)]
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("on, world_size", [("cpu", 1), ("cpu", 3), *ONE_AND_needs_gpus(2)])
 @pytest.mark.parametrize("mode", ["main params", "remainders", "fp8 remainders"])
-def test_checkpoints_reshard(mode: str, world_size: int, tmp_path: Path) -> None:
+def test_checkpoints_reshard(mode: str, on: str, world_size: int, tmp_path: Path) -> None:
     path = str(tmp_path)
-    distributed.run(2, save, mode, "fully_reshardable", path)
-    found, _ = distributed.run(world_size, load, mode, "fully_reshardable", path, range(0))[0]
-    wanted = distributed.run(2, trained, mode, 3)[0][0]
+    distributed.run(2, save, mode, "fully_reshardable", path, on=on)
+    found, _ = distributed.run(world_size, load, mode, "fully_reshardable", path, range(0), on=on)[0]
+    wanted = distributed.run(2, trained, mode, 3, on=on)[0][0]
     for key, value in wanted.items():
         coded = "fp8" in mode and "exp_avg" in key  # slices are cut into other blocks, so values are encoded anew
         tolerance = 0.07 * float(value.abs().max()) if coded else 0.0
@@ -303,7 +319,7 @@ def test_checkpoints_reshard(mode: str, world_size: int, tmp_path: Path) -> None
 
 
 def save_file(mode: str, path: str) -> None:
-    with cuda_on_cpu():
+    with here():
         run = Run(mode)
         run.train(range(3))
         torch.save([run.model.state_dict(), run.optimizer.state_dict()], f"{path}/common{dist.get_rank()}")
@@ -311,7 +327,7 @@ def save_file(mode: str, path: str) -> None:
 
 
 def load_file(mode: str, path: str) -> dict[str, Tensor]:
-    with cuda_on_cpu():
+    with here():
         run = Run(mode, fresh=True)
         model, common = torch.load(f"{path}/common{dist.get_rank()}", weights_only=False)
         run.model.load_state_dict(model)
@@ -321,15 +337,16 @@ def load_file(mode: str, path: str) -> dict[str, Tensor]:
         return run.contents()
 
 
+@pytest.mark.parametrize("on", DEVICES)
 @pytest.mark.parametrize("mode", ["main params", "fp8 remainders", "fp8 beside main params"])
-def test_files_of_the_older_format_continue_bit_for_bit(mode: str, tmp_path: Path) -> None:
-    distributed.run(2, save_file, mode, str(tmp_path))
-    found = distributed.run(2, load_file, mode, str(tmp_path))[0]
-    assert_same(found, distributed.run(2, trained, mode, 5)[0][0])
+def test_files_of_the_older_format_continue_bit_for_bit(mode: str, on: str, tmp_path: Path) -> None:
+    distributed.run(2, save_file, mode, str(tmp_path), on=on)
+    found = distributed.run(2, load_file, mode, str(tmp_path), on=on)[0]
+    assert_same(found, distributed.run(2, trained, mode, 5, on=on)[0][0])
 
 
 def load_legacy(mode: str) -> None:
-    with cuda_on_cpu():
+    with here():
         run = Run(mode)
         run.train(range(1))
         with pytest.raises(RuntimeError, match="legacy format"):
@@ -348,7 +365,7 @@ def save_replicated(path: str) -> None:
     from megatron.core import dist_checkpointing
 
     multiprocessing.current_process()._config["daemon"] = False
-    with cuda_on_cpu():
+    with here():
         run = Run("main params", shares=False)
         run.train(range(3))
         model = run.model.sharded_state_dict()
@@ -358,7 +375,7 @@ def save_replicated(path: str) -> None:
 def train_replicated(path: str | None, steps: range) -> dict[str, Tensor]:
     from megatron.core import dist_checkpointing
 
-    with cuda_on_cpu():
+    with here():
         run = Run("main params", fresh=path is not None, shares=False)
         if path is not None:
             model = run.model.sharded_state_dict()
@@ -367,16 +384,17 @@ def train_replicated(path: str | None, steps: range) -> dict[str, Tensor]:
             run.model.load_state_dict(loaded["model"])
             run.optimizer.load_state_dict(loaded["optimizer"])
         run.train(steps)
-        found = {name: param.detach().clone() for name, param in run.model.named_parameters()}
+        found = {name: param.detach() for name, param in run.model.named_parameters()}
         for i, param in enumerate(run.inner._params()):
             found |= {f"{i} {key}": run.inner.get_unscaled_state(param, key) for key in ("exp_avg", "exp_avg_sq")}
-        return found
+        return {key: value.cpu().clone() for key, value in found.items()}
 
 
-def test_the_optimizer_that_is_not_distributed_continues_bit_for_bit(tmp_path: Path) -> None:
-    distributed.run(2, save_replicated, str(tmp_path))
-    found = distributed.run(2, train_replicated, str(tmp_path), range(3, 5))
-    wanted = distributed.run(2, train_replicated, None, range(5))
+@pytest.mark.parametrize("on", DEVICES)
+def test_the_optimizer_that_is_not_distributed_continues_bit_for_bit(on: str, tmp_path: Path) -> None:
+    distributed.run(2, save_replicated, str(tmp_path), on=on)
+    found = distributed.run(2, train_replicated, str(tmp_path), range(3, 5), on=on)
+    wanted = distributed.run(2, train_replicated, None, range(5), on=on)
     for ours, theirs in zip(found, wanted, strict=True):
         assert_same(ours, theirs)
 
@@ -410,7 +428,7 @@ FSDP_FORM = {"distrib_optim_sharding_type": "fsdp_dtensor"}
 def save_fsdp(path: str) -> None:
     from megatron_fsdp.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor
 
-    with cuda_on_cpu():
+    with here():
         model, optimizer = fsdp_optimizer(fresh=False)
         test_megatron_fsdp.train(model, optimizer.optimizer, range(3))
         states = optimizer.sharded_state_dict(metadata=FSDP_FORM)
@@ -420,7 +438,7 @@ def save_fsdp(path: str) -> None:
 def load_fsdp(path: str) -> tuple[dict[str, Tensor], Any]:
     from megatron_fsdp.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor
 
-    with cuda_on_cpu():
+    with here():
         model, optimizer = fsdp_optimizer(fresh=True)
         states = optimizer.sharded_state_dict(is_loading=True, metadata=FSDP_FORM)
         dcp.load(preprocess_state_dict_for_uneven_dtensor(states), checkpoint_id=path)
@@ -429,7 +447,7 @@ def load_fsdp(path: str) -> tuple[dict[str, Tensor], Any]:
 
 
 def trained_fsdp() -> tuple[dict[str, Tensor], Any]:
-    with cuda_on_cpu():
+    with here():
         model, optimizer = fsdp_optimizer(fresh=False)
         test_megatron_fsdp.train(model, optimizer.optimizer, range(3))
         return test_megatron_fsdp.contents(model, optimizer.optimizer), None
