@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 import distributed
 import test_megatron_fsdp
 from cuda_on_cpu import cuda_on_cpu
-from distributed import needs_gpus, assert_same
+from distributed import assert_same, needs_gpus
 from test_synthetic_step import values
 
 pytest.importorskip("megatron.core")
@@ -70,7 +70,7 @@ TOLERANCE = {
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpus(2))]
-ONE_AND_needs_gpus(2) = [pytest.param("cuda", ranks, marks=needs_gpus(2)) for ranks in (1, 2)]
+ONE_AND_TWO_GPUS = [pytest.param("cuda", ranks, marks=needs_gpus(2)) for ranks in (1, 2)]
 
 
 def here() -> AbstractContextManager[None]:
@@ -178,7 +178,7 @@ def expected(steps: int, ranks: int, dtype: torch.dtype = F32) -> dict[str, Tens
 # --- steps --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("on, world_size", [("cpu", 1), ("cpu", 2), ("cpu", 3), *ONE_AND_needs_gpus(2)])
+@pytest.mark.parametrize("on, world_size", [("cpu", 1), ("cpu", 2), ("cpu", 3), *ONE_AND_TWO_GPUS])
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "int16 remainders"])
 def test_steps_are_those_of_adamw(mode: str, on: str, world_size: int) -> None:
     """Moments, scaled ones too, and masters, remainders too, come out with their true values."""
@@ -305,7 +305,7 @@ def _tensors(path: str) -> list[Any]:
     return [entry for entry in entries if isinstance(entry, TensorStorageMetadata)]
 
 
-@pytest.mark.parametrize("on, world_size", [("cpu", 1), ("cpu", 3), *ONE_AND_needs_gpus(2)])
+@pytest.mark.parametrize("on, world_size", [("cpu", 1), ("cpu", 3), *ONE_AND_TWO_GPUS])
 @pytest.mark.parametrize("mode", ["main params", "remainders", "fp8 remainders"])
 def test_checkpoints_reshard(mode: str, on: str, world_size: int, tmp_path: Path) -> None:
     path = str(tmp_path)
