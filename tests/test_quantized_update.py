@@ -102,17 +102,21 @@ def assert_same(actual: list[dict[str, Tensor]], expected: list[dict[str, Tensor
 
 def compare(
     recipe: Recipe, engine: str, use_backend: Callable[[str], None], *, first: int = 0, last: int = 3, **options: Any
-) -> Training:
+) -> None:
     """Trains with the engine and with the reference backend; both must end in the same bits."""
-    use_backend(engine)
-    ours = Training(recipe, engine, **options)
-    ours.steps(first, last)
-    use_backend("torch")
-    theirs = Training(recipe, engine, **options)
-    theirs.steps(first, last)
-    assert_same(ours.found(), theirs.found())
-    use_backend(engine)
-    return ours
+    found = []
+    for device in both(engine, use_backend):
+        training = Training(recipe, device, **options)
+        training.steps(first, last)
+        found.append(training.found())
+    assert_same(*found)
+
+
+def both(engine: str, use_backend: Callable[[str], None]) -> Iterator[str]:
+    """The devices of the engine, and of the reference: the CPU, where torch's operations are IEEE's."""
+    for backend, device in ((engine, engine), ("torch", "cpu")):
+        use_backend(backend)
+        yield device
 
 
 @moments_of
@@ -173,9 +177,8 @@ def test_any_shape_and_gradient(engine: str, use_backend: Callable[[str], None],
     special = data.draw(st.sampled_from([None, 1e30, 1e-30, float("inf"), float("nan")]))
     offset = data.draw(st.sampled_from([0, 1, 2, 4, 16]))
     results = []
-    for backend in (engine, "torch"):
-        use_backend(backend)
-        training = Training(recipe, engine, moments, [shape], plain=False, weight_decay=0.0)
+    for device in both(engine, use_backend):
+        training = Training(recipe, device, moments, [shape], plain=False, weight_decay=0.0)
         (weight,) = training.params()
         shift(weight, offset)
         for step in range(2):
@@ -211,15 +214,14 @@ def test_more_weights_than_a_launch_takes(recipe: str, engine: str, use_backend:
 def test_steps_of_many_mixes(engine: str, use_backend: Callable[[str], None]) -> None:
     """Weights of several recipes and state formats, and masters in remainders beside them, in one optimizer."""
     results = []
-    for backend in (engine, "torch"):
-        use_backend(backend)
+    for device in both(engine, use_backend):
         groups = []
         for i, (name, moments) in enumerate(itertools.product(ALL, [(F32, F32), (E4M3, E4M3), (INT8, BF16)])):
-            weight = quantized(values((40, 128), i), ALL[name], engine)
+            weight = quantized(values((40, 128), i), ALL[name], device)
             groups.append({"params": [weight], "exp_avg_dtype": moments[0], "exp_avg_sq_dtype": moments[1]})
-        big = nn.Parameter(values((256, 512), 1).bfloat16().to(engine))
+        big = nn.Parameter(values((256, 512), 1).bfloat16().to(device))
         groups.append({"params": [big], "store_param_remainders": True, "exp_avg_dtype": INT8})
-        training = Training(ALL["mxfp8"], engine)
+        training = Training(ALL["mxfp8"], device)
         training.optimizer = FusedAdam(groups, lr=0.01)
         training.steps(0, 3)
         results.append(training.found())
@@ -242,13 +244,12 @@ def test_zeros_get_a_scale_of_one_before_they_are_known(engine: str, use_backend
     """Weights that begin as zeros, as output projections may: the second update knows how large they have become."""
     recipe = ALL["delayed"]
     results = []
-    for backend in (engine, "torch"):
-        use_backend(backend)
-        weight = quantized(torch.zeros(8, 64), recipe, engine)
+    for device in both(engine, use_backend):
+        weight = quantized(torch.zeros(8, 64), recipe, device)
         optimizer = FusedAdam([weight], lr=0.01)
         absmax = 448.0
         for step in range(3):
-            weight.grad = values((8, 64), step).bfloat16().to(engine)
+            weight.grad = values((8, 64), step).bfloat16().to(device)
             optimizer.step()
             assert weight.components["tensor_scale"].item() == absmax / 448
             absmax = optimizer.state[weight]["master_param"].abs().max().cpu()
