@@ -26,7 +26,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from _pytest.mark import ParameterSet
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
@@ -53,12 +52,13 @@ def two_gpus(test: Callable[..., None]) -> Callable[..., None]:
     return test
 
 
-def on_each_device(*gloo: tuple[Any, ...], nccl: Sequence[tuple[Any, ...]] | None = None) -> list[ParameterSet]:
+def on_each_device(*gloo: tuple[Any, ...], nccl: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
     """Cases that begin with a number of ranks, or with several, and end with where bodies run: "cpu", then "cuda".
 
     ``nccl``: the cases of GPUs. Default: those of ``gloo`` that need no more than two.
     """
-    nccl = [case for case in gloo if _most_ranks(case) <= 2] if nccl is None else nccl
+    if nccl is None:
+        nccl = [case for case in gloo if _most_ranks(case) <= 2]
     on_gpus = (pytest.param(*case, "cuda", marks=needs_gpus(_most_ranks(case))) for case in nccl)
     return [*(pytest.param(*case, "cpu") for case in gloo), *on_gpus]
 

@@ -39,8 +39,9 @@ RECIPES: dict[str, Recipe] = {
     "nvfp4": NVFP4BlockScaling(),
 }
 WHOLE = [name for name, recipe in RECIPES.items() if recipe.scales_whole_tensor]
-# Rows and columns. Uneven shards, empty ones, short blocks; of 1535 rows 2, 3 and 4 ranks hold whole tiles of 128.
-SHAPES = {"even": (24, 64), "uneven": (7, 144), "few": (2, 48), "never": (5, 32), "frozen": (3, 32)}
+# Rows and columns. Uneven shards, empty ones (on 2 ranks, too), short blocks; of 1535 rows 2, 3 and 4 ranks hold whole
+# tiles of 128.
+SHAPES = {"even": (24, 64), "uneven": (7, 144), "few": (1, 48), "never": (5, 32), "frozen": (3, 32)}
 TILED_SHAPES = {"uneven": (1535, 20), "never": (1536, 8), "frozen": (1535, 4)}
 
 
