@@ -7,6 +7,8 @@ torchrun --nproc-per-node 2 benchmarks/quantized.py --width 256 --layers 2 --bat
 from __future__ import annotations
 
 import argparse
+import functools
+import gc
 import os
 import statistics
 import time
@@ -87,8 +89,10 @@ def milliseconds(function: Callable[[], Any], device: torch.device) -> float:
     return 1000 * (time.perf_counter() - start)
 
 
-def measure(recipe: Recipe | None, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    model, optimizer = build(recipe, args, device)
+def phases(
+    model: nn.Module, optimizer: torch.optim.Optimizer, args: argparse.Namespace, device: torch.device
+) -> dict[str, float]:
+    """Median times of the parts of a training step, each waited for."""
     x = torch.randn(args.batch, args.width, device=device).bfloat16()
     times: dict[str, list[float]] = {"forward": [], "backward": [], "optimizer": []}
     for _ in range(args.warmup + args.steps):
@@ -97,17 +101,22 @@ def measure(recipe: Recipe | None, args: argparse.Namespace, device: torch.devic
         times["backward"].append(milliseconds(lambda: out[0].backward(), device))  # noqa: B023
         times["optimizer"].append(milliseconds(optimizer.step, device))
         optimizer.zero_grad()
+    return {f"{name}_ms": statistics.median(values[args.warmup :]) for name, values in times.items()}
+
+
+def measure(recipe: Recipe | None, args: argparse.Namespace, device: torch.device) -> dict[str, float]:
+    model, optimizer = build(recipe, args, device)
+    found = phases(model, optimizer, args, device)
+    x = torch.randn(args.batch, args.width, device=device).bfloat16()
     with CountedGathers() as gathers:
         model(x).float().square().mean().backward()
     elements = sum(param.numel() for param in model.parameters())
     gathered = 2 * elements / dist.get_world_size()  # for forward and for backward
-    found = {f"{name}_ms": statistics.median(values[args.warmup :]) for name, values in times.items()}
-    memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    return {**found, "gathered_bytes_per_element": gathers.bytes / gathered, "peak_bytes": memory}
+    return {**found, "gathered_bytes_per_element": gathers.bytes / gathered}
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_args(description: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--batch", type=int, default=8192, help="rows of activations of each rank")
@@ -118,8 +127,12 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
-    args = parse_args()
+Measure = Callable[[argparse.Namespace, torch.device], dict[str, float]]
+
+
+def compare(description: str, contenders: dict[str, Measure]) -> None:
+    """Measure all contenders, one after the other; print a table and write a report."""
+    args = parse_args(description)
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -128,20 +141,24 @@ def main() -> None:
     first = dist.get_rank() == 0
     options = {key: value for key, value in vars(args).items() if key not in ("output", "commit")}
     report = {"machine": machine(device, args.commit), "ranks": dist.get_world_size(), "options": options}
-    columns = ("forward_ms", "backward_ms", "optimizer_ms", "gathered_bytes_per_element")
     if first:
-        print(f"{report['machine']}\n{'':<38}" + "".join(f"{column:>28}" for column in columns), flush=True)
+        print(report["machine"], flush=True)
     report["results"] = {}
-    for name, recipe in RECIPES.items():
+    for name, measure_one in contenders.items():
         if on_gpu:
+            gc.collect()  # wrapped models refer to themselves
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
-        row = report["results"][name] = measure(recipe, args, device)
+        row = measure_one(args, device)
+        row["peak_bytes"] = torch.cuda.max_memory_allocated(device) if on_gpu else 0
         if first:
-            print(f"{name:<38}" + "".join(f"{row[column]:>28.3f}" for column in columns), flush=True)
+            if not report["results"]:
+                print(f"{'':<38}" + "".join(f"{column:>28}" for column in row))
+            print(f"{name:<38}" + "".join(f"{value:>28.3f}" for value in row.values()), flush=True)
+            report["results"][name] = row
             write(report, args.output)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    compare(__doc__, {name: functools.partial(measure, recipe) for name, recipe in RECIPES.items()})
