@@ -461,22 +461,30 @@ def test_sharded_state_dicts_load_bytes(assign: bool, forward_first: bool, ranks
 
 
 def read_full(recipes: list[str], how: str) -> dict[str, list[dict[str, Tensor]]]:
-    """Full tensors and full state dicts of sharded models, and what loading the latter makes of other models."""
+    """Full tensors and full state dicts of sharded models, and what loading the latter makes of other models.
+
+    With one rank these hold the quantized weights themselves.
+    """
     found = {}
     for recipe in recipes:
         model, other = Run(recipe, how).model, Run(recipe, how, fresh=True).model
-        full = {name: param.full_tensor().detach().cpu() for name, param in model.named_parameters()}
-        state = get_model_state_dict(model, options=FULL)
+        full = {name: plain(param.full_tensor()) for name, param in model.named_parameters()}
+        state = {name: plain(value) for name, value in get_model_state_dict(model, options=FULL).items()}
         set_model_state_dict(
             other, get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), options=FULL
         )
         finish_initialization(other)
-        again = {name: param.full_tensor().detach().cpu() for name, param in other.named_parameters()}
+        again = {name: plain(param.full_tensor()) for name, param in other.named_parameters()}
         found[recipe] = [full, state, again]
     return found
 
 
-@pytest.mark.parametrize("ranks, how, on", on_each_device((3, "fsdp"), (4, "hsdp"), nccl=FSDP_ON_GPUS[1:]))
+def plain(value: Tensor) -> Tensor:
+    value = value.detach().cpu()
+    return value.dequantize() if is_quantized(value) and dist.get_world_size() == 1 else value
+
+
+@pytest.mark.parametrize("ranks, how, on", on_each_device((1, "fsdp"), (3, "fsdp"), (4, "hsdp"), nccl=FSDP_ON_GPUS))
 def test_full_state_dicts_are_plain_decoded_values(ranks: int, how: str, on: str) -> None:
     results = distributed.run(ranks, read_full, list(RECIPES), how, on=on)
     for recipe in RECIPES:

@@ -621,6 +621,20 @@ def _broadcast(func: Any, args: Any, kwargs: Any) -> Any:
     return [tensor], work
 
 
+@implements(torch.ops.c10d.scatter_.default)
+def _scatter(func: Any, args: Any, kwargs: Any) -> Any:
+    """Bytes. With one rank, full state dicts hold the quantized weights themselves, and loading them scatters those."""
+    (output,), inputs, *others = args
+    given = [tensor for row in inputs for tensor in row]
+    if not all(isinstance(x, QuantizedTensor) and x.recipe == output.recipe for x in given):
+        raise RuntimeError(f"{output.where}scattered are weights of other recipes; dequantize() gives plain copies")
+    for name, part in output.components.items():
+        _, work = func([part], [[x.components[name] for x in row] for row in inputs], *others, **kwargs)
+        work.wait()
+    output.mark_fresh()
+    return [output], work
+
+
 @implements(aten.is_pinned.default)
 def _is_pinned(func: Any, args: Any, kwargs: Any) -> Any:
     return args[0].is_pinned()
