@@ -405,7 +405,7 @@ def implements(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., 
 
 
 def _aliasing(func: Any, args: Any, kwargs: Any, view: QuantizedTensor) -> QuantizedTensor:
-    """The view, with the storage of what it is a view of: compilers look at that, and their components are not plain."""
+    """The view, with its base's storage where the components are not plain: compilers look at that."""
     if type(view.components["data"]) is Tensor:
         return view
     return return_and_correct_aliasing(func, args, kwargs, view)
