@@ -299,17 +299,31 @@ class QuantizedTensor(torch.Tensor):
         return rebuild, (kept, *described, *flags)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        for name, part in self.components.items():
-            setattr(self, f"_{name}", part)
-        flags = {"transposed": self._transposed, "flat": self._flat, "shared": self._shared}
-        names = [f"_{name}" for name in self.components]
-        return names, (self.recipe, self._weight_shape, self.dtype, flags, self._padded_rows)
+        """Without initial values: graphs decode, and would otherwise be compiled again when these are freed."""
+        names = []
+        for part in self.recipe.components:
+            names.append(f"_{part.name}")
+            setattr(self, names[-1], self.components[part.name])
+        return names, (
+            *(self.recipe, self._weight_shape, self.dtype),
+            *(self._transposed, self._flat, self._padded_rows, self._shared),
+        )
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> QuantizedTensor:
-        recipe, shape, dtype, flags, padded_rows = context
+        recipe, shape, dtype, transposed, flat, padded_rows, shared = context
         components = {name[1:]: part for name, part in inner.items()}
-        return QuantizedTensor(components, recipe, shape, dtype, padded_rows=padded_rows, **flags)
+        return QuantizedTensor(components, recipe, shape, dtype, transposed, flat, None, shared, padded_rows)
+
+    @classmethod
+    def __metadata_guard__(cls, compiled: Any, other: Any) -> bool:
+        """Whether a graph that was compiled for one weight can be used for another, in terms of ``__tensor_flatten__``.
+
+        Names do not matter. How recipes compute does, though they compare equal, and so does that stale ones raise.
+        """
+        (recipe, *compiled, shared), (other_recipe, *other, other_shared) = compiled, other
+        same_recipe = repr(recipe) == repr(other_recipe)
+        return same_recipe and compiled == other and shared["stale"] == other_shared["stale"]
 
     # --- FSDP2 ----------------------------------------------------------------------------------------------------
 
@@ -329,6 +343,7 @@ class QuantizedTensor(torch.Tensor):
         return all_gather.outputs(self, outputs, metadata, param_dtype, out)
 
     @classmethod
+    @torch.compiler.disable  # else what a graph break leaves to it would be compiled, handler by handler
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         handler = _HANDLERS.get(func)
