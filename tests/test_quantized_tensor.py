@@ -96,6 +96,9 @@ def test_operations_see_the_decoded_weight(recipe: str) -> None:
     assert torch.equal(x @ weight.t(), x @ plain.t())
     assert torch.equal(weight.norm(), plain.norm()) and torch.equal(weight + 1, plain + 1)
     assert torch.equal(torch.cat([weight, weight]), torch.cat([plain, plain]))
+    assert torch.equal(weight.transpose(0, -1), plain.t()) and torch.equal(weight.transpose(-1, 1), plain)
+    with pytest.raises(IndexError):
+        weight.transpose(0, 2)
     assert torch.equal(weight.view(-1, 4), plain.view(-1, 4)) and torch.equal(weight[:, None], plain[:, None])
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         assert torch.equal(weight.dequantize(dtype), weight.dequantize(torch.float32).to(dtype))

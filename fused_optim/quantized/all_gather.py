@@ -8,6 +8,7 @@ nothing into an empty shard. Histories are not gathered.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fused_optim.quantized.recipes import Component
+from fused_optim.quantized.recipes import Component, Recipe
 
 if TYPE_CHECKING:
     from fused_optim.quantized.tensor import QuantizedTensor
@@ -31,14 +32,20 @@ class Gathered:
     ranks: int
 
 
+@functools.cache
+def _gathered_components(recipe: Recipe, shape: tuple[int, ...]) -> list[tuple[Component, tuple[int, ...]]]:
+    """What is gathered, and its shape where the weight, or the shard, has this one."""
+    parts = [part for part in recipe.components if part.tile is not None or part.name == "tensor_scale"]
+    return [(part, recipe.component_shape(part, shape)) for part in parts]
+
+
 def inputs(shard: QuantizedTensor, ranks: int) -> tuple[tuple[Tensor, ...], Gathered]:
     shard.check_fresh()
     shape = (shard._padded_rows, *shard._weight_shape[1:])
     parts = []
-    for part in _gathered_components(shard):
+    for part, (rows, *_) in _gathered_components(shard.recipe, shape):
         value = shard.components[part.name]
-        rows = shard.recipe.component_shape(part, shape)[0]
-        parts.append(_padded(value if value.dim() == 2 else value[None], rows).view(torch.uint8))
+        parts.append(_padded(value if part.tile is not None else value[None], rows).view(torch.uint8))
     return (_packed(parts),) if ranks == 1 else tuple(parts), Gathered(shape, ranks)
 
 
@@ -56,14 +63,10 @@ def outputs(
     parts = _unpacked(shard, gathered[0], shape) if ranks == 1 else list(gathered)
     components = dict(shard.components)
     components.pop("initial", None)
-    for part, value in zip(_gathered_components(shard), parts, strict=True):
+    for (part, size), value in zip(_gathered_components(recipe, shape), parts, strict=True):
         rows_first = value[0] if part.tile is None else value
-        components[part.name] = rows_first.view(part.dtype).view(recipe.component_shape(part, shape))
+        components[part.name] = rows_first.view(part.dtype).view(size)
     return type(shard)(components, recipe, shape, dtype), ()
-
-
-def _gathered_components(shard: QuantizedTensor) -> list[Component]:
-    return [part for part in shard.recipe.components if part.tile is not None or part.name == "tensor_scale"]
 
 
 def _padded(part: Tensor, rows: int) -> Tensor:
@@ -73,14 +76,17 @@ def _padded(part: Tensor, rows: int) -> Tensor:
 
 
 def _packed(parts: list[Tensor]) -> Tensor:
-    padded = [torch.nn.functional.pad(part.flatten(), (0, -part.numel() % _ALIGNMENT)) for part in parts]
-    return torch.cat(padded)
+    return torch.cat([_aligned(part.view(-1)) for part in parts])
+
+
+def _aligned(part: Tensor) -> Tensor:
+    missing = -part.numel() % _ALIGNMENT
+    return torch.nn.functional.pad(part, (0, missing)) if missing else part
 
 
 def _unpacked(shard: QuantizedTensor, packed: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
     parts, start = [], 0
-    for part in _gathered_components(shard):
-        rows, *rest = shard.recipe.component_shape(part, shape)
+    for part, (rows, *rest) in _gathered_components(shard.recipe, shape):
         size = rows * math.prod(rest) * part.dtype.itemsize
         parts.append(packed[start : start + size].view(rows, -1))
         start += size + -size % _ALIGNMENT

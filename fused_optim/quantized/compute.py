@@ -1,8 +1,8 @@
 """Matrix products with quantized weights in FP8, for recipes with ``compute="fp8"``.
 
 The activations are quantized as they are used, per tensor or per row, and multiplied by ``torch._scaled_mm``. Where
-that cannot run (CPUs, GPUs before compute capability 8.9, sizes that are no multiples of 16, activations that are not
-BF16) and in backward passes, weights are decoded.
+that cannot run (CPUs, GPUs before compute capability 8.9, sizes that are no multiples of 16, activations or biases that
+are not BF16) and in backward passes, weights are decoded.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ aten = torch.ops.aten
 
 @implements(aten.mm.default)
 def _mm(func: Any, args: Any, kwargs: Any) -> Any:
-    if _can_scale(*args[:2]):
-        return _scaled_mm(args[0], args[1])
+    if _can_scale(*args):
+        return _scaled_mm(*args)
     return func(*decoded(args), **kwargs)
 
 
 @implements(aten.addmm.default)
 def _addmm(func: Any, args: Any, kwargs: Any) -> Any:
-    if _can_scale(*args[1:3]) and not kwargs and not isinstance(args[0], QuantizedTensor):
-        return _scaled_mm(args[1], args[2]) + args[0]
+    bias, x, weight = args
+    plain = not kwargs and not isinstance(bias, QuantizedTensor) and bias.dim() == 1
+    if plain and _can_scale(x, weight) and bias.dtype == x.dtype:
+        return _scaled_mm(x, weight, bias)
     return func(*decoded(args), **kwargs)
 
 
@@ -40,21 +42,33 @@ def _has_fp8(device: torch.device) -> bool:
 
 def _can_scale(x: Any, weight: Any) -> bool:
     """Whether this is ``activations @ weight.t()`` with a weight whose recipe asks for FP8."""
-    if not isinstance(weight, QuantizedTensor) or isinstance(x, QuantizedTensor) or not weight._transposed:
+    if not isinstance(weight, QuantizedTensor) or getattr(weight.recipe, "compute", None) != "fp8":
         return False
-    wanted = getattr(weight.recipe, "compute", None) == "fp8" and x.dtype == torch.bfloat16
-    return wanted and _has_fp8(weight.device) and weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0
+    activations = not isinstance(x, QuantizedTensor) and x.dtype == torch.bfloat16 and x.numel() > 0
+    aligned = weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0
+    return activations and weight._transposed and aligned and _has_fp8(weight.device)
 
 
-def _scaled_mm(x: Tensor, weight: QuantizedTensor) -> Tensor:
-    weight.check_fresh()
-    per_row = weight.recipe.activation_scaling == "row"
-    values = x.float()
-    absmax = elements.finite_absmax(values)[:, None] if per_row else weight.recipe.absmax(values)
+def quantize_activations(x: Tensor, scaling: str) -> tuple[Tensor, Tensor]:
+    """E4M3 codes of a matrix, and the FP32 scales to multiply them by: one per ``"row"``, or ``"tensor"``.
+
+    Scales take what is not finite for the largest, so all that is multiplied by them becomes NaN.
+    """
+    dims = (1,) if scaling == "row" else (0, 1)
+    absmax = torch.linalg.vector_norm(x, float("inf"), dims, keepdim=True, dtype=torch.float32)
     scale = elements.float8_scale(absmax)
-    codes = elements.float8_encode(values / scale, None).view(torch.float8_e4m3fn)
-    weight_scale = weight.components["tensor_scale"].reshape(())
-    if per_row:
+    # Neither FP32 values in memory nor a clamp: no quotient rounds to more than the largest code.
+    codes = torch.div(x, scale, out=torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device))
+    return codes, scale
+
+
+def _scaled_mm(x: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) -> Tensor:
+    weight.check_not_freed()
+    weight.check_fresh()
+    scaling = weight.recipe.activation_scaling
+    codes, scale = quantize_activations(x, scaling)
+    weight_scale = weight.components["tensor_scale"]
+    if scaling == "row":
         weight_scale = weight_scale.expand(1, weight.shape[1]).contiguous()
     data = weight.components["data"].view(torch.float8_e4m3fn).t()
-    return torch._scaled_mm(codes, data, scale_a=scale, scale_b=weight_scale, out_dtype=x.dtype)
+    return torch._scaled_mm(codes, data, scale_a=scale, scale_b=weight_scale, bias=bias, out_dtype=x.dtype)

@@ -6,6 +6,7 @@ looks on: a compiler or a dispatch mode would not see what the engine does.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -140,9 +141,14 @@ def decode(recipe: Recipe, components: Components, shape: tuple[int, ...], dtype
 def _engine(device: torch.device) -> ModuleType | None:
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return None
-    if forced_backend() not in (None, device.type):
+    return _engine_of(device.type, forced_backend())
+
+
+@functools.cache
+def _engine_of(device_type: str, forced: str | None) -> ModuleType | None:
+    if forced not in (None, device_type):
         return None
-    backend = backend_for(device.type)
+    backend = backend_for(device_type)
     return None if backend == "torch" else load_engine(backend)[0]
 
 

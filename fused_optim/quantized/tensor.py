@@ -8,6 +8,7 @@ tensor that is decoded for it; nothing decoded is ever written back, and what ca
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -58,36 +59,31 @@ class QuantizedTensor(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
+    # All in __new__, and no keyword arguments below: views are made by every matrix product, and these calls cost most.
     @staticmethod
     def __new__(
-        cls, components: Components, recipe: Recipe, shape: Sequence[int], dtype: torch.dtype, **flags: Any
-    ) -> QuantizedTensor:
-        flat, transposed = flags.get("flat", False), flags.get("transposed", False)
-        size = [math.prod(shape)] if flat else list(reversed(shape)) if transposed else list(shape)
-        strides = [1, shape[1]] if transposed else None
-        return torch.Tensor._make_wrapper_subclass(
-            cls, size, strides=strides, dtype=dtype, device=components["data"].device
-        )
-
-    def __init__(
-        self,
+        cls,
         components: Components,
         recipe: Recipe,
         shape: Sequence[int],
         dtype: torch.dtype,
-        *,
         transposed: bool = False,
         flat: bool = False,
         cut_from: tuple[QuantizedTensor, int, int, int] | None = None,
         shared: dict[str, Any] | None = None,
         padded_rows: int = 0,
-    ) -> None:
+    ) -> QuantizedTensor:
+        size = (math.prod(shape),) if flat else (shape[1], shape[0]) if transposed else shape
+        strides = (1, shape[1]) if transposed else None
+        device = components["data"].device
+        self = torch.Tensor._make_wrapper_subclass(cls, size, strides, None, None, dtype, torch.strided, device)
         self.components = components
         self.recipe = recipe
         self._weight_shape = torch.Size(shape)
         self._transposed, self._flat, self._cut_from = transposed, flat, cut_from
         self._shared = {"stale": False} if shared is None else shared
         self._padded_rows = max(padded_rows, shape[0])
+        return self
 
     # --- making -------------------------------------------------------------------------------------------------
 
@@ -120,22 +116,44 @@ class QuantizedTensor(torch.Tensor):
             result.components[INITIAL] = values.detach().reshape(as_matrix(tuple(values.shape)))
         return result
 
-    def _view(self, components: Components, shape: Sequence[int] | None = None, **flags: Any) -> QuantizedTensor:
+    def _view(
+        self,
+        components: Components,
+        shape: Sequence[int] | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        transposed: bool | None = None,
+        flat: bool | None = None,
+        cut_from: tuple[QuantizedTensor, int, int, int] | None = None,
+        padded_rows: int = 0,
+    ) -> QuantizedTensor:
         """A tensor that shares memory with this one."""
-        kept = {
-            "transposed": self._transposed,
-            "flat": self._flat,
-            "cut_from": self._cut_from,
-            "shared": self._shared,
-        }
-        shape = self._weight_shape if shape is None else shape
-        return QuantizedTensor(components, self.recipe, shape, flags.pop("dtype", self.dtype), **{**kept, **flags})
+        return QuantizedTensor(
+            components,
+            self.recipe,
+            self._weight_shape if shape is None else shape,
+            self.dtype if dtype is None else dtype,
+            self._transposed if transposed is None else transposed,
+            self._flat if flat is None else flat,
+            self._cut_from if cut_from is None else cut_from,
+            self._shared,
+            padded_rows,
+        )
 
     def _copied(self, function: Callable[[Tensor], Tensor], padded_rows: int = 0) -> QuantizedTensor:
         """The same tensor with copies of the components."""
         self.check_not_freed()
         components = {name: function(part) for name, part in self.components.items()}
-        return self._view(components, cut_from=None, shared=dict(self._shared), padded_rows=padded_rows)
+        return QuantizedTensor(
+            components,
+            self.recipe,
+            self._weight_shape,
+            self.dtype,
+            transposed=self._transposed,
+            flat=self._flat,
+            shared=dict(self._shared),
+            padded_rows=padded_rows,
+        )
 
     # --- values -------------------------------------------------------------------------------------------------
 
@@ -170,7 +188,7 @@ class QuantizedTensor(torch.Tensor):
     def _decode(self, dtype: torch.dtype) -> Tensor:
         self.check_not_freed()
         self.check_fresh()
-        return engine.decode(self.recipe, self.components, tuple(self._weight_shape), dtype)
+        return engine.decode(self.recipe, self.components, self._weight_shape, dtype)
 
     def of_whole_weight(self) -> list[Tensor]:
         """The components, all FP32, that are the same however the weight is cut."""
@@ -281,17 +299,31 @@ class QuantizedTensor(torch.Tensor):
         return rebuild, (kept, *described, *flags)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        for name, part in self.components.items():
-            setattr(self, f"_{name}", part)
-        flags = {"transposed": self._transposed, "flat": self._flat, "shared": self._shared}
-        names = [f"_{name}" for name in self.components]
-        return names, (self.recipe, self._weight_shape, self.dtype, flags, self._padded_rows)
+        """Without initial values: graphs decode, and would otherwise be compiled again when these are freed."""
+        names = []
+        for part in self.recipe.components:
+            names.append(f"_{part.name}")
+            setattr(self, names[-1], self.components[part.name])
+        return names, (
+            *(self.recipe, self._weight_shape, self.dtype),
+            *(self._transposed, self._flat, self._padded_rows, self._shared),
+        )
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> QuantizedTensor:
-        recipe, shape, dtype, flags, padded_rows = context
+        recipe, shape, dtype, transposed, flat, padded_rows, shared = context
         components = {name[1:]: part for name, part in inner.items()}
-        return QuantizedTensor(components, recipe, shape, dtype, padded_rows=padded_rows, **flags)
+        return QuantizedTensor(components, recipe, shape, dtype, transposed, flat, None, shared, padded_rows)
+
+    @classmethod
+    def __metadata_guard__(cls, compiled: Any, other: Any) -> bool:
+        """Whether a graph that was compiled for one weight can be used for another, in terms of ``__tensor_flatten__``.
+
+        Names do not matter. How recipes compute does, though they compare equal, and so does that stale ones raise.
+        """
+        (recipe, *compiled, shared), (other_recipe, *other, other_shared) = compiled, other
+        same_recipe = repr(recipe) == repr(other_recipe)
+        return same_recipe and compiled == other and shared["stale"] == other_shared["stale"]
 
     # --- FSDP2 ----------------------------------------------------------------------------------------------------
 
@@ -301,6 +333,9 @@ class QuantizedTensor(torch.Tensor):
             raise RuntimeError(f"{self.where}FSDP2 can shard quantized weights by rows only: placement Shard(0)")
         return all_gather.inputs(self, mesh.size())
 
+    # FSDP2 asks for it at every gather, and inspect takes longer than the hook where it is not given.
+    fsdp_pre_all_gather.__signature__ = inspect.signature(fsdp_pre_all_gather)  # type: ignore[attr-defined]
+
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
@@ -308,6 +343,7 @@ class QuantizedTensor(torch.Tensor):
         return all_gather.outputs(self, outputs, metadata, param_dtype, out)
 
     @classmethod
+    @torch.compiler.disable  # else what a graph break leaves to it would be compiled, handler by handler
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         handler = _HANDLERS.get(func)
@@ -383,11 +419,18 @@ def implements(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., 
     return register
 
 
+def _aliasing(func: Any, args: Any, kwargs: Any, view: QuantizedTensor) -> QuantizedTensor:
+    """The view, with its base's storage where the components are not plain: compilers look at that."""
+    if type(view.components["data"]) is Tensor:
+        return view
+    return return_and_correct_aliasing(func, args, kwargs, view)
+
+
 @implements(aten.detach.default, aten.alias.default)
 def _detach(func: Any, args: Any, kwargs: Any) -> Any:
     # The same components: what is written to one is seen in the other, also what discard_high_precision_init() drops.
     result = args[0]._view(args[0].components, padded_rows=args[0]._padded_rows)
-    return return_and_correct_aliasing(func, args, kwargs, result)
+    return _aliasing(func, args, kwargs, result)
 
 
 @implements(aten.clone.default)
@@ -548,7 +591,7 @@ def _slice(func: Any, args: Any, kwargs: Any) -> Any:
     result = cut(tensor, dim % tensor.dim(), start, max(start, end))
     if start == 0 and dim % tensor.dim() == 0:
         result._padded_rows = tensor._padded_rows
-    return return_and_correct_aliasing(func, args, kwargs, result)
+    return _aliasing(func, args, kwargs, result)
 
 
 @implements(aten.split.Tensor)
@@ -570,16 +613,21 @@ def _split_at(tensor: QuantizedTensor, starts: Sequence[int], dim: int) -> list[
     return [cut(tensor, dim % tensor.dim(), start, end) for start, end in zip(starts, ends, strict=True)]
 
 
-@implements(aten.t.default, aten.transpose.int)
+@implements(aten.t.default)
 def _t(func: Any, args: Any, kwargs: Any) -> Any:
     tensor = args[0]
-    dims = {dim % tensor.dim() for dim in args[1:]} if func is aten.transpose.int else {0, 1}
+    if tensor._flat or len(tensor._weight_shape) != 2:
+        return func(tensor.dequantize())
+    return _aliasing(func, args, kwargs, tensor._view(tensor.components, transposed=not tensor._transposed))
+
+
+@implements(aten.transpose.int)
+def _transpose(func: Any, args: Any, kwargs: Any) -> Any:
+    tensor = args[0]
     if tensor._flat or len(tensor._weight_shape) != 2:
         return func(tensor.dequantize(), *args[1:])
-    if len(dims) == 1:
-        return _detach(aten.alias.default, (tensor,), {})
-    result = tensor._view(tensor.components, transposed=not tensor._transposed)
-    return return_and_correct_aliasing(func, args, kwargs, result)
+    swaps = len({(0, 1)[dim] for dim in args[1:]}) == 2  # an IndexError where there is no such dim
+    return (_t if swaps else _detach)(func, args, kwargs)
 
 
 @implements(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
@@ -596,7 +644,7 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
         result = tensor._view(tensor.components, flat=False)
     else:
         return func(tensor.dequantize(), *args[1:], **kwargs)
-    return return_and_correct_aliasing(func, args, kwargs, result)
+    return _aliasing(func, args, kwargs, result)
 
 
 @implements(aten.as_strided.default)
@@ -608,7 +656,7 @@ def _as_strided(func: Any, args: Any, kwargs: Any) -> Any:
     contiguous = stride == torch.empty(shape, device="meta").stride()
     if not (whole_rows and contiguous and not offset) or tensor._flat or tensor._transposed:
         raise RuntimeError(f"{tensor.where}as_strided of a quantized weight can only give its first rows")
-    return return_and_correct_aliasing(func, args, kwargs, cut(tensor, 0, 0, shape[0]))
+    return _aliasing(func, args, kwargs, cut(tensor, 0, 0, shape[0]))
 
 
 @implements(torch.ops.c10d.broadcast_.default)
