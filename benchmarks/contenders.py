@@ -9,9 +9,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fused_optim import FusedAdamW
+from fused_optim.quantized import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8DelayedScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QuantizedTensor,
+    Recipe,
+)
 
 HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -64,6 +73,34 @@ OURS = [
     ours("no master, BF16 states", 14, **NO_MASTER, **states(BF16)),
     ours("no master, FP8 states", 10 + SCALES, **NO_MASTER, **states(FP8)),
     ours("no master, int8 states", 10 + SCALES, **NO_MASTER, **states(INT8)),
+]
+
+
+def quantized(name: str, written: float, recipe: Recipe, moments: torch.dtype = INT8) -> Contender:
+    """Weights of a recipe with FP32 masters; ``written``: bytes per element that a step writes of them."""
+
+    def build(params: Sequence[Tensor]) -> FusedAdamW:
+        weights = []
+        for param in params:
+            weight = param
+            if param.dim() > 1:
+                weight = nn.Parameter(QuantizedTensor.from_values(param.detach(), recipe))
+                weight.grad = param.grad
+            weights.append(weight)
+        return FusedAdamW(weights, **HYPER, **states(moments))
+
+    of_states = 16 if moments is FP32 else 4 + SCALES
+    return Contender(f"FusedAdamW {name}", BF16, 10 + of_states + written, build)
+
+
+OURS += [
+    quantized("MXFP8 weights, int8 states", 1 + 1 / 32, MXFP8BlockScaling()),
+    quantized("MXFP8 weights, FP32 states", 1 + 1 / 32, MXFP8BlockScaling(), FP32),
+    quantized("FP8 weights (1, 128), int8 states", 1 + 4 / 128, Float8BlockScaling((1, 128))),
+    quantized("FP8 weights delayed, int8 states", 1, Float8DelayedScaling()),
+    quantized("FP8 weights current, int8 states", 1 + 4, Float8CurrentScaling()),  # reads the master again
+    quantized("FP8 weights (128, 128), int8 states", 1 + 4, Float8BlockScaling()),
+    quantized("NVFP4 weights, int8 states", 0.5625 + 4, NVFP4BlockScaling()),
 ]
 
 

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fused_optim import FusedAdamW
+from fused_optim.quantized import Float8DelayedScaling, MXFP8BlockScaling, QuantizedTensor, Recipe
 
 FORMATS = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8}
 
@@ -39,9 +40,15 @@ def slices(count: int, device: str) -> tuple[list[Tensor], Callable[[Tensor], Te
     return list(buffer.split(33)), lambda param: torch.ones_like(param, dtype=torch.float32)
 
 
+def quantized(count: int, device: str, recipe: Recipe) -> tuple[list[Tensor], Callable[[Tensor], Tensor]]:
+    full = torch.ones(1, 128, dtype=torch.bfloat16, device=device)
+    weights = [torch.nn.Parameter(QuantizedTensor.from_values(full, recipe)) for _ in range(count)]
+    return weights, lambda _: torch.ones_like(full)
+
+
 def host_times(params: list[Tensor], grad: Callable[[Tensor], Tensor], device: str, steps: int) -> list[float]:
     """Seconds of each step after three that warm up; a GPU is idle when a step begins."""
-    decoupled = params[0].dtype != torch.float32
+    decoupled = type(params[0]) is Tensor and params[0].dtype != torch.float32
     optimizer = FusedAdamW(params, lr=1e-3, use_decoupled_grad=decoupled, **FORMATS)
     times = []
     for _ in range(steps + 3):
@@ -69,6 +76,8 @@ def main() -> None:
         "2000 DTensors": sharded(2000, mesh),
         "2000 slices": slices(2000, options.device),
         "146 plain tensors": plain(146, options.device),
+        "146 MXFP8 weights": quantized(146, options.device, MXFP8BlockScaling()),
+        "146 FP8 weights, delayed scaling": quantized(146, options.device, Float8DelayedScaling()),
     }.items():
         times = host_times(params, grad, options.device, options.steps)
         median, best = statistics.median(times), min(times)

@@ -21,7 +21,7 @@ from fused_optim.backends import Hyper, Shards, ShardWork, backend_for, shards_o
 from fused_optim.dtensor import finished_local, local_tensor
 from fused_optim.formats import Master, rounding_key
 from fused_optim.quantized import protocol
-from fused_optim.quantized.protocol import Fractions, Update, adapter_of
+from fused_optim.quantized.protocol import Fractions, Target, Update, adapter_of
 from fused_optim.state import MASTER, Slots, read_parameter, state_dtypes
 from fused_optim.validate import check_states, check_update, describe
 
@@ -35,7 +35,7 @@ class _Part:
     indices: list[int] = field(default_factory=list)  # positions in the param groups
     groups: list[int] = field(default_factory=list)
     watched: list[tuple[Any, ...]] = field(default_factory=list)  # see backends.Shards
-    absmax: Tensor | None = None  # one per shard, where some target measures it in this step
+    absmax: Tensor | None = None  # one per shard, where some target measures it
     shards: Shards = field(init=False)
 
     def absmax_of(self, i: int) -> Tensor:
@@ -48,7 +48,7 @@ def _same_objects(left: Iterable[Any], right: Sequence[Any]) -> bool:
     return all(map(is_, left, right))
 
 
-def _can_be_watched(param: Tensor) -> bool:
+def _is_watchable(param: Tensor) -> bool:
     """Not where the parameter's memory is another than that of the contiguous tensor that is updated."""
     plain = type(param) in (Tensor, torch.nn.Parameter, DTensor) and adapter_of(param) is None
     return plain and local_tensor(param).is_contiguous()
@@ -94,9 +94,12 @@ class Plan:
         self._copies: list[tuple[Tensor, Tensor]] = []
         parts: dict[torch.device, _Part] = {}
         numbers = [number for number, size in enumerate(self._sizes) for _ in range(size)]
-        # Quantized parameters, by position, with their groups, and how those with a gradient are updated in this step.
+        # Quantized parameters, by position, with their groups; how they are updated: those with targets at every step
+        # until they are set again, others in this step.
         self._quantized = {i: numbers[i] for i, param in enumerate(self._params) if adapter_of(param) is not None}
-        self._updates: dict[int, Update] = {}
+        self._lasting: dict[int, Update] = {}
+        self._passing: dict[int, Update] = {}
+        self._attribute = ""
         for index, (param, group) in enumerate(zip(self._params, numbers, strict=True)):
             device = local_tensor(param).device
             part = parts.get(device) or parts.setdefault(device, _Part(device, backend_for(device.type)))
@@ -130,9 +133,8 @@ class Plan:
         cannot be used; nothing has been changed then.
         """
         self._copies.clear()
-        self._updates.clear()
-        for part in self._parts:
-            part.absmax = None
+        self._passing.clear()
+        self._attribute = attribute
         stale = [(part, i) for part in self._parts for i in part.shards.refresh(part.watched, attribute)]
         for part, i in stale:
             if local_tensor(part.watched[i][0]).device != part.device:
@@ -165,10 +167,12 @@ class Plan:
             target = adapter.target(param) if master is not None and part.shards.takes_target(slots) else None
             if target is None:  # the values are updated as an FP32 parameter is, and then encoded
                 master, slots = None, replace(slots, master=Master.PARAMETER)
-            elif target.measures:
-                absmax = part.absmax_of(i)
-            written = target is not None and target.data is not None
-            self._updates[index] = Update(param, updated, absmax=absmax, written=written)
+                self._lasting.pop(index, None)
+                self._passing[index] = Update(param, updated)
+            else:
+                absmax = part.absmax_of(i) if target.measures else None
+                self._lasting[index] = Update(param, updated, absmax=absmax, written=target.data is not None)
+                part.watched[i] += _watched_weight(param, target)
         work = ShardWork(
             grad=_contiguous(placed_as(grad, param)),
             param=updated,
@@ -180,7 +184,8 @@ class Plan:
             target=target,
             absmax=absmax,
         )
-        part.shards.set(i, work, part.watched[i] if _can_be_watched(param) else None)
+        can_be_watched = _is_watchable(param) if target is None else target.names is not None
+        part.shards.set(i, work, part.watched[i] if can_be_watched else None)
 
     def _contiguous_param(self, param: Tensor) -> Tensor:
         local = local_tensor(param)
@@ -202,29 +207,38 @@ class Plan:
         updated = [param for part in self._parts for param in part.shards.updated(part.watched)]
         per_device = [hypers(part.device) for part in self._parts]
         applies = None if found_inf is None else found_inf.reshape(()) == 0
-        if self._updates:
-            protocol.prepare([update.param for update in self._updates.values()], applies)
+        updates = self._quantized_updates(dict(zip((part.device for part in self._parts), per_device, strict=True)))
+        if updates:
+            protocol.prepare([update.param for update in updates if update.values is not None], applies)
         for part, on_device in zip(self._parts, per_device, strict=True):
+            if part.absmax is not None:
+                part.absmax.zero_()
             part.shards.run(on_device, workspaces.get(part.device))
         for target, source in self._copies:
             target.copy_(source)
         self._copies.clear()
-        if self._quantized:
-            self._quantize(dict(zip((part.device for part in self._parts), per_device, strict=True)), applies)
+        if updates:
+            protocol.write(updates, applies)
+        self._passing.clear()
         if updated:
             torch.autograd.graph.increment_version(updated)
 
-    def _quantize(self, hypers: dict[torch.device, list[Hyper]], applies: Tensor | None) -> None:
+    def _quantized_updates(self, hypers: dict[torch.device, list[Hyper]]) -> list[Update]:
         """All quantized parameters, also those that take part in reductions only."""
         updates = []
         for index, group in self._quantized.items():
             param = self._params[index]
-            update = self._updates.get(index, Update(param, None))
-            if update.values is not None and self._slots[index].master is Master.PARAMETER:
-                update = replace(update, fractions=self._fractions(index, hypers[local_tensor(param).device][group]))
+            if getattr(param, self._attribute, None) is None:
+                update = Update(param, None)
+            elif index in self._lasting:
+                update = self._lasting[index]
+            else:
+                update = self._passing[index]
+                if self._slots[index].master is Master.PARAMETER:
+                    fractions = self._fractions(index, hypers[local_tensor(param).device][group])
+                    update = replace(update, fractions=fractions)
             updates.append(update)
-        protocol.write(updates, applies)
-        self._updates.clear()
+        return updates
 
     def _fractions(self, index: int, hyper: Hyper) -> Fractions | None:
         """Rotating rounding of a quantized parameter that has no master."""
@@ -237,3 +251,11 @@ class Plan:
 def _watched(param: Tensor, states: dict[str, Tensor]) -> tuple[Any, ...]:
     spec = param._spec if isinstance(param, DTensor) else None
     return param, spec, states, states.get("exp_avg"), states.get("exp_avg_sq"), states.get(MASTER)
+
+
+def _watched_weight(param: Tensor, target: Target) -> tuple[Any, ...]:
+    """Of a quantized weight; see ``Plan::watch`` in csrc/multi_tensor/plan.h."""
+    local = local_tensor(param)
+    if target.names is None:
+        return ()
+    return local, local.components, target.names, tuple(local.components[name] for name in target.names)

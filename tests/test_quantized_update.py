@@ -264,3 +264,33 @@ def test_versions_count_the_codes(engine: str) -> None:
     versions = {name: part._version for name, part in weight.components.items()}
     training.steps(0, 1)
     assert all(weight.components[name]._version > version for name, version in versions.items() if name != "initial")
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "rows", "delayed", "current"])
+def test_memory_may_change_between_steps(recipe: str, engine: str, use_backend: Callable[[str], None]) -> None:
+    """Components, masters and states that were replaced or moved are found, gradients may be missing."""
+    results = []
+    for device in both(engine, use_backend):
+        training = Training(ALL[recipe], device, shapes=[(8, 128), (8, 256), (4, 128)], plain=False)
+        first, second, third = training.params()
+        training.steps(0, 2)
+        for name in ("data", "scale", "tensor_scale"):
+            if name in first.components:
+                first.components[name] = first.components[name].clone()
+                second.components[name].data = second.components[name].clone()
+        states = training.optimizer.state[third]
+        states["master_param"] = states["master_param"].clone()
+        training.steps(2, 4)
+        training.set_gradients(4)
+        first.grad = None
+        training.optimizer.step()
+        training.steps(5, 7)
+        results.append(training.found())
+    assert_same(*results)
+
+
+def test_unchanged_weights_are_not_described_again(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(ALL["delayed"], engine)
+    training.steps(0, 2)
+    monkeypatch.setattr(training.optimizer._plan, "_set", lambda *_: pytest.fail("described again"))
+    training.steps(2, 4)

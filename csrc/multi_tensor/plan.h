@@ -18,7 +18,7 @@ namespace py = pybind11;
 struct Names {
     py::str exp_avg = intern("exp_avg"), exp_avg_sq = intern("exp_avg_sq"), master = intern("master_param");
     py::str mesh = intern("mesh"), placements = intern("placements"), meta = intern("tensor_meta"),
-            shape = intern("shape");
+            shape = intern("shape"), components = intern("components");
 
     static py::str intern(const char* name) { return py::reinterpret_steal<py::str>(PyUnicode_InternFromString(name)); }
 };
@@ -62,18 +62,20 @@ public:
     }
 
     // Remembers what shard `i` is like now. `tuple`: (param, its DTensorSpec or None, its dict of states, exp_avg,
-    // exp_avg_sq, master or None).
+    // exp_avg_sq, master or None), and of a quantized weight (its local tensor, that one's dict `components`, the names
+    // and the tensors in it of codes and scales).
     void watch(size_t i, py::tuple tuple) {
         Row& row = rows_.at(i);
-        PyObject* param = tuple[0].ptr();
         bool sharded = !tuple[1].is_none();
-        const std::array<PyObject*, kTensors> tensors = {param, tuple[3].ptr(), tuple[4].ptr(), tuple[5].ptr()};
+        const std::array<PyObject*, kTensors> tensors = {tuple[0].ptr(), tuple[3].ptr(), tuple[4].ptr(),
+                                                         tuple[5].ptr()};
+        const int first = is_quantized(tuple.ptr()) ? kMaster : kParam;  // gives the form
         row.watched = false;
-        for (int t = 0; t < kTensors; ++t) {
+        for (int t : {first, +kExpAvg, +kExpAvgSq, +kMaster}) {
             DLTensor tensor;
             if (tensors[t] == Py_None) continue;
             if (!read_local(tensors[t], sharded, tensor)) return;
-            if (t == kParam) {
+            if (t == first) {
                 row.device = tensor.device;
                 row.shape.assign(tensor.shape, tensor.shape + tensor.dims);
             }
@@ -176,15 +178,43 @@ private:
         PyObject* spec = PyTuple_GET_ITEM(tuple, 1);
         const bool sharded = spec != Py_None;
         if (sharded && spec_.get(param).ptr() != spec) return false;
-        DLTensor tensor;
-        if (!read_local(param, sharded, tensor) || !row.has_form_of(tensor) || !(tensor.type == row.types[kParam]))
-            return false;
-        row.shard.param = address(tensor);
-        return refresh_state(row, kExpAvg, tuple, names_.exp_avg, sharded, row.shard.exp_avg) &&
+        const bool found = is_quantized(tuple) ? refresh_weight(row, tuple, sharded) : refresh_param(row, param, sharded);
+        return found && refresh_state(row, kExpAvg, tuple, names_.exp_avg, sharded, row.shard.exp_avg) &&
                refresh_state(row, kExpAvgSq, tuple, names_.exp_avg_sq, sharded, row.shard.exp_avg_sq) &&
                refresh_state(row, kMaster, tuple, names_.master, sharded, row.shard.master) &&
                refresh_gradient(row, spec, grad);
     }
+
+    bool refresh_param(Row& row, PyObject* param, bool sharded) const {
+        DLTensor tensor;
+        if (!read_local(param, sharded, tensor) || !row.has_form_of(tensor) || !(tensor.type == row.types[kParam]))
+            return false;
+        row.shard.param = address(tensor);
+        return true;
+    }
+
+    // A quantized weight: the same local tensor, which holds the same tensors, wherever their memory is by now.
+    bool refresh_weight(Row& row, PyObject* tuple, bool sharded) const {
+        PyObject* local = PyTuple_GET_ITEM(tuple, 6);
+        PyObject* param = PyTuple_GET_ITEM(tuple, 0);
+        if ((sharded ? local_.get(param).ptr() : param) != local) return false;
+        PyObject* components = PyTuple_GET_ITEM(tuple, 7);
+        if (attribute(local, names_.components.ptr()).ptr() != components) return false;
+        PyObject *names = PyTuple_GET_ITEM(tuple, 8), *tensors = PyTuple_GET_ITEM(tuple, 9);
+        const std::array<uint64_t*, 2> targets = {&row.shard.param, &row.shard.weight_scales};
+        for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(names); ++k) {
+            PyObject* expected = PyTuple_GET_ITEM(tensors, k);
+            DLTensor tensor;
+            if (PyDict_GetItemWithError(components, PyTuple_GET_ITEM(names, k)) != expected) {
+                return PyErr_Clear(), false;
+            }
+            if (!reader_.is_plain(expected) || !reader_.read(expected, tensor) || !is_contiguous(tensor)) return false;
+            *targets[k] = address(tensor);
+        }
+        return true;
+    }
+
+    static bool is_quantized(PyObject* tuple) { return PyTuple_GET_SIZE(tuple) > 6; }
 
     bool refresh_state(const Row& row, int which, PyObject* tuple, const py::str& name, bool sharded,
                        uint64_t& target) const {

@@ -46,7 +46,9 @@ class Target:
 
     ``format``, ``round_up``: as in ``recipes.Native``. ``data``: the codes are written here; None: they are written
     later. ``scale``: that of the blocks, which is written too, or of the whole weight, which is read; None without
-    ``data``. ``measures``: the absmax of the new values is wanted.
+    ``data``. ``measures``: the absmax of the new values is wanted. ``names``: of ``data`` and ``scale`` in the local
+    tensor's dict ``components``, where an engine can look whether they are still there; None: they are given anew at
+    every step.
     """
 
     format: int
@@ -54,6 +56,7 @@ class Target:
     data: Tensor | None
     scale: Tensor | None
     measures: bool
+    names: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,11 @@ class Recipe:
         """None where only PyTorch knows the recipe."""
         return None
 
+    @functools.cached_property
+    def of_elements(self) -> tuple[str, ...]:
+        """The names of the components that are cut with a weight."""
+        return tuple(part.name for part in self.components if part.tile is not None)
+
     def component_shape(self, component: Component, shape: tuple[int, ...]) -> tuple[int, ...]:
         if component.tile is None:
             return component.shape

@@ -48,39 +48,36 @@ def target(param: Tensor) -> Target | None:
     native, parts = local.recipe.native, local.components
     if native is None:
         return None
-    data, scale = parts["data"], parts.get("scale", parts.get("tensor_scale"))
+    names = ("data", "scale" if "scale" in parts else "tensor_scale")
+    data, scale = (parts[name] for name in names)
     fits = native.block is not None and data.shape[1] % native.block == 0
-    direct = fits and engine.is_plain(data) and engine.is_plain(scale)
     measures = local.recipe.scales_whole_tensor
-    if not (direct or measures):
-        return None
-    return Target(native.format, native.round_up, data if direct else None, scale if direct else None, measures)
+    if fits and engine.is_plain(data) and engine.is_plain(scale):
+        return Target(native.format, native.round_up, data, scale, measures, names)
+    return Target(native.format, native.round_up, None, None, measures, ()) if measures else None
 
 
 def prepare(params: Sequence[Tensor], applies: Tensor | None) -> None:
-    locals_ = map(local_tensor, params)
-    engine.prepare([(local.recipe, local.components) for local in locals_ if local.recipe.scales_whole_tensor], applies)
+    locals_ = [local for local in map(local_tensor, params) if local.recipe.scales_whole_tensor]
+    engine.prepare([(local.recipe, local.components) for local in locals_], applies)
 
 
 @torch.no_grad()
 def write(updates: Sequence[Update], applies: Tensor | None = None, advance: bool = True) -> None:
-    reduced = [update for update in updates if local_tensor(update.param).recipe.scales_whole_tensor]
+    pairs = [(local_tensor(update.param), update) for update in updates]
+    reduced = [update for local, update in pairs if local.recipe.scales_whole_tensor]
     absmax = _absmax(reduced)
     if not advance:
         _complete_empty_shards(update.param for update in reduced)
-    changed = [update for update in updates if update.values is not None]
-    locals_ = [local_tensor(update.param) for update in changed]
-    rescaled = [(local.recipe, local.components) for local in locals_]
-    engine.rescale(rescaled, [absmax.get(update.param) for update in changed], applies, advance)
-    pairs = list(zip(locals_, changed, strict=True))
+    pairs = [(local, update) for local, update in pairs if update.values is not None]
+    rescaled = [(local, absmax[update.param]) for local, update in pairs if update.param in absmax]
+    engine.rescale(
+        [(x.recipe, x.components) for x, _ in rescaled], [largest for _, largest in rescaled], applies, advance
+    )
     engine.encode([Encoding(x.recipe, x.components, u.values, u.fractions) for x, u in pairs if not u.written])
-    engine.written(part for x, u in pairs if u.written for part in _of_elements(x))
-    for local in locals_:
+    engine.written(x.components[name] for x, u in pairs if u.written for name in x.recipe.of_elements)
+    for local, _ in pairs:
         local.mark_fresh()
-
-
-def _of_elements(local: QuantizedTensor) -> list[Tensor]:
-    return [local.components[part.name] for part in local.recipe.components if part.tile is not None]
 
 
 def _absmax(updates: Iterable[Update]) -> dict[Tensor, Tensor]:
