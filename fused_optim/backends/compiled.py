@@ -23,7 +23,8 @@ def address(tensor: Tensor | None) -> int:
 def run_on(device: torch.device) -> dict[str, int]:
     """Where an engine is to run, as arguments of its functions."""
     if device.type == "cuda":
-        return {"device": device.index, "stream": torch.cuda.current_stream(device).cuda_stream}
+        # Not torch.cuda.current_stream(), which makes a Python object: each weight that is decoded asks.
+        return {"device": device.index, "stream": torch._C._cuda_getCurrentRawStream(device.index)}
     return {"threads": torch.get_num_threads()}
 
 
