@@ -388,3 +388,17 @@ def test_weights_that_cannot_be_quantized_are_named() -> None:
     quantize_model_(model, RECIPES["mxfp8"])
     with pytest.raises(ValueError, match=r"0\.weight is quantized already: MXFP8"):
         quantize_model_(model, RECIPES["mxfp8"])
+
+
+def test_data_is_replaced_by_a_weight_of_its_kind_only() -> None:
+    recipe = RECIPES["mxfp8"]
+    weight = nn.Parameter(QuantizedTensor.from_values(values((4, 64), 0), recipe))
+    other = QuantizedTensor.from_values(values((4, 64), 1), recipe)
+    weight.data = other
+    assert torch.equal(weight.values(), other.values())
+    assert weight.data.components["data"].data_ptr() == other.components["data"].data_ptr()
+    wrong = [values((4, 64), 1), QuantizedTensor.from_values(values((2, 64), 1), recipe), other.t()]
+    for value in [*wrong, QuantizedTensor.from_values(values((4, 64), 1), RECIPES["nvfp4"])]:
+        with pytest.raises(TypeError, match="copy_"):
+            weight.data = value
+    assert torch.equal(weight.values(), other.values())

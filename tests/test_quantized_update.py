@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from distributed import same_bits
 from fused_optim import FusedAdam
 from fused_optim.quantized import Float8BlockScaling, MXFP8BlockScaling, QuantizedTensor, Recipe
 from fused_optim.quantized import engine as quantizer
-from distributed import same_bits
 from quantized_cases import RECIPES, values
 
 F32, BF16, F16, E4M3, INT8 = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8

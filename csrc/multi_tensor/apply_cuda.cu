@@ -601,17 +601,19 @@ __device__ __forceinline__ void decode_param(float* values, const View& view, Pa
     }
 }
 
-// What an update has to do with a quantized weight. Called for its codec by all lanes of a warp.
+// Writes a thread's codes of a quantized weight and the scale of their block. Called by all lanes of a warp.
 struct StoreWeight {
     const View& view;
     uint32_t element;
     const float* values;
+    float largest;    // magnitude; infinity or NaN if some value is
+    uint32_t finite;  // bits of the largest finite magnitude
 
     template <class Codec>
     __device__ __forceinline__ void operator()(Codec) const {
         if constexpr (kWrittenByUpdate<Codec>) {
             const float whole = Codec::kTensorScale ? *reinterpret_cast<const float*>(view.weight_scales) : 0.0f;
-            const WeightBlock fresh = Codec::prepare(magnitudes<Codec>(), view.info.round_up, whole);
+            const WeightBlock fresh = Codec::prepare(of_block<Codec>(), view.info.round_up, whole);
             using Scale = typename Codec::Scale;
             if constexpr (!std::is_void_v<Scale>) {
                 if (element % Codec::kBlock == 0) {
@@ -623,28 +625,17 @@ struct StoreWeight {
         }
     }
 
-    // Of the block that this thread's elements are in.
     template <class Codec>
-    __device__ __forceinline__ Magnitudes magnitudes() const {
+    __device__ __forceinline__ Magnitudes of_block() const {
         Magnitudes found;
         if constexpr (!std::is_void_v<typename Codec::Scale>) {
-            found.finite = finite_absmax(values);
+            found.finite = finite;
 #pragma unroll
             for (uint32_t lane = 1; lane < Codec::kBlock / kVector; lane *= 2) {
                 found.finite = max(found.finite, __shfl_xor_sync(kWarp, found.finite, lane));
             }
         }
         return found;
-    }
-
-    __device__ __forceinline__ static uint32_t finite_absmax(const float* values) {
-        uint32_t largest = 0;
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-            const uint32_t bits = magnitude_bits(values[i]);
-            largest = max(largest, bits < kInfinity ? bits : 0u);
-        }
-        return largest;
     }
 
     template <class Codec>
@@ -654,7 +645,7 @@ struct StoreWeight {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) scaled[i] = values[i] * inverse;
 #if __CUDA_ARCH__ >= 890
-        if (all_moderate(scaled)) {
+        if (largest * inverse < 3.0e38f) {  // else some may be NaN
             encode_float8_words(words, scaled);
         } else
 #endif
@@ -669,11 +660,19 @@ struct StoreWeight {
 };
 
 __device__ __forceinline__ void store_weight(const View& view, uint32_t element, const float* values) {
-    if (view.absmax) {
-        const uint32_t largest = __reduce_max_sync(kWarp, StoreWeight::finite_absmax(values));
-        if (threadIdx.x % 32 == 0) atomicMax(&block->weight_absmax, largest);
+    const float largest = thread_absmax<kVector>(values);
+    uint32_t finite = float_bits(largest);
+    if (finite >= kInfinity) {
+        Magnitudes magnitudes;
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) magnitudes.add(rare(values[i]));
+        finite = magnitudes.finite;
     }
-    if (view.param) dispatch_weight(view.weight_format(), StoreWeight{view, element, values});
+    if (view.absmax) {
+        const uint32_t of_warp = __reduce_max_sync(kWarp, finite);
+        if (threadIdx.x % 32 == 0) atomicMax(&block->weight_absmax, of_warp);
+    }
+    if (view.param) dispatch_weight(view.weight_format(), StoreWeight{view, element, values, largest, finite});
 }
 
 template <class MixType>
@@ -1390,7 +1389,9 @@ void load_adam_kernels(int device) {
 
 size_t workspace_bytes(const Step& step) { return step.groups.size() * sizeof(Scalars); }
 
-bool writes_weights_cuda(Format exp_avg, Format exp_avg_sq) { return codec_format(exp_avg) == codec_format(exp_avg_sq); }
+bool writes_weights_cuda(Format exp_avg, Format exp_avg_sq) {
+    return codec_format(exp_avg) == codec_format(exp_avg_sq);
+}
 
 namespace {
 

@@ -92,8 +92,8 @@ std::vector<TensorScale> scales_of(const std::vector<ScaleRow>& rows, const Scal
 
 ScaleRule rule_of(float largest, float factor, uint32_t history, bool most_recent, uint32_t stage, uint64_t applies) {
     require(stage <= static_cast<uint32_t>(ScaleStage::kAgain), "a known stage");
-    return {largest, factor, history, most_recent, static_cast<ScaleStage>(stage),
-            reinterpret_cast<const bool*>(applies)};
+    return {
+        largest, factor, history, most_recent, static_cast<ScaleStage>(stage), reinterpret_cast<const bool*>(applies)};
 }
 
 Element element_of(uint32_t number) {

@@ -178,7 +178,8 @@ private:
         PyObject* spec = PyTuple_GET_ITEM(tuple, 1);
         const bool sharded = spec != Py_None;
         if (sharded && spec_.get(param).ptr() != spec) return false;
-        const bool found = is_quantized(tuple) ? refresh_weight(row, tuple, sharded) : refresh_param(row, param, sharded);
+        const bool found =
+            is_quantized(tuple) ? refresh_weight(row, tuple, sharded) : refresh_param(row, param, sharded);
         return found && refresh_state(row, kExpAvg, tuple, names_.exp_avg, sharded, row.shard.exp_avg) &&
                refresh_state(row, kExpAvgSq, tuple, names_.exp_avg_sq, sharded, row.shard.exp_avg_sq) &&
                refresh_state(row, kMaster, tuple, names_.master, sharded, row.shard.master) &&

@@ -297,10 +297,10 @@ FUSED_OPTIM_HD uint32_t load_scale(const Weight& w, uint64_t index) {
 enum class ScaleStage : uint8_t { kBefore = 0, kAfter = 1, kAgain = 2 };
 
 struct ScaleRule {
-    float largest;        // what a weight's absmax is divided by
-    float factor;         // leaves room
-    uint32_t history;     // earlier absmaxes that are kept, the latest first; 0: the scale is that of the new one
-    bool most_recent;     // of them counts, not the largest
+    float largest;     // what a weight's absmax is divided by
+    float factor;      // leaves room
+    uint32_t history;  // earlier absmaxes that are kept, the latest first; 0: the scale is that of the new one
+    bool most_recent;  // of them counts, not the largest
     ScaleStage stage;
     const bool* applies;  // where it is false nothing is changed; null means true
 };

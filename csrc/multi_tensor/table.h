@@ -44,7 +44,7 @@ struct Shard {
     uint64_t master;
     uint64_t exp_avg;
     uint64_t exp_avg_sq;
-    uint64_t scales;  // FP32: exp_avg's block scales (if it is scaled), then exp_avg_sq's
+    uint64_t scales;         // FP32: exp_avg's block scales (if it is scaled), then exp_avg_sq's
     uint64_t weight_scales;  // of a quantized parameter: those of its blocks, or the whole one's, which is read
     uint64_t absmax;         // of a quantized parameter, FP32: raised to the new values' largest finite magnitude; or 0
     uint64_t numel;

@@ -271,6 +271,26 @@ class QuantizedTensor(torch.Tensor):
 
     # --- what torch asks tensors without memory of their own ------------------------------------------------------
 
+    @property  # type: ignore[override]
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, other: Tensor) -> None:
+        """torch's own setter does nothing to tensors without memory of their own."""
+        views = self._transposed or self._flat
+        if (
+            views
+            or not isinstance(other, QuantizedTensor)
+            or _kind(other) != _kind(self)
+            or other._cut_from is not None
+        ):
+            raise TypeError(
+                f"{self.where}.data of a quantized weight takes a whole one of the same recipe, shape and dtype; copy_ "
+                "quantizes other values"
+            )
+        self.components, self._shared, self._cut_from = other.components, other._shared, None
+
     def data_ptr(self) -> int:
         return 0
 
@@ -343,7 +363,9 @@ class QuantizedTensor(torch.Tensor):
         return all_gather.outputs(self, outputs, metadata, param_dtype, out)
 
     @classmethod
-    @torch.compiler.disable  # else what a graph break leaves to it would be compiled, handler by handler
+    # Else what a graph break leaves to it would be compiled, handler by handler. As in torch.optim, and unlike
+    # torch.compiler.disable, this imports the compiler only when it is called.
+    @torch._disable_dynamo
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         handler = _HANDLERS.get(func)
@@ -354,6 +376,10 @@ class QuantizedTensor(torch.Tensor):
         if func.namespace == "c10d":  # these write into their arguments, but their schemas do not say so
             raise RuntimeError(f"{func} takes no quantized weights; dequantize() gives a plain copy")
         return func(*decoded(args), **decoded(kwargs))
+
+
+def _kind(tensor: QuantizedTensor) -> tuple[Any, ...]:
+    return tensor.recipe, tensor._weight_shape, tensor.dtype, tensor.device, tensor._transposed, tensor._flat
 
 
 def rebuild(

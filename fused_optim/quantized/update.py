@@ -51,10 +51,10 @@ def target(param: Tensor) -> Target | None:
     names = ("data", "scale" if "scale" in parts else "tensor_scale")
     data, scale = (parts[name] for name in names)
     fits = native.block is not None and data.shape[1] % native.block == 0
-    measures = local.recipe.scales_whole_tensor
-    if fits and engine.is_plain(data) and engine.is_plain(scale):
-        return Target(native.format, native.round_up, data, scale, measures, names)
-    return Target(native.format, native.round_up, None, None, measures, ()) if measures else None
+    if not (fits and engine.is_plain(data) and engine.is_plain(scale)):
+        data = scale = None
+        names = ()
+    return Target(native.format, native.round_up, data, scale, local.recipe.scales_whole_tensor, names)
 
 
 def prepare(params: Sequence[Tensor], applies: Tensor | None) -> None:
