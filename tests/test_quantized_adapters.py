@@ -314,8 +314,12 @@ def test_scales_of_tiny_values_give_no_nans(engine: str) -> None:
     torch.testing.assert_close(param.dequantize(dtype=torch.float32), optimizer.state[param]["master_param"])
 
 
-def other_dtype(param: Float8Tensor) -> None:
-    param._quantizer.dtype = DType.kFloat8E5M2
+def e5m2(param: Float8Tensor) -> None:
+    param._quantizer.dtype = param._fp8_dtype = DType.kFloat8E5M2
+
+
+def e5m2_before(param: Float8Tensor) -> None:
+    param._fp8_dtype = DType.kFloat8E5M2
 
 
 def columns_only(param: Float8Tensor) -> None:
@@ -330,7 +334,7 @@ def own_quantizer(param: Float8Tensor) -> None:
     param._quantizer.__class__ = OwnFloat8Quantizer
 
 
-@pytest.mark.parametrize("change", [other_dtype, columns_only, strided, own_quantizer])
+@pytest.mark.parametrize("change", [e5m2, e5m2_before, columns_only, strided, own_quantizer])
 def test_delayed_scaling_that_the_pass_cannot_write(change: Callable[[Float8Tensor], None], engine: str) -> None:
     optimizer = delayed_training(engine, [(8, 64), (8, 32)])
     changed, other = params_of(optimizer)
