@@ -349,6 +349,27 @@ def test_delayed_scaling_that_the_pass_cannot_write(change: Callable[[Float8Tens
     assert_written(other, optimizer.state[other]["master_param"])
 
 
+@pytest.mark.parametrize("data", [None, torch.empty(0, dtype=torch.uint8)], ids=["none", "freed"])
+def test_the_pass_writes_no_codes_where_there_is_no_memory(data: Tensor | None) -> None:
+    param = delayed(torch.randn(8, 64))
+    assert transformer_engine.target(param).data is param._data
+    param._data = data
+    assert transformer_engine.target(param) is None
+
+
+def test_captured_steps_give_delayed_scaling_to_quantize_(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transposes are filled, as no replay could mark them as stale."""
+    optimizer = delayed_training(engine, [(8, 64)])
+    (param,) = params_of(optimizer)
+    quantized = param.calls
+    monkeypatch.setattr(transformer_engine, "is_capturing", lambda: True)
+    move_on(optimizer, 0)
+    optimizer.step()
+    assert param.calls == quantized + 1
+    assert torch.equal(param._transpose, param._data.t())
+    assert not param._transpose_invalid
+
+
 def test_delayed_scaling_without_an_engine(device: str, use_backend: Callable[[str], None]) -> None:
     use_backend("torch")
     optimizer = delayed_training(device)

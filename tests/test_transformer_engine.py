@@ -430,6 +430,24 @@ def test_delayed_scaling_gives_the_codes_of_quantize_(scale: float) -> None:
     assert param._transpose_invalid
 
 
+def test_captured_steps_fill_the_transposes_of_delayed_scaling() -> None:
+    param = nn.Parameter(quantized_by(delayed_scaling(37.3), initial_values()))
+    optimizer = FusedAdamW([param], lr=0.01, capturable=True)
+    param.grad = gradient(SHAPE, 0, 0).to(GPU, torch.bfloat16)
+    optimizer.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    for step in range(1, 4):
+        before = param._data.clone()
+        param.grad.copy_(gradient(SHAPE, 0, step))
+        graph.replay()
+        assert not torch.equal(param._data, before)
+        assert torch.equal(param._transpose, param._data.t())
+        assert not param._transpose_invalid
+        assert_rounded_with_own_scale(param, optimizer.state[param]["master_param"])
+
+
 def components_of(kind: str, tensor: Tensor) -> dict[str, Tensor]:
     """The tensor's own memory, as this package's recipe of the same format names it."""
     parts = {"data": tensor._rowwise_data, "scale": tensor._rowwise_scale_inv}

@@ -18,6 +18,7 @@ from fused_optim.dtensor import local_tensor, sharding_dims
 from fused_optim.quantized import engine
 from fused_optim.quantized.protocol import Target, Update
 from fused_optim.quantized.recipes import Float8DelayedScaling
+from fused_optim.scalars import is_capturing
 
 ROUNDS_STOCHASTICALLY = False  # quantize_ rounds to nearest: without a master, small updates would be lost
 
@@ -57,7 +58,7 @@ def values(local: Tensor) -> Tensor:
 
 def target(param: Tensor) -> Target | None:
     local = local_tensor(param)
-    if not _fits_the_pass(local):
+    if is_capturing() or not _fits_the_pass(local):  # replays could not mark transposes as stale: quantize_ fills them
         return None
     native = Float8DelayedScaling().native
     return Target(native.format, native.round_up, local._data, local._scale_inv, measures=True)
