@@ -23,6 +23,7 @@ from fused_optim.scalars import is_capturing
 ROUNDS_STOCHASTICALLY = False  # quantize_ rounds to nearest: without a master, small updates would be lost
 
 _DELAYED_SCALING = "transformer_engine.pytorch.tensor.float8_tensor.Float8Quantizer"
+_E4M3 = Float8DelayedScaling().native
 _SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
 
 
@@ -60,8 +61,7 @@ def target(param: Tensor) -> Target | None:
     local = local_tensor(param)
     if is_capturing() or not _fits_the_pass(local):  # replays could not mark transposes as stale: quantize_ fills them
         return None
-    native = Float8DelayedScaling().native
-    return Target(native.format, native.round_up, local._data, local._scale_inv, measures=True)
+    return Target(_E4M3.format, _E4M3.round_up, local._data, local._scale_inv, measures=True)
 
 
 def _fits_the_pass(local: Tensor) -> bool:
