@@ -6,10 +6,13 @@ TransformerEngine's weights with scales of blocks consist of two.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -138,6 +141,69 @@ def test_modules_train_as_with_adamw(name: str, ranks: int) -> None:
     distributed.run(ranks, train_beside_adamw, name, on="cuda", timeout=STARTING)
 
 
+@contextmanager
+def not_quantized_by_itself() -> Iterator[None]:
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
+
+    with mock.patch.object(Float8Tensor, "quantize_", side_effect=AssertionError("quantize_")):
+        yield
+
+
+class WritingOptimizer(FusedAdamW):
+    """Its steps leave nothing to ``quantize_``."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        with not_quantized_by_itself():
+            return super().step(*args, **kwargs)
+
+
+def follow_amaxes() -> None:
+    name, column = "DelayedScaling", 1  # of a linear layer's input, weight and output
+    model = build(name, seed=0)
+    optimizer = WritingOptimizer(model.parameters(), lr=0.01)
+    train(name, model, optimizer, 0, SAVED_AT)
+    largest = []
+    for layer in model:
+        own = local_tensor(optimizer.state[layer.weight]["master_param"]).abs().max()
+        quantizer = local_tensor(layer.weight)._quantizer
+        assert quantizer.amax == own
+        assert quantizer.amax == layer.fp8_meta["scaling_fwd"].amax_history[0, column]
+        dist.all_reduce(own, dist.ReduceOp.MAX)
+        largest.append(own)
+    train(name, model, optimizer, SAVED_AT, SAVED_AT + 1)
+    for layer, amax in zip(model, largest, strict=True):
+        of_layer, local = layer.fp8_meta["scaling_fwd"], local_tensor(layer.weight)
+        assert of_layer.amax_history[-1, column] == amax  # the forward pass has reduced it over ranks, and moved it on
+        scale = 448 / of_layer.amax_history[1:, column].max()
+        torch.testing.assert_close(of_layer.scale[column], scale, rtol=1e-6, atol=0)
+        assert local._quantizer.scale == of_layer.scale[column]
+        assert_rounded_with_own_scale(local, local_tensor(optimizer.state[layer.weight]["master_param"]))
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=needs_gpus(2))])
+def test_modules_follow_the_amaxes_of_the_pass(ranks: int) -> None:
+    distributed.run(ranks, follow_amaxes, on="cuda", timeout=STARTING)
+
+
+def keep_groups_off_quantizers() -> None:
+    model = build("Float8CurrentScaling", seed=0)
+    optimizer = FusedAdamW(model.parameters(), lr=0.01)
+    train("Float8CurrentScaling", model, optimizer, 0, 2)
+    for layer in model:
+        local = local_tensor(layer.weight)
+        assert local.amax_reduction_group is not None
+        assert not local._quantizer.with_amax_reduction
+        assert hash(local._quantizer) == hash(copy.deepcopy(local._quantizer))  # raises where it holds a group
+        largest = local_tensor(optimizer.state[layer.weight]["master_param"]).abs().max()
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        torch.testing.assert_close(local._scale_inv[0], largest / 448, rtol=1e-6, atol=0)
+
+
+@two_gpus
+def test_groups_of_current_scaling_are_the_tensors() -> None:
+    distributed.run(2, keep_groups_off_quantizers, on="cuda", timeout=STARTING)
+
+
 # --- checkpoints ------------------------------------------------------------------------------------------------
 
 
@@ -194,10 +260,15 @@ def snapshot(name: str, model: nn.Module, optimizer: FusedAdamW) -> dict[str, Pa
 
 
 def assert_rounded_with_own_scale(local: Tensor, master: Tensor) -> None:
-    scale = local._quantizer.scale
-    codes = (master * scale).clamp(-448, 448).to(torch.float8_e4m3fn).float()
-    assert torch.equal(local._data.view(torch.float8_e4m3fn).float(), codes)
-    torch.testing.assert_close(decoded(local), codes / scale, rtol=1e-6, atol=0)
+    """By ``quantize_``, after a load, or by the update pass, which knows the scale's inverse only."""
+    scale, found = local._quantizer.scale, e4m3(local)
+    codes = [(master * factor).clamp(-448, 448).to(torch.float8_e4m3fn).float() for factor in (scale, 1 / (1 / scale))]
+    assert any(torch.equal(found, expected) for expected in codes)
+    torch.testing.assert_close(decoded(local), found / scale, rtol=1e-6, atol=0)
+
+
+def e4m3(local: Tensor) -> Tensor:
+    return local._data.view(torch.float8_e4m3fn).float()
 
 
 def train_and_save(name: str, way: str, path: str) -> list[dict[str, Part]]:
@@ -261,13 +332,18 @@ ERRORS = {
 NEWER = ("MXFP8", "NVFP4")
 
 
+def delayed_scaling(scale: float) -> Any:
+    import transformer_engine.pytorch as te
+
+    return te.Float8Quantizer(*torch.tensor([[scale], [0.0]], device=GPU), te.DType.kFloat8E4M3)
+
+
 def quantizer_of(kind: str) -> Any:
     import transformer_engine.pytorch as te
 
     e4m3 = te.DType.kFloat8E4M3
     if kind == "Float8":
-        scale, amax = (torch.full([1], value, device=GPU) for value in (64.0, 0.0))
-        return te.Float8Quantizer(scale, amax, e4m3)
+        return delayed_scaling(64.0)
     if kind == "Float8CurrentScaling":
         return te.Float8CurrentScalingQuantizer(e4m3, torch.device(GPU))
     if kind == "Float8Block":
@@ -287,7 +363,11 @@ def kernels_missing(kind: str) -> str:
 
 
 def quantized(kind: str, values: Tensor) -> Tensor:
-    tensor = quantizer_of(kind).make_empty(values.shape, dtype=torch.bfloat16, device=GPU)
+    return quantized_by(quantizer_of(kind), values)
+
+
+def quantized_by(quantizer: Any, values: Tensor) -> Tensor:
+    tensor = quantizer.make_empty(values.shape, dtype=torch.bfloat16, device=GPU)
     tensor.quantize_(values)
     return tensor
 
@@ -323,6 +403,49 @@ def test_tensors_are_their_masters_quantized(kind: str) -> None:
     assert ((decoded(param) - master).abs() <= relative * master.abs() + absolute * master.abs().max()).all()
     if kind not in NEWER:
         assert_transposes_follow(param)
+
+
+@pytest.mark.parametrize("scale", [64.0, 37.3, 100.7])
+def test_delayed_scaling_gives_the_codes_of_quantize_(scale: float) -> None:
+    """Where a code differs, the exact product is so near to the middle of two codes that rounding errors decide.
+
+    ``quantize_`` multiplies by the scale and rounds, an error of 2**-24. The pass multiplies by the inverse of the
+    inverse, each of them rounded, too.
+    """
+    param = nn.Parameter(quantized_by(delayed_scaling(scale), initial_values()))
+    optimizer = WritingOptimizer([param], lr=0.01)
+    assert_follows_adamw(param, optimizer, decoded(param))
+    param._quantizer.amax.zero_()
+    param.grad = gradient(SHAPE, 0, SAVED_AT).to(GPU, torch.bfloat16)
+    optimizer.step()
+    master = optimizer.state[param]["master_param"]
+    theirs = quantized_by(delayed_scaling(scale), master)
+    assert torch.equal(param._quantizer.amax, theirs._quantizer.amax)
+    assert torch.equal(param._scale_inv, theirs._scale_inv)
+    distance = (param._data.int() - theirs._data.int()).abs()
+    assert distance.max() <= (0 if scale == 64 else 1)
+    exact, middle = master.double() * theirs._quantizer.scale.double(), (e4m3(param) + e4m3(theirs)).double() / 2
+    assert ((exact - middle).abs() <= 2**-22 * middle.abs())[distance > 0].all()
+    assert not theirs._transpose_invalid
+    assert param._transpose_invalid
+
+
+def test_captured_steps_fill_the_transposes_of_delayed_scaling() -> None:
+    param = nn.Parameter(quantized_by(delayed_scaling(37.3), initial_values()))
+    optimizer = FusedAdamW([param], lr=0.01, capturable=True)
+    param.grad = gradient(SHAPE, 0, 0).to(GPU, torch.bfloat16)
+    optimizer.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    for step in range(1, 4):
+        before = param._data.clone()
+        param.grad.copy_(gradient(SHAPE, 0, step))
+        graph.replay()
+        assert not torch.equal(param._data, before)
+        assert torch.equal(param._transpose, param._data.t())
+        assert not param._transpose_invalid
+        assert_rounded_with_own_scale(param, optimizer.state[param]["master_param"])
 
 
 def components_of(kind: str, tensor: Tensor) -> dict[str, Tensor]:

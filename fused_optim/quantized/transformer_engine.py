@@ -1,8 +1,8 @@
 """The optimizer's adapter (``protocol.py``) for TransformerEngine's quantized tensors.
 
-``Float8Tensor``, ``MXFP8Tensor``, ``Float8BlockwiseQTensor`` and ``NVFP4Tensor`` are all written by their own
-``quantize_`` from the FP32 master: it has their scales, amax histories, reductions over ranks and cached transposes in
-its care. Nothing of TransformerEngine is imported here; these are methods of the tensors themselves.
+The update pass writes the codes of delayed scaling, whose scale is known before it. All others are written by their own
+``quantize_`` from the FP32 master: it has their scales, reductions over ranks and transposes in its care. Nothing of
+TransformerEngine is imported here; these are methods and attributes of the tensors themselves.
 """
 
 from __future__ import annotations
@@ -12,15 +12,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from fused_optim.dtensor import local_tensor, sharding_dims
-from fused_optim.quantized.protocol import Update
+from fused_optim.quantized import engine
+from fused_optim.quantized.protocol import Target, Update
+from fused_optim.quantized.recipes import Float8DelayedScaling
+from fused_optim.scalars import is_capturing
 
 ROUNDS_STOCHASTICALLY = False  # quantize_ rounds to nearest: without a master, small updates would be lost
+
+_DELAYED_SCALING = "transformer_engine.pytorch.tensor.float8_tensor.Float8Quantizer"
+_E4M3 = Float8DelayedScaling().native
+_SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
 
 
 def initial_values(param: Tensor) -> Tensor:
     """Those of ``quantized_model_init(preserve_high_precision_init_val=True)``, which lie in host memory."""
+    if needs_collective(param):
+        _reduction_group(param)
     local = local_tensor(param.detach())
     for holder in _holders(param):
         value = holder.get_high_precision_init_val()
@@ -44,42 +54,118 @@ def values(local: Tensor) -> Tensor:
     return local.dequantize(dtype=torch.float32).clone()
 
 
+# --- delayed scaling --------------------------------------------------------------------------------------------
+
+
+def target(param: Tensor) -> Target | None:
+    local = local_tensor(param)
+    if is_capturing() or not _fits_the_pass(local):  # replays could not mark transposes as stale: quantize_ fills them
+        return None
+    return Target(_E4M3.format, _E4M3.round_up, local._data, local._scale_inv, measures=True)
+
+
+def _fits_the_pass(local: Tensor) -> bool:
+    """Not with a subclass of the quantizer, which may quantize in another way."""
+    quantizer = local._quantizer
+    kind = type(quantizer)
+    if f"{kind.__module__}.{kind.__qualname__}" != _DELAYED_SCALING:
+        return False
+    if not quantizer.rowwise_usage or quantizer.dtype.name != "kFloat8E4M3" or local._fp8_dtype != quantizer.dtype:
+        return False
+    parts = (local._data, local._scale_inv, quantizer.scale, quantizer.amax)
+    plain = all(engine.is_plain(part) and part.device == local.device for part in parts)
+    return plain and local._data.numel() == local.numel()
+
+
+@torch.no_grad()
+def prepare(params: Sequence[Tensor], applies: Tensor | None) -> None:
+    """Decoding follows the scale that TransformerEngine has found by now. Few launches for all parameters."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for local in map(local_tensor, params):
+        if _fits_the_pass(local):
+            by_device.setdefault(local.device, []).append(local)
+    for device, locals_ in by_device.items():
+        current = [local._scale_inv.view(()) for local in locals_]
+        scales = torch.stack([local._quantizer.scale.view(()) for local in locals_])
+        # That of a weight of tiny values is the largest FP32 number, whose inverse has no finite inverse.
+        inverse = scales.reciprocal_().clamp_min_(_SMALLEST_NORMAL)
+        if applies is not None:
+            inverse = torch.where(applies.to(device), inverse, torch.stack(current))
+        torch._foreach_copy_(current, inverse.unbind())
+
+
+def _finish(updates: Sequence[Update]) -> None:
+    """What a cast of TransformerEngine's does beside the codes.
+
+    Absmaxes of shards are those of ranks, as there: the next ``autocast`` reduces them before it takes new scales.
+    """
+    locals_ = [local_tensor(update.param) for update in updates]
+    if locals_:
+        amaxes = [local._quantizer.amax.view(1) for local in locals_]
+        torch._foreach_maximum_(amaxes, [update.absmax for update in updates])
+    engine.written(local._data for local in locals_)
+    for local in locals_:
+        local._reset_caches()
+
+
+# --- all others -------------------------------------------------------------------------------------------------
+
+
 def needs_collective(param: Tensor) -> bool:
     """Where one scale is computed for all of a weight, by a reduction within ``quantize_``."""
-    return hasattr(local_tensor(param)._quantizer, "with_amax_reduction") and bool(sharding_dims(param))
+    return bool(_reducing(local_tensor(param))) and bool(sharding_dims(param))
+
+
+def _reducing(local: Tensor) -> list[Any]:
+    """The tensors whose scales are reduced: this one, or those that a ``HybridQuantizedTensor`` consists of."""
+    hybrid = [getattr(local, name, None) for name in ("_rowwise_storage", "_columnwise_storage")]
+    parts = [part for part in hybrid if part is not None] or [local]
+    return [part for part in parts if hasattr(part._quantizer, "with_amax_reduction")]
+
+
+def _reduction_group(param: Tensor) -> ProcessGroup:
+    """The ranks that share a weight's scale. Raises, on all of them alike, where the quantizer cannot reduce."""
+    what = f"a TransformerEngine weight of shape {tuple(param.shape)} with placements {tuple(param.placements)}"
+    dims = sharding_dims(param)
+    if len(dims) != 1:
+        raise NotImplementedError(
+            f"{what}: its quantizer reduces scales over one mesh dim only, and several shard it; use a recipe whose "
+            "scales are of blocks, or delayed scaling"
+        )
+    size, ranks = param.shape[param.placements[dims[0]].dim], param.device_mesh.size(dims[0])
+    if -(-size // ranks) * (ranks - 1) >= size:
+        raise NotImplementedError(
+            f"{what}: some of its {ranks} ranks hold nothing, and quantizers do not reduce scales there, so that the "
+            "other ranks would wait for ever; use fewer ranks, or leave this weight unsharded or unquantized"
+        )
+    return param.device_mesh.get_group(dims[0])
 
 
 def _reduce_within_quantize(param: Tensor) -> None:
     """TransformerEngine sets this up when a weight is first gathered; before, shards would get scales of their own."""
-    quantizer = local_tensor(param)._quantizer
-    if quantizer.with_amax_reduction:
-        return
-    dims = sharding_dims(param)
-    if len(dims) != 1:
-        raise NotImplementedError(
-            f"a TransformerEngine weight of shape {tuple(param.shape)} with placements {tuple(param.placements)}: its "
-            "quantizer reduces scales over one mesh dim only, and several shard it"
-        )
-    quantizer.amax_reduction_group = param.device_mesh.get_group(dims[0])
-    quantizer.with_amax_reduction = True
+    group = _reduction_group(param)
+    for part in _reducing(local_tensor(param)):
+        if hasattr(part, "amax_reduction_group"):
+            part.amax_reduction_group = group
+        else:  # older versions look for it at the quantizer
+            part._quantizer.amax_reduction_group = group
+            part._quantizer.with_amax_reduction = True
 
 
-def target(param: Tensor) -> None:
-    return None
-
-
-def prepare(params: Sequence[Tensor], applies: Tensor | None) -> None:
-    pass
+def _quantize(param: Tensor, new: Tensor | None) -> None:
+    local, reduces = local_tensor(param), needs_collective(param)
+    if reduces:
+        _reduce_within_quantize(param)
+    if new is not None:
+        local.quantize_(new)
+    elif reduces:
+        local.quantize_(values(local))
 
 
 @torch.no_grad()
 def write(updates: Sequence[Update], applies: Tensor | None = None, advance: bool = True) -> None:
-    """One call per weight. Where a step is skipped, masters are as before, hence so are the codes."""
+    """Where a step is skipped, masters are as before, hence so is what ``quantize_`` makes of them."""
+    _finish([update for update in updates if update.written])
     for update in updates:
-        local, reduces = local_tensor(update.param), needs_collective(update.param)
-        if reduces:
-            _reduce_within_quantize(update.param)
-        if update.values is not None:
-            local.quantize_(update.values)
-        elif reduces:
-            local.quantize_(values(local))
+        if not update.written:
+            _quantize(update.param, update.values)
