@@ -685,12 +685,15 @@ def _as_strided(func: Any, args: Any, kwargs: Any) -> Any:
     return _aliasing(func, args, kwargs, cut(tensor, 0, 0, shape[0]))
 
 
+# Collectives go component by component. Where callers do not ask for asynchronous ones, NCCL gives no work to wait for.
+
+
 @implements(torch.ops.c10d.broadcast_.default)
 def _broadcast(func: Any, args: Any, kwargs: Any) -> Any:
     """Bytes, as DistributedDataParallel does with the first rank's weights."""
-    (tensor,), *others = args
+    (tensor,), group, root, root_tensor = args[:4]
     for part in tensor.components.values():
-        _, work = func([part], *others, **kwargs)
+        _, work = func([part], group, root, root_tensor, True, *args[5:], **kwargs)
         work.wait()
     return [tensor], work
 
@@ -698,12 +701,13 @@ def _broadcast(func: Any, args: Any, kwargs: Any) -> Any:
 @implements(torch.ops.c10d.scatter_.default)
 def _scatter(func: Any, args: Any, kwargs: Any) -> Any:
     """Bytes. With one rank, full state dicts hold the quantized weights themselves, and loading them scatters those."""
-    (output,), inputs, *others = args
+    (output,), inputs, group, root = args[:4]
     given = [tensor for row in inputs for tensor in row]
     if not all(isinstance(x, QuantizedTensor) and x.recipe == output.recipe for x in given):
         raise RuntimeError(f"{output.where}scattered are weights of other recipes; dequantize() gives plain copies")
     for name, part in output.components.items():
-        _, work = func([part], [[x.components[name] for x in row] for row in inputs], *others, **kwargs)
+        parts = [[x.components[name] for x in row] for row in inputs]
+        _, work = func([part], parts, group, root, True, *args[5:], **kwargs)
         work.wait()
     output.mark_fresh()
     return [output], work
