@@ -149,8 +149,9 @@ def compare(description: str, contenders: dict[str, Measure]) -> None:
             gc.collect()  # wrapped models refer to themselves
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device) if on_gpu else 0  # Megatron-FSDP keeps some of its models' memory
         row = measure_one(args, device)
-        row["peak_bytes"] = torch.cuda.max_memory_allocated(device) if on_gpu else 0
+        row["peak_bytes"] = torch.cuda.max_memory_allocated(device) - before if on_gpu else 0
         if first:
             if not report["results"]:
                 print(f"{'':<38}" + "".join(f"{column:>28}" for column in row))
