@@ -164,6 +164,19 @@ def test_decoded_values_are_the_references(
     assert torch.equal(bits(found), bits(expected))
 
 
+@recipe_of
+@pytest.mark.parametrize("shape", [(130, 1160), (1, 40008), (513, 256)], ids=str)
+def test_large_weights_are_decoded(
+    recipe: Recipe, shape: tuple[int, int], engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By many thread blocks and threads, in octets of elements that end within a block of the format or with it."""
+    x = torch.randn(shape, device=engine)
+    components = reference(recipe, x)
+    with engine_alone(monkeypatch):
+        found = decode(recipe, components, x, torch.float16)
+    assert torch.equal(bits(found), bits(recipe.decode(components, shape).half()))
+
+
 def decode(recipe: Recipe, components: dict[str, Tensor], like: Tensor, dtype: torch.dtype) -> Tensor:
     return quantizer.decode(recipe, components, tuple(like.shape), dtype)
 
@@ -244,13 +257,14 @@ def test_more_weights_than_fit_into_one_table(engine: str, monkeypatch: pytest.M
 
 
 @recipe_of
-@pytest.mark.parametrize("offset", [1, 2, 3])
+@pytest.mark.parametrize("columns", [256, 260])
+@pytest.mark.parametrize("offset", [1, 2, 3, 4])
 def test_addresses_that_are_not_aligned(
-    recipe: Recipe, offset: int, engine: str, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe, offset: int, columns: int, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x = torch.randn(3 * 260 + offset, device=engine)[offset:].view(3, 260)
-    data_shape = recipe.empty((3, 260), x.device)["data"].shape
-    components = recipe.empty((3, 260), x.device)
+    x = torch.randn(3 * columns + offset, device=engine)[offset:].view(3, columns)
+    data_shape = recipe.empty((3, columns), x.device)["data"].shape
+    components = recipe.empty((3, columns), x.device)
     memory = torch.zeros(data_shape.numel() + offset, dtype=torch.uint8, device=engine)
     components["data"] = memory[offset:].view(data_shape)
     expected = reference(recipe, x)
@@ -258,7 +272,7 @@ def test_addresses_that_are_not_aligned(
         write(recipe, components, x)
         found = decode(recipe, components, x, torch.bfloat16)
     assert_same(components, expected)
-    assert torch.equal(bits(found), bits(recipe.decode(expected, (3, 260)).bfloat16()))
+    assert torch.equal(bits(found), bits(recipe.decode(expected, (3, columns)).bfloat16()))
     assert not memory[:offset].any()
 
 

@@ -345,6 +345,82 @@ __global__ void __launch_bounds__(kThreads) decode_strips(const __grid_constant_
     }
 }
 
+// The same for weights whose rows are whole octets of elements, in which all elements share a scale: with wider
+// accesses, and the loads of several octets under way at once.
+constexpr uint32_t kOctet = 8;
+constexpr uint32_t kOctetsPerThread = 4;
+constexpr uint32_t kOctetsPerUnit = kThreads * kOctetsPerThread;
+
+template <class Codec>
+__device__ __forceinline__ uint64_t octet_scale(const Weight& w, uint64_t octet) {
+    const uint64_t element = octet * kOctet;
+    if (w.rows == 1) return scale_index<Codec>(w, 0, element);
+    const bool narrow = (element | w.columns) >> 32 == 0;  // the short division
+    const uint64_t row =
+        narrow ? static_cast<uint32_t>(element) / static_cast<uint32_t>(w.columns) : element / w.columns;
+    return scale_index<Codec>(w, row, element - row * w.columns);
+}
+
+struct StoreOctet {
+    uint64_t address;  // of the first value
+    uint64_t octet;
+    const float (&values)[kOctet];
+
+    template <class Output>
+    __device__ __forceinline__ void operator()(Output) const {
+        using Bits = typename Output::Bits;
+        constexpr uint32_t kVectors = kOctet * sizeof(Bits) / sizeof(uint4);
+        alignas(16) Bits raw[kOctet];
+#pragma unroll
+        for (uint32_t i = 0; i < kOctet; ++i) raw[i] = Output::encode(values[i]);
+        uint4* const target = reinterpret_cast<uint4*>(address) + octet * kVectors;
+#pragma unroll
+        for (uint32_t i = 0; i < kVectors; ++i) target[i] = reinterpret_cast<const uint4*>(raw)[i];
+    }
+};
+
+struct DecodeOctets {
+    const DecodeArguments& arguments;
+
+    template <class Codec>
+    __device__ __forceinline__ void operator()(Codec) const {
+        using Codes = std::conditional_t<Codec::kPerByte == 1, uint64_t, uint32_t>;
+        constexpr int kBits = 8 / Codec::kPerByte;
+        const Weight& w = arguments.weight;
+        const uint64_t count = w.numel() / kOctet;
+        const uint64_t first = uint64_t{blockIdx.x} * kOctetsPerUnit + threadIdx.x;
+        Codes codes[kOctetsPerThread];
+        uint32_t scales[kOctetsPerThread];
+#pragma unroll
+        for (uint32_t k = 0; k < kOctetsPerThread; ++k) {
+            const uint64_t octet = min(first + k * kThreads, count - 1);
+            codes[k] = reinterpret_cast<const Codes*>(w.data)[octet];
+            scales[k] = load_scale<Codec>(w, octet_scale<Codec>(w, octet));
+        }
+        const float whole = w.whole();
+#pragma unroll
+        for (uint32_t k = 0; k < kOctetsPerThread; ++k) {
+            const uint64_t octet = first + k * kThreads;
+            if (octet >= count) return;
+            const float step = Codec::step(scales[k], whole);
+            float values[kOctet];
+#pragma unroll
+            for (uint32_t i = 0; i < kOctet; ++i) {
+                values[i] = Codec::decode(static_cast<uint32_t>(codes[k] >> (kBits * i)) & ((1u << kBits) - 1u)) * step;
+            }
+            dispatch_element(arguments.type, StoreOctet{w.values, octet, values});
+        }
+    }
+};
+
+__global__ void __launch_bounds__(kThreads) decode_octets(const __grid_constant__ DecodeArguments arguments) {
+    dispatch_weight(arguments.format, DecodeOctets{arguments});
+}
+
+bool has_octets(const Weight& w, const WeightTraits& traits) {
+    return w.columns % kOctet == 0 && w.data % (kOctet / traits.per_byte) == 0 && w.values % sizeof(uint4) == 0;
+}
+
 constexpr uint32_t kMostUnits = 0x7FFFFFFFu;  // thread blocks of a launch
 
 // Calls launch(number of the first entry, units) for as many tables as it takes. `units(entry)` are at least 0.
@@ -397,6 +473,7 @@ void load_quantize_kernels(int device) {
     load_kernel(absmax, "quantize_absmax", device);
     load_kernel(rescale_weights, "quantize_rescale", device);
     load_kernel(decode_strips, "quantize_decode", device);
+    load_kernel(decode_octets, "quantize_decode", device);
 }
 
 void absmax_cuda(const std::vector<Values>& tensors, float* result, int device, uint64_t stream) {
@@ -449,11 +526,15 @@ void encode_cuda(const std::vector<Weight>& weights, const WeightKind& kind, int
 void decode_cuda(const Weight& weight, WeightFormat format, Element type, int device, uint64_t stream) {
     constexpr const char* kernel = "quantize_decode";
     CudaDeviceGuard guard(kernel, device);
-    const DecodeArguments arguments{flattened(weight, traits_of(format)), format, type};
-    const uint64_t units = ceil_divide(strip_count(arguments.weight), kStripsPerUnit);
+    const WeightTraits traits = traits_of(format);
+    const DecodeArguments arguments{flattened(weight, traits), format, type};
+    const bool octets = has_octets(arguments.weight, traits);
+    const uint64_t units = octets ? ceil_divide(arguments.weight.numel() / kOctet, kOctetsPerUnit)
+                                  : ceil_divide(strip_count(arguments.weight), kStripsPerUnit);
     if (units > kMostUnits) throw std::runtime_error("fused_optim: a quantized weight is too large");
     if (units == 0) return;
-    decode_strips<<<static_cast<uint32_t>(units), kThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(arguments);
+    const auto decode = octets ? decode_octets : decode_strips;
+    decode<<<static_cast<uint32_t>(units), kThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(arguments);
     check_cuda(cudaGetLastError(), kernel, device);
 }
 
