@@ -329,13 +329,19 @@ def test_components_that_do_not_fit_are_refused(name: str, engine: str) -> None:
 
 
 def test_freed_weights_are_refused(engine: str) -> None:
-    training = Training(ALL["mxfp8"], engine, shapes=[(8, 128)], plain=False)
+    training = Training(ALL["mxfp8"], engine, shapes=[(8, 256), (8, 128)], plain=False)
     training.steps(0, 2)
-    (weight,) = training.params()
+    others, weight = training.params()
     weight.components["data"].untyped_storage().resize_(0)
-    training.set_gradients(2)
-    with pytest.raises(RuntimeError, match="has been freed"):
-        training.optimizer.step()
+    copies = []
+    for step in range(2, 4):
+        training.set_gradients(step)
+        others.grad = values((256, 8), step).to(engine, BF16).t()  # is made contiguous for the step
+        with pytest.raises(RuntimeError, match="has been freed"):
+            training.optimizer.step()
+        (part,) = training.optimizer._plan._parts
+        copies.append(weakref.ref(part.shards._alive[0].grad))
+    assert copies[0]() is None, "memory of refused steps is kept"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, BF16], ids=str)
