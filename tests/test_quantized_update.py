@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import distributed
 from distributed import join_all, on_each_device, same_bits
 from fused_optim import FusedAdam
-from fused_optim.quantized import Float8BlockScaling, MXFP8BlockScaling, QuantizedTensor, Recipe
+from fused_optim.quantized import Float8BlockScaling, Float8DelayedScaling, MXFP8BlockScaling, QuantizedTensor, Recipe
 from fused_optim.quantized import engine as quantizer
 from quantized_cases import RECIPES, Run, values
 
@@ -264,17 +264,25 @@ def test_skipped_steps_change_nothing(recipe: str, engine: str) -> None:
     assert_same(training.found(), before)
 
 
-def test_zeros_get_a_scale_of_one_before_they_are_known(engine: str) -> None:
+@pytest.mark.parametrize("recipe", ["delayed", "recent"])
+def test_zeros_get_a_scale_of_one_before_they_are_known(
+    recipe: str, engine: str, use_backend: Callable[[str], None]
+) -> None:
     """Weights that begin as zeros, as output projections may: the second update knows how large they have become."""
-    training = Training(ALL["delayed"], engine, shapes=[(8, 64)], plain=False)
+    for device in both(engine, use_backend):
+        check_scales_of_zeros(ALL[recipe], device)
+
+
+def check_scales_of_zeros(recipe: Float8DelayedScaling, device: str) -> None:
+    training = Training(recipe, device, shapes=[(8, 64)], plain=False)
     (weight,) = training.params()
-    weight.data = quantized(torch.zeros(8, 64), ALL["delayed"], engine).data
+    weight.data = quantized(torch.zeros(8, 64), recipe, device).data
     training.optimizer.state[weight]["master_param"].zero_()
-    absmax = 448.0
+    scale = 1.0
     for step in range(3):
         training.steps(step, step + 1)
-        assert weight.components["tensor_scale"].item() == absmax / 448
-        absmax = training.optimizer.state[weight]["master_param"].abs().max().cpu()
+        assert weight.components["tensor_scale"].item() == scale
+        scale = training.optimizer.state[weight]["master_param"].abs().max().cpu() / 448 * 2.0**recipe.margin
 
 
 def test_versions_count_the_codes(engine: str) -> None:
