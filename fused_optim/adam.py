@@ -503,6 +503,8 @@ class FusedAdam(Optimizer):
         if not all(map(self._has_states, self._params())):
             self._checked_grads()  # states are created only for a step that will be made
             self.initialize_state()
+        if self._plan is not None:
+            self._scalars.retire(self._plan.measured)
         self._plan = Plan(self.param_groups, self.state, self._slots, self.seed)
         return self._plan
 

@@ -40,7 +40,7 @@ class _Part:
 
     def absmax_of(self, i: int) -> Tensor:
         if self.absmax is None:
-            self.absmax = torch.zeros(len(self.indices), device=self.device)
+            self.absmax = torch.zeros(len(self.indices), dtype=torch.float32, device=self.device)
         return self.absmax[i : i + 1]
 
 
@@ -111,6 +111,11 @@ class Plan:
             part.shards = shards_on(part.device, part.backend, part.groups, len(groups))
 
     @property
+    def measured(self) -> list[Tensor]:
+        """Memory of its own that steps write to."""
+        return [part.absmax for part in self._parts if part.absmax is not None]
+
+    @property
     def backends(self) -> dict[torch.device, str]:
         return {part.device: part.backend for part in self._parts}
 
@@ -172,7 +177,7 @@ class Plan:
             else:
                 absmax = part.absmax_of(i) if target.measures else None
                 self._lasting[index] = Update(param, updated, absmax=absmax, written=target.data is not None)
-                part.watched[i] += _watched_weight(param, target)
+                part.watched[i] += _watched_weight(param, target, master)
         work = ShardWork(
             grad=_contiguous(placed_as(grad, param)),
             param=updated,
@@ -206,8 +211,8 @@ class Plan:
         """
         updated = [param for part in self._parts for param in part.shards.updated(part.watched)]
         per_device = [hypers(part.device) for part in self._parts]
-        applies = None if found_inf is None else found_inf.reshape(()) == 0
         updates = self._quantized_updates(dict(zip((part.device for part in self._parts), per_device, strict=True)))
+        applies = None if found_inf is None or not updates else found_inf.reshape(()) == 0
         if updates:
             protocol.prepare([update.param for update in updates if update.values is not None], applies)
         for part, on_device in zip(self._parts, per_device, strict=True):
@@ -253,9 +258,10 @@ def _watched(param: Tensor, states: dict[str, Tensor]) -> tuple[Any, ...]:
     return param, spec, states, states.get("exp_avg"), states.get("exp_avg_sq"), states.get(MASTER)
 
 
-def _watched_weight(param: Tensor, target: Target) -> tuple[Any, ...]:
+def _watched_weight(param: Tensor, target: Target, master: Tensor) -> tuple[Any, ...]:
     """Of a quantized weight; see ``Plan::watch`` in csrc/multi_tensor/plan.h."""
     local = local_tensor(param)
     if target.names is None:
         return ()
-    return local, local.components, target.names, tuple(local.components[name] for name in target.names)
+    parts = tuple(local.components[name] for name in target.names)
+    return local, local.components, target.names, parts, master

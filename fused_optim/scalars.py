@@ -79,7 +79,7 @@ class DeviceScalars:
         self.pull(groups)
         for device in list(self._devices):
             if len(self._steps) != len(groups) or device not in devices:
-                self._retire(self._devices.pop(device))
+                self.retire(self._devices.pop(device))
         for device in devices:
             if device not in self._devices:
                 self._devices[device] = _OnDevice(
@@ -135,7 +135,7 @@ class DeviceScalars:
         for device in devices:
             size = _WORKSPACE_BYTES * len(groups)
             if device.type == "cuda" and (device not in self._workspaces or self._workspaces[device].nbytes < size):
-                self._retire(self._workspaces.get(device))
+                self.retire(self._workspaces.get(device))
                 self._workspaces[device] = torch.empty(size, dtype=torch.uint8, device=device)
         return self._workspaces
 
@@ -145,7 +145,7 @@ class DeviceScalars:
             self._factors[device] = torch.ones((), dtype=torch.float32, device=device)
         return self._factors[device]
 
-    def _retire(self, memory: Any) -> None:
+    def retire(self, memory: Any) -> None:
         """Graphs that were captured go on writing to what they know, although nothing else uses it any more."""
         if self._captured:
             self._retired.append(memory)

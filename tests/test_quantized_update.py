@@ -6,6 +6,7 @@ On the CPU masters have the bits of the reference backend, too; a GPU's may diff
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,11 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from distributed import same_bits
+import distributed
+from distributed import join_all, on_each_device, same_bits
 from fused_optim import FusedAdam
-from fused_optim.quantized import Float8BlockScaling, MXFP8BlockScaling, QuantizedTensor, Recipe
+from fused_optim.quantized import Float8BlockScaling, Float8DelayedScaling, MXFP8BlockScaling, QuantizedTensor, Recipe
 from fused_optim.quantized import engine as quantizer
-from quantized_cases import RECIPES, values
+from quantized_cases import RECIPES, Run, values
 
 F32, BF16, F16, E4M3, INT8 = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
 ALL = {**RECIPES, "rows, FP32 scales": Float8BlockScaling((1, 128))}
@@ -262,17 +264,25 @@ def test_skipped_steps_change_nothing(recipe: str, engine: str) -> None:
     assert_same(training.found(), before)
 
 
-def test_zeros_get_a_scale_of_one_before_they_are_known(engine: str) -> None:
+@pytest.mark.parametrize("recipe", ["delayed", "recent"])
+def test_zeros_get_a_scale_of_one_before_they_are_known(
+    recipe: str, engine: str, use_backend: Callable[[str], None]
+) -> None:
     """Weights that begin as zeros, as output projections may: the second update knows how large they have become."""
-    training = Training(ALL["delayed"], engine, shapes=[(8, 64)], plain=False)
+    for device in both(engine, use_backend):
+        check_scales_of_zeros(ALL[recipe], device)
+
+
+def check_scales_of_zeros(recipe: Float8DelayedScaling, device: str) -> None:
+    training = Training(recipe, device, shapes=[(8, 64)], plain=False)
     (weight,) = training.params()
-    weight.data = quantized(torch.zeros(8, 64), ALL["delayed"], engine).data
+    weight.data = quantized(torch.zeros(8, 64), recipe, device).data
     training.optimizer.state[weight]["master_param"].zero_()
-    absmax = 448.0
+    scale = 1.0
     for step in range(3):
         training.steps(step, step + 1)
-        assert weight.components["tensor_scale"].item() == absmax / 448
-        absmax = training.optimizer.state[weight]["master_param"].abs().max().cpu()
+        assert weight.components["tensor_scale"].item() == scale
+        scale = training.optimizer.state[weight]["master_param"].abs().max().cpu() / 448 * 2.0**recipe.margin
 
 
 def test_versions_count_the_codes(engine: str) -> None:
@@ -305,6 +315,80 @@ def test_memory_may_change_between_steps(recipe: str, engine: str, use_backend: 
         training.steps(5, 7)
         results.append(training.found())
     assert_all_same(results)
+
+
+@pytest.mark.parametrize("name", ["data", "scale"])
+def test_components_that_do_not_fit_are_refused(name: str, engine: str) -> None:
+    """Before anything is written, whether they were replaced or given other memory."""
+    for replaces in (True, False):
+        training = Training(ALL["mxfp8"], engine, shapes=[(8, 128)], plain=False)
+        (weight,) = training.params()
+        training.steps(0, 2)
+        small = torch.zeros(2, dtype=torch.uint8, device=engine)
+        if replaces:
+            weight.components[name] = small
+        else:
+            weight.components[name].data = small
+        before = training.found()
+        training.set_gradients(2)
+        with pytest.raises(ValueError, match=f"component '{name}'.*expected torch.uint8 of shape"):
+            training.optimizer.step()
+        assert_same(training.found(), before)
+
+
+def test_freed_weights_are_refused(engine: str) -> None:
+    training = Training(ALL["mxfp8"], engine, shapes=[(8, 256), (8, 128)], plain=False)
+    training.steps(0, 2)
+    others, weight = training.params()
+    weight.components["data"].untyped_storage().resize_(0)
+    copies = []
+    for step in range(2, 4):
+        training.set_gradients(step)
+        others.grad = values((256, 8), step).to(engine, BF16).t()  # is made contiguous for the step
+        with pytest.raises(RuntimeError, match="has been freed"):
+            training.optimizer.step()
+        (part,) = training.optimizer._plan._parts
+        copies.append(weakref.ref(part.shards._alive[0].grad))
+    assert copies[0]() is None, "memory of refused steps is kept"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, BF16], ids=str)
+@pytest.mark.parametrize("recipe", ["current", "delayed", "nvfp4"])
+def test_torchs_default_dtype_does_not_matter(recipe: str, dtype: torch.dtype, engine: str) -> None:
+    training = Training(ALL[recipe], engine)
+    torch.set_default_dtype(dtype)
+    try:
+        training.steps(0, 2)
+        training.optimizer.load_state_dict(training.optimizer.state_dict())
+    finally:
+        torch.set_default_dtype(F32)
+    training.steps(2, 3)
+
+
+def test_absmaxes_keep_their_memory_for_captured_graphs(engine: str) -> None:
+    training = Training(ALL["current"], engine, capturable=True)
+    training.steps(0, 1)
+    kept = weakref.ref(training.optimizer._plan.measured[0])
+    training.optimizer._scalars.count(training.optimizer.param_groups, capturing=True)
+    training.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3, dtype=BF16, device=engine))]})
+    training.steps(1, 2)
+    assert kept() is not None
+
+
+def replace_local_masters() -> list[Any]:
+    runs = [Run("current"), Run("current", "plain")]
+    for step in range(4):
+        for run in runs:
+            run.train(step, step + 1)
+        for states in runs[0].optimizer.state.values():
+            states["master_param"]._local_tensor = states["master_param"]._local_tensor.clone()
+    return [run.snapshot() for run in runs]
+
+
+@pytest.mark.parametrize("ranks, on", on_each_device((1,)))
+def test_masters_whose_local_tensors_were_replaced_are_found(ranks: int, on: str) -> None:
+    ((sharded, plain),) = distributed.run(ranks, replace_local_masters, on=on)
+    distributed.assert_same(join_all([sharded]), join_all([plain]))
 
 
 def test_unchanged_weights_are_not_described_again(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ void check(const Shard& s, size_t i) {
     require(s.numel == 0 || (s.grad && s.exp_avg && s.exp_avg_sq), i, "addresses of all tensors");
     require(s.numel == 0 || s.param || s.quantized, i, "the address of the parameter");
     require(s.master_kind == Master::kParameter || s.numel == 0 || s.master, i, "the address of the master");
+    require(s.numel == 0 || !s.quantized || !s.param || s.weight_scales, i, "the scales of a quantized parameter");
     require(s.inner_local > 0, i, "inner_local > 0");
     require(!s.quantized || s.master_kind == Master::kFloat32, i, "an FP32 master of a quantized parameter");
     require(s.master_kind < Master::kRemainder16 || s.param_type == Element::kBFloat16, i, "a BF16 parameter");

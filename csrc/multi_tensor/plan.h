@@ -63,7 +63,7 @@ public:
 
     // Remembers what shard `i` is like now. `tuple`: (param, its DTensorSpec or None, its dict of states, exp_avg,
     // exp_avg_sq, master or None), and of a quantized weight (its local tensor, that one's dict `components`, the names
-    // and the tensors in it of codes and scales).
+    // and the tensors in it of codes and scales, the master's local tensor).
     void watch(size_t i, py::tuple tuple) {
         Row& row = rows_.at(i);
         bool sharded = !tuple[1].is_none();
@@ -82,6 +82,7 @@ public:
             if (!row.has_form_of(tensor)) return;
             row.types[t] = tensor.type;
         }
+        if (is_quantized(tuple.ptr()) && !watch_weight(row, tuple[9])) return;
         row.watched = true;
     }
 
@@ -124,6 +125,7 @@ private:
         DLDevice device{};
         std::array<DLDataType, kTensors> types{};
         std::vector<int64_t> shape;
+        std::vector<int64_t> weight_sizes;  // bytes of a quantized weight's codes and scales
 
         bool has_form_of(const DLTensor& t) const {
             return (t.data || !shard.numel) && t.device == device && static_cast<size_t>(t.dims) == shape.size() &&
@@ -186,6 +188,22 @@ private:
                refresh_gradient(row, spec, grad);
     }
 
+    bool watch_weight(Row& row, py::tuple tensors) const {
+        row.weight_sizes.clear();
+        for (py::handle part : tensors) {
+            DLTensor tensor;
+            if (!reader_.is_plain(part.ptr()) || !reader_.read(part.ptr(), tensor)) return false;
+            row.weight_sizes.push_back(bytes_of(tensor));
+        }
+        return true;
+    }
+
+    static int64_t bytes_of(const DLTensor& t) {
+        int64_t bytes = t.type.bits / 8;
+        for (int i = 0; i < t.dims; ++i) bytes *= t.shape[i];
+        return bytes;
+    }
+
     bool refresh_param(Row& row, PyObject* param, bool sharded) const {
         DLTensor tensor;
         if (!read_local(param, sharded, tensor) || !row.has_form_of(tensor) || !(tensor.type == row.types[kParam]))
@@ -194,11 +212,13 @@ private:
         return true;
     }
 
-    // A quantized weight: the same local tensor, which holds the same tensors, wherever their memory is by now.
+    // A quantized weight: the same local tensors, and components of the same sizes, wherever their memory is by now.
     bool refresh_weight(Row& row, PyObject* tuple, bool sharded) const {
         PyObject* local = PyTuple_GET_ITEM(tuple, 6);
         PyObject* param = PyTuple_GET_ITEM(tuple, 0);
         if ((sharded ? local_.get(param).ptr() : param) != local) return false;
+        PyObject* master = PyTuple_GET_ITEM(tuple, 5);
+        if ((sharded ? local_.get(master).ptr() : master) != PyTuple_GET_ITEM(tuple, 10)) return false;
         PyObject* components = PyTuple_GET_ITEM(tuple, 7);
         if (attribute(local, names_.components.ptr()).ptr() != components) return false;
         PyObject *names = PyTuple_GET_ITEM(tuple, 8), *tensors = PyTuple_GET_ITEM(tuple, 9);
@@ -210,6 +230,8 @@ private:
                 return PyErr_Clear(), false;
             }
             if (!reader_.is_plain(expected) || !reader_.read(expected, tensor) || !is_contiguous(tensor)) return false;
+            if (bytes_of(tensor) != row.weight_sizes[k] || !(tensor.device == row.device)) return false;
+            if (!tensor.data && row.shard.numel) return false;
             *targets[k] = address(tensor);
         }
         return true;

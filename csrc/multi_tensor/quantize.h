@@ -315,7 +315,7 @@ struct TensorScale {
 FUSED_OPTIM_HD void scale_from_history(const TensorScale& t, const ScaleRule& rule) {
     float seen = t.history[0];
     for (uint32_t i = 1; i < rule.history && !rule.most_recent; ++i) seen = larger(t.history[i], seen);
-    const float kept = *t.scale > kSmallestNormal ? *t.scale : 1.0f;
+    const float kept = *t.scale > kSmallestNormal * rule.factor ? *t.scale : 1.0f;
     *t.scale = seen > 0.0f ? scale_for(seen, rule.largest) * rule.factor : kept;
 }
 

@@ -73,7 +73,8 @@ class Shards(Protocol):
     """The shards of one device from step to step, in one backend.
 
     A step is ``refresh``, ``set`` for each shard that it returns, ``run``. ``watched`` holds a tuple per shard: the
-    parameter, its DTensorSpec or None, its dict of states, exp_avg, exp_avg_sq and the master or None.
+    parameter, its DTensorSpec or None, its dict of states, exp_avg, exp_avg_sq and the master or None; of a quantized
+    weight with a target also what ``Plan::watch`` in csrc/multi_tensor/plan.h names.
     """
 
     def refresh(self, watched: list[tuple[Any, ...]], attribute: str) -> Sequence[int]:

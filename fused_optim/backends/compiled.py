@@ -49,6 +49,7 @@ class CompiledShards:
         self._alive: list[ShardWork] = []  # contiguous copies of gradients live until the step is launched
 
     def refresh(self, watched: list[tuple[Any, ...]], attribute: str) -> Sequence[int]:
+        self._alive.clear()  # of a step that was begun and refused
         # Reading `.grad` of a DTensor takes three times as long where torch looks for overrides.
         with torch._C.DisableTorchFunctionSubclass():
             return self._plan.refresh(watched, attribute)

@@ -39,9 +39,9 @@ def absmax(recipes: Sequence[Recipe], values: Sequence[Tensor | None], device: t
     engine = _engine(device)
     if engine is None or not all(value is None or _values_fit(value, device) for value in values):
         pairs = zip(recipes, values, strict=True)
-        zero = torch.zeros((), device=device)
+        zero = torch.zeros((), dtype=torch.float32, device=device)
         return torch.stack([zero if value is None else recipe.absmax(value) for recipe, value in pairs])
-    result = torch.empty(len(values), device=device)
+    result = torch.empty(len(values), dtype=torch.float32, device=device)
     engine.quantize_absmax(
         addresses=[address(value) for value in values],
         numels=[0 if value is None else value.numel() for value in values],

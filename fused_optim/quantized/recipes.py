@@ -233,7 +233,7 @@ class Float8DelayedScaling(_Float8TensorScaling):
         """The scale of the history; as it is where that is empty, but 1 where it is that of zeros."""
         history, scale = components["amax_history"], components["tensor_scale"]
         seen = history.amax() if self.amax_compute_algo == "max" else history[0]
-        kept = torch.where(scale > elements.SMALLEST_NORMAL, scale, 1.0)
+        kept = torch.where(scale > self._scale(torch.zeros_like(scale)), scale, 1.0)
         _set_where(scale, torch.where(seen > 0, self._scale(seen), kept), applies)
 
     def rescale(

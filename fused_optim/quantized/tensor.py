@@ -248,6 +248,18 @@ class QuantizedTensor(torch.Tensor):
         if self.is_freed:
             raise RuntimeError(f"{self.where}the data of this quantized weight has been freed")
 
+    def check_components(self, names: Sequence[str]) -> None:
+        """Raise where these were freed or replaced, and their memory is no place for this weight any more."""
+        self.check_not_freed()
+        for component in self.recipe.components if self.numel() else ():
+            part, shape = self.components[component.name], self.recipe.component_shape(component, self._weight_shape)
+            fits = tuple(part.shape) == shape and part.dtype == component.dtype and part.device == self.device
+            if component.name in names and not fits:
+                raise ValueError(
+                    f"{self.where}component {component.name!r} of a quantized weight: expected {component.dtype} of "
+                    f"shape {shape} on {self.device}, got {part.dtype} of shape {tuple(part.shape)} on {part.device}"
+                )
+
     def keep_plain(self, values: Tensor) -> None:
         """Take plain values of this tensor's shape as initial values, to be quantized by ``finish_initialization``.
 

@@ -49,6 +49,7 @@ def target(param: Tensor) -> Target | None:
     if native is None:
         return None
     names = ("data", "scale" if "scale" in parts else "tensor_scale")
+    local.check_components(names)
     data, scale = (parts[name] for name in names)
     fits = native.block is not None and data.shape[1] % native.block == 0
     if not (fits and engine.is_plain(data) and engine.is_plain(scale)):
