@@ -239,6 +239,10 @@ class QuantizedTensor(torch.Tensor):
                 "fused_optim.quantized.finish_initialization(model) on all ranks after initialising or loading it"
             )
 
+    def check_cut_by_rows(self) -> None:
+        if self._shared.get("columns_cut"):
+            raise RuntimeError(f"{self.where}FSDP2 can shard quantized weights by rows only: placement Shard(0)")
+
     @property
     def is_freed(self) -> bool:
         """Whether its memory was given back, as FSDP2 does with gathered weights after their use."""
@@ -357,8 +361,7 @@ class QuantizedTensor(torch.Tensor):
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
         """FSDP2's hook: what is gathered of this shard. Bytes of data and scales, padded as FSDP2 pads shards."""
-        if self._shared.get("columns_cut"):
-            raise RuntimeError(f"{self.where}FSDP2 can shard quantized weights by rows only: placement Shard(0)")
+        self.check_cut_by_rows()
         return all_gather.inputs(self, mesh.size())
 
     # FSDP2 asks for it at every gather, and inspect takes longer than the hook where it is not given.
@@ -548,6 +551,7 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
         raise RuntimeError(
             f"copy_ into a quantized weight: expected shape {tuple(target.shape)}, got {tuple(source.shape)}"
         )
+    target.check_cut_by_rows()  # FSDP2 copies into shards that it has made: within fully_shard
     if target._transposed:
         _copy(func, (target.t(), source.t()), {})
     elif _same_bytes(target, source):
