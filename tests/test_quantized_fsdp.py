@@ -506,6 +506,20 @@ def plain(value: Tensor) -> Tensor:
     return value.dequantize() if is_quantized(value) and dist.get_world_size() == 1 else value
 
 
+def load_unfinished() -> str:
+    """The full state dict of one rank, hence with quantized weights, before these were quantized."""
+    source, model = Run("current").model, Run("current", fresh=True).model
+    nn.init.normal_(source.even.weight)
+    with pytest.raises(RuntimeError) as error:
+        set_model_state_dict(model, get_model_state_dict(source, options=FULL), options=FULL)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("ranks, on", on_each_device((1,)))
+def test_full_state_dicts_of_unfinished_weights_load_nowhere(ranks: int, on: str) -> None:
+    assert "finish_initialization" in distributed.run(ranks, load_unfinished, on=on)[0]
+
+
 @pytest.mark.parametrize("ranks, how, on", on_each_device((1, "fsdp"), (3, "fsdp"), (4, "hsdp"), nccl=FSDP_ON_GPUS))
 def test_full_state_dicts_are_plain_decoded_values(ranks: int, how: str, on: str) -> None:
     results = distributed.run(ranks, read_full, list(RECIPES), how, on=on)
