@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fused_optim.dtensor import local_tensor
 from fused_optim.formats import ELEMENT_TYPES, STATE_FORMATS
+from fused_optim.quantized.protocol import adapter_of
 
 
 def describe(param: Tensor, index: int, name: str | None = None) -> str:
@@ -72,6 +75,10 @@ def check_checkpoint_device(device: str | None) -> None:
 
 def check_param(param: Tensor, index: int, name: str | None) -> None:
     """Raise TypeError for a parameter that cannot be updated, whatever its gradient."""
+    if _is_unknown_wrapper(param):
+        kind = type(local_tensor(param)).__name__
+        text = f"a {kind} has no memory of its own to be updated, and how to write it is not known"
+        raise TypeError(f"{describe(param, index, name)}: {text}; exclude it from the optimizer")
     if param.dtype in ELEMENT_TYPES and param.layout == torch.strided:
         return
     hint = "convert it to torch.float32" if param.dtype == torch.float64 else "exclude it from the optimizer"
@@ -79,6 +86,13 @@ def check_param(param: Tensor, index: int, name: str | None) -> None:
         hint = "pass torch.view_as_real(param)"
     expected = "a dense torch.float32, torch.bfloat16 or torch.float16 tensor"
     raise TypeError(f"{describe(param, index, name)}: expected {expected}, got {param.layout}; {hint}")
+
+
+def _is_unknown_wrapper(param: Tensor) -> bool:
+    """Whether updates would go into what is decoded for them, and be lost."""
+    local = local_tensor(param)
+    wraps = is_traceable_wrapper_subclass(local) and not isinstance(local, AsyncCollectiveTensor)
+    return wraps and adapter_of(param) is None
 
 
 def check_grad(param: Tensor, grad: Tensor, index: int, name: str | None) -> None:

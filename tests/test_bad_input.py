@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from cases import values
 from fused_optim import FusedAdam, FusedAdamW
@@ -119,8 +120,9 @@ class unchanged:
         (torch.full((2, 3), SECRET, dtype=torch.complex64), "torch.complex64.*view_as_real"),
         (torch.full((2, 3), SECRET).to_sparse(), "got torch.sparse_coo; exclude it"),
         (torch.full((2, 3), 448.0).to(torch.float8_e4m3fn), "torch.float8_e4m3fn"),
+        (TwoTensor(torch.full((2, 3), SECRET), torch.full((2, 3), SECRET)), "a TwoTensor has no memory of its own"),
     ],
-    ids=["float64", "int64", "complex64", "sparse", "float8"],
+    ids=["float64", "int64", "complex64", "sparse", "float8", "wrapper"],
 )
 def test_parameter(param: Tensor, message: str) -> None:
     good = torch.ones(3)

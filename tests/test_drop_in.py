@@ -337,12 +337,8 @@ def real(package: str, module: str) -> type:
     return importlib.import_module(module).FusedAdam
 
 
-def assert_parity(make: Callable[[list[nn.Parameter], bool], Any], dtype: torch.dtype, exact: bool) -> None:
-    """200 steps of both, and of torch.optim in double precision on unrounded values.
-
-    ``exact``: FP32 values that are never rounded. Else both round, at other elements where their FP32 arithmetic
-    differs in its last bits: ours must be as close to the exact values as theirs, and closer to theirs than that.
-    """
+def after_steps(make: Callable[[list[nn.Parameter], bool], Any], dtype: torch.dtype) -> list[tuple[Tensor, ...]]:
+    """Parameters after 200 steps of ours, of theirs, and in double precision on unrounded values; all as doubles."""
     optimizers = [make(parameters(dtype, "cuda"), ours) for ours in (True, False)]
     attribute = "decoupled_grad" if getattr(optimizers[0], "use_decoupled_grad", False) else "grad"
     (group,) = optimizers[0].param_groups
@@ -352,8 +348,15 @@ def assert_parity(make: Callable[[list[nn.Parameter], bool], Any], dtype: torch.
         for optimizer in optimizers:
             step(optimizer, number, attribute)
         unrounded.step([getattr(param, attribute).double() for param in group["params"]], number + 1)
-    for ours, theirs, wanted in zip(*(o.param_groups[0]["params"] for o in optimizers), reference, strict=True):
-        a, b, c = ours.detach().double(), theirs.detach().double(), wanted.detach()
+    found = [*(optimizer.param_groups[0]["params"] for optimizer in optimizers), reference]
+    return [tuple(param.detach().double() for param in params) for params in zip(*found, strict=True)]
+
+
+def assert_parity(make: Callable[[list[nn.Parameter], bool], Any], dtype: torch.dtype, exact: bool) -> None:
+    """``exact``: FP32 values that are never rounded. Else both round, at other elements where their FP32 arithmetic
+    differs in its last bits: ours must be as close to the exact values as theirs, and closer to theirs than that.
+    """
+    for a, b, c in after_steps(make, dtype):
         if exact and dtype == F32:
             assert float((a - b).abs().max()) <= 1e-5 * float(b.abs().max())
         else:
@@ -433,17 +436,43 @@ def test_parity_with_transformer_engine(dtype: torch.dtype, options: dict[str, A
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("moments", [F16, torch.uint8], ids=str)
+@pytest.mark.parametrize("options", MASTERS[:2], ids=str)
+def test_scaled_moments_are_as_exact_as_transformer_engines(options: dict[str, Any], moments: torch.dtype) -> None:
+    """Theirs have one scale per tensor, ours have one per block: the two may differ by more than theirs from exact."""
+    theirs = real("transformer_engine", "transformer_engine.pytorch.optimizers")
+    make = maker(
+        transformer_engine.FusedAdam, theirs, {"exp_avg_dtype": moments, "exp_avg_sq_dtype": moments, **options}
+    )
+    for ours, other, exact in after_steps(make, BF16):
+        assert float((ours - exact).norm()) <= 1.1 * float((other - exact).norm())
+
+
+@pytest.mark.cuda
+def test_checkpoints_go_both_ways_with_apex() -> None:
+    theirs = real("apex", "apex.optimizers")
+    for first, second in ((theirs, apex.FusedAdam), (apex.FusedAdam, theirs)):
+        for ours, other in continued(first, second, F32, {}):
+            torch.testing.assert_close(ours, other, rtol=1e-6, atol=1e-7)
+
+
+def continued(first: type, second: type, dtype: torch.dtype, options: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
+    """Parameters after 6 steps of the first class, and where the second has loaded after 5 what the first had saved."""
+    source = first(parameters(dtype, "cuda"), lr=1e-3, **options)
+    for number in range(5):
+        step(source, number)
+    params = [nn.Parameter(param.detach().clone()) for param in source.param_groups[0]["params"]]
+    target = second(params, lr=1e-3, **options)
+    target.load_state_dict(source.state_dict())
+    for optimizer in (source, target):
+        step(optimizer, 5)
+    return list(zip(source.param_groups[0]["params"], params, strict=True))
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("options", MASTERS[1:], ids=str)
 def test_checkpoints_go_both_ways_with_transformer_engine(options: dict[str, Any]) -> None:
     theirs = real("transformer_engine", "transformer_engine.pytorch.optimizers")
     for first, second in ((theirs, transformer_engine.FusedAdam), (transformer_engine.FusedAdam, theirs)):
-        source = first(parameters(BF16, "cuda"), lr=1e-3, **options)
-        for number in range(5):
-            step(source, number)
-        params = [nn.Parameter(param.detach().clone()) for param in source.param_groups[0]["params"]]
-        target = second(params, lr=1e-3, **options)
-        target.load_state_dict(source.state_dict())
-        step(source, 5)
-        step(target, 5)
-        for a, b in zip(source.param_groups[0]["params"], params, strict=True):
+        for a, b in continued(first, second, BF16, options):
             assert float((a != b).double().mean()) <= 0.01

@@ -114,6 +114,14 @@ def test_products_that_fp8_cannot_do_are_decoded(x: Tensor, fp8_device: str) -> 
     assert torch.equal(*found)
 
 
+def test_activations_of_another_dtype_than_the_weight_raise(fp8_device: str) -> None:
+    layer = linear(Float8CurrentScaling(compute="fp8"), fp8_device)
+    wide = quantize_model_(nn.Linear(64, 48, device=fp8_device), Float8CurrentScaling(compute="fp8"))
+    for each, x in ((layer, torch.zeros(16, 64)), (wide, torch.zeros(16, 64).bfloat16())):
+        with pytest.raises(RuntimeError, match="dtype"):
+            torch.mm(x.to(fp8_device), each.weight.t())
+
+
 def test_products_are_decoded_where_fp8_is_not_at_hand() -> None:
     x = torch.randn(7, 64).bfloat16()
     for actual, expected in zip(

@@ -91,6 +91,29 @@ def test_gathered_weights_are_the_shards_bit_for_bit(ranks: int, how: str, on: s
             assert_same(gathered, {name: joined[name] for name in gathered})
 
 
+def memory_of_gathered(recipes: list[str]) -> dict[str, list[int]]:
+    """Bytes that a gathered weight's codes and scales take: gathered, given back, gathered again."""
+    found = {}
+    for recipe in recipes:
+        model = sharded(quantize_model_(plain_model(recipe), RECIPES[recipe]), "resharded", "fsdp")
+        found[recipe] = []
+        for change in (model.uneven.unshard, model.uneven.reshard, model.uneven.unshard):
+            change()
+            if change == model.uneven.unshard:
+                weight = model.uneven.weight
+            parts = [weight.components[name] for name in weight.recipe.of_elements]
+            found[recipe].append(sum(part.untyped_storage().size() for part in parts))
+    return found
+
+
+@pytest.mark.parametrize("ranks, on", on_each_device((1,), (2,)))
+def test_memory_of_gathered_weights_is_given_back(ranks: int, on: str) -> None:
+    for result in distributed.run(ranks, memory_of_gathered, list(RECIPES), on=on):
+        for recipe in RECIPES:
+            gathered, freed, again = result[recipe]
+            assert gathered == again > 0 and freed == 0, recipe
+
+
 class CountGathered(TorchDispatchMode):
     """Counts the bytes that this rank gives to all-gathers."""
 
@@ -228,9 +251,8 @@ def refuse(rows: int) -> list[str]:
         quantize_model_(sharded_already, RECIPES["mxfp8"])
     errors.append(str(error.value))
     by_columns = quantize_model_(nn.Sequential(nn.Linear(256, 128, device=device)), RECIPES["mxfp8"])
-    fully_shard(by_columns, mesh=distributed.mesh(), shard_placement_fn=lambda param: Shard(param.dim() - 1))
     with pytest.raises(RuntimeError) as error:
-        by_columns(torch.zeros(1, 256, device=device))
+        fully_shard(by_columns, mesh=distributed.mesh(), shard_placement_fn=lambda param: Shard(param.dim() - 1))
     errors.append(str(error.value))
     weight = quantize_model_(nn.Linear(256, 128, device=device), RECIPES["mxfp8"]).weight.detach()
     with pytest.raises(RuntimeError) as error:
@@ -482,6 +504,20 @@ def read_full(recipes: list[str], how: str) -> dict[str, list[dict[str, Tensor]]
 def plain(value: Tensor) -> Tensor:
     value = value.detach().cpu()
     return value.dequantize() if is_quantized(value) and dist.get_world_size() == 1 else value
+
+
+def load_unfinished() -> str:
+    """The full state dict of one rank, hence with quantized weights, before these were quantized."""
+    source, model = Run("current").model, Run("current", fresh=True).model
+    nn.init.normal_(source.even.weight)
+    with pytest.raises(RuntimeError) as error:
+        set_model_state_dict(model, get_model_state_dict(source, options=FULL), options=FULL)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("ranks, on", on_each_device((1,)))
+def test_full_state_dicts_of_unfinished_weights_load_nowhere(ranks: int, on: str) -> None:
+    assert "finish_initialization" in distributed.run(ranks, load_unfinished, on=on)[0]
 
 
 @pytest.mark.parametrize("ranks, how, on", on_each_device((1, "fsdp"), (3, "fsdp"), (4, "hsdp"), nccl=FSDP_ON_GPUS))

@@ -77,6 +77,8 @@ def test_autocast_computes_with_the_decoded_weight(recipe: str, dtype: torch.dty
 @pytest.mark.parametrize("change", [
     lambda weight: weight.mul_(2), lambda weight: weight.add_(1), lambda weight: weight.zero_(),
     lambda weight: weight.normal_(), lambda weight: weight.t().mul_(2), lambda weight: weight[:2].fill_(1),
+    lambda weight: weight[0].fill_(1), lambda weight: weight.__setitem__(0, 1.0),
+    lambda weight: weight.__setitem__((slice(None), 0), 1.0), lambda weight: weight.T.fill_(1),
     lambda weight: torch.add(weight, 1, out=weight), lambda weight: torch.mul(torch.ones(7, 144), 2, out=weight),
 ])  # fmt: skip
 def test_operations_in_place_raise_and_change_nothing(change: Callable[[Tensor], Any]) -> None:
@@ -97,8 +99,11 @@ def test_operations_see_the_decoded_weight(recipe: str) -> None:
     assert torch.equal(weight.norm(), plain.norm()) and torch.equal(weight + 1, plain + 1)
     assert torch.equal(torch.cat([weight, weight]), torch.cat([plain, plain]))
     assert torch.equal(weight.transpose(0, -1), plain.t()) and torch.equal(weight.transpose(-1, 1), plain)
-    with pytest.raises(IndexError):
-        weight.transpose(0, 2)
+    assert torch.equal(weight.T, plain.t()) and torch.equal(weight.permute(0, -1), plain)
+    assert torch.equal(weight[-1], plain[-1]) and torch.equal(weight[:, 1], plain[:, 1])
+    for out_of_range in (lambda: weight.transpose(0, 2), lambda: weight.permute(1, 2), lambda: weight[len(plain)]):
+        with pytest.raises(IndexError):
+            out_of_range()
     assert torch.equal(weight.view(-1, 4), plain.view(-1, 4)) and torch.equal(weight[:, None], plain[:, None])
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         assert torch.equal(weight.dequantize(dtype), weight.dequantize(torch.float32).to(dtype))
@@ -115,8 +120,9 @@ def test_cuts_are_views_along_blocks_and_raise_within_them(recipe: str) -> None:
     for part, expected in zip(weight.chunk(2, dim=1), plain.chunk(2, dim=1), strict=True):
         assert torch.equal(part.dequantize(), expected)
     if recipe == "tiles":
-        with pytest.raises(ValueError, match="cannot be cut to rows 1 to 3 of 384: its blocks have 128 rows"):
-            weight[1:3]
+        for end in (3, 300):  # the latter within the last tile, whose other rows have the same scale
+            with pytest.raises(ValueError, match=f"cannot be cut to rows 0 to {end} of 384: its blocks have 128 rows"):
+                weight[:end]
     if not recipe.startswith(("current", "delayed", "recent")):
         with pytest.raises(ValueError, match="cannot be cut to columns 1 to 3 of 256"):
             weight[:, 1:3]
@@ -156,6 +162,8 @@ def test_embedding_decodes_the_rows_it_looks_up(recipe: str, monkeypatch: pytest
     indices = torch.tensor([[1, 2, 7], [7, 0, rows - 1]])
     assert torch.equal(model(indices), plain(indices))
     assert decoded == [rows if recipe == "tiles" else 6]
+    with pytest.raises(IndexError):
+        model(torch.tensor([-1]))
     for each in (model, plain):
         each(indices).float().square().sum().backward()
     assert torch.equal(model[0].weight.grad, plain[0].weight.grad)
@@ -180,6 +188,48 @@ def test_copies_from_plain_values_quantize_them(recipe: str) -> None:
     assert same_components(target, source)
     with pytest.raises(RuntimeError, match="expected shape"):
         target.copy_(torch.zeros(1, target.shape[1]))
+
+
+@EACH
+def test_copies_of_transposed_weights_are_transposed(recipe: str) -> None:
+    source, target = (QuantizedTensor.from_values(values((128, 128), seed), RECIPES[recipe]) for seed in (1, 2))
+    expected = QuantizedTensor.from_values(source.values().t().contiguous(), RECIPES[recipe])
+    for plain in (False, True):
+        for to_transposed in (False, True):
+            copy_of = target.clone()
+            given = source.dequantize() if plain else source
+            if to_transposed:
+                copy_of.t().copy_(given)
+            else:
+                copy_of.copy_(given.t())
+            assert torch.equal(copy_of.values(), expected.values())
+    target.t().copy_(source.t())
+    assert same_components(target, source)
+
+
+@EACH
+def test_single_rows_are_written_as_slices_are(recipe: str) -> None:
+    by_row, by_slice = (nn.Parameter(weight_of(recipe).detach()) for _ in range(2))
+    row = values((by_row.shape[1],), 3).bfloat16()
+    with torch.no_grad():
+        if recipe == "tiles":
+            with pytest.raises(RuntimeError, match="in place"):
+                by_row[1] = row
+            return
+        by_row[1] = row
+        by_slice[1:2].copy_(row[None])
+    for weight in (by_row, by_slice):
+        finish_initialization(model_of(weight))
+    assert same_components(by_row, by_slice) and not same_components(by_row, weight_of(recipe))
+
+
+def test_padding_of_embeddings_is_initialised_with_zeros() -> None:
+    model = nn.Sequential(nn.Embedding(50, 64, padding_idx=2))
+    quantize_model_(model, RECIPES["nvfp4"], lambda module, _: isinstance(module, nn.Embedding))
+    model[0].reset_parameters()
+    finish_initialization(model)
+    zeros = model[0].weight.values() == 0
+    assert zeros[2].all() and not zeros[1].all() and not model[0].weight.initial_values()[2].any()
 
 
 @EACH

@@ -44,7 +44,7 @@ def _can_scale(x: Any, weight: Any) -> bool:
     """Whether this is ``activations @ weight.t()`` with a weight whose recipe asks for FP8."""
     if not isinstance(weight, QuantizedTensor) or getattr(weight.recipe, "compute", None) != "fp8":
         return False
-    activations = not isinstance(x, QuantizedTensor) and x.dtype == torch.bfloat16 and x.numel() > 0
+    activations = not isinstance(x, QuantizedTensor) and x.dtype == weight.dtype == torch.bfloat16 and x.numel() > 0
     aligned = weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0
     return activations and weight._transposed and aligned and _has_fp8(weight.device)
 

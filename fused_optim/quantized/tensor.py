@@ -37,7 +37,8 @@ class QuantizedTensor(torch.Tensor):
     Casts to another dtype raise, as do operations in place, except while it has initial values: those are changed, and
     ``finish_initialization`` quantizes them.
 
-    ``copy_`` from a weight of the same recipe copies bytes, and quantizes anything else: at once, or, where the recipe
+    ``copy_`` from a weight of the same recipe copies bytes (into a part of a weight also the scale of all of it, as
+    loading part by part needs), and quantizes anything else: at once, or, where the recipe
     has one scale for all of a weight and other ranks hold parts of it, in ``finish_initialization``. State dicts of
     the shards, hence checkpoints of torch.distributed.checkpoint, hold the bytes. ``DTensor.full_tensor()`` and full
     state dicts hold plain decoded values; loaded again, also with ``broadcast_from_rank0``, these are quantized anew,
@@ -46,7 +47,7 @@ class QuantizedTensor(torch.Tensor):
 
     recipe: Recipe
     components: Components
-    # A view with its dims swapped, or of all elements in one dim. Neither can be cut or written.
+    # A view with its dims swapped, or of all elements in one dim. Neither can be cut.
     _transposed: bool
     _flat: bool
     # Of all views of a weight together: whether initial values were changed and not quantized since ("stale"), whether
@@ -238,6 +239,10 @@ class QuantizedTensor(torch.Tensor):
                 "fused_optim.quantized.finish_initialization(model) on all ranks after initialising or loading it"
             )
 
+    def check_cut_by_rows(self) -> None:
+        if self._shared.get("columns_cut"):
+            raise RuntimeError(f"{self.where}FSDP2 can shard quantized weights by rows only: placement Shard(0)")
+
     @property
     def is_freed(self) -> bool:
         """Whether its memory was given back, as FSDP2 does with gathered weights after their use."""
@@ -357,12 +362,18 @@ class QuantizedTensor(torch.Tensor):
         same_recipe = repr(recipe) == repr(other_recipe)
         return same_recipe and compiled == other and shared["stale"] == other_shared["stale"]
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Written into a view or into initial values, or refused: into what is decoded for it, it would be lost."""
+        if self.is_stale or not isinstance(self[index], QuantizedTensor):
+            _run_in_place(Tensor.__setitem__, (self, index, value), {})
+        else:
+            super().__setitem__(index, value)
+
     # --- FSDP2 ----------------------------------------------------------------------------------------------------
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
         """FSDP2's hook: what is gathered of this shard. Bytes of data and scales, padded as FSDP2 pads shards."""
-        if self._shared.get("columns_cut"):
-            raise RuntimeError(f"{self.where}FSDP2 can shard quantized weights by rows only: placement Shard(0)")
+        self.check_cut_by_rows()
         return all_gather.inputs(self, mesh.size())
 
     # FSDP2 asks for it at every gather, and inspect takes longer than the hook where it is not given.
@@ -439,11 +450,11 @@ def _run_in_place(func: Any, args: Any, kwargs: Any) -> Any:
         if any(isinstance(value, QuantizedTensor) for value in kwargs.values()):
             raise RuntimeError(f"{func}: its result cannot be written into a quantized weight")
         return func(target, *decoded(args[1:]), **decoded(kwargs))
-    if not target.has_initial or target._flat or target._transposed:
+    if not target.has_initial or target._transposed:
         raise RuntimeError(
             f"{func} cannot change a quantized weight in place; dequantize() gives a plain copy, copy_() writes one"
         )
-    func(target.components[INITIAL].view(target._weight_shape), *decoded(args[1:]), **decoded(kwargs))
+    func(target.components[INITIAL].view(target.shape), *decoded(args[1:]), **decoded(kwargs))
     target._shared["stale"] = True
     return target
 
@@ -552,11 +563,24 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
         raise RuntimeError(
             f"copy_ into a quantized weight: expected shape {tuple(target.shape)}, got {tuple(source.shape)}"
         )
-    if isinstance(source, QuantizedTensor) and source.recipe == target.recipe:
+    target.check_cut_by_rows()  # FSDP2 copies into shards that it has made: within fully_shard
+    if target._transposed:
+        _copy(func, (target.t(), source.t()), {})
+    elif _same_bytes(target, source):
         _copy_components(target, source)
     else:
         _copy_values(target, source)
     return target
+
+
+def _same_bytes(target: QuantizedTensor, source: Tensor) -> bool:
+    """Whether equal components mean equal values."""
+    return (
+        isinstance(source, QuantizedTensor)
+        and source.recipe == target.recipe
+        and source._weight_shape == target._weight_shape
+        and not source._transposed
+    )
 
 
 def _copy_components(target: QuantizedTensor, source: QuantizedTensor) -> None:
@@ -570,7 +594,8 @@ def _copy_components(target: QuantizedTensor, source: QuantizedTensor) -> None:
 
 def _copy_values(target: QuantizedTensor, source: Tensor) -> None:
     """Quantizes, except where that needs the values of other shards: then the values are kept until it can be done."""
-    values = source.values() if isinstance(source, QuantizedTensor) else source.to(target.device)
+    values = source.dequantize(torch.float32) if isinstance(source, QuantizedTensor) else source
+    values = values.to(target.device)
     partial = target._cut_from is not None or target._shared.get("shard")
     if target.is_stale or (target.recipe.scales_whole_tensor and partial):
         target.keep_plain(values)
@@ -583,16 +608,16 @@ def _copy_values(target: QuantizedTensor, source: Tensor) -> None:
 # --- views ------------------------------------------------------------------------------------------------------
 
 
-def cut(tensor: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedTensor:
+def cut(tensor: QuantizedTensor, dim: int, start: int, end: int, trims: bool = False) -> QuantizedTensor:
     """Rows (dim 0) or columns ``start`` to ``end``, as a view. Raises ValueError where a block would be cut.
 
-    The first rows may end within the last block: the others are padding then.
+    With ``trims`` the first rows may end within the last block: the others are padding.
     """
     shape = tensor._weight_shape
     if tensor._flat or tensor._transposed or (dim and len(shape) != 2):
         raise RuntimeError(f"this view of a quantized weight cannot be cut in dim {dim}")
     problem = tensor.recipe.cut_problem(start, end, shape[dim], dim)
-    if problem is not None and not (dim == 0 and start == 0 and _same_blocks(tensor, end)):
+    if problem is not None and not (trims and dim == 0 and start == 0 and _same_blocks(tensor, end)):
         raise ValueError(
             f"{tensor.where}{problem}. Choose a number of ranks that leaves blocks whole, or another recipe"
         )
@@ -626,7 +651,7 @@ def _slice(func: Any, args: Any, kwargs: Any) -> Any:
     start, end, _ = slice(start, end).indices(tensor.shape[dim])
     if (start, end) == (0, tensor.shape[dim]):
         return _detach(aten.alias.default, (tensor,), {})
-    result = cut(tensor, dim % tensor.dim(), start, max(start, end))
+    result = cut(tensor, dim % tensor.dim(), start, max(start, end), trims=tensor._shared.get("shard", False))
     if start == 0 and dim % tensor.dim() == 0:
         result._padded_rows = tensor._padded_rows
     return _aliasing(func, args, kwargs, result)
@@ -668,6 +693,29 @@ def _transpose(func: Any, args: Any, kwargs: Any) -> Any:
     return (_t if swaps else _detach)(func, args, kwargs)
 
 
+@implements(aten.permute.default)
+def _permute(func: Any, args: Any, kwargs: Any) -> Any:
+    tensor, dims = args
+    if tensor._flat or len(tensor._weight_shape) != 2 or len(dims) != 2 or dims[0] % 2 == dims[1] % 2:
+        return func(tensor.dequantize(), dims)
+    swaps = [(0, 1)[dim] for dim in dims] == [1, 0]
+    return (_t if swaps else _detach)(func, args, kwargs)
+
+
+@implements(aten.select.int)
+def _select(func: Any, args: Any, kwargs: Any) -> Any:
+    """A row is a view, so that what is written into it is not lost, where blocks lie within rows."""
+    tensor, dim, index = args
+    rows = tensor.shape[0]
+    if dim % tensor.dim() or len(tensor._weight_shape) != 2 or not -rows <= index < rows:
+        return func(tensor.dequantize(), dim, index)
+    start = index % rows
+    if tensor._flat or tensor._transposed or tensor.recipe.cut_problem(start, start + 1, rows, 0) is not None:
+        return func(tensor.dequantize(), dim, index)
+    row = cut(tensor, 0, start, start + 1)
+    return _aliasing(func, args, kwargs, row._view(row.components, flat=True))
+
+
 @implements(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
     tensor, shape = args[0], list(args[1])
@@ -694,7 +742,7 @@ def _as_strided(func: Any, args: Any, kwargs: Any) -> Any:
     contiguous = stride == torch.empty(shape, device="meta").stride()
     if not (whole_rows and contiguous and not offset) or tensor._flat or tensor._transposed:
         raise RuntimeError(f"{tensor.where}as_strided of a quantized weight can only give its first rows")
-    return _aliasing(func, args, kwargs, cut(tensor, 0, 0, shape[0]))
+    return _aliasing(func, args, kwargs, cut(tensor, 0, 0, shape[0], trims=True))
 
 
 # Collectives go component by component. Where callers do not ask for asynchronous ones, NCCL gives no work to wait for.
@@ -717,6 +765,8 @@ def _scatter(func: Any, args: Any, kwargs: Any) -> Any:
     given = [tensor for row in inputs for tensor in row]
     if not all(isinstance(x, QuantizedTensor) and x.recipe == output.recipe for x in given):
         raise RuntimeError(f"{output.where}scattered are weights of other recipes; dequantize() gives plain copies")
+    for tensor in given:
+        tensor.check_fresh()
     for name, part in output.components.items():
         parts = [[x.components[name] for x in row] for row in inputs]
         _, work = func([part], parts, group, root, True, *args[5:], **kwargs)
@@ -741,7 +791,9 @@ def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
     weight.check_fresh()
     rows = indices.reshape(-1)
     components = {
-        part.name: weight.components[part.name] if part.tile is None else weight.components[part.name][rows]
+        part.name: weight.components[part.name]
+        if part.tile is None
+        else weight.components[part.name].index_select(0, rows)  # not [rows], which takes negative ones
         for part in weight.recipe.components
     }
     shape = (len(rows), *weight._weight_shape[1:])
