@@ -463,7 +463,7 @@ def continued(first: type, second: type, dtype: torch.dtype, options: dict[str, 
         step(source, number)
     params = [nn.Parameter(param.detach().clone()) for param in source.param_groups[0]["params"]]
     target = second(params, lr=1e-3, **options)
-    target.load_state_dict(source.state_dict())
+    target.load_state_dict(copy.deepcopy(source.state_dict()))  # Apex takes the tensors themselves
     for optimizer in (source, target):
         step(optimizer, 5)
     return list(zip(source.param_groups[0]["params"], params, strict=True))
