@@ -65,7 +65,8 @@ def outputs(
     components.pop("initial", None)
     for (part, size), value in zip(_gathered_components(recipe, shape), parts, strict=True):
         rows_first = value[0] if part.tile is None else value
-        components[part.name] = rows_first.view(part.dtype).view(size)
+        # A weight of a single row has one block, though every rank gives one; the first has the row.
+        components[part.name] = rows_first.view(part.dtype)[: size[0]]
     return type(shard)(components, recipe, shape, dtype), ()
 
 
