@@ -106,7 +106,7 @@ def empty_plan(name: str, groups: list[int]) -> Any:
     ("change", "message"),
     [
         ({"grad": 0}, "addresses of all tensors"),
-        ({"param": 0}, "addresses of all tensors"),
+        ({"param": 0}, "the address of the parameter"),
         ({"exp_avg": 0}, "addresses of all tensors"),
         ({"exp_avg_sq": 0}, "addresses of all tensors"),
         ({"master_kind": 1}, "the address of the master"),
@@ -126,6 +126,9 @@ def empty_plan(name: str, groups: list[int]) -> Any:
         ({"exp_avg_format": 256}, "a known state format"),
         ({"exp_avg_sq_format": 256}, "a known state format"),
         ({"master_kind": 2, "master": 64}, "a BF16 parameter"),
+        ({"weight_format": 0, "weight_scales": 64}, "an FP32 master of a quantized parameter"),
+        ({"weight_format": 0, "master_kind": 1, "master": 64}, "the scales of a quantized parameter"),
+        ({"weight_format": 5, "master_kind": 1, "master": 64}, "a known format of weights"),
         ({"master_kind": 3, "master": 64, "param_type": 2}, "a BF16 parameter"),
     ],
     ids=str,
