@@ -211,10 +211,12 @@ class Plan:
         """
         updated = [param for part in self._parts for param in part.shards.updated(part.watched)]
         per_device = [hypers(part.device) for part in self._parts]
-        updates = self._quantized_updates(dict(zip((part.device for part in self._parts), per_device, strict=True)))
-        applies = None if found_inf is None or not updates else found_inf.reshape(()) == 0
-        if updates:
-            protocol.prepare([update.param for update in updates if update.values is not None], applies)
+        updates: list[Update] = []
+        applies = None
+        if self._quantized:
+            updates = self._quantized_updates(dict(zip((part.device for part in self._parts), per_device, strict=True)))
+            applies = None if found_inf is None else found_inf.reshape(()) == 0
+            protocol.prepare([update for update in updates if update.values is not None], applies)
         for part, on_device in zip(self._parts, per_device, strict=True):
             if part.absmax is not None:
                 part.absmax.zero_()

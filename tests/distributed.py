@@ -46,7 +46,7 @@ def needs_gpus(count: int) -> list[pytest.MarkDecorator]:
 
 
 def two_gpus(test: Callable[..., None]) -> Callable[..., None]:
-    """Marks a test that runs a body over NCCL."""
+    """Marks a test that needs two GPUs, as those do that run a body over NCCL."""
     for mark in needs_gpus(2):
         test = mark(test)
     return test

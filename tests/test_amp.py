@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cases import FORMAT, MASTER, Format, Master, values
+from distributed import two_gpus
 from fused_optim import FusedAdam, FusedAdamW
 
 SHAPES = [(4, 128), (5, 7), (10,)]
@@ -267,11 +268,9 @@ def test_scale_and_factor_go_together(device: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
 
 
-@pytest.mark.cuda
+@two_gpus
 def test_two_devices() -> None:
     """Scale and overflow reach the second device."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
     params = [torch.nn.Parameter(values((4, 128), torch.float32, f"cuda:{i}", seed=i)) for i in range(2)]
     others = [torch.nn.Parameter(values((4, 128), torch.float32, f"cuda:{i}", seed=i)) for i in range(2)]
     optimizer, expected = FusedAdamW(params, lr=0.01), FusedAdamW(others, lr=0.01)

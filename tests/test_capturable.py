@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cases import FORMATS, MASTER, MASTERS, Format, Master, values
+from distributed import two_gpus
 from fused_optim import FusedAdam
 
 SHAPES = [(6, 128), (5, 7), (300,)]
@@ -369,12 +370,10 @@ def test_current_stream_is_honoured(gpu: str) -> None:
     assert_same(late, expected)
 
 
-@pytest.mark.cuda
+@two_gpus
 @pytest.mark.parametrize("capturable", [False, True])
 def test_two_devices(capturable: bool, gpu: str) -> None:
     """One optimizer; the device that is current stays so, and each device's current stream is used."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
 
     def make(devices: tuple[str, str]) -> tuple[list[Tensor], FusedAdam]:
         params = [torch.nn.Parameter(values((6, 128), torch.bfloat16, d, seed=i)) for i, d in enumerate(devices)]

@@ -398,7 +398,7 @@ def test_delayed_scaling_of_many_weights_takes_as_few_launches_as_of_one(skippab
         updates = [protocol.Update(p, torch.ones(4, 8), absmax=torch.ones(1), written=True) for p in params]
         applies = torch.tensor(True) if skippable else None
         with Launches() as mode:
-            transformer_engine.prepare(params, applies)
+            transformer_engine.prepare(updates, applies)
             transformer_engine.write(updates, applies)
         assert all(p._quantizer.amax >= 1 for p in params)
         return mode.count

@@ -175,7 +175,7 @@ def _row(values: Tensor, components: Components) -> tuple[int, ...] | None:
     for part in (values, *map(components.get, _TABLE)):
         if part is None:
             addresses.append(0)
-        elif type(part) is Tensor and part.is_contiguous():
+        elif is_plain(part):
             addresses.append(part.data_ptr())
         else:
             return None

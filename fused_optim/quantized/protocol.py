@@ -97,8 +97,8 @@ class Adapter(Protocol):
     def target(self, param: Tensor) -> Target | None:
         """What the update pass can do for this parameter; None: nothing, :meth:`write` does it all."""
 
-    def prepare(self, params: Sequence[Tensor], applies: Tensor | None) -> None:
-        """Before the pass that updates these parameters: scales that come from earlier values. As :meth:`write`."""
+    def prepare(self, updates: Sequence[Update], applies: Tensor | None) -> None:
+        """Before the pass that makes these updates: scales that come from earlier values. As :meth:`write`."""
 
     def write(self, updates: Sequence[Update], applies: Tensor | None, advance: bool) -> None:
         """Quantize many, whose pass was prepared if ``advance``.
@@ -130,23 +130,22 @@ def needs_collective(param: Tensor) -> bool:
     return adapter is not None and adapter.needs_collective(param)
 
 
-def _by_adapter(params: Sequence[Tensor]) -> dict[Adapter, list[int]]:
-    """The numbers of quantized parameters."""
-    numbers: dict[Adapter, list[int]] = {}
-    for i, param in enumerate(params):
-        adapter = adapter_of(param)
+def _by_adapter(updates: Sequence[Update]) -> dict[Adapter, list[Update]]:
+    found: dict[Adapter, list[Update]] = {}
+    for update in updates:
+        adapter = adapter_of(update.param)
         assert adapter is not None
-        numbers.setdefault(adapter, []).append(i)
-    return numbers
+        found.setdefault(adapter, []).append(update)
+    return found
 
 
-def prepare(params: Sequence[Tensor], applies: Tensor | None) -> None:
-    """Prepare the update of all adapters' parameters; see :meth:`Adapter.prepare`."""
-    for adapter, numbers in _by_adapter(params).items():
-        adapter.prepare([params[i] for i in numbers], applies)
+def prepare(updates: Sequence[Update], applies: Tensor | None) -> None:
+    """Prepare the updates of all adapters' parameters; see :meth:`Adapter.prepare`."""
+    for adapter, alike in _by_adapter(updates).items():
+        adapter.prepare(alike, applies)
 
 
 def write(updates: Sequence[Update], applies: Tensor | None = None, advance: bool = True) -> None:
     """Quantize the parameters of all adapters; see :meth:`Adapter.write`."""
-    for adapter, numbers in _by_adapter([update.param for update in updates]).items():
-        adapter.write([updates[i] for i in numbers], applies, advance)
+    for adapter, alike in _by_adapter(updates).items():
+        adapter.write(alike, applies, advance)

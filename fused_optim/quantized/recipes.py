@@ -223,8 +223,14 @@ class Float8DelayedScaling(_Float8TensorScaling):
 
     @functools.cached_property
     def native(self) -> Native:
-        factor, most_recent = 2.0**self.margin, self.amax_compute_algo == "most_recent"
-        return Native(0, 1, False, elements.FLOAT8_LARGEST, factor, self.amax_history_len, most_recent)
+        return Native(
+            0,
+            block=1,
+            largest=elements.FLOAT8_LARGEST,
+            factor=2.0**self.margin,
+            history=self.amax_history_len,
+            most_recent=self.amax_compute_algo == "most_recent",
+        )
 
     def _scale(self, absmax: Tensor) -> Tensor:
         return elements.float8_scale(absmax) * 2.0**self.margin
@@ -269,7 +275,7 @@ class Float8BlockScaling(Recipe):
     @functools.cached_property
     def native(self) -> Native:
         if self.block[0] == 1:
-            return Native(1, 128, self.power_of_two)
+            return Native(1, block=128, round_up=self.power_of_two)
         return Native(2, round_up=self.power_of_two)
 
     def problem(self, shape: tuple[int, ...]) -> str | None:
@@ -306,7 +312,7 @@ class MXFP8BlockScaling(Recipe):
 
     @functools.cached_property
     def native(self) -> Native:
-        return Native(3, 32, self.round_up)
+        return Native(3, block=32, round_up=self.round_up)
 
     def encode(self, x: Tensor, components: Mapping[str, Tensor], fractions: Tensor | None = None) -> None:
         data, scale = components["data"], components["scale"]

@@ -33,7 +33,7 @@ def target(param: Tensor) -> None:
     return None
 
 
-def prepare(params: Sequence[Tensor], applies: Tensor | None) -> None:
+def prepare(updates: Sequence[Update], applies: Tensor | None) -> None:
     pass
 
 

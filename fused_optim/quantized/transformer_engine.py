@@ -78,11 +78,12 @@ def _fits_the_pass(local: Tensor) -> bool:
 
 
 @torch.no_grad()
-def prepare(params: Sequence[Tensor], applies: Tensor | None) -> None:
+def prepare(updates: Sequence[Update], applies: Tensor | None) -> None:
     """Decoding follows the scale that TransformerEngine has found by now. Few launches for all parameters."""
     by_device: dict[torch.device, list[Tensor]] = {}
-    for local in map(local_tensor, params):
-        if _fits_the_pass(local):
+    for update in updates:
+        if update.written:
+            local = local_tensor(update.param)
             by_device.setdefault(local.device, []).append(local)
     for device, locals_ in by_device.items():
         current = [local._scale_inv.view(()) for local in locals_]

@@ -58,8 +58,9 @@ def target(param: Tensor) -> Target | None:
     return Target(native.format, native.round_up, data, scale, local.recipe.scales_whole_tensor, names)
 
 
-def prepare(params: Sequence[Tensor], applies: Tensor | None) -> None:
-    locals_ = [local for local in map(local_tensor, params) if local.recipe.scales_whole_tensor]
+def prepare(updates: Sequence[Update], applies: Tensor | None) -> None:
+    locals_ = [local_tensor(update.param) for update in updates]
+    locals_ = [local for local in locals_ if local.recipe.scales_whole_tensor]
     engine.prepare([(local.recipe, local.components) for local in locals_], applies)
 
 
