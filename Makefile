@@ -24,7 +24,7 @@ test-gpu: $(VENV)/.installed
 # The real packages; the imports first, since tests of a package that is not there are skipped.
 test-integrations: $(VENV)/.installed $(VENV)/.megatron
 	$(BIN)/python -W ignore -c 'import megatron.core.optimizer, megatron_fsdp'
-	$(BIN)/python -m pytest tests/test_megatron_fsdp.py tests/test_megatron_lm.py tests/test_drop_in.py
+	$(BIN)/python -m pytest $(addprefix tests/integrations/test_, megatron_fsdp.py megatron_lm.py drop_in.py)
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/step.py

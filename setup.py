@@ -31,11 +31,13 @@ BUILD = Path("build", f"engines.{sysconfig.get_platform()}-{sys.implementation.c
 # Bit-exactness is the contract: every instruction set and every GPU gives the same bits. So never -ffast-math, and no
 # contraction of a * b + c into one rounding. The other two only give up side effects: errno and exception flags.
 EXACT = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-CXX_FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", *EXACT, "-pthread", "-Wall"]
+INCLUDE = f"-I{SOURCES}"
+CXX_FLAGS = ["-O3", "-std=c++17", INCLUDE, "-fPIC", "-fvisibility=hidden", *EXACT, "-pthread", "-Wall"]
 AVX2 = ["-mavx2", "-mf16c", "-mfma"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
 HOST_FLAGS = ",".join(["-fPIC", "-fvisibility=hidden", *EXACT, "-Wall"])
-NVCC_FLAGS = ["-O3", "-std=c++17", "--fmad=false", f"-Xcompiler={HOST_FLAGS}", "-Xfatbin=-compress-all", "--threads=0"]
+NVCC_FLAGS = ["-O3", "-std=c++17", INCLUDE, "--fmad=false", f"-Xcompiler={HOST_FLAGS}", "-Xfatbin=-compress-all"]
+NVCC_FLAGS += ["--threads=0"]
 OLDEST_ARCH = 80  # has BF16 conversions; torch updates parameters on older GPUs
 DEFAULT_ARCHS = {"80", "90", "100"}  # later ones compile the PTX of the newest
 
@@ -66,14 +68,14 @@ def plan_cpu(cxx: str) -> Engine:
         "bindings": bindings("bindings", "cpu", cxx, *defines),
         "bindings_norm": bindings("bindings_norm", "cpu", cxx, *defines),
         "bindings_quantize": bindings("bindings_quantize", "cpu", cxx, *defines),
-        "launch": (SOURCES / "launch_cpu.cpp", [cxx, *CXX_FLAGS, *defines]),
-        "launch_quantize": (SOURCES / "launch_quantize_cpu.cpp", [cxx, *CXX_FLAGS, *defines]),
-        "norm": (SOURCES / "norm_cpu.cpp", [cxx, *CXX_FLAGS]),
+        "launch": (SOURCES / "cpu/launch.cpp", [cxx, *CXX_FLAGS, *defines]),
+        "launch_quantize": (SOURCES / "cpu/launch_quantize.cpp", [cxx, *CXX_FLAGS, *defines]),
+        "norm": (SOURCES / "cpu/norm.cpp", [cxx, *CXX_FLAGS]),
     }
     for isa, flags in isas.items():
         compile_inner = [cxx, *CXX_FLAGS, *flags, f"-DFUSED_OPTIM_ISA={isa}"]
-        objects[isa] = SOURCES / "apply_cpu.cpp", compile_inner
-        objects[f"quantize_{isa}"] = SOURCES / "quantize_cpu.cpp", compile_inner
+        objects[isa] = SOURCES / "cpu/apply.cpp", compile_inner
+        objects[f"quantize_{isa}"] = SOURCES / "cpu/quantize.cpp", compile_inner
     compiler = capture(cxx, "--version").splitlines()[0]
     return Engine(compiler, {"isas": [*isas], "flags": CXX_FLAGS}, objects, [])
 
@@ -90,9 +92,9 @@ def plan_cuda(cxx: str) -> Engine:
         "bindings": bindings("bindings", "cuda", cxx, f"-isystem{include}"),
         "bindings_norm": bindings("bindings_norm", "cuda", cxx, f"-isystem{include}"),
         "bindings_quantize": bindings("bindings_quantize", "cuda", cxx, f"-isystem{include}"),
-        "kernels": (SOURCES / "apply_cuda.cu", compile_kernels),
-        "norm": (SOURCES / "norm_cuda.cu", compile_kernels),
-        "quantize": (SOURCES / "quantize_cuda.cu", compile_kernels),
+        "kernels": (SOURCES / "cuda/apply.cu", compile_kernels),
+        "norm": (SOURCES / "cuda/norm.cu", compile_kernels),
+        "quantize": (SOURCES / "cuda/quantize.cu", compile_kernels),
     }
     release = re.findall(r"release ([\d.]+)", capture(nvcc, "--version"))
     # The static runtime imports without a driver, and beside whichever runtime torch brings.
@@ -106,7 +108,7 @@ PLANS = {"cpu": plan_cpu, "cuda": plan_cuda}
 def bindings(name: str, engine: str, cxx: str, *flags: str) -> tuple[Path, list[str]]:
     defines = [f"-DFUSED_OPTIM_ENGINE_{engine.upper()}", f"-DFUSED_OPTIM_MODULE=_engine_{engine}"]
     includes = [f"-isystem{sysconfig.get_path('include')}", f"-isystem{pybind11_headers()}"]
-    return SOURCES / f"{name}.cpp", [cxx, *CXX_FLAGS, *defines, *includes, *flags]
+    return SOURCES / "bindings" / f"{name}.cpp", [cxx, *CXX_FLAGS, *defines, *includes, *flags]
 
 
 def pybind11_headers() -> Path:
@@ -260,9 +262,8 @@ class BuildEngines(build_ext):
         return {output: str(folder / Path(output).name) for output in self.get_outputs()} if self.inplace else {}
 
 
-sources = sorted(map(str, SOURCES.iterdir()))  # of a source distribution
+sources = sorted(str(path) for path in SOURCES.rglob("*") if path.is_file())  # of a source distribution
 extensions = [
-    Extension(f"{PACKAGE}._engine_{name}", [f"{SOURCES}/bindings.cpp", f"{SOURCES}/{kernels}"], depends=sources)
-    for name, kernels in {"cpu": "apply_cpu.cpp", "cuda": "apply_cuda.cu"}.items()
+    Extension(f"{PACKAGE}._engine_{name}", [f"{SOURCES}/bindings/bindings.cpp"], depends=sources) for name in PLANS
 ]
 setup(ext_modules=extensions, cmdclass={"build_ext": BuildEngines})

@@ -9,7 +9,7 @@ import torch
 
 import fused_optim
 from fused_optim.backends import build_info, forced_backend, load_engine
-from fused_optim.checksums import verify_checksums, write_checksums
+from fused_optim.checkpoint.checksums import verify_checksums, write_checksums
 
 
 def info() -> str:

@@ -11,16 +11,14 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from fused_optim import checkpoint, clip
-from fused_optim.amp import amp_scalars, mark_stepped
+from fused_optim import adapters, clip
 from fused_optim.backends import Hyper
 from fused_optim.backends.compiled import load_kernels
-from fused_optim.dtensor import local_tensor, rewrap_like
 from fused_optim.formats import Master
-from fused_optim.plan import Plan, check_capturable, placed_as
-from fused_optim.quantized import protocol
-from fused_optim.scalars import DeviceScalars, host_lr, is_capturing, on_device
-from fused_optim.state import (
+from fused_optim.sharding.dtensor import local_tensor, rewrap_like
+from fused_optim.sharding.uneven import locate_uneven_shards
+from fused_optim.state import state_dict as checkpoint
+from fused_optim.state.states import (
     MOMENTS,
     Slots,
     adopt_states,
@@ -33,8 +31,10 @@ from fused_optim.state import (
     write_master,
     write_moment,
 )
-from fused_optim.synthetic import all_gradients_zero, announce_failure
-from fused_optim.uneven import locate_uneven_shards
+from fused_optim.step.amp import amp_scalars, mark_stepped
+from fused_optim.step.plan import Plan, check_capturable, placed_as
+from fused_optim.step.scalars import DeviceScalars, host_lr, is_capturing, on_device
+from fused_optim.step.synthetic import all_gradients_zero, announce_failure
 from fused_optim.validate import (
     check_checkpoint_device,
     check_checkpoint_format,
@@ -368,7 +368,7 @@ class FusedAdam(Optimizer):
             if slots.master is not Master.PARAMETER:
                 master = read_master(param, self.state[param], slots).clone()
                 remaining += write_master(param, self.state[param], slots, master)
-        protocol.write(remaining, advance=False)
+        adapters.write(remaining, advance=False)
 
     def state_bytes(self) -> int:
         """Bytes that this rank holds for moments, masters and scales; parameters and gradients are not counted."""
@@ -539,7 +539,7 @@ class FusedAdam(Optimizer):
 
     def _check_no_collective(self) -> None:
         for index, (param, name) in enumerate(zip(self._params(), self._names(), strict=True)):
-            if protocol.needs_collective(param):
+            if adapters.needs_collective(param):
                 raise RuntimeError(
                     f"CUDA graph capture: {describe(param, index, name)} is quantized with a scale for all of its "
                     "shards, which each step reduces over ranks; recipes whose scales are all of blocks can be captured"
@@ -571,7 +571,7 @@ class FusedAdam(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load states saved from any format into this optimizer's formats; see ``fused_optim.checkpoint.load``.
+        """Load states saved from any format into this optimizer's formats; see ``fused_optim.state.state_dict.load``.
 
         torch's own loader is not used because it casts every state to the parameter's dtype. Hooks run as there, and
         ``state_dict`` is not changed. Masters are loaded where both sides have them; parameters are written from them.

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from fused_optim.backends.gradients import NormRequest, power_sums, scale_
-from fused_optim.dtensor import finished_local, local_tensor
+from fused_optim.sharding.dtensor import finished_local, local_tensor
 
 
 class Ranks(NamedTuple):

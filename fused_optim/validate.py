@@ -12,9 +12,9 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fused_optim.dtensor import local_tensor
+from fused_optim.adapters import adapter_of
 from fused_optim.formats import ELEMENT_TYPES, STATE_FORMATS
-from fused_optim.quantized.protocol import adapter_of
+from fused_optim.sharding.dtensor import local_tensor
 
 
 def describe(param: Tensor, index: int, name: str | None = None) -> str:

@@ -16,7 +16,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import distributed
 from distributed import Part, part, shard_like
 from fused_optim import FusedAdam
-from fused_optim.dtensor import local_tensor
 from fused_optim.quantized import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -27,6 +26,7 @@ from fused_optim.quantized import (
     Recipe,
     quantize_model_,
 )
+from fused_optim.sharding.dtensor import local_tensor
 
 RECIPES: dict[str, Recipe] = {
     "current": Float8CurrentScaling(),

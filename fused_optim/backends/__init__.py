@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:  # states of quantized parameters need the engines
-    from fused_optim.quantized.protocol import Target
-    from fused_optim.state import Slots
+    from fused_optim.adapters import Target
+    from fused_optim.state.states import Slots
 
 BACKENDS = ("torch", "cpu", "cuda")
 
@@ -74,7 +74,7 @@ class Shards(Protocol):
 
     A step is ``refresh``, ``set`` for each shard that it returns, ``run``. ``watched`` holds a tuple per shard: the
     parameter, its DTensorSpec or None, its dict of states, exp_avg, exp_avg_sq and the master or None; of a quantized
-    weight with a target also what ``Plan::watch`` in csrc/multi_tensor/plan.h names.
+    weight with a target also what ``Plan::watch`` in csrc/multi_tensor/bindings/plan.h names.
     """
 
     def refresh(self, watched: list[tuple[Any, ...]], attribute: str) -> Sequence[int]:

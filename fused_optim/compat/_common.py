@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fused_optim.adam import FusedAdam
-from fused_optim.dtensor import local_tensor
+from fused_optim.sharding.dtensor import local_tensor
 
 
 def refuse_amsgrad(amsgrad: bool) -> None:

@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 import fused_optim.adam
 from fused_optim.adam import declared_without
 from fused_optim.compat._common import put_rates_on_devices, refuse_amsgrad
-from fused_optim.state import read_master
+from fused_optim.state.states import read_master
 
 
 class FusedAdam(fused_optim.adam.FusedAdam):

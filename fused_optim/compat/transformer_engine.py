@@ -11,9 +11,9 @@ from torch.optim.optimizer import ParamsT
 
 import fused_optim.adam
 from fused_optim.compat._common import put_rates_on_devices, refuse_amsgrad
-from fused_optim.dtensor import local_tensor, placed_part, rewrap_like
 from fused_optim.formats import STATE_FORMATS, join_remainder
-from fused_optim.state import MASTER, MOMENTS
+from fused_optim.sharding.dtensor import local_tensor, placed_part, rewrap_like
+from fused_optim.state.states import MASTER, MOMENTS
 
 
 class FusedAdam(fused_optim.adam.FusedAdam):

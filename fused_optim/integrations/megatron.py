@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fused_optim.compat import transformer_engine
 from fused_optim.formats import Master
-from fused_optim.state import MASTER, MOMENTS, read_master, write_master
+from fused_optim.state.states import MASTER, MOMENTS, read_master, write_master
 
 _IMPORTED_FROM = "transformer_engine.pytorch.optimizers"
 

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fused_optim.adapters import Fractions
 from fused_optim.backends import backend_for, forced_backend, load_engine
 from fused_optim.backends.compiled import address, run_on
 from fused_optim.formats import ELEMENT_TYPES
-from fused_optim.quantized.protocol import Fractions
 from fused_optim.quantized.recipes import Components, Native, Recipe
 
 _NEAREST = (0, 0, 0, 0, 0, 0)

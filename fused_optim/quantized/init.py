@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fused_optim.dtensor import local_tensor, rewrap_like, sharding_dims
+from fused_optim.adapters import Update
 from fused_optim.quantized import update
-from fused_optim.quantized.protocol import Update
 from fused_optim.quantized.recipes import Recipe
 from fused_optim.quantized.tensor import QuantizedTensor, check_shape
+from fused_optim.sharding.dtensor import local_tensor, rewrap_like, sharding_dims
 
 Filter = Callable[[nn.Module, str], bool]
 

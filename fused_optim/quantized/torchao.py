@@ -1,4 +1,4 @@
-"""The optimizer's adapter (``protocol.py``) for torchao's INT8 training weights, which round stochastically."""
+"""The optimizer's adapter (``adapters.py``) for torchao's INT8 training weights, which round stochastically."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fused_optim.dtensor import local_tensor
-from fused_optim.quantized.protocol import Update
+from fused_optim.adapters import Update
+from fused_optim.sharding.dtensor import local_tensor
 
 ROUNDS_STOCHASTICALLY = True
 

@@ -1,4 +1,4 @@
-"""The optimizer's adapter (``protocol.py``) for TransformerEngine's quantized tensors.
+"""The optimizer's adapter (``adapters.py``) for TransformerEngine's quantized tensors.
 
 The update pass writes the codes of delayed scaling, whose scale is known before it. All others are written by their own
 ``quantize_`` from the FP32 master: it has their scales, reductions over ranks and transposes in its care. Nothing of
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fused_optim.dtensor import local_tensor, sharding_dims
+from fused_optim.adapters import Target, Update
 from fused_optim.quantized import engine
-from fused_optim.quantized.protocol import Target, Update
 from fused_optim.quantized.recipes import Float8DelayedScaling
-from fused_optim.scalars import is_capturing
+from fused_optim.sharding.dtensor import local_tensor, sharding_dims
+from fused_optim.step.scalars import is_capturing
 
 ROUNDS_STOCHASTICALLY = False  # quantize_ rounds to nearest: without a master, small updates would be lost
 

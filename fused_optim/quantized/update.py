@@ -1,4 +1,4 @@
-"""The optimizer's adapter (``protocol.py``) for :class:`QuantizedTensor`.
+"""The optimizer's adapter (``adapters.py``) for :class:`QuantizedTensor`.
 
 Quantizes many weights at once: every weight's absmax, one reduction over the ranks that share weights, the codes.
 
@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DeviceMesh
 
-from fused_optim.dtensor import local_tensor, sharding_dims
+from fused_optim.adapters import Target, Update
 from fused_optim.quantized import engine
 from fused_optim.quantized.engine import Encoding
-from fused_optim.quantized.protocol import Target, Update
 from fused_optim.quantized.tensor import QuantizedTensor
+from fused_optim.sharding.dtensor import local_tensor, sharding_dims
 
 ROUNDS_STOCHASTICALLY = True
 

@@ -1,0 +1,179 @@
+// Python's view of an engine. Compiled twice: as _engine_cpu and as _engine_cuda, with the same interface.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "bindings/plan.h"
+#include "launch.h"
+#include "norm.h"
+#include "quantize.h"
+
+namespace py = pybind11;
+using namespace fused_optim;
+
+namespace fused_optim {
+void register_gradients(py::module_& m);  // bindings_norm.cpp
+void register_quantize(py::module_& m);   // bindings_quantize.cpp
+}  // namespace fused_optim
+
+namespace {
+
+void require(bool condition, size_t index, const char* expected) {
+    if (condition) return;
+    throw std::invalid_argument("fused_optim: shard " + std::to_string(index) + ": expected " + expected);
+}
+
+// Checked before the cast, which would keep only the low 8 bits.
+template <class T>
+T enumerator(int value, T last, size_t index, const char* expected) {
+    require(value >= 0 && value <= static_cast<int>(last), index, expected);
+    return static_cast<T>(value);
+}
+
+// The last check before raw addresses are used; Python has validated tensors by name already.
+void check(const Shard& s, size_t i) {
+    require(s.numel == 0 || (s.grad && s.exp_avg && s.exp_avg_sq), i, "addresses of all tensors");
+    require(s.numel == 0 || s.param || s.quantized, i, "the address of the parameter");
+    require(s.master_kind == Master::kParameter || s.numel == 0 || s.master, i, "the address of the master");
+    require(s.numel == 0 || !s.quantized || !s.param || s.weight_scales, i, "the scales of a quantized parameter");
+    require(s.inner_local > 0, i, "inner_local > 0");
+    require(!s.quantized || s.master_kind == Master::kFloat32, i, "an FP32 master of a quantized parameter");
+    require(s.master_kind < Master::kRemainder16 || s.param_type == Element::kBFloat16, i, "a BF16 parameter");
+    require(s.numel == 0 || s.scales || !(is_scaled(s.exp_avg_format) || is_scaled(s.exp_avg_sq_format)), i,
+            "the address of the scales");
+}
+
+template <class T>
+const T* pointer(uint64_t address) {
+    return reinterpret_cast<const T*>(address);
+}
+
+void set_group(Plan& plan, size_t i, double lr, double beta1, double beta2, double eps, double weight_decay,
+               int64_t number, bool adam_w, bool bias_correction, bool maximize, bool stochastic_rounding,
+               uint64_t lr_pointer, uint64_t grad_scale, uint64_t grad_factor, uint64_t found_inf,
+               uint64_t step_pointer) {
+    Hyper hyper{};
+    hyper.lr = lr;
+    hyper.beta1 = beta1;
+    hyper.beta2 = beta2;
+    hyper.eps = eps;
+    hyper.weight_decay = weight_decay;
+    hyper.step = number;
+    hyper.lr_pointer = pointer<float>(lr_pointer);
+    hyper.grad_scale = pointer<float>(grad_scale);
+    hyper.grad_factor = pointer<float>(grad_factor);
+    hyper.found_inf = pointer<float>(found_inf);
+    hyper.step_pointer = reinterpret_cast<int64_t*>(step_pointer);
+    hyper.adam_w = adam_w;
+    hyper.bias_correction = bias_correction;
+    hyper.maximize = maximize;
+    hyper.stochastic_rounding = stochastic_rounding;
+    plan.group(i) = hyper;
+}
+
+void set_shard(Plan& plan, size_t i, uint64_t grad, uint64_t param, uint64_t master, uint64_t exp_avg,
+               uint64_t exp_avg_sq, uint64_t scales, uint64_t numel, uint64_t offset, uint64_t inner_local,
+               uint64_t inner_global, uint32_t key, int grad_type, int param_type, int master_kind, int exp_avg_format,
+               int exp_avg_sq_format, int block_log2, int weight_format, bool round_up, uint64_t weight_scales,
+               uint64_t absmax) {
+    Shard s{};
+    s.grad = grad;
+    s.param = param;
+    s.master = master;
+    s.exp_avg = exp_avg;
+    s.exp_avg_sq = exp_avg_sq;
+    s.scales = scales;
+    s.numel = numel;
+    s.offset = offset;
+    s.inner_local = inner_local;
+    s.inner_global = inner_global;
+    s.key = key;
+    s.grad_type = enumerator(grad_type, Element::kFloat16, i, "a known element type");
+    s.param_type = enumerator(param_type, Element::kFloat16, i, "a known element type");
+    s.master_kind = enumerator(master_kind, Master::kRemainder8, i, "a known master");
+    s.exp_avg_format = enumerator(exp_avg_format, Format::kInt8, i, "a known state format");
+    s.exp_avg_sq_format = enumerator(exp_avg_sq_format, Format::kInt8, i, "a known state format");
+    require(block_log2 >= 5 && block_log2 <= 7, i, "blocks of 32, 64 or 128");
+    s.block_log2 = static_cast<uint8_t>(block_log2);
+    s.quantized = weight_format >= 0;
+    if (s.quantized) {
+        s.weight_format = enumerator(weight_format, WeightFormat::kNVFloat4, i, "a known format of weights");
+        s.round_up = round_up;
+        s.weight_scales = weight_scales;
+        s.absmax = absmax;
+    }
+    check(s, i);
+    plan.set_shard(i, s);
+}
+
+// Whether quantized weights whose moments have these formats can be written by the update.
+bool writes_weights(int exp_avg_format, int exp_avg_sq_format) {
+#if defined(FUSED_OPTIM_ENGINE_CUDA)
+    return writes_weights_cuda(enumerator(exp_avg_format, Format::kInt8, 0, "a known state format"),
+                               enumerator(exp_avg_sq_format, Format::kInt8, 0, "a known state format"));
+#else
+    (void)exp_avg_format, (void)exp_avg_sq_format;
+    return true;
+#endif
+}
+
+#if defined(FUSED_OPTIM_ENGINE_CUDA)
+void load_kernels(int device) {
+    load_adam_kernels(device);
+    load_norm_kernels(device);
+    load_quantize_kernels(device);
+}
+
+void launch(Plan& plan, int device, uint64_t stream, uint64_t workspace, uint64_t workspace_size) {
+    const Step& step = plan.step();
+    py::gil_scoped_release release;
+    if (workspace_size < workspace_bytes(step)) workspace = 0;
+    launch_cuda(step, device, stream, workspace);
+}
+#else
+void launch(Plan& plan, int threads) {
+    const Step& step = plan.step();
+    py::gil_scoped_release release;
+    launch_cpu(step, threads);
+}
+#endif
+
+}  // namespace
+
+PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
+    register_gradients(m);
+    register_quantize(m);
+    m.def("writes_weights", &writes_weights, py::arg("exp_avg_format"), py::arg("exp_avg_sq_format"));
+#if defined(FUSED_OPTIM_ENGINE_CUDA)
+    m.def("load_kernels", &load_kernels, py::arg("device"));
+#endif
+    py::class_<Plan>(m, "Plan", py::module_local(), "The shards of one device and their param groups, step by step.")
+        .def(py::init([](const std::vector<uint32_t>& groups, size_t group_count, py::object exchange_api,
+                         py::object tensor_type, py::object dtensor_type) {
+                 return Plan(groups, group_count, TensorReader(exchange_api, tensor_type), dtensor_type);
+             }),
+             py::arg("groups"), py::arg("group_count"), py::arg("exchange_api"), py::arg("tensor_type"),
+             py::arg("dtensor_type"))
+        .def("refresh", py::overload_cast<py::list, py::str>(&Plan::refresh), py::arg("watched"), py::arg("attribute"))
+        .def("watch", &Plan::watch, py::arg("shard"), py::arg("watched"))
+        .def("updated", &Plan::updated, py::arg("watched"))
+        .def("set_group", &set_group, py::arg("group"), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
+             py::arg("eps"), py::arg("weight_decay"), py::arg("step"), py::arg("adam_w"), py::arg("bias_correction"),
+             py::arg("maximize"), py::arg("stochastic_rounding"), py::arg("lr_pointer") = 0, py::arg("grad_scale") = 0,
+             py::arg("grad_factor") = 0, py::arg("found_inf") = 0, py::arg("step_pointer") = 0)
+        .def("set_shard", &set_shard, py::arg("shard"), py::arg("grad"), py::arg("param"), py::arg("master"),
+             py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("scales"), py::arg("numel"), py::arg("offset"),
+             py::arg("inner_local"), py::arg("inner_global"), py::arg("key"), py::arg("grad_type"),
+             py::arg("param_type"), py::arg("master_kind"), py::arg("exp_avg_format"), py::arg("exp_avg_sq_format"),
+             py::arg("block_log2"), py::arg("weight_format") = -1, py::arg("round_up") = false,
+             py::arg("weight_scales") = 0, py::arg("absmax") = 0)
+#if defined(FUSED_OPTIM_ENGINE_CUDA)
+        .def("launch", &launch, py::arg("device"), py::arg("stream"), py::arg("workspace") = 0,
+             py::arg("workspace_size") = 0)
+#else
+        .def("launch", &launch, py::arg("threads"))
+#endif
+        ;
+}

@@ -1,0 +1,300 @@
+// The shards of one device from step to step: their addresses are taken anew before each step, and whatever is not
+// as it was when Python checked it is reported, so that Python checks it again.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "bindings/exchange.h"
+#include "launch.h"
+
+namespace fused_optim {
+
+namespace py = pybind11;
+
+struct Names {
+    py::str exp_avg = intern("exp_avg"), exp_avg_sq = intern("exp_avg_sq"), master = intern("master_param");
+    py::str mesh = intern("mesh"), placements = intern("placements"), meta = intern("tensor_meta"),
+            shape = intern("shape"), components = intern("components");
+
+    static py::str intern(const char* name) { return py::reinterpret_steal<py::str>(PyUnicode_InternFromString(name)); }
+};
+
+inline py::object attribute(PyObject* object, PyObject* name) {
+    py::object value = py::reinterpret_steal<py::object>(PyObject_GetAttr(object, name));
+    if (!value) PyErr_Clear();
+    return value;
+}
+
+class Plan {
+public:
+    // `groups`: the param group of each shard, ascending. No Python object but types is kept: Python keeps what is
+    // watched, where the garbage collector sees it.
+    Plan(const std::vector<uint32_t>& groups, size_t group_count, TensorReader reader, py::object dtensor_type)
+        : reader_(reader),
+          dtensor_type_(dtensor_type),
+          local_(dtensor_type, "_local_tensor"),
+          spec_(dtensor_type, "_spec"),
+          rows_(groups.size()) {
+        if (!std::is_sorted(groups.begin(), groups.end()) || (!groups.empty() && groups.back() >= group_count)) {
+            throw std::invalid_argument("fused_optim: shards are ordered by param group");
+        }
+        for (size_t i = 0; i < groups.size(); ++i) rows_[i].shard.group = groups[i];
+        step_.groups.resize(group_count);
+    }
+
+    // Takes the gradients, `param.<name>`, and the addresses of all shards that have one. Returns the numbers of those
+    // that are not as they were at `watch`, which Python has to set again. `watched`: see `watch`.
+    std::vector<size_t> refresh(py::list watched, py::str name) {
+        if (watched.size() != rows_.size()) throw std::invalid_argument("fused_optim: one watched tuple per shard");
+        const std::vector<py::object> grads = gradients(watched.ptr(), name.ptr());
+        std::vector<size_t> stale;
+        for (size_t i = 0; i < rows_.size(); ++i) {
+            prefetch(watched.ptr(), grads, i);
+            rows_[i].has_gradient = grads[i] && !grads[i].is_none();
+            if (!rows_[i].has_gradient) continue;
+            if (!refresh(rows_[i], item(watched.ptr(), i), grads[i].ptr())) stale.push_back(i);
+        }
+        return stale;
+    }
+
+    // Remembers what shard `i` is like now. `tuple`: (param, its DTensorSpec or None, its dict of states, exp_avg,
+    // exp_avg_sq, master or None), and of a quantized weight (its local tensor, that one's dict `components`, the names
+    // and the tensors in it of codes and scales, the master's local tensor).
+    void watch(size_t i, py::tuple tuple) {
+        Row& row = rows_.at(i);
+        bool sharded = !tuple[1].is_none();
+        const std::array<PyObject*, kTensors> tensors = {tuple[0].ptr(), tuple[3].ptr(), tuple[4].ptr(),
+                                                         tuple[5].ptr()};
+        const int first = is_quantized(tuple.ptr()) ? kMaster : kParam;  // gives the form
+        row.watched = false;
+        for (int t : {first, +kExpAvg, +kExpAvgSq, +kMaster}) {
+            DLTensor tensor;
+            if (tensors[t] == Py_None) continue;
+            if (!read_local(tensors[t], sharded, tensor)) return;
+            if (t == first) {
+                row.device = tensor.device;
+                row.shape.assign(tensor.shape, tensor.shape + tensor.dims);
+            }
+            if (!row.has_form_of(tensor)) return;
+            row.types[t] = tensor.type;
+        }
+        if (is_quantized(tuple.ptr()) && !watch_weight(row, tuple[9])) return;
+        row.watched = true;
+    }
+
+    // It has a gradient, and is stale in every later step that gives it one, until `watch`.
+    void set_shard(size_t i, Shard shard) {
+        Row& row = rows_.at(i);
+        shard.group = row.shard.group;
+        row.shard = shard;
+        row.watched = false;
+    }
+
+    Hyper& group(size_t i) { return step_.groups.at(i); }
+
+    // The parameters that have a gradient.
+    py::list updated(py::list watched) const {
+        py::list params;
+        for (size_t i = 0; i < rows_.size(); ++i) {
+            if (rows_[i].has_gradient) params.append(py::handle(PyTuple_GET_ITEM(item(watched.ptr(), i), 0)));
+        }
+        return params;
+    }
+
+    // The shards that have something to do.
+    const Step& step() {
+        step_.shards.clear();
+        for (const Row& row : rows_) {
+            if (row.has_gradient && row.shard.numel) step_.shards.push_back(row.shard);
+        }
+        return step_;
+    }
+
+private:
+    enum { kParam, kExpAvg, kExpAvgSq, kMaster, kTensors };
+
+    struct Row {
+        Shard shard{};
+        bool has_gradient = false;
+        bool watched = false;
+        // What parameter, states and gradient must be like to take the places of those that were checked.
+        DLDevice device{};
+        std::array<DLDataType, kTensors> types{};
+        std::vector<int64_t> shape;
+        std::vector<int64_t> weight_sizes;  // bytes of a quantized weight's codes and scales
+
+        bool has_form_of(const DLTensor& t) const {
+            return (t.data || !shard.numel) && t.device == device && static_cast<size_t>(t.dims) == shape.size() &&
+                   std::equal(shape.begin(), shape.end(), t.shape) && is_contiguous(t);
+        }
+    };
+
+    static PyObject* item(PyObject* list, size_t i) { return PyList_GET_ITEM(list, static_cast<Py_ssize_t>(i)); }
+
+    std::vector<py::object> gradients(PyObject* watched, PyObject* name) const {
+        std::vector<py::object> grads(rows_.size());
+        for (size_t i = 0; i < rows_.size(); ++i) {
+            prefetch_body(PyTuple_GET_ITEM(item(watched, ahead(i, 4)), 0));
+            grads[i] = attribute(PyTuple_GET_ITEM(item(watched, i), 0), name);
+        }
+        return grads;
+    }
+
+    size_t ahead(size_t i, size_t distance) const { return std::min(i + distance, rows_.size() - 1); }
+
+    // What an object's first field points to: of a tensor's, torch's own tensor.
+    static void prefetch_body(PyObject* object) {
+        if (object) __builtin_prefetch(reinterpret_cast<void* const*>(object)[sizeof(PyObject) / sizeof(void*)]);
+    }
+
+    // Thousands of parameters' objects lie all over memory: waiting for one after the other would take most of the
+    // time. So what later iterations read is fetched ahead, from tuples to DTensors to local tensors to their bodies.
+    void prefetch(PyObject* watched, const std::vector<py::object>& grads, size_t i) const {
+        const size_t far = ahead(i, 6), middle = ahead(i, 4), near = ahead(i, 2);
+        auto tensors = [&](size_t row) {
+            PyObject* tuple = item(watched, row);
+            return std::array<PyObject*, 4>{PyTuple_GET_ITEM(tuple, 0), PyTuple_GET_ITEM(tuple, 3),
+                                            PyTuple_GET_ITEM(tuple, 4), grads[row].ptr()};
+        };
+        __builtin_prefetch(item(watched, ahead(i, 8)));
+        __builtin_prefetch(&rows_[far]);
+        for (PyObject* tensor : tensors(far)) __builtin_prefetch(tensor);
+        for (PyObject* tensor : tensors(middle)) __builtin_prefetch(local_.peek(tensor));
+        for (PyObject* tensor : tensors(near)) prefetch_body(local_.peek(tensor));
+    }
+
+    bool read_local(PyObject* object, bool sharded, DLTensor& out) const {
+        if (!sharded) return reader_.read(object, out);
+        if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != dtensor_type_.ptr()) return false;
+        py::object local = local_.get(object);
+        return local && reader_.is_plain(local.ptr()) && reader_.read(local.ptr(), out);
+    }
+
+    bool refresh(Row& row, PyObject* tuple, PyObject* grad) const {
+        if (!row.watched) return false;
+        PyObject* param = PyTuple_GET_ITEM(tuple, 0);
+        PyObject* spec = PyTuple_GET_ITEM(tuple, 1);
+        const bool sharded = spec != Py_None;
+        if (sharded && spec_.get(param).ptr() != spec) return false;
+        const bool found =
+            is_quantized(tuple) ? refresh_weight(row, tuple, sharded) : refresh_param(row, param, sharded);
+        return found && refresh_state(row, kExpAvg, tuple, names_.exp_avg, sharded, row.shard.exp_avg) &&
+               refresh_state(row, kExpAvgSq, tuple, names_.exp_avg_sq, sharded, row.shard.exp_avg_sq) &&
+               refresh_state(row, kMaster, tuple, names_.master, sharded, row.shard.master) &&
+               refresh_gradient(row, spec, grad);
+    }
+
+    bool watch_weight(Row& row, py::tuple tensors) const {
+        row.weight_sizes.clear();
+        for (py::handle part : tensors) {
+            DLTensor tensor;
+            if (!reader_.is_plain(part.ptr()) || !reader_.read(part.ptr(), tensor)) return false;
+            row.weight_sizes.push_back(bytes_of(tensor));
+        }
+        return true;
+    }
+
+    static int64_t bytes_of(const DLTensor& t) {
+        int64_t bytes = t.type.bits / 8;
+        for (int i = 0; i < t.dims; ++i) bytes *= t.shape[i];
+        return bytes;
+    }
+
+    bool refresh_param(Row& row, PyObject* param, bool sharded) const {
+        DLTensor tensor;
+        if (!read_local(param, sharded, tensor) || !row.has_form_of(tensor) || !(tensor.type == row.types[kParam]))
+            return false;
+        row.shard.param = address(tensor);
+        return true;
+    }
+
+    // A quantized weight: the same local tensors, and components of the same sizes, wherever their memory is by now.
+    bool refresh_weight(Row& row, PyObject* tuple, bool sharded) const {
+        PyObject* local = PyTuple_GET_ITEM(tuple, 6);
+        PyObject* param = PyTuple_GET_ITEM(tuple, 0);
+        if ((sharded ? local_.get(param).ptr() : param) != local) return false;
+        PyObject* master = PyTuple_GET_ITEM(tuple, 5);
+        if ((sharded ? local_.get(master).ptr() : master) != PyTuple_GET_ITEM(tuple, 10)) return false;
+        PyObject* components = PyTuple_GET_ITEM(tuple, 7);
+        if (attribute(local, names_.components.ptr()).ptr() != components) return false;
+        PyObject *names = PyTuple_GET_ITEM(tuple, 8), *tensors = PyTuple_GET_ITEM(tuple, 9);
+        const std::array<uint64_t*, 2> targets = {&row.shard.param, &row.shard.weight_scales};
+        for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(names); ++k) {
+            PyObject* expected = PyTuple_GET_ITEM(tensors, k);
+            DLTensor tensor;
+            if (PyDict_GetItemWithError(components, PyTuple_GET_ITEM(names, k)) != expected) {
+                return PyErr_Clear(), false;
+            }
+            if (!reader_.is_plain(expected) || !reader_.read(expected, tensor) || !is_contiguous(tensor)) return false;
+            if (bytes_of(tensor) != row.weight_sizes[k] || !(tensor.device == row.device)) return false;
+            if (!tensor.data && row.shard.numel) return false;
+            *targets[k] = address(tensor);
+        }
+        return true;
+    }
+
+    static bool is_quantized(PyObject* tuple) { return PyTuple_GET_SIZE(tuple) > 6; }
+
+    bool refresh_state(const Row& row, int which, PyObject* tuple, const py::str& name, bool sharded,
+                       uint64_t& target) const {
+        PyObject* expected = PyTuple_GET_ITEM(tuple, 2 + which);
+        if (expected == Py_None) return true;
+        if (PyDict_GetItemWithError(PyTuple_GET_ITEM(tuple, 2), name.ptr()) != expected) return PyErr_Clear(), false;
+        DLTensor tensor;
+        if (!read_local(expected, sharded, tensor) || !row.has_form_of(tensor) || !(tensor.type == row.types[which]))
+            return false;
+        target = address(tensor);
+        return true;
+    }
+
+    bool refresh_gradient(Row& row, PyObject* spec, PyObject* grad) const {
+        DLTensor tensor;
+        const bool sharded = spec != Py_None;
+        if (sharded) {
+            if (!read_local(grad, sharded, tensor) || !is_placed_as(spec, spec_.get(grad))) return false;
+        } else if (!reader_.is_plain(grad) || !reader_.read(grad, tensor)) {
+            return false;
+        }
+        if (!row.has_form_of(tensor)) return false;
+        row.shard.grad = address(tensor);
+        return element_type(tensor.type, row.shard.grad_type);
+    }
+
+    static bool element_type(DLDataType type, Element& out) {
+        constexpr uint8_t kFloat = 2, kBfloat = 4;  // DLPack's
+        if (type == DLDataType{kFloat, 32, 1}) return out = Element::kFloat32, true;
+        if (type == DLDataType{kBfloat, 16, 1}) return out = Element::kBFloat16, true;
+        if (type == DLDataType{kFloat, 16, 1}) return out = Element::kFloat16, true;
+        return false;
+    }
+
+    // Same mesh, placements and global shape. FSDP2 gives gradients their parameter's own DTensorSpec.
+    bool is_placed_as(PyObject* spec, const py::object& other) const {
+        if (other.ptr() == spec) return true;
+        if (!other) return false;
+        return equal(spec, other.ptr(), names_.mesh) && equal(spec, other.ptr(), names_.placements) &&
+               equal(attribute(spec, names_.meta.ptr()).ptr(), attribute(other.ptr(), names_.meta.ptr()).ptr(),
+                     names_.shape);
+    }
+
+    static bool equal(PyObject* a, PyObject* b, const py::str& name) {
+        if (!a || !b) return false;
+        py::object left = attribute(a, name.ptr()), right = attribute(b, name.ptr());
+        int same = left && right ? PyObject_RichCompareBool(left.ptr(), right.ptr(), Py_EQ) : 0;
+        if (same < 0) PyErr_Clear();
+        return same == 1;
+    }
+
+    Names names_;
+    TensorReader reader_;
+    py::object dtensor_type_;
+    Slot local_, spec_;
+    std::vector<Row> rows_;
+    Step step_;
+};
+
+}  // namespace fused_optim

@@ -1,0 +1,334 @@
+// The CPU engine's inner part: updates elements [begin, end) of one shard. Compiled once per instruction set; the loops
+// have constant trip counts over small arrays, which the compiler vectorises. Nothing of the standard library's
+// templates may be used here: an inline function compiled for AVX-512 could replace the baseline's copy at link time.
+#include "adam.h"
+#include "cpu/strip.h"
+#include "dispatch.h"
+
+namespace fused_optim {
+namespace {
+
+constexpr int kSmallestBlock = 32;
+
+void load(float* tile, Element type, uint64_t address, uint64_t element, int count) {
+    if (type == Element::kFloat32) return copy_in(tile, address, element, count);
+    alignas(64) uint16_t raw[kTile];
+    copy_in(raw, address, element, count);
+    if (type == Element::kBFloat16) {
+        for (int i = 0; i < kTile; ++i) tile[i] = bfloat16_decode(raw[i]);
+    } else {
+        for (int i = 0; i < kTile; ++i) tile[i] = float16_decode(raw[i]);
+    }
+}
+
+uint32_t block_absmax(const float* values, int block) {
+    uint32_t absmax = 0;
+    for (int i = 0; i < block; ++i) {
+        uint32_t bits = magnitude_bits(values[i]);
+        absmax = bits > absmax ? bits : absmax;
+    }
+    return absmax;
+}
+
+// Whether no magnitude rounds beyond BF16's largest: most tiles, for which the encoders need no special cases.
+bool is_moderate(const float* tile) { return block_absmax(tile, kTile) < 0x7F7F0000u; }
+
+void encode_bfloat16(uint16_t* raw, const float* tile, const uint32_t* bits) {
+    const bool moderate = is_moderate(tile);
+    if (moderate && bits) {
+        for (int i = 0; i < kTile; ++i) raw[i] = static_cast<uint16_t>((float_bits(tile[i]) + (bits[i] >> 16)) >> 16);
+    } else if (moderate) {
+        for (int i = 0; i < kTile; ++i) {
+            uint32_t b = float_bits(tile[i]);
+            raw[i] = static_cast<uint16_t>((b + 0x7FFFu + ((b >> 16) & 1u)) >> 16);
+        }
+    } else if (bits) {
+        for (int i = 0; i < kTile; ++i) raw[i] = bfloat16_rotating(tile[i], bits[i]);
+    } else {
+        for (int i = 0; i < kTile; ++i) raw[i] = bfloat16_nearest_even(tile[i]);
+    }
+}
+
+// Without rounding bits: to nearest even.
+void store(const float* tile, const uint32_t* bits, Element type, uint64_t address, uint64_t element, int count) {
+    if (type == Element::kFloat32) return copy_out(tile, address, element, count);
+    alignas(64) uint16_t raw[kTile];
+    if (type == Element::kBFloat16) {
+        encode_bfloat16(raw, tile, bits);
+    } else if (bits) {
+        for (int i = 0; i < kTile; ++i) raw[i] = float16_rotating(tile[i], bits[i]);
+    } else {
+        for (int i = 0; i < kTile; ++i) raw[i] = float16_nearest_even(tile[i]);
+    }
+    copy_out(raw, address, element, count);
+}
+
+bool is_plain(const Shard& shard) { return shard.inner_local >= shard.numel; }
+
+uint64_t global_index(const Shard& shard, uint64_t element) {
+    if (is_plain(shard)) return shard.offset + element;
+    return shard.offset + (element / shard.inner_local) * shard.inner_global + element % shard.inner_local;
+}
+
+// The usual case is that the tile's elements are aligned octets of consecutive ones, whose numbers do not wrap 32 bits.
+void fill_rounding(uint32_t* bits, const Shard& shard, const Rounding& rounding, uint64_t element) {
+    const uint64_t first = global_index(shard, element);
+    const bool contiguous = is_plain(shard) || element % shard.inner_local + kTile <= shard.inner_local;
+    if (!contiguous || first % 8 != 0 || first >> 35 != (first + kTile) >> 35) {
+        for (int i = 0; i < kTile; ++i) {
+            uint64_t global = global_index(shard, element + i);
+            bits[i] = rounding.bits(rounding.octet(shard.key, global), static_cast<uint32_t>(global));
+        }
+        return;
+    }
+    const uint32_t start = static_cast<uint32_t>(first >> 3) + static_cast<uint32_t>(first >> 35) * kGoldenRatio;
+    alignas(64) uint32_t octets[kTile / 8], lanes[8];
+    for (uint32_t i = 0; i < kTile / 8; ++i) {
+        octets[i] = (mix((start + i) ^ shard.key) & rounding.mask) + rounding.offset;
+    }
+    for (uint32_t k = 0; k < 8; ++k) lanes[k] = rounding.bits(0, k);
+    for (int i = 0; i < kTile; i += 8) {
+        const uint32_t octet = octets[i / 8];
+        for (int k = 0; k < 8; ++k) bits[i + k] = octet + lanes[k];
+    }
+}
+
+// The scales of one moment, from those of the tile's first element on, and the size of their blocks.
+struct Scales {
+    float* values;
+    int block;
+};
+
+struct LoadMoment {
+    float* tile;
+    Format format;
+    uint64_t address;
+    uint64_t element;
+    int count;
+    Scales scales;
+
+    void operator()(Plain) const { load(tile, plain_type(format), address, element, count); }
+    template <class Codec>
+    void operator()(Codec) const {
+        alignas(64) typename Codec::Bits raw[kTile];
+        copy_in(raw, address, element, count);
+        for (int first = 0; first < kTile; first += kSmallestBlock) {
+            float scale = first < count ? scales.values[first / scales.block] : 0.0f;
+            for (int i = first; i < first + kSmallestBlock; ++i) tile[i] = Codec::decode(raw[i], scale);
+        }
+    }
+};
+
+// `encode(i, inverse)` gives element i's code in a block with that inverse scale.
+template <class Codec, class Encode>
+void store_scaled(const float* tile, uint64_t address, uint64_t element, int count, const Scales& scales,
+                  const Encode& encode) {
+    alignas(64) typename Codec::Bits raw[kTile];
+    BlockScale scale{};
+    for (int first = 0; first < kTile; first += kSmallestBlock) {
+        if (first % scales.block == 0 && first < count) {
+            scale = Codec::scale(block_absmax(tile + first, scales.block));
+            scales.values[first / scales.block] = scale.scale;
+        }
+        const uint32_t mask = scale.inverse != 0.0f ? 0xFFFFFFFFu : 0u;
+        for (int i = first; i < first + kSmallestBlock; ++i) {
+            raw[i] = static_cast<typename Codec::Bits>(encode(i, scale.inverse) & mask);
+        }
+    }
+    copy_out(raw, address, element, count);
+}
+
+struct StoreExpAvg {
+    const float* tile;
+    Format format;
+    uint64_t address;
+    uint64_t element;
+    int count;
+    Scales scales;
+
+    void operator()(Plain) const { store(tile, nullptr, plain_type(format), address, element, count); }
+    template <class Codec>
+    void operator()(Codec) const {
+        store_scaled<Codec>(tile, address, element, count, scales,
+                            [&](int i, float inverse) { return Codec::encode(tile[i], inverse); });
+    }
+};
+
+struct StoreExpAvgSq {
+    const float* tile;
+    const float* root;
+    const uint32_t* bits;
+    Format format;
+    uint64_t address;
+    uint64_t element;
+    int count;
+    Scales scales;
+
+    void operator()(Plain) const { store(tile, bits, plain_type(format), address, element, count); }
+    template <class Codec>
+    void operator()(Codec) const {
+        store_scaled<Codec>(tile, address, element, count, scales,
+                            [&](int i, float inverse) { return Codec::encode(tile[i], root[i], inverse, bits[i]); });
+    }
+};
+
+void load_master(float* tile, const Shard& shard, uint64_t element, int count) {
+    if (shard.master_kind == Master::kParameter) return load(tile, shard.param_type, shard.param, element, count);
+    if (shard.master_kind == Master::kFloat32) return copy_in(tile, shard.master, element, count);
+    alignas(64) uint16_t high[kTile];
+    copy_in(high, shard.param, element, count);
+    if (shard.master_kind == Master::kRemainder16) {
+        alignas(64) int16_t low[kTile];
+        copy_in(low, shard.master, element, count);
+        for (int i = 0; i < kTile; ++i) tile[i] = join_remainder16(high[i], low[i]);
+    } else {
+        alignas(64) int8_t low[kTile];
+        copy_in(low, shard.master, element, count);
+        for (int i = 0; i < kTile; ++i) tile[i] = join_remainder8(high[i], low[i]);
+    }
+}
+
+template <class Low, Split split(float)>
+void store_split(const float* tile, const Shard& shard, uint64_t element, int count) {
+    alignas(64) uint16_t high[kTile];
+    alignas(64) Low low[kTile];
+    if (is_moderate(tile)) {  // as `split`, without NaN
+        constexpr uint32_t half = sizeof(Low) == 2 ? 0u : 0x80u;
+        for (int i = 0; i < kTile; ++i) high[i] = static_cast<uint16_t>((float_bits(tile[i]) + half + 0x8000u) >> 16);
+        for (int i = 0; i < kTile; ++i)
+            low[i] = static_cast<Low>((float_bits(tile[i]) + half) >> (16 - 8 * sizeof(Low)));
+    } else {
+        for (int i = 0; i < kTile; ++i) high[i] = split(tile[i]).high;
+        for (int i = 0; i < kTile; ++i) low[i] = static_cast<Low>(split(tile[i]).low);
+    }
+    copy_out(high, shard.param, element, count);
+    copy_out(low, shard.master, element, count);
+}
+
+// The bits of the largest finite magnitude.
+uint32_t finite_absmax(const float* values, int count) {
+    Magnitudes magnitudes;
+    if (count == kTile) {
+        add<kTile>(magnitudes, values);
+    } else {
+        for (int i = 0; i < count; ++i) magnitudes.add(values[i]);
+    }
+    return magnitudes.finite;
+}
+
+void store_weight(const float* values, const Shard& shard, uint64_t element, int count) {
+    Weight weight{};
+    weight.data = shard.param;
+    weight.scales = weight.tensor_scale = shard.weight_scales;
+    weight.rows = 1;
+    weight.columns = shard.numel;
+    const Strip strip{0, element, element, static_cast<uint32_t>(count)};
+    dispatch_weight(shard.weight_format, [&](auto codec) {
+        using Codec = decltype(codec);
+        if constexpr (kWrittenByUpdate<Codec>) {
+            const float whole = Codec::kTensorScale ? weight.whole() : 0.0f;
+            encode_strip<Codec>(weight, shard.round_up, whole, values, nullptr, strip);
+        }
+    });
+}
+
+void store_master(const float* tile, const uint32_t* bits, const Shard& shard, uint64_t element, int count) {
+    switch (shard.master_kind) {
+        case Master::kParameter: return store(tile, bits, shard.param_type, shard.param, element, count);
+        case Master::kFloat32:
+            copy_out(tile, shard.master, element, count);
+            if (!shard.quantized) store(tile, nullptr, shard.param_type, shard.param, element, count);
+            return;
+        case Master::kRemainder16: return store_split<int16_t, split_remainder16>(tile, shard, element, count);
+        case Master::kRemainder8: return store_split<int8_t, split_remainder8>(tile, shard, element, count);
+    }
+}
+
+// Where a stage finds its values and leaves them: in memory itself if that holds a whole tile of FP32, else in `tile`.
+float* in_place(float* tile, bool is_float32, uint64_t address, uint64_t element, int count) {
+    return is_float32 && count == kTile ? pointer<float>(address, element) : tile;
+}
+
+void update_values(float* __restrict__ grad, float* __restrict__ param, float* __restrict__ m, float* __restrict__ v,
+                   float* __restrict__ root, const Scalars s) {
+    for (int i = 0; i < kTile; ++i) {
+        Moments moments = next_moments(grad[i], m[i], v[i], s);
+        m[i] = moments.exp_avg;
+        v[i] = moments.exp_avg_sq;
+        root[i] = root_of(v[i]);
+        param[i] = next_param(param[i], m[i], root[i], s);
+    }
+}
+
+// Formats are looked at once per tile and stage: no need for an instance per mix of formats. Returns the bits of the
+// largest finite magnitude of a quantized weight.
+uint32_t update_tile(const Shard& shard, const Scalars& scalars, uint64_t element, int count) {
+    alignas(64) float grad_tile[kTile], param_tile[kTile], m_tile[kTile], v_tile[kTile], root[kTile];
+    alignas(64) uint32_t bits[kTile];
+    const Format m_format = shard.exp_avg_format, v_format = shard.exp_avg_sq_format;
+    float* const scales = pointer<float>(shard.scales, element >> shard.block_log2);
+    const Scales m_scales{scales, 1 << shard.block_log2};
+    const Scales v_scales{scales + (is_scaled(m_format) ? block_count(shard) : 0), 1 << shard.block_log2};
+
+    const bool own_master = shard.master_kind == Master::kParameter;
+    const uint64_t master = own_master ? shard.param : shard.master;
+    const bool float32_master =
+        own_master ? shard.param_type == Element::kFloat32 : shard.master_kind == Master::kFloat32;
+    float* const param = in_place(param_tile, float32_master, master, element, count);
+    float* const m = in_place(m_tile, m_format == Format::kFloat32, shard.exp_avg, element, count);
+    float* const v = in_place(v_tile, v_format == Format::kFloat32, shard.exp_avg_sq, element, count);
+    float* grad =
+        in_place(grad_tile, shard.grad_type == Element::kFloat32 && scalars.plain_gradient, shard.grad, element,
+                 count);  // never written there
+
+    if (grad == grad_tile) load(grad, shard.grad_type, shard.grad, element, count);
+    if (param == param_tile) load_master(param, shard, element, count);
+    if (m == m_tile) dispatch_codec<ExpAvg>(m_format, LoadMoment{m, m_format, shard.exp_avg, element, count, m_scales});
+    if (v == v_tile) {
+        dispatch_codec<ExpAvgSq>(v_format, LoadMoment{v, v_format, shard.exp_avg_sq, element, count, v_scales});
+    }
+    if (!scalars.plain_gradient) {
+        for (int i = 0; i < kTile; ++i) grad_tile[i] = scaled_gradient(grad_tile[i], scalars);
+    }
+    if (scalars.l2_penalty != 0.0f) {
+        for (int i = 0; i < kTile; ++i) grad_tile[i] = penalized_gradient(grad_tile[i], param[i], scalars);
+    }
+    update_values(grad, param, m, v, root, scalars);
+    for (int i = count; i < kTile; ++i) m[i] = v[i] = root[i] = 0.0f;  // a short last block's scale must not see them
+
+    if ((own_master && !float32_master) || v_format != Format::kFloat32) {
+        fill_rounding(bits, shard, scalars.rounding, element);
+    }
+    if (m == m_tile) {
+        dispatch_codec<ExpAvg>(m_format, StoreExpAvg{m, m_format, shard.exp_avg, element, count, m_scales});
+    }
+    if (v == v_tile) {
+        dispatch_codec<ExpAvgSq>(v_format,
+                                 StoreExpAvgSq{v, root, bits, v_format, shard.exp_avg_sq, element, count, v_scales});
+    }
+    if (param == param_tile) {
+        store_master(param, bits, shard, element, count);
+    } else if (!own_master && !shard.quantized) {
+        store(param, nullptr, shard.param_type, shard.param, element, count);
+    }
+    if (shard.quantized && shard.param) store_weight(param, shard, element, count);
+    return shard.absmax ? finite_absmax(param, count) : 0;
+}
+
+}  // namespace
+
+// `begin` is a multiple of kTile, `end` too unless it is the shard's end. Returns the bits of the largest finite
+// magnitude of a quantized weight.
+uint32_t FUSED_OPTIM_JOIN(update_range_, FUSED_OPTIM_ISA)(const Shard& shard, const Scalars& scalars, uint64_t begin,
+                                                          uint64_t end) {
+    DenormalsOn guard;
+    uint32_t largest = 0;
+    for (uint64_t element = begin; element < end; element += kTile) {
+        const int count = static_cast<int>(end - element < kTile ? end - element : kTile);
+        const uint32_t found = update_tile(shard, scalars, element, count);
+        largest = found > largest ? found : largest;
+    }
+    return largest;
+}
+
+}  // namespace fused_optim

@@ -1,0 +1,69 @@
+// The CPU engine's outer part: chooses the instruction set and spreads chunks over threads.
+#include "launch.h"
+
+#include <algorithm>
+
+#include "adam.h"
+#include "cpu/isa.h"
+#include "cpu/threads.h"
+
+namespace fused_optim {
+
+using UpdateRange = uint32_t(const Shard&, const Scalars&, uint64_t, uint64_t);
+UpdateRange update_range_baseline;
+#if defined(FUSED_OPTIM_X86_ISAS)
+UpdateRange update_range_avx2;
+UpdateRange update_range_avx512;
+#endif
+
+namespace {
+
+constexpr uint64_t kChunk = 16384;              // elements; a multiple of every block
+constexpr uint64_t kElementsPerThread = 65536;  // below this a thread costs more than it saves
+
+UpdateRange* best_update_range() {
+#if defined(FUSED_OPTIM_X86_ISAS)
+    if (best_isa() == Isa::kAVX512) return update_range_avx512;
+    if (best_isa() == Isa::kAVX2) return update_range_avx2;
+#endif
+    return update_range_baseline;
+}
+
+struct Chunk {
+    const Shard* shard;
+    uint64_t begin;
+    uint32_t largest;  // magnitude of a quantized weight, as bits
+};
+
+void raise_absmax(const Chunk& chunk) {
+    if (!chunk.shard->absmax) return;
+    float* const absmax = reinterpret_cast<float*>(chunk.shard->absmax);
+    *absmax = larger(bits_float(chunk.largest), *absmax);
+}
+
+}  // namespace
+
+void launch_cpu(const Step& step, int threads) {
+    static UpdateRange* const update_range = best_update_range();
+    std::vector<Scalars> scalars;
+    for (const Hyper& hyper : step.groups) scalars.push_back(derive(hyper));
+    std::vector<Chunk> chunks;
+    uint64_t elements = 0;
+    for (const Shard& shard : step.shards) {
+        if (is_skipped(step.groups[shard.group])) continue;
+        for (uint64_t begin = 0; begin < shard.numel; begin += kChunk) chunks.push_back({&shard, begin, 0});
+        elements += shard.numel;
+    }
+    const uint64_t useful = std::min<uint64_t>(elements / kElementsPerThread, std::max(threads, 1));
+    for_each_index(chunks.size(), useful, [&](size_t i) {
+        const Shard& shard = *chunks[i].shard;
+        uint64_t end = std::min(chunks[i].begin + kChunk, shard.numel);
+        chunks[i].largest = update_range(shard, scalars[shard.group], chunks[i].begin, end);
+    });
+    std::for_each(chunks.begin(), chunks.end(), raise_absmax);
+    for (const Hyper& hyper : step.groups) {
+        if (hyper.step_pointer && !is_skipped(hyper)) *hyper.step_pointer += 1;
+    }
+}
+
+}  // namespace fused_optim

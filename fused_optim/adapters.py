@@ -1,0 +1,151 @@
+"""How the optimizer speaks to quantized parameters: one module per kind of tensor, imported when one is met.
+
+Such a module has the functions of :class:`Adapter`. To add a kind, write the module and name its type here.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from fused_optim.formats import GOLDEN_RATIO, MASK32, rounding_bits
+from fused_optim.sharding.dtensor import Geometry, local_tensor
+
+# Qualified names of tensor types (their subclasses are meant, too), and the modules that know them.
+ADAPTERS = {
+    "fused_optim.quantized.tensor.QuantizedTensor": "fused_optim.quantized.update",
+    "transformer_engine.pytorch.quantized_tensor.QuantizedTensor": "fused_optim.quantized.transformer_engine",
+    "transformer_engine.pytorch.tensor.quantized_tensor.QuantizedTensor": "fused_optim.quantized.transformer_engine",
+    "torchao.prototype.quantized_training.int8.Int8QuantizedTrainingLinearWeight": "fused_optim.quantized.torchao",
+}
+
+
+@dataclass(frozen=True)
+class Fractions:
+    """The rounding fractions of a local shard in a step. ``step``: its number, a tensor where the device counts."""
+
+    key: int
+    geometry: Geometry
+    step: int | Tensor
+
+    def tensor(self, device: torch.device) -> Tensor:
+        """One fraction per element; see ``formats.rounding_bits``."""
+        offset = self.step * GOLDEN_RATIO & MASK32
+        return rounding_bits(self.key, self.geometry.global_indices(device), offset)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What an engine's update of an FP32 master does for the quantized weight beside it, in the same pass.
+
+    ``format``, ``round_up``: as in ``recipes.Native``. ``data``: the codes are written here; None: they are written
+    later. ``scale``: that of the blocks, which is written too, or of the whole weight, which is read; None without
+    ``data``. ``measures``: the absmax of the new values is wanted. ``names``: of ``data`` and ``scale`` in the local
+    tensor's dict ``components``, where an engine can look whether they are still there; None: they are given anew at
+    every step.
+    """
+
+    format: int
+    round_up: bool
+    data: Tensor | None
+    scale: Tensor | None
+    measures: bool
+    names: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Update:
+    """New local FP32 values of a parameter, or None where it stays as it is and only takes part in reductions.
+
+    ``fractions``: None to round to nearest. ``absmax``: the largest finite magnitude of the values, shape ``(1,)``,
+    where the update pass has measured it. ``written``: the pass has written the codes, too.
+    """
+
+    param: Tensor
+    values: Tensor | None
+    fractions: Fractions | None = None
+    absmax: Tensor | None = None
+    written: bool = False
+
+
+class Adapter(Protocol):
+    """What is asked of the local tensor of a quantized parameter, and of the parameter (perhaps a DTensor) itself.
+
+    ``ROUNDS_STOCHASTICALLY``: whether :meth:`write` can round so; else such a parameter needs a master.
+    """
+
+    ROUNDS_STOCHASTICALLY: bool
+
+    def initial_values(self, param: Tensor) -> Tensor:
+        """New local FP32 values to start a master from, as precise as the tensor remembers them."""
+
+    def discard_initial(self, param: Tensor) -> None:
+        """Free what was only kept for :meth:`initial_values`."""
+
+    def values(self, local: Tensor) -> Tensor:
+        """The decoded values: a new FP32 tensor."""
+
+    def needs_collective(self, param: Tensor) -> bool:
+        """Whether new values need a reduction over ranks. All ranks answer alike."""
+
+    def target(self, param: Tensor) -> Target | None:
+        """What the update pass can do for this parameter; None: nothing, :meth:`write` does it all."""
+
+    def prepare(self, updates: Sequence[Update], applies: Tensor | None) -> None:
+        """Before the pass that makes these updates: scales that come from earlier values. As :meth:`write`."""
+
+    def write(self, updates: Sequence[Update], applies: Tensor | None, advance: bool) -> None:
+        """Quantize many, whose pass was prepared if ``advance``.
+
+        All ranks pass the same parameters, in the same order, that need a collective.
+
+        ``applies``: a boolean scalar; where False, scales and histories stay as they are. None means True.
+        ``advance``: False if the values are those of the last update again, so that no history moves on.
+        """
+
+
+def adapter_of(param: Tensor) -> Adapter | None:
+    """The adapter for a parameter; None if it is not quantized."""
+    return _adapter_of_type(type(local_tensor(param)))
+
+
+@functools.cache
+def _adapter_of_type(kind: type) -> Adapter | None:
+    for base in kind.__mro__:
+        module = ADAPTERS.get(f"{base.__module__}.{base.__qualname__}")
+        if module is not None:
+            return cast(Adapter, importlib.import_module(module))
+    return None
+
+
+def needs_collective(param: Tensor) -> bool:
+    """Whether a parameter is quantized and new values of it need a reduction over ranks."""
+    adapter = adapter_of(param)
+    return adapter is not None and adapter.needs_collective(param)
+
+
+def _by_adapter(updates: Sequence[Update]) -> dict[Adapter, list[Update]]:
+    found: dict[Adapter, list[Update]] = {}
+    for update in updates:
+        adapter = adapter_of(update.param)
+        assert adapter is not None
+        found.setdefault(adapter, []).append(update)
+    return found
+
+
+def prepare(updates: Sequence[Update], applies: Tensor | None) -> None:
+    """Prepare the updates of all adapters' parameters; see :meth:`Adapter.prepare`."""
+    for adapter, alike in _by_adapter(updates).items():
+        adapter.prepare(alike, applies)
+
+
+def write(updates: Sequence[Update], applies: Tensor | None = None, advance: bool = True) -> None:
+    """Quantize the parameters of all adapters; see :meth:`Adapter.write`."""
+    for adapter, alike in _by_adapter(updates).items():
+        adapter.write(alike, applies, advance)

@@ -1,0 +1,201 @@
+"""A CRC-32 of each stored tensor of a torch.distributed.checkpoint folder, in a JSON file beside them.
+
+torch reads a flipped bit as another value. The bytes are summed up as they lie in the files, nothing is deserialised;
+where they lie is what ``.metadata`` says, whose own checksum ties the file to this checkpoint and no earlier one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
+
+from fused_optim.sharding.collective import gather, on_all_ranks, this_rank, world_size
+
+FILE = "fused_optim_checksums.json"
+VERSION = 1
+_PIECE = 1 << 20  # bytes read at a time
+
+_Range = tuple[str, int, int]  # file, start, length
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A stored tensor, or one rank's part of it, or another object."""
+
+    key: str  # in the flattened state dict
+    offsets: tuple[int, ...] | None  # in the tensor; None: not a tensor
+    range: _Range
+
+    def __str__(self) -> str:
+        file, start, length = self.range
+        at = f" at offsets {self.offsets}" if self.offsets else ""
+        return f"{self.key}{at} (bytes {start} to {start + length} of {file})"
+
+
+def write_checksums(path: str | os.PathLike[str], *, no_dist: bool = False) -> None:
+    """Write the checksums of a finished checkpoint: after ``dcp.save``, or once the future of ``async_save`` is done.
+
+    A collective over the default group where there is one: all ranks call it, and each reads a share of the files.
+    ``no_dist=True``: this process reads all of them, for one rank alone. The checksums appear at once or not at all.
+    Raises on every rank if it fails on one: ValueError for what is not as ``.metadata`` says, OSError.
+    """
+    folder = Path(path)
+    with on_all_ranks(f"checksums of {folder}", no_dist):
+        check_finished(folder)
+        own = {}
+        for item, crc in _sum_up(folder, _share(_read_items(folder), no_dist)):
+            if isinstance(crc, ValueError):
+                raise crc
+            own[item.range] = crc
+    shares = gather(own, no_dist)
+    with on_all_ranks(f"checksums of {folder}", no_dist):
+        if no_dist or this_rank() == 0:
+            _write(folder, {range_: crc for share in shares for range_, crc in share.items()})
+
+
+def verify_checksums(path: str | os.PathLike[str], *, no_dist: bool = False) -> None:
+    """Compare a checkpoint with its checksums.
+
+    A collective as :func:`write_checksums` is. Raises the same ValueError on every rank if any byte differs or is
+    missing: it names the state, its offsets in the tensor and both checksums. Raises on every rank if it fails on one:
+    FileNotFoundError for a checkpoint without checksums or ``.metadata``, ValueError for damaged ones.
+    """
+    verify_items(Path(path), None, True, no_dist)
+
+
+def verify_items(folder: Path, keys: Container[str] | None, required: bool, no_dist: bool = False) -> None:
+    """:func:`verify_checksums` for some keys of the state dict; without checksums nothing, unless ``required``."""
+    damages: list[str] = []
+    with on_all_ranks(f"verifying {folder}", no_dist):
+        if (folder / FILE).is_file():
+            check_finished(folder)
+            expected = _read(folder)
+            items = [item for item in _read_items(folder) if keys is None or item.key in keys]
+            damages = list(_damages(folder, _share(items, no_dist), expected))
+        elif required:
+            raise FileNotFoundError(f"{folder} has no checksums: expected {FILE}, which write_checksums writes")
+    found = gather((damages[:1], len(damages)), no_dist)
+    if first := next((text for texts, _ in found for text in texts), None):
+        more = sum(count for _, count in found) - 1
+        raise ValueError(f"{folder} is damaged: {first}" + (f"; and {more} more" if more else ""))
+
+
+def _damages(folder: Path, items: Iterable[_Item], expected: Mapping[_Range, str]) -> Iterator[str]:
+    for item, found in _sum_up(folder, items):
+        wanted = expected.get(item.range, "none")
+        if isinstance(found, ValueError):
+            yield str(found)
+        elif found != wanted:
+            yield f"{item}: expected CRC-32 {wanted}, found {found}"
+
+
+def _sum_up(folder: Path, items: Iterable[_Item]) -> Iterator[tuple[_Item, str | ValueError]]:
+    """The checksums of items that are sorted by file, or what is wrong with their bytes."""
+    for file, members in groupby(items, key=lambda item: item.range[0]):
+        try:
+            stream = (folder / file).open("rb")
+        except OSError as error:
+            yield from ((item, _lacking(item, f"none: {error.strerror}")) for item in members)
+            continue
+        with stream:
+            yield from ((item, _crc(stream, item)) for item in members)
+
+
+def _crc(stream: BinaryIO, item: _Item) -> str | ValueError:
+    _, start, left = item.range
+    crc = 0
+    try:
+        stream.seek(start)
+        while left and (piece := stream.read(min(left, _PIECE))):
+            crc, left = zlib.crc32(piece, crc), left - len(piece)
+    except OSError as error:
+        return _lacking(item, f"an error: {error.strerror}")
+    return _lacking(item, f"{item.range[2] - left}: the file is truncated") if left else f"{crc:08x}"
+
+
+def _lacking(item: _Item, found: str) -> ValueError:
+    return ValueError(f"{item}: expected {item.range[2]} bytes, found {found}")
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """What a checkpoint holds and where. Raises ValueError if it cannot be read."""
+    try:
+        return dcp.FileSystemReader(folder).read_metadata()
+    except Exception as error:
+        raise ValueError(f"{folder / '.metadata'} cannot be read ({error}); it is truncated or damaged") from error
+
+
+def _read_items(folder: Path) -> list[_Item]:
+    stored: Mapping[Any, Any] = read_metadata(folder).storage_data
+    return [
+        _Item(index.fqn, index.offset and tuple(index.offset), (info.relative_path, info.offset, info.length))
+        for index, info in stored.items()
+    ]
+
+
+def check_finished(folder: Path) -> None:
+    if not (folder / ".metadata").is_file():
+        expected = "expected a folder of torch.distributed.checkpoint with a file .metadata, which is written last"
+        raise FileNotFoundError(f"{folder}: {expected}; the save was not finished, or this is another folder")
+
+
+def _share(items: Iterable[_Item], no_dist: bool) -> Iterator[_Item]:
+    """This rank's items: as many bytes as any other's, neighbours in a file together."""
+    ordered = sorted(items, key=lambda item: item.range)
+    rank, ranks = (0, 1) if no_dist else (this_rank(), world_size())
+    total, before = sum(item.range[2] for item in ordered), 0
+    for item in ordered:
+        if min(before * ranks // max(total, 1), ranks - 1) == rank:
+            yield item
+        before += item.range[2]
+
+
+# --- the file ---------------------------------------------------------------------------------------------------
+
+
+def _write(folder: Path, checksums: Mapping[_Range, str]) -> None:
+    files: dict[str, list[list[int | str]]] = {}
+    for (file, start, length), crc in sorted(checksums.items()):
+        files.setdefault(file, []).append([start, length, crc])
+    content = {"version": VERSION, "checksum": "CRC-32", "metadata": _metadata_crc(folder), "files": files}
+    temporary = folder / f".{FILE}.tmp"
+    try:
+        with temporary.open("w") as stream:
+            json.dump(content, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(folder / FILE)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _read(folder: Path) -> dict[_Range, str]:
+    file = folder / FILE
+    try:
+        content = json.loads(file.read_bytes())
+        version, metadata = int(content["version"]), content["metadata"]
+        if version <= VERSION:
+            ranges = {
+                (name, start, length): crc for name, rows in content["files"].items() for start, length, crc in rows
+            }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} cannot be read ({type(error).__name__}); it is truncated or damaged") from error
+    if version > VERSION:
+        raise ValueError(f"{file}: expected version {VERSION} at most, found {version}: update fused_optim")
+    if (found := _metadata_crc(folder)) != metadata:
+        text = "it is damaged, or the checkpoint was saved again without new checksums"
+        raise ValueError(f"{folder / '.metadata'}: expected CRC-32 {metadata}, found {found}: {text}")
+    return ranges
+
+
+def _metadata_crc(folder: Path) -> str:
+    return f"{zlib.crc32((folder / '.metadata').read_bytes()):08x}"

@@ -1,0 +1,1 @@
+"""Where shards lie, and what ranks do together."""

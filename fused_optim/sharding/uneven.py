@@ -1,0 +1,109 @@
+"""Finds out where the shards of unevenly cut DTensors lie, which their placements do not say.
+
+Megatron-FSDP cuts its buffers where it suits it. It tells torch.distributed.checkpoint of the rows that each rank holds
+by two functions on the local tensor, but the parameters that it hands to an optimizer are copies that lack them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from fused_optim.sharding.dtensor import has_own_chunks, local_tensor
+from fused_optim.step.synthetic import any_rank
+
+
+@dataclass(frozen=True)
+class _ChunkList:
+    chunk: ChunkStorageMetadata
+
+    def __call__(self) -> list[ChunkStorageMetadata]:
+        return [self.chunk]
+
+
+@dataclass(frozen=True)
+class _WriteItems:
+    chunk: ChunkStorageMetadata
+
+    def __call__(self, fqn: str, tensor: DTensor) -> list[WriteItem]:
+        local = local_tensor(tensor)
+        if not local.numel():
+            return []
+        data = TensorWriteData(self.chunk, TensorProperties.create_from_tensor(local), tensor.size())
+        return [WriteItem(MetadataIndex(fqn, self.chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
+
+
+def locate_uneven_shards(params: Iterable[Tensor]) -> None:
+    """Give chunk lists to the DTensors of every mesh on which some rank's shard is not what its placements say.
+
+    A collective over the parameters' meshes, of one flag where all shards are even.
+    """
+    alike: dict[tuple[DeviceMesh, tuple[int, ...]], list[DTensor]] = {}
+    for param in params:
+        if isinstance(param, DTensor):
+            alike.setdefault((param.device_mesh, _innermost_first(param)), []).append(param)
+    for (mesh, order), members in alike.items():
+        if any_rank(members, any(map(_is_uneven, members)), False)[0]:
+            _locate(mesh, order, members)
+
+
+def _is_uneven(param: DTensor) -> bool:
+    if has_own_chunks(param):
+        return False
+    if _cut_order(param) is not None:  # sizes may be even, but torch would count the ranks in another order
+        return True
+    shape, _ = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    return tuple(local_tensor(param).shape) != tuple(shape)
+
+
+def _locate(mesh: DeviceMesh, order: tuple[int, ...], params: list[DTensor]) -> None:
+    """Offsets are sums over the ranks before this one, from the innermost cut to the outermost."""
+    sizes = [list(local_tensor(param).shape) for param in params]
+    offsets = [[0] * param.dim() for param in params]
+    for mesh_dim in order:
+        group = mesh.get_group(mesh_dim)
+        everyone: list[list[list[int]]] = [sizes] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, sizes, group=group)
+        before = everyone[: dist.get_rank(group)]
+        for i, param in enumerate(params):
+            if not param.placements[mesh_dim].is_replicate():
+                dim = param.placements[mesh_dim].dim
+                offsets[i][dim] += sum(ranks[i][dim] for ranks in before)
+        sizes = [_joined(param, mesh_dim, [ranks[i] for ranks in everyone]) for i, param in enumerate(params)]
+    for param, offset, whole in zip(params, offsets, sizes, strict=True):
+        if tuple(whole) != tuple(param.shape):
+            raise ValueError(f"the ranks' shards make up shape {tuple(whole)}, expected {tuple(param.shape)}")
+        local = local_tensor(param)
+        chunk = ChunkStorageMetadata(torch.Size(offset), local.shape)
+        local.__create_chunk_list__, local.__create_write_items__ = _ChunkList(chunk), _WriteItems(chunk)
+
+
+def _innermost_first(param: DTensor) -> tuple[int, ...]:
+    """Megatron-FSDP cuts last by the mesh's first dim, or says in which order; strided placements say that they were
+    cut last."""
+    said = _cut_order(param)
+    if said is not None:
+        return tuple(reversed(said))
+    dims = range(len(param.placements))
+    return tuple(sorted(dims, key=lambda dim: not hasattr(param.placements[dim], "split_factor")))
+
+
+def _cut_order(param: DTensor) -> list[int] | None:
+    """Megatron-FSDP's note on a mesh by several of whose dims it has cut: the dims, the first cut first."""
+    return getattr(param.device_mesh, "_shard_order", None)
+
+
+def _joined(param: DTensor, mesh_dim: int, sizes: list[list[int]]) -> list[int]:
+    whole, placement = list(sizes[0]), param.placements[mesh_dim]
+    if not placement.is_replicate():
+        whole[placement.dim] = sum(size[placement.dim] for size in sizes)
+    return whole

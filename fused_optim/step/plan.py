@@ -1,0 +1,269 @@
+"""The plan of a step: every shard of an optimizer, by device, with its states. Built once, refreshed at each step.
+
+Addresses are never trusted: gradients are new tensors at each step, FSDP2 replaces local tensors, users replace
+states. A refresh compares what can change with what it was when it was last checked in full, and checks again in full
+only what differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fused_optim import adapters
+from fused_optim.adapters import Fractions, Target, Update, adapter_of
+from fused_optim.backends import Hyper, Shards, ShardWork, backend_for, shards_on
+from fused_optim.formats import Master, rounding_key
+from fused_optim.sharding.dtensor import finished_local, local_tensor
+from fused_optim.state.states import MASTER, Slots, read_parameter, state_dtypes
+from fused_optim.validate import check_states, check_update, describe
+
+
+@dataclass
+class _Part:
+    """The shards of one device."""
+
+    device: torch.device
+    backend: str
+    indices: list[int] = field(default_factory=list)  # positions in the param groups
+    groups: list[int] = field(default_factory=list)
+    watched: list[tuple[Any, ...]] = field(default_factory=list)  # see backends.Shards
+    absmax: Tensor | None = None  # one per shard, where some target measures it
+    shards: Shards = field(init=False)
+
+    def absmax_of(self, i: int) -> Tensor:
+        if self.absmax is None:
+            self.absmax = torch.zeros(len(self.indices), dtype=torch.float32, device=self.device)
+        return self.absmax[i : i + 1]
+
+
+def _same_objects(left: Iterable[Any], right: Sequence[Any]) -> bool:
+    return all(map(is_, left, right))
+
+
+def _is_watchable(param: Tensor) -> bool:
+    """Not where the parameter's memory is another than that of the contiguous tensor that is updated."""
+    plain = type(param) in (Tensor, torch.nn.Parameter, DTensor) and adapter_of(param) is None
+    return plain and local_tensor(param).is_contiguous()
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    return finished_local(tensor).contiguous()
+
+
+def placed_as(grad: Tensor, param: Tensor) -> Tensor:
+    """The gradient with its parameter's placements."""
+    if not isinstance(param, DTensor) or grad.placements == param.placements:
+        return grad
+    return grad.redistribute(param.device_mesh, param.placements)
+
+
+def check_capturable(backends: dict[torch.device, str]) -> None:
+    """Raise RuntimeError where a CUDA graph could not hold the update of some device's parameters."""
+    for device, backend in backends.items():
+        if backend != "cuda":
+            raise RuntimeError(
+                f"CUDA graph capture: parameters on {device} are updated by the {backend} backend, which cannot be "
+                "captured; the cuda backend can"
+            )
+
+
+class Plan:
+    """The shards of all parameters, each of which must have states."""
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        state: dict[Tensor, dict[str, Tensor]],
+        slots: dict[Tensor, Slots],
+        seed: int,
+    ) -> None:
+        self._params: list[Tensor] = [param for group in groups for param in group["params"]]
+        self._names = list(chain.from_iterable(g.get("param_names", [None] * len(g["params"])) for g in groups))
+        self._sizes = [len(group["params"]) for group in groups]
+        self._seed = seed
+        self._state_keys, self._state_dicts = list(state), list(state.values())
+        self._slots = [slots[param] for param in self._params]
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        parts: dict[torch.device, _Part] = {}
+        numbers = [number for number, size in enumerate(self._sizes) for _ in range(size)]
+        # Quantized parameters, by position, with their groups; how they are updated: those with targets at every step
+        # until they are set again, others in this step.
+        self._quantized = {i: numbers[i] for i, param in enumerate(self._params) if adapter_of(param) is not None}
+        self._lasting: dict[int, Update] = {}
+        self._passing: dict[int, Update] = {}
+        self._attribute = ""
+        for index, (param, group) in enumerate(zip(self._params, numbers, strict=True)):
+            device = local_tensor(param).device
+            part = parts.get(device) or parts.setdefault(device, _Part(device, backend_for(device.type)))
+            part.indices.append(index)
+            part.groups.append(group)
+            part.watched.append(_watched(param, state[param]))
+        self._parts = [parts[device] for device in sorted(parts, key=str)]
+        for part in self._parts:
+            part.shards = shards_on(part.device, part.backend, part.groups, len(groups))
+
+    @property
+    def measured(self) -> list[Tensor]:
+        """Memory of its own that steps write to."""
+        return [part.absmax for part in self._parts if part.absmax is not None]
+
+    @property
+    def backends(self) -> dict[torch.device, str]:
+        return {part.device: part.backend for part in self._parts}
+
+    def fits(self, groups: list[dict[str, Any]], state: dict[Tensor, dict[str, Tensor]], seed: int) -> bool:
+        """Whether parameters, groups, dicts of states, seed and backends are those that the plan was built for."""
+        return (
+            seed == self._seed
+            and self._sizes == [len(group["params"]) for group in groups]
+            and len(state) == len(self._state_keys)
+            and _same_objects(chain.from_iterable(group["params"] for group in groups), self._params)
+            and _same_objects(state, self._state_keys)
+            and _same_objects(state.values(), self._state_dicts)
+            and all(backend_for(part.device.type) == part.backend for part in self._parts)
+        )
+
+    def refresh(self, attribute: str) -> bool:
+        """Take the gradients, ``param.<attribute>``, and all addresses of this step.
+
+        False if a parameter has left its device: the plan does not fit any more. Raises for gradients and states that
+        cannot be used; nothing has been changed then.
+        """
+        self._copies.clear()
+        self._passing.clear()
+        self._attribute = attribute
+        stale = [(part, i) for part in self._parts for i in part.shards.refresh(part.watched, attribute)]
+        for part, i in stale:
+            if local_tensor(part.watched[i][0]).device != part.device:
+                return False
+        for part, i in stale:
+            self._check(part, i, attribute)
+        for part, i in stale:
+            self._set(part, i, attribute)
+        return True
+
+    def _check(self, part: _Part, i: int, attribute: str) -> None:
+        index, (param, _, states, *_) = part.indices[i], part.watched[i]
+        name = self._names[index]
+        check_update(param, getattr(param, attribute), index, name)
+        check_states(param, states, state_dtypes(self._slots[index]), index, name)
+        if local_tensor(param).numel() != self._slots[index].geometry.numel:
+            created = self._slots[index].geometry.numel
+            raise ValueError(f"{describe(param, index, name)}: its states were created for {created} local elements")
+
+    def _set(self, part: _Part, i: int, attribute: str) -> None:
+        index, (param, _, states, *_) = part.indices[i], part.watched[i]
+        grad, slots = getattr(param, attribute), self._slots[index]
+        master = local_tensor(states[MASTER]) if MASTER in states else None
+        part.watched[i] = _watched(param, states)
+        adapter, target, absmax = adapter_of(param), None, None
+        if adapter is None:
+            updated = self._contiguous_param(param)
+        else:
+            updated = read_parameter(param) if master is None else master
+            target = adapter.target(param) if master is not None and part.shards.takes_target(slots) else None
+            if target is None:  # the values are updated as an FP32 parameter is, and then encoded
+                master, slots = None, replace(slots, master=Master.PARAMETER)
+                self._lasting.pop(index, None)
+                self._passing[index] = Update(param, updated)
+            else:
+                absmax = part.absmax_of(i) if target.measures else None
+                self._lasting[index] = Update(param, updated, absmax=absmax, written=target.data is not None)
+                part.watched[i] += _watched_weight(param, target, master)
+        work = ShardWork(
+            grad=_contiguous(placed_as(grad, param)),
+            param=updated,
+            master=master,
+            exp_avg=local_tensor(states["exp_avg"]),
+            exp_avg_sq=local_tensor(states["exp_avg_sq"]),
+            slots=slots,
+            key=rounding_key(self._seed, index),
+            target=target,
+            absmax=absmax,
+        )
+        can_be_watched = _is_watchable(param) if target is None else target.names is not None
+        part.shards.set(i, work, part.watched[i] if can_be_watched else None)
+
+    def _contiguous_param(self, param: Tensor) -> Tensor:
+        local = local_tensor(param)
+        contiguous = local.contiguous()
+        if contiguous is not local:
+            self._copies.append((local, contiguous))
+        return contiguous
+
+    def run(
+        self,
+        hypers: Callable[[torch.device], list[Hyper]],
+        workspaces: dict[torch.device, Tensor],
+        found_inf: Tensor | None,
+    ) -> None:
+        """Update what has a gradient; ``hypers`` gives the param groups' hyperparameters on a device.
+
+        ``workspaces``: see ``DeviceScalars.workspaces``. ``found_inf``: not 0 skips the step.
+        """
+        updated = [param for part in self._parts for param in part.shards.updated(part.watched)]
+        per_device = [hypers(part.device) for part in self._parts]
+        updates: list[Update] = []
+        applies = None
+        if self._quantized:
+            updates = self._quantized_updates(dict(zip((part.device for part in self._parts), per_device, strict=True)))
+            applies = None if found_inf is None else found_inf.reshape(()) == 0
+            adapters.prepare([update for update in updates if update.values is not None], applies)
+        for part, on_device in zip(self._parts, per_device, strict=True):
+            if part.absmax is not None:
+                part.absmax.zero_()
+            part.shards.run(on_device, workspaces.get(part.device))
+        for target, source in self._copies:
+            target.copy_(source)
+        self._copies.clear()
+        if updates:
+            adapters.write(updates, applies)
+        self._passing.clear()
+        if updated:
+            torch.autograd.graph.increment_version(updated)
+
+    def _quantized_updates(self, hypers: dict[torch.device, list[Hyper]]) -> list[Update]:
+        """All quantized parameters, also those that take part in reductions only."""
+        updates = []
+        for index, group in self._quantized.items():
+            param = self._params[index]
+            if getattr(param, self._attribute, None) is None:
+                update = Update(param, None)
+            elif index in self._lasting:
+                update = self._lasting[index]
+            else:
+                update = self._passing[index]
+                if self._slots[index].master is Master.PARAMETER:
+                    fractions = self._fractions(index, hypers[local_tensor(param).device][group])
+                    update = replace(update, fractions=fractions)
+            updates.append(update)
+        return updates
+
+    def _fractions(self, index: int, hyper: Hyper) -> Fractions | None:
+        """Rotating rounding of a quantized parameter that has no master."""
+        if not hyper.stochastic_rounding:
+            return None
+        step = hyper.step if hyper.steps_done is None else hyper.steps_done  # counted already
+        return Fractions(rounding_key(self._seed, index), self._slots[index].geometry, step)
+
+
+def _watched(param: Tensor, states: dict[str, Tensor]) -> tuple[Any, ...]:
+    spec = param._spec if isinstance(param, DTensor) else None
+    return param, spec, states, states.get("exp_avg"), states.get("exp_avg_sq"), states.get(MASTER)
+
+
+def _watched_weight(param: Tensor, target: Target, master: Tensor) -> tuple[Any, ...]:
+    """Of a quantized weight; see ``Plan::watch`` in csrc/multi_tensor/bindings/plan.h."""
+    local = local_tensor(param)
+    if target.names is None:
+        return ()
+    parts = tuple(local.components[name] for name in target.names)
+    return local, local.components, target.names, parts, master

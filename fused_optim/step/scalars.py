@@ -1,0 +1,156 @@
+"""Scalars that a step reads and writes on its device: step counters and learning rates.
+
+CUDA graphs replay a step without Python, and a step that ``found_inf`` skips must not count although the host does not
+know of it. So in both cases the true step counter is on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_optim.sharding.dtensor import local_tensor
+
+Groups = list[dict[str, Any]]
+
+_WORKSPACE_BYTES = 64  # per param group; the engine checks it
+
+
+def is_capturing() -> bool:
+    """Whether the current CUDA stream is being captured into a graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def host_lr(group: dict[str, Any]) -> float | None:
+    """The learning rate, None where only a device knows it."""
+    lr = group["lr"]
+    return None if isinstance(lr, Tensor) and lr.device.type != "cpu" else float(lr)
+
+
+def on_device(scalar: Tensor | None, device: torch.device) -> Tensor | None:
+    """As the engines read it: FP32 on their device; the tensor itself where it is that already."""
+    return None if scalar is None else local_tensor(scalar).to(device=device, dtype=torch.float32)
+
+
+@dataclass
+class _OnDevice:
+    steps: Tensor  # int64, one per param group
+    lrs: Tensor  # FP32, one per param group
+
+    def __post_init__(self) -> None:
+        self.step, self.lr = self.steps.unbind(), self.lrs.unbind()
+
+
+class DeviceScalars:
+    """The scalars of one optimizer on all of its devices. They keep their addresses, for the graphs that hold them."""
+
+    def __init__(self) -> None:
+        self._devices: dict[torch.device, _OnDevice] = {}
+        self._steps: list[int] = []  # group["step"] as it was last seen here
+        self._lrs: list[float | None] = []
+        self._captured = False
+        self._workspaces: dict[torch.device, Tensor] = {}
+        self._factors: dict[torch.device, Tensor] = {}
+        self._retired: list[Any] = []
+        self.ahead = False  # the counters may differ from group["step"], and are right
+
+    def prepare(self, devices: Iterable[torch.device], groups: Groups, capturing: bool) -> None:
+        """Allocate what is missing, and write the steps and learning rates that were changed from outside.
+
+        Raises RuntimeError where one of these is needed during a capture, in which it would become part of the graph.
+        """
+        devices = list(devices)
+        if len(self._steps) != len(groups) or set(devices) != set(self._devices):
+            _refuse(capturing, "this optimizer has made no step in its present form")
+            self._allocate(devices, groups)
+        for number, group in enumerate(groups):
+            if group["step"] != self._steps[number]:
+                _refuse(capturing, f"param group {number}: 'step' was changed since the last step")
+                self._write_step(number, group)
+            if host_lr(group) != self._lrs[number]:
+                _refuse(capturing, f"param group {number}: 'lr' was changed since the last step")
+                self._write_lr(number, group)
+
+    def _allocate(self, devices: list[torch.device], groups: Groups) -> None:
+        self.pull(groups)
+        for device in list(self._devices):
+            if len(self._steps) != len(groups) or device not in devices:
+                self.retire(self._devices.pop(device))
+        for device in devices:
+            if device not in self._devices:
+                self._devices[device] = _OnDevice(
+                    steps=torch.zeros(len(groups), dtype=torch.int64, device=device),
+                    lrs=torch.zeros(len(groups), dtype=torch.float32, device=device),
+                )
+        self._steps, self._lrs = [0] * len(groups), [None] * len(groups)
+        self.write(groups)
+
+    def write(self, groups: Groups) -> None:
+        """Make ``group["step"]`` and ``group["lr"]`` the truth, where scalars exist for these groups."""
+        if len(self._steps) == len(groups):
+            for number, group in enumerate(groups):
+                self._write_step(number, group)
+                self._write_lr(number, group)
+
+    def _write_step(self, number: int, group: dict[str, Any]) -> None:
+        self._steps[number] = int(group["step"])
+        for scalars in self._devices.values():
+            scalars.step[number].fill_(self._steps[number])
+
+    def _write_lr(self, number: int, group: dict[str, Any]) -> None:
+        self._lrs[number] = value = host_lr(group)
+        if value is not None:
+            for scalars in self._devices.values():
+                scalars.lr[number].fill_(value)
+
+    def count(self, groups: Groups, capturing: bool) -> None:
+        """After a step: the host counts as if it had not been skipped. A captured step has not been made yet."""
+        self.ahead = True
+        self._captured |= capturing
+        if not capturing:
+            self._steps = [int(group["step"]) for group in groups]
+
+    def pull(self, groups: Groups) -> None:
+        """Bring ``group["step"]`` up to date, except where it was changed from outside. Waits for the device."""
+        if not self.ahead or not self._devices:
+            return
+        counted = next(iter(self._devices.values())).steps.tolist()
+        for number, (group, steps) in enumerate(zip(groups, counted, strict=False)):
+            if group["step"] == self._steps[number]:
+                group["step"] = self._steps[number] = steps
+        self.ahead = self._captured  # a graph may be replayed at any time
+
+    def step(self, device: torch.device, number: int) -> Tensor:
+        return self._devices[device].step[number]
+
+    def lr(self, device: torch.device, number: int) -> Tensor:
+        return self._devices[device].lr[number]
+
+    def workspaces(self, devices: Iterable[torch.device], groups: Groups) -> dict[torch.device, Tensor]:
+        """Where the CUDA engine derives what a step needs from hyperparameters that lie on the device."""
+        for device in devices:
+            size = _WORKSPACE_BYTES * len(groups)
+            if device.type == "cuda" and (device not in self._workspaces or self._workspaces[device].nbytes < size):
+                self.retire(self._workspaces.get(device))
+                self._workspaces[device] = torch.empty(size, dtype=torch.uint8, device=device)
+        return self._workspaces
+
+    def factor(self, device: torch.device) -> Tensor:
+        """An FP32 scalar that gradients are multiplied by, 1 when new."""
+        if device not in self._factors:
+            self._factors[device] = torch.ones((), dtype=torch.float32, device=device)
+        return self._factors[device]
+
+    def retire(self, memory: Any) -> None:
+        """Graphs that were captured go on writing to what they know, although nothing else uses it any more."""
+        if self._captured:
+            self._retired.append(memory)
+
+
+def _refuse(capturing: bool, reason: str) -> None:
+    if capturing:
+        raise RuntimeError(f"CUDA graph capture: {reason}; run one warm-up step or initialize_state() before capture")

@@ -1,0 +1,704 @@
+"""Checkpoints move between numbers of ranks, placements, state formats and masters; resuming changes no bit.
+
+Every load goes into a freshly built model and optimizer with other values, other hyperparameters and no states.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import distributed
+from distributed import Part, assert_same, join_all, part, same_bits, shard, shard_like, two_gpus
+from fused_optim import FusedAdam
+from fused_optim.sharding.dtensor import local_tensor
+
+SAVED_AT, END = 3, 6
+FORMATS = [torch.int8, torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32]
+SHAPES: dict[str, tuple[int, ...]] = {
+    "even": (12, 256),
+    "uneven": (7, 64),
+    "few": (2, 64),
+    "unblocked": (5, 50),
+    "vector": (10,),
+    "never": (5, 32),  # gets no gradient
+    "frozen": (3, 32),
+}
+MASTERS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "float32": (torch.float32, {}),
+    "bfloat16": (torch.bfloat16, {}),
+    "remainder16": (torch.bfloat16, {"store_param_remainders": True}),
+    "remainder8": (torch.bfloat16, {"store_param_remainders": True, "param_remainder_bits": 8}),
+    "no master": (torch.bfloat16, {"master_weights": False}),
+}
+
+
+def values(shape: tuple[int, ...], *seed: int) -> Tensor:
+    """Normal values over several magnitudes, the same on every rank."""
+    generator = torch.Generator().manual_seed(hash(seed))
+    return torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-9, 2, shape, generator=generator))
+
+
+# --- model and optimizer ----------------------------------------------------------------------------------------
+
+
+def build_model(seed: int, dtype: torch.dtype) -> nn.Module:
+    """One parameter of every shape for every state format."""
+    model = nn.Module()
+    for group, fmt in enumerate(FORMATS):
+        for index, (name, shape) in enumerate(SHAPES.items()):
+            initial = values(shape, seed, group, index).to(distributed.device(), dtype)
+            param = nn.Parameter(initial, requires_grad=name != "frozen")
+            model.register_parameter(f"{str(fmt).removeprefix('torch.')}_{name}", param)
+    return model
+
+
+def parallelize(model: nn.Module, how: str) -> None:
+    if how == "fsdp":
+        fully_shard(model, mesh=distributed.mesh())
+    elif how == "hsdp":
+        fully_shard(model, mesh=distributed.mesh(2, 2, names=("replicate", "shard")))
+    elif how == "tp":  # as FSDP2 places what tensor parallelism has cut by columns or by rows
+        for name, param in list(model.named_parameters()):
+            cut = [Shard(0), Shard(1)] if name.endswith("_even") else [_StridedShard(0, split_factor=2), Shard(0)]
+            placed = shard(param.detach(), distributed.mesh(2, 2), cut)
+            model.register_parameter(name, nn.Parameter(placed, requires_grad=param.requires_grad))
+
+
+class Run:
+    """A model, its optimizer and a schedule; ``fresh``: with other values and hyperparameters, to be loaded into."""
+
+    def __init__(self, how: str, master: str, formats: Sequence[torch.dtype] = FORMATS, *, fresh: bool = False) -> None:
+        dtype, options = MASTERS[master]
+        self.model = build_model(1 if fresh else 0, dtype)
+        parallelize(self.model, how)
+        named = list(self.model.named_parameters())
+        groups = []
+        for index, fmt in enumerate(formats):
+            params = named[index * len(SHAPES) : (index + 1) * len(SHAPES)]
+            decay = 0.7 if fresh else 0.1 * index
+            groups.append({"params": params, "exp_avg_dtype": fmt, "exp_avg_sq_dtype": fmt, "weight_decay": decay})
+        self.optimizer = FusedAdam(groups, lr=0.5 if fresh else 0.01, seed=3, **options)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, gamma=0.9)
+
+    def train(self, first: int, last: int) -> None:
+        """Steps with given gradients."""
+        for step in range(first, last):
+            for index, (name, param) in enumerate(self.model.named_parameters()):
+                if not name.endswith(("never", "frozen")):
+                    param.grad = shard_like(values(param.shape, index, step).to(param.dtype), param)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.schedule.step()
+
+    def snapshot(self) -> dict[str, Part]:
+        """This rank's parts of parameters, unscaled states and masters, and the hyperparameters."""
+        found = {}
+        unscaled = self.optimizer.state_dict()["state"]
+        for index, (name, param) in enumerate(self.model.named_parameters()):
+            found[f"{name}: parameter"] = part(param)
+            found |= {f"{name}: {key}": part(value) for key, value in sorted(unscaled.get(index, {}).items())}
+        for index, group in enumerate(self.optimizer.param_groups):
+            for key in ("step", "lr", "weight_decay"):
+                found[f"group {index}: {key}"] = part(torch.tensor(group[key], dtype=torch.float64))
+        return found
+
+
+def trained_states(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without the states of frozen parameters, which torch.distributed.checkpoint does not load."""
+    return {k: v for k, v in found.items() if "frozen" not in k or "parameter" in k}
+
+
+def run_straight(master: str) -> list[dict[str, Part]]:
+    run = Run("plain", master)
+    run.train(0, SAVED_AT)
+    half_way = run.snapshot()
+    run.train(SAVED_AT, END)
+    return [half_way, run.snapshot()]
+
+
+@functools.cache
+def straight(master: str, on: str = "cpu") -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The run that is never interrupted, on one process: when the others save, and at its end."""
+    half_way, end = distributed.run(1, run_straight, master, on=on)[0]
+    return join_all([half_way]), join_all([end])
+
+
+# --- ways to save and load --------------------------------------------------------------------------------------
+
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+BROADCAST = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+ON_CPU = StateDictOptions(cpu_offload=True)
+
+
+def save_nested(run: Run, path: str) -> None:
+    model, optimizer = get_state_dict(run.model, run.optimizer)
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+
+
+def load_nested(run: Run, path: str) -> None:
+    model, optimizer = get_state_dict(run.model, run.optimizer)
+    state = {"model": model, "optimizer": optimizer}
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(run.model, run.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def save_flat(run: Run, path: str) -> None:
+    model, optimizer = get_state_dict(run.model, run.optimizer, options=FLAT)
+    assert not any(isinstance(value, dict) for value in optimizer.values())
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+
+
+def load_flat(run: Run, path: str) -> None:
+    state = {
+        "model": get_model_state_dict(run.model),
+        "optimizer": get_optimizer_state_dict(run.model, run.optimizer, options=FLAT),
+    }
+    dcp.load(state, checkpoint_id=path)
+    set_model_state_dict(run.model, state["model"])
+    set_optimizer_state_dict(run.model, run.optimizer, state["optimizer"], options=FLAT)
+
+
+def save_on_cpu(run: Run, path: str) -> None:
+    model, optimizer = get_state_dict(run.model, run.optimizer, options=ON_CPU)
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+
+
+def save_plain(run: Run, path: str) -> None:
+    dcp.save({"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}, checkpoint_id=path)
+
+
+def load_plain(run: Run, path: str) -> None:
+    run.optimizer.initialize_state()
+    state = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=path)
+    run.model.load_state_dict(state["model"])
+    run.optimizer.load_state_dict(state["optimizer"])
+
+
+def save_full(run: Run, path: str) -> None:
+    states = get_state_dict(run.model, run.optimizer, options=FULL)
+    if torch.distributed.get_rank() == 0:
+        torch.save(states, f"{path}.pt")
+    torch.distributed.barrier()
+
+
+def load_full(run: Run, path: str) -> None:
+    model, optimizer = torch.load(f"{path}.pt", weights_only=True)
+    set_model_state_dict(run.model, model, options=FULL)
+    set_optimizer_state_dict(run.model, run.optimizer, optimizer, options=FULL)
+
+
+def load_broadcast(run: Run, path: str) -> None:
+    first = torch.distributed.get_rank() == 0
+    model, optimizer = torch.load(f"{path}.pt", weights_only=True) if first else ({}, {})
+    set_model_state_dict(run.model, model, options=BROADCAST)
+    set_optimizer_state_dict(run.model, run.optimizer, optimizer, options=BROADCAST)
+
+
+WAYS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
+    "nested": (save_nested, load_nested),
+    "flat": (save_flat, load_flat),
+    "plain": (save_plain, load_plain),
+    "cpu": (save_on_cpu, load_nested),
+    "full": (save_full, load_full),
+    "broadcast": (save_full, load_broadcast),
+}
+
+
+def train_and_save(how: str, master: str, way: str, path: str) -> dict[str, Part]:
+    run = Run(how, master)
+    run.train(0, SAVED_AT)
+    WAYS[way][0](run, path)
+    return run.snapshot()
+
+
+def load_fresh(how: str, master: str, way: str, path: str, formats: Sequence[torch.dtype] = FORMATS) -> Run:
+    run = Run(how, master, formats, fresh=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        WAYS[way][1](run, path)
+    assert [group["exp_avg_dtype"] for group in run.optimizer.param_groups] == list(formats)
+    return run
+
+
+def load_and_train(how: str, master: str, way: str, path: str) -> list[dict[str, Part]]:
+    run = load_fresh(how, master, way, path)
+    loaded = run.snapshot()
+    run.train(SAVED_AT, END)
+    return [loaded, run.snapshot()]
+
+
+@pytest.fixture(scope="module")
+def checkpoints() -> Iterator[Callable[..., str]]:
+    """Checkpoints of the half-way run by world size, placement, master and way; each is written once."""
+    with tempfile.TemporaryDirectory() as folder:
+
+        @functools.cache
+        def saved(world_size: int, how: str, master: str, way: str = "nested", on: str = "cpu") -> str:
+            path = str(Path(folder, f"{on}-{world_size}-{how}-{master}-{way}"))
+            results = distributed.run(world_size, train_and_save, how, master, way, path, on=on)
+            assert_same(join_all(results), straight(master, on)[0])
+            return path
+
+        yield saved
+
+
+def check_resumed(world_size: int, how: str, master: str, way: str, path: str, on: str = "cpu") -> None:
+    results = distributed.run(world_size, load_and_train, how, master, way, path, on=on)
+    expected = straight(master, on)
+    for at in (0, 1):
+        joined = trained_states(join_all([result[at] for result in results]))
+        assert_same(joined, trained_states(expected[at]))
+
+
+@pytest.mark.parametrize("master", ["float32", "bfloat16", "remainder16"])
+@pytest.mark.parametrize(
+    "source, target",
+    [
+        ((1, "fsdp"), (2, "fsdp")),
+        ((2, "fsdp"), (1, "fsdp")),
+        ((2, "fsdp"), (3, "fsdp")),
+        ((3, "fsdp"), (4, "fsdp")),
+        ((4, "fsdp"), (2, "fsdp")),
+        ((4, "fsdp"), (4, "hsdp")),
+        ((4, "hsdp"), (4, "tp")),
+        ((4, "tp"), (3, "fsdp")),
+    ],
+    ids=str,
+)
+def test_resuming_on_other_ranks_changes_no_bit(
+    checkpoints: Callable[..., str], source: tuple[int, str], target: tuple[int, str], master: str
+) -> None:
+    check_resumed(*target, master, "nested", checkpoints(*source, master))
+
+
+@pytest.mark.parametrize("master", ["remainder8", "no master"])
+def test_resuming_with_other_masters_changes_no_bit(checkpoints: Callable[..., str], master: str) -> None:
+    check_resumed(3, "fsdp", master, "nested", checkpoints(2, "fsdp", master))
+
+
+@pytest.mark.parametrize("master", ["float32", "bfloat16", "remainder16"])
+@pytest.mark.parametrize("way", ["flat", "plain", "cpu", "full", "broadcast"])
+def test_resuming_through_every_interface_changes_no_bit(
+    checkpoints: Callable[..., str], way: str, master: str
+) -> None:
+    check_resumed(3, "fsdp", master, way, checkpoints(2, "fsdp", master, way))
+
+
+@two_gpus
+@pytest.mark.parametrize("way", ["nested", "flat", "plain"])
+@pytest.mark.parametrize("source, target", [(1, 2), (2, 1)])
+def test_resuming_on_gpus_changes_no_bit(checkpoints: Callable[..., str], source: int, target: int, way: str) -> None:
+    path = checkpoints(source, "fsdp", "remainder16", way, on="cuda")
+    check_resumed(target, "fsdp", "remainder16", way, path, on="cuda")
+
+
+# --- other formats and masters ----------------------------------------------------------------------------------
+
+
+def block_of(x: Tensor) -> int:
+    """The block that scaled formats cut ``x`` into; 0 where they leave it in FP32."""
+    return next((block for block in (128, 64, 32) if x.dim() > 1 and x.shape[1] % block == 0), 0)
+
+
+def rounding_bound(fmt: torch.dtype, state: str, x: Tensor, block: int) -> Tensor:
+    """How far from ``x`` the nearest value of a format may lie."""
+    if fmt == torch.bfloat16:
+        return x.double().abs() * 2**-8
+    if fmt == torch.float32 or not block:
+        return torch.zeros_like(x, dtype=torch.float64)
+    blocks = x.double().reshape(-1, block)
+    top = blocks.abs().amax(1, keepdim=True)
+    relative = torch.where(top > 0, blocks.abs() / top, 0)
+    if fmt == torch.float16:
+        bound = relative * 2**-11 + 2**-24
+    elif fmt == torch.float8_e4m3fn and state == "exp_avg":
+        bound = relative * 2**-4 + 2**-10 / 448
+    elif fmt == torch.float8_e4m3fn:  # of the square root, never rounded to zero
+        bound = (relative.sqrt() * (1 + 2**-4) + 2**-9 / 448) ** 2 - relative
+    elif state == "exp_avg":  # half a step of 127 of the square root
+        bound = (relative.sqrt() + 0.5 / 127) ** 2 - relative
+    else:  # half a step of 255 of the fourth root, never rounded to zero
+        root = relative**0.25
+        bound = (root + torch.where(root < 1 / 255, 1 / 255, 0.5 / 255)) ** 4 - relative
+    return (bound * top + blocks.abs() * 2**-20).view_as(x)
+
+
+def load_into_formats(how: str, path: str, formats: list[torch.dtype]) -> dict[str, Part]:
+    return load_fresh(how, "bfloat16", "nested", path, formats).snapshot()
+
+
+@pytest.mark.parametrize("shift", range(1, len(FORMATS)))
+def test_states_load_into_other_formats_within_their_rounding(checkpoints: Callable[..., str], shift: int) -> None:
+    formats = FORMATS[shift:] + FORMATS[:shift]
+    path = checkpoints(2, "fsdp", "bfloat16")
+    loaded = trained_states(join_all(distributed.run(3, load_into_formats, "fsdp", path, formats)))
+    saved = trained_states(straight("bfloat16")[0])
+    assert list(loaded) == list(saved)
+    for name, value in loaded.items():
+        state = name.split(": ")[1]
+        group = next((i for i, fmt in enumerate(FORMATS) if name.startswith(str(fmt).removeprefix("torch."))), None)
+        if state not in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(value, saved[name]), name
+            continue
+        assert group is not None
+        error = (value.double() - saved[name].double()).abs()
+        assert (error <= rounding_bound(formats[group], state, saved[name], block_of(saved[name]))).all(), name
+        assert state == "exp_avg" or (value[saved[name] > 2**-120] > 0).all(), name
+
+
+def load_into_master(how: str, path: str, master: str) -> dict[str, Part]:
+    run = load_fresh(how, master, "nested", path)
+    masters = run.optimizer.master_state_dict(run.model)
+    return run.snapshot() | {f"{name}: exported": part(value) for name, value in masters.items()}
+
+
+@pytest.mark.parametrize(
+    "source, target, bound",
+    [
+        ("bfloat16", "remainder16", 0),
+        ("remainder16", "bfloat16", 0),
+        ("remainder8", "bfloat16", 0),
+        ("remainder8", "remainder16", 0),
+        ("bfloat16", "remainder8", 2**-16),
+        ("remainder16", "remainder8", 2**-16),
+        ("bfloat16", "no master", 2**-8),
+        ("remainder16", "no master", 2**-8),
+    ],
+)
+def test_masters_load_into_other_masters(
+    checkpoints: Callable[..., str], source: str, target: str, bound: float
+) -> None:
+    path = checkpoints(2, "fsdp", source)
+    loaded = join_all(distributed.run(3, load_into_master, "fsdp", path, target))
+    saved = straight(source)[0]
+    for name, exported in loaded.items():
+        if name.endswith("exported") and "frozen" not in name:
+            parameter, master = name.replace("exported", "parameter"), saved[name.replace("exported", "master_param")]
+            assert ((exported - master).abs() <= bound * master.abs()).all(), name
+            assert ((loaded[parameter].float() - master).abs() <= 2**-8 * master.abs()).all(), name
+        elif ": exp_avg" in name and "frozen" not in name:
+            assert torch.equal(exported, saved[name]), name
+
+
+# --- direct loads -----------------------------------------------------------------------------------------------
+
+
+def load_directly(how: str, master: str, source: str) -> list[dict[str, Part]]:
+    """The state dict of an optimizer with other placements, handed over without a checkpoint."""
+    saved, loaded = Run(source, master), Run(how, master, fresh=True)
+    saved.train(0, SAVED_AT)
+    loaded.optimizer.load_state_dict(saved.optimizer.state_dict())
+    return [loaded.snapshot(), saved.snapshot()]
+
+
+@pytest.mark.parametrize("master", ["float32", "bfloat16", "remainder16"])
+@pytest.mark.parametrize(
+    "world_size, target, source", [(3, "fsdp", "plain"), (4, "hsdp", "plain"), (4, "tp", "plain"), (3, "plain", "fsdp")]
+)
+def test_state_dicts_of_whole_and_sharded_parameters_are_exchangeable(
+    world_size: int, target: str, source: str, master: str
+) -> None:
+    results = distributed.run(world_size, load_directly, target, master, source)
+    loaded, saved = (join_all([result[i] for result in results]) for i in (0, 1))
+    if master == "float32":  # parameters are their own masters, and the model's to save
+        loaded, saved = ({k: v for k, v in each.items() if "parameter" not in k} for each in (loaded, saved))
+    assert_same(loaded, saved)
+
+
+def contents(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A copy of everything in a state dict, tensors by their local values."""
+    tensors = {
+        f"{key} {name}": local_tensor(value).clone()
+        for key, states in state_dict["state"].items()
+        for name, value in states.items()
+    }
+    groups = [{key: str(value) for key, value in group.items()} for group in state_dict["param_groups"]]
+    return {"keys": [*state_dict], "groups": groups, "tensors": tensors}
+
+
+def load_twice(master: str) -> None:
+    saved, loaded = Run("fsdp", master), Run("fsdp", master, fresh=True)
+    saved.train(0, SAVED_AT)
+    state = saved.optimizer.state_dict()
+    before = contents(state)
+    loaded.optimizer.load_state_dict(state)
+    loaded.train(SAVED_AT, END)
+    after = contents(state)
+    assert_same(after.pop("tensors"), before.pop("tensors"))
+    assert after == before
+
+
+@pytest.mark.parametrize("master", MASTERS)
+def test_loading_neither_changes_nor_keeps_the_state_dict(master: str) -> None:
+    distributed.run(2, load_twice, master)
+
+
+def load_with_gradients(way: str, path: str) -> dict[str, Part]:
+    """Gradients are there already, from which torch.distributed.checkpoint concludes that there are no states."""
+    run = Run("fsdp", "bfloat16", fresh=True)
+    for param in run.model.parameters():
+        param.grad = torch.ones_like(param)
+    run.optimizer.initialize_state()
+    WAYS[way][1](run, path)
+    return run.snapshot()
+
+
+@pytest.mark.parametrize("way", ["nested", "flat"])
+def test_initialized_states_are_loaded_whatever_the_gradients(checkpoints: Callable[..., str], way: str) -> None:
+    loaded = join_all(distributed.run(3, load_with_gradients, way, checkpoints(2, "fsdp", "bfloat16", way)))
+    assert_same(trained_states(loaded), trained_states(straight("bfloat16")[0]))
+
+
+def long_vectors(seed: int) -> tuple[nn.ParameterList, FusedAdam]:
+    """One for every state format."""
+    placed = [shard(values((5001,), seed, i), distributed.mesh(), [Shard(0)]) for i in range(len(FORMATS))]
+    model = nn.ParameterList([nn.Parameter(vector) for vector in placed])
+    pairs = zip(FORMATS, model, strict=True)
+    groups = [{"params": [param], "exp_avg_dtype": fmt, "exp_avg_sq_dtype": fmt} for fmt, param in pairs]
+    return model, FusedAdam(groups, lr=0.01)
+
+
+def long_vector_states(optimizer: FusedAdam) -> dict[str, Part]:
+    states = optimizer.state_dict()["state"].items()
+    return {f"{index} {name}": part(value) for index, state in states for name, value in state.items()}
+
+
+def save_long_vectors(path: str) -> dict[str, Part]:
+    model, optimizer = long_vectors(0)
+    for index, param in enumerate(model.parameters()):
+        param.grad = shard_like(values(param.shape, index), param)
+    optimizer.step()
+    optimizer.zero_grad()
+    dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=path)
+    return long_vector_states(optimizer)
+
+
+def load_long_vectors(path: str) -> dict[str, Part]:
+    model, optimizer = long_vectors(1)
+    state = get_optimizer_state_dict(model, optimizer)
+    dcp.load(state, checkpoint_id=path)
+    set_optimizer_state_dict(model, optimizer, state)
+    return long_vector_states(optimizer)
+
+
+def test_long_vectors_load_within_rounding_where_blocks_move(tmp_path: Path) -> None:
+    """Blocks of vectors are counted from the start of the shard, so other ranks cut them elsewhere."""
+    path = str(tmp_path / "checkpoint")
+    saved = join_all(distributed.run(2, save_long_vectors, path))
+    loaded = join_all(distributed.run(3, load_long_vectors, path))
+    assert list(loaded) == list(saved)
+    for name, value in loaded.items():
+        index, state = name.split()
+        error = (value.double() - saved[name].double()).abs()
+        assert saved[name].any()
+        assert (error <= rounding_bound(FORMATS[int(index)], state, saved[name], block=5001)).all(), name
+
+
+def refuse_to_load(spoil: str) -> str:
+    """A load that fails halfway through the state dict; returns the error's text."""
+    saved, loaded = Run("fsdp", "remainder16"), Run("fsdp", "remainder16", fresh=True)
+    saved.train(0, SAVED_AT)
+    loaded.train(0, 1)
+    state = saved.optimizer.state_dict()
+    last = max(state["state"])
+    if spoil == "missing":
+        del state["state"][last]["exp_avg"]
+    elif spoil == "shape":
+        state["state"][last]["exp_avg"] = state["state"][0]["exp_avg"]
+    elif spoil == "integers":
+        state["state"][last]["master_param"] = state["state"][last]["master_param"].to(torch.int16)
+    elif spoil == "step":
+        del state["param_groups"][-1]["step"]
+    before = {name: values for name, (_, _, values) in loaded.snapshot().items()}
+    with pytest.raises((KeyError, TypeError, ValueError)) as error:
+        loaded.optimizer.load_state_dict(state)
+    assert_same({name: values for name, (_, _, values) in loaded.snapshot().items()}, before)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        ("missing", "parameter 34 .*lacks exp_avg"),
+        ("shape", r"parameter 34 .*expected shape \(3, 32\)"),
+        ("integers", "parameter 34 .*got torch.int16"),
+        ("step", "no step"),
+    ],
+)
+def test_wrong_state_dicts_are_refused_on_every_rank_and_change_nothing(spoil: str, message: str) -> None:
+    errors = distributed.run(2, refuse_to_load, spoil, timeout=20)
+    assert all(re.search(message, error) for error in errors), errors
+
+
+# --- forms and special values -----------------------------------------------------------------------------------
+
+
+def check_saved_forms(how: str) -> None:
+    for master in MASTERS:
+        check_saved_form(how, master)
+
+
+def check_saved_form(how: str, master: str) -> None:
+    run = Run(how, master)
+    run.train(0, 1)
+    params = [p for group in run.optimizer.param_groups for p in group["params"]]
+    for states in (run.optimizer.state_dict()["state"], dict(enumerate(by_name(run)))):
+        assert len(states) == len(params)
+        for param, saved in zip(params, states.values(), strict=True):
+            own_master = param.dtype == torch.float32 or master == "no master"
+            assert set(saved) == {"exp_avg", "exp_avg_sq"} | (set() if own_master else {"master_param"})
+            for value in saved.values():
+                assert isinstance(value, DTensor) and value.dtype == torch.float32
+                assert (value.shape, value.stride()) == (param.shape, param.stride())
+                assert (value.device_mesh, value.placements) == (param.device_mesh, param.placements)
+                assert value._local_tensor.shape == param._local_tensor.shape
+
+
+def by_name(run: Run) -> list[dict[str, Any]]:
+    states = get_optimizer_state_dict(run.model, run.optimizer)["state"]
+    return [states[name] for name, _ in run.model.named_parameters()]
+
+
+@pytest.mark.parametrize("world_size, how", [(3, "fsdp"), (4, "hsdp"), (4, "tp")])
+def test_states_are_saved_as_float32_placed_like_their_parameters(world_size: int, how: str) -> None:
+    distributed.run(world_size, check_saved_forms, how)
+
+
+def save_after_nan(path: str) -> dict[str, Part]:
+    run = Run("fsdp", "remainder16")
+    run.train(0, SAVED_AT)
+    for name, param in run.model.named_parameters():
+        gradient = torch.zeros(param.shape)
+        gradient.view(-1)[3] = float("nan")
+        param.grad = None if name.endswith("frozen") else shard_like(gradient.to(param.dtype), param)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    save_nested(run, path)
+    return run.snapshot()
+
+
+def load_nan(path: str) -> dict[str, Part]:
+    return load_fresh("fsdp", "remainder16", "nested", path).snapshot()
+
+
+def test_nan_survives_saving_and_loading(tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    saved = trained_states(join_all(distributed.run(2, save_after_nan, path)))
+    loaded = trained_states(join_all(distributed.run(3, load_nan, path)))
+    assert_same(loaded, saved)
+    for name, value in loaded.items():
+        if "frozen" not in name and "group" not in name:
+            assert value.view(-1)[3].isnan(), name
+            assert not value.view(-1)[-1].isnan() or value.numel() <= 128, name
+
+
+def save_while_training(path: str) -> dict[str, Part]:
+    run = Run("fsdp", "remainder16")
+    run.train(0, SAVED_AT)
+    model, optimizer = get_state_dict(run.model, run.optimizer)
+    pending = dcp.async_save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+    run.train(SAVED_AT, END)
+    pending.result()
+    return run.snapshot()
+
+
+def test_training_may_go_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    assert_same(join_all(distributed.run(2, save_while_training, path)), straight("remainder16")[1])
+    check_resumed(3, "fsdp", "remainder16", "nested", path)
+
+
+def save_tensor_lr(path: str) -> None:
+    run = Run("fsdp", "bfloat16")
+    run.train(0, 1)
+    for index, group in enumerate(run.optimizer.param_groups):
+        group["lr"] = torch.tensor(0.25 + index)
+    save_nested(run, path)
+
+
+def load_tensor_lr(path: str) -> list[Any]:
+    run = Run("fsdp", "bfloat16", fresh=True)
+    for group in run.optimizer.param_groups:
+        group["lr"] = torch.tensor(0.5)
+    load_nested(run, path)
+    run.train(1, 2)
+    return [group["lr"] for group in run.optimizer.param_groups]
+
+
+def test_learning_rates_kept_as_tensors_are_loaded(tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    distributed.run(1, save_tensor_lr, path)
+    for rates in distributed.run(2, load_tensor_lr, path):
+        assert all(isinstance(lr, Tensor) for lr in rates)
+        assert [float(lr) for lr in rates] == pytest.approx([0.9 * (0.25 + index) for index in range(len(FORMATS))])
+
+
+def resume_with_frozen_group(way: str, path: str) -> tuple[list[int], bool]:
+    """A group of frozen parameters only, as while fine-tuning. Returns the steps, and whether moments were loaded."""
+    saved, loaded = Run("fsdp", "bfloat16"), Run("fsdp", "bfloat16", fresh=True)
+    for run in (saved, loaded):
+        for param in run.optimizer.param_groups[1]["params"]:
+            param.requires_grad_(False)
+    for _ in range(SAVED_AT):
+        for group in (saved.optimizer.param_groups[0], *saved.optimizer.param_groups[2:]):
+            for param in group["params"]:
+                param.grad = torch.ones_like(param) if param.requires_grad else None
+        saved.optimizer.step()
+        saved.optimizer.zero_grad()
+    WAYS[way][0](saved, path)
+    WAYS[way][1](loaded, path)
+    first = [
+        run.optimizer.get_unscaled_state(run.optimizer.param_groups[0]["params"][0], "exp_avg")
+        for run in (saved, loaded)
+    ]
+    return [group["step"] for group in loaded.optimizer.param_groups], same_bits(*first)
+
+
+@pytest.mark.parametrize("way", ["nested", "flat", "plain"])
+def test_groups_of_frozen_parameters_resume(way: str, tmp_path: Path) -> None:
+    results = distributed.run(2, resume_with_frozen_group, way, str(tmp_path / "checkpoint"))
+    assert results == [([SAVED_AT] * len(FORMATS), True)] * 2
+
+
+def return_to_start() -> bool:
+    """A trained optimizer gets the state dict that it had before its first step. Returns whether it starts anew."""
+    run, expected = Run("fsdp", "no master"), Run("fsdp", "no master")
+    start = copy.deepcopy(run.optimizer.state_dict())
+    model = copy.deepcopy(run.model.state_dict())
+    run.train(0, SAVED_AT)
+    run.model.load_state_dict(model)
+    run.optimizer.load_state_dict(start)
+    expected.train(0, 1)
+    run.train(0, 1)
+    pairs = zip(run.snapshot().items(), expected.snapshot().values(), strict=True)
+    return all(same_bits(a, b) for (name, (_, _, a)), (_, _, b) in pairs if "group" not in name)
+
+
+def test_loading_a_state_dict_without_states_starts_anew() -> None:
+    assert distributed.run(2, return_to_start) == [True, True]

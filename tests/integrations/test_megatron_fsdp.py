@@ -1,0 +1,307 @@
+"""Megatron-FSDP's real optimizer wrapper, uneven shards and checkpoint hooks, over gloo.
+
+The model's side needs CUDA: here its parameters are made as ``make_fsdp_dtensor`` makes them, of rows that its buffers
+could hold on three ranks, and ``Model`` stands for what the wrapped optimizer calls back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from test_synthetic_step import values
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import distributed
+from distributed import assert_same
+from fused_optim import FusedAdam, export_optimizer_checkpoint, load_optimizer_checkpoint
+from fused_optim.sharding.dtensor import local_tensor
+from fused_optim.sharding.uneven import locate_uneven_shards
+
+pytest.importorskip("megatron_fsdp")
+
+SHAPES = {"matrix": (7, 64), "second": (7, 2, 32), "vector": (11,), "wide": (4, 128)}
+ROWS = {  # by world size and rank
+    1: {name: (shape[0],) for name, shape in SHAPES.items()},
+    2: {"matrix": (3, 4), "second": (7, 0), "vector": (2, 9), "wide": (0, 4)},
+    3: {"matrix": (5, 2, 0), "second": (0, 4, 3), "vector": (10, 0, 1), "wide": (1, 0, 3)},
+}
+F32, BF16 = torch.float32, torch.bfloat16
+FORMATS = [F32, BF16, torch.float16, torch.float8_e4m3fn, torch.int8]
+MASTERS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "fp32": (F32, {}),
+    "masters": (BF16, {}),
+    "remainders": (BF16, {"store_param_remainders": True}),
+    "24-bit": (BF16, {"store_param_remainders": True, "param_remainder_bits": 8}),
+    "none": (BF16, {"master_weights": False}),
+}
+
+
+class Model:
+    """What the wrapped optimizer calls of MegatronFSDP."""
+
+    model_auto_sync = True
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    def install_optimized_model_weights(self) -> None:
+        self.called.append("install")
+
+    def zero_grad_buffer(self) -> None:
+        self.called.append("zero")
+
+
+def own_rows(name: str) -> slice:
+    rows = ROWS[dist.get_world_size()][name]
+    first = sum(rows[: dist.get_rank()])
+    return slice(first, first + rows[dist.get_rank()])
+
+
+def uneven(name: str, full: Tensor) -> DTensor:
+    local = full[own_rows(name)].clone()
+    options = {"run_check": False, "shape": full.shape, "stride": full.stride()}
+    return DTensor.from_local(local, distributed.mesh(), [Shard(0)], **options)
+
+
+def named_parameters(dtype: torch.dtype, fresh: bool) -> Iterator[tuple[str, nn.Parameter]]:
+    from megatron_fsdp.uneven_dtensor import update_uneven_dtensor_chunk_metadata
+
+    for i, (name, shape) in enumerate(SHAPES.items()):
+        value = uneven(name, (values(shape, i) * (0 if fresh else 1)).to(dtype))
+        update_uneven_dtensor_chunk_metadata(value)
+        yield name, nn.Parameter(value)  # which loses what the line above has set
+
+
+def build(kind: str, *, fresh: bool = False, **options: Any) -> tuple[nn.ParameterDict, FusedAdam]:
+    """Two param groups with their own settings, wrapped by the real ``fully_shard_optimizer``."""
+    from megatron_fsdp.fully_shard import fully_shard_optimizer
+
+    dtype, masters = MASTERS[kind]
+    model = nn.ParameterDict(dict(named_parameters(dtype, fresh)))
+    stand_in = Model()
+    for param in model.parameters():
+        param._megatron_fsdp_model = stand_in
+    matrix, second, vector, wide = model.values()
+    groups = [
+        {"params": [matrix, vector], "weight_decay": 0.3},
+        {"params": [second, wide], "lr": 0.02, "betas": (0.8, 0.9)},
+    ]
+    optimizer = FusedAdam(groups, lr=0.5 if fresh else 0.01, weight_decay=0.1, **masters, **options)
+    return model, fully_shard_optimizer(optimizer)
+
+
+def train(model: nn.ParameterDict, optimizer: FusedAdam, steps: range, grad_dtype: torch.dtype | None = None) -> None:
+    attribute = "decoupled_grad" if optimizer.use_decoupled_grad else "grad"
+    for step in steps:
+        for i, (name, param) in enumerate(model.items()):
+            grad = values(SHAPES[name], 100 * step + i).to(grad_dtype or param.dtype)
+            rows = own_rows(name)
+            setattr(param, attribute, uneven(name, grad) if rows.stop > rows.start else None)  # as Megatron-FSDP does
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def contents(model: nn.Module, optimizer: FusedAdam) -> dict[str, Tensor]:
+    """This rank's parts of parameters, masters and moments, in host memory."""
+    found = {f"{name} parameter": param.detach() for name, param in model.named_parameters()}
+    found |= {f"{name} master": value for name, value in optimizer.master_state_dict(model).items()}
+    for name, param in model.named_parameters():
+        for moment in ("exp_avg", "exp_avg_sq"):
+            found[f"{name} {moment}"] = optimizer.get_unscaled_state(param, moment)
+    return {key: local_tensor(value).cpu().clone() for key, value in found.items()}
+
+
+def joined(results: list[tuple[dict[str, Tensor], Any]]) -> dict[str, Tensor]:
+    return {key: torch.cat([result[key] for result, _ in results]) for key in results[0][0]}
+
+
+def state_options(fmt: torch.dtype) -> dict[str, Any]:
+    return {"exp_avg_dtype": fmt, "exp_avg_sq_dtype": fmt}
+
+
+def settings(optimizer: FusedAdam) -> list[tuple[float, float, tuple[float, float], int]]:
+    return [(g["lr"], g["weight_decay"], g["betas"], g["step"]) for g in optimizer.param_groups]
+
+
+# --- the synthetic step -------------------------------------------------------------------------------------------
+
+
+def wrap(kind: str, decoupled: bool) -> None:
+    model, optimizer = build(kind, use_decoupled_grad=decoupled)
+    assert settings(optimizer) == [(0.01, 0.3, (0.9, 0.999), 0), (0.02, 0.1, (0.8, 0.9), 0)]
+    for i, (name, param) in enumerate(model.items()):
+        initial = values(SHAPES[name], i).to(param.dtype)[own_rows(name)]
+        assert torch.equal(param._local_tensor, initial)
+        states = optimizer.state[param]
+        assert not any(states[moment]._local_tensor.any() for moment in ("exp_avg", "exp_avg_sq"))
+        assert torch.equal(optimizer.master_state_dict(model)[name]._local_tensor, initial.float())
+    before = len(model["matrix"]._megatron_fsdp_model.called)
+    train(model, optimizer, range(1))
+    assert model["matrix"]._megatron_fsdp_model.called[before:] == ["install", "zero"]
+    assert [group["step"] for group in optimizer.param_groups] == [1, 1]
+
+
+@pytest.mark.parametrize("decoupled", [False, True], ids=["grad", "decoupled_grad"])
+@pytest.mark.parametrize("kind", MASTERS)
+def test_wrapping_creates_states_and_leaves_no_mark(kind: str, decoupled: bool) -> None:
+    distributed.run(3, wrap, kind, decoupled)
+
+
+# --- steps --------------------------------------------------------------------------------------------------------
+
+
+def trained(kind: str, options: dict[str, Any], steps: int, grad_dtype: torch.dtype | None = None) -> Any:
+    model, optimizer = build(kind, **options)
+    train(model, optimizer, range(steps), grad_dtype)
+    return contents(model, optimizer), settings(optimizer)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize("kind", MASTERS)
+def test_uneven_shards_give_the_bits_of_one_rank(kind: str, fmt: torch.dtype) -> None:
+    """Rotating rounding included: it goes by where an element lies globally."""
+    expected = joined(distributed.run(1, trained, kind, state_options(fmt), 3))
+    for world_size in (2, 3):
+        assert_same(joined(distributed.run(world_size, trained, kind, state_options(fmt), 3)), expected)
+
+
+@pytest.mark.parametrize("grad_dtype", [F32, BF16])
+def test_decoupled_gradients_of_another_dtype(grad_dtype: torch.dtype) -> None:
+    options = {"use_decoupled_grad": True, **state_options(BF16)}
+    ((expected, groups),) = distributed.run(1, trained, "masters", options, 3, grad_dtype)
+    results = distributed.run(3, trained, "masters", options, 3, grad_dtype)
+    assert_same(joined(results), expected)
+    assert all(found == groups for _, found in results)
+
+
+# --- where shards lie ---------------------------------------------------------------------------------------------
+
+MESHES: dict[str, tuple[list[Placement], list[int] | None]] = {
+    "hybrid": ([Replicate(), Shard(0)], None),
+    "hybrid, outer too": ([Shard(0), Shard(0)], [1, 0]),
+    "tensor parallel columns": ([Shard(0), Shard(1)], [1, 0]),
+    "strided": ([_StridedShard(0, split_factor=2), Shard(0)], None),
+}
+
+
+def locate(kind: str, rows: list[int]) -> tuple[Any, Any]:
+    """Ours and the real package's offsets of this rank's shard of a tensor of 12 rows."""
+    from megatron_fsdp.uneven_dtensor import gather_and_compute_chunk_metadata
+
+    placements, order = MESHES[kind]
+    mesh = init_device_mesh("cpu", (2, 2))
+    if order is not None:
+        mesh._shard_order = order
+    columns = 4 if Shard(1) in placements else 8
+    local = torch.ones(rows[dist.get_rank()], columns)
+    options = {"run_check": False, "shape": torch.Size((12, 8)), "stride": (8, 1)}
+    param = DTensor.from_local(local, mesh, placements, **options)
+    locate_uneven_shards([param])
+    (chunk,) = local_tensor(param).__create_chunk_list__()
+    expected = gather_and_compute_chunk_metadata(param)
+    return (tuple(chunk.offsets), tuple(chunk.sizes)), (tuple(expected.offsets), tuple(expected.sizes))
+
+
+@pytest.mark.parametrize("kind", MESHES)
+def test_shards_on_two_mesh_dims_lie_where_the_real_package_says(kind: str) -> None:
+    cuts = {
+        "hybrid": [[5, 7, 5, 7]],
+        "hybrid, outer too": [[3, 3, 3, 3], [5, 1, 0, 6]],  # even ones do not lie where torch would have them
+        "tensor parallel columns": [[1, 1, 11, 11]],
+        "strided": [[5, 1, 0, 6]],
+    }
+    for rows in cuts[kind]:
+        found = distributed.run(4, locate, kind, rows)
+        assert all(ours == theirs for ours, theirs in found), found
+        assert len({ours for ours, _ in found}) == (2 if kind == "hybrid" else 4)
+
+
+def test_shards_that_make_up_no_whole_tensor_are_refused() -> None:
+    with pytest.raises(distributed.RemoteError, match=r"make up shape \(11, 8\), expected \(12, 8\)"):
+        distributed.run(4, locate, "hybrid", [5, 6, 5, 6])
+
+
+# --- checkpoints --------------------------------------------------------------------------------------------------
+
+
+def save(kind: str, options: dict[str, Any], form: str, path: str) -> None:
+    model, optimizer = build(kind, checkpoint_format=form, **options)
+    train(model, optimizer, range(3))
+    dcp.save({"model": with_chunks(model), "optimizer": optimizer.state_dict()}, checkpoint_id=path)
+
+
+def with_chunks(model: nn.ParameterDict) -> dict[str, Any]:
+    from megatron_fsdp.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor
+
+    return preprocess_state_dict_for_uneven_dtensor({name: param.detach() for name, param in model.items()})
+
+
+def load(kind: str, options: dict[str, Any], form: str, path: str, steps: range) -> Any:
+    """The flow of Megatron-FSDP's documentation, and further steps."""
+    model, optimizer = build(kind, fresh=True, checkpoint_format=form, **options)
+    parts = {"model": with_chunks(model), "optimizer": optimizer.state_dict()}
+    dcp.load(parts, checkpoint_id=path)
+    with torch.no_grad():
+        for name, param in model.items():
+            param._local_tensor.copy_(parts["model"][name]._local_tensor)
+    optimizer.load_state_dict(parts["optimizer"])
+    train(model, optimizer, steps)
+    return contents(model, optimizer), settings(optimizer)
+
+
+@pytest.mark.parametrize("form", ["unscaled", "native"])
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize("kind", ["masters", "remainders"])
+def test_checkpoints_reshard_and_continue(kind: str, fmt: torch.dtype, form: str, tmp_path: Path) -> None:
+    options, path = state_options(fmt), str(tmp_path)
+    expected = distributed.run(1, trained, kind, options, 5)
+    distributed.run(3, save, kind, options, form, path)
+    for world_size in (1, 2, 3):
+        results = distributed.run(world_size, load, kind, options, form, path, range(3, 5))
+        assert_same(joined(results), joined(expected))
+        assert all(found == expected[0][1] for _, found in results)
+
+
+def test_checkpoints_of_one_form_load_into_other_formats(tmp_path: Path) -> None:
+    path = str(tmp_path)
+    distributed.run(3, save, "masters", state_options(F32), "unscaled", path)
+    expected = joined(distributed.run(1, trained, "masters", state_options(F32), 3))
+    found = joined(distributed.run(2, load, "remainders", state_options(torch.int8), "unscaled", path, range(0)))
+    assert_same({k: v for k, v in found.items() if "master" in k}, {k: v for k, v in expected.items() if "master" in k})
+    for key in found:
+        scale = float(expected[key].float().abs().max())
+        assert float((found[key].float() - expected[key].float()).abs().max()) <= 0.02 * scale, key
+
+
+# --- other ways in and out ----------------------------------------------------------------------------------------
+
+
+def export(kind: str, options: dict[str, Any], path: str) -> None:
+    model, optimizer = build(kind, **options)
+    train(model, optimizer, range(3))
+    export_optimizer_checkpoint(model, optimizer, path)
+
+
+def load_exported(kind: str, options: dict[str, Any], path: str) -> Any:
+    model, optimizer = build(kind, fresh=True, **options)
+    load_optimizer_checkpoint(model, optimizer, path)
+    found = contents(model, optimizer)
+    return {key: value for key, value in found.items() if "exp_avg" in key}, settings(optimizer)
+
+
+def test_exports_and_loads_by_name(tmp_path: Path) -> None:
+    path = str(tmp_path / "exported")
+    expected = joined(distributed.run(1, trained, "fp32", state_options(F32), 3))
+    distributed.run(3, export, "fp32", state_options(F32), path)
+    for world_size in (1, 2, 3):
+        results = distributed.run(world_size, load_exported, "fp32", state_options(F32), path)
+        assert_same(joined(results), {key: value for key, value in expected.items() if "exp_avg" in key})

@@ -1,0 +1,496 @@
+"""TransformerEngine's own modules and tensors, updated by FusedAdamW. Runs where it is installed.
+
+Two ranks train under FSDP2, one without it: on one rank torch's FSDP2 gathers the first tensor of a weight only, and
+TransformerEngine's weights with scales of blocks consist of two.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+
+import distributed
+from distributed import Part, assert_same, join_all, needs_gpus, part, shard_like, two_gpus
+from fused_optim import FusedAdamW, adapters
+from fused_optim.quantized import MXFP8BlockScaling, NVFP4BlockScaling, transformer_engine
+from fused_optim.sharding.dtensor import local_tensor, rewrap_like
+from quantized_cases import gradient
+
+missing = importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available()
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(missing, reason="no TransformerEngine or no GPU")]
+
+RECIPES = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling")
+WIDTH, SAVED_AT, END = 256, 5, 7
+STARTING = 240  # seconds that a run may take: the first one imports the library
+
+
+# --- modules ----------------------------------------------------------------------------------------------------
+
+
+def recipe_of(name: str) -> Any:
+    from transformer_engine.common import recipe
+
+    return getattr(recipe, name)()
+
+
+def build(name: str, seed: int) -> nn.Module:
+    """Built on the meta device, sharded, then initialised: as TransformerEngine documents it."""
+    import transformer_engine.pytorch as te
+
+    context = te.quantized_model_init(enabled=True, recipe=recipe_of(name), preserve_high_precision_init_val=True)
+    with context:
+        layers = [te.Linear(WIDTH, WIDTH, params_dtype=torch.bfloat16, device="meta") for _ in range(2)]
+    model = nn.Sequential(*layers)
+    if dist.get_world_size() > 1:
+        for layer in model:
+            fully_shard(layer, mesh=distributed.mesh())
+        fully_shard(model, mesh=distributed.mesh())
+    torch.cuda.manual_seed(100 * seed + dist.get_rank())  # every shard has values of its own
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    return model
+
+
+def is_quantized(param: Tensor) -> bool:
+    return adapters.adapter_of(param) is not None
+
+
+def train(name: str, model: nn.Module, optimizer: FusedAdamW, first: int, last: int) -> list[dict[str, Tensor]]:
+    """Forward and backward passes of the library; the local gradients of each step."""
+    import transformer_engine.pytorch as te
+
+    seen = []
+    for step in range(first, last):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(32, WIDTH, generator=generator).to(distributed.device(), torch.bfloat16)
+        with te.autocast(enabled=True, recipe=recipe_of(name)):
+            out = model(x)
+        (out.float() - x.float()).square().mean().backward()
+        seen.append({key: local_tensor(p.grad).float().clone() for key, p in model.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def masters(model: nn.Module, optimizer: FusedAdamW) -> dict[str, Tensor]:
+    return {key: local_tensor(optimizer.state[p]["master_param"]).clone() for key, p in model.named_parameters()}
+
+
+@torch.no_grad()
+def decoded(param: Tensor) -> Tensor:
+    """This rank's FP32 values."""
+    local = local_tensor(param)
+    return local.dequantize(dtype=torch.float32) if is_quantized(param) else local.float()
+
+
+def assert_transposes_follow(local: Tensor) -> None:
+    """The transposed codes that products of the backward pass take are those of the codes, or are marked as stale."""
+    if hasattr(local, "_columnwise_data"):
+        codes, transpose = local._rowwise_data, local._columnwise_data
+    else:
+        codes, transpose = local._data, None if local._transpose_invalid else local._transpose
+    assert transpose is None or torch.equal(transpose, codes.t())
+
+
+def train_beside_adamw(name: str) -> None:
+    model = build(name, seed=0)
+    initial = {
+        key: local_tensor(p).get_high_precision_init_val().float().to(distributed.device())
+        for key, p in model.named_parameters()
+        if is_quantized(p)
+    }
+    assert len(initial) == 2
+    optimizer = FusedAdamW(model.parameters(), lr=0.01)
+    optimizer.initialize_state()
+    start = masters(model, optimizer)
+    for key, value in initial.items():
+        assert torch.equal(start[key], value), key
+        assert local_tensor(model.get_parameter(key)).get_high_precision_init_val() is None, key
+    plain = {key: nn.Parameter(value) for key, value in start.items()}
+    reference = torch.optim.AdamW(plain.values(), lr=0.01)
+    for grads in train(name, model, optimizer, 0, SAVED_AT):
+        for key, grad in grads.items():
+            plain[key].grad = grad
+        reference.step()
+    for key, value in masters(model, optimizer).items():
+        torch.testing.assert_close(value, plain[key].data, rtol=1e-5, atol=1e-6)
+    for key in initial:
+        param = model.get_parameter(key)
+        error = (decoded(param) - plain[key]).norm() / plain[key].norm()
+        assert error < 0.05, (key, float(error))
+        assert_transposes_follow(local_tensor(param))
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=needs_gpus(2))])
+@pytest.mark.parametrize("name", RECIPES)
+def test_modules_train_as_with_adamw(name: str, ranks: int) -> None:
+    distributed.run(ranks, train_beside_adamw, name, on="cuda", timeout=STARTING)
+
+
+@contextmanager
+def not_quantized_by_itself() -> Iterator[None]:
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
+
+    with mock.patch.object(Float8Tensor, "quantize_", side_effect=AssertionError("quantize_")):
+        yield
+
+
+class WritingOptimizer(FusedAdamW):
+    """Its steps leave nothing to ``quantize_``."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        with not_quantized_by_itself():
+            return super().step(*args, **kwargs)
+
+
+def follow_amaxes() -> None:
+    name, column = "DelayedScaling", 1  # of a linear layer's input, weight and output
+    model = build(name, seed=0)
+    optimizer = WritingOptimizer(model.parameters(), lr=0.01)
+    train(name, model, optimizer, 0, SAVED_AT)
+    largest = []
+    for layer in model:
+        own = local_tensor(optimizer.state[layer.weight]["master_param"]).abs().max()
+        quantizer = local_tensor(layer.weight)._quantizer
+        assert quantizer.amax == own
+        assert quantizer.amax == layer.fp8_meta["scaling_fwd"].amax_history[0, column]
+        dist.all_reduce(own, dist.ReduceOp.MAX)
+        largest.append(own)
+    train(name, model, optimizer, SAVED_AT, SAVED_AT + 1)
+    for layer, amax in zip(model, largest, strict=True):
+        of_layer, local = layer.fp8_meta["scaling_fwd"], local_tensor(layer.weight)
+        assert of_layer.amax_history[-1, column] == amax  # the forward pass has reduced it over ranks, and moved it on
+        scale = 448 / of_layer.amax_history[1:, column].max()
+        torch.testing.assert_close(of_layer.scale[column], scale, rtol=1e-6, atol=0)
+        assert local._quantizer.scale == of_layer.scale[column]
+        assert_rounded_with_own_scale(local, local_tensor(optimizer.state[layer.weight]["master_param"]))
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=needs_gpus(2))])
+def test_modules_follow_the_amaxes_of_the_pass(ranks: int) -> None:
+    distributed.run(ranks, follow_amaxes, on="cuda", timeout=STARTING)
+
+
+def keep_groups_off_quantizers() -> None:
+    model = build("Float8CurrentScaling", seed=0)
+    optimizer = FusedAdamW(model.parameters(), lr=0.01)
+    train("Float8CurrentScaling", model, optimizer, 0, 2)
+    for layer in model:
+        local = local_tensor(layer.weight)
+        assert local.amax_reduction_group is not None
+        assert not local._quantizer.with_amax_reduction
+        assert hash(local._quantizer) == hash(copy.deepcopy(local._quantizer))  # raises where it holds a group
+        largest = local_tensor(optimizer.state[layer.weight]["master_param"]).abs().max()
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        torch.testing.assert_close(local._scale_inv[0], largest / 448, rtol=1e-6, atol=0)
+
+
+@two_gpus
+def test_groups_of_current_scaling_are_the_tensors() -> None:
+    distributed.run(2, keep_groups_off_quantizers, on="cuda", timeout=STARTING)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------
+
+
+def checkpoint_of(model: nn.Module, optimizer: FusedAdamW) -> dict[str, Any]:
+    """Without the modules' own extra states, whose size changes with the first forward."""
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    of_model = {key: value for key, value in of_model.items() if not key.endswith("_extra_state")}
+    return {"model": of_model, "optimizer": of_optimizer}
+
+
+def start_save(way: str, model: nn.Module, optimizer: FusedAdamW, path: str) -> Callable[[], Any]:
+    """Returns when training may go on; what it returns waits for the files."""
+    states = checkpoint_of(model, optimizer)
+    if way == "sync":
+        dcp.save(states, checkpoint_id=path)
+        return lambda: None
+    return dcp.async_save(states, checkpoint_id=path, process_group=dist.new_group(backend="gloo")).result
+
+
+def load(model: nn.Module, optimizer: FusedAdamW, path: str) -> None:
+    states = checkpoint_of(model, optimizer)
+    dcp.load(states, checkpoint_id=path)
+    options = StateDictOptions(strict=False)  # the extra states are missing
+    set_state_dict(
+        model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"], options=options
+    )
+
+
+def follow_given_gradients(model: nn.Module, optimizer: FusedAdamW) -> None:
+    """Steps whose gradients do not depend on the ranks."""
+    for step in range(SAVED_AT, END):
+        for index, param in enumerate(model.parameters()):
+            param.grad = shard_like(gradient(param.shape, index, step).to(param.dtype), param)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def snapshot(name: str, model: nn.Module, optimizer: FusedAdamW) -> dict[str, Part]:
+    """Masters, moments and decoded weights.
+
+    Delayed scaling rounds with the scale of the module's extra state, which the checkpoints lack. Its weights are
+    compared with their masters under the scale that the module has.
+    """
+    named = list(model.named_parameters())
+    found = {}
+    for index, states in optimizer.state_dict()["state"].items():
+        found |= {f"{named[index][0]}: {key}": part(value) for key, value in sorted(states.items())}
+    for key, param in named:
+        if name != "DelayedScaling" or not is_quantized(param):
+            found[f"{key}: weight"] = part(rewrap_like(decoded(param), param))
+        else:
+            assert_rounded_with_own_scale(local_tensor(param), local_tensor(optimizer.state[param]["master_param"]))
+    return found
+
+
+def assert_rounded_with_own_scale(local: Tensor, master: Tensor) -> None:
+    """By ``quantize_``, after a load, or by the update pass, which knows the scale's inverse only."""
+    scale, found = local._quantizer.scale, e4m3(local)
+    codes = [(master * factor).clamp(-448, 448).to(torch.float8_e4m3fn).float() for factor in (scale, 1 / (1 / scale))]
+    assert any(torch.equal(found, expected) for expected in codes)
+    torch.testing.assert_close(decoded(local), found / scale, rtol=1e-6, atol=0)
+
+
+def e4m3(local: Tensor) -> Tensor:
+    return local._data.view(torch.float8_e4m3fn).float()
+
+
+def train_and_save(name: str, way: str, path: str) -> list[dict[str, Part]]:
+    """What is saved, and what steps on from there give, which go on during a save in the background."""
+    model = build(name, seed=0)
+    optimizer = FusedAdamW(model.parameters(), lr=0.01)
+    train(name, model, optimizer, 0, SAVED_AT)
+    return go_on(name, way, model, optimizer, path)
+
+
+def load_and_save(name: str, way: str, source: str, path: str) -> list[dict[str, Part]]:
+    model = build(name, seed=1)
+    optimizer = FusedAdamW(model.parameters(), lr=0.5)
+    load(model, optimizer, source)
+    found = go_on(name, way, model, optimizer, path)
+    train(name, model, optimizer, END, END + 1)
+    assert all(value.isfinite().all() for value in masters(model, optimizer).values())
+    return found
+
+
+def go_on(name: str, way: str, model: nn.Module, optimizer: FusedAdamW, path: str) -> list[dict[str, Part]]:
+    before = snapshot(name, model, optimizer)
+    wait = start_save(way, model, optimizer, path)
+    follow_given_gradients(model, optimizer)
+    wait()
+    return [before, snapshot(name, model, optimizer)]
+
+
+@two_gpus
+@pytest.mark.parametrize("way", ["sync", "async"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_checkpoints_move_between_ranks(name: str, way: str, tmp_path: Path) -> None:
+    """Each load is into other values, and what it loaded is saved for the next.
+
+    TransformerEngine cannot cut weights with scales of blocks when a checkpoint is loaded on other ranks: what DCP
+    reads of them is lost, and it is the masters that the weights come from.
+    """
+    saved = distributed.run(2, train_and_save, name, way, f"{tmp_path}/0", on="cuda", timeout=STARTING)
+    expected = [join_all([result[at] for result in saved]) for at in (0, 1)]
+    for number, ranks in enumerate([2, 1, 2]):
+        paths = f"{tmp_path}/{number}", f"{tmp_path}/{number + 1}"
+        loaded = distributed.run(ranks, load_and_save, name, way, *paths, on="cuda", timeout=STARTING)
+        for at in (0, 1):
+            assert_same(join_all([result[at] for result in loaded]), expected[at])
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------
+
+SHAPE = (256, 128)
+GPU = "cuda:0"  # with its number: gradients must be where a tensor says that it is
+# Of the nearest value, relative to the master and to the weight's largest magnitude: half the distance of two codes,
+# and half the smallest one, with twice the scale where it is rounded to a power of two.
+E4M3 = (2**-4, 2**-17)
+ERRORS = {
+    "Float8": E4M3,
+    "Float8CurrentScaling": E4M3,
+    "Float8Block": E4M3,
+    "MXFP8": E4M3,
+    "NVFP4": (2**-2, 2**-4),
+}
+NEWER = ("MXFP8", "NVFP4")
+
+
+def delayed_scaling(scale: float) -> Any:
+    import transformer_engine.pytorch as te
+
+    return te.Float8Quantizer(*torch.tensor([[scale], [0.0]], device=GPU), te.DType.kFloat8E4M3)
+
+
+def quantizer_of(kind: str) -> Any:
+    import transformer_engine.pytorch as te
+
+    e4m3 = te.DType.kFloat8E4M3
+    if kind == "Float8":
+        return delayed_scaling(64.0)
+    if kind == "Float8CurrentScaling":
+        return te.Float8CurrentScalingQuantizer(e4m3, torch.device(GPU))
+    if kind == "Float8Block":
+        return te.Float8BlockQuantizer(e4m3, rowwise=True, columnwise=True)
+    return te.MXFP8Quantizer(e4m3, columnwise=False) if kind == "MXFP8" else te.NVFP4Quantizer(columnwise=False)
+
+
+def kernels_missing(kind: str) -> str:
+    """Why the library cannot quantize so on this GPU; empty if it can.
+
+    To be asked first: where they are not compiled, its kernels write nothing, or end all work on the GPU.
+    """
+    import transformer_engine.pytorch as te
+
+    asked = {"MXFP8": te.is_mxfp8_available, "NVFP4": te.is_nvfp4_available}
+    return asked[kind](return_reason=True)[1] if kind in asked else ""
+
+
+def quantized(kind: str, values: Tensor) -> Tensor:
+    return quantized_by(quantizer_of(kind), values)
+
+
+def quantized_by(quantizer: Any, values: Tensor) -> Tensor:
+    tensor = quantizer.make_empty(values.shape, dtype=torch.bfloat16, device=GPU)
+    tensor.quantize_(values)
+    return tensor
+
+
+def initial_values() -> Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).bfloat16().float().to(GPU)
+
+
+def assert_follows_adamw(param: Tensor, optimizer: FusedAdamW, initial: Tensor) -> Tensor:
+    """The master after some steps, which is torch's."""
+    plain = nn.Parameter(initial.clone())
+    reference = torch.optim.AdamW([plain], lr=0.01)
+    for step in range(SAVED_AT):
+        param.grad = gradient(SHAPE, 0, step).to(GPU, torch.bfloat16)
+        plain.grad = param.grad.float()
+        optimizer.step()
+        reference.step()
+    master = optimizer.state[param]["master_param"]
+    torch.testing.assert_close(master, plain.data, rtol=1e-5, atol=1e-6)
+    assert not torch.equal(master, initial)
+    return master
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_tensors_are_their_masters_quantized(kind: str) -> None:
+    if reason := kernels_missing(kind):
+        pytest.skip(reason)
+    param = nn.Parameter(quantized(kind, initial_values()))
+    optimizer = FusedAdamW([param], lr=0.01)
+    master = assert_follows_adamw(param, optimizer, decoded(param))
+    assert torch.equal(decoded(param), decoded(quantized(kind, master)))
+    relative, absolute = ERRORS[kind]
+    assert ((decoded(param) - master).abs() <= relative * master.abs() + absolute * master.abs().max()).all()
+    if kind not in NEWER:
+        assert_transposes_follow(param)
+
+
+@pytest.mark.parametrize("scale", [64.0, 37.3, 100.7])
+def test_delayed_scaling_gives_the_codes_of_quantize_(scale: float) -> None:
+    """Where a code differs, the exact product is so near to the middle of two codes that rounding errors decide.
+
+    ``quantize_`` multiplies by the scale and rounds, an error of 2**-24. The pass multiplies by the inverse of the
+    inverse, each of them rounded, too.
+    """
+    param = nn.Parameter(quantized_by(delayed_scaling(scale), initial_values()))
+    optimizer = WritingOptimizer([param], lr=0.01)
+    assert_follows_adamw(param, optimizer, decoded(param))
+    param._quantizer.amax.zero_()
+    param.grad = gradient(SHAPE, 0, SAVED_AT).to(GPU, torch.bfloat16)
+    optimizer.step()
+    master = optimizer.state[param]["master_param"]
+    theirs = quantized_by(delayed_scaling(scale), master)
+    assert torch.equal(param._quantizer.amax, theirs._quantizer.amax)
+    assert torch.equal(param._scale_inv, theirs._scale_inv)
+    distance = (param._data.int() - theirs._data.int()).abs()
+    assert distance.max() <= (0 if scale == 64 else 1)
+    exact, middle = master.double() * theirs._quantizer.scale.double(), (e4m3(param) + e4m3(theirs)).double() / 2
+    assert ((exact - middle).abs() <= 2**-22 * middle.abs())[distance > 0].all()
+    assert not theirs._transpose_invalid
+    assert param._transpose_invalid
+
+
+def test_captured_steps_fill_the_transposes_of_delayed_scaling() -> None:
+    param = nn.Parameter(quantized_by(delayed_scaling(37.3), initial_values()))
+    optimizer = FusedAdamW([param], lr=0.01, capturable=True)
+    param.grad = gradient(SHAPE, 0, 0).to(GPU, torch.bfloat16)
+    optimizer.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    for step in range(1, 4):
+        before = param._data.clone()
+        param.grad.copy_(gradient(SHAPE, 0, step))
+        graph.replay()
+        assert not torch.equal(param._data, before)
+        assert torch.equal(param._transpose, param._data.t())
+        assert not param._transpose_invalid
+        assert_rounded_with_own_scale(param, optimizer.state[param]["master_param"])
+
+
+def components_of(kind: str, tensor: Tensor) -> dict[str, Tensor]:
+    """The tensor's own memory, as this package's recipe of the same format names it."""
+    parts = {"data": tensor._rowwise_data, "scale": tensor._rowwise_scale_inv}
+    return parts if kind == "MXFP8" else parts | {"tensor_scale": tensor._amax_rowwise / (6 * 448)}
+
+
+STAND_INS = {"MXFP8": MXFP8BlockScaling(round_up=True), "NVFP4": NVFP4BlockScaling()}
+
+
+@pytest.mark.parametrize("kind", NEWER)
+def test_tensors_of_newer_gpus_are_given_their_masters(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors exist where their kernels do not: this package's quantizers fill their memory in place of those."""
+    recipe = STAND_INS[kind]
+
+    def quantize(self: Any, src: Tensor, dst: Tensor, *, noop_flag: Tensor | None = None) -> Tensor:
+        assert src.dtype == torch.float32 and noop_flag is None
+        if kind == "NVFP4":
+            dst._amax_rowwise.copy_(src.abs().max())
+        recipe.encode(src, components_of(kind, dst))
+        return dst
+
+    monkeypatch.setattr(type(quantizer_of(kind)), "update_quantized", quantize)
+    param = nn.Parameter(quantized(kind, torch.ones(SHAPE, device=GPU)))
+    kept = initial_values().bfloat16().cpu()
+    param.get_high_precision_init_val, param.clear_high_precision_init_val = lambda: kept, lambda: None
+    assert adapters.adapter_of(param) is transformer_engine
+    with pytest.raises(ValueError, match=f"master_weights=False: a {kind}Tensor of shape"):
+        FusedAdamW([param], master_weights=False).initialize_state()
+    optimizer = FusedAdamW([param], lr=0.01)
+    master = assert_follows_adamw(param, optimizer, kept.float().to(GPU))
+    expected = components_of(kind, quantized(kind, master))
+    for name, value in components_of(kind, param).items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_nvfp4_tensors_seed_masters_with_their_decoded_values() -> None:
+    """Of NVFP4 an H200 has the library's kernel that decodes, of MXFP8 none."""
+    tensor = quantizer_of("NVFP4").make_empty(SHAPE, dtype=torch.bfloat16, device=GPU)
+    tensor._amax_rowwise.copy_(initial_values().abs().max())
+    components = components_of("NVFP4", tensor)
+    STAND_INS["NVFP4"].encode(initial_values(), components)
+    param = nn.Parameter(tensor)
+    optimizer = FusedAdamW([param])
+    optimizer.initialize_state()
+    expected = STAND_INS["NVFP4"].decode(components, SHAPE)
+    torch.testing.assert_close(optimizer.state[param]["master_param"], expected, rtol=1e-6, atol=0)

@@ -1,0 +1,566 @@
+"""Quantized tensors of other libraries: a double with TransformerEngine's attributes, and torchao's own where it is."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import distributed
+from distributed import shard, shard_like
+from fused_optim import FusedAdamW, adapters
+from fused_optim.quantized import transformer_engine
+from fused_optim.sharding.dtensor import local_tensor, rewrap_like
+from quantized_cases import gradient
+
+aten = torch.ops.aten
+TE = "transformer_engine.pytorch.tensor.float8_tensor"
+E4M3 = torch.float8_e4m3fn
+
+
+class DType(enum.IntEnum):
+    kFloat8E4M3 = 7
+    kFloat8E5M2 = 8
+
+
+class QuantizedTensor(torch.Tensor):
+    """As TransformerEngine's: a wrapper whose quantizer writes its parts. Here all have FP8 codes and one scale."""
+
+    _data: Tensor
+    _scale_inv: Tensor
+    _transpose: Tensor
+    _transpose_invalid: bool
+    _fp8_dtype = DType.kFloat8E4M3
+
+    @staticmethod
+    def __new__(cls, values: Tensor, quantizer: Any) -> QuantizedTensor:
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.bfloat16, device=values.device)
+
+    def __init__(self, values: Tensor, quantizer: Any) -> None:
+        self._quantizer, self.calls = quantizer, 0
+        self._data = torch.zeros_like(values, dtype=torch.uint8)
+        self._scale_inv = torch.ones(1, device=values.device)
+        self.quantize_(values)
+
+    def quantize_(self, values: Tensor) -> None:
+        self._quantizer.update_quantized(values, self)
+        self.calls += 1
+
+    def dequantize(self, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return (self._data.view(E4M3).float() * self._scale_inv).to(dtype)
+
+    def _reset_caches(self) -> None:
+        self._transpose_invalid = True
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.detach.default:
+            alias = cls.__new__(cls, args[0], None)
+            alias.__dict__ = args[0].__dict__
+            return alias
+        decode = lambda tree: torch.utils._pytree.tree_map_only(cls, lambda t: t.dequantize(), tree)  # noqa: E731
+        return func(*decode(args), **decode(kwargs or {}))
+
+
+QuantizedTensor.__module__ = "transformer_engine.pytorch.quantized_tensor"
+
+
+class Float8Tensor(QuantizedTensor):
+    """Found by its base."""
+
+    amax_reduction_group: dist.ProcessGroup | None = None
+
+
+class OlderFloat8Tensor(QuantizedTensor):
+    """Of versions in which the quantizer holds the group."""
+
+
+class HybridQuantizedTensor(QuantizedTensor):
+    """Of two tensors."""
+
+    def __init__(self, values: Tensor, quantizer: Any) -> None:
+        parts = quantizer.rowwise_quantizer, quantizer.columnwise_quantizer
+        self._rowwise_storage, self._columnwise_storage = (Float8Tensor(values, part) for part in parts)
+        self._quantizer, self.calls = quantizer, 0
+
+    def dequantize(self, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return self._rowwise_storage.dequantize(dtype=dtype)
+
+
+def encode(values: Tensor, scale: Tensor) -> Tensor:
+    return (values * scale).clamp(-448, 448).to(E4M3).view(torch.uint8)
+
+
+def store(values: Tensor, scale: Tensor, out: QuantizedTensor) -> None:
+    out._data.copy_(encode(values, scale))
+    out._scale_inv.copy_(1 / scale)
+    out._transpose, out._transpose_invalid = out._data.movedim(-1, 0).contiguous(), False
+
+
+class Float8BlockQuantizer:
+    """Stands for all that need nothing from outside."""
+
+    def update_quantized(self, values: Tensor, out: QuantizedTensor) -> None:
+        store(values, torch.tensor(64.0, device=values.device), out)
+
+
+class Float8Quantizer:
+    """Delayed scaling: ``scale`` and ``amax`` are views of a module's buffers."""
+
+    def __init__(self, device: str | torch.device) -> None:
+        self.scale = torch.full((3,), 64.0, device=device)[1]
+        self.amax = torch.zeros(4, 3, device=device)[0][1].reshape((1,))
+        self.dtype = DType.kFloat8E4M3
+        self.rowwise_usage = True
+
+    def update_quantized(self, values: Tensor, out: QuantizedTensor) -> None:
+        if values.numel():
+            store(values, self.scale, out)
+            self.amax.copy_(torch.maximum(self.amax, values.abs().max()))
+
+
+class OwnFloat8Quantizer(Float8Quantizer):
+    """May quantize in another way."""
+
+
+class Float8CurrentScalingQuantizer:
+    """Reduces over the group of the tensor or else over its own; nothing where there are no values."""
+
+    def __init__(self) -> None:
+        self.with_amax_reduction, self.amax_reduction_group = False, None
+
+    def update_quantized(self, values: Tensor, out: QuantizedTensor) -> None:
+        group = getattr(out, "amax_reduction_group", None)
+        if group is None and self.with_amax_reduction:
+            group = self.amax_reduction_group
+        amax = values.abs().max()
+        if group is not None:
+            dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
+        store(values, 448 / amax, out)
+
+
+class HybridQuantizer:
+    def __init__(self, rowwise: Any, columnwise: Any) -> None:
+        self.rowwise_quantizer, self.columnwise_quantizer = rowwise, columnwise
+
+    @property
+    def with_amax_reduction(self) -> bool:
+        return any(
+            getattr(q, "with_amax_reduction", False) for q in (self.rowwise_quantizer, self.columnwise_quantizer)
+        )
+
+    def update_quantized(self, values: Tensor, out: HybridQuantizedTensor) -> None:
+        self.rowwise_quantizer.update_quantized(values, out._rowwise_storage)
+        self.columnwise_quantizer.update_quantized(values, out._columnwise_storage)
+
+
+for kind in (Float8Tensor, OlderFloat8Tensor, Float8Quantizer, OwnFloat8Quantizer, Float8CurrentScalingQuantizer):
+    kind.__module__ = TE
+
+
+def parameter(values: Tensor) -> Float8Tensor:
+    return Float8Tensor(values, Float8BlockQuantizer()).requires_grad_()
+
+
+def delayed(values: Tensor, kind: type[Float8Quantizer] = Float8Quantizer) -> Float8Tensor:
+    return Float8Tensor(values, kind(values.device)).requires_grad_()
+
+
+def step(optimizer: FusedAdamW, reference: torch.optim.Optimizer, seed: int) -> None:
+    for mine, theirs in zip(optimizer.param_groups[0]["params"], reference.param_groups[0]["params"], strict=True):
+        grad = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        mine.grad, theirs.grad = grad, grad.float()
+    optimizer.step()
+    reference.step()
+
+
+def test_transformer_engine_weights_are_written_by_themselves(device: str) -> None:
+    values = torch.randn(8, 64, device=device)
+    param, theirs = parameter(values), nn.Parameter(values.clone())
+    theirs.data = param.dequantize(dtype=torch.float32)
+    optimizer, reference = FusedAdamW([param], lr=0.01), torch.optim.AdamW([theirs], lr=0.01)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        grad = torch.randn(8, 64, generator=generator).to(device).bfloat16()
+        param.grad, theirs.grad = grad, grad.float()
+        optimizer.step()
+        reference.step()
+        assert torch.equal(param._transpose, param._data.t())
+    torch.testing.assert_close(optimizer.state[param]["master_param"], theirs.data, rtol=1e-6, atol=1e-7)
+    expected = parameter(optimizer.state[param]["master_param"])
+    assert torch.equal(param._data, expected._data)
+    assert param.calls == 1 + 5
+
+
+def test_high_precision_initial_values_of_transformer_engine_seed_the_master() -> None:
+    values = torch.randn(8, 64)
+    param = parameter(values)
+    param.get_high_precision_init_val = lambda: values.bfloat16()
+    cleared = []
+    param.clear_high_precision_init_val = lambda: cleared.append(True)
+    optimizer = FusedAdamW([param])
+    optimizer.initialize_state()
+    assert torch.equal(optimizer.state[param]["master_param"], values.bfloat16().float())
+    assert cleared == [True]
+
+
+def test_transformer_engine_weights_without_masters_are_refused() -> None:
+    """quantize_ rounds to nearest: a step would silently change nothing."""
+    optimizer = FusedAdamW([parameter(torch.randn(8, 64))], master_weights=False)
+    with pytest.raises(ValueError, match=r"master_weights=False: a Float8Tensor of shape \(8, 64\)"):
+        optimizer.initialize_state()
+
+
+def test_loading_writes_transformer_engine_weights_from_their_masters() -> None:
+    param, other = parameter(torch.randn(8, 64)), parameter(torch.randn(8, 64))
+    optimizer, fresh = FusedAdamW([param], lr=0.01), FusedAdamW([other], lr=0.01)
+    param.grad = torch.randn(8, 64).bfloat16()
+    optimizer.step()
+    fresh.load_state_dict(optimizer.state_dict())
+    assert torch.equal(other._data, param._data)
+    other.quantize_(torch.zeros(8, 64))
+    fresh.sync_params_from_master()
+    assert torch.equal(other._data, param._data)
+
+
+# --- delayed scaling --------------------------------------------------------------------------------------------
+
+SHAPES = [(8, 64), (7, 13), (0, 64), (5, 3, 11)]
+
+
+def delayed_training(device: str, shapes: list[tuple[int, ...]] = SHAPES) -> FusedAdamW:
+    params = [delayed(torch.randn(shape, device=device)) for shape in shapes]
+    optimizer = FusedAdamW(params, lr=0.1)
+    optimizer.initialize_state()
+    return optimizer
+
+
+def params_of(optimizer: FusedAdamW) -> list[Float8Tensor]:
+    return optimizer.param_groups[0]["params"]
+
+
+def calls(optimizer: FusedAdamW) -> list[int]:
+    return [param.calls for param in params_of(optimizer)]
+
+
+def move_on(optimizer: FusedAdamW, number: int) -> None:
+    """New gradients, and what happens between steps: new scales, amaxes of other casts, transposes."""
+    for i, param in enumerate(params_of(optimizer)):
+        param.grad = gradient(param.shape, i, number).to(param.device, torch.bfloat16)
+        param._quantizer.scale.fill_(37.3 + 11.7 * number + i)
+        param._quantizer.amax.fill_([0.0, 1000.0][number % 2])
+        param._transpose_invalid = False
+
+
+def assert_written(param: Float8Tensor, master: Tensor) -> None:
+    inverse = 1 / param._quantizer.scale.cpu()
+    assert torch.equal(param._scale_inv.cpu(), inverse.reshape(1))
+    assert torch.equal(param._data.cpu(), encode(master.cpu(), 1 / inverse))
+
+
+def test_delayed_scaling_is_written_by_the_pass(engine: str) -> None:
+    optimizer = delayed_training(engine)
+    quantized, start = calls(optimizer), [p._data.clone() for p in params_of(optimizer)]
+    versions = [p._data._version for p in params_of(optimizer)]
+    for number in range(4):
+        move_on(optimizer, number)
+        amaxes = [p._quantizer.amax.clone() for p in params_of(optimizer)]
+        optimizer.step()
+        for param, amax in zip(params_of(optimizer), amaxes, strict=True):
+            master = optimizer.state[param]["master_param"]
+            assert_written(param, master)
+            largest = master.abs().flatten().max(0, keepdim=True)[0] if master.numel() else torch.zeros_like(amax)
+            assert torch.equal(param._quantizer.amax, torch.maximum(amax, largest))
+            assert param._transpose_invalid
+    assert calls(optimizer) == quantized
+    for param, data, version in zip(params_of(optimizer), start, versions, strict=True):
+        assert not torch.equal(param._data, data) or not data.numel()
+        assert param._data._version > version
+
+
+def test_skipped_steps_leave_delayed_scaling(engine: str) -> None:
+    optimizer = delayed_training(engine)
+    move_on(optimizer, 0)
+    optimizer.step()
+    move_on(optimizer, 1)
+    parts = [part for p in params_of(optimizer) for part in (p._data, p._scale_inv, p._quantizer.amax)]
+    before = [part.clone() for part in parts]
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor([1.0, 1.0], device=engine).split(1)
+    optimizer.step()
+    assert all(map(torch.equal, parts, before))
+    optimizer.found_inf.zero_()
+    optimizer.step()
+    for param in params_of(optimizer):
+        assert_written(param, optimizer.state[param]["master_param"])
+
+
+def test_scales_of_tiny_values_give_no_nans(engine: str) -> None:
+    """TransformerEngine's largest scale, whose inverse is a number without an inverse."""
+    optimizer = delayed_training(engine, [(2, 64)])
+    (param,) = params_of(optimizer)
+    optimizer.state[param]["master_param"].fill_(2**-122)
+    param.grad = torch.zeros(2, 64, device=engine).bfloat16()
+    param._quantizer.scale.fill_(torch.finfo(torch.float32).max)
+    optimizer.step()
+    torch.testing.assert_close(param.dequantize(dtype=torch.float32), optimizer.state[param]["master_param"])
+
+
+def e5m2(param: Float8Tensor) -> None:
+    param._quantizer.dtype = param._fp8_dtype = DType.kFloat8E5M2
+
+
+def e5m2_before(param: Float8Tensor) -> None:
+    param._fp8_dtype = DType.kFloat8E5M2
+
+
+def columns_only(param: Float8Tensor) -> None:
+    param._quantizer.rowwise_usage = False
+
+
+def strided(param: Float8Tensor) -> None:
+    param._data = param._data.repeat(1, 2)[:, ::2]
+
+
+def own_quantizer(param: Float8Tensor) -> None:
+    param._quantizer.__class__ = OwnFloat8Quantizer
+
+
+@pytest.mark.parametrize("change", [e5m2, e5m2_before, columns_only, strided, own_quantizer])
+def test_delayed_scaling_that_the_pass_cannot_write(change: Callable[[Float8Tensor], None], engine: str) -> None:
+    optimizer = delayed_training(engine, [(8, 64), (8, 32)])
+    changed, other = params_of(optimizer)
+    change(changed)
+    quantized = calls(optimizer)
+    move_on(optimizer, 0)
+    optimizer.step()
+    assert calls(optimizer) == [quantized[0] + 1, quantized[1]]
+    master = optimizer.state[changed]["master_param"]
+    assert torch.equal(changed._data, encode(master, changed._quantizer.scale))
+    assert torch.equal(changed._quantizer.amax, master.abs().max().reshape(1))
+    assert_written(other, optimizer.state[other]["master_param"])
+
+
+@pytest.mark.parametrize("data", [None, torch.empty(0, dtype=torch.uint8)], ids=["none", "freed"])
+def test_the_pass_writes_no_codes_where_there_is_no_memory(data: Tensor | None) -> None:
+    param = delayed(torch.randn(8, 64))
+    assert transformer_engine.target(param).data is param._data
+    param._data = data
+    assert transformer_engine.target(param) is None
+
+
+def test_captured_steps_give_delayed_scaling_to_quantize_(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transposes are filled, as no replay could mark them as stale."""
+    optimizer = delayed_training(engine, [(8, 64)])
+    (param,) = params_of(optimizer)
+    quantized = param.calls
+    monkeypatch.setattr(transformer_engine, "is_capturing", lambda: True)
+    move_on(optimizer, 0)
+    optimizer.step()
+    assert param.calls == quantized + 1
+    assert torch.equal(param._transpose, param._data.t())
+    assert not param._transpose_invalid
+
+
+def test_delayed_scaling_without_an_engine(device: str, use_backend: Callable[[str], None]) -> None:
+    use_backend("torch")
+    optimizer = delayed_training(device)
+    quantized = calls(optimizer)
+    move_on(optimizer, 0)
+    optimizer.step()
+    assert calls(optimizer) == [count + 1 for count in quantized]
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that are no views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func not in (aten.view.default, aten.unbind.int)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("skippable", [True, False])
+def test_delayed_scaling_of_many_weights_takes_as_few_launches_as_of_one(skippable: bool) -> None:
+    def launches(count: int) -> int:
+        params = [delayed(torch.randn(4, 8)) for _ in range(count)]
+        updates = [adapters.Update(p, torch.ones(4, 8), absmax=torch.ones(1), written=True) for p in params]
+        applies = torch.tensor(True) if skippable else None
+        with Launches() as mode:
+            transformer_engine.prepare(updates, applies)
+            transformer_engine.write(updates, applies)
+        assert all(p._quantizer.amax >= 1 for p in params)
+        return mode.count
+
+    assert launches(1) == launches(5) <= 8
+
+
+# --- scales of shards -------------------------------------------------------------------------------------------
+
+
+def sharded(values: Tensor, kind: type[QuantizedTensor], quantizer: Any) -> Tensor:
+    plain = shard(values, distributed.mesh(), [Shard(0)])
+    return rewrap_like(kind(local_tensor(plain), quantizer), plain).requires_grad_()
+
+
+CURRENT: dict[str, Callable[[], tuple[type[QuantizedTensor], Any]]] = {
+    "current": lambda: (Float8Tensor, Float8CurrentScalingQuantizer()),
+    "older": lambda: (OlderFloat8Tensor, Float8CurrentScalingQuantizer()),
+    "hybrid": lambda: (
+        HybridQuantizedTensor,
+        HybridQuantizer(Float8CurrentScalingQuantizer(), Float8CurrentScalingQuantizer()),
+    ),
+    "half": lambda: (HybridQuantizedTensor, HybridQuantizer(Float8BlockQuantizer(), Float8CurrentScalingQuantizer())),
+}
+
+
+def quantized_parts(local: Any) -> list[Any]:
+    return [local._rowwise_storage, local._columnwise_storage] if isinstance(local, HybridQuantizedTensor) else [local]
+
+
+def one_scale_for_all_shards(name: str) -> None:
+    param = sharded(torch.randn(9, 16), *CURRENT[name]())
+    local = local_tensor(param)
+    assert adapters.needs_collective(param) == (dist.get_world_size() > 1)
+    optimizer = FusedAdamW([param], lr=0.01)
+    for number in range(2):
+        full = gradient(param.shape, 0, number).bfloat16()
+        param.grad = shard_like(full, param)
+        optimizer.step()
+        master = local_tensor(optimizer.state[param]["master_param"])
+        amax = master.abs().max()
+        dist.all_reduce(amax, dist.ReduceOp.MAX)
+        for part in quantized_parts(local):
+            current = isinstance(part._quantizer, Float8CurrentScalingQuantizer)
+            scale = 448 / amax if current else torch.tensor(64.0)
+            assert torch.equal(part._data, encode(master, scale))
+            assert part._scale_inv == 1 / scale
+            held = current and name == "older" and dist.get_world_size() > 1
+            assert getattr(part._quantizer, "with_amax_reduction", False) == held
+            assert (getattr(part._quantizer, "amax_reduction_group", None) is not None) == held
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("name", CURRENT)
+def test_scales_of_current_scaling_are_those_of_whole_weights(name: str, ranks: int) -> None:
+    """The group is the tensor's: where the quantizer holds one, copies of it would reduce over all ranks."""
+    distributed.run(ranks, one_scale_for_all_shards, name)
+
+
+def test_hybrids_whose_parts_do_not_reduce_need_no_collective() -> None:
+    distributed.run(2, no_collective)
+
+
+def no_collective() -> None:
+    hybrid = sharded(
+        torch.randn(4, 16), HybridQuantizedTensor, HybridQuantizer(Float8BlockQuantizer(), Float8BlockQuantizer())
+    )
+    assert not adapters.needs_collective(hybrid)
+    assert not adapters.needs_collective(sharded(torch.randn(4, 16), Float8Tensor, Float8Quantizer("cpu")))
+
+
+def refuse_empty_shards(rows: int) -> None:
+    plain = shard(torch.randn(rows, 16), distributed.mesh(), [Shard(0)])
+    local = local_tensor(plain) if local_tensor(plain).numel() else torch.ones(1, 16)
+    double = Float8Tensor(local, Float8CurrentScalingQuantizer())
+    param = rewrap_like(double, plain).requires_grad_()
+    with pytest.raises(NotImplementedError, match=rf"shape \({rows}, 16\).* some of its 4 ranks hold nothing"):
+        FusedAdamW([param]).initialize_state()
+
+
+@pytest.mark.parametrize("rows", [3, 5])
+def test_current_scaling_with_empty_shards_is_refused_on_all_ranks(rows: int) -> None:
+    distributed.run(4, refuse_empty_shards, rows)
+
+
+def delayed_shards() -> None:
+    """Each rank notes its own shard's largest magnitude; it is TransformerEngine that reduces."""
+    param = sharded(torch.randn(3, 16), Float8Tensor, Float8Quantizer("cpu"))
+    local = local_tensor(param)
+    local._quantizer.amax.zero_()
+    quantized = local.calls
+    optimizer = FusedAdamW([param], lr=0.01)
+    param.grad = shard_like(gradient(param.shape, 0, 0).bfloat16(), param)
+    optimizer.step()
+    master = local_tensor(optimizer.state[param]["master_param"])
+    assert_written(local, master)
+    assert local._quantizer.amax == (master.abs().max() if master.numel() else 0)
+    assert local.calls == quantized
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_delayed_scaling_of_shards(ranks: int) -> None:
+    distributed.run(ranks, delayed_shards)
+
+
+# --- torchao ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _fake_torchao(monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
+    """torchao's marker of weights that are cast when they are gathered."""
+
+    class WeightWithDynamicFloat8CastTensor(torch.Tensor):
+        @staticmethod
+        def __new__(cls, tensor: Tensor) -> Any:
+            return torch.Tensor._make_wrapper_subclass(cls, tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+        def __init__(self, tensor: Tensor) -> None:
+            self._tensor = tensor
+
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*torch.utils._pytree.tree_map_only(cls, lambda t: t._tensor, args), **(kwargs or {}))
+            return cls(out) if func is aten.detach.default else out
+
+    kind = WeightWithDynamicFloat8CastTensor
+    kind.__module__, kind.__qualname__ = "torchao.float8.fsdp_utils", "WeightWithDynamicFloat8CastTensor"
+    monkeypatch.setitem(sys.modules, kind.__module__, ModuleType(kind.__module__))
+    yield kind
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_marked_weights_are_updated_as_the_plain_tensors_that_they_are(_fake_torchao: type, dtype: torch.dtype) -> None:
+    values = torch.randn(8, 64, dtype=dtype)
+    marked, plain = _fake_torchao(values.clone()).requires_grad_(), nn.Parameter(values.clone())
+    optimizers = [FusedAdamW([param], lr=0.01, exp_avg_dtype=torch.int8) for param in (marked, plain)]
+    assert adapters.adapter_of(marked) is None
+    for seed in range(3):
+        grad = torch.randn(8, 64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        for param, optimizer in zip((marked, plain), optimizers, strict=True):
+            param.grad = grad
+            optimizer.step()
+    assert not torch.equal(plain, values)
+    assert torch.equal(marked._tensor, plain)
+
+
+@pytest.mark.parametrize("master_weights", [True, False])
+def test_int8_training_weights_of_torchao(master_weights: bool) -> None:
+    int8 = pytest.importorskip("torchao.prototype.quantized_training.int8")
+    values = torch.randn(64, 128)
+    kind = int8.Int8QuantizedTrainingLinearWeight
+    param = nn.Parameter(kind.from_float(values.bfloat16()))
+    plain = nn.Parameter(param.detach().dequantize().float())
+    optimizer = FusedAdamW([param], lr=0.01, master_weights=master_weights)
+    reference = torch.optim.AdamW([plain], lr=0.01)
+    for seed in range(20):
+        step(optimizer, reference, seed)
+    scale = param.detach().scale.float()[:, None]
+    distance = (param.detach().dequantize().float() - plain).abs() / scale
+    moved = (plain - values).abs() / scale
+    if master_weights:
+        assert distance.max() <= 2  # codes: stochastic rounding, and scales of half their precision
+    else:  # roundings add up, but have no direction
+        assert (param.detach().dequantize().float() - plain).mean().abs() < (plain - values).abs().mean() / 20
+    assert distance.mean() < moved.mean()

@@ -1,0 +1,313 @@
+"""Checkpoints of quantized weights move between ranks byte for byte, and training goes on as if never stopped."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from safetensors.torch import load_file
+from test_async_saves import STAGERS, let_write, start_save
+from test_distributed_checkpoint import WAYS
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.fsdp import fully_shard
+
+import distributed
+from distributed import Part, assert_same, join_all, on_each_device
+from fused_optim import export_optimizer_checkpoint, load_optimizer_checkpoint, save_master_safetensors
+from fused_optim.quantized import finish_initialization, quantize_model_
+from fused_optim.state.states import MASTER
+from quantized_cases import RECIPES, Run, parameter_parts, perceptron, plain_model
+
+SAVED_AT, END = 3, 6
+
+
+save, load = WAYS["nested"]
+
+
+def train_and_save(recipes: list[str], folder: str) -> dict[str, dict[str, Part]]:
+    found = {}
+    for recipe in recipes:
+        run = Run(recipe)
+        run.train(0, SAVED_AT)
+        save(run, f"{folder}/{recipe}")
+        found[recipe] = run.snapshot()
+    return found
+
+
+def load_and_save(recipes: list[str], source: str, target: str) -> dict[str, list[dict[str, Part]]]:
+    """What is loaded into a fresh run and saved again, and what training makes of it."""
+    found = {}
+    for recipe in recipes:
+        run = Run(recipe, fresh=True)
+        load(run, f"{source}/{recipe}")
+        save(run, f"{target}/{recipe}")
+        loaded = run.snapshot()
+        run.train(SAVED_AT, END)
+        found[recipe] = [loaded, run.snapshot()]
+    return found
+
+
+def train_straight(recipes: list[str], build: Callable[..., nn.Module] | None) -> dict[str, list[dict[str, Part]]]:
+    found = {}
+    for recipe in recipes:
+        run = Run(recipe, "plain", build=build)
+        run.train(0, SAVED_AT)
+        half_way = run.snapshot()
+        run.train(SAVED_AT, END)
+        found[recipe] = [half_way, run.snapshot()]
+    return found
+
+
+@functools.cache
+def straight(on: str, build: Callable[..., nn.Module] | None = None) -> dict[str, list[dict[str, Tensor]]]:
+    """What runs of one process that are never interrupted have when others are saved, and at the end."""
+    (found,) = distributed.run(1, train_straight, list(RECIPES), build, on=on)
+    return {recipe: [join_all([parts]) for parts in snapshots] for recipe, snapshots in found.items()}
+
+
+@pytest.mark.parametrize("ranks, on", on_each_device(((4, 2, 3, 1),), nccl=[((2, 1, 2, 2),)]))
+def test_training_goes_on_on_other_ranks_as_if_never_stopped(ranks: tuple[int, ...], on: str, tmp_path: Path) -> None:
+    recipes = list(RECIPES)
+    expected = straight(on)
+    saved = distributed.run(ranks[0], train_and_save, recipes, f"{tmp_path}/0", on=on)
+    for recipe in recipes:
+        assert_same(join_all([result[recipe] for result in saved]), expected[recipe][0])
+    for number, target in enumerate(ranks[1:]):
+        paths = f"{tmp_path}/{number}", f"{tmp_path}/{number + 1}"
+        results = distributed.run(target, load_and_save, recipes, *paths, on=on)
+        for recipe in recipes:
+            for at in (0, 1):
+                assert_same(join_all([result[recipe][at] for result in results]), expected[recipe][at])
+
+
+# --- ways to save -----------------------------------------------------------------------------------------------
+
+SAVED = ["current", "delayed", "nvfp4", "tiles"]
+
+
+def save_each_way(recipes: list[str], ways: list[str], folder: str) -> None:
+    for recipe in recipes:
+        run = Run(recipe)
+        run.train(0, SAVED_AT)
+        for way in ways:
+            WAYS[way][0](run, f"{folder}/{recipe}-{way}")
+
+
+def load_each_way(recipes: list[str], ways: list[str], folder: str) -> dict[str, list[dict[str, Part]]]:
+    found = {}
+    for recipe in recipes:
+        for way in ways:
+            run = Run(recipe, fresh=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                WAYS[way][1](run, f"{folder}/{recipe}-{way}")
+            loaded = run.snapshot()
+            run.train(SAVED_AT, END)
+            found[f"{recipe}-{way}"] = [loaded, run.snapshot()]
+    return found
+
+
+OTHER_RANKS = pytest.mark.parametrize("ranks, on", on_each_device(((2, 3),), nccl=[((2, 1),), ((1, 2),)]))
+
+
+@OTHER_RANKS
+def test_every_interface_resumes_training(ranks: tuple[int, int], on: str, tmp_path: Path) -> None:
+    ways = ["nested", "flat", "plain", "cpu"]
+    distributed.run(ranks[0], save_each_way, SAVED, ways, str(tmp_path), on=on)
+    results = distributed.run(ranks[1], load_each_way, SAVED, ways, str(tmp_path), on=on)
+    for name in results[0]:
+        for at in (0, 1):
+            joined = join_all([result[name][at] for result in results])
+            assert_same(joined, straight(on)[name.split("-")[0]][at])
+
+
+def save_in_background(
+    recipes: list[str], stager: str, folder: str, kind: AsyncCheckpointerType = AsyncCheckpointerType.THREAD
+) -> None:
+    """Trains on before anything is written; in a group of its own, since steps reduce scales in the default one."""
+    group = dist.new_group(backend="gloo")
+    for recipe in recipes:
+        run = Run(recipe)
+        run.train(0, SAVED_AT)
+        path, made = f"{folder}/{recipe}-nested", STAGERS[stager]()
+        pending = start_save(run, path, kind, made, group)
+        run.train(SAVED_AT, END)
+        assert not pending.done()
+        let_write(path)
+        pending.result(timeout=60)
+        made.close()
+
+
+@pytest.mark.parametrize("stager", STAGERS)
+@pytest.mark.parametrize("ranks, on", on_each_device((2,)))
+def test_background_saves_hold_the_bytes_of_the_save(stager: str, ranks: int, on: str, tmp_path: Path) -> None:
+    recipes = ["delayed", "nvfp4"]
+    distributed.run(ranks, save_in_background, recipes, stager, str(tmp_path), on=on, timeout=120)
+    (found,) = distributed.run(1, load_each_way, recipes, ["nested"], str(tmp_path), on=on)
+    for recipe in recipes:
+        assert_same(join_all([found[f"{recipe}-nested"][0]]), straight(on)[recipe][0])
+
+
+def serve_saves(rank: int, ranks: int, recipes: list[str], folder: str) -> None:
+    """The workers of ``distributed`` are daemons, which may have no children."""
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MASTER_ADDR", "127.0.0.1")  # of the writing processes
+        store = dist.FileStore(f"{folder}/store", ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+        save_in_background(recipes, "shared memory", folder, AsyncCheckpointerType.PROCESS)
+        dist.destroy_process_group()
+
+
+def test_background_saves_in_a_process_hold_the_bytes_of_the_save(tmp_path: Path) -> None:
+    recipes = ["delayed", "nvfp4"]
+    mp.start_processes(serve_saves, (2, recipes, str(tmp_path)), nprocs=2, start_method="forkserver")
+    (found,) = distributed.run(1, load_each_way, recipes, ["nested"], str(tmp_path))
+    for recipe in recipes:
+        assert_same(join_all([found[f"{recipe}-nested"][0]]), straight("cpu")[recipe][0])
+
+
+# --- tensor parallelism -----------------------------------------------------------------------------------------
+
+
+def save_perceptrons(recipes: list[str], how: str, folder: str) -> None:
+    for recipe in recipes:
+        run = Run(recipe, how, build=perceptron)
+        run.train(0, SAVED_AT)
+        save(run, f"{folder}/{recipe}")
+
+
+def load_perceptrons(recipes: list[str], how: str, folder: str) -> dict[str, list[dict[str, Part]]]:
+    found = {}
+    for recipe in recipes:
+        run = Run(recipe, how, build=perceptron, fresh=True)
+        load(run, f"{folder}/{recipe}")
+        loaded = run.snapshot()
+        run.train(SAVED_AT, END)
+        found[recipe] = [loaded, run.snapshot()]
+    return found
+
+
+@pytest.mark.parametrize(
+    "ranks, source, target, on",
+    on_each_device(
+        *[((4, 2), "tp", "fsdp"), ((2, 4), "fsdp", "tp")],
+        nccl=[((2, 2), "tp", "fsdp"), ((2, 2), "fsdp", "tp"), ((2, 1), "tp", "fsdp")],
+    ),
+)
+def test_training_moves_between_tensor_parallelism_and_fsdp(
+    ranks: tuple[int, int], source: str, target: str, on: str, tmp_path: Path
+) -> None:
+    recipes = list(RECIPES)
+    distributed.run(ranks[0], save_perceptrons, recipes, source, str(tmp_path), on=on)
+    results = distributed.run(ranks[1], load_perceptrons, recipes, target, str(tmp_path), on=on)
+    for recipe in recipes:
+        for at in (0, 1):
+            joined = join_all([result[recipe][at] for result in results])
+            assert_same(joined, straight(on, perceptron)[recipe][at])
+
+
+# --- other recipes ----------------------------------------------------------------------------------------------
+
+
+def save_models(recipes: list[str], folder: str) -> None:
+    for recipe in recipes:
+        model = plain_model("mxfp8") if recipe == "plain" else Run(recipe).model
+        if recipe == "plain":
+            fully_shard(model, mesh=distributed.mesh())
+        dcp.save(model.state_dict(), checkpoint_id=f"{folder}/{recipe}")
+
+
+def load_other(pairs: list[tuple[str, str]], trained: bool, folder: str) -> dict[tuple[str, str], dict[str, Part]]:
+    found = {}
+    for source, target in pairs:
+        run = Run(target, fresh=True)
+        if trained:  # the initial values are freed
+            run.train(0, 2)
+        state = run.model.state_dict()
+        dcp.load(state, checkpoint_id=f"{folder}/{source}")
+        run.model.load_state_dict(state)
+        finish_initialization(run.model)
+        found[source, target] = parameter_parts(run.model)
+    return found
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@OTHER_RANKS
+def test_checkpoints_of_other_recipes_are_quantized_anew(
+    trained: bool, ranks: tuple[int, int], on: str, tmp_path: Path
+) -> None:
+    pairs = [("current", "mxfp8"), ("mxfp8", "nvfp4"), ("nvfp4", "delayed"), ("plain", "current"), ("plain", "rows")]
+    distributed.run(ranks[0], save_models, ["current", "mxfp8", "nvfp4", "plain"], str(tmp_path), on=on)
+    results = distributed.run(ranks[1], load_other, pairs, trained, str(tmp_path), on=on)
+    for source, target in pairs:
+        expected = plain_model("mxfp8")
+        if source != "plain":
+            quantize_model_(expected, RECIPES[source])
+            kept = trained or not RECIPES[target].scales_whole_tensor  # else in the BF16 that initial values are in
+            for layer in expected.children():
+                layer.weight = nn.Parameter(layer.weight.dequantize(torch.float32 if kept else None))
+        quantize_model_(expected, RECIPES[target])
+        assert_same(join_all([result[source, target] for result in results]), join_all([parameter_parts(expected)]))
+
+
+# --- files ------------------------------------------------------------------------------------------------------
+
+
+def write_files(recipes: list[str], folder: str) -> None:
+    for recipe in recipes:
+        run = Run(recipe)
+        run.train(0, SAVED_AT)
+        dcp.save({"model": run.model.state_dict()}, checkpoint_id=f"{folder}/{recipe}-model")
+        save_master_safetensors(run.model, run.optimizer, f"{folder}/{recipe}-masters")
+        export_optimizer_checkpoint(run.model, run.optimizer, f"{folder}/{recipe}-exported")
+        save(run, f"{folder}/{recipe}")
+
+
+def read_files(recipes: list[str], folder: str) -> dict[str, list[dict[str, Part]]]:
+    found = {}
+    for recipe in recipes:
+        snapshots = []
+        for source in (recipe, f"{recipe}-exported"):
+            run = Run(recipe, fresh=True)
+            state = {"model": run.model.state_dict()}
+            dcp.load(state, checkpoint_id=f"{folder}/{recipe}-model")
+            run.model.load_state_dict(state["model"])
+            load_optimizer_checkpoint(run.model, run.optimizer, f"{folder}/{source}")
+            snapshots.append(run.snapshot())
+        # Ranks without rows take over scales with the next update.
+        snapshots[1] = {name: v for name, v in snapshots[1].items() if not name.endswith(("tensor_scale", "history"))}
+        found[recipe] = snapshots
+    return found
+
+
+@OTHER_RANKS
+def test_optimizer_checkpoint_files_hold_quantized_models(ranks: tuple[int, int], on: str, tmp_path: Path) -> None:
+    distributed.run(ranks[0], write_files, SAVED, str(tmp_path), on=on)
+    results = distributed.run(ranks[1], read_files, SAVED, str(tmp_path), on=on)
+    for recipe in SAVED:
+        whole = straight(on)[recipe][0]
+        own, exported = (join_all([result[recipe][at] for result in results]) for at in (0, 1))
+        assert_same(own, whole)
+        for name, value in exported.items():
+            if name.endswith(MASTER):  # torch.optim has none: they start from the decoded weights
+                weight = name.removesuffix(f": {MASTER}")
+                plain = whole.get(f"{weight}: parameter")
+                assert (plain is None) or torch.equal(value, plain.float())
+            else:
+                assert torch.equal(value, whole[name]), name
+        masters = {}
+        for file in Path(tmp_path, f"{recipe}-masters").glob("*.safetensors"):
+            masters |= load_file(file)
+        assert len(masters) >= 3
+        for name, value in masters.items():
+            assert torch.equal(value, whole[f"{name}: {MASTER}"]), name

@@ -1,0 +1,535 @@
+"""FSDP2 and tensor parallelism with quantized weights: what is gathered, in how many bytes, and what is computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import distributed
+from distributed import Part, assert_same, join_all, on_each_device, part, shard_like
+from fused_optim import FusedAdam
+from fused_optim.quantized import QuantizedTensor, finish_initialization, quantize_model_, quantized_model_init
+from fused_optim.sharding.dtensor import local_tensor
+from quantized_cases import (
+    RECIPES,
+    Layers,
+    Run,
+    mesh_of,
+    parameter_parts,
+    perceptron,
+    plain_model,
+    shapes_of,
+    tensor_parallel,
+    values,
+)
+
+WAYS: dict[str, dict[str, Any]] = {
+    "resharded": {},
+    "kept": {"reshard_after_forward": False},
+    "mixed": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+}
+MIXED_WAYS = ("mixed",)  # of FP32 weights
+
+
+def dtype_of(way: str) -> torch.dtype:
+    return torch.float32 if way in MIXED_WAYS else torch.bfloat16
+
+
+def sharded(model: Layers, way: str, how: str = "fsdp") -> Layers:
+    """Some layers in groups of their own, the others with the root."""
+    options = {"mesh": mesh_of(how), **WAYS[way]}
+    for layer in (model.uneven, model.frozen):
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+# --- what is gathered -------------------------------------------------------------------------------------------
+
+
+def gather_each(recipes: list[str], how: str) -> dict[str, tuple[dict[str, Part], dict[str, Tensor]]]:
+    """The shards, and the whole weights as FSDP2 gives them to the layers."""
+    found = {}
+    for recipe in recipes:
+        model = sharded(quantize_model_(plain_model(recipe), RECIPES[recipe]), "resharded", how)
+        shards = parameter_parts(model)
+        gathered = {}
+        for layer in (model, model.uneven, model.frozen):
+            layer.unshard()
+        for name, param in model.named_parameters():
+            if isinstance(param, QuantizedTensor):
+                gathered |= {
+                    f"{name}: {part.name}": param.components[part.name].clone().cpu()
+                    for part in param.recipe.components
+                    if part.name != "amax_history"
+                }
+        found[recipe] = shards, gathered
+    return found
+
+
+FSDP = [(1, "fsdp"), (2, "fsdp"), (3, "fsdp"), (4, "fsdp"), (4, "hsdp")]
+FSDP_ON_GPUS = [(1, "fsdp"), (2, "fsdp"), (2, "hsdp")]
+
+
+@pytest.mark.parametrize("ranks, how, on", on_each_device(*FSDP, nccl=FSDP_ON_GPUS))
+def test_gathered_weights_are_the_shards_bit_for_bit(ranks: int, how: str, on: str) -> None:
+    results = distributed.run(ranks, gather_each, list(RECIPES), how, on=on)
+    for recipe in RECIPES:
+        whole = parameter_parts(quantize_model_(plain_model(recipe), RECIPES[recipe]))
+        joined = join_all([result[recipe][0] for result in results])
+        assert_same(joined, join_all([whole]))
+        for _, gathered in (result[recipe] for result in results):
+            assert len(gathered) >= 6
+            assert_same(gathered, {name: joined[name] for name in gathered})
+
+
+def memory_of_gathered(recipes: list[str]) -> dict[str, list[int]]:
+    """Bytes that a gathered weight's codes and scales take: gathered, given back, gathered again."""
+    found = {}
+    for recipe in recipes:
+        model = sharded(quantize_model_(plain_model(recipe), RECIPES[recipe]), "resharded", "fsdp")
+        found[recipe] = []
+        for change in (model.uneven.unshard, model.uneven.reshard, model.uneven.unshard):
+            change()
+            if change == model.uneven.unshard:
+                weight = model.uneven.weight
+            parts = [weight.components[name] for name in weight.recipe.of_elements]
+            found[recipe].append(sum(part.untyped_storage().size() for part in parts))
+    return found
+
+
+@pytest.mark.parametrize("ranks, on", on_each_device((1,), (2,)))
+def test_memory_of_gathered_weights_is_given_back(ranks: int, on: str) -> None:
+    for result in distributed.run(ranks, memory_of_gathered, list(RECIPES), on=on):
+        for recipe in RECIPES:
+            gathered, freed, again = result[recipe]
+            assert gathered == again > 0 and freed == 0, recipe
+
+
+class CountGathered(TorchDispatchMode):
+    """Counts the bytes that this rank gives to all-gathers."""
+
+    sent = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.c10d._allgather_base_.default:
+            self.sent += args[1].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def count_bytes(recipes: list[str]) -> dict[str, float]:
+    """Bytes that are gathered per element of a weight."""
+    found = {}
+    for recipe in recipes:
+        layer = nn.Linear(256, 1024, bias=False, dtype=torch.bfloat16, device=distributed.device())
+        if recipe != "plain":
+            quantize_model_(layer, RECIPES[recipe])
+        fully_shard(layer, mesh=distributed.mesh())
+        with CountGathered() as counter:
+            layer(torch.ones(1, 256, dtype=torch.bfloat16, device=distributed.device()))
+        found[recipe] = counter.sent * dist.get_world_size() / (256 * 1024)
+    return found
+
+
+@pytest.mark.parametrize("ranks, on", on_each_device((2,), (4,)))
+def test_bytes_that_are_gathered(ranks: int, on: str) -> None:
+    for counted in distributed.run(ranks, count_bytes, ["plain", *RECIPES], on=on):
+        assert counted["plain"] == 2
+        expected = {"mxfp8": 33 / 32, "mxfp8up": 33 / 32, "rows": 132 / 128, "nvfp4": 9 / 16}
+        for recipe in RECIPES:
+            assert 0 <= counted[recipe] - expected.get(recipe, 1.0) < 0.001, recipe
+
+
+# --- what is computed -------------------------------------------------------------------------------------------
+
+
+def compare_each(cases: list[tuple[str, str]], how: str) -> list[str]:
+    """Trains quantized models and plain ones that are given their decoded weights; where the two differ."""
+    return [text for recipe, way in cases for text in compare(recipe, way, how)]
+
+
+def compare(recipe: str, way: str, how: str) -> list[str]:
+    dtype = dtype_of(way)
+    model = sharded(quantize_model_(plain_model(recipe, dtype), RECIPES[recipe]), way, how)
+    plain = sharded(plain_model(recipe, dtype), way, how)
+    optimizer = FusedAdam([param for param in model.parameters() if param.requires_grad], lr=0.01)
+    different = []
+    for step in range(2):
+        for name, param in plain.named_parameters():
+            local = local_tensor(model.get_parameter(name).detach())
+            given = local.dequantize() if isinstance(local, QuantizedTensor) else local
+            local_tensor(param.detach()).copy_(given)
+        results = [train(each, step, way) for each in (model, plain)]
+        if not torch.equal(*results):
+            different.append(f"{recipe} {way}: outputs of step {step}")
+        for name, param in plain.named_parameters():
+            grad, expected = model.get_parameter(name).grad, param.grad
+            if (grad is None) != (expected is None):
+                different.append(f"{recipe} {way}: whether {name} has a gradient")
+            elif grad is not None and not torch.equal(local_tensor(grad), local_tensor(expected)):
+                different.append(f"{recipe} {way}: gradient of {name} in step {step}")
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.zero_grad()
+    return different
+
+
+def train(model: Layers, step: int, way: str) -> Tensor:
+    """The outputs of two micro-batches, whose gradients are accumulated and reduced once."""
+    outputs = []
+    for micro in range(2):
+        model.set_requires_gradient_sync(micro == 1)
+        x = values((3, 144), 9, step, micro, dist.get_rank()).to(dtype_of(way))
+        outputs.append(model(x))
+        outputs[-1].float().square().mean().backward()
+    return torch.cat(outputs).detach()
+
+
+@pytest.mark.parametrize(
+    "ranks, number, how, on",
+    on_each_device(
+        *[(1, 0, "fsdp"), (2, 1, "fsdp"), (3, 2, "fsdp"), (4, 3, "fsdp"), (4, 1, "hsdp")],
+        nccl=[(ranks, number, how) for ranks, how in FSDP_ON_GPUS for number in range(len(WAYS))],
+    ),
+)
+def test_losses_and_gradients_are_those_of_the_decoded_weights(ranks: int, number: int, how: str, on: str) -> None:
+    ways = list(WAYS)  # each recipe meets each way on some number of ranks
+    cases = [(recipe, ways[(index + number) % len(ways)]) for index, recipe in enumerate(RECIPES)]
+    for different in distributed.run(ranks, compare_each, cases, how, on=on):
+        assert not different
+
+
+def compare_tensor_parallel(recipes: list[str]) -> dict[str, list[float]]:
+    """How far outputs and gradients of quantized weights are from those of the plain decoded ones."""
+    found = {}
+    for recipe in recipes:
+        run = Run(recipe, "tp", build=perceptron)
+        plain = tensor_parallel(perceptron(recipe))
+        for name, param in plain.named_parameters():  # cut as the quantized ones are before FSDP2
+            whole = quantize_model_(perceptron(recipe), RECIPES[recipe]).get_parameter(name).dequantize()
+            local_tensor(param.detach()).copy_(local_tensor(shard_like(whole, param)))
+        fully_shard(plain, mesh=mesh_of("tp")["dp"])
+        x = values((3, run.model.up.in_features), 9, mesh_of("tp")["dp"].get_local_rank()).bfloat16()
+        outputs = []
+        for model in (run.model, plain):
+            outputs.append(model(x))
+            outputs[-1].float().square().mean().backward()
+        pairs = [outputs, *([run.model.get_parameter(n).grad, p.grad] for n, p in plain.named_parameters())]
+        found[recipe] = [float((local_tensor(a) - local_tensor(b)).abs().sum()) for a, b in pairs]
+    return found
+
+
+@pytest.mark.parametrize("ranks, on", on_each_device((4,), nccl=[(2,)]))
+def test_tensor_parallel_weights_compute_as_decoded_ones(ranks: int, on: str) -> None:
+    for result in distributed.run(ranks, compare_tensor_parallel, list(RECIPES), on=on):
+        assert list(result) == list(RECIPES)
+        for recipe, differences in result.items():
+            assert differences == [0.0, 0.0, 0.0], recipe
+
+
+# --- what cannot be sharded -------------------------------------------------------------------------------------
+
+
+def refuse(rows: int) -> list[str]:
+    device = distributed.device()
+    model = nn.Sequential(nn.Linear(8, 128), nn.Linear(128, rows)).to(device)
+    quantize_model_(model, RECIPES["tiles"])
+    errors = []
+    with pytest.raises(ValueError) as error:
+        fully_shard(model[1], mesh=distributed.mesh())
+    errors.append(str(error.value))
+    sharded_already = fully_shard(nn.Linear(256, 128, device=device), mesh=distributed.mesh())
+    with pytest.raises(ValueError) as error:
+        quantize_model_(sharded_already, RECIPES["mxfp8"])
+    errors.append(str(error.value))
+    by_columns = quantize_model_(nn.Sequential(nn.Linear(256, 128, device=device)), RECIPES["mxfp8"])
+    with pytest.raises(RuntimeError) as error:
+        fully_shard(by_columns, mesh=distributed.mesh(), shard_placement_fn=lambda param: Shard(param.dim() - 1))
+    errors.append(str(error.value))
+    weight = quantize_model_(nn.Linear(256, 128, device=device), RECIPES["mxfp8"]).weight.detach()
+    with pytest.raises(RuntimeError) as error:
+        dist.all_reduce(weight)
+    errors.append(str(error.value))
+    return errors
+
+
+@pytest.mark.parametrize("ranks, on", on_each_device((2,)))
+def test_what_cannot_be_sharded_is_named_on_every_rank(ranks: int, on: str) -> None:
+    for cut, order, columns, reduced in distributed.run(ranks, refuse, 384, on=on):
+        assert cut.startswith("1.weight: Float8BlockScaling cannot be cut to rows 0 to 192 of 384: its blocks have 128")
+        assert "after fully_shard: the order is tensor parallelism, quantization, FSDP" in order
+        assert columns == "0.weight: FSDP2 can shard quantized weights by rows only: placement Shard(0)"
+        assert "c10d.allreduce_.default takes no quantized weights" in reduced
+
+
+def start_replicas(recipe: str) -> list[Tensor]:
+    """DistributedDataParallel takes over the first rank's weights."""
+    model = nn.Sequential(nn.Linear(64, 8, bias=False))
+    model[0].weight.data = values((8, 64), dist.get_rank())
+    quantize_model_(model, RECIPES[recipe])
+    nn.parallel.DistributedDataParallel(model)
+    return [model[0].weight.values().cpu(), model[0].weight.initial_values().cpu()]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("ranks, on", on_each_device((2,)))
+def test_replicas_start_from_the_first_ranks_bytes(recipe: str, ranks: int, on: str) -> None:
+    first, *others = distributed.run(ranks, start_replicas, recipe, on=on)
+    assert torch.equal(first[1], values((8, 64), 0))
+    for other in others:
+        assert all(map(torch.equal, first, other))
+
+
+def requires_grad_of_locals() -> list[bool]:
+    weight = quantize_model_(nn.Linear(64, 8, device=distributed.device()), RECIPES["mxfp8"]).weight.detach()
+    found = []
+    for wanted in (True, False):
+        local = weight.clone().requires_grad_(wanted)
+        found.append(DTensor.from_local(local, distributed.mesh(), [Shard(0)], run_check=False).requires_grad)
+    return found
+
+
+@pytest.mark.parametrize("ranks, on", on_each_device((2,)))
+def test_dtensors_of_quantized_weights_require_grad_as_these_do(ranks: int, on: str) -> None:
+    assert distributed.run(ranks, requires_grad_of_locals, on=on) == [[True, False]] * ranks
+
+
+def who_keeps_initial_values() -> list[bool]:
+    run = Run("current")
+    state = run.model._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    kept = [param._sharded_param_data for group in groups for param in group.fsdp_params]
+    kept = [data for data in kept if isinstance(data, QuantizedTensor)]
+    before = any(data.has_initial for data in kept)
+    run.optimizer.initialize_state()
+    return [before, any(data.has_initial for data in kept)]
+
+
+@pytest.mark.parametrize("ranks, on", on_each_device((2,)))
+def test_initial_values_are_freed_in_what_fsdp_keeps(ranks: int, on: str) -> None:
+    assert distributed.run(ranks, who_keeps_initial_values, on=on) == [[True, False]] * ranks
+
+
+# --- initial values ---------------------------------------------------------------------------------------------
+
+
+def build_on_meta(recipes: list[str], how: str) -> dict[str, dict[str, Part]]:
+    found = {}
+    for recipe in recipes:
+        with torch.device("meta"), quantized_model_init(RECIPES[recipe]):
+            model = Layers(shapes_of(recipe), torch.bfloat16)
+        model.frozen.requires_grad_(False)
+        assert all(param.is_meta for param in model.parameters())
+        fully_shard(model, mesh=mesh_of(how))
+        model.to_empty(device=distributed.device())
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                fill(local_tensor(param), local_tensor(shard_like(plain_model(recipe).get_parameter(name), param)))
+        has_rows = any(local_tensor(param).is_stale for param in model.parameters() if is_quantized(param))
+        if has_rows:
+            with pytest.raises(RuntimeError, match="finish_initialization"):
+                FusedAdam(model.parameters()).initialize_state()
+        finish_initialization(model)
+        found[recipe] = parameter_parts(model) | masters_of(model)
+        model(values((2, 144), dist.get_rank()).bfloat16())
+    return found
+
+
+def fill(local: Tensor, given: Tensor) -> None:
+    """In place and by operations, as initialisers do."""
+    local.zero_()
+    local.add_(given)
+
+
+def is_quantized(param: Tensor) -> bool:
+    return isinstance(local_tensor(param), QuantizedTensor)
+
+
+def masters_of(model: nn.Module) -> dict[str, Part]:
+    """What the optimizer starts from; the initial values are freed with that."""
+    optimizer = FusedAdam(model.parameters())
+    masters = {f"{name}: master": part(value) for name, value in optimizer.master_state_dict(model).items()}
+    assert not any(local_tensor(param).has_initial for param in model.parameters() if is_quantized(param))
+    return masters
+
+
+@pytest.mark.parametrize(
+    "ranks, how, on",
+    on_each_device((1, "fsdp"), (2, "fsdp"), (4, "fsdp"), (4, "hsdp"), nccl=FSDP_ON_GPUS),
+)
+def test_models_built_on_meta_get_the_values_of_unsharded_ones(ranks: int, how: str, on: str) -> None:
+    results = distributed.run(ranks, build_on_meta, list(RECIPES), how, on=on)
+    for recipe in RECIPES:
+        model, plain = quantize_model_(plain_model(recipe), RECIPES[recipe]), plain_model(recipe)
+        expected = join_all([parameter_parts(model)])
+        expected |= {f"{name}: master": param.detach().float() for name, param in plain.named_parameters()}
+        assert_same(join_all([result[recipe] for result in results]), expected)
+
+
+# --- tied weights and state dicts -------------------------------------------------------------------------------
+
+
+def train_tied(recipe: str) -> list[Any]:
+    """Two models, quantized and plain with the decoded weight; the embedding and the head have one weight."""
+    models = []
+    for _ in range(2):
+        model = nn.Sequential(nn.Embedding(7, 64), nn.Linear(64, 7, bias=False))
+        model[0].weight.data = values((7, 64), 1)
+        model[1].weight = model[0].weight
+        models.append(model)
+    quantize_model_(models[0], RECIPES[recipe])
+    models[1][0].weight.data.copy_(models[0][0].weight.dequantize())
+    x, found = torch.tensor([[0, 3, 3], [6, 1, dist.get_rank()]], device=distributed.device()), []
+    for model in models:
+        fully_shard(model, mesh=distributed.mesh())
+        assert model[0].weight is model[1].weight
+        loss = nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten())
+        loss.backward()
+        found += [loss.item(), local_tensor(model[0].weight.grad).cpu()]
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["current", "nvfp4"])
+@pytest.mark.parametrize("ranks, on", on_each_device((3,), nccl=[(2,)]))
+def test_tied_weights_train_as_plain_ones(recipe: str, ranks: int, on: str) -> None:
+    for loss, grad, expected_loss, expected_grad in distributed.run(ranks, train_tied, recipe, on=on):
+        assert loss == expected_loss and torch.equal(grad, expected_grad)
+
+
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+def load_plain(recipes: list[str], how: str, way: str, forward_first: bool) -> dict[str, dict[str, Part]]:
+    """A plain full state dict, loaded into a sharded quantized model with other values."""
+    found = {}
+    for recipe in recipes:
+        model = plain_model(recipe, seed=1)
+        if way == "meta":
+            model.to("meta")
+        fully_shard(quantize_model_(model, RECIPES[recipe]), mesh=mesh_of(how))
+        x = values((2, 144), dist.get_rank()).bfloat16()
+        if forward_first:
+            model(x).sum().backward()
+            masters_of(model)
+        state = plain_model(recipe).state_dict()
+        if way in ("broadcast", "meta"):  # torch assigns what it loads into weights on the meta device
+            set_model_state_dict(model, state if dist.get_rank() == 0 else {}, options=BROADCAST)
+        elif way == "full":
+            set_model_state_dict(model, state, options=FULL)
+        else:
+            sharded = {name: shard_like(value, model.get_parameter(name)) for name, value in state.items()}
+            model.load_state_dict(sharded, assign=way == "assign")
+        if RECIPES[recipe].scales_whole_tensor:
+            with pytest.raises(RuntimeError, match="finish_initialization"):
+                for layer in (model.even, model.uneven) if recipe != "tiles" else (model.uneven,):
+                    local_tensor(layer.weight).dequantize()
+        finish_initialization(model)
+        model(x).sum().backward()
+        found[recipe] = parameter_parts(model)
+        assert all(is_quantized(param) for name, param in model.named_parameters() if "weight" in name)
+    return found
+
+
+@pytest.mark.parametrize(
+    "ranks, how, forward_first, way, on",
+    on_each_device(
+        *[(3, "fsdp", True, way) for way in ("full", "broadcast", "sharded", "assign", "meta")],
+        *[(2, "fsdp", False, "broadcast"), (4, "hsdp", False, "broadcast")],
+        # Not "meta": where a group has a CPU backend, too, torch assigns what it broadcasts there.
+        nccl=[(2, "fsdp", way != "full", way) for way in ("full", "broadcast", "sharded", "assign")],
+    ),
+)
+def test_plain_state_dicts_are_quantized_as_whole_weights(
+    ranks: int, how: str, forward_first: bool, way: str, on: str
+) -> None:
+    results = distributed.run(ranks, load_plain, list(RECIPES), how, way, forward_first and way != "meta", on=on)
+    for recipe in RECIPES:
+        expected = parameter_parts(quantize_model_(plain_model(recipe), RECIPES[recipe]))
+        assert_same(join_all([result[recipe] for result in results]), join_all([expected]))
+
+
+def load_quantized(recipes: list[str], assign: bool, forward_first: bool) -> dict[str, dict[str, Part]]:
+    """The sharded state dict of another model."""
+    found = {}
+    for recipe in recipes:
+        source, model = (Run(recipe, fresh=fresh).model for fresh in (False, True))
+        x = values((2, 144), dist.get_rank()).bfloat16()
+        if forward_first:
+            model(x).sum().backward()
+        model.load_state_dict(source.state_dict(), assign=assign)
+        model(x).sum().backward()
+        found[recipe] = parameter_parts(model)
+        assert all(param.grad is not None for name, param in model.named_parameters() if name.startswith("uneven"))
+    return found
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("forward_first", [False, True])
+@pytest.mark.parametrize("ranks, on", on_each_device((3,), nccl=[(2,)]))
+def test_sharded_state_dicts_load_bytes(assign: bool, forward_first: bool, ranks: int, on: str) -> None:
+    results = distributed.run(ranks, load_quantized, list(RECIPES), assign, forward_first, on=on)
+    for recipe in RECIPES:
+        expected = parameter_parts(quantize_model_(plain_model(recipe), RECIPES[recipe]))
+        assert_same(join_all([result[recipe] for result in results]), join_all([expected]))
+
+
+def read_full(recipes: list[str], how: str) -> dict[str, list[dict[str, Tensor]]]:
+    """Full tensors and full state dicts of sharded models, and what loading the latter makes of other models.
+
+    With one rank these hold the quantized weights themselves.
+    """
+    found = {}
+    for recipe in recipes:
+        model, other = Run(recipe, how).model, Run(recipe, how, fresh=True).model
+        full = {name: plain(param.full_tensor()) for name, param in model.named_parameters()}
+        state = {name: plain(value) for name, value in get_model_state_dict(model, options=FULL).items()}
+        set_model_state_dict(
+            other, get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), options=FULL
+        )
+        finish_initialization(other)
+        again = {name: plain(param.full_tensor()) for name, param in other.named_parameters()}
+        found[recipe] = [full, state, again]
+    return found
+
+
+def plain(value: Tensor) -> Tensor:
+    value = value.detach().cpu()
+    return value.dequantize() if is_quantized(value) and dist.get_world_size() == 1 else value
+
+
+def load_unfinished() -> str:
+    """The full state dict of one rank, hence with quantized weights, before these were quantized."""
+    source, model = Run("current").model, Run("current", fresh=True).model
+    nn.init.normal_(source.even.weight)
+    with pytest.raises(RuntimeError) as error:
+        set_model_state_dict(model, get_model_state_dict(source, options=FULL), options=FULL)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("ranks, on", on_each_device((1,)))
+def test_full_state_dicts_of_unfinished_weights_load_nowhere(ranks: int, on: str) -> None:
+    assert "finish_initialization" in distributed.run(ranks, load_unfinished, on=on)[0]
+
+
+@pytest.mark.parametrize("ranks, how, on", on_each_device((1, "fsdp"), (3, "fsdp"), (4, "hsdp"), nccl=FSDP_ON_GPUS))
+def test_full_state_dicts_are_plain_decoded_values(ranks: int, how: str, on: str) -> None:
+    results = distributed.run(ranks, read_full, list(RECIPES), how, on=on)
+    for recipe in RECIPES:
+        model = quantize_model_(plain_model(recipe), RECIPES[recipe])
+        expected = {name: param.detach() for name, param in model.named_parameters()}
+        expected |= {name: value.dequantize() for name, value in expected.items() if is_quantized(value)}
+        for rank, (full, state, again) in enumerate(result[recipe] for result in results):
+            assert_same(full, expected)
+            assert_same(state, expected if rank == 0 else {})
+            for name, value in again.items():  # the scale may differ by BF16's rounding
+                assert type(value) is Tensor
+                assert torch.allclose(value.float(), expected[name].float(), rtol=2**-7, atol=0), (recipe, name)

@@ -1,0 +1,617 @@
+"""Checkpoints in native form: the stored bits come back, on any number of ranks, or are refused.
+
+Every load goes into a freshly built model and optimizer with other values, other hyperparameters and no states.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from test_distributed_checkpoint import FORMATS, WAYS, Run, trained_states
+from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+)
+
+import cases
+import distributed
+from distributed import Part, assert_same, join_all, part, same_bits
+from fused_optim import FusedAdam
+from fused_optim.sharding.dtensor import local_tensor
+from fused_optim.state.states import MOMENTS
+
+# In the order of nn.ParameterDict.
+SHAPES = {
+    "conv": (3, 8, 2, 4),
+    "long": (5000,),
+    "narrow": (5, 64),
+    "odd": (5, 50),
+    "vacant": (0, 128),
+    "vector": (10,),
+    "void": (3, 0),
+    "wide": (6, 256),
+}
+SAVED_AT = 2
+IDS = {"ids": str}
+
+
+# --- one process ------------------------------------------------------------------------------------------------
+
+
+def build(
+    master: cases.Master, fmt: torch.dtype, device: str = "cpu", *, fresh: bool = False
+) -> tuple[nn.ParameterDict, FusedAdam]:
+    tensors = {
+        name: cases.values(shape, master.param_dtype, device, seed=10 * fresh + i)
+        for i, (name, shape) in enumerate(SHAPES.items())
+    }
+    model = nn.ParameterDict(tensors)
+    model["wide"].requires_grad_(False)  # frozen
+    options = {"exp_avg_dtype": fmt, "exp_avg_sq_dtype": fmt, "lr": 0.5 if fresh else 0.01, **master.options}
+    return model, FusedAdam(model.parameters(), **options)
+
+
+def train(model: nn.ParameterDict, optimizer: FusedAdam, steps: range) -> None:
+    for step in steps:
+        for i, (name, param) in enumerate(model.items()):
+            if name not in ("wide", "narrow"):  # frozen, or without gradient
+                param.grad = cases.values(param.shape, param.dtype, str(param.device), seed=100 * step + i, spread=3.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trained(
+    master: cases.Master, fmt: torch.dtype, device: str = "cpu", form: str = "native"
+) -> tuple[nn.ParameterDict, FusedAdam]:
+    model, optimizer = build(master, fmt, device)
+    optimizer.checkpoint_format = form
+    train(model, optimizer, range(SAVED_AT))
+    return model, optimizer
+
+
+def stored(model: nn.ParameterDict, optimizer: FusedAdam) -> dict[str, Tensor]:
+    """Parameters, and states and scales as they are kept."""
+    found = {}
+    for name, param in model.items():
+        found[f"{name}: parameter"] = param.detach().clone()
+        for key, value in optimizer.state.get(param, {}).items():
+            found[f"{name}: {key}"] = value.clone()
+        if optimizer.state.get(param):
+            found[f"{name}: scales"] = optimizer._slots[param].scales.clone()
+    return found
+
+
+def tensors_of(tree: Any, path: str = "") -> dict[str, Tensor]:
+    if not isinstance(tree, dict):
+        return {path: tree} if isinstance(tree, Tensor) else {}
+    return {k: v for key, value in tree.items() for k, v in tensors_of(value, f"{path}.{key}").items()}
+
+
+EVERY_MASTER = pytest.mark.parametrize("master", cases.MASTERS, **IDS)
+EVERY_FORMAT = pytest.mark.parametrize("fmt", FORMATS, **IDS)
+REM16, REM8, PLAIN = cases.MASTER["bfloat16+rem16"], cases.MASTER["bfloat16+rem8"], cases.MASTER["float32"]
+
+
+@EVERY_MASTER
+@EVERY_FORMAT
+def test_every_bit_comes_back_and_training_goes_on_alike(master: cases.Master, fmt: torch.dtype, device: str) -> None:
+    """The file is read to the CPU."""
+    model, optimizer = trained(master, fmt, device)
+    other, fresh = build(master, fmt, device, fresh=True)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    other.load_state_dict(model.state_dict())
+    file.seek(0)
+    fresh.load_state_dict(torch.load(file, weights_only=True, map_location="cpu"))
+    assert_same(stored(other, fresh), stored(model, optimizer))
+    assert fresh.checkpoint_format == "unscaled"
+    for each in ((model, optimizer), (other, fresh)):
+        train(*each, range(SAVED_AT, SAVED_AT + 2))
+    assert_same(stored(other, fresh), stored(model, optimizer))
+
+
+@pytest.mark.parametrize("fmt", FORMATS, **IDS)
+def test_form_of_states(fmt: torch.dtype) -> None:
+    _, optimizer = trained(REM16, fmt)
+    state_dict = optimizer.state_dict()
+    scaled = fmt in (torch.int8, torch.float8_e4m3fn, torch.float16)
+    blocks = {"wide": 128, "narrow": 64, "conv": 64, "vacant": 128, "void": 128}
+    for (name, shape), states in zip(SHAPES.items(), state_dict["state"].values(), strict=True):
+        for moment in MOMENTS:
+            value = states[moment]
+            if not scaled or name not in blocks:
+                expected = torch.bfloat16 if fmt == torch.bfloat16 else torch.float32
+                assert (value.dtype, value.shape) == (expected, shape)
+                continue
+            assert [*value] == ["bits", "scale", "format", "block"]
+            assert (value["bits"].shape, value["bits"].element_size()) == (shape, 2 if fmt == torch.float16 else 1)
+            row = torch.Size(shape[1:]).numel()
+            assert value["scale"].shape == (shape[0], row // blocks[name])
+            assert (value["block"], type(value["format"])) == (blocks[name], int)
+        if len(shape) == 1:
+            assert states["master_param"].dtype == torch.float32
+        else:
+            assert {key: value.dtype for key, value in states["master_param"].items()} == {
+                "rem16": torch.uint8,
+                "check": torch.int32,
+            }
+
+
+@EVERY_MASTER
+@pytest.mark.parametrize("source", FORMATS, **IDS)
+@pytest.mark.parametrize("target", FORMATS, **IDS)
+def test_other_formats_are_loaded_as_from_the_unscaled_form(
+    master: cases.Master, source: torch.dtype, target: torch.dtype, device: str
+) -> None:
+    model, optimizer = trained(master, source, device)
+    results = []
+    for form in ("native", "unscaled"):
+        optimizer.checkpoint_format = form
+        other, fresh = build(master, target, device, fresh=True)
+        other.load_state_dict(model.state_dict())
+        fresh.load_state_dict(optimizer.state_dict())
+        results.append(stored(other, fresh))
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("source", [REM16, REM8], **IDS)
+@EVERY_MASTER
+def test_remainders_load_into_other_masters_and_precisions(source: cases.Master, master: cases.Master) -> None:
+    model, optimizer = trained(source, torch.int8)
+    expected = optimizer.master_state_dict(model)
+    other, fresh = build(master, torch.int8, fresh=True)
+    other.load_state_dict(model.state_dict())  # float32 holds the bits of bfloat16 as well
+    if master.param_dtype == torch.float16:
+        for name, param in other.items():  # which float16 does not
+            param.data.mul_(2.0 ** (name != "vector"))
+        with pytest.raises(ValueError, match="low bits"):
+            fresh.load_state_dict(optimizer.state_dict())
+        return
+    fresh.load_state_dict(optimizer.state_dict())
+    for name, value in fresh.master_state_dict(other).items():
+        assert ((value - expected[name]).abs() <= 2.0 ** -min(master.bits, 24) * expected[name].abs()).all()
+        assert master.bits < 24 or torch.equal(value, expected[name])
+
+
+@pytest.mark.parametrize("master", [REM16, REM8], **IDS)
+def test_remainders_of_another_parameter_are_refused(master: cases.Master) -> None:
+    """The model's checkpoint was not loaded, or differs in one bit of one element."""
+    model, optimizer = trained(master, torch.int8)
+    other, fresh = build(master, torch.int8, fresh=True)
+    for loaded in (False, True):
+        if loaded:
+            other.load_state_dict(model.state_dict())
+            other["conv"].data.view(torch.int16)[2, 7, 1, 3] ^= 1
+        before = stored(other, fresh)
+        with pytest.raises(ValueError, match=r"parameter \d .*low bits.*Load the model's checkpoint .* first"):
+            fresh.load_state_dict(optimizer.state_dict())
+        assert_same(stored(other, fresh), before)
+    optimizer.checkpoint_format = "unscaled"
+    fresh.load_state_dict(optimizer.state_dict())
+    assert_same(stored(other, fresh), stored(model, optimizer))
+
+
+@pytest.mark.parametrize("fmt", FORMATS[:3], **IDS)
+def test_poisoned_and_empty_blocks_come_back(fmt: torch.dtype) -> None:
+    model, optimizer = trained(REM16, fmt)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+        param.grad.view(-1)[3:4] = float("nan")
+    optimizer.step()
+    other, fresh = build(REM16, fmt, fresh=True)
+    other.load_state_dict(model.state_dict())
+    fresh.load_state_dict(optimizer.state_dict())
+    assert_same(stored(other, fresh), stored(model, optimizer))
+    values = fresh.get_unscaled_state(other["narrow"], "exp_avg")
+    assert values[0].isnan().all() and not values[1:].isnan().any()
+
+
+def test_the_state_dict_is_a_copy_and_loading_keeps_nothing_of_it() -> None:
+    model, optimizer = trained(REM16, torch.int8)
+    state_dict = optimizer.state_dict()
+    packed = {key: value for key, value in tensors_of(state_dict["state"]).items() if "avg." in key or "param." in key}
+    kept = copy.deepcopy(packed)
+    assert packed
+    other, fresh = build(REM16, torch.int8, fresh=True)
+    other.load_state_dict(model.state_dict())
+    fresh.load_state_dict(state_dict)
+    train(model, optimizer, range(5, 7))
+    train(other, fresh, range(5, 7))
+    assert_same(packed, kept)
+
+
+def test_the_form_may_be_changed_and_is_checked() -> None:
+    model, optimizer = trained(PLAIN, torch.int8)
+    assert isinstance(optimizer.state_dict()["state"][2]["exp_avg"], dict)
+    optimizer.checkpoint_format = "unscaled"
+    assert isinstance(optimizer.state_dict()["state"][2]["exp_avg"], Tensor)
+    optimizer.checkpoint_format = "raw"
+    with pytest.raises(ValueError, match="checkpoint_format: expected 'unscaled' or 'native', got 'raw'"):
+        optimizer.state_dict()
+    constructed = FusedAdam(model.parameters(), checkpoint_format="native")
+    assert copy.deepcopy(constructed).checkpoint_format == "native"
+
+
+# --- description and bad input ----------------------------------------------------------------------------------
+
+Change = Callable[[dict[str, Any]], Any]
+
+
+def each_group(**changes: Any) -> Change:
+    return lambda d: [group.update(changes) for group in d["param_groups"]]
+
+
+def last_matrix(key: str, **changes: Any) -> Change:
+    return lambda d: d["state"][3 if key == "master_param" else 2][key].update(changes)
+
+
+BAD: dict[str, tuple[Change, type[Exception], str]] = {
+    "newer": (each_group(fused_optim_version=2), ValueError, "version 2, .* up to 1"),
+    "unscaled": (each_group(fused_optim_native=0), ValueError, "checkpoint_format = 'unscaled'"),
+    "no bits": (lambda d: d["state"][2]["exp_avg"].pop("bits"), KeyError, "exp_avg: .*lacks bits"),
+    "empty": (lambda d: d["state"][2].update(exp_avg={}), KeyError, "parameter 2 .*lacks exp_avg"),
+    "format": (last_matrix("exp_avg", format=77), ValueError, "unknown state format 77"),
+    "unscaled format": (last_matrix("exp_avg", format=1), ValueError, "unknown state format 1"),
+    "block": (last_matrix("exp_avg", block=5), ValueError, "blocks of 5 .* rows of 64"),
+    "other block": (last_matrix("exp_avg", block=32), ValueError, r"scale: expected shape \(5, 2\)"),
+    "dtype": (
+        last_matrix("exp_avg", bits=torch.zeros(5, 64)),
+        TypeError,
+        "expected torch.int8, got torch.float32",
+    ),
+    "shape": (last_matrix("exp_avg_sq", bits=torch.zeros(3, dtype=torch.uint8)), ValueError, r"expected shape \(5, 64"),
+    "scale": (last_matrix("exp_avg", scale=1.0), TypeError, "scale: expected a tensor, got float"),
+    "remainder": (last_matrix("master_param", rem16=torch.zeros(5, 50).short()), TypeError, "parameter 3 .*rem16"),
+    "no check": (lambda d: d["state"][3]["master_param"].pop("check"), KeyError, "expected rem16 or rem8, and check"),
+}
+
+
+@pytest.mark.parametrize("change, error, message", BAD.values(), ids=BAD)
+def test_bad_state_dicts_change_nothing(change: Change, error: type[Exception], message: str) -> None:
+    model, optimizer = trained(REM16, torch.int8)
+    state_dict = copy.deepcopy(optimizer.state_dict())
+    change(state_dict)
+    other, fresh = build(REM16, torch.int8, fresh=True)
+    other.load_state_dict(model.state_dict())
+    fresh.initialize_state()
+    before, groups = stored(other, fresh), copy.deepcopy(fresh.param_groups[0]["lr"])
+    with pytest.raises(error, match=message):
+        fresh.load_state_dict(state_dict)
+    assert_same(stored(other, fresh), before)
+    assert fresh.param_groups[0]["lr"] == groups
+
+
+@pytest.mark.parametrize("form", ["native", "unscaled"])
+def test_state_dicts_describe_themselves_but_need_not(form: str) -> None:
+    model, optimizer = trained(REM16, torch.int8, form=form)
+    state_dict = optimizer.state_dict()
+    for group in state_dict["param_groups"]:
+        assert group.pop("fused_optim_version") == 1
+        assert group.pop("fused_optim_native") == (form == "native")
+    other, fresh = build(REM16, torch.int8, fresh=True)
+    other.load_state_dict(model.state_dict())
+    fresh.load_state_dict(state_dict)
+    assert_same(stored(other, fresh), stored(model, optimizer))
+    assert fresh.state_dict()["param_groups"][0]["fused_optim_native"] == 0
+
+
+# --- size -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fmt", [torch.int8, torch.float8_e4m3fn], **IDS)
+@pytest.mark.parametrize("master, ratio", [(PLAIN, 3.5), (REM8, 3.5), (REM16, 2.8)], **IDS)
+def test_files_are_several_times_smaller(master: cases.Master, ratio: float, fmt: torch.dtype, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)).to(master.param_dtype)
+    optimizer = FusedAdam(model.parameters(), exp_avg_dtype=fmt, exp_avg_sq_dtype=fmt, **master.options)
+    optimizer.initialize_state()
+    sizes = {}
+    for form in ("unscaled", "native"):
+        optimizer.checkpoint_format = form
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # no process group
+            dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=tmp_path / form)
+        sizes[form] = sum(file.stat().st_size for file in (tmp_path / form).iterdir())
+    assert sizes["unscaled"] >= ratio * sizes["native"], sizes
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_tied_parameters(flat: bool, tmp_path: Path) -> None:
+    def tied(seed: int) -> tuple[nn.Module, FusedAdam]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Embedding(16, 64), nn.Linear(64, 16)).bfloat16()
+        model[1].weight = model[0].weight
+        options = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8, "store_param_remainders": True}
+        return model, FusedAdam(model.parameters(), checkpoint_format="native", **options)
+
+    model, optimizer = tied(0)
+    model(torch.arange(16)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    other, fresh = tied(1)
+    other.load_state_dict(model.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no process group
+        dcp.save(get_optimizer_state_dict(model, optimizer, options=options), checkpoint_id=tmp_path)
+        state = get_optimizer_state_dict(other, fresh, options=options)
+        dcp.load(state, checkpoint_id=tmp_path)
+    set_optimizer_state_dict(other, fresh, state, options=options)
+    for param, expected in zip(other.parameters(), model.parameters(), strict=True):
+        assert_same(fresh.state[param], optimizer.state[expected])
+        assert torch.equal(fresh._slots[param].scales, optimizer._slots[expected].scales)
+
+
+def test_documented_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no process group
+        for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+            exec(code, names)
+    param, optimizer, other = names["model"].weight, names["optimizer"], names["other"]
+    assert optimizer.get_unscaled_state(param, "exp_avg").any()
+    assert other.state[param]["exp_avg"].dtype == torch.bfloat16 and other.param_groups[0]["step"] == 1
+    assert torch.equal(
+        names["resumed"].state[names["resumed_model"].weight]["exp_avg"], optimizer.state[param]["exp_avg"]
+    )
+    (shard,) = Path("step-1").glob("*.distcp")
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(FileNotFoundError, match="no checkpoint is whole"):
+        names["resume"](["step-1"])
+
+
+# --- several processes ------------------------------------------------------------------------------------------
+
+
+class NativeRun(Run):
+    """Saves in native form; its snapshots also hold the stored bits."""
+
+    def __init__(self, how: str, master: str, formats: Sequence[torch.dtype] = FORMATS, *, fresh: bool = False) -> None:
+        super().__init__(how, master, formats, fresh=fresh)
+        self.optimizer.checkpoint_format = "native"
+
+    def snapshot(self) -> dict[str, Part]:
+        form, self.optimizer.checkpoint_format = self.optimizer.checkpoint_format, "unscaled"
+        found = super().snapshot()
+        self.optimizer.checkpoint_format = form
+        for name, param in self.model.named_parameters():
+            found |= {f"{name}: stored {key}": part(value) for key, value in self.optimizer.state[param].items()}
+        return found
+
+
+def save_async(run: Run, path: str) -> None:
+    """Training goes on while the file is written."""
+    model, optimizer = get_state_dict(run.model, run.optimizer)
+    future = dcp.async_save({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+    parameters = [local_tensor(param.data).clone() for param in run.model.parameters()]
+    states = copy.deepcopy(run.optimizer.state_dict())
+    run.train(20, 21)
+    future.result()
+    for param, value in zip(run.model.parameters(), parameters, strict=True):
+        local_tensor(param.data).copy_(value)
+    run.optimizer.load_state_dict(states)
+
+
+OWN_WAYS = {**WAYS, "async": (save_async, WAYS["nested"][1])}
+
+
+def hop(
+    how: str,
+    master: str,
+    way: str,
+    source: str | None,
+    target: str,
+    steps: range,
+    forms: tuple[str, str] = ("native",) * 2,
+) -> list[dict[str, Part]]:
+    """Load into a fresh run, train, save: what was loaded, and what was saved."""
+    run = NativeRun(how, master, fresh=source is not None)
+    loaded = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        if source is not None:
+            run.optimizer.checkpoint_format = forms[0]
+            OWN_WAYS[way][1](run, source)
+            loaded = run.snapshot()
+        run.train(steps.start, steps.stop)
+        run.optimizer.checkpoint_format = forms[1]
+        OWN_WAYS[way][0](run, target)
+    return [loaded, run.snapshot()]
+
+
+def journey(
+    worlds: Sequence[tuple[int, str]], master: str, way: str, folder: Path, forms: Sequence[str] | None = None
+) -> None:
+    """From ranks to ranks, one step on each, beside a run that is never interrupted."""
+    saved: dict[str, Tensor] = {}
+    forms = forms or ["native"] * len(worlds)
+    path = None
+    for i, (world_size, how) in enumerate(worlds):
+        target = str(folder / str(i))
+        used = (forms[i - 1], forms[i])
+        results = distributed.run(world_size, hop, how, master, way, path, target, range(i, i + 1), used)
+        if path is not None:
+            assert_same(trained_states(join_all([r[0] for r in results])), saved)
+        saved, path = trained_states(join_all([r[1] for r in results])), target
+    assert_same(saved, straight(master, len(worlds)))
+
+
+def run_straight(master: str, steps: int) -> dict[str, Part]:
+    run = NativeRun("plain", master)
+    run.train(0, steps)
+    return run.snapshot()
+
+
+@functools.cache
+def straight(master: str, steps: int) -> dict[str, Tensor]:
+    return trained_states(join_all(distributed.run(1, run_straight, master, steps)))
+
+
+ALL_WORLDS = [(4, "fsdp"), (2, "fsdp"), (3, "fsdp"), (1, "fsdp")]
+
+
+@pytest.mark.parametrize(
+    "master, way", [("remainder16", "nested"), ("remainder8", "flat"), ("bfloat16", "flat"), ("float32", "plain")]
+)
+def test_resharding_changes_no_bit(master: str, way: str, tmp_path: Path) -> None:
+    journey(ALL_WORLDS, master, way, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "worlds, way",
+    [
+        ([(2, "fsdp"), (3, "fsdp")], "full"),
+        ([(2, "fsdp"), (3, "fsdp")], "broadcast"),
+        ([(2, "fsdp"), (3, "fsdp")], "cpu"),
+        ([(2, "fsdp"), (3, "fsdp")], "async"),
+        ([(1, "plain"), (4, "hsdp"), (2, "fsdp")], "nested"),
+        ([(4, "tp"), (4, "tp")], "nested"),
+    ],
+    **IDS,
+)
+def test_every_interface_and_placement_changes_no_bit(worlds: list[tuple[int, str]], way: str, tmp_path: Path) -> None:
+    journey(worlds, "remainder16", way, tmp_path)
+
+
+@pytest.mark.parametrize("way", ["nested", "flat"])
+def test_conversion_changes_no_bit(way: str, tmp_path: Path) -> None:
+    """A checkpoint is loaded in its own form and saved in the other one."""
+    journey([(2, "fsdp"), (3, "fsdp"), (2, "fsdp")], "remainder16", way, tmp_path, ["native", "unscaled", "native"])
+
+
+def load_directly(how: str, source: str, master: str, shift: int) -> list[dict[str, Part]]:
+    """From an optimizer with other placements and, with ``shift``, other formats; in both forms."""
+    saved = NativeRun(source, master)
+    saved.train(0, SAVED_AT)
+    found = []
+    for form in ("native", "unscaled"):
+        saved.optimizer.checkpoint_format = form
+        loaded = NativeRun(how, master, FORMATS[shift:] + FORMATS[:shift], fresh=True)
+        for (_, param), (_, other) in zip(loaded.model.named_parameters(), saved.model.named_parameters(), strict=True):
+            local_tensor(param.data).copy_(local_tensor(distributed.shard_like(whole(other), param)))
+        loaded.optimizer.load_state_dict(saved.optimizer.state_dict())
+        found.append(loaded.snapshot())
+    return found
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor().detach() if hasattr(tensor, "full_tensor") else tensor.detach()
+
+
+@pytest.mark.parametrize("shift", [0, 2])
+@pytest.mark.parametrize("target, source", [("fsdp", "plain"), ("tp", "plain"), ("plain", "fsdp")])
+def test_other_placements_and_formats_are_loaded_as_from_the_unscaled_form(
+    target: str, source: str, shift: int
+) -> None:
+    results = distributed.run(4, load_directly, target, source, "remainder16", shift)
+    native, unscaled = (join_all([result[i] for result in results]) for i in (0, 1))
+    assert_same(native, unscaled)
+
+
+def refuse(why: str, folder: str) -> str:
+    """A load that fails; returns the error's text."""
+    saved, run = NativeRun("fsdp", "remainder16"), NativeRun("fsdp", "remainder16", fresh=True)
+    saved.train(0, 1)
+    if why == "unscaled file":
+        saved.optimizer.checkpoint_format = "unscaled"
+    state = get_optimizer_state_dict(saved.model, saved.optimizer)
+    if why == "newer":
+        for group in state["param_groups"]:
+            group["fused_optim_version"] = 2
+    dcp.save(state, checkpoint_id=folder)
+    run.optimizer.initialize_state()
+    if why == "unscaled template":
+        run.optimizer.checkpoint_format = "unscaled"
+    elif why == "formats":
+        run = NativeRun("fsdp", "remainder16", FORMATS[2:3] + FORMATS[1:], fresh=True)
+        run.optimizer.initialize_state()
+    elif why == "one rank" and torch.distributed.get_rank() == 0:
+        for param, other in zip(run.model.parameters(), saved.model.parameters(), strict=True):
+            local_tensor(param.data).copy_(local_tensor(other.data))
+    before = {name: values for name, (_, _, values) in run.snapshot().items()}
+    with pytest.raises((ValueError, TypeError, CheckpointException)) as error:
+        template = get_optimizer_state_dict(run.model, run.optimizer)
+        dcp.load(template, checkpoint_id=folder)
+        set_optimizer_state_dict(run.model, run.optimizer, template)
+    after = {name: values for name, (_, _, values) in run.snapshot().items()}
+    packed = [name for name in before if "even" in name and ("int8" in name or "float8" in name)]
+    assert packed and all(same_bits(after[name], before[name]) for name in packed)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "why, message",
+    [
+        ("newer", "version 2, this fused_optim reads versions up to 1"),
+        ("one rank", "low bits of its master"),
+        ("formats", "exp_avg: bits of int8: expected torch.int8, got torch.float16; .*state formats"),
+        ("unscaled file", "Missing key .*exp_avg"),
+        ("unscaled template", "Missing key .*exp_avg"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused_on_every_rank(why: str, message: str, tmp_path: Path) -> None:
+    errors = distributed.run(2, refuse, why, str(tmp_path / "checkpoint"), timeout=20)
+    assert all(re.search(message, error) for error in errors), errors
+
+
+def load_other_form(form: str, way: str, path: str) -> None:
+    """A state dict of the other form is what torch loads into."""
+    run = NativeRun("fsdp", "remainder16", fresh=True)
+    run.optimizer.initialize_state()
+    run.optimizer.checkpoint_format = form
+    if way == "partial":
+        state = get_optimizer_state_dict(run.model, run.optimizer)
+        dcp.load({"optimizer": state}, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
+        set_optimizer_state_dict(run.model, run.optimizer, state)
+    else:
+        WAYS[way][1](run, path)
+
+
+@pytest.mark.parametrize("way", ["partial", "full", "broadcast"])
+@pytest.mark.parametrize("forms", [("native", "unscaled"), ("unscaled", "native")], **IDS)
+def test_another_form_is_never_half_loaded(forms: tuple[str, str], way: str, tmp_path: Path) -> None:
+    """Where torch itself does not fail."""
+    path = str(tmp_path / "checkpoint")
+    saved_as = "nested" if way == "partial" else "full"
+    distributed.run(2, hop, "fsdp", "remainder16", saved_as, None, path, range(1), (None, forms[0]))
+    with pytest.raises(distributed.RemoteError) as error:
+        distributed.run(2, load_other_form, forms[1], way, path)
+    reports = str(error.value).split("rank 1 raised")
+    assert len(reports) == 2
+    for report in reports:
+        in_torch = way != "partial" and "_unflatten_state_dict(" in report
+        assert in_torch or f"set optimizer.checkpoint_format = '{forms[0]}'" in report
+
+
+def eight_bit(to: torch.dtype, folder: str) -> list[dict[str, Part]]:
+    """Through torch.distributed.checkpoint from int8 to another format, whose tensors are what is loaded into."""
+    saved, run = (NativeRun("fsdp", "bfloat16", [fmt] * 5, fresh=fmt == to) for fmt in (torch.int8, to))
+    saved.train(0, SAVED_AT)
+    WAYS["nested"][0](saved, folder)
+    WAYS["nested"][1](run, folder)
+    saved.optimizer.checkpoint_format = "unscaled"
+    direct = NativeRun("fsdp", "bfloat16", [to] * 5, fresh=True)
+    direct.optimizer.load_state_dict(saved.optimizer.state_dict())
+    return [run.snapshot(), direct.snapshot()]
+
+
+def test_eight_bit_formats_load_into_each_other(tmp_path: Path) -> None:
+    results = distributed.run(2, eight_bit, torch.float8_e4m3fn, str(tmp_path / "checkpoint"))
+    loaded, direct = (trained_states(join_all([result[i] for result in results])) for i in (0, 1))
+    assert_same(loaded, direct)
