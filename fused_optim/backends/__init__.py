@@ -20,7 +20,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:  # states of quantized parameters need the engines
     from fused_optim.adapters import Target
-    from fused_optim.state.states import Slots
+    from fused_optim.slots import Slots
 
 BACKENDS = ("torch", "cpu", "cuda")
 
