@@ -95,6 +95,9 @@ class CompiledShards:
     def updated(self, watched: list[tuple[Any, ...]]) -> list[Tensor]:
         return self._plan.updated(watched)
 
+    def groups_with_gradients(self) -> Sequence[int]:
+        return self._plan.groups_with_gradients()
+
     def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
         for group, h in enumerate(hypers):
             on_device = isinstance(h.lr, Tensor)
