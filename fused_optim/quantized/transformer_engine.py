@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fused_optim.adapters import Target, Update
+from fused_optim.backends import is_capturing
 from fused_optim.quantized import engine
 from fused_optim.quantized.recipes import Float8DelayedScaling
 from fused_optim.sharding.dtensor import local_tensor, sharding_dims
-from fused_optim.step.scalars import is_capturing
 
 ROUNDS_STOCHASTICALLY = False  # quantize_ rounds to nearest: without a master, small updates would be lost
 

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from fused_optim import adapters
 from fused_optim.adapters import Fractions, Target, Update, adapter_of
-from fused_optim.backends import Hyper, Shards, ShardWork, backend_for, shards_on
+from fused_optim.backends import Backend, Hyper, ShardWork, backend_for
+from fused_optim.backends.shards import Shards, shards_on
 from fused_optim.formats import Master, rounding_key
 from fused_optim.sharding.dtensor import finished_local, local_tensor
 from fused_optim.state.states import MASTER, Slots, read_parameter, state_dtypes
@@ -31,7 +32,7 @@ class _Part:
     """The shards of one device."""
 
     device: torch.device
-    backend: str
+    backend: Backend
     indices: list[int] = field(default_factory=list)  # positions in the param groups
     groups: list[int] = field(default_factory=list)
     watched: list[tuple[Any, ...]] = field(default_factory=list)  # see backends.Shards

@@ -13,16 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_optim.backends import is_capturing as is_capturing
 from fused_optim.sharding.dtensor import local_tensor
 
 Groups = list[dict[str, Any]]
 
 _WORKSPACE_BYTES = 64  # per param group; the engine checks it
-
-
-def is_capturing() -> bool:
-    """Whether the current CUDA stream is being captured into a graph."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def host_lr(group: dict[str, Any]) -> float | None:
