@@ -64,7 +64,7 @@ def prepare(weights: Sequence[tuple[Recipe, Components]], applies: Tensor | None
 
 def rescale(
     weights: Sequence[tuple[Recipe, Components]],
-    absmaxes: Sequence[Tensor | None],
+    absmaxes: Sequence[Tensor],
     applies: Tensor | None,
     advance: bool,
 ) -> None:
