@@ -64,10 +64,10 @@ class FusedAdam(fused_optim.adam.FusedAdam):
     def step(
         self,
         closure: Callable[[], Any] | None = None,
-        grads: Any = None,
-        output_params: Any = None,
-        scale: Any = None,
-        grad_norms: Any = None,
+        grads: object = None,
+        output_params: object = None,
+        scale: object = None,
+        grad_norms: object = None,
         grad_scaler: torch.amp.GradScaler | None = None,
     ) -> Any:
         """As :meth:`fused_optim.FusedAdam.step`. Raises RuntimeError for the arguments that Apex has given up."""

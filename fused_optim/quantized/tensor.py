@@ -12,7 +12,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -345,13 +345,13 @@ class QuantizedTensor(torch.Tensor):
     def is_pinned(self, device: str | torch.device | int | None = None) -> bool:
         return all(part.is_pinned() for part in self.components.values())
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]  # of one without types
         return (
             f"QuantizedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, {self.recipe}"
             f"{', with initial values' if self.has_initial else ''})"
         )
 
-    def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:  # type: ignore[override]
+    def __reduce_ex__(self, proto: SupportsIndex) -> tuple[Any, ...]:
         if self._transposed or self._flat:
             raise TypeError("views of a quantized weight cannot be pickled")
         self.check_fresh()
