@@ -51,6 +51,9 @@ class Shared:
     columns_cut: bool = False
     name: str | None = None
 
+    def copied(self) -> Shared:
+        return Shared(self.stale, self.discard, self.shard, self.columns_cut, self.name)
+
 
 # What compilers keep of a weight beside its components: recipe, shape, dtype, whether it is transposed, or flat, padded
 # rows.
@@ -181,7 +184,7 @@ class QuantizedTensor(torch.Tensor):
             self.dtype,
             transposed=self._transposed,
             flat=self._flat,
-            shared=dataclasses.replace(self._shared),
+            shared=self._shared.copied(),
             padded_rows=padded_rows,
         )
 
