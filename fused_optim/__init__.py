@@ -2,7 +2,8 @@
 
 from fused_optim.adam import FusedAdam, FusedAdamW
 from fused_optim.checkpoint.checksums import verify_checksums, write_checksums
-from fused_optim.checkpoint.files import LoadReport, export_optimizer_checkpoint, load_optimizer_checkpoint
+from fused_optim.checkpoint.export import export_optimizer_checkpoint
+from fused_optim.checkpoint.load import LoadReport, load_optimizer_checkpoint
 from fused_optim.checkpoint.masters import save_master_safetensors
 from fused_optim.clip import clip_grad_norm_
 

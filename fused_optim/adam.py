@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection
-from itertools import chain
 from typing import Any
 
 import torch
@@ -14,27 +13,15 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from fused_optim import adapters, clip
 from fused_optim.backends import Hyper
 from fused_optim.backends.compiled import load_kernels
-from fused_optim.formats import Master
-from fused_optim.sharding.dtensor import local_tensor, rewrap_like
+from fused_optim.sharding.collective import announce_failure
+from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.sharding.uneven import locate_uneven_shards
-from fused_optim.state import state_dict as checkpoint
-from fused_optim.state.states import (
-    MOMENTS,
-    Slots,
-    adopt_states,
-    create_slots,
-    create_states,
-    master_kind,
-    read_master,
-    read_moment,
-    state_bytes,
-    write_master,
-    write_moment,
-)
+from fused_optim.state import state_dict as forms
+from fused_optim.state.store import StateStore
 from fused_optim.step.amp import amp_scalars, mark_stepped
 from fused_optim.step.plan import Plan, check_capturable, placed_as
 from fused_optim.step.scalars import DeviceScalars, host_lr, is_capturing, on_device
-from fused_optim.step.synthetic import all_gradients_zero, announce_failure
+from fused_optim.step.synthetic import all_gradients_zero
 from fused_optim.validate import (
     check_checkpoint_device,
     check_checkpoint_format,
@@ -61,10 +48,15 @@ def declared_without(*names: str) -> Callable[[Callable[..., Any]], Callable[...
     return declare
 
 
-def _pull_steps(optimizer: FusedAdam) -> None:
-    """A hook of ``state_dict()``: brings ``param_group["step"]`` and the states up to date."""
-    optimizer._scalars.pull(optimizer.param_groups)
-    optimizer._adopt_states()
+def _bring_up_to_date(optimizer: FusedAdam) -> None:
+    """A hook before ``state_dict()``: ``param_group["step"]`` and the states."""
+    optimizer.pull_steps()
+    optimizer.store.adopt()
+
+
+def _convert(optimizer: FusedAdam, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A hook after ``state_dict()``: the states in the form that was chosen."""
+    return forms.convert(optimizer.store, state_dict, optimizer.checkpoint_options)
 
 
 class FusedAdam(Optimizer):
@@ -168,7 +160,7 @@ class FusedAdam(Optimizer):
         self.checkpoint_format = checkpoint_format
         self.checkpoint_device = checkpoint_device
         self.set_grad_none = True if set_grad_none is None else set_grad_none
-        self._slots: dict[Tensor, Slots] = {}
+        self.store = StateStore(self)
         self._start_anew()
         defaults = {
             "lr": lr,
@@ -181,7 +173,7 @@ class FusedAdam(Optimizer):
             "exp_avg_dtype": exp_avg_dtype,
             "exp_avg_sq_dtype": exp_avg_sq_dtype,
             "step": 0,
-            **checkpoint.DESCRIPTION,
+            **forms.DESCRIPTION,
         }
         check_hyperparameters(defaults)
         super().__init__(params, defaults)
@@ -189,10 +181,10 @@ class FusedAdam(Optimizer):
 
     def _register_hooks(self) -> None:
         """Once, also in an optimizer that was copied together with its hooks."""
-        if _pull_steps not in self._optimizer_state_dict_pre_hooks.values():
-            self.register_state_dict_pre_hook(_pull_steps)
-        if checkpoint.convert not in self._optimizer_state_dict_post_hooks.values():
-            self.register_state_dict_post_hook(checkpoint.convert)
+        if _bring_up_to_date not in self._optimizer_state_dict_pre_hooks.values():
+            self.register_state_dict_pre_hook(_bring_up_to_date)
+        if _convert not in self._optimizer_state_dict_post_hooks.values():
+            self.register_state_dict_post_hook(_convert)
 
     def _start_anew(self) -> None:
         """What is not copied with the optimizer."""
@@ -231,27 +223,20 @@ class FusedAdam(Optimizer):
             "checkpoint_format",
             "checkpoint_device",
             "set_grad_none",
-            "_slots",
         )
-        return {**super().__getstate__(), **{key: self.__dict__[key] for key in own}}
+        return {**super().__getstate__(), **{key: self.__dict__[key] for key in own}, "slots": self.store.slots}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        slots = state.pop("slots")
         super().__setstate__(state)
+        self.store = StateStore(self, slots)
         self._start_anew()
         self._register_hooks()
 
-    def _params(self) -> list[Tensor]:
-        return list(chain.from_iterable(group["params"] for group in self.param_groups))
-
-    def _names(self) -> list[str | None]:
-        return list(chain.from_iterable(g.get("param_names", [None] * len(g["params"])) for g in self.param_groups))
-
-    def _identify(self, param: Tensor) -> tuple[int, str | None]:
-        """Index and name of a parameter, for messages."""
-        for index, (candidate, name) in enumerate(zip(self._params(), self._names(), strict=True)):
-            if candidate is param:
-                return index, name
-        raise KeyError(f"the optimizer does not hold this parameter of shape {tuple(param.shape)}")
+    @property
+    def checkpoint_options(self) -> forms.Options:
+        """How ``state_dict()`` converts the states."""
+        return forms.Options(self.checkpoint_format, self.checkpoint_device, self._saves_int16_remainders)
 
     # --- states -------------------------------------------------------------------------------------------------
 
@@ -261,17 +246,13 @@ class FusedAdam(Optimizer):
 
         ``store_param_remainders`` overrides the optimizer's option for states that this call creates.
         """
-        remainders = self.store_param_remainders if store_param_remainders is None else store_param_remainders
-        for group in self.param_groups:
-            for p in group["params"]:
-                if (param is None or p is param) and not self._has_states(p):
-                    self._create(p, group, remainders)
+        self.store.create(param, store_param_remainders)
         if param is None and self.capturable and not is_capturing():
             self._prepare_capture()
 
     def _prepare_capture(self) -> None:
         """What a captured step cannot do itself."""
-        devices = {local_tensor(param).device for param in self._params()}
+        devices = {local_tensor(param).device for param in self.store.params}
         gpus = [device for device in devices if device.type == "cuda"]
         if gpus:
             self._scalars.prepare(devices, self.param_groups, capturing=False)
@@ -280,39 +261,6 @@ class FusedAdam(Optimizer):
             self._scalars.factor(device)
             load_kernels(device)
 
-    def _create(self, param: Tensor, group: dict[str, Any], remainders: bool) -> None:
-        kind = master_kind(param, self.master_weights, self.param_remainder_bits if remainders else None)
-        slots = create_slots(param, kind, group["exp_avg_dtype"], group["exp_avg_sq_dtype"])
-        states = create_states(param, slots)
-        if kind is Master.REMAINDER16 or kind is Master.REMAINDER8:
-            write_master(param, states, slots, local_tensor(param.detach()).float())
-        given = self.state.get(param)
-        if given:
-            adopt_states(param, given, states, slots)
-        self.state[param] = states
-        self._slots[param] = slots
-
-    def _adopt_states(self) -> None:
-        """Make states of what others have put into ``optimizer.state``, as Megatron-LM does before it loads."""
-        for param, given in list(self.state.items()):
-            if given and param not in self._slots:
-                self.initialize_state(param)
-
-    def _has_states(self, param: Tensor) -> bool:
-        return param in self._slots and bool(self.state.get(param))
-
-    def _forget(self, param: Tensor) -> None:
-        self.state.pop(param, None)
-        self._slots.pop(param, None)
-
-    def _states_of(self, param: Tensor) -> tuple[dict[str, Tensor], Slots]:
-        if param not in self._slots and self.state.get(param):
-            self.initialize_state(param)
-        if not self._has_states(param):
-            index, name = self._identify(param)
-            raise KeyError(f"{describe(param, index, name)} has no states yet: call initialize_state() first")
-        return self.state[param], self._slots[param]
-
     @torch.no_grad()
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
         """A state's local values: FP32, shaped as the parameter's local shard.
@@ -320,10 +268,7 @@ class FusedAdam(Optimizer):
         ``master_param`` with remainders gives the stored remainders (int16 or int8), as in TransformerEngine. FP32
         states are returned themselves, others as a copy. Raises KeyError for a state that the parameter does not have.
         """
-        states, slots = self._states_of(param)
-        if state_name not in states:
-            raise KeyError(f"expected one of {', '.join(states)}, got {state_name!r}")
-        return read_moment(states, slots, state_name) if state_name in MOMENTS else local_tensor(states[state_name])
+        return self.store.read(param, state_name)
 
     @torch.no_grad()
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
@@ -331,31 +276,14 @@ class FusedAdam(Optimizer):
 
         Raises KeyError for an unknown state, ValueError for a wrong shape, TypeError for remainders of another dtype.
         """
-        states, slots = self._states_of(param)
-        if state_name not in states:
-            raise KeyError(f"expected one of {', '.join(states)}, got {state_name!r}")
-        value, target = local_tensor(unscaled_state), local_tensor(states[state_name])
-        if value.shape != target.shape:
-            expected = f"expected local shape {tuple(target.shape)}, got {tuple(value.shape)}"
-            raise ValueError(f"{describe(param, *self._identify(param))}: {state_name}: {expected}")
-        if state_name in MOMENTS:
-            write_moment(states, slots, state_name, value)
-        elif value.dtype != target.dtype:
-            expected = f"expected {target.dtype}, got {value.dtype}"
-            raise TypeError(f"{describe(param, *self._identify(param))}: {state_name}: {expected}")
-        else:
-            target.copy_(value)
+        self.store.write(param, state_name, unscaled_state)
 
     @torch.no_grad()
     def master_state_dict(self, model: torch.nn.Module) -> dict[str, Tensor]:
         """The masters by the model's parameter names: FP32, with the parameters' shapes, meshes and placements."""
         self.initialize_state()
         names = {param: name for name, param in model.named_parameters()}
-        return {
-            names[param]: rewrap_like(read_master(param, self.state[param], self._slots[param]), param)
-            for param in self._params()
-            if param in names
-        }
+        return {names[param]: self.store.master(param) for param in self.store.params if param in names}
 
     @torch.no_grad()
     def sync_params_from_master(self) -> None:
@@ -363,16 +291,15 @@ class FusedAdam(Optimizer):
 
         A collective where quantized parameters have a scale for all of their shards.
         """
-        remaining = []
-        for param, slots in self._slots.items():
-            if slots.master is not Master.PARAMETER:
-                master = read_master(param, self.state[param], slots).clone()
-                remaining += write_master(param, self.state[param], slots, master)
-        adapters.write(remaining, advance=False)
+        self.store.sync_params()
 
     def state_bytes(self) -> int:
         """Bytes that this rank holds for moments, masters and scales; parameters and gradients are not counted."""
-        return sum(state_bytes(self.state[param], slots) for param, slots in self._slots.items())
+        return self.store.nbytes
+
+    def pull_steps(self) -> None:
+        """Bring ``param_group["step"]`` up to date where the device counts the steps. Waits for it then."""
+        self._scalars.pull(self.param_groups)
 
     # --- step ---------------------------------------------------------------------------------------------------
 
@@ -383,7 +310,7 @@ class FusedAdam(Optimizer):
         self._drop_clipping()
         if not self.use_decoupled_grad:
             return
-        for param in self._params():
+        for param in self.store.params:
             grad = getattr(param, "decoupled_grad", None)
             if grad is not None and set_to_none:
                 param.decoupled_grad = None
@@ -398,7 +325,7 @@ class FusedAdam(Optimizer):
         second call replaces the factor and ``zero_grad()`` drops it. With a GradScaler, call ``scaler.unscale_`` first:
         the norm is that of the gradients as they are. Without host synchronisation unless ``error_if_nonfinite``.
         """
-        params = self._params()
+        params = self.store.params
         grads = [getattr(param, self._grad_attribute(), None) for param in params]
         measured = clip.measure(params, grads, max_norm, norm_type, error_if_nonfinite)
         self._grad_factors = measured.factors
@@ -442,7 +369,7 @@ class FusedAdam(Optimizer):
         if capturing:
             self._check_capture()
         scaling = amp_scalars(self, scaler)
-        if any(self.state.values()) or not self._is_synthetic():
+        if not self.store.is_empty or not self._is_synthetic():
             self._update(self._refreshed_plan(), scaling, capturing)
         else:
             self.initialize_state()
@@ -453,22 +380,22 @@ class FusedAdam(Optimizer):
     def _check_capture(self) -> None:
         if not self.capturable:
             raise RuntimeError("CUDA graph capture of step() needs FusedAdam(..., capturable=True)")
-        for index, (param, name) in enumerate(zip(self._params(), self._names(), strict=True)):
-            if not self._has_states(param):
+        for index, (param, name) in enumerate(zip(self.store.params, self.store.names, strict=True)):
+            if param not in self.store:
                 hint = "run one warm-up step or initialize_state() before capture"
                 raise RuntimeError(f"CUDA graph capture: {describe(param, index, name)} has no states yet; {hint}")
 
     def _is_synthetic(self) -> bool:
         """Whether this first step is to create states only; tells the other ranks where a gradient is refused."""
-        if not self._params():  # a rank that owns none has nobody to ask; torch's synthetic step sets lr to 0
+        if not self.store.params:  # a rank that owns none has nobody to ask; torch's synthetic step sets lr to 0
             return all(group["lr"] == 0.0 for group in self.param_groups)
         try:
             grads = self._checked_grads()
         except Exception:
-            announce_failure(self._params())
+            announce_failure(self.store.params)
             raise
-        synthetic = all_gradients_zero(self._params(), grads)
-        locate_uneven_shards(self._params())
+        synthetic = all_gradients_zero(self.store.params, grads)
+        locate_uneven_shards(self.store.params)
         return synthetic
 
     def _check_groups(self) -> None:
@@ -482,7 +409,7 @@ class FusedAdam(Optimizer):
         """All gradients, placed as their parameters are."""
         self._check_groups()
         grads = []
-        for index, (param, name) in enumerate(zip(self._params(), self._names(), strict=True)):
+        for index, (param, name) in enumerate(zip(self.store.params, self.store.names, strict=True)):
             grad = getattr(param, self._grad_attribute(), None)
             if grad is not None:
                 check_update(param, grad, index, name)
@@ -500,12 +427,12 @@ class FusedAdam(Optimizer):
         return plan
 
     def _new_plan(self) -> Plan:
-        if not all(map(self._has_states, self._params())):
+        if not all(param in self.store for param in self.store.params):
             self._checked_grads()  # states are created only for a step that will be made
             self.initialize_state()
         if self._plan is not None:
             self._scalars.retire(self._plan.measured)
-        self._plan = Plan(self.param_groups, self.state, self._slots, self.seed)
+        self._plan = Plan(self.param_groups, self.state, self.store.slots, self.seed)
         return self._plan
 
     def _update(self, plan: Plan, scaling: tuple[Tensor | None, Tensor | None], capturing: bool) -> None:
@@ -538,7 +465,7 @@ class FusedAdam(Optimizer):
                 self._scalars.pull(self.param_groups)
 
     def _check_no_collective(self) -> None:
-        for index, (param, name) in enumerate(zip(self._params(), self._names(), strict=True)):
+        for index, (param, name) in enumerate(zip(self.store.params, self.store.names, strict=True)):
             if adapters.needs_collective(param):
                 raise RuntimeError(
                     f"CUDA graph capture: {describe(param, index, name)} is quantized with a scale for all of its "
@@ -582,7 +509,7 @@ class FusedAdam(Optimizer):
             if replaced is not None:
                 state_dict = replaced
         rates = [group["lr"] for group in self.param_groups]
-        checkpoint.load(self, state_dict, self._keeping(state_dict))
+        forms.load(self.store, self.param_groups, state_dict, self._keeping(state_dict))
         if self.capturable:
             self._keep_lr_tensors(rates)
         self._scalars.write(self.param_groups)

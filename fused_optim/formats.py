@@ -42,6 +42,11 @@ class Master(enum.IntEnum):
         """Storage dtype of ``state[p]["master_param"]``."""
         return (torch.float32, torch.float32, torch.int16, torch.int8)[self]
 
+    @property
+    def is_remainder(self) -> bool:
+        """Whether a BF16 parameter holds the other bits."""
+        return self in (Master.REMAINDER16, Master.REMAINDER8)
+
 
 ELEMENT_TYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 

@@ -11,16 +11,14 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, cast, get_args, overload
+from typing import Literal, NamedTuple, cast, get_args, overload
 
 import torch
 from torch import Tensor
 
 from fused_optim.adapters import Target
 from fused_optim.backends.engine import CudaEngine, Engine
-
-if TYPE_CHECKING:
-    from fused_optim.state.states import Slots
+from fused_optim.slots import Slots
 
 Compiled = Literal["cpu", "cuda"]
 Backend = Literal["torch", "cpu", "cuda"]

@@ -13,7 +13,7 @@ from fused_optim.backends import Hyper, ShardWork, load_engine
 from fused_optim.formats import ELEMENT_TYPES
 
 if TYPE_CHECKING:
-    from fused_optim.state.states import Slots
+    from fused_optim.slots import Slots
 
 
 def address(tensor: Tensor | None) -> int:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fused_optim.backends import Backend, GroupWork, Hyper, ShardWork, torch_reference
 from fused_optim.backends.compiled import CompiledShards
-
-if TYPE_CHECKING:
-    from fused_optim.state.states import Slots
+from fused_optim.slots import Slots
 
 
 class Shards(Protocol):

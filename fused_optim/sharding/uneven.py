@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from fused_optim.sharding.collective import any_rank
 from fused_optim.sharding.dtensor import has_own_chunks, local_tensor, set_chunks, sharded_dim
-from fused_optim.step.synthetic import any_rank
 
 
 @dataclass(frozen=True)

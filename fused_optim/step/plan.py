@@ -23,7 +23,8 @@ from fused_optim.backends import Backend, Hyper, ShardWork, backend_for
 from fused_optim.backends.shards import Shards, shards_on
 from fused_optim.formats import Master, rounding_key
 from fused_optim.sharding.dtensor import finished_local, local_tensor
-from fused_optim.state.states import MASTER, Slots, read_parameter, state_dtypes
+from fused_optim.slots import MASTER, Slots
+from fused_optim.state.param_state import read_parameter
 from fused_optim.validate import check_states, check_update, describe
 
 
@@ -155,7 +156,7 @@ class Plan:
         index, (param, _, states, *_) = part.indices[i], part.watched[i]
         name = self._names[index]
         check_update(param, getattr(param, attribute), index, name)
-        check_states(param, states, state_dtypes(self._slots[index]), index, name)
+        check_states(param, states, self._slots[index].dtypes(), index, name)
         if local_tensor(param).numel() != self._slots[index].geometry.numel:
             created = self._slots[index].geometry.numel
             raise ValueError(f"{describe(param, index, name)}: its states were created for {created} local elements")

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DeviceMesh, DTensor
 
+from fused_optim.sharding.collective import any_rank
 from fused_optim.sharding.dtensor import local_tensor
 
 
@@ -27,19 +26,3 @@ def all_gradients_zero(params: Iterable[Tensor], grads: Iterable[Tensor]) -> boo
     if failed:
         raise RuntimeError("another rank refused its gradients before the first step; its error says why")
     return not nonzero
-
-
-def announce_failure(params: Iterable[Tensor]) -> None:
-    """Take part in the other ranks' :func:`all_gradients_zero`, so that they raise instead of waiting."""
-    any_rank(params, False, True)
-
-
-def any_rank(params: Iterable[Tensor], nonzero: bool, failed: bool) -> tuple[bool, bool]:
-    """Whether each is true on any rank of the parameters' meshes: a collective over these."""
-    meshes: dict[DeviceMesh, None] = {p.device_mesh: None for p in params if isinstance(p, DTensor)}
-    for mesh in meshes:
-        flags = torch.tensor([nonzero, failed], dtype=torch.int32, device=mesh.device_type)
-        for dim in range(mesh.ndim):
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=mesh.get_group(dim))
-        nonzero, failed = (bool(flag) for flag in flags.tolist())
-    return nonzero, failed

@@ -32,7 +32,7 @@ from distributed import Part, assert_same, join_all, one_thread, part, shard_lik
 from fused_optim import FusedAdam, export_optimizer_checkpoint, load_optimizer_checkpoint
 from fused_optim.formats import Master, split_remainder
 from fused_optim.sharding.dtensor import local_tensor
-from fused_optim.state.states import MASTER, MOMENTS
+from fused_optim.slots import MASTER, MOMENTS
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp.save in one process
 SHAPES = {"weight": (7, 256), "odd": (5, 7), "bias": (10,)}

@@ -24,7 +24,7 @@ import distributed
 from distributed import Part, assert_same, join_all, on_each_device
 from fused_optim import export_optimizer_checkpoint, load_optimizer_checkpoint, save_master_safetensors
 from fused_optim.quantized import finish_initialization, quantize_model_
-from fused_optim.state.states import MASTER
+from fused_optim.slots import MASTER
 from quantized_cases import RECIPES, Run, parameter_parts, perceptron, plain_model
 
 SAVED_AT, END = 3, 6

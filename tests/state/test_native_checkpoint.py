@@ -33,7 +33,7 @@ import distributed
 from distributed import Part, assert_same, join_all, part, same_bits
 from fused_optim import FusedAdam
 from fused_optim.sharding.dtensor import local_tensor
-from fused_optim.state.states import MOMENTS
+from fused_optim.slots import MOMENTS
 
 # In the order of nn.ParameterDict.
 SHAPES = {
@@ -92,7 +92,7 @@ def stored(model: nn.ParameterDict, optimizer: FusedAdam) -> dict[str, Tensor]:
         for key, value in optimizer.state.get(param, {}).items():
             found[f"{name}: {key}"] = value.clone()
         if optimizer.state.get(param):
-            found[f"{name}: scales"] = optimizer._slots[param].scales.clone()
+            found[f"{name}: scales"] = optimizer.store.slots[param].scales.clone()
     return found
 
 
@@ -353,7 +353,7 @@ def test_tied_parameters(flat: bool, tmp_path: Path) -> None:
     set_optimizer_state_dict(other, fresh, state, options=options)
     for param, expected in zip(other.parameters(), model.parameters(), strict=True):
         assert_same(fresh.state[param], optimizer.state[expected])
-        assert torch.equal(fresh._slots[param].scales, optimizer._slots[expected].scales)
+        assert torch.equal(fresh.store.slots[param].scales, optimizer.store.slots[expected].scales)
 
 
 def test_documented_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,7 +146,7 @@ def test_the_counter_is_right_on_the_cpu_at_once() -> None:
 
 
 def loaded(optimizer: FusedAdam) -> FusedAdam:
-    other = FusedAdamW(parameters(str(optimizer._params()[0].device)))
+    other = FusedAdamW(parameters(str(optimizer.store.params[0].device)))
     other.load_state_dict(optimizer.state_dict())
     return other
 
@@ -162,7 +162,7 @@ def test_copies_have_the_true_count(copier: Callable[[FusedAdam], FusedAdam], de
     group = other.param_groups[0]
     assert group["step"] == 4 and type(group["step"]) is int
     assert all(set(states) == {"exp_avg", "exp_avg_sq"} for states in other.state_dict()["state"].values())
-    give_gradients(other._params(), 9)
+    give_gradients(other.store.params, 9)
     other.step()
     assert shown_step(other) == 5
 
