@@ -60,7 +60,7 @@ class FusedAdam(fused_optim.adam.FusedAdam):
             put_rates_on_devices(self)
 
     @declared_without("grad_scaler")
-    def step(
+    def step(  # type: ignore[override]  # Apex's signature, which takes no others
         self,
         closure: Callable[[], Any] | None = None,
         grads: object = None,

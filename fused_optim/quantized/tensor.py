@@ -409,7 +409,7 @@ class QuantizedTensor(torch.Tensor):
         return all_gather.inputs(self, mesh.size())
 
     # FSDP2 asks for it at every gather, and inspect takes longer than the hook where it is not given.
-    fsdp_pre_all_gather.__signature__ = inspect.signature(fsdp_pre_all_gather)  # type: ignore[attr-defined]
+    fsdp_pre_all_gather.__dict__["__signature__"] = inspect.signature(fsdp_pre_all_gather)
 
     def fsdp_post_all_gather(
         self,

@@ -55,8 +55,8 @@ def target(param: Tensor) -> Target | None:
     data, scale = (parts[name] for name in names)
     fits = native.block is not None and data.shape[1] % native.block == 0
     if not (fits and engine.is_plain(data) and engine.is_plain(scale)):
-        return Target(native.format, native.round_up, None, None, measures, ())
-    return Target(native.format, native.round_up, data, scale, measures, names)
+        return Target(native.format, native.round_up, None, None, measures, (), parts)
+    return Target(native.format, native.round_up, data, scale, measures, names, parts)
 
 
 def prepare(updates: Sequence[Update], applies: Tensor | None) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_optim.backends import is_capturing as is_capturing
 from fused_optim.sharding.dtensor import local_tensor
 
 Groups = list[dict[str, Any]]
@@ -27,9 +26,9 @@ def host_lr(group: dict[str, Any]) -> float | None:
     return None if isinstance(lr, Tensor) and lr.device.type != "cpu" else float(lr)
 
 
-def on_device(scalar: Tensor | None, device: torch.device) -> Tensor | None:
+def on_device(scalar: Tensor, device: torch.device) -> Tensor:
     """As the engines read it: FP32 on their device; the tensor itself where it is that already."""
-    return None if scalar is None else local_tensor(scalar).to(device=device, dtype=torch.float32)
+    return local_tensor(scalar).to(device=device, dtype=torch.float32)
 
 
 @dataclass
