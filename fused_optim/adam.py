@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from fused_optim import adapters, clip
-from fused_optim.backends import Hyper
+from fused_optim.backends import Hyper, is_capturing
 from fused_optim.backends.compiled import load_kernels
 from fused_optim.sharding.collective import announce_failure, any_rank
 from fused_optim.sharding.dtensor import local_tensor
@@ -19,9 +19,10 @@ from fused_optim.state import state_dict as forms
 from fused_optim.state.store import StateStore
 from fused_optim.step.amp import amp_scalars, mark_stepped
 from fused_optim.step.plan import Plan, check_capturable, placed_as
-from fused_optim.step.scalars import DeviceScalars, host_lr, is_capturing, on_device
+from fused_optim.step.scalars import DeviceScalars, host_lr, on_device
 from fused_optim.step.synthetic import any_nonzero, may_be_synthetic
 from fused_optim.validate import (
+    CheckpointFormat,
     check_checkpoint_device,
     check_checkpoint_format,
     check_hyperparameters,
@@ -30,31 +31,35 @@ from fused_optim.validate import (
     describe,
 )
 
+F = TypeVar("F", bound=Callable[..., Any])
 
-def declared_without(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+
+def declared_without(*names: str) -> Callable[[F], F]:
     """A decorator: ``inspect.signature`` does not show these parameters.
 
     Where a step shows ``grad_scaler``, GradScaler passes itself and warns; where it shows ``**kwargs``, Megatron-FSDP
     cannot add parameters of its own.
     """
 
-    def declare(function: Callable[..., Any]) -> Callable[..., Any]:
+    def declare(function: F) -> F:
         signature = inspect.signature(function)
         shown = [parameter for name, parameter in signature.parameters.items() if name not in names]
-        function.__signature__ = signature.replace(parameters=shown)
+        function.__dict__["__signature__"] = signature.replace(parameters=shown)
         return function
 
     return declare
 
 
-def _bring_up_to_date(optimizer: FusedAdam) -> None:
+def _bring_up_to_date(optimizer: Optimizer) -> None:
     """A hook before ``state_dict()``: ``param_group["step"]`` and the states."""
+    assert isinstance(optimizer, FusedAdam)
     optimizer.pull_steps()
     optimizer.store.adopt()
 
 
-def _convert(optimizer: FusedAdam, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _convert(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """A hook after ``state_dict()``: the states in the form that was chosen."""
+    assert isinstance(optimizer, FusedAdam)
     return forms.convert(optimizer.store, state_dict, optimizer.checkpoint_options)
 
 
@@ -133,8 +138,8 @@ class FusedAdam(Optimizer):
         stochastic_rounding: bool = True,
         seed: int = 0,
         use_decoupled_grad: bool = False,
-        checkpoint_format: str = "unscaled",
-        checkpoint_device: str | None = None,
+        checkpoint_format: CheckpointFormat = "unscaled",
+        checkpoint_device: Literal["cpu"] | None = None,
         set_grad_none: bool | None = None,
     ) -> None:
         if master_weight_dtype != torch.float32:
@@ -158,7 +163,7 @@ class FusedAdam(Optimizer):
         self.use_decoupled_grad = use_decoupled_grad
         self.checkpoint_format = checkpoint_format
         self.checkpoint_device = checkpoint_device
-        self.set_grad_none = True if set_grad_none is None else set_grad_none
+        self.set_grad_none: bool | None = True if set_grad_none is None else set_grad_none
         self.store = StateStore(self)
         self._start_anew()
         defaults = {
@@ -281,7 +286,7 @@ class FusedAdam(Optimizer):
     @torch.no_grad()
     def master_state_dict(self, model: torch.nn.Module) -> dict[str, Tensor]:
         """The masters by the model's parameter names: FP32, with the parameters' shapes, meshes and placements."""
-        names = {param: name for name, param in model.named_parameters()}
+        names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
         return {names[param]: self.store.master(param) for param in self.store.params if param in names}
 
     @torch.no_grad()
@@ -304,7 +309,8 @@ class FusedAdam(Optimizer):
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Reset the gradients, ``decoupled_grad`` included where it is used, and drop the clipping of the next step."""
-        set_to_none = self.set_grad_none if set_to_none is None else set_to_none
+        asked = self.set_grad_none if set_to_none is None else set_to_none
+        set_to_none = True if asked is None else asked
         super().zero_grad(set_to_none=set_to_none)
         self._drop_clipping()
         if not self.use_decoupled_grad:
@@ -312,7 +318,7 @@ class FusedAdam(Optimizer):
         for param in self.store.params:
             grad = getattr(param, "decoupled_grad", None)
             if grad is not None and set_to_none:
-                param.decoupled_grad = None
+                setattr(param, self.store.grad_attribute, None)
             elif grad is not None:
                 grad.zero_()
 
@@ -467,7 +473,7 @@ class FusedAdam(Optimizer):
 
         def hypers(device: torch.device) -> list[Hyper]:
             scalars = {"grad_scale": grad_scale, "grad_factor": self._clipping_factor(device), "found_inf": found_inf}
-            common = {key: on_device(value, device) for key, value in scalars.items()}
+            common = {key: None if value is None else on_device(value, device) for key, value in scalars.items()}
             return [
                 self._hyper(number, device, counted_there and number in counting, common)
                 for number in range(len(self.param_groups))
@@ -500,11 +506,14 @@ class FusedAdam(Optimizer):
 
     def _hyper(self, number: int, device: torch.device, counted_there: bool, common: dict[str, Tensor | None]) -> Hyper:
         group = self.param_groups[number]
-        lr: float | Tensor | None = host_lr(group)
-        if lr is None:
+        on_host = host_lr(group)
+        lr: float | Tensor
+        if on_host is None:
             lr = on_device(group["lr"], device)
-        elif self.capturable and device.type == "cuda":
+        elif self._is_capturable_on(device):
             lr = self._scalars.lr(device, number)
+        else:
+            lr = on_host
         return Hyper(
             lr=lr,
             beta1=float(group["betas"][0]),

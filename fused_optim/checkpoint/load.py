@@ -309,4 +309,4 @@ def _equal(a: Any, b: Any) -> bool:
         return torch.equal(torch.as_tensor(a).flatten(), torch.as_tensor(b).flatten())
     if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
         return list(a) == list(b)
-    return a == b
+    return bool(a == b)

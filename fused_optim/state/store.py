@@ -22,11 +22,14 @@ class Owner(Protocol):
     """What a store asks of its optimizer."""
 
     param_groups: list[dict[str, Any]]
-    state: dict[Tensor, dict[str, Any]]
     master_weights: bool
     store_param_remainders: bool
     param_remainder_bits: int
     use_decoupled_grad: bool
+
+    @property
+    def state(self) -> dict[Tensor, Any]:
+        """The tensors by parameter and name."""
 
 
 class StateStore:

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from fused_optim import adapters
 from fused_optim.adapters import Fractions, Target, Update, adapter_of
-from fused_optim.backends import Hyper, Shards, ShardWork, backend_for, shards_on
+from fused_optim.backends import Backend, Hyper, ShardWork, backend_for
+from fused_optim.backends.shards import Shards, shards_on
 from fused_optim.formats import Master, rounding_key
 from fused_optim.sharding.dtensor import finished_local, local_tensor
 from fused_optim.slots import MASTER
@@ -33,7 +34,7 @@ class _Part:
     """The shards of one device."""
 
     device: torch.device
-    backend: str
+    backend: Backend
     indices: list[int] = field(default_factory=list)  # positions in the param groups
     groups: list[int] = field(default_factory=list)
     watched: list[tuple[Any, ...]] = field(default_factory=list)  # see backends.Shards
@@ -62,7 +63,7 @@ def _contiguous(tensor: Tensor) -> Tensor:
 
 def placed_as(grad: Tensor, param: Tensor) -> Tensor:
     """The gradient with its parameter's placements."""
-    if not isinstance(param, DTensor) or grad.placements == param.placements:
+    if not isinstance(param, DTensor) or not isinstance(grad, DTensor) or grad.placements == param.placements:
         return grad
     return grad.redistribute(param.device_mesh, param.placements)
 
@@ -180,7 +181,7 @@ class Plan:
         else:
             updated = read_parameter(param) if master is None else master
             target = adapter.target(param) if master is not None and part.shards.takes_target(slots) else None
-            if target is None:  # the values are updated as an FP32 parameter is, and then encoded
+            if target is None or master is None:  # the values are updated as an FP32 parameter is, and then encoded
                 master, slots = None, replace(slots, master=Master.PARAMETER)
                 self._lasting.pop(index, None)
                 self._passing[index] = Update(param, updated)
@@ -272,8 +273,7 @@ def _watched(param: Tensor, states: dict[str, Tensor]) -> tuple[Any, ...]:
 
 def _watched_weight(param: Tensor, target: Target, master: Tensor) -> tuple[Any, ...]:
     """Of a quantized weight; see ``Plan::watch`` in csrc/multi_tensor/bindings/plan.h."""
-    local = local_tensor(param)
-    if target.names is None:
+    if target.names is None or target.components is None:
         return ()
-    parts = tuple(local.components[name] for name in target.names)
-    return local, local.components, target.names, parts, master
+    parts = tuple(target.components[name] for name in target.names)
+    return local_tensor(param), target.components, target.names, parts, master
