@@ -472,6 +472,3 @@ def implements(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., 
         return handler
 
     return register
-
-
-torch.serialization.add_safe_globals([rebuild, QuantizedTensor])
