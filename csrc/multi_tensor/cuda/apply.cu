@@ -10,6 +10,7 @@
 #include <iterator>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "adam.h"
 #include "cuda/device.h"
@@ -128,9 +129,9 @@ struct Kernel {
         known.store(std::max(1, multiprocessors * blocks), std::memory_order_relaxed);
         return known;
     }
+    bool is_of_formats(Format m, Format v) const { return codec_format(m) == exp_avg && codec_format(v) == exp_avg_sq; }
     bool is_mix_of(const Shard& s) const {
-        return s.master_kind == master && codec_format(s.exp_avg_format) == exp_avg &&
-               codec_format(s.exp_avg_sq_format) == exp_avg_sq;
+        return s.master_kind == master && is_of_formats(s.exp_avg_format, s.exp_avg_sq_format);
     }
     bool walks_vectors(const Shard& s) const {
         return any_mix ? has_vector_walk(s.exp_avg_format, s.exp_avg_sq_format) : is_mix_of(s);
@@ -149,24 +150,31 @@ auto make_kernel() {
         multi_tensor_adam<Walks>, Walks::kTilesPerChunk, false, master, M::format, V::format};
 }
 
-template <class Table>
-using KernelsOfMaster = std::array<Kernel<Table>, 4>;
+// Formats that both moments may have in a mix with kernels of its own; FP32 stands for all without scales.
+template <Format... formats>
+struct FormatList {
+    static constexpr int count = sizeof...(formats);
+};
+using OwnKernels = FormatList<Format::kFloat32, Format::kFloat16, Format::kFloat8, Format::kInt8>;
 
-template <Master master, class Table>
-KernelsOfMaster<Table> make_kernels() {
-    constexpr bool weights = kHasWeights<Table>;
-    return {make_kernel<master, Plain, Plain, weights>(),
-            make_kernel<master, ExpAvg<Format::kFloat16>, ExpAvgSq<Format::kFloat16>, weights>(),
-            make_kernel<master, ExpAvg<Format::kFloat8>, ExpAvgSq<Format::kFloat8>, weights>(),
-            make_kernel<master, ExpAvg<Format::kInt8>, ExpAvgSq<Format::kInt8>, weights>()};
+template <class Table>
+using KernelsOfMaster = std::array<Kernel<Table>, OwnKernels::count>;
+
+template <Master master, class Table, Format... formats>
+KernelsOfMaster<Table> make_kernels(FormatList<formats...>) {
+    return {make_kernel<master, CodecOf<ExpAvg, formats>, CodecOf<ExpAvgSq, formats>, kHasWeights<Table>>()...};
+}
+
+template <int... masters>
+std::array<KernelsOfMaster<PlainTable>, kCount<Master>> make_kernels(std::integer_sequence<int, masters...>) {
+    return {make_kernels<static_cast<Master>(masters), PlainTable>(OwnKernels{})...};
 }
 
 struct Kernels {
-    std::array<KernelsOfMaster<PlainTable>, 4> of_one_mix = {
-        make_kernels<Master::kParameter, PlainTable>(), make_kernels<Master::kFloat32, PlainTable>(),
-        make_kernels<Master::kRemainder16, PlainTable>(), make_kernels<Master::kRemainder8, PlainTable>()};
+    std::array<KernelsOfMaster<PlainTable>, kCount<Master>> of_one_mix =
+        make_kernels(std::make_integer_sequence<int, kCount<Master>>{});
     Kernel<PlainTable> of_any_mix{multi_tensor_adam<AnyMix>, AnyMix::kTilesPerChunk, true};
-    KernelsOfMaster<WeightsTable> with_weights = make_kernels<Master::kFloat32, WeightsTable>();
+    KernelsOfMaster<WeightsTable> with_weights = make_kernels<Master::kFloat32, WeightsTable>(OwnKernels{});
 };
 
 Kernels& kernels() {
@@ -233,7 +241,9 @@ void load_adam_kernels(int device) {
 size_t workspace_bytes(const Step& step) { return step.groups.size() * sizeof(Scalars); }
 
 bool writes_weights_cuda(Format exp_avg, Format exp_avg_sq) {
-    return codec_format(exp_avg) == codec_format(exp_avg_sq);
+    const auto& candidates = kernels().with_weights;
+    return std::any_of(candidates.begin(), candidates.end(),
+                       [&](const auto& kernel) { return kernel.is_of_formats(exp_avg, exp_avg_sq); });
 }
 
 namespace {

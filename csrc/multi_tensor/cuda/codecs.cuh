@@ -1,6 +1,8 @@
 // Codecs of eight elements: the functions of formats.h on packed words.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/packets.cuh"
 #include "formats.h"
 
@@ -225,24 +227,30 @@ __device__ __forceinline__ void encode_words(uint32_t* words, const float* m, fl
     }
 }
 
+template <class Codec, class = void>
+constexpr bool kIsPlaced = false;
+template <class Codec>
+constexpr bool kIsPlaced<Codec, std::void_t<decltype(Codec::kPlace)>> = true;
+
 // exp_avg_sq
 template <class Codec>
 __device__ __forceinline__ void encode_words(uint32_t* words, const float* v, const float* root, float inverse,
                                              uint32_t octet, const Rounding& rounding) {
     uint32_t codes[kVector];
-    if constexpr (sizeof(typename Codec::Bits) == 2) {
+    if constexpr (!kIsPlaced<Codec>) {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
             codes[i] = Codec::encode(v[i], root[i], inverse, rounding.bits(octet, i));
         }
-        pack_codes<2>(words, codes);
+        pack_codes<sizeof(typename Codec::Bits)>(words, codes);
     } else {
-        constexpr int shift = Codec::format == Format::kFloat8 ? 4 : 1;  // brings the code to a byte
+        static_assert(sizeof(typename Codec::Bits) == 1, "codes of a byte");
+        constexpr int shift = (8 - Codec::kPlace % 8) % 8;  // brings the code to a byte
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
             codes[i] = Codec::placed(root[i], inverse, rounding.bits(octet, i)) << shift;
         }
-        constexpr int byte = Codec::format == Format::kFloat8 ? 3 : 2;
+        constexpr int byte = (Codec::kPlace + shift) / 8;
         words[0] = pack_bytes<byte>(codes);
         words[1] = pack_bytes<byte>(codes + 4);
         if (has_zero_byte(words[0]) || has_zero_byte(words[1])) {

@@ -31,20 +31,29 @@ struct Geometry {
     uint64_t inner_global;
 };
 
+template <class Enum>
+constexpr int bits_for() {
+    int bits = 0;
+    while (1 << bits < kCount<Enum>) ++bits;
+    return bits;
+}
+
 struct ShardInfo {
-    uint32_t master : 2;
-    uint32_t exp_avg : 3;
-    uint32_t exp_avg_sq : 3;
-    uint32_t grad_type : 2;
-    uint32_t param_type : 2;
+    uint32_t master : bits_for<Master>();
+    uint32_t exp_avg : bits_for<Format>();
+    uint32_t exp_avg_sq : bits_for<Format>();
+    uint32_t grad_type : bits_for<Element>();
+    uint32_t param_type : bits_for<Element>();
     uint32_t block_log2 : 3;
     uint32_t vectors : 1;  // fit for the vector walk
     uint32_t group : 5;
     uint32_t geometry : 6;
     uint32_t quantized : 1;
     uint32_t round_up : 1;
-    uint32_t weight_format : 3;
+    uint32_t weight_format : bits_for<WeightFormat>();
 };
+static_assert(sizeof(ShardInfo) == sizeof(uint32_t), "one word");
+static_assert(kMaxGroups <= 1 << 5 && kMaxGeometries <= 1 << 6, "numbers that fit");
 
 // Structure of arrays, so that no padding is wasted on the parameter limit.
 template <int capacity>
