@@ -20,7 +20,7 @@ constexpr uint32_t kGoldenRatio = 0x9E3779B9u;      // 2^32 * 0.6180339887
 constexpr uint32_t kSquareRootOfTwo = 0x6A09E667u;  // 2^32 * 0.4142135623
 constexpr uint32_t kNearest = 0x80000000u;          // u = 1/2: round to nearest, ties up
 
-FUSED_OPTIM_HD uint32_t mix(uint32_t h) {  // MurmurHash3's 32-bit finalizer
+FUSED_OPTIM_HD uint32_t finalize(uint32_t h) {  // of MurmurHash3, 32 bits
     h ^= h >> 16;
     h *= 0x85EBCA6Bu;
     h ^= h >> 13;
@@ -31,7 +31,7 @@ FUSED_OPTIM_HD uint32_t mix(uint32_t h) {  // MurmurHash3's 32-bit finalizer
 // One hash serves the eight elements of an aligned octet; within it the thresholds are a Weyl sequence as well.
 FUSED_OPTIM_HD uint32_t octet_hash(uint32_t key, uint64_t element) {
     uint64_t octet = element >> 3;
-    return mix((static_cast<uint32_t>(octet) + static_cast<uint32_t>(octet >> 32) * kGoldenRatio) ^ key);
+    return finalize((static_cast<uint32_t>(octet) + static_cast<uint32_t>(octet >> 32) * kGoldenRatio) ^ key);
 }
 
 struct Rounding {

@@ -1,4 +1,4 @@
-// Plain structs that describe one optimizer step to an engine: addresses, sizes, formats, hyperparameters.
+// Structs that describe one optimizer step to an engine: addresses, sizes, formats, hyperparameters.
 // No torch, no CUDA headers: both engines and the bindings share them.
 #pragma once
 

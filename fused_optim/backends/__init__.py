@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:  # states of quantized parameters need the engines
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
     from fused_optim.adapters import Target
     from fused_optim.state.states import Slots
 
@@ -69,24 +71,39 @@ class GroupWork:
     shards: list[ShardWork]
 
 
+class Watched(NamedTuple):
+    """What an engine compares to see whether a shard is as it was; the fields are those of ``plan.h``."""
+
+    param: Tensor
+    exp_avg: Tensor | None
+    exp_avg_sq: Tensor | None
+    master: Tensor | None
+    spec: DTensorSpec | None  # the parameter's
+    states: dict[str, Tensor]  # where the three tensors were found
+    # Of a quantized weight that an engine can watch:
+    local: Any = None  # the parameter's local tensor
+    components: dict[str, Tensor] | None = None  # that one's
+    names: tuple[str, ...] = ()  # of its codes and scales in `components`
+    parts: tuple[Tensor, ...] = ()  # these themselves
+    master_local: Tensor | None = None
+
+
 class Shards(Protocol):
     """The shards of one device from step to step, in one backend.
 
-    A step is ``refresh``, ``set`` for each shard that it returns, ``run``. ``watched`` holds a tuple per shard: the
-    parameter, its DTensorSpec or None, its dict of states, exp_avg, exp_avg_sq and the master or None; of a quantized
-    weight with a target also what ``Plan::watch`` in csrc/multi_tensor/bindings/plan.h names.
+    A step is ``refresh``, ``set`` for each shard that it returns, ``run``. ``watched``: one per shard.
     """
 
-    def refresh(self, watched: list[tuple[Any, ...]], attribute: str) -> Sequence[int]:
+    def refresh(self, watched: list[Watched], attribute: str) -> Sequence[int]:
         """Take this step's gradients; the numbers of the shards that have one and must be set (again)."""
 
-    def set(self, shard: int, work: ShardWork, watched: tuple[Any, ...] | None) -> None:
+    def set(self, shard: int, work: ShardWork, watched: Watched | None) -> None:
         """Describe a shard for this step, and with ``watched`` for later ones, as long as nothing else changes."""
 
     def takes_target(self, slots: Slots) -> bool:
         """Whether a shard with these states may have a target."""
 
-    def updated(self, watched: list[tuple[Any, ...]]) -> list[Tensor]:
+    def updated(self, watched: list[Watched]) -> list[Tensor]:
         """The parameters that have a gradient in this step."""
 
     def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
@@ -155,18 +172,18 @@ class ReferenceShards:
         self._groups = groups
         self._work: dict[int, ShardWork] = {}
 
-    def refresh(self, watched: list[tuple[Any, ...]], attribute: str) -> Sequence[int]:
+    def refresh(self, watched: list[Watched], attribute: str) -> Sequence[int]:
         self._work.clear()
-        return [i for i, (param, *_) in enumerate(watched) if getattr(param, attribute, None) is not None]
+        return [i for i, shard in enumerate(watched) if getattr(shard.param, attribute, None) is not None]
 
-    def set(self, shard: int, work: ShardWork, watched: tuple[Any, ...] | None) -> None:
+    def set(self, shard: int, work: ShardWork, watched: Watched | None) -> None:
         self._work[shard] = work
 
     def takes_target(self, slots: Slots) -> bool:
         return False
 
-    def updated(self, watched: list[tuple[Any, ...]]) -> list[Tensor]:
-        return [watched[i][0] for i in self._work]
+    def updated(self, watched: list[Watched]) -> list[Tensor]:
+        return [watched[i].param for i in self._work]
 
     def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
         from fused_optim.backends import torch_reference

@@ -156,7 +156,7 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
     m.attr("NUMBERS") =
         py::dict(py::arg("Element") = numbers<Element>(), py::arg("Master") = numbers<Master>(),
                  py::arg("Format") = numbers<Format>(), py::arg("WeightFormat") = numbers<WeightFormat>(),
-                 py::arg("ScaleStage") = numbers<ScaleStage>());
+                 py::arg("ScaleStage") = numbers<ScaleStage>(), py::arg("Watched") = numbers<Watched>());
     m.def("writes_weights", &writes_weights, py::arg("exp_avg_format"), py::arg("exp_avg_sq_format"));
 #if defined(FUSED_OPTIM_ENGINE_CUDA)
     m.def("load_kernels", &load_kernels, py::arg("device"));

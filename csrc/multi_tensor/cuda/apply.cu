@@ -33,7 +33,7 @@ struct OneMix {
     // Measured on an H200. Without scales nothing is gained by more than a tile; more warps hide the loads' latency.
     static constexpr int kBlocksPerMultiprocessor = scaled ? 6 : 7;
     static constexpr int kTilesPerChunk = scaled ? kMaxTilesPerChunk : 1;
-    using Table = std::conditional_t<MixType::has_weights, WeightsTable, PlainTable>;
+    using Table = std::conditional_t<MixType::has_weights, WeightsTable, BasicTable>;
 
     __device__ __forceinline__ static void vectors() { vector_walk<MixType>(); }
     __device__ __forceinline__ static void others() {
@@ -62,7 +62,7 @@ struct CallVectorWalk {
 struct AnyMix {
     static constexpr int kBlocksPerMultiprocessor = 4;
     static constexpr int kTilesPerChunk = kMaxTilesPerChunk;
-    using Table = PlainTable;
+    using Table = BasicTable;
 
     __device__ __forceinline__ static void vectors() {
         const View& view = block->view;
@@ -166,14 +166,14 @@ KernelsOfMaster<Table> make_kernels(FormatList<formats...>) {
 }
 
 template <int... masters>
-std::array<KernelsOfMaster<PlainTable>, kCount<Master>> make_kernels(std::integer_sequence<int, masters...>) {
-    return {make_kernels<static_cast<Master>(masters), PlainTable>(OwnKernels{})...};
+std::array<KernelsOfMaster<BasicTable>, kCount<Master>> make_kernels(std::integer_sequence<int, masters...>) {
+    return {make_kernels<static_cast<Master>(masters), BasicTable>(OwnKernels{})...};
 }
 
 struct Kernels {
-    std::array<KernelsOfMaster<PlainTable>, kCount<Master>> of_one_mix =
+    std::array<KernelsOfMaster<BasicTable>, kCount<Master>> of_one_mix =
         make_kernels(std::make_integer_sequence<int, kCount<Master>>{});
-    Kernel<PlainTable> of_any_mix{multi_tensor_adam<AnyMix>, AnyMix::kTilesPerChunk, true};
+    Kernel<BasicTable> of_any_mix{multi_tensor_adam<AnyMix>, AnyMix::kTilesPerChunk, true};
     KernelsOfMaster<WeightsTable> with_weights = make_kernels<Master::kFloat32, WeightsTable>(OwnKernels{});
 };
 
@@ -203,9 +203,9 @@ Kernel<Table>* find_kernel(KernelsOfMaster<Table>& candidates, const Shards& sha
     return nullptr;
 }
 
-Kernel<PlainTable>& choose_kernel(const Shards& shards) {
+Kernel<BasicTable>& choose_kernel(const Shards& shards) {
     for (auto& of_one_master : kernels().of_one_mix) {
-        if (Kernel<PlainTable>* kernel = find_kernel(of_one_master, shards)) return *kernel;
+        if (Kernel<BasicTable>* kernel = find_kernel(of_one_master, shards)) return *kernel;
     }
     return kernels().of_any_mix;
 }

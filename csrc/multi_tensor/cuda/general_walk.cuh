@@ -64,11 +64,11 @@ template <class M, class V>
 struct OwnCodecs {
     template <class Visitor>
     __device__ __forceinline__ static void exp_avg(Format format, const Visitor& visit) {
-        is_scaled(format) ? visit(M{}) : visit(Plain{});
+        is_scaled(format) ? visit(M{}) : visit(Unscaled{});
     }
     template <class Visitor>
     __device__ __forceinline__ static void exp_avg_sq(Format format, const Visitor& visit) {
-        is_scaled(format) ? visit(V{}) : visit(Plain{});
+        is_scaled(format) ? visit(V{}) : visit(Unscaled{});
     }
 };
 
@@ -91,8 +91,8 @@ struct LoadMoment {
     int block_log2;
     float& value;
 
-    __device__ __forceinline__ void operator()(Plain) const {
-        value = load_element(plain_type(format), address, element);
+    __device__ __forceinline__ void operator()(Unscaled) const {
+        value = load_element(unscaled_type(format), address, element);
     }
     template <class Codec>
     __device__ __forceinline__ void operator()(Codec) const {
@@ -130,12 +130,12 @@ struct StoreMoment {
     int block_log2;
     float* partial;  // shared: one slot per warp
 
-    __device__ __forceinline__ void operator()(Plain) const {
+    __device__ __forceinline__ void operator()(Unscaled) const {
         if (!inside) return;
         if (rotates) {
-            store_element<true>(plain_type(format), address, element, value, bits);
+            store_element<true>(unscaled_type(format), address, element, value, bits);
         } else {
-            store_element<false>(plain_type(format), address, element, value, 0);
+            store_element<false>(unscaled_type(format), address, element, value, 0);
         }
     }
     template <class Codec>

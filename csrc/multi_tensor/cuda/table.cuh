@@ -81,7 +81,7 @@ struct KernelTable {
     uint16_t bucket_shard[kBuckets];  // the shard of chunk (bucket << bucket_log2): where the search begins
 };
 
-using PlainTable = KernelTable<kMaxShards>;
+using BasicTable = KernelTable<kMaxShards>;
 
 // Of steps in which parameters may be quantized weights; see Shard.
 struct WeightsTable : KernelTable<kMaxShardsWithWeights> {
@@ -90,7 +90,7 @@ struct WeightsTable : KernelTable<kMaxShardsWithWeights> {
 };
 template <class Table>
 constexpr bool kHasWeights = std::is_same_v<Table, WeightsTable>;
-static_assert(sizeof(PlainTable) <= kParameterLimit && sizeof(WeightsTable) <= kParameterLimit,
+static_assert(sizeof(BasicTable) <= kParameterLimit && sizeof(WeightsTable) <= kParameterLimit,
               "the table must fit into the kernel's parameters");
 
 // What a thread block needs to know of its chunk of a shard. Element 0 is the chunk's first, a multiple of kTile in its

@@ -34,14 +34,14 @@ struct Moment {
 };
 
 template <>
-struct Moment<Plain> {
+struct Moment<Unscaled> {
     Packet<4> raw{};
 
     __device__ __forceinline__ void load_raw(Format format, uint64_t address, uint32_t element) {
-        load(raw, plain_type(format), address, element);
+        load(raw, unscaled_type(format), address, element);
     }
     __device__ __forceinline__ void decode_all(float* values, Format format, float) {
-        decode(values, raw, plain_type(format));
+        decode(values, raw, unscaled_type(format));
     }
 };
 
@@ -190,7 +190,7 @@ struct Raw {
 // The update of a thread's elements, the twin of the CPU engine's. Returns the largest new exp_avg_sq, NaN if one is.
 __device__ __forceinline__ float update_values(float* grad, float* param, float* m, float* v, float* root,
                                                const Scalars& s) {
-    if (!s.plain_gradient) {
+    if (!s.unchanged_gradient) {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) grad[i] = scaled_gradient(grad[i], s);
         if (s.l2_penalty != 0.0f) {
@@ -244,7 +244,7 @@ __device__ __forceinline__ void update_vector(const View& view, const Scalars& s
         encode_words<M>(words, m, inverse);
         store_codes<sizeof(typename M::Bits)>(words, inverse, view.exp_avg, element);
     } else {
-        store<false>(m, 0, scalars.rounding, plain_type(m_format), view.exp_avg, element);
+        store<false>(m, 0, scalars.rounding, unscaled_type(m_format), view.exp_avg, element);
     }
     if constexpr (MixType::exp_avg_sq_scaled) {
         float inverse = store_scale<V>(v_max, v_scale, view.info.block_log2, element);
@@ -252,7 +252,7 @@ __device__ __forceinline__ void update_vector(const View& view, const Scalars& s
         encode_words<V>(words, v, root, inverse, octet, scalars.rounding);
         store_codes<sizeof(typename V::Bits)>(words, inverse, view.exp_avg_sq, element);
     } else {
-        store<true>(v, octet, scalars.rounding, plain_type(v_format), view.exp_avg_sq, element);
+        store<true>(v, octet, scalars.rounding, unscaled_type(v_format), view.exp_avg_sq, element);
     }
 }
 
