@@ -170,6 +170,8 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
              py::arg("dtensor_type"))
         .def("refresh", py::overload_cast<py::list, py::str>(&Plan::refresh), py::arg("watched"), py::arg("attribute"))
         .def("watch", &Plan::watch, py::arg("shard"), py::arg("watched"))
+        .def("written", &Plan::written)
+        .def("find_written", &Plan::find_written, py::arg("watched"))
         .def("updated", &Plan::updated, py::arg("watched"))
         .def("groups_with_gradients", &Plan::groups_with_gradients)
         .def("set_group", &set_group, py::arg("group"), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
