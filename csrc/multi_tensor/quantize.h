@@ -26,25 +26,21 @@ struct Weight {
     uint64_t tensor_scale;  // FP32
     uint64_t rows;
     uint64_t columns;
-    uint64_t steps;  // address of the step's number (int64); 0: `step` is its number
-    // Global index of local element i: offset + (i / inner_local) * inner_global + i % inner_local.
-    uint64_t offset;
-    uint64_t inner_local;  // 0: round to nearest even
-    uint64_t inner_global;
+    uint64_t steps;     // address of the step's number (int64); 0: `step` is its number
+    uint64_t offset;    // global index of element 0
+    Geometry geometry;  // inner_local = 0: round to nearest even
     uint32_t step;
     uint32_t key;
 
     FUSED_OPTIM_HD uint64_t numel() const { return rows * columns; }
-    FUSED_OPTIM_HD bool rotates() const { return inner_local != 0; }
+    FUSED_OPTIM_HD bool rotates() const { return geometry.inner_local != 0; }
     FUSED_OPTIM_HD float whole() const { return tensor_scale ? *reinterpret_cast<const float*>(tensor_scale) : 0.0f; }
     FUSED_OPTIM_HD Rounding rounding() const {
         const uint32_t number = steps ? static_cast<uint32_t>(*reinterpret_cast<const int64_t*>(steps)) : step;
         return {number * kGoldenRatio, 0xFFFFFFFFu};
     }
     FUSED_OPTIM_HD uint32_t fraction(const Rounding& rounding, uint64_t element) const {
-        const uint64_t global = inner_local >= numel()
-                                    ? offset + element
-                                    : offset + element / inner_local * inner_global + element % inner_local;
+        const uint64_t global = global_index(element, offset, geometry, geometry.is_consecutive(numel()));
         return rounding.bits(rounding.octet(key, global), static_cast<uint32_t>(global));
     }
 };

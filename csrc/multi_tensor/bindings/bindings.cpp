@@ -38,7 +38,7 @@ void check(const Shard& s, size_t i) {
     require(s.numel == 0 || s.param || s.quantized, i, "the address of the parameter");
     require(s.master_kind == Master::kParameter || s.numel == 0 || s.master, i, "the address of the master");
     require(s.numel == 0 || !s.quantized || !s.param || s.weight_scales, i, "the scales of a quantized parameter");
-    require(s.inner_local > 0, i, "inner_local > 0");
+    require(s.geometry.inner_local > 0, i, "inner_local > 0");
     require(!s.quantized || s.master_kind == Master::kFloat32, i, "an FP32 master of a quantized parameter");
     require(s.master_kind < Master::kRemainder16 || s.param_type == Element::kBFloat16, i, "a BF16 parameter");
     require(s.numel == 0 || s.scales || !(is_scaled(s.exp_avg_format) || is_scaled(s.exp_avg_sq_format)), i,
@@ -87,8 +87,7 @@ void set_shard(Plan& plan, size_t i, uint64_t grad, uint64_t param, uint64_t mas
     s.scales = scales;
     s.numel = numel;
     s.offset = offset;
-    s.inner_local = inner_local;
-    s.inner_global = inner_global;
+    s.geometry = {inner_local, inner_global};
     s.key = key;
     s.grad_type = enumerator<Element>(grad_type, i, "a known element type");
     s.param_type = enumerator<Element>(param_type, i, "a known element type");

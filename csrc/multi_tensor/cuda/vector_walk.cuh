@@ -48,7 +48,7 @@ struct Moment<Unscaled> {
 // Sets the scale of a block and returns its inverse.
 template <class Codec>
 __device__ __forceinline__ float store_scale(float absmax, float* scale, int block_log2, uint32_t element) {
-    absmax = lanes_max<kLargestBlock / kVector>(absmax, (1 << block_log2) / kVector);
+    absmax = lanes_max_or_nan<kLargestBlock / kVector>(absmax, (1 << block_log2) / kVector);
     BlockScale fresh = Codec::scale(float_bits(absmax));
     __syncwarp();  // every lane has read the old scale
     if ((element & ((1u << block_log2) - 1)) == 0) *scale = fresh.scale;
@@ -101,11 +101,7 @@ struct StoreWeight {
     __device__ __forceinline__ Magnitudes of_block() const {
         Magnitudes found;
         if constexpr (!std::is_void_v<typename Codec::Scale>) {
-            found.finite = finite;
-#pragma unroll
-            for (uint32_t lane = 1; lane < Codec::kBlock / kVector; lane *= 2) {
-                found.finite = max(found.finite, __shfl_xor_sync(kWarp, found.finite, lane));
-            }
+            found.finite = lanes_max<Codec::kBlock / kVector>(finite);
         }
         return found;
     }
@@ -141,8 +137,8 @@ __device__ __forceinline__ void store_weight(const View& view, uint32_t element,
         finite = magnitudes.finite;
     }
     if (view.absmax) {
-        const uint32_t of_warp = __reduce_max_sync(kWarp, finite);
-        if (threadIdx.x % 32 == 0) atomicMax(&block->weight_absmax, of_warp);
+        const uint32_t of_warp = __reduce_max_sync(kAllLanes, finite);
+        if (threadIdx.x % kWarp == 0) atomicMax(&block->weight_absmax, of_warp);
     }
     if (view.param) dispatch_weight(view.weight_format(), StoreWeight{view, element, values, largest, finite});
 }
