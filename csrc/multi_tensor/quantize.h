@@ -164,10 +164,6 @@ struct WeightBlock {
     float inverse;   // what elements are multiplied by
 };
 
-// Whether an update can write codes: a byte each, with blocks that lie within one row.
-template <class Codec>
-constexpr bool kWrittenByUpdate = Codec::kPerByte == 1 && !Codec::kTiled;
-
 template <WeightFormat format>
 struct WeightCodec;
 
@@ -235,12 +231,28 @@ FUSED_OPTIM_HD void dispatch_weight(WeightFormat format, const Visit& visit) {
 #undef FUSED_OPTIM_VISIT
 }
 
+// Bytes of a block's scale.
+template <class Scale>
+constexpr uint32_t kScaleBytes = sizeof(Scale);
+template <>
+constexpr uint32_t kScaleBytes<void> = 0;
+
+// Whether the update of a weight's FP32 master can write the codes, to nearest even. It has one address of scales:
+// those of blocks, which it writes, or the whole weight's, which it reads. It looks at finite magnitudes only. Blocks
+// are 32, 64 or 128 elements of a row, and the CUDA engine has four bytes for the scales of 128 elements.
+template <class Codec>
+constexpr bool kWrittenByUpdate = Codec::kPerByte == 1 && !Codec::kTiled && !Codec::kPoisons &&
+                                  Codec::kTensorScale == std::is_void_v<typename Codec::Scale> &&
+                                  (Codec::kBlock == 32 || Codec::kBlock == 64 || Codec::kBlock == 128) &&
+                                  kScaleBytes<typename Codec::Scale> * 128 <= 4 * Codec::kBlock;
+
 // What the host needs to know of a format.
 struct WeightTraits {
     uint32_t block;
     bool tiled;
     bool block_scales;
     bool tensor_scale;
+    bool written_by_update;
     int per_byte;
 };
 
@@ -248,8 +260,8 @@ struct ReadTraits {
     WeightTraits& traits;
     template <class Codec>
     FUSED_OPTIM_HD void operator()(Codec) const {
-        traits = {Codec::kBlock, Codec::kTiled, !std::is_void_v<typename Codec::Scale>, Codec::kTensorScale,
-                  Codec::kPerByte};
+        traits = {Codec::kBlock,       Codec::kTiled,           !std::is_void_v<typename Codec::Scale>,
+                  Codec::kTensorScale, kWrittenByUpdate<Codec>, Codec::kPerByte};
     }
 };
 

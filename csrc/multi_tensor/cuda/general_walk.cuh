@@ -168,8 +168,7 @@ struct StoreWeightElement {
             using Scale = typename Codec::Scale;
             Magnitudes magnitudes;
             if constexpr (!std::is_void_v<Scale>) {
-                constexpr int block_log2 = Codec::kBlock == 32 ? 5 : 7;
-                static_assert(Codec::kBlock == 1u << block_log2, "as many threads as a block has elements");
+                constexpr int block_log2 = Codec::kBlock == 32 ? 5 : Codec::kBlock == 64 ? 6 : 7;
                 magnitudes.finite = float_bits(neighbours_max(bits_float(finite()), block_log2, block->weight_partial));
             }
             if (!inside) return;

@@ -89,6 +89,17 @@ constexpr bool kHasWeights = std::is_same_v<Table, WeightsTable>;
 static_assert(sizeof(BasicTable) <= kParameterLimit && sizeof(WeightsTable) <= kParameterLimit,
               "the table must fit into the kernel's parameters");
 
+// From the scales of a weight to those of the blocks that begin at an element.
+struct AdvanceScales {
+    uint64_t& scales;
+    uint64_t element;
+
+    template <class Codec>
+    __device__ __forceinline__ void operator()(Codec) const {
+        if constexpr (kWrittenByUpdate<Codec>) scales += element / Codec::kBlock * kScaleBytes<typename Codec::Scale>;
+    }
+};
+
 // What a thread block needs to know of its chunk of a shard. Element 0 is the chunk's first, a multiple of kTile in its
 // shard, so that nothing but the global index needs 64 bits.
 struct View {
@@ -137,11 +148,7 @@ struct View {
         weight_scales = table.weight_scales[shard];
         if (!info.quantized) return;
         param = table.param[shard] ? table.param[shard] + begin : 0;
-        if (weight_format() == WeightFormat::kFloat8Blocks) {
-            weight_scales += begin / WeightCodec<WeightFormat::kFloat8Blocks>::kBlock * sizeof(float);
-        } else if (weight_format() == WeightFormat::kMXFloat8) {
-            weight_scales += begin / WeightCodec<WeightFormat::kMXFloat8>::kBlock;
-        }
+        dispatch_weight(weight_format(), AdvanceScales{weight_scales, begin});
     }
 
     __device__ __forceinline__ WeightFormat weight_format() const {
@@ -166,7 +173,7 @@ struct Block {
     // which opens a DRAM page, would cost a fifth of the bandwidth.
     float exp_avg_scales[kMaxTilesPerChunk * kTile / kSmallestBlock];
     float exp_avg_sq_scales[kMaxTilesPerChunk * kTile / kSmallestBlock];
-    uint32_t weight_scales[kMaxTilesPerChunk * kTile / kLargestBlock];  // FP32, or four E8M0 of 32 elements each
+    uint32_t weight_scales[kMaxTilesPerChunk * kTile / kLargestBlock];  // as kWrittenByUpdate says
     uint32_t weight_absmax;                                             // bits
     float weight_partial[kThreads / kWarp];                             // of the general walk
 

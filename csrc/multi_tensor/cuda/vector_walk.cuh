@@ -113,7 +113,8 @@ struct StoreWeight {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) scaled[i] = values[i] * inverse;
 #if __CUDA_ARCH__ >= 890
-        if (largest * inverse < 3.0e38f) {  // else some may be NaN
+        // Beyond 3e38 some may be NaN.
+        if (std::is_base_of_v<Float8Element, Codec> && largest * inverse < 3.0e38f) {
             encode_float8_words(words, scaled);
         } else
 #endif
