@@ -34,11 +34,7 @@ def test_engines_and_python_number_alike(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda"])
-@pytest.mark.parametrize(
-    "recipe",
-    [cls() for cls in RECIPES.values()] + [Float8BlockScaling(block=(1, 128))],
-    ids=lambda recipe: repr(recipe),
-)
+@pytest.mark.parametrize("recipe", [*(cls() for cls in RECIPES.values()), Float8BlockScaling(block=(1, 128))], ids=repr)
 def test_updates_write_the_blocks_of_the_recipe(name: str, recipe: Recipe) -> None:
     kernel = recipe.kernel
     assert kernel is not None
