@@ -10,7 +10,8 @@ import torch
 
 from fused_optim.adam import FusedAdam, FusedAdamW
 from fused_optim.checkpoint.checksums import verify_checksums, write_checksums
-from fused_optim.checkpoint.files import LoadReport, export_optimizer_checkpoint, load_optimizer_checkpoint
+from fused_optim.checkpoint.export import export_optimizer_checkpoint
+from fused_optim.checkpoint.load import LoadReport, load_optimizer_checkpoint
 from fused_optim.checkpoint.masters import save_master_safetensors
 from fused_optim.clip import clip_grad_norm_
 
@@ -45,7 +46,8 @@ def __dir__() -> list[str]:
 
 def _rebuild_quantized(*description: Any) -> torch.Tensor:
     """What ``torch.load(weights_only=True)`` calls for a quantized weight: only then is the code for it imported."""
-    return importlib.import_module("fused_optim.quantized.tensor").rebuild(*description)
+    rebuilt: torch.Tensor = importlib.import_module("fused_optim.quantized.tensor").rebuild(*description)
+    return rebuilt
 
 
 # Under the name that files hold. Nothing else may be registered under it: torch would take one of the two to read a

@@ -13,9 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fused_optim.adam import FusedAdam
 from fused_optim.sharding.collective import gather, on_all_ranks, parameter_names, this_rank
-from fused_optim.sharding.dtensor import has_own_chunks, rewrap_like
-from fused_optim.sharding.uneven import locate_uneven_shards
-from fused_optim.state.states import read_master
+from fused_optim.sharding.dtensor import has_own_chunks
 
 INDEX = "model.safetensors.index.json"
 
@@ -32,7 +30,7 @@ def save_master_safetensors(model: torch.nn.Module, optimizer: FusedAdam, folder
     A collective: all ranks call it. Raises on every rank if it fails on one.
     """
     folder = Path(folder)
-    locate_uneven_shards(optimizer._params())
+    optimizer.store.locate()
     with on_all_ranks(f"saving masters to {folder}"):
         from safetensors.torch import save_file
 
@@ -68,7 +66,7 @@ def save_master_safetensors(model: torch.nn.Module, optimizer: FusedAdam, folder
 
 
 def _named(model: torch.nn.Module, optimizer: FusedAdam) -> dict[str, Tensor]:
-    held = set(optimizer._params())
+    held = set(optimizer.store.params)
     return {names[0]: param for param, names in parameter_names(model).items() if param in held}
 
 
@@ -90,7 +88,7 @@ def _file_names(owners: Mapping[str, int]) -> dict[int, str]:
 def _gather_own(optimizer: FusedAdam, params: Mapping[str, Tensor], owners: Mapping[str, int]) -> dict[str, Tensor]:
     own = {}
     for name, param in params.items():
-        master: Tensor = rewrap_like(read_master(param, optimizer.state[param], optimizer._slots[param]), param)
+        master = optimizer.store.master(param)
         if isinstance(master, DTensor):
             master = master.full_tensor()
         if owners[name] == this_rank():

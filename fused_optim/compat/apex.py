@@ -12,7 +12,6 @@ from torch.optim.optimizer import ParamsT
 import fused_optim.adam
 from fused_optim.adam import declared_without
 from fused_optim.compat._common import put_rates_on_devices, refuse_amsgrad
-from fused_optim.state.states import read_master
 
 
 class FusedAdam(fused_optim.adam.FusedAdam):
@@ -61,13 +60,13 @@ class FusedAdam(fused_optim.adam.FusedAdam):
             put_rates_on_devices(self)
 
     @declared_without("grad_scaler")
-    def step(
+    def step(  # type: ignore[override]  # Apex's signature, which takes no others
         self,
         closure: Callable[[], Any] | None = None,
-        grads: Any = None,
-        output_params: Any = None,
-        scale: Any = None,
-        grad_norms: Any = None,
+        grads: object = None,
+        output_params: object = None,
+        scale: object = None,
+        grad_norms: object = None,
         grad_scaler: torch.amp.GradScaler | None = None,
     ) -> Any:
         """As :meth:`fused_optim.FusedAdam.step`. Raises RuntimeError for the arguments that Apex has given up."""
@@ -89,4 +88,4 @@ class FusedAdam(fused_optim.adam.FusedAdam):
         return [{"params": [self._master(param) for param in group["params"]]} for group in self.param_groups]
 
     def _master(self, param: Tensor) -> Tensor | None:
-        return read_master(param, self.state[param], self._slots[param]) if self.master_weights else None
+        return self.store[param].read_master() if self.master_weights else None

@@ -13,7 +13,7 @@ import fused_optim.adam
 from fused_optim.compat._common import put_rates_on_devices, refuse_amsgrad
 from fused_optim.formats import STATE_FORMATS, join_remainder
 from fused_optim.sharding.dtensor import local_tensor, placed_part, rewrap_like
-from fused_optim.state.states import MASTER, MOMENTS
+from fused_optim.slots import MASTER, MOMENTS
 
 
 class FusedAdam(fused_optim.adam.FusedAdam):
@@ -93,12 +93,14 @@ class FusedAdam(fused_optim.adam.FusedAdam):
     @property
     def exp_avg_dtype(self) -> torch.dtype:
         """The optimizer's default; param groups may differ."""
-        return self.defaults["exp_avg_dtype"]
+        dtype: torch.dtype = self.defaults["exp_avg_dtype"]
+        return dtype
 
     @property
     def exp_avg_sq_dtype(self) -> torch.dtype:
         """The optimizer's default; param groups may differ."""
-        return self.defaults["exp_avg_sq_dtype"]
+        dtype: torch.dtype = self.defaults["exp_avg_sq_dtype"]
+        return dtype
 
     @property
     def name_to_dtype_map(self) -> dict[str, torch.dtype]:
@@ -115,23 +117,21 @@ class FusedAdam(fused_optim.adam.FusedAdam):
 
     def get_unscaled_state(self, param: Tensor, state_name: str, skip_unscale: bool = False) -> Tensor:
         """As :meth:`fused_optim.FusedAdam.get_unscaled_state`; with ``skip_unscale`` a BF16 state as it is kept."""
-        states, _ = self._states_of(param)
-        kept = states.get(state_name)
+        kept = self.store[param].tensors.get(state_name)
         if skip_unscale and kept is not None and local_tensor(kept).dtype == torch.bfloat16:
             return local_tensor(kept)
         return super().get_unscaled_state(param, state_name)
 
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
         """As :meth:`fused_optim.FusedAdam.set_scaled_state`; states that the parameter lacks are created first."""
-        if not self._has_states(param):
-            self.initialize_state(param)
+        self.initialize_state(param)
         super().set_scaled_state(param, state_name, unscaled_state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As :meth:`fused_optim.FusedAdam.load_state_dict`; int16 remainders complete the parameters as they are."""
         ids = [id_ for group in state_dict["param_groups"] for id_ in group["params"]]
         state = dict(state_dict["state"])
-        for id_, param in zip(ids, self._params()):
+        for id_, param in zip(ids, self.store.params):
             master = state.get(id_, {}).get(MASTER)
             if isinstance(master, Tensor) and master.dtype == torch.int16 and param.dtype == torch.bfloat16:
                 state[id_] = {**state[id_], MASTER: _joined(param, master)}

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fused_optim.compat import transformer_engine
 from fused_optim.formats import Master
-from fused_optim.state.states import MASTER, MOMENTS, read_master, write_master
+from fused_optim.slots import MASTER, MOMENTS
 
 _IMPORTED_FROM = "transformer_engine.pytorch.optimizers"
 
@@ -32,28 +32,26 @@ class FusedAdam(transformer_engine.FusedAdam):
 
     def _is_synthetic(self) -> bool:
         """Only Megatron-FSDP, whose parameters are DTensors, makes synthetic steps."""
-        return any(isinstance(param, DTensor) for param in self._params()) and super()._is_synthetic()
+        return any(isinstance(param, DTensor) for param in self.store.params) and super()._is_synthetic()
 
     @torch.no_grad()
     def get_unscaled_state(self, param: Tensor, state_name: str, skip_unscale: bool = False) -> Tensor:
         """A state's local values: FP32, masters included, shaped as the parameter's local shard."""
-        states, slots = self._states_of(param)
-        if state_name == MASTER and MASTER in states:
-            return read_master(param, states, slots)
+        states = self.store[param]
+        if state_name == MASTER and MASTER in states.tensors:
+            return states.read_master()
         return super().get_unscaled_state(param, state_name, skip_unscale)
 
     @torch.no_grad()
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
         """As TransformerEngine's face; FP32 masters are split into parameter and remainders where these are kept."""
-        if not self._has_states(param):
-            self.initialize_state(param)
-        slots = self._slots[param]
-        split = slots.master in (Master.REMAINDER16, Master.REMAINDER8)
-        if state_name == MASTER and split and unscaled_state.is_floating_point():
+        self.initialize_state(param)
+        states = self.store[param]
+        if state_name == MASTER and states.slots.master.is_remainder and unscaled_state.is_floating_point():
             if unscaled_state.shape != param.shape:
                 expected = f"expected shape {tuple(param.shape)}, got {tuple(unscaled_state.shape)}"
                 raise ValueError(f"{MASTER} of a parameter: {expected}")
-            write_master(param, self.state[param], slots, unscaled_state)
+            states.write_master(unscaled_state)
         else:
             super().set_scaled_state(param, state_name, unscaled_state)
 
@@ -66,7 +64,7 @@ class FusedAdam(transformer_engine.FusedAdam):
         ids = [id_ for group in state_dict["param_groups"] for id_ in group["params"]]
         found = {
             param
-            for id_, param in zip(ids, self._params(), strict=True)
+            for id_, param in zip(ids, self.store.params, strict=True)
             if not isinstance(param, nn.Parameter) and _are_placeholders(state_dict["state"].get(id_))
         }
         for param in found:
@@ -156,7 +154,7 @@ def _finding(adam: type, check: Callable[[Any], None]) -> Callable[[Any], None]:
 @contextmanager
 def _importable(adam: type) -> Iterator[None]:
     module = ModuleType(_IMPORTED_FROM)
-    module.FusedAdam = adam
+    module.__dict__["FusedAdam"] = adam
     present = sys.modules.get(_IMPORTED_FROM)
     sys.modules[_IMPORTED_FROM] = module
     try:
@@ -177,7 +175,8 @@ def _ours(optimizer: Any) -> bool:
 
 def _inner_param(optimizer: Any, model_param: Tensor) -> Tensor:
     group, order = optimizer.model_param_group_index_map[model_param]
-    return optimizer.optimizer.param_groups[group]["params"][order]
+    param: Tensor = optimizer.optimizer.param_groups[group]["params"][order]
+    return param
 
 
 def _reading(original: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
@@ -223,7 +222,7 @@ def _packing(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str,
         packed = original(self, is_loading)
         if _ours(self):
             states = self.optimizer.state_dict()["state"]
-            params = enumerate(self.optimizer._params())
+            params = enumerate(self.optimizer.store.params)
             packed["state"] = {self._param_name(param): states[i] for i, param in params if i in states}
         return packed
 
@@ -236,7 +235,7 @@ def _refusing(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def load(self: Any, state_dict: dict[str, Any]) -> None:
         adam = self.optimizer
-        if _ours(self) and any(_needs_encoding(adam, param) for param in adam._params()):
+        if _ours(self) and any(_needs_encoding(adam, param) for param in adam.store.params):
             raise RuntimeError(
                 "checkpoints in Megatron-LM's legacy format load into FP32 and BF16 states without masters only: "
                 "convert them, or load without use_precision_aware_optimizer"
@@ -247,7 +246,7 @@ def _refusing(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _needs_encoding(adam: FusedAdam, param: Tensor) -> bool:
-    _, slots = adam._states_of(param)
+    slots = adam.store[param].slots
     return slots.master is not Master.PARAMETER or any(slots.format(name).scaled for name in MOMENTS)
 
 

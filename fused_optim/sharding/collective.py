@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import _get_fqns
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
 
@@ -53,6 +55,22 @@ def on_all_ranks(doing: str, no_dist: bool = False) -> Iterator[None]:
             raise RuntimeError(f"{doing}: rank {rank} failed: {text}")
     if error is not None:
         raise error
+
+
+def any_rank(params: Iterable[Tensor], nonzero: bool, failed: bool) -> tuple[bool, bool]:
+    """Whether each is true on any rank of the parameters' meshes: a collective over these."""
+    meshes: dict[DeviceMesh, None] = {p.device_mesh: None for p in params if isinstance(p, DTensor)}
+    for mesh in meshes:
+        flags = torch.tensor([nonzero, failed], dtype=torch.int32, device=mesh.device_type)
+        for dim in range(mesh.ndim):
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        nonzero, failed = (bool(flag) for flag in flags.tolist())
+    return nonzero, failed
+
+
+def announce_failure(params: Iterable[Tensor]) -> None:
+    """Take part in the other ranks' :func:`any_rank` as one that failed, so that they raise instead of waiting."""
+    any_rank(params, False, True)
 
 
 def parameter_names(model: torch.nn.Module) -> dict[Tensor, list[str]]:

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from fused_optim.formats import STATE_FORMATS, Master, StateFormat, decode_state, join_remainder
 from fused_optim.sharding.dtensor import cut_by_rows, full_tensor, local_tensor, placed_part, rewrap_like, rewrap_rows
-from fused_optim.state.states import MASTER, PIECE, Slots, write_moment
+from fused_optim.slots import MASTER
+from fused_optim.state.param_state import PIECE, ParamState
 
 REMAINDERS = {"rem16": Master.REMAINDER16, "rem8": Master.REMAINDER8}
 _FORMATS = {fmt.code: fmt for fmt in STATE_FORMATS.values()}
@@ -31,12 +32,13 @@ _FORMATS = {fmt.code: fmt for fmt in STATE_FORMATS.values()}
 # --- saving -----------------------------------------------------------------------------------------------------
 
 
-def pack_moment(
-    param: Tensor, states: dict[str, Tensor], slots: Slots, name: str, device: str | None
-) -> dict[str, Any]:
+def pack_moment(states: ParamState, name: str, device: str | None) -> dict[str, Any]:
     """A block-scaled moment as a copy: bits that change under their scales, or the reverse, would be garbage."""
-    bits = _copied(local_tensor(states[name]), device)
-    scale = _copied(slots.scale(name), device).view(bits.shape[0], _row(param) // slots.geometry.block)
+    param, slots = states.param, states.slots
+    bits = _copied(local_tensor(states.tensors[name]), device)
+    kept = slots.scale(name)
+    assert kept is not None
+    scale = _copied(kept, device).view(bits.shape[0], _row(param) // slots.geometry.block)
     return {
         "bits": rewrap_like(bits, param),
         "scale": rewrap_rows(scale, param),
@@ -45,11 +47,12 @@ def pack_moment(
     }
 
 
-def pack_remainder(param: Tensor, states: dict[str, Tensor], slots: Slots, device: str | None) -> dict[str, Tensor]:
+def pack_remainder(states: ParamState, device: str | None) -> dict[str, Tensor]:
     """Remainders, and what tells whether a parameter is the one that they were split from."""
-    low = _copied(local_tensor(states[MASTER]), device)
+    param = states.param
+    low = _copied(local_tensor(states.tensors[MASTER]), device)
     check = rewrap_rows(_copied(_row_checks(local_tensor(param)), device), param)
-    if slots.master is Master.REMAINDER8:
+    if states.slots.master is Master.REMAINDER8:
         return {"rem8": rewrap_like(low, param), "check": check}
     return {"rem16": rewrap_rows(low.view(torch.uint8), param), "check": check}
 
@@ -88,13 +91,15 @@ class StoredMoment:
     def values(self, name: str) -> Tensor:
         return decode_state(self.bits.contiguous(), self.scale.flatten(), name, self.format, self.block)
 
-    def write(self, states: dict[str, Tensor], slots: Slots, name: str) -> None:
+    def write(self, states: ParamState, name: str) -> None:
         """Bit for bit where the parameter's state has this format, else encoded from the values."""
-        if (slots.format(name), slots.geometry.block) != (self.format, self.block):
-            write_moment(states, slots, name, self.values(name))
+        slots = states.slots
+        kept = slots.scale(name)
+        if kept is None or (slots.format(name), slots.geometry.block) != (self.format, self.block):
+            states.write_moment(name, self.values(name))
             return
-        local_tensor(states[name]).copy_(self.bits)
-        slots.scale(name).copy_(self.scale.flatten())
+        local_tensor(states.tensors[name]).copy_(self.bits)
+        kept.copy_(self.scale.flatten())
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,8 +22,9 @@ from torch import Tensor
 from fused_optim import adapters
 from fused_optim.adapters import Update
 from fused_optim.formats import Master
-from fused_optim.sharding.collective import FailedElsewhere
+from fused_optim.sharding.collective import FailedElsewhere, announce_failure, any_rank
 from fused_optim.sharding.dtensor import cut_by_rows, local_tensor, placed_part, rewrap_like
+from fused_optim.slots import MASTER, MOMENTS
 from fused_optim.state.native import (
     StoredMoment,
     StoredRemainder,
@@ -32,21 +33,9 @@ from fused_optim.state.native import (
     unpack_moment,
     unpack_remainder,
 )
-from fused_optim.state.states import (
-    MASTER,
-    MOMENTS,
-    Slots,
-    read_master,
-    read_moment,
-    read_parameter,
-    write_master,
-    write_moment,
-)
-from fused_optim.step.synthetic import announce_failure, any_rank
-from fused_optim.validate import check_checkpoint_device, check_checkpoint_format, describe
-
-if TYPE_CHECKING:
-    from fused_optim.adam import FusedAdam
+from fused_optim.state.param_state import ParamState, read_parameter
+from fused_optim.state.store import StateStore
+from fused_optim.validate import CheckpointFormat, check_checkpoint_device, check_checkpoint_format, describe
 
 VERSION = 1
 # What a checkpoint says of itself, as numbers and in every param group: torch.distributed.checkpoint keeps no metadata,
@@ -56,19 +45,38 @@ DESCRIPTION = {"fused_optim_version": VERSION, "fused_optim_native": 0}
 # gathers and offloads no torch.dtype.
 _OWN_KEYS = ("exp_avg_dtype", "exp_avg_sq_dtype")
 
-_Loaded = Tensor | StoredMoment | StoredRemainder
+
+@dataclass
+class _Loaded:
+    """This rank's parts of a parameter's saved states."""
+
+    moments: dict[str, Tensor | StoredMoment]
+    master: Tensor | StoredRemainder | None
 
 
-def convert(optimizer: FusedAdam, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """State-dict post-hook: bring the states into ``optimizer.checkpoint_format``, on ``optimizer.checkpoint_device``.
+@dataclass(frozen=True)
+class Options:
+    """How states are converted.
+
+    ``form``: "unscaled" or "native". ``device``: None or "cpu", where copies are made. ``int16_remainders``: the
+    unscaled form keeps these instead of FP32 masters, as TransformerEngine's does.
+    """
+
+    form: CheckpointFormat
+    device: Literal["cpu"] | None
+    int16_remainders: bool
+
+
+def convert(store: StateStore, state_dict: dict[str, Any], options: Options) -> dict[str, Any]:
+    """A state dict of torch.optim's with the states in the form that was chosen.
 
     FP32 states, and BF16 ones in the native form, go by reference.
     """
-    check_checkpoint_format(optimizer.checkpoint_format)
-    check_checkpoint_device(optimizer.checkpoint_device)
-    params = dict(enumerate(chain.from_iterable(g["params"] for g in optimizer.param_groups)))
+    check_checkpoint_format(options.form)
+    check_checkpoint_device(options.device)
+    params = dict(enumerate(store.params))
     state = {
-        key: _converted(optimizer, params[key], states) if key in params else states
+        key: _converted(store[params[key]], options) if key in params else states
         for key, states in state_dict["state"].items()
         if states
     }
@@ -79,37 +87,38 @@ def convert(optimizer: FusedAdam, state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def _converted(optimizer: FusedAdam, param: Tensor, states: dict[str, Any]) -> dict[str, Any]:
-    slots, device = optimizer._slots[param], optimizer.checkpoint_device
-    native = optimizer.checkpoint_format == "native"
-    packed = native and cut_by_rows(param)
-    out = dict(states)
+def _converted(states: ParamState, options: Options) -> dict[str, Any]:
+    slots, native = states.slots, options.form == "native"
+    packed = native and cut_by_rows(states.param)
+    out: dict[str, Any] = dict(states.tensors)
     for name in MOMENTS:
         if packed and slots.format(name).scaled:
-            out[name] = pack_moment(param, states, slots, name, device)
+            out[name] = pack_moment(states, name, options.device)
         elif slots.format(name).scaled or not native:
-            out[name] = _unscaled_moment(param, states, slots, name, device)
-    if slots.master in (Master.REMAINDER16, Master.REMAINDER8):
+            out[name] = _unscaled_moment(states, name, options.device)
+    if slots.master.is_remainder:
         if packed:
-            out[MASTER] = pack_remainder(param, states, slots, device)
-        elif slots.master is Master.REMAINDER8 or not optimizer._saves_int16_remainders:
-            out[MASTER] = rewrap_like(read_master(param, states, slots, device), param)
+            out[MASTER] = pack_remainder(states, options.device)
+        elif slots.master is Master.REMAINDER8 or not options.int16_remainders:
+            out[MASTER] = rewrap_like(states.read_master(options.device), states.param)
     return out
 
 
-def _unscaled_moment(param: Tensor, states: dict[str, Tensor], slots: Slots, name: str, device: str | None) -> Tensor:
-    if slots.format(name).dtype(name) == torch.float32:
-        return states[name]
-    return rewrap_like(read_moment(states, slots, name, device), param)
+def _unscaled_moment(states: ParamState, name: str, device: str | None) -> Tensor:
+    if states.slots.format(name).dtype(name) == torch.float32:
+        return states.tensors[name]
+    return rewrap_like(states.read_moment(name, device), states.param)
 
 
-def load(optimizer: FusedAdam, state_dict: dict[str, Any], keep: Collection[Tensor] = ()) -> None:
+def load(
+    store: StateStore, groups: list[dict[str, Any]], state_dict: dict[str, Any], keep: Collection[Tensor] = ()
+) -> None:
     """Load a state dict in either form, or torch.optim.Adam(W)'s with one ``step`` per parameter.
 
     Everything is checked before the first state is written; ``state_dict`` and its tensors are not changed or kept.
     The parameters in ``keep`` keep their states.
     """
-    groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
+    saved_groups = state_dict["param_groups"]
     _check_version(saved_groups)
     saved_ids = _match_groups(groups, saved_groups)
     state = state_dict["state"]
@@ -133,9 +142,9 @@ def load(optimizer: FusedAdam, state_dict: dict[str, Any], keep: Collection[Tens
     remaining = []
     for id_, param in saved_ids.items():
         if id_ in loaded:
-            remaining += _write_states(optimizer, param, loaded[id_])
+            remaining += _write_states(store, param, loaded[id_])
         elif param not in keep:
-            optimizer._forget(param)
+            store.forget(param)
     adapters.write(remaining, advance=False)
 
 
@@ -242,30 +251,31 @@ def _has(saved: Mapping[str, Any], key: str) -> bool:
     return saved.get(key) is not None and (_is_packed(saved[key]) or not isinstance(saved[key], Mapping))
 
 
-def _loaded_states(param: Tensor, saved: Mapping[str, Any], who: str) -> dict[str, _Loaded]:
-    """This rank's parts of a parameter's saved states, without remainders."""
+def _loaded_states(param: Tensor, saved: Mapping[str, Any], who: str) -> _Loaded:
+    """Without remainders."""
     missing = [moment for moment in MOMENTS if not _has(saved, moment)]
     if missing:
         raise KeyError(f"{who}: the state dict lacks {' and '.join(missing)}")
-    found: dict[str, _Loaded] = {}
-    for key in (*MOMENTS, MASTER):
-        if key in MOMENTS and _is_packed(saved[key]):
-            found[key] = unpack_moment(param, key, saved[key], f"{who}: {key}")
-        elif _has(saved, key) and not _is_packed(saved[key]):
-            found[key] = _local_value(param, saved[key], f"{who}: {key}")
-    return found
+    loaded = _Loaded({}, None)
+    for name in MOMENTS:
+        value, what = saved[name], f"{who}: {name}"
+        packed = _is_packed(value)
+        loaded.moments[name] = unpack_moment(param, name, value, what) if packed else _local_value(param, value, what)
+    if _has(saved, MASTER) and not _is_packed(saved[MASTER]):
+        loaded.master = _local_value(param, saved[MASTER], f"{who}: {MASTER}")
+    return loaded
 
 
 def _load_remainders(
     packed: Mapping[Any, Tensor],
     state: Mapping[Any, Mapping[str, Any]],
     who: Mapping[Any, str],
-    loaded: dict[Any, dict[str, _Loaded]],
+    loaded: dict[Any, _Loaded],
 ) -> None:
     """Add saved remainders to ``loaded``. Raises on every rank if any rank's part of a parameter does not fit them."""
     wrong: list[str] = []
     for id_, param in packed.items():
-        loaded[id_][MASTER], fits = unpack_remainder(param, state[id_][MASTER], f"{who[id_]}: {MASTER}")
+        loaded[id_].master, fits = unpack_remainder(param, state[id_][MASTER], f"{who[id_]}: {MASTER}")
         if not fits:
             wrong.append(who[id_])
     if any_rank(packed.values(), bool(wrong), False)[0]:
@@ -286,23 +296,22 @@ def _local_value(param: Tensor, value: Any, what: str) -> Tensor:
     return placed_part(value, param)
 
 
-def _write_states(optimizer: FusedAdam, param: Tensor, loaded: dict[str, _Loaded]) -> list[Update]:
-    """Returns what is still to be written; see ``write_master``."""
-    optimizer.initialize_state(param)
-    states, slots = optimizer.state[param], optimizer._slots[param]
-    for name in MOMENTS:
-        value = loaded[name]
+def _write_states(store: StateStore, param: Tensor, loaded: _Loaded) -> list[Update]:
+    """Returns what is still to be written; see ``ParamState.write_master``."""
+    store.create(param)
+    states = store[param]
+    for name, value in loaded.moments.items():
         if isinstance(value, StoredMoment):
-            value.write(states, slots, name)
+            value.write(states, name)
         else:
-            write_moment(states, slots, name, value)
-    master = loaded.get(MASTER)
+            states.write_moment(name, value)
+    master = loaded.master
     if master is None:  # seeded from the parameter
-        write_master(param, states, slots, read_parameter(param).float())
+        states.write_master(read_parameter(param).float())
         return []  # which is not to be encoded again
     if isinstance(master, StoredRemainder):
         master = master.master(local_tensor(param.detach()))
-    return write_master(param, states, slots, master.float())
+    return states.write_master(master.float())
 
 
 def _copied(value: Any) -> Any:

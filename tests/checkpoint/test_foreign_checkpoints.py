@@ -30,7 +30,7 @@ from foreign_cases import SETTINGS, Model, build, groups_of, train
 from fused_optim import FusedAdam, export_optimizer_checkpoint, load_optimizer_checkpoint
 from fused_optim.formats import Master, split_remainder
 from fused_optim.sharding.dtensor import local_tensor
-from fused_optim.state.states import MASTER, MOMENTS
+from fused_optim.slots import MASTER, MOMENTS
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp.save in one process
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)

@@ -57,13 +57,13 @@ class Pair:
 
     def step(self, grads: Sequence[Tensor | None]) -> None:
         """One step of both from the same state, compared."""
-        before = [master_of(self.reference, p) for p in self.reference._params()]
+        before = [master_of(self.reference, p) for p in self.reference.store.params]
         for optimizer, backend in ((self.reference, "torch"), (self.compiled, self.engine)):
-            for param, grad in zip(optimizer._params(), grads, strict=True):
+            for param, grad in zip(optimizer.store.params, grads, strict=True):
                 param.decoupled_grad = grad
             self.use_backend(backend)
             optimizer.step()
-        for a, b, old in zip(self.reference._params(), self.compiled._params(), before, strict=True):
+        for a, b, old in zip(self.reference.store.params, self.compiled.store.params, before, strict=True):
             self._compare(a, b, old)
 
     def _compare(self, a: Tensor, b: Tensor, old: Tensor) -> None:
@@ -72,7 +72,7 @@ class Pair:
             poisoned = self.reference.get_unscaled_state(a, name).isnan()  # codes mean nothing there
             assert torch.equal(self.compiled.get_unscaled_state(b, name).isnan(), poisoned)
             assert_same_bits(actual[name].masked_fill(poisoned, 0), expected[name].masked_fill(poisoned, 0), name)
-        assert_same_bits(self.compiled._slots[b].scales, self.reference._slots[a].scales, "scales")
+        assert_same_bits(self.compiled.store.slots[b].scales, self.reference.store.slots[a].scales, "scales")
         if self.engine != "cuda":
             assert_same_bits(b, a, "param")
             if "master_param" in expected:
@@ -137,7 +137,7 @@ def test_every_pair_of_formats(
     groups = group_per_format([Shape("block64", (3, 192), 64)], master, engine, PAIRS)
     pair = Pair(groups, engine, use_backend, stochastic_rounding=stochastic, **master.options)
     for step in range(2):
-        pair.step(gradients(pair.reference._params(), grad_dtype, engine, step))
+        pair.step(gradients(pair.reference.store.params, grad_dtype, engine, step))
 
 
 @pytest.mark.parametrize("formats", MIXED, ids=lambda pair: "-".join(str(d).removeprefix("torch.") for d in pair))
@@ -147,12 +147,12 @@ def test_every_shape(
 ) -> None:
     options = {"exp_avg_dtype": formats[0], "exp_avg_sq_dtype": formats[1], **master.options}
     pair = Pair(one_group(SHAPES, master, engine), engine, use_backend, **options)
-    for shape, param in zip(SHAPES, pair.compiled._params(), strict=True):
+    for shape, param in zip(SHAPES, pair.compiled.store.params, strict=True):
         assert param.is_contiguous() or shape.layout.__name__ in ("transposed", "channels_last")
         if shape.layout is misaligned:
             assert param.data_ptr() % 16 == param.element_size()
     for step in range(2):
-        pair.step(gradients(pair.reference._params(), torch.bfloat16, engine, step))
+        pair.step(gradients(pair.reference.store.params, torch.bfloat16, engine, step))
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -169,7 +169,7 @@ def test_every_option(name: str, engine: str, use_backend: UseBackend) -> None:
                 **options,
             )
             for step in range(3):
-                pair.step(gradients(pair.reference._params(), torch.float32, engine, step))
+                pair.step(gradients(pair.reference.store.params, torch.float32, engine, step))
 
 
 # --- gradients ------------------------------------------------------------------------------------------------------
@@ -185,13 +185,13 @@ def test_extreme_gradients(master: Master, grad_dtype: torch.dtype, engine: str,
 
     pair = Pair(group_per_format([shape], master, engine, SAME), engine, use_backend, **master.options)
     for step in range(3):
-        grads = gradients(pair.reference._params(), grad_dtype, engine, step)
+        grads = gradients(pair.reference.store.params, grad_dtype, engine, step)
         for grad in grads:
             grad[::2, 5] = torch.tensor(EXTREMES).to(engine, grad_dtype)
             if step == 2:
                 grad[::2, ::2] *= 1e-3
         pair.step(grads)
-    for params in (pair.reference._params(), pair.compiled._params()):
+    for params in (pair.reference.store.params, pair.compiled.store.params):
         for param in params:
             assert bool(param[1::2].isfinite().all())
 
@@ -203,8 +203,8 @@ def test_tiny_gradients(size: float, engine: str, use_backend: UseBackend) -> No
     groups = group_per_format([shape], MASTER["bfloat16+float32"], engine, SAME)
     pair = Pair(groups, engine, use_backend, betas=(0.5, 0.5))
     for step in range(6):
-        pair.step([grad * size**step for grad in gradients(pair.reference._params(), torch.float32, engine, step)])
-    assert all(bool(param.isfinite().all()) for param in pair.compiled._params())
+        pair.step([grad * size**step for grad in gradients(pair.reference.store.params, torch.float32, engine, step)])
+    assert all(bool(param.isfinite().all()) for param in pair.compiled.store.params)
 
 
 @pytest.mark.parametrize("size", [2.0**60, 2.0**62.9, 2.0**68])
@@ -214,7 +214,7 @@ def test_huge_gradients(size: float, engine: str, use_backend: UseBackend) -> No
     groups = group_per_format([shape], MASTER["bfloat16+float32"], engine, SAME)
     pair = Pair(groups, engine, use_backend, betas=(0.5, 0.999999))
     for step in range(3):
-        pair.step([grad * size for grad in gradients(pair.reference._params(), torch.float32, engine, step)])
+        pair.step([grad * size for grad in gradients(pair.reference.store.params, torch.float32, engine, step)])
 
 
 @pytest.mark.parametrize("grad_dtype", FLOAT_DTYPES, ids=str)
@@ -240,7 +240,7 @@ def test_gradient_dtype_is_free(param_dtype: torch.dtype, grad_dtype: torch.dtyp
 def test_some_gradients_are_missing(engine: str, use_backend: UseBackend) -> None:
     pair = Pair(one_group(SHAPES, MASTER["bfloat16+rem16"], engine), engine, use_backend)
     for step in range(3):
-        grads: list[Tensor | None] = list(gradients(pair.reference._params(), torch.bfloat16, engine, step))
+        grads: list[Tensor | None] = list(gradients(pair.reference.store.params, torch.bfloat16, engine, step))
         grads[step::3] = [None] * len(grads[step::3])
         pair.step(grads)
 
@@ -266,7 +266,7 @@ def test_thousands_of_tiny_tensors(engine: str, use_backend: UseBackend) -> None
 
     options = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8, **MASTER["bfloat16+rem8"].options}
     pair = Pair(groups, engine, use_backend, **options)
-    pair.step(gradients(pair.reference._params(), torch.bfloat16, engine, 0))
+    pair.step(gradients(pair.reference.store.params, torch.bfloat16, engine, 0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
@@ -282,7 +282,7 @@ def test_large_tensors(dtype: torch.dtype, engine: str, use_backend: UseBackend)
         **MASTER["bfloat16+rem16"].options,
     )
     for step in range(2):
-        pair.step(gradients(pair.reference._params(), torch.bfloat16, engine, step))
+        pair.step(gradients(pair.reference.store.params, torch.bfloat16, engine, step))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)

@@ -386,7 +386,7 @@ def train_replicated(path: str | None, steps: range) -> dict[str, Tensor]:
             run.optimizer.load_state_dict(loaded["optimizer"])
         run.train(steps)
         found = {name: param.detach() for name, param in run.model.named_parameters()}
-        for i, param in enumerate(run.inner._params()):
+        for i, param in enumerate(run.inner.store.params):
             found |= {f"{i} {key}": run.inner.get_unscaled_state(param, key) for key in ("exp_avg", "exp_avg_sq")}
         return {key: value.cpu().clone() for key, value in found.items()}
 

@@ -64,7 +64,7 @@ def test_decoding_in_pieces_changes_no_bit(
     _, optimizer = trained(master, fmt, form="unscaled")
     whole = tensors_of(optimizer.state_dict()["state"])
     assert any(value.numel() > 1000 for value in whole.values())
-    monkeypatch.setattr("fused_optim.state.states.PIECE", 384)
+    monkeypatch.setattr("fused_optim.state.param_state.PIECE", 384)
     assert_same(tensors_of(optimizer.state_dict()["state"]), whole)
 
 

@@ -1,0 +1,138 @@
+"""Writes checkpoints that torch.optim loads."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
+
+from fused_optim.adam import FusedAdam
+from fused_optim.checkpoint.checksums import write_checksums
+from fused_optim.checkpoint.sources import SINGLE_PROCESS, some_of
+from fused_optim.sharding.collective import gather, on_all_ranks, parameter_names, this_rank
+from fused_optim.sharding.dtensor import has_own_chunks, keep_chunks, rewrap_like, rewrap_shaped
+from fused_optim.slots import MOMENTS
+from fused_optim.validate import describe
+
+_FILE_SUFFIXES = (".pt", ".pth")
+
+
+@torch.no_grad()
+def export_optimizer_checkpoint(
+    model: torch.nn.Module, optimizer: FusedAdam, path: str | os.PathLike[str], layout: str = "torch"
+) -> None:
+    """Write a checkpoint that torch.optim.Adam(W) loads: FP32 moments and one step per parameter, without masters.
+
+    ``path`` ending in .pt or .pth: a file of torch.save, written by rank 0, that holds ``optimizer.state_dict()`` by
+    parameter names, for ``load_state_dict`` and ``set_optimizer_state_dict``. Otherwise a folder of
+    torch.distributed.checkpoint, which holds the same under "optimizer", nested and flattened, and its checksums. Where
+    ranks own different parameters (pipeline stages), write a folder and load the flattened form.
+
+    A collective: all ranks call it. Raises on every rank if it fails on one. Raises ValueError for what torch.optim
+    cannot continue: ``bias_correction=False``.
+    """
+    path = Path(path)
+    optimizer.store.locate()
+    with on_all_ranks(f"exporting to {path}"):
+        if layout != "torch":
+            raise ValueError(f"layout: expected 'torch', got {layout!r}")
+        optimizer.initialize_state()
+        optimizer.pull_steps()
+        names = _export_names(model, optimizer)
+        groups = [_torch_group(optimizer, group, names) for group in optimizer.param_groups]
+    everyone = gather(list(names.values()))
+    if path.suffix in _FILE_SUFFIXES:
+        with on_all_ranks(f"exporting to {path}"):
+            if missing := sorted({name for each in everyone for name in each}.difference(names.values())):
+                raise ValueError(f"this rank lacks {some_of(missing)}: rank 0 writes what it has; export to a folder")
+            for index, param in enumerate(optimizer.store.params):
+                if has_own_chunks(param):  # gathering goes by placements, and would mix up rows
+                    text = "shards with chunk lists of their own are not gathered into a file; export to a folder"
+                    raise TypeError(f"{describe(param, index)}: {text}")
+        _export_file(optimizer, names, groups, path)
+    else:
+        _export_folder(optimizer, names, groups, path)
+
+
+def _export_names(model: torch.nn.Module, optimizer: FusedAdam) -> dict[Tensor, str]:
+    names = parameter_names(model)
+    for index, param in enumerate(optimizer.store.params):
+        if param not in names:
+            raise KeyError(f"{describe(param, index)} is not one of the model's parameters, so it has no name")
+    return {param: names[param][0] for param in optimizer.store.params}
+
+
+def _torch_group(optimizer: FusedAdam, group: Mapping[str, Any], names: Mapping[Tensor, str]) -> dict[str, Any]:
+    if not group["bias_correction"]:
+        raise ValueError("bias_correction=False: torch.optim.AdamW always corrects, so it cannot continue this run")
+    expected = torch.optim.AdamW([torch.zeros(1)]).param_groups[0]
+    exported = {key: group.get(key, value) for key, value in expected.items() if key != "params"}
+    if "decoupled_weight_decay" in exported:
+        exported["decoupled_weight_decay"] = optimizer.adam_w_mode
+    if "initial_lr" in group:  # of learning-rate schedulers
+        exported["initial_lr"] = group["initial_lr"]
+    return {**exported, "params": [names[param] for param in group["params"]]}
+
+
+def _torch_states(optimizer: FusedAdam, param: Tensor, step: int) -> dict[str, Tensor]:
+    """Moments as FP32, in host memory: one parameter at a time passes through the device's."""
+    states = optimizer.store[param]
+    local = {name: states.read_moment(name, "cpu").cpu() for name in MOMENTS}
+    moments = {name: keep_chunks(rewrap_shaped(value, param, param.shape), param) for name, value in local.items()}
+    return {"step": torch.tensor(float(step)), **moments}
+
+
+def _export_folder(optimizer: FusedAdam, names: Mapping[Tensor, str], groups: list[dict[str, Any]], path: Path) -> None:
+    with on_all_ranks(f"exporting to {path}"):
+        state = {
+            names[param]: _torch_states(optimizer, param, group["step"])
+            for group in optimizer.param_groups
+            for param in group["params"]
+        }
+        flat = {
+            f"param_groups.{name}.{key}": value
+            for group in groups
+            for name in group["params"]
+            for key, value in group.items()
+            if key != "params"
+        }
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", SINGLE_PROCESS)
+            dcp.save({"optimizer": {"state": state, "param_groups": groups, **flat}}, checkpoint_id=path)
+    except CheckpointException as error:  # on all ranks; no Exception, so that callers rarely catch it
+        raise RuntimeError(f"exporting to {path}: {next(iter(error.failures.values()))[0]}") from error
+    write_checksums(path)
+
+
+def _export_file(optimizer: FusedAdam, names: Mapping[Tensor, str], groups: list[dict[str, Any]], path: Path) -> None:
+    state: dict[str, dict[str, Tensor]] = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            full = _full_states(optimizer, param)
+            if this_rank() == 0:
+                state[names[param]] = {"step": torch.tensor(float(group["step"])), **full}
+    temporary = path.with_name(f".{path.name}.tmp")
+    with on_all_ranks(f"exporting to {path}"):
+        if this_rank() == 0:
+            try:
+                torch.save({"state": state, "param_groups": groups}, temporary)
+                temporary.replace(path)
+            finally:
+                temporary.unlink(missing_ok=True)
+
+
+def _full_states(optimizer: FusedAdam, param: Tensor) -> dict[str, Tensor]:
+    states, full = optimizer.store[param], {}
+    for name in MOMENTS:
+        value: Tensor = rewrap_like(states.read_moment(name), param)
+        full[name] = (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
+    return full

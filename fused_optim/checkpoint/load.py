@@ -1,0 +1,312 @@
+"""Loads optimizer checkpoints on disk, ours and other optimizers'.
+
+Loading recognises who wrote a checkpoint, reads this rank's part of every state into buffers of its own, checks all of
+it, and hands it to ``optimizer.load_state_dict`` only when every rank has succeeded.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_optim.adam import FusedAdam
+from fused_optim.checkpoint.checksums import verify_items
+from fused_optim.checkpoint.sources import (
+    Source,
+    Stored,
+    buffer_for,
+    native_buffer_for,
+    open_source,
+    optimizer_keys,
+    read_contents,
+    read_small,
+    some_of,
+)
+from fused_optim.formats import join_remainder
+from fused_optim.sharding.collective import gather, on_all_ranks, parameter_names
+from fused_optim.sharding.dtensor import has_own_chunks, local_tensor, rewrap_shaped
+from fused_optim.slots import MASTER, MOMENTS
+from fused_optim.validate import check_hyperparameters, describe
+
+_REQUIRED_SETTINGS = ("lr", "betas", "eps", "weight_decay")
+_NOT_SETTINGS = ("params", "param_names", "step")
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a checkpoint was recognised as, and what was loaded from it."""
+
+    source: str  # "torch.optim.AdamW"
+    parameters: int  # with states in the checkpoint
+    without_states: int  # parameters that had no gradient before the checkpoint was written; their moments are zero
+    steps: tuple[int, ...]  # of the param groups
+    masters: str  # "seeded from parameters"
+
+    def __str__(self) -> str:
+        steps = sorted(set(self.steps))
+        parts = [f"{self.source} checkpoint", f"{self.parameters} parameters"]
+        if self.without_states:
+            parts.append(f"{self.without_states} without states")
+        parts.append(f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}")
+        return ", ".join([*parts, self.masters])
+
+
+@torch.no_grad()
+def load_optimizer_checkpoint(
+    model: torch.nn.Module, optimizer: FusedAdam, path: str | os.PathLike[str], *, verify: bool | None = None
+) -> LoadReport:
+    """Load this library's, torch.optim.Adam(W)'s, TransformerEngine's or Apex's optimizer checkpoint.
+
+    ``path`` is a folder of torch.distributed.checkpoint or a file of torch.save with full tensors; see
+    ``docs/foreign_checkpoints.md``. Load the model's parameters first: masters that the checkpoint lacks are seeded
+    from them, and 16-bit remainders complete them. Learning rate, betas, eps, weight decay and step become the
+    checkpoint's; state formats and seed stay the optimizer's. A group whose parameters were saved at different steps
+    continues from the largest, with a warning.
+
+    ``verify``: compare what belongs to the optimizer with the checksums of ``write_checksums``, each rank a share,
+    before any of it is read. None: where there are checksums; True: their absence is an error; False: no.
+
+    A collective: all ranks call it. Raises on every rank if it fails on one; nothing has been changed then.
+    """
+    path = Path(path)
+    optimizer.store.locate()
+    everyone = {name for names in gather(_all_names(model)) for name in names}
+    with on_all_ranks(f"loading {path}"):
+        source = open_source(path)
+        keys = optimizer_keys(source, everyone)
+    if verify is not False:
+        verify_items(path, keys, required=bool(verify))
+    with on_all_ranks(f"loading {path}"):
+        loader = Loader(model, optimizer, source, everyone)
+        state_dict, report = loader.prepare()
+    with on_all_ranks(f"loading {path}"):
+        optimizer.load_state_dict(state_dict)
+    return report
+
+
+def _all_names(model: torch.nn.Module) -> list[str]:
+    return [name for names in parameter_names(model).values() for name in names]
+
+
+class Loader:
+    """Turns a checkpoint into a state dict of one optimizer, checked in full; changes nothing."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: FusedAdam, source: Source, everyone: set[str]) -> None:
+        self.optimizer = optimizer
+        self.source = source
+        self.names = parameter_names(model)
+        self.params = optimizer.store.params
+        self.contents = read_contents(source, everyone)
+        self.ids = self._match(everyone)
+        self.saved_steps = self._read_steps()
+
+    def prepare(self) -> tuple[dict[str, Any], LoadReport]:
+        states = self.contents.states
+        loaded = [i for i, id_ in enumerate(self.ids) if id_ in states]
+        for i in loaded:
+            self._check_states(i)
+        groups = self._groups()
+        state = self._read_states(loaded)
+        report = LoadReport(
+            source=self._writer(),
+            parameters=len(loaded),
+            without_states=len(self.ids) - len(loaded),
+            steps=tuple(group["step"] for group in groups),
+            masters=self._masters(state),
+        )
+        return {"state": state, "param_groups": groups}, report
+
+    def _name(self, i: int) -> str | None:
+        return next(iter(self.names.get(self.params[i], [])), None)
+
+    def _describe(self, i: int) -> str:
+        return describe(self.params[i], i, self._name(i))
+
+    def _match(self, everyone: set[str]) -> list[str]:
+        """Each parameter's id in the checkpoint."""
+        listed = set(self.contents.settings) | set(self.contents.states)
+        if listed and all(id_.isdigit() for id_ in listed) and not listed & everyone:
+            return self._match_positions()
+        ids = [next((n for n in self.names.get(p, ()) if n in listed), None) for p in self.params]
+        missing = [i for i, id_ in enumerate(ids) if id_ is None and self.params[i].requires_grad]
+        stateless = [i for i, id_ in enumerate(ids) if id_ not in self.contents.states and i not in missing]
+        missing += [i for i in stateless if self.params[i].requires_grad and self.contents.states]
+        unexpected = sorted(listed - everyone)
+        if missing or unexpected:
+            self._refuse_other_model([self._describe(i) for i in sorted(missing)], unexpected)
+        return [id_ if id_ is not None else "" for id_ in ids]
+
+    def _refuse_other_model(self, missing: list[str], unexpected: list[str]) -> None:
+        text = f"{self.source.path} is of another model:"
+        if missing:
+            text += f" it lacks the states of {len(missing)} of {len(self.params)} parameters: {some_of(missing)};"
+        if unexpected:
+            text += f" the model lacks {len(unexpected)} of its parameters: {some_of(unexpected)};"
+        raise ValueError(text.removesuffix(";"))
+
+    def _match_positions(self) -> list[str]:
+        groups, saved = self.optimizer.param_groups, self.contents.order
+        if [len(group["params"]) for group in groups] != [len(ids) for ids in saved]:
+            ours, theirs = [len(group["params"]) for group in groups], [len(ids) for ids in saved]
+            text = (
+                f"{self.source.path} numbers its parameters: expected param groups of {ours} parameters, found {theirs}"
+            )
+            raise ValueError(text)
+        ids = [id_ for group in saved for id_ in group]
+        if unexpected := sorted(set(self.contents.states) - set(ids)):
+            self._refuse_other_model([], unexpected)
+        return ids
+
+    def _read_steps(self) -> dict[str, int]:
+        """The step of every id that has one: its group's, or its own as torch.optim keeps it."""
+        keys = {
+            id_: self.contents.states[id_]["step"][""]
+            for id_ in self.ids
+            if "" in self.contents.states.get(id_, {}).get("step", {})
+        }
+        values = read_small(self.source, keys.values())
+        steps = {id_: int(values[key]) for id_, key in keys.items()}
+        return steps | {id_: int(s["step"]) for id_, s in self.contents.settings.items() if "step" in s}
+
+    def _check_states(self, i: int) -> None:
+        states, param = self.contents.states[self.ids[i]], self.params[i]
+        if "max_exp_avg_sq" in states:
+            raise ValueError(f"{self._describe(i)}: {self.source.path} was saved with amsgrad=True: not supported")
+        if lacking := [name for name in MOMENTS if name not in states]:
+            raise ValueError(f"{self._describe(i)}: {self.source.path} lacks its {' and '.join(lacking)}")
+        if self.ids[i] not in self.saved_steps:
+            text = "has its moments but no step, neither its own nor its param group's; it is not guessed"
+            if self.contents.settings and self.ids[i] not in self.contents.settings:
+                hint = "where ranks own different parameters, save with flatten_optimizer_state_dict=True"
+                text = f"has its moments but lists it in no param group; {hint}"
+            raise ValueError(f"{self._describe(i)}: {self.source.path} {text}")
+        for name in (*MOMENTS, MASTER):
+            if "" in states.get(name, {}):
+                self._check_whole(i, name, self.source.entries[states[name][""]], tuple(param.shape))
+            elif name in states and has_own_chunks(param):
+                text = "does not load into shards with chunk lists of their own; save with checkpoint_format='unscaled'"
+                raise TypeError(f"{self._describe(i)}: the native form of {name} in {self.source.path} {text}")
+
+    def _check_whole(self, i: int, name: str, stored: Stored | None, shape: tuple[int, ...]) -> None:
+        what = f"{self._describe(i)}: {name} in {self.source.path}"
+        if stored is None:
+            raise TypeError(f"{what}: expected a tensor, found another object")
+        if stored.shape != shape:
+            raise ValueError(f"{what}: expected shape {shape}, found {stored.shape}")
+        if name == MASTER and stored.dtype == torch.int16:
+            if self.params[i].dtype != torch.bfloat16:
+                raise TypeError(f"{what}: int16 remainders belong to a torch.bfloat16 parameter")
+        elif not stored.dtype.is_floating_point or stored.dtype.itemsize < 2:
+            raise TypeError(f"{what}: expected a floating-point tensor of at least 16 bits, found {stored.dtype}")
+
+    def _groups(self) -> list[dict[str, Any]]:
+        groups, first, behind = [], 0, 0
+        for number, group in enumerate(self.optimizer.param_groups):
+            members = range(first, first + len(group["params"]))
+            first += len(members)
+            settings = self._group_settings(number, group, members)
+            steps = [self.saved_steps[self.ids[i]] for i in members if self.ids[i] in self.saved_steps]
+            step = max(steps, default=0)
+            behind += sum(s != step for s in steps)
+            self._check_group(number, group, settings, members, step)
+            names = [self._name(i) for i in members]  # for messages
+            groups.append({**settings, "step": step, "params": list(members), "param_names": names})
+        if behind:
+            text = f"{behind} of {len(self.params)} parameters were saved at an earlier step than their group's latest"
+            reason = "the step is shared by a param group, so they continue from the latest"
+            warnings.warn(f"{self.source.path}: {text}; {reason}", stacklevel=5)
+        return groups
+
+    def _group_settings(self, number: int, group: Mapping[str, Any], members: Iterable[int]) -> dict[str, Any]:
+        """What the checkpoint has for all members alike."""
+        found: dict[str, Any] = {}
+        owner: dict[str, int] = {}
+        for i in members:
+            for key, value in self.contents.settings.get(self.ids[i], {}).items():
+                if key in _NOT_SETTINGS or (key not in group and key != "initial_lr"):
+                    continue
+                if key in found and not _equal(found[key], value):
+                    both = f"{self._describe(owner[key])} and {self._describe(i)}"
+                    raise ValueError(
+                        f"param group {number}: {self.source.path} has different values of {key} for {both}, which are "
+                        "in one group of this optimizer; build it with the checkpoint's groups"
+                    )
+                found.setdefault(key, value)
+                owner.setdefault(key, i)
+        return found
+
+    def _check_group(
+        self, number: int, group: Mapping[str, Any], settings: Mapping[str, Any], members: range, step: int
+    ) -> None:
+        what = f"param group {number}"
+        lacking = [key for key in _REQUIRED_SETTINGS if key not in settings]
+        trained = [i for i in members if self.params[i].requires_grad]
+        if lacking and trained:
+            raise ValueError(f"{what}: {self.source.path} lacks its {', '.join(lacking)}")
+        if step and trained and not any(self.ids[i] in self.contents.states for i in members):
+            text = f"is at step {step} but holds no states of its {len(members)} parameters"
+            raise ValueError(f"{what}: {self.source.path} {text}")
+        try:
+            own = {key: group[key] for key in ("exp_avg_dtype", "exp_avg_sq_dtype")}
+            check_hyperparameters({**group, **settings, **own})
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{what} in {self.source.path}: {error}") from error
+
+    def _read_states(self, loaded: Iterable[int]) -> dict[int, dict[str, Any]]:
+        found = {i: self.contents.states[self.ids[i]] for i in loaded}
+        buffers: dict[str, Tensor | None] = {}
+        for i, states in found.items():
+            for name in (*MOMENTS, MASTER):
+                for part, key in states.get(name, {}).items():
+                    stored, buffer = self.source.entries[key], native_buffer_for if part else buffer_for
+                    buffers[key] = None if stored is None else buffer(self.params[i], stored)
+        values = self.source.read(buffers)
+        return {
+            i: {name: self._value(i, name, states[name], values) for name in (*MOMENTS, MASTER) if name in states}
+            for i, states in found.items()
+        }
+
+    def _value(self, i: int, name: str, parts: Mapping[str, str], values: Mapping[str, Any]) -> Any:
+        if "" not in parts:
+            return _native_state(parts, values)
+        value, param = values[parts[""]], self.params[i]
+        if name == MASTER and value.dtype == torch.int16:
+            master = join_remainder(local_tensor(param.detach()).cpu(), local_tensor(value))
+            return rewrap_shaped(master, param, param.shape)
+        return value
+
+    def _writer(self) -> str:
+        settings = next(iter(self.contents.settings.values()), {})
+        if "exp_avg_dtype" in settings:
+            return "fused_optim"
+        if any("step" in states for states in self.contents.states.values()):
+            decoupled = settings.get("decoupled_weight_decay")
+            return "torch.optim.Adam(W)" if decoupled is None else f"torch.optim.Adam{'W' * bool(decoupled)}"
+        return "TransformerEngine or Apex FusedAdam"
+
+    def _masters(self, state: Mapping[int, Mapping[str, Any]]) -> str:
+        if all(param.dtype == torch.float32 for param in self.params):
+            return "no masters needed"
+        if not any(MASTER in states for states in state.values()):
+            return "masters seeded from parameters" if self.optimizer.master_weights else "no masters"
+        return "masters loaded" if self.optimizer.master_weights else "parameters written from masters"
+
+
+def _native_state(parts: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, Any]:
+    """A state in the native form, as ``optimizer.load_state_dict`` takes it, which checks it before it writes."""
+    return {part: values[key] for part, key in parts.items()}
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return torch.equal(torch.as_tensor(a).flatten(), torch.as_tensor(b).flatten())
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
+        return list(a) == list(b)
+    return bool(a == b)

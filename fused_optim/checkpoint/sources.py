@@ -1,0 +1,264 @@
+"""What checkpoints on disk hold: folders of torch.distributed.checkpoint and files of torch.save.
+
+Both are seen through the same flat keys, ``state.<id>.exp_avg`` and ``param_groups...``, where the id is a parameter's
+name or its position.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+import zipfile
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from fused_optim.checkpoint.checksums import check_finished, read_metadata
+from fused_optim.sharding.dtensor import has_own_chunks, keep_chunks, local_tensor, rewrap_shaped
+
+# `exp_avg.bits` and the like: the parts of a state in the native form
+_STATE_KEY = re.compile(r"(?P<id>.+)\.(?P<name>exp_avg|exp_avg_sq|max_exp_avg_sq|master_param|step)(\.(?P<part>\w+))?")
+_NATIVE_PARTS = ("bits", "scale", "format", "block", "rem16", "rem8", "check")
+SINGLE_PROCESS = "torch.distributed is disabled"  # a warning of torch.distributed.checkpoint
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What is known of a tensor before it is read."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Source(Protocol):
+    path: Path
+
+    @property
+    def entries(self) -> Mapping[str, Stored | None]:
+        """By flat key; None: not a tensor."""
+
+    def read(self, wanted: Mapping[str, Tensor | None]) -> dict[str, Any]:
+        """Fill the tensors, this rank's part of DTensors; read what is no tensor where there is None."""
+
+
+def open_source(path: Path) -> Source:
+    if path.is_file():
+        return _File(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: expected a folder of torch.distributed.checkpoint or a file, found nothing")
+    check_finished(path)
+    return _Folder(path)
+
+
+class _Folder:
+    """A checkpoint of torch.distributed.checkpoint. Each rank reads for itself, so a failure leaves no rank waiting."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metadata = read_metadata(path)
+        self.entries: dict[str, Stored | None] = {}
+        for key, entry in self.metadata.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata):
+                self.entries[key] = Stored(tuple(entry.size), entry.properties.dtype)
+            else:
+                self.entries[key] = None
+
+    def read(self, wanted: Mapping[str, Tensor | None]) -> dict[str, Any]:
+        self._check_files(wanted)
+        self._check_chunks(wanted)
+        try:
+            return self._load(wanted)
+        except (Exception, CheckpointException):
+            for key, buffer in wanted.items():  # which one it was
+                try:
+                    self._load({key: buffer})
+                except (Exception, CheckpointException) as error:
+                    raise ValueError(f"{key} in {self.path} cannot be read; its file is damaged") from error
+            raise
+
+    def _load(self, wanted: Mapping[str, Tensor | None]) -> dict[str, Any]:
+        values = dict(wanted)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", SINGLE_PROCESS)
+            dcp.load(values, checkpoint_id=self.path, no_dist=True)
+        return values
+
+    def _check_files(self, wanted: Iterable[str]) -> None:
+        keys, sizes = set(wanted), {}
+        for index, info in self.metadata.storage_data.items():
+            if index.fqn not in keys:
+                continue
+            name = info.relative_path
+            if name not in sizes:
+                file = self.path / name
+                sizes[name] = file.stat().st_size if file.is_file() else None
+            if sizes[name] is None:
+                raise FileNotFoundError(f"{index.fqn}: its file {name} is missing from {self.path}")
+            if sizes[name] < info.offset + info.length:
+                expected = f"expected at least {info.offset + info.length} bytes, found {sizes[name]}"
+                raise ValueError(f"{index.fqn}: its file {self.path / name} is truncated: {expected}")
+
+    def _check_chunks(self, wanted: Iterable[str]) -> None:
+        for key in wanted:
+            entry = self.metadata.state_dict_metadata[key]
+            if isinstance(entry, TensorStorageMetadata):
+                held, size = sum(math.prod(chunk.sizes) for chunk in entry.chunks), math.prod(entry.size)
+                if held < size:
+                    raise ValueError(f"{key} in {self.path}: only {held} of its {size} elements were saved")
+
+
+class _File:
+    """A checkpoint of torch.save. Memory-mapped, so that a rank reads little more than its own part."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            content = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
+        except Exception as error:
+            raise ValueError(f"{path} cannot be read by torch.load ({_first_line(error)}); is it truncated?") from error
+        if isinstance(content, (tuple, list)):  # of get_state_dict
+            content = dict(enumerate(content))
+        if not isinstance(content, Mapping):
+            raise ValueError(f"{path}: expected a dict of torch.save, found {type(content).__name__}")
+        self.values, _ = flatten_state_dict(dict(content))
+        self.entries: dict[str, Stored | None] = {
+            key: Stored(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else None
+            for key, value in self.values.items()
+        }
+
+    def read(self, wanted: Mapping[str, Tensor | None]) -> dict[str, Any]:
+        for key, buffer in wanted.items():
+            if isinstance(self.values[key], DTensor):
+                hint = (
+                    "save full tensors (StateDictOptions(full_state_dict=True)), or with torch.distributed.checkpoint"
+                )
+                raise TypeError(f"{key} in {self.path} is one rank's shard; {hint}")
+            if buffer is not None:
+                _copy_part(buffer, self.values[key])
+        return {key: self.values[key] if buffer is None else buffer for key, buffer in wanted.items()}
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _copy_part(buffer: Tensor, full: Tensor) -> None:
+    if isinstance(buffer, DTensor):
+        (chunk,) = buffer.__create_chunk_list__()
+        full = full[tuple(slice(o, o + size) for o, size in zip(chunk.offsets, chunk.sizes, strict=True))]
+    local_tensor(buffer).copy_(full)
+
+
+def buffer_for(param: Tensor, stored: Stored) -> Tensor:
+    """A tensor in host memory, placed as ``param`` is."""
+    if not isinstance(param, DTensor):
+        return torch.empty(stored.shape, dtype=stored.dtype)
+    if has_own_chunks(param):
+        local = torch.empty(local_tensor(param).shape, dtype=stored.dtype)
+        return keep_chunks(rewrap_shaped(local, param, stored.shape), param)
+    shape, _ = compute_local_shape_and_global_offset(stored.shape, param.device_mesh, param.placements)
+    return rewrap_shaped(torch.empty(shape, dtype=stored.dtype), param, stored.shape)
+
+
+def native_buffer_for(param: Tensor, stored: Stored) -> Tensor:
+    """For a part of a state in the native form, which can be cut by rows only: otherwise every rank reads all of it."""
+    if isinstance(param, DTensor) and all(p.is_replicate() or p.is_shard(0) for p in param.placements):
+        return buffer_for(param, stored)
+    return torch.empty(stored.shape, dtype=stored.dtype)
+
+
+# --- the keys of a checkpoint ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Contents:
+    """An optimizer's flat keys, sorted by parameter; ids are names or positions, as text."""
+
+    states: dict[str, dict[str, dict[str, str]]] = field(default_factory=dict)  # id -> state -> part ("": whole) -> key
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)  # id -> setting -> value
+    order: list[list[str]] = field(default_factory=list)  # ids by group, where the checkpoint has groups
+
+
+def read_contents(source: Source, names: Iterable[str]) -> Contents:
+    prefix = _find_prefix(source, set(names))
+    contents = Contents()
+    for key in source.entries:
+        if match := _state_of(key, prefix):
+            parts = contents.states.setdefault(match["id"], {}).setdefault(match["name"], {})
+            parts[match["part"] or ""] = key
+    first = f"{prefix}param_groups."
+    values = read_small(source, [key for key in source.entries if key.startswith(first)])
+    values = {key.removeprefix(first): value for key, value in values.items()}
+    groups: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        owner, _, name = key.rpartition(".")
+        groups.setdefault(owner, {})[name] = value
+    numbered = [group for group in groups if "params" in groups[group]]
+    for group in sorted(numbered, key=int):
+        settings = groups.pop(group)
+        contents.order.append([str(id_) for id_ in settings.pop("params")])
+        contents.settings.update({id_: settings for id_ in contents.order[-1]})
+    contents.settings.update(groups)  # the flattened form has a group per parameter
+    return contents
+
+
+def read_small(source: Source, keys: Iterable[str]) -> dict[str, Any]:
+    """Settings and steps: numbers, texts, tensors of one element."""
+    wanted: dict[str, Tensor | None] = {}
+    for key in keys:
+        stored = source.entries[key]
+        if stored is not None and math.prod(stored.shape) != 1:
+            raise ValueError(f"{key} in {source.path}: expected one number, found a tensor of shape {stored.shape}")
+        wanted[key] = None if stored is None else torch.empty(stored.shape, dtype=stored.dtype)
+    return source.read(wanted)
+
+
+def _state_of(key: str, prefix: str) -> re.Match[str] | None:
+    first = f"{prefix}state."
+    match = _STATE_KEY.fullmatch(key, len(first)) if key.startswith(first) else None
+    return match if match and match["part"] in (None, *_NATIVE_PARTS) else None
+
+
+def _find_prefix(source: Source, names: set[str]) -> str:
+    """What stands before ``state.`` and ``param_groups.``: the one under which most of the names are known."""
+    known: Counter[str] = Counter()
+    total: Counter[str] = Counter()
+    for key in source.entries:
+        for start in re.finditer(r"(?:^|(?<=\.))(?:state\.|param_groups\.)", key):
+            prefix = key[: start.start()]
+            match = _state_of(key, prefix)
+            total[prefix] += bool(match) or start[0] == "param_groups."
+            known[prefix] += bool(match and (match["id"] in names or match["id"].isdigit()))
+    ranked = sorted(total, key=lambda prefix: (known[prefix], total[prefix]), reverse=True)
+    if not ranked or not total[ranked[0]]:
+        found = ", ".join(list(source.entries)[:4]) or "nothing"
+        expected = "expected keys such as state.<parameter>.exp_avg and param_groups.0.lr"
+        raise ValueError(f"{source.path} holds no Adam states: {expected}, found {found}")
+    if len(ranked) > 1 and known[ranked[1]] and known[ranked[0]] == known[ranked[1]]:
+        raise ValueError(
+            f"{source.path} holds several optimizers for these parameters: under {ranked[0]!r} and {ranked[1]!r}"
+        )
+    return ranked[0]
+
+
+def optimizer_keys(source: Source, names: Iterable[str]) -> set[str]:
+    """All that is read of the source."""
+    prefix = _find_prefix(source, set(names))
+    return {key for key in source.entries if key.startswith((f"{prefix}state.", f"{prefix}param_groups."))}
+
+
+def some_of(items: list[str]) -> str:
+    shown = "; ".join(items[:5])
+    return shown if len(items) <= 5 else f"{shown}; and {len(items) - 5} more"

@@ -1,0 +1,53 @@
+"""What an engine needs to know of a parameter's states beside their tensors: formats, scales, and where they lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fused_optim.formats import FLOAT32, STATE_FORMATS, Master, StateFormat
+from fused_optim.sharding.dtensor import Geometry, local_tensor, shard_geometry
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MASTER = "master_param"
+
+
+@dataclass
+class Slots:
+    """Formats of one parameter's states and the block scales of its moments.
+
+    ``scales``: FP32, shape ``(blocks of exp_avg + blocks of exp_avg_sq,)``, counting scaled moments only.
+    """
+
+    geometry: Geometry
+    master: Master
+    exp_avg: StateFormat
+    exp_avg_sq: StateFormat
+    scales: Tensor
+
+    @staticmethod
+    def create(param: Tensor, master: Master, exp_avg: torch.dtype, exp_avg_sq: torch.dtype) -> Slots:
+        """Choose formats (FP32 where no block fits) and allocate zero scales."""
+        geometry = shard_geometry(param)
+        chosen = [STATE_FORMATS[exp_avg], STATE_FORMATS[exp_avg_sq]]
+        chosen = [FLOAT32 if fmt.scaled and not geometry.block else fmt for fmt in chosen]
+        count = geometry.blocks * sum(fmt.scaled for fmt in chosen)
+        scales = torch.zeros(count, dtype=torch.float32, device=local_tensor(param).device)
+        return Slots(geometry, master, chosen[0], chosen[1], scales)
+
+    def format(self, state: str) -> StateFormat:
+        return self.exp_avg if state == "exp_avg" else self.exp_avg_sq
+
+    def scale(self, state: str) -> Tensor | None:
+        """The scales of one moment, as a view."""
+        if not self.format(state).scaled:
+            return None
+        first = self.geometry.blocks if state == "exp_avg_sq" and self.exp_avg.scaled else 0
+        return self.scales[first : first + self.geometry.blocks]
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype that each stored state must have."""
+        dtypes = {name: self.format(name).dtype(name) for name in MOMENTS}
+        return dtypes if self.master is Master.PARAMETER else {**dtypes, MASTER: self.master.dtype}

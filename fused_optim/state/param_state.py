@@ -1,0 +1,184 @@
+"""The states of one parameter: how they are allocated, read and written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fused_optim.adapters import Update, adapter_of
+from fused_optim.formats import FLOAT32, Master, decode_state, encode_state, join_remainder, split_remainder
+from fused_optim.sharding.dtensor import local_tensor, rewrap_like
+from fused_optim.slots import MASTER, MOMENTS, Slots
+
+PIECE = 2**20  # elements decoded at a time: the codecs' temporaries take up to 50 bytes for each; a multiple of BLOCKS
+
+
+def master_kind(param: Tensor, master_weights: bool, remainder_bits: int | None) -> Master:
+    """Which master a parameter gets; ``remainder_bits`` None means a separate FP32 tensor."""
+    adapter = adapter_of(param)
+    quantized = adapter is not None
+    if adapter is not None and not master_weights and not adapter.ROUNDS_STOCHASTICALLY:
+        raise ValueError(
+            f"master_weights=False: a {type(local_tensor(param)).__name__} of shape {tuple(param.shape)} rounds to "
+            "nearest, which loses small updates; use master_weights=True"
+        )
+    if not master_weights or (param.dtype == torch.float32 and not quantized):
+        return Master.PARAMETER
+    if remainder_bits is None or param.dtype != torch.bfloat16 or quantized:
+        return Master.FLOAT32
+    return Master.REMAINDER16 if remainder_bits == 16 else Master.REMAINDER8
+
+
+def read_parameter(param: Tensor) -> Tensor:
+    """Local FP32 values of a parameter: the parameter itself where it is an FP32 tensor, else a new one."""
+    local, adapter = local_tensor(param.detach()), adapter_of(param)
+    return local.float() if adapter is None else adapter.values(local)
+
+
+def initial_master(param: Tensor) -> Tensor:
+    """New local FP32 values to start a master from: a quantized parameter's initial ones where it still has them."""
+    adapter = adapter_of(param)
+    return local_tensor(param.detach()).float().contiguous() if adapter is None else adapter.initial_values(param)
+
+
+@dataclass(frozen=True)
+class ParamState:
+    """A parameter, ``optimizer.state[param]``, and what is known of these tensors."""
+
+    param: Tensor
+    tensors: dict[str, Tensor]
+    slots: Slots
+
+    @staticmethod
+    def create(param: Tensor, slots: Slots) -> ParamState:
+        """Zero moments and the master of ``param``, each sharded and placed as ``param`` is."""
+        local = local_tensor(param.detach())
+        tensors = {
+            name: torch.zeros(local.shape, dtype=slots.format(name).dtype(name), device=local.device)
+            for name in MOMENTS
+        }
+        adapter = adapter_of(param)
+        if slots.master is Master.FLOAT32:
+            tensors[MASTER] = initial_master(param)
+        elif slots.master is not Master.PARAMETER:
+            tensors[MASTER] = torch.zeros(local.shape, dtype=slots.master.dtype, device=local.device)
+        if adapter is not None:
+            adapter.discard_initial(param)
+        created = ParamState(param, {name: rewrap_like(tensor, param) for name, tensor in tensors.items()}, slots)
+        if slots.master.is_remainder:
+            created.write_master(local.float())
+        return created
+
+    def adopt(self, given: Mapping[str, Any]) -> None:
+        """Fill these new states with those that someone else has made, or has moved here from another parameter.
+
+        What fits is kept itself, and so is what is no state of this optimizer. Raises ValueError for a master of
+        another kind, TypeError for moments that are no floating-point tensors of the parameter's local shape.
+        """
+        dtypes = self.slots.dtypes()
+        for name, value in given.items():
+            if name not in (*MOMENTS, MASTER):
+                self.tensors[name] = value
+                continue
+            if name == MASTER and not self._fits(value, dtypes.get(MASTER)):
+                shape, local = tuple(self.param.shape), local_tensor(value)
+                expected = f"{dtypes[MASTER]} of its local shape" if MASTER in dtypes else "none"
+                raise ValueError(
+                    f"{MASTER} of a parameter of shape {shape} was made elsewhere: expected {expected}, got "
+                    f"{local.dtype} of shape {tuple(local.shape)}"
+                )
+            if name == MASTER or (self.slots.format(name) is FLOAT32 and self._fits(value, torch.float32)):
+                self.tensors[name] = value
+            else:
+                self.write_moment(name, self._checked_moment(name, value))
+
+    def _fits(self, value: Tensor, dtype: torch.dtype | None) -> bool:
+        """Whether a state that was made elsewhere can be kept itself."""
+        local, found = local_tensor(self.param), local_tensor(value)
+        alike = isinstance(value, DTensor) == isinstance(self.param, DTensor) and found.device == local.device
+        return alike and found.dtype == dtype and found.shape == local.shape and found.is_contiguous()
+
+    def _checked_moment(self, name: str, value: Tensor) -> Tensor:
+        local, found = local_tensor(self.param), local_tensor(value)
+        if found.shape != local.shape or not found.is_floating_point():
+            raise TypeError(
+                f"{name} was made elsewhere: expected a floating-point tensor of local shape {tuple(local.shape)}, got "
+                f"{found.dtype} {tuple(found.shape)}; codes without their scales are no values: move them by "
+                "get_unscaled_state() and set_scaled_state()"
+            )
+        return found
+
+    def read_moment(self, name: str, device: str | None = None) -> Tensor:
+        """Local FP32 values of a moment. FP32 states are returned themselves, others as a new tensor on ``device``."""
+        bits, scale = local_tensor(self.tensors[name]), self.slots.scale(name)
+        fmt, block = self.slots.format(name), self.slots.geometry.block
+        if bits.dtype == torch.float32:
+            return bits
+
+        def decode(piece: slice) -> Tensor:
+            scales = None if scale is None else scale[piece.start // block : -(-piece.stop // block)]
+            return decode_state(bits.reshape(-1)[piece], scales, name, fmt, block)
+
+        return _in_pieces(decode, bits, device)
+
+    def write_moment(self, name: str, value: Tensor) -> None:
+        """Encode local FP32 values into a moment, rounding to nearest."""
+        target = local_tensor(self.tensors[name])
+        nearest = torch.full((target.numel(),), 1 << 31, dtype=torch.int64, device=target.device)
+        value = value.to(device=target.device, dtype=torch.float32)
+        bits, scale = encode_state(value, name, self.slots.format(name), self.slots.geometry.block, nearest)
+        target.copy_(bits)
+        stored = self.slots.scale(name)
+        if scale is not None and stored is not None:
+            stored.copy_(scale)
+
+    def read_master(self, device: str | None = None) -> Tensor:
+        """Local FP32 values of the master: itself where it is an FP32 tensor, else a new one on ``device``."""
+        if self.slots.master is Master.PARAMETER:
+            return read_parameter(self.param)
+        master = local_tensor(self.tensors[MASTER])
+        if self.slots.master is Master.FLOAT32:
+            return master
+        local = local_tensor(self.param.detach())
+        high, low = local.reshape(-1), master.reshape(-1)
+        return _in_pieces(lambda piece: join_remainder(high[piece], low[piece]), local, device)
+
+    def write_master(self, value: Tensor) -> list[Update]:
+        """Set the master from local FP32 values, and the parameter from the master.
+
+        Returns what is still to be written, with that of all other parameters at once: quantized parameters.
+        """
+        local = local_tensor(self.param.detach())
+        value = value.to(device=local.device, dtype=torch.float32)
+        if self.slots.master.is_remainder:
+            high, low = split_remainder(value, self.slots.master)
+            local_tensor(self.tensors[MASTER]).copy_(low)
+            local.copy_(high)
+            return []
+        if self.slots.master is Master.FLOAT32:
+            local_tensor(self.tensors[MASTER]).copy_(value)
+        if adapter_of(self.param) is not None:
+            return [Update(self.param, value)]
+        local.copy_(value)
+        return []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank holds: moments, master and scales."""
+        tensors = [local_tensor(state) for state in self.tensors.values()] + [self.slots.scales]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _in_pieces(decode: Callable[[slice], Tensor], like: Tensor, device: str | None) -> Tensor:
+    """FP32 values shaped as ``like``, on its device or another one: there is one piece's worth of temporaries."""
+    out = torch.empty(like.shape, dtype=torch.float32, device=device or like.device)
+    flat, numel = out.view(-1), out.numel()
+    for start in range(0, numel, PIECE):
+        piece = slice(start, min(start + PIECE, numel))
+        flat[piece] = decode(piece)
+    return out

@@ -1,0 +1,197 @@
+"""The states of all parameters of an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fused_optim import adapters
+from fused_optim.formats import Master
+from fused_optim.sharding.dtensor import has_own_chunks, local_tensor, rewrap_like, shard_geometry
+from fused_optim.sharding.uneven import locate_uneven_shards
+from fused_optim.slots import MOMENTS, Slots
+from fused_optim.state.param_state import ParamState, initial_master, master_kind
+from fused_optim.validate import describe
+
+
+class Owner(Protocol):
+    """What a store asks of its optimizer."""
+
+    param_groups: list[dict[str, Any]]
+    master_weights: bool
+    store_param_remainders: bool
+    param_remainder_bits: int
+    use_decoupled_grad: bool
+
+    @property
+    def state(self) -> dict[Tensor, Any]:
+        """The tensors by parameter and name."""
+
+
+class StateStore:
+    """Parameter -> states and slots.
+
+    The tensors are in ``optimizer.state``, where everyone may look at them, replace or remove them. The slots are here.
+    """
+
+    def __init__(self, owner: Owner, slots: dict[Tensor, Slots] | None = None) -> None:
+        self._owner = owner
+        self.slots: dict[Tensor, Slots] = {} if slots is None else slots
+
+    @property
+    def state(self) -> dict[Tensor, dict[str, Any]]:
+        """``optimizer.state``."""
+        return self._owner.state
+
+    @property
+    def params(self) -> list[Tensor]:
+        """All parameters, in the order of the param groups."""
+        return list(chain.from_iterable(group["params"] for group in self._owner.param_groups))
+
+    @property
+    def names(self) -> list[str | None]:
+        """Their names, where they were given with names."""
+        groups = self._owner.param_groups
+        return list(chain.from_iterable(g.get("param_names", [None] * len(g["params"])) for g in groups))
+
+    def describe(self, param: Tensor) -> str:
+        """A parameter in messages. Raises KeyError if the optimizer does not hold it."""
+        for index, (candidate, name) in enumerate(zip(self.params, self.names, strict=True)):
+            if candidate is param:
+                return describe(param, index, name)
+        raise KeyError(f"the optimizer does not hold this parameter of shape {tuple(param.shape)}")
+
+    def __contains__(self, param: Tensor) -> bool:
+        return param in self.slots and bool(self._owner.state.get(param))
+
+    def __iter__(self) -> Iterator[ParamState]:
+        """The states of all parameters that have some."""
+        self.adopt()
+        return (self[param] for param in self.params if param in self)
+
+    def __getitem__(self, param: Tensor) -> ParamState:
+        """Raises KeyError for a parameter without states."""
+        if param not in self.slots and self._owner.state.get(param):
+            self.create(param)
+        if param not in self:
+            raise KeyError(f"{self.describe(param)} has no states yet: call initialize_state() first")
+        return ParamState(param, self._owner.state[param], self.slots[param])
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(self._owner.state.values())
+
+    @property
+    def grad_attribute(self) -> str:
+        """Where parameters have their gradients."""
+        return "decoupled_grad" if self._owner.use_decoupled_grad else "grad"
+
+    def is_frozen(self, param: Tensor) -> bool:
+        """Whether a parameter needs no states. Not a plain tensor: Megatron-LM's slices never require gradients."""
+        frozen = isinstance(param, torch.nn.Parameter) and not param.requires_grad
+        return frozen and getattr(param, self.grad_attribute, None) is None
+
+    # --- creating and removing ------------------------------------------------------------------------------------
+
+    def create(self, param: Tensor | None = None, remainders: bool | None = None) -> None:
+        """Create the states of ``param``, or of all that are not frozen: zero moments, masters equal to the parameters.
+
+        Only where there are none. Moments that others have put into ``optimizer.state`` are adopted. ``remainders``
+        overrides the optimizer's ``store_param_remainders``.
+        """
+        for group in self._owner.param_groups:
+            for candidate in group["params"]:
+                wanted = candidate is param if param is not None else not self.is_frozen(candidate)
+                if wanted and candidate not in self:
+                    self._create(candidate, group, remainders)
+
+    def _create(self, param: Tensor, group: dict[str, Any], remainders: bool | None) -> None:
+        owner = self._owner
+        remainders = owner.store_param_remainders if remainders is None else remainders
+        kind = master_kind(param, owner.master_weights, owner.param_remainder_bits if remainders else None)
+        slots = Slots.create(param, kind, group["exp_avg_dtype"], group["exp_avg_sq_dtype"])
+        created = ParamState.create(param, slots)
+        created.adopt(owner.state.get(param) or {})
+        owner.state[param] = created.tensors
+        self.slots[param] = slots
+
+    def adopt(self) -> None:
+        """Make states of what others have put into ``optimizer.state``, as Megatron-LM does before it loads."""
+        self.prune()
+        for param, given in list(self._owner.state.items()):
+            if given and param not in self.slots:
+                self.create(param)
+
+    def prune(self) -> None:
+        """Let go of parameters that were removed from ``optimizer.state``: others may have taken their places."""
+        self.slots = {param: slots for param, slots in self.slots.items() if param in self}
+
+    def locate(self) -> None:
+        """Find out where uneven shards lie. A collective over the parameters' meshes."""
+        locate_uneven_shards(self.params)
+        for states in self:
+            if has_own_chunks(states.param):
+                states.slots.geometry = shard_geometry(states.param)
+
+    def forget(self, param: Tensor) -> None:
+        """Drop the states of a parameter."""
+        self._owner.state.pop(param, None)
+        self.slots.pop(param, None)
+
+    # --- reading and writing --------------------------------------------------------------------------------------
+
+    def read(self, param: Tensor, name: str) -> Tensor:
+        """A state's local values: moments and masters in FP32, remainders as they are kept.
+
+        Raises KeyError for a state that the parameter does not have.
+        """
+        states = self._with_state(param, name)
+        return states.read_moment(name) if name in MOMENTS else local_tensor(states.tensors[name])
+
+    def write(self, param: Tensor, name: str, value: Tensor) -> None:
+        """The inverse of :meth:`read`.
+
+        Raises KeyError for an unknown state, ValueError for a wrong local shape, TypeError for a master or remainders
+        of another dtype.
+        """
+        states = self._with_state(param, name)
+        value, target = local_tensor(value), local_tensor(states.tensors[name])
+        if value.shape != target.shape:
+            expected = f"expected local shape {tuple(target.shape)}, got {tuple(value.shape)}"
+            raise ValueError(f"{self.describe(param)}: {name}: {expected}")
+        if name in MOMENTS:
+            states.write_moment(name, value)
+        elif value.dtype != target.dtype:
+            raise TypeError(f"{self.describe(param)}: {name}: expected {target.dtype}, got {value.dtype}")
+        else:
+            target.copy_(value)
+
+    def _with_state(self, param: Tensor, name: str) -> ParamState:
+        states = self[param]
+        if name not in states.tensors:
+            raise KeyError(f"expected one of {', '.join(states.tensors)}, got {name!r}")
+        return states
+
+    def master(self, param: Tensor) -> Tensor:
+        """The FP32 master, shaped, sharded and placed as the parameter; FP32 masters themselves, others a copy.
+
+        Of a parameter without states: what its master would start from.
+        """
+        return rewrap_like(self[param].read_master() if param in self else initial_master(param), param)
+
+    def sync_params(self) -> None:
+        """Write every parameter again from its master. A collective where weights have a scale for all their shards."""
+        remaining = []
+        for states in self:
+            if states.slots.master is not Master.PARAMETER:
+                remaining += states.write_master(states.read_master().clone())
+        adapters.write(remaining, advance=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank holds for moments, masters and scales."""
+        return sum(states.nbytes for states in self)
