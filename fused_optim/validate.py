@@ -34,8 +34,12 @@ def _is_number(value: Any) -> bool:
     return type(value) in (float, int) or (isinstance(value, Real) and not isinstance(value, bool))
 
 
-def check_hyperparameters(group: dict[str, Any]) -> None:
-    """Raise ValueError or TypeError for a learning rate, betas, eps or weight decay that make no sense."""
+def check_hyperparameters(group: dict[str, Any], running: bool = False) -> None:
+    """Raise ValueError or TypeError for a learning rate, betas, eps or weight decay that make no sense.
+
+    ``running``: the learning rate is a scheduler's, which may end a little below zero by rounding: any finite number
+    is taken then, as by torch.optim, which checks it in the constructor only.
+    """
     lr = group["lr"]
     if isinstance(lr, Tensor):
         if lr.numel() != 1:
@@ -44,7 +48,7 @@ def check_hyperparameters(group: dict[str, Any]) -> None:
     for key, value in (("lr", lr), ("eps", group["eps"]), ("weight_decay", group["weight_decay"])):
         if not _is_number(value):
             raise TypeError(f"{key}: expected a number, got {type(value).__name__}")
-        if not (value >= 0.0 and math.isfinite(value)):
+        if not math.isfinite(value) or (value < 0.0 and not (running and key == "lr")):
             raise ValueError(f"{key}: expected a finite number >= 0, got {value}")
     betas = group["betas"]
     if not isinstance(betas, (tuple, list)):

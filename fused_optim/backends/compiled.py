@@ -93,6 +93,9 @@ class CompiledShards:
     def updated(self, watched: list[tuple[Any, ...]]) -> list[Tensor]:
         return self._plan.updated(watched)
 
+    def groups_with_gradients(self) -> Sequence[int]:
+        return self._plan.groups_with_gradients()
+
     def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
         for group, h in enumerate(hypers):
             self._plan.set_group(

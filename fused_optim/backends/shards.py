@@ -33,6 +33,9 @@ class Shards(Protocol):
     def updated(self, watched: list[tuple[Any, ...]]) -> list[Tensor]:
         """The parameters that have a gradient in this step."""
 
+    def groups_with_gradients(self) -> Sequence[int]:
+        """The param groups of these."""
+
     def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
         """Update them. ``workspace``: memory of a GPU, needed where hyperparameters lie there."""
 
@@ -63,6 +66,9 @@ class ReferenceShards:
 
     def updated(self, watched: list[tuple[Any, ...]]) -> list[Tensor]:
         return [watched[i][0] for i in self._work]
+
+    def groups_with_gradients(self) -> Sequence[int]:
+        return [self._groups[i] for i in self._work]
 
     def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
         groups = [GroupWork(hyper, []) for hyper in hypers]
