@@ -406,7 +406,9 @@ class QuantizedTensor(torch.Tensor):
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], all_gather.Gathered]:
         """FSDP2's hook: what is gathered of this shard. Bytes of data and scales, padded as FSDP2 pads shards."""
         self.check_cut_by_rows()
-        return all_gather.inputs(self, mesh.size())
+        self.check_fresh()
+        shape = (self._padded_rows, *self._weight_shape[1:])
+        return all_gather.inputs(self.recipe, self.components, shape, mesh.size())
 
     # FSDP2 asks for it at every gather, and inspect takes longer than the hook where it is not given.
     fsdp_pre_all_gather.__dict__["__signature__"] = inspect.signature(fsdp_pre_all_gather)
@@ -420,7 +422,11 @@ class QuantizedTensor(torch.Tensor):
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """FSDP2's hook: the whole weight, quantized, in the memory of what was gathered."""
-        return all_gather.outputs(self, outputs, metadata, param_dtype, out)
+        if out is not None:  # it lies in the memory that was gathered into
+            return None
+        gathered, shape = all_gather.outputs(self.recipe, outputs, metadata)
+        own = {name: part for name, part in self.components.items() if name != INITIAL}  # histories are not gathered
+        return QuantizedTensor({**own, **gathered}, self.recipe, shape, param_dtype), ()
 
     @classmethod
     # Else what a graph break leaves to it would be compiled, handler by handler. As in torch.optim, and unlike
@@ -519,6 +525,3 @@ def implements(*functions: OpOverload) -> Callable[[Handler], Handler]:
         return handler
 
     return register
-
-
-torch.serialization.add_safe_globals([rebuild, QuantizedTensor])

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import distributed
+from cases import normal
 from distributed import assert_same, join_all, part, shard, shard_like
 from fused_optim import FusedAdam
 
@@ -26,12 +27,8 @@ MASTERS: list[tuple[torch.dtype, dict[str, Any]]] = [
 ]
 
 
-def values(shape: tuple[int, ...], seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def build(dtype: torch.dtype, **options: Any) -> FusedAdam:
-    placed = [shard(values(shape, i).to(dtype), distributed.mesh(), [Shard(0)]) for i, shape in enumerate(SHAPES)]
+    placed = [shard(normal(shape, i).to(dtype), distributed.mesh(), [Shard(0)]) for i, shape in enumerate(SHAPES)]
     return FusedAdam([nn.Parameter(param) for param in placed], weight_decay=0.1, **INT8, **options)
 
 
@@ -48,7 +45,7 @@ def step_with(optimizer: FusedAdam, gradient: Callable[[int, nn.Parameter], Tens
 
 
 def step_for_real(optimizer: FusedAdam) -> None:
-    step_with(optimizer, lambda i, param: shard_like(values(SHAPES[i], 9 + i).to(param.dtype), param))
+    step_with(optimizer, lambda i, param: shard_like(normal(SHAPES[i], 9 + i).to(param.dtype), param))
 
 
 def step_by_hand(optimizer: FusedAdam) -> None:
@@ -92,7 +89,7 @@ def check_synthetic_step(step: Callable[[FusedAdam], None], decoupled: bool) -> 
         assert all(param.grad is None for param in params_of(optimizer))
         assert_same(local_state(optimizer), local_state(expected))
         for index, (param, master) in enumerate(zip(params_of(optimizer), masters(optimizer), strict=True)):
-            initial = shard_like(values(SHAPES[index], index).to(param.dtype), param)._local_tensor
+            initial = shard_like(normal(SHAPES[index], index).to(param.dtype), param)._local_tensor
             assert torch.equal(param._local_tensor, initial) and torch.equal(master, initial.float())
             assert not optimizer.get_unscaled_state(param, "exp_avg").any()
             assert not optimizer.get_unscaled_state(param, "exp_avg_sq").any()
@@ -139,7 +136,7 @@ def test_one_rank_with_a_gradient_makes_the_step_real_on_all(world_size: int, de
 def step_on_two_mesh_dims(dims: list[str], rank: int) -> int:
     """Parameters on the given dims of a 2 x 2 mesh, a gradient on one rank. Returns the step counter."""
     mesh = distributed.mesh(2, 2, names=("a", "b"))
-    placed = [shard(values((8, 32), 0), mesh[tuple(d)], [Shard(0)] * len(d)) for d in dims]
+    placed = [shard(normal((8, 32), 0), mesh[tuple(d)], [Shard(0)] * len(d)) for d in dims]
     optimizer = FusedAdam([nn.Parameter(param) for param in placed], lr=0.0)
     for param in params_of(optimizer):
         param.grad = torch.zeros_like(param)
@@ -157,8 +154,8 @@ def test_ranks_agree_across_mesh_dims(dims: list[str], rank: int) -> None:
 
 def step_one_row(others: list[Placement]) -> int:
     """A parameter of one row, hence on one rank only, beside others. Returns the step counter."""
-    placed = [shard(values((1, 32), 0), distributed.mesh(), [Shard(0)])]
-    placed += [shard(values((3, 32), 1), distributed.mesh(), [placement]) for placement in others]
+    placed = [shard(normal((1, 32), 0), distributed.mesh(), [Shard(0)])]
+    placed += [shard(normal((3, 32), 1), distributed.mesh(), [placement]) for placement in others]
     optimizer = FusedAdam([nn.Parameter(param) for param in placed], lr=0.0, **INT8)
     first, *rest = params_of(optimizer)
     first.grad = shard_like(torch.ones(1, 32), first)
@@ -203,7 +200,7 @@ def step_without_lr() -> dict[str, Any]:
 
 def test_first_step_with_zero_lr_and_real_gradients_is_real() -> None:
     final = join_all(distributed.run(2, step_without_lr))
-    assert torch.equal(final["parameter"], values(SHAPES[0], 0))
+    assert torch.equal(final["parameter"], normal(SHAPES[0], 0))
     assert final["exp_avg"].ne(0).float().mean() > 0.9
 
 
