@@ -92,6 +92,12 @@ class Adapter(Protocol):
     def values(self, local: Tensor) -> Tensor:
         """The decoded values: a new FP32 tensor."""
 
+    def rounded(self, param: Tensor, master: Tensor) -> Tensor | None:
+        """New FP32 values: what the parameter would decode to, had it been written from ``master`` with its scales.
+
+        None where only its own library knows.
+        """
+
     def needs_collective(self, param: Tensor) -> bool:
         """Whether new values need a reduction over ranks. All ranks answer alike."""
 

@@ -105,6 +105,10 @@ def values(local: Tensor) -> Tensor:
     return _quantized(local).dequantize(dtype=torch.float32).clone()
 
 
+def rounded(param: Tensor, master: Tensor) -> None:
+    return None
+
+
 # --- delayed scaling --------------------------------------------------------------------------------------------
 
 

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from fused_optim.adapters import Update, adapter_of
 from fused_optim.formats import FLOAT32, Master, decode_state, encode_state, join_remainder, split_remainder
 from fused_optim.sharding.dtensor import local_tensor, rewrap_like
-from fused_optim.slots import MASTER, MOMENTS, Slots
+from fused_optim.slots import MASTER, MOMENTS, Slots, Versions
 
+FOLLOWED = 2**26  # elements compared at a time
 PIECE = 2**20  # elements decoded at a time: the codecs' temporaries take up to 50 bytes for each; a multiple of BLOCKS
 
 
@@ -167,11 +168,57 @@ class ParamState:
         local.copy_(value)
         return []
 
+    def follow_parameter(self) -> None:
+        """Take over what others have written into the parameter: the next step starts from there.
+
+        Elementwise: where the parameter is its rounded master, the master stays as it is; elsewhere it becomes the
+        parameter. Remainders complete any parameter.
+        """
+        if not self.slots.master.is_separate:
+            return
+        master, adapter = self.read_master(), adapter_of(self.param)
+        if adapter is None:
+            parts = zip(*(x.view(-1).split(FOLLOWED) for x in (master, self._local())), strict=True)
+            for own, written in parts:
+                rounded = own.to(written.dtype)
+                own.copy_(torch.where(_same(rounded, written), own, written.float()))
+        else:
+            rounded, written = adapter.rounded(self.param, master), adapter.values(self._local())
+            same = _same(rounded, written) if rounded is not None else _near(master, written)
+            master = torch.where(same, master, initial_master(self.param))
+            adapter.discard_initial(self.param)
+        if self.slots.master is Master.FLOAT32 and adapter is not None:
+            local_tensor(self.tensors[MASTER]).copy_(master)
+        self.mark()
+
+    def mark(self) -> None:
+        """Remember the parameter as what belongs to the master now."""
+        if self.slots.master.is_separate:
+            self.slots.versions = Versions.of(self.param)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether someone else has written the parameter since :meth:`mark`."""
+        return self.slots.master.is_separate and self.slots.versions != Versions.of(self.param)
+
+    def _local(self) -> Tensor:
+        return local_tensor(self.param.detach())
+
     @property
     def nbytes(self) -> int:
         """Bytes that this rank holds: moments, master and scales."""
         tensors = [local_tensor(state) for state in self.tensors.values()] + [self.slots.scales]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _same(rounded: Tensor, written: Tensor) -> Tensor:
+    """Elementwise; NaN is NaN."""
+    return (rounded == written) | (rounded.isnan() & written.isnan())
+
+
+def _near(master: Tensor, written: Tensor) -> Tensor:
+    """Where ``written`` may be the rounded master in a format with three bits of mantissa."""
+    return ((master - written).abs() <= master.abs() * 2.0**-4) | (master.isnan() & written.isnan())
 
 
 def _in_pieces(decode: Callable[[slice], Tensor], like: Tensor, device: str | None) -> Tensor:

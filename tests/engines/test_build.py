@@ -129,6 +129,8 @@ def empty_plan(name: str, groups: list[int]) -> Any:
         ({"weight_format": 0, "weight_scales": 64}, "an FP32 master of a quantized parameter"),
         ({"weight_format": 0, "master_kind": 1, "master": 64}, "the scales of a quantized parameter"),
         ({"weight_format": 5, "master_kind": 1, "master": 64}, "a known format of weights"),
+        ({"weight_format": 2, "weight_scales": 64, "master_kind": 1, "master": 64}, "a format .* the update can write"),
+        ({"weight_format": 4, "weight_scales": 64, "master_kind": 1, "master": 64}, "a format .* the update can write"),
         ({"master_kind": 3, "master": 64, "param_type": 2}, "a BF16 parameter"),
     ],
     ids=str,
