@@ -1,8 +1,9 @@
 """The optimizer's adapter (``adapters.py``) for TransformerEngine's quantized tensors.
 
 The update pass writes the codes of delayed scaling, whose scale is known before it. All others are written by their own
-``quantize_`` from the FP32 master: it has their scales, reductions over ranks and transposes in its care. Nothing of
-TransformerEngine is imported here; these are methods and attributes of the tensors themselves.
+``quantize_`` from the FP32 master: it has their scales, reductions over ranks and transposes in its care. Those without
+masters are written by ``transformer_engine_codes``. Nothing of TransformerEngine is imported here; these are methods
+and attributes of the tensors themselves.
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fused_optim.adapters import Target, Update
-from fused_optim.quantized import engine
+from fused_optim.quantized import engine, transformer_engine_codes
 from fused_optim.quantized.recipes import Float8DelayedScaling
+from fused_optim.quantized.transformer_engine_codes import DELAYED, is_e4m3, scaling_of, set_numbers
 from fused_optim.sharding.dtensor import local_tensor, sharding_dims
 from fused_optim.step.scalars import is_capturing
 
-ROUNDS_STOCHASTICALLY = False  # quantize_ rounds to nearest: without a master, small updates would be lost
-
-_DELAYED_SCALING = "transformer_engine.pytorch.tensor.float8_tensor.Float8Quantizer"
 _E4M3 = Float8DelayedScaling().native
 _SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
+
+
+def needs_master(param: Tensor) -> str | None:
+    if needs_collective(param):
+        _reduction_group(param)
+    return transformer_engine_codes.problem(local_tensor(param))
 
 
 def initial_values(param: Tensor) -> Tensor:
@@ -65,12 +70,8 @@ def target(param: Tensor) -> Target | None:
 
 
 def _fits_the_pass(local: Tensor) -> bool:
-    """Not with a subclass of the quantizer, which may quantize in another way."""
     quantizer = local._quantizer
-    kind = type(quantizer)
-    if f"{kind.__module__}.{kind.__qualname__}" != _DELAYED_SCALING:
-        return False
-    if not quantizer.rowwise_usage or quantizer.dtype.name != "kFloat8E4M3" or local._fp8_dtype != quantizer.dtype:
+    if scaling_of(local) != DELAYED or not quantizer.rowwise_usage or not is_e4m3(local):
         return False
     parts = (local._data, local._scale_inv, quantizer.scale, quantizer.amax)
     plain = all(engine.is_plain(part) and part.device == local.device for part in parts)
@@ -82,17 +83,15 @@ def prepare(updates: Sequence[Update], applies: Tensor | None) -> None:
     """Decoding follows the scale that TransformerEngine has found by now. Few launches for all parameters."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for update in updates:
-        if update.written:
-            local = local_tensor(update.param)
+        local = local_tensor(update.param)
+        if update.written or (update.fractions is not None and scaling_of(local) == DELAYED):
             by_device.setdefault(local.device, []).append(local)
-    for device, locals_ in by_device.items():
+    for locals_ in by_device.values():
         current = [local._scale_inv.view(()) for local in locals_]
         scales = torch.stack([local._quantizer.scale.view(()) for local in locals_])
         # That of a weight of tiny values is the largest FP32 number, whose inverse has no finite inverse.
         inverse = scales.reciprocal_().clamp_min_(_SMALLEST_NORMAL)
-        if applies is not None:
-            inverse = torch.where(applies.to(device), inverse, torch.stack(current))
-        torch._foreach_copy_(current, inverse.unbind())
+        set_numbers(current, inverse, applies)
 
 
 def _finish(updates: Sequence[Update]) -> None:
@@ -167,6 +166,7 @@ def _quantize(param: Tensor, new: Tensor | None) -> None:
 def write(updates: Sequence[Update], applies: Tensor | None = None, advance: bool = True) -> None:
     """Where a step is skipped, masters are as before, hence so is what ``quantize_`` makes of them."""
     _finish([update for update in updates if update.written])
+    transformer_engine_codes.write([update for update in updates if update.fractions is not None], applies)
     for update in updates:
-        if not update.written:
+        if not update.written and update.fractions is None:
             _quantize(update.param, update.values)

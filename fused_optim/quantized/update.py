@@ -21,7 +21,9 @@ from fused_optim.quantized.engine import Encoding
 from fused_optim.quantized.tensor import QuantizedTensor
 from fused_optim.sharding.dtensor import local_tensor, sharding_dims
 
-ROUNDS_STOCHASTICALLY = True
+
+def needs_master(param: Tensor) -> None:
+    return None
 
 
 def initial_values(param: Tensor) -> Tensor:
