@@ -23,11 +23,13 @@ from fused_optim.step.plan import Plan, check_capturable, placed_as
 from fused_optim.step.scalars import DeviceScalars, host_lr, is_capturing, on_device
 from fused_optim.step.synthetic import all_gradients_zero
 from fused_optim.validate import (
+    check_belongs,
     check_checkpoint_device,
     check_checkpoint_format,
     check_hyperparameters,
     check_param,
     check_update,
+    check_whole,
     describe,
 )
 
@@ -280,7 +282,12 @@ class FusedAdam(Optimizer):
 
     @torch.no_grad()
     def master_state_dict(self, model: torch.nn.Module) -> dict[str, Tensor]:
-        """The masters by the model's parameter names: FP32, with the parameters' shapes, meshes and placements."""
+        """The masters by the model's parameter names: FP32, with the parameters' shapes, meshes and placements.
+
+        Raises TypeError for flat shards of FSDP1, KeyError if the model has none of the optimizer's parameters.
+        """
+        check_whole(model, self.store.params)
+        check_belongs(model, self.store.params)
         self.initialize_state()
         names = {param: name for name, param in model.named_parameters()}
         return {names[param]: self.store.master(param) for param in self.store.params if param in names}
