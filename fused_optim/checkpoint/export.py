@@ -20,7 +20,6 @@ from fused_optim.checkpoint.replicas import check_replicas
 from fused_optim.checkpoint.sources import SINGLE_PROCESS, some_of
 from fused_optim.sharding.collective import gather, on_all_ranks, parameter_names, this_rank
 from fused_optim.sharding.dtensor import has_own_chunks, keep_chunks, rewrap_like, rewrap_shaped
-from fused_optim.sharding.uneven import locate_uneven_shards
 from fused_optim.slots import MOMENTS
 from fused_optim.validate import check_whole, describe
 
@@ -43,7 +42,7 @@ def export_optimizer_checkpoint(
     shards of FSDP1.
     """
     path = Path(path)
-    locate_uneven_shards(optimizer.store.params)
+    optimizer.store.locate()
     with on_all_ranks(f"exporting to {path}"):
         if layout != "torch":
             raise ValueError(f"layout: expected 'torch', got {layout!r}")

@@ -15,7 +15,6 @@ from fused_optim.adam import FusedAdam
 from fused_optim.checkpoint.replicas import check_replicas
 from fused_optim.sharding.collective import gather, on_all_ranks, parameter_names, this_rank
 from fused_optim.sharding.dtensor import has_own_chunks
-from fused_optim.sharding.uneven import locate_uneven_shards
 from fused_optim.validate import check_belongs, check_whole
 
 INDEX = "model.safetensors.index.json"
@@ -34,7 +33,7 @@ def save_master_safetensors(model: torch.nn.Module, optimizer: FusedAdam, folder
     ValueError for plain tensors that differ between ranks.
     """
     folder = Path(folder)
-    locate_uneven_shards(optimizer.store.params)
+    optimizer.store.locate()
     with on_all_ranks(f"saving masters to {folder}"):
         from safetensors.torch import save_file
 

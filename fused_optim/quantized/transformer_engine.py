@@ -9,21 +9,53 @@ and attributes of the tensors themselves.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from fused_optim.adapters import Target, Update
+from fused_optim.backends import is_capturing
 from fused_optim.quantized import engine, transformer_engine_codes
 from fused_optim.quantized.recipes import Float8DelayedScaling
-from fused_optim.quantized.transformer_engine_codes import DELAYED, is_e4m3, scaling_of, set_numbers
-from fused_optim.sharding.dtensor import local_tensor, sharding_dims
-from fused_optim.step.scalars import is_capturing
+from fused_optim.quantized.transformer_engine_codes import (
+    DELAYED,
+    Float8Weight,
+    float8,
+    is_e4m3,
+    scaling_of,
+    set_numbers,
+)
+from fused_optim.sharding.dtensor import local_tensor, sharded_dim, sharding_dims
 
-_E4M3 = Float8DelayedScaling().native
+_E4M3 = Float8DelayedScaling().kernel
 _SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
+
+
+class _HasInitialValues(Protocol):
+    def get_high_precision_init_val(self) -> Tensor | None: ...
+    def clear_high_precision_init_val(self) -> None: ...
+
+
+class _Quantizer(Protocol):
+    amax_reduction_group: ProcessGroup | None
+    with_amax_reduction: bool
+
+
+class _Quantized(Protocol):
+    """What all quantized tensors have, or the two storages of a hybrid one."""
+
+    _quantizer: _Quantizer
+    amax_reduction_group: ProcessGroup | None  # newer versions; older ones have the quantizer's only
+
+    def dequantize(self, *, dtype: torch.dtype) -> Tensor: ...
+    def quantize_(self, tensor: Tensor) -> object: ...
+
+
+def _quantized(local: Tensor) -> _Quantized:
+    return cast(_Quantized, local)
 
 
 def needs_master(param: Tensor) -> str | None:
@@ -49,43 +81,46 @@ def discard_initial(param: Tensor) -> None:
         holder.clear_high_precision_init_val()
 
 
-def _holders(param: Tensor) -> list[Any]:
+def _holders(param: Tensor) -> list[_HasInitialValues]:
     """What remembers the initial values: the local tensor or, before it was sharded, the parameter."""
     candidates = [param] if local_tensor(param) is param else [param, local_tensor(param)]
-    return [candidate for candidate in candidates if hasattr(candidate, "get_high_precision_init_val")]
+    return [cast(_HasInitialValues, x) for x in candidates if hasattr(x, "get_high_precision_init_val")]
 
 
 def values(local: Tensor) -> Tensor:
-    return local.dequantize(dtype=torch.float32).clone()
+    return _quantized(local).dequantize(dtype=torch.float32).clone()
 
 
 # --- delayed scaling --------------------------------------------------------------------------------------------
 
 
 def target(param: Tensor) -> Target | None:
-    local = local_tensor(param)
-    if is_capturing() or not _fits_the_pass(local):  # replays could not mark transposes as stale: quantize_ fills them
+    local = _delayed_scaling(local_tensor(param))
+    if is_capturing() or local is None:  # replays could not mark transposes as stale: quantize_ fills them
         return None
     return Target(_E4M3.format, _E4M3.round_up, local._data, local._scale_inv, measures=True)
 
 
-def _fits_the_pass(local: Tensor) -> bool:
-    quantizer = local._quantizer
-    if scaling_of(local) != DELAYED or not quantizer.rowwise_usage or not is_e4m3(local):
-        return False
+def _delayed_scaling(tensor: Tensor) -> Float8Weight | None:
+    """The tensor if it fits the pass."""
+    if scaling_of(tensor) != DELAYED or not is_e4m3(tensor):
+        return None
+    local, quantizer = float8(tensor), float8(tensor)._quantizer
+    if not quantizer.rowwise_usage or local._data is None:
+        return None
     parts = (local._data, local._scale_inv, quantizer.scale, quantizer.amax)
     plain = all(engine.is_plain(part) and part.device == local.device for part in parts)
-    return plain and local._data.numel() == local.numel()
+    return local if plain and local._data.numel() == local.numel() else None
 
 
 @torch.no_grad()
 def prepare(updates: Sequence[Update], applies: Tensor | None) -> None:
     """Decoding follows the scale that TransformerEngine has found by now. Few launches for all parameters."""
-    by_device: dict[torch.device, list[Tensor]] = {}
+    by_device: dict[torch.device, list[Float8Weight]] = {}
     for update in updates:
         local = local_tensor(update.param)
         if update.written or (update.fractions is not None and scaling_of(local) == DELAYED):
-            by_device.setdefault(local.device, []).append(local)
+            by_device.setdefault(local.device, []).append(float8(local))
     for locals_ in by_device.values():
         current = [local._scale_inv.view(()) for local in locals_]
         scales = torch.stack([local._quantizer.scale.view(()) for local in locals_])
@@ -99,11 +134,11 @@ def _finish(updates: Sequence[Update]) -> None:
 
     Absmaxes of shards are those of ranks, as there: the next ``autocast`` reduces them before it takes new scales.
     """
-    locals_ = [local_tensor(update.param) for update in updates]
+    locals_ = [float8(local_tensor(update.param)) for update in updates]
     if locals_:
         amaxes = [local._quantizer.amax.view(1) for local in locals_]
-        torch._foreach_maximum_(amaxes, [update.absmax for update in updates])
-    engine.written(local._data for local in locals_)
+        torch._foreach_maximum_(amaxes, [update.absmax for update in updates if update.absmax is not None])
+    engine.written(local._data for local in locals_ if local._data is not None)
     for local in locals_:
         local._reset_caches()
 
@@ -116,15 +151,18 @@ def needs_collective(param: Tensor) -> bool:
     return bool(_reducing(local_tensor(param))) and bool(sharding_dims(param))
 
 
-def _reducing(local: Tensor) -> list[Any]:
+def _reducing(local: Tensor) -> list[_Quantized]:
     """The tensors whose scales are reduced: this one, or those that a ``HybridQuantizedTensor`` consists of."""
-    hybrid = [getattr(local, name, None) for name in ("_rowwise_storage", "_columnwise_storage")]
-    parts = [part for part in hybrid if part is not None] or [local]
+    hybrid: list[_Quantized | None] = [
+        getattr(local, name, None) for name in ("_rowwise_storage", "_columnwise_storage")
+    ]
+    parts = [part for part in hybrid if part is not None] or [_quantized(local)]
     return [part for part in parts if hasattr(part._quantizer, "with_amax_reduction")]
 
 
 def _reduction_group(param: Tensor) -> ProcessGroup:
     """The ranks that share a weight's scale. Raises, on all of them alike, where the quantizer cannot reduce."""
+    assert isinstance(param, DTensor)
     what = f"a TransformerEngine weight of shape {tuple(param.shape)} with placements {tuple(param.placements)}"
     dims = sharding_dims(param)
     if len(dims) != 1:
@@ -132,7 +170,9 @@ def _reduction_group(param: Tensor) -> ProcessGroup:
             f"{what}: its quantizer reduces scales over one mesh dim only, and several shard it; use a recipe whose "
             "scales are of blocks, or delayed scaling"
         )
-    size, ranks = param.shape[param.placements[dims[0]].dim], param.device_mesh.size(dims[0])
+    dim, ranks = sharded_dim(param.placements[dims[0]]), param.device_mesh.size(dims[0])
+    assert dim is not None
+    size = param.shape[dim]
     if -(-size // ranks) * (ranks - 1) >= size:
         raise NotImplementedError(
             f"{what}: some of its {ranks} ranks hold nothing, and quantizers do not reduce scales there, so that the "
@@ -157,9 +197,9 @@ def _quantize(param: Tensor, new: Tensor | None) -> None:
     if reduces:
         _reduce_within_quantize(param)
     if new is not None:
-        local.quantize_(new)
+        _quantized(local).quantize_(new)
     elif reduces:
-        local.quantize_(values(local))
+        _quantized(local).quantize_(values(local))
 
 
 @torch.no_grad()

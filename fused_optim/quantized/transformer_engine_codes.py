@@ -6,22 +6,23 @@ multiply codes when decoding, in the order that matrix products want: see :func:
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
-from fused_optim.adapters import Update
+from fused_optim.adapters import Fractions, Update
+from fused_optim.backends import is_capturing
 from fused_optim.formats import SMALLEST_NORMAL
 from fused_optim.quantized import elements, engine
 from fused_optim.quantized.engine import Encoding
-from fused_optim.quantized.recipes import Float8BlockScaling, Float8CurrentScaling, Native
+from fused_optim.quantized.recipes import Components, Float8BlockScaling, Float8CurrentScaling, KernelFormat
 from fused_optim.quantized.update import reduce_over_shards
 from fused_optim.sharding.dtensor import local_tensor
-from fused_optim.step.scalars import is_capturing
 
 _TENSORS = "transformer_engine.pytorch.tensor"
 DELAYED = f"{_TENSORS}.float8_tensor.Float8Quantizer"
@@ -38,38 +39,83 @@ class _BlockScaling(Float8BlockScaling):
     amax_epsilon: float = 0.0
 
     @functools.cached_property
-    def native(self) -> Native | None:  # type: ignore[override]
-        return None if self.amax_epsilon else super().native
+    def kernel(self) -> KernelFormat | None:
+        return None if self.amax_epsilon else super().kernel
 
     def _scales(self, absmax: Tensor) -> Tensor:
         return super()._scales(absmax.clamp_min(self.amax_epsilon))
 
 
-def scaling_of(local: Any) -> str:
+class Quantizer(Protocol):
+    """``scale`` and ``amax``: of delayed scaling; the last two: of the others."""
+
+    dtype: enum.Enum
+    rowwise_usage: bool
+    scale: Tensor
+    amax: Tensor
+    force_pow_2_scales: bool
+    amax_epsilon: float
+
+
+class Float8Weight(Protocol):
+    """With one scale."""
+
+    _data: Tensor | None
+    _scale_inv: Tensor
+    _transpose: Tensor | None
+    _fp8_dtype: enum.Enum
+    _quantizer: Quantizer
+    device: torch.device
+
+    def numel(self) -> int: ...
+    def _reset_caches(self) -> None: ...
+    def _create_transpose(self) -> None: ...
+
+
+class BlockWeight(Protocol):
+    """With scales of blocks."""
+
+    _rowwise_data: Tensor | None
+    _rowwise_scale_inv: Tensor
+    _columnwise_data: Tensor | None
+    _columnwise_scale_inv: Tensor
+    _is_2D_scaled: bool
+    _fp8_dtype: enum.Enum
+    _quantizer: Quantizer
+
+    def _create_columnwise(self) -> None: ...
+
+
+def float8(local: Tensor) -> Float8Weight:
+    return cast(Float8Weight, local)
+
+
+def blocks(local: Tensor) -> BlockWeight:
+    return cast(BlockWeight, local)
+
+
+def scaling_of(local: Tensor) -> str:
     """The quantizer's class; not a subclass's base, which may quantize in another way."""
-    kind = type(local._quantizer)
+    kind = type(float8(local)._quantizer)
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def is_e4m3(local: Any) -> bool:
+def is_e4m3(local: Tensor) -> bool:
     """Whether its codes are of E4M3 and will be."""
-    return local._quantizer.dtype.name == "kFloat8E4M3" and local._fp8_dtype == local._quantizer.dtype
+    dtype = float8(local)._quantizer.dtype
+    return dtype.name == "kFloat8E4M3" and float8(local)._fp8_dtype == dtype
 
 
-def problem(local: Any) -> str | None:
+def problem(local: Tensor) -> str | None:
     """Why this module cannot write a tensor; None if it can."""
     scaling = scaling_of(local)
+    name = scaling.rpartition(".")[2]
     if scaling not in (DELAYED, CURRENT, BLOCKS):
-        return f"only TransformerEngine's own quantize_ knows {scaling.rpartition('.')[2]}, and it rounds to nearest"
+        return f"only TransformerEngine's own quantize_ knows {name}, and it rounds to nearest"
     if not is_e4m3(local):
-        return f"expected {scaling.rpartition('.')[2]} to make E4M3 codes, got {local._quantizer.dtype.name}"
-    if _codes(local) is None:
-        return "it has no codes by rows, only those by columns"
-    return None
-
-
-def _codes(local: Any) -> Tensor | None:
-    return local._rowwise_data if scaling_of(local) == BLOCKS else local._data
+        return f"expected {name} to make E4M3 codes, got {float8(local)._quantizer.dtype.name}"
+    codes = blocks(local)._rowwise_data if scaling == BLOCKS else float8(local)._data
+    return "it has no codes by rows, only those by columns" if codes is None else None
 
 
 @torch.no_grad()
@@ -79,12 +125,14 @@ def write(updates: Sequence[Update], applies: Tensor | None) -> None:
     updates = [update for update in updates if update.values is not None]
     _rescale(updates, applies)
     copies = [copy for update in updates for copy in _copies(update)]
-    before = None if applies is None else [copy.encoding.components["data"].clone() for copy in copies]
-    engine.encode([copy.encoding for copy in copies])
-    for i, copy in enumerate(copies):
-        codes = copy.encoding.components["data"]
-        if before is not None:
-            codes.copy_(torch.where(applies.to(codes.device), codes, before[i]))
+    encodings = [copy.encoding for copy in copies]
+    codes = [encoding.components["data"] for encoding in encodings]
+    before = codes if applies is None else [each.clone() for each in codes]
+    engine.encode(encodings)
+    if applies is not None:
+        for each, old in zip(codes, before, strict=True):
+            _set_where(each, old, applies.logical_not())
+    for copy in copies:
         if copy.scales is not None:
             _set_where(copy.scales, copy.encoding.components["scale"], applies)
     for update in updates:
@@ -98,7 +146,9 @@ def _follows_others(update: Update) -> bool:
 
 def _again(update: Update) -> Update:
     """To nearest, so that nothing moves without need."""
-    return replace(update, values=local_tensor(update.param).dequantize(dtype=torch.float32), fractions=None)
+    local = local_tensor(update.param)
+    values = engine.decode(_ONE_SCALE, _one_scale(local), tuple(local.shape), torch.float32)
+    return replace(update, values=values, fractions=None)
 
 
 def _set_where(target: Tensor, value: Tensor, applies: Tensor | None) -> None:
@@ -108,7 +158,7 @@ def _set_where(target: Tensor, value: Tensor, applies: Tensor | None) -> None:
 # --- one scale per weight ---------------------------------------------------------------------------------------
 
 
-def set_numbers(targets: Sequence[Tensor], values: Tensor, applies: Tensor | None) -> None:
+def set_numbers(targets: list[Tensor], values: Tensor, applies: Tensor | None) -> None:
     """Copy the entries of ``values`` into tensors of shape ``()``, unless ``applies`` is False."""
     if applies is not None:
         values = torch.where(applies.to(values.device), values, torch.stack(targets))
@@ -122,16 +172,16 @@ def _rescale(updates: Iterable[Update], applies: Tensor | None) -> None:
         by_scaling.setdefault(scaling_of(local_tensor(update.param)), []).append(update)
     delayed = _absmaxes(by_scaling.get(DELAYED, []), applies)
     if delayed:  # those of shards are of ranks: TransformerEngine reduces them
-        amaxes = [local_tensor(param)._quantizer.amax.view(1) for param in delayed]
+        amaxes = [float8(local_tensor(param))._quantizer.amax.view(1) for param in delayed]
         torch._foreach_maximum_(amaxes, list(delayed.values()))
     by_rule: dict[tuple[torch.device, bool, float], dict[Tensor, Tensor]] = {}
     for param, absmax in reduce_over_shards(_absmaxes(by_scaling.get(CURRENT, []), applies)).items():
-        quantizer = local_tensor(param)._quantizer
+        quantizer = float8(local_tensor(param))._quantizer
         rule = (absmax.device, quantizer.force_pow_2_scales, quantizer.amax_epsilon)
         by_rule.setdefault(rule, {})[param] = absmax
     for (_, power_of_two, epsilon), absmaxes in by_rule.items():
         inverse = _inverse_scale(torch.cat(list(absmaxes.values())), power_of_two, epsilon)
-        set_numbers([local_tensor(param)._scale_inv.view(()) for param in absmaxes], inverse, applies)
+        set_numbers([float8(local_tensor(param))._scale_inv.view(()) for param in absmaxes], inverse, applies)
 
 
 def _absmaxes(updates: Sequence[Update], applies: Tensor | None) -> dict[Tensor, Tensor]:
@@ -176,37 +226,46 @@ def _copies(update: Update) -> list[_Copy]:
     before they are padded; and the transposed values, quantized for themselves, as ``_columnwise_data`` and
     ``_columnwise_scale_inv``.
     """
-    local = local_tensor(update.param)
+    local, values = local_tensor(update.param), update.values
+    assert values is not None
     if scaling_of(local) != BLOCKS:
-        components = {"data": local._data, "tensor_scale": local._scale_inv}
-        return [_Copy(Encoding(_ONE_SCALE, components, update.values, update.fractions), None)]
-    tiles = local._is_2D_scaled
-    quantizer = local._quantizer
-    recipe = _BlockScaling(
-        (128, 128) if tiles else (1, 128), quantizer.force_pow_2_scales, amax_epsilon=quantizer.amax_epsilon
-    )
-    values = update.values.reshape(-1, local.shape[-1])
-    found = [_of_blocks(recipe, local._rowwise_data.view(values.shape), local._rowwise_scale_inv, values, update)]
-    if not tiles and local._columnwise_data is not None:
-        codes = local._columnwise_data.view(local.shape[-1], -1)
-        found.append(_of_blocks(recipe, codes, local._columnwise_scale_inv, values.t().contiguous(), update))
+        return [_Copy(Encoding(_ONE_SCALE, _one_scale(local), values, update.fractions), None)]
+    parts, columns = blocks(local), local.shape[-1]
+    quantizer, tiles = parts._quantizer, parts._is_2D_scaled
+    tile = (128, 128) if tiles else (1, 128)
+    recipe = _BlockScaling(tile, quantizer.force_pow_2_scales, amax_epsilon=quantizer.amax_epsilon)
+    values = values.reshape(-1, columns)
+    assert parts._rowwise_data is not None
+    codes = parts._rowwise_data.view(values.shape)
+    found = [_of_blocks(recipe, codes, parts._rowwise_scale_inv, values, update.fractions)]
+    if not tiles and parts._columnwise_data is not None:
+        codes, values = parts._columnwise_data.view(columns, -1), values.t().contiguous()
+        found.append(_of_blocks(recipe, codes, parts._columnwise_scale_inv, values, update.fractions))
     return found
 
 
-def _of_blocks(recipe: _BlockScaling, codes: Tensor, scales: Tensor, values: Tensor, update: Update) -> _Copy:
+def _one_scale(local: Tensor) -> Components:
+    data = float8(local)._data
+    assert data is not None
+    return {"data": data, "tensor_scale": float8(local)._scale_inv}
+
+
+def _of_blocks(
+    recipe: _BlockScaling, codes: Tensor, scales: Tensor, values: Tensor, fractions: Fractions | None
+) -> _Copy:
     if recipe.block[0] == 1:
         scales = scales.t()
     rows, columns = (-(-size // tile) for size, tile in zip(codes.shape, recipe.block, strict=True))
     own = torch.empty(rows, columns, dtype=torch.float32, device=codes.device)
-    return _Copy(Encoding(recipe, {"data": codes, "scale": own}, values, update.fractions), scales[:rows, :columns])
+    return _Copy(Encoding(recipe, {"data": codes, "scale": own}, values, fractions), scales[:rows, :columns])
 
 
-def _follow(local: Any) -> None:
+def _follow(local: Tensor) -> None:
     """Transposed codes: those of blocks are made anew, others marked as stale, which no replay of a graph could do."""
     if scaling_of(local) == BLOCKS:
-        if local._is_2D_scaled and local._columnwise_data is not None:
-            local._create_columnwise()
-    elif is_capturing() and local._transpose is not None:
-        local._create_transpose()
+        if blocks(local)._is_2D_scaled and blocks(local)._columnwise_data is not None:
+            blocks(local)._create_columnwise()
+    elif is_capturing() and float8(local)._transpose is not None:
+        float8(local)._create_transpose()
     else:
-        local._reset_caches()
+        float8(local)._reset_caches()

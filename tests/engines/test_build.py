@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 import fused_optim
 from fused_optim import FusedAdam, backends
 from fused_optim.__main__ import info
-from fused_optim.backends import ENGINES, backend_for, build_info, load_engine
+from fused_optim.backends import COMPILED, backend_for, build_info, load_engine
 
 
 @pytest.fixture
@@ -41,12 +41,12 @@ def test_info() -> None:
     assert done.stdout.strip() == info()
     lines = done.stdout.splitlines()
     assert fused_optim.__version__ in lines[0] and torch.__version__ in lines[0]
-    for name in ENGINES:
+    for name in COMPILED:
         available = load_engine(name)[0] is not None
         assert any(line.startswith(name) and ("not available" in line) != available for line in lines)
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", COMPILED)
 def test_built_engines_import(name: str) -> None:
     built = build_info().get(name, {})
     if not built.get("built"):
@@ -85,11 +85,11 @@ def test_backend_of_another_device(use_backend: Any, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.filterwarnings("ignore:fused_optim updates parameters on")  # where an engine is not built
 def test_backends_by_device(use_backend: Any) -> None:
-    for name in ENGINES:
+    for name in COMPILED:
         assert backend_for(name) == (name if load_engine(name)[0] else "torch")
     assert backend_for("xpu") == "torch"
     use_backend("torch")
-    assert {backend_for(name) for name in (*ENGINES, "xpu")} == {"torch"}
+    assert {backend_for(name) for name in (*COMPILED, "xpu")} == {"torch"}
 
 
 REASON = "no nvcc found\nlooked everywhere"
@@ -97,7 +97,7 @@ WARNED = r"parameters on {0} by its PyTorch reference, .* its {0} engine is not 
 
 
 @pytest.mark.usefixtures("_as_in_a_new_process")
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", COMPILED)
 def test_the_reference_in_place_of_an_engine_is_announced_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "load_engine", lambda _: (None, REASON))
     with pytest.warns(UserWarning, match=WARNED.format(name)) as caught:
@@ -141,7 +141,7 @@ def test_who_chooses_the_reference_is_not_warned(use_backend: Any, monkeypatch: 
         warnings.simplefilter("error")
         assert backend_for("xpu") == "torch"  # no engine is made for it
         use_backend("torch")
-        assert {backend_for(name) for name in ENGINES} == {"torch"}
+        assert {backend_for(name) for name in COMPILED} == {"torch"}
 
 
 # --- the last check before raw addresses are used ---------------------------------------------------------------------
@@ -167,7 +167,7 @@ def empty_plan(name: str, groups: list[int]) -> Any:
     return loaded(name).Plan(groups, 2, None, Tensor, DTensor)
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", COMPILED)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -207,7 +207,7 @@ def test_engine_refuses(name: str, change: dict[str, Any], message: str) -> None
         plan.set_shard(1, **{**SHARD, **change})
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", COMPILED)
 def test_engine_refuses_other_types_and_numbers(name: str) -> None:
     with pytest.raises(ValueError, match="shards are ordered by param group"):
         empty_plan(name, [1, 0])
@@ -224,12 +224,14 @@ def test_engine_refuses_other_types_and_numbers(name: str) -> None:
         plan.set_shard(0, **{**SHARD, "numel": -1})
     with pytest.raises(ValueError, match="one watched tuple per shard"):
         plan.refresh([], "grad")
+    with pytest.raises(ValueError, match="expected a Watched"):
+        plan.watch(0, (Tensor(), None, {}))
 
 
 GRADIENTS: dict[str, list[int]] = {"addresses": [64, 64], "numels": [8, 8], "types": [0, 1], "groups": [0, 0]}
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", COMPILED)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -248,7 +250,7 @@ def test_engine_refuses_gradients(name: str, change: dict[str, list[int]], messa
         engine.Gradients(**{**GRADIENTS, **change})
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", COMPILED)
 def test_engine_refuses_results(name: str) -> None:
     engine = loaded(name)
     where = {"cpu": {"threads": 1}, "cuda": {"device": 0, "stream": 0}}[name]
