@@ -24,11 +24,13 @@ from fused_optim.step.scalars import DeviceScalars, host_lr, on_device
 from fused_optim.step.synthetic import any_nonzero, may_be_synthetic
 from fused_optim.validate import (
     CheckpointFormat,
+    check_belongs,
     check_checkpoint_device,
     check_checkpoint_format,
     check_hyperparameters,
     check_param,
     check_update,
+    check_whole,
     describe,
 )
 
@@ -292,7 +294,12 @@ class FusedAdam(Optimizer):
 
     @torch.no_grad()
     def master_state_dict(self, model: torch.nn.Module) -> dict[str, Tensor]:
-        """The masters by the model's parameter names: FP32, with the parameters' shapes, meshes and placements."""
+        """The masters by the model's parameter names: FP32, with the parameters' shapes, meshes and placements.
+
+        Raises TypeError for flat shards of FSDP1, KeyError if the model has none of the optimizer's parameters.
+        """
+        check_whole(model, self.store.params)
+        check_belongs(model, self.store.params)
         self.follow_parameters()
         names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
         return {names[param]: self.store.master(param) for param in self.store.params if param in names}

@@ -10,7 +10,9 @@ from torch import Tensor
 from fused_optim.adapters import Update
 from fused_optim.sharding.dtensor import local_tensor
 
-ROUNDS_STOCHASTICALLY = True
+
+def needs_master(param: Tensor) -> None:
+    return None
 
 
 def initial_values(param: Tensor) -> Tensor:

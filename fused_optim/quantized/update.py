@@ -22,7 +22,9 @@ from fused_optim.quantized.engine import Encoding
 from fused_optim.quantized.tensor import INITIAL, local_weight
 from fused_optim.sharding.dtensor import sharding_dims
 
-ROUNDS_STOCHASTICALLY = True
+
+def needs_master(param: Tensor) -> None:
+    return None
 
 
 def initial_values(param: Tensor) -> Tensor:

@@ -281,9 +281,9 @@ class Plan:
                 update = self._lasting[index]
             else:
                 update = self._passing[index]
-                if self._slots[index].master is Master.PARAMETER:
-                    fractions = self._fractions(index, hypers[local_tensor(param).device][group])
-                    update = replace(update, fractions=fractions)
+            if self._slots[index].master is Master.PARAMETER:
+                fractions = self._fractions(index, hypers[local_tensor(param).device][group])
+                update = replace(update, fractions=fractions)
             updates.append(update)
         return updates
 
