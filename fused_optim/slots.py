@@ -16,7 +16,7 @@ MASTER = "master_param"
 
 
 class Versions(NamedTuple):
-    """What changes when someone writes a parameter: version counters, or its memory. Not by writes through ``.data``."""
+    """What changes when someone writes a parameter, but not through ``.data``: version counters, or its memory."""
 
     param: int
     local: int

@@ -79,13 +79,14 @@ class FusedAdam(fused_optim.adam.FusedAdam):
     @property
     @torch.no_grad()
     def param_groups_master(self) -> list[dict[str, list[Tensor | None]]]:
-        """The FP32 masters, local parts, by param group; None where there are none. Creates the states.
+        """The FP32 masters, local parts, by param group; None where there are none, as of frozen ones. Creates the states.
 
         Masters of FP32 parameters are these themselves; those kept as remainders are copies.
         """
         if self.master_weights:
             self.initialize_state()
+            self.follow_parameters()
         return [{"params": [self._master(param) for param in group["params"]]} for group in self.param_groups]
 
     def _master(self, param: Tensor) -> Tensor | None:
-        return self.store[param].read_master() if self.master_weights else None
+        return self.store[param].read_master() if self.master_weights and param in self.store else None
