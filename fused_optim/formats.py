@@ -173,10 +173,15 @@ ROTATING: dict[torch.dtype, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def join_remainder(param: Tensor, remainder: Tensor) -> Tensor:
-    """BF16 parameter + int16 or int8 remainder -> FP32 master."""
+    """BF16 parameter + int16 or int8 remainder -> FP32 master.
+
+    Beside a parameter that was written from outside, a remainder may lead below zero or beyond infinity: to NaN, as the
+    bits are ordered. The master is the parameter itself then, so it is finite wherever the parameter is.
+    """
     high = param.view(torch.int16).long() & 0xFFFF
     low = remainder.long() if remainder.dtype == torch.int16 else remainder.long() << 8
-    return _float((((high - (low < 0).long()) << 16) | (low & 0xFFFF)) & MASK32)
+    joined = _float((((high - (low < 0).long()) << 16) | (low & 0xFFFF)) & MASK32)
+    return torch.where(joined.isnan(), param.float(), joined)
 
 
 def split_remainder(master: Tensor, kind: Master) -> tuple[Tensor, Tensor]:
@@ -194,6 +199,10 @@ def split_remainder(master: Tensor, kind: Master) -> tuple[Tensor, Tensor]:
 # --- block-scaled moments ---------------------------------------------------------------------------------------
 
 
+def _absmax(blocks: Tensor) -> Tensor:
+    return blocks.abs().amax(1) if blocks.numel() else blocks.new_zeros(0)
+
+
 def _block_scale(absmax: Tensor, smallest: float, scale: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
     """(scale to store, factor to encode by); a block with NaN or infinity gets a NaN scale and decodes to NaN."""
     poisoned = ~absmax.isfinite()
@@ -208,27 +217,35 @@ def _at_least_one(code: Tensor, positive: Tensor) -> Tensor:
 
 
 class _Float16Codec:
-    """Values divided by their block's absmax. Scales whose reciprocal is a normal number; larger values saturate."""
+    """Values divided by a power of two that puts their block's largest, as it is rounded, into (2^14, 2^15].
 
-    LARGEST_SCALE = 2.0**125
+    So the exponents below serve the small elements, and what was decoded has the same scale again. From 2^127 on, 2^15
+    would decode to infinity: there the largest lies in (2^15, 2^16) and values saturate at 65504.
+    """
+
+    @staticmethod
+    def _scale(blocks: Tensor, rounded: Tensor, smallest: float) -> tuple[Tensor, Tensor]:
+        """``rounded``: bits of the magnitudes. The floor of 2^-102 keeps the smallest code's value a normal number."""
+        top = rounded.amax(1) if rounded.numel() else rounded.new_zeros(0)
+        exponent = (top + 0x7FFFFF >> 23).clamp(40, 254) - 15
+        return _block_scale(_absmax(blocks), smallest, _float(exponent << 23), _float(254 - exponent << 23))
 
     @classmethod
-    def scale_m(cls, absmax: Tensor) -> tuple[Tensor, Tensor]:
-        scale = _clamp_top(absmax, cls.LARGEST_SCALE)
-        return _block_scale(absmax, _SMALLEST_EXP_AVG, scale, 1.0 / scale)
+    def scale_m(cls, m: Tensor) -> tuple[Tensor, Tensor]:
+        bits = _bits(m.abs())
+        return cls._scale(m, bits + 0xFFF + (bits >> 13 & 1) >> 13 << 13, _SMALLEST_EXP_AVG)
 
     @staticmethod
     def encode_m(m: Tensor, inverse: Tensor) -> Tensor:
-        return _clamp_top(m.abs() * inverse, 1.0).copysign(m).to(torch.float16).view(torch.int16)
+        return _clamp_top(m.abs() * inverse, 65504.0).copysign(m).to(torch.float16).view(torch.int16)
 
     @classmethod
-    def scale_v(cls, absmax: Tensor) -> tuple[Tensor, Tensor]:
-        scale = _clamp_top(absmax.clamp_min(2.0**-102), cls.LARGEST_SCALE)
-        return _block_scale(absmax, _SMALLEST_EXP_AVG_SQ, scale, 1.0 / scale * _TOP_NUDGE)
+    def scale_v(cls, v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        return cls._scale(v, _bits(v.abs()) + (u >> 19) >> 13 << 13, _SMALLEST_EXP_AVG_SQ)
 
     @staticmethod
     def encode_v(v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
-        return _at_least_one(_float16_magnitude_rotating(_clamp_top(v * inverse, 1.0), u), v > 0)
+        return _at_least_one(_float16_magnitude_rotating(_clamp_top(v * inverse, 65504.0), u), v > 0)
 
     @staticmethod
     def decode_m(bits: Tensor, scale: Tensor) -> Tensor:
@@ -241,7 +258,8 @@ class _Float8Codec:
     """float8_e4m3fn (OCP 8-bit floating point specification 1.0), kept as uint8; exp_avg_sq as its square root."""
 
     @staticmethod
-    def scale_m(absmax: Tensor) -> tuple[Tensor, Tensor]:
+    def scale_m(m: Tensor) -> tuple[Tensor, Tensor]:
+        absmax = _absmax(m)
         scale = _divide(absmax, 448.0)
         return _block_scale(absmax, _SMALLEST_EXP_AVG, scale, 1.0 / scale)
 
@@ -255,7 +273,8 @@ class _Float8Codec:
         return bits.view(torch.float8_e4m3fn).float() * scale
 
     @staticmethod
-    def scale_v(absmax: Tensor) -> tuple[Tensor, Tensor]:
+    def scale_v(v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        absmax = _absmax(v)
         scale = (_divide(sqrt(absmax), 448.0)).clamp_min(2.0**-54)
         return _block_scale(absmax, _SMALLEST_EXP_AVG_SQ, scale, 1.0 / scale * _TOP_NUDGE)
 
@@ -274,7 +293,8 @@ class _Int8Codec:
     """exp_avg as its signed square root in 127 levels; exp_avg_sq as its fourth root in 255."""
 
     @staticmethod
-    def scale_m(absmax: Tensor) -> tuple[Tensor, Tensor]:
+    def scale_m(m: Tensor) -> tuple[Tensor, Tensor]:
+        absmax = _absmax(m)
         scale = _divide(sqrt(absmax), 127.0)
         return _block_scale(absmax, _SMALLEST_EXP_AVG, scale, 1.0 / scale)
 
@@ -289,7 +309,8 @@ class _Int8Codec:
         return root * root.abs()
 
     @staticmethod
-    def scale_v(absmax: Tensor) -> tuple[Tensor, Tensor]:
+    def scale_v(v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        absmax = _absmax(v)
         top = sqrt(sqrt(absmax)).clamp_min(255 * 2.0**-31)
         return _block_scale(absmax, _SMALLEST_EXP_AVG_SQ, _divide(top, 255.0), 1.0 / top * _TOP_NUDGE)
 
@@ -355,13 +376,13 @@ def encode_state(x: Tensor, state: str, fmt: StateFormat, block: int, u: Tensor)
         rotates = state == "exp_avg_sq" and dtype in ROTATING
         return (ROTATING[dtype](x.reshape(-1), u).view_as(x) if rotates else x.to(dtype)), None
     blocks = _to_blocks(x, block)
-    absmax = blocks.abs().amax(1) if blocks.numel() else blocks.new_zeros(0)
     if state == "exp_avg":
-        scale, inverse = fmt.codec.scale_m(absmax)
+        scale, inverse = fmt.codec.scale_m(blocks)
         codes = fmt.codec.encode_m(blocks, inverse[:, None])
     else:
-        scale, inverse = fmt.codec.scale_v(absmax)
-        codes = fmt.codec.encode_v(blocks, inverse[:, None], _to_blocks(u, block))
+        fractions = _to_blocks(u, block)
+        scale, inverse = fmt.codec.scale_v(blocks, fractions)
+        codes = fmt.codec.encode_v(blocks, inverse[:, None], fractions)
     codes = torch.where(inverse[:, None] > 0, codes, 0)
     return _stored(codes, fmt.dtype(state)).view(-1)[: x.numel()].view_as(x), scale
 

@@ -7,6 +7,7 @@ compared with that margin there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -215,6 +216,51 @@ def test_huge_gradients(size: float, engine: str, use_backend: UseBackend) -> No
     pair = Pair(groups, engine, use_backend, betas=(0.5, 0.999999))
     for step in range(3):
         pair.step([grad * size for grad in gradients(pair.reference.store.params, torch.float32, engine, step)])
+
+
+@pytest.mark.parametrize("stochastic", [True, False], ids=["rotating", "nearest"])
+def test_fp16_blocks_at_powers_of_two(stochastic: bool, engine: str, use_backend: UseBackend) -> None:
+    """Their scale depends on where the largest values are rounded to: here down, up, or some of them each way."""
+    shapes = [Shape("block128", (256, 128), 128), Shape("block64", (256, 64), 64), Shape("block32", (256, 96), 32)]
+    options = {"betas": (0.0, 0.0), "exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16}
+    pair = Pair(
+        one_group(shapes, MASTER["float32"], engine),
+        engine,
+        use_backend,
+        stochastic_rounding=stochastic,
+        **options,
+    )
+    for step in range(3):
+        grads = []
+        for shape in shapes:
+            above = torch.arange(shape.shape[0] * shape.shape[1], device=engine).view(shape.shape) % 257 / 256
+            grads.append((1 + above * 2.0**-11) * 4.0**step)
+            grads[-1][:, 1::2] *= 2.0**-9
+            grads[-1][::2, 2:] *= 0.75
+        pair.step(grads)
+    scales = torch.cat([pair.compiled.store.slots[p].scale("exp_avg_sq") for p in pair.compiled.store.params])
+    assert len(scales.unique()) == 2
+
+
+@pytest.mark.parametrize("master", [MASTER["bfloat16+rem16"], MASTER["bfloat16+rem8"]], ids=str)
+def test_any_remainder_beside_any_parameter(master: Master, engine: str, use_backend: UseBackend) -> None:
+    """Parameters may be written from outside, remainders stay: finite parameters give finite masters."""
+    shape = Shape("bits", (256, 256), 128)
+    shapes = [shape, replace(shape, layout=misaligned)]
+    pair = Pair(one_group(shapes, master, engine), engine, use_backend, **{**master.options, "lr": 0.0})
+    low = values(shape.shape, torch.float32, engine, seed=9).mul(2.0**14).to(torch.int16)
+    low = low if master.dtype == torch.int16 else (low >> 8).to(torch.int8)
+    for optimizer in (pair.reference, pair.compiled):
+        optimizer.initialize_state()
+        for i, param in enumerate(optimizer.store.params):
+            high = torch.arange(2**16, device=engine).view(shape.shape).t() if i else torch.arange(2**16, device=engine)
+            param.data.view(torch.int16).copy_(high.reshape(shape.shape).to(torch.int16))
+            optimizer.state[param]["master_param"].copy_(low)
+    finite = [param.isfinite() for param in pair.compiled.store.params]
+    grads = [torch.ones(shape.shape, device=engine) for _ in finite]
+    pair.step(grads)
+    for param, was_finite in zip(pair.compiled.store.params, finite, strict=True):
+        assert torch.equal(param.isfinite(), was_finite)
 
 
 @pytest.mark.parametrize("grad_dtype", FLOAT_DTYPES, ids=str)

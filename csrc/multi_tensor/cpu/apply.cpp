@@ -119,15 +119,33 @@ struct LoadMoment {
     }
 };
 
-// `encode(i, inverse)` gives element i's code in a block with that inverse scale.
+uint32_t largest_rounded(const float* values, const uint32_t* bits, int block) {
+    uint32_t largest = 0;
+    for (int i = 0; i < block; ++i) {
+        const uint32_t rounded = float16_rounded(values[i], bits[i]);
+        largest = rounded > largest ? rounded : largest;
+    }
+    return largest;
+}
+
+template <class Codec>
+BlockScale scale_of(const float* values, const uint32_t* bits, int block) {
+    uint32_t absmax = block_absmax(values, block);
+    if constexpr (std::is_same_v<Codec, ExpAvgSq<Format::kFloat16>>) {
+        if (is_above_power(absmax)) absmax = float16_largest(absmax, largest_rounded(values, bits, block));
+    }
+    return Codec::scale(absmax);
+}
+
+// `encode(i, inverse)` gives element i's code in a block with that inverse scale; `bits` are what it rounds by.
 template <class Codec, class Encode>
-void store_scaled(const float* tile, uint64_t address, uint64_t element, int count, const Scales& scales,
-                  const Encode& encode) {
+void store_scaled(const float* tile, const uint32_t* bits, uint64_t address, uint64_t element, int count,
+                  const Scales& scales, const Encode& encode) {
     alignas(64) typename Codec::Bits raw[kTile];
     BlockScale scale{};
     for (int first = 0; first < kTile; first += kSmallestBlock) {
         if (first % scales.block == 0 && first < count) {
-            scale = Codec::scale(block_absmax(tile + first, scales.block));
+            scale = scale_of<Codec>(tile + first, bits ? bits + first : nullptr, scales.block);
             scales.values[first / scales.block] = scale.scale;
         }
         const uint32_t mask = scale.inverse != 0.0f ? 0xFFFFFFFFu : 0u;
@@ -149,7 +167,7 @@ struct StoreExpAvg {
     void operator()(Plain) const { store(tile, nullptr, plain_type(format), address, element, count); }
     template <class Codec>
     void operator()(Codec) const {
-        store_scaled<Codec>(tile, address, element, count, scales,
+        store_scaled<Codec>(tile, nullptr, address, element, count, scales,
                             [&](int i, float inverse) { return Codec::encode(tile[i], inverse); });
     }
 };
@@ -167,7 +185,7 @@ struct StoreExpAvgSq {
     void operator()(Plain) const { store(tile, bits, plain_type(format), address, element, count); }
     template <class Codec>
     void operator()(Codec) const {
-        store_scaled<Codec>(tile, address, element, count, scales,
+        store_scaled<Codec>(tile, bits, address, element, count, scales,
                             [&](int i, float inverse) { return Codec::encode(tile[i], root[i], inverse, bits[i]); });
     }
 };
