@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fused_optim.backends import Hyper, ShardWork, load_engine
+from fused_optim.backends import Compiled, Hyper, ShardWork, load_engine
 from fused_optim.formats import ELEMENT_TYPES
-
-if TYPE_CHECKING:
-    from fused_optim.slots import Slots
+from fused_optim.slots import Slots
 
 
 def address(tensor: Tensor | None) -> int:
@@ -38,7 +36,7 @@ def load_kernels(device: torch.device) -> None:
 class CompiledShards:
     """The shards of one device in the ``cpu`` or ``cuda`` engine, which looks for changes itself (``plan.h``)."""
 
-    def __init__(self, device: torch.device, backend: str, groups: list[int], group_count: int) -> None:
+    def __init__(self, device: torch.device, backend: Compiled, groups: list[int], group_count: int) -> None:
         engine, _ = load_engine(backend)
         assert engine is not None
         self._device, self._backend = device, backend
@@ -95,14 +93,16 @@ class CompiledShards:
     def updated(self, watched: list[tuple[Any, ...]]) -> list[Tensor]:
         return self._plan.updated(watched)
 
+    def groups_with_gradients(self) -> Sequence[int]:
+        return self._plan.groups_with_gradients()
+
     def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
         for group, h in enumerate(hypers):
-            on_device = isinstance(h.lr, Tensor)
             self._plan.set_group(
                 group,
-                0.0 if on_device else h.lr,
+                0.0 if isinstance(h.lr, Tensor) else h.lr,
                 *h[1:10],
-                address(h.lr if on_device else None),
+                address(h.lr if isinstance(h.lr, Tensor) else None),
                 address(h.grad_scale),
                 address(h.grad_factor),
                 address(h.found_inf),

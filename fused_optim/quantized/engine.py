@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from fused_optim.adapters import Fractions
 from fused_optim.backends import backend_for, forced_backend, load_engine
 from fused_optim.backends.compiled import address, run_on
+from fused_optim.backends.engine import Engine
 from fused_optim.formats import ELEMENT_TYPES
 from fused_optim.quantized.recipes import Components, Native, Recipe
 
@@ -64,7 +64,7 @@ def prepare(weights: Sequence[tuple[Recipe, Components]], applies: Tensor | None
 
 def rescale(
     weights: Sequence[tuple[Recipe, Components]],
-    absmaxes: Sequence[Tensor | None],
+    absmaxes: Sequence[Tensor],
     applies: Tensor | None,
     advance: bool,
 ) -> None:
@@ -138,14 +138,14 @@ def decode(recipe: Recipe, components: Components, shape: tuple[int, ...], dtype
     return recipe.decode(components, shape).to(dtype)
 
 
-def _engine(device: torch.device) -> ModuleType | None:
+def _engine(device: torch.device) -> Engine | None:
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return None
     return _engine_of(device.type, forced_backend())
 
 
 @functools.cache
-def _engine_of(device_type: str, forced: str | None) -> ModuleType | None:
+def _engine_of(device_type: str, forced: str | None) -> Engine | None:
     if forced not in (None, device_type):
         return None
     backend = backend_for(device_type)
@@ -184,7 +184,7 @@ def _row(values: Tensor, components: Components) -> tuple[int, ...] | None:
 
 
 def _encode(
-    engine: ModuleType, native: Native, weights: list[Encoding], rows: list[tuple[int, ...]], device: torch.device
+    engine: Engine, native: Native, weights: list[Encoding], rows: list[tuple[int, ...]], device: torch.device
 ) -> None:
     rotates = any(weight.fractions is not None for weight in weights)
     engine.quantize_encode(

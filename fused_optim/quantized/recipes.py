@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -20,6 +20,10 @@ from torch import Tensor
 from fused_optim.quantized import elements
 
 Components = dict[str, Tensor]
+Compute = Literal["dequantize", "fp8"]
+ActivationScaling = Literal["tensor", "row"]
+Float8Format = Literal["e4m3", "hybrid"]
+AmaxAlgorithm = Literal["max", "most_recent"]
 
 
 @dataclass(frozen=True)
@@ -63,8 +67,12 @@ def as_matrix(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
 class Recipe:
     """What all recipes have. ``scales_whole_tensor``: one scale depends on all of a weight, hence on all its shards."""
 
-    components: ClassVar[tuple[Component, ...]]
     scales_whole_tensor: ClassVar[bool] = False
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        """What a tensor consists of; a recipe may have it as an attribute of the class."""
+        raise NotImplementedError
 
     @property
     def name(self) -> str:
@@ -113,9 +121,7 @@ class Recipe:
     def prepare(self, components: Mapping[str, Tensor], applies: Tensor | None) -> None:
         """Set the tensor-wide scale for new values whose absmax is not known yet, where it comes from earlier ones."""
 
-    def rescale(
-        self, components: Mapping[str, Tensor], absmax: Tensor | None, applies: Tensor | None, advance: bool
-    ) -> None:
+    def rescale(self, components: Mapping[str, Tensor], absmax: Tensor, applies: Tensor | None, advance: bool) -> None:
         """Set the tensor-wide scale for new values with this ``absmax`` over all shards, unless :meth:`prepare` has.
 
         ``applies``: a boolean scalar; where it is False nothing is changed. None means True.
@@ -143,7 +149,7 @@ def _set_where(target: Tensor, value: Tensor, applies: Tensor | None) -> None:
 
 
 @dataclass(frozen=True)
-class _Float8TensorScaling(Recipe):
+class Float8TensorScaling(Recipe):
     """E4M3 with one FP32 scale per weight.
 
     Args:
@@ -153,15 +159,14 @@ class _Float8TensorScaling(Recipe):
     These two are no part of the format: recipes that differ in them only are equal.
     """
 
-    components: ClassVar[tuple[Component, ...]] = (_FLOAT8_DATA, _TENSOR_SCALE)
     scales_whole_tensor: ClassVar[bool] = True
-    compute: str = field(default="dequantize", compare=False, kw_only=True)
-    activation_scaling: str = field(default="tensor", compare=False, kw_only=True)
+    compute: Compute = field(default="dequantize", compare=False, kw_only=True)
+    activation_scaling: ActivationScaling = field(default="tensor", compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.compute not in ("dequantize", "fp8"):
+        if self.compute not in get_args(Compute):
             raise ValueError(f"compute: expected 'dequantize' or 'fp8', got {self.compute!r}")
-        if self.activation_scaling not in ("tensor", "row"):
+        if self.activation_scaling not in get_args(ActivationScaling):
             raise ValueError(f"activation_scaling: expected 'tensor' or 'row', got {self.activation_scaling!r}")
 
     def encode(self, x: Tensor, components: Mapping[str, Tensor], fractions: Tensor | None = None) -> None:
@@ -174,21 +179,21 @@ class _Float8TensorScaling(Recipe):
 
 
 @dataclass(frozen=True)
-class Float8CurrentScaling(_Float8TensorScaling):
+class Float8CurrentScaling(Float8TensorScaling):
     """float8_e4m3fn, one FP32 scale per weight: its absmax / 448. A new scale at every update."""
+
+    components: ClassVar[tuple[Component, ...]] = (_FLOAT8_DATA, _TENSOR_SCALE)
 
     @functools.cached_property
     def native(self) -> Native:
         return Native(0, largest=elements.FLOAT8_LARGEST)
 
-    def rescale(
-        self, components: Mapping[str, Tensor], absmax: Tensor | None, applies: Tensor | None, advance: bool
-    ) -> None:
+    def rescale(self, components: Mapping[str, Tensor], absmax: Tensor, applies: Tensor | None, advance: bool) -> None:
         _set_where(components["tensor_scale"], elements.float8_scale(absmax), applies)
 
 
 @dataclass(frozen=True)
-class Float8DelayedScaling(_Float8TensorScaling):
+class Float8DelayedScaling(Float8TensorScaling):
     """float8_e4m3fn, one FP32 scale per weight, from the absmax of earlier updates.
 
     Args:
@@ -202,22 +207,22 @@ class Float8DelayedScaling(_Float8TensorScaling):
     history saturates at 448 times the scale, for one update.
     """
 
-    fp8_format: str = "e4m3"
+    fp8_format: Float8Format = "e4m3"
     amax_history_len: int = 16
-    amax_compute_algo: str = "max"
+    amax_compute_algo: AmaxAlgorithm = "max"
     margin: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.fp8_format not in ("e4m3", "hybrid"):
+        if self.fp8_format not in get_args(Float8Format):
             raise ValueError(f"fp8_format: expected 'e4m3' or 'hybrid', got {self.fp8_format!r}")
-        if self.amax_compute_algo not in ("max", "most_recent"):
+        if self.amax_compute_algo not in get_args(AmaxAlgorithm):
             raise ValueError(f"amax_compute_algo: expected 'max' or 'most_recent', got {self.amax_compute_algo!r}")
         if self.amax_history_len < 1:
             raise ValueError(f"amax_history_len: expected at least 1, got {self.amax_history_len}")
 
     @functools.cached_property
-    def components(self) -> tuple[Component, ...]:  # type: ignore[override]
+    def components(self) -> tuple[Component, ...]:
         history = Component("amax_history", torch.float32, None, (self.amax_history_len,))
         return (_FLOAT8_DATA, _TENSOR_SCALE, history)
 
@@ -242,9 +247,7 @@ class Float8DelayedScaling(_Float8TensorScaling):
         kept = torch.where(scale > self._scale(torch.zeros_like(scale)), scale, 1.0)
         _set_where(scale, torch.where(seen > 0, self._scale(seen), kept), applies)
 
-    def rescale(
-        self, components: Mapping[str, Tensor], absmax: Tensor | None, applies: Tensor | None, advance: bool
-    ) -> None:
+    def rescale(self, components: Mapping[str, Tensor], absmax: Tensor, applies: Tensor | None, advance: bool) -> None:
         """A first scale where there is none, and ``absmax`` into the history (entry 0 is the latest)."""
         history, scale = components["amax_history"], components["tensor_scale"]
         _set_where(scale, torch.where(scale > 0, scale, self._scale(absmax)), applies)
@@ -269,8 +272,9 @@ class Float8BlockScaling(Recipe):
             raise ValueError(f"block: expected (128, 128) or (1, 128), got {self.block}")
 
     @functools.cached_property
-    def components(self) -> tuple[Component, ...]:  # type: ignore[override]
-        return (_FLOAT8_DATA, Component("scale", torch.float32, tuple(self.block)))
+    def components(self) -> tuple[Component, ...]:
+        rows, columns = self.block
+        return (_FLOAT8_DATA, Component("scale", torch.float32, (rows, columns)))
 
     @functools.cached_property
     def native(self) -> Native:
@@ -352,9 +356,7 @@ class NVFP4BlockScaling(Recipe):
             return f"{self.name} needs an even number of elements per row, got shape {tuple(shape)}"
         return super().problem(shape)
 
-    def rescale(
-        self, components: Mapping[str, Tensor], absmax: Tensor | None, applies: Tensor | None, advance: bool
-    ) -> None:
+    def rescale(self, components: Mapping[str, Tensor], absmax: Tensor, applies: Tensor | None, advance: bool) -> None:
         _set_where(components["tensor_scale"], elements.scale_for(absmax, 6.0 * 448.0), applies)
 
     def encode(self, x: Tensor, components: Mapping[str, Tensor], fractions: Tensor | None = None) -> None:

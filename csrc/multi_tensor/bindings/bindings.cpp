@@ -159,6 +159,7 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
         .def("refresh", py::overload_cast<py::list, py::str>(&Plan::refresh), py::arg("watched"), py::arg("attribute"))
         .def("watch", &Plan::watch, py::arg("shard"), py::arg("watched"))
         .def("updated", &Plan::updated, py::arg("watched"))
+        .def("groups_with_gradients", &Plan::groups_with_gradients)
         .def("set_group", &set_group, py::arg("group"), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
              py::arg("eps"), py::arg("weight_decay"), py::arg("step"), py::arg("adam_w"), py::arg("bias_correction"),
              py::arg("maximize"), py::arg("stochastic_rounding"), py::arg("lr_pointer") = 0, py::arg("grad_scale") = 0,

@@ -105,6 +105,17 @@ public:
         return params;
     }
 
+    // The param groups of these, ascending.
+    std::vector<uint32_t> groups_with_gradients() const {
+        std::vector<uint32_t> groups;
+        for (const Row& row : rows_) {
+            if (row.has_gradient && (groups.empty() || groups.back() != row.shard.group)) {
+                groups.push_back(row.shard.group);
+            }
+        }
+        return groups;
+    }
+
     // The shards that have something to do.
     const Step& step() {
         step_.shards.clear();
