@@ -30,17 +30,18 @@ _TOP_NUDGE = 1 + 2.0**-20  # lets the block's maximum reach the top code under r
 
 
 class Master(enum.IntEnum):
-    """Where the FP32 master weights of a parameter live."""
+    """Where the master weights of a parameter live."""
 
     PARAMETER = 0  # the parameter is its own master
     FLOAT32 = 1  # a separate FP32 tensor
     REMAINDER16 = 2  # BF16 parameter + 16 more bits: lossless FP32
     REMAINDER8 = 3  # BF16 parameter + 8 more bits: a 24-bit master
+    FLOAT16 = 4  # a separate FP16 tensor, scaled by blocks; the parameter is its rounded value
 
     @property
     def dtype(self) -> torch.dtype:
         """Storage dtype of ``state[p]["master_param"]``."""
-        return (torch.float32, torch.float32, torch.int16, torch.int8)[self]
+        return (torch.float32, torch.float32, torch.int16, torch.int8, torch.float16)[self]
 
     @property
     def is_remainder(self) -> bool:
@@ -223,23 +224,25 @@ def _at_least_one(code: Tensor, positive: Tensor) -> Tensor:
 class Codec(Protocol):
     """How a scaled format encodes blocks of FP32 moments, shape (blocks, block): m is exp_avg, v is exp_avg_sq.
 
+    ``u``: 32-bit rounding fractions of the elements.
+
     Scales and what encodes by them, ``inverse``, are one per block; they come as columns to the methods that encode and
     decode. An ``inverse`` of 0 stands for a block whose codes are all 0.
     """
 
-    def scale_m(self, absmax: Tensor) -> tuple[Tensor, Tensor]:
-        """(scale to store, inverse) for blocks with these largest magnitudes."""
+    def scale_m(self, m: Tensor) -> tuple[Tensor, Tensor]:
+        """(scale to store, inverse)."""
 
     def encode_m(self, m: Tensor, inverse: Tensor) -> Tensor:
         """Codes, rounded to nearest even."""
 
     def decode_m(self, bits: Tensor, scale: Tensor) -> Tensor: ...
 
-    def scale_v(self, absmax: Tensor) -> tuple[Tensor, Tensor]:
-        """(scale to store, inverse) for blocks with these largest values."""
+    def scale_v(self, v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        """(scale to store, inverse)."""
 
     def encode_v(self, v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
-        """Codes, rounded by the 32-bit fractions ``u``; not 0 of what is positive."""
+        """Codes, rounded by ``u``; not 0 of what is positive."""
 
     def decode_v(self, bits: Tensor, scale: Tensor) -> Tensor: ...
 
@@ -268,18 +271,36 @@ class _Float16Codec:
         return _clamp_top(m.abs() * inverse, 65504.0).copysign(m).to(torch.float16).view(torch.int16)
 
     @classmethod
-    def scale_v(cls, v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        return cls._scale(v, _bits(v.abs()) + (u >> 19) >> 13 << 13, _SMALLEST_EXP_AVG_SQ)
+    def scale_rotating(cls, x: Tensor, u: Tensor, smallest: float) -> tuple[Tensor, Tensor]:
+        return cls._scale(x, _bits(x.abs()) + (u >> 19) >> 13 << 13, smallest)
 
     @staticmethod
-    def encode_v(v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
-        return _at_least_one(_float16_magnitude_rotating(_clamp_top(v * inverse, 65504.0), u), v > 0)
+    def encode_rotating(x: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
+        """Codes of magnitudes."""
+        return _float16_magnitude_rotating(_clamp_top(x.abs() * inverse, 65504.0), u)
+
+    @classmethod
+    def scale_v(cls, v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        return cls.scale_rotating(v, u, _SMALLEST_EXP_AVG_SQ)
+
+    @classmethod
+    def encode_v(cls, v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
+        return _at_least_one(cls.encode_rotating(v, inverse, u), v > 0)
 
     @staticmethod
     def decode_m(bits: Tensor, scale: Tensor) -> Tensor:
         return bits.float() * scale
 
     decode_v = decode_m
+
+    @classmethod
+    def scale_master(cls, x: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        return cls.scale_rotating(x, u, SMALLEST_NORMAL)
+
+    @classmethod
+    def encode_master(cls, x: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
+        code = cls.encode_rotating(x, inverse, u)
+        return torch.where(x.signbit(), code - 0x8000, code)
 
 
 class _Float8Codec:
@@ -381,6 +402,7 @@ STATE_FORMATS: dict[torch.dtype, StateFormat] = {
     torch.float8_e4m3fn: StateFormat("float8_e4m3fn", 3, torch.uint8, torch.uint8, _Float8Codec),
     torch.int8: StateFormat("int8", 4, torch.int8, torch.uint8, _Int8Codec),
 }
+FLOAT16 = STATE_FORMATS[torch.float16]
 STATE_FORMATS[torch.uint8] = STATE_FORMATS[torch.float8_e4m3fn]  # TransformerEngine's spelling
 
 
@@ -394,7 +416,7 @@ def _stored(codes: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def encode_state(x: Tensor, state: str, fmt: StateFormat, block: int, u: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Encode the FP32 values of ``exp_avg`` or ``exp_avg_sq``.
+    """Encode the FP32 values of ``exp_avg``, ``exp_avg_sq`` or, in FP16, ``master_param``.
 
     ``u``: flat int64 rounding fractions, ignored by ``exp_avg``, which rounds to nearest even. Returns the stored
     tensor (shaped as ``x``) and the FP32 scales of shape ``(blocks,)``, None for a format without scales.
@@ -403,14 +425,16 @@ def encode_state(x: Tensor, state: str, fmt: StateFormat, block: int, u: Tensor)
         dtype = fmt.dtype(state)
         rotates = state == "exp_avg_sq" and dtype in ROTATING
         return (ROTATING[dtype](x.reshape(-1), u).view_as(x) if rotates else x.to(dtype)), None
-    blocks = _to_blocks(x, block)
+    blocks, fractions = _to_blocks(x, block), _to_blocks(u, block)
     if state == "exp_avg":
         scale, inverse = fmt.codec.scale_m(blocks)
         codes = fmt.codec.encode_m(blocks, inverse[:, None])
-    else:
-        fractions = _to_blocks(u, block)
+    elif state == "exp_avg_sq":
         scale, inverse = fmt.codec.scale_v(blocks, fractions)
         codes = fmt.codec.encode_v(blocks, inverse[:, None], fractions)
+    else:
+        scale, inverse = _Float16Codec.scale_master(blocks, fractions)
+        codes = _Float16Codec.encode_master(blocks, inverse[:, None], fractions)
     codes = torch.where(inverse[:, None] > 0, codes, 0)
     return _stored(codes, fmt.dtype(state)).view(-1)[: x.numel()].view_as(x), scale
 

@@ -101,14 +101,17 @@ class Master:
 
 
 REMAINDERS = {"store_param_remainders": True}
+HALF = {"master_weight_dtype": torch.float16}
 MASTERS = [
     Master("float32", torch.float32, {}, None, 24),
     Master("bfloat16", torch.bfloat16, {"master_weights": False}, None, 8),
     Master("bfloat16+float32", torch.bfloat16, {}, torch.float32, 24),
     Master("bfloat16+rem16", torch.bfloat16, REMAINDERS, torch.int16, 24),
     Master("bfloat16+rem8", torch.bfloat16, {**REMAINDERS, "param_remainder_bits": 8}, torch.int8, 16),
+    Master("bfloat16+float16", torch.bfloat16, HALF, torch.float16, 11),
     Master("float16", torch.float16, {"master_weights": False}, None, 11),
     Master("float16+float32", torch.float16, {}, torch.float32, 24),
+    Master("float16+float16", torch.float16, HALF, torch.float16, 11),
 ]
 MASTER = {master.name: master for master in MASTERS}
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -181,8 +181,11 @@ class Plan:
         else:
             updated = read_parameter(param) if master is None else master
             target = adapter.target(param) if master is not None and part.shards.takes_target(slots) else None
+            if slots.master is Master.FLOAT16 and (target is None or target.data is None):
+                updated, target = torch.empty_like(updated, dtype=torch.float32), None  # the new master's values
             if target is None or master is None:  # the values are updated as an FP32 parameter is, and then encoded
-                master, slots = None, replace(slots, master=Master.PARAMETER)
+                if slots.master is not Master.FLOAT16:
+                    master, slots = None, replace(slots, master=Master.PARAMETER)
                 self._lasting.pop(index, None)
                 self._passing[index] = Update(param, updated)
             else:
