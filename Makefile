@@ -8,7 +8,7 @@ QUANTIZE ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
-SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: demo test test-gpu test-integrations bench lint format clean FORCE
 

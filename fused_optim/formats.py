@@ -49,7 +49,19 @@ class Master(enum.IntEnum):
         return self in (Master.REMAINDER16, Master.REMAINDER8)
 
 
-ELEMENT_TYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+class Element(enum.IntEnum):
+    """Element types of gradients and parameters, as the engines number them."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    FLOAT16 = 2
+
+
+ELEMENT_TYPES: dict[torch.dtype, Element] = {
+    torch.float32: Element.FLOAT32,
+    torch.bfloat16: Element.BFLOAT16,
+    torch.float16: Element.FLOAT16,
+}
 
 
 # --- rotating rounding ------------------------------------------------------------------------------------------
@@ -58,7 +70,7 @@ ELEMENT_TYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, to
 Int = TypeVar("Int", int, Tensor)
 
 
-def mix(h: Int) -> Int:
+def finalize(h: Int) -> Int:
     """MurmurHash3's 32-bit finalizer, of a number or of an int64 tensor."""
     h = h ^ (h >> 16)
     h = h * 0x85EBCA6B & MASK32
@@ -70,13 +82,13 @@ def mix(h: Int) -> Int:
 @functools.lru_cache(maxsize=65536)
 def rounding_key(seed: int, param_index: int) -> int:
     """The 32-bit key of one parameter's rounding sequence."""
-    folded = mix(seed & MASK32 ^ mix(seed >> 32 & MASK32))
-    return mix((folded + param_index * GOLDEN_RATIO) & MASK32)
+    folded = finalize(seed & MASK32 ^ finalize(seed >> 32 & MASK32))
+    return finalize((folded + param_index * GOLDEN_RATIO) & MASK32)
 
 
 def _octet_hash(key: int, elements: Tensor) -> Tensor:
     octet = elements >> 3
-    return mix(((octet & MASK32) + (octet >> 32) * GOLDEN_RATIO & MASK32) ^ key)
+    return finalize(((octet & MASK32) + (octet >> 32) * GOLDEN_RATIO & MASK32) ^ key)
 
 
 def rounding_bits(key: int, elements: Tensor, offset: int | Tensor | None) -> Tensor:

@@ -6,18 +6,36 @@ them. ``where``: ``device`` and ``stream`` of the CUDA engine, ``threads`` of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+
+class Watched(NamedTuple):
+    """What an engine compares to see whether a shard is as it was; the fields are those of ``plan.h``."""
+
+    param: Tensor
+    exp_avg: Tensor | None
+    exp_avg_sq: Tensor | None
+    master: Tensor | None
+    spec: DTensorSpec | None  # the parameter's
+    states: dict[str, Tensor]  # where the three tensors were found
+    # Of a quantized weight that an engine can watch:
+    local: Tensor | None = None  # the parameter's local tensor
+    components: Mapping[str, Tensor] | None = None  # that one's
+    names: tuple[str, ...] = ()  # of its codes and scales in `components`
+    parts: tuple[Tensor, ...] = ()  # these themselves
+    master_local: Tensor | None = None
 
 
 class EnginePlan(Protocol):
     """The shards of one device and their param groups, step by step; see ``plan.h``."""
 
-    def refresh(self, watched: list[tuple[Any, ...]], attribute: str) -> list[int]: ...
-    def watch(self, shard: int, watched: tuple[Any, ...]) -> None: ...
-    def updated(self, watched: list[tuple[Any, ...]]) -> list[Tensor]: ...
+    def refresh(self, watched: list[Watched], attribute: str) -> list[int]: ...
+    def watch(self, shard: int, watched: Watched) -> None: ...
+    def updated(self, watched: list[Watched]) -> list[Tensor]: ...
     def groups_with_gradients(self) -> list[int]: ...
     def set_shard(self, shard: int, **described: int) -> None: ...
     def set_group(self, group: int, lr: float, *hyper: float) -> None: ...

@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fused_optim.backends import Backend, GroupWork, Hyper, ShardWork, torch_reference
 from fused_optim.backends.compiled import CompiledShards
+from fused_optim.backends.engine import Watched
 from fused_optim.slots import Slots
 
 
 class Shards(Protocol):
     """The shards of one device from step to step, in one backend.
 
-    A step is ``refresh``, ``set`` for each shard that it returns, ``run``. ``watched`` holds a tuple per shard: the
-    parameter, its DTensorSpec or None, its dict of states, exp_avg, exp_avg_sq and the master or None; of a quantized
-    weight with a target also what ``Plan::watch`` in csrc/multi_tensor/bindings/plan.h names.
+    A step is ``refresh``, ``set`` for each shard that it returns, ``run``. ``watched``: one per shard.
     """
 
-    def refresh(self, watched: list[tuple[Any, ...]], attribute: str) -> Sequence[int]:
+    def refresh(self, watched: list[Watched], attribute: str) -> Sequence[int]:
         """Take this step's gradients; the numbers of the shards that have one and must be set (again)."""
 
-    def set(self, shard: int, work: ShardWork, watched: tuple[Any, ...] | None) -> None:
+    def set(self, shard: int, work: ShardWork, watched: Watched | None) -> None:
         """Describe a shard for this step, and with ``watched`` for later ones, as long as nothing else changes."""
 
     def takes_target(self, slots: Slots) -> bool:
         """Whether a shard with these states may have a target."""
 
-    def updated(self, watched: list[tuple[Any, ...]]) -> list[Tensor]:
+    def updated(self, watched: list[Watched]) -> list[Tensor]:
         """The parameters that have a gradient in this step."""
 
     def groups_with_gradients(self) -> Sequence[int]:
@@ -54,18 +53,18 @@ class ReferenceShards:
         self._groups = groups
         self._work: dict[int, ShardWork] = {}
 
-    def refresh(self, watched: list[tuple[Any, ...]], attribute: str) -> Sequence[int]:
+    def refresh(self, watched: list[Watched], attribute: str) -> Sequence[int]:
         self._work.clear()
-        return [i for i, (param, *_) in enumerate(watched) if getattr(param, attribute, None) is not None]
+        return [i for i, shard in enumerate(watched) if getattr(shard.param, attribute, None) is not None]
 
-    def set(self, shard: int, work: ShardWork, watched: tuple[Any, ...] | None) -> None:
+    def set(self, shard: int, work: ShardWork, watched: Watched | None) -> None:
         self._work[shard] = work
 
     def takes_target(self, slots: Slots) -> bool:
         return False
 
-    def updated(self, watched: list[tuple[Any, ...]]) -> list[Tensor]:
-        return [watched[i][0] for i in self._work]
+    def updated(self, watched: list[Watched]) -> list[Tensor]:
+        return [watched[i].param for i in self._work]
 
     def groups_with_gradients(self) -> Sequence[int]:
         return [self._groups[i] for i in self._work]

@@ -8,6 +8,7 @@ elements have no NaN) and do not count for scales.
 
 from __future__ import annotations
 
+import enum
 import functools
 import math
 from collections.abc import Mapping
@@ -40,17 +41,27 @@ class Component:
     shape: tuple[int, ...] = (1,)
 
 
-@dataclass(frozen=True)
-class Native:
-    """How the compiled engines know a recipe: numbers of ``csrc/multi_tensor/table.h``.
+class WeightFormat(enum.IntEnum):
+    """Formats of weights, as the engines number them; their elements and scales stand in ``table.h``."""
 
-    ``format``: its WeightFormat. ``block``: elements of a row that share a scale (1: any number does), where the update
+    FLOAT8 = 0
+    FLOAT8_BLOCKS = 1
+    FLOAT8_TILES = 2
+    MXFLOAT8 = 3
+    NVFLOAT4 = 4
+
+
+@dataclass(frozen=True)
+class KernelFormat:
+    """How the compiled engines know a recipe.
+
+    ``block``: elements of a row that share a scale (1: any number does), where the update
     of FP32 masters can write the codes in the same pass; else None. ``round_up``: scales of blocks become powers of
     two. The others are about the scale of a whole weight: absmax / ``largest`` * ``factor``, where the absmax may be
     that of a ``history`` of so many updates or its ``most_recent`` entry.
     """
 
-    format: int
+    format: WeightFormat
     block: int | None = None
     round_up: bool = False
     largest: float = 0.0
@@ -79,7 +90,7 @@ class Recipe:
         return type(self).__name__
 
     @functools.cached_property
-    def native(self) -> Native | None:
+    def kernel(self) -> KernelFormat | None:
         """None where only PyTorch knows the recipe."""
         return None
 
@@ -185,8 +196,8 @@ class Float8CurrentScaling(Float8TensorScaling):
     components: ClassVar[tuple[Component, ...]] = (_FLOAT8_DATA, _TENSOR_SCALE)
 
     @functools.cached_property
-    def native(self) -> Native:
-        return Native(0, largest=elements.FLOAT8_LARGEST)
+    def kernel(self) -> KernelFormat:
+        return KernelFormat(WeightFormat.FLOAT8, largest=elements.FLOAT8_LARGEST)
 
     def rescale(self, components: Mapping[str, Tensor], absmax: Tensor, applies: Tensor | None, advance: bool) -> None:
         _set_where(components["tensor_scale"], elements.float8_scale(absmax), applies)
@@ -227,9 +238,9 @@ class Float8DelayedScaling(Float8TensorScaling):
         return (_FLOAT8_DATA, _TENSOR_SCALE, history)
 
     @functools.cached_property
-    def native(self) -> Native:
-        return Native(
-            0,
+    def kernel(self) -> KernelFormat:
+        return KernelFormat(
+            WeightFormat.FLOAT8,
             block=1,
             largest=elements.FLOAT8_LARGEST,
             factor=2.0**self.margin,
@@ -277,10 +288,10 @@ class Float8BlockScaling(Recipe):
         return (_FLOAT8_DATA, Component("scale", torch.float32, (rows, columns)))
 
     @functools.cached_property
-    def native(self) -> Native:
+    def kernel(self) -> KernelFormat:
         if self.block[0] == 1:
-            return Native(1, block=128, round_up=self.power_of_two)
-        return Native(2, round_up=self.power_of_two)
+            return KernelFormat(WeightFormat.FLOAT8_BLOCKS, block=128, round_up=self.power_of_two)
+        return KernelFormat(WeightFormat.FLOAT8_TILES, round_up=self.power_of_two)
 
     def problem(self, shape: tuple[int, ...]) -> str | None:
         if len(shape) != 2 and self.block[0] > 1:
@@ -315,8 +326,8 @@ class MXFP8BlockScaling(Recipe):
     components: ClassVar[tuple[Component, ...]] = (_FLOAT8_DATA, Component("scale", torch.uint8, (1, 32)))
 
     @functools.cached_property
-    def native(self) -> Native:
-        return Native(3, block=32, round_up=self.round_up)
+    def kernel(self) -> KernelFormat:
+        return KernelFormat(WeightFormat.MXFLOAT8, block=32, round_up=self.round_up)
 
     def encode(self, x: Tensor, components: Mapping[str, Tensor], fractions: Tensor | None = None) -> None:
         data, scale = components["data"], components["scale"]
@@ -348,8 +359,8 @@ class NVFP4BlockScaling(Recipe):
     scales_whole_tensor: ClassVar[bool] = True
 
     @functools.cached_property
-    def native(self) -> Native:
-        return Native(4, largest=6.0 * 448.0)
+    def kernel(self) -> KernelFormat:
+        return KernelFormat(WeightFormat.NVFLOAT4, largest=6.0 * 448.0)
 
     def problem(self, shape: tuple[int, ...]) -> str | None:
         if len(shape) >= 2 and as_matrix(shape)[1] % 2:

@@ -25,7 +25,7 @@ from fused_optim.sharding.dtensor import local_tensor, sharded_dim, sharding_dim
 ROUNDS_STOCHASTICALLY = False  # quantize_ rounds to nearest: without a master, small updates would be lost
 
 _DELAYED_SCALING = "transformer_engine.pytorch.tensor.float8_tensor.Float8Quantizer"
-_E4M3 = Float8DelayedScaling().native
+_E4M3 = Float8DelayedScaling().kernel
 _SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
 
 

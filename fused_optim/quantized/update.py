@@ -46,17 +46,17 @@ def needs_collective(param: Tensor) -> bool:
 
 def target(param: Tensor) -> Target | None:
     local = local_weight(param)
-    native, parts = local.recipe.native, local.components
-    if native is None:
+    kernel, parts = local.recipe.kernel, local.components
+    if kernel is None:
         return None
     measures = local.recipe.scales_whole_tensor
     names = ("data", "scale" if "scale" in parts else "tensor_scale")
     local.check_components(names)
     data, scale = (parts[name] for name in names)
-    fits = native.block is not None and data.shape[1] % native.block == 0
+    fits = kernel.block is not None and data.shape[1] % kernel.block == 0
     if not (fits and engine.is_plain(data) and engine.is_plain(scale)):
-        return Target(native.format, native.round_up, None, None, measures, (), parts)
-    return Target(native.format, native.round_up, data, scale, measures, names, parts)
+        return Target(kernel.format, kernel.round_up, None, None, measures, (), parts)
+    return Target(kernel.format, kernel.round_up, data, scale, measures, names, parts)
 
 
 def prepare(updates: Sequence[Update], applies: Tensor | None) -> None:

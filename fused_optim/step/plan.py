@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from fused_optim import adapters
 from fused_optim.adapters import Fractions, Target, Update, adapter_of
 from fused_optim.backends import Backend, Hyper, ShardWork, backend_for
+from fused_optim.backends.engine import Watched
 from fused_optim.backends.shards import Shards, shards_on
 from fused_optim.formats import Master, rounding_key
 from fused_optim.sharding.dtensor import finished_local, local_tensor
@@ -37,7 +38,7 @@ class _Part:
     backend: Backend
     indices: list[int] = field(default_factory=list)  # positions in the param groups
     groups: list[int] = field(default_factory=list)
-    watched: list[tuple[Any, ...]] = field(default_factory=list)  # see backends.Shards
+    watched: list[Watched] = field(default_factory=list)
     absmax: Tensor | None = None  # one per shard, where some target measures it
     shards: Shards = field(init=False)
 
@@ -153,7 +154,7 @@ class Plan:
         self._attribute = attribute
         stale = [(part, i) for part in self._parts for i in part.shards.refresh(part.watched, attribute)]
         for part, i in stale:
-            if local_tensor(part.watched[i][0]).device != part.device:
+            if local_tensor(part.watched[i].param).device != part.device:
                 return False
         for part, i in stale:
             self._check(part, i, attribute)
@@ -162,7 +163,7 @@ class Plan:
         return True
 
     def _check(self, part: _Part, i: int, attribute: str) -> None:
-        index, (param, _, states, *_) = part.indices[i], part.watched[i]
+        index, param, states = part.indices[i], part.watched[i].param, part.watched[i].states
         name = self._names[index]
         check_update(param, getattr(param, attribute), index, name)
         check_states(param, states, self._slots[index].dtypes(), index, name)
@@ -171,7 +172,7 @@ class Plan:
             raise ValueError(f"{describe(param, index, name)}: its states were created for {created} local elements")
 
     def _set(self, part: _Part, i: int, attribute: str) -> None:
-        index, (param, _, states, *_) = part.indices[i], part.watched[i]
+        index, param, states = part.indices[i], part.watched[i].param, part.watched[i].states
         grad, slots = getattr(param, attribute), self._slots[index]
         master = local_tensor(states[MASTER]) if MASTER in states else None
         part.watched[i] = _watched(param, states)
@@ -191,7 +192,7 @@ class Plan:
             else:
                 absmax = part.absmax_of(i) if target.measures else None
                 self._lasting[index] = Update(param, updated, absmax=absmax, written=target.data is not None)
-                part.watched[i] += _watched_weight(param, target, master)
+                part.watched[i] = _watched_weight(part.watched[i], target, master)
         work = ShardWork(
             grad=_contiguous(placed_as(grad, param)),
             param=updated,
@@ -269,14 +270,20 @@ class Plan:
         return Fractions(rounding_key(self._seed, index), self._slots[index].geometry, step)
 
 
-def _watched(param: Tensor, states: dict[str, Tensor]) -> tuple[Any, ...]:
+def _watched(param: Tensor, states: dict[str, Tensor]) -> Watched:
     spec = param._spec if isinstance(param, DTensor) else None
-    return param, spec, states, states.get("exp_avg"), states.get("exp_avg_sq"), states.get(MASTER)
+    moments = states.get("exp_avg"), states.get("exp_avg_sq")
+    return Watched(param, *moments, master=states.get(MASTER), spec=spec, states=states)
 
 
-def _watched_weight(param: Tensor, target: Target, master: Tensor) -> tuple[Any, ...]:
-    """Of a quantized weight; see ``Plan::watch`` in csrc/multi_tensor/bindings/plan.h."""
+def _watched_weight(watched: Watched, target: Target, master: Tensor) -> Watched:
+    """The same of a quantized weight, as far as it can be watched."""
     if target.names is None or target.components is None:
-        return ()
-    parts = tuple(target.components[name] for name in target.names)
-    return local_tensor(param), target.components, target.names, parts, master
+        return watched
+    return watched._replace(
+        local=local_tensor(watched.param),
+        components=target.components,
+        names=target.names,
+        parts=tuple(target.components[name] for name in target.names),
+        master_local=master,
+    )
