@@ -220,7 +220,6 @@ struct ExpAvg<Format::kFloat16> {
     }
 };
 
-// The absmax that scale() takes is float16_largest's.
 template <>
 struct ExpAvgSq<Format::kFloat16> {
     static constexpr Format format = Format::kFloat16;
@@ -235,6 +234,25 @@ struct ExpAvgSq<Format::kFloat16> {
         return at_least_one(float16_magnitude_rotating(clamp_top(v * inverse, kFloat16Top), u), v);
     }
 };
+
+// A master in FP16 rounds as exp_avg_sq does, but to zero as well. Only blocks of denormals encode as zeros.
+struct Float16Master : ExpAvgSq<Format::kFloat16> {
+    FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
+        return float16_scale(absmax, (absmax + kMantissa) >> 23, kSmallestNormal);
+    }
+    FUSED_OPTIM_HD static uint32_t encode(float x, float, float inverse, uint32_t u) {
+        uint32_t magnitude = float16_magnitude_rotating(clamp_top(fabsf(x) * inverse, kFloat16Top), u);
+        return magnitude | ((float_bits(x) >> 16) & 0x8000u);
+    }
+};
+
+// Codecs whose scale() takes what float16_largest() gives.
+template <class Codec>
+constexpr bool kFollowsRounding = false;
+template <>
+constexpr bool kFollowsRounding<ExpAvgSq<Format::kFloat16>> = true;
+template <>
+constexpr bool kFollowsRounding<Float16Master> = true;
 
 // float8_e4m3fn. Seven magnitude bits placed at the top of a float's mantissa, times 2^120, give their value.
 FUSED_OPTIM_HD float float8_decode(uint32_t bits) {

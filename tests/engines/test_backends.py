@@ -19,6 +19,7 @@ from cases import FLOAT_DTYPES, FORMATS, MASTER, MASTERS, OPTIONS, SHAPES, Maste
 from fused_optim import FusedAdam
 from fused_optim.backends import torch_reference
 from fused_optim.formats import join_remainder
+from fused_optim.slots import STATES
 
 UseBackend = Callable[[str], None]
 ALL_MASTERS = pytest.mark.parametrize("master", MASTERS, ids=str)
@@ -73,7 +74,15 @@ class Pair:
             poisoned = self.reference.get_unscaled_state(a, name).isnan()  # codes mean nothing there
             assert torch.equal(self.compiled.get_unscaled_state(b, name).isnan(), poisoned)
             assert_same_bits(actual[name].masked_fill(poisoned, 0), expected[name].masked_fill(poisoned, 0), name)
-        assert_same_bits(self.compiled.store.slots[b].scales, self.reference.store.slots[a].scales, "scales")
+        for optimizer, param in ((self.reference, a), (self.compiled, b)):
+            if optimizer.store.slots[param].format("master_param").scaled:
+                assert_same_bits(param, master_of(optimizer, param).to(param.dtype), "rounded master")
+        scales = [optimizer.store.slots[param].scale for optimizer, param in ((self.compiled, b), (self.reference, a))]
+        for name in ("exp_avg", "exp_avg_sq") if self.engine == "cuda" else STATES:
+            actual_scale, expected_scale = (scale(name) for scale in scales)
+            assert (actual_scale is None) == (expected_scale is None)
+            if actual_scale is not None and expected_scale is not None:
+                assert_same_bits(actual_scale, expected_scale, f"scales of {name}")
         if self.engine != "cuda":
             assert_same_bits(b, a, "param")
             if "master_param" in expected:
@@ -84,6 +93,7 @@ class Pair:
             b.copy_(a)
             if "master_param" in expected:
                 actual["master_param"].copy_(expected["master_param"])
+            self.compiled.store.slots[b].scales.copy_(self.reference.store.slots[a].scales)
 
 
 def master_of(optimizer: FusedAdam, param: Tensor) -> Tensor:
@@ -91,6 +101,8 @@ def master_of(optimizer: FusedAdam, param: Tensor) -> Tensor:
     master = optimizer.state.get(param, {}).get("master_param")
     if master is None:
         return param.detach().float().clone()
+    if master.dtype == torch.float16:
+        return optimizer.get_unscaled_state(param, "master_param")
     return master.clone() if master.dtype == torch.float32 else join_remainder(param.detach(), master)
 
 

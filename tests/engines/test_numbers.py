@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fused_optim.backends import Watched, load_engine
+from fused_optim.backends import load_engine
+from fused_optim.backends.engine import Watched
 from fused_optim.formats import STATE_FORMATS, Element, Master
 from fused_optim.quantized.engine import ScaleStage
 from fused_optim.quantized.recipes import WeightFormat

@@ -93,7 +93,7 @@ void fill_rounding(uint32_t* bits, const Shard& shard, const Rounding& rounding,
     }
 }
 
-// The scales of one moment, from those of the tile's first element on, and the size of their blocks.
+// The scales of one state, from those of the tile's first element on, and the size of their blocks.
 struct Scales {
     float* values;
     int block;
@@ -131,7 +131,7 @@ uint32_t largest_rounded(const float* values, const uint32_t* bits, int block) {
 template <class Codec>
 BlockScale scale_of(const float* values, const uint32_t* bits, int block) {
     uint32_t absmax = block_absmax(values, block);
-    if constexpr (std::is_same_v<Codec, ExpAvgSq<Format::kFloat16>>) {
+    if constexpr (kFollowsRounding<Codec>) {
         if (is_above_power(absmax)) absmax = float16_largest(absmax, largest_rounded(values, bits, block));
     }
     return Codec::scale(absmax);
@@ -190,9 +190,14 @@ struct StoreExpAvgSq {
     }
 };
 
-void load_master(float* tile, const Shard& shard, uint64_t element, int count) {
+void load_float16_master(float* tile, const Shard& shard, uint64_t element, int count, const Scales& scales) {
+    LoadMoment{tile, Format::kFloat16, shard.master, element, count, scales}(Float16Master{});
+}
+
+void load_master(float* tile, const Shard& shard, uint64_t element, int count, const Scales& scales) {
     if (shard.master_kind == Master::kParameter) return load(tile, shard.param_type, shard.param, element, count);
     if (shard.master_kind == Master::kFloat32) return copy_in(tile, shard.master, element, count);
+    if (shard.master_kind == Master::kFloat16) return load_float16_master(tile, shard, element, count, scales);
     alignas(64) uint16_t high[kTile];
     copy_in(high, shard.param, element, count);
     if (shard.master_kind == Master::kRemainder16) {
@@ -250,7 +255,9 @@ void store_weight(const float* values, const Shard& shard, uint64_t element, int
     });
 }
 
-void store_master(const float* tile, const uint32_t* bits, const Shard& shard, uint64_t element, int count) {
+// An FP16 master is left in `tile` as it is kept: the parameter is its rounded value.
+void store_master(float* tile, const uint32_t* bits, const Shard& shard, uint64_t element, int count,
+                  const Scales& scales) {
     switch (shard.master_kind) {
         case Master::kParameter: return store(tile, bits, shard.param_type, shard.param, element, count);
         case Master::kFloat32:
@@ -259,6 +266,11 @@ void store_master(const float* tile, const uint32_t* bits, const Shard& shard, u
             return;
         case Master::kRemainder16: return store_split<int16_t, split_remainder16>(tile, shard, element, count);
         case Master::kRemainder8: return store_split<int8_t, split_remainder8>(tile, shard, element, count);
+        case Master::kFloat16:
+            StoreExpAvgSq{tile, tile, bits, Format::kFloat16, shard.master, element, count, scales}(Float16Master{});
+            load_float16_master(tile, shard, element, count, scales);
+            if (!shard.quantized) store(tile, nullptr, shard.param_type, shard.param, element, count);
+            return;
     }
 }
 
@@ -293,7 +305,8 @@ uint32_t update_tile(const Shard& shard, const Scalars& scalars, uint64_t elemen
     const Format m_format = shard.exp_avg_format, v_format = shard.exp_avg_sq_format;
     float* const scales = pointer<float>(shard.scales, element >> shard.block_log2);
     const Scales m_scales{scales, 1 << shard.block_log2};
-    const Scales v_scales{scales + (is_scaled(m_format) ? block_count(shard) : 0), 1 << shard.block_log2};
+    const Scales v_scales{scales + (is_scaled(m_format) ? block_count(shard) : 0), m_scales.block};
+    const Scales master_scales{v_scales.values + (is_scaled(v_format) ? block_count(shard) : 0), m_scales.block};
 
     const bool own_master = shard.master_kind == Master::kParameter;
     const uint64_t master = own_master ? shard.param : shard.master;
@@ -306,15 +319,17 @@ uint32_t update_tile(const Shard& shard, const Scalars& scalars, uint64_t elemen
     float* const grad = in_place(grad_tile, float32_grad, shard.grad, element, count);  // never written there
 
     if (grad == grad_tile) load(grad, shard.grad_type, shard.grad, element, count);
-    if (param == param_tile) load_master(param, shard, element, count);
+    if (param == param_tile) load_master(param, shard, element, count, master_scales);
     if (m == m_tile) dispatch_codec<ExpAvg>(m_format, LoadMoment{m, m_format, shard.exp_avg, element, count, m_scales});
     if (v == v_tile) {
         dispatch_codec<ExpAvgSq>(v_format, LoadMoment{v, v_format, shard.exp_avg_sq, element, count, v_scales});
     }
     update_values(grad, param, m, v, root, scalars);
-    for (int i = count; i < kTile; ++i) m[i] = v[i] = root[i] = 0.0f;  // a short last block's scale must not see them
+    for (int i = count; i < kTile; ++i) {  // a short last block's scales must not see them
+        m[i] = v[i] = root[i] = param[i] = 0.0f;
+    }
 
-    if ((own_master && !float32_master) || v_format != Format::kFloat32) {
+    if ((own_master && !float32_master) || is_scaled(shard.master_kind) || v_format != Format::kFloat32) {
         fill_rounding(bits, shard, scalars.rounding, element);
     }
     if (m == m_tile) {
@@ -325,7 +340,7 @@ uint32_t update_tile(const Shard& shard, const Scalars& scalars, uint64_t elemen
                                  StoreExpAvgSq{v, root, bits, v_format, shard.exp_avg_sq, element, count, v_scales});
     }
     if (param == param_tile) {
-        store_master(param, bits, shard, element, count);
+        store_master(param, bits, shard, element, count, master_scales);
     } else if (!own_master && !shard.quantized) {
         store(param, nullptr, shard.param_type, shard.param, element, count);
     }
