@@ -89,15 +89,18 @@ class FusedAdam(Optimizer):
             at that time; a float ``lr`` is copied to the GPU by ``step()`` and ``initialize_state()`` outside of
             captures, so replays use the value of the last one of these. All other hyperparameters, and which
             parameters have gradients, are those of the capture. No effect on parameters on the CPU.
-        master_weights: keep an FP32 master of parameters that are not FP32.
-        master_weight_dtype: only ``torch.float32``.
+        master_weights: keep a master of parameters that are not FP32.
+        master_weight_dtype: ``torch.float32`` or ``torch.float16``: with one FP32 scale per block, as FP16 moments, and
+            FP32 where no block fits. It rounds in the rotating way, and the parameter is its rounded value. Remainders
+            take as much memory beside BF16 parameters and lose nothing.
         store_param_remainders: keep only the bits that a BF16 parameter lacks instead of a whole FP32 master.
         param_remainder_bits: 16 for lossless FP32 masters, 8 for 24-bit masters rounded to nearest.
         exp_avg_dtype, exp_avg_sq_dtype: how the moments are kept: ``torch.float32``, ``bfloat16``, ``float16``,
             ``float8_e4m3fn`` (or ``uint8``, TransformerEngine's spelling) or ``int8``; the last three with one FP32
             scale per 128, 64 or 32 elements of a row, and FP32 where no such block divides the rows of all shards or a
             one-dimensional parameter has fewer than 4096 elements. Also as param-group options.
-        stochastic_rounding: rotating rounding of ``exp_avg_sq`` and of parameters without master, not nearest.
+        stochastic_rounding: rotating rounding of ``exp_avg_sq``, of FP16 masters and of parameters without master, not
+            nearest.
         seed: of the rounding sequence, a function of (seed, step, parameter index, global element index).
         use_decoupled_grad: read gradients from ``p.decoupled_grad`` instead of ``p.grad``.
         checkpoint_format: the form of ``state_dict()``. ``"unscaled"``: FP32 tensors; ``"native"``: the stored bits
@@ -146,10 +149,15 @@ class FusedAdam(Optimizer):
         checkpoint_device: Literal["cpu"] | None = None,
         set_grad_none: bool | None = None,
     ) -> None:
-        if master_weight_dtype != torch.float32:
+        if master_weight_dtype not in (torch.float32, torch.float16):
             raise ValueError(
-                f"master_weight_dtype={master_weight_dtype}: masters are torch.float32; "
-                "store_param_remainders=True keeps them in 2 bytes per element without loss"
+                f"master_weight_dtype={master_weight_dtype}: expected torch.float32 or torch.float16; "
+                "store_param_remainders=True keeps FP32 masters in 2 bytes per element without loss"
+            )
+        if store_param_remainders and master_weight_dtype != torch.float32:
+            raise ValueError(
+                "store_param_remainders=True keeps FP32 masters in 2 bytes per element without loss: it needs "
+                f"master_weight_dtype=torch.float32, got {master_weight_dtype}"
             )
         if param_remainder_bits not in (8, 16):
             raise ValueError(f"param_remainder_bits: expected 16 or 8, got {param_remainder_bits}")
@@ -158,6 +166,7 @@ class FusedAdam(Optimizer):
         check_checkpoint_format(checkpoint_format)
         check_checkpoint_device(checkpoint_device)
         self.master_weights = master_weights
+        self.master_weight_dtype = master_weight_dtype
         self.store_param_remainders = store_param_remainders
         self.param_remainder_bits = param_remainder_bits
         self.adam_w_mode = adam_w_mode
@@ -224,6 +233,7 @@ class FusedAdam(Optimizer):
         own = (
             "capturable",
             "master_weights",
+            "master_weight_dtype",
             "store_param_remainders",
             "param_remainder_bits",
             "adam_w_mode",

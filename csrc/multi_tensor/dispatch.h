@@ -92,6 +92,7 @@ struct Mix {
     using V = ExpAvgSqCodec;
     static constexpr bool exp_avg_scaled = !std::is_same_v<M, Unscaled>;
     static constexpr bool exp_avg_sq_scaled = !std::is_same_v<V, Unscaled>;
+    static constexpr bool scaled = exp_avg_scaled || exp_avg_sq_scaled || is_scaled(master);
 };
 
 template <Master master, class M, class Visitor>

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fused_optim.backends import GroupWork, Hyper, ShardWork
 from fused_optim.formats import (
+    FLOAT16,
     GOLDEN_RATIO,
     MASK32,
     ROTATING,
@@ -24,6 +25,7 @@ from fused_optim.formats import (
     split_remainder,
     sqrt,
 )
+from fused_optim.slots import MASTER
 
 
 def _float32(x: float) -> float:
@@ -105,6 +107,8 @@ def _read_master(work: ShardWork) -> Tensor:
     master = _separate_master(work)
     if master is None:
         return work.param.float()
+    if work.slots.master is Master.FLOAT16:
+        return decode_state(master, work.slots.scale(MASTER), MASTER, FLOAT16, work.slots.geometry.block)
     return master if work.slots.master is Master.FLOAT32 else join_remainder(work.param, master)
 
 
@@ -113,6 +117,9 @@ def _write_master(work: ShardWork, value: Tensor, u: Tensor) -> None:
     if master is not None and work.slots.master is Master.FLOAT32:
         master.copy_(value)
         work.param.copy_(value)
+    elif master is not None and work.slots.master is Master.FLOAT16:
+        _encode(work, MASTER, master, value, u)
+        work.param.copy_(_read_master(work))
     elif master is not None:
         high, low = split_remainder(value, work.slots.master)
         work.param.copy_(high)
@@ -130,13 +137,18 @@ def _step_shard(work: ShardWork, s: Scalars) -> None:
     param, m, v = update(work.grad.float(), _read_master(work), m, v, s)
     elements = slots.geometry.global_indices(work.param.device)
     u = rounding_bits(work.key, elements, s.rounding_offset)
-    for name, target, value in (("exp_avg", work.exp_avg, m), ("exp_avg_sq", work.exp_avg_sq, v)):
-        bits, scale = encode_state(value, name, slots.format(name), block, u)
-        target.copy_(bits)
-        stored = slots.scale(name)
-        if stored is not None and scale is not None:
-            stored.copy_(scale)
+    _encode(work, "exp_avg", work.exp_avg, m, u)
+    _encode(work, "exp_avg_sq", work.exp_avg_sq, v, u)
     _write_master(work, param, u)
+
+
+def _encode(work: ShardWork, name: str, target: Tensor, value: Tensor, u: Tensor) -> None:
+    slots = work.slots
+    bits, scale = encode_state(value, name, slots.format(name), slots.geometry.block, u)
+    target.copy_(bits)
+    stored = slots.scale(name)
+    if stored is not None and scale is not None:
+        stored.copy_(scale)
 
 
 @torch.no_grad()

@@ -79,7 +79,7 @@ class FusedAdam(fused_optim.adam.FusedAdam):
     @property
     @torch.no_grad()
     def param_groups_master(self) -> list[dict[str, list[Tensor | None]]]:
-        """The FP32 masters, local parts, by param group; None where there are none, as of frozen ones. Creates the states.
+        """The FP32 masters, local parts, by param group; None where there are none. Creates the states.
 
         Masters of FP32 parameters are these themselves; those kept as remainders are copies.
         """

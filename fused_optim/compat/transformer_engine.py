@@ -27,8 +27,8 @@ class FusedAdam(fused_optim.adam.FusedAdam):
         params, lr, betas, eps, weight_decay, amsgrad, bias_correction, adam_w_mode, capturable, master_weights,
             master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype, use_decoupled_grad, store_param_remainders: with
             TransformerEngine's defaults. ``master_weight_dtype`` counts with ``master_weights`` only and must be FP32
-            then; ``store_param_remainders`` has no effect without ``master_weights``; with ``capturable`` each group's
-            ``lr`` becomes an FP32 tensor on its parameters' device.
+            or FP16 then; ``store_param_remainders`` has no effect without ``master_weights`` or with FP16 masters; with
+            ``capturable`` each group's ``lr`` becomes an FP32 tensor on its parameters' device.
         set_grad_none: deprecated, warns; ``zero_grad`` refuses another ``set_to_none`` then.
         options: further ones of :class:`fused_optim.FusedAdam`, such as ``seed``.
 
@@ -72,10 +72,11 @@ class FusedAdam(fused_optim.adam.FusedAdam):
             adam_w_mode=adam_w_mode,
             capturable=capturable,
             master_weights=master_weights,
+            master_weight_dtype=master_weight_dtype if master_weights else torch.float32,
             exp_avg_dtype=exp_avg_dtype,
             exp_avg_sq_dtype=exp_avg_sq_dtype,
             use_decoupled_grad=use_decoupled_grad,
-            store_param_remainders=store_param_remainders and master_weights,
+            store_param_remainders=store_param_remainders and master_weights and master_weight_dtype == torch.float32,
             **options,
         )
         self.set_grad_none = set_grad_none
@@ -84,11 +85,6 @@ class FusedAdam(fused_optim.adam.FusedAdam):
             warnings.warn(text, DeprecationWarning, stacklevel=2)
         if capturable:
             put_rates_on_devices(self)
-
-    @property
-    def master_weight_dtype(self) -> torch.dtype:
-        """Always FP32."""
-        return torch.float32
 
     @property
     def exp_avg_dtype(self) -> torch.dtype:
@@ -139,9 +135,8 @@ class FusedAdam(fused_optim.adam.FusedAdam):
 
 
 def _check_dtypes(master: torch.dtype, *moments: torch.dtype) -> None:
-    if master != torch.float32:
-        text = "masters are torch.float32; store_param_remainders=True keeps them in 2 bytes per element without loss"
-        raise RuntimeError(f"master_weight_dtype={master}: {text}")
+    if master not in (torch.float32, torch.float16):
+        raise RuntimeError(f"master_weight_dtype={master}: expected torch.float32 or torch.float16")
     for name, dtype in zip(MOMENTS, moments, strict=True):
         if dtype not in STATE_FORMATS:
             raise RuntimeError(f"{name}_dtype: expected one of {', '.join(map(str, STATE_FORMATS))}, got {dtype}")

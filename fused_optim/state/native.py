@@ -1,8 +1,8 @@
 """The "native" form of states in state dicts: the bits as they are kept, and their scales.
 
-A block-scaled moment is a dict of ``bits`` (shaped and placed as the parameter), ``scale`` (FP32, one row per row of
-the parameter, placed likewise), ``format`` (the number in ``STATE_FORMATS``) and ``block``. Blocks never straddle rows,
-so both reshard on dim 0 together.
+A block-scaled moment or master is a dict of ``bits`` (shaped and placed as the parameter), ``scale`` (FP32, one row per
+row of the parameter, placed likewise), ``format`` (the number in ``STATE_FORMATS``) and ``block``. Blocks never
+straddle rows, so both reshard on dim 0 together.
 
 Remainders are a dict of ``rem8`` (int8) or ``rem16`` and ``check``. They are the low bits of masters whose high bits
 are the BF16 parameter, which the model's checkpoint holds: ``check`` has one number per row of that parameter, so that
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_optim.formats import STATE_FORMATS, Master, StateFormat, decode_state, join_remainder
+from fused_optim.formats import FLOAT16, STATE_FORMATS, Master, StateFormat, decode_state, join_remainder
 from fused_optim.sharding.dtensor import cut_by_rows, full_tensor, local_tensor, placed_part, rewrap_like, rewrap_rows
 from fused_optim.slots import MASTER
 from fused_optim.state.param_state import PIECE, ParamState
@@ -33,7 +33,7 @@ _FORMATS = {fmt.code: fmt for fmt in STATE_FORMATS.values()}
 
 
 def pack_moment(states: ParamState, name: str, device: str | None) -> dict[str, Any]:
-    """A block-scaled moment as a copy: bits that change under their scales, or the reverse, would be garbage."""
+    """A block-scaled state as a copy: bits that change under their scales, or the reverse, would be garbage."""
     param, slots = states.param, states.slots
     bits = _copied(local_tensor(states.tensors[name]), device)
     kept = slots.scale(name)
@@ -81,7 +81,7 @@ def _row_checks(param: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class StoredMoment:
-    """This rank's part of a moment in native form."""
+    """This rank's part of a moment or a master in native form."""
 
     bits: Tensor
     scale: Tensor
@@ -116,7 +116,7 @@ class StoredRemainder:
 
 
 def unpack_moment(param: Tensor, name: str, saved: Mapping[str, Any], what: str) -> StoredMoment | Tensor:
-    """This rank's part of a saved moment: as it is stored, or FP32 values where the parameter's cut allows no more."""
+    """This rank's part of a block-scaled state: as it is stored, or FP32 values where the cut allows no more."""
     bits, scale, fmt, block = _checked_moment(param, name, saved, what)
     if cut_by_rows(param):
         return StoredMoment(placed_part(bits, param), placed_part(scale, param), fmt, block)
@@ -132,7 +132,7 @@ def _checked_moment(
         raise KeyError(f"{what}: the state dict lacks {' and '.join(missing)} of its native form")
     bits, scale, code, block = saved["bits"], saved["scale"], int(saved["format"]), int(saved["block"])
     fmt = _FORMATS.get(code)
-    if fmt is None or not fmt.scaled:
+    if fmt is None or not fmt.scaled or (name == MASTER and fmt is not FLOAT16):
         raise ValueError(f"{what}: unknown state format {code} in the state dict")
     if block <= 0 or _row(param) % block:
         raise ValueError(f"{what}: blocks of {block} elements do not divide rows of {_row(param)}")

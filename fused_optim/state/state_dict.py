@@ -4,8 +4,8 @@ Unscaled: every moment and master is a parameter-shaped FP32 tensor, a DTensor w
 placements where the parameter is one, whatever the format it is kept in. So it loads into any format, on any world
 size, and other tools can read it.
 
-Native: block-scaled moments and remainders as they are kept (``native.py``), BF16 moments as BF16 tensors; what is not
-cut by whole rows, one-dimensional parameters included, as in the unscaled form.
+Native: block-scaled moments and masters, and remainders, as they are kept (``native.py``), BF16 moments as BF16
+tensors; what is not cut by whole rows, one-dimensional parameters included, as in the unscaled form.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Loaded:
     """This rank's parts of a parameter's saved states."""
 
     moments: dict[str, Tensor | StoredMoment]
-    master: Tensor | StoredRemainder | None
+    master: Tensor | StoredMoment | StoredRemainder | None
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,10 @@ def _converted(states: ParamState, options: Options) -> dict[str, Any]:
             out[name] = pack_moment(states, name, options.device)
         elif slots.format(name).scaled or not native:
             out[name] = _unscaled_moment(states, name, options.device)
-    if slots.master.is_remainder:
+    if slots.master is Master.FLOAT16:
+        pack = pack_moment if packed else _unscaled_moment
+        out[MASTER] = pack(states, MASTER, options.device)
+    elif slots.master.is_remainder:
         if packed:
             out[MASTER] = pack_remainder(states, options.device)
         elif slots.master is Master.REMAINDER8 or not options.int16_remainders:
@@ -125,7 +128,8 @@ def load(
     present = {id_: param for id_, param in saved_ids.items() if state.get(id_)}
     known = {id_: param for id_, param in present.items() if param not in keep}
     who = _descriptions(groups, saved_groups)
-    packed = {id_: param for id_, param in known.items() if _is_packed(state[id_].get(MASTER))}
+    masters = {id_: state[id_].get(MASTER) for id_ in known}
+    packed = {id_: known[id_] for id_, value in masters.items() if _is_packed(value) and not _is_scaled(value)}
     reduced = [param for param in known.values() if adapters.needs_collective(param)]
     with _failing_together([*packed.values(), *reduced]):
         _check_form(saved_groups, state, saved_ids.values())
@@ -248,6 +252,11 @@ def _is_packed(value: Any) -> bool:
     return isinstance(value, Mapping) and bool(value)  # torch makes {} of states that a flattened state dict lacks
 
 
+def _is_scaled(value: Any) -> bool:
+    """Whether a packed state is not remainders."""
+    return _is_packed(value) and "bits" in value
+
+
 def _has(saved: Mapping[str, Any], key: str) -> bool:
     return saved.get(key) is not None and (_is_packed(saved[key]) or not isinstance(saved[key], Mapping))
 
@@ -262,7 +271,9 @@ def _loaded_states(param: Tensor, saved: Mapping[str, Any], who: str) -> _Loaded
         value, what = saved[name], f"{who}: {name}"
         packed = _is_packed(value)
         loaded.moments[name] = unpack_moment(param, name, value, what) if packed else _local_value(param, value, what)
-    if _has(saved, MASTER) and not _is_packed(saved[MASTER]):
+    if _is_scaled(saved.get(MASTER)):
+        loaded.master = unpack_moment(param, MASTER, saved[MASTER], f"{who}: {MASTER}")
+    elif _has(saved, MASTER) and not _is_packed(saved[MASTER]):
         loaded.master = _local_value(param, saved[MASTER], f"{who}: {MASTER}")
     return loaded
 
@@ -308,9 +319,11 @@ def _write_states(store: StateStore, param: Tensor, loaded: _Loaded) -> list[Upd
             states.write_moment(name, value)
     master = loaded.master
     if master is None:  # seeded from the parameter
-        states.write_master(read_parameter(param).float())
-        return []  # which is not to be encoded again
-    if isinstance(master, StoredRemainder):
+        states.seed_master(read_parameter(param).float())
+        return []
+    if isinstance(master, StoredMoment):
+        master = master.values(MASTER)
+    elif isinstance(master, StoredRemainder):
         master = master.master(local_tensor(param.detach()))
     return states.write_master(master.float())
 

@@ -23,6 +23,7 @@ class Owner(Protocol):
 
     param_groups: list[dict[str, Any]]
     master_weights: bool
+    master_weight_dtype: torch.dtype
     store_param_remainders: bool
     param_remainder_bits: int
     use_decoupled_grad: bool
@@ -112,7 +113,8 @@ class StateStore:
     def _create(self, param: Tensor, group: dict[str, Any], remainders: bool | None) -> None:
         owner = self._owner
         remainders = owner.store_param_remainders if remainders is None else remainders
-        kind = master_kind(param, owner.master_weights, owner.param_remainder_bits if remainders else None)
+        bits = owner.param_remainder_bits if remainders else None
+        kind = master_kind(param, owner.master_weights, bits, owner.master_weight_dtype)
         slots = Slots.create(param, kind, group["exp_avg_dtype"], group["exp_avg_sq_dtype"])
         created = ParamState.create(param, slots)
         created.adopt(owner.state.get(param) or {})
@@ -151,7 +153,7 @@ class StateStore:
         Raises KeyError for a state that the parameter does not have.
         """
         states = self._with_state(param, name)
-        return states.read_moment(name) if name in MOMENTS else local_tensor(states.tensors[name])
+        return states.read_moment(name) if _holds_values(states, name) else local_tensor(states.tensors[name])
 
     def write(self, param: Tensor, name: str, value: Tensor) -> None:
         """The inverse of :meth:`read`. The parameter stays as it is.
@@ -164,7 +166,7 @@ class StateStore:
         if value.shape != target.shape:
             expected = f"expected local shape {tuple(target.shape)}, got {tuple(value.shape)}"
             raise ValueError(f"{self.describe(param)}: {name}: {expected}")
-        if name in MOMENTS:
+        if _holds_values(states, name):
             states.write_moment(name, value)
         elif value.dtype != target.dtype:
             raise TypeError(f"{self.describe(param)}: {name}: expected {target.dtype}, got {value.dtype}")
@@ -209,3 +211,8 @@ class StateStore:
     def nbytes(self) -> int:
         """Bytes that this rank holds for moments, masters and scales."""
         return sum(states.nbytes for states in self)
+
+
+def _holds_values(states: ParamState, name: str) -> bool:
+    """Whether a state stands for FP32 values in some format: all but FP32 masters and remainders."""
+    return name in MOMENTS or states.slots.format(name).scaled

@@ -25,7 +25,7 @@ from fused_optim.backends.shards import Shards, shards_on
 from fused_optim.formats import Master, rounding_key
 from fused_optim.sharding.dtensor import finished_local, local_tensor
 from fused_optim.slots import MASTER
-from fused_optim.state.param_state import read_parameter
+from fused_optim.state.param_state import ParamState, read_parameter
 from fused_optim.state.store import StateStore
 from fused_optim.validate import check_states, check_update, describe
 
@@ -206,8 +206,12 @@ class Plan:
         else:
             updated = read_parameter(param) if master is None else master
             target = adapter.target(param) if master is not None and part.shards.takes_target(slots) else None
-            if target is None or master is None:  # the values are updated as an FP32 parameter is, and then encoded
+            if slots.master is Master.FLOAT16 and (target is None or target.data is None):
+                target = None  # the pass leaves the new values of the master here
+                updated = ParamState(param, states, slots).read_master()
+            elif target is None or master is None:  # the values are updated as an FP32 parameter is, and then encoded
                 master, slots = None, replace(slots, master=Master.PARAMETER)
+            if target is None or master is None:
                 self._lasting.pop(index, None)
                 self._passing[index] = Update(param, updated)
             else:

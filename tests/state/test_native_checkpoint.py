@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -99,6 +100,53 @@ def test_form_of_states(fmt: torch.dtype) -> None:
                 "rem16": torch.uint8,
                 "check": torch.int32,
             }
+
+
+@pytest.mark.parametrize("backend", ["torch", "own"])
+@pytest.mark.parametrize("target", [torch.float16, torch.float32, torch.int8], **IDS)
+def test_fp16_moments_of_older_checkpoints_keep_their_values(
+    target: torch.dtype, backend: str, engine: str, use_backend: Callable[[str], None]
+) -> None:
+    """Their scales were the blocks' largest values, not powers of two."""
+    use_backend(engine if backend == "own" else backend)
+    model, optimizer = trained(PLAIN, torch.float16, engine)
+    state_dict = copy.deepcopy(optimizer.state_dict())
+    expected: list[dict[str, np.ndarray]] = []
+    for states in state_dict["state"].values():
+        expected.append({})
+        for name in MOMENTS:
+            if isinstance(states[name], Tensor):
+                expected[-1][name] = states[name].cpu().numpy()
+                continue
+            bits, scale = states[name]["bits"], states[name]["scale"]
+            x = np.random.default_rng(bits.numel()).standard_normal(bits.shape).astype(np.float32)
+            blocks = (np.abs(x) if name == "exp_avg_sq" else x).reshape(-1, states[name]["block"])
+            absmax = np.abs(blocks).max(1, keepdims=True, initial=0)
+            codes = (blocks / np.maximum(absmax, 2.0**-120)).astype(np.float16)
+            bits.copy_(torch.from_numpy(codes).view(bits.shape))
+            scale.copy_(torch.from_numpy(absmax).view(scale.shape))
+            expected[-1][name] = (codes.astype(np.float32) * absmax).reshape(bits.shape)
+    other, fresh = build(PLAIN, target, engine, fresh=True)
+    other.load_state_dict(model.state_dict())
+    fresh.load_state_dict(state_dict)
+    moments = {torch.float16: 0.0, torch.float32: 0.0, torch.int8: 0.02}[target]
+    for param, wanted in zip(other.values(), expected, strict=True):
+        for name in MOMENTS:
+            actual = fresh.get_unscaled_state(param, name).cpu().numpy()
+            np.testing.assert_allclose(actual, wanted[name], rtol=0, atol=moments * np.abs(wanted[name]).max(initial=0))
+    if target != torch.float16:
+        return
+    param, before = other["wide"], expected[-1]
+    for key, each in other.items():
+        each.grad = torch.zeros_like(each) if key == "wide" else None
+    fresh.step()  # reads the loaded scales, and writes new ones
+    for name, beta in zip(MOMENTS, (0.9, 0.999), strict=True):
+        actual = fresh.get_unscaled_state(param, name).cpu().numpy()
+        blocks = np.abs(before[name]).reshape(-1, 128).max(1).repeat(128).reshape(before[name].shape)
+        error = 2.0**-10 * np.abs(before[name]) + 2.0**-38 * blocks
+        assert np.all(np.abs(actual - beta * before[name]) <= error)
+    scale = fresh.store.slots[param].scales
+    assert torch.equal(torch.frexp(scale).mantissa, torch.full_like(scale, 0.5))
 
 
 @EVERY_MASTER

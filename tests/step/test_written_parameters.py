@@ -40,6 +40,7 @@ MASTERS: list[dict[str, Any]] = [
     {"store_param_remainders": True},
     {"store_param_remainders": True, "param_remainder_bits": 8},
     {"master_weights": False, "stochastic_rounding": False},
+    {"master_weight_dtype": torch.float16},
 ]
 
 
