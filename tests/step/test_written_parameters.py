@@ -179,7 +179,8 @@ def test_initialised_parameters_have_finite_masters(fill: Callable[[Tensor], Ten
     fill(param)
     written = param.detach().clone()
     masters = optimizer.master_state_dict(nn.ParameterList([param]))["0"]
-    assert bool(masters.isfinite().all()) and torch.equal(masters.bfloat16(), written)
+    error = (masters - written.float()).abs()  # half a unit of the last place, to either side of a tie
+    assert bool(masters.isfinite().all()) and bool((error <= written.float().abs() * 2.0**-8 + 2.0**-134).all())
     for seed in range(3):
         step(param, optimizer, seed)
     assert bool(param.isfinite().all()) and float((param - written).abs().max()) < 0.1
