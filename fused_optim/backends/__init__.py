@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 if TYPE_CHECKING:  # states of quantized parameters need the engines
     from fused_optim.adapters import Target
@@ -131,6 +132,11 @@ def backend_for(device_type: str) -> str:
     if device_type == "cuda" and not _gpus_are_supported():
         return "torch"
     return device_type if device_type in BACKENDS and load_engine(device_type)[0] is not None else "torch"
+
+
+def backend_of(local: Tensor) -> str:
+    """The backend that updates a local tensor. An engine would read the memory that one of a FakeTensorMode has not."""
+    return "torch" if isinstance(local, FakeTensor) else backend_for(local.device.type)
 
 
 @functools.cache

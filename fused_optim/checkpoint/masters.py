@@ -36,6 +36,7 @@ def save_master_safetensors(model: torch.nn.Module, optimizer: FusedAdam, folder
         from safetensors.torch import save_file
 
         optimizer.initialize_state()
+        optimizer.store.settle()
         folder.mkdir(parents=True, exist_ok=True)
         params = _named(model, optimizer)
         for name, param in params.items():

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -46,6 +47,12 @@ def finished_local(tensor: Tensor) -> Tensor:
     """:func:`local_tensor` with memory of its own: that of an unfinished collective is waited for."""
     local = local_tensor(tensor)
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor is more than its shape: not on the meta device and not of a FakeTensorMode."""
+    local = local_tensor(tensor)
+    return not local.is_meta and not isinstance(local, FakeTensor)
 
 
 def rewrap_like(local: Tensor, like: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fused_optim import adapters
 from fused_optim.adapters import Fractions, Target, Update, adapter_of
-from fused_optim.backends import Hyper, Shards, ShardWork, backend_for, shards_on
+from fused_optim.backends import Hyper, Shards, ShardWork, backend_of, shards_on
 from fused_optim.formats import Master, rounding_key
 from fused_optim.sharding.dtensor import finished_local, local_tensor
 from fused_optim.slots import MASTER, Slots
@@ -102,8 +102,9 @@ class Plan:
         self._passing: dict[int, Update] = {}
         self._attribute = ""
         for index, (param, group) in enumerate(zip(self._params, numbers, strict=True)):
-            device = local_tensor(param).device
-            part = parts.get(device) or parts.setdefault(device, _Part(device, backend_for(device.type)))
+            local = local_tensor(param)
+            device = local.device
+            part = parts.get(device) or parts.setdefault(device, _Part(device, backend_of(local)))
             part.indices.append(index)
             part.groups.append(group)
             part.watched.append(_watched(param, state[param]))
@@ -129,7 +130,7 @@ class Plan:
             and _same_objects(chain.from_iterable(group["params"] for group in groups), self._params)
             and _same_objects(state, self._state_keys)
             and _same_objects(state.values(), self._state_dicts)
-            and all(backend_for(part.device.type) == part.backend for part in self._parts)
+            and all(backend_of(local_tensor(part.watched[0][0])) == part.backend for part in self._parts)
         )
 
     def refresh(self, attribute: str) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fused_optim.sharding.collective import any_rank
-from fused_optim.sharding.dtensor import local_tensor
+from fused_optim.sharding.dtensor import has_values, local_tensor
 
 
 def all_gradients_zero(params: Iterable[Tensor], grads: Iterable[Tensor]) -> bool:
@@ -21,7 +21,7 @@ def all_gradients_zero(params: Iterable[Tensor], grads: Iterable[Tensor]) -> boo
     A collective over those meshes, made once in an optimizer's life: before its first step. Raises RuntimeError if
     another rank called :func:`announce_failure` instead.
     """
-    nonzero = any(bool(torch.count_nonzero(local_tensor(grad))) for grad in grads)
+    nonzero = any(bool(torch.count_nonzero(local_tensor(grad))) for grad in grads if has_values(grad))
     nonzero, failed = any_rank(params, nonzero, False)
     if failed:
         raise RuntimeError("another rank refused its gradients before the first step; its error says why")
