@@ -85,5 +85,5 @@ def parameter_names(model: torch.nn.Module) -> dict[Tensor, list[str]]:
     """Every parameter's names as torch.distributed.checkpoint writes them; tied parameters have several."""
     names: dict[Tensor, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(param, []).extend(_get_fqns(model, name))
+        names.setdefault(param, []).extend(sorted(_get_fqns(model, name)))
     return names
