@@ -17,9 +17,9 @@ struct Scalars {
     float inverse_sqrt_correction2;
     float eps;
     float step_size;
-    float decay;          // decoupled: the parameter is multiplied by it
-    float l2_penalty;     // coupled: added to the gradient, times the parameter
-    bool plain_gradient;  // neither scaled nor penalized
+    float decay;              // decoupled: the parameter is multiplied by it
+    float l2_penalty;         // coupled: added to the gradient, times the parameter
+    bool unchanged_gradient;  // neither scaled nor penalized
     bool skipped;
     Rounding rounding;
 };
@@ -55,7 +55,7 @@ FUSED_OPTIM_HD Scalars derive(const Hyper& hyper) {
     scalars.decay = hyper.adam_w ? static_cast<float>(1.0 - lr * hyper.weight_decay) : 1.0f;
     scalars.l2_penalty = hyper.adam_w ? 0.0f : static_cast<float>(hyper.weight_decay);
     scalars.skipped = is_skipped(hyper);
-    scalars.plain_gradient = scalars.grad_factor == 1.0f && scalars.l2_penalty == 0.0f;
+    scalars.unchanged_gradient = scalars.grad_factor == 1.0f && scalars.l2_penalty == 0.0f;
     scalars.rounding.mask = hyper.stochastic_rounding ? 0xFFFFFFFFu : 0u;
     scalars.rounding.offset = hyper.stochastic_rounding ? static_cast<uint32_t>(step) * kGoldenRatio : kNearest;
     return scalars;

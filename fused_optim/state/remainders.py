@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -81,7 +81,7 @@ def row_checks(param: Tensor) -> Tensor:
 # --- from a state dict ------------------------------------------------------------------------------------------------
 
 
-def is_remainder(value: Any) -> bool:
+def is_remainder(value: Any) -> TypeGuard[Mapping[str, Any] | Tensor]:
     """Whether a saved master is remainders: in native form, or int16 as TransformerEngine's."""
     return (isinstance(value, Mapping) and bool(value)) or (isinstance(value, Tensor) and value.dtype == torch.int16)
 

@@ -10,13 +10,12 @@ cut by whole rows, one-dimensional parameters included, as in the unscaled form.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -38,6 +37,7 @@ from fused_optim.state.remainders import (
 )
 from fused_optim.state.store import StateStore
 from fused_optim.validate import (
+    CheckpointFormat,
     check_checkpoint_device,
     check_checkpoint_format,
     check_saved_group,
@@ -63,8 +63,8 @@ class Options:
     unscaled form keeps these instead of FP32 masters, as TransformerEngine's does.
     """
 
-    form: str
-    device: str | None
+    form: CheckpointFormat
+    device: Literal["cpu"] | None
     int16_remainders: bool
 
 
@@ -231,12 +231,13 @@ def _group_step(saved: Mapping[str, Any], state: Mapping[Any, Mapping[str, Any]]
 
 
 def _whole_step(value: Any, what: str) -> int:
-    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    if not isinstance(number, Real) or isinstance(number, bool):
+    value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{what}: step: expected a number, got {type(value).__name__}")
-    if not (math.isfinite(number) and number >= 0 and number == int(number)):
-        raise ValueError(f"{what}: step: expected a whole number >= 0, got {number}")
-    return int(number)
+    step = float(value)
+    if not (step >= 0.0 and step.is_integer()):
+        raise ValueError(f"{what}: step: expected a whole number >= 0, got {value}")
+    return int(step)
 
 
 def _check_group(
@@ -350,7 +351,8 @@ def _others(param: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
     """What users keep beside the states: copies of tensors beside the parameter, other objects themselves."""
     device = local_tensor(param).device
     others = {name: value for name, value in saved.items() if name not in (*MOMENTS, MASTER, "step")}
-    return tree_map_only(Tensor, lambda value: value.detach().to(device, copy=True), others)
+    copied: dict[str, Any] = tree_map_only(Tensor, lambda value: value.detach().to(device, copy=True), others)
+    return copied
 
 
 def _any_misfit(loaded: Mapping[Any, _Loaded], params: Mapping[Any, Tensor]) -> bool:

@@ -81,17 +81,20 @@ public:
     }
 
     // Subclasses hide their memory (DTensors, tensors of unfinished collectives).
-    bool is_plain(PyObject* object) const { return reinterpret_cast<PyObject*>(Py_TYPE(object)) == tensor_type_.ptr(); }
+    bool is_plain_tensor(PyObject* object) const {
+        return reinterpret_cast<PyObject*>(Py_TYPE(object)) == tensor_type_.ptr();
+    }
 
 private:
     pybind11::object tensor_type_;
     int (*to_tensor_)(void*, DLTensor*) = nullptr;
 };
 
-// An attribute in a slot, such as DTensor._local_tensor, read without the way through the interpreter where possible.
-class Slot {
+// Reads an attribute, such as DTensor._local_tensor; where it lies in the object itself (Python's __slots__), without
+// the way through the interpreter.
+class AttributeReader {
 public:
-    Slot(const pybind11::object& type, const char* name)
+    AttributeReader(const pybind11::object& type, const char* name)
         : type_(type), name_(pybind11::reinterpret_steal<pybind11::object>(PyUnicode_InternFromString(name))) {
         pybind11::object member = pybind11::getattr(type, name, pybind11::none());
         if (!PyObject_TypeCheck(member.ptr(), &PyMemberDescr_Type)) return;
