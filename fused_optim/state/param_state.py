@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,9 +23,9 @@ from fused_optim.formats import (
 )
 from fused_optim.sharding.dtensor import local_tensor, rewrap_like
 from fused_optim.slots import MASTER, MOMENTS, STATES, Slots, Versions
+from fused_optim.state.remainders import PIECE, LoadedRemainder
 
 FOLLOWED = 2**26  # elements compared at a time
-PIECE = 2**20  # elements coded at a time: the codecs' temporaries take up to 50 bytes for each; a multiple of BLOCKS
 
 
 def master_kind(param: Tensor, master_weights: bool, remainder_bits: int | None, dtype: torch.dtype) -> Master:
@@ -197,6 +197,19 @@ class ParamState:
         local.copy_(value)
         return []
 
+    def write_remainder(self, loaded: LoadedRemainder) -> None:
+        """Set the master from loaded remainders. The parameter has its high bits, or will have where they are kept."""
+        if self.slots.master is loaded.kind:
+            low = local_tensor(self.tensors[MASTER])
+            low.copy_(loaded.bits(low.shape))
+        else:
+            self.write_master(loaded.master(self.param))
+
+    def hold_remainder(self, loaded: LoadedRemainder) -> LoadedRemainder:
+        """What is to be written once the parameter is there; its memory is nobody else's."""
+        low = loaded.bits(local_tensor(self.param).shape)
+        return replace(loaded, low=low, checks=None if loaded.checks is None else loaded.checks.clone())
+
     def follow_parameter(self) -> None:
         """Take over what others have written into the parameter: the next step starts from there.
 
@@ -238,7 +251,8 @@ class ParamState:
     @property
     def nbytes(self) -> int:
         """Bytes that this rank holds: moments, master and scales."""
-        tensors = [local_tensor(state) for state in self.tensors.values()] + [self.slots.scales]
+        own = [self.tensors[name] for name in self.slots.dtypes() if name in self.tensors]
+        tensors = [*map(local_tensor, own), self.slots.scales]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

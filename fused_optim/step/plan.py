@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fused_optim import adapters
 from fused_optim.adapters import Fractions, Target, Update, adapter_of
-from fused_optim.backends import Backend, Hyper, ShardWork, backend_for, is_capturing
+from fused_optim.backends import Backend, Hyper, ShardWork, backend_of, is_capturing
 from fused_optim.backends.engine import Watched
 from fused_optim.backends.shards import Shards, shards_on
 from fused_optim.formats import Master, rounding_key
@@ -103,8 +103,9 @@ class Plan:
         self._attribute = ""
         for index in self._slots:
             param = self._params[index]
-            device = local_tensor(param).device
-            part = parts.get(device) or parts.setdefault(device, _Part(device, backend_for(device.type)))
+            local = local_tensor(param)
+            device = local.device
+            part = parts.get(device) or parts.setdefault(device, _Part(device, backend_of(local)))
             part.indices.append(index)
             part.groups.append(numbers[index])
             part.unwatched.add(len(part.watched))
@@ -138,7 +139,7 @@ class Plan:
             and _same_objects(chain.from_iterable(group["params"] for group in groups), self._params)
             and _same_objects(state, self._state_keys)
             and _same_objects(state.values(), self._state_dicts)
-            and all(backend_for(part.device.type) == part.backend for part in self._parts)
+            and all(backend_of(local_tensor(part.watched[0].param)) == part.backend for part in self._parts)
         )
 
     @property
