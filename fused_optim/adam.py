@@ -40,6 +40,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _OPTIONS = (
     "capturable",
     "master_weights",
+    "master_weight_dtype",
     "store_param_remainders",
     "param_remainder_bits",
     "adam_w_mode",

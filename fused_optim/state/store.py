@@ -14,7 +14,7 @@ from fused_optim.formats import Master
 from fused_optim.sharding.collective import FailedElsewhere, any_rank
 from fused_optim.sharding.dtensor import has_own_chunks, local_tensor, rewrap_like, shard_geometry
 from fused_optim.sharding.uneven import locate_uneven_shards
-from fused_optim.slots import MASTER, MOMENTS, Slots
+from fused_optim.slots import MASTER, MOMENTS, STATES, Slots
 from fused_optim.state.param_state import ParamState, initial_master, master_kind
 from fused_optim.state.remainders import MISFIT_ELSEWHERE, LoadedRemainder
 from fused_optim.validate import describe
@@ -85,7 +85,7 @@ class StateStore:
 
     def __getitem__(self, param: Tensor) -> ParamState:
         """Raises KeyError for a parameter without states."""
-        if param not in self.slots and self._owner.state.get(param):
+        if self._is_given(param):
             self.create(param)
         if param not in self:
             raise KeyError(f"{self.describe(param)} has no states yet: call initialize_state() first")
@@ -93,7 +93,7 @@ class StateStore:
 
     @property
     def is_empty(self) -> bool:
-        return not any(self._owner.state.values())
+        return all(states.keys().isdisjoint(STATES) for states in self._owner.state.values())
 
     @property
     def grad_attribute(self) -> str:
@@ -134,9 +134,12 @@ class StateStore:
     def adopt(self) -> None:
         """Make states of what others have put into ``optimizer.state``, as Megatron-LM does before it loads."""
         self.prune()
-        for param, given in list(self._owner.state.items()):
-            if given and param not in self.slots:
-                self.create(param)
+        for param in [param for param in self._owner.state if self._is_given(param)]:
+            self.create(param)
+
+    def _is_given(self, param: Tensor) -> bool:
+        """Whether others have made its states. What users keep there beside, such as masks, is none."""
+        return param not in self.slots and not self._owner.state.get(param, {}).keys().isdisjoint(STATES)
 
     def prune(self) -> None:
         """Let go of parameters that were removed from ``optimizer.state``: others may have taken their places."""
