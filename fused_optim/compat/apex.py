@@ -85,7 +85,8 @@ class FusedAdam(fused_optim.adam.FusedAdam):
         """
         if self.master_weights:
             self.initialize_state()
+            self.follow_parameters()
         return [{"params": [self._master(param) for param in group["params"]]} for group in self.param_groups]
 
     def _master(self, param: Tensor) -> Tensor | None:
-        return self.store[param].read_master() if self.master_weights else None
+        return self.store[param].read_master() if self.master_weights and param in self.store else None
