@@ -209,8 +209,7 @@ class FusedAdam(Optimizer):
         }
         check_hyperparameters(defaults)
         options = {key: self.__dict__[key] for key in _OPTIONS}
-        given = {"set_grad_none": set_grad_none, "master_weight_dtype": master_weight_dtype}
-        super().__init__(params, {**defaults, **options, **given})
+        super().__init__(params, {**defaults, **options, "set_grad_none": set_grad_none})
         self._register_hooks()
 
     def _register_hooks(self) -> None:

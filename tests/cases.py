@@ -99,6 +99,15 @@ class Master:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def scaled(self) -> bool:
+        """Whether it is kept by blocks, and in FP32 where no block fits."""
+        return self.dtype == torch.float16
+
+    def stored(self, has_blocks: bool) -> torch.dtype | None:
+        """The dtype of a parameter's master."""
+        return torch.float32 if self.scaled and not has_blocks else self.dtype
+
 
 REMAINDERS = {"store_param_remainders": True}
 HALF = {"master_weight_dtype": torch.float16}

@@ -76,7 +76,7 @@ class ParamState:
         elif slots.master is not Master.PARAMETER:
             tensors[MASTER] = torch.zeros(local.shape, dtype=slots.master.dtype, device=local.device)
         created = ParamState(param, {name: rewrap_like(tensor, param) for name, tensor in tensors.items()}, slots)
-        if slots.master is not Master.FLOAT32:
+        if slots.master not in (Master.PARAMETER, Master.FLOAT32):
             created.seed_master(initial_master(param))
         if adapter is not None:
             adapter.discard_initial(param)

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import distributed
 from distributed import assert_same, join_all, part, shard
 from fused_optim import FusedAdamW, save_master_safetensors
+from fused_optim.formats import Master, split_remainder
 from fused_optim.quantized import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -179,8 +180,8 @@ def test_initialised_parameters_have_finite_masters(fill: Callable[[Tensor], Ten
     fill(param)
     written = param.detach().clone()
     masters = optimizer.master_state_dict(nn.ParameterList([param]))["0"]
-    error = (masters - written.float()).abs()  # half a unit of the last place, to either side of a tie
-    assert bool(masters.isfinite().all()) and bool((error <= written.float().abs() * 2.0**-8 + 2.0**-134).all())
+    half_up, _ = split_remainder(masters, Master.REMAINDER16)
+    assert bool(masters.isfinite().all()) and torch.equal(half_up, written)
     for seed in range(3):
         step(param, optimizer, seed)
     assert bool(param.isfinite().all()) and float((param - written).abs().max()) < 0.1

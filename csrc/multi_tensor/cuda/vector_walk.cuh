@@ -318,7 +318,7 @@ struct CopyWeightScales {
 // The loads of the next eight elements are under way while a thread updates the ones before, where registers allow it.
 template <class MixType>
 __device__ __forceinline__ void walk_elements(const View& view, const Scalars& scalars, Raw<MixType>& raw) {
-    constexpr bool prefetches = MixType::scaled;
+    constexpr bool prefetches = MixType::exp_avg_scaled || MixType::exp_avg_sq_scaled;
     uint32_t element = threadIdx.x * kVector;
     if (element >= view.vector_count) return;
     for (uint32_t next = element + kTile; next < view.vector_count; next += kTile) {
