@@ -370,7 +370,7 @@ class FusedAdam(Optimizer):
             self._check_capture()
         scaling = amp_scalars(self, scaler)
         if not self.store.is_empty or not self._is_synthetic():
-            self._update(self._refreshed_plan(), scaling, capturing)
+            self._update(self._refreshed_plan(scaling[0] is not None), scaling, capturing)
         else:
             self.initialize_state()
             self._drop_clipping()
@@ -416,14 +416,14 @@ class FusedAdam(Optimizer):
                 grads.append((param, grad))
         return [placed_as(grad, param) for param, grad in grads]
 
-    def _refreshed_plan(self) -> Plan:
+    def _refreshed_plan(self, scaled: bool) -> Plan:
         self._check_groups()
         plan = self._plan
         if plan is None or not plan.fits(self.param_groups, self.state, self.seed):
             plan = self._new_plan()
-        if not plan.refresh(self._grad_attribute()):  # a parameter was moved to another device
+        if not plan.refresh(self._grad_attribute(), scaled):  # a parameter was moved to another device
             plan = self._new_plan()
-            plan.refresh(self._grad_attribute())
+            plan.refresh(self._grad_attribute(), scaled)
         return plan
 
     def _new_plan(self) -> Plan:

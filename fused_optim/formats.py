@@ -174,7 +174,7 @@ ROTATING: dict[torch.dtype, Callable[[Tensor, Tensor], Tensor]] = {
 
 def join_remainder(param: Tensor, remainder: Tensor) -> Tensor:
     """BF16 parameter + int16 or int8 remainder -> FP32 master."""
-    high = param.view(torch.int16).long() & 0xFFFF
+    high = param.resolve_neg().view(torch.int16).long() & 0xFFFF
     low = remainder.long() if remainder.dtype == torch.int16 else remainder.long() << 8
     return _float((((high - (low < 0).long()) << 16) | (low & 0xFFFF)) & MASK32)
 

@@ -1,6 +1,7 @@
 // What an engine offers to the bindings: one step over the shards of one device.
 #pragma once
 
+#include <cstddef>
 #include <vector>
 
 #include "table.h"

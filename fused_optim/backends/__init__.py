@@ -38,7 +38,7 @@ class Hyper(NamedTuple):
     bias_correction: bool
     maximize: bool
     stochastic_rounding: bool
-    grad_scale: Tensor | None = None  # FP32: gradients are divided by it
+    grad_scale: Tensor | None = None  # FP32: gradients are divided by it, and left so
     grad_factor: Tensor | None = None  # FP32: gradients are multiplied by it
     found_inf: Tensor | None = None  # FP32: not 0 skips the step
     steps_done: Tensor | None = None  # int64: advanced by the backend unless the step is skipped
@@ -72,7 +72,7 @@ class GroupWork:
 class Shards(Protocol):
     """The shards of one device from step to step, in one backend.
 
-    A step is ``refresh``, ``set`` for each shard that it returns, ``run``. ``watched`` holds a tuple per shard: the
+    A step is ``refresh``, ``set`` for each shard that it returns (and that ``sharing`` returns), ``run``. ``watched`` holds a tuple per shard: the
     parameter, its DTensorSpec or None, its dict of states, exp_avg, exp_avg_sq and the master or None; of a quantized
     weight with a target also what ``Plan::watch`` in csrc/multi_tensor/bindings/plan.h names.
     """
@@ -82,6 +82,9 @@ class Shards(Protocol):
 
     def set(self, shard: int, work: ShardWork, watched: tuple[Any, ...] | None) -> None:
         """Describe a shard for this step, and with ``watched`` for later ones, as long as nothing else changes."""
+
+    def sharing(self) -> Sequence[int]:
+        """The shards whose gradients have memory in common with another's, which a pass that writes them must not."""
 
     def takes_target(self, slots: Slots) -> bool:
         """Whether a shard with these states may have a target."""
@@ -161,6 +164,17 @@ class ReferenceShards:
 
     def set(self, shard: int, work: ShardWork, watched: tuple[Any, ...] | None) -> None:
         self._work[shard] = work
+
+    def sharing(self) -> Sequence[int]:
+        extents = {i: (work.grad.data_ptr(), work.grad.data_ptr() + work.grad.nbytes) for i, work in self._work.items()}
+        found: set[int] = set()
+        last, end = -1, 0
+        for i in sorted(extents, key=extents.__getitem__):
+            if extents[i][0] < end:
+                found |= {last, i}
+            if extents[i][1] > end:
+                last, end = i, extents[i][1]
+        return sorted(found)
 
     def takes_target(self, slots: Slots) -> bool:
         return False

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fused_optim.backends import GroupWork, Hyper, ShardWork
+from fused_optim.backends.gradients import unscaled, write_
 from fused_optim.formats import (
     GOLDEN_RATIO,
     MASK32,
@@ -140,5 +141,7 @@ def run(groups: list[GroupWork]) -> None:
         for work in group.shards:
             if work.param.numel():
                 _step_shard(work, scalars)
+                if group.hyper.grad_scale is not None:
+                    write_(work.grad, unscaled(work.grad, group.hyper.grad_scale))
         if group.hyper.steps_done is not None:
             group.hyper.steps_done.add_(1)

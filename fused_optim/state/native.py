@@ -21,7 +21,15 @@ import torch
 from torch import Tensor
 
 from fused_optim.formats import STATE_FORMATS, Master, StateFormat, decode_state, join_remainder
-from fused_optim.sharding.dtensor import cut_by_rows, full_tensor, local_tensor, placed_part, rewrap_like, rewrap_rows
+from fused_optim.sharding.dtensor import (
+    cut_by_rows,
+    dense,
+    full_tensor,
+    local_tensor,
+    placed_part,
+    rewrap_like,
+    rewrap_rows,
+)
 from fused_optim.slots import MASTER
 from fused_optim.state.param_state import PIECE, ParamState
 
@@ -67,7 +75,7 @@ def _row(param: Tensor) -> int:
 
 def _row_checks(param: Tensor) -> Tensor:
     """One int32 per row of a BF16 tensor; any single element that differs changes it."""
-    bits = param.detach().contiguous().view(torch.int16).flatten(1)
+    bits = dense(param.detach()).view(torch.int16).flatten(1)
     odd = torch.arange(bits.shape[1], dtype=torch.int32, device=bits.device).mul_(2).add_(1)
     checks = torch.empty(bits.shape[0], dtype=torch.int32, device=bits.device)
     rows = max(1, PIECE // max(bits.shape[1], 1))

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fused_optim.adapters import Update, adapter_of
 from fused_optim.formats import FLOAT32, Master, decode_state, encode_state, join_remainder, split_remainder
-from fused_optim.sharding.dtensor import local_tensor, rewrap_like
+from fused_optim.sharding.dtensor import dense, is_dense, local_tensor, rewrap_like
 from fused_optim.slots import MASTER, MOMENTS, Slots
 
 PIECE = 2**20  # elements decoded at a time: the codecs' temporaries take up to 50 bytes for each; a multiple of BLOCKS
@@ -86,7 +86,7 @@ class ParamState:
                 expected = f"a floating-point tensor of local shape {tuple(local.shape)}"
                 got = f"{found.dtype} {tuple(found.shape)}"
                 raise TypeError(f"{name} was made elsewhere: expected {expected}, got {got}")
-            fits = found.dtype == torch.float32 and found.device == local.device and found.is_contiguous()
+            fits = found.dtype == torch.float32 and found.device == local.device and is_dense(found)
             is_alike = isinstance(value, DTensor) == isinstance(self.param, DTensor)
             if fits and self.slots.format(name) is FLOAT32 and is_alike:
                 self.tensors[name] = value
@@ -110,7 +110,7 @@ class ParamState:
         """Encode local FP32 values into a moment, rounding to nearest."""
         target = local_tensor(self.tensors[name])
         nearest = torch.full((target.numel(),), 1 << 31, dtype=torch.int64, device=target.device)
-        value = value.to(device=target.device, dtype=torch.float32)
+        value = dense(value.to(device=target.device, dtype=torch.float32))
         bits, scale = encode_state(value, name, self.slots.format(name), self.slots.geometry.block, nearest)
         target.copy_(bits)
         stored = self.slots.scale(name)
@@ -134,7 +134,7 @@ class ParamState:
         Returns what is still to be written, with that of all other parameters at once: quantized parameters.
         """
         local = local_tensor(self.param.detach())
-        value = value.to(device=local.device, dtype=torch.float32)
+        value = dense(value.to(device=local.device, dtype=torch.float32))
         if self.slots.master.is_remainder:
             high, low = split_remainder(value, self.slots.master)
             local_tensor(self.tensors[MASTER]).copy_(low)

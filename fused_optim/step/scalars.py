@@ -33,7 +33,7 @@ def host_lr(group: dict[str, Any]) -> float | None:
 
 def on_device(scalar: Tensor | None, device: torch.device) -> Tensor | None:
     """As the engines read it: FP32 on their device; the tensor itself where it is that already."""
-    return None if scalar is None else local_tensor(scalar).to(device=device, dtype=torch.float32)
+    return None if scalar is None else local_tensor(scalar).to(device=device, dtype=torch.float32).resolve_neg()
 
 
 @dataclass

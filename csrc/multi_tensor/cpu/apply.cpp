@@ -260,6 +260,12 @@ void update_values(float* __restrict__ grad, float* __restrict__ param, float* _
     }
 }
 
+void store_unscaled(const Shard& shard, const Scalars& scalars, const float* grad, uint64_t element, int count) {
+    alignas(64) float tile[kTile];
+    for (int i = 0; i < kTile; ++i) tile[i] = unscaled_gradient(grad[i], scalars);
+    store(tile, nullptr, shard.grad_type, shard.grad, element, count);
+}
+
 // Formats are looked at once per tile and stage: no need for an instance per mix of formats. Returns the bits of the
 // largest finite magnitude of a quantized weight.
 uint32_t update_tile(const Shard& shard, const Scalars& scalars, uint64_t element, int count) {
@@ -279,7 +285,7 @@ uint32_t update_tile(const Shard& shard, const Scalars& scalars, uint64_t elemen
     float* const v = in_place(v_tile, v_format == Format::kFloat32, shard.exp_avg_sq, element, count);
     float* grad =
         in_place(grad_tile, shard.grad_type == Element::kFloat32 && scalars.plain_gradient, shard.grad, element,
-                 count);  // never written there
+                 count);  // not where it is scaled
 
     if (grad == grad_tile) load(grad, shard.grad_type, shard.grad, element, count);
     if (param == param_tile) load_master(param, shard, element, count);
@@ -287,6 +293,7 @@ uint32_t update_tile(const Shard& shard, const Scalars& scalars, uint64_t elemen
     if (v == v_tile) {
         dispatch_codec<ExpAvgSq>(v_format, LoadMoment{v, v_format, shard.exp_avg_sq, element, count, v_scales});
     }
+    if (scalars.writes_gradient) store_unscaled(shard, scalars, grad, element, count);
     if (!scalars.plain_gradient) {
         for (int i = 0; i < kTile; ++i) grad_tile[i] = scaled_gradient(grad_tile[i], scalars);
     }
