@@ -8,7 +8,7 @@ QUANTIZE ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
-SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: demo test test-gpu test-integrations bench lint format clean FORCE
 
@@ -29,9 +29,10 @@ test-integrations: $(VENV)/.installed $(VENV)/.megatron
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/step.py
 
-lint: $(VENV)/.lint
+lint: $(VENV)/.lint $(VENV)/.torch
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(SOURCES)
 
 format: $(VENV)/.lint
@@ -57,10 +58,12 @@ $(VENV)/.megatron: pyproject.toml $(VENV)/.torch
 	    print(*extras["megatron-core"], *extras["megatron-fsdp"])')
 	@touch $@
 
-# Only the tools, as pinned in pyproject.toml: checking the sources must not depend on whether they compile.
+# The tools, as pinned in pyproject.toml, and what the examples import, whose types mypy reads: checking the sources must
+# not depend on whether they compile.
 $(VENV)/.lint: pyproject.toml | $(BIN)/pip
 	$(PIP) install $$($(BIN)/python -c 'import tomllib; \
-	    print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["lint"])')
+	    extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+	    print(*extras["lint"], *extras["examples"])')
 	@touch $@
 
 # Holds what was installed, and gets newer only when TORCH asks for something else. First and alone, so that the choice

@@ -32,7 +32,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(rotate_by_position(q), rotate_by_position(k), v, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(-2))
+        output: Tensor = self.out(y.transpose(1, 2).flatten(-2))
+        return output
 
 
 class Block(nn.Module):
@@ -49,7 +50,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
+        x = x + self.mlp(self.mlp_norm(x))
+        return x
 
 
 class ByteGPT(nn.Module):

@@ -100,11 +100,12 @@ def check(comparison: Comparison, held_out_tolerance: float) -> list[str]:
             failures.append(f"{name}: loss only went from {run.first_train_loss:.3f} to {run.final_train_loss:.3f}")
     if not comparison.held_out_difference <= held_out_tolerance:
         failures.append(f"the held-out losses differ by {comparison.held_out_difference:.2%}")
-    for run in comparison.resumes:
-        if not run.largest_deviation <= STEP_TOLERANCE:
-            failures.append(f"a step after the resume at {run.step} deviates by {run.largest_deviation:.2%}")
-        if not run.mean_deviation <= MEAN_TOLERANCE:
-            failures.append(f"the steps after the resume at {run.step} deviate by {run.mean_deviation:.3%} on average")
+    for resumed in comparison.resumes:
+        largest, mean = resumed.largest_deviation, resumed.mean_deviation
+        if not largest <= STEP_TOLERANCE:
+            failures.append(f"a step after the resume at {resumed.step} deviates by {largest:.2%}")
+        if not mean <= MEAN_TOLERANCE:
+            failures.append(f"the steps after the resume at {resumed.step} deviate by {mean:.3%} on average")
     return failures
 
 

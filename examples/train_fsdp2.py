@@ -128,10 +128,12 @@ def build_optimizer(args: argparse.Namespace, model: nn.Module) -> Optimizer:
 
 
 def build_scheduler(args: argparse.Namespace, optimizer: Optimizer) -> LambdaLR:
+    warmup: int = args.warmup
+
     def warmup_then_cosine(step: int) -> float:
-        if step < args.warmup:
-            return (step + 1) / args.warmup
-        progress = (step - args.warmup) / max(1, args.steps - args.warmup)
+        if step < warmup:
+            return (step + 1) / warmup
+        progress = (step - warmup) / max(1, args.steps - warmup)
         return FINAL_LR_FRACTION + (1 - FINAL_LR_FRACTION) * (1 + math.cos(math.pi * progress)) / 2
 
     return LambdaLR(optimizer, warmup_then_cosine)
@@ -153,12 +155,14 @@ class Checkpointer:
     def __init__(self) -> None:
         # Of its own: training goes on in the other group, and both orders of collectives must be the same on all ranks.
         self.group = dist.new_group(backend="gloo")
-        self.pending: Future | None = None
+        self.pending: Future[Any] | None = None
 
     def save(self, state: dict[str, Any], folder: Path) -> None:
         """Returns when ``state`` has been copied: what it refers to may be changed then."""
         self.wait()
-        self.pending = dcp.async_save(state, checkpoint_id=folder, process_group=self.group)
+        saving = dcp.async_save(state, checkpoint_id=folder, process_group=self.group)
+        assert isinstance(saving, Future)  # it gives two where it copies in the background, too
+        self.pending = saving
 
     def wait(self) -> None:
         """Until the checkpoint is complete; raises what writing it raised."""
@@ -173,7 +177,8 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: Optimizer, schedu
     dcp.load(state, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])
-    return state["next_step"]
+    next_step: int = state["next_step"]
+    return next_step
 
 
 def my_share(batch: Tensor, device: torch.device) -> Tensor:
@@ -191,7 +196,7 @@ def evaluate(model: nn.Module, batches: list[Tensor], device: torch.device) -> f
     return statistics.fmean(mean_over_ranks(model(my_share(batch, device))) for batch in batches)
 
 
-def progress_bar(first_step: int, steps: int) -> tqdm:
+def progress_bar(first_step: int, steps: int) -> "tqdm[int]":
     seconds_between_updates = 0.2 if sys.stderr.isatty() else 10  # a log file keeps every update
     return tqdm(
         range(first_step, steps),

@@ -45,15 +45,18 @@ def build_model(strategy: str, device: torch.device) -> nn.Module:
     torch.manual_seed(0)
     model = ByteGPT(width=256, layers=3, heads=4).to(device, torch.bfloat16)
     # Without a mesh it makes one of all ranks. One of ours would need a dim for tensor parallelism, too (tp_dim).
-    return fully_shard_model(model, fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
+    sharded: nn.Module = fully_shard_model(model, fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
+    return sharded
 
 
 def build_optimizer(name: str, model: nn.Module, lr: float) -> Optimizer:
     """Its parameters are Megatron-FSDP's FP32 main weights, so FusedAdamW keeps no masters."""
     common: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1}
+    optimizer: Optimizer
     if name == "fused":
-        moments = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8}
-        return fully_shard_optimizer(FusedAdamW(model.parameters(), lr=lr, **common, **moments))
+        moments: dict[str, Any] = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8}
+        optimizer = fully_shard_optimizer(FusedAdamW(model.parameters(), lr=lr, **common, **moments))
+        return optimizer
     # fully_shard_optimizer makes a step with zero gradients. FusedAdamW only creates its states then; AdamW would decay
     # the weights, were its learning rate not zero, and counts a step.
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.0, **common))
@@ -74,7 +77,8 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: Optimizer) -> int
     dcp.load(state, checkpoint_id=folder)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    return state["next_step"]
+    next_step: int = state["next_step"]
+    return next_step
 
 
 def mean_over_ranks(loss: Tensor) -> float:

@@ -1,11 +1,22 @@
 """Fused Adam(W) for sharded parameters: one pass per step, low-precision states, FP32 master weights."""
 
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
 from fused_optim.adam import FusedAdam, FusedAdamW
 from fused_optim.checkpoint.checksums import verify_checksums, write_checksums
 from fused_optim.checkpoint.export import export_optimizer_checkpoint
 from fused_optim.checkpoint.load import LoadReport, load_optimizer_checkpoint
 from fused_optim.checkpoint.masters import save_master_safetensors
 from fused_optim.clip import clip_grad_norm_
+
+if TYPE_CHECKING:
+    from fused_optim import quantized as quantized
 
 __version__ = "0.1.0"
 __all__ = [
@@ -20,3 +31,25 @@ __all__ = [
     "verify_checksums",
     "write_checksums",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """``fused_optim.quantized`` is imported when it is first asked for."""
+    if name == "quantized":
+        return importlib.import_module("fused_optim.quantized")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), "quantized"})
+
+
+def _rebuild_quantized(*description: Any) -> torch.Tensor:
+    """What ``torch.load(weights_only=True)`` calls for a quantized weight: only then is the code for it imported."""
+    rebuilt: torch.Tensor = importlib.import_module("fused_optim.quantized.tensor").rebuild(*description)
+    return rebuilt
+
+
+# Under the name that files hold. Nothing else may be registered under it: torch would take one of the two to read a
+# file and refuse it in the middle, if the other comes to stand for the name meanwhile.
+torch.serialization.add_safe_globals([(_rebuild_quantized, "fused_optim.quantized.tensor.rebuild")])

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from fused_optim import adapters, clip
-from fused_optim.backends import Hyper
+from fused_optim.backends import Hyper, is_capturing
 from fused_optim.backends.compiled import load_kernels
-from fused_optim.sharding.collective import announce_failure
+from fused_optim.sharding.collective import announce_failure, any_rank
 from fused_optim.sharding.dtensor import local_tensor
-from fused_optim.sharding.uneven import locate_uneven_shards
 from fused_optim.state import state_dict as forms
 from fused_optim.state.store import StateStore
 from fused_optim.step.amp import amp_scalars, mark_stepped
 from fused_optim.step.plan import Plan, check_capturable, placed_as
-from fused_optim.step.scalars import DeviceScalars, host_lr, is_capturing, on_device
-from fused_optim.step.synthetic import all_gradients_zero
+from fused_optim.step.scalars import DeviceScalars, host_lr, on_device
+from fused_optim.step.synthetic import any_nonzero, may_be_synthetic
 from fused_optim.validate import (
+    CheckpointFormat,
     check_checkpoint_device,
     check_checkpoint_format,
     check_hyperparameters,
@@ -31,31 +31,35 @@ from fused_optim.validate import (
     describe,
 )
 
+F = TypeVar("F", bound=Callable[..., Any])
 
-def declared_without(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+
+def declared_without(*names: str) -> Callable[[F], F]:
     """A decorator: ``inspect.signature`` does not show these parameters.
 
     Where a step shows ``grad_scaler``, GradScaler passes itself and warns; where it shows ``**kwargs``, Megatron-FSDP
     cannot add parameters of its own.
     """
 
-    def declare(function: Callable[..., Any]) -> Callable[..., Any]:
+    def declare(function: F) -> F:
         signature = inspect.signature(function)
         shown = [parameter for name, parameter in signature.parameters.items() if name not in names]
-        function.__signature__ = signature.replace(parameters=shown)
+        function.__dict__["__signature__"] = signature.replace(parameters=shown)
         return function
 
     return declare
 
 
-def _bring_up_to_date(optimizer: FusedAdam) -> None:
+def _bring_up_to_date(optimizer: Optimizer) -> None:
     """A hook before ``state_dict()``: ``param_group["step"]`` and the states."""
+    assert isinstance(optimizer, FusedAdam)
     optimizer.pull_steps()
     optimizer.store.adopt()
 
 
-def _convert(optimizer: FusedAdam, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _convert(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """A hook after ``state_dict()``: the states in the form that was chosen."""
+    assert isinstance(optimizer, FusedAdam)
     return forms.convert(optimizer.store, state_dict, optimizer.checkpoint_options)
 
 
@@ -134,8 +138,8 @@ class FusedAdam(Optimizer):
         stochastic_rounding: bool = True,
         seed: int = 0,
         use_decoupled_grad: bool = False,
-        checkpoint_format: str = "unscaled",
-        checkpoint_device: str | None = None,
+        checkpoint_format: CheckpointFormat = "unscaled",
+        checkpoint_device: Literal["cpu"] | None = None,
         set_grad_none: bool | None = None,
     ) -> None:
         if master_weight_dtype != torch.float32:
@@ -159,7 +163,7 @@ class FusedAdam(Optimizer):
         self.use_decoupled_grad = use_decoupled_grad
         self.checkpoint_format = checkpoint_format
         self.checkpoint_device = checkpoint_device
-        self.set_grad_none = True if set_grad_none is None else set_grad_none
+        self.set_grad_none: bool | None = True if set_grad_none is None else set_grad_none
         self.store = StateStore(self)
         self._start_anew()
         defaults = {
@@ -192,6 +196,7 @@ class FusedAdam(Optimizer):
         self._scalars = DeviceScalars()
         # FP32 scalars that the gradients are multiplied by in the next step: deferred clipping.
         self._grad_factors: dict[torch.device, Tensor] = {}
+        self._is_located = False  # what `StateStore.locate` finds
 
     # --- param groups and pickling ------------------------------------------------------------------------------
 
@@ -281,8 +286,7 @@ class FusedAdam(Optimizer):
     @torch.no_grad()
     def master_state_dict(self, model: torch.nn.Module) -> dict[str, Tensor]:
         """The masters by the model's parameter names: FP32, with the parameters' shapes, meshes and placements."""
-        self.initialize_state()
-        names = {param: name for name, param in model.named_parameters()}
+        names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
         return {names[param]: self.store.master(param) for param in self.store.params if param in names}
 
     @torch.no_grad()
@@ -305,7 +309,8 @@ class FusedAdam(Optimizer):
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Reset the gradients, ``decoupled_grad`` included where it is used, and drop the clipping of the next step."""
-        set_to_none = self.set_grad_none if set_to_none is None else set_to_none
+        asked = self.set_grad_none if set_to_none is None else set_to_none
+        set_to_none = True if asked is None else asked
         super().zero_grad(set_to_none=set_to_none)
         self._drop_clipping()
         if not self.use_decoupled_grad:
@@ -313,7 +318,7 @@ class FusedAdam(Optimizer):
         for param in self.store.params:
             grad = getattr(param, "decoupled_grad", None)
             if grad is not None and set_to_none:
-                param.decoupled_grad = None
+                setattr(param, self.store.grad_attribute, None)
             elif grad is not None:
                 grad.zero_()
 
@@ -326,7 +331,7 @@ class FusedAdam(Optimizer):
         the norm is that of the gradients as they are. Without host synchronisation unless ``error_if_nonfinite``.
         """
         params = self.store.params
-        grads = [getattr(param, self._grad_attribute(), None) for param in params]
+        grads = [getattr(param, self.store.grad_attribute, None) for param in params]
         measured = clip.measure(params, grads, max_norm, norm_type, error_if_nonfinite)
         self._grad_factors = measured.factors
         for device, factor in measured.factors.items():
@@ -369,11 +374,11 @@ class FusedAdam(Optimizer):
         if capturing:
             self._check_capture()
         scaling = amp_scalars(self, scaler)
-        if not self.store.is_empty or not self._is_synthetic():
-            self._update(self._refreshed_plan(scaling[0] is not None), scaling, capturing)
-        else:
+        if not capturing and self._is_synthetic():
             self.initialize_state()
             self._drop_clipping()
+        else:
+            self._update(self._refreshed_plan(scaling[0] is not None), scaling, capturing)
         mark_stepped(self, scaler)
         return loss
 
@@ -381,36 +386,47 @@ class FusedAdam(Optimizer):
         if not self.capturable:
             raise RuntimeError("CUDA graph capture of step() needs FusedAdam(..., capturable=True)")
         for index, (param, name) in enumerate(zip(self.store.params, self.store.names, strict=True)):
-            if param not in self.store:
+            if param not in self.store and not self.store.is_frozen(param):
                 hint = "run one warm-up step or initialize_state() before capture"
                 raise RuntimeError(f"CUDA graph capture: {describe(param, index, name)} has no states yet; {hint}")
 
     def _is_synthetic(self) -> bool:
-        """Whether this first step is to create states only; tells the other ranks where a gradient is refused."""
-        if not self.store.params:  # a rank that owns none has nobody to ask; torch's synthetic step sets lr to 0
-            return all(group["lr"] == 0.0 for group in self.param_groups)
+        """Whether this first step is to create states only.
+
+        What only all ranks together know is asked before the first step, by all of them whatever they did before: where
+        uneven shards lie and, if every learning rate is 0, whether there is a gradient. Where a rank refuses its
+        gradients, it tells the others.
+        """
+        resting = may_be_synthetic(self.param_groups)
+        if self._is_located and not resting:
+            return False
+        params = self.store.params
+        if not params:  # a rank that owns none has nobody to ask
+            return resting
         try:
             grads = self._checked_grads()
         except Exception:
-            announce_failure(self.store.params)
+            announce_failure(params)
             raise
-        synthetic = all_gradients_zero(self.store.params, grads)
-        locate_uneven_shards(self.store.params)
-        return synthetic
+        is_real = resting and (not self.store.is_empty or any_nonzero(grads))
+        is_real, failed = any_rank(params, is_real, False)
+        if failed:
+            raise RuntimeError("another rank refused its gradients before the first step; its error says why")
+        if not self._is_located:
+            self.store.locate()
+            self._is_located = True
+        return resting and not is_real
 
     def _check_groups(self) -> None:
         for group in self.param_groups:
-            check_hyperparameters(group)
-
-    def _grad_attribute(self) -> str:
-        return "decoupled_grad" if self.use_decoupled_grad else "grad"
+            check_hyperparameters(group, running=True)
 
     def _checked_grads(self) -> list[Tensor]:
         """All gradients, placed as their parameters are."""
         self._check_groups()
         grads = []
         for index, (param, name) in enumerate(zip(self.store.params, self.store.names, strict=True)):
-            grad = getattr(param, self._grad_attribute(), None)
+            grad = getattr(param, self.store.grad_attribute, None)
             if grad is not None:
                 check_update(param, grad, index, name)
                 grads.append((param, grad))
@@ -419,25 +435,34 @@ class FusedAdam(Optimizer):
     def _refreshed_plan(self, scaled: bool) -> Plan:
         self._check_groups()
         plan = self._plan
-        if plan is None or not plan.fits(self.param_groups, self.state, self.seed):
+        if plan is None or not plan.fits(self.param_groups, self.store, self.seed):
             plan = self._new_plan()
-        if not plan.refresh(self._grad_attribute(), scaled):  # a parameter was moved to another device
+        if not plan.refresh(self.store.grad_attribute, scaled):  # a parameter was moved to another device
             plan = self._new_plan()
-            plan.refresh(self._grad_attribute(), scaled)
+            plan.refresh(self.store.grad_attribute, scaled)
         return plan
 
     def _new_plan(self) -> Plan:
-        if not all(param in self.store for param in self.store.params):
+        if not all(param in self.store or self.store.is_frozen(param) for param in self.store.params):
             self._checked_grads()  # states are created only for a step that will be made
+            self._restart_counters()
             self.initialize_state()
         if self._plan is not None:
             self._scalars.retire(self._plan.measured)
-        self._plan = Plan(self.param_groups, self.state, self.store.slots, self.seed)
+        self.store.prune()
+        self._plan = Plan(self.param_groups, self.store, self.seed)
         return self._plan
+
+    def _restart_counters(self) -> None:
+        """Moments that start at zero are corrected from step 1 on, whatever was counted for others before."""
+        for group in self.param_groups:
+            if group["params"] and not any("exp_avg" in self.state.get(param, ()) for param in group["params"]):
+                group["step"] = 0
 
     def _update(self, plan: Plan, scaling: tuple[Tensor | None, Tensor | None], capturing: bool) -> None:
         grad_scale, found_inf = scaling
         devices = plan.backends
+        counting = self._counting(plan)
         if capturing:
             check_capturable(devices)
             self._check_no_collective()
@@ -448,8 +473,11 @@ class FusedAdam(Optimizer):
 
         def hypers(device: torch.device) -> list[Hyper]:
             scalars = {"grad_scale": grad_scale, "grad_factor": self._clipping_factor(device), "found_inf": found_inf}
-            common = {key: on_device(value, device) for key, value in scalars.items()}
-            return [self._hyper(number, device, counted_there, common) for number in range(len(self.param_groups))]
+            common = {key: None if value is None else on_device(value, device) for key, value in scalars.items()}
+            return [
+                self._hyper(number, device, counted_there and number in counting, common)
+                for number in range(len(self.param_groups))
+            ]
 
         plan.run(hypers, self._scalars.workspaces(devices, self.param_groups), found_inf)
         for device in devices:
@@ -457,12 +485,16 @@ class FusedAdam(Optimizer):
                 self._scalars.factor(device).fill_(1.0)  # in a graph too: each clipping serves one step
         self._grad_factors.clear()
         if not capturing:
-            for group in self.param_groups:
-                group["step"] = int(group["step"]) + 1
+            for number in counting:
+                self.param_groups[number]["step"] = int(self.param_groups[number]["step"]) + 1
         if counted_there:
             self._scalars.count(self.param_groups, capturing)
             if not on_gpu:  # reading costs nothing
                 self._scalars.pull(self.param_groups)
+
+    def _counting(self, plan: Plan) -> set[int]:
+        """The param groups whose step this is: with a gradient, or without parameters on this rank only."""
+        return plan.groups_with_gradients | {n for n, group in enumerate(self.param_groups) if not group["params"]}
 
     def _check_no_collective(self) -> None:
         for index, (param, name) in enumerate(zip(self.store.params, self.store.names, strict=True)):
@@ -474,11 +506,14 @@ class FusedAdam(Optimizer):
 
     def _hyper(self, number: int, device: torch.device, counted_there: bool, common: dict[str, Tensor | None]) -> Hyper:
         group = self.param_groups[number]
-        lr: float | Tensor | None = host_lr(group)
-        if lr is None:
+        on_host = host_lr(group)
+        lr: float | Tensor
+        if on_host is None:
             lr = on_device(group["lr"], device)
-        elif self.capturable and device.type == "cuda":
+        elif self._is_capturable_on(device):
             lr = self._scalars.lr(device, number)
+        else:
+            lr = on_host
         return Hyper(
             lr=lr,
             beta1=float(group["betas"][0]),

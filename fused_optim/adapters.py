@@ -44,11 +44,11 @@ class Fractions:
 class Target:
     """What an engine's update of an FP32 master does for the quantized weight beside it, in the same pass.
 
-    ``format``, ``round_up``: as in ``recipes.Native``. ``data``: the codes are written here; None: they are written
-    later. ``scale``: that of the blocks, which is written too, or of the whole weight, which is read; None without
-    ``data``. ``measures``: the absmax of the new values is wanted. ``names``: of ``data`` and ``scale`` in the local
-    tensor's dict ``components``, where an engine can look whether they are still there; None: they are given anew at
-    every step.
+    ``format``, ``round_up``: as in ``recipes.KernelFormat``. ``data``: the codes are written here; None: they are
+    written later. ``scale``: that of the blocks, which is written too, or of the whole weight, which is read; None
+    without ``data``. ``measures``: the absmax of the new values is wanted. ``names``: of ``data`` and ``scale`` in the
+    local tensor's dict ``components``, which is given too: an engine can look whether they are still there. None: they
+    are given anew at every step.
     """
 
     format: int
@@ -57,6 +57,7 @@ class Target:
     scale: Tensor | None
     measures: bool
     names: tuple[str, ...] | None = None
+    components: dict[str, Tensor] | None = None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import enum
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,7 +48,19 @@ class Master(enum.IntEnum):
         return self in (Master.REMAINDER16, Master.REMAINDER8)
 
 
-ELEMENT_TYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+class Element(enum.IntEnum):
+    """Element types of gradients and parameters, as the engines number them."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    FLOAT16 = 2
+
+
+ELEMENT_TYPES: dict[torch.dtype, Element] = {
+    torch.float32: Element.FLOAT32,
+    torch.bfloat16: Element.BFLOAT16,
+    torch.float16: Element.FLOAT16,
+}
 
 
 # --- rotating rounding ------------------------------------------------------------------------------------------
@@ -57,7 +69,7 @@ ELEMENT_TYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, to
 Int = TypeVar("Int", int, Tensor)
 
 
-def mix(h: Int) -> Int:
+def finalize(h: Int) -> Int:
     """MurmurHash3's 32-bit finalizer, of a number or of an int64 tensor."""
     h = h ^ (h >> 16)
     h = h * 0x85EBCA6B & MASK32
@@ -69,16 +81,16 @@ def mix(h: Int) -> Int:
 @functools.lru_cache(maxsize=65536)
 def rounding_key(seed: int, param_index: int) -> int:
     """The 32-bit key of one parameter's rounding sequence."""
-    folded = mix(seed & MASK32 ^ mix(seed >> 32 & MASK32))
-    return mix((folded + param_index * GOLDEN_RATIO) & MASK32)
+    folded = finalize(seed & MASK32 ^ finalize(seed >> 32 & MASK32))
+    return finalize((folded + param_index * GOLDEN_RATIO) & MASK32)
 
 
 def _octet_hash(key: int, elements: Tensor) -> Tensor:
     octet = elements >> 3
-    return mix(((octet & MASK32) + (octet >> 32) * GOLDEN_RATIO & MASK32) ^ key)
+    return finalize(((octet & MASK32) + (octet >> 32) * GOLDEN_RATIO & MASK32) ^ key)
 
 
-def rounding_bits(key: int, elements: Tensor, offset: int | None) -> Tensor:
+def rounding_bits(key: int, elements: Tensor, offset: int | Tensor | None) -> Tensor:
     """32-bit rounding fractions of ``elements`` (int64 global indices); ``offset`` None means round to nearest."""
     if offset is None:
         return torch.full_like(elements, NEAREST)
@@ -93,22 +105,26 @@ def _float(bits: Tensor) -> Tensor:
     return torch.where(bits >= 2**31, bits - 2**32, bits).int().view(torch.float32)
 
 
-def fused(a: Tensor | float, b: Tensor | float, c: Tensor | float) -> Tensor:
+def fused(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
     """``a * b + c`` of FP32 values, rounded once.
 
     The product is exact in double precision. The sum is rounded to odd there, which makes the second rounding the only
     one (Boldo & Melquiond, "Emulation of a FMA and correctly rounded sums: proved algorithms using rounding to odd",
     2008).
     """
-    a, b, c = (x.double() if isinstance(x, Tensor) else x for x in (a, b, c))
-    product = a * b
-    total = product + c
+    addend = _double(c)
+    product = a.double() * _double(b)
+    total = product + addend
     rest = total - product
-    error = (product - (total - rest)) + (c - rest)  # what `total` lacks, exactly (Knuth's two-sum)
+    error = (product - (total - rest)) + (addend - rest)  # what `total` lacks, exactly (Knuth's two-sum)
     inexact = (error != 0) & error.isfinite() & (total.view(torch.int64) & 1 == 0)
     nudge = torch.where((error > 0) == (total > 0), 1, -1)
     odd = (total.view(torch.int64) + nudge).view(torch.float64)
     return torch.where(inexact, odd, total).float()
+
+
+def _double(x: Tensor | float) -> Tensor | float:
+    return x.double() if isinstance(x, Tensor) else x
 
 
 def normal(x: Tensor) -> Tensor:
@@ -205,6 +221,30 @@ def _block_scale(absmax: Tensor, smallest: float, scale: Tensor, inverse: Tensor
 def _at_least_one(code: Tensor, positive: Tensor) -> Tensor:
     """No positive exp_avg_sq encodes to zero: a zero denominator is what blows 8-bit Adam up."""
     return torch.where((code == 0) & positive, 1, code)
+
+
+class Codec(Protocol):
+    """How a scaled format encodes blocks of FP32 moments, shape (blocks, block): m is exp_avg, v is exp_avg_sq.
+
+    Scales and what encodes by them, ``inverse``, are one per block; they come as columns to the methods that encode and
+    decode. An ``inverse`` of 0 stands for a block whose codes are all 0.
+    """
+
+    def scale_m(self, absmax: Tensor) -> tuple[Tensor, Tensor]:
+        """(scale to store, inverse) for blocks with these largest magnitudes."""
+
+    def encode_m(self, m: Tensor, inverse: Tensor) -> Tensor:
+        """Codes, rounded to nearest even."""
+
+    def decode_m(self, bits: Tensor, scale: Tensor) -> Tensor: ...
+
+    def scale_v(self, absmax: Tensor) -> tuple[Tensor, Tensor]:
+        """(scale to store, inverse) for blocks with these largest values."""
+
+    def encode_v(self, v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
+        """Codes, rounded by the 32-bit fractions ``u``; not 0 of what is positive."""
+
+    def decode_v(self, bits: Tensor, scale: Tensor) -> Tensor: ...
 
 
 class _Float16Codec:
@@ -314,7 +354,7 @@ class StateFormat:
     code: int
     exp_avg_dtype: torch.dtype
     exp_avg_sq_dtype: torch.dtype
-    codec: type | None  # None: stored element by element, without block scales
+    codec: Codec | None  # None: stored element by element, without block scales
 
     @property
     def scaled(self) -> bool:
@@ -370,6 +410,7 @@ def decode_state(bits: Tensor, scale: Tensor | None, state: str, fmt: StateForma
     """The FP32 values of a stored state; a new tensor, except for FP32 states, which are returned as they are."""
     if fmt.codec is None:
         return bits.float()
+    assert scale is not None  # a format with a codec has scales
     decode = fmt.codec.decode_m if state == "exp_avg" else fmt.codec.decode_v
     blocks = decode(_to_blocks(bits, block), scale[:, None])
     return blocks.view(-1)[: bits.numel()].view_as(bits)

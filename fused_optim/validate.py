@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from numbers import Real
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fused_optim.adapters import adapter_of
 from fused_optim.formats import ELEMENT_TYPES, STATE_FORMATS
 from fused_optim.sharding.dtensor import is_dense, local_tensor
+
+CheckpointFormat = Literal["unscaled", "native"]
 
 
 def describe(param: Tensor, index: int, name: str | None = None) -> str:
@@ -33,8 +35,12 @@ def _is_number(value: Any) -> bool:
     return type(value) in (float, int) or (isinstance(value, Real) and not isinstance(value, bool))
 
 
-def check_hyperparameters(group: dict[str, Any]) -> None:
-    """Raise ValueError or TypeError for a learning rate, betas, eps or weight decay that make no sense."""
+def check_hyperparameters(group: dict[str, Any], running: bool = False) -> None:
+    """Raise ValueError or TypeError for a learning rate, betas, eps or weight decay that make no sense.
+
+    ``running``: the learning rate is a scheduler's, which may end a little below zero by rounding: any finite number
+    is taken then, as by torch.optim, which checks it in the constructor only.
+    """
     lr = group["lr"]
     if isinstance(lr, Tensor):
         if lr.numel() != 1:
@@ -43,7 +49,7 @@ def check_hyperparameters(group: dict[str, Any]) -> None:
     for key, value in (("lr", lr), ("eps", group["eps"]), ("weight_decay", group["weight_decay"])):
         if not _is_number(value):
             raise TypeError(f"{key}: expected a number, got {type(value).__name__}")
-        if not (value >= 0.0 and math.isfinite(value)):
+        if not math.isfinite(value) or (value < 0.0 and not (running and key == "lr")):
             raise ValueError(f"{key}: expected a finite number >= 0, got {value}")
     betas = group["betas"]
     if not isinstance(betas, (tuple, list)):
@@ -62,13 +68,13 @@ def check_hyperparameters(group: dict[str, Any]) -> None:
             raise ValueError(f"{key}: expected one of {', '.join(map(str, STATE_FORMATS))}, got {group[key]}")
 
 
-def check_checkpoint_format(name: str) -> None:
+def check_checkpoint_format(name: CheckpointFormat) -> None:
     """Raise ValueError for a form that state dicts do not have."""
-    if name not in ("unscaled", "native"):
+    if name not in get_args(CheckpointFormat):
         raise ValueError(f"checkpoint_format: expected 'unscaled' or 'native', got {name!r}")
 
 
-def check_checkpoint_device(device: str | None) -> None:
+def check_checkpoint_device(device: Literal["cpu"] | None) -> None:
     """Raise ValueError for a place that state dicts are not converted to."""
     if device not in (None, "cpu"):
         raise ValueError(f"checkpoint_device: expected None or 'cpu', got {device!r}")
@@ -112,12 +118,10 @@ def _grad_problem(param: Tensor, grad: Tensor) -> tuple[type[Exception], str] | 
         return RuntimeError, f"{kind} gradients are not supported (got {grad.layout}); use a dense gradient"
     if grad.dtype not in ELEMENT_TYPES:
         return TypeError, f"expected a gradient of float32, bfloat16 or float16, got {grad.dtype}"
-    sharded, sharded_grad = isinstance(param, DTensor), isinstance(grad, DTensor)
-    if sharded != sharded_grad:
-        kinds = ["a plain tensor", "a DTensor"]
-        text = f"the parameter is {kinds[sharded]} but its gradient is {kinds[sharded_grad]}; both must be of one kind"
-        return TypeError, text
-    if sharded and grad.device_mesh != param.device_mesh:
+    if isinstance(param, DTensor) != isinstance(grad, DTensor):
+        kind, grad_kind = ("a DTensor" if isinstance(tensor, DTensor) else "a plain tensor" for tensor in (param, grad))
+        return TypeError, f"the parameter is {kind} but its gradient is {grad_kind}; both must be of one kind"
+    if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad.device_mesh != param.device_mesh:
         return ValueError, f"its gradient lies on another device mesh ({grad.device_mesh})"
     if grad.shape != param.shape:
         return ValueError, f"expected a gradient of the same shape, got {tuple(grad.shape)}"
@@ -177,7 +181,7 @@ def check_update(param: Tensor, grad: Tensor, index: int, name: str | None) -> N
     check_param(param, index, name)
     _check_writable(param, index, name)
     check_grad(param, grad, index, name)
-    if not isinstance(param, DTensor) or grad.placements == param.placements:
+    if not isinstance(param, DTensor) or not isinstance(grad, DTensor) or grad.placements == param.placements:
         check_local_shapes(param, grad, "gradient", index, name)
 
 

@@ -188,3 +188,8 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, device: str, *, seed: int
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.randn(shape, generator=generator).mul(spread).exp()
     return (torch.randn(shape, generator=generator) * sizes).to(device=device, dtype=dtype)
+
+
+def normal(shape: tuple[int, ...], seed: int) -> Tensor:
+    """Reproducible normal values."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

@@ -1,5 +1,6 @@
 // From run-time formats to compile-time ones. Masters and block-scaled moments are template parameters, because their
-// codecs sit in the inner loop; element types (gradient, parameter, plain moment) only change a load and a store.
+// codecs sit in the inner loop; element types (gradient, parameter, moment without scales) only change a load and a
+// store.
 #pragma once
 
 #include <type_traits>
@@ -39,27 +40,47 @@ FUSED_OPTIM_HD void dispatch_element(Element type, const Visit& visit) {
     }
 }
 
-// A moment without block scales: an Element whose type is read at run time, as a gradient's.
-struct Plain {
+// The codec of a moment without block scales: an Element whose type is read at run time, as a gradient's.
+struct Unscaled {
     static constexpr Format format = Format::kFloat32;
 };
 
+template <template <Format> class Codec, Format format>
+using CodecOf = std::conditional_t<is_scaled(format), Codec<format>, Unscaled>;
+
+// Calls visit(Codec<format>{}), or visit(Unscaled{}).
 template <template <Format> class Codec, class Visitor>
 FUSED_OPTIM_HD void dispatch_codec(Format format, const Visitor& visit) {
-    switch (format) {
-        case Format::kFloat32:
-        case Format::kBFloat16: return visit(Plain{});
-        case Format::kFloat16: return visit(Codec<Format::kFloat16>{});
-        case Format::kFloat8: return visit(Codec<Format::kFloat8>{});
-        case Format::kInt8: return visit(Codec<Format::kInt8>{});
-    }
+    if (!is_scaled(format)) return visit(Unscaled{});
+#define FUSED_OPTIM_VISIT(enumerator, name, bytes, scaled)               \
+    case Format::enumerator:                                             \
+        if constexpr (scaled) return visit(Codec<Format::enumerator>{}); \
+        return;
+    switch (format) { FUSED_OPTIM_FORMATS(FUSED_OPTIM_VISIT) }
+#undef FUSED_OPTIM_VISIT
 }
 
-FUSED_OPTIM_HD Element plain_type(Format format) {
+FUSED_OPTIM_HD constexpr Element unscaled_type(Format format) {
     return format == Format::kFloat32 ? Element::kFloat32 : Element::kBFloat16;
 }
 
-// The format by which a mix is known: FP32 stands for every plain one.
+// Codecs and elements hold as many bytes as the list says.
+template <Format format>
+constexpr bool has_listed_bytes() {
+    if constexpr (is_scaled(format)) {
+        return sizeof(typename ExpAvg<format>::Bits) == format_bytes(format) &&
+               sizeof(typename ExpAvgSq<format>::Bits) == format_bytes(format);
+    } else {
+        return (format == Format::kFloat32 || format == Format::kBFloat16) &&  // those that unscaled_type() knows
+               element_bytes(unscaled_type(format)) == format_bytes(format);
+    }
+}
+#define FUSED_OPTIM_CHECK(enumerator, ...) \
+    static_assert(has_listed_bytes<Format::enumerator>(), #enumerator ": no element, or other bytes than listed");
+FUSED_OPTIM_FORMATS(FUSED_OPTIM_CHECK)
+#undef FUSED_OPTIM_CHECK
+
+// The format by which a mix is known: FP32 stands for all that have no scales.
 FUSED_OPTIM_HD constexpr Format codec_format(Format format) { return is_scaled(format) ? format : Format::kFloat32; }
 
 // `has_weights_`: parameters may be quantized.
@@ -69,8 +90,8 @@ struct Mix {
     static constexpr bool has_weights = has_weights_;
     using M = ExpAvgCodec;
     using V = ExpAvgSqCodec;
-    static constexpr bool exp_avg_scaled = !std::is_same_v<M, Plain>;
-    static constexpr bool exp_avg_sq_scaled = !std::is_same_v<V, Plain>;
+    static constexpr bool exp_avg_scaled = !std::is_same_v<M, Unscaled>;
+    static constexpr bool exp_avg_sq_scaled = !std::is_same_v<V, Unscaled>;
 };
 
 template <Master master, class M, class Visitor>
@@ -100,12 +121,10 @@ FUSED_OPTIM_HD void dispatch_moments(Format exp_avg, Format exp_avg_sq, const Vi
 // Calls visit(Mix<...>{}) with the formats as template arguments.
 template <class Visitor>
 FUSED_OPTIM_HD void dispatch(Master master, Format exp_avg, Format exp_avg_sq, const Visitor& visit) {
-    switch (master) {
-        case Master::kParameter: return dispatch_moments<Master::kParameter>(exp_avg, exp_avg_sq, visit);
-        case Master::kFloat32: return dispatch_moments<Master::kFloat32>(exp_avg, exp_avg_sq, visit);
-        case Master::kRemainder16: return dispatch_moments<Master::kRemainder16>(exp_avg, exp_avg_sq, visit);
-        case Master::kRemainder8: return dispatch_moments<Master::kRemainder8>(exp_avg, exp_avg_sq, visit);
-    }
+#define FUSED_OPTIM_VISIT(enumerator, ...) \
+    case Master::enumerator: return dispatch_moments<Master::enumerator>(exp_avg, exp_avg_sq, visit);
+    switch (master) { FUSED_OPTIM_MASTERS(FUSED_OPTIM_VISIT) }
+#undef FUSED_OPTIM_VISIT
 }
 
 }  // namespace fused_optim

@@ -20,7 +20,7 @@ constexpr uint32_t kGoldenRatio = 0x9E3779B9u;      // 2^32 * 0.6180339887
 constexpr uint32_t kSquareRootOfTwo = 0x6A09E667u;  // 2^32 * 0.4142135623
 constexpr uint32_t kNearest = 0x80000000u;          // u = 1/2: round to nearest, ties up
 
-FUSED_OPTIM_HD uint32_t mix(uint32_t h) {  // MurmurHash3's 32-bit finalizer
+FUSED_OPTIM_HD uint32_t finalize(uint32_t h) {  // of MurmurHash3, 32 bits
     h ^= h >> 16;
     h *= 0x85EBCA6Bu;
     h ^= h >> 13;
@@ -31,7 +31,7 @@ FUSED_OPTIM_HD uint32_t mix(uint32_t h) {  // MurmurHash3's 32-bit finalizer
 // One hash serves the eight elements of an aligned octet; within it the thresholds are a Weyl sequence as well.
 FUSED_OPTIM_HD uint32_t octet_hash(uint32_t key, uint64_t element) {
     uint64_t octet = element >> 3;
-    return mix((static_cast<uint32_t>(octet) + static_cast<uint32_t>(octet >> 32) * kGoldenRatio) ^ key);
+    return finalize((static_cast<uint32_t>(octet) + static_cast<uint32_t>(octet >> 32) * kGoldenRatio) ^ key);
 }
 
 struct Rounding {
@@ -144,6 +144,9 @@ FUSED_OPTIM_HD Split split_remainder8(float master) {
 // which the update has computed anyway, and give no positive value the code 0. A block that holds a NaN or an infinity
 // gets a NaN scale and decodes to NaN. Blocks whose `inverse` is 0 have zero codes, whatever encode() would give.
 // Moments without block scales are stored as elements: exp_avg to nearest even, exp_avg_sq rotating.
+//
+// An encoder of exp_avg_sq with one-byte codes may also offer placed(): the code, before it is made at least 1, stands
+// in the eight bits from kPlace on. The CUDA engine packs such codes four at a time.
 
 struct BlockScale {
     float scale;    // stored
@@ -252,12 +255,12 @@ struct ExpAvgSq<Format::kFloat8> {
         float scale = larger(divide(square_root(bits_float(absmax)), kFloat8Top), 5.551115123125783e-17f);
         return block_scale(absmax, kSmallestExpAvgSq, scale, reciprocal(scale) * kTopNudge);
     }
-    // The code before it is made at least 1 stands in bits 20 to 26.
+    static constexpr int kPlace = 20;
     FUSED_OPTIM_HD static uint32_t placed(float root, float inverse, uint32_t u) {
         return scaled_bits<120>(clamp_top(root * inverse, kFloat8Top)) + (u >> 12);
     }
     FUSED_OPTIM_HD static uint32_t encode(float, float root, float inverse, uint32_t u) {
-        return at_least_one(placed(root, inverse, u) >> 20, root);
+        return at_least_one(placed(root, inverse, u) >> kPlace, root);
     }
 };
 
@@ -294,14 +297,14 @@ struct ExpAvgSq<Format::kInt8> {
         float top = larger(square_root(square_root(bits_float(absmax))), 1.1874362826347351e-07f);
         return block_scale(absmax, kSmallestExpAvgSq, divide(top, 255.0f), reciprocal(top) * kTopNudge);
     }
-    // The code before it is made at least 1 stands in bits 15 to 22: the last place of 256 is 2^-15.
+    static constexpr int kPlace = 15;  // the last place of 256 is 2^-15
     FUSED_OPTIM_HD static uint32_t placed(float root, float inverse, uint32_t u) {
         float threshold = bits_float(0x43800000u + (u >> 17));
         float x = clamp_one(positive_square_root(root) * inverse);  // of 0: 0, also by way of NaN
         return float_bits(fused(x, 255.0f, threshold));
     }
     FUSED_OPTIM_HD static uint32_t encode(float, float root, float inverse, uint32_t u) {
-        return at_least_one((placed(root, inverse, u) >> 15) & 0xFFu, root);
+        return at_least_one((placed(root, inverse, u) >> kPlace) & 0xFFu, root);
     }
 };
 

@@ -15,6 +15,7 @@ enum class Norm : uint8_t { kTwo = 0, kInfinity = 1 };
 
 // Gradients are summed by group, because each group is reduced over ranks of its own.
 constexpr int kMaxNormGroups = 16;
+static_assert(kMaxNormGroups <= 16 && kCount<Element> <= 16, "four bits of Gradient::packed each");
 constexpr uint64_t kMaxGradientNumel = uint64_t{1} << 48;
 
 // The local shard of one gradient. Two words, so that many fit into a kernel's parameters.

@@ -233,13 +233,10 @@ struct WeightCodec<WeightFormat::kNVFloat4> : Float4Element {
 
 template <class Visit>
 FUSED_OPTIM_HD void dispatch_weight(WeightFormat format, const Visit& visit) {
-    switch (format) {
-        case WeightFormat::kFloat8: return visit(WeightCodec<WeightFormat::kFloat8>{});
-        case WeightFormat::kFloat8Blocks: return visit(WeightCodec<WeightFormat::kFloat8Blocks>{});
-        case WeightFormat::kFloat8Tiles: return visit(WeightCodec<WeightFormat::kFloat8Tiles>{});
-        case WeightFormat::kMXFloat8: return visit(WeightCodec<WeightFormat::kMXFloat8>{});
-        case WeightFormat::kNVFloat4: return visit(WeightCodec<WeightFormat::kNVFloat4>{});
-    }
+#define FUSED_OPTIM_VISIT(enumerator, ...) \
+    case WeightFormat::enumerator: return visit(WeightCodec<WeightFormat::enumerator>{});
+    switch (format) { FUSED_OPTIM_WEIGHT_FORMATS(FUSED_OPTIM_VISIT) }
+#undef FUSED_OPTIM_VISIT
 }
 
 // What the host needs to know of a format.
@@ -292,9 +289,12 @@ FUSED_OPTIM_HD uint32_t load_scale(const Weight& w, uint64_t index) {
 // ---------------------------------------------------------------------------------------------------------------
 // Scales of whole weights
 
-// When scales are derived: before an update, from earlier absmaxes; after it, with the new absmax; or for the values of
-// the last update again.
-enum class ScaleStage : uint8_t { kBefore = 0, kAfter = 1, kAgain = 2 };
+// When scales are derived.
+#define FUSED_OPTIM_SCALE_STAGES(ROW)                                     \
+    ROW(kBefore, "BEFORE") /* an update: from earlier absmaxes */         \
+    ROW(kAfter, "AFTER")   /* an update: with the absmax of its values */ \
+    ROW(kAgain, "AGAIN")   /* for the values of the last update: likewise */
+FUSED_OPTIM_ENUM(ScaleStage, FUSED_OPTIM_SCALE_STAGES);
 
 struct ScaleRule {
     float largest;     // what a weight's absmax is divided by

@@ -1,7 +1,8 @@
-// Plain structs that describe one optimizer step to an engine: addresses, sizes, formats, hyperparameters.
+// Structs that describe one optimizer step to an engine: addresses, sizes, formats, hyperparameters.
 // No torch, no CUDA headers: both engines and the bindings share them.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #if defined(__CUDACC__)
@@ -12,30 +13,55 @@
 
 namespace fused_optim {
 
-// Element type of gradients, parameters and masters. The numbers are mirrored by fused_optim/formats.py.
-enum class Element : uint8_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+// Enums whose numbers Python knows, each a list of rows: an enumerator, Python's name for it, and what else depends on
+// it. Counts, the checks of numbers that come from Python and the tables that a test compares follow from the rows.
+#define FUSED_OPTIM_ENUMERATOR(enumerator, ...) enumerator,
+#define FUSED_OPTIM_NAME(enumerator, name, ...) name,
+#define FUSED_OPTIM_ENUM(Enum, ROWS)                                   \
+    enum class Enum : uint8_t { ROWS(FUSED_OPTIM_ENUMERATOR) };        \
+    template <>                                                        \
+    struct EnumNames<Enum> {                                           \
+        static constexpr const char* all[] = {ROWS(FUSED_OPTIM_NAME)}; \
+    }
 
-// Where the FP32 master weights live.
-enum class Master : uint8_t {
-    kParameter = 0,    // the parameter is its own master
-    kFloat32 = 1,      // a separate FP32 tensor
-    kRemainder16 = 2,  // BF16 parameter + 16 more bits: FP32, lossless
-    kRemainder8 = 3,   // BF16 parameter + 8 more bits: 24-bit master
-};
+template <class Enum>
+struct EnumNames;
 
-// How a moment is stored.
-enum class Format : uint8_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kFloat8 = 3, kInt8 = 4 };
-constexpr int kFormats = 5;
+template <class Enum>
+constexpr int kCount = sizeof(EnumNames<Enum>::all) / sizeof(const char*);
 
-// How a weight is quantized. The numbers are mirrored by fused_optim/quantized/recipes.py.
-enum class WeightFormat : uint8_t {
-    kFloat8 = 0,        // E4M3, one FP32 scale
-    kFloat8Blocks = 1,  // E4M3, an FP32 scale per 128 elements of a row
-    kFloat8Tiles = 2,   // E4M3, an FP32 scale per 128 x 128 elements
-    kMXFloat8 = 3,      // E4M3, an E8M0 scale per 32 elements of a row
-    kNVFloat4 = 4,      // E2M1, an E4M3 scale per 16 elements of a row, and one FP32 scale
-};
-constexpr int kWeightFormats = 5;
+// Element types of gradients, parameters and masters: bytes.
+#define FUSED_OPTIM_ELEMENTS(ROW) \
+    ROW(kFloat32, "FLOAT32", 4)   \
+    ROW(kBFloat16, "BFLOAT16", 2) \
+    ROW(kFloat16, "FLOAT16", 2)
+FUSED_OPTIM_ENUM(Element, FUSED_OPTIM_ELEMENTS);
+
+// Where the FP32 master weights live: bytes per element of the tensor beside the parameter.
+#define FUSED_OPTIM_MASTERS(ROW)                                                      \
+    ROW(kParameter, "PARAMETER", 0)     /* the parameter is its own master */         \
+    ROW(kFloat32, "FLOAT32", 4)         /* a separate FP32 tensor */                  \
+    ROW(kRemainder16, "REMAINDER16", 2) /* BF16 parameter + 16 more bits: lossless */ \
+    ROW(kRemainder8, "REMAINDER8", 1)   /* BF16 parameter + 8 more bits: 24-bit master */
+FUSED_OPTIM_ENUM(Master, FUSED_OPTIM_MASTERS);
+
+// How a moment is stored: bytes per element, and whether blocks have scales; else elements are stored as they are.
+#define FUSED_OPTIM_FORMATS(ROW)           \
+    ROW(kFloat32, "float32", 4, false)     \
+    ROW(kBFloat16, "bfloat16", 2, false)   \
+    ROW(kFloat16, "float16", 2, true)      \
+    ROW(kFloat8, "float8_e4m3fn", 1, true) \
+    ROW(kInt8, "int8", 1, true)
+FUSED_OPTIM_ENUM(Format, FUSED_OPTIM_FORMATS);
+
+// How a weight is quantized.
+#define FUSED_OPTIM_WEIGHT_FORMATS(ROW)                                                     \
+    ROW(kFloat8, "FLOAT8")              /* E4M3, one FP32 scale */                          \
+    ROW(kFloat8Blocks, "FLOAT8_BLOCKS") /* E4M3, an FP32 scale per 128 elements of a row */ \
+    ROW(kFloat8Tiles, "FLOAT8_TILES")   /* E4M3, an FP32 scale per 128 x 128 elements */    \
+    ROW(kMXFloat8, "MXFLOAT8")          /* E4M3, an E8M0 scale per 32 elements of a row */  \
+    ROW(kNVFloat4, "NVFLOAT4")          /* E2M1, an E4M3 scale per 16 elements, one FP32 scale */
+FUSED_OPTIM_ENUM(WeightFormat, FUSED_OPTIM_WEIGHT_FORMATS);
 
 // One local shard of one parameter, with everything that the update touches.
 struct Shard {
@@ -87,18 +113,31 @@ struct Hyper {
     uint8_t stochastic_rounding;
 };
 
-FUSED_OPTIM_HD constexpr bool is_scaled(Format format) { return format >= Format::kFloat16; }
-
-FUSED_OPTIM_HD constexpr int element_bytes(Element type) { return type == Element::kFloat32 ? 4 : 2; }
-
-FUSED_OPTIM_HD constexpr int format_bytes(Format format) {
-    return format == Format::kFloat32 ? 4 : format >= Format::kFloat8 ? 1 : 2;
+// A number from each row, four bits each: the device cannot index a table of the host's.
+template <size_t count>
+constexpr uint32_t pack_digits(const int (&rows)[count]) {
+    static_assert(count <= 8, "digits of 32 bits");
+    uint32_t digits = 0;
+    for (size_t i = 0; i < count; ++i) digits |= static_cast<uint32_t>(rows[i]) << 4 * i;
+    return digits;
 }
 
-// Bytes per element of the tensor beside the parameter; 0 where there is none.
-FUSED_OPTIM_HD constexpr int master_bytes(Master master) {
-    return master == Master::kFloat32 ? 4 : master == Master::kRemainder16 ? 2 : master == Master::kRemainder8 ? 1 : 0;
+template <class Enum>
+FUSED_OPTIM_HD constexpr int digit(uint32_t digits, Enum row) {
+    return static_cast<int>(digits >> 4 * static_cast<int>(row) & 0xFu);
 }
+
+#define FUSED_OPTIM_BYTES(enumerator, name, bytes, ...) bytes,
+#define FUSED_OPTIM_SCALED(enumerator, name, bytes, scaled) scaled,
+constexpr uint32_t kElementBytes = pack_digits({FUSED_OPTIM_ELEMENTS(FUSED_OPTIM_BYTES)});
+constexpr uint32_t kMasterBytes = pack_digits({FUSED_OPTIM_MASTERS(FUSED_OPTIM_BYTES)});
+constexpr uint32_t kFormatBytes = pack_digits({FUSED_OPTIM_FORMATS(FUSED_OPTIM_BYTES)});
+constexpr uint32_t kScaledFormats = pack_digits({FUSED_OPTIM_FORMATS(FUSED_OPTIM_SCALED)});
+
+FUSED_OPTIM_HD constexpr int element_bytes(Element type) { return digit(kElementBytes, type); }
+FUSED_OPTIM_HD constexpr int master_bytes(Master master) { return digit(kMasterBytes, master); }
+FUSED_OPTIM_HD constexpr int format_bytes(Format format) { return digit(kFormatBytes, format); }
+FUSED_OPTIM_HD constexpr bool is_scaled(Format format) { return digit(kScaledFormats, format) != 0; }
 
 FUSED_OPTIM_HD uint64_t block_count(const Shard& shard) {
     return (shard.numel + (uint64_t{1} << shard.block_log2) - 1) >> shard.block_log2;

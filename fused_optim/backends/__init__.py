@@ -9,20 +9,21 @@ import functools
 import importlib
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Literal, NamedTuple, cast, get_args, overload
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:  # states of quantized parameters need the engines
-    from fused_optim.adapters import Target
-    from fused_optim.slots import Slots
+from fused_optim.adapters import Target
+from fused_optim.backends.engine import CudaEngine, Engine
+from fused_optim.slots import Slots
 
-BACKENDS = ("torch", "cpu", "cuda")
+Compiled = Literal["cpu", "cuda"]
+Backend = Literal["torch", "cpu", "cuda"]
+COMPILED: tuple[Compiled, ...] = get_args(Compiled)
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 
 class Hyper(NamedTuple):
@@ -69,49 +70,31 @@ class GroupWork:
     shards: list[ShardWork]
 
 
-class Shards(Protocol):
-    """The shards of one device from step to step, in one backend.
-
-    A step is ``refresh``, ``set`` for each shard that it returns (and that ``sharing`` returns), ``run``. ``watched`` holds a tuple per shard: the
-    parameter, its DTensorSpec or None, its dict of states, exp_avg, exp_avg_sq and the master or None; of a quantized
-    weight with a target also what ``Plan::watch`` in csrc/multi_tensor/bindings/plan.h names.
-    """
-
-    def refresh(self, watched: list[tuple[Any, ...]], attribute: str) -> Sequence[int]:
-        """Take this step's gradients; the numbers of the shards that have one and must be set (again)."""
-
-    def set(self, shard: int, work: ShardWork, watched: tuple[Any, ...] | None) -> None:
-        """Describe a shard for this step, and with ``watched`` for later ones, as long as nothing else changes."""
-
-    def sharing(self) -> Sequence[int]:
-        """The shards whose gradients have memory in common with another's, which a pass that writes them must not."""
-
-    def takes_target(self, slots: Slots) -> bool:
-        """Whether a shard with these states may have a target."""
-
-    def updated(self, watched: list[tuple[Any, ...]]) -> list[Tensor]:
-        """The parameters that have a gradient in this step."""
-
-    def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
-        """Update them. ``workspace``: memory of a GPU, needed where hyperparameters lie there."""
-
-
 def build_info() -> dict[str, dict[str, object]]:
     """What the installation built: engine -> built, reason, compiler, ... (empty if nothing was recorded)."""
     path = Path(__file__).parent.parent / "_build_info.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    recorded: dict[str, dict[str, object]] = json.loads(path.read_text()) if path.exists() else {}
+    return recorded
 
 
-def load_engine(name: str) -> tuple[ModuleType | None, str]:
+@overload
+def load_engine(name: Literal["cuda"]) -> tuple[CudaEngine | None, str]: ...
+
+
+@overload
+def load_engine(name: Compiled) -> tuple[Engine | None, str]: ...
+
+
+def load_engine(name: Compiled) -> tuple[Engine | None, str]:
     """The compiled engine ``cpu`` or ``cuda``, or None with the reason why there is none."""
     try:
-        return importlib.import_module(f"fused_optim._engine_{name}"), ""
+        return cast(Engine, importlib.import_module(f"fused_optim._engine_{name}")), ""
     except ImportError as error:
         reason = build_info().get(name, {}).get("reason")
         return None, str(reason or error)
 
 
-def forced_backend() -> str | None:
+def forced_backend() -> Backend | None:
     """The value of ``FUSED_OPTIM_BACKEND``. Raises ValueError if it names no backend."""
     name = os.environ.get("FUSED_OPTIM_BACKEND") or None
     if name is not None and name not in BACKENDS:
@@ -119,7 +102,7 @@ def forced_backend() -> str | None:
     return name
 
 
-def backend_for(device_type: str) -> str:
+def backend_for(device_type: str) -> Backend:
     """The backend that updates parameters on ``device_type``. Raises RuntimeError if a forced one cannot."""
     forced = forced_backend()
     if forced == "torch":
@@ -133,60 +116,15 @@ def backend_for(device_type: str) -> str:
         return forced
     if device_type == "cuda" and not _gpus_are_supported():
         return "torch"
-    return device_type if device_type in BACKENDS and load_engine(device_type)[0] is not None else "torch"
+    return device_type if device_type in COMPILED and load_engine(device_type)[0] is not None else "torch"
+
+
+def is_capturing() -> bool:
+    """Whether the current CUDA stream is being captured into a graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 @functools.cache
 def _gpus_are_supported() -> bool:
     """The engine needs compute capability 8.0 of every visible GPU."""
     return all(torch.cuda.get_device_capability(i) >= (8, 0) for i in range(torch.cuda.device_count()))
-
-
-def shards_on(device: torch.device, backend: str, groups: list[int], group_count: int) -> Shards:
-    """The shards of ``device``; ``groups``: the param group of each, ascending."""
-    from fused_optim.backends.compiled import CompiledShards
-
-    if backend == "torch":
-        return ReferenceShards(groups)
-    return CompiledShards(device, backend, groups, group_count)
-
-
-class ReferenceShards:
-    """Shards of the ``torch`` backend: described anew at every step."""
-
-    def __init__(self, groups: list[int]) -> None:
-        self._groups = groups
-        self._work: dict[int, ShardWork] = {}
-
-    def refresh(self, watched: list[tuple[Any, ...]], attribute: str) -> Sequence[int]:
-        self._work.clear()
-        return [i for i, (param, *_) in enumerate(watched) if getattr(param, attribute, None) is not None]
-
-    def set(self, shard: int, work: ShardWork, watched: tuple[Any, ...] | None) -> None:
-        self._work[shard] = work
-
-    def sharing(self) -> Sequence[int]:
-        extents = {i: (work.grad.data_ptr(), work.grad.data_ptr() + work.grad.nbytes) for i, work in self._work.items()}
-        found: set[int] = set()
-        last, end = -1, 0
-        for i in sorted(extents, key=extents.__getitem__):
-            if extents[i][0] < end:
-                found |= {last, i}
-            if extents[i][1] > end:
-                last, end = i, extents[i][1]
-        return sorted(found)
-
-    def takes_target(self, slots: Slots) -> bool:
-        return False
-
-    def updated(self, watched: list[tuple[Any, ...]]) -> list[Tensor]:
-        return [watched[i][0] for i in self._work]
-
-    def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
-        from fused_optim.backends import torch_reference
-
-        groups = [GroupWork(hyper, []) for hyper in hypers]
-        for i, work in sorted(self._work.items()):
-            groups[self._groups[i]].shards.append(work)
-        self._work.clear()
-        torch_reference.run(groups)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fused_optim.backends import Hyper, ShardWork, load_engine
+from fused_optim.backends import Compiled, Hyper, ShardWork, load_engine
+from fused_optim.backends.engine import Watched
 from fused_optim.formats import ELEMENT_TYPES
-
-if TYPE_CHECKING:
-    from fused_optim.slots import Slots
+from fused_optim.slots import Slots
 
 
 def address(tensor: Tensor | None) -> int:
@@ -45,7 +44,7 @@ def _dispatch_keys(device: torch.device) -> list[tuple[Tensor, int]]:
 class CompiledShards:
     """The shards of one device in the ``cpu`` or ``cuda`` engine, which looks for changes itself (``plan.h``)."""
 
-    def __init__(self, device: torch.device, backend: str, groups: list[int], group_count: int) -> None:
+    def __init__(self, device: torch.device, backend: Compiled, groups: list[int], group_count: int) -> None:
         engine, _ = load_engine(backend)
         assert engine is not None
         self._device, self._backend = device, backend
@@ -55,13 +54,13 @@ class CompiledShards:
         self._plan = engine.Plan(groups, group_count, api, Tensor, DTensor, _dispatch_keys(device))
         self._alive: list[ShardWork] = []  # contiguous copies of gradients live until the step is launched
 
-    def refresh(self, watched: list[tuple[Any, ...]], attribute: str) -> Sequence[int]:
+    def refresh(self, watched: list[Watched], attribute: str) -> Sequence[int]:
         self._alive.clear()  # of a step that was begun and refused
         # Reading `.grad` of a DTensor takes three times as long where torch looks for overrides.
         with torch._C.DisableTorchFunctionSubclass():
             return self._plan.refresh(watched, attribute)
 
-    def set(self, shard: int, work: ShardWork, watched: tuple[Any, ...] | None) -> None:
+    def set(self, shard: int, work: ShardWork, watched: Watched | None) -> None:
         slots, geometry, target = work.slots, work.slots.geometry, work.target
         weight: dict[str, Any] = {}
         if target is not None:
@@ -102,17 +101,27 @@ class CompiledShards:
     def takes_target(self, slots: Slots) -> bool:
         return self._writes_weights(slots.exp_avg.code, slots.exp_avg_sq.code)
 
-    def updated(self, watched: list[tuple[Any, ...]]) -> list[Tensor]:
+    def updated(self, watched: list[Watched]) -> list[Tensor]:
         return self._plan.updated(watched)
+
+    def groups_with_gradients(self) -> Sequence[int]:
+        return self._plan.groups_with_gradients()
 
     def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
         for group, h in enumerate(hypers):
-            on_device = isinstance(h.lr, Tensor)
-            self._plan.set_group(
+            self._plan.set_group(  # in its order: keywords would cost a microsecond per group
                 group,
-                0.0 if on_device else h.lr,
-                *h[1:10],
-                address(h.lr if on_device else None),
+                0.0 if isinstance(h.lr, Tensor) else h.lr,
+                h.beta1,
+                h.beta2,
+                h.eps,
+                h.weight_decay,
+                h.step,
+                h.adam_w,
+                h.bias_correction,
+                h.maximize,
+                h.stochastic_rounding,
+                address(h.lr if isinstance(h.lr, Tensor) else None),
                 address(h.grad_scale),
                 address(h.grad_factor),
                 address(h.found_inf),

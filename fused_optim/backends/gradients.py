@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fused_optim.backends import backend_for, load_engine
 from fused_optim.backends.compiled import run_on
+from fused_optim.backends.engine import Engine, EngineGradients
 from fused_optim.formats import ELEMENT_TYPES
 from fused_optim.sharding.dtensor import dense, is_dense
 
@@ -47,7 +46,7 @@ def power_sums(tensors: list[Tensor], groups: list[int], request: NormRequest) -
     result = torch.empty(2, dtype=torch.float32, device=device)
     where = run_on(device)
     if device.type == "cuda":
-        workspace = _workspace(engine, device, where["stream"])
+        workspace = _workspace(device, where["stream"])
         where["workspace"] = workspace.data_ptr()
     _table(engine, tensors, groups).norm(
         infinity=request.norm_type == math.inf,
@@ -67,8 +66,9 @@ def scale_(tensors: list[Tensor], factor: Tensor) -> None:
     """
     engine = _engine(tensors)
     fitting = [tensor for tensor in tensors if engine is not None and is_dense(tensor)]
-    if fitting:
-        _table(engine, fitting, [0] * len(fitting)).scale(factor=factor.data_ptr(), **run_on(fitting[0].device))
+    if engine is not None and fitting:
+        table = _table(engine, fitting, [0] * len(fitting))
+        table.scale(factor=factor.data_ptr(), **run_on(fitting[0].device))
         torch.autograd.graph.increment_version(fitting)
     for tensor in tensors:
         if engine is None or not is_dense(tensor):
@@ -91,14 +91,14 @@ def write_(tensor: Tensor, value: Tensor) -> None:
         tensor.copy_(value)
 
 
-def _engine(tensors: list[Tensor]) -> ModuleType | None:
+def _engine(tensors: list[Tensor]) -> Engine | None:
     backend = backend_for(tensors[0].device.type)
     if backend == "torch" or any(tensor.dtype not in ELEMENT_TYPES for tensor in tensors):
         return None
     return load_engine(backend)[0]
 
 
-def _table(engine: ModuleType, tensors: list[Tensor], groups: list[int]) -> Any:
+def _table(engine: Engine, tensors: list[Tensor], groups: list[int]) -> EngineGradients:
     return engine.Gradients(
         addresses=[tensor.data_ptr() for tensor in tensors],
         numels=[tensor.numel() for tensor in tensors],
@@ -107,14 +107,20 @@ def _table(engine: ModuleType, tensors: list[Tensor], groups: list[int]) -> Any:
     )
 
 
-def _workspace(engine: ModuleType, device: torch.device, stream: int) -> Tensor:
+def _workspace(device: torch.device, stream: int) -> Tensor:
     """A graph that is being captured gets its own: memory of the graph's, zeroed at each replay."""
     key = (device, stream)
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(engine.norm_workspace_bytes(device.index), dtype=torch.uint8, device=device)
+        return _new_workspace(device)
     if key not in _workspaces:
-        _workspaces[key] = torch.zeros(engine.norm_workspace_bytes(device.index), dtype=torch.uint8, device=device)
+        _workspaces[key] = _new_workspace(device)
     return _workspaces[key]
+
+
+def _new_workspace(device: torch.device) -> Tensor:
+    engine, _ = load_engine("cuda")
+    assert engine is not None  # it has the gradients already
+    return torch.zeros(engine.norm_workspace_bytes(device.index), dtype=torch.uint8, device=device)
 
 
 def _reference_sums(tensors: list[Tensor], groups: list[int], request: NormRequest) -> Tensor:

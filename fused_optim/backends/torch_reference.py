@@ -87,29 +87,37 @@ def update(grad: Tensor, param: Tensor, m: Tensor, v: Tensor, s: Scalars) -> tup
     """New (param, exp_avg, exp_avg_sq) of FP32 inputs; the update uses the moments before they are rounded."""
     grad = grad * s.grad_factor
     if s.l2_penalty != 0.0:
-        grad = fused(s.l2_penalty, param, grad)
-    m = fused(s.beta1, m, s.one_minus_beta1 * grad)
+        grad = fused(param, s.l2_penalty, grad)
+    m = fused(m, s.beta1, s.one_minus_beta1 * grad)
     v = normal(fused(s.one_minus_beta2 * grad, grad, normal(s.beta2 * v)))
     denominator = fused(sqrt(v), s.inverse_sqrt_correction2, s.eps)
-    return fused(-s.step_size, m / denominator, param * s.decay), m, v
+    return fused(m / denominator, -s.step_size, param * s.decay), m, v
+
+
+def _separate_master(work: ShardWork) -> Tensor | None:
+    """None where the parameter is its own master."""
+    if work.slots.master is Master.PARAMETER:
+        return None
+    assert work.master is not None
+    return work.master
 
 
 def _read_master(work: ShardWork) -> Tensor:
-    if work.slots.master is Master.PARAMETER:
+    master = _separate_master(work)
+    if master is None:
         return work.param.float()
-    if work.slots.master is Master.FLOAT32:
-        return work.master
-    return join_remainder(work.param, work.master)
+    return master if work.slots.master is Master.FLOAT32 else join_remainder(work.param, master)
 
 
 def _write_master(work: ShardWork, value: Tensor, u: Tensor) -> None:
-    if work.slots.master in (Master.REMAINDER16, Master.REMAINDER8):
+    master = _separate_master(work)
+    if master is not None and work.slots.master is Master.FLOAT32:
+        master.copy_(value)
+        work.param.copy_(value)
+    elif master is not None:
         high, low = split_remainder(value, work.slots.master)
         work.param.copy_(high)
-        work.master.copy_(low)
-    elif work.slots.master is Master.FLOAT32:
-        work.master.copy_(value)
-        work.param.copy_(value)
+        master.copy_(low)
     elif work.param.dtype in ROTATING:
         work.param.copy_(ROTATING[work.param.dtype](value.reshape(-1), u).view_as(value))
     else:
@@ -126,8 +134,9 @@ def _step_shard(work: ShardWork, s: Scalars) -> None:
     for name, target, value in (("exp_avg", work.exp_avg, m), ("exp_avg_sq", work.exp_avg_sq, v)):
         bits, scale = encode_state(value, name, slots.format(name), block, u)
         target.copy_(bits)
-        if scale is not None:
-            slots.scale(name).copy_(scale)
+        stored = slots.scale(name)
+        if stored is not None and scale is not None:
+            stored.copy_(scale)
     _write_master(work, param, u)
 
 

@@ -19,7 +19,6 @@ from fused_optim.checkpoint.checksums import write_checksums
 from fused_optim.checkpoint.sources import SINGLE_PROCESS, some_of
 from fused_optim.sharding.collective import gather, on_all_ranks, parameter_names, this_rank
 from fused_optim.sharding.dtensor import has_own_chunks, keep_chunks, rewrap_like, rewrap_shaped
-from fused_optim.sharding.uneven import locate_uneven_shards
 from fused_optim.slots import MOMENTS
 from fused_optim.validate import describe
 
@@ -41,7 +40,7 @@ def export_optimizer_checkpoint(
     cannot continue: ``bias_correction=False``.
     """
     path = Path(path)
-    locate_uneven_shards(optimizer.store.params)
+    optimizer.store.locate()
     with on_all_ranks(f"exporting to {path}"):
         if layout != "torch":
             raise ValueError(f"layout: expected 'torch', got {layout!r}")

@@ -32,7 +32,6 @@ from fused_optim.checkpoint.sources import (
 from fused_optim.formats import join_remainder
 from fused_optim.sharding.collective import gather, on_all_ranks, parameter_names
 from fused_optim.sharding.dtensor import has_own_chunks, local_tensor, rewrap_shaped
-from fused_optim.sharding.uneven import locate_uneven_shards
 from fused_optim.slots import MASTER, MOMENTS
 from fused_optim.validate import check_hyperparameters, describe
 
@@ -77,7 +76,7 @@ def load_optimizer_checkpoint(
     A collective: all ranks call it. Raises on every rank if it fails on one; nothing has been changed then.
     """
     path = Path(path)
-    locate_uneven_shards(optimizer.store.params)
+    optimizer.store.locate()
     everyone = {name for names in gather(_all_names(model)) for name in names}
     with on_all_ranks(f"loading {path}"):
         source = open_source(path)
@@ -310,4 +309,4 @@ def _equal(a: Any, b: Any) -> bool:
         return torch.equal(torch.as_tensor(a).flatten(), torch.as_tensor(b).flatten())
     if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
         return list(a) == list(b)
-    return a == b
+    return bool(a == b)

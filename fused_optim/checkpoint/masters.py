@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from fused_optim.adam import FusedAdam
 from fused_optim.sharding.collective import gather, on_all_ranks, parameter_names, this_rank
 from fused_optim.sharding.dtensor import has_own_chunks
-from fused_optim.sharding.uneven import locate_uneven_shards
 
 INDEX = "model.safetensors.index.json"
 
@@ -31,7 +30,7 @@ def save_master_safetensors(model: torch.nn.Module, optimizer: FusedAdam, folder
     A collective: all ranks call it. Raises on every rank if it fails on one.
     """
     folder = Path(folder)
-    locate_uneven_shards(optimizer.store.params)
+    optimizer.store.locate()
     with on_all_ranks(f"saving masters to {folder}"):
         from safetensors.torch import save_file
 

@@ -44,7 +44,10 @@ class Stored:
 
 class Source(Protocol):
     path: Path
-    entries: Mapping[str, Stored | None]  # by flat key; None: not a tensor
+
+    @property
+    def entries(self) -> Mapping[str, Stored | None]:
+        """By flat key; None: not a tensor."""
 
     def read(self, wanted: Mapping[str, Tensor | None]) -> dict[str, Any]:
         """Fill the tensors, this rank's part of DTensors; read what is no tensor where there is None."""
@@ -67,8 +70,10 @@ class _Folder:
         self.metadata = read_metadata(path)
         self.entries: dict[str, Stored | None] = {}
         for key, entry in self.metadata.state_dict_metadata.items():
-            is_tensor = isinstance(entry, TensorStorageMetadata)
-            self.entries[key] = Stored(tuple(entry.size), entry.properties.dtype) if is_tensor else None
+            if isinstance(entry, TensorStorageMetadata):
+                self.entries[key] = Stored(tuple(entry.size), entry.properties.dtype)
+            else:
+                self.entries[key] = None
 
     def read(self, wanted: Mapping[str, Tensor | None]) -> dict[str, Any]:
         self._check_files(wanted)
@@ -127,8 +132,8 @@ class _File:
             content = dict(enumerate(content))
         if not isinstance(content, Mapping):
             raise ValueError(f"{path}: expected a dict of torch.save, found {type(content).__name__}")
-        self.values, _ = flatten_state_dict(content)
-        self.entries = {
+        self.values, _ = flatten_state_dict(dict(content))
+        self.entries: dict[str, Stored | None] = {
             key: Stored(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else None
             for key, value in self.values.items()
         }

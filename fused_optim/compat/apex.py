@@ -60,13 +60,13 @@ class FusedAdam(fused_optim.adam.FusedAdam):
             put_rates_on_devices(self)
 
     @declared_without("grad_scaler")
-    def step(
+    def step(  # type: ignore[override]  # Apex's signature, which takes no others
         self,
         closure: Callable[[], Any] | None = None,
-        grads: Any = None,
-        output_params: Any = None,
-        scale: Any = None,
-        grad_norms: Any = None,
+        grads: object = None,
+        output_params: object = None,
+        scale: object = None,
+        grad_norms: object = None,
         grad_scaler: torch.amp.GradScaler | None = None,
     ) -> Any:
         """As :meth:`fused_optim.FusedAdam.step`. Raises RuntimeError for the arguments that Apex has given up."""

@@ -93,12 +93,14 @@ class FusedAdam(fused_optim.adam.FusedAdam):
     @property
     def exp_avg_dtype(self) -> torch.dtype:
         """The optimizer's default; param groups may differ."""
-        return self.defaults["exp_avg_dtype"]
+        dtype: torch.dtype = self.defaults["exp_avg_dtype"]
+        return dtype
 
     @property
     def exp_avg_sq_dtype(self) -> torch.dtype:
         """The optimizer's default; param groups may differ."""
-        return self.defaults["exp_avg_sq_dtype"]
+        dtype: torch.dtype = self.defaults["exp_avg_sq_dtype"]
+        return dtype
 
     @property
     def name_to_dtype_map(self) -> dict[str, torch.dtype]:

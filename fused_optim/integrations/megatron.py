@@ -154,7 +154,7 @@ def _finding(adam: type, check: Callable[[Any], None]) -> Callable[[Any], None]:
 @contextmanager
 def _importable(adam: type) -> Iterator[None]:
     module = ModuleType(_IMPORTED_FROM)
-    module.FusedAdam = adam
+    module.__dict__["FusedAdam"] = adam
     present = sys.modules.get(_IMPORTED_FROM)
     sys.modules[_IMPORTED_FROM] = module
     try:
@@ -175,7 +175,8 @@ def _ours(optimizer: Any) -> bool:
 
 def _inner_param(optimizer: Any, model_param: Tensor) -> Tensor:
     group, order = optimizer.model_param_group_index_map[model_param]
-    return optimizer.optimizer.param_groups[group]["params"][order]
+    param: Tensor = optimizer.optimizer.param_groups[group]["params"][order]
+    return param
 
 
 def _reading(original: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:

@@ -11,15 +11,11 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from fused_optim.quantized.recipes import Component, Recipe
-
-if TYPE_CHECKING:
-    from fused_optim.quantized.tensor import QuantizedTensor
+from fused_optim.quantized.recipes import Component, Components, Recipe
 
 _ALIGNMENT = 16  # bytes
 
@@ -39,35 +35,28 @@ def _gathered_components(recipe: Recipe, shape: tuple[int, ...]) -> list[tuple[C
     return [(part, recipe.component_shape(part, shape)) for part in parts]
 
 
-def inputs(shard: QuantizedTensor, ranks: int) -> tuple[tuple[Tensor, ...], Gathered]:
-    shard.check_fresh()
-    shape = (shard._padded_rows, *shard._weight_shape[1:])
+def inputs(
+    recipe: Recipe, components: Components, shape: tuple[int, ...], ranks: int
+) -> tuple[tuple[Tensor, ...], Gathered]:
+    """What a shard sends. ``shape``: its own with padded rows."""
     parts = []
-    for part, (rows, *_) in _gathered_components(shard.recipe, shape):
-        value = shard.components[part.name]
+    for part, (rows, *_) in _gathered_components(recipe, shape):
+        value = components[part.name]
         parts.append(_padded(value if part.tile is not None else value[None], rows).view(torch.uint8))
     return (_packed(parts),) if ranks == 1 else tuple(parts), Gathered(shape, ranks)
 
 
-def outputs(
-    shard: QuantizedTensor,
-    gathered: tuple[Tensor, ...],
-    metadata: Gathered,
-    dtype: torch.dtype,
-    out: Tensor | None,
-) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-    if out is not None:  # it lies in the memory that was gathered into
-        return None
-    recipe, ranks = shard.recipe, metadata.ranks
+def outputs(recipe: Recipe, gathered: tuple[Tensor, ...], metadata: Gathered) -> tuple[Components, tuple[int, ...]]:
+    """The components of the whole weight, in the memory that was gathered into, and its shape with padded rows."""
+    ranks = metadata.ranks
     shape = (metadata.shard_shape[0] * ranks, *metadata.shard_shape[1:])
-    parts = _unpacked(shard, gathered[0], shape) if ranks == 1 else list(gathered)
-    components = dict(shard.components)
-    components.pop("initial", None)
+    parts = _unpacked(recipe, gathered[0], shape) if ranks == 1 else list(gathered)
+    components = {}
     for (part, size), value in zip(_gathered_components(recipe, shape), parts, strict=True):
         rows_first = value[0] if part.tile is None else value
         # A weight of a single row has one block, though every rank gives one; the first has the row.
         components[part.name] = rows_first.view(part.dtype)[: size[0]]
-    return type(shard)(components, recipe, shape, dtype), ()
+    return components, shape
 
 
 def _padded(part: Tensor, rows: int) -> Tensor:
@@ -85,9 +74,9 @@ def _aligned(part: Tensor) -> Tensor:
     return torch.nn.functional.pad(part, (0, missing)) if missing else part
 
 
-def _unpacked(shard: QuantizedTensor, packed: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
+def _unpacked(recipe: Recipe, packed: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
     parts, start = [], 0
-    for part, (rows, *rest) in _gathered_components(shard.recipe, shape):
+    for part, (rows, *rest) in _gathered_components(recipe, shape):
         size = rows * math.prod(rest) * part.dtype.itemsize
         parts.append(packed[start : start + size].view(rows, -1))
         start += size + -size % _ALIGNMENT

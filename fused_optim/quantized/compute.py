@@ -12,22 +12,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from fused_optim.quantized import elements
-from fused_optim.quantized.tensor import QuantizedTensor, decoded, implements
+from fused_optim.quantized.recipes import ActivationScaling, Float8TensorScaling
+from fused_optim.quantized.tensor import Args, Kwargs, QuantizedTensor, decoded, implements
 
 aten = torch.ops.aten
 
 
 @implements(aten.mm.default)
-def _mm(func: Any, args: Any, kwargs: Any) -> Any:
-    if _can_scale(*args):
-        return _scaled_mm(*args)
+def _mm(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    x, weight = args
+    if _can_scale(x, weight):
+        return _scaled_mm(x, weight)
     return func(*decoded(args), **kwargs)
 
 
 @implements(aten.addmm.default)
-def _addmm(func: Any, args: Any, kwargs: Any) -> Any:
+def _addmm(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     bias, x, weight = args
     plain = not kwargs and not isinstance(bias, QuantizedTensor) and bias.dim() == 1
     if plain and _can_scale(x, weight) and bias.dtype == x.dtype:
@@ -40,16 +43,18 @@ def _has_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def _can_scale(x: Any, weight: Any) -> bool:
+def _can_scale(x: Tensor, weight: Tensor) -> bool:
     """Whether this is ``activations @ weight.t()`` with a weight whose recipe asks for FP8."""
-    if not isinstance(weight, QuantizedTensor) or getattr(weight.recipe, "compute", None) != "fp8":
+    if not isinstance(weight, QuantizedTensor) or not isinstance(weight.recipe, Float8TensorScaling):
+        return False
+    if weight.recipe.compute != "fp8":
         return False
     activations = not isinstance(x, QuantizedTensor) and x.dtype == weight.dtype == torch.bfloat16 and x.numel() > 0
     aligned = weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0
     return activations and weight._transposed and aligned and _has_fp8(weight.device)
 
 
-def quantize_activations(x: Tensor, scaling: str) -> tuple[Tensor, Tensor]:
+def quantize_activations(x: Tensor, scaling: ActivationScaling) -> tuple[Tensor, Tensor]:
     """E4M3 codes of a matrix, and the FP32 scales to multiply them by: one per ``"row"``, or ``"tensor"``.
 
     Scales take what is not finite for the largest, so all that is multiplied by them becomes NaN.
@@ -65,10 +70,11 @@ def quantize_activations(x: Tensor, scaling: str) -> tuple[Tensor, Tensor]:
 def _scaled_mm(x: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) -> Tensor:
     weight.check_not_freed()
     weight.check_fresh()
-    scaling = weight.recipe.activation_scaling
-    codes, scale = quantize_activations(x, scaling)
+    recipe = weight.recipe
+    assert isinstance(recipe, Float8TensorScaling)
+    codes, scale = quantize_activations(x, recipe.activation_scaling)
     weight_scale = weight.components["tensor_scale"]
-    if scaling == "row":
+    if recipe.activation_scaling == "row":
         weight_scale = weight_scale.expand(1, weight.shape[1]).contiguous()
     data = weight.components["data"].view(torch.float8_e4m3fn).t()
     return torch._scaled_mm(codes, data, scale_a=scale, scale_b=weight_scale, bias=bias, out_dtype=x.dtype)

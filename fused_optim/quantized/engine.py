@@ -6,9 +6,9 @@ looks on: a compiler or a dispatch mode would not see what the engine does.
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections.abc import Iterable, Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +17,20 @@ from torch import Tensor
 from fused_optim.adapters import Fractions
 from fused_optim.backends import backend_for, forced_backend, load_engine
 from fused_optim.backends.compiled import address, run_on
+from fused_optim.backends.engine import Engine
 from fused_optim.formats import ELEMENT_TYPES
-from fused_optim.quantized.recipes import Components, Native, Recipe
+from fused_optim.quantized.recipes import Components, KernelFormat, Recipe
 
 _NEAREST = (0, 0, 0, 0, 0, 0)
 _TABLE = ("data", "scale", "tensor_scale")
-_BEFORE, _AFTER, _AGAIN = range(3)  # ScaleStage of csrc/multi_tensor/quantize.h
+
+
+class ScaleStage(enum.IntEnum):
+    """When scales of whole weights are derived, as the engines number it."""
+
+    BEFORE = 0  # an update: from earlier absmaxes
+    AFTER = 1  # an update: with the absmax of its values
+    AGAIN = 2  # for the values of the last update: likewise
 
 
 class Encoding(NamedTuple):
@@ -54,26 +62,27 @@ def absmax(recipes: Sequence[Recipe], values: Sequence[Tensor | None], device: t
 def prepare(weights: Sequence[tuple[Recipe, Components]], applies: Tensor | None) -> None:
     """:meth:`Recipe.prepare` of each."""
     for (device, recipe), members in _alike(weights).items():
-        if recipe.native is not None and recipe.native.history == 0:
+        if recipe.kernel is not None and recipe.kernel.history == 0:
             continue
         components = [weights[i][1] for i in members]
-        if not _rescale(recipe, components, [None] * len(members), applies, _BEFORE, device):
+        if not _rescale(recipe, components, [None] * len(members), applies, ScaleStage.BEFORE, device):
             for part in components:
                 recipe.prepare(part, applies)
 
 
 def rescale(
     weights: Sequence[tuple[Recipe, Components]],
-    absmaxes: Sequence[Tensor | None],
+    absmaxes: Sequence[Tensor],
     applies: Tensor | None,
     advance: bool,
 ) -> None:
     """:meth:`Recipe.rescale` of each, with the absmax of each."""
+    stage = ScaleStage.AFTER if advance else ScaleStage.AGAIN
     for (device, recipe), members in _alike(weights).items():
         if not recipe.scales_whole_tensor:
             continue
         components, largest = [weights[i][1] for i in members], [absmaxes[i] for i in members]
-        if not _rescale(recipe, components, largest, applies, _AFTER if advance else _AGAIN, device):
+        if not _rescale(recipe, components, largest, applies, stage, device):
             for part, absmax in zip(components, largest, strict=True):
                 recipe.rescale(part, absmax, applies, advance)
 
@@ -83,22 +92,22 @@ def _rescale(
     components: Sequence[Components],
     absmaxes: Sequence[Tensor | None],
     applies: Tensor | None,
-    stage: int,
+    stage: ScaleStage,
     device: torch.device,
 ) -> bool:
     """Whether the engine could do it."""
-    engine, native = _engine(device), recipe.native
+    engine, kernel = _engine(device), recipe.kernel
     scales = [part["tensor_scale"] for part in components]
-    if engine is None or native is None or not all(map(is_plain, scales)):
+    if engine is None or kernel is None or not all(map(is_plain, scales)):
         return False
     histories = [part.get("amax_history") for part in components]
     applies = applies if applies is None else applies.to(device)
     engine.quantize_rescale(
         scales=[tuple(map(address, row)) for row in zip(scales, histories, absmaxes, strict=True)],
-        largest=native.largest,
-        factor=native.factor,
-        history=native.history,
-        most_recent=native.most_recent,
+        largest=kernel.largest,
+        factor=kernel.factor,
+        history=kernel.history,
+        most_recent=kernel.most_recent,
         stage=stage,
         applies=address(applies),
         **run_on(device),
@@ -110,16 +119,16 @@ def _rescale(
 def encode(weights: Sequence[Encoding]) -> None:
     """:meth:`Recipe.encode` of each."""
     for (device, recipe), members in _alike(weights).items():
-        engine, native = _engine(device), recipe.native
+        engine, kernel = _engine(device), recipe.kernel
         others = [weights[i] for i in members]
-        if engine is not None and native is not None:
+        if engine is not None and kernel is not None:
             rows = [
                 _row(weight.values, weight.components) if _values_fit(weight.values, device) else None
                 for weight in others
             ]
             fitting = [weight for weight, row in zip(others, rows, strict=True) if row is not None]
             others = [weight for weight, row in zip(others, rows, strict=True) if row is None]
-            _encode(engine, native, fitting, [row for row in rows if row is not None], device)
+            _encode(engine, kernel, fitting, [row for row in rows if row is not None], device)
         for weight in others:
             fractions = None if weight.fractions is None else weight.fractions.tensor(device)
             recipe.encode(weight.values, weight.components, fractions)
@@ -128,24 +137,24 @@ def encode(weights: Sequence[Encoding]) -> None:
 def decode(recipe: Recipe, components: Components, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """The values, rounded from FP32 to ``dtype``: a new tensor."""
     device = components["data"].device
-    engine, native = _engine(device), recipe.native
-    if engine is not None and native is not None and dtype in ELEMENT_TYPES:
+    engine, kernel = _engine(device), recipe.kernel
+    if engine is not None and kernel is not None and dtype in ELEMENT_TYPES:
         out = torch.empty(shape, dtype=dtype, device=device)
         row = _row(out, components)
         if row is not None:
-            engine.quantize_decode(weight=row, format=native.format, type=ELEMENT_TYPES[dtype], **run_on(device))
+            engine.quantize_decode(weight=row, format=kernel.format, type=ELEMENT_TYPES[dtype], **run_on(device))
             return out
     return recipe.decode(components, shape).to(dtype)
 
 
-def _engine(device: torch.device) -> ModuleType | None:
+def _engine(device: torch.device) -> Engine | None:
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return None
     return _engine_of(device.type, forced_backend())
 
 
 @functools.cache
-def _engine_of(device_type: str, forced: str | None) -> ModuleType | None:
+def _engine_of(device_type: str, forced: str | None) -> Engine | None:
     if forced not in (None, device_type):
         return None
     backend = backend_for(device_type)
@@ -184,14 +193,14 @@ def _row(values: Tensor, components: Components) -> tuple[int, ...] | None:
 
 
 def _encode(
-    engine: ModuleType, native: Native, weights: list[Encoding], rows: list[tuple[int, ...]], device: torch.device
+    engine: Engine, kernel: KernelFormat, weights: list[Encoding], rows: list[tuple[int, ...]], device: torch.device
 ) -> None:
     rotates = any(weight.fractions is not None for weight in weights)
     engine.quantize_encode(
         weights=rows,
         roundings=[_rounding(weight.fractions) for weight in weights] if rotates else [],
-        format=native.format,
-        round_up=native.round_up,
+        format=kernel.format,
+        round_up=kernel.round_up,
         **run_on(device),
     )
     written(part for weight in weights for name, part in weight.components.items() if name in ("data", "scale"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from fused_optim.adapters import Update
 from fused_optim.quantized import update
 from fused_optim.quantized.recipes import Recipe
-from fused_optim.quantized.tensor import QuantizedTensor, check_shape
-from fused_optim.sharding.dtensor import dense, local_tensor, rewrap_like, sharding_dims
+from fused_optim.quantized.tensor import QuantizedTensor, Shared, check_shape, local_weight
+from fused_optim.sharding.dtensor import dense, local_tensor, rewrap_like, sharded_dim, sharding_dims
 
 Filter = Callable[[nn.Module, str], bool]
 
@@ -80,16 +80,17 @@ def _quantize_assigned(
         local = local_tensor(value.detach())
         if not isinstance(local, QuantizedTensor) or local.recipe != current.recipe:
             target = QuantizedTensor.empty(current.recipe, local.shape, current.dtype, local.device)
-            target._shared.update(shard=isinstance(value, DTensor), name=prefix + key)
+            target._shared.shard, target._shared.name = isinstance(value, DTensor), prefix + key
             target.copy_(local)
             state_dict[prefix + key] = rewrap_like(target, value)
 
 
 def _check(weight: Tensor, recipe: Recipe, name: str) -> None:
-    if isinstance(local_tensor(weight), QuantizedTensor):
-        raise ValueError(f"{name} is quantized already: {local_tensor(weight).recipe}")
+    local = local_tensor(weight)
+    if isinstance(local, QuantizedTensor):
+        raise ValueError(f"{name} is quantized already: {local.recipe}")
     try:
-        check_shape(recipe, local_tensor(weight).shape)
+        check_shape(recipe, local.shape)
         _check_cuts(weight, recipe)
     except ValueError as error:
         raise ValueError(f"{name}, shape {tuple(weight.shape)}: {error}") from None
@@ -100,12 +101,13 @@ def _check_cuts(weight: Tensor, recipe: Recipe) -> None:
     if not isinstance(weight, DTensor):
         return
     for ranks, placement in zip(weight.device_mesh.shape, weight.placements, strict=True):
-        if placement.is_replicate() or placement.dim > 1:
+        dim = sharded_dim(placement)
+        if dim is None or dim > 1:
             continue
-        size = weight.shape[placement.dim]
+        size = weight.shape[dim]
         chunk = -(-size // ranks)
         for start in range(0, size, chunk):
-            problem = recipe.cut_problem(start, min(start + chunk, size), size, placement.dim)
+            problem = recipe.cut_problem(start, min(start + chunk, size), size, dim)
             if problem is not None:
                 raise ValueError(f"{problem} (placements {tuple(weight.placements)})")
 
@@ -114,10 +116,12 @@ def _quantized(weight: Tensor, recipe: Recipe, keep_initial: bool, name: str) ->
     values = local_tensor(weight.detach())
     local = QuantizedTensor.empty(recipe, values.shape, values.dtype, values.device)
     local.components["initial"] = dense(values).view(values.shape[0], -1)
-    stale = values.device.type != "meta"
-    shard = bool(sharding_dims(weight))
-    discard = not (keep_initial and weight.requires_grad)
-    local._shared.update(stale=stale, discard=discard, shard=shard, name=name)
+    local._shared = Shared(
+        stale=values.device.type != "meta",
+        discard=not (keep_initial and weight.requires_grad),
+        shard=bool(sharding_dims(weight)),
+        name=name,
+    )
     return nn.Parameter(rewrap_like(local, weight), requires_grad=weight.requires_grad)
 
 
@@ -131,15 +135,15 @@ def finish_initialization(model: nn.Module) -> None:
     """
     params = [param for param in dict.fromkeys(model.parameters()) if isinstance(local_tensor(param), QuantizedTensor)]
     params = [param for param in params if not local_tensor(param).is_meta]
-    updates = [Update(param, local_tensor(param).initial_values()) for param in _stale(params)]
+    updates = [Update(param, local_weight(param).initial_values()) for param in _stale(params)]
     for stale in updates:
-        local_tensor(stale.param).forget_scales()
+        local_weight(stale.param).forget_scales()
     update.write(updates)
 
 
-def _stale(params: list[Tensor]) -> list[Tensor]:
+def _stale(params: Sequence[Tensor]) -> list[Tensor]:
     """What any rank has to quantize: ranks without rows have nothing, and the others' values count for all."""
-    flags = {param: torch.tensor([float(local_tensor(param).is_stale)]) for param in params}
+    flags = {param: torch.tensor([float(local_weight(param).is_stale)]) for param in params}
     flags = {param: flag.to(local_tensor(param).device) for param, flag in flags.items()}
     return [param for param, flag in update.reduce_over_shards(flags).items() if flag.item()]
 
@@ -157,7 +161,7 @@ def quantized_model_init(recipe: Recipe) -> Iterator[None]:
         build(module, *args, **kwargs)
         quantize_model_(module, recipe, lambda candidate, _: candidate is module)
 
-    nn.Linear.__init__ = build_quantized  # type: ignore[method-assign]
+    nn.Linear.__init__ = build_quantized  # type: ignore[method-assign, assignment]  # for as long as the context lasts
     try:
         yield
     finally:

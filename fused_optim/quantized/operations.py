@@ -7,41 +7,47 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from fused_optim.quantized import engine
 from fused_optim.quantized.tensor import (
     INITIAL,
     INITIAL_COMPONENT,
+    Args,
+    Kwargs,
     QuantizedTensor,
     cut_component,
     implements,
+    local_weight,
 )
 
 aten = torch.ops.aten
 
 
-def _aliasing(func: Any, args: Any, kwargs: Any, view: QuantizedTensor) -> QuantizedTensor:
+def _aliasing(func: OpOverload, args: Args, kwargs: Kwargs, view: QuantizedTensor) -> QuantizedTensor:
     """The view, with its base's storage where the components are not plain: compilers look at that."""
     if type(view.components["data"]) is Tensor:
         return view
-    return return_and_correct_aliasing(func, args, kwargs, view)
+    aliasing: QuantizedTensor = return_and_correct_aliasing(func, args, kwargs, view)
+    return aliasing
 
 
 @implements(aten.detach.default, aten.alias.default)
-def _detach(func: Any, args: Any, kwargs: Any) -> Any:
+def _detach(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     # The same components: what is written to one is seen in the other, also what discard_high_precision_init() drops.
-    result = args[0]._view(args[0].components, padded_rows=args[0]._padded_rows)
-    return _aliasing(func, args, kwargs, result)
+    source: QuantizedTensor = args[0]
+    return _aliasing(func, args, kwargs, source._view(source.components, padded_rows=source._padded_rows))
 
 
 @implements(aten.clone.default)
-def _clone(func: Any, args: Any, kwargs: Any) -> Any:
-    return args[0]._copied(lambda part: part.clone(memory_format=torch.contiguous_format))
+def _clone(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    source: QuantizedTensor = args[0]
+    return source._copied(lambda part: part.clone(memory_format=torch.contiguous_format))
 
 
 def _within_autocast() -> bool:
@@ -52,13 +58,14 @@ def _within_autocast() -> bool:
 
 
 @implements(aten._to_copy.default)
-def _to_copy(func: Any, args: Any, kwargs: Any) -> Any:
-    source, dtype = args[0], kwargs.get("dtype")
+def _to_copy(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    source: QuantizedTensor = args[0]
+    dtype: torch.dtype | None = kwargs.get("dtype")
     if dtype is not None and dtype != source.dtype:
         if _within_autocast():  # a view that decodes to what the operation computes in
             return source._view(source.components, dtype=dtype)
         raise TypeError(
-            f"{source.where}a quantized weight cannot be cast from {source.dtype} to {dtype}; "
+            f"{source.prefix}a quantized weight cannot be cast from {source.dtype} to {dtype}; "
             f"dequantize({dtype}) gives a plain copy"
         )
     moved = {key: kwargs[key] for key in ("device", "non_blocking", "pin_memory") if kwargs.get(key) is not None}
@@ -66,24 +73,25 @@ def _to_copy(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @implements(aten._pin_memory.default)
-def _pin_memory(func: Any, args: Any, kwargs: Any) -> Any:
-    return args[0]._copied(lambda part: part.pin_memory(), args[0]._padded_rows)
+def _pin_memory(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    source: QuantizedTensor = args[0]
+    return source._copied(lambda part: part.pin_memory(), source._padded_rows)
 
 
 @implements(aten.empty_like.default)
-def _empty_like(func: Any, args: Any, kwargs: Any) -> Any:
-    source = args[0]
+def _empty_like(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    source: QuantizedTensor = args[0]
     if kwargs.get("dtype") not in (None, source.dtype):
         return torch.empty(source.shape, dtype=kwargs["dtype"], device=kwargs.get("device") or source.device)
     device = kwargs.get("device") or source.device
     result = source._copied(lambda part: torch.empty(part.shape, dtype=part.dtype, device=device))
-    result._shared["stale"] = source.has_initial  # to be initialised
+    result._shared.stale = source.has_initial  # to be initialised
     return result
 
 
 @implements(aten.zeros_like.default, aten.ones_like.default, aten.rand_like.default, aten.randn_like.default)
-def _plain_like(func: Any, args: Any, kwargs: Any) -> Any:
-    source = args[0]
+def _plain_like(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    source: QuantizedTensor = args[0]
     kwargs = {key: value for key, value in kwargs.items() if value is not None}
     if func is aten.zeros_like.default and "device" in kwargs and kwargs.get("dtype", source.dtype) == source.dtype:
         # So torch.distributed.checkpoint makes what it copies a state dict into before it is written in the background.
@@ -93,9 +101,10 @@ def _plain_like(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @implements(aten.new_zeros.default, aten.new_empty.default)
-def _new(func: Any, args: Any, kwargs: Any) -> Any:
+def _new(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Quantized if it is asked for a tensor with as many columns, or rows; FSDP2 and checkpoints do so."""
-    source, shape = args[0], tuple(args[1])
+    source: QuantizedTensor = args[0]
+    shape: tuple[int, ...] = tuple(args[1])
     device = torch.device(kwargs.get("device") or source.device)
     dtype = kwargs.get("dtype") or source.dtype
     rows, *columns = source._weight_shape
@@ -107,15 +116,17 @@ def _new(func: Any, args: Any, kwargs: Any) -> Any:
     if not result.is_meta and not source.is_meta:  # FSDP2 copies no rows into empty shards
         for part, value in zip(result.of_whole_weight(), source.of_whole_weight(), strict=True):
             part.copy_(value)
-    result._shared.update(name=source._shared.get("name"), shard=True, columns_cut=[*shape[1:]] != columns)
+    result._shared.name, result._shared.shard = source._shared.name, True
+    result._shared.columns_cut = [*shape[1:]] != columns
     return result._copied(lambda part: part.pin_memory()) if kwargs.get("pin_memory") else result
 
 
 @implements(aten.copy_.default)
-def _copy(func: Any, args: Any, kwargs: Any) -> Any:
-    target, source = args[0], args[1]
+def _copy(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    target: Tensor = args[0]
+    source: Tensor = args[1]
     if not isinstance(target, QuantizedTensor):
-        return func(target, source.dequantize(target.dtype if target.dtype.is_floating_point else None))
+        return func(target, local_weight(source).dequantize(target.dtype if target.dtype.is_floating_point else None))
     if tuple(target.shape) != tuple(source.shape):
         raise RuntimeError(
             f"copy_ into a quantized weight: expected shape {tuple(target.shape)}, got {tuple(source.shape)}"
@@ -123,15 +134,15 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
     target.check_cut_by_rows()  # FSDP2 copies into shards that it has made: within fully_shard
     if target._transposed:
         _copy(func, (target.t(), source.t()), {})
-    elif _same_bytes(target, source):
+    elif _same_bytes(source, target):
         _copy_components(target, source)
     else:
         _copy_values(target, source)
     return target
 
 
-def _same_bytes(target: QuantizedTensor, source: Tensor) -> bool:
-    """Whether equal components mean equal values."""
+def _same_bytes(source: Tensor, target: QuantizedTensor) -> TypeGuard[QuantizedTensor]:
+    """Whether the source is a weight whose components mean the same values in the target."""
     return (
         isinstance(source, QuantizedTensor)
         and source.recipe == target.recipe
@@ -146,14 +157,14 @@ def _copy_components(target: QuantizedTensor, source: QuantizedTensor) -> None:
             part.copy_(source.components[name])
         elif name == INITIAL:
             part.copy_(source.values().view(part.shape))
-    target._shared["stale"] = source._shared["stale"]
+    target._shared.stale = source._shared.stale
 
 
 def _copy_values(target: QuantizedTensor, source: Tensor) -> None:
     """Quantizes, except where that needs the values of other shards: then the values are kept until it can be done."""
     values = source.dequantize(torch.float32) if isinstance(source, QuantizedTensor) else source
     values = values.to(target.device)
-    partial = target._cut_from is not None or target._shared.get("shard")
+    partial = target._cut_from is not None or target._shared.shard
     if target.is_stale or (target.recipe.scales_whole_tensor and partial):
         target.keep_plain(values)
         return
@@ -176,7 +187,7 @@ def cut(tensor: QuantizedTensor, dim: int, start: int, end: int, trims: bool = F
     problem = tensor.recipe.cut_problem(start, end, shape[dim], dim)
     if problem is not None and not (trims and dim == 0 and start == 0 and _same_blocks(tensor, end)):
         raise ValueError(
-            f"{tensor.where}{problem}. Choose a number of ranks that leaves blocks whole, or another recipe"
+            f"{tensor.prefix}{problem}. Choose a number of ranks that leaves blocks whole, or another recipe"
         )
     parts = {part.name: part for part in (*tensor.recipe.components, INITIAL_COMPONENT)}
     components = {name: cut_component(value, parts[name], dim, start, end) for name, value in tensor.components.items()}
@@ -192,29 +203,32 @@ def _same_blocks(tensor: QuantizedTensor, rows: int) -> bool:
 
 
 @implements(aten.slice.Tensor)
-def _slice(func: Any, args: Any, kwargs: Any) -> Any:
-    tensor, dim, start, end, step = (*args, *(0, None, None, 1)[len(args) - 1 :])[:5]
+def _slice(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    tensor: QuantizedTensor = args[0]
+    dim, start, end, step = (*args[1:], *(0, None, None, 1)[len(args) - 1 :])[:4]
     if step != 1:
         return func(tensor.dequantize(), *args[1:], **kwargs)
     start, end, _ = slice(start, end).indices(tensor.shape[dim])
     if (start, end) == (0, tensor.shape[dim]):
         return _detach(aten.alias.default, (tensor,), {})
-    result = cut(tensor, dim % tensor.dim(), start, max(start, end), trims=tensor._shared.get("shard", False))
+    result = cut(tensor, dim % tensor.dim(), start, max(start, end), trims=tensor._shared.shard)
     if start == 0 and dim % tensor.dim() == 0:
         result._padded_rows = tensor._padded_rows
     return _aliasing(func, args, kwargs, result)
 
 
 @implements(aten.split.Tensor)
-def _split(func: Any, args: Any, kwargs: Any) -> Any:
-    tensor, size = args[:2]
+def _split(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    tensor: QuantizedTensor = args[0]
+    size: int = args[1]
     dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
     return _split_at(tensor, range(0, max(tensor.shape[dim], 1), size), dim)
 
 
 @implements(aten.split_with_sizes.default)
-def _split_with_sizes(func: Any, args: Any, kwargs: Any) -> Any:
-    tensor, sizes = args[:2]
+def _split_with_sizes(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    tensor: QuantizedTensor = args[0]
+    sizes: Sequence[int] = args[1]
     dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
     return _split_at(tensor, [sum(sizes[:i]) for i in range(len(sizes))], dim)
 
@@ -225,16 +239,16 @@ def _split_at(tensor: QuantizedTensor, starts: Sequence[int], dim: int) -> list[
 
 
 @implements(aten.t.default)
-def _t(func: Any, args: Any, kwargs: Any) -> Any:
-    tensor = args[0]
+def _t(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    tensor: QuantizedTensor = args[0]
     if tensor._flat or len(tensor._weight_shape) != 2:
         return func(tensor.dequantize())
     return _aliasing(func, args, kwargs, tensor._view(tensor.components, transposed=not tensor._transposed))
 
 
 @implements(aten.transpose.int)
-def _transpose(func: Any, args: Any, kwargs: Any) -> Any:
-    tensor = args[0]
+def _transpose(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    tensor: QuantizedTensor = args[0]
     if tensor._flat or len(tensor._weight_shape) != 2:
         return func(tensor.dequantize(), *args[1:])
     swaps = len({(0, 1)[dim] for dim in args[1:]}) == 2  # an IndexError where there is no such dim
@@ -242,8 +256,9 @@ def _transpose(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @implements(aten.permute.default)
-def _permute(func: Any, args: Any, kwargs: Any) -> Any:
-    tensor, dims = args
+def _permute(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    tensor: QuantizedTensor = args[0]
+    dims: Sequence[int] = args[1]
     if tensor._flat or len(tensor._weight_shape) != 2 or len(dims) != 2 or dims[0] % 2 == dims[1] % 2:
         return func(tensor.dequantize(), dims)
     swaps = [(0, 1)[dim] for dim in dims] == [1, 0]
@@ -251,9 +266,10 @@ def _permute(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @implements(aten.select.int)
-def _select(func: Any, args: Any, kwargs: Any) -> Any:
+def _select(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """A row is a view, so that what is written into it is not lost, where blocks lie within rows."""
-    tensor, dim, index = args
+    tensor: QuantizedTensor = args[0]
+    dim, index = args[1:]
     rows = tensor.shape[0]
     if dim % tensor.dim() or len(tensor._weight_shape) != 2 or not -rows <= index < rows:
         return func(tensor.dequantize(), dim, index)
@@ -265,8 +281,9 @@ def _select(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @implements(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-def _view(func: Any, args: Any, kwargs: Any) -> Any:
-    tensor, shape = args[0], list(args[1])
+def _view(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    tensor: QuantizedTensor = args[0]
+    shape: list[int] = list(args[1])
     if -1 in shape:
         known = math.prod(size for size in shape if size != -1)
         shape[shape.index(-1)] = tensor.numel() // max(known, 1)
@@ -282,14 +299,15 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @implements(aten.as_strided.default)
-def _as_strided(func: Any, args: Any, kwargs: Any) -> Any:
+def _as_strided(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """FSDP2 trims what it gathered to the weight's rows this way; nothing else is possible."""
-    tensor, shape, stride = args[0], tuple(args[1]), tuple(args[2])
+    tensor: QuantizedTensor = args[0]
+    shape, stride = tuple(args[1]), tuple(args[2])
     offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
     whole_rows = tuple(shape[1:]) == tuple(tensor.shape[1:]) and shape[0] <= tensor.shape[0]
     contiguous = stride == torch.empty(shape, device="meta").stride()
     if not (whole_rows and contiguous and not offset) or tensor._flat or tensor._transposed:
-        raise RuntimeError(f"{tensor.where}as_strided of a quantized weight can only give its first rows")
+        raise RuntimeError(f"{tensor.prefix}as_strided of a quantized weight can only give its first rows")
     return _aliasing(func, args, kwargs, cut(tensor, 0, 0, shape[0], trims=True))
 
 
@@ -297,8 +315,9 @@ def _as_strided(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @implements(torch.ops.c10d.broadcast_.default)
-def _broadcast(func: Any, args: Any, kwargs: Any) -> Any:
+def _broadcast(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Bytes, as DistributedDataParallel does with the first rank's weights."""
+    tensor: QuantizedTensor
     (tensor,), group, root, root_tensor = args[:4]
     for part in tensor.components.values():
         _, work = func([part], group, root, root_tensor, True, *args[5:], **kwargs)
@@ -307,12 +326,13 @@ def _broadcast(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @implements(torch.ops.c10d.scatter_.default)
-def _scatter(func: Any, args: Any, kwargs: Any) -> Any:
+def _scatter(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Bytes. With one rank, full state dicts hold the quantized weights themselves, and loading them scatters those."""
+    output: QuantizedTensor
     (output,), inputs, group, root = args[:4]
     given = [tensor for row in inputs for tensor in row]
     if not all(isinstance(x, QuantizedTensor) and x.recipe == output.recipe for x in given):
-        raise RuntimeError(f"{output.where}scattered are weights of other recipes; dequantize() gives plain copies")
+        raise RuntimeError(f"{output.prefix}scattered are weights of other recipes; dequantize() gives plain copies")
     for tensor in given:
         tensor.check_fresh()
     for name, part in output.components.items():
@@ -324,14 +344,16 @@ def _scatter(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @implements(aten.is_pinned.default)
-def _is_pinned(func: Any, args: Any, kwargs: Any) -> Any:
-    return args[0].is_pinned()
+def _is_pinned(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    source: QuantizedTensor = args[0]
+    return source.is_pinned()
 
 
 @implements(aten.embedding.default)
-def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
+def _embedding(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Decodes only the rows that are looked up, where blocks lie within rows."""
-    weight, indices = args[:2]
+    weight: QuantizedTensor = args[0]
+    indices: Tensor = args[1]
     tiles = [part.tile[0] for part in weight.recipe.components if part.tile is not None]
     if max(tiles) > 1 or weight._transposed or weight._flat:
         return func(weight.dequantize(), indices, *args[2:], **kwargs)

@@ -8,11 +8,12 @@ elements have no NaN) and do not count for scales.
 
 from __future__ import annotations
 
+import enum
 import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -20,6 +21,10 @@ from torch import Tensor
 from fused_optim.quantized import elements
 
 Components = dict[str, Tensor]
+Compute = Literal["dequantize", "fp8"]
+ActivationScaling = Literal["tensor", "row"]
+Float8Format = Literal["e4m3", "hybrid"]
+AmaxAlgorithm = Literal["max", "most_recent"]
 
 
 @dataclass(frozen=True)
@@ -36,17 +41,27 @@ class Component:
     shape: tuple[int, ...] = (1,)
 
 
-@dataclass(frozen=True)
-class Native:
-    """How the compiled engines know a recipe: numbers of ``csrc/multi_tensor/table.h``.
+class WeightFormat(enum.IntEnum):
+    """Formats of weights, as the engines number them; their elements and scales stand in ``table.h``."""
 
-    ``format``: its WeightFormat. ``block``: elements of a row that share a scale (1: any number does), where the update
+    FLOAT8 = 0
+    FLOAT8_BLOCKS = 1
+    FLOAT8_TILES = 2
+    MXFLOAT8 = 3
+    NVFLOAT4 = 4
+
+
+@dataclass(frozen=True)
+class KernelFormat:
+    """How the compiled engines know a recipe.
+
+    ``block``: elements of a row that share a scale (1: any number does), where the update
     of FP32 masters can write the codes in the same pass; else None. ``round_up``: scales of blocks become powers of
     two. The others are about the scale of a whole weight: absmax / ``largest`` * ``factor``, where the absmax may be
     that of a ``history`` of so many updates or its ``most_recent`` entry.
     """
 
-    format: int
+    format: WeightFormat
     block: int | None = None
     round_up: bool = False
     largest: float = 0.0
@@ -63,15 +78,19 @@ def as_matrix(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
 class Recipe:
     """What all recipes have. ``scales_whole_tensor``: one scale depends on all of a weight, hence on all its shards."""
 
-    components: ClassVar[tuple[Component, ...]]
     scales_whole_tensor: ClassVar[bool] = False
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        """What a tensor consists of; a recipe may have it as an attribute of the class."""
+        raise NotImplementedError
 
     @property
     def name(self) -> str:
         return type(self).__name__
 
     @functools.cached_property
-    def native(self) -> Native | None:
+    def kernel(self) -> KernelFormat | None:
         """None where only PyTorch knows the recipe."""
         return None
 
@@ -113,9 +132,7 @@ class Recipe:
     def prepare(self, components: Mapping[str, Tensor], applies: Tensor | None) -> None:
         """Set the tensor-wide scale for new values whose absmax is not known yet, where it comes from earlier ones."""
 
-    def rescale(
-        self, components: Mapping[str, Tensor], absmax: Tensor | None, applies: Tensor | None, advance: bool
-    ) -> None:
+    def rescale(self, components: Mapping[str, Tensor], absmax: Tensor, applies: Tensor | None, advance: bool) -> None:
         """Set the tensor-wide scale for new values with this ``absmax`` over all shards, unless :meth:`prepare` has.
 
         ``applies``: a boolean scalar; where it is False nothing is changed. None means True.
@@ -143,7 +160,7 @@ def _set_where(target: Tensor, value: Tensor, applies: Tensor | None) -> None:
 
 
 @dataclass(frozen=True)
-class _Float8TensorScaling(Recipe):
+class Float8TensorScaling(Recipe):
     """E4M3 with one FP32 scale per weight.
 
     Args:
@@ -153,15 +170,14 @@ class _Float8TensorScaling(Recipe):
     These two are no part of the format: recipes that differ in them only are equal.
     """
 
-    components: ClassVar[tuple[Component, ...]] = (_FLOAT8_DATA, _TENSOR_SCALE)
     scales_whole_tensor: ClassVar[bool] = True
-    compute: str = field(default="dequantize", compare=False, kw_only=True)
-    activation_scaling: str = field(default="tensor", compare=False, kw_only=True)
+    compute: Compute = field(default="dequantize", compare=False, kw_only=True)
+    activation_scaling: ActivationScaling = field(default="tensor", compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.compute not in ("dequantize", "fp8"):
+        if self.compute not in get_args(Compute):
             raise ValueError(f"compute: expected 'dequantize' or 'fp8', got {self.compute!r}")
-        if self.activation_scaling not in ("tensor", "row"):
+        if self.activation_scaling not in get_args(ActivationScaling):
             raise ValueError(f"activation_scaling: expected 'tensor' or 'row', got {self.activation_scaling!r}")
 
     def encode(self, x: Tensor, components: Mapping[str, Tensor], fractions: Tensor | None = None) -> None:
@@ -174,21 +190,21 @@ class _Float8TensorScaling(Recipe):
 
 
 @dataclass(frozen=True)
-class Float8CurrentScaling(_Float8TensorScaling):
+class Float8CurrentScaling(Float8TensorScaling):
     """float8_e4m3fn, one FP32 scale per weight: its absmax / 448. A new scale at every update."""
 
-    @functools.cached_property
-    def native(self) -> Native:
-        return Native(0, largest=elements.FLOAT8_LARGEST)
+    components: ClassVar[tuple[Component, ...]] = (_FLOAT8_DATA, _TENSOR_SCALE)
 
-    def rescale(
-        self, components: Mapping[str, Tensor], absmax: Tensor | None, applies: Tensor | None, advance: bool
-    ) -> None:
+    @functools.cached_property
+    def kernel(self) -> KernelFormat:
+        return KernelFormat(WeightFormat.FLOAT8, largest=elements.FLOAT8_LARGEST)
+
+    def rescale(self, components: Mapping[str, Tensor], absmax: Tensor, applies: Tensor | None, advance: bool) -> None:
         _set_where(components["tensor_scale"], elements.float8_scale(absmax), applies)
 
 
 @dataclass(frozen=True)
-class Float8DelayedScaling(_Float8TensorScaling):
+class Float8DelayedScaling(Float8TensorScaling):
     """float8_e4m3fn, one FP32 scale per weight, from the absmax of earlier updates.
 
     Args:
@@ -202,29 +218,29 @@ class Float8DelayedScaling(_Float8TensorScaling):
     history saturates at 448 times the scale, for one update.
     """
 
-    fp8_format: str = "e4m3"
+    fp8_format: Float8Format = "e4m3"
     amax_history_len: int = 16
-    amax_compute_algo: str = "max"
+    amax_compute_algo: AmaxAlgorithm = "max"
     margin: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.fp8_format not in ("e4m3", "hybrid"):
+        if self.fp8_format not in get_args(Float8Format):
             raise ValueError(f"fp8_format: expected 'e4m3' or 'hybrid', got {self.fp8_format!r}")
-        if self.amax_compute_algo not in ("max", "most_recent"):
+        if self.amax_compute_algo not in get_args(AmaxAlgorithm):
             raise ValueError(f"amax_compute_algo: expected 'max' or 'most_recent', got {self.amax_compute_algo!r}")
         if self.amax_history_len < 1:
             raise ValueError(f"amax_history_len: expected at least 1, got {self.amax_history_len}")
 
     @functools.cached_property
-    def components(self) -> tuple[Component, ...]:  # type: ignore[override]
+    def components(self) -> tuple[Component, ...]:
         history = Component("amax_history", torch.float32, None, (self.amax_history_len,))
         return (_FLOAT8_DATA, _TENSOR_SCALE, history)
 
     @functools.cached_property
-    def native(self) -> Native:
-        return Native(
-            0,
+    def kernel(self) -> KernelFormat:
+        return KernelFormat(
+            WeightFormat.FLOAT8,
             block=1,
             largest=elements.FLOAT8_LARGEST,
             factor=2.0**self.margin,
@@ -242,9 +258,7 @@ class Float8DelayedScaling(_Float8TensorScaling):
         kept = torch.where(scale > self._scale(torch.zeros_like(scale)), scale, 1.0)
         _set_where(scale, torch.where(seen > 0, self._scale(seen), kept), applies)
 
-    def rescale(
-        self, components: Mapping[str, Tensor], absmax: Tensor | None, applies: Tensor | None, advance: bool
-    ) -> None:
+    def rescale(self, components: Mapping[str, Tensor], absmax: Tensor, applies: Tensor | None, advance: bool) -> None:
         """A first scale where there is none, and ``absmax`` into the history (entry 0 is the latest)."""
         history, scale = components["amax_history"], components["tensor_scale"]
         _set_where(scale, torch.where(scale > 0, scale, self._scale(absmax)), applies)
@@ -269,14 +283,15 @@ class Float8BlockScaling(Recipe):
             raise ValueError(f"block: expected (128, 128) or (1, 128), got {self.block}")
 
     @functools.cached_property
-    def components(self) -> tuple[Component, ...]:  # type: ignore[override]
-        return (_FLOAT8_DATA, Component("scale", torch.float32, tuple(self.block)))
+    def components(self) -> tuple[Component, ...]:
+        rows, columns = self.block
+        return (_FLOAT8_DATA, Component("scale", torch.float32, (rows, columns)))
 
     @functools.cached_property
-    def native(self) -> Native:
+    def kernel(self) -> KernelFormat:
         if self.block[0] == 1:
-            return Native(1, block=128, round_up=self.power_of_two)
-        return Native(2, round_up=self.power_of_two)
+            return KernelFormat(WeightFormat.FLOAT8_BLOCKS, block=128, round_up=self.power_of_two)
+        return KernelFormat(WeightFormat.FLOAT8_TILES, round_up=self.power_of_two)
 
     def problem(self, shape: tuple[int, ...]) -> str | None:
         if len(shape) != 2 and self.block[0] > 1:
@@ -311,8 +326,8 @@ class MXFP8BlockScaling(Recipe):
     components: ClassVar[tuple[Component, ...]] = (_FLOAT8_DATA, Component("scale", torch.uint8, (1, 32)))
 
     @functools.cached_property
-    def native(self) -> Native:
-        return Native(3, block=32, round_up=self.round_up)
+    def kernel(self) -> KernelFormat:
+        return KernelFormat(WeightFormat.MXFLOAT8, block=32, round_up=self.round_up)
 
     def encode(self, x: Tensor, components: Mapping[str, Tensor], fractions: Tensor | None = None) -> None:
         data, scale = components["data"], components["scale"]
@@ -344,17 +359,15 @@ class NVFP4BlockScaling(Recipe):
     scales_whole_tensor: ClassVar[bool] = True
 
     @functools.cached_property
-    def native(self) -> Native:
-        return Native(4, largest=6.0 * 448.0)
+    def kernel(self) -> KernelFormat:
+        return KernelFormat(WeightFormat.NVFLOAT4, largest=6.0 * 448.0)
 
     def problem(self, shape: tuple[int, ...]) -> str | None:
         if len(shape) >= 2 and as_matrix(shape)[1] % 2:
             return f"{self.name} needs an even number of elements per row, got shape {tuple(shape)}"
         return super().problem(shape)
 
-    def rescale(
-        self, components: Mapping[str, Tensor], absmax: Tensor | None, applies: Tensor | None, advance: bool
-    ) -> None:
+    def rescale(self, components: Mapping[str, Tensor], absmax: Tensor, applies: Tensor | None, advance: bool) -> None:
         _set_where(components["tensor_scale"], elements.scale_for(absmax, 6.0 * 448.0), applies)
 
     def encode(self, x: Tensor, components: Mapping[str, Tensor], fractions: Tensor | None = None) -> None:

@@ -11,20 +11,53 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
+from torch.distributed.device_mesh import DeviceMesh
 
 from fused_optim.quantized import all_gather, engine
 from fused_optim.quantized.engine import Encoding
 from fused_optim.quantized.recipes import RECIPES, Component, Components, Recipe, as_matrix
+from fused_optim.sharding.dtensor import local_tensor
 
 aten = torch.ops.aten
 INITIAL = "initial"  # the component with high-precision initial values, until the optimizer has seeded its master
 INITIAL_COMPONENT = Component(INITIAL, torch.float32, (1, 1))
 
-_HANDLERS: dict[Any, Callable[..., Any]] = {}
+# What torch calls with a function of ``torch.ops`` and its arguments, which are whatever that function takes.
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Handler = Callable[[OpOverload, Args, Kwargs], Any]
+
+_HANDLERS: dict[OpOverload, Handler] = {}
+
+
+@dataclass(slots=True)
+class Shared:
+    """What all views of a weight know together.
+
+    ``stale``: initial values were changed and not quantized since. ``discard``: they are to be freed once quantized.
+    ``shard``: other ranks hold parts of the weight. ``columns_cut``: FSDP2 has cut it by columns. ``name``: of the
+    parameter, for messages.
+    """
+
+    stale: bool = False
+    discard: bool = False
+    shard: bool = False
+    columns_cut: bool = False
+    name: str | None = None
+
+    def copied(self) -> Shared:
+        return Shared(self.stale, self.discard, self.shard, self.columns_cut, self.name)
+
+
+# What compilers keep of a weight beside its components: recipe, shape, dtype, whether it is transposed, or flat, padded
+# rows.
+Context = tuple[Recipe, torch.Size, torch.dtype, bool, bool, int, Shared]
 
 
 class QuantizedTensor(torch.Tensor):
@@ -46,18 +79,18 @@ class QuantizedTensor(torch.Tensor):
 
     recipe: Recipe
     components: Components
+    _weight_shape: torch.Size
     # A view with its dims swapped, or of all elements in one dim. Neither can be cut.
     _transposed: bool
     _flat: bool
-    # Of all views of a weight together: whether initial values were changed and not quantized since ("stale"), whether
-    # they are to be freed once quantized ("discard"), whether other ranks hold parts of the weight ("shard"), its name.
-    _shared: dict[str, Any]
+    _shared: Shared
     # What it is a part of: the tensor, the dim, and from where to where.
     _cut_from: tuple[QuantizedTensor, int, int, int] | None
     # Rows of the tensor whose first rows these are: FSDP2 pads shards so, and gathers them padded.
     _padded_rows: int
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    # As torch's own subclasses have it; only its stubs know another signature.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     # All in __new__, and no keyword arguments below: views are made by every matrix product, and these calls cost most.
     @staticmethod
@@ -70,7 +103,7 @@ class QuantizedTensor(torch.Tensor):
         transposed: bool = False,
         flat: bool = False,
         cut_from: tuple[QuantizedTensor, int, int, int] | None = None,
-        shared: dict[str, Any] | None = None,
+        shared: Shared | None = None,
         padded_rows: int = 0,
     ) -> QuantizedTensor:
         size = (math.prod(shape),) if flat else (shape[1], shape[0]) if transposed else shape
@@ -81,7 +114,7 @@ class QuantizedTensor(torch.Tensor):
         self.recipe = recipe
         self._weight_shape = torch.Size(shape)
         self._transposed, self._flat, self._cut_from = transposed, flat, cut_from
-        self._shared = {"stale": False} if shared is None else shared
+        self._shared = Shared() if shared is None else shared
         self._padded_rows = max(padded_rows, shape[0])
         return self
 
@@ -151,7 +184,7 @@ class QuantizedTensor(torch.Tensor):
             self.dtype,
             transposed=self._transposed,
             flat=self._flat,
-            shared=dict(self._shared),
+            shared=self._shared.copied(),
             padded_rows=padded_rows,
         )
 
@@ -169,7 +202,7 @@ class QuantizedTensor(torch.Tensor):
     def discard_high_precision_init(self) -> None:
         """Free the high-precision initial values."""
         self.check_fresh()
-        self._shared["discard"] = False
+        self._shared.discard = False
         part: QuantizedTensor | None = self
         while part is not None:  # FSDP2 keeps the padded tensor that its shard is a part of
             part.components.pop(INITIAL, None)
@@ -203,9 +236,9 @@ class QuantizedTensor(torch.Tensor):
         """Quantize plain values of this tensor's shape, with a new tensor-wide scale from these values alone."""
         self.forget_scales()
         weight = Encoding(self.recipe, self.components, values.detach().float())
-        whole = self.recipe.scales_whole_tensor
-        absmax = engine.absmax([self.recipe], [weight.values], self.device)[0] if whole else None
-        engine.rescale([weight[:2]], [absmax], None, advance=True)
+        if self.recipe.scales_whole_tensor:
+            absmax = engine.absmax([self.recipe], [weight.values], self.device)[0]
+            engine.rescale([(self.recipe, self.components)], [absmax], None, advance=True)
         engine.encode([weight])
         self.mark_fresh()
 
@@ -215,32 +248,31 @@ class QuantizedTensor(torch.Tensor):
             part.zero_()
 
     @property
-    def where(self) -> str:
+    def prefix(self) -> str:
         """The parameter's name, where it is known, as the beginning of a message."""
-        name = self._shared.get("name")
-        return f"{name}: " if name else ""
+        return f"{self._shared.name}: " if self._shared.name else ""
 
     def mark_fresh(self) -> None:
         """The data was quantized from the initial values as they are, or from later ones."""
-        self._shared["stale"] = False
-        if self._shared.get("discard"):
+        self._shared.stale = False
+        if self._shared.discard:
             self.discard_high_precision_init()
 
     @property
     def is_stale(self) -> bool:
         """Whether plain values were written and not quantized since."""
-        return self._shared["stale"] and self.numel() > 0
+        return self._shared.stale and self.numel() > 0
 
     def check_fresh(self) -> None:
         if self.is_stale:
             raise RuntimeError(
-                f"{self.where}plain values were written into a quantized weight but not quantized yet: call "
+                f"{self.prefix}plain values were written into a quantized weight but not quantized yet: call "
                 "fused_optim.quantized.finish_initialization(model) on all ranks after initialising or loading it"
             )
 
     def check_cut_by_rows(self) -> None:
-        if self._shared.get("columns_cut"):
-            raise RuntimeError(f"{self.where}FSDP2 can shard quantized weights by rows only: placement Shard(0)")
+        if self._shared.columns_cut:
+            raise RuntimeError(f"{self.prefix}FSDP2 can shard quantized weights by rows only: placement Shard(0)")
 
     @property
     def is_freed(self) -> bool:
@@ -250,7 +282,7 @@ class QuantizedTensor(torch.Tensor):
 
     def check_not_freed(self) -> None:
         if self.is_freed:
-            raise RuntimeError(f"{self.where}the data of this quantized weight has been freed")
+            raise RuntimeError(f"{self.prefix}the data of this quantized weight has been freed")
 
     def check_components(self, names: Sequence[str]) -> None:
         """Raise where these were freed or replaced, and their memory is no place for this weight any more."""
@@ -260,7 +292,7 @@ class QuantizedTensor(torch.Tensor):
             fits = tuple(part.shape) == shape and part.dtype == component.dtype and part.device == self.device
             if component.name in names and not fits:
                 raise ValueError(
-                    f"{self.where}component {component.name!r} of a quantized weight: expected {component.dtype} of "
+                    f"{self.prefix}component {component.name!r} of a quantized weight: expected {component.dtype} of "
                     f"shape {shape} on {self.device}, got {part.dtype} of shape {tuple(part.shape)} on {part.device}"
                 )
 
@@ -271,7 +303,7 @@ class QuantizedTensor(torch.Tensor):
         """
         self._ensure_initial(values.dtype if values.is_floating_point() else torch.float32)
         self.components[INITIAL].copy_(values.detach().reshape(as_matrix(tuple(self._weight_shape))))
-        self._shared["stale"] = True
+        self._shared.stale = True
         self.forget_scales()
 
     def _ensure_initial(self, dtype: torch.dtype) -> None:
@@ -279,7 +311,7 @@ class QuantizedTensor(torch.Tensor):
             return
         if self._cut_from is None:
             self.components[INITIAL] = self.values().to(dtype).view(as_matrix(tuple(self._weight_shape)))
-            self._shared["discard"] = True
+            self._shared.discard = True
         else:
             whole, dim, start, end = self._cut_from
             whole._ensure_initial(dtype)
@@ -287,7 +319,7 @@ class QuantizedTensor(torch.Tensor):
 
     # --- what torch asks tensors without memory of their own ------------------------------------------------------
 
-    @property  # type: ignore[override]
+    @property
     def data(self) -> Tensor:
         return self.detach()
 
@@ -302,8 +334,8 @@ class QuantizedTensor(torch.Tensor):
             or other._cut_from is not None
         ):
             raise TypeError(
-                f"{self.where}.data of a quantized weight takes a whole one of the same recipe, shape and dtype; copy_ "
-                "quantizes other values"
+                f"{self.prefix}.data of a quantized weight takes a whole one of the same recipe, shape and dtype; "
+                "copy_ quantizes other values"
             )
         self.components, self._shared, self._cut_from = other.components, other._shared, None
 
@@ -313,16 +345,16 @@ class QuantizedTensor(torch.Tensor):
     def untyped_storage(self) -> torch.UntypedStorage:
         return torch.UntypedStorage(0, device=self.device)
 
-    def is_pinned(self, device: torch.device | None = None) -> bool:
+    def is_pinned(self, device: str | torch.device | int | None = None) -> bool:
         return all(part.is_pinned() for part in self.components.values())
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]  # of one without types
         return (
             f"QuantizedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, {self.recipe}"
             f"{', with initial values' if self.has_initial else ''})"
         )
 
-    def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:  # type: ignore[override]
+    def __reduce_ex__(self, proto: SupportsIndex) -> tuple[Any, ...]:
         if self._transposed or self._flat:
             raise TypeError("views of a quantized weight cannot be pickled")
         self.check_fresh()
@@ -331,10 +363,10 @@ class QuantizedTensor(torch.Tensor):
             kept = {name: part.to("meta") for name, part in kept.items()}
         fields = {field.name: getattr(self.recipe, field.name) for field in dataclasses.fields(self.recipe)}
         described = (self.recipe.name, fields, tuple(self._weight_shape), self.dtype)
-        flags = (self.requires_grad, isinstance(self, torch.nn.Parameter), bool(self._shared.get("shard")))
+        flags = (self.requires_grad, isinstance(self, torch.nn.Parameter), self._shared.shard)
         return rebuild, (kept, *described, *flags)
 
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+    def __tensor_flatten__(self) -> tuple[list[str], Context]:
         """Without initial values: graphs decode, and would otherwise be compiled again when these are freed."""
         names = []
         for part in self.recipe.components:
@@ -346,20 +378,21 @@ class QuantizedTensor(torch.Tensor):
         )
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> QuantizedTensor:
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: Context, size: Sequence[int], stride: Sequence[int]
+    ) -> QuantizedTensor:
         recipe, shape, dtype, transposed, flat, padded_rows, shared = context
         components = {name[1:]: part for name, part in inner.items()}
         return QuantizedTensor(components, recipe, shape, dtype, transposed, flat, None, shared, padded_rows)
 
     @classmethod
-    def __metadata_guard__(cls, compiled: Any, other: Any) -> bool:
+    def __metadata_guard__(cls, compiled: Context, other: Context) -> bool:
         """Whether a graph that was compiled for one weight can be used for another, in terms of ``__tensor_flatten__``.
 
         Names do not matter. How recipes compute does, though they compare equal, and so does that stale ones raise.
         """
-        (recipe, *compiled, shared), (other_recipe, *other, other_shared) = compiled, other
-        same_recipe = repr(recipe) == repr(other_recipe)
-        return same_recipe and compiled == other and shared["stale"] == other_shared["stale"]
+        same_recipe = repr(compiled[0]) == repr(other[0])
+        return same_recipe and compiled[1:-1] == other[1:-1] and compiled[-1].stale == other[-1].stale
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Written into a view or into initial values, or refused: into what is decoded for it, it would be lost."""
@@ -370,25 +403,38 @@ class QuantizedTensor(torch.Tensor):
 
     # --- FSDP2 ----------------------------------------------------------------------------------------------------
 
-    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], all_gather.Gathered]:
         """FSDP2's hook: what is gathered of this shard. Bytes of data and scales, padded as FSDP2 pads shards."""
         self.check_cut_by_rows()
-        return all_gather.inputs(self, mesh.size())
+        self.check_fresh()
+        shape = (self._padded_rows, *self._weight_shape[1:])
+        return all_gather.inputs(self.recipe, self.components, shape, mesh.size())
 
     # FSDP2 asks for it at every gather, and inspect takes longer than the hook where it is not given.
-    fsdp_pre_all_gather.__signature__ = inspect.signature(fsdp_pre_all_gather)  # type: ignore[attr-defined]
+    fsdp_pre_all_gather.__dict__["__signature__"] = inspect.signature(fsdp_pre_all_gather)
 
     def fsdp_post_all_gather(
-        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+        self,
+        outputs: tuple[Tensor, ...],
+        metadata: all_gather.Gathered,
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """FSDP2's hook: the whole weight, quantized, in the memory of what was gathered."""
-        return all_gather.outputs(self, outputs, metadata, param_dtype, out)
+        if out is not None:  # it lies in the memory that was gathered into
+            return None
+        gathered, shape = all_gather.outputs(self.recipe, outputs, metadata)
+        own = {name: part for name, part in self.components.items() if name != INITIAL}  # histories are not gathered
+        return QuantizedTensor({**own, **gathered}, self.recipe, shape, param_dtype), ()
 
     @classmethod
     # Else what a graph break leaves to it would be compiled, handler by handler. As in torch.optim, and unlike
     # torch.compiler.disable, this imports the compiler only when it is called.
     @torch._disable_dynamo
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # which torch's stubs take for a static method
+        cls, func: OpOverload, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         handler = _HANDLERS.get(func)
         if handler is not None:
@@ -413,13 +459,20 @@ def rebuild(
     requires_grad: bool,
     is_parameter: bool,
     shard: bool,
-) -> QuantizedTensor:
+) -> Tensor:
     """What a pickled ``QuantizedTensor`` is made of. Raises ValueError for a recipe of a newer version."""
     if recipe not in RECIPES:
         raise ValueError(f"unknown recipe {recipe!r} of a quantized tensor; known are {', '.join(RECIPES)}")
-    shared = {"stale": False, "shard": shard}
-    result = QuantizedTensor(components, RECIPES[recipe](**fields), shape, dtype, shared=shared)
+    result = QuantizedTensor(components, RECIPES[recipe](**fields), shape, dtype, shared=Shared(shard=shard))
     return torch.nn.Parameter(result, requires_grad) if is_parameter else result.requires_grad_(requires_grad)
+
+
+def local_weight(param: Tensor) -> QuantizedTensor:
+    """The quantized tensor that this rank holds of a parameter, which must be one."""
+    local = local_tensor(param)
+    if not isinstance(local, QuantizedTensor):
+        raise TypeError(f"expected a quantized weight, got a {type(local).__name__} of shape {tuple(local.shape)}")
+    return local
 
 
 def check_shape(recipe: Recipe, shape: Sequence[int]) -> None:
@@ -450,7 +503,7 @@ def decoded(value: Any) -> Any:
     return value
 
 
-def _run_in_place(func: Any, args: Any, kwargs: Any) -> Any:
+def _run_in_place(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     target = args[0] if args else None
     if not isinstance(target, QuantizedTensor):
         if any(isinstance(value, QuantizedTensor) for value in kwargs.values()):
@@ -461,17 +514,14 @@ def _run_in_place(func: Any, args: Any, kwargs: Any) -> Any:
             f"{func} cannot change a quantized weight in place; dequantize() gives a plain copy, copy_() writes one"
         )
     func(target.components[INITIAL].view(target.shape), *decoded(args[1:]), **decoded(kwargs))
-    target._shared["stale"] = True
+    target._shared.stale = True
     return target
 
 
-def implements(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
+def implements(*functions: OpOverload) -> Callable[[Handler], Handler]:
+    def register(handler: Handler) -> Handler:
         for function in functions:
             _HANDLERS[function] = handler
         return handler
 
     return register
-
-
-torch.serialization.add_safe_globals([rebuild, QuantizedTensor])

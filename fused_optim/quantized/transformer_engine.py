@@ -7,24 +7,75 @@ TransformerEngine is imported here; these are methods and attributes of the tens
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from fused_optim.adapters import Target, Update
+from fused_optim.backends import is_capturing
 from fused_optim.quantized import engine
 from fused_optim.quantized.recipes import Float8DelayedScaling
-from fused_optim.sharding.dtensor import local_tensor, sharding_dims
-from fused_optim.step.scalars import is_capturing
+from fused_optim.sharding.dtensor import local_tensor, sharded_dim, sharding_dims
 
 ROUNDS_STOCHASTICALLY = False  # quantize_ rounds to nearest: without a master, small updates would be lost
 
 _DELAYED_SCALING = "transformer_engine.pytorch.tensor.float8_tensor.Float8Quantizer"
-_E4M3 = Float8DelayedScaling().native
+_E4M3 = Float8DelayedScaling().kernel
 _SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
+
+
+class _HasInitialValues(Protocol):
+    def get_high_precision_init_val(self) -> Tensor | None: ...
+    def clear_high_precision_init_val(self) -> None: ...
+
+
+class _Quantizer(Protocol):
+    amax_reduction_group: ProcessGroup | None
+    with_amax_reduction: bool
+
+
+class _Quantized(Protocol):
+    """What all quantized tensors have, or the two storages of a hybrid one."""
+
+    _quantizer: _Quantizer
+    amax_reduction_group: ProcessGroup | None  # newer versions; older ones have the quantizer's only
+
+    def dequantize(self, *, dtype: torch.dtype) -> Tensor: ...
+    def quantize_(self, tensor: Tensor) -> object: ...
+
+
+class _DelayedQuantizer(Protocol):
+    rowwise_usage: bool
+    dtype: enum.Enum
+    scale: Tensor
+    amax: Tensor
+
+
+class _Float8Tensor(Protocol):
+    """A weight with delayed scaling."""
+
+    _data: Tensor
+    _scale_inv: Tensor
+    _fp8_dtype: enum.Enum
+    _quantizer: _DelayedQuantizer
+    device: torch.device
+
+    def numel(self) -> int: ...
+    def _reset_caches(self) -> None: ...
+
+
+def _quantized(local: Tensor) -> _Quantized:
+    return cast(_Quantized, local)
+
+
+def _float8(local: Tensor) -> _Float8Tensor:
+    """A tensor whose quantizer is known to be that of delayed scaling."""
+    return cast(_Float8Tensor, local)
 
 
 def initial_values(param: Tensor) -> Tensor:
@@ -44,46 +95,46 @@ def discard_initial(param: Tensor) -> None:
         holder.clear_high_precision_init_val()
 
 
-def _holders(param: Tensor) -> list[Any]:
+def _holders(param: Tensor) -> list[_HasInitialValues]:
     """What remembers the initial values: the local tensor or, before it was sharded, the parameter."""
     candidates = [param] if local_tensor(param) is param else [param, local_tensor(param)]
-    return [candidate for candidate in candidates if hasattr(candidate, "get_high_precision_init_val")]
+    return [cast(_HasInitialValues, x) for x in candidates if hasattr(x, "get_high_precision_init_val")]
 
 
 def values(local: Tensor) -> Tensor:
-    return local.dequantize(dtype=torch.float32).clone()
+    return _quantized(local).dequantize(dtype=torch.float32).clone()
 
 
 # --- delayed scaling --------------------------------------------------------------------------------------------
 
 
 def target(param: Tensor) -> Target | None:
-    local = local_tensor(param)
-    if is_capturing() or not _fits_the_pass(local):  # replays could not mark transposes as stale: quantize_ fills them
+    local = _delayed_scaling(local_tensor(param))
+    if is_capturing() or local is None:  # replays could not mark transposes as stale: quantize_ fills them
         return None
     return Target(_E4M3.format, _E4M3.round_up, local._data, local._scale_inv, measures=True)
 
 
-def _fits_the_pass(local: Tensor) -> bool:
-    """Not with a subclass of the quantizer, which may quantize in another way."""
-    quantizer = local._quantizer
-    kind = type(quantizer)
+def _delayed_scaling(tensor: Tensor) -> _Float8Tensor | None:
+    """The tensor if it fits the pass; not with a subclass of the quantizer, which may quantize in another way."""
+    kind = type(_quantized(tensor)._quantizer)
     if f"{kind.__module__}.{kind.__qualname__}" != _DELAYED_SCALING:
-        return False
+        return None
+    local, quantizer = _float8(tensor), _float8(tensor)._quantizer
     if not quantizer.rowwise_usage or quantizer.dtype.name != "kFloat8E4M3" or local._fp8_dtype != quantizer.dtype:
-        return False
+        return None
     parts = (local._data, local._scale_inv, quantizer.scale, quantizer.amax)
     plain = all(engine.is_plain(part) and part.device == local.device for part in parts)
-    return plain and local._data.numel() == local.numel()
+    return local if plain and local._data.numel() == local.numel() else None
 
 
 @torch.no_grad()
 def prepare(updates: Sequence[Update], applies: Tensor | None) -> None:
     """Decoding follows the scale that TransformerEngine has found by now. Few launches for all parameters."""
-    by_device: dict[torch.device, list[Tensor]] = {}
+    by_device: dict[torch.device, list[_Float8Tensor]] = {}
     for update in updates:
         if update.written:
-            local = local_tensor(update.param)
+            local = _float8(local_tensor(update.param))
             by_device.setdefault(local.device, []).append(local)
     for device, locals_ in by_device.items():
         current = [local._scale_inv.view(()) for local in locals_]
@@ -100,10 +151,10 @@ def _finish(updates: Sequence[Update]) -> None:
 
     Absmaxes of shards are those of ranks, as there: the next ``autocast`` reduces them before it takes new scales.
     """
-    locals_ = [local_tensor(update.param) for update in updates]
+    locals_ = [_float8(local_tensor(update.param)) for update in updates]
     if locals_:
         amaxes = [local._quantizer.amax.view(1) for local in locals_]
-        torch._foreach_maximum_(amaxes, [update.absmax for update in updates])
+        torch._foreach_maximum_(amaxes, [update.absmax for update in updates if update.absmax is not None])
     engine.written(local._data for local in locals_)
     for local in locals_:
         local._reset_caches()
@@ -117,15 +168,18 @@ def needs_collective(param: Tensor) -> bool:
     return bool(_reducing(local_tensor(param))) and bool(sharding_dims(param))
 
 
-def _reducing(local: Tensor) -> list[Any]:
+def _reducing(local: Tensor) -> list[_Quantized]:
     """The tensors whose scales are reduced: this one, or those that a ``HybridQuantizedTensor`` consists of."""
-    hybrid = [getattr(local, name, None) for name in ("_rowwise_storage", "_columnwise_storage")]
-    parts = [part for part in hybrid if part is not None] or [local]
+    hybrid: list[_Quantized | None] = [
+        getattr(local, name, None) for name in ("_rowwise_storage", "_columnwise_storage")
+    ]
+    parts = [part for part in hybrid if part is not None] or [_quantized(local)]
     return [part for part in parts if hasattr(part._quantizer, "with_amax_reduction")]
 
 
 def _reduction_group(param: Tensor) -> ProcessGroup:
     """The ranks that share a weight's scale. Raises, on all of them alike, where the quantizer cannot reduce."""
+    assert isinstance(param, DTensor)
     what = f"a TransformerEngine weight of shape {tuple(param.shape)} with placements {tuple(param.placements)}"
     dims = sharding_dims(param)
     if len(dims) != 1:
@@ -133,7 +187,9 @@ def _reduction_group(param: Tensor) -> ProcessGroup:
             f"{what}: its quantizer reduces scales over one mesh dim only, and several shard it; use a recipe whose "
             "scales are of blocks, or delayed scaling"
         )
-    size, ranks = param.shape[param.placements[dims[0]].dim], param.device_mesh.size(dims[0])
+    dim, ranks = sharded_dim(param.placements[dims[0]]), param.device_mesh.size(dims[0])
+    assert dim is not None
+    size = param.shape[dim]
     if -(-size // ranks) * (ranks - 1) >= size:
         raise NotImplementedError(
             f"{what}: some of its {ranks} ranks hold nothing, and quantizers do not reduce scales there, so that the "
@@ -158,9 +214,9 @@ def _quantize(param: Tensor, new: Tensor | None) -> None:
     if reduces:
         _reduce_within_quantize(param)
     if new is not None:
-        local.quantize_(new)
+        _quantized(local).quantize_(new)
     elif reduces:
-        local.quantize_(values(local))
+        _quantized(local).quantize_(values(local))
 
 
 @torch.no_grad()

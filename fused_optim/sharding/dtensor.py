@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -20,6 +23,9 @@ from fused_optim.formats import BLOCKS
 
 SMALLEST_BLOCKED_VECTOR = 4096  # elements; smaller one-dimensional parameters (norms, biases) keep FP32 states
 
+
+# What torch.distributed.checkpoint asks a local tensor for: where its shard lies, and how it is written.
+_CHUNK_LIST, _WRITE_ITEMS = "__create_chunk_list__", "__create_write_items__"
 
 # Subclasses that only mark a plain tensor, and where they hold it: torchao's weights that are cast as they are gathered
 # or multiplied.
@@ -93,11 +99,17 @@ def sharding_dims(param: Tensor) -> tuple[int, ...]:
     return tuple(i for i, p in enumerate(param.placements) if not p.is_replicate() and sizes[i] > 1)
 
 
+def sharded_dim(placement: Placement) -> int | None:
+    """The dim of a tensor that a placement cuts, strided or not; None where it cuts none."""
+    dim: int | None = getattr(placement, "dim", None)
+    return dim
+
+
 def cut_by_rows(tensor: Tensor) -> bool:
     """Whether every rank holds whole rows: at least two dims, of which at most the first is sharded."""
     if tensor.dim() < 2 or not isinstance(tensor, DTensor):
         return tensor.dim() >= 2
-    return all(placement.is_replicate() or _shards(placement, 0) for placement in tensor.placements)
+    return all(placement.is_replicate() or sharded_dim(placement) == 0 for placement in tensor.placements)
 
 
 def rewrap_rows(local: Tensor, like: Tensor) -> Tensor:
@@ -105,17 +117,33 @@ def rewrap_rows(local: Tensor, like: Tensor) -> Tensor:
     return rewrap_shaped(local, like, (*like.shape[:1], *local.shape[1:]))
 
 
+def own_chunk(tensor: Tensor) -> ChunkStorageMetadata | None:
+    """Where its shard lies if the tensor itself says so: Megatron-FSDP's do, since their placements do not."""
+    chunks: Callable[[], list[ChunkStorageMetadata]] | None = getattr(local_tensor(tensor), _CHUNK_LIST, None)
+    return None if chunks is None else chunks()[0]
+
+
 def has_own_chunks(tensor: Tensor) -> bool:
-    """Whether the tensor itself says where its shard lies: Megatron-FSDP's do, since their placements do not."""
-    return hasattr(local_tensor(tensor), "__create_chunk_list__")
+    """Whether :func:`own_chunk` knows."""
+    return hasattr(local_tensor(tensor), _CHUNK_LIST)
 
 
 def keep_chunks(tensor: Tensor, like: Tensor) -> Tensor:
     """Let ``tensor``, whose shard lies where that of ``like`` does, say so to torch.distributed.checkpoint, too."""
-    for hook in ("__create_chunk_list__", "__create_write_items__"):
+    for hook in (_CHUNK_LIST, _WRITE_ITEMS):
         if hasattr(local_tensor(like), hook):
             setattr(local_tensor(tensor), hook, getattr(local_tensor(like), hook))
     return tensor
+
+
+def set_chunks(
+    tensor: Tensor,
+    chunk_list: Callable[[], list[ChunkStorageMetadata]],
+    write_items: Callable[[str, DTensor], list[WriteItem]],
+) -> None:
+    """Let ``tensor`` say where its shard lies."""
+    for hook, answer in ((_CHUNK_LIST, chunk_list), (_WRITE_ITEMS, write_items)):
+        setattr(local_tensor(tensor), hook, answer)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
@@ -125,7 +153,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 def _on_mesh(tensor: DTensor) -> DTensor:
     """Collectives need an offloaded DTensor on the device of its mesh."""
-    return tensor.to(tensor.device_mesh.device_type)
+    return cast(DTensor, tensor.to(tensor.device_mesh.device_type))
 
 
 def placed_part(value: Tensor, like: Tensor) -> Tensor:
@@ -134,8 +162,8 @@ def placed_part(value: Tensor, like: Tensor) -> Tensor:
         if (value.device_mesh, value.placements) != (like.device_mesh, like.placements):
             value = _on_mesh(value).redistribute(like.device_mesh, like.placements)
         return local_tensor(value)
-    if has_own_chunks(like):
-        chunk = local_tensor(like).__create_chunk_list__()[0]
+    chunk = own_chunk(like)
+    if chunk is not None:
         return value[tuple(slice(o, o + size) for o, size in zip(chunk.offsets, chunk.sizes, strict=True))]
     if isinstance(like, DTensor):
         return local_tensor(distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None))
@@ -184,8 +212,9 @@ def shard_geometry(param: Tensor) -> Geometry:
 
 def _offsets(param: DTensor) -> Sequence[int]:
     """Where the local shard starts in every dim."""
-    if has_own_chunks(param):
-        return local_tensor(param).__create_chunk_list__()[0].offsets
+    chunk = own_chunk(param)
+    if chunk is not None:
+        return chunk.offsets
     return compute_local_shape_and_global_offset(tuple(param.shape), param.device_mesh, param.placements)[1]
 
 
@@ -206,13 +235,9 @@ def _possible_sizes(param: Tensor, dim: int) -> list[int]:
     sizes = {param.shape[dim]}
     if isinstance(param, DTensor):
         for ranks, placement in zip(param.device_mesh.shape, param.placements, strict=True):
-            if _shards(placement, dim):
+            if sharded_dim(placement) == dim:
                 sizes = {part for size in sizes for part in _chunk_sizes(size, ranks)}
     return sorted(sizes)
-
-
-def _shards(placement: Placement, dim: int) -> bool:
-    return getattr(placement, "dim", None) == dim and not placement.is_replicate()
 
 
 def _chunk_sizes(size: int, ranks: int) -> set[int]:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fused_optim.sharding.collective import any_rank
-from fused_optim.sharding.dtensor import has_own_chunks, local_tensor
+from fused_optim.sharding.dtensor import has_own_chunks, local_tensor, set_chunks, sharded_dim
 
 
 @dataclass(frozen=True)
@@ -75,16 +75,15 @@ def _locate(mesh: DeviceMesh, order: tuple[int, ...], params: list[DTensor]) -> 
         dist.all_gather_object(everyone, sizes, group=group)
         before = everyone[: dist.get_rank(group)]
         for i, param in enumerate(params):
-            if not param.placements[mesh_dim].is_replicate():
-                dim = param.placements[mesh_dim].dim
+            dim = sharded_dim(param.placements[mesh_dim])
+            if dim is not None:
                 offsets[i][dim] += sum(ranks[i][dim] for ranks in before)
         sizes = [_joined(param, mesh_dim, [ranks[i] for ranks in everyone]) for i, param in enumerate(params)]
     for param, offset, whole in zip(params, offsets, sizes, strict=True):
         if tuple(whole) != tuple(param.shape):
             raise ValueError(f"the ranks' shards make up shape {tuple(whole)}, expected {tuple(param.shape)}")
-        local = local_tensor(param)
-        chunk = ChunkStorageMetadata(torch.Size(offset), local.shape)
-        local.__create_chunk_list__, local.__create_write_items__ = _ChunkList(chunk), _WriteItems(chunk)
+        chunk = ChunkStorageMetadata(torch.Size(offset), local_tensor(param).shape)
+        set_chunks(param, _ChunkList(chunk), _WriteItems(chunk))
 
 
 def _innermost_first(param: DTensor) -> tuple[int, ...]:
@@ -103,7 +102,7 @@ def _cut_order(param: DTensor) -> list[int] | None:
 
 
 def _joined(param: DTensor, mesh_dim: int, sizes: list[list[int]]) -> list[int]:
-    whole, placement = list(sizes[0]), param.placements[mesh_dim]
-    if not placement.is_replicate():
-        whole[placement.dim] = sum(size[placement.dim] for size in sizes)
+    whole, dim = list(sizes[0]), sharded_dim(param.placements[mesh_dim])
+    if dim is not None:
+        whole[dim] = sum(size[dim] for size in sizes)
     return whole

@@ -40,6 +40,12 @@ def read_parameter(param: Tensor) -> Tensor:
     return local.float() if adapter is None else adapter.values(local)
 
 
+def initial_master(param: Tensor) -> Tensor:
+    """New local FP32 values to start a master from: a quantized parameter's initial ones where it still has them."""
+    adapter = adapter_of(param)
+    return local_tensor(param.detach()).float().contiguous() if adapter is None else adapter.initial_values(param)
+
+
 @dataclass(frozen=True)
 class ParamState:
     """A parameter, ``optimizer.state[param]``, and what is known of these tensors."""
@@ -58,7 +64,7 @@ class ParamState:
         }
         adapter = adapter_of(param)
         if slots.master is Master.FLOAT32:
-            tensors[MASTER] = local.float().contiguous() if adapter is None else adapter.initial_values(param)
+            tensors[MASTER] = initial_master(param)
         elif slots.master is not Master.PARAMETER:
             tensors[MASTER] = torch.zeros(local.shape, dtype=slots.master.dtype, device=local.device)
         if adapter is not None:
@@ -69,29 +75,43 @@ class ParamState:
         return created
 
     def adopt(self, given: Mapping[str, Any]) -> None:
-        """Fill these new states with moments that someone else has made; FP32 ones are kept themselves.
+        """Fill these new states with those that someone else has made, or has moved here from another parameter.
 
-        What is no state of this optimizer stays. Raises ValueError for masters, TypeError for moments that are no
-        floating-point tensors of the parameter's local shape.
+        What fits is kept itself, and so is what is no state of this optimizer. Raises ValueError for a master of
+        another kind, TypeError for moments that are no floating-point tensors of the parameter's local shape.
         """
-        local = local_tensor(self.param)
+        dtypes = self.slots.dtypes()
         for name, value in given.items():
-            if name == MASTER:
-                raise ValueError(f"{MASTER} of a parameter of shape {tuple(self.param.shape)} was made elsewhere")
-            if name not in MOMENTS:
+            if name not in (*MOMENTS, MASTER):
                 self.tensors[name] = value
                 continue
-            found = local_tensor(value)
-            if found.shape != local.shape or not found.is_floating_point():
-                expected = f"a floating-point tensor of local shape {tuple(local.shape)}"
-                got = f"{found.dtype} {tuple(found.shape)}"
-                raise TypeError(f"{name} was made elsewhere: expected {expected}, got {got}")
-            fits = found.dtype == torch.float32 and found.device == local.device and is_dense(found)
-            is_alike = isinstance(value, DTensor) == isinstance(self.param, DTensor)
-            if fits and self.slots.format(name) is FLOAT32 and is_alike:
+            if name == MASTER and not self._fits(value, dtypes.get(MASTER)):
+                shape, local = tuple(self.param.shape), local_tensor(value)
+                expected = f"{dtypes[MASTER]} of its local shape" if MASTER in dtypes else "none"
+                raise ValueError(
+                    f"{MASTER} of a parameter of shape {shape} was made elsewhere: expected {expected}, got "
+                    f"{local.dtype} of shape {tuple(local.shape)}"
+                )
+            if name == MASTER or (self.slots.format(name) is FLOAT32 and self._fits(value, torch.float32)):
                 self.tensors[name] = value
             else:
-                self.write_moment(name, found)
+                self.write_moment(name, self._checked_moment(name, value))
+
+    def _fits(self, value: Tensor, dtype: torch.dtype | None) -> bool:
+        """Whether a state that was made elsewhere can be kept itself."""
+        local, found = local_tensor(self.param), local_tensor(value)
+        alike = isinstance(value, DTensor) == isinstance(self.param, DTensor) and found.device == local.device
+        return alike and found.dtype == dtype and found.shape == local.shape and is_dense(found)
+
+    def _checked_moment(self, name: str, value: Tensor) -> Tensor:
+        local, found = local_tensor(self.param), local_tensor(value)
+        if found.shape != local.shape or not found.is_floating_point():
+            raise TypeError(
+                f"{name} was made elsewhere: expected a floating-point tensor of local shape {tuple(local.shape)}, got "
+                f"{found.dtype} {tuple(found.shape)}; codes without their scales are no values: move them by "
+                "get_unscaled_state() and set_scaled_state()"
+            )
+        return found
 
     def read_moment(self, name: str, device: str | None = None) -> Tensor:
         """Local FP32 values of a moment. FP32 states are returned themselves, others as a new tensor on ``device``."""

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from fused_optim.state.native import (
 )
 from fused_optim.state.param_state import ParamState, read_parameter
 from fused_optim.state.store import StateStore
-from fused_optim.validate import check_checkpoint_device, check_checkpoint_format, describe
+from fused_optim.validate import CheckpointFormat, check_checkpoint_device, check_checkpoint_format, describe
 
 VERSION = 1
 # What a checkpoint says of itself, as numbers and in every param group: torch.distributed.checkpoint keeps no metadata,
@@ -45,7 +45,13 @@ DESCRIPTION = {"fused_optim_version": VERSION, "fused_optim_native": 0}
 # gathers and offloads no torch.dtype.
 _OWN_KEYS = ("exp_avg_dtype", "exp_avg_sq_dtype")
 
-_Loaded = Tensor | StoredMoment | StoredRemainder
+
+@dataclass
+class _Loaded:
+    """This rank's parts of a parameter's saved states."""
+
+    moments: dict[str, Tensor | StoredMoment]
+    master: Tensor | StoredRemainder | None
 
 
 @dataclass(frozen=True)
@@ -56,8 +62,8 @@ class Options:
     unscaled form keeps these instead of FP32 masters, as TransformerEngine's does.
     """
 
-    form: str
-    device: str | None
+    form: CheckpointFormat
+    device: Literal["cpu"] | None
     int16_remainders: bool
 
 
@@ -245,30 +251,31 @@ def _has(saved: Mapping[str, Any], key: str) -> bool:
     return saved.get(key) is not None and (_is_packed(saved[key]) or not isinstance(saved[key], Mapping))
 
 
-def _loaded_states(param: Tensor, saved: Mapping[str, Any], who: str) -> dict[str, _Loaded]:
-    """This rank's parts of a parameter's saved states, without remainders."""
+def _loaded_states(param: Tensor, saved: Mapping[str, Any], who: str) -> _Loaded:
+    """Without remainders."""
     missing = [moment for moment in MOMENTS if not _has(saved, moment)]
     if missing:
         raise KeyError(f"{who}: the state dict lacks {' and '.join(missing)}")
-    found: dict[str, _Loaded] = {}
-    for key in (*MOMENTS, MASTER):
-        if key in MOMENTS and _is_packed(saved[key]):
-            found[key] = unpack_moment(param, key, saved[key], f"{who}: {key}")
-        elif _has(saved, key) and not _is_packed(saved[key]):
-            found[key] = _local_value(param, saved[key], f"{who}: {key}")
-    return found
+    loaded = _Loaded({}, None)
+    for name in MOMENTS:
+        value, what = saved[name], f"{who}: {name}"
+        packed = _is_packed(value)
+        loaded.moments[name] = unpack_moment(param, name, value, what) if packed else _local_value(param, value, what)
+    if _has(saved, MASTER) and not _is_packed(saved[MASTER]):
+        loaded.master = _local_value(param, saved[MASTER], f"{who}: {MASTER}")
+    return loaded
 
 
 def _load_remainders(
     packed: Mapping[Any, Tensor],
     state: Mapping[Any, Mapping[str, Any]],
     who: Mapping[Any, str],
-    loaded: dict[Any, dict[str, _Loaded]],
+    loaded: dict[Any, _Loaded],
 ) -> None:
     """Add saved remainders to ``loaded``. Raises on every rank if any rank's part of a parameter does not fit them."""
     wrong: list[str] = []
     for id_, param in packed.items():
-        loaded[id_][MASTER], fits = unpack_remainder(param, state[id_][MASTER], f"{who[id_]}: {MASTER}")
+        loaded[id_].master, fits = unpack_remainder(param, state[id_][MASTER], f"{who[id_]}: {MASTER}")
         if not fits:
             wrong.append(who[id_])
     if any_rank(packed.values(), bool(wrong), False)[0]:
@@ -289,17 +296,16 @@ def _local_value(param: Tensor, value: Any, what: str) -> Tensor:
     return placed_part(value, param)
 
 
-def _write_states(store: StateStore, param: Tensor, loaded: dict[str, _Loaded]) -> list[Update]:
+def _write_states(store: StateStore, param: Tensor, loaded: _Loaded) -> list[Update]:
     """Returns what is still to be written; see ``ParamState.write_master``."""
     store.create(param)
     states = store[param]
-    for name in MOMENTS:
-        value = loaded[name]
+    for name, value in loaded.moments.items():
         if isinstance(value, StoredMoment):
             value.write(states, name)
         else:
             states.write_moment(name, value)
-    master = loaded.get(MASTER)
+    master = loaded.master
     if master is None:  # seeded from the parameter
         states.write_master(read_parameter(param).float())
         return []  # which is not to be encoded again

@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from fused_optim import adapters
 from fused_optim.formats import Master
-from fused_optim.sharding.dtensor import local_tensor, rewrap_like
+from fused_optim.sharding.dtensor import has_own_chunks, local_tensor, rewrap_like, shard_geometry
+from fused_optim.sharding.uneven import locate_uneven_shards
 from fused_optim.slots import MOMENTS, Slots
-from fused_optim.state.param_state import ParamState, master_kind
+from fused_optim.state.param_state import ParamState, initial_master, master_kind
 from fused_optim.validate import describe
 
 
@@ -20,10 +22,14 @@ class Owner(Protocol):
     """What a store asks of its optimizer."""
 
     param_groups: list[dict[str, Any]]
-    state: dict[Tensor, dict[str, Any]]
     master_weights: bool
     store_param_remainders: bool
     param_remainder_bits: int
+    use_decoupled_grad: bool
+
+    @property
+    def state(self) -> dict[Tensor, Any]:
+        """The tensors by parameter and name."""
 
 
 class StateStore:
@@ -35,6 +41,11 @@ class StateStore:
     def __init__(self, owner: Owner, slots: dict[Tensor, Slots] | None = None) -> None:
         self._owner = owner
         self.slots: dict[Tensor, Slots] = {} if slots is None else slots
+
+    @property
+    def state(self) -> dict[Tensor, dict[str, Any]]:
+        """``optimizer.state``."""
+        return self._owner.state
 
     @property
     def params(self) -> list[Tensor]:
@@ -59,6 +70,7 @@ class StateStore:
 
     def __iter__(self) -> Iterator[ParamState]:
         """The states of all parameters that have some."""
+        self.adopt()
         return (self[param] for param in self.params if param in self)
 
     def __getitem__(self, param: Tensor) -> ParamState:
@@ -73,17 +85,28 @@ class StateStore:
     def is_empty(self) -> bool:
         return not any(self._owner.state.values())
 
+    @property
+    def grad_attribute(self) -> str:
+        """Where parameters have their gradients."""
+        return "decoupled_grad" if self._owner.use_decoupled_grad else "grad"
+
+    def is_frozen(self, param: Tensor) -> bool:
+        """Whether a parameter needs no states. Not a plain tensor: Megatron-LM's slices never require gradients."""
+        frozen = isinstance(param, torch.nn.Parameter) and not param.requires_grad
+        return frozen and getattr(param, self.grad_attribute, None) is None
+
     # --- creating and removing ------------------------------------------------------------------------------------
 
     def create(self, param: Tensor | None = None, remainders: bool | None = None) -> None:
-        """Create the states of ``param``, or of all, that lack them: zero moments, masters equal to the parameters.
+        """Create the states of ``param``, or of all that are not frozen: zero moments, masters equal to the parameters.
 
-        Moments that others have put into ``optimizer.state`` are adopted. ``remainders`` overrides the optimizer's
-        ``store_param_remainders``.
+        Only where there are none. Moments that others have put into ``optimizer.state`` are adopted. ``remainders``
+        overrides the optimizer's ``store_param_remainders``.
         """
         for group in self._owner.param_groups:
             for candidate in group["params"]:
-                if (param is None or candidate is param) and candidate not in self:
+                wanted = candidate is param if param is not None else not self.is_frozen(candidate)
+                if wanted and candidate not in self:
                     self._create(candidate, group, remainders)
 
     def _create(self, param: Tensor, group: dict[str, Any], remainders: bool | None) -> None:
@@ -98,9 +121,21 @@ class StateStore:
 
     def adopt(self) -> None:
         """Make states of what others have put into ``optimizer.state``, as Megatron-LM does before it loads."""
+        self.prune()
         for param, given in list(self._owner.state.items()):
             if given and param not in self.slots:
                 self.create(param)
+
+    def prune(self) -> None:
+        """Let go of parameters that were removed from ``optimizer.state``: others may have taken their places."""
+        self.slots = {param: slots for param, slots in self.slots.items() if param in self}
+
+    def locate(self) -> None:
+        """Find out where uneven shards lie. A collective over the parameters' meshes."""
+        locate_uneven_shards(self.params)
+        for states in self:
+            if has_own_chunks(states.param):
+                states.slots.geometry = shard_geometry(states.param)
 
     def forget(self, param: Tensor) -> None:
         """Drop the states of a parameter."""
@@ -142,8 +177,11 @@ class StateStore:
         return states
 
     def master(self, param: Tensor) -> Tensor:
-        """The FP32 master, shaped, sharded and placed as the parameter; FP32 masters themselves, others a copy."""
-        return rewrap_like(self[param].read_master(), param)
+        """The FP32 master, shaped, sharded and placed as the parameter; FP32 masters themselves, others a copy.
+
+        Of a parameter without states: what its master would start from.
+        """
+        return rewrap_like(self[param].read_master() if param in self else initial_master(param), param)
 
     def sync_params(self) -> None:
         """Write every parameter again from its master. A collective where weights have a scale for all their shards."""

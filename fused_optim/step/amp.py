@@ -21,7 +21,9 @@ def amp_scalars(optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> tu
             raise RuntimeError("step(grad_scaler=...) has already been called since the last update() of the scaler")
         if stage["stage"] is OptState.READY:
             scaler._check_inf_per_device(optimizer)
-            scale = scaler._get_scale_async() * (1 if scale is None else scale)
+            own = scaler._get_scale_async()
+            assert own is not None  # it has scaled the gradients that it has just looked at
+            scale = own * (1 if scale is None else scale)
         found_inf = _any_overflow(list(stage["found_inf_per_device"].values()))
     if scale is not None and not isinstance(found_inf, Tensor) and getattr(optimizer, "use_decoupled_grad", False):
         raise RuntimeError(
@@ -40,4 +42,4 @@ def mark_stepped(optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> N
 
 
 def _any_overflow(found: list[Tensor]) -> Tensor | None:
-    return sum(flag.to(found[0].device) for flag in found) if found else None
+    return sum((flag.to(found[0].device) for flag in found[1:]), start=found[0]) if found else None

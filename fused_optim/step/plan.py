@@ -19,12 +19,15 @@ from torch.distributed.tensor import DTensor
 
 from fused_optim import adapters
 from fused_optim.adapters import Fractions, Target, Update, adapter_of
-from fused_optim.backends import Hyper, Shards, ShardWork, backend_for, shards_on
+from fused_optim.backends import Backend, Hyper, ShardWork, backend_for
+from fused_optim.backends.engine import Watched
 from fused_optim.backends.gradients import unscaled, write_
+from fused_optim.backends.shards import Shards, shards_on
 from fused_optim.formats import Master, rounding_key
 from fused_optim.sharding.dtensor import dense, finished_local, is_dense, local_tensor
-from fused_optim.slots import MASTER, Slots
+from fused_optim.slots import MASTER
 from fused_optim.state.param_state import read_parameter
+from fused_optim.state.store import StateStore
 from fused_optim.validate import check_states, check_update, describe
 
 
@@ -33,10 +36,10 @@ class _Part:
     """The shards of one device."""
 
     device: torch.device
-    backend: str
+    backend: Backend
     indices: list[int] = field(default_factory=list)  # positions in the param groups
     groups: list[int] = field(default_factory=list)
-    watched: list[tuple[Any, ...]] = field(default_factory=list)  # see backends.Shards
+    watched: list[Watched] = field(default_factory=list)
     absmax: Tensor | None = None  # one per shard, where some target measures it
     # Gradients that this step reads from copies, and where their unscaled values come from: those copies or, where the
     # copy is placed in another way, themselves.
@@ -61,7 +64,7 @@ def _is_watchable(param: Tensor) -> bool:
 
 def placed_as(grad: Tensor, param: Tensor) -> Tensor:
     """The gradient with its parameter's placements."""
-    if not isinstance(param, DTensor) or grad.placements == param.placements:
+    if not isinstance(param, DTensor) or not isinstance(grad, DTensor) or grad.placements == param.placements:
         return grad
     return grad.redistribute(param.device_mesh, param.placements)
 
@@ -77,36 +80,32 @@ def check_capturable(backends: dict[torch.device, str]) -> None:
 
 
 class Plan:
-    """The shards of all parameters, each of which must have states."""
+    """The shards of all parameters that have states."""
 
-    def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        state: dict[Tensor, dict[str, Tensor]],
-        slots: dict[Tensor, Slots],
-        seed: int,
-    ) -> None:
-        self._params: list[Tensor] = [param for group in groups for param in group["params"]]
-        self._names = list(chain.from_iterable(g.get("param_names", [None] * len(g["params"])) for g in groups))
+    def __init__(self, groups: list[dict[str, Any]], store: StateStore, seed: int) -> None:
+        self._params = store.params
+        self._names = store.names
         self._sizes = [len(group["params"]) for group in groups]
         self._seed = seed
-        self._state_keys, self._state_dicts = list(state), list(state.values())
-        self._slots = [slots[param] for param in self._params]
+        self._state_keys, self._state_dicts = list(store.state), list(store.state.values())
+        self._slots = {index: store.slots[param] for index, param in enumerate(self._params) if param in store}
+        self._stateless = [param for param in self._params if param not in store]
         self._copies: list[tuple[Tensor, Tensor]] = []
         parts: dict[torch.device, _Part] = {}
         numbers = [number for number, size in enumerate(self._sizes) for _ in range(size)]
         # Quantized parameters, by position, with their groups; how they are updated: those with targets at every step
         # until they are set again, others in this step.
-        self._quantized = {i: numbers[i] for i, param in enumerate(self._params) if adapter_of(param) is not None}
+        self._quantized = {i: numbers[i] for i in self._slots if adapter_of(self._params[i]) is not None}
         self._lasting: dict[int, Update] = {}
         self._passing: dict[int, Update] = {}
         self._attribute = ""
-        for index, (param, group) in enumerate(zip(self._params, numbers, strict=True)):
+        for index in self._slots:
+            param = self._params[index]
             device = local_tensor(param).device
             part = parts.get(device) or parts.setdefault(device, _Part(device, backend_for(device.type)))
             part.indices.append(index)
-            part.groups.append(group)
-            part.watched.append(_watched(param, state[param]))
+            part.groups.append(numbers[index])
+            part.watched.append(_watched(param, store[param].tensors))
         self._parts = [parts[device] for device in sorted(parts, key=str)]
         for part in self._parts:
             part.shards = shards_on(part.device, part.backend, part.groups, len(groups))
@@ -120,10 +119,17 @@ class Plan:
     def backends(self) -> dict[torch.device, str]:
         return {part.device: part.backend for part in self._parts}
 
-    def fits(self, groups: list[dict[str, Any]], state: dict[Tensor, dict[str, Tensor]], seed: int) -> bool:
-        """Whether parameters, groups, dicts of states, seed and backends are those that the plan was built for."""
+    def fits(self, groups: list[dict[str, Any]], store: StateStore, seed: int) -> bool:
+        """Whether parameters, groups, dicts of states, seed and backends are those that the plan was built for.
+
+        And whether what has no states still has no gradient.
+        """
+        state = store.state
+        with torch._C.DisableTorchFunctionSubclass():  # of a DTensor, reading `.grad` is slow where torch looks for it
+            awake = any(getattr(param, store.grad_attribute, None) is not None for param in self._stateless)
         return (
-            seed == self._seed
+            not awake
+            and seed == self._seed
             and self._sizes == [len(group["params"]) for group in groups]
             and len(state) == len(self._state_keys)
             and _same_objects(chain.from_iterable(group["params"] for group in groups), self._params)
@@ -131,6 +137,11 @@ class Plan:
             and _same_objects(state.values(), self._state_dicts)
             and all(backend_for(part.device.type) == part.backend for part in self._parts)
         )
+
+    @property
+    def groups_with_gradients(self) -> set[int]:
+        """The numbers of the param groups that have a gradient in this step."""
+        return {number for part in self._parts for number in part.shards.groups_with_gradients()}
 
     def refresh(self, attribute: str, scaled: bool = False) -> bool:
         """Take the gradients, ``param.<attribute>``, and all addresses of this step.
@@ -145,7 +156,7 @@ class Plan:
         self._attribute = attribute
         stale = [(part, i) for part in self._parts for i in part.shards.refresh(part.watched, attribute)]
         for part, i in stale:
-            if local_tensor(part.watched[i][0]).device != part.device:
+            if local_tensor(part.watched[i].param).device != part.device:
                 return False
         for part, i in stale:
             self._check(part, i, attribute)
@@ -159,7 +170,7 @@ class Plan:
         return True
 
     def _check(self, part: _Part, i: int, attribute: str) -> None:
-        index, (param, _, states, *_) = part.indices[i], part.watched[i]
+        index, param, states = part.indices[i], part.watched[i].param, part.watched[i].states
         name = self._names[index]
         check_update(param, getattr(param, attribute), index, name)
         check_states(param, states, self._slots[index].dtypes(), index, name)
@@ -168,7 +179,7 @@ class Plan:
             raise ValueError(f"{describe(param, index, name)}: its states were created for {created} local elements")
 
     def _set(self, part: _Part, i: int, attribute: str, shared: bool = False) -> None:
-        index, (param, _, states, *_) = part.indices[i], part.watched[i]
+        index, param, states = part.indices[i], part.watched[i].param, part.watched[i].states
         grad, slots = getattr(param, attribute), self._slots[index]
         master = local_tensor(states[MASTER]) if MASTER in states else None
         part.watched[i] = _watched(param, states)
@@ -178,14 +189,14 @@ class Plan:
         else:
             updated = read_parameter(param) if master is None else master
             target = adapter.target(param) if master is not None and part.shards.takes_target(slots) else None
-            if target is None:  # the values are updated as an FP32 parameter is, and then encoded
+            if target is None or master is None:  # the values are updated as an FP32 parameter is, and then encoded
                 master, slots = None, replace(slots, master=Master.PARAMETER)
                 self._lasting.pop(index, None)
                 self._passing[index] = Update(param, updated)
             else:
                 absmax = part.absmax_of(i) if target.measures else None
                 self._lasting[index] = Update(param, updated, absmax=absmax, written=target.data is not None)
-                part.watched[i] += _watched_weight(param, target, master)
+                part.watched[i] = _watched_weight(part.watched[i], target, master)
         work = ShardWork(
             grad=self._dense_gradient(part, grad, param, shared),
             param=updated,
@@ -202,7 +213,8 @@ class Plan:
 
     @staticmethod
     def _dense_gradient(part: _Part, grad: Tensor, param: Tensor, shared: bool) -> Tensor:
-        local, placed = finished_local(grad), finished_local(placed_as(grad, param))
+        local, aligned = finished_local(grad), placed_as(grad, param)
+        placed = local if aligned is grad else finished_local(aligned)
         read = placed.clone(memory_format=torch.contiguous_format) if shared else dense(placed)
         if read is not local:
             part.apart.append((local, read if placed is local else local))
@@ -287,15 +299,20 @@ def _unscaled_apart(apart: list[tuple[Tensor, Tensor]], hypers: list[Hyper]) -> 
     return [(grad, unscaled(grad, scale) if source is grad else source) for grad, source in apart]
 
 
-def _watched(param: Tensor, states: dict[str, Tensor]) -> tuple[Any, ...]:
+def _watched(param: Tensor, states: dict[str, Tensor]) -> Watched:
     spec = param._spec if isinstance(param, DTensor) else None
-    return param, spec, states, states.get("exp_avg"), states.get("exp_avg_sq"), states.get(MASTER)
+    moments = states.get("exp_avg"), states.get("exp_avg_sq")
+    return Watched(param, *moments, master=states.get(MASTER), spec=spec, states=states)
 
 
-def _watched_weight(param: Tensor, target: Target, master: Tensor) -> tuple[Any, ...]:
-    """Of a quantized weight; see ``Plan::watch`` in csrc/multi_tensor/bindings/plan.h."""
-    local = local_tensor(param)
-    if target.names is None:
-        return ()
-    parts = tuple(local.components[name] for name in target.names)
-    return local, local.components, target.names, parts, master
+def _watched_weight(watched: Watched, target: Target, master: Tensor) -> Watched:
+    """The same of a quantized weight, as far as it can be watched."""
+    if target.names is None or target.components is None:
+        return watched
+    return watched._replace(
+        local=local_tensor(watched.param),
+        components=target.components,
+        names=target.names,
+        parts=tuple(target.components[name] for name in target.names),
+        master_local=master,
+    )

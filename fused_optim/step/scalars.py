@@ -20,20 +20,15 @@ Groups = list[dict[str, Any]]
 _WORKSPACE_BYTES = 64  # per param group; the engine checks it
 
 
-def is_capturing() -> bool:
-    """Whether the current CUDA stream is being captured into a graph."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
 def host_lr(group: dict[str, Any]) -> float | None:
     """The learning rate, None where only a device knows it."""
     lr = group["lr"]
     return None if isinstance(lr, Tensor) and lr.device.type != "cpu" else float(lr)
 
 
-def on_device(scalar: Tensor | None, device: torch.device) -> Tensor | None:
+def on_device(scalar: Tensor, device: torch.device) -> Tensor:
     """As the engines read it: FP32 on their device; the tensor itself where it is that already."""
-    return None if scalar is None else local_tensor(scalar).to(device=device, dtype=torch.float32).resolve_neg()
+    return local_tensor(scalar).to(device=device, dtype=torch.float32).resolve_neg()
 
 
 @dataclass

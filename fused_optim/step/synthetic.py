@@ -1,28 +1,27 @@
 """Recognises synthetic first steps, by which other libraries make an optimizer create its states.
 
-``torch.distributed.checkpoint.state_dict`` and Megatron-FSDP fill gradients with zeros and call ``step()``. Such a step
-must leave the optimizer as ``initialize_state()`` would: a decoupled weight decay or a counted step would be damage.
+``torch.distributed.checkpoint.state_dict`` and Megatron-FSDP fill gradients with zeros, set every learning rate to 0
+and call ``step()``. Such a step must leave the optimizer as ``initialize_state()`` would: a counted step would be
+damage. A step with another learning rate is always real.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fused_optim.sharding.collective import any_rank
 from fused_optim.sharding.dtensor import local_tensor
+from fused_optim.step.scalars import host_lr
 
 
-def all_gradients_zero(params: Iterable[Tensor], grads: Iterable[Tensor]) -> bool:
-    """Whether every element of every gradient is zero on every rank of the parameters' meshes.
+def may_be_synthetic(groups: Iterable[dict[str, Any]]) -> bool:
+    """Whether no step was counted and every learning rate is exactly 0, as the hosts of all ranks know."""
+    return all(host_lr(group) == 0.0 and int(group["step"]) == 0 for group in groups)
 
-    A collective over those meshes, made once in an optimizer's life: before its first step. Raises RuntimeError if
-    another rank called :func:`announce_failure` instead.
-    """
-    nonzero = any(bool(torch.count_nonzero(local_tensor(grad))) for grad in grads)
-    nonzero, failed = any_rank(params, nonzero, False)
-    if failed:
-        raise RuntimeError("another rank refused its gradients before the first step; its error says why")
-    return not nonzero
+
+def any_nonzero(grads: Iterable[Tensor]) -> bool:
+    """Whether some element of the local gradients is not zero. Waits for the device."""
+    return any(bool(torch.count_nonzero(local_tensor(grad))) for grad in grads)

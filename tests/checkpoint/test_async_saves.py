@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import pickle
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,53 +17,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
-from test_distributed_checkpoint import WAYS, trained_states
-from test_native_checkpoint import NativeRun
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import distributed
+from checkpoint_cases import STAGERS, WAYS, let_write, start_save, trained_states
 from distributed import Part, assert_same, join_all
+from native_cases import NativeRun
 
 FORMS = ("unscaled", "native")
 MASTER = "remainder16"
 SAVES = (2, 4)  # after these steps; training goes on to the next and past the last
 STAGERS_SERVE_TWICE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)  # 2.11 closes them with the save
-GO = "go"  # appended to a checkpoint's path, with a rank's number: the files that let it be written
-
-
-class WaitingWriter(dcp.FileSystemWriter):
-    """Writes once every rank's file exists; files, since the writer may be in another process."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__(path)
-        self.go = [Path(f"{path}.{GO}{rank}") for rank in range(dist.get_world_size())]
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-        deadline = time.monotonic() + 60
-        while not all(go.exists() for go in self.go):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"not all of {self.go} appeared")
-            time.sleep(0.01)
-        return super().write_data(plan, planner)
-
-
-def let_write(path: str) -> None:
-    """This rank has seen that nothing was written yet."""
-    Path(f"{path}.{GO}{dist.get_rank()}").touch()
-
-
-# Options in order: pinned memory, shared memory, in the background, without blocking.
-STAGERS: dict[str, Callable[[], AsyncStager]] = {
-    "default": lambda: DefaultStager(StagingOptions(False, False, False, False)),
-    "shared memory": lambda: DefaultStager(StagingOptions(False, True, False, False)),
-    "in background": lambda: DefaultStager(StagingOptions(False, False, True, False)),
-    "blocking": BlockingAsyncStager,
-}
 GPU_STAGERS: dict[str, Callable[[], AsyncStager]] = {
     "pinned": lambda: DefaultStager(StagingOptions(True, False, False, True)),
     "pinned, shared memory": lambda: DefaultStager(StagingOptions(True, True, False, True)),
@@ -78,26 +42,6 @@ def build(form: str, device: str | None, *, fresh: bool = False) -> NativeRun:
     run = NativeRun("fsdp", MASTER, fresh=fresh)
     run.optimizer.checkpoint_format, run.optimizer.checkpoint_device = form, device
     return run
-
-
-def start_save(
-    run: Any, path: str, kind: AsyncCheckpointerType, stager: AsyncStager, group: dist.ProcessGroup | None = None
-) -> Future[Any]:
-    """Returns when the state dict may change."""
-    model, optimizer = get_state_dict(run.model, run.optimizer)
-    if distributed.device().type == "cuda":
-        torch.cuda.synchronize()  # a stager that copies in the background does not wait for kernels
-    pending = dcp.async_save(
-        {"model": model, "optimizer": optimizer},
-        storage_writer=WaitingWriter(path),
-        async_checkpointer_type=kind,
-        async_stager=stager,
-        process_group=group,
-    )
-    if not isinstance(pending, AsyncSaveResponse):
-        return pending
-    pending.staging_completion.result()
-    return pending.upload_completion
 
 
 def save_twice(

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_distributed_checkpoint import END, SAVED_AT, WAYS, Run, straight, trained_states, values
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import distributed
+from checkpoint_cases import END, SAVED_AT, WAYS, Run, straight, trained_states, values
 from distributed import Part, assert_same, join_all, part, shard_like
 from fused_optim import FusedAdam
 

@@ -21,13 +21,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from test_foreign_checkpoints import SETTINGS, build, groups_of, train
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import distributed
 from distributed import assert_same, one_thread
+from foreign_cases import SETTINGS, build, groups_of, train
 from fused_optim import (
     FusedAdam,
     export_optimizer_checkpoint,

@@ -87,7 +87,8 @@ def test_saves_may_be_killed(asynchronous: bool, tmp_path: Path) -> None:
     for kill in range(KILLS):
         folder = tmp_path / str(kill)
         command = [sys.executable, __file__, str(folder), "async" if asynchronous else "sync"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # where this process finds helpers
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             process.stdout.readline()  # the first checkpoint is under way, or written
             process.stdout.readline()

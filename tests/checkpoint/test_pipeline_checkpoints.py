@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from test_distributed_checkpoint import values
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 import distributed
+from checkpoint_cases import values
 from distributed import Part, assert_same, join, part, shard_like
 from fused_optim import FusedAdamW, export_optimizer_checkpoint, load_optimizer_checkpoint, save_master_safetensors
 from fused_optim.checkpoint.masters import INDEX

@@ -98,7 +98,7 @@ def loaded(name: str) -> ModuleType:
 
 def empty_plan(name: str, groups: list[int]) -> Any:
     """Two param groups, and shards that are not described yet."""
-    return loaded(name).Plan(groups, 2, None, Tensor, DTensor)
+    return loaded(name).Plan(groups, 2, None, Tensor, DTensor, keys=[])
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -158,6 +158,8 @@ def test_engine_refuses_other_types_and_numbers(name: str) -> None:
         plan.set_shard(0, **{**SHARD, "numel": -1})
     with pytest.raises(ValueError, match="one watched tuple per shard"):
         plan.refresh([], "grad")
+    with pytest.raises(ValueError, match="expected a Watched"):
+        plan.watch(0, (Tensor(), None, {}))
 
 
 GRADIENTS: dict[str, list[int]] = {"addresses": [64, 64], "numels": [8, 8], "types": [0, 1], "groups": [0, 0]}

@@ -1,12 +1,11 @@
 """Megatron-FSDP's real optimizer wrapper, uneven shards and checkpoint hooks, over gloo.
 
 The model's side needs CUDA: here its parameters are made as ``make_fsdp_dtensor`` makes them, of rows that its buffers
-could hold on three ranks, and ``Model`` stands for what the wrapped optimizer calls back.
+could hold on three ranks, and ``megatron_cases.Model`` stands for what the wrapped optimizer calls back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,123 +13,33 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from test_synthetic_step import values
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import distributed
+from cases import normal
 from distributed import assert_same
-from fused_optim import FusedAdam, export_optimizer_checkpoint, load_optimizer_checkpoint
+from fused_optim import export_optimizer_checkpoint, load_optimizer_checkpoint
 from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.sharding.uneven import locate_uneven_shards
+from megatron_cases import (
+    BF16,
+    F32,
+    FORMATS,
+    MASTERS,
+    SHAPES,
+    build,
+    contents,
+    joined,
+    own_rows,
+    settings,
+    state_options,
+    train,
+)
 
 pytest.importorskip("megatron_fsdp")
-
-SHAPES = {"matrix": (7, 64), "second": (7, 2, 32), "vector": (11,), "wide": (4, 128)}
-ROWS = {  # by world size and rank
-    1: {name: (shape[0],) for name, shape in SHAPES.items()},
-    2: {"matrix": (3, 4), "second": (7, 0), "vector": (2, 9), "wide": (0, 4)},
-    3: {"matrix": (5, 2, 0), "second": (0, 4, 3), "vector": (10, 0, 1), "wide": (1, 0, 3)},
-}
-F32, BF16 = torch.float32, torch.bfloat16
-FORMATS = [F32, BF16, torch.float16, torch.float8_e4m3fn, torch.int8]
-MASTERS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
-    "fp32": (F32, {}),
-    "masters": (BF16, {}),
-    "remainders": (BF16, {"store_param_remainders": True}),
-    "24-bit": (BF16, {"store_param_remainders": True, "param_remainder_bits": 8}),
-    "none": (BF16, {"master_weights": False}),
-}
-
-
-class Model:
-    """What the wrapped optimizer calls of MegatronFSDP."""
-
-    model_auto_sync = True
-
-    def __init__(self) -> None:
-        self.called: list[str] = []
-
-    def install_optimized_model_weights(self) -> None:
-        self.called.append("install")
-
-    def zero_grad_buffer(self) -> None:
-        self.called.append("zero")
-
-
-def own_rows(name: str) -> slice:
-    rows = ROWS[dist.get_world_size()][name]
-    first = sum(rows[: dist.get_rank()])
-    return slice(first, first + rows[dist.get_rank()])
-
-
-def uneven(name: str, full: Tensor) -> DTensor:
-    local = full[own_rows(name)].clone()
-    options = {"run_check": False, "shape": full.shape, "stride": full.stride()}
-    return DTensor.from_local(local, distributed.mesh(), [Shard(0)], **options)
-
-
-def named_parameters(dtype: torch.dtype, fresh: bool) -> Iterator[tuple[str, nn.Parameter]]:
-    from megatron_fsdp.uneven_dtensor import update_uneven_dtensor_chunk_metadata
-
-    for i, (name, shape) in enumerate(SHAPES.items()):
-        value = uneven(name, (values(shape, i) * (0 if fresh else 1)).to(dtype))
-        update_uneven_dtensor_chunk_metadata(value)
-        yield name, nn.Parameter(value)  # which loses what the line above has set
-
-
-def build(kind: str, *, fresh: bool = False, **options: Any) -> tuple[nn.ParameterDict, FusedAdam]:
-    """Two param groups with their own settings, wrapped by the real ``fully_shard_optimizer``."""
-    from megatron_fsdp.fully_shard import fully_shard_optimizer
-
-    dtype, masters = MASTERS[kind]
-    model = nn.ParameterDict(dict(named_parameters(dtype, fresh)))
-    stand_in = Model()
-    for param in model.parameters():
-        param._megatron_fsdp_model = stand_in
-    matrix, second, vector, wide = model.values()
-    groups = [
-        {"params": [matrix, vector], "weight_decay": 0.3},
-        {"params": [second, wide], "lr": 0.02, "betas": (0.8, 0.9)},
-    ]
-    optimizer = FusedAdam(groups, lr=0.5 if fresh else 0.01, weight_decay=0.1, **masters, **options)
-    return model, fully_shard_optimizer(optimizer)
-
-
-def train(model: nn.ParameterDict, optimizer: FusedAdam, steps: range, grad_dtype: torch.dtype | None = None) -> None:
-    attribute = "decoupled_grad" if optimizer.use_decoupled_grad else "grad"
-    for step in steps:
-        for i, (name, param) in enumerate(model.items()):
-            grad = values(SHAPES[name], 100 * step + i).to(grad_dtype or param.dtype)
-            rows = own_rows(name)
-            setattr(param, attribute, uneven(name, grad) if rows.stop > rows.start else None)  # as Megatron-FSDP does
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def contents(model: nn.Module, optimizer: FusedAdam) -> dict[str, Tensor]:
-    """This rank's parts of parameters, masters and moments, in host memory."""
-    found = {f"{name} parameter": param.detach() for name, param in model.named_parameters()}
-    found |= {f"{name} master": value for name, value in optimizer.master_state_dict(model).items()}
-    for name, param in model.named_parameters():
-        for moment in ("exp_avg", "exp_avg_sq"):
-            found[f"{name} {moment}"] = optimizer.get_unscaled_state(param, moment)
-    return {key: local_tensor(value).cpu().clone() for key, value in found.items()}
-
-
-def joined(results: list[tuple[dict[str, Tensor], Any]]) -> dict[str, Tensor]:
-    return {key: torch.cat([result[key] for result, _ in results]) for key in results[0][0]}
-
-
-def state_options(fmt: torch.dtype) -> dict[str, Any]:
-    return {"exp_avg_dtype": fmt, "exp_avg_sq_dtype": fmt}
-
-
-def settings(optimizer: FusedAdam) -> list[tuple[float, float, tuple[float, float], int]]:
-    return [(g["lr"], g["weight_decay"], g["betas"], g["step"]) for g in optimizer.param_groups]
-
 
 # --- the synthetic step -------------------------------------------------------------------------------------------
 
@@ -139,7 +48,7 @@ def wrap(kind: str, decoupled: bool) -> None:
     model, optimizer = build(kind, use_decoupled_grad=decoupled)
     assert settings(optimizer) == [(0.01, 0.3, (0.9, 0.999), 0), (0.02, 0.1, (0.8, 0.9), 0)]
     for i, (name, param) in enumerate(model.items()):
-        initial = values(SHAPES[name], i).to(param.dtype)[own_rows(name)]
+        initial = normal(SHAPES[name], i).to(param.dtype)[own_rows(name)]
         assert torch.equal(param._local_tensor, initial)
         states = optimizer.state[param]
         assert not any(states[moment]._local_tensor.any() for moment in ("exp_avg", "exp_avg_sq"))

@@ -19,15 +19,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from test_megatron_fsdp import contents, joined, settings, state_options
-from test_synthetic_step import values
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import distributed
+from cases import normal
 from distributed import assert_same, two_gpus
 from fused_optim import FusedAdam
 from fused_optim.sharding.dtensor import local_tensor
+from megatron_cases import contents, joined, settings, state_options
 
 pytest.importorskip("megatron_fsdp")
 
@@ -55,7 +55,7 @@ class Linear(nn.Module):
     def __init__(self, shapes: dict[str, tuple[int, ...]], seeds: Iterator[int]) -> None:
         super().__init__()
         for name, shape in shapes.items():
-            self.register_parameter(name, nn.Parameter(values(shape, next(seeds)).to(BF16)))
+            self.register_parameter(name, nn.Parameter(normal(shape, next(seeds)).to(BF16)))
 
     def forward(self, total: Tensor, gradients: dict[str, Tensor], prefix: str) -> Tensor:
         return total + sum((p.float() * gradients[prefix + name]).sum() for name, p in self._parameters.items())
@@ -82,7 +82,7 @@ class Model(nn.Module):
 def gradients(named: dict[str, Tensor], step: int) -> dict[str, Tensor]:
     """BF16 values, which every dtype holds and the mean over ranks does not round."""
     device = distributed.device()
-    return {name: values(p.shape, 100 * (step + 1) + i).to(device, BF16) for i, (name, p) in enumerate(named.items())}
+    return {name: normal(p.shape, 100 * (step + 1) + i).to(device, BF16) for i, (name, p) in enumerate(named.items())}
 
 
 def grouped(named: dict[str, nn.Parameter], **of_biases: Any) -> list[dict[str, Any]]:

@@ -13,19 +13,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import test_megatron_fsdp
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from test_synthetic_step import values
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import distributed
+import megatron_cases
+from cases import normal
 from cuda_on_cpu import cuda_on_cpu
 from distributed import assert_same, needs_gpus
 
 pytest.importorskip("megatron.core")
+pytest.importorskip("megatron_fsdp")
 
 F32, BF16, F16, FP8 = torch.float32, torch.bfloat16, torch.float16, torch.uint8
 SHAPES = {"first": (37, 129), "bias": (513,), "last": (3, 70, 130)}
@@ -96,7 +97,7 @@ class Run:
         self.model = MegatronModule(config)
         for i, (name, shape) in enumerate(SHAPES.items()):
             dtype = F32 if fp32_params and name == "bias" else BF16
-            value = (values(shape, i) * (not fresh)).to(distributed.device(), dtype)
+            value = (normal(shape, i) * (not fresh)).to(distributed.device(), dtype)
             self.model.register_parameter(name, nn.Parameter(value))
         whole = MODES[mode].get("main_grads_dtype", F32) == F32
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=shares, grad_reduce_in_fp32=whole)
@@ -139,7 +140,7 @@ class Run:
 
 
 def gradients(step: int, rank: int) -> dict[str, Tensor]:
-    return {name: values(shape, 100 * step + 10 * rank + i).to(BF16) for i, (name, shape) in enumerate(SHAPES.items())}
+    return {name: normal(shape, 100 * step + 10 * rank + i).to(BF16) for i, (name, shape) in enumerate(SHAPES.items())}
 
 
 def trained(mode: str, steps: int, fp32_params: bool = False) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -160,7 +161,7 @@ def trained(mode: str, steps: int, fp32_params: bool = False) -> tuple[dict[str,
 
 def expected(steps: int, ranks: int, dtype: torch.dtype = F32) -> dict[str, Tensor]:
     """torch.optim.AdamW on FP32 masters and the mean of the ranks' gradients."""
-    params = [values(shape, i).to(BF16).float().requires_grad_() for i, shape in enumerate(SHAPES.values())]
+    params = [normal(shape, i).to(BF16).float().requires_grad_() for i, shape in enumerate(SHAPES.values())]
     decayed = [param for param in params if param.dim() > 1]
     groups = [{"params": decayed}, {"params": [params[1]], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, weight_decay=DECAY, betas=BETAS, eps=EPS)
@@ -229,7 +230,7 @@ def test_fp32_parameters_have_no_second_master(on: str) -> None:
     ((found, _), _) = distributed.run(2, trained, "fp8", 4, True, on=on)
     assert found["bias parameter"].dtype == F32
     assert torch.equal(found["bias param"], found["bias parameter"])
-    moved = (found["bias param"] - values(SHAPES["bias"], 1)).abs()
+    moved = (found["bias param"] - normal(SHAPES["bias"], 1)).abs()
     assert 0.03 < float(moved.max()) < 0.05  # four steps of about the learning rate
 
 
@@ -410,7 +411,7 @@ def fsdp_optimizer(fresh: bool) -> tuple[nn.ParameterDict, Any]:
     from fused_optim.integrations import megatron
 
     megatron.install()
-    model = nn.ParameterDict(dict(test_megatron_fsdp.named_parameters(BF16, fresh)))
+    model = nn.ParameterDict(dict(megatron_cases.named_parameters(BF16, fresh)))
     adam = megatron.FusedAdam(model.values(), lr=LR, master_weights=True, store_param_remainders=True, **FSDP_MOMENTS)
     chunk = SimpleNamespace(
         ddp_config=SimpleNamespace(use_megatron_fsdp=True),
@@ -430,7 +431,7 @@ def save_fsdp(path: str) -> None:
 
     with here():
         model, optimizer = fsdp_optimizer(fresh=False)
-        test_megatron_fsdp.train(model, optimizer.optimizer, range(3))
+        megatron_cases.train(model, optimizer.optimizer, range(3))
         states = optimizer.sharded_state_dict(metadata=FSDP_FORM)
         dcp.save(preprocess_state_dict_for_uneven_dtensor(states), checkpoint_id=path)
 
@@ -443,22 +444,22 @@ def load_fsdp(path: str) -> tuple[dict[str, Tensor], Any]:
         states = optimizer.sharded_state_dict(is_loading=True, metadata=FSDP_FORM)
         dcp.load(preprocess_state_dict_for_uneven_dtensor(states), checkpoint_id=path)
         optimizer.load_state_dict(states)
-        return test_megatron_fsdp.contents(model, optimizer.optimizer), optimizer.optimizer.param_groups[0]["step"]
+        return megatron_cases.contents(model, optimizer.optimizer), optimizer.optimizer.param_groups[0]["step"]
 
 
 def trained_fsdp() -> tuple[dict[str, Tensor], Any]:
     with here():
         model, optimizer = fsdp_optimizer(fresh=False)
-        test_megatron_fsdp.train(model, optimizer.optimizer, range(3))
-        return test_megatron_fsdp.contents(model, optimizer.optimizer), None
+        megatron_cases.train(model, optimizer.optimizer, range(3))
+        return megatron_cases.contents(model, optimizer.optimizer), None
 
 
 def test_fsdp_dtensor_checkpoints_hold_values_and_reshard(tmp_path: Path) -> None:
     distributed.run(3, save_fsdp, str(tmp_path))
-    wanted = test_megatron_fsdp.joined(distributed.run(1, trained_fsdp))
+    wanted = megatron_cases.joined(distributed.run(1, trained_fsdp))
     for world_size in (1, 2, 3):
         results = distributed.run(world_size, load_fsdp, str(tmp_path))
-        assert_same(test_megatron_fsdp.joined(results), wanted)
+        assert_same(megatron_cases.joined(results), wanted)
         assert [step for _, step in results] == [3] * world_size
 
 

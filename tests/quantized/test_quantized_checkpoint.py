@@ -14,13 +14,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
-from test_async_saves import STAGERS, let_write, start_save
-from test_distributed_checkpoint import WAYS
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.fsdp import fully_shard
 
 import distributed
+from checkpoint_cases import STAGERS, WAYS, let_write, start_save
 from distributed import Part, assert_same, join_all, on_each_device
 from fused_optim import export_optimizer_checkpoint, load_optimizer_checkpoint, save_master_safetensors
 from fused_optim.quantized import finish_initialization, quantize_model_

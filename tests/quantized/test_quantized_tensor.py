@@ -97,6 +97,7 @@ def test_operations_see_the_decoded_weight(recipe: str) -> None:
     assert torch.equal(nn.functional.linear(x, weight), nn.functional.linear(x, plain))
     assert torch.equal(x @ weight.t(), x @ plain.t())
     assert torch.equal(weight.norm(), plain.norm()) and torch.equal(weight + 1, plain + 1)
+    assert torch.equal(weight.where(plain > 0, 0.0), plain.where(plain > 0, 0.0))
     assert torch.equal(torch.cat([weight, weight]), torch.cat([plain, plain]))
     assert torch.equal(weight.transpose(0, -1), plain.t()) and torch.equal(weight.transpose(-1, 1), plain)
     assert torch.equal(weight.T, plain.t()) and torch.equal(weight.permute(0, -1), plain)

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from test_distributed_checkpoint import values
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -16,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Shard
 
 import distributed
+from checkpoint_cases import values
 from distributed import assert_same
 from fused_optim import FusedAdam, export_optimizer_checkpoint, load_optimizer_checkpoint, save_master_safetensors
 from fused_optim.slots import MOMENTS

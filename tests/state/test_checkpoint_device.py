@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_distributed_checkpoint import END, FORMATS, SAVED_AT, WAYS, Run, straight, trained_states
-from test_native_checkpoint import EVERY_MASTER, PLAIN, REM16, build, stored, tensors_of, trained
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 import cases
 import distributed
+from checkpoint_cases import END, FORMATS, SAVED_AT, WAYS, Run, straight, trained_states
 from distributed import Part, assert_same, join_all
 from fused_optim import FusedAdam
 from fused_optim.sharding.dtensor import local_tensor
+from native_cases import EVERY_MASTER, PLAIN, REM16, build, stored, tensors_of, trained
 
 FORMS = pytest.mark.parametrize("form", ["unscaled", "native"])
 one_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from test_distributed_checkpoint import FORMATS, WAYS, Run, trained_states
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
@@ -30,81 +29,27 @@ from torch.distributed.checkpoint.state_dict import (
 
 import cases
 import distributed
-from distributed import Part, assert_same, join_all, part, same_bits
+from checkpoint_cases import FORMATS, WAYS, Run, trained_states
+from distributed import Part, assert_same, join_all, same_bits
 from fused_optim import FusedAdam
 from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.slots import MOMENTS
-
-# In the order of nn.ParameterDict.
-SHAPES = {
-    "conv": (3, 8, 2, 4),
-    "long": (5000,),
-    "narrow": (5, 64),
-    "odd": (5, 50),
-    "vacant": (0, 128),
-    "vector": (10,),
-    "void": (3, 0),
-    "wide": (6, 256),
-}
-SAVED_AT = 2
-IDS = {"ids": str}
-
-
-# --- one process ------------------------------------------------------------------------------------------------
-
-
-def build(
-    master: cases.Master, fmt: torch.dtype, device: str = "cpu", *, fresh: bool = False
-) -> tuple[nn.ParameterDict, FusedAdam]:
-    tensors = {
-        name: cases.values(shape, master.param_dtype, device, seed=10 * fresh + i)
-        for i, (name, shape) in enumerate(SHAPES.items())
-    }
-    model = nn.ParameterDict(tensors)
-    model["wide"].requires_grad_(False)  # frozen
-    options = {"exp_avg_dtype": fmt, "exp_avg_sq_dtype": fmt, "lr": 0.5 if fresh else 0.01, **master.options}
-    return model, FusedAdam(model.parameters(), **options)
-
-
-def train(model: nn.ParameterDict, optimizer: FusedAdam, steps: range) -> None:
-    for step in steps:
-        for i, (name, param) in enumerate(model.items()):
-            if name not in ("wide", "narrow"):  # frozen, or without gradient
-                param.grad = cases.values(param.shape, param.dtype, str(param.device), seed=100 * step + i, spread=3.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def trained(
-    master: cases.Master, fmt: torch.dtype, device: str = "cpu", form: str = "native"
-) -> tuple[nn.ParameterDict, FusedAdam]:
-    model, optimizer = build(master, fmt, device)
-    optimizer.checkpoint_format = form
-    train(model, optimizer, range(SAVED_AT))
-    return model, optimizer
-
-
-def stored(model: nn.ParameterDict, optimizer: FusedAdam) -> dict[str, Tensor]:
-    """Parameters, and states and scales as they are kept."""
-    found = {}
-    for name, param in model.items():
-        found[f"{name}: parameter"] = param.detach().clone()
-        for key, value in optimizer.state.get(param, {}).items():
-            found[f"{name}: {key}"] = value.clone()
-        if optimizer.state.get(param):
-            found[f"{name}: scales"] = optimizer.store.slots[param].scales.clone()
-    return found
-
-
-def tensors_of(tree: Any, path: str = "") -> dict[str, Tensor]:
-    if not isinstance(tree, dict):
-        return {path: tree} if isinstance(tree, Tensor) else {}
-    return {k: v for key, value in tree.items() for k, v in tensors_of(value, f"{path}.{key}").items()}
-
-
-EVERY_MASTER = pytest.mark.parametrize("master", cases.MASTERS, **IDS)
-EVERY_FORMAT = pytest.mark.parametrize("fmt", FORMATS, **IDS)
-REM16, REM8, PLAIN = cases.MASTER["bfloat16+rem16"], cases.MASTER["bfloat16+rem8"], cases.MASTER["float32"]
+from native_cases import (
+    EVERY_FORMAT,
+    EVERY_MASTER,
+    IDS,
+    PLAIN,
+    REM8,
+    REM16,
+    SAVED_AT,
+    SHAPES,
+    NativeRun,
+    build,
+    stored,
+    tensors_of,
+    train,
+    trained,
+)
 
 
 @EVERY_MASTER
@@ -131,7 +76,11 @@ def test_form_of_states(fmt: torch.dtype) -> None:
     state_dict = optimizer.state_dict()
     scaled = fmt in (torch.int8, torch.float8_e4m3fn, torch.float16)
     blocks = {"wide": 128, "narrow": 64, "conv": 64, "vacant": 128, "void": 128}
-    for (name, shape), states in zip(SHAPES.items(), state_dict["state"].values(), strict=True):
+    for index, (name, shape) in enumerate(SHAPES.items()):
+        if name == "wide":  # frozen
+            assert index not in state_dict["state"]
+            continue
+        states = state_dict["state"][index]
         for moment in MOMENTS:
             value = states[moment]
             if not scaled or name not in blocks:
@@ -379,22 +328,6 @@ def test_documented_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 # --- several processes ------------------------------------------------------------------------------------------
 
 
-class NativeRun(Run):
-    """Saves in native form; its snapshots also hold the stored bits."""
-
-    def __init__(self, how: str, master: str, formats: Sequence[torch.dtype] = FORMATS, *, fresh: bool = False) -> None:
-        super().__init__(how, master, formats, fresh=fresh)
-        self.optimizer.checkpoint_format = "native"
-
-    def snapshot(self) -> dict[str, Part]:
-        form, self.optimizer.checkpoint_format = self.optimizer.checkpoint_format, "unscaled"
-        found = super().snapshot()
-        self.optimizer.checkpoint_format = form
-        for name, param in self.model.named_parameters():
-            found |= {f"{name}: stored {key}": part(value) for key, value in self.optimizer.state[param].items()}
-        return found
-
-
 def save_async(run: Run, path: str) -> None:
     """Training goes on while the file is written."""
     model, optimizer = get_state_dict(run.model, run.optimizer)
@@ -583,8 +516,32 @@ def load_other_form(form: str, way: str, path: str) -> None:
         WAYS[way][1](run, path)
 
 
-@pytest.mark.parametrize("way", ["partial", "full", "broadcast"])
-@pytest.mark.parametrize("forms", [("native", "unscaled"), ("unscaled", "native")], **IDS)
+def load_either_form(path: str) -> list[dict[str, Part]]:
+    """A full state dict in the unscaled form, loaded while that is the optimizer's form and while it is not."""
+    found = []
+    for form in ("unscaled", "native"):
+        run = NativeRun("fsdp", "remainder16", fresh=True)
+        run.optimizer.initialize_state()
+        run.optimizer.checkpoint_format = form
+        WAYS["full"][1](run, path)
+        run.optimizer.checkpoint_format = "unscaled"
+        found.append(run.snapshot())
+    return found
+
+
+def test_full_unscaled_states_load_whatever_the_form(tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    distributed.run(2, hop, "fsdp", "remainder16", "full", None, path, range(1), (None, "unscaled"))
+    results = distributed.run(2, load_either_form, path)
+    assert_same(*(join_all([result[i] for result in results]) for i in (0, 1)))
+
+
+@pytest.mark.parametrize(
+    ("forms", "way"),
+    [(("native", "unscaled"), way) for way in ("partial", "full", "broadcast")]
+    + [(("unscaled", "native"), way) for way in ("partial", "broadcast")],
+    **IDS,
+)
 def test_another_form_is_never_half_loaded(forms: tuple[str, str], way: str, tmp_path: Path) -> None:
     """Where torch itself does not fail."""
     path = str(tmp_path / "checkpoint")
@@ -606,7 +563,9 @@ def eight_bit(to: torch.dtype, folder: str) -> list[dict[str, Part]]:
     WAYS["nested"][0](saved, folder)
     WAYS["nested"][1](run, folder)
     saved.optimizer.checkpoint_format = "unscaled"
+    run.model.load_state_dict(saved.model.state_dict())  # frozen parameters, which the optimizer has no masters of
     direct = NativeRun("fsdp", "bfloat16", [to] * 5, fresh=True)
+    direct.model.load_state_dict(saved.model.state_dict())
     direct.optimizer.load_state_dict(saved.optimizer.state_dict())
     return [run.snapshot(), direct.snapshot()]
 

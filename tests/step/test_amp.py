@@ -217,13 +217,15 @@ def test_disabled_scaler(device: str) -> None:
 
 
 def test_no_gradients_at_all(device: str) -> None:
-    """Such as on a rank that owns nothing."""
-    params = parameters(device)
-    optimizer, scaler = FusedAdamW(params), torch.amp.GradScaler(device)
-    optimizer.initialize_state()
-    scaler.scale(torch.ones((), device=device))
-    scaler.step(optimizer)
-    assert shown_step(optimizer) == 1
+    """No step for the group; a rank whose gradients are empty, which owns nothing, counts it."""
+    for grads, step in ((None, 0), (torch.ones(0, device=device), 1)):
+        params = parameters(device) if grads is None else [torch.nn.Parameter(torch.ones(0, device=device))]
+        optimizer, scaler = FusedAdamW(params), torch.amp.GradScaler(device)
+        optimizer.initialize_state()
+        scaler.scale(torch.ones((), device=device))
+        params[0].grad = grads
+        scaler.step(optimizer)
+        assert shown_step(optimizer) == step
 
 
 def test_no_parameters_at_all(device: str) -> None:
@@ -296,6 +298,7 @@ def test_a_synthetic_first_step_is_noted_by_the_scaler() -> None:
     params = parameters("cpu")
     optimizer, scaler = make(params, *VARIANTS[0]), torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(()))
+    optimizer.param_groups[0]["lr"] = 0.0
     for param in params:
         param.grad = torch.zeros_like(param)
     optimizer.step(grad_scaler=scaler)

@@ -64,7 +64,10 @@ def test_option(kind: Callable[..., FusedAdam], options: dict[str, Any], error: 
 
 @pytest.mark.parametrize(("options", "error", "message"), OPTIONS)
 def test_option_of_a_group(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    """Refused in the constructor, by add_param_group, which adds nothing, and by the next step, which does nothing."""
+    """Refused in the constructor, by add_param_group, which adds nothing, and by the next step, which does nothing.
+
+    But a step takes a learning rate below zero, as torch's do: schedulers end there by rounding.
+    """
     first, second = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
     with pytest.raises(error, match=message):
         FusedAdam([{"params": [first]}, {"params": [second], **options}])
@@ -76,6 +79,9 @@ def test_option_of_a_group(options: dict[str, Any], error: type[Exception], mess
     first.grad, second.grad = torch.ones_like(first), torch.ones_like(second)
     optimizer.step()
     optimizer.param_groups[1].update(options)
+    if message.startswith("lr: expected a finite number >= 0") and float(options["lr"]) < 0.0:
+        optimizer.step()
+        return
     with unchanged(optimizer), pytest.raises(error, match=message):
         optimizer.step()
 

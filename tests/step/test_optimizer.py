@@ -293,7 +293,9 @@ def test_first_step_with_zero_gradients_only_creates_states(master: Master, adam
     (first, synthetic), (second, initialized) = (make(device, FORMAT["int8"], master, **options) for _ in range(2))
     for param in first.parameters():
         param.grad = torch.zeros_like(param)
+    synthetic.param_groups[0]["lr"] = 0.0
     synthetic.step()
+    synthetic.param_groups[0]["lr"] = 0.1
     initialized.initialize_state()
     assert synthetic.param_groups[0]["step"] == 0
     assert_same(everything(first, synthetic), everything(second, initialized))
@@ -304,7 +306,7 @@ def test_first_step_with_zero_gradients_only_creates_states(master: Master, adam
 
 
 def test_looking_at_states_does_not_hide_a_synthetic_step() -> None:
-    model, optimizer = make("cpu", weight_decay=0.5)
+    model, optimizer = make("cpu", lr=0.0)
     assert not optimizer.state[model.weight]
     before = model.weight.detach().clone()
     for param in model.parameters():
@@ -711,3 +713,18 @@ def test_steps_that_differ_within_a_group_continue_from_the_latest() -> None:
     with pytest.warns(UserWarning, match="2 of 3 parameters"):
         ours.load_state_dict(theirs.state_dict())
     assert ours.param_groups[0]["step"] == 2
+
+
+def test_schedulers_may_end_below_zero(device: str) -> None:
+    """LinearLR reaches its end by products: 0 becomes a tiny negative number here, which torch.optim takes."""
+    (model, optimizer), (other, _) = make(device, lr=0.01), make(device)
+    expected = torch.optim.AdamW(other.parameters(), lr=0.01, weight_decay=0.0)
+    schedules = [torch.optim.lr_scheduler.LinearLR(each, 1 / 3, 0.0, total_iters=7) for each in (optimizer, expected)]
+    for step in range(9):
+        train(model, optimizer, [step])
+        train(other, expected, [step])
+        for schedule in schedules:
+            schedule.step()
+    assert optimizer.param_groups[0]["lr"] == expected.param_groups[0]["lr"] < 0.0
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

@@ -26,10 +26,10 @@ void require(bool condition, size_t index, const char* expected) {
 }
 
 // Checked before the cast, which would keep only the low 8 bits.
-template <class T>
-T enumerator(int value, T last, size_t index, const char* expected) {
-    require(value >= 0 && value <= static_cast<int>(last), index, expected);
-    return static_cast<T>(value);
+template <class Enum>
+Enum enumerator(int number, size_t index, const char* expected) {
+    require(number >= 0 && number < kCount<Enum>, index, expected);
+    return static_cast<Enum>(number);
 }
 
 // The last check before raw addresses are used; Python has validated tensors by name already.
@@ -90,16 +90,16 @@ void set_shard(Plan& plan, size_t i, uint64_t grad, uint64_t param, uint64_t mas
     s.inner_local = inner_local;
     s.inner_global = inner_global;
     s.key = key;
-    s.grad_type = enumerator(grad_type, Element::kFloat16, i, "a known element type");
-    s.param_type = enumerator(param_type, Element::kFloat16, i, "a known element type");
-    s.master_kind = enumerator(master_kind, Master::kRemainder8, i, "a known master");
-    s.exp_avg_format = enumerator(exp_avg_format, Format::kInt8, i, "a known state format");
-    s.exp_avg_sq_format = enumerator(exp_avg_sq_format, Format::kInt8, i, "a known state format");
+    s.grad_type = enumerator<Element>(grad_type, i, "a known element type");
+    s.param_type = enumerator<Element>(param_type, i, "a known element type");
+    s.master_kind = enumerator<Master>(master_kind, i, "a known master");
+    s.exp_avg_format = enumerator<Format>(exp_avg_format, i, "a known state format");
+    s.exp_avg_sq_format = enumerator<Format>(exp_avg_sq_format, i, "a known state format");
     require(block_log2 >= 5 && block_log2 <= 7, i, "blocks of 32, 64 or 128");
     s.block_log2 = static_cast<uint8_t>(block_log2);
     s.quantized = weight_format >= 0;
     if (s.quantized) {
-        s.weight_format = enumerator(weight_format, WeightFormat::kNVFloat4, i, "a known format of weights");
+        s.weight_format = enumerator<WeightFormat>(weight_format, i, "a known format of weights");
         s.round_up = round_up;
         s.weight_scales = weight_scales;
         s.absmax = absmax;
@@ -111,8 +111,8 @@ void set_shard(Plan& plan, size_t i, uint64_t grad, uint64_t param, uint64_t mas
 // Whether quantized weights whose moments have these formats can be written by the update.
 bool writes_weights(int exp_avg_format, int exp_avg_sq_format) {
 #if defined(FUSED_OPTIM_ENGINE_CUDA)
-    return writes_weights_cuda(enumerator(exp_avg_format, Format::kInt8, 0, "a known state format"),
-                               enumerator(exp_avg_sq_format, Format::kInt8, 0, "a known state format"));
+    return writes_weights_cuda(enumerator<Format>(exp_avg_format, 0, "a known state format"),
+                               enumerator<Format>(exp_avg_sq_format, 0, "a known state format"));
 #else
     (void)exp_avg_format, (void)exp_avg_sq_format;
     return true;
@@ -140,11 +140,23 @@ void launch(Plan& plan, int threads) {
 }
 #endif
 
+// Names and numbers of an enum, for the test that compares them with Python's.
+template <class Enum>
+py::dict numbers() {
+    py::dict numbers;
+    for (int i = 0; i < kCount<Enum>; ++i) numbers[EnumNames<Enum>::all[i]] = i;
+    return numbers;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
     register_gradients(m);
     register_quantize(m);
+    m.attr("NUMBERS") =
+        py::dict(py::arg("Element") = numbers<Element>(), py::arg("Master") = numbers<Master>(),
+                 py::arg("Format") = numbers<Format>(), py::arg("WeightFormat") = numbers<WeightFormat>(),
+                 py::arg("ScaleStage") = numbers<ScaleStage>(), py::arg("Watched") = numbers<Watched>());
     m.def("writes_weights", &writes_weights, py::arg("exp_avg_format"), py::arg("exp_avg_sq_format"));
 #if defined(FUSED_OPTIM_ENGINE_CUDA)
     m.def("load_kernels", &load_kernels, py::arg("device"));
@@ -162,6 +174,7 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
         .def("watch", &Plan::watch, py::arg("shard"), py::arg("watched"))
         .def("sharing", &Plan::sharing)
         .def("updated", &Plan::updated, py::arg("watched"))
+        .def("groups_with_gradients", &Plan::groups_with_gradients)
         .def("set_group", &set_group, py::arg("group"), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
              py::arg("eps"), py::arg("weight_decay"), py::arg("step"), py::arg("adam_w"), py::arg("bias_correction"),
              py::arg("maximize"), py::arg("stochastic_rounding"), py::arg("lr_pointer") = 0, py::arg("grad_scale") = 0,

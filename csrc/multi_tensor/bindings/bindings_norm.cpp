@@ -29,7 +29,7 @@ struct Gradients {
         }
         entries.reserve(count);
         for (size_t i = 0; i < count; ++i) {
-            require(types[i] <= static_cast<uint32_t>(Element::kFloat16), i, "a known element type");
+            require(types[i] < kCount<Element>, i, "a known element type");
             const Element type = static_cast<Element>(types[i]);
             require(numels[i] < kMaxGradientNumel, i, "fewer than 2^48 elements");
             require(groups[i] < kMaxNormGroups, i, "a group below 16");

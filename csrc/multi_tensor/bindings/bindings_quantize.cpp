@@ -25,7 +25,7 @@ void require(bool condition, const char* expected) {
 }
 
 WeightFormat format_of(uint32_t number) {
-    require(number < kWeightFormats, "a known format");
+    require(number < kCount<WeightFormat>, "a known format");
     return static_cast<WeightFormat>(number);
 }
 
@@ -91,13 +91,13 @@ std::vector<TensorScale> scales_of(const std::vector<ScaleRow>& rows, const Scal
 }
 
 ScaleRule rule_of(float largest, float factor, uint32_t history, bool most_recent, uint32_t stage, uint64_t applies) {
-    require(stage <= static_cast<uint32_t>(ScaleStage::kAgain), "a known stage");
+    require(stage < kCount<ScaleStage>, "a known stage");
     return {
         largest, factor, history, most_recent, static_cast<ScaleStage>(stage), reinterpret_cast<const bool*>(applies)};
 }
 
 Element element_of(uint32_t number) {
-    require(number <= static_cast<uint32_t>(Element::kFloat16), "a known element type");
+    require(number < kCount<Element>, "a known element type");
     return static_cast<Element>(number);
 }
 

@@ -65,8 +65,8 @@ inline bool is_contiguous(const DLTensor& tensor) {
 inline uint64_t address(const DLTensor& tensor) { return reinterpret_cast<uint64_t>(tensor.data) + tensor.byte_offset; }
 
 // What DLPack does not tell: whether a tensor's bytes are its values. torch negates lazily, makes zeros without memory,
-// and wraps tensors for its transforms. All of it is in the tensor's dispatch keys, a word of torch's own tensor, to which
-// the first field of the Python object points. Where the word lies is found out by looking for known keys.
+// and wraps tensors for its transforms. All of it is in the tensor's dispatch keys, a word of torch's own tensor, to
+// which the first field of the Python object points. Where the word lies is found out by looking for known keys.
 class DispatchKeys {
 public:
     // `examples`: (tensor, its keys), the first one an ordinary tensor.
@@ -86,7 +86,8 @@ public:
 
 private:
     uint64_t of(PyObject* tensor) const {
-        const char* body = *reinterpret_cast<const char* const*>(reinterpret_cast<const char*>(tensor) + sizeof(PyObject));
+        const char* body =
+            *reinterpret_cast<const char* const*>(reinterpret_cast<const char*>(tensor) + sizeof(PyObject));
         uint64_t keys;
         std::memcpy(&keys, body + offset_, sizeof(keys));
         return keys;
@@ -118,7 +119,9 @@ public:
     }
 
     // Subclasses hide their memory (DTensors, tensors of unfinished collectives).
-    bool is_plain(PyObject* object) const { return reinterpret_cast<PyObject*>(Py_TYPE(object)) == tensor_type_.ptr(); }
+    bool is_plain_tensor(PyObject* object) const {
+        return reinterpret_cast<PyObject*>(Py_TYPE(object)) == tensor_type_.ptr();
+    }
 
 private:
     bool is_tensor(PyObject* object) const {
@@ -130,10 +133,11 @@ private:
     int (*to_tensor_)(void*, DLTensor*) = nullptr;
 };
 
-// An attribute in a slot, such as DTensor._local_tensor, read without the way through the interpreter where possible.
-class Slot {
+// Reads an attribute, such as DTensor._local_tensor; where it lies in the object itself (Python's __slots__), without
+// the way through the interpreter.
+class AttributeReader {
 public:
-    Slot(const pybind11::object& type, const char* name)
+    AttributeReader(const pybind11::object& type, const char* name)
         : type_(type), name_(pybind11::reinterpret_steal<pybind11::object>(PyUnicode_InternFromString(name))) {
         pybind11::object member = pybind11::getattr(type, name, pybind11::none());
         if (!PyObject_TypeCheck(member.ptr(), &PyMemberDescr_Type)) return;

@@ -15,6 +15,26 @@ namespace fused_optim {
 
 namespace py = pybind11;
 
+// What Python keeps to be compared, one tuple per shard: the fields of fused_optim/backends's Watched. Those up to the
+// master are tensors of one form.
+#define FUSED_OPTIM_WATCHED(ROW)   \
+    ROW(kParam, "param")           \
+    ROW(kExpAvg, "exp_avg")        \
+    ROW(kExpAvgSq, "exp_avg_sq")   \
+    ROW(kMaster, "master")         \
+    ROW(kSpec, "spec")             \
+    ROW(kStates, "states")         \
+    ROW(kLocal, "local")           \
+    ROW(kComponents, "components") \
+    ROW(kNames, "names")           \
+    ROW(kParts, "parts")           \
+    ROW(kMasterLocal, "master_local")
+FUSED_OPTIM_ENUM(Watched, FUSED_OPTIM_WATCHED);
+
+inline PyObject* field(PyObject* watched, Watched which) {
+    return PyTuple_GET_ITEM(watched, static_cast<Py_ssize_t>(which));
+}
+
 struct Names {
     py::str exp_avg = intern("exp_avg"), exp_avg_sq = intern("exp_avg_sq"), master = intern("master_param");
     py::str mesh = intern("mesh"), placements = intern("placements"), meta = intern("tensor_meta"),
@@ -47,7 +67,7 @@ public:
     }
 
     // Takes the gradients, `param.<name>`, and the addresses of all shards that have one. Returns the numbers of those
-    // that are not as they were at `watch`, which Python has to set again. `watched`: see `watch`.
+    // that are not as they were at `watch`, which Python has to set again.
     std::vector<size_t> refresh(py::list watched, py::str name) {
         if (watched.size() != rows_.size()) throw std::invalid_argument("fused_optim: one watched tuple per shard");
         const std::vector<py::object> grads = gradients(watched.ptr(), name.ptr());
@@ -61,28 +81,26 @@ public:
         return stale;
     }
 
-    // Remembers what shard `i` is like now. `tuple`: (param, its DTensorSpec or None, its dict of states, exp_avg,
-    // exp_avg_sq, master or None), and of a quantized weight (its local tensor, that one's dict `components`, the names
-    // and the tensors in it of codes and scales, the master's local tensor).
+    // Remembers what shard `i` is like now.
     void watch(size_t i, py::tuple tuple) {
+        PyObject* const watched = tuple.ptr();
+        if (tuple.size() != kCount<Watched>) throw std::invalid_argument("fused_optim: expected a Watched");
         Row& row = rows_.at(i);
-        bool sharded = !tuple[1].is_none();
-        const std::array<PyObject*, kTensors> tensors = {tuple[0].ptr(), tuple[3].ptr(), tuple[4].ptr(),
-                                                         tuple[5].ptr()};
-        const int first = is_quantized(tuple.ptr()) ? kMaster : kParam;  // gives the form
+        const bool sharded = field(watched, Watched::kSpec) != Py_None;
+        const Watched first = is_quantized(watched) ? Watched::kMaster : Watched::kParam;  // gives the form
         row.watched = false;
-        for (int t : {first, +kExpAvg, +kExpAvgSq, +kMaster}) {
+        for (Watched which : {first, Watched::kExpAvg, Watched::kExpAvgSq, Watched::kMaster}) {
             DLTensor tensor;
-            if (tensors[t] == Py_None) continue;
-            if (!read_local(tensors[t], sharded, tensor)) return;
-            if (t == first) {
+            if (field(watched, which) == Py_None) continue;
+            if (!read_local(field(watched, which), sharded, tensor)) return;
+            if (which == first) {
                 row.device = tensor.device;
                 row.shape.assign(tensor.shape, tensor.shape + tensor.dims);
             }
             if (!row.has_form_of(tensor)) return;
-            row.types[t] = tensor.type;
+            row.type(which) = tensor.type;
         }
-        if (is_quantized(tuple.ptr()) && !watch_weight(row, tuple[9])) return;
+        if (is_quantized(watched) && !watch_weight(row, field(watched, Watched::kParts))) return;
         row.watched = true;
     }
 
@@ -100,7 +118,7 @@ public:
     py::list updated(py::list watched) const {
         py::list params;
         for (size_t i = 0; i < rows_.size(); ++i) {
-            if (rows_[i].has_gradient) params.append(py::handle(PyTuple_GET_ITEM(item(watched.ptr(), i), 0)));
+            if (rows_[i].has_gradient) params.append(py::handle(field(item(watched.ptr(), i), Watched::kParam)));
         }
         return params;
     }
@@ -129,6 +147,17 @@ public:
         return found;
     }
 
+    // The param groups of these, ascending.
+    std::vector<uint32_t> groups_with_gradients() const {
+        std::vector<uint32_t> groups;
+        for (const Row& row : rows_) {
+            if (row.has_gradient && (groups.empty() || groups.back() != row.shard.group)) {
+                groups.push_back(row.shard.group);
+            }
+        }
+        return groups;
+    }
+
     // The shards that have something to do.
     const Step& step() {
         step_.shards.clear();
@@ -139,7 +168,7 @@ public:
     }
 
 private:
-    enum { kParam, kExpAvg, kExpAvgSq, kMaster, kTensors };
+    static constexpr int kTensors = static_cast<int>(Watched::kMaster) + 1;
 
     struct Row {
         Shard shard{};
@@ -151,6 +180,7 @@ private:
         std::vector<int64_t> shape;
         std::vector<int64_t> weight_sizes;  // bytes of a quantized weight's codes and scales
 
+        DLDataType& type(Watched which) { return types[static_cast<size_t>(which)]; }
         bool has_form_of(const DLTensor& t) const {
             return (t.data || !shard.numel) && t.device == device && static_cast<size_t>(t.dims) == shape.size() &&
                    std::equal(shape.begin(), shape.end(), t.shape) && is_contiguous(t);
@@ -162,8 +192,8 @@ private:
     std::vector<py::object> gradients(PyObject* watched, PyObject* name) const {
         std::vector<py::object> grads(rows_.size());
         for (size_t i = 0; i < rows_.size(); ++i) {
-            prefetch_body(PyTuple_GET_ITEM(item(watched, ahead(i, 4)), 0));
-            grads[i] = attribute(PyTuple_GET_ITEM(item(watched, i), 0), name);
+            prefetch_body(field(item(watched, ahead(i, 4)), Watched::kParam));
+            grads[i] = attribute(field(item(watched, i), Watched::kParam), name);
         }
         return grads;
     }
@@ -181,8 +211,8 @@ private:
         const size_t far = ahead(i, 6), middle = ahead(i, 4), near = ahead(i, 2);
         auto tensors = [&](size_t row) {
             PyObject* tuple = item(watched, row);
-            return std::array<PyObject*, 4>{PyTuple_GET_ITEM(tuple, 0), PyTuple_GET_ITEM(tuple, 3),
-                                            PyTuple_GET_ITEM(tuple, 4), grads[row].ptr()};
+            return std::array<PyObject*, 4>{field(tuple, Watched::kParam), field(tuple, Watched::kExpAvg),
+                                            field(tuple, Watched::kExpAvgSq), grads[row].ptr()};
         };
         __builtin_prefetch(item(watched, ahead(i, 8)));
         __builtin_prefetch(&rows_[far]);
@@ -195,28 +225,29 @@ private:
         if (!sharded) return reader_.read(object, out);
         if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != dtensor_type_.ptr()) return false;
         py::object local = local_.get(object);
-        return local && reader_.is_plain(local.ptr()) && reader_.read(local.ptr(), out);
+        return local && reader_.is_plain_tensor(local.ptr()) && reader_.read(local.ptr(), out);
     }
 
-    bool refresh(Row& row, PyObject* tuple, PyObject* grad) const {
+    bool refresh(Row& row, PyObject* watched, PyObject* grad) const {
         if (!row.watched) return false;
-        PyObject* param = PyTuple_GET_ITEM(tuple, 0);
-        PyObject* spec = PyTuple_GET_ITEM(tuple, 1);
+        PyObject* spec = field(watched, Watched::kSpec);
         const bool sharded = spec != Py_None;
-        if (sharded && spec_.get(param).ptr() != spec) return false;
-        const bool found =
-            is_quantized(tuple) ? refresh_weight(row, tuple, sharded) : refresh_param(row, param, sharded);
-        return found && refresh_state(row, kExpAvg, tuple, names_.exp_avg, sharded, row.shard.exp_avg) &&
-               refresh_state(row, kExpAvgSq, tuple, names_.exp_avg_sq, sharded, row.shard.exp_avg_sq) &&
-               refresh_state(row, kMaster, tuple, names_.master, sharded, row.shard.master) &&
+        if (sharded && spec_.get(field(watched, Watched::kParam)).ptr() != spec) return false;
+        const bool found = is_quantized(watched)
+                               ? refresh_weight(row, watched, sharded)
+                               : read_as_watched(row, Watched::kParam, watched, sharded, row.shard.param);
+        return found && refresh_state(row, Watched::kExpAvg, watched, names_.exp_avg, sharded, row.shard.exp_avg) &&
+               refresh_state(row, Watched::kExpAvgSq, watched, names_.exp_avg_sq, sharded, row.shard.exp_avg_sq) &&
+               refresh_state(row, Watched::kMaster, watched, names_.master, sharded, row.shard.master) &&
                refresh_gradient(row, spec, grad);
     }
 
-    bool watch_weight(Row& row, py::tuple tensors) const {
+    bool watch_weight(Row& row, PyObject* parts) const {
         row.weight_sizes.clear();
-        for (py::handle part : tensors) {
+        for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(parts); ++k) {
+            PyObject* part = PyTuple_GET_ITEM(parts, k);
             DLTensor tensor;
-            if (!reader_.is_plain(part.ptr()) || !reader_.read(part.ptr(), tensor)) return false;
+            if (!reader_.is_plain_tensor(part) || !reader_.read(part, tensor)) return false;
             row.weight_sizes.push_back(bytes_of(tensor));
         }
         return true;
@@ -228,32 +259,34 @@ private:
         return bytes;
     }
 
-    bool refresh_param(Row& row, PyObject* param, bool sharded) const {
+    // The address of a tensor that has the form and type it had.
+    bool read_as_watched(Row& row, Watched which, PyObject* watched, bool sharded, uint64_t& target) const {
         DLTensor tensor;
-        if (!read_local(param, sharded, tensor) || !row.has_form_of(tensor) || !(tensor.type == row.types[kParam]))
-            return false;
-        row.shard.param = address(tensor);
+        if (!read_local(field(watched, which), sharded, tensor)) return false;
+        if (!row.has_form_of(tensor) || !(tensor.type == row.type(which))) return false;
+        target = address(tensor);
         return true;
     }
 
     // A quantized weight: the same local tensors, and components of the same sizes, wherever their memory is by now.
-    bool refresh_weight(Row& row, PyObject* tuple, bool sharded) const {
-        PyObject* local = PyTuple_GET_ITEM(tuple, 6);
-        PyObject* param = PyTuple_GET_ITEM(tuple, 0);
+    bool refresh_weight(Row& row, PyObject* watched, bool sharded) const {
+        PyObject* local = field(watched, Watched::kLocal);
+        PyObject* param = field(watched, Watched::kParam);
         if ((sharded ? local_.get(param).ptr() : param) != local) return false;
-        PyObject* master = PyTuple_GET_ITEM(tuple, 5);
-        if ((sharded ? local_.get(master).ptr() : master) != PyTuple_GET_ITEM(tuple, 10)) return false;
-        PyObject* components = PyTuple_GET_ITEM(tuple, 7);
+        PyObject* master = field(watched, Watched::kMaster);
+        if ((sharded ? local_.get(master).ptr() : master) != field(watched, Watched::kMasterLocal)) return false;
+        PyObject* components = field(watched, Watched::kComponents);
         if (attribute(local, names_.components.ptr()).ptr() != components) return false;
-        PyObject *names = PyTuple_GET_ITEM(tuple, 8), *tensors = PyTuple_GET_ITEM(tuple, 9);
+        PyObject *names = field(watched, Watched::kNames), *parts = field(watched, Watched::kParts);
         const std::array<uint64_t*, 2> targets = {&row.shard.param, &row.shard.weight_scales};
         for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(names); ++k) {
-            PyObject* expected = PyTuple_GET_ITEM(tensors, k);
+            PyObject* expected = PyTuple_GET_ITEM(parts, k);
             DLTensor tensor;
             if (PyDict_GetItemWithError(components, PyTuple_GET_ITEM(names, k)) != expected) {
                 return PyErr_Clear(), false;
             }
-            if (!reader_.is_plain(expected) || !reader_.read(expected, tensor) || !is_contiguous(tensor)) return false;
+            if (!reader_.is_plain_tensor(expected) || !reader_.read(expected, tensor) || !is_contiguous(tensor))
+                return false;
             if (bytes_of(tensor) != row.weight_sizes[k] || !(tensor.device == row.device)) return false;
             if (!tensor.data && row.shard.numel) return false;
             *targets[k] = address(tensor);
@@ -261,18 +294,15 @@ private:
         return true;
     }
 
-    static bool is_quantized(PyObject* tuple) { return PyTuple_GET_SIZE(tuple) > 6; }
+    static bool is_quantized(PyObject* watched) { return field(watched, Watched::kLocal) != Py_None; }
 
-    bool refresh_state(const Row& row, int which, PyObject* tuple, const py::str& name, bool sharded,
+    bool refresh_state(Row& row, Watched which, PyObject* watched, const py::str& name, bool sharded,
                        uint64_t& target) const {
-        PyObject* expected = PyTuple_GET_ITEM(tuple, 2 + which);
+        PyObject* expected = field(watched, which);
         if (expected == Py_None) return true;
-        if (PyDict_GetItemWithError(PyTuple_GET_ITEM(tuple, 2), name.ptr()) != expected) return PyErr_Clear(), false;
-        DLTensor tensor;
-        if (!read_local(expected, sharded, tensor) || !row.has_form_of(tensor) || !(tensor.type == row.types[which]))
-            return false;
-        target = address(tensor);
-        return true;
+        PyObject* states = field(watched, Watched::kStates);
+        if (PyDict_GetItemWithError(states, name.ptr()) != expected) return PyErr_Clear(), false;
+        return read_as_watched(row, which, watched, sharded, target);
     }
 
     bool refresh_gradient(Row& row, PyObject* spec, PyObject* grad) const {
@@ -280,7 +310,7 @@ private:
         const bool sharded = spec != Py_None;
         if (sharded) {
             if (!read_local(grad, sharded, tensor) || !is_placed_as(spec, spec_.get(grad))) return false;
-        } else if (!reader_.is_plain(grad) || !reader_.read(grad, tensor)) {
+        } else if (!reader_.is_plain_tensor(grad) || !reader_.read(grad, tensor)) {
             return false;
         }
         if (!row.has_form_of(tensor)) return false;
@@ -316,7 +346,7 @@ private:
     Names names_;
     TensorReader reader_;
     py::object dtensor_type_;
-    Slot local_, spec_;
+    AttributeReader local_, spec_;
     std::vector<Row> rows_;
     Step step_;
 };

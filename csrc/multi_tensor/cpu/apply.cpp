@@ -84,7 +84,7 @@ void fill_rounding(uint32_t* bits, const Shard& shard, const Rounding& rounding,
     const uint32_t start = static_cast<uint32_t>(first >> 3) + static_cast<uint32_t>(first >> 35) * kGoldenRatio;
     alignas(64) uint32_t octets[kTile / 8], lanes[8];
     for (uint32_t i = 0; i < kTile / 8; ++i) {
-        octets[i] = (mix((start + i) ^ shard.key) & rounding.mask) + rounding.offset;
+        octets[i] = (finalize((start + i) ^ shard.key) & rounding.mask) + rounding.offset;
     }
     for (uint32_t k = 0; k < 8; ++k) lanes[k] = rounding.bits(0, k);
     for (int i = 0; i < kTile; i += 8) {
@@ -107,7 +107,7 @@ struct LoadMoment {
     int count;
     Scales scales;
 
-    void operator()(Plain) const { load(tile, plain_type(format), address, element, count); }
+    void operator()(Unscaled) const { load(tile, unscaled_type(format), address, element, count); }
     template <class Codec>
     void operator()(Codec) const {
         alignas(64) typename Codec::Bits raw[kTile];
@@ -146,7 +146,7 @@ struct StoreExpAvg {
     int count;
     Scales scales;
 
-    void operator()(Plain) const { store(tile, nullptr, plain_type(format), address, element, count); }
+    void operator()(Unscaled) const { store(tile, nullptr, unscaled_type(format), address, element, count); }
     template <class Codec>
     void operator()(Codec) const {
         store_scaled<Codec>(tile, address, element, count, scales,
@@ -164,7 +164,7 @@ struct StoreExpAvgSq {
     int count;
     Scales scales;
 
-    void operator()(Plain) const { store(tile, bits, plain_type(format), address, element, count); }
+    void operator()(Unscaled) const { store(tile, bits, unscaled_type(format), address, element, count); }
     template <class Codec>
     void operator()(Codec) const {
         store_scaled<Codec>(tile, address, element, count, scales,
@@ -249,8 +249,15 @@ float* in_place(float* tile, bool is_float32, uint64_t address, uint64_t element
     return is_float32 && count == kTile ? pointer<float>(address, element) : tile;
 }
 
+// The update of a tile's elements, the twin of the CUDA engine's. `grad` is written to unless it stays as it is.
 void update_values(float* __restrict__ grad, float* __restrict__ param, float* __restrict__ m, float* __restrict__ v,
                    float* __restrict__ root, const Scalars s) {
+    if (!s.unchanged_gradient) {
+        for (int i = 0; i < kTile; ++i) grad[i] = scaled_gradient(grad[i], s);
+        if (s.l2_penalty != 0.0f) {
+            for (int i = 0; i < kTile; ++i) grad[i] = penalized_gradient(grad[i], param[i], s);
+        }
+    }
     for (int i = 0; i < kTile; ++i) {
         Moments moments = next_moments(grad[i], m[i], v[i], s);
         m[i] = moments.exp_avg;
@@ -283,9 +290,8 @@ uint32_t update_tile(const Shard& shard, const Scalars& scalars, uint64_t elemen
     float* const param = in_place(param_tile, float32_master, master, element, count);
     float* const m = in_place(m_tile, m_format == Format::kFloat32, shard.exp_avg, element, count);
     float* const v = in_place(v_tile, v_format == Format::kFloat32, shard.exp_avg_sq, element, count);
-    float* grad =
-        in_place(grad_tile, shard.grad_type == Element::kFloat32 && scalars.plain_gradient, shard.grad, element,
-                 count);  // not where it is scaled
+    const bool float32_grad = shard.grad_type == Element::kFloat32 && scalars.unchanged_gradient;
+    float* const grad = in_place(grad_tile, float32_grad, shard.grad, element, count);  // updates do not write there
 
     if (grad == grad_tile) load(grad, shard.grad_type, shard.grad, element, count);
     if (param == param_tile) load_master(param, shard, element, count);
@@ -294,12 +300,6 @@ uint32_t update_tile(const Shard& shard, const Scalars& scalars, uint64_t elemen
         dispatch_codec<ExpAvgSq>(v_format, LoadMoment{v, v_format, shard.exp_avg_sq, element, count, v_scales});
     }
     if (scalars.writes_gradient) store_unscaled(shard, scalars, grad, element, count);
-    if (!scalars.plain_gradient) {
-        for (int i = 0; i < kTile; ++i) grad_tile[i] = scaled_gradient(grad_tile[i], scalars);
-    }
-    if (scalars.l2_penalty != 0.0f) {
-        for (int i = 0; i < kTile; ++i) grad_tile[i] = penalized_gradient(grad_tile[i], param[i], scalars);
-    }
     update_values(grad, param, m, v, root, scalars);
     for (int i = count; i < kTile; ++i) m[i] = v[i] = root[i] = 0.0f;  // a short last block's scale must not see them
 

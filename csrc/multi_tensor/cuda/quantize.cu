@@ -460,14 +460,14 @@ EncodeKernel encode_kernel(int format, std::integer_sequence<int, formats...>) {
 }
 
 EncodeKernel encode_kernel(WeightFormat format) {
-    return encode_kernel(static_cast<int>(format), std::make_integer_sequence<int, kWeightFormats>{});
+    return encode_kernel(static_cast<int>(format), std::make_integer_sequence<int, kCount<WeightFormat>>{});
 }
 
 }  // namespace
 
 void load_quantize_kernels(int device) {
     CudaDeviceGuard guard("quantize", device);
-    for (int format = 0; format < kWeightFormats; ++format) {
+    for (int format = 0; format < kCount<WeightFormat>; ++format) {
         load_kernel(encode_kernel(static_cast<WeightFormat>(format)), "quantize_encode", device);
     }
     load_kernel(absmax, "quantize_absmax", device);

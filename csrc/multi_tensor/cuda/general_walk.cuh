@@ -1,0 +1,245 @@
+// The general walk, one element per thread: shard ends, and shards whose addresses or offsets are not aligned.
+#pragma once
+
+#include "cuda/codecs.cuh"
+#include "cuda/table.cuh"
+#include "cuda/warp.cuh"
+#include "dispatch.h"
+
+namespace fused_optim {
+namespace {
+
+template <class T>
+__device__ __forceinline__ T& at(uint64_t address, uint64_t element) {
+    return reinterpret_cast<T*>(address)[element];
+}
+
+__device__ __forceinline__ float load_element(Element type, uint64_t address, uint64_t element) {
+    if (type == Element::kFloat32) return at<float>(address, element);
+    uint16_t raw = at<uint16_t>(address, element);
+    return type == Element::kBFloat16 ? bfloat16_decode(raw) : float16_decode(raw);
+}
+
+template <bool rotating>
+__device__ __forceinline__ void store_element(Element type, uint64_t address, uint64_t element, float value,
+                                              uint32_t bits) {
+    if (type == Element::kFloat32) {
+        at<float>(address, element) = value;
+    } else if (type == Element::kBFloat16) {
+        at<uint16_t>(address, element) = encode_bfloat16<rotating>(value, bits);
+    } else {
+        at<uint16_t>(address, element) = encode_float16<rotating>(value, bits);
+    }
+}
+
+__device__ __forceinline__ float load_master(const View& view, uint64_t element) {
+    switch (view.master_kind()) {
+        case Master::kParameter: return load_element(view.param_type(), view.param, element);
+        case Master::kFloat32: return at<float>(view.master, element);
+        case Master::kRemainder16:
+            return join_remainder16(at<uint16_t>(view.param, element), at<int16_t>(view.master, element));
+        default: return join_remainder8(at<uint16_t>(view.param, element), at<int8_t>(view.master, element));
+    }
+}
+
+__device__ __forceinline__ void store_master(const View& view, uint64_t element, float value, uint32_t bits) {
+    const Master kind = view.master_kind();
+    if (kind == Master::kParameter) return store_element<true>(view.param_type(), view.param, element, value, bits);
+    if (kind == Master::kFloat32) {
+        at<float>(view.master, element) = value;
+        if (!view.info.quantized) store_element<false>(view.param_type(), view.param, element, value, 0);
+        return;
+    }
+    Split split = kind == Master::kRemainder16 ? split_remainder16(value) : split_remainder8(value);
+    at<uint16_t>(view.param, element) = split.high;
+    if (kind == Master::kRemainder16) {
+        at<int16_t>(view.master, element) = split.low;
+    } else {
+        at<int8_t>(view.master, element) = static_cast<int8_t>(split.low);
+    }
+}
+
+// The codecs that a kernel's general walk knows beside elements: those of one mix, or all.
+template <class M, class V>
+struct OwnCodecs {
+    template <class Visitor>
+    __device__ __forceinline__ static void exp_avg(Format format, const Visitor& visit) {
+        is_scaled(format) ? visit(M{}) : visit(Unscaled{});
+    }
+    template <class Visitor>
+    __device__ __forceinline__ static void exp_avg_sq(Format format, const Visitor& visit) {
+        is_scaled(format) ? visit(V{}) : visit(Unscaled{});
+    }
+};
+
+struct AllCodecs {
+    template <class Visitor>
+    __device__ __forceinline__ static void exp_avg(Format format, const Visitor& visit) {
+        dispatch_codec<ExpAvg>(format, visit);
+    }
+    template <class Visitor>
+    __device__ __forceinline__ static void exp_avg_sq(Format format, const Visitor& visit) {
+        dispatch_codec<ExpAvgSq>(format, visit);
+    }
+};
+
+struct LoadMoment {
+    Format format;
+    uint64_t address;
+    uint32_t element;
+    const float* scales;
+    int block_log2;
+    float& value;
+
+    __device__ __forceinline__ void operator()(Unscaled) const {
+        value = load_element(unscaled_type(format), address, element);
+    }
+    template <class Codec>
+    __device__ __forceinline__ void operator()(Codec) const {
+        value = Codec::decode(at<typename Codec::Bits>(address, element), scales[element >> block_log2]);
+    }
+};
+
+// The largest value among the 32, 64 or 128 neighbouring threads that hold a block. `partial`: shared, a slot per warp.
+__device__ __forceinline__ float neighbours_max(float x, int block_log2, float* partial) {
+    x = lanes_max<32>(x, 32);
+    if (block_log2 == 5) return x;
+    const uint32_t warp = threadIdx.x / 32;
+    if (threadIdx.x % 32 == 0) partial[warp] = x;
+    __syncthreads();
+    x = max_or_nan(x, partial[warp ^ 1]);
+    return block_log2 == 6 ? x : max_or_nan(x, max_or_nan(partial[warp ^ 2], partial[warp ^ 3]));
+}
+
+template <class Codec>
+struct IsExpAvg : std::false_type {};
+template <Format format>
+struct IsExpAvg<ExpAvg<format>> : std::true_type {};
+
+// Called by all threads; those beyond the end, which are not `inside`, hold a zero.
+struct StoreMoment {
+    Format format;
+    uint64_t address;
+    uint32_t element;
+    bool inside;
+    bool rotates;  // exp_avg_sq
+    float value;
+    float root;
+    uint32_t bits;
+    float* scales;
+    int block_log2;
+    float* partial;  // shared: one slot per warp
+
+    __device__ __forceinline__ void operator()(Unscaled) const {
+        if (!inside) return;
+        if (rotates) {
+            store_element<true>(unscaled_type(format), address, element, value, bits);
+        } else {
+            store_element<false>(unscaled_type(format), address, element, value, 0);
+        }
+    }
+    template <class Codec>
+    __device__ __forceinline__ void operator()(Codec) const {
+        BlockScale fresh = Codec::scale(float_bits(block_max(fabsf(value))));
+        if (!inside) return;
+        if ((element & ((1u << block_log2) - 1)) == 0) scales[element >> block_log2] = fresh.scale;
+        uint32_t code;
+        if constexpr (IsExpAvg<Codec>::value) {
+            code = Codec::encode(value, fresh.inverse);
+        } else {
+            code = Codec::encode(value, root, fresh.inverse, bits);
+        }
+        at<typename Codec::Bits>(address, element) =
+            static_cast<typename Codec::Bits>(fresh.inverse != 0.0f ? code : 0u);
+    }
+    __device__ __forceinline__ float block_max(float x) const { return neighbours_max(x, block_log2, partial); }
+};
+
+// As the vector walk's, of one element per thread.
+struct StoreWeightElement {
+    const View& view;
+    uint32_t element;
+    bool inside;
+    float value;
+
+    template <class Codec>
+    __device__ __forceinline__ void operator()(Codec) const {
+        if constexpr (kWrittenByUpdate<Codec>) {
+            using Scale = typename Codec::Scale;
+            Magnitudes magnitudes;
+            if constexpr (!std::is_void_v<Scale>) {
+                constexpr int block_log2 = Codec::kBlock == 32 ? 5 : 7;
+                static_assert(Codec::kBlock == 1u << block_log2, "as many threads as a block has elements");
+                magnitudes.finite = float_bits(neighbours_max(bits_float(finite()), block_log2, block->weight_partial));
+            }
+            if (!inside) return;
+            const float whole = Codec::kTensorScale ? *reinterpret_cast<const float*>(view.weight_scales) : 0.0f;
+            const WeightBlock fresh = Codec::prepare(magnitudes, view.info.round_up, whole);
+            if constexpr (!std::is_void_v<Scale>) {
+                if (element % Codec::kBlock == 0) {
+                    at<Scale>(view.weight_scales, element / Codec::kBlock) = static_cast<Scale>(fresh.scale);
+                }
+            }
+            at<uint8_t>(view.param, element) = static_cast<uint8_t>(Codec::nearest(value * fresh.inverse));
+        }
+    }
+    __device__ __forceinline__ uint32_t finite() const {
+        const uint32_t bits = magnitude_bits(value);
+        return bits < kInfinity ? bits : 0u;
+    }
+};
+
+// Called by all threads; those that are not `inside` hold a zero.
+__device__ __forceinline__ void store_weight_element(const View& view, uint32_t element, bool inside, float value) {
+    const StoreWeightElement store{view, element, inside, value};
+    if (view.absmax) {
+        const uint32_t largest = __reduce_max_sync(kWarp, store.finite());
+        if (threadIdx.x % 32 == 0) atomicMax(&block->weight_absmax, largest);
+    }
+    if (view.param) dispatch_weight(view.weight_format(), store);
+}
+
+// Elements that the vector walk leaves: each thread of the block updates one.
+template <class Codecs, bool has_weights>
+__device__ __noinline__ void general_walk() {
+    const View& view = block->view;
+    const Scalars& scalars = block->scalars;
+    const int block_log2 = view.info.block_log2;
+    const Format m_format = view.exp_avg_format(), v_format = view.exp_avg_sq_format();
+    for (uint32_t first = view.vector_count; first < view.count; first += kThreads) {
+        const uint32_t element = first + threadIdx.x;
+        const bool inside = element < view.count;
+        float m = 0.0f, v = 0.0f, root = 0.0f, param = 0.0f;
+        uint32_t bits = 0;
+        if (inside) {
+            Codecs::exp_avg(m_format, LoadMoment{m_format, view.exp_avg, element, view.exp_avg_scales, block_log2, m});
+            Codecs::exp_avg_sq(v_format,
+                               LoadMoment{v_format, view.exp_avg_sq, element, view.exp_avg_sq_scales, block_log2, v});
+            float grad = load_element(view.grad_type(), view.grad, element);
+            if (scalars.writes_gradient) {
+                store_element<false>(view.grad_type(), view.grad, element, unscaled_gradient(grad, scalars), 0);
+            }
+            grad = scaled_gradient(grad, scalars);
+            param = load_master(view, element);
+            if (scalars.l2_penalty != 0.0f) grad = penalized_gradient(grad, param, scalars);
+            Moments moments = next_moments(grad, m, v, scalars);
+            m = moments.exp_avg;
+            v = moments.exp_avg_sq;
+            root = root_of(v);
+            const uint64_t global = view.global_index(element);
+            const uint32_t octet = scalars.rounding.octet(view.key, global);
+            bits = scalars.rounding.bits(octet, static_cast<uint32_t>(global));
+            param = next_param(param, m, root, scalars);
+            store_master(view, element, param, bits);
+        }
+        __syncthreads();  // every thread has read the old scales, and the partial maxima of the round before
+        if (has_weights && view.info.quantized) store_weight_element(view, element, inside, param);
+        Codecs::exp_avg(m_format, StoreMoment{m_format, view.exp_avg, element, inside, false, m, root, bits,
+                                              view.exp_avg_scales, block_log2, block->exp_avg_scales});
+        Codecs::exp_avg_sq(v_format, StoreMoment{v_format, view.exp_avg_sq, element, inside, true, v, root, bits,
+                                                 view.exp_avg_sq_scales, block_log2, block->exp_avg_sq_scales});
+    }
+}
+
+}  // namespace
+}  // namespace fused_optim

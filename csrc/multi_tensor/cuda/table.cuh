@@ -1,0 +1,314 @@
+// The table of shards that travels as the kernel's parameter: what a thread block takes from it, and how the host fills
+// it.
+#pragma once
+
+#include <algorithm>
+
+#include "adam.h"
+#include "cuda/packets.cuh"
+#include "launch.h"
+#include "quantize.h"
+
+namespace fused_optim {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kTile = kThreads * kVector;  // elements per thread block and iteration of the vector walk
+constexpr int kVectorSpan = 32 * kVector;  // elements per warp in the vector walk
+constexpr int kSmallestBlock = 32;
+constexpr int kLargestBlock = 128;
+constexpr int kMaxTilesPerChunk = 16;
+constexpr int kChunksPerBlock = 8;  // wanted at least, to balance the load
+constexpr int kMaxShards = 396;
+constexpr int kMaxShardsWithWeights = 334;  // where some may be quantized
+constexpr int kMaxGroups = 16;
+constexpr int kMaxGeometries = 24;
+constexpr int kBuckets = 256;
+constexpr int kParameterLimit = 32764;  // bytes of kernel parameters, compute capability 7.0 and later
+
+struct Geometry {
+    uint64_t inner_local;
+    uint64_t inner_global;
+};
+
+template <class Enum>
+constexpr int bits_for() {
+    int bits = 0;
+    while (1 << bits < kCount<Enum>) ++bits;
+    return bits;
+}
+
+struct ShardInfo {
+    uint32_t master : bits_for<Master>();
+    uint32_t exp_avg : bits_for<Format>();
+    uint32_t exp_avg_sq : bits_for<Format>();
+    uint32_t grad_type : bits_for<Element>();
+    uint32_t param_type : bits_for<Element>();
+    uint32_t block_log2 : 3;
+    uint32_t vectors : 1;  // fit for the vector walk
+    uint32_t group : 5;
+    uint32_t geometry : 6;
+    uint32_t quantized : 1;
+    uint32_t round_up : 1;
+    uint32_t weight_format : bits_for<WeightFormat>();
+};
+static_assert(sizeof(ShardInfo) == sizeof(uint32_t), "one word");
+static_assert(kMaxGroups <= 1 << 5 && kMaxGeometries <= 1 << 6, "numbers that fit");
+
+// Structure of arrays, so that no padding is wasted on the parameter limit.
+template <int capacity>
+struct KernelTable {
+    static constexpr uint32_t kShards = capacity;
+    uint64_t grad[capacity];
+    uint64_t param[capacity];
+    uint64_t master[capacity];
+    uint64_t exp_avg[capacity];
+    uint64_t exp_avg_sq[capacity];
+    uint64_t scales[capacity];
+    uint64_t numel[capacity];
+    uint64_t offset[capacity];
+    uint32_t key[capacity];
+    ShardInfo info[capacity];
+    uint32_t first_chunk[capacity + 1];
+    Scalars scalars[kMaxGroups];
+    Geometry geometries[kMaxGeometries];
+    const Scalars* device_scalars;  // read instead of `scalars` unless null
+    uint32_t shard_count;
+    uint32_t group_count;
+    uint32_t geometry_count;
+    uint32_t chunk;  // elements
+    uint32_t bucket_log2;
+    uint16_t bucket_shard[kBuckets];  // the shard of chunk (bucket << bucket_log2): where the search begins
+};
+
+using BasicTable = KernelTable<kMaxShards>;
+
+// Of steps in which parameters may be quantized weights; see Shard.
+struct WeightsTable : KernelTable<kMaxShardsWithWeights> {
+    uint64_t weight_scales[kShards];
+    uint64_t absmax[kShards];
+};
+template <class Table>
+constexpr bool kHasWeights = std::is_same_v<Table, WeightsTable>;
+static_assert(sizeof(BasicTable) <= kParameterLimit && sizeof(WeightsTable) <= kParameterLimit,
+              "the table must fit into the kernel's parameters");
+
+// What a thread block needs to know of its chunk of a shard. Element 0 is the chunk's first, a multiple of kTile in its
+// shard, so that nothing but the global index needs 64 bits.
+struct View {
+    uint64_t grad;
+    uint64_t param;
+    uint64_t master;
+    uint64_t exp_avg;
+    uint64_t exp_avg_sq;
+    float* exp_avg_scales;
+    float* exp_avg_sq_scales;
+    uint64_t weight_scales;  // those of the chunk's blocks, or the whole weight's
+    uint64_t absmax;
+    uint64_t offset;
+    uint64_t first;  // index in the shard of element 0
+    Geometry geometry;
+    uint32_t key;
+    ShardInfo info;
+    uint32_t count;         // elements of the chunk
+    uint32_t vector_count;  // those that the vector walk updates, from element 0 on
+
+    template <class Table>
+    __device__ __forceinline__ void prepare(const Table& table, int shard, uint64_t begin) {
+        info = table.info[shard];
+        const uint64_t numel = table.numel[shard];
+        grad = table.grad[shard] + begin * element_bytes(grad_type());
+        param = table.param[shard] + begin * element_bytes(param_type());
+        if constexpr (kHasWeights<Table>) prepare_weight(table, shard, begin);
+        master = table.master[shard] + begin * master_bytes(master_kind());
+        exp_avg = table.exp_avg[shard] + begin * format_bytes(exp_avg_format());
+        exp_avg_sq = table.exp_avg_sq[shard] + begin * format_bytes(exp_avg_sq_format());
+        exp_avg_scales = reinterpret_cast<float*>(table.scales[shard]) + (begin >> info.block_log2);
+        exp_avg_sq_scales = exp_avg_scales;
+        if (is_scaled(exp_avg_format())) {
+            exp_avg_sq_scales += (numel + (1u << info.block_log2) - 1) >> info.block_log2;
+        }
+        offset = table.offset[shard];
+        first = begin;
+        geometry = table.geometries[info.geometry];
+        key = table.key[shard];
+        count = static_cast<uint32_t>(min(numel - begin, static_cast<uint64_t>(table.chunk)));
+        vector_count = info.vectors ? count / kVectorSpan * kVectorSpan : 0;
+    }
+
+    __device__ __forceinline__ void prepare_weight(const WeightsTable& table, int shard, uint64_t begin) {
+        absmax = table.absmax[shard];
+        weight_scales = table.weight_scales[shard];
+        if (!info.quantized) return;
+        param = table.param[shard] ? table.param[shard] + begin : 0;
+        if (weight_format() == WeightFormat::kFloat8Blocks) {
+            weight_scales += begin / WeightCodec<WeightFormat::kFloat8Blocks>::kBlock * sizeof(float);
+        } else if (weight_format() == WeightFormat::kMXFloat8) {
+            weight_scales += begin / WeightCodec<WeightFormat::kMXFloat8>::kBlock;
+        }
+    }
+
+    __device__ __forceinline__ WeightFormat weight_format() const {
+        return static_cast<WeightFormat>(info.weight_format);
+    }
+    __device__ __forceinline__ Element grad_type() const { return static_cast<Element>(info.grad_type); }
+    __device__ __forceinline__ Element param_type() const { return static_cast<Element>(info.param_type); }
+    __device__ __forceinline__ Master master_kind() const { return static_cast<Master>(info.master); }
+    __device__ __forceinline__ Format exp_avg_format() const { return static_cast<Format>(info.exp_avg); }
+    __device__ __forceinline__ Format exp_avg_sq_format() const { return static_cast<Format>(info.exp_avg_sq); }
+
+    __device__ __forceinline__ uint64_t global_index(uint64_t element) const {
+        element += first;
+        if (info.geometry == 0) return offset + element;
+        return offset + element / geometry.inner_local * geometry.inner_global + element % geometry.inner_local;
+    }
+};
+
+// What the threads of a block share, at a place that every function knows.
+struct Block {
+    View view;
+    Scalars scalars;
+    // Of the vector walk. Whole sectors are read before it and written after it: accesses of single scales, each of
+    // which opens a DRAM page, would cost a fifth of the bandwidth.
+    float exp_avg_scales[kMaxTilesPerChunk * kTile / kSmallestBlock];
+    float exp_avg_sq_scales[kMaxTilesPerChunk * kTile / kSmallestBlock];
+    uint32_t weight_scales[kMaxTilesPerChunk * kTile / kLargestBlock];  // FP32, or four E8M0 of 32 elements each
+    uint32_t weight_absmax;                                             // bits
+    float weight_partial[kThreads / 32];                                // of the general walk
+
+    template <class Table>
+    __device__ __forceinline__ void prepare(const Table& table, uint32_t chunk) {
+        weight_absmax = 0;
+        uint32_t shard = table.bucket_shard[chunk >> table.bucket_log2];
+        while (chunk >= table.first_chunk[shard + 1]) ++shard;
+        view.prepare(table, shard, static_cast<uint64_t>(chunk - table.first_chunk[shard]) * table.chunk);
+        const uint32_t group = view.info.group;
+        scalars = table.device_scalars ? table.device_scalars[group] : table.scalars[group];
+    }
+};
+extern __shared__ Block block[];
+
+// ---------------------------------------------------------------------------------------------------------------
+// The host's side
+
+bool is_aligned(uint64_t address, int bytes_per_element) { return address % (bytes_per_element == 1 ? 8 : 16) == 0; }
+
+bool is_aligned(const Shard& s) {
+    return is_aligned(s.grad, element_bytes(s.grad_type)) &&
+           is_aligned(s.param, s.quantized ? 1 : element_bytes(s.param_type)) &&
+           is_aligned(s.exp_avg, format_bytes(s.exp_avg_format)) &&
+           is_aligned(s.exp_avg_sq, format_bytes(s.exp_avg_sq_format)) &&
+           (s.master_kind == Master::kParameter || is_aligned(s.master, master_bytes(s.master_kind)));
+}
+
+bool is_plain(const Shard& s) { return s.inner_local >= s.numel; }
+
+// A thread's elements are an aligned octet of consecutive global elements.
+bool has_octets(const Shard& s) {
+    return s.offset % kVector == 0 && (is_plain(s) || (s.inner_local % kVector == 0 && s.inner_global % kVector == 0));
+}
+
+bool rounds(const Shard& s) {
+    return s.exp_avg_sq_format != Format::kFloat32 ||
+           (s.master_kind == Master::kParameter && s.param_type != Element::kFloat32);
+}
+
+// Fills a table until one of its limits is reached.
+template <class Kernel>
+class TableBuilder {
+public:
+    using Table = typename Kernel::Table;
+
+    explicit TableBuilder(Kernel& kernel) : kernel_(kernel) { reset(); }
+
+    bool add_group(const Scalars& scalars) {
+        if (table_.group_count == kMaxGroups) return false;
+        table_.scalars[table_.group_count++] = scalars;
+        return true;
+    }
+
+    bool add_shard(const Shard& s) {
+        int geometry = find_geometry(s);
+        if (table_.shard_count == Table::kShards || geometry < 0) return false;
+        int i = static_cast<int>(table_.shard_count++);
+        table_.grad[i] = s.grad;
+        table_.param[i] = s.param;
+        table_.master[i] = s.master;
+        table_.exp_avg[i] = s.exp_avg;
+        table_.exp_avg_sq[i] = s.exp_avg_sq;
+        table_.scales[i] = s.scales;
+        table_.numel[i] = s.numel;
+        table_.offset[i] = s.offset;
+        table_.key[i] = s.key;
+        if constexpr (kHasWeights<Table>) {
+            table_.weight_scales[i] = s.weight_scales;
+            table_.absmax[i] = s.absmax;
+        }
+        ShardInfo info{};
+        info.master = static_cast<uint32_t>(s.master_kind);
+        info.exp_avg = static_cast<uint32_t>(s.exp_avg_format);
+        info.exp_avg_sq = static_cast<uint32_t>(s.exp_avg_sq_format);
+        info.grad_type = static_cast<uint32_t>(s.grad_type);
+        info.param_type = static_cast<uint32_t>(s.param_type);
+        info.block_log2 = s.block_log2;
+        info.quantized = s.quantized;
+        info.round_up = s.round_up;
+        info.weight_format = static_cast<uint32_t>(s.weight_format);
+        info.vectors = is_aligned(s) && (has_octets(s) || !rounds(s)) && kernel_.walks_vectors(s);
+        info.group = table_.group_count - 1;
+        info.geometry = static_cast<uint32_t>(geometry);
+        table_.info[i] = info;
+        return true;
+    }
+
+    // Cuts the shards into chunks and returns the table.
+    const Table& finish(int device, const Scalars* device_scalars) {
+        uint64_t total = 0;
+        for (uint32_t i = 0; i < table_.shard_count; ++i) total += table_.numel[i];
+        const uint64_t wanted = static_cast<uint64_t>(kTile) * kernel_.resident_blocks(device) * kChunksPerBlock;
+        const uint64_t tiles = std::min<uint64_t>(total / wanted, kernel_.tiles_per_chunk);
+        table_.chunk = static_cast<uint32_t>(kTile * std::max<uint64_t>(tiles, 1));
+        table_.first_chunk[0] = 0;
+        for (uint32_t i = 0; i < table_.shard_count; ++i) {
+            uint64_t chunks = (table_.numel[i] + table_.chunk - 1) / table_.chunk;
+            table_.first_chunk[i + 1] = table_.first_chunk[i] + static_cast<uint32_t>(chunks);
+        }
+        fill_buckets();
+        table_.device_scalars = device_scalars;
+        return table_;
+    }
+
+    void reset() {
+        table_.shard_count = table_.group_count = 0;
+        table_.geometry_count = 1;  // 0 stands for consecutive elements
+    }
+
+private:
+    void fill_buckets() {
+        const uint32_t chunks = table_.first_chunk[table_.shard_count];
+        table_.bucket_log2 = 0;
+        while (chunks >> table_.bucket_log2 >= kBuckets) ++table_.bucket_log2;
+        uint16_t shard = 0;
+        for (uint32_t bucket = 0; bucket << table_.bucket_log2 < chunks; ++bucket) {
+            while (bucket << table_.bucket_log2 >= table_.first_chunk[shard + 1]) ++shard;
+            table_.bucket_shard[bucket] = shard;
+        }
+    }
+
+    int find_geometry(const Shard& s) {
+        if (is_plain(s)) return 0;
+        for (uint32_t i = 1; i < table_.geometry_count; ++i) {
+            const Geometry& known = table_.geometries[i];
+            if (known.inner_local == s.inner_local && known.inner_global == s.inner_global) return i;
+        }
+        if (table_.geometry_count == kMaxGeometries) return -1;
+        table_.geometries[table_.geometry_count] = {s.inner_local, s.inner_global};
+        return static_cast<int>(table_.geometry_count++);
+    }
+
+    Kernel& kernel_;
+    Table table_;
+};
+
+}  // namespace
+}  // namespace fused_optim

@@ -1,0 +1,327 @@
+// The vector walk: a thread updates eight consecutive elements at a time. It issues the loads of all streams, then
+// decodes, updates, finds the block's absmax by warp shuffles, encodes and stores.
+#pragma once
+
+#include "cuda/codecs.cuh"
+#include "cuda/packets.cuh"
+#include "cuda/table.cuh"
+#include "cuda/warp.cuh"
+#include "dispatch.h"
+
+namespace fused_optim {
+namespace {
+
+template <int count>
+__device__ __forceinline__ float thread_absmax(const float* values) {
+    float absmax = fabsf(values[0]);
+#pragma unroll
+    for (int i = 1; i < count; ++i) absmax = max_or_nan(absmax, fabsf(values[i]));
+    return absmax;
+}
+
+// A moment between its load and its store.
+template <class Codec>
+struct Moment {
+    static constexpr int kBytes = sizeof(typename Codec::Bits);
+    Packet<kBytes> raw;
+
+    __device__ __forceinline__ void load_raw(Format, uint64_t address, uint32_t element) {
+        load<kBytes>(raw.words, address, element);
+    }
+    __device__ __forceinline__ void decode_all(float* values, Format, float scale) const {
+        decode_words<Codec>(values, raw.words, scale);
+    }
+};
+
+template <>
+struct Moment<Unscaled> {
+    Packet<4> raw{};
+
+    __device__ __forceinline__ void load_raw(Format format, uint64_t address, uint32_t element) {
+        load(raw, unscaled_type(format), address, element);
+    }
+    __device__ __forceinline__ void decode_all(float* values, Format format, float) {
+        decode(values, raw, unscaled_type(format));
+    }
+};
+
+// Sets the scale of a block and returns its inverse.
+template <class Codec>
+__device__ __forceinline__ float store_scale(float absmax, float* scale, int block_log2, uint32_t element) {
+    absmax = lanes_max<kLargestBlock / kVector>(absmax, (1 << block_log2) / kVector);
+    BlockScale fresh = Codec::scale(float_bits(absmax));
+    __syncwarp();  // every lane has read the old scale
+    if ((element & ((1u << block_log2) - 1)) == 0) *scale = fresh.scale;
+    return fresh.inverse;
+}
+
+template <int kBytes>
+__device__ __forceinline__ void store_codes(uint32_t* words, float inverse, uint64_t address, uint32_t element) {
+#pragma unroll
+    for (int k = 0; k < 2 * kBytes; ++k) words[k] = inverse != 0.0f ? words[k] : 0u;
+    store<kBytes>(words, address, element);
+}
+
+template <class MixType>
+__device__ __forceinline__ void decode_param(float* values, const View& view, Packet<4>& param, Packet<4>& master) {
+    if constexpr (MixType::master == Master::kParameter) {
+        decode(values, param, view.param_type());
+    } else if constexpr (MixType::master == Master::kFloat32) {
+        decode(values, master, Element::kFloat32);
+    } else {
+        join_words<master_bytes(MixType::master)>(values, param.words, master.words);
+    }
+}
+
+// Writes a thread's codes of a quantized weight and the scale of their block. Called by all lanes of a warp.
+struct StoreWeight {
+    const View& view;
+    uint32_t element;
+    const float* values;
+    float largest;    // magnitude; infinity or NaN if some value is
+    uint32_t finite;  // bits of the largest finite magnitude
+
+    template <class Codec>
+    __device__ __forceinline__ void operator()(Codec) const {
+        if constexpr (kWrittenByUpdate<Codec>) {
+            const float whole = Codec::kTensorScale ? *reinterpret_cast<const float*>(view.weight_scales) : 0.0f;
+            const WeightBlock fresh = Codec::prepare(of_block<Codec>(), view.info.round_up, whole);
+            using Scale = typename Codec::Scale;
+            if constexpr (!std::is_void_v<Scale>) {
+                if (element % Codec::kBlock == 0) {
+                    reinterpret_cast<Scale*>(block->weight_scales)[element / Codec::kBlock] =
+                        static_cast<Scale>(fresh.scale);
+                }
+            }
+            encode<Codec>(fresh.inverse);
+        }
+    }
+
+    template <class Codec>
+    __device__ __forceinline__ Magnitudes of_block() const {
+        Magnitudes found;
+        if constexpr (!std::is_void_v<typename Codec::Scale>) {
+            found.finite = finite;
+#pragma unroll
+            for (uint32_t lane = 1; lane < Codec::kBlock / kVector; lane *= 2) {
+                found.finite = max(found.finite, __shfl_xor_sync(kWarp, found.finite, lane));
+            }
+        }
+        return found;
+    }
+
+    template <class Codec>
+    __device__ __forceinline__ void encode(float inverse) const {
+        float scaled[kVector];
+        uint32_t words[2];
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) scaled[i] = values[i] * inverse;
+#if __CUDA_ARCH__ >= 890
+        if (largest * inverse < 3.0e38f) {  // else some may be NaN
+            encode_float8_words(words, scaled);
+        } else
+#endif
+        {
+            uint32_t codes[kVector];
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) codes[i] = Codec::nearest(scaled[i]);
+            pack_codes<1>(words, codes);
+        }
+        store<1>(words, view.param, element);
+    }
+};
+
+__device__ __forceinline__ void store_weight(const View& view, uint32_t element, const float* values) {
+    const float largest = thread_absmax<kVector>(values);
+    uint32_t finite = float_bits(largest);
+    if (finite >= kInfinity) {
+        Magnitudes magnitudes;
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) magnitudes.add(rare(values[i]));
+        finite = magnitudes.finite;
+    }
+    if (view.absmax) {
+        const uint32_t of_warp = __reduce_max_sync(kWarp, finite);
+        if (threadIdx.x % 32 == 0) atomicMax(&block->weight_absmax, of_warp);
+    }
+    if (view.param) dispatch_weight(view.weight_format(), StoreWeight{view, element, values, largest, finite});
+}
+
+template <class MixType>
+__device__ __forceinline__ void store_param(const View& view, uint32_t element, float* values, uint32_t octet,
+                                            const Rounding& rounding) {
+    if constexpr (MixType::master == Master::kParameter) {
+        store<true>(values, octet, rounding, view.param_type(), view.param, element);
+    } else if constexpr (MixType::master == Master::kFloat32) {
+        store<false>(values, 0, rounding, Element::kFloat32, view.master, element);
+        if (MixType::has_weights && view.info.quantized) return store_weight(view, element, values);
+        store<false>(values, 0, rounding, view.param_type(), view.param, element);
+    } else {
+        constexpr int low_bytes = master_bytes(MixType::master);
+        uint32_t high[4], low[2 * low_bytes];
+        split_words<low_bytes>(values, high, low);
+        store<2>(high, view.param, element);
+        store<low_bytes>(low, view.master, element);
+    }
+}
+
+// All that a thread reads for eight elements.
+template <class MixType>
+struct Raw {
+    Packet<4> grad{}, param{}, master{};  // zeros: unset words would stay alive across iterations
+    Moment<typename MixType::M> m;
+    Moment<typename MixType::V> v;
+
+    __device__ __forceinline__ void load_all(const View& view, uint32_t element) {
+        load(grad, view.grad_type(), view.grad, element);
+        if constexpr (MixType::master == Master::kParameter) {
+            load(param, view.param_type(), view.param, element);
+        } else if constexpr (MixType::master == Master::kFloat32) {
+            load<4>(master.words, view.master, element);
+        } else {
+            load<2>(param.words, view.param, element);
+            load<master_bytes(MixType::master)>(master.words, view.master, element);
+        }
+        m.load_raw(view.exp_avg_format(), view.exp_avg, element);
+        v.load_raw(view.exp_avg_sq_format(), view.exp_avg_sq, element);
+    }
+};
+
+// The update of a thread's elements, the twin of the CPU engine's. Returns the largest new exp_avg_sq, NaN if one is.
+__device__ __forceinline__ float update_values(float* grad, float* param, float* m, float* v, float* root,
+                                               const Scalars& s) {
+    if (!s.unchanged_gradient) {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) grad[i] = scaled_gradient(grad[i], s);
+        if (s.l2_penalty != 0.0f) {
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) grad[i] = penalized_gradient(grad[i], param[i], s);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+        Moments moments = next_moments(grad[i], m[i], v[i], s);
+        m[i] = moments.exp_avg;
+        v[i] = moments.exp_avg_sq;
+        root[i] = square_root(v[i]);
+    }
+    const float v_max = thread_absmax<kVector>(v);
+    if (float_bits(v_max) >= kInfinity) {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) root[i] = root_of(rare(v[i]));
+    }
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) param[i] = next_param(param[i], m[i], root[i], s);
+    return v_max;
+}
+
+template <class MixType>
+__device__ __forceinline__ void update_vector(const View& view, const Scalars& scalars, Raw<MixType>& raw,
+                                              uint32_t element) {
+    using M = typename MixType::M;
+    using V = typename MixType::V;
+    const Format m_format = view.exp_avg_format();
+    const Format v_format = view.exp_avg_sq_format();
+    float* m_scale = &block->exp_avg_scales[element >> view.info.block_log2];
+    float* v_scale = &block->exp_avg_sq_scales[element >> view.info.block_log2];
+
+    float grad[kVector], param[kVector], m[kVector], v[kVector], root[kVector];
+    decode(grad, raw.grad, view.grad_type());
+    decode_param<MixType>(param, view, raw.param, raw.master);
+    raw.m.decode_all(m, m_format, *m_scale);
+    raw.v.decode_all(v, v_format, *v_scale);
+    const float v_max = update_values(grad, param, m, v, root, scalars);
+
+    uint32_t octet = 0;
+    if (v_format != Format::kFloat32 ||
+        (MixType::master == Master::kParameter && view.param_type() != Element::kFloat32)) {
+        octet = scalars.rounding.octet(view.key, view.global_index(element));
+    }
+    store_param<MixType>(view, element, param, octet, scalars.rounding);
+    if constexpr (MixType::exp_avg_scaled) {
+        float inverse = store_scale<M>(thread_absmax<kVector>(m), m_scale, view.info.block_log2, element);
+        uint32_t words[2 * sizeof(typename M::Bits)];
+        encode_words<M>(words, m, inverse);
+        store_codes<sizeof(typename M::Bits)>(words, inverse, view.exp_avg, element);
+    } else {
+        store<false>(m, 0, scalars.rounding, unscaled_type(m_format), view.exp_avg, element);
+    }
+    if constexpr (MixType::exp_avg_sq_scaled) {
+        float inverse = store_scale<V>(v_max, v_scale, view.info.block_log2, element);
+        uint32_t words[2 * sizeof(typename V::Bits)];
+        encode_words<V>(words, v, root, inverse, octet, scalars.rounding);
+        store_codes<sizeof(typename V::Bits)>(words, inverse, view.exp_avg_sq, element);
+    } else {
+        store<true>(v, octet, scalars.rounding, unscaled_type(v_format), view.exp_avg_sq, element);
+    }
+}
+
+// What the update has read, once more: it is still at hand, and costs fewer registers than to keep it.
+__device__ __forceinline__ void store_unscaled(const View& view, const Scalars& scalars, uint32_t element) {
+    Packet<4> raw{};
+    float grad[kVector];
+    load(raw, view.grad_type(), view.grad, element);
+    decode(grad, raw, view.grad_type());
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) grad[i] = unscaled_gradient(grad[i], block->scalars);
+    store<false>(grad, 0, scalars.rounding, view.grad_type(), view.grad, element);
+}
+
+template <class T>
+__device__ __forceinline__ void copy_scales(T* target, const T* source, uint32_t count) {
+    for (uint32_t i = threadIdx.x; i < count; i += kThreads) target[i] = source[i];
+}
+
+struct CopyWeightScales {
+    const View& view;
+
+    template <class Codec>
+    __device__ __forceinline__ void operator()(Codec) const {
+        using Scale = typename Codec::Scale;
+        if constexpr (kWrittenByUpdate<Codec> && !std::is_void_v<Scale>) {
+            copy_scales(reinterpret_cast<Scale*>(view.weight_scales),
+                        reinterpret_cast<const Scale*>(block->weight_scales), view.vector_count / Codec::kBlock);
+        }
+    }
+};
+
+// The loads of the next eight elements are under way while a thread updates the ones before, where registers allow it.
+template <class MixType>
+__device__ __forceinline__ void walk_elements(const View& view, const Scalars& scalars, Raw<MixType>& raw) {
+    constexpr bool prefetches = MixType::exp_avg_scaled || MixType::exp_avg_sq_scaled;
+    uint32_t element = threadIdx.x * kVector;
+    if (element >= view.vector_count) return;
+    for (uint32_t next = element + kTile; next < view.vector_count; next += kTile) {
+        Raw<MixType> ahead;
+        if (prefetches) ahead.load_all(view, next);
+        update_vector<MixType>(view, scalars, raw, element);
+        if (block->scalars.writes_gradient) store_unscaled(view, scalars, element);
+        if (!prefetches) ahead.load_all(view, next);
+        raw = ahead;
+        element = next;
+    }
+    update_vector<MixType>(view, scalars, raw, element);
+    if (block->scalars.writes_gradient) store_unscaled(view, scalars, element);
+}
+
+template <class MixType>
+__device__ __forceinline__ void vector_walk() {
+    const View view = block->view;
+    const Scalars scalars = block->scalars;
+    const uint32_t blocks = view.vector_count >> view.info.block_log2;
+    Raw<MixType> raw;
+    if (threadIdx.x * kVector < view.vector_count) raw.load_all(view, threadIdx.x * kVector);
+    if constexpr (MixType::exp_avg_scaled) copy_scales(block->exp_avg_scales, view.exp_avg_scales, blocks);
+    if constexpr (MixType::exp_avg_sq_scaled) copy_scales(block->exp_avg_sq_scales, view.exp_avg_sq_scales, blocks);
+    __syncthreads();
+    walk_elements<MixType>(view, scalars, raw);
+    __syncthreads();
+    if constexpr (MixType::exp_avg_scaled) copy_scales(view.exp_avg_scales, block->exp_avg_scales, blocks);
+    if constexpr (MixType::exp_avg_sq_scaled) copy_scales(view.exp_avg_sq_scales, block->exp_avg_sq_scales, blocks);
+    if constexpr (MixType::has_weights) {
+        if (view.info.quantized && view.param) dispatch_weight(view.weight_format(), CopyWeightScales{view});
+    }
+}
+
+}  // namespace
+}  // namespace fused_optim

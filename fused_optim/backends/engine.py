@@ -1,0 +1,100 @@
+"""What the compiled engines offer to Python: the functions and classes of ``csrc/multi_tensor/bindings``.
+
+Tensors are passed as addresses, 0 for one that is not there; formats and types as the numbers that ``formats.py`` gives
+them. ``where``: ``device`` and ``stream`` of the CUDA engine, ``threads`` of the CPU engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+
+class Watched(NamedTuple):
+    """What an engine compares to see whether a shard is as it was; the fields are those of ``plan.h``."""
+
+    param: Tensor
+    exp_avg: Tensor | None
+    exp_avg_sq: Tensor | None
+    master: Tensor | None
+    spec: DTensorSpec | None  # the parameter's
+    states: dict[str, Tensor]  # where the three tensors were found
+    # Of a quantized weight that an engine can watch:
+    local: Tensor | None = None  # the parameter's local tensor
+    components: Mapping[str, Tensor] | None = None  # that one's
+    names: tuple[str, ...] = ()  # of its codes and scales in `components`
+    parts: tuple[Tensor, ...] = ()  # these themselves
+    master_local: Tensor | None = None
+
+
+class EnginePlan(Protocol):
+    """The shards of one device and their param groups, step by step; see ``plan.h``."""
+
+    def refresh(self, watched: list[Watched], attribute: str) -> list[int]: ...
+    def watch(self, shard: int, watched: Watched) -> None: ...
+    def sharing(self) -> list[int]: ...
+    def updated(self, watched: list[Watched]) -> list[Tensor]: ...
+    def groups_with_gradients(self) -> list[int]: ...
+    def set_shard(self, shard: int, **described: int) -> None: ...
+    def set_group(self, group: int, lr: float, *hyper: float) -> None: ...
+    def launch(self, *where: int) -> None: ...
+
+
+class EngineGradients(Protocol):
+    """Local gradients of one device, each in a group."""
+
+    def norm(
+        self, *, infinity: bool, group_count: int, max_norm: float, sums: int, result: int, **where: int
+    ) -> None: ...
+    def scale(self, *, factor: int, **where: int) -> None: ...
+
+
+class Engine(Protocol):
+    """The module of an engine."""
+
+    def Plan(
+        self,
+        groups: list[int],
+        group_count: int,
+        exchange_api: object,
+        tensor_type: type,
+        dtensor_type: type,
+        keys: list[tuple[Tensor, int]],
+    ) -> EnginePlan: ...
+    def Gradients(
+        self, *, addresses: list[int], numels: list[int], types: list[int], groups: list[int]
+    ) -> EngineGradients: ...
+    def writes_weights(self, exp_avg_format: int, exp_avg_sq_format: int) -> bool: ...
+    def quantize_absmax(self, *, addresses: list[int], numels: list[int], result: int, **where: int) -> None: ...
+    def quantize_rescale(
+        self,
+        *,
+        scales: Sequence[tuple[int, ...]],
+        largest: float,
+        factor: float,
+        history: int,
+        most_recent: bool,
+        stage: int,
+        applies: int,
+        **where: int,
+    ) -> None: ...
+    def quantize_encode(
+        self,
+        *,
+        weights: Sequence[tuple[int, ...]],
+        roundings: Sequence[tuple[int, ...]],
+        format: int,
+        round_up: bool,
+        **where: int,
+    ) -> None: ...
+    def quantize_decode(self, *, weight: tuple[int, ...], format: int, type: int, **where: int) -> None: ...
+
+
+class CudaEngine(Engine, Protocol):
+    """What only the CUDA engine has."""
+
+    def load_kernels(self, device: int) -> None: ...
+    def norm_workspace_bytes(self, device: int) -> int: ...

@@ -1,0 +1,92 @@
+"""The shards of one device from step to step, in one backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fused_optim.backends import Backend, GroupWork, Hyper, ShardWork, torch_reference
+from fused_optim.backends.compiled import CompiledShards
+from fused_optim.backends.engine import Watched
+from fused_optim.slots import Slots
+
+
+class Shards(Protocol):
+    """The shards of one device from step to step, in one backend.
+
+    A step is ``refresh``, ``set`` for each shard that it returns, ``run``. ``watched``: one per shard. Where gradients
+    have a scale, ``run`` writes them: those of ``sharing`` must be set again before, to copies.
+    """
+
+    def refresh(self, watched: list[Watched], attribute: str) -> Sequence[int]:
+        """Take this step's gradients; the numbers of the shards that have one and must be set (again)."""
+
+    def set(self, shard: int, work: ShardWork, watched: Watched | None) -> None:
+        """Describe a shard for this step, and with ``watched`` for later ones, as long as nothing else changes."""
+
+    def sharing(self) -> Sequence[int]:
+        """The shards whose gradients have memory in common with another's."""
+
+    def takes_target(self, slots: Slots) -> bool:
+        """Whether a shard with these states may have a target."""
+
+    def updated(self, watched: list[Watched]) -> list[Tensor]:
+        """The parameters that have a gradient in this step."""
+
+    def groups_with_gradients(self) -> Sequence[int]:
+        """The param groups of these."""
+
+    def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
+        """Update them. ``workspace``: memory of a GPU, needed where hyperparameters lie there."""
+
+
+def shards_on(device: torch.device, backend: Backend, groups: list[int], group_count: int) -> Shards:
+    """The shards of ``device``; ``groups``: the param group of each, ascending."""
+    if backend == "torch":
+        return ReferenceShards(groups)
+    return CompiledShards(device, backend, groups, group_count)
+
+
+class ReferenceShards:
+    """Shards of the ``torch`` backend: described anew at every step."""
+
+    def __init__(self, groups: list[int]) -> None:
+        self._groups = groups
+        self._work: dict[int, ShardWork] = {}
+
+    def refresh(self, watched: list[Watched], attribute: str) -> Sequence[int]:
+        self._work.clear()
+        return [i for i, shard in enumerate(watched) if getattr(shard.param, attribute, None) is not None]
+
+    def set(self, shard: int, work: ShardWork, watched: Watched | None) -> None:
+        self._work[shard] = work
+
+    def sharing(self) -> Sequence[int]:
+        extents = {i: (work.grad.data_ptr(), work.grad.data_ptr() + work.grad.nbytes) for i, work in self._work.items()}
+        found: set[int] = set()
+        last, end = -1, 0  # of those before, the one that ends last
+        for i in sorted(extents, key=extents.__getitem__):
+            if extents[i][0] < end:
+                found |= {last, i}
+            if extents[i][1] > end:
+                last, end = i, extents[i][1]
+        return sorted(found)
+
+    def takes_target(self, slots: Slots) -> bool:
+        return False
+
+    def updated(self, watched: list[Watched]) -> list[Tensor]:
+        return [watched[i].param for i in self._work]
+
+    def groups_with_gradients(self) -> Sequence[int]:
+        return [self._groups[i] for i in self._work]
+
+    def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
+        groups = [GroupWork(hyper, []) for hyper in hypers]
+        for i, work in sorted(self._work.items()):
+            groups[self._groups[i]].shards.append(work)
+        self._work.clear()
+        torch_reference.run(groups)

@@ -1,0 +1,150 @@
+"""Code for quantized weights is imported when it is asked for, or when a file holds some. Each in a new process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from distributed import assert_same
+from fused_optim.quantized import QuantizedTensor
+from quantized_cases import RECIPES, plain_model, quantize_model_
+
+REBUILD = "fused_optim.quantized.tensor.rebuild"  # what files name
+# Several weights of each recipe, one of them as a parameter, and what they decode to; written by version 0.1.
+WRITTEN = Path(__file__).with_name("weights_0.1.pt")
+LOADED = "any(name.startswith('fused_optim.quantized') for name in sys.modules)"
+
+
+def run(code: str, *arguments: object) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", f"import sys, torch\n{code}", *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_optimizers_of_plain_parameters_import_none() -> None:
+    run(f"""
+import io, pickle
+from fused_optim import *
+assert not {LOADED}
+model = torch.nn.Linear(32, 4).bfloat16()
+optimizer = FusedAdamW(model.parameters(), exp_avg_dtype=torch.int8)
+for param in model.parameters():
+    param.grad = torch.ones_like(param)
+clip_grad_norm_(model.parameters(), 1.0)
+optimizer.step()
+file = io.BytesIO()
+torch.save(optimizer.state_dict(), file)
+file.seek(0)
+optimizer.load_state_dict(torch.load(file, weights_only=True))
+pickle.loads(pickle.dumps(optimizer)).sync_params_from_master()
+assert not {LOADED}
+""")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "import fused_optim; fused_optim.quantized.QuantizedTensor",
+        "import fused_optim.quantized; fused_optim.quantized.QuantizedTensor",
+        "from fused_optim import quantized; quantized.QuantizedTensor",
+    ],
+)
+def test_it_is_an_attribute_all_the_same(use: str) -> None:
+    run(f"{use}\nassert {LOADED}\nimport fused_optim\nassert 'quantized' in fused_optim.__dict__")
+
+
+def test_it_is_listed_without_being_imported() -> None:
+    run(f"""
+import fused_optim
+assert {{"quantized", "FusedAdam", "adam", "__version__"}} <= set(dir(fused_optim)) and not {LOADED}
+assert dir(fused_optim).count("quantized") == 1 and not hasattr(fused_optim, "quantised")
+try:
+    fused_optim.quantised
+except AttributeError as error:
+    assert str(error) == "module 'fused_optim' has no attribute 'quantised'", error
+assert not {LOADED}
+fused_optim.quantized
+assert dir(fused_optim).count("quantized") == 1
+""")
+
+
+# --- files ------------------------------------------------------------------------------------------------------
+
+
+def test_files_of_weights_are_read_after_import_fused_optim(tmp_path: Path) -> None:
+    """Several weights in one file: torch looks its function up once."""
+    expected = {}
+    for recipe in RECIPES:
+        model = plain_model(recipe)
+        quantize_model_(model, RECIPES[recipe])
+        torch.save(model.state_dict(), tmp_path / recipe)
+        for name, weight in model.state_dict().items():
+            if isinstance(weight, QuantizedTensor):
+                kept = {key: part for key, part in weight.components.items() if key != "initial"}
+                expected |= {f"{recipe} {name} {key}": part for key, part in kept.items()}
+    run(
+        f"""
+import fused_optim
+assert not {LOADED}
+folder, *recipes = sys.argv[1:]
+parts = {{}}
+for recipe in recipes:
+    for name, weight in torch.load(f"{{folder}}/{{recipe}}", weights_only=True).items():
+        if isinstance(weight, fused_optim.quantized.QuantizedTensor):
+            parts |= {{f"{{recipe}} {{name}} {{key}}": part for key, part in weight.components.items()}}
+torch.save(parts, f"{{folder}}/parts")
+""",
+        *(tmp_path, *RECIPES),
+    )
+    assert_same(torch.load(tmp_path / "parts", weights_only=True), expected)
+
+
+def test_files_of_earlier_versions_are_read() -> None:
+    run(
+        f"""
+import fused_optim
+assert not {LOADED}
+found = torch.load(sys.argv[1], weights_only=True)
+assert [type(weight.recipe).__name__ for weight in found["weights"]] == [
+    *("Float8CurrentScaling", "Float8DelayedScaling", "Float8BlockScaling", "Float8BlockScaling"),
+    *("MXFP8BlockScaling", "NVFP4BlockScaling"),
+]
+for weight, values in zip(found["weights"], found["values"], strict=True):
+    assert values.any() and torch.equal(weight.dequantize(), values)
+assert [isinstance(weight, torch.nn.Parameter) for weight in found["weights"][:3]] == [True, True, False]
+assert [weight.requires_grad for weight in found["weights"][:3]] == [False, True, False]
+""",
+        WRITTEN,
+    )
+
+
+def test_without_it_torch_names_what_is_missing(tmp_path: Path) -> None:
+    """And what it says to do is enough. Files name the same function as ever."""
+    model = plain_model("mxfp8")
+    quantize_model_(model, RECIPES["mxfp8"])
+    torch.save({"weights": [model.uneven.weight, model.state_dict()]}, tmp_path / "new.pt")
+    run(
+        f"""
+import pickle
+for path in sys.argv[1:]:
+    try:
+        torch.load(path, weights_only=True)
+    except pickle.UnpicklingError as error:
+        assert "add_safe_globals([{REBUILD}])" in str(error), error
+    else:
+        raise AssertionError("was loaded")
+    assert torch.serialization.get_unsafe_globals_in_checkpoint(path) == ["{REBUILD}"]
+assert not {LOADED}
+import fused_optim.quantized.tensor
+torch.serialization.add_safe_globals([{REBUILD}])
+for path in sys.argv[1:]:
+    assert len(torch.load(path, weights_only=True)["weights"]) > 1
+""",
+        *(WRITTEN, tmp_path / "new.pt"),
+    )

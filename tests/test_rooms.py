@@ -1,0 +1,343 @@
+"""Who may import whom in fused_optim/: downwards only, in no circle, in the open. Helpers serve tests, not tests."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+
+import fused_optim
+
+# Files and folders of fused_optim/ from the ground up; docs/development.md says what each is for.
+ROOMS = (
+    *("formats", "sharding", "adapters", "slots", "backends", "validate", "quantized"),
+    *("state", "step", "clip", "adam", "checkpoint", "compat", "integrations"),
+    *("__init__", "__main__"),
+)
+# Who may import while it runs, and what: adapters of parameters that are met, engines if they were built, and
+# quantized code where it is asked for.
+LAZY = {"adapters": "", "backends": "fused_optim._engine_", "__init__": "fused_optim.quantized"}
+
+
+@dataclass(frozen=True)
+class Import:
+    source: str  # module
+    line: int
+    target: str  # module; the beginning of its name, where the rest is computed
+    when: str  # "always", "typing" (under TYPE_CHECKING) or "called" (in a function, or by importlib)
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.line} imports {self.target or 'what is computed'}"
+
+
+class Package:
+    """The source files of a package, and what they import of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.name = folder.name
+        self.files: dict[str, Path] = {}
+        for path in sorted(folder.rglob("*.py")):
+            parts = [self.name, *path.relative_to(folder).with_suffix("").parts]
+            self.files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+
+    @cached_property
+    def trees(self) -> dict[str, ast.Module]:
+        return {module: ast.parse(path.read_text()) for module, path in self.files.items()}
+
+    @cached_property
+    def imports(self) -> list[Import]:
+        found = (each for module, tree in self.trees.items() for each in self._imports_of(module, tree, "always"))
+        return [each for each in found if f"{each.target}.".startswith(f"{self.name}.") or not each.target]
+
+    def room_of(self, module: str) -> str:
+        """The first name below the package, or ``__init__``."""
+        return f"{module}.__init__".split(".")[1]
+
+    def _imports_of(self, module: str, node: ast.AST, when: str) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            inner = when
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                inner = "called"
+            elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test) and when == "always":
+                inner = "typing"
+            elif isinstance(child, ast.Import):
+                yield from (Import(module, child.lineno, alias.name, when) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                base = self._absolute(module, child)
+                names = [f"{base}.{alias.name}" for alias in child.names]  # modules, or attributes of one
+                targets = dict.fromkeys(name if name in self.files else base for name in names)
+                yield from (Import(module, child.lineno, target, when) for target in targets)
+            elif isinstance(child, ast.Call) and ast.unparse(child.func).endswith(("import_module", "__import__")):
+                yield Import(module, child.lineno, _beginning(child.args[0]), "called")
+            yield from self._imports_of(module, child, inner)
+
+    def _absolute(self, module: str, node: ast.ImportFrom) -> str:
+        if not node.level:
+            return node.module or ""
+        is_package = self.files[module].name == "__init__.py"
+        above = module.split(".")[: len(module.split(".")) - node.level + is_package]
+        return ".".join([*above, node.module] if node.module else above)
+
+
+def _beginning(name: ast.expr) -> str:
+    """What is known of a string that is given or computed."""
+    if isinstance(name, ast.JoinedStr) and name.values:
+        name = name.values[0]
+    return name.value if isinstance(name, ast.Constant) and isinstance(name.value, str) else ""
+
+
+# --- what is wrong ----------------------------------------------------------------------------------------------
+
+
+def other_rooms(package: Package) -> list[str]:
+    """Rooms that the order does not know, or that are not there."""
+    rooms = {package.room_of(module) for module in package.files}
+    return sorted(rooms.symmetric_difference(ROOMS))
+
+
+def upward_imports(package: Package) -> list[str]:
+    height = {room: at for at, room in enumerate(ROOMS)}
+    known = [each for each in package.imports if each.target]
+    rooms = [(each, package.room_of(each.source), package.room_of(each.target)) for each in known]
+    return [f"{each}: {a} is below {b}" for each, a, b in rooms if height.get(a, 0) < height.get(b, 0)]
+
+
+def circles(package: Package) -> list[str]:
+    """Files that import each other, also in a roundabout way."""
+    reached: dict[str, set[str]] = {module: set() for module in package.files}
+    for each in package.imports:
+        if each.target in reached:
+            reached[each.source].add(each.target)
+    for via in reached:
+        for targets in reached.values():
+            if via in targets:
+                targets |= reached[via]
+    found = {frozenset(other for other in reached[module] if module in reached[other]) for module in reached}
+    return sorted(" <-> ".join(sorted(circle)) for circle in found if circle)
+
+
+def lazy_imports(package: Package) -> list[str]:
+    """Imports while the code runs, elsewhere than ``LAZY`` says."""
+    called = [each for each in package.imports if each.when == "called"]
+    allowed = {each: LAZY.get(package.room_of(each.source)) for each in called}
+    return [f"{each} when called" for each, of in allowed.items() if of is None or not each.target.startswith(of)]
+
+
+def imports_of_quantized(package: Package) -> list[str]:
+    """Imports from outside, but for the lazy attribute of the package itself. Adapters have names only."""
+    from_outside = [
+        each
+        for each in package.imports
+        if package.room_of(each.target) == "quantized" and package.room_of(each.source) != "quantized"
+    ]
+    return [str(each) for each in from_outside if each.source != package.name or each.when == "always"]
+
+
+def private_attributes(package: Package) -> list[str]:
+    """Attributes that belong to the optimizer alone and are read, or written, elsewhere."""
+    found = []
+    for module, tree in package.trees.items():
+        attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+        for node in sorted(attributes, key=lambda node: node.lineno) if package.room_of(module) != "adam" else ():
+            private = node.attr.startswith("_") and not node.attr.endswith("__")
+            if private and ast.unparse(node.value).split(".")[-1] in ("optimizer", "adam"):
+                found.append(f"{module}:{node.lineno} uses {ast.unparse(node)}")
+    return found
+
+
+Check = Callable[[Package], list[str]]
+CHECKS: list[Check] = [
+    *(other_rooms, upward_imports, circles, lazy_imports, imports_of_quantized, private_attributes),
+]
+
+
+@pytest.fixture(scope="module")
+def package() -> Package:
+    return Package(Path(fused_optim.__file__).parent)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_rooms_keep_their_order(check: Check, package: Package) -> None:
+    assert len(package.files) > len(ROOMS) and len(package.imports) > len(package.files)
+    assert check(package) == []
+
+
+# --- the checks themselves --------------------------------------------------------------------------------------
+
+# What is wrong in a package of some files, beside what all of these have.
+WRONG: dict[str, tuple[Check, dict[str, str], list[str]]] = {
+    "upwards": (
+        upward_imports,
+        {"formats": "import os\n\nfrom fused_optim.adam import FusedAdam"},
+        ["fused_optim.formats:3 imports fused_optim.adam: formats is below adam"],
+    ),
+    "upwards, a module of a package": (
+        upward_imports,
+        {"state/states": "from fused_optim.step import plan", "step/plan": ""},
+        ["fused_optim.state.states:1 imports fused_optim.step.plan: state is below step"],
+    ),
+    "upwards, for types": (
+        upward_imports,
+        {"state/states": "import typing\nif typing.TYPE_CHECKING:\n    from fused_optim.adam import FusedAdam"},
+        ["fused_optim.state.states:3 imports fused_optim.adam: state is below adam"],
+    ),
+    "upwards, in a function": (
+        upward_imports,
+        {"sharding/dtensor": "def f():\n    if True:\n        import fused_optim.adam as a"},
+        ["fused_optim.sharding.dtensor:3 imports fused_optim.adam: sharding is below adam"],
+    ),
+    "upwards, relative": (
+        upward_imports,
+        {"sharding/dtensor": "from ..adam import FusedAdam", "sharding/__init__": "from .. import adam"},
+        [
+            "fused_optim.sharding:1 imports fused_optim.adam: sharding is below adam",
+            "fused_optim.sharding.dtensor:1 imports fused_optim.adam: sharding is below adam",
+        ],
+    ),
+    "upwards, the package": (
+        upward_imports,
+        {"checkpoint/files": "from fused_optim import FusedAdam\nimport fused_optim"},
+        [
+            "fused_optim.checkpoint.files:1 imports fused_optim: checkpoint is below __init__",
+            "fused_optim.checkpoint.files:2 imports fused_optim: checkpoint is below __init__",
+        ],
+    ),
+    "a circle of two": (
+        circles,
+        {
+            "step/plan": "from fused_optim.step import scalars",
+            "step/scalars": "from typing import *\nif TYPE_CHECKING:\n    from fused_optim.step.plan import P",
+        },
+        ["fused_optim.step.plan <-> fused_optim.step.scalars"],
+    ),
+    "a circle of three, and one who looks on": (
+        circles,
+        {
+            "step/a": "from fused_optim.step.b import x",
+            "step/b": "def f():\n    from fused_optim.step import c",
+            "step/c": "import fused_optim.step.a",
+            "step/d": "import fused_optim.step.a",
+        },
+        ["fused_optim.step.a <-> fused_optim.step.b <-> fused_optim.step.c"],
+    ),
+    "a circle with its package": (
+        circles,
+        {
+            "backends/__init__": "from fused_optim.backends import a",
+            "backends/a": "from fused_optim.backends import X",
+        },
+        ["fused_optim.backends <-> fused_optim.backends.a"],
+    ),
+    "hidden": (
+        lazy_imports,
+        {"clip": "class C:\n    def f(self):\n        from fused_optim.formats import STATE_FORMATS"},
+        ["fused_optim.clip:3 imports fused_optim.formats when called"],
+    ),
+    "hidden, by name": (
+        lazy_imports,
+        {"clip": "import importlib\nX = importlib.import_module('fused_optim.formats')"},
+        ["fused_optim.clip:2 imports fused_optim.formats when called"],
+    ),
+    "hidden, computed": (
+        lazy_imports,
+        {"clip": "from importlib import import_module\nf = lambda name: import_module(name)"},
+        ["fused_optim.clip:2 imports what is computed when called"],
+    ),
+    "hidden where other things may be": (
+        lazy_imports,
+        {
+            "backends/__init__": "def f():\n    import fused_optim.backends.one",
+            "backends/one": "",
+            "__init__": "def f():\n    from fused_optim import adam",
+        },
+        [
+            "fused_optim:2 imports fused_optim.adam when called",
+            "fused_optim.backends:2 imports fused_optim.backends.one when called",
+        ],
+    ),
+    "quantized code": (
+        imports_of_quantized,
+        {"step/plan": "from fused_optim import quantized", "__init__": "import fused_optim.quantized.tensor"},
+        [
+            "fused_optim:1 imports fused_optim.quantized.tensor",
+            "fused_optim.step.plan:1 imports fused_optim.quantized",
+        ],
+    ),
+    "the optimizer's own": (
+        private_attributes,
+        {
+            "checkpoint/files": "def f(self, optimizer):\n    return optimizer._slots, self.optimizer._params()",
+            "integrations/megatron": "def f(adam):\n    adam._x = 1",
+        },
+        [
+            "fused_optim.checkpoint.files:2 uses optimizer._slots",
+            "fused_optim.checkpoint.files:2 uses self.optimizer._params",
+            "fused_optim.integrations.megatron:2 uses adam._x",
+        ],
+    ),
+    "a room that nobody knows": (other_rooms, {"cellar/wine": ""}, ["cellar"]),
+}
+# What all have: imports that are as they should be.
+RIGHT = {
+    **{f"{room}/__init__": "" for room in ("sharding", "backends", "quantized", "state", "step", "integrations")},
+    **{room: "" for room in ("__main__", "slots", "validate", "clip", "checkpoint/__init__", "compat/__init__")},
+    "__init__": """
+from typing import TYPE_CHECKING
+from fused_optim.adam import FusedAdam
+if TYPE_CHECKING:
+    from fused_optim import quantized as quantized
+
+def __getattr__(name):
+    from fused_optim.quantized import tensor
+""",
+    "formats": "from __future__ import annotations\nimport os.path",
+    "sharding/dtensor": "from fused_optim.formats import X\nfrom torch import Tensor",
+    "adapters": "import importlib\ndef adapter(module):\n    return importlib.import_module(module)",
+    "backends/engines": "import importlib\nf = lambda name: importlib.import_module(f'fused_optim._engine_{name}')",
+    "quantized/tensor": "from . import recipes\nfrom ..sharding import dtensor",
+    "quantized/recipes": "from fused_optim.formats import X",
+    "adam": "class A:\n    def f(self, optimizer):\n        return self._slots, optimizer._slots",
+    "compat/apex": "import fused_optim.adam\nclass A(fused_optim.adam.A):\n    x = lambda self: self._slots",
+    "integrations/megatron": """
+import importlib
+def install(optimizer):
+    import megatron.core
+    optimizer.__class__ = importlib.import_module('megatron.core.optimizer').X
+""",
+}
+
+
+def write(folder: Path, files: dict[str, str]) -> Package:
+    for name, text in files.items():
+        path = folder / "fused_optim" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return Package(folder / "fused_optim")
+
+
+@pytest.mark.parametrize("check, files, expected", WRONG.values(), ids=WRONG)
+def test_what_is_wrong_is_named(check: Check, files: dict[str, str], expected: list[str], tmp_path: Path) -> None:
+    assert check(write(tmp_path, RIGHT | files)) == expected
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_what_is_right_is_not(check: Check, tmp_path: Path) -> None:
+    package = write(tmp_path, RIGHT)
+    assert {each.when for each in package.imports} == {"always", "typing", "called"}
+    assert check(package) == []
+
+
+# --- tests ------------------------------------------------------------------------------------------------------
+
+
+def test_tests_import_no_tests() -> None:
+    """What they share stands beside this file, where it is found from everywhere."""
+    for path in Path(__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not any(name.startswith("test_") for name in names), f"{path.name} imports {names}"
