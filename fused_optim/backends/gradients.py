@@ -87,7 +87,7 @@ def write_(tensor: Tensor, value: Tensor) -> None:
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:  # elements that share memory, and so have one value
             tensor, value = tensor.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
-    with torch.inference_mode(tensor.is_inference()):
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         tensor.copy_(value)
 
 
