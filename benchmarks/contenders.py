@@ -27,14 +27,19 @@ HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_
 
 @dataclass(frozen=True)
 class Contender:
-    """``build`` makes the optimizer; ``moved`` counts the bytes per parameter that one step must read and write."""
+    """``build`` makes the optimizer; ``moved`` counts the bytes per parameter that one step must read and write.
+
+    Where it can run: ``needs`` modules that can be imported, ``cpu`` parameters or only those of GPUs, ``dtensors`` or
+    only plain tensors (kernels that are given a DTensor's address read memory that is not theirs).
+    """
 
     name: str
     dtype: torch.dtype  # of parameters and gradients
     moved: float
     build: Callable[[Sequence[Tensor]], Any]
-    needs: tuple[str, ...] = field(default=())  # modules that must be importable
+    needs: tuple[str, ...] = field(default=())
     cpu: bool = True
+    dtensors: bool = True
 
 
 FP32, BF16, FP16, FP8, INT8 = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
@@ -90,7 +95,7 @@ def quantized(name: str, written: float, recipe: Recipe, moments: torch.dtype = 
         return FusedAdamW(weights, **HYPER, **states(moments))
 
     of_states = 16 if moments is FP32 else 4 + SCALES
-    return Contender(f"FusedAdamW {name}", BF16, 10 + of_states + written, build)
+    return Contender(f"FusedAdamW {name}", BF16, 10 + of_states + written, build, dtensors=False)
 
 
 OURS += [
@@ -153,14 +158,16 @@ def torch_adamw(name: str, dtype: torch.dtype, moved: float, **options: Any) -> 
     return Contender(f"torch AdamW {name}", dtype, moved, lambda params: torch.optim.AdamW(params, **HYPER, **options))
 
 
-def peer(name: str, moved: float, path: str, *needs: str, dtype: torch.dtype = BF16, **options: Any) -> Contender:
+def peer(
+    name: str, moved: float, path: str, *needs: str, dtype: torch.dtype = BF16, dtensors: bool = True, **options: Any
+) -> Contender:
     """``path``: the class, as module:name. Imported only when it is built, since some peers import slowly."""
     module, _, cls = path.partition(":")
 
     def build(params: Sequence[Tensor]) -> Any:
         return getattr(importlib.import_module(module), cls)(params, **HYPER, **options)
 
-    return Contender(name, dtype, moved, build, (module.partition(".")[0], *needs), cpu=False)
+    return Contender(name, dtype, moved, build, (module.partition(".")[0], *needs), cpu=False, dtensors=dtensors)
 
 
 def transformer_engine(name: str, moved: float, dtype: torch.dtype = BF16, **options: Any) -> Contender:
@@ -177,9 +184,11 @@ PEERS = [
     torch_adamw("fused, FP32", FP32, 28, fused=True),
     torch_adamw("foreach, FP32", FP32, 28, foreach=True),
     torch_adamw("fused, BF16, no master", BF16, 14, fused=True),
-    Contender("torch AdamW fused around FP32 masters", BF16, 28, MastersAround),
-    peer("Apex FusedAdam, FP32", 28, "apex.optimizers:FusedAdam", "amp_C", dtype=FP32),
-    Contender("Apex capturable kernel, FP32 master", BF16, 28, ApexMasters, ("apex", "amp_C"), cpu=False),
+    Contender("torch AdamW fused around FP32 masters", BF16, 28, MastersAround, dtensors=False),  # no foreach copies
+    peer("Apex FusedAdam, FP32", 28, "apex.optimizers:FusedAdam", "amp_C", dtype=FP32, dtensors=False),
+    Contender(
+        "Apex capturable kernel, FP32 master", BF16, 28, ApexMasters, ("apex", "amp_C"), cpu=False, dtensors=False
+    ),
     transformer_engine("FP32", 28, FP32),
     transformer_engine("FP32 master, FP32 states", 28, **MASTER),
     transformer_engine("16-bit remainder, FP32 states", 26, **REMAINDERS),
@@ -193,11 +202,15 @@ PEERS = [
     peer("torchao AdamW8bit, no master", 10 + 2 * 2 * 4 / 256, "torchao.optim:AdamW8bit"),
     peer("torchao AdamWFp8, no master", 10 + 2 * 2 * 4 / 256, "torchao.optim:AdamWFp8"),
     peer("torchao AdamW4bit, no master", 8 + 2 * 2 * 4 / 128, "torchao.optim:AdamW4bit"),
-    peer("bitsandbytes AdamW8bit, no master", 10 + 2 * 2 * 4 / 256, "bitsandbytes.optim:AdamW8bit"),
+    peer("bitsandbytes AdamW8bit, no master", 10 + 2 * 2 * 4 / 256, "bitsandbytes.optim:AdamW8bit", dtensors=False),
 ]
 
 
-def available(contender: Contender, device: torch.device) -> bool:
-    """Whether the contender can run on ``device`` with what is installed."""
-    present = all(importlib.util.find_spec(module) is not None for module in contender.needs)
-    return present and (contender.cpu or device.type == "cuda")
+def obstacle(contender: Contender, device: torch.device, dtensors: bool) -> str:
+    """Why the contender cannot run on parameters of ``device`` that are ``dtensors`` or not; empty if it can."""
+    missing = [module for module in contender.needs if importlib.util.find_spec(module) is None]
+    if missing:
+        return f"needs {' and '.join(missing)}"
+    if device.type != "cuda" and not contender.cpu:
+        return "runs on GPUs only"
+    return "takes no DTensors" if dtensors and not contender.dtensors else ""

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from contenders import OURS, PEERS, Contender, available
+from contenders import OURS, PEERS, Contender, obstacle
 
 Shapes = list[tuple[int, ...]]
 
@@ -53,9 +53,11 @@ WORKLOADS: dict[str, Callable[[torch.device], Shapes]] = {
     "2000-small": lambda device: [(64, 256)] * 2000,
     "2000-dtensors": lambda device: [(64, 256)] * 2000,
     "tiny": lambda device: [(128, 256), (256,)] * 4,
+    "tiny-dtensors": lambda device: [(128, 256), (256,)] * 4,
 }
-SHARDED = {"2000-dtensors"}  # as DTensors on a mesh of one rank: the host's work without any communication
-TRIALS = {"tiny"}  # only on request
+# As DTensors on a mesh of one rank: the host's work without any communication.
+SHARDED = {"2000-dtensors", "tiny-dtensors"}
+TRIALS = {"tiny", "tiny-dtensors"}  # only on request
 
 
 # --- measuring --------------------------------------------------------------------------------------------------
@@ -233,6 +235,15 @@ def write(report: dict[str, Any], path: Path | None) -> None:
         path.write_text(json.dumps(report, indent=1) + "\n")
 
 
+def able(contenders: Sequence[Contender], device: torch.device, workload: str) -> list[Contender]:
+    """Those that can run a workload. The others are named, with the reason."""
+    obstacles = {each.name: obstacle(each, device, workload in SHARDED) for each in contenders}
+    for name, reason in obstacles.items():
+        if reason:
+            print(f"{workload}: skipped {name}: {reason}", flush=True)
+    return [each for each in contenders if not obstacles[each.name]]
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -257,9 +268,7 @@ def main() -> None:
     contenders = [
         contender
         for contender in (*OURS, *PEERS)
-        if available(contender, device)
-        and re.search(args.only, contender.name)
-        and not re.search(args.skip, contender.name)
+        if re.search(args.only, contender.name) and not re.search(args.skip, contender.name)
     ]
     bandwidth = copy_bandwidth(device)
     report: dict[str, Any] = {"machine": machine(device, args.commit), "copy_bytes_per_s": bandwidth, "workloads": {}}
@@ -269,10 +278,11 @@ def main() -> None:
         sample = partial(measure, shapes=shapes, device=device, repeats=args.repeats, sharded=sharded)
         numel = sum(torch.Size(shape).numel() for shape in shapes)
         results: dict[str, dict[str, Any]] = {}
+        there = able(contenders, device, name)
         for number in range(args.rounds):
             # Every other round backwards, so that drifts of the machine hit all alike.
-            run_round(contenders[:: 1 - 2 * (number % 2)], results, sample)
-            rows = [summarize(contender, results[contender.name], numel, bandwidth) for contender in contenders]
+            run_round(there[:: 1 - 2 * (number % 2)], results, sample)
+            rows = [summarize(contender, results[contender.name], numel, bandwidth) for contender in there]
             report["workloads"][name] = rows
             write(report, args.output)  # every time, since a peer may crash the process
         print(f"\n{name}: {len(shapes)} tensors, {numel:,} elements\n{table(rows)}", flush=True)

@@ -15,6 +15,7 @@ from fused_optim.backends import Hyper, is_capturing
 from fused_optim.backends.compiled import load_kernels
 from fused_optim.sharding.collective import announce_failure, any_rank
 from fused_optim.sharding.dtensor import local_tensor
+from fused_optim.slots import MASTER
 from fused_optim.state import state_dict as forms
 from fused_optim.state.store import StateStore
 from fused_optim.step.amp import amp_scalars, mark_stepped
@@ -23,11 +24,13 @@ from fused_optim.step.scalars import DeviceScalars, host_lr, on_device
 from fused_optim.step.synthetic import any_nonzero, may_be_synthetic
 from fused_optim.validate import (
     CheckpointFormat,
+    check_belongs,
     check_checkpoint_device,
     check_checkpoint_format,
     check_hyperparameters,
     check_param,
     check_update,
+    check_whole,
     describe,
 )
 
@@ -55,6 +58,7 @@ def _bring_up_to_date(optimizer: Optimizer) -> None:
     assert isinstance(optimizer, FusedAdam)
     optimizer.pull_steps()
     optimizer.store.adopt()
+    optimizer.follow_parameters()
 
 
 def _convert(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -107,10 +111,11 @@ class FusedAdam(Optimizer):
     Raises:
         ValueError, TypeError: for hyperparameters or parameters that cannot be used; nothing has been changed then.
 
-    Works with ``torch.amp.GradScaler``: gradients are unscaled within the update, and on GPUs a step with an overflow
-    is skipped without the host knowing. So ``param_group["step"]`` counts skipped steps too, and replays of a CUDA
-    graph not at all, until ``state_dict()`` brings it up to date. A value written to it that differs from the one it
-    shows is obeyed by the next step that is called.
+    Works with ``torch.amp.GradScaler``: the update divides the gradients by the scale, and leaves them so in ``.grad``
+    (without clipping, the sign of ``maximize`` or the L2 penalty), as torch's fused optimizers do. On GPUs a step
+    with an overflow is skipped without the host knowing. So ``param_group["step"]`` counts skipped steps too, and
+    replays of a CUDA graph not at all, until ``state_dict()`` brings it up to date. A value written to it that differs
+    from the one it shows is obeyed by the next step that is called.
     """
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler sets grad_scale and found_inf
@@ -216,6 +221,7 @@ class FusedAdam(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._scalars.pull(self.param_groups)
+        self.follow_parameters()
         own = (
             "capturable",
             "master_weights",
@@ -273,6 +279,8 @@ class FusedAdam(Optimizer):
         ``master_param`` with remainders gives the stored remainders (int16 or int8), as in TransformerEngine. FP32
         states are returned themselves, others as a copy. Raises KeyError for a state that the parameter does not have.
         """
+        if state_name == MASTER:
+            self.follow_parameters()
         return self.store.read(param, state_name)
 
     @torch.no_grad()
@@ -281,11 +289,19 @@ class FusedAdam(Optimizer):
 
         Raises KeyError for an unknown state, ValueError for a wrong shape, TypeError for remainders of another dtype.
         """
+        if state_name == MASTER:
+            self.follow_parameters()
         self.store.write(param, state_name, unscaled_state)
 
     @torch.no_grad()
     def master_state_dict(self, model: torch.nn.Module) -> dict[str, Tensor]:
-        """The masters by the model's parameter names: FP32, with the parameters' shapes, meshes and placements."""
+        """The masters by the model's parameter names: FP32, with the parameters' shapes, meshes and placements.
+
+        Raises TypeError for flat shards of FSDP1, KeyError if the model has none of the optimizer's parameters.
+        """
+        check_whole(model, self.store.params)
+        check_belongs(model, self.store.params)
+        self.follow_parameters()
         names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
         return {names[param]: self.store.master(param) for param in self.store.params if param in names}
 
@@ -296,6 +312,26 @@ class FusedAdam(Optimizer):
         A collective where quantized parameters have a scale for all of their shards.
         """
         self.store.sync_params()
+
+    @torch.no_grad()
+    def sync_masters_from_params(self) -> None:
+        """Let every master follow its parameter: what was written into parameters is where the next step starts.
+
+        Elementwise: where a parameter is its rounded master, the master stays as it is. Writes that move a parameter's
+        version counter (``load_state_dict``, ``torch.nn.init``, in-place operations, broadcasts) are noticed by
+        ``step()`` and ``state_dict()`` themselves. Those through ``.data``, and those between replays of a CUDA graph,
+        are not: call this after them. Remainders complete whatever the parameter is.
+        """
+        self.follow_parameters()
+        self.store.follow_params(written_only=False)
+
+    @torch.no_grad()
+    def follow_parameters(self) -> None:
+        """Let masters follow the parameters whose version counters say that someone has written them."""
+        if self._plan is None:
+            self.store.follow_params()
+        else:
+            self._plan.follow_parameters()
 
     def state_bytes(self) -> int:
         """Bytes that this rank holds for moments, masters and scales; parameters and gradients are not counted."""
@@ -450,8 +486,16 @@ class FusedAdam(Optimizer):
         if self._plan is not None:
             self._scalars.retire(self._plan.measured)
         self.store.prune()
+        self._leave_plan()
         self._plan = Plan(self.param_groups, self.store, self.seed)
         return self._plan
+
+    def _leave_plan(self) -> None:
+        """Without a plan, the store knows which versions of the parameters belong to the masters."""
+        if self._plan is not None:
+            self._plan.follow_parameters()
+            self._plan = None
+            self.store.mark()
 
     def _restart_counters(self) -> None:
         """Moments that start at zero are corrected from step 1 on, whatever was counted for others before."""
@@ -543,6 +587,7 @@ class FusedAdam(Optimizer):
             replaced = pre_hook(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
+        self._leave_plan()
         rates = [group["lr"] for group in self.param_groups]
         forms.load(self.store, self.param_groups, state_dict, self._keeping(state_dict))
         if self.capturable:

@@ -64,8 +64,9 @@ class Target:
 class Update:
     """New local FP32 values of a parameter, or None where it stays as it is and only takes part in reductions.
 
-    ``fractions``: None to round to nearest. ``absmax``: the largest finite magnitude of the values, shape ``(1,)``,
-    where the update pass has measured it. ``written``: the pass has written the codes, too.
+    ``fractions``: None to round to nearest; else the parameter has no master, which is so on all ranks. ``absmax``: the
+    largest finite magnitude of the values, shape ``(1,)``, where the update pass has measured it. ``written``: the pass
+    has written the codes, too.
     """
 
     param: Tensor
@@ -76,12 +77,13 @@ class Update:
 
 
 class Adapter(Protocol):
-    """What is asked of the local tensor of a quantized parameter, and of the parameter (perhaps a DTensor) itself.
+    """What is asked of the local tensor of a quantized parameter, and of the parameter (perhaps a DTensor) itself."""
 
-    ``ROUNDS_STOCHASTICALLY``: whether :meth:`write` can round so; else such a parameter needs a master.
-    """
+    def needs_master(self, param: Tensor) -> str | None:
+        """Why small updates of this parameter would be lost without a master; None if :meth:`write` keeps them.
 
-    ROUNDS_STOCHASTICALLY: bool
+        All ranks answer alike.
+        """
 
     def initial_values(self, param: Tensor) -> Tensor:
         """New local FP32 values to start a master from, as precise as the tensor remembers them."""
@@ -91,6 +93,12 @@ class Adapter(Protocol):
 
     def values(self, local: Tensor) -> Tensor:
         """The decoded values: a new FP32 tensor."""
+
+    def rounded(self, param: Tensor, master: Tensor) -> Tensor | None:
+        """New FP32 values: what the parameter would decode to, had it been written from ``master`` with its scales.
+
+        None where only its own library knows.
+        """
 
     def needs_collective(self, param: Tensor) -> bool:
         """Whether new values need a reduction over ranks. All ranks answer alike."""

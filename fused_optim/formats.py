@@ -47,6 +47,11 @@ class Master(enum.IntEnum):
         """Whether a BF16 parameter holds the other bits."""
         return self in (Master.REMAINDER16, Master.REMAINDER8)
 
+    @property
+    def is_separate(self) -> bool:
+        """Whether it is complete beside the parameter, which is its rounded value."""
+        return self is not Master.PARAMETER and not self.is_remainder
+
 
 class Element(enum.IntEnum):
     """Element types of gradients and parameters, as the engines number them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,11 +15,30 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master_param"
 
 
+class Versions(NamedTuple):
+    """What changes when someone writes a parameter: version counters, or its memory. Not by writes through ``.data``."""
+
+    param: int
+    local: int
+    memory: int
+
+    @staticmethod
+    def of(param: Tensor) -> Versions:
+        """As they are now. The optimizer's own steps count for the parameter, too."""
+        with torch._C.DisableTorchFunctionSubclass():
+            local = local_tensor(param)
+            counters = [0 if tensor.is_inference() else tensor._version for tensor in (param, local)]
+        components = getattr(local, "components", None)
+        memory = local.data_ptr() if components is None else id(components)
+        return Versions(counters[0], counters[1], memory)
+
+
 @dataclass
 class Slots:
     """Formats of one parameter's states and the block scales of its moments.
 
-    ``scales``: FP32, shape ``(blocks of exp_avg + blocks of exp_avg_sq,)``, counting scaled moments only.
+    ``scales``: FP32, shape ``(blocks of exp_avg + blocks of exp_avg_sq,)``, counting scaled moments only. ``versions``:
+    of the parameter when it was last known to be its rounded master, if it has a master of its own.
     """
 
     geometry: Geometry
@@ -26,6 +46,7 @@ class Slots:
     exp_avg: StateFormat
     exp_avg_sq: StateFormat
     scales: Tensor
+    versions: Versions | None = None
 
     @staticmethod
     def create(param: Tensor, master: Master, exp_avg: torch.dtype, exp_avg_sq: torch.dtype) -> Slots:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -204,3 +206,30 @@ def check_states(
             raise RuntimeError(f"{describe(param, index, name)}: state {key}: its storage was freed")
     if dtypes.get("master_param") in (torch.int16, torch.int8) and param.dtype != torch.bfloat16:
         raise TypeError(f"{describe(param, index, name)}: its remainders belong to a torch.bfloat16 parameter")
+
+
+def check_whole(model: nn.Module, params: Sequence[Tensor]) -> None:
+    """Raise TypeError for flat shards of FSDP1, which are plain tensors. All ranks answer alike."""
+    wrappers = [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
+    unsharded = bool(wrappers) and all(w.sharding_strategy is ShardingStrategy.NO_SHARD for w in wrappers)
+    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
+    for index, param in enumerate(params):
+        # FSDP1's own marks. With use_orig_params=False an optimizer has flat parameters, each of several of the model.
+        is_flat = getattr(param, "_fsdp_flattened", False)
+        is_several = getattr(param, "_is_flat_param", False)
+        if is_several or (is_flat and not (unsharded and param in names)):
+            raise TypeError(
+                f"{describe(param, index, names.get(param))}: expected a whole tensor or a DTensor, got a flat shard "
+                "of FullyShardedDataParallel (FSDP1); use fully_shard (FSDP2), or get_optimizer_state_dict and "
+                "set_optimizer_state_dict of torch.distributed.checkpoint.state_dict with full_state_dict=True"
+            )
+
+
+def check_belongs(model: nn.Module, params: Sequence[Tensor]) -> None:
+    """Raise KeyError if none of an optimizer's parameters is one of the model's."""
+    own = set(model.parameters())
+    if params and own.isdisjoint(params):
+        raise KeyError(
+            f"{describe(params[0], 0)} is not one of the model's parameters, nor is any other of the optimizer's; "
+            "those of Megatron-LM's distributed optimizer are flat slices, which its own checkpoints read and write"
+        )

@@ -20,6 +20,7 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("fused_optim")
+pytest.register_assert_rewrite("recipe_checks")  # which shows the values that differ, as in tests
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])

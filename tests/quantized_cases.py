@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -38,11 +40,21 @@ RECIPES: dict[str, Recipe] = {
     "mxfp8up": MXFP8BlockScaling(round_up=True),
     "nvfp4": NVFP4BlockScaling(),
 }
+Case = str | Recipe  # the name of a row, or a recipe that has none
 WHOLE = [name for name, recipe in RECIPES.items() if recipe.scales_whole_tensor]
 # Rows and columns. Uneven shards, empty ones (on 2 ranks, too), short blocks; of 1535 rows 2, 3 and 4 ranks hold whole
 # tiles of 128.
 SHAPES = {"even": (24, 64), "uneven": (7, 144), "few": (1, 48), "never": (5, 32), "frozen": (3, 32)}
 TILED_SHAPES = {"uneven": (1535, 20), "never": (1536, 8), "frozen": (1535, 4)}
+
+
+def recipe_of(case: Case) -> Recipe:
+    return RECIPES[case] if isinstance(case, str) else case
+
+
+def has_tiles(case: Case) -> bool:
+    """Whether blocks go over several rows, so that not every shard can be cut."""
+    return any(part.tile is not None and part.tile[0] > 1 for part in recipe_of(case).components)
 
 
 def values(shape: Iterable[int], *seed: int) -> Tensor:
@@ -85,8 +97,8 @@ class Perceptron(nn.Module):
         return self.down(torch.relu(self.up(x)))
 
 
-def perceptron(recipe: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Perceptron:
-    sizes = (24, 512, 512) if recipe == "tiles" else (48, 256, 7)
+def perceptron(recipe: Case, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Perceptron:
+    sizes = (24, 512, 512) if has_tiles(recipe) else (48, 256, 7)
     return Perceptron(*sizes, dtype, seed).to(distributed.device())
 
 
@@ -95,12 +107,32 @@ def tensor_parallel(model: Perceptron) -> Perceptron:
     return parallelize_module(model, mesh_of("tp")["tp"], plan)
 
 
-def plain_model(recipe: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Layers:
+def plain_model(recipe: Case, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Layers:
     return Layers(shapes_of(recipe), dtype, seed).to(distributed.device())
 
 
-def shapes_of(recipe: str) -> dict[str, tuple[int, int]]:
-    return TILED_SHAPES if recipe == "tiles" else SHAPES
+def shapes_of(recipe: Case) -> dict[str, tuple[int, int]]:
+    return TILED_SHAPES if has_tiles(recipe) else SHAPES
+
+
+def quantized_model(recipe: Case, dtype: torch.dtype = torch.bfloat16, seed: int = 0, **options: Any) -> Layers:
+    return quantize_model_(plain_model(recipe, dtype, seed), recipe_of(recipe), **options)
+
+
+def weight_of(recipe: Case, dtype: torch.dtype = torch.bfloat16) -> QuantizedTensor:
+    return quantized_model(recipe, dtype, keep_initial=False).uneven.weight
+
+
+def same_components(a: QuantizedTensor, b: QuantizedTensor) -> bool:
+    assert a.recipe == b.recipe and a.shape == b.shape and a.dtype == b.dtype
+    return all(torch.equal(a.components[part.name], b.components[part.name]) for part in a.recipe.components)
+
+
+def saved(value: Any) -> io.BytesIO:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return buffer
 
 
 class Run:
@@ -111,7 +143,7 @@ class Run:
 
     def __init__(
         self,
-        recipe: str,
+        recipe: Case,
         how: str = "fsdp",
         dtype: torch.dtype = torch.bfloat16,
         *,
@@ -122,7 +154,7 @@ class Run:
         self.model = (build or plain_model)(recipe, dtype, seed=1 if fresh else 0)
         if how == "tp":
             tensor_parallel(self.model)
-        quantize_model_(self.model, RECIPES[recipe])
+        quantize_model_(self.model, recipe_of(recipe))
         if how != "plain":
             mesh = mesh_of(how)
             fully_shard(self.model, mesh=mesh["dp"] if how == "tp" else mesh)
@@ -193,3 +225,28 @@ def component_parts(param: Tensor) -> dict[str, Part]:
             row, column = row[:0], column[:0]
         found[component.name] = (torch.Size(shape), (row[:, None] * shape[1] + column).flatten(), value)
     return found
+
+
+# --- matrices to encode -----------------------------------------------------------------------------------------
+
+
+def encoded(x: Tensor, recipe: Recipe, fractions: Tensor | None = None) -> QuantizedTensor:
+    weight = QuantizedTensor.empty(recipe, x.shape, torch.float32, x.device)
+    weight.write(x)
+    if fractions is not None:
+        recipe.encode(x, weight.components, fractions)
+    return weight
+
+
+finite = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**100), max_value=2.0**100)
+shapes = st.sampled_from([(1, 2), (2, 16), (3, 34), (5, 130)])
+
+
+@st.composite
+def matrices(draw: st.DrawFn) -> Tensor:
+    """Values over several magnitudes, with zeros; drawn ones in the first row."""
+    shape = draw(shapes)
+    x = values(shape, draw(st.integers(0, 1000))) * 2.0 ** draw(st.integers(-60, 60))
+    for column, value in enumerate(draw(st.lists(finite, max_size=min(shape[1], 6)))):
+        x[0, column] = value
+    return torch.where(torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.1, 0.0, x)

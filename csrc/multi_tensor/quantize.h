@@ -26,25 +26,21 @@ struct Weight {
     uint64_t tensor_scale;  // FP32
     uint64_t rows;
     uint64_t columns;
-    uint64_t steps;  // address of the step's number (int64); 0: `step` is its number
-    // Global index of local element i: offset + (i / inner_local) * inner_global + i % inner_local.
-    uint64_t offset;
-    uint64_t inner_local;  // 0: round to nearest even
-    uint64_t inner_global;
+    uint64_t steps;     // address of the step's number (int64); 0: `step` is its number
+    uint64_t offset;    // global index of element 0
+    Geometry geometry;  // inner_local = 0: round to nearest even
     uint32_t step;
     uint32_t key;
 
     FUSED_OPTIM_HD uint64_t numel() const { return rows * columns; }
-    FUSED_OPTIM_HD bool rotates() const { return inner_local != 0; }
+    FUSED_OPTIM_HD bool rotates() const { return geometry.inner_local != 0; }
     FUSED_OPTIM_HD float whole() const { return tensor_scale ? *reinterpret_cast<const float*>(tensor_scale) : 0.0f; }
     FUSED_OPTIM_HD Rounding rounding() const {
         const uint32_t number = steps ? static_cast<uint32_t>(*reinterpret_cast<const int64_t*>(steps)) : step;
         return {number * kGoldenRatio, 0xFFFFFFFFu};
     }
     FUSED_OPTIM_HD uint32_t fraction(const Rounding& rounding, uint64_t element) const {
-        const uint64_t global = inner_local >= numel()
-                                    ? offset + element
-                                    : offset + element / inner_local * inner_global + element % inner_local;
+        const uint64_t global = global_index(element, offset, geometry, geometry.is_consecutive(numel()));
         return rounding.bits(rounding.octet(key, global), static_cast<uint32_t>(global));
     }
 };
@@ -168,10 +164,6 @@ struct WeightBlock {
     float inverse;   // what elements are multiplied by
 };
 
-// Whether an update can write codes: a byte each, with blocks that lie within one row.
-template <class Codec>
-constexpr bool kWrittenByUpdate = Codec::kPerByte == 1 && !Codec::kTiled;
-
 template <WeightFormat format>
 struct WeightCodec;
 
@@ -239,12 +231,28 @@ FUSED_OPTIM_HD void dispatch_weight(WeightFormat format, const Visit& visit) {
 #undef FUSED_OPTIM_VISIT
 }
 
+// Bytes of a block's scale.
+template <class Scale>
+constexpr uint32_t kScaleBytes = sizeof(Scale);
+template <>
+constexpr uint32_t kScaleBytes<void> = 0;
+
+// Whether the update of a weight's FP32 master can write the codes, to nearest even. It has one address of scales:
+// those of blocks, which it writes, or the whole weight's, which it reads. It looks at finite magnitudes only. Blocks
+// are 32, 64 or 128 elements of a row, and the CUDA engine has four bytes for the scales of 128 elements.
+template <class Codec>
+constexpr bool kWrittenByUpdate = Codec::kPerByte == 1 && !Codec::kTiled && !Codec::kPoisons &&
+                                  Codec::kTensorScale == std::is_void_v<typename Codec::Scale> &&
+                                  (Codec::kBlock == 32 || Codec::kBlock == 64 || Codec::kBlock == 128) &&
+                                  kScaleBytes<typename Codec::Scale> * 128 <= 4 * Codec::kBlock;
+
 // What the host needs to know of a format.
 struct WeightTraits {
     uint32_t block;
     bool tiled;
     bool block_scales;
     bool tensor_scale;
+    bool written_by_update;
     int per_byte;
 };
 
@@ -252,8 +260,8 @@ struct ReadTraits {
     WeightTraits& traits;
     template <class Codec>
     FUSED_OPTIM_HD void operator()(Codec) const {
-        traits = {Codec::kBlock, Codec::kTiled, !std::is_void_v<typename Codec::Scale>, Codec::kTensorScale,
-                  Codec::kPerByte};
+        traits = {Codec::kBlock,       Codec::kTiled,           !std::is_void_v<typename Codec::Scale>,
+                  Codec::kTensorScale, kWrittenByUpdate<Codec>, Codec::kPerByte};
     }
 };
 

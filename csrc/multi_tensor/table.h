@@ -63,6 +63,19 @@ FUSED_OPTIM_ENUM(Format, FUSED_OPTIM_FORMATS);
     ROW(kNVFloat4, "NVFLOAT4")          /* E2M1, an E4M3 scale per 16 elements, one FP32 scale */
 FUSED_OPTIM_ENUM(WeightFormat, FUSED_OPTIM_WEIGHT_FORMATS);
 
+// Where local elements lie in the whole parameter: in rows of `inner_local` elements that begin `inner_global` apart.
+struct Geometry {
+    uint64_t inner_local;
+    uint64_t inner_global;
+
+    FUSED_OPTIM_HD bool is_consecutive(uint64_t numel) const { return inner_local >= numel; }  // all lie in one row
+};
+
+FUSED_OPTIM_HD uint64_t global_index(uint64_t element, uint64_t offset, const Geometry& geometry, bool consecutive) {
+    if (consecutive) return offset + element;
+    return offset + element / geometry.inner_local * geometry.inner_global + element % geometry.inner_local;
+}
+
 // One local shard of one parameter, with everything that the update touches.
 struct Shard {
     uint64_t grad;
@@ -74,10 +87,8 @@ struct Shard {
     uint64_t weight_scales;  // of a quantized parameter: those of its blocks, or the whole one's, which is read
     uint64_t absmax;         // of a quantized parameter, FP32: raised to the new values' largest finite magnitude; or 0
     uint64_t numel;
-    // Global index of local element i: offset + (i / inner_local) * inner_global + i % inner_local.
-    uint64_t offset;
-    uint64_t inner_local;
-    uint64_t inner_global;
+    uint64_t offset;  // global index of element 0
+    Geometry geometry;
     uint32_t key;  // rounding key of the parameter
     uint32_t group;
     Element grad_type;
@@ -91,6 +102,8 @@ struct Shard {
     bool quantized;
     bool round_up;
     WeightFormat weight_format;
+
+    bool is_consecutive() const { return geometry.is_consecutive(numel); }
 };
 
 // Hyperparameters of one param group. A pointer that is not null overrides the value beside it; pointers lie in

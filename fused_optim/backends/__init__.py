@@ -9,6 +9,7 @@ import functools
 import importlib
 import json
 import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, cast, get_args, overload
@@ -103,7 +104,10 @@ def forced_backend() -> Backend | None:
 
 
 def backend_for(device_type: str) -> Backend:
-    """The backend that updates parameters on ``device_type``. Raises RuntimeError if a forced one cannot."""
+    """The backend that updates parameters on ``device_type``. Raises RuntimeError if a forced one cannot.
+
+    Warns once where it is the reference because an engine is missing.
+    """
     forced = forced_backend()
     if forced == "torch":
         return "torch"
@@ -114,9 +118,24 @@ def backend_for(device_type: str) -> Backend:
         if device_type != forced:
             raise RuntimeError(f"FUSED_OPTIM_BACKEND={forced} cannot update parameters on {device_type}")
         return forced
-    if device_type == "cuda" and not _gpus_are_supported():
+    if device_type not in COMPILED:
         return "torch"
-    return device_type if device_type in COMPILED and load_engine(device_type)[0] is not None else "torch"
+    problem = _problem_with(device_type)
+    if problem:
+        _warn_of_the_reference(device_type, problem)
+    return "torch" if problem else device_type
+
+
+_COMPILERS: dict[Compiled, str] = {"cpu": "a C++ compiler", "cuda": "CUDA's nvcc"}
+
+
+def _problem_with(device_type: Compiled) -> str:
+    """Why the engine of a kind of device cannot serve here, and what to do; empty if it can."""
+    engine, reason = load_engine(device_type)
+    if engine is None:
+        remedy = f"Install fused_optim again where there is {_COMPILERS[device_type]}"
+        return f"its {device_type} engine is not available ({reason.splitlines()[0]}). {remedy}"
+    return _unsupported_gpu() if device_type == "cuda" else ""
 
 
 def is_capturing() -> bool:
@@ -125,6 +144,20 @@ def is_capturing() -> bool:
 
 
 @functools.cache
-def _gpus_are_supported() -> bool:
+def _unsupported_gpu() -> str:
     """The engine needs compute capability 8.0 of every visible GPU."""
-    return all(torch.cuda.get_device_capability(i) >= (8, 0) for i in range(torch.cuda.device_count()))
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        if (major, minor) < (8, 0):
+            found = f"GPU {index} ({torch.cuda.get_device_name(index)}) has compute capability {major}.{minor}"
+            return f"{found}, and its cuda engine needs 8.0 of every GPU. Hide older ones with CUDA_VISIBLE_DEVICES"
+    return ""
+
+
+@functools.cache
+def _warn_of_the_reference(device_type: Compiled, problem: str) -> None:
+    """Once per process: the reference is right, but many times slower, and nobody asked for it."""
+    slower = "150 to 300 times slower" if device_type == "cuda" else "much slower"
+    text = f"fused_optim updates parameters on {device_type} by its PyTorch reference, {slower}, because {problem}"
+    hint = "`python -m fused_optim info` shows what is there; FUSED_OPTIM_BACKEND=torch accepts the reference"
+    warnings.warn(f"{text}; {hint}.", stacklevel=3)

@@ -60,7 +60,14 @@ class CompiledShards:
         with torch._C.DisableTorchFunctionSubclass():
             return self._plan.refresh(watched, attribute)
 
-    def set(self, shard: int, work: ShardWork, watched: Watched | None) -> None:
+    def written(self) -> Sequence[int]:
+        return self._plan.written()
+
+    def find_written(self, watched: list[Watched]) -> Sequence[int]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._plan.find_written(watched)
+
+    def set(self, shard: int, work: ShardWork, watched: Watched | None) -> bool:
         slots, geometry, target = work.slots, work.slots.geometry, work.target
         weight: dict[str, Any] = {}
         if target is not None:
@@ -92,8 +99,7 @@ class CompiledShards:
             **weight,
         )
         self._alive.append(work)
-        if watched is not None:
-            self._plan.watch(shard, watched)
+        return watched is not None and self._plan.watch(shard, watched)
 
     def sharing(self) -> Sequence[int]:
         return self._plan.sharing()

@@ -34,12 +34,57 @@ class EnginePlan(Protocol):
     """The shards of one device and their param groups, step by step; see ``plan.h``."""
 
     def refresh(self, watched: list[Watched], attribute: str) -> list[int]: ...
-    def watch(self, shard: int, watched: Watched) -> None: ...
+    def watch(self, shard: int, watched: Watched) -> bool: ...
+    def written(self) -> list[int]: ...
+    def find_written(self, watched: list[Watched]) -> list[int]: ...
     def sharing(self) -> list[int]: ...
     def updated(self, watched: list[Watched]) -> list[Tensor]: ...
     def groups_with_gradients(self) -> list[int]: ...
-    def set_shard(self, shard: int, **described: int) -> None: ...
-    def set_group(self, group: int, lr: float, *hyper: float) -> None: ...
+    def set_shard(
+        self,
+        shard: int,
+        *,
+        grad: int,
+        param: int,
+        master: int,
+        exp_avg: int,
+        exp_avg_sq: int,
+        scales: int,
+        numel: int,
+        offset: int,
+        inner_local: int,
+        inner_global: int,
+        key: int,
+        grad_type: int,
+        param_type: int,
+        master_kind: int,
+        exp_avg_format: int,
+        exp_avg_sq_format: int,
+        block_log2: int,
+        weight_format: int = -1,
+        round_up: bool = False,
+        weight_scales: int = 0,
+        absmax: int = 0,
+    ) -> None: ...
+    def set_group(
+        self,
+        group: int,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        step: int,
+        adam_w: bool,
+        bias_correction: bool,
+        maximize: bool,
+        stochastic_rounding: bool,
+        lr_pointer: int = 0,
+        grad_scale: int = 0,
+        grad_factor: int = 0,
+        found_inf: int = 0,
+        step_pointer: int = 0,
+    ) -> None: ...
     def launch(self, *where: int) -> None: ...
 
 

@@ -24,8 +24,17 @@ class Shards(Protocol):
     def refresh(self, watched: list[Watched], attribute: str) -> Sequence[int]:
         """Take this step's gradients; the numbers of the shards that have one and must be set (again)."""
 
-    def set(self, shard: int, work: ShardWork, watched: Watched | None) -> None:
-        """Describe a shard for this step, and with ``watched`` for later ones, as long as nothing else changes."""
+    def set(self, shard: int, work: ShardWork, watched: Watched | None) -> bool:
+        """Describe a shard for this step, and with ``watched`` for later ones, as long as nothing else changes.
+
+        Whether it is watched.
+        """
+
+    def written(self) -> Sequence[int]:
+        """Watched shards that ``refresh`` found as they were, but whose parameter, beside a master, was written."""
+
+    def find_written(self, watched: list[Watched]) -> Sequence[int]:
+        """The same of all watched shards, with a gradient or without. A write is named once."""
 
     def sharing(self) -> Sequence[int]:
         """The shards whose gradients have memory in common with another's."""
@@ -61,8 +70,15 @@ class ReferenceShards:
         self._work.clear()
         return [i for i, shard in enumerate(watched) if getattr(shard.param, attribute, None) is not None]
 
-    def set(self, shard: int, work: ShardWork, watched: Watched | None) -> None:
+    def set(self, shard: int, work: ShardWork, watched: Watched | None) -> bool:
         self._work[shard] = work
+        return False
+
+    def written(self) -> Sequence[int]:
+        return ()
+
+    def find_written(self, watched: list[Watched]) -> Sequence[int]:
+        return ()
 
     def sharing(self) -> Sequence[int]:
         extents = {i: (work.grad.data_ptr(), work.grad.data_ptr() + work.grad.nbytes) for i, work in self._work.items()}

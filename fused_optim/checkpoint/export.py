@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,12 @@ from torch.distributed.tensor import DTensor
 
 from fused_optim.adam import FusedAdam
 from fused_optim.checkpoint.checksums import write_checksums
+from fused_optim.checkpoint.replicas import check_replicas
 from fused_optim.checkpoint.sources import SINGLE_PROCESS, some_of
 from fused_optim.sharding.collective import gather, on_all_ranks, parameter_names, this_rank
 from fused_optim.sharding.dtensor import has_own_chunks, keep_chunks, rewrap_like, rewrap_shaped
 from fused_optim.slots import MOMENTS
-from fused_optim.validate import describe
+from fused_optim.validate import check_whole, describe
 
 _FILE_SUFFIXES = (".pt", ".pth")
 
@@ -37,17 +38,20 @@ def export_optimizer_checkpoint(
     ranks own different parameters (pipeline stages), write a folder and load the flattened form.
 
     A collective: all ranks call it. Raises on every rank if it fails on one. Raises ValueError for what torch.optim
-    cannot continue: ``bias_correction=False``.
+    cannot continue, ``bias_correction=False``, and for plain tensors that differ between ranks; TypeError for flat
+    shards of FSDP1.
     """
     path = Path(path)
     optimizer.store.locate()
     with on_all_ranks(f"exporting to {path}"):
         if layout != "torch":
             raise ValueError(f"layout: expected 'torch', got {layout!r}")
+        check_whole(model, optimizer.store.params)
         optimizer.initialize_state()
         optimizer.pull_steps()
         names = _export_names(model, optimizer)
         groups = [_torch_group(optimizer, group, names) for group in optimizer.param_groups]
+    check_replicas(f"exporting to {path}", _plain_moments(optimizer, names))
     everyone = gather(list(names.values()))
     if path.suffix in _FILE_SUFFIXES:
         with on_all_ranks(f"exporting to {path}"):
@@ -68,6 +72,13 @@ def _export_names(model: torch.nn.Module, optimizer: FusedAdam) -> dict[Tensor, 
         if param not in names:
             raise KeyError(f"{describe(param, index)} is not one of the model's parameters, so it has no name")
     return {param: names[param][0] for param in optimizer.store.params}
+
+
+def _plain_moments(optimizer: FusedAdam, names: Mapping[Tensor, str]) -> Iterator[tuple[str, Iterator[Tensor]]]:
+    """Of parameters that are plain tensors."""
+    for param, name in names.items():
+        if not isinstance(param, DTensor):
+            yield name, map(optimizer.store[param].read_moment, MOMENTS)
 
 
 def _torch_group(optimizer: FusedAdam, group: Mapping[str, Any], names: Mapping[Tensor, str]) -> dict[str, Any]:

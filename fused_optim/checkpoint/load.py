@@ -33,7 +33,7 @@ from fused_optim.formats import join_remainder
 from fused_optim.sharding.collective import gather, on_all_ranks, parameter_names
 from fused_optim.sharding.dtensor import has_own_chunks, local_tensor, rewrap_shaped
 from fused_optim.slots import MASTER, MOMENTS
-from fused_optim.validate import check_hyperparameters, describe
+from fused_optim.validate import check_hyperparameters, check_whole, describe
 
 _REQUIRED_SETTINGS = ("lr", "betas", "eps", "weight_decay")
 _NOT_SETTINGS = ("params", "param_names", "step")
@@ -73,12 +73,14 @@ def load_optimizer_checkpoint(
     ``verify``: compare what belongs to the optimizer with the checksums of ``write_checksums``, each rank a share,
     before any of it is read. None: where there are checksums; True: their absence is an error; False: no.
 
-    A collective: all ranks call it. Raises on every rank if it fails on one; nothing has been changed then.
+    A collective: all ranks call it. Raises on every rank if it fails on one; nothing has been changed then. Raises
+    TypeError for flat shards of FSDP1.
     """
     path = Path(path)
     optimizer.store.locate()
     everyone = {name for names in gather(_all_names(model)) for name in names}
     with on_all_ranks(f"loading {path}"):
+        check_whole(model, optimizer.store.params)
         source = open_source(path)
         keys = optimizer_keys(source, everyone)
     if verify is not False:

@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fused_optim.adam import FusedAdam
+from fused_optim.checkpoint.replicas import check_replicas
 from fused_optim.sharding.collective import gather, on_all_ranks, parameter_names, this_rank
 from fused_optim.sharding.dtensor import has_own_chunks
+from fused_optim.validate import check_belongs, check_whole
 
 INDEX = "model.safetensors.index.json"
 
@@ -27,19 +29,24 @@ def save_master_safetensors(model: torch.nn.Module, optimizer: FusedAdam, folder
     what goes into its file. Tied parameters are written once, under their first name. The files appear at the end, the
     index last; no index means an export that was not finished.
 
-    A collective: all ranks call it. Raises on every rank if it fails on one.
+    A collective: all ranks call it. Raises on every rank if it fails on one. Raises TypeError for flat shards of FSDP1,
+    ValueError for plain tensors that differ between ranks.
     """
     folder = Path(folder)
     optimizer.store.locate()
     with on_all_ranks(f"saving masters to {folder}"):
         from safetensors.torch import save_file
 
+        check_whole(model, optimizer.store.params)
+        check_belongs(model, optimizer.store.params)
         optimizer.initialize_state()
         folder.mkdir(parents=True, exist_ok=True)
         params = _named(model, optimizer)
         for name, param in params.items():
             if has_own_chunks(param):  # gathering goes by placements, and would mix up rows
                 raise TypeError(f"{name}: shards with chunk lists of their own are not gathered")
+    plain = ((name, [optimizer.store.master(p)]) for name, p in params.items() if not isinstance(p, DTensor))
+    check_replicas(f"saving masters to {folder}", plain)
     held = gather({name: param.numel() for name, param in params.items()})
     sizes = {name: size for of_rank in held for name, size in of_rank.items()}
     owners = _share_out(sizes, held)

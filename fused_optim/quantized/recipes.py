@@ -288,7 +288,7 @@ class Float8BlockScaling(Recipe):
         return (_FLOAT8_DATA, Component("scale", torch.float32, (rows, columns)))
 
     @functools.cached_property
-    def kernel(self) -> KernelFormat:
+    def kernel(self) -> KernelFormat | None:
         if self.block[0] == 1:
             return KernelFormat(WeightFormat.FLOAT8_BLOCKS, block=128, round_up=self.power_of_two)
         return KernelFormat(WeightFormat.FLOAT8_TILES, round_up=self.power_of_two)
@@ -298,12 +298,14 @@ class Float8BlockScaling(Recipe):
             return f"{self.name} with blocks of {self.block} needs two dims, got shape {tuple(shape)}"
         return super().problem(shape)
 
+    def _scales(self, absmax: Tensor) -> Tensor:
+        scales = elements.float8_scale(absmax)
+        return elements.next_power_of_two(scales) if self.power_of_two else scales
+
     def encode(self, x: Tensor, components: Mapping[str, Tensor], fractions: Tensor | None = None) -> None:
         data, scale = components["data"], components["scale"]
         x = x.reshape(data.shape)
-        scale.copy_(elements.float8_scale(elements.tile_absmax(x, self.block)))
-        if self.power_of_two:
-            scale.copy_(elements.next_power_of_two(scale))
+        scale.copy_(self._scales(elements.tile_absmax(x, self.block)))
         inverse = elements.spread(1.0 / scale, self.block, data.shape)
         data.copy_(elements.float8_encode(x * inverse, elements.shaped(fractions, data.shape)))
 

@@ -10,7 +10,9 @@ from torch import Tensor
 from fused_optim.adapters import Update
 from fused_optim.sharding.dtensor import local_tensor
 
-ROUNDS_STOCHASTICALLY = True
+
+def needs_master(param: Tensor) -> None:
+    return None
 
 
 def initial_values(param: Tensor) -> Tensor:
@@ -23,6 +25,10 @@ def discard_initial(param: Tensor) -> None:
 
 def values(local: Tensor) -> Tensor:
     return local.dequantize().to(torch.float32, copy=True)
+
+
+def rounded(param: Tensor, master: Tensor) -> None:
+    return None
 
 
 def needs_collective(param: Tensor) -> bool:

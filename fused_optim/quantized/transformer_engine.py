@@ -1,13 +1,13 @@
 """The optimizer's adapter (``adapters.py``) for TransformerEngine's quantized tensors.
 
 The update pass writes the codes of delayed scaling, whose scale is known before it. All others are written by their own
-``quantize_`` from the FP32 master: it has their scales, reductions over ranks and transposes in its care. Nothing of
-TransformerEngine is imported here; these are methods and attributes of the tensors themselves.
+``quantize_`` from the FP32 master: it has their scales, reductions over ranks and transposes in its care. Those without
+masters are written by ``transformer_engine_codes``. Nothing of TransformerEngine is imported here; these are methods
+and attributes of the tensors themselves.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from typing import Protocol, cast
 
@@ -18,13 +18,18 @@ from torch.distributed.tensor import DTensor
 
 from fused_optim.adapters import Target, Update
 from fused_optim.backends import is_capturing
-from fused_optim.quantized import engine
+from fused_optim.quantized import engine, transformer_engine_codes
 from fused_optim.quantized.recipes import Float8DelayedScaling
+from fused_optim.quantized.transformer_engine_codes import (
+    DELAYED,
+    Float8Weight,
+    float8,
+    is_e4m3,
+    scaling_of,
+    set_numbers,
+)
 from fused_optim.sharding.dtensor import local_tensor, sharded_dim, sharding_dims
 
-ROUNDS_STOCHASTICALLY = False  # quantize_ rounds to nearest: without a master, small updates would be lost
-
-_DELAYED_SCALING = "transformer_engine.pytorch.tensor.float8_tensor.Float8Quantizer"
 _E4M3 = Float8DelayedScaling().kernel
 _SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
 
@@ -49,33 +54,14 @@ class _Quantized(Protocol):
     def quantize_(self, tensor: Tensor) -> object: ...
 
 
-class _DelayedQuantizer(Protocol):
-    rowwise_usage: bool
-    dtype: enum.Enum
-    scale: Tensor
-    amax: Tensor
-
-
-class _Float8Tensor(Protocol):
-    """A weight with delayed scaling."""
-
-    _data: Tensor
-    _scale_inv: Tensor
-    _fp8_dtype: enum.Enum
-    _quantizer: _DelayedQuantizer
-    device: torch.device
-
-    def numel(self) -> int: ...
-    def _reset_caches(self) -> None: ...
-
-
 def _quantized(local: Tensor) -> _Quantized:
     return cast(_Quantized, local)
 
 
-def _float8(local: Tensor) -> _Float8Tensor:
-    """A tensor whose quantizer is known to be that of delayed scaling."""
-    return cast(_Float8Tensor, local)
+def needs_master(param: Tensor) -> str | None:
+    if needs_collective(param):
+        _reduction_group(param)
+    return transformer_engine_codes.problem(local_tensor(param))
 
 
 def initial_values(param: Tensor) -> Tensor:
@@ -105,6 +91,10 @@ def values(local: Tensor) -> Tensor:
     return _quantized(local).dequantize(dtype=torch.float32).clone()
 
 
+def rounded(param: Tensor, master: Tensor) -> None:
+    return None
+
+
 # --- delayed scaling --------------------------------------------------------------------------------------------
 
 
@@ -115,13 +105,12 @@ def target(param: Tensor) -> Target | None:
     return Target(_E4M3.format, _E4M3.round_up, local._data, local._scale_inv, measures=True)
 
 
-def _delayed_scaling(tensor: Tensor) -> _Float8Tensor | None:
-    """The tensor if it fits the pass; not with a subclass of the quantizer, which may quantize in another way."""
-    kind = type(_quantized(tensor)._quantizer)
-    if f"{kind.__module__}.{kind.__qualname__}" != _DELAYED_SCALING:
+def _delayed_scaling(tensor: Tensor) -> Float8Weight | None:
+    """The tensor if it fits the pass."""
+    if scaling_of(tensor) != DELAYED or not is_e4m3(tensor):
         return None
-    local, quantizer = _float8(tensor), _float8(tensor)._quantizer
-    if not quantizer.rowwise_usage or quantizer.dtype.name != "kFloat8E4M3" or local._fp8_dtype != quantizer.dtype:
+    local, quantizer = float8(tensor), float8(tensor)._quantizer
+    if not quantizer.rowwise_usage or local._data is None:
         return None
     parts = (local._data, local._scale_inv, quantizer.scale, quantizer.amax)
     plain = all(engine.is_plain(part) and part.device == local.device for part in parts)
@@ -131,19 +120,17 @@ def _delayed_scaling(tensor: Tensor) -> _Float8Tensor | None:
 @torch.no_grad()
 def prepare(updates: Sequence[Update], applies: Tensor | None) -> None:
     """Decoding follows the scale that TransformerEngine has found by now. Few launches for all parameters."""
-    by_device: dict[torch.device, list[_Float8Tensor]] = {}
+    by_device: dict[torch.device, list[Float8Weight]] = {}
     for update in updates:
-        if update.written:
-            local = _float8(local_tensor(update.param))
-            by_device.setdefault(local.device, []).append(local)
-    for device, locals_ in by_device.items():
+        local = local_tensor(update.param)
+        if update.written or (update.fractions is not None and scaling_of(local) == DELAYED):
+            by_device.setdefault(local.device, []).append(float8(local))
+    for locals_ in by_device.values():
         current = [local._scale_inv.view(()) for local in locals_]
         scales = torch.stack([local._quantizer.scale.view(()) for local in locals_])
         # That of a weight of tiny values is the largest FP32 number, whose inverse has no finite inverse.
         inverse = scales.reciprocal_().clamp_min_(_SMALLEST_NORMAL)
-        if applies is not None:
-            inverse = torch.where(applies.to(device), inverse, torch.stack(current))
-        torch._foreach_copy_(current, inverse.unbind())
+        set_numbers(current, inverse, applies)
 
 
 def _finish(updates: Sequence[Update]) -> None:
@@ -151,11 +138,11 @@ def _finish(updates: Sequence[Update]) -> None:
 
     Absmaxes of shards are those of ranks, as there: the next ``autocast`` reduces them before it takes new scales.
     """
-    locals_ = [_float8(local_tensor(update.param)) for update in updates]
+    locals_ = [float8(local_tensor(update.param)) for update in updates]
     if locals_:
         amaxes = [local._quantizer.amax.view(1) for local in locals_]
         torch._foreach_maximum_(amaxes, [update.absmax for update in updates if update.absmax is not None])
-    engine.written(local._data for local in locals_)
+    engine.written(local._data for local in locals_ if local._data is not None)
     for local in locals_:
         local._reset_caches()
 
@@ -223,6 +210,7 @@ def _quantize(param: Tensor, new: Tensor | None) -> None:
 def write(updates: Sequence[Update], applies: Tensor | None = None, advance: bool = True) -> None:
     """Where a step is skipped, masters are as before, hence so is what ``quantize_`` makes of them."""
     _finish([update for update in updates if update.written])
+    transformer_engine_codes.write([update for update in updates if update.fractions is not None], applies)
     for update in updates:
-        if not update.written:
+        if not update.written and update.fractions is None:
             _quantize(update.param, update.values)

@@ -19,10 +19,12 @@ from torch.distributed.tensor import DTensor
 from fused_optim.adapters import Target, Update
 from fused_optim.quantized import engine
 from fused_optim.quantized.engine import Encoding
-from fused_optim.quantized.tensor import local_weight
+from fused_optim.quantized.tensor import INITIAL, local_weight
 from fused_optim.sharding.dtensor import sharding_dims
 
-ROUNDS_STOCHASTICALLY = True
+
+def needs_master(param: Tensor) -> None:
+    return None
 
 
 def initial_values(param: Tensor) -> Tensor:
@@ -37,6 +39,15 @@ def discard_initial(param: Tensor) -> None:
 
 def values(local: Tensor) -> Tensor:
     return local_weight(local).values()
+
+
+def rounded(param: Tensor, master: Tensor) -> Tensor:
+    local = local_weight(param)
+    local.check_fresh()
+    local.check_components([part.name for part in local.recipe.components])
+    copies = {name: part.clone() for name, part in local.components.items() if name != INITIAL}
+    engine.encode([Encoding(local.recipe, copies, master)])
+    return engine.decode(local.recipe, copies, tuple(master.shape), torch.float32)
 
 
 def needs_collective(param: Tensor) -> bool:

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from fused_optim.adapters import Update, adapter_of
 from fused_optim.formats import FLOAT32, Master, decode_state, encode_state, join_remainder, split_remainder
 from fused_optim.sharding.dtensor import dense, is_dense, local_tensor, rewrap_like
-from fused_optim.slots import MASTER, MOMENTS, Slots
+from fused_optim.slots import MASTER, MOMENTS, Slots, Versions
 
+FOLLOWED = 2**26  # elements compared at a time
 PIECE = 2**20  # elements decoded at a time: the codecs' temporaries take up to 50 bytes for each; a multiple of BLOCKS
 
 
@@ -22,11 +23,9 @@ def master_kind(param: Tensor, master_weights: bool, remainder_bits: int | None)
     """Which master a parameter gets; ``remainder_bits`` None means a separate FP32 tensor."""
     adapter = adapter_of(param)
     quantized = adapter is not None
-    if adapter is not None and not master_weights and not adapter.ROUNDS_STOCHASTICALLY:
-        raise ValueError(
-            f"master_weights=False: a {type(local_tensor(param)).__name__} of shape {tuple(param.shape)} rounds to "
-            "nearest, which loses small updates; use master_weights=True"
-        )
+    if adapter is not None and not master_weights and (reason := adapter.needs_master(param)):
+        what = f"a {type(local_tensor(param)).__name__} of shape {tuple(param.shape)}"
+        raise ValueError(f"master_weights=False: {what} needs a master: {reason}; use master_weights=True")
     if not master_weights or (param.dtype == torch.float32 and not quantized):
         return Master.PARAMETER
     if remainder_bits is None or param.dtype != torch.bfloat16 or quantized:
@@ -167,11 +166,57 @@ class ParamState:
         local.copy_(value)
         return []
 
+    def follow_parameter(self) -> None:
+        """Take over what others have written into the parameter: the next step starts from there.
+
+        Elementwise: where the parameter is its rounded master, the master stays as it is; elsewhere it becomes the
+        parameter. Remainders complete any parameter.
+        """
+        if not self.slots.master.is_separate:
+            return
+        master, adapter = self.read_master(), adapter_of(self.param)
+        if adapter is None:
+            parts = zip(*(x.view(-1).split(FOLLOWED) for x in (master, self._local())), strict=True)
+            for own, written in parts:
+                rounded = own.to(written.dtype)
+                own.copy_(torch.where(_same(rounded, written), own, written.float()))
+        else:
+            rounded, written = adapter.rounded(self.param, master), adapter.values(self._local())
+            same = _same(rounded, written) if rounded is not None else _near(master, written)
+            master = torch.where(same, master, initial_master(self.param))
+            adapter.discard_initial(self.param)
+        if self.slots.master is Master.FLOAT32 and adapter is not None:
+            local_tensor(self.tensors[MASTER]).copy_(master)
+        self.mark()
+
+    def mark(self) -> None:
+        """Remember the parameter as what belongs to the master now."""
+        if self.slots.master.is_separate:
+            self.slots.versions = Versions.of(self.param)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether someone else has written the parameter since :meth:`mark`."""
+        return self.slots.master.is_separate and self.slots.versions != Versions.of(self.param)
+
+    def _local(self) -> Tensor:
+        return local_tensor(self.param.detach())
+
     @property
     def nbytes(self) -> int:
         """Bytes that this rank holds: moments, master and scales."""
         tensors = [local_tensor(state) for state in self.tensors.values()] + [self.slots.scales]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _same(rounded: Tensor, written: Tensor) -> Tensor:
+    """Elementwise; NaN is NaN."""
+    return (rounded == written) | (rounded.isnan() & written.isnan())
+
+
+def _near(master: Tensor, written: Tensor) -> Tensor:
+    """Where ``written`` may be the rounded master in a format with three bits of mantissa."""
+    return ((master - written).abs() <= master.abs() * 2.0**-4) | (master.isnan() & written.isnan())
 
 
 def _in_pieces(decode: Callable[[slice], Tensor], like: Tensor, device: str | None) -> Tensor:

@@ -146,6 +146,7 @@ def load(
         elif param not in keep:
             store.forget(param)
     adapters.write(remaining, advance=False)
+    store.mark()
 
 
 @contextmanager

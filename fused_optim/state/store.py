@@ -119,6 +119,7 @@ class StateStore:
             created.adopt(owner.state.get(param) or {})
         owner.state[param] = created.tensors
         self.slots[param] = slots
+        created.mark()
 
     def adopt(self) -> None:
         """Make states of what others have put into ``optimizer.state``, as Megatron-LM does before it loads."""
@@ -154,7 +155,7 @@ class StateStore:
         return states.read_moment(name) if name in MOMENTS else local_tensor(states.tensors[name])
 
     def write(self, param: Tensor, name: str, value: Tensor) -> None:
-        """The inverse of :meth:`read`.
+        """The inverse of :meth:`read`. The parameter stays as it is.
 
         Raises KeyError for an unknown state, ValueError for a wrong local shape, TypeError for a master or remainders
         of another dtype.
@@ -170,6 +171,7 @@ class StateStore:
             raise TypeError(f"{self.describe(param)}: {name}: expected {target.dtype}, got {value.dtype}")
         else:
             target.copy_(value)
+            states.mark()
 
     def _with_state(self, param: Tensor, name: str) -> ParamState:
         states = self[param]
@@ -191,6 +193,18 @@ class StateStore:
             if states.slots.master is not Master.PARAMETER:
                 remaining += states.write_master(states.read_master().clone())
         adapters.write(remaining, advance=False)
+        self.mark()
+
+    def mark(self) -> None:
+        """Remember all parameters as what belongs to their masters now."""
+        for states in self:
+            states.mark()
+
+    def follow_params(self, written_only: bool = True) -> None:
+        """Let masters follow parameters that others have written; see ``ParamState.follow_parameter``."""
+        for states in self:
+            if states.is_written or not written_only:
+                states.follow_parameter()
 
     @property
     def nbytes(self) -> int:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fused_optim import adapters
 from fused_optim.adapters import Fractions, Target, Update, adapter_of
-from fused_optim.backends import Backend, Hyper, ShardWork, backend_for
+from fused_optim.backends import Backend, Hyper, ShardWork, backend_for, is_capturing
 from fused_optim.backends.engine import Watched
 from fused_optim.backends.gradients import unscaled, write_
 from fused_optim.backends.shards import Shards, shards_on
@@ -44,6 +44,7 @@ class _Part:
     # Gradients that this step reads from copies, and where their unscaled values come from: those copies or, where the
     # copy is placed in another way, themselves.
     apart: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    unwatched: set[int] = field(default_factory=set)  # shards that are described at every step
     shards: Shards = field(init=False)
 
     def absmax_of(self, i: int) -> Tensor:
@@ -90,6 +91,7 @@ class Plan:
         self._state_keys, self._state_dicts = list(store.state), list(store.state.values())
         self._slots = {index: store.slots[param] for index, param in enumerate(self._params) if param in store}
         self._stateless = [param for param in self._params if param not in store]
+        self._store = store
         self._copies: list[tuple[Tensor, Tensor]] = []
         parts: dict[torch.device, _Part] = {}
         numbers = [number for number, size in enumerate(self._sizes) for _ in range(size)]
@@ -105,6 +107,7 @@ class Plan:
             part = parts.get(device) or parts.setdefault(device, _Part(device, backend_for(device.type)))
             part.indices.append(index)
             part.groups.append(numbers[index])
+            part.unwatched.add(len(part.watched))
             part.watched.append(_watched(param, store[param].tensors))
         self._parts = [parts[device] for device in sorted(parts, key=str)]
         for part in self._parts:
@@ -162,12 +165,33 @@ class Plan:
             self._check(part, i, attribute)
         for part in self._parts:
             part.apart.clear()
+        written = [(part, i) for part in self._parts for i in part.shards.written()]
+        self._follow([*written, *((part, i) for part, i in stale if self._may_be_written(part, i))])
         for part, i in stale:
             self._set(part, i, attribute)
         for part in self._parts if scaled else []:
             for i in part.shards.sharing():
                 self._set(part, i, attribute, shared=True)
         return True
+
+    def follow_parameters(self) -> None:
+        """Let masters follow parameters that others have written since the last step."""
+        for part in self._parts:
+            self._follow([(part, i) for i in part.shards.find_written(part.watched)])
+            self._follow([(part, i) for i in part.unwatched if self._may_be_written(part, i)])
+
+    def _may_be_written(self, part: _Part, i: int) -> bool:
+        """Of a shard that is not watched; or not any more, when nobody has looked at the parameter's versions."""
+        return i not in part.unwatched or self._store[part.watched[i].param].is_written
+
+    def _follow(self, shards: Sequence[tuple[_Part, int]]) -> None:
+        for part, i in shards:
+            states = self._store[part.watched[i].param]
+            if states.slots.master.is_separate and is_capturing():
+                who = describe(states.param, part.indices[i], self._names[part.indices[i]])
+                hint = "call sync_masters_from_params() before the capture"
+                raise RuntimeError(f"CUDA graph capture: {who} may have been written since the last step; {hint}")
+            states.follow_parameter()
 
     def _check(self, part: _Part, i: int, attribute: str) -> None:
         index, param, states = part.indices[i], part.watched[i].param, part.watched[i].states
@@ -209,7 +233,8 @@ class Plan:
             absmax=absmax,
         )
         can_be_watched = not shared and (_is_watchable(param) if target is None else target.names is not None)
-        part.shards.set(i, work, part.watched[i] if can_be_watched else None)
+        is_watched = part.shards.set(i, work, part.watched[i] if can_be_watched else None)
+        (part.unwatched.discard if is_watched else part.unwatched.add)(i)
 
     @staticmethod
     def _dense_gradient(part: _Part, grad: Tensor, param: Tensor, shared: bool) -> Tensor:
@@ -263,6 +288,9 @@ class Plan:
             torch.autograd.graph.increment_version(updated)
         if updated and per_device[0][0].grad_scale is not None:
             torch.autograd.graph.increment_version([getattr(param, self._attribute) for param in updated])
+        for part in self._parts:
+            for i in part.unwatched:
+                self._store[part.watched[i].param].mark()
 
     def _quantized_updates(self, hypers: dict[torch.device, list[Hyper]]) -> list[Update]:
         """All quantized parameters, also those that take part in reductions only."""
@@ -275,9 +303,9 @@ class Plan:
                 update = self._lasting[index]
             else:
                 update = self._passing[index]
-                if self._slots[index].master is Master.PARAMETER:
-                    fractions = self._fractions(index, hypers[local_tensor(param).device][group])
-                    update = replace(update, fractions=fractions)
+            if self._slots[index].master is Master.PARAMETER:
+                fractions = self._fractions(index, hypers[local_tensor(param).device][group])
+                update = replace(update, fractions=fractions)
             updates.append(update)
         return updates
 

@@ -50,7 +50,7 @@ class DeviceScalars:
         self._captured = False
         self._workspaces: dict[torch.device, Tensor] = {}
         self._factors: dict[torch.device, Tensor] = {}
-        self._retired: list[Any] = []
+        self._retired: list[object] = []
         self.ahead = False  # the counters may differ from group["step"], and are right
 
     def prepare(self, devices: Iterable[torch.device], groups: Groups, capturing: bool) -> None:
@@ -140,7 +140,7 @@ class DeviceScalars:
             self._factors[device] = torch.ones((), dtype=torch.float32, device=device)
         return self._factors[device]
 
-    def retire(self, memory: Any) -> None:
+    def retire(self, memory: object) -> None:
         """Graphs that were captured go on writing to what they know, although nothing else uses it any more."""
         if self._captured:
             self._retired.append(memory)

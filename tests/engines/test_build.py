@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,11 +18,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import fused_optim
-from fused_optim import FusedAdam
+from fused_optim import FusedAdam, backends
 from fused_optim.__main__ import info
-from fused_optim.backends import backend_for, build_info, load_engine
+from fused_optim.backends import COMPILED, backend_for, build_info, load_engine
 
-ENGINES = ("cpu", "cuda")
+
+@pytest.fixture
+def _as_in_a_new_process() -> Iterator[None]:
+    """What is said and asked once per process."""
+    for cached in (backends._warn_of_the_reference, backends._unsupported_gpu):
+        cached.cache_clear()
+    yield
+    for cached in (backends._warn_of_the_reference, backends._unsupported_gpu):
+        cached.cache_clear()
 
 
 def test_info() -> None:
@@ -30,12 +41,12 @@ def test_info() -> None:
     assert done.stdout.strip() == info()
     lines = done.stdout.splitlines()
     assert fused_optim.__version__ in lines[0] and torch.__version__ in lines[0]
-    for name in ENGINES:
+    for name in COMPILED:
         available = load_engine(name)[0] is not None
         assert any(line.startswith(name) and ("not available" in line) != available for line in lines)
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", COMPILED)
 def test_built_engines_import(name: str) -> None:
     built = build_info().get(name, {})
     if not built.get("built"):
@@ -54,10 +65,12 @@ def test_unknown_backend(use_backend: Any) -> None:
     assert bool((param == 1).all())
 
 
+@pytest.mark.usefixtures("_as_in_a_new_process")
 def test_missing_backend(use_backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A forced backend that is not there is an error; one that was not asked for is replaced by the reference."""
     monkeypatch.setitem(sys.modules, "fused_optim._engine_cpu", None)
-    assert backend_for("cpu") == "torch"
+    with pytest.warns(UserWarning, match="by its PyTorch reference"):
+        assert backend_for("cpu") == "torch"
     use_backend("cpu")
     with pytest.raises(RuntimeError, match="FUSED_OPTIM_BACKEND=cpu, but that engine is not available: "):
         backend_for("cpu")
@@ -70,12 +83,65 @@ def test_backend_of_another_device(use_backend: Any, monkeypatch: pytest.MonkeyP
         backend_for("cpu")
 
 
+@pytest.mark.filterwarnings("ignore:fused_optim updates parameters on")  # where an engine is not built
 def test_backends_by_device(use_backend: Any) -> None:
-    for name in ENGINES:
+    for name in COMPILED:
         assert backend_for(name) == (name if load_engine(name)[0] else "torch")
     assert backend_for("xpu") == "torch"
     use_backend("torch")
-    assert {backend_for(name) for name in (*ENGINES, "xpu")} == {"torch"}
+    assert {backend_for(name) for name in (*COMPILED, "xpu")} == {"torch"}
+
+
+REASON = "no nvcc found\nlooked everywhere"
+WARNED = r"parameters on {0} by its PyTorch reference, .* its {0} engine is not available \(no nvcc found\)\. Install"
+
+
+@pytest.mark.usefixtures("_as_in_a_new_process")
+@pytest.mark.parametrize("name", COMPILED)
+def test_the_reference_in_place_of_an_engine_is_announced_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "load_engine", lambda _: (None, REASON))
+    with pytest.warns(UserWarning, match=WARNED.format(name)) as caught:
+        assert [backend_for(name) for _ in range(3)] == ["torch"] * 3
+    assert len(caught) == 1
+    assert ("150 to 300 times slower" in str(caught[0].message)) == (name == "cuda")
+
+
+@pytest.mark.usefixtures("_as_in_a_new_process")
+def test_steps_announce_the_reference_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "load_engine", lambda _: (None, REASON))
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    for param in params:
+        param.grad = torch.ones(3)
+    with pytest.warns(UserWarning, match="by its PyTorch reference") as caught:
+        for optimizer in (FusedAdam(params[:1]), FusedAdam(params[1:])):
+            optimizer.step()
+            optimizer.step()
+    assert len(caught) == 1
+    assert all(bool((param < 1).all()) for param in params)
+
+
+@pytest.mark.usefixtures("_as_in_a_new_process")
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0)])
+def test_gpus_that_are_too_old_are_announced(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "load_engine", lambda name: (ModuleType(name), ""))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: [(9, 0), capability][index])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GeForce {index}")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert backend_for("cuda") == ("cuda" if capability >= (8, 0) else "torch")
+    text = r"GPU 1 \(GeForce 1\) has compute capability 7\.5, .* needs 8\.0 .* CUDA_VISIBLE_DEVICES"
+    assert [bool(re.search(text, str(warning.message))) for warning in caught] == [True] * (capability < (8, 0))
+
+
+@pytest.mark.usefixtures("_as_in_a_new_process")
+def test_who_chooses_the_reference_is_not_warned(use_backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "load_engine", lambda _: (None, REASON))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert backend_for("xpu") == "torch"  # no engine is made for it
+        use_backend("torch")
+        assert {backend_for(name) for name in COMPILED} == {"torch"}
 
 
 # --- the last check before raw addresses are used ---------------------------------------------------------------------
@@ -101,7 +167,7 @@ def empty_plan(name: str, groups: list[int]) -> Any:
     return loaded(name).Plan(groups, 2, None, Tensor, DTensor, keys=[])
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", COMPILED)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -129,6 +195,8 @@ def empty_plan(name: str, groups: list[int]) -> Any:
         ({"weight_format": 0, "weight_scales": 64}, "an FP32 master of a quantized parameter"),
         ({"weight_format": 0, "master_kind": 1, "master": 64}, "the scales of a quantized parameter"),
         ({"weight_format": 5, "master_kind": 1, "master": 64}, "a known format of weights"),
+        ({"weight_format": 2, "weight_scales": 64, "master_kind": 1, "master": 64}, "a format .* the update can write"),
+        ({"weight_format": 4, "weight_scales": 64, "master_kind": 1, "master": 64}, "a format .* the update can write"),
         ({"master_kind": 3, "master": 64, "param_type": 2}, "a BF16 parameter"),
     ],
     ids=str,
@@ -141,7 +209,7 @@ def test_engine_refuses(name: str, change: dict[str, Any], message: str) -> None
         plan.set_shard(1, **{**SHARD, **change})
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", COMPILED)
 def test_engine_refuses_other_types_and_numbers(name: str) -> None:
     with pytest.raises(ValueError, match="shards are ordered by param group"):
         empty_plan(name, [1, 0])
@@ -165,7 +233,7 @@ def test_engine_refuses_other_types_and_numbers(name: str) -> None:
 GRADIENTS: dict[str, list[int]] = {"addresses": [64, 64], "numels": [8, 8], "types": [0, 1], "groups": [0, 0]}
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", COMPILED)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -184,7 +252,7 @@ def test_engine_refuses_gradients(name: str, change: dict[str, list[int]], messa
         engine.Gradients(**{**GRADIENTS, **change})
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", COMPILED)
 def test_engine_refuses_results(name: str) -> None:
     engine = loaded(name)
     where = {"cpu": {"threads": 1}, "cuda": {"device": 0, "stream": 0}}[name]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 
-from fused_optim.backends import Watched, load_engine
+from fused_optim.backends import load_engine
+from fused_optim.backends.engine import Watched
 from fused_optim.formats import STATE_FORMATS, Element, Master
 from fused_optim.quantized.engine import ScaleStage
-from fused_optim.quantized.recipes import WeightFormat
+from fused_optim.quantized.recipes import RECIPES, Float8BlockScaling, Recipe, WeightFormat
 
 NUMBERS: dict[str, dict[str, int]] = {
     "Format": {fmt.name: fmt.code for fmt in STATE_FORMATS.values()},
@@ -19,9 +22,21 @@ NUMBERS: dict[str, dict[str, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["cpu", "cuda"])
-def test_engines_and_python_number_alike(name: str) -> None:
+def load(name: str) -> ModuleType:
     engine, reason = load_engine(name)
     if engine is None:
         pytest.skip(reason)
-    assert engine.NUMBERS == NUMBERS
+    return engine
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_engines_and_python_number_alike(name: str) -> None:
+    assert load(name).NUMBERS == NUMBERS
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+@pytest.mark.parametrize("recipe", [*(cls() for cls in RECIPES.values()), Float8BlockScaling(block=(1, 128))], ids=repr)
+def test_updates_write_the_blocks_of_the_recipe(name: str, recipe: Recipe) -> None:
+    kernel = recipe.kernel
+    assert kernel is not None
+    assert kernel.block is None or kernel.block == load(name).WRITTEN_BLOCKS[kernel.format.name]

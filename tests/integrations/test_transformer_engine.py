@@ -25,8 +25,9 @@ from torch.distributed.fsdp import fully_shard
 import distributed
 from distributed import Part, assert_same, join_all, needs_gpus, part, shard_like, two_gpus
 from fused_optim import FusedAdamW, adapters
-from fused_optim.quantized import MXFP8BlockScaling, NVFP4BlockScaling, transformer_engine
-from fused_optim.sharding.dtensor import local_tensor, rewrap_like
+from fused_optim.formats import rounding_key
+from fused_optim.quantized import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling, elements, transformer_engine
+from fused_optim.sharding.dtensor import local_tensor, rewrap_like, sharding_dims
 from quantized_cases import gradient
 
 missing = importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available()
@@ -204,6 +205,93 @@ def test_groups_of_current_scaling_are_the_tensors() -> None:
     distributed.run(2, keep_groups_off_quantizers, on="cuda", timeout=STARTING)
 
 
+# --- without masters --------------------------------------------------------------------------------------------
+
+
+class Rounding:
+    """What steps without masters have to give: weights are decoded, updated in FP32 and rounded in the rotating way."""
+
+    def __init__(self, optimizer: FusedAdamW, params: list[Tensor]) -> None:
+        self.optimizer, self.params, self.steps = optimizer, params, 0
+        self.plain = [nn.Parameter(decoded(param)) for param in params]
+        self.reference = FusedAdamW(self.plain, lr=optimizer.param_groups[0]["lr"])
+
+    def step(self) -> None:
+        for param, plain in zip(self.params, self.plain, strict=True):
+            plain.data.copy_(decoded(param))
+            plain.grad = local_tensor(param.grad).float()
+        self.optimizer.step()
+        self.reference.step()
+        self.steps += 1
+        index_of = {param: index for index, param in enumerate(self.optimizer.store.params)}
+        for param, plain in zip(self.params, self.plain, strict=True):
+            assert "master_param" not in self.optimizer.state[param]
+            key = rounding_key(self.optimizer.seed, index_of[param])
+            geometry = self.optimizer.store.slots[param].geometry
+            assert_rounded(param, plain.data, adapters.Fractions(key, geometry, self.steps).tensor(plain.device))
+
+
+def assert_rounded(param: Tensor, values: Tensor, fractions: Tensor) -> None:
+    local, fractions = local_tensor(param), fractions.view(values.shape)
+    if not hasattr(local, "_rowwise_data"):
+        if hasattr(local._quantizer, "force_pow_2_scales"):
+            absmax = values.abs().max()
+            for dim in sharding_dims(param):
+                dist.all_reduce(absmax, dist.ReduceOp.MAX, group=param.device_mesh.get_group(dim))
+            scale = absmax.new_tensor(448.0) / absmax
+        else:
+            scale = local._quantizer.scale.view(())
+        assert torch.equal(local._scale_inv.view(()), 1 / scale)
+        assert torch.equal(local._data, elements.float8_encode(values * (1 / local._scale_inv), fractions))
+        assert local._transpose_invalid or torch.equal(local._transpose, local._data.t())
+        return
+    recipe = Float8BlockScaling((128, 128) if local._is_2D_scaled else (1, 128), power_of_two=True)
+    assert_blocks(recipe, local._rowwise_data, local._rowwise_scale_inv, values, fractions)
+    if local._columnwise_data is not None and not local._is_2D_scaled:
+        values, fractions = values.t().contiguous(), fractions.reshape(values.t().shape)
+        assert_blocks(recipe, local._columnwise_data, local._columnwise_scale_inv, values, fractions)
+    elif local._columnwise_data is not None:
+        assert torch.equal(local._columnwise_data, local._rowwise_data.t())
+        rows, columns = (-(-size // 128) for size in values.shape)
+        scales = local._rowwise_scale_inv[:rows, :columns]
+        assert torch.equal(local._columnwise_scale_inv[:columns, :rows], scales.t())
+
+
+def assert_blocks(recipe: Float8BlockScaling, codes: Tensor, scales: Tensor, values: Tensor, fractions: Tensor) -> None:
+    expected = recipe.empty(tuple(values.shape), values.device)
+    recipe.encode(values, expected, fractions)
+    scales = scales if recipe.block[0] > 1 else scales.t()
+    rows, columns = expected["scale"].shape
+    assert torch.equal(scales[:rows, :columns], expected["scale"])
+    assert torch.equal(codes, expected["data"])
+
+
+def train_without_masters(name: str) -> list[float]:
+    import transformer_engine.pytorch as te
+
+    model = build(name, seed=0)
+    optimizer = FusedAdamW(model.parameters(), lr=0.003, master_weights=False)
+    rounding = Rounding(optimizer, [param for param in model.parameters() if is_quantized(param)])
+    assert len(rounding.params) == 2
+    x = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(0)).to(distributed.device(), torch.bfloat16)
+    losses = []
+    for _ in range(12):
+        with te.autocast(enabled=True, recipe=recipe_of(name)):
+            loss = (model(x).float() - x.float()).square().mean()
+        loss.backward()
+        rounding.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=needs_gpus(2))])
+@pytest.mark.parametrize("name", RECIPES)
+def test_modules_train_without_masters(name: str, ranks: int) -> None:
+    for losses in distributed.run(ranks, train_without_masters, name, on="cuda", timeout=STARTING):
+        assert losses[-1] < 0.8 * losses[0], losses
+
+
 # --- checkpoints ------------------------------------------------------------------------------------------------
 
 
@@ -346,8 +434,9 @@ def quantizer_of(kind: str) -> Any:
         return delayed_scaling(64.0)
     if kind == "Float8CurrentScaling":
         return te.Float8CurrentScalingQuantizer(e4m3, torch.device(GPU))
-    if kind == "Float8Block":
-        return te.Float8BlockQuantizer(e4m3, rowwise=True, columnwise=True)
+    if kind.startswith("Float8Block"):
+        dims = 1 if kind.endswith("rows") else 2
+        return te.Float8BlockQuantizer(e4m3, rowwise=True, columnwise=True, block_scaling_dim=dims)
     return te.MXFP8Quantizer(e4m3, columnwise=False) if kind == "MXFP8" else te.NVFP4Quantizer(columnwise=False)
 
 
@@ -446,6 +535,53 @@ def test_captured_steps_fill_the_transposes_of_delayed_scaling() -> None:
         assert torch.equal(param._transpose, param._data.t())
         assert not param._transpose_invalid
         assert_rounded_with_own_scale(param, optimizer.state[param]["master_param"])
+
+
+WITHOUT_MASTERS = ("Float8", "Float8CurrentScaling", "Float8Block", "Float8Block of rows")
+
+
+@pytest.mark.parametrize("kind", WITHOUT_MASTERS)
+def test_tensors_without_masters_are_rounded_in_the_rotating_way(kind: str) -> None:
+    param = nn.Parameter(quantized(kind, initial_values()))
+    rounding = Rounding(FusedAdamW([param], lr=0.01, master_weights=False), [param])
+    for step in range(SAVED_AT):
+        param.grad = gradient(SHAPE, 0, step).to(GPU, torch.bfloat16)
+        rounding.step()
+
+
+@pytest.mark.parametrize("kind", WITHOUT_MASTERS)
+def test_skipped_steps_leave_tensors_without_masters(kind: str) -> None:
+    param = nn.Parameter(quantized(kind, initial_values()))
+    optimizer = FusedAdamW([param], lr=0.01, master_weights=False)
+    before = decoded(param).clone()
+    for skipped in (1.0, 0.0):
+        param.grad = gradient(SHAPE, 0, 0).to(GPU, torch.bfloat16)
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor([1.0, skipped], device=GPU).split(1)
+        optimizer.step()
+        assert torch.equal(decoded(param), before) == bool(skipped)
+
+
+@pytest.mark.parametrize("kind", WITHOUT_MASTERS)
+def test_captured_steps_of_tensors_without_masters(kind: str) -> None:
+    """Replays go on as eager steps do, transposes included."""
+    captured, eager = (nn.Parameter(quantized(kind, initial_values())) for _ in range(2))
+    optimizer = FusedAdamW([captured], lr=0.01, master_weights=False, capturable=True)
+    other = FusedAdamW([eager], lr=0.01, master_weights=False, capturable=True)
+    for param in (captured, eager):
+        param.grad = gradient(SHAPE, 0, 0).to(GPU, torch.bfloat16)
+    optimizer.step()
+    other.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    for step in range(1, 4):
+        for param in (captured, eager):
+            param.grad.copy_(gradient(SHAPE, 0, step))
+        graph.replay()
+        other.step()
+        assert torch.equal(decoded(captured), decoded(eager))
+        if not kind.endswith("rows"):
+            assert_transposes_follow(captured)
 
 
 def components_of(kind: str, tensor: Tensor) -> dict[str, Tensor]:

@@ -1,8 +1,7 @@
-"""Quantized tensors of other libraries: a double with TransformerEngine's attributes, and torchao's own where it is."""
+"""Quantized tensors of other libraries: doubles of TransformerEngine's, and torchao's own where it is installed."""
 
 from __future__ import annotations
 
-import enum
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -21,150 +20,21 @@ from fused_optim import FusedAdamW, adapters
 from fused_optim.quantized import transformer_engine
 from fused_optim.sharding.dtensor import local_tensor, rewrap_like
 from quantized_cases import gradient
+from transformer_engine_doubles import (
+    DType,
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Float8Tensor,
+    HybridQuantizedTensor,
+    HybridQuantizer,
+    OlderFloat8Tensor,
+    OwnFloat8Quantizer,
+    QuantizedTensor,
+    encode,
+)
 
 aten = torch.ops.aten
-TE = "transformer_engine.pytorch.tensor.float8_tensor"
-E4M3 = torch.float8_e4m3fn
-
-
-class DType(enum.IntEnum):
-    kFloat8E4M3 = 7
-    kFloat8E5M2 = 8
-
-
-class QuantizedTensor(torch.Tensor):
-    """As TransformerEngine's: a wrapper whose quantizer writes its parts. Here all have FP8 codes and one scale."""
-
-    _data: Tensor
-    _scale_inv: Tensor
-    _transpose: Tensor
-    _transpose_invalid: bool
-    _fp8_dtype = DType.kFloat8E4M3
-
-    @staticmethod
-    def __new__(cls, values: Tensor, quantizer: Any) -> QuantizedTensor:
-        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.bfloat16, device=values.device)
-
-    def __init__(self, values: Tensor, quantizer: Any) -> None:
-        self._quantizer, self.calls = quantizer, 0
-        self._data = torch.zeros_like(values, dtype=torch.uint8)
-        self._scale_inv = torch.ones(1, device=values.device)
-        self.quantize_(values)
-
-    def quantize_(self, values: Tensor) -> None:
-        self._quantizer.update_quantized(values, self)
-        self.calls += 1
-
-    def dequantize(self, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return (self._data.view(E4M3).float() * self._scale_inv).to(dtype)
-
-    def _reset_caches(self) -> None:
-        self._transpose_invalid = True
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is aten.detach.default:
-            alias = cls.__new__(cls, args[0], None)
-            alias.__dict__ = args[0].__dict__
-            return alias
-        decode = lambda tree: torch.utils._pytree.tree_map_only(cls, lambda t: t.dequantize(), tree)  # noqa: E731
-        return func(*decode(args), **decode(kwargs or {}))
-
-
-QuantizedTensor.__module__ = "transformer_engine.pytorch.quantized_tensor"
-
-
-class Float8Tensor(QuantizedTensor):
-    """Found by its base."""
-
-    amax_reduction_group: dist.ProcessGroup | None = None
-
-
-class OlderFloat8Tensor(QuantizedTensor):
-    """Of versions in which the quantizer holds the group."""
-
-
-class HybridQuantizedTensor(QuantizedTensor):
-    """Of two tensors."""
-
-    def __init__(self, values: Tensor, quantizer: Any) -> None:
-        parts = quantizer.rowwise_quantizer, quantizer.columnwise_quantizer
-        self._rowwise_storage, self._columnwise_storage = (Float8Tensor(values, part) for part in parts)
-        self._quantizer, self.calls = quantizer, 0
-
-    def dequantize(self, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return self._rowwise_storage.dequantize(dtype=dtype)
-
-
-def encode(values: Tensor, scale: Tensor) -> Tensor:
-    return (values * scale).clamp(-448, 448).to(E4M3).view(torch.uint8)
-
-
-def store(values: Tensor, scale: Tensor, out: QuantizedTensor) -> None:
-    out._data.copy_(encode(values, scale))
-    out._scale_inv.copy_(1 / scale)
-    out._transpose, out._transpose_invalid = out._data.movedim(-1, 0).contiguous(), False
-
-
-class Float8BlockQuantizer:
-    """Stands for all that need nothing from outside."""
-
-    def update_quantized(self, values: Tensor, out: QuantizedTensor) -> None:
-        store(values, torch.tensor(64.0, device=values.device), out)
-
-
-class Float8Quantizer:
-    """Delayed scaling: ``scale`` and ``amax`` are views of a module's buffers."""
-
-    def __init__(self, device: str | torch.device) -> None:
-        self.scale = torch.full((3,), 64.0, device=device)[1]
-        self.amax = torch.zeros(4, 3, device=device)[0][1].reshape((1,))
-        self.dtype = DType.kFloat8E4M3
-        self.rowwise_usage = True
-
-    def update_quantized(self, values: Tensor, out: QuantizedTensor) -> None:
-        if values.numel():
-            store(values, self.scale, out)
-            self.amax.copy_(torch.maximum(self.amax, values.abs().max()))
-
-
-class OwnFloat8Quantizer(Float8Quantizer):
-    """May quantize in another way."""
-
-
-class Float8CurrentScalingQuantizer:
-    """Reduces over the group of the tensor or else over its own; nothing where there are no values."""
-
-    def __init__(self) -> None:
-        self.with_amax_reduction, self.amax_reduction_group = False, None
-
-    def update_quantized(self, values: Tensor, out: QuantizedTensor) -> None:
-        group = getattr(out, "amax_reduction_group", None)
-        if group is None and self.with_amax_reduction:
-            group = self.amax_reduction_group
-        amax = values.abs().max()
-        if group is not None:
-            dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
-        store(values, 448 / amax, out)
-
-
-class HybridQuantizer:
-    def __init__(self, rowwise: Any, columnwise: Any) -> None:
-        self.rowwise_quantizer, self.columnwise_quantizer = rowwise, columnwise
-
-    @property
-    def with_amax_reduction(self) -> bool:
-        return any(
-            getattr(q, "with_amax_reduction", False) for q in (self.rowwise_quantizer, self.columnwise_quantizer)
-        )
-
-    def update_quantized(self, values: Tensor, out: HybridQuantizedTensor) -> None:
-        self.rowwise_quantizer.update_quantized(values, out._rowwise_storage)
-        self.columnwise_quantizer.update_quantized(values, out._columnwise_storage)
-
-
-for kind in (Float8Tensor, OlderFloat8Tensor, Float8Quantizer, OwnFloat8Quantizer, Float8CurrentScalingQuantizer):
-    kind.__module__ = TE
 
 
 def parameter(values: Tensor) -> Float8Tensor:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.fsdp import fully_shard
 
@@ -25,67 +23,14 @@ from fused_optim import export_optimizer_checkpoint, load_optimizer_checkpoint, 
 from fused_optim.quantized import finish_initialization, quantize_model_
 from fused_optim.slots import MASTER
 from quantized_cases import RECIPES, Run, parameter_parts, perceptron, plain_model
+from recipe_checks import END, SAVED_AT, check_checkpoints, load, save, straight
 
-SAVED_AT, END = 3, 6
-
-
-save, load = WAYS["nested"]
-
-
-def train_and_save(recipes: list[str], folder: str) -> dict[str, dict[str, Part]]:
-    found = {}
-    for recipe in recipes:
-        run = Run(recipe)
-        run.train(0, SAVED_AT)
-        save(run, f"{folder}/{recipe}")
-        found[recipe] = run.snapshot()
-    return found
-
-
-def load_and_save(recipes: list[str], source: str, target: str) -> dict[str, list[dict[str, Part]]]:
-    """What is loaded into a fresh run and saved again, and what training makes of it."""
-    found = {}
-    for recipe in recipes:
-        run = Run(recipe, fresh=True)
-        load(run, f"{source}/{recipe}")
-        save(run, f"{target}/{recipe}")
-        loaded = run.snapshot()
-        run.train(SAVED_AT, END)
-        found[recipe] = [loaded, run.snapshot()]
-    return found
-
-
-def train_straight(recipes: list[str], build: Callable[..., nn.Module] | None) -> dict[str, list[dict[str, Part]]]:
-    found = {}
-    for recipe in recipes:
-        run = Run(recipe, "plain", build=build)
-        run.train(0, SAVED_AT)
-        half_way = run.snapshot()
-        run.train(SAVED_AT, END)
-        found[recipe] = [half_way, run.snapshot()]
-    return found
-
-
-@functools.cache
-def straight(on: str, build: Callable[..., nn.Module] | None = None) -> dict[str, list[dict[str, Tensor]]]:
-    """What runs of one process that are never interrupted have when others are saved, and at the end."""
-    (found,) = distributed.run(1, train_straight, list(RECIPES), build, on=on)
-    return {recipe: [join_all([parts]) for parts in snapshots] for recipe, snapshots in found.items()}
+ALL = tuple(RECIPES)
 
 
 @pytest.mark.parametrize("ranks, on", on_each_device(((4, 2, 3, 1),), nccl=[((2, 1, 2, 2),)]))
 def test_training_goes_on_on_other_ranks_as_if_never_stopped(ranks: tuple[int, ...], on: str, tmp_path: Path) -> None:
-    recipes = list(RECIPES)
-    expected = straight(on)
-    saved = distributed.run(ranks[0], train_and_save, recipes, f"{tmp_path}/0", on=on)
-    for recipe in recipes:
-        assert_same(join_all([result[recipe] for result in saved]), expected[recipe][0])
-    for number, target in enumerate(ranks[1:]):
-        paths = f"{tmp_path}/{number}", f"{tmp_path}/{number + 1}"
-        results = distributed.run(target, load_and_save, recipes, *paths, on=on)
-        for recipe in recipes:
-            for at in (0, 1):
-                assert_same(join_all([result[recipe][at] for result in results]), expected[recipe][at])
+    check_checkpoints(list(RECIPES), ranks, on, str(tmp_path))
 
 
 # --- ways to save -----------------------------------------------------------------------------------------------
@@ -126,7 +71,7 @@ def test_every_interface_resumes_training(ranks: tuple[int, int], on: str, tmp_p
     for name in results[0]:
         for at in (0, 1):
             joined = join_all([result[name][at] for result in results])
-            assert_same(joined, straight(on)[name.split("-")[0]][at])
+            assert_same(joined, straight(ALL, on)[name.split("-")[0]][at])
 
 
 def save_in_background(
@@ -153,7 +98,7 @@ def test_background_saves_hold_the_bytes_of_the_save(stager: str, ranks: int, on
     distributed.run(ranks, save_in_background, recipes, stager, str(tmp_path), on=on, timeout=120)
     (found,) = distributed.run(1, load_each_way, recipes, ["nested"], str(tmp_path), on=on)
     for recipe in recipes:
-        assert_same(join_all([found[f"{recipe}-nested"][0]]), straight(on)[recipe][0])
+        assert_same(join_all([found[f"{recipe}-nested"][0]]), straight(ALL, on)[recipe][0])
 
 
 def serve_saves(rank: int, ranks: int, recipes: list[str], folder: str) -> None:
@@ -172,7 +117,7 @@ def test_background_saves_in_a_process_hold_the_bytes_of_the_save(tmp_path: Path
     mp.start_processes(serve_saves, (2, recipes, str(tmp_path)), nprocs=2, start_method="forkserver")
     (found,) = distributed.run(1, load_each_way, recipes, ["nested"], str(tmp_path))
     for recipe in recipes:
-        assert_same(join_all([found[f"{recipe}-nested"][0]]), straight("cpu")[recipe][0])
+        assert_same(join_all([found[f"{recipe}-nested"][0]]), straight(ALL, "cpu")[recipe][0])
 
 
 # --- tensor parallelism -----------------------------------------------------------------------------------------
@@ -212,7 +157,7 @@ def test_training_moves_between_tensor_parallelism_and_fsdp(
     for recipe in recipes:
         for at in (0, 1):
             joined = join_all([result[recipe][at] for result in results])
-            assert_same(joined, straight(on, perceptron)[recipe][at])
+            assert_same(joined, straight(ALL, on, perceptron)[recipe][at])
 
 
 # --- other recipes ----------------------------------------------------------------------------------------------
@@ -294,7 +239,7 @@ def test_optimizer_checkpoint_files_hold_quantized_models(ranks: tuple[int, int]
     distributed.run(ranks[0], write_files, SAVED, str(tmp_path), on=on)
     results = distributed.run(ranks[1], read_files, SAVED, str(tmp_path), on=on)
     for recipe in SAVED:
-        whole = straight(on)[recipe][0]
+        whole = straight(ALL, on)[recipe][0]
         own, exported = (join_all([result[recipe][at] for result in results]) for at in (0, 1))
         assert_same(own, whole)
         for name, value in exported.items():

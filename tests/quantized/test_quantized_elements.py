@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fused_optim.formats import rounding_bits
-from fused_optim.quantized import Float8BlockScaling, Float8DelayedScaling, QuantizedTensor, Recipe, elements
-from quantized_cases import RECIPES, values
+from fused_optim.quantized import Float8BlockScaling, Float8DelayedScaling, QuantizedTensor, elements
+from quantized_cases import RECIPES, encoded, matrices, values
+from recipe_checks import check_not_finite, check_zeros
 
 EACH = pytest.mark.parametrize("recipe", RECIPES)
 
@@ -57,28 +58,6 @@ def numpy_decode(weight: QuantizedTensor) -> np.ndarray:
                 element = E4M3[parts["data"][row, column]]
             out[row, column] = element * scale[row // tile[0], column // tile[1]]
     return out
-
-
-def encoded(x: Tensor, recipe: Recipe, fractions: Tensor | None = None) -> QuantizedTensor:
-    weight = QuantizedTensor.empty(recipe, x.shape, torch.float32, x.device)
-    weight.write(x)
-    if fractions is not None:
-        recipe.encode(x, weight.components, fractions)
-    return weight
-
-
-finite = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**100), max_value=2.0**100)
-shapes = st.sampled_from([(1, 2), (2, 16), (3, 34), (5, 130)])
-
-
-@st.composite
-def matrices(draw: st.DrawFn) -> Tensor:
-    """Values over several magnitudes, with zeros; drawn ones in the first row."""
-    shape = draw(shapes)
-    x = values(shape, draw(st.integers(0, 1000))) * 2.0 ** draw(st.integers(-60, 60))
-    for column, value in enumerate(draw(st.lists(finite, max_size=min(shape[1], 6)))):
-        x[0, column] = value
-    return torch.where(torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.1, 0.0, x)
 
 
 # --- elements ---------------------------------------------------------------------------------------------------
@@ -210,28 +189,13 @@ def test_encoding_decoded_values_changes_none(recipe: str, x: Tensor) -> None:
 
 @EACH
 def test_zeros_stay_zeros(recipe: str) -> None:
-    weight = encoded(torch.zeros(5, 130), RECIPES[recipe])
-    assert not weight.values().any() and weight.values().isfinite().all()
-    assert all(part.isfinite().all() for part in weight.components.values() if part.is_floating_point())
-    x = values((5, 130), 1)
-    x[1], x[:, 32:64] = 0.0, 0.0
-    decoded = encoded(x, RECIPES[recipe]).values()
-    assert not decoded[x == 0].any()
+    check_zeros(recipe)
 
 
 @EACH
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_becomes_nan_and_counts_for_no_scale(recipe: str, bad: float) -> None:
-    x = values((5, 256), 1)
-    clean = x.clone()
-    clean[2, 40] = 0.0
-    x[2, 40] = bad
-    decoded, expected = (encoded(each, RECIPES[recipe]).values() for each in (x, clean))
-    assert decoded[2, 40].isnan()
-    poisoned = slice(32, 48) if recipe == "nvfp4" else slice(40, 41)
-    assert decoded[2, poisoned].isnan().all() and decoded.isnan().sum() == poisoned.stop - poisoned.start
-    decoded[2, poisoned], expected[2, poisoned] = 0.0, 0.0
-    assert torch.equal(decoded, expected)
+    check_not_finite(recipe, bad, slice(32, 48) if recipe == "nvfp4" else slice(40, 41))
 
 
 @EACH

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,49 +30,9 @@ from quantized_cases import (
     tensor_parallel,
     values,
 )
-
-WAYS: dict[str, dict[str, Any]] = {
-    "resharded": {},
-    "kept": {"reshard_after_forward": False},
-    "mixed": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
-    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-}
-MIXED_WAYS = ("mixed",)  # of FP32 weights
-
-
-def dtype_of(way: str) -> torch.dtype:
-    return torch.float32 if way in MIXED_WAYS else torch.bfloat16
-
-
-def sharded(model: Layers, way: str, how: str = "fsdp") -> Layers:
-    """Some layers in groups of their own, the others with the root."""
-    options = {"mesh": mesh_of(how), **WAYS[way]}
-    for layer in (model.uneven, model.frozen):
-        fully_shard(layer, **options)
-    return fully_shard(model, **options)
-
+from recipe_checks import WAYS, check_gathered, check_training, sharded
 
 # --- what is gathered -------------------------------------------------------------------------------------------
-
-
-def gather_each(recipes: list[str], how: str) -> dict[str, tuple[dict[str, Part], dict[str, Tensor]]]:
-    """The shards, and the whole weights as FSDP2 gives them to the layers."""
-    found = {}
-    for recipe in recipes:
-        model = sharded(quantize_model_(plain_model(recipe), RECIPES[recipe]), "resharded", how)
-        shards = parameter_parts(model)
-        gathered = {}
-        for layer in (model, model.uneven, model.frozen):
-            layer.unshard()
-        for name, param in model.named_parameters():
-            if isinstance(param, QuantizedTensor):
-                gathered |= {
-                    f"{name}: {part.name}": param.components[part.name].clone().cpu()
-                    for part in param.recipe.components
-                    if part.name != "amax_history"
-                }
-        found[recipe] = shards, gathered
-    return found
 
 
 FSDP = [(1, "fsdp"), (2, "fsdp"), (3, "fsdp"), (4, "fsdp"), (4, "hsdp")]
@@ -81,14 +41,7 @@ FSDP_ON_GPUS = [(1, "fsdp"), (2, "fsdp"), (2, "hsdp")]
 
 @pytest.mark.parametrize("ranks, how, on", on_each_device(*FSDP, nccl=FSDP_ON_GPUS))
 def test_gathered_weights_are_the_shards_bit_for_bit(ranks: int, how: str, on: str) -> None:
-    results = distributed.run(ranks, gather_each, list(RECIPES), how, on=on)
-    for recipe in RECIPES:
-        whole = parameter_parts(quantize_model_(plain_model(recipe), RECIPES[recipe]))
-        joined = join_all([result[recipe][0] for result in results])
-        assert_same(joined, join_all([whole]))
-        for _, gathered in (result[recipe] for result in results):
-            assert len(gathered) >= 6
-            assert_same(gathered, {name: joined[name] for name in gathered})
+    check_gathered(list(RECIPES), ranks, how, on)
 
 
 def memory_of_gathered(recipes: list[str]) -> dict[str, list[int]]:
@@ -151,48 +104,6 @@ def test_bytes_that_are_gathered(ranks: int, on: str) -> None:
 # --- what is computed -------------------------------------------------------------------------------------------
 
 
-def compare_each(cases: list[tuple[str, str]], how: str) -> list[str]:
-    """Trains quantized models and plain ones that are given their decoded weights; where the two differ."""
-    return [text for recipe, way in cases for text in compare(recipe, way, how)]
-
-
-def compare(recipe: str, way: str, how: str) -> list[str]:
-    dtype = dtype_of(way)
-    model = sharded(quantize_model_(plain_model(recipe, dtype), RECIPES[recipe]), way, how)
-    plain = sharded(plain_model(recipe, dtype), way, how)
-    optimizer = FusedAdam([param for param in model.parameters() if param.requires_grad], lr=0.01)
-    different = []
-    for step in range(2):
-        for name, param in plain.named_parameters():
-            local = local_tensor(model.get_parameter(name).detach())
-            given = local.dequantize() if isinstance(local, QuantizedTensor) else local
-            local_tensor(param.detach()).copy_(given)
-        results = [train(each, step, way) for each in (model, plain)]
-        if not torch.equal(*results):
-            different.append(f"{recipe} {way}: outputs of step {step}")
-        for name, param in plain.named_parameters():
-            grad, expected = model.get_parameter(name).grad, param.grad
-            if (grad is None) != (expected is None):
-                different.append(f"{recipe} {way}: whether {name} has a gradient")
-            elif grad is not None and not torch.equal(local_tensor(grad), local_tensor(expected)):
-                different.append(f"{recipe} {way}: gradient of {name} in step {step}")
-        optimizer.step()
-        optimizer.zero_grad()
-        plain.zero_grad()
-    return different
-
-
-def train(model: Layers, step: int, way: str) -> Tensor:
-    """The outputs of two micro-batches, whose gradients are accumulated and reduced once."""
-    outputs = []
-    for micro in range(2):
-        model.set_requires_gradient_sync(micro == 1)
-        x = values((3, 144), 9, step, micro, dist.get_rank()).to(dtype_of(way))
-        outputs.append(model(x))
-        outputs[-1].float().square().mean().backward()
-    return torch.cat(outputs).detach()
-
-
 @pytest.mark.parametrize(
     "ranks, number, how, on",
     on_each_device(
@@ -203,8 +114,7 @@ def train(model: Layers, step: int, way: str) -> Tensor:
 def test_losses_and_gradients_are_those_of_the_decoded_weights(ranks: int, number: int, how: str, on: str) -> None:
     ways = list(WAYS)  # each recipe meets each way on some number of ranks
     cases = [(recipe, ways[(index + number) % len(ways)]) for index, recipe in enumerate(RECIPES)]
-    for different in distributed.run(ranks, compare_each, cases, how, on=on):
-        assert not different
+    check_training(cases, ranks, how, on)
 
 
 def compare_tensor_parallel(recipes: list[str]) -> dict[str, list[float]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -14,39 +13,21 @@ from torch.distributed.fsdp import fully_shard
 import distributed
 from distributed import Part, assert_same, join_all, on_each_device, shard_like
 from fused_optim import FusedAdam
-from fused_optim.quantized import Float8DelayedScaling, QuantizedTensor, quantize_model_
+from fused_optim.quantized import Float8DelayedScaling, quantize_model_
 from fused_optim.quantized.update import needs_collective
 from fused_optim.sharding.dtensor import full_tensor, local_tensor
 from quantized_cases import RECIPES, WHOLE, Run, gradient, parameter_parts, perceptron, plain_model, values
+from recipe_checks import (
+    check_masters,
+    check_ranks,
+    check_skipped_steps,
+    check_steps_without_masters,
+    check_weights_are_masters,
+)
 
 EACH = pytest.mark.parametrize("recipe", RECIPES)
 
 ON_GPUS = [(1, "fsdp"), (2, "fsdp"), (2, "hsdp"), (2, "tp")]
-
-
-def train_each(recipes: list[str], how: str, master_weights: bool) -> dict[str, dict[str, Part]]:
-    """``how``: as of ``Run``, or "plain tp" for the model of tensor parallelism on one process."""
-    found = {}
-    for recipe in recipes:
-        build = perceptron if how.endswith("tp") else None
-        run = Run(recipe, how.removesuffix(" tp"), master_weights=master_weights, build=build)
-        run.train(0, 5)
-        found[recipe] = run.snapshot()
-    return found
-
-
-@functools.cache
-def whole(how: str, master_weights: bool, on: str) -> dict[str, dict[str, Tensor]]:
-    """Of one process that shards nothing."""
-    (found,) = distributed.run(1, train_each, list(RECIPES), how, master_weights, on=on)
-    return {recipe: join_all([parts]) for recipe, parts in found.items()}
-
-
-def check_ranks(ranks: int, how: str, master_weights: bool, on: str) -> None:
-    results = distributed.run(ranks, train_each, list(RECIPES), how, master_weights, on=on)
-    expected = whole("plain tp" if how == "tp" else "plain", master_weights, on)
-    for recipe in RECIPES:
-        assert_same(join_all([result[recipe] for result in results]), expected[recipe])
 
 
 @pytest.mark.parametrize(
@@ -54,12 +35,12 @@ def check_ranks(ranks: int, how: str, master_weights: bool, on: str) -> None:
     on_each_device(*[(1, "fsdp"), (2, "fsdp"), (3, "fsdp"), (4, "fsdp"), (4, "hsdp"), (4, "tp")], nccl=ON_GPUS),
 )
 def test_ranks_do_not_change_a_bit(ranks: int, how: str, on: str) -> None:
-    check_ranks(ranks, how, True, on)
+    check_ranks(list(RECIPES), ranks, how, True, on)
 
 
 @pytest.mark.parametrize("ranks, how, on", on_each_device((3, "fsdp"), (4, "hsdp"), (4, "tp"), nccl=ON_GPUS))
 def test_ranks_do_not_change_a_bit_without_masters(ranks: int, how: str, on: str) -> None:
-    check_ranks(ranks, how, False, on)
+    check_ranks(list(RECIPES), ranks, how, False, on)
 
 
 # --- masters ----------------------------------------------------------------------------------------------------
@@ -68,41 +49,12 @@ def test_ranks_do_not_change_a_bit_without_masters(ranks: int, how: str, on: str
 @EACH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_masters_follow_adamw_of_plain_weights(recipe: str, dtype: torch.dtype) -> None:
-    run, plain = Run(recipe, "plain", dtype), plain_model(recipe, dtype).float()
-    reference = FusedAdam([p for p in plain.parameters() if p.requires_grad], lr=0.01, weight_decay=0.1)
-    torch_adamw = torch.optim.AdamW([p for p in plain_model(recipe, dtype).float().parameters() if p.requires_grad])
-    torch_adamw.param_groups[0].update(lr=0.01, weight_decay=0.1)
-    for step in range(4):
-        run.set_gradients(step)
-        grads = [param.grad for param in run.params.values()]
-        for optimizer in (reference, torch_adamw):
-            for param, grad in zip(optimizer.param_groups[0]["params"], grads, strict=True):
-                param.grad = grad if grad is None else grad.float()
-            optimizer.step()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-    masters = run.optimizer.master_state_dict(run.model)
-    for index, name in enumerate(run.params):
-        same, near = (optimizer.param_groups[0]["params"][index].detach() for optimizer in (reference, torch_adamw))
-        assert torch.equal(masters[name], same), name
-        if "never" not in name:  # torch counts the steps of each parameter
-            assert torch.allclose(masters[name], near, atol=0.05), name
+    check_masters(recipe, dtype)
 
 
 @EACH
 def test_weights_are_their_masters_quantized(recipe: str) -> None:
-    run = Run(recipe, "plain")
-    run.train(0, 3)
-    weight = run.model.uneven.weight
-    master = run.optimizer.state[weight]["master_param"]
-    if "amax_history" in weight.components:  # the scale is that of earlier steps
-        step = weight.components["tensor_scale"]
-        assert ((weight.values() - master).abs() <= torch.maximum(master.abs() / 16, step * 2**-10))[
-            master.abs() <= 448 * step
-        ].all()
-    else:
-        expected = QuantizedTensor.from_values(master, RECIPES[recipe])
-        assert torch.equal(weight.values(), expected.values())
+    check_weights_are_masters(recipe)
 
 
 @EACH
@@ -119,52 +71,15 @@ def test_writing_weights_again_from_masters_changes_nothing(recipe: str) -> None
 
 @EACH
 def test_weights_without_masters_move_as_far_as_they_should(recipe: str) -> None:
-    """Steps of a fraction of the spacing of codes: rounding to nearest would never move."""
-    model = nn.Sequential(nn.Linear(128, 256, bias=False))
-    model[0].weight.data = 1 + 0.2 * torch.rand(256, 128)
-    model[0].weight.data[::128, 0] = 1.5  # keeps scales where they are
-    quantize_model_(model, RECIPES[recipe])
-    optimizer = FusedAdam(model.parameters(), lr=1e-3, betas=(0.0, 0.0), eps=1e-12, master_weights=False)
-    start = model[0].weight.values()
-    for _ in range(64):
-        model[0].weight.grad = torch.ones(256, 128)
-        model[0].weight.grad[::128, 0] = 0.0
-        optimizer.state or optimizer.initialize_state()
-        optimizer.step()
-    moved = (start - model[0].weight.values()).mean()
-    assert "master_param" not in optimizer.state[model[0].weight]
-    assert abs(float(moved) - 0.064) < 0.006
+    check_steps_without_masters(recipe)
 
 
 # --- steps that change nothing, or little -----------------------------------------------------------------------
 
 
-def skip_steps(recipes: list[str], how: str) -> dict[str, list[dict[str, Part]]]:
-    found = {}
-    for recipe in recipes:
-        run = Run(recipe, how)
-        run.train(0, 2)
-        before = run.snapshot()
-        for flag in (1.0, 0.0):
-            run.set_gradients(2)
-            scale, found_inf = torch.tensor([1.0, flag], device=distributed.device())
-            run.optimizer.grad_scale, run.optimizer.found_inf = scale, found_inf
-            run.optimizer.step()
-            found.setdefault(recipe, [before]).append(run.snapshot())
-        run = Run(recipe, how)
-        run.train(0, 3)
-        found[recipe].append(run.snapshot())
-    return found
-
-
 @pytest.mark.parametrize("ranks, how, on", on_each_device((1, "plain"), (3, "fsdp"), nccl=[(1, "plain"), (2, "fsdp")]))
 def test_skipped_steps_leave_data_scales_and_histories(ranks: int, how: str, on: str) -> None:
-    results = distributed.run(ranks, skip_steps, list(RECIPES), how, on=on)
-    for recipe in RECIPES:
-        before, skipped, stepped, straight = (join_all([result[recipe][at] for result in results]) for at in range(4))
-        assert_same(skipped, before)
-        assert_same(stepped, straight)
-        assert any(not torch.equal(stepped[name], before[name]) for name in before)
+    check_skipped_steps(list(RECIPES), ranks, how, on)
 
 
 @EACH

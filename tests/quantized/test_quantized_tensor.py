@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -14,30 +13,24 @@ from torch import Tensor, nn
 
 from fused_optim import FusedAdam
 from fused_optim.quantized import QuantizedTensor, finish_initialization, quantize_model_, quantized_model_init
-from quantized_cases import RECIPES, TILED_SHAPES, Layers, plain_model, values
+from quantized_cases import (
+    RECIPES,
+    TILED_SHAPES,
+    plain_model,
+    quantized_model,
+    same_components,
+    saved,
+    values,
+    weight_of,
+)
+from recipe_checks import check_cuts, check_pickling, check_state_dicts
 
 EACH = pytest.mark.parametrize("recipe", RECIPES)
 CPU = torch.device("cpu")
-
-
-def quantized_model(recipe: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0, **options: Any) -> Layers:
-    return quantize_model_(plain_model(recipe, dtype, seed), RECIPES[recipe], **options)
-
-
-def weight_of(recipe: str, dtype: torch.dtype = torch.bfloat16) -> QuantizedTensor:
-    return quantized_model(recipe, dtype, keep_initial=False).uneven.weight
-
-
-def same_components(a: QuantizedTensor, b: QuantizedTensor) -> bool:
-    assert a.recipe == b.recipe and a.shape == b.shape and a.dtype == b.dtype
-    return all(torch.equal(a.components[part.name], b.components[part.name]) for part in a.recipe.components)
-
-
-def saved(value: Any) -> io.BytesIO:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    buffer.seek(0)
-    return buffer
+BLOCKS = {  # rows and columns
+    **dict.fromkeys(("current", "delayed", "recent"), (1, 1)),
+    **{"tiles": (128, 128), "rows": (1, 128), "mxfp8": (1, 32), "mxfp8up": (1, 32), "nvfp4": (1, 16)},
+}
 
 
 # --- casts and operations ---------------------------------------------------------------------------------------
@@ -112,21 +105,7 @@ def test_operations_see_the_decoded_weight(recipe: str) -> None:
 
 @EACH
 def test_cuts_are_views_along_blocks_and_raise_within_them(recipe: str) -> None:
-    weight = QuantizedTensor.from_values(values((384, 256), 1), RECIPES[recipe])
-    plain = weight.dequantize()
-    for at in ((slice(128, 256),), (slice(None), slice(128, 256)), (slice(0, 128), slice(128, None))):
-        assert type(weight[at]) is QuantizedTensor and torch.equal(weight[at].dequantize(), plain[at])
-    for part, expected in zip(weight.split(128), plain.split(128), strict=True):
-        assert torch.equal(part.dequantize(), expected)
-    for part, expected in zip(weight.chunk(2, dim=1), plain.chunk(2, dim=1), strict=True):
-        assert torch.equal(part.dequantize(), expected)
-    if recipe == "tiles":
-        for end in (3, 300):  # the latter within the last tile, whose other rows have the same scale
-            with pytest.raises(ValueError, match=f"cannot be cut to rows 0 to {end} of 384: its blocks have 128 rows"):
-                weight[:end]
-    if not recipe.startswith(("current", "delayed", "recent")):
-        with pytest.raises(ValueError, match="cannot be cut to columns 1 to 3 of 256"):
-            weight[:, 1:3]
+    check_cuts(recipe, *BLOCKS[recipe])
 
 
 @EACH
@@ -285,21 +264,13 @@ def test_deep_copies_are_independent(recipe: str) -> None:
 
 @EACH
 def test_pickling_keeps_bytes_and_flags(recipe: str) -> None:
-    model = quantized_model(recipe)
-    for weight in (model.uneven.weight, model.frozen.weight):
-        for loaded in (pickle.loads(pickle.dumps(weight)), torch.load(saved(weight), weights_only=True)):
-            assert isinstance(loaded, nn.Parameter) and loaded.requires_grad == weight.requires_grad
-            assert same_components(loaded, weight) and not loaded.has_initial
-    assert type(torch.load(saved(model.uneven.weight.detach()), weights_only=True)) is QuantizedTensor
+    check_pickling(recipe)
 
 
 @EACH
 @pytest.mark.parametrize("assign", [False, True])
 def test_state_dicts_load_bytes(recipe: str, assign: bool) -> None:
-    state = torch.load(saved(quantized_model(recipe).state_dict()), weights_only=True)
-    model = quantized_model(recipe, seed=1)
-    model.load_state_dict(state, assign=assign)
-    assert same_components(model.uneven.weight, weight_of(recipe))
+    check_state_dicts(recipe, assign)
 
 
 @EACH

@@ -27,7 +27,7 @@ from quantized_cases import RECIPES, Run, values
 F32, BF16, F16, E4M3, INT8 = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
 ALL = {**RECIPES, "rows, FP32 scales": Float8BlockScaling((1, 128))}
 # Written by the pass: blocks within rows, and scales known before it.
-DIRECT = [name for name in ALL if name not in ("current", "tiles", "nvfp4")]
+DIRECT = ["delayed", "recent", "rows", "mxfp8", "mxfp8up", "rows, FP32 scales"]
 MOMENTS = [(F32, F32), (BF16, BF16), (F16, F16), (E4M3, E4M3), (INT8, INT8)]
 MIXED = [(E4M3, INT8), (INT8, F32)]
 SHAPES = [(3, 128), (33, 256), (1, 4096), (130, 384), (5, 96), (7, 144), (0, 128), (40, 1024)]

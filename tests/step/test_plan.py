@@ -193,7 +193,7 @@ def test_changes_between_steps(change: Callable[[Trainer], None], pair: tuple[Tr
     change(fresh)
     for _ in range(2):
         planned.train(1)
-        fresh.optimizer._plan = None
+        fresh.optimizer._leave_plan()
         fresh.train(1)
     for actual, expected in zip(planned.everything(), fresh.everything(), strict=True):
         assert torch.equal(actual, expected)
@@ -244,7 +244,7 @@ def test_unusual_gradients(
                 grad, param.grad = param.grad, None
                 param.grad_dtype = None
                 param.grad = change(grad)
-        fresh.optimizer._plan = None
+        fresh.optimizer._leave_plan()
         for trainer in pair:
             before = [param._version for param in trainer.params]
             updated = [param.grad is not None for param in trainer.params]
@@ -371,7 +371,7 @@ def test_without_the_exchange_api(pair: tuple[Trainer, Trainer], monkeypatch: py
     """Of older releases of torch: slower, and the same."""
     first, second = pair
     monkeypatch.delattr(Tensor, "__dlpack_c_exchange_api__")
-    first.optimizer._plan = None
+    first.optimizer._leave_plan()
     for trainer in pair:
         trainer.train(2)
     for actual, expected in zip(first.everything(), second.everything(), strict=True):

@@ -38,8 +38,10 @@ void check(const Shard& s, size_t i) {
     require(s.numel == 0 || s.param || s.quantized, i, "the address of the parameter");
     require(s.master_kind == Master::kParameter || s.numel == 0 || s.master, i, "the address of the master");
     require(s.numel == 0 || !s.quantized || !s.param || s.weight_scales, i, "the scales of a quantized parameter");
-    require(s.inner_local > 0, i, "inner_local > 0");
+    require(s.geometry.inner_local > 0, i, "inner_local > 0");
     require(!s.quantized || s.master_kind == Master::kFloat32, i, "an FP32 master of a quantized parameter");
+    require(!s.quantized || !s.param || traits_of(s.weight_format).written_by_update, i,
+            "a format of weights that the update can write");
     require(s.master_kind < Master::kRemainder16 || s.param_type == Element::kBFloat16, i, "a BF16 parameter");
     require(s.numel == 0 || s.scales || !(is_scaled(s.exp_avg_format) || is_scaled(s.exp_avg_sq_format)), i,
             "the address of the scales");
@@ -87,8 +89,7 @@ void set_shard(Plan& plan, size_t i, uint64_t grad, uint64_t param, uint64_t mas
     s.scales = scales;
     s.numel = numel;
     s.offset = offset;
-    s.inner_local = inner_local;
-    s.inner_global = inner_global;
+    s.geometry = {inner_local, inner_global};
     s.key = key;
     s.grad_type = enumerator<Element>(grad_type, i, "a known element type");
     s.param_type = enumerator<Element>(param_type, i, "a known element type");
@@ -148,6 +149,17 @@ py::dict numbers() {
     return numbers;
 }
 
+// How many elements of a row share a scale, of the formats of weights that the update can write; 1: any number does.
+py::dict written_blocks() {
+    py::dict blocks;
+    for (int i = 0; i < kCount<WeightFormat>; ++i) {
+        const WeightTraits traits = traits_of(static_cast<WeightFormat>(i));
+        if (!traits.written_by_update) continue;
+        blocks[EnumNames<WeightFormat>::all[i]] = traits.block_scales ? traits.block : 1;
+    }
+    return blocks;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
@@ -157,6 +169,7 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
         py::dict(py::arg("Element") = numbers<Element>(), py::arg("Master") = numbers<Master>(),
                  py::arg("Format") = numbers<Format>(), py::arg("WeightFormat") = numbers<WeightFormat>(),
                  py::arg("ScaleStage") = numbers<ScaleStage>(), py::arg("Watched") = numbers<Watched>());
+    m.attr("WRITTEN_BLOCKS") = written_blocks();
     m.def("writes_weights", &writes_weights, py::arg("exp_avg_format"), py::arg("exp_avg_sq_format"));
 #if defined(FUSED_OPTIM_ENGINE_CUDA)
     m.def("load_kernels", &load_kernels, py::arg("device"));
@@ -173,6 +186,8 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
         .def("refresh", py::overload_cast<py::list, py::str>(&Plan::refresh), py::arg("watched"), py::arg("attribute"))
         .def("watch", &Plan::watch, py::arg("shard"), py::arg("watched"))
         .def("sharing", &Plan::sharing)
+        .def("written", &Plan::written)
+        .def("find_written", &Plan::find_written, py::arg("watched"))
         .def("updated", &Plan::updated, py::arg("watched"))
         .def("groups_with_gradients", &Plan::groups_with_gradients)
         .def("set_group", &set_group, py::arg("group"), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),

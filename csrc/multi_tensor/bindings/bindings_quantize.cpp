@@ -47,8 +47,7 @@ Weight weight_of(const WeightRow& row, const RoundingRow& rounding, WeightFormat
             columns,
             steps,
             offset,
-            inner_local,
-            inner_global,
+            {inner_local, inner_global},
             static_cast<uint32_t>(step),
             static_cast<uint32_t>(key)};
 }

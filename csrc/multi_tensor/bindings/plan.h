@@ -38,7 +38,7 @@ inline PyObject* field(PyObject* watched, Watched which) {
 struct Names {
     py::str exp_avg = intern("exp_avg"), exp_avg_sq = intern("exp_avg_sq"), master = intern("master_param");
     py::str mesh = intern("mesh"), placements = intern("placements"), meta = intern("tensor_meta"),
-            shape = intern("shape"), components = intern("components");
+            shape = intern("shape"), components = intern("components"), version = intern("_version");
 
     static py::str intern(const char* name) { return py::reinterpret_steal<py::str>(PyUnicode_InternFromString(name)); }
 };
@@ -72,17 +72,34 @@ public:
         if (watched.size() != rows_.size()) throw std::invalid_argument("fused_optim: one watched tuple per shard");
         const std::vector<py::object> grads = gradients(watched.ptr(), name.ptr());
         std::vector<size_t> stale;
+        written_.clear();
         for (size_t i = 0; i < rows_.size(); ++i) {
             prefetch(watched.ptr(), grads, i);
             rows_[i].has_gradient = grads[i] && !grads[i].is_none();
             if (!rows_[i].has_gradient) continue;
-            if (!refresh(rows_[i], item(watched.ptr(), i), grads[i].ptr())) stale.push_back(i);
+            if (!refresh(rows_[i], item(watched.ptr(), i), grads[i].ptr())) {
+                stale.push_back(i);
+            } else if (is_written(rows_[i], item(watched.ptr(), i))) {
+                written_.push_back(i);
+            }
         }
         return stale;
     }
 
-    // Remembers what shard `i` is like now.
-    void watch(size_t i, py::tuple tuple) {
+    // Of those that `refresh` found as they were: where someone has written a parameter that has a master of its own.
+    const std::vector<size_t>& written() const { return written_; }
+
+    // The same of all shards that are watched, with a gradient or without. A write is named once.
+    std::vector<size_t> find_written(py::list watched) {
+        std::vector<size_t> found;
+        for (size_t i = 0; i < rows_.size(); ++i) {
+            if (rows_[i].watched && is_written(rows_[i], item(watched.ptr(), i))) found.push_back(i);
+        }
+        return found;
+    }
+
+    // Remembers what shard `i` is like now. False if it cannot be watched.
+    bool watch(size_t i, py::tuple tuple) {
         PyObject* const watched = tuple.ptr();
         if (tuple.size() != kCount<Watched>) throw std::invalid_argument("fused_optim: expected a Watched");
         Row& row = rows_.at(i);
@@ -92,16 +109,17 @@ public:
         for (Watched which : {first, Watched::kExpAvg, Watched::kExpAvgSq, Watched::kMaster}) {
             DLTensor tensor;
             if (field(watched, which) == Py_None) continue;
-            if (!read_local(field(watched, which), sharded, tensor)) return;
+            if (!read_local(field(watched, which), sharded, tensor)) return false;
             if (which == first) {
                 row.device = tensor.device;
                 row.shape.assign(tensor.shape, tensor.shape + tensor.dims);
             }
-            if (!row.has_form_of(tensor)) return;
+            if (!row.has_form_of(tensor)) return false;
             row.type(which) = tensor.type;
         }
-        if (is_quantized(watched) && !watch_weight(row, field(watched, Watched::kParts))) return;
-        row.watched = true;
+        if (is_quantized(watched) && !watch_weight(row, field(watched, Watched::kParts))) return false;
+        if (has_own_master(row, watched)) row.versions = read_versions(watched);
+        return row.watched = true;
     }
 
     // It has a gradient, and is stale in every later step that gives it one, until `watch`.
@@ -114,11 +132,13 @@ public:
 
     Hyper& group(size_t i) { return step_.groups.at(i); }
 
-    // The parameters that have a gradient.
-    py::list updated(py::list watched) const {
+    // The parameters that have a gradient. Their versions will be one higher after the step.
+    py::list updated(py::list watched) {
         py::list params;
         for (size_t i = 0; i < rows_.size(); ++i) {
-            if (rows_[i].has_gradient) params.append(py::handle(field(item(watched.ptr(), i), Watched::kParam)));
+            if (!rows_[i].has_gradient) continue;
+            rows_[i].versions.param += 1;
+            params.append(py::handle(field(item(watched.ptr(), i), Watched::kParam)));
         }
         return params;
     }
@@ -169,9 +189,17 @@ public:
 
 private:
     static constexpr int kTensors = static_cast<int>(Watched::kMaster) + 1;
+    static constexpr uint8_t kFloat = 2, kBfloat = 4;  // DLPack's
+
+    // What changes when someone writes a parameter: the version counters of it and of its local tensor, or its memory.
+    struct Versions {
+        int64_t param = 0, local = 0;
+        uint64_t address = 0;
+    };
 
     struct Row {
         Shard shard{};
+        Versions versions;
         bool has_gradient = false;
         bool watched = false;
         // What parameter, states and gradient must be like to take the places of those that were checked.
@@ -240,6 +268,35 @@ private:
                refresh_state(row, Watched::kExpAvgSq, watched, names_.exp_avg_sq, sharded, row.shard.exp_avg_sq) &&
                refresh_state(row, Watched::kMaster, watched, names_.master, sharded, row.shard.master) &&
                refresh_gradient(row, spec, grad);
+    }
+
+    // A float tensor beside the parameter; remainders complete whatever the parameter is.
+    static bool has_own_master(Row& row, PyObject* watched) {
+        return field(watched, Watched::kMaster) != Py_None && row.type(Watched::kMaster).code == kFloat;
+    }
+
+    Versions read_versions(PyObject* watched) const {
+        PyObject* param = field(watched, Watched::kParam);
+        const bool sharded = field(watched, Watched::kSpec) != Py_None;
+        Versions found;
+        found.param = version_of(param);
+        if (sharded) found.local = version_of(local_.get(param).ptr());
+        DLTensor tensor;
+        if (!is_quantized(watched) && read_local(param, sharded, tensor)) found.address = address(tensor);
+        return found;
+    }
+
+    int64_t version_of(PyObject* tensor) const {
+        const py::object version = tensor ? attribute(tensor, names_.version.ptr()) : py::object();
+        return version ? PyLong_AsLongLong(version.ptr()) : 0;
+    }
+
+    // Also true where a step was begun and not made.
+    bool is_written(Row& row, PyObject* watched) const {
+        if (!has_own_master(row, watched)) return false;
+        const Versions now = read_versions(watched), before = row.versions;
+        row.versions = now;
+        return now.param != before.param || now.local != before.local || now.address != before.address;
     }
 
     bool watch_weight(Row& row, PyObject* parts) const {
@@ -319,7 +376,6 @@ private:
     }
 
     static bool element_type(DLDataType type, Element& out) {
-        constexpr uint8_t kFloat = 2, kBfloat = 4;  // DLPack's
         if (type == DLDataType{kFloat, 32, 1}) return out = Element::kFloat32, true;
         if (type == DLDataType{kBfloat, 16, 1}) return out = Element::kBFloat16, true;
         if (type == DLDataType{kFloat, 16, 1}) return out = Element::kFloat16, true;
@@ -348,6 +404,7 @@ private:
     py::object dtensor_type_;
     AttributeReader local_, spec_;
     std::vector<Row> rows_;
+    std::vector<size_t> written_;
     Step step_;
 };
 

@@ -63,20 +63,15 @@ void store(const float* tile, const uint32_t* bits, Element type, uint64_t addre
     copy_out(raw, address, element, count);
 }
 
-bool is_plain(const Shard& shard) { return shard.inner_local >= shard.numel; }
-
-uint64_t global_index(const Shard& shard, uint64_t element) {
-    if (is_plain(shard)) return shard.offset + element;
-    return shard.offset + (element / shard.inner_local) * shard.inner_global + element % shard.inner_local;
-}
-
 // The usual case is that the tile's elements are aligned octets of consecutive ones, whose numbers do not wrap 32 bits.
 void fill_rounding(uint32_t* bits, const Shard& shard, const Rounding& rounding, uint64_t element) {
-    const uint64_t first = global_index(shard, element);
-    const bool contiguous = is_plain(shard) || element % shard.inner_local + kTile <= shard.inner_local;
-    if (!contiguous || first % 8 != 0 || first >> 35 != (first + kTile) >> 35) {
+    const bool consecutive = shard.is_consecutive();
+    const uint64_t row = shard.geometry.inner_local;
+    const uint64_t first = global_index(element, shard.offset, shard.geometry, consecutive);
+    const bool in_one_row = consecutive || element % row + kTile <= row;
+    if (!in_one_row || first % 8 != 0 || first >> 35 != (first + kTile) >> 35) {
         for (int i = 0; i < kTile; ++i) {
-            uint64_t global = global_index(shard, element + i);
+            uint64_t global = global_index(element + i, shard.offset, shard.geometry, consecutive);
             bits[i] = rounding.bits(rounding.octet(shard.key, global), static_cast<uint32_t>(global));
         }
         return;

@@ -1,4 +1,4 @@
-// What every launcher needs of the CUDA runtime: errors as exceptions, and the current device set and restored.
+// What every launcher needs of the CUDA runtime: errors as exceptions, the current device set and restored, a limit.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,6 +7,8 @@
 #include <string>
 
 namespace fused_optim {
+
+constexpr int kParameterLimit = 32764;  // bytes of kernel parameters, compute capability 7.0 and later
 
 inline void check_cuda(cudaError_t error, const char* kernel, int device) {
     if (error == cudaSuccess) return;

@@ -102,10 +102,10 @@ struct LoadMoment {
 
 // The largest value among the 32, 64 or 128 neighbouring threads that hold a block. `partial`: shared, a slot per warp.
 __device__ __forceinline__ float neighbours_max(float x, int block_log2, float* partial) {
-    x = lanes_max<32>(x, 32);
+    x = combine_lanes<kWarp>(x, max_or_nan);
     if (block_log2 == 5) return x;
-    const uint32_t warp = threadIdx.x / 32;
-    if (threadIdx.x % 32 == 0) partial[warp] = x;
+    const uint32_t warp = threadIdx.x / kWarp;
+    if (threadIdx.x % kWarp == 0) partial[warp] = x;
     __syncthreads();
     x = max_or_nan(x, partial[warp ^ 1]);
     return block_log2 == 6 ? x : max_or_nan(x, max_or_nan(partial[warp ^ 2], partial[warp ^ 3]));
@@ -168,8 +168,7 @@ struct StoreWeightElement {
             using Scale = typename Codec::Scale;
             Magnitudes magnitudes;
             if constexpr (!std::is_void_v<Scale>) {
-                constexpr int block_log2 = Codec::kBlock == 32 ? 5 : 7;
-                static_assert(Codec::kBlock == 1u << block_log2, "as many threads as a block has elements");
+                constexpr int block_log2 = Codec::kBlock == 32 ? 5 : Codec::kBlock == 64 ? 6 : 7;
                 magnitudes.finite = float_bits(neighbours_max(bits_float(finite()), block_log2, block->weight_partial));
             }
             if (!inside) return;
@@ -193,8 +192,8 @@ struct StoreWeightElement {
 __device__ __forceinline__ void store_weight_element(const View& view, uint32_t element, bool inside, float value) {
     const StoreWeightElement store{view, element, inside, value};
     if (view.absmax) {
-        const uint32_t largest = __reduce_max_sync(kWarp, store.finite());
-        if (threadIdx.x % 32 == 0) atomicMax(&block->weight_absmax, largest);
+        const uint32_t largest = __reduce_max_sync(kAllLanes, store.finite());
+        if (threadIdx.x % kWarp == 0) atomicMax(&block->weight_absmax, largest);
     }
     if (view.param) dispatch_weight(view.weight_format(), store);
 }

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "cuda/device.h"
+#include "cuda/warp.cuh"
 #include "norm.h"
 
 namespace fused_optim {
@@ -16,7 +17,6 @@ constexpr int kSmallestChunk = 12;  // log2 of elements
 constexpr int kLargestChunk = 16;   // log2 of elements
 constexpr int kChunksPerBlock = 8;  // wanted at least, to balance the load
 constexpr int kMaxGradients = 2032;
-constexpr int kParameterLimit = 32764;  // bytes of kernel parameters, compute capability 7.0 and later
 
 struct Chunks {
     Gradient gradients[kMaxGradients];
@@ -172,14 +172,11 @@ struct ScaleChunk {
 // The thread block's values combined, on thread 0. Every thread calls it.
 template <class Accumulator>
 __device__ double combine_block(double value) {
-    constexpr int kWarps = kThreads / 32;
+    constexpr int kWarps = kThreads / kWarp;
     __shared__ double warps[kWarps];
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-        value = Accumulator::combine(value, __shfl_down_sync(0xFFFFFFFFu, value, distance));
-    }
+    value = combine_lanes<kWarp>(value, Accumulator::combine);
     __syncthreads();  // the values of the call before have been read
-    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+    if (threadIdx.x % kWarp == 0) warps[threadIdx.x / kWarp] = value;
     __syncthreads();
     if (threadIdx.x == 0) {
         for (int warp = 1; warp < kWarps; ++warp) value = Accumulator::combine(value, warps[warp]);

@@ -5,13 +5,12 @@
 #include <utility>
 
 #include "cuda/device.h"
+#include "cuda/warp.cuh"
 #include "quantize.h"
 
 namespace fused_optim {
 namespace {
 
-constexpr uint32_t kWarp = 32;
-constexpr uint32_t kAll = 0xFFFFFFFFu;
 constexpr uint32_t kThreads = 256;
 constexpr uint32_t kWarps = kThreads / kWarp;
 constexpr uint32_t kPerLane = kStrip / kWarp;  // elements of a strip
@@ -22,7 +21,6 @@ constexpr uint32_t kTileWarps = kTileThreads / kWarp;
 constexpr uint32_t kRowsPerWarp = kStrip / kTileWarps;  // of a tile
 constexpr uint32_t kAbsmaxLoads = 8;                    // of four elements, that a thread has in flight
 constexpr uint32_t kAbsmaxUnit = kThreads * kPerLane * kAbsmaxLoads;
-constexpr int kParameterLimit = 32764;  // bytes of kernel parameters, compute capability 7.0 and later
 static_assert(kPerLane == 4, "lanes load and store vectors of four");
 
 // Tensors that share a launch. Each is cut into units, one to a thread block.
@@ -122,16 +120,6 @@ __device__ __forceinline__ void add(Magnitudes& block, const float4& x) {
     block.add(x.w);
 }
 
-// The largest value in aligned groups of `lanes`.
-template <uint32_t lanes>
-__device__ __forceinline__ uint32_t combine(uint32_t value) {
-#pragma unroll
-    for (uint32_t distance = lanes / 2; distance > 0; distance /= 2) {
-        value = max(value, __shfl_xor_sync(kAll, value, distance));
-    }
-    return value;
-}
-
 template <class Codec>
 __device__ __forceinline__ uint32_t encode(const Weight& w, const Rounding& rounding, uint64_t element, float x) {
     return w.rotates() ? Codec::rotating(x, w.fraction(rounding, element)) : Codec::nearest(x);
@@ -163,8 +151,8 @@ __device__ __forceinline__ void encode_strip(const Weight& w, bool round_up, flo
     if constexpr (scaled) {
         constexpr uint32_t lanes = Codec::kBlock / kPerLane;
         add(magnitudes, x);
-        magnitudes.finite = combine<lanes>(magnitudes.finite);
-        if constexpr (Codec::kPoisons) magnitudes.largest = combine<lanes>(magnitudes.largest);
+        magnitudes.finite = lanes_max<lanes>(magnitudes.finite);
+        if constexpr (Codec::kPoisons) magnitudes.largest = lanes_max<lanes>(magnitudes.largest);
     }
     const WeightBlock block = Codec::prepare(magnitudes, round_up, whole);
     if (lane.count <= 0) return;
@@ -202,7 +190,7 @@ __global__ void __launch_bounds__(kThreads) encode_strips(const __grid_constant_
 template <uint32_t warps>
 __device__ __forceinline__ uint32_t combine_block(uint32_t value) {
     __shared__ uint32_t largest[warps];
-    value = combine<kWarp>(value);
+    value = lanes_max<kWarp>(value);
     if (threadIdx.x % kWarp == 0) largest[threadIdx.x / kWarp] = value;
     __syncthreads();
 #pragma unroll

@@ -5,7 +5,9 @@
 #include <algorithm>
 
 #include "adam.h"
+#include "cuda/device.h"
 #include "cuda/packets.cuh"
+#include "cuda/warp.cuh"
 #include "launch.h"
 #include "quantize.h"
 
@@ -13,8 +15,8 @@ namespace fused_optim {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kTile = kThreads * kVector;  // elements per thread block and iteration of the vector walk
-constexpr int kVectorSpan = 32 * kVector;  // elements per warp in the vector walk
+constexpr int kTile = kThreads * kVector;     // elements per thread block and iteration of the vector walk
+constexpr int kVectorSpan = kWarp * kVector;  // elements per warp in the vector walk
 constexpr int kSmallestBlock = 32;
 constexpr int kLargestBlock = 128;
 constexpr int kMaxTilesPerChunk = 16;
@@ -24,12 +26,6 @@ constexpr int kMaxShardsWithWeights = 334;  // where some may be quantized
 constexpr int kMaxGroups = 16;
 constexpr int kMaxGeometries = 24;
 constexpr int kBuckets = 256;
-constexpr int kParameterLimit = 32764;  // bytes of kernel parameters, compute capability 7.0 and later
-
-struct Geometry {
-    uint64_t inner_local;
-    uint64_t inner_global;
-};
 
 template <class Enum>
 constexpr int bits_for() {
@@ -93,6 +89,17 @@ constexpr bool kHasWeights = std::is_same_v<Table, WeightsTable>;
 static_assert(sizeof(BasicTable) <= kParameterLimit && sizeof(WeightsTable) <= kParameterLimit,
               "the table must fit into the kernel's parameters");
 
+// From the scales of a weight to those of the blocks that begin at an element.
+struct AdvanceScales {
+    uint64_t& scales;
+    uint64_t element;
+
+    template <class Codec>
+    __device__ __forceinline__ void operator()(Codec) const {
+        if constexpr (kWrittenByUpdate<Codec>) scales += element / Codec::kBlock * kScaleBytes<typename Codec::Scale>;
+    }
+};
+
 // What a thread block needs to know of its chunk of a shard. Element 0 is the chunk's first, a multiple of kTile in its
 // shard, so that nothing but the global index needs 64 bits.
 struct View {
@@ -141,11 +148,7 @@ struct View {
         weight_scales = table.weight_scales[shard];
         if (!info.quantized) return;
         param = table.param[shard] ? table.param[shard] + begin : 0;
-        if (weight_format() == WeightFormat::kFloat8Blocks) {
-            weight_scales += begin / WeightCodec<WeightFormat::kFloat8Blocks>::kBlock * sizeof(float);
-        } else if (weight_format() == WeightFormat::kMXFloat8) {
-            weight_scales += begin / WeightCodec<WeightFormat::kMXFloat8>::kBlock;
-        }
+        dispatch_weight(weight_format(), AdvanceScales{weight_scales, begin});
     }
 
     __device__ __forceinline__ WeightFormat weight_format() const {
@@ -158,9 +161,7 @@ struct View {
     __device__ __forceinline__ Format exp_avg_sq_format() const { return static_cast<Format>(info.exp_avg_sq); }
 
     __device__ __forceinline__ uint64_t global_index(uint64_t element) const {
-        element += first;
-        if (info.geometry == 0) return offset + element;
-        return offset + element / geometry.inner_local * geometry.inner_global + element % geometry.inner_local;
+        return fused_optim::global_index(first + element, offset, geometry, info.geometry == 0);
     }
 };
 
@@ -172,9 +173,9 @@ struct Block {
     // which opens a DRAM page, would cost a fifth of the bandwidth.
     float exp_avg_scales[kMaxTilesPerChunk * kTile / kSmallestBlock];
     float exp_avg_sq_scales[kMaxTilesPerChunk * kTile / kSmallestBlock];
-    uint32_t weight_scales[kMaxTilesPerChunk * kTile / kLargestBlock];  // FP32, or four E8M0 of 32 elements each
+    uint32_t weight_scales[kMaxTilesPerChunk * kTile / kLargestBlock];  // as kWrittenByUpdate says
     uint32_t weight_absmax;                                             // bits
-    float weight_partial[kThreads / 32];                                // of the general walk
+    float weight_partial[kThreads / kWarp];                             // of the general walk
 
     template <class Table>
     __device__ __forceinline__ void prepare(const Table& table, uint32_t chunk) {
@@ -201,11 +202,10 @@ bool is_aligned(const Shard& s) {
            (s.master_kind == Master::kParameter || is_aligned(s.master, master_bytes(s.master_kind)));
 }
 
-bool is_plain(const Shard& s) { return s.inner_local >= s.numel; }
-
 // A thread's elements are an aligned octet of consecutive global elements.
 bool has_octets(const Shard& s) {
-    return s.offset % kVector == 0 && (is_plain(s) || (s.inner_local % kVector == 0 && s.inner_global % kVector == 0));
+    const bool whole_rows = s.geometry.inner_local % kVector == 0 && s.geometry.inner_global % kVector == 0;
+    return s.offset % kVector == 0 && (s.is_consecutive() || whole_rows);
 }
 
 bool rounds(const Shard& s) {
@@ -296,13 +296,15 @@ private:
     }
 
     int find_geometry(const Shard& s) {
-        if (is_plain(s)) return 0;
+        if (s.is_consecutive()) return 0;
         for (uint32_t i = 1; i < table_.geometry_count; ++i) {
             const Geometry& known = table_.geometries[i];
-            if (known.inner_local == s.inner_local && known.inner_global == s.inner_global) return i;
+            if (known.inner_local == s.geometry.inner_local && known.inner_global == s.geometry.inner_global) {
+                return static_cast<int>(i);
+            }
         }
         if (table_.geometry_count == kMaxGeometries) return -1;
-        table_.geometries[table_.geometry_count] = {s.inner_local, s.inner_global};
+        table_.geometries[table_.geometry_count] = s.geometry;
         return static_cast<int>(table_.geometry_count++);
     }
 

@@ -48,7 +48,7 @@ struct Moment<Unscaled> {
 // Sets the scale of a block and returns its inverse.
 template <class Codec>
 __device__ __forceinline__ float store_scale(float absmax, float* scale, int block_log2, uint32_t element) {
-    absmax = lanes_max<kLargestBlock / kVector>(absmax, (1 << block_log2) / kVector);
+    absmax = lanes_max_or_nan<kLargestBlock / kVector>(absmax, (1 << block_log2) / kVector);
     BlockScale fresh = Codec::scale(float_bits(absmax));
     __syncwarp();  // every lane has read the old scale
     if ((element & ((1u << block_log2) - 1)) == 0) *scale = fresh.scale;
@@ -101,11 +101,7 @@ struct StoreWeight {
     __device__ __forceinline__ Magnitudes of_block() const {
         Magnitudes found;
         if constexpr (!std::is_void_v<typename Codec::Scale>) {
-            found.finite = finite;
-#pragma unroll
-            for (uint32_t lane = 1; lane < Codec::kBlock / kVector; lane *= 2) {
-                found.finite = max(found.finite, __shfl_xor_sync(kWarp, found.finite, lane));
-            }
+            found.finite = lanes_max<Codec::kBlock / kVector>(finite);
         }
         return found;
     }
@@ -117,7 +113,8 @@ struct StoreWeight {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) scaled[i] = values[i] * inverse;
 #if __CUDA_ARCH__ >= 890
-        if (largest * inverse < 3.0e38f) {  // else some may be NaN
+        // Beyond 3e38 some may be NaN.
+        if (std::is_base_of_v<Float8Element, Codec> && largest * inverse < 3.0e38f) {
             encode_float8_words(words, scaled);
         } else
 #endif
@@ -141,8 +138,8 @@ __device__ __forceinline__ void store_weight(const View& view, uint32_t element,
         finite = magnitudes.finite;
     }
     if (view.absmax) {
-        const uint32_t of_warp = __reduce_max_sync(kWarp, finite);
-        if (threadIdx.x % 32 == 0) atomicMax(&block->weight_absmax, of_warp);
+        const uint32_t of_warp = __reduce_max_sync(kAllLanes, finite);
+        if (threadIdx.x % kWarp == 0) atomicMax(&block->weight_absmax, of_warp);
     }
     if (view.param) dispatch_weight(view.weight_format(), StoreWeight{view, element, values, largest, finite});
 }

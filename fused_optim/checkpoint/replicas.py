@@ -1,0 +1,34 @@
+"""Compares the plain tensors that several ranks have under one name: a checkpoint holds those of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from fused_optim.sharding.collective import gather, on_all_ranks, world_size
+
+
+def check_replicas(doing: str, named: Iterable[tuple[str, Iterable[Tensor]]]) -> None:
+    """Raise ValueError, on all ranks, where the FP32 tensors under one name differ between ranks. A collective.
+
+    They are parts then, of which none is the parameter, or replicas that have diverged.
+    """
+    if world_size() == 1:
+        return
+    with on_all_ranks(doing):
+        own = {name: [_fingerprint(tensor) for tensor in tensors] for name, tensors in named}
+    first: dict[str, tuple[int, list[tuple[torch.Size, int]]]] = {}
+    for rank, of_rank in enumerate(gather(own)):
+        for name, found in of_rank.items():
+            before, expected = first.setdefault(name, (rank, found))
+            if found != expected:
+                what = f"ranks {before} and {rank} have different plain tensors for {name}"
+                expected_instead = "expected a DTensor, or the same tensor on every rank that has it"
+                raise ValueError(f"{doing}: {what}, parts or replicas that have diverged; {expected_instead}")
+
+
+def _fingerprint(tensor: Tensor) -> tuple[torch.Size, int]:
+    """Shape, and the sum of the bits."""
+    return tensor.shape, int(tensor.contiguous().view(torch.int32).sum(dtype=torch.int64))

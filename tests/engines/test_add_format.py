@@ -1,0 +1,163 @@
+"""The steps of docs/development.md, "To add a state format", done with a format of the test's own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# File, what is there, what stands behind it then.
+STEPS = [
+    (
+        "csrc/multi_tensor/table.h",
+        'ROW(kInt8, "int8", 1, true)',
+        ' \\\n    ROW(kToy8, "toy8", 1, true)',
+    ),
+    (
+        "csrc/multi_tensor/formats.h",
+        "        return at_least_one((placed(root, inverse, u) >> kPlace) & 0xFFu, root);\n    }\n};\n",
+        """
+template <>
+struct ExpAvg<Format::kToy8> {
+    static constexpr Format format = Format::kToy8;
+    using Bits = int8_t;
+    FUSED_OPTIM_HD static float decode(uint32_t bits, float scale) { return signed_byte(bits) * scale; }
+    FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
+        float scale = divide(bits_float(absmax), 127.0f);
+        return block_scale(absmax, kSmallestExpAvg, scale, reciprocal(scale));
+    }
+    FUSED_OPTIM_HD static uint32_t encode(float m, float inverse) { return float_bits(fused(m, inverse, 12582912.0f)); }
+};
+
+template <>
+struct ExpAvgSq<Format::kToy8> {
+    static constexpr Format format = Format::kToy8;
+    using Bits = uint8_t;
+    FUSED_OPTIM_HD static float decode(uint32_t bits, float scale) { return unsigned_byte(bits) * scale; }
+    FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
+        float top = larger(bits_float(absmax), 7.888609052210118e-31f);
+        return block_scale(absmax, kSmallestExpAvgSq, divide(top, 255.0f), reciprocal(top) * kTopNudge);
+    }
+    FUSED_OPTIM_HD static uint32_t encode(float v, float, float inverse, uint32_t u) {
+        float code = fused(clamp_one(v * inverse), 255.0f, bits_float(0x43800000u + (u >> 17)));
+        return at_least_one(float_bits(code) >> 15 & 0xFFu, v);
+    }
+};
+""",
+    ),
+    (
+        "fused_optim/formats.py",
+        "        square = root * root\n        return square * square\n",
+        '''
+
+class _Toy8Codec:
+    """Linear, in 127 and 255 levels."""
+
+    @staticmethod
+    def scale_m(absmax: Tensor) -> tuple[Tensor, Tensor]:
+        scale = _divide(absmax, 127.0)
+        return _block_scale(absmax, _SMALLEST_EXP_AVG, scale, 1.0 / scale)
+
+    @staticmethod
+    def encode_m(m: Tensor, inverse: Tensor) -> Tensor:
+        return (fused(m, inverse, 1.5 * 2**23) - 1.5 * 2**23).to(torch.int8)
+
+    @staticmethod
+    def decode_m(bits: Tensor, scale: Tensor) -> Tensor:
+        return bits.float() * scale
+
+    @staticmethod
+    def scale_v(absmax: Tensor) -> tuple[Tensor, Tensor]:
+        top = absmax.clamp_min(2.0**-100)
+        return _block_scale(absmax, _SMALLEST_EXP_AVG_SQ, _divide(top, 255.0), 1.0 / top * _TOP_NUDGE)
+
+    @staticmethod
+    def encode_v(v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
+        x = (v * inverse).nan_to_num(0.0).clamp(0.0, 1.0)
+        threshold = 256.0 + (u >> 17).float() * 2.0**-15
+        return _at_least_one(fused(x, 255.0, threshold).long() - 256, v > 0)
+
+    decode_v = decode_m
+''',
+    ),
+    (
+        "fused_optim/formats.py",
+        '    torch.int8: StateFormat("int8", 4, torch.int8, torch.uint8, _Int8Codec),\n',
+        '    torch.float8_e5m2: StateFormat("toy8", 5, torch.int8, torch.uint8, _Toy8Codec),\n',
+    ),
+]
+
+# The CPU engine for any processor: instruction sets and optimization change no bits, but take time to compile.
+BUILD = """
+import platform, sysconfig
+from pathlib import Path
+import setuptools
+
+setuptools.setup = lambda **_: None
+platform.machine = lambda: "any"
+import setup
+
+setup.CXX_FLAGS[setup.CXX_FLAGS.index("-O3")] = "-O1"
+entry = setup.build("cpu", Path("fused_optim", "_engine_cpu" + sysconfig.get_config_var("EXT_SUFFIX")))
+assert entry["built"], entry["reason"]
+"""
+
+STEP = """
+import os
+import torch
+from fused_optim import FusedAdam
+from fused_optim.backends import load_engine
+
+assert load_engine("cpu")[0].NUMBERS["Format"]["toy8"] == 5
+
+
+def steps(backend, shape, other):
+    os.environ["FUSED_OPTIM_BACKEND"] = backend
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(shape).to(dtype)) for dtype in (torch.float32, torch.bfloat16)]
+    optimizer = FusedAdam(params, lr=0.01, weight_decay=0.1, **{"exp_avg_dtype": torch.float8_e5m2, **other})
+    for _ in range(5):
+        for param in params:
+            param.grad = (torch.randn(shape) * torch.randn(shape).exp()).to(param.dtype)
+        optimizer.step()
+    found = [*params, *(value for param in params for value in optimizer.state[param].values())]
+    assert any(value.dtype == torch.int8 for value in found)
+    return found + [optimizer.get_unscaled_state(param, name) for param in params for name in ("exp_avg", "exp_avg_sq")]
+
+
+for shape in ((6, 256), (3, 192), (3, 96), (4133,), (0, 128)):
+    for dtype in (torch.float8_e5m2, torch.float32, torch.int8):
+        pairs = zip(*(steps(backend, shape, {"exp_avg_sq_dtype": dtype}) for backend in ("cpu", "torch")), strict=True)
+        for ours, reference in pairs:
+            assert ours.dtype == reference.dtype and torch.equal(ours, reference), (shape, dtype)
+"""
+
+
+def run(code: str, tree: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("FUSED_OPTIM_")}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, cwd=tree, env={**environment, "PYTHONPATH": str(tree)}, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_format_is_added_in_the_documented_places(tmp_path: Path) -> None:
+    if os.environ.get("CXX") is None and not any(map(shutil.which, ("g++", "c++", "clang++"))):
+        pytest.skip("no C++ compiler")
+    tree = tmp_path / "tree"
+    shutil.copytree(ROOT / "csrc", tree / "csrc")
+    shutil.copytree(ROOT / "fused_optim", tree / "fused_optim", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    shutil.copy(ROOT / "setup.py", tree)
+    for name, anchor, addition in STEPS:
+        text = (tree / name).read_text()
+        assert text.count(anchor) == 1, f"{name}: {anchor!r}"
+        (tree / name).write_text(text.replace(anchor, anchor + addition))
+    run(BUILD, tree)
+    run(STEP, tree)

@@ -1,0 +1,69 @@
+"""``benchmarks/step.py``: which optimizer is given which parameters, and a trial of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import contenders
+import step
+from contenders import OURS, PEERS, obstacle
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+QUANTIZED = {contender.name for contender in OURS if "weights" in contender.name}
+APEX = {contender.name for contender in PEERS if "Apex" in contender.name}
+
+
+@pytest.fixture
+def _everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(name=name))
+
+
+@pytest.mark.usefixtures("_everything_is_installed")
+@pytest.mark.parametrize("workload", step.WORKLOADS)
+def test_kernels_that_take_addresses_are_given_no_dtensors(workload: str) -> None:
+    there = {contender.name for contender in step.able([*OURS, *PEERS], GPU, workload)}
+    assert len(QUANTIZED) == 7 and len(APEX) == 2
+    assert there.issuperset(QUANTIZED | APEX) != (workload in step.SHARDED)
+    assert there.isdisjoint(QUANTIZED | APEX) == (workload in step.SHARDED)
+    assert there >= {contender.name for contender in OURS} - QUANTIZED
+
+
+@pytest.mark.usefixtures("_everything_is_installed")
+def test_obstacles() -> None:
+    by_name = {contender.name: contender for contender in (*OURS, *PEERS)}
+    assert len(by_name) == len(OURS) + len(PEERS)
+    apex = by_name["Apex FusedAdam, FP32"]
+    assert obstacle(apex, GPU, dtensors=False) == ""
+    assert obstacle(apex, GPU, dtensors=True) == "takes no DTensors"
+    assert obstacle(apex, CPU, dtensors=False) == "runs on GPUs only"
+    assert all(not obstacle(contender, CPU, dtensors=False) for contender in OURS)
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(contenders.importlib.util, "find_spec", lambda name: None)
+    (apex,) = (contender for contender in PEERS if contender.name == "Apex FusedAdam, FP32")
+    assert step.able([apex], GPU, "tiny") == []
+    assert capsys.readouterr().out == "tiny: skipped Apex FusedAdam, FP32: needs apex and amp_C\n"
+
+
+def test_a_trial(tmp_path: Path) -> None:
+    """All of ours and torch's, on both kinds of parameters; nothing fails."""
+    report = tmp_path / "step.json"
+    options = ["--device", "cpu", "--workloads", "tiny", "tiny-dtensors", "--rounds", "1", "--repeats", "1"]
+    command = [sys.executable, str(Path(step.__file__)), *options, "--threads", "1", "--output", str(report)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    workloads = json.loads(report.read_text())["workloads"]
+    named = {workload: {row["name"] for row in rows} for workload, rows in workloads.items()}
+    assert not [row for rows in workloads.values() for row in rows if "error" in row]
+    assert named["tiny"] - named["tiny-dtensors"] == {*QUANTIZED, "torch AdamW fused around FP32 masters"}
+    for name in QUANTIZED:
+        assert f"tiny-dtensors: skipped {name}: takes no DTensors\n" in done.stdout
