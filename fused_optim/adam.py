@@ -131,10 +131,11 @@ class FusedAdam(Optimizer):
     Raises:
         ValueError, TypeError: for hyperparameters or parameters that cannot be used; nothing has been changed then.
 
-    Works with ``torch.amp.GradScaler``: gradients are unscaled within the update, and on GPUs a step with an overflow
-    is skipped without the host knowing. So ``param_group["step"]`` counts skipped steps too, and replays of a CUDA
-    graph not at all, until ``state_dict()`` brings it up to date. A value written to it that differs from the one it
-    shows is obeyed by the next step that is called.
+    Works with ``torch.amp.GradScaler``: the update divides the gradients by the scale, and leaves them so in ``.grad``
+    (without clipping, the sign of ``maximize`` or the L2 penalty), as torch's fused optimizers do. On GPUs a step
+    with an overflow is skipped without the host knowing. So ``param_group["step"]`` counts skipped steps too, and
+    replays of a CUDA graph not at all, until ``state_dict()`` brings it up to date. A value written to it that differs
+    from the one it shows is obeyed by the next step that is called.
     """
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler sets grad_scale and found_inf
@@ -440,7 +441,7 @@ class FusedAdam(Optimizer):
             self.initialize_state()
             self._drop_clipping()
         else:
-            self._update(self._refreshed_plan(), scaling, capturing)
+            self._update(self._refreshed_plan(scaling[0] is not None), scaling, capturing)
         mark_stepped(self, scaler)
         return loss
 
@@ -496,14 +497,14 @@ class FusedAdam(Optimizer):
                 grads.append((param, grad))
         return [placed_as(grad, param) for param, grad in grads]
 
-    def _refreshed_plan(self) -> Plan:
+    def _refreshed_plan(self, scaled: bool) -> Plan:
         self._check_groups()
         plan = self._plan
         if plan is None or not plan.fits(self.param_groups, self.store, self.seed):
             plan = self._new_plan()
-        if not plan.refresh(self.store.grad_attribute):  # a parameter was moved to another device
+        if not plan.refresh(self.store.grad_attribute, scaled):  # a parameter was moved to another device
             plan = self._new_plan()
-            plan.refresh(self.store.grad_attribute)
+            plan.refresh(self.store.grad_attribute, scaled)
         return plan
 
     def _new_plan(self) -> Plan:

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fused_optim.adapters import adapter_of
 from fused_optim.formats import ELEMENT_TYPES, STATE_FORMATS
-from fused_optim.sharding.dtensor import local_tensor
+from fused_optim.sharding.dtensor import is_dense, local_tensor
 
 CheckpointFormat = Literal["unscaled", "native"]
 _LR_RESIDUE = 1e-12
@@ -134,8 +135,11 @@ def check_grad(param: Tensor, grad: Tensor, index: int, name: str | None) -> Non
 
 
 def _grad_problem(param: Tensor, grad: Tensor) -> tuple[type[Exception], str] | None:
-    if grad.layout != torch.strided:
-        return RuntimeError, f"sparse gradients are not supported (got {grad.layout}); use a dense gradient"
+    if not isinstance(grad, Tensor):
+        return TypeError, f"expected a tensor as its gradient, got {type(grad).__name__}"
+    if grad.layout != torch.strided or grad.is_nested:
+        kind = "nested" if grad.is_nested else "sparse" if "sparse" in str(grad.layout) else "such"
+        return RuntimeError, f"{kind} gradients are not supported (got {grad.layout}); use a dense gradient"
     if grad.dtype not in ELEMENT_TYPES:
         return TypeError, f"expected a gradient of float32, bfloat16 or float16, got {grad.dtype}"
     if isinstance(param, DTensor) != isinstance(grad, DTensor):
@@ -147,7 +151,27 @@ def _grad_problem(param: Tensor, grad: Tensor) -> tuple[type[Exception], str] | 
         return ValueError, f"expected a gradient of the same shape, got {tuple(grad.shape)}"
     if local_tensor(grad).device != local_tensor(param).device:
         return ValueError, f"its gradient is on {local_tensor(grad).device}, not {local_tensor(param).device}"
+    local = local_tensor(grad)
+    if is_traceable_wrapper_subclass(local) and not isinstance(local, AsyncCollectiveTensor):
+        return TypeError, f"its gradient is a {type(local).__name__}, whose memory is not its values; use a plain one"
+    if _lacks_memory(local) and not _lacks_memory(local_tensor(param)):
+        hint = "its storage was freed, or it belongs to a transform of torch.func or to a FakeTensorMode"
+        return RuntimeError, f"its gradient has no memory to be read: {hint}"
     return None
+
+
+def _lacks_memory(local: Tensor) -> bool:
+    """Whether there is nothing at a tensor's address, or less than it should hold."""
+    if not local.numel() or local._is_zerotensor() or isinstance(local, AsyncCollectiveTensor):
+        return False
+    if isinstance(local, FakeTensor):
+        return True
+    try:
+        last = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
+        needed = (local.storage_offset() + last + 1) * local.element_size()
+        return local.data_ptr() == 0 or local.untyped_storage().nbytes() < needed
+    except RuntimeError:  # wrappers of torch.func
+        return True
 
 
 def check_local_shapes(param: Tensor, other: Tensor, what: str, index: int, name: str | None) -> None:
@@ -160,9 +184,26 @@ def check_local_shapes(param: Tensor, other: Tensor, what: str, index: int, name
         )
 
 
+def _check_writable(param: Tensor, index: int, name: str | None) -> None:
+    """Raise RuntimeError for a parameter whose memory cannot take an update."""
+    local = local_tensor(param)
+    problem = None
+    if local._is_zerotensor():
+        problem = "a zero tensor has no memory of its own; use param.clone()"
+    elif local.is_inference() and not torch.is_inference_mode_enabled():
+        problem = "it was made in inference mode and can be updated there only; clone it outside of that mode"
+    elif any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True)):
+        problem = f"several of its elements share memory (strides {local.stride()}); clone it"
+    elif adapter_of(param) is None and not local.is_meta and not isinstance(local, FakeTensor) and _lacks_memory(local):
+        problem = "its storage was freed, so there is nothing to be updated"
+    if problem is not None:
+        raise RuntimeError(f"{describe(param, index, name)}: {problem}")
+
+
 def check_update(param: Tensor, grad: Tensor, index: int, name: str | None) -> None:
     """All checks of a parameter and its gradient. Local shards are compared where they are placed alike."""
     check_param(param, index, name)
+    _check_writable(param, index, name)
     check_grad(param, grad, index, name)
     if not isinstance(param, DTensor) or not isinstance(grad, DTensor) or grad.placements == param.placements:
         check_local_shapes(param, grad, "gradient", index, name)
@@ -178,9 +219,13 @@ def check_states(
             raise ValueError(f"{describe(param, index, name)}: state {key} was removed; the others are {[*states]}")
         state = local_tensor(states[key])
         check_local_shapes(param, state, f"state {key}", index, name)
-        if state.dtype != dtype or state.device != local.device or not state.is_contiguous():
+        if state.dtype != dtype or state.device != local.device or not is_dense(state):
             expected = f"a contiguous {dtype} tensor on {local.device}, got {state.dtype} on {state.device}"
+            if state.is_neg():
+                expected += " that is negated lazily; use state.resolve_neg()"
             raise TypeError(f"{describe(param, index, name)}: state {key}: expected {expected}")
+        if _lacks_memory(state) and not _lacks_memory(local):
+            raise RuntimeError(f"{describe(param, index, name)}: state {key}: its storage was freed")
     if dtypes.get("master_param") in (torch.int16, torch.int8) and param.dtype != torch.bfloat16:
         raise TypeError(f"{describe(param, index, name)}: its remainders belong to a torch.bfloat16 parameter")
 

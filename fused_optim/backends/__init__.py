@@ -41,7 +41,7 @@ class Hyper(NamedTuple):
     bias_correction: bool
     maximize: bool
     stochastic_rounding: bool
-    grad_scale: Tensor | None = None  # FP32: gradients are divided by it
+    grad_scale: Tensor | None = None  # FP32: gradients are divided by it, and left so
     grad_factor: Tensor | None = None  # FP32: gradients are multiplied by it
     found_inf: Tensor | None = None  # FP32: not 0 skips the step
     steps_done: Tensor | None = None  # int64: advanced by the backend unless the step is skipped

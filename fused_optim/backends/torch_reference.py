@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fused_optim.backends import GroupWork, Hyper, ShardWork
+from fused_optim.backends.gradients import unscaled, write_
 from fused_optim.formats import (
     FLOAT16,
     GOLDEN_RATIO,
@@ -167,5 +168,7 @@ def run(groups: list[GroupWork]) -> None:
         for work in group.shards:
             if work.param.numel():
                 _step_shard(work, scalars)
+                if group.hyper.grad_scale is not None:
+                    write_(work.grad, unscaled(work.grad, group.hyper.grad_scale))
         if group.hyper.steps_done is not None:
             group.hyper.steps_done.add_(1)

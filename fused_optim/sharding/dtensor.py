@@ -61,6 +61,21 @@ def has_values(tensor: Tensor) -> bool:
     return not local.is_meta and not isinstance(local, FakeTensor)
 
 
+def is_dense(local: Tensor) -> bool:
+    """Whether a plain tensor's memory is its elements, one after the other.
+
+    Not so where torch negates lazily (``is_neg()``: imaginary parts of conjugates) or keeps zeros without memory.
+    """
+    return local.is_contiguous() and not local.is_neg() and not local._is_zerotensor()
+
+
+def dense(local: Tensor) -> Tensor:
+    """The tensor itself if it :func:`is_dense`, else a copy that is."""
+    if local._is_zerotensor():
+        local = local.clone()
+    return local.resolve_neg().contiguous()
+
+
 def rewrap_like(local: Tensor, like: Tensor) -> Tensor:
     """Wrap ``local`` with the mesh, placements and global shape of ``like``; ``local`` itself if ``like`` is plain.
 

@@ -21,7 +21,7 @@ from fused_optim.formats import (
     join_remainder,
     split_remainder,
 )
-from fused_optim.sharding.dtensor import local_tensor, rewrap_like
+from fused_optim.sharding.dtensor import dense, is_dense, local_tensor, rewrap_like
 from fused_optim.slots import MASTER, MOMENTS, STATES, Slots, Versions
 from fused_optim.state.remainders import PIECE, LoadedRemainder
 
@@ -124,7 +124,7 @@ class ParamState:
         """Whether a state that was made elsewhere can be kept itself."""
         local, found = local_tensor(self.param), local_tensor(value)
         alike = isinstance(value, DTensor) == isinstance(self.param, DTensor) and found.device == local.device
-        return alike and found.dtype == dtype and found.shape == local.shape and found.is_contiguous()
+        return alike and found.dtype == dtype and found.shape == local.shape and is_dense(found)
 
     def _checked_moment(self, name: str, value: Tensor) -> Tensor:
         local, found = local_tensor(self.param), local_tensor(value)
@@ -152,7 +152,7 @@ class ParamState:
 
     def write_moment(self, name: str, value: Tensor) -> None:
         """Encode local FP32 values into a moment, or into an FP16 master, rounding to nearest."""
-        target, value = local_tensor(self.tensors[name]).view(-1), value.reshape(-1)
+        target, value = local_tensor(self.tensors[name]).view(-1), dense(value).view(-1)
         fmt, stored, block = self.slots.format(name), self.slots.scale(name), self.slots.geometry.block
         for piece in _pieces(target.numel()):
             source = value[piece].to(device=target.device, dtype=torch.float32)
@@ -181,7 +181,7 @@ class ParamState:
         Returns what is still to be written, with that of all other parameters at once: quantized parameters.
         """
         local = local_tensor(self.param.detach())
-        value = value.to(device=local.device, dtype=torch.float32)
+        value = dense(value.to(device=local.device, dtype=torch.float32))
         if self.slots.master.is_remainder:
             high, low = split_remainder(value, self.slots.master)
             local_tensor(self.tensors[MASTER]).copy_(low)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fused_optim.adapters import adapter_of
 from fused_optim.formats import Master, join_remainder
-from fused_optim.sharding.dtensor import cut_by_rows, full_tensor, has_values, local_tensor, placed_part
+from fused_optim.sharding.dtensor import cut_by_rows, dense, full_tensor, has_values, local_tensor, placed_part
 
 PIECE = 2**20  # elements coded at a time: the codecs' temporaries take up to 50 bytes for each; a multiple of BLOCKS
 _KINDS = {"rem16": Master.REMAINDER16, "rem8": Master.REMAINDER8}
@@ -67,7 +67,7 @@ class LoadedRemainder:
 
 def row_checks(param: Tensor) -> Tensor:
     """One int32 per row of a plain BF16 tensor; any single element that differs changes it."""
-    bits = param.detach().contiguous().view(torch.int16).flatten(1)
+    bits = dense(param.detach()).view(torch.int16).flatten(1)
     odd = torch.arange(bits.shape[1], dtype=torch.int32, device=bits.device).mul_(2).add_(1)
     checks = torch.empty(bits.shape[0], dtype=torch.int32, device=bits.device)
     rows = max(1, PIECE // max(bits.shape[1], 1))

@@ -124,9 +124,10 @@ class StateStore:
         remainders = owner.store_param_remainders if remainders is None else remainders
         bits = owner.param_remainder_bits if remainders else None
         kind = master_kind(param, owner.master_weights, bits, owner.master_weight_dtype)
-        slots = Slots.create(param, kind, group["exp_avg_dtype"], group["exp_avg_sq_dtype"])
-        created = ParamState.create(param, slots)
-        created.adopt(owner.state.get(param) or {})
+        with torch.inference_mode(False), torch.no_grad():  # a step made in it would leave states for no other
+            slots = Slots.create(param, kind, group["exp_avg_dtype"], group["exp_avg_sq_dtype"])
+            created = ParamState.create(param, slots)
+            created.adopt(owner.state.get(param) or {})
         owner.state[param] = created.tensors
         self.slots[param] = slots
         created.mark()
