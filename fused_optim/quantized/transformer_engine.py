@@ -91,8 +91,8 @@ def values(local: Tensor) -> Tensor:
     return _quantized(local).dequantize(dtype=torch.float32).clone()
 
 
-def rounded(param: Tensor, master: Tensor) -> None:
-    return None
+def rounded(param: Tensor, master: Tensor) -> Tensor | None:
+    return transformer_engine_codes.rounded(param, master)
 
 
 # --- delayed scaling --------------------------------------------------------------------------------------------

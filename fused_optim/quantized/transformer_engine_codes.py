@@ -119,6 +119,21 @@ def problem(local: Tensor) -> str | None:
 
 
 @torch.no_grad()
+def rounded(param: Tensor, values: Tensor) -> Tensor | None:
+    """What ``values`` decode to after they are rounded to nearest with the scales that a tensor has; it stays as it is.
+
+    Scales of blocks are those of ``values``. None where only TransformerEngine knows.
+    """
+    local = local_tensor(param)
+    if problem(local) is not None:
+        return None
+    encoding = _copies(Update(param, values))[0].encoding
+    components = {name: part.clone() for name, part in encoding.components.items()}
+    engine.encode([encoding._replace(components=components)])
+    return engine.decode(encoding.recipe, components, tuple(local.shape), torch.float32)
+
+
+@torch.no_grad()
 def write(updates: Sequence[Update], applies: Tensor | None) -> None:
     """As ``adapters.Adapter.write``, after ``transformer_engine.prepare``, which sets the scales of delayed scaling."""
     updates = [_again(update) if _follows_others(update) else update for update in updates]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any, Protocol
@@ -48,7 +49,7 @@ class StateStore:
         slots: dict[Tensor, Slots] | None = None,
         pending: dict[Tensor, LoadedRemainder | None] | None = None,
     ) -> None:
-        self._owner = owner
+        self._owner: Owner = weakref.proxy(owner)  # which holds this, and is freed as soon as nobody else holds it
         self.slots: dict[Tensor, Slots] = {} if slots is None else slots
         self.pending: dict[Tensor, LoadedRemainder | None] = {} if pending is None else pending
 
