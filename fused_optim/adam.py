@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from fused_optim import adapters, clip
 from fused_optim.backends import Hyper, is_capturing
 from fused_optim.backends.compiled import load_kernels
-from fused_optim.sharding.collective import announce_failure, any_rank
+from fused_optim.sharding.collective import announce_failure, any_rank, parameter_names
 from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.slots import MASTER
 from fused_optim.state import state_dict as forms
@@ -35,6 +35,22 @@ from fused_optim.validate import (
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+# Of the whole optimizer: attributes, arguments of the constructor, and no keys of param groups.
+_OPTIONS = (
+    "capturable",
+    "master_weights",
+    "master_weight_dtype",
+    "store_param_remainders",
+    "param_remainder_bits",
+    "adam_w_mode",
+    "stochastic_rounding",
+    "seed",
+    "use_decoupled_grad",
+    "checkpoint_format",
+    "checkpoint_device",
+    "set_grad_none",
+)
 
 
 def declared_without(*names: str) -> Callable[[F], F]:
@@ -58,6 +74,7 @@ def _bring_up_to_date(optimizer: Optimizer) -> None:
     assert isinstance(optimizer, FusedAdam)
     optimizer.pull_steps()
     optimizer.store.adopt()
+    optimizer.store.settle()
     optimizer.follow_parameters()
 
 
@@ -114,10 +131,11 @@ class FusedAdam(Optimizer):
     Raises:
         ValueError, TypeError: for hyperparameters or parameters that cannot be used; nothing has been changed then.
 
-    Works with ``torch.amp.GradScaler``: gradients are unscaled within the update, and on GPUs a step with an overflow
-    is skipped without the host knowing. So ``param_group["step"]`` counts skipped steps too, and replays of a CUDA
-    graph not at all, until ``state_dict()`` brings it up to date. A value written to it that differs from the one it
-    shows is obeyed by the next step that is called.
+    Works with ``torch.amp.GradScaler``: the update divides the gradients by the scale, and leaves them so in ``.grad``
+    (without clipping, the sign of ``maximize`` or the L2 penalty), as torch's fused optimizers do. On GPUs a step
+    with an overflow is skipped without the host knowing. So ``param_group["step"]`` counts skipped steps too, and
+    replays of a CUDA graph not at all, until ``state_dict()`` brings it up to date. A value written to it that differs
+    from the one it shows is obeyed by the next step that is called.
     """
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler sets grad_scale and found_inf
@@ -189,11 +207,10 @@ class FusedAdam(Optimizer):
             "maximize": maximize,
             "exp_avg_dtype": exp_avg_dtype,
             "exp_avg_sq_dtype": exp_avg_sq_dtype,
-            "step": 0,
-            **forms.DESCRIPTION,
         }
         check_hyperparameters(defaults)
-        super().__init__(params, defaults)
+        options = {key: self.__dict__[key] for key in _OPTIONS}
+        super().__init__(params, {**defaults, **options, "set_grad_none": set_grad_none})
         self._register_hooks()
 
     def _register_hooks(self) -> None:
@@ -216,8 +233,13 @@ class FusedAdam(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as torch.optim does. Raises before the group is added if it cannot be used."""
         check_hyperparameters({**self.defaults, **param_group})
+        given = set(param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        for key in {*_OPTIONS, "master_weight_dtype"} - given:  # torch puts all defaults there
+            group.pop(key, None)
+        for key, value in {"step": 0, **forms.DESCRIPTION}.items():
+            group.setdefault(key, value)
         first = sum(len(g["params"]) for g in self.param_groups[:-1])
         names = group.get("param_names", [None] * len(group["params"]))
         try:
@@ -230,26 +252,18 @@ class FusedAdam(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         self._scalars.pull(self.param_groups)
         self.follow_parameters()
-        own = (
-            "capturable",
-            "master_weights",
-            "master_weight_dtype",
-            "store_param_remainders",
-            "param_remainder_bits",
-            "adam_w_mode",
-            "stochastic_rounding",
-            "seed",
-            "use_decoupled_grad",
-            "checkpoint_format",
-            "checkpoint_device",
-            "set_grad_none",
-        )
-        return {**super().__getstate__(), **{key: self.__dict__[key] for key in own}, "slots": self.store.slots}
+        return {
+            **super().__getstate__(),
+            **{key: self.__dict__[key] for key in _OPTIONS},
+            "slots": self.store.slots,
+            "pending": self.store.pending,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        slots = state.pop("slots")
+        slots, pending = state.pop("slots"), state.pop("pending", None)
         super().__setstate__(state)
-        self.store = StateStore(self, slots)
+        self.defaults.pop("differentiable", None)  # which torch has added, and no constructor takes
+        self.store = StateStore(self, slots, pending)
         self._start_anew()
         self._register_hooks()
 
@@ -296,7 +310,8 @@ class FusedAdam(Optimizer):
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
         """Encode local FP32 values (the parameter's local shape) into a state; remainders are taken as they are.
 
-        Raises KeyError for an unknown state, ValueError for a wrong shape, TypeError for remainders of another dtype.
+        The states of a parameter that has none are created first. Raises KeyError for an unknown state, ValueError for
+        a wrong shape, TypeError for remainders of another dtype.
         """
         if state_name == MASTER:
             self.follow_parameters()
@@ -306,13 +321,15 @@ class FusedAdam(Optimizer):
     def master_state_dict(self, model: torch.nn.Module) -> dict[str, Tensor]:
         """The masters by the model's parameter names: FP32, with the parameters' shapes, meshes and placements.
 
+        The names are those that torch.distributed.checkpoint writes: without ``torch.compile``'s and other wrappers'.
         Raises TypeError for flat shards of FSDP1, KeyError if the model has none of the optimizer's parameters.
         """
         check_whole(model, self.store.params)
         check_belongs(model, self.store.params)
+        self.store.settle()
         self.follow_parameters()
-        names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
-        return {names[param]: self.store.master(param) for param in self.store.params if param in names}
+        names = parameter_names(model)
+        return {names[param][0]: self.store.master(param) for param in self.store.params if param in names}
 
     @torch.no_grad()
     def sync_params_from_master(self) -> None:
@@ -418,18 +435,21 @@ class FusedAdam(Optimizer):
         capturing = is_capturing()
         if capturing:
             self._check_capture()
+        self.store.settle()
         scaling = amp_scalars(self, scaler)
         if not capturing and self._is_synthetic():
             self.initialize_state()
             self._drop_clipping()
         else:
-            self._update(self._refreshed_plan(), scaling, capturing)
+            self._update(self._refreshed_plan(scaling[0] is not None), scaling, capturing)
         mark_stepped(self, scaler)
         return loss
 
     def _check_capture(self) -> None:
         if not self.capturable:
             raise RuntimeError("CUDA graph capture of step() needs FusedAdam(..., capturable=True)")
+        if self.store.pending:
+            raise RuntimeError("CUDA graph capture: remainders were loaded since the last step; run one before capture")
         for index, (param, name) in enumerate(zip(self.store.params, self.store.names, strict=True)):
             if param not in self.store and not self.store.is_frozen(param):
                 hint = "run one warm-up step or initialize_state() before capture"
@@ -477,14 +497,14 @@ class FusedAdam(Optimizer):
                 grads.append((param, grad))
         return [placed_as(grad, param) for param, grad in grads]
 
-    def _refreshed_plan(self) -> Plan:
+    def _refreshed_plan(self, scaled: bool) -> Plan:
         self._check_groups()
         plan = self._plan
         if plan is None or not plan.fits(self.param_groups, self.store, self.seed):
             plan = self._new_plan()
-        if not plan.refresh(self.store.grad_attribute):  # a parameter was moved to another device
+        if not plan.refresh(self.store.grad_attribute, scaled):  # a parameter was moved to another device
             plan = self._new_plan()
-            plan.refresh(self.store.grad_attribute)
+            plan.refresh(self.store.grad_attribute, scaled)
         return plan
 
     def _new_plan(self) -> Plan:
@@ -586,24 +606,34 @@ class FusedAdam(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load states saved from any format into this optimizer's formats; see ``fused_optim.state.state_dict.load``.
+        """Load states saved from any format into this optimizer's formats; see ``fused_optim.state.state_dict``.
 
         torch's own loader is not used because it casts every state to the parameter's dtype. Hooks run as there, and
         ``state_dict`` is not changed. Masters are loaded where both sides have them; parameters are written from them.
+        Remainders may be loaded before or after the parameters that they belong to: what needs a master next, such as
+        ``step()`` or ``state_dict()``, raises ValueError where these are others.
+
+        A collective where parameters are DTensors: all ranks of their meshes call it. Raises on every rank if it fails
+        on one; nothing has been changed then. Raises KeyError, TypeError, ValueError or RuntimeError, by the fault.
         """
-        state_dict = state_dict.copy()
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = pre_hook(self, state_dict)
-            if replaced is not None:
-                state_dict = replaced
+        with forms.failing_together(self.store.params):
+            state_dict = self._passed_through_hooks(state_dict.copy())
+            checked = forms.check(self.param_groups, state_dict, self._keeping(state_dict))
         self._leave_plan()
         rates = [group["lr"] for group in self.param_groups]
-        forms.load(self.store, self.param_groups, state_dict, self._keeping(state_dict))
+        forms.load(self.store, self.param_groups, checked)
         if self.capturable:
             self._keep_lr_tensors(rates)
         self._scalars.write(self.param_groups)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def _passed_through_hooks(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = pre_hook(self, state_dict)
+            if replaced is not None:
+                state_dict = replaced
+        return state_dict
 
     def _keeping(self, state_dict: dict[str, Any]) -> Collection[Tensor]:
         """Parameters whose states stay as they are."""

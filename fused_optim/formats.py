@@ -200,7 +200,7 @@ def join_remainder(param: Tensor, remainder: Tensor) -> Tensor:
     Beside a parameter that was written from outside, a remainder may lead below zero or beyond infinity: to NaN, as the
     bits are ordered. The master is the parameter itself then, so it is finite wherever the parameter is.
     """
-    high = param.view(torch.int16).long() & 0xFFFF
+    high = param.resolve_neg().view(torch.int16).long() & 0xFFFF
     low = remainder.long() if remainder.dtype == torch.int16 else remainder.long() << 8
     joined = _float((((high - (low < 0).long()) << 16) | (low & 0xFFFF)) & MASK32)
     return torch.where(joined.isnan(), param.float(), joined)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor
@@ -16,9 +17,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fused_optim.adapters import adapter_of
 from fused_optim.formats import ELEMENT_TYPES, STATE_FORMATS
-from fused_optim.sharding.dtensor import local_tensor
+from fused_optim.sharding.dtensor import is_dense, local_tensor
 
 CheckpointFormat = Literal["unscaled", "native"]
+_LR_RESIDUE = 1e-12
 
 
 def describe(param: Tensor, index: int, name: str | None = None) -> str:
@@ -69,6 +71,26 @@ def check_hyperparameters(group: dict[str, Any], running: bool = False) -> None:
             raise ValueError(f"{key}: expected one of {', '.join(map(str, STATE_FORMATS))}, got {group[key]}")
 
 
+def check_saved_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raise ValueError or TypeError for a param group that would have the hyperparameters of a state dict's, ``saved``.
+
+    A learning rate a little below zero is a scheduler's that should have ended at zero.
+    """
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.numel() == 1 and lr.device.type == "cpu":
+        lr = float(lr)
+    if _is_number(lr) and -_LR_RESIDUE <= lr < 0.0:
+        group = {**group, "lr": 0.0}
+    check_hyperparameters(group)
+    for key in ("bias_correction", "maximize"):
+        if group[key] not in (True, False):
+            raise TypeError(f"{key}: expected True or False, got {type(group[key]).__name__}")
+    names = {str(dtype).removeprefix("torch.") for dtype in STATE_FORMATS}
+    for key in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        if key in saved and str(saved[key]).removeprefix("torch.") not in names:
+            raise ValueError(f"{key}: expected one of {', '.join(sorted(names))}, got {saved[key]}")
+
+
 def check_checkpoint_format(name: CheckpointFormat) -> None:
     """Raise ValueError for a form that state dicts do not have."""
     if name not in get_args(CheckpointFormat):
@@ -93,7 +115,8 @@ def check_param(param: Tensor, index: int, name: str | None) -> None:
     if param.is_complex():
         hint = "pass torch.view_as_real(param)"
     expected = "a dense torch.float32, torch.bfloat16 or torch.float16 tensor"
-    raise TypeError(f"{describe(param, index, name)}: expected {expected}, got {param.layout}; {hint}")
+    got = param.dtype if param.layout == torch.strided else param.layout
+    raise TypeError(f"{describe(param, index, name)}: expected {expected}, got {got}; {hint}")
 
 
 def _is_unknown_wrapper(param: Tensor) -> bool:
@@ -112,8 +135,11 @@ def check_grad(param: Tensor, grad: Tensor, index: int, name: str | None) -> Non
 
 
 def _grad_problem(param: Tensor, grad: Tensor) -> tuple[type[Exception], str] | None:
-    if grad.layout != torch.strided:
-        return RuntimeError, f"sparse gradients are not supported (got {grad.layout}); use a dense gradient"
+    if not isinstance(grad, Tensor):
+        return TypeError, f"expected a tensor as its gradient, got {type(grad).__name__}"
+    if grad.layout != torch.strided or grad.is_nested:
+        kind = "nested" if grad.is_nested else "sparse" if "sparse" in str(grad.layout) else "such"
+        return RuntimeError, f"{kind} gradients are not supported (got {grad.layout}); use a dense gradient"
     if grad.dtype not in ELEMENT_TYPES:
         return TypeError, f"expected a gradient of float32, bfloat16 or float16, got {grad.dtype}"
     if isinstance(param, DTensor) != isinstance(grad, DTensor):
@@ -125,7 +151,27 @@ def _grad_problem(param: Tensor, grad: Tensor) -> tuple[type[Exception], str] | 
         return ValueError, f"expected a gradient of the same shape, got {tuple(grad.shape)}"
     if local_tensor(grad).device != local_tensor(param).device:
         return ValueError, f"its gradient is on {local_tensor(grad).device}, not {local_tensor(param).device}"
+    local = local_tensor(grad)
+    if is_traceable_wrapper_subclass(local) and not isinstance(local, AsyncCollectiveTensor):
+        return TypeError, f"its gradient is a {type(local).__name__}, whose memory is not its values; use a plain one"
+    if _lacks_memory(local) and not _lacks_memory(local_tensor(param)):
+        hint = "its storage was freed, or it belongs to a transform of torch.func or to a FakeTensorMode"
+        return RuntimeError, f"its gradient has no memory to be read: {hint}"
     return None
+
+
+def _lacks_memory(local: Tensor) -> bool:
+    """Whether there is nothing at a tensor's address, or less than it should hold."""
+    if not local.numel() or local._is_zerotensor() or isinstance(local, AsyncCollectiveTensor):
+        return False
+    if isinstance(local, FakeTensor):
+        return True
+    try:
+        last = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
+        needed = (local.storage_offset() + last + 1) * local.element_size()
+        return local.data_ptr() == 0 or local.untyped_storage().nbytes() < needed
+    except RuntimeError:  # wrappers of torch.func
+        return True
 
 
 def check_local_shapes(param: Tensor, other: Tensor, what: str, index: int, name: str | None) -> None:
@@ -138,9 +184,26 @@ def check_local_shapes(param: Tensor, other: Tensor, what: str, index: int, name
         )
 
 
+def _check_writable(param: Tensor, index: int, name: str | None) -> None:
+    """Raise RuntimeError for a parameter whose memory cannot take an update."""
+    local = local_tensor(param)
+    problem = None
+    if local._is_zerotensor():
+        problem = "a zero tensor has no memory of its own; use param.clone()"
+    elif local.is_inference() and not torch.is_inference_mode_enabled():
+        problem = "it was made in inference mode and can be updated there only; clone it outside of that mode"
+    elif any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True)):
+        problem = f"several of its elements share memory (strides {local.stride()}); clone it"
+    elif adapter_of(param) is None and not local.is_meta and not isinstance(local, FakeTensor) and _lacks_memory(local):
+        problem = "its storage was freed, so there is nothing to be updated"
+    if problem is not None:
+        raise RuntimeError(f"{describe(param, index, name)}: {problem}")
+
+
 def check_update(param: Tensor, grad: Tensor, index: int, name: str | None) -> None:
     """All checks of a parameter and its gradient. Local shards are compared where they are placed alike."""
     check_param(param, index, name)
+    _check_writable(param, index, name)
     check_grad(param, grad, index, name)
     if not isinstance(param, DTensor) or not isinstance(grad, DTensor) or grad.placements == param.placements:
         check_local_shapes(param, grad, "gradient", index, name)
@@ -156,9 +219,13 @@ def check_states(
             raise ValueError(f"{describe(param, index, name)}: state {key} was removed; the others are {[*states]}")
         state = local_tensor(states[key])
         check_local_shapes(param, state, f"state {key}", index, name)
-        if state.dtype != dtype or state.device != local.device or not state.is_contiguous():
+        if state.dtype != dtype or state.device != local.device or not is_dense(state):
             expected = f"a contiguous {dtype} tensor on {local.device}, got {state.dtype} on {state.device}"
+            if state.is_neg():
+                expected += " that is negated lazily; use state.resolve_neg()"
             raise TypeError(f"{describe(param, index, name)}: state {key}: expected {expected}")
+        if _lacks_memory(state) and not _lacks_memory(local):
+            raise RuntimeError(f"{describe(param, index, name)}: state {key}: its storage was freed")
     if dtypes.get("master_param") in (torch.int16, torch.int8) and param.dtype != torch.bfloat16:
         raise TypeError(f"{describe(param, index, name)}: its remainders belong to a torch.bfloat16 parameter")
 

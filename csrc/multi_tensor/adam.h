@@ -17,9 +17,12 @@ struct Scalars {
     float inverse_sqrt_correction2;
     float eps;
     float step_size;
-    float decay;              // decoupled: the parameter is multiplied by it
-    float l2_penalty;         // coupled: added to the gradient, times the parameter
-    bool unchanged_gradient;  // neither scaled nor penalized
+    float decay;       // decoupled: the parameter is multiplied by it
+    float l2_penalty;  // coupled: added to the gradient, times the parameter
+    float grad_scale;  // what gradients that are written back were multiplied by
+    float inverse_grad_scale;
+    bool writes_gradient;
+    bool unchanged_gradient;  // neither scaled nor penalized nor written
     bool skipped;
     Rounding rounding;
 };
@@ -55,7 +58,10 @@ FUSED_OPTIM_HD Scalars derive(const Hyper& hyper) {
     scalars.decay = hyper.adam_w ? static_cast<float>(1.0 - lr * hyper.weight_decay) : 1.0f;
     scalars.l2_penalty = hyper.adam_w ? 0.0f : static_cast<float>(hyper.weight_decay);
     scalars.skipped = is_skipped(hyper);
-    scalars.unchanged_gradient = scalars.grad_factor == 1.0f && scalars.l2_penalty == 0.0f;
+    scalars.grad_scale = hyper.grad_scale ? *hyper.grad_scale : 1.0f;
+    scalars.inverse_grad_scale = static_cast<float>(1.0 / static_cast<double>(scalars.grad_scale));
+    scalars.writes_gradient = scalars.grad_scale != 1.0f;
+    scalars.unchanged_gradient = scalars.grad_factor == 1.0f && scalars.l2_penalty == 0.0f && !scalars.writes_gradient;
     scalars.rounding.mask = hyper.stochastic_rounding ? 0xFFFFFFFFu : 0u;
     scalars.rounding.offset = hyper.stochastic_rounding ? static_cast<uint32_t>(step) * kGoldenRatio : kNearest;
     return scalars;
@@ -65,6 +71,19 @@ struct Moments {
     float exp_avg;
     float exp_avg_sq;
 };
+
+// What is left in the gradient's place: grad / grad_scale, as torch's fused optimizers leave it. The device corrects a
+// product with the inverse by its remainder: the same bits, but for the last place of denormal quotients, and no
+// branch.
+FUSED_OPTIM_HD float unscaled_gradient(float grad, const Scalars& s) {
+#if defined(__CUDA_ARCH__)
+    const float near = grad * s.inverse_grad_scale;
+    const float exact = fused(fused(-near, s.grad_scale, grad), s.inverse_grad_scale, near);
+    return exact == exact ? exact : near;  // what is infinite has no remainder
+#else
+    return grad / s.grad_scale;
+#endif
+}
 
 // The gradient that the moments see. The L2 penalty is the same for a whole group: hoist it out of loops.
 FUSED_OPTIM_HD float scaled_gradient(float grad, const Scalars& s) { return grad * s.grad_factor; }

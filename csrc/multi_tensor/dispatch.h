@@ -31,6 +31,8 @@ struct ElementCodec<Element::kFloat16> {
     FUSED_OPTIM_HD static uint16_t encode(float x) { return float16_nearest_even(x); }
 };
 
+static_assert(kCount<Element> == 3, "loads and stores of elements tell three types apart");
+
 template <class Visit>
 FUSED_OPTIM_HD void dispatch_element(Element type, const Visit& visit) {
     switch (type) {

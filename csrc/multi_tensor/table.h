@@ -117,7 +117,7 @@ struct Hyper {
     double weight_decay;
     int64_t step;  // number of this step, from 1
     const float* lr_pointer;
-    const float* grad_scale;   // gradients are divided by it
+    const float* grad_scale;   // gradients are divided by it, and written so
     const float* grad_factor;  // gradients are multiplied by it (deferred clipping)
     const float* found_inf;    // not 0: the step is skipped
     int64_t* step_pointer;     // steps done so far; advanced by the engine unless the step is skipped

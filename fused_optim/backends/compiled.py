@@ -34,6 +34,13 @@ def load_kernels(device: torch.device) -> None:
         engine.load_kernels(device.index)
 
 
+def _dispatch_keys(device: torch.device) -> list[tuple[Tensor, int]]:
+    """Tensors and their dispatch keys, by which an engine finds where torch keeps these: an ordinary one first."""
+    ordinary = torch.empty(1, device=device)
+    examples = [ordinary, torch._neg_view(ordinary)]
+    return [(example, torch._C._dispatch_keys(example).raw_repr()) for example in examples]
+
+
 class CompiledShards:
     """The shards of one device in the ``cpu`` or ``cuda`` engine, which looks for changes itself (``plan.h``)."""
 
@@ -44,7 +51,7 @@ class CompiledShards:
         # Without the exchange API of torch >= 2.10 every shard is set at every step: right, but slower.
         api = getattr(Tensor, "__dlpack_c_exchange_api__", None)
         self._writes_weights = engine.writes_weights
-        self._plan = engine.Plan(groups, group_count, api, Tensor, DTensor)
+        self._plan = engine.Plan(groups, group_count, api, Tensor, DTensor, _dispatch_keys(device))
         self._alive: list[ShardWork] = []  # contiguous copies of gradients live until the step is launched
 
     def refresh(self, watched: list[Watched], attribute: str) -> Sequence[int]:
@@ -93,6 +100,9 @@ class CompiledShards:
         )
         self._alive.append(work)
         return watched is not None and self._plan.watch(shard, watched)
+
+    def sharing(self) -> Sequence[int]:
+        return self._plan.sharing()
 
     def takes_target(self, slots: Slots) -> bool:
         return self._writes_weights(slots.exp_avg.code, slots.exp_avg_sq.code)

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fused_optim.backends import backend_for, load_engine
+from fused_optim.backends import backend_of, load_engine
 from fused_optim.backends.compiled import run_on
 from fused_optim.backends.engine import Engine, EngineGradients
 from fused_optim.formats import ELEMENT_TYPES
+from fused_optim.sharding.dtensor import dense, is_dense
 
 ENGINE_NORMS = (2.0, math.inf)
 ENGINE_GROUPS = 16
@@ -40,14 +41,14 @@ def power_sums(tensors: list[Tensor], groups: list[int], request: NormRequest) -
     engine = _engine(tensors)
     if engine is None or request.norm_type not in ENGINE_NORMS or request.group_count > ENGINE_GROUPS:
         return _reference_sums(tensors, groups, request), None
-    contiguous = [tensor.contiguous() for tensor in tensors]
+    tensors = [dense(tensor) for tensor in tensors]
     sums = torch.empty(request.group_count, dtype=torch.float64, device=device)
     result = torch.empty(2, dtype=torch.float32, device=device)
     where = run_on(device)
     if device.type == "cuda":
         workspace = _workspace(device, where["stream"])
         where["workspace"] = workspace.data_ptr()
-    _table(engine, contiguous, groups).norm(
+    _table(engine, tensors, groups).norm(
         infinity=request.norm_type == math.inf,
         group_count=request.group_count,
         max_norm=request.max_norm,
@@ -64,18 +65,34 @@ def scale_(tensors: list[Tensor], factor: Tensor) -> None:
     Computed in float32 and rounded to nearest. Nothing is written where the factor is 1.
     """
     engine = _engine(tensors)
-    contiguous = [tensor for tensor in tensors if engine is not None and tensor.is_contiguous()]
-    if engine is not None and contiguous:
-        table = _table(engine, contiguous, [0] * len(contiguous))
-        table.scale(factor=factor.data_ptr(), **run_on(contiguous[0].device))
-        torch.autograd.graph.increment_version(contiguous)
+    fitting = [tensor for tensor in tensors if engine is not None and is_dense(tensor)]
+    if engine is not None and fitting:
+        table = _table(engine, fitting, [0] * len(fitting))
+        table.scale(factor=factor.data_ptr(), **run_on(fitting[0].device))
+        torch.autograd.graph.increment_version(fitting)
     for tensor in tensors:
-        if engine is None or not tensor.is_contiguous():
-            tensor.copy_(tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * factor)
+        if engine is None or not is_dense(tensor):
+            write_(tensor, tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * factor)
+
+
+def unscaled(tensor: Tensor, scale: Tensor) -> Tensor:
+    """``tensor / scale`` in float32, as torch's fused optimizers leave it; ``scale`` is a float32 scalar beside it."""
+    return tensor.to(torch.float32) / scale
+
+
+def write_(tensor: Tensor, value: Tensor) -> None:
+    """Copy ``value`` into a gradient of any layout: expanded ones too, and those made in inference mode."""
+    if tensor._is_zerotensor():  # cannot be written, and stays zero by whatever it is multiplied
+        return
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:  # elements that share memory, and so have one value
+            tensor, value = tensor.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        tensor.copy_(value)
 
 
 def _engine(tensors: list[Tensor]) -> Engine | None:
-    backend = backend_for(tensors[0].device.type)
+    backend = backend_of(tensors[0])
     if backend == "torch" or any(tensor.dtype not in ELEMENT_TYPES for tensor in tensors):
         return None
     return load_engine(backend)[0]

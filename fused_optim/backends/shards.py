@@ -17,7 +17,8 @@ from fused_optim.slots import Slots
 class Shards(Protocol):
     """The shards of one device from step to step, in one backend.
 
-    A step is ``refresh``, ``set`` for each shard that it returns, ``run``. ``watched``: one per shard.
+    A step is ``refresh``, ``set`` for each shard that it returns, ``run``. ``watched``: one per shard. Where gradients
+    have a scale, ``run`` writes them: those of ``sharing`` must be set again before, to copies.
     """
 
     def refresh(self, watched: list[Watched], attribute: str) -> Sequence[int]:
@@ -34,6 +35,9 @@ class Shards(Protocol):
 
     def find_written(self, watched: list[Watched]) -> Sequence[int]:
         """The same of all watched shards, with a gradient or without. A write is named once."""
+
+    def sharing(self) -> Sequence[int]:
+        """The shards whose gradients have memory in common with another's."""
 
     def takes_target(self, slots: Slots) -> bool:
         """Whether a shard with these states may have a target."""
@@ -75,6 +79,17 @@ class ReferenceShards:
 
     def find_written(self, watched: list[Watched]) -> Sequence[int]:
         return ()
+
+    def sharing(self) -> Sequence[int]:
+        extents = {i: (work.grad.data_ptr(), work.grad.data_ptr() + work.grad.nbytes) for i, work in self._work.items()}
+        found: set[int] = set()
+        last, end = -1, 0  # of those before, the one that ends last
+        for i in sorted(extents, key=extents.__getitem__):
+            if extents[i][0] < end:
+                found |= {last, i}
+            if extents[i][1] > end:
+                last, end = i, extents[i][1]
+        return sorted(found)
 
     def takes_target(self, slots: Slots) -> bool:
         return False

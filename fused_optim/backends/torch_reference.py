@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fused_optim.backends import GroupWork, Hyper, ShardWork
+from fused_optim.backends.gradients import unscaled, write_
 from fused_optim.formats import (
     FLOAT16,
     GOLDEN_RATIO,
@@ -30,6 +32,11 @@ from fused_optim.slots import MASTER
 
 def _float32(x: float) -> float:
     return ctypes.c_float(x).value
+
+
+def _read(scalar: float | Tensor, fake: float = 1.0) -> float:
+    """A number; ``fake`` where only its shape is known, which lets the step be made."""
+    return fake if isinstance(scalar, FakeTensor) else float(scalar)
 
 
 def integer_power(base: float, exponent: int) -> float:
@@ -62,11 +69,11 @@ class Scalars:
 
 def derive(hyper: Hyper) -> Scalars:
     """Bias corrections and step size in double precision, then rounded to FP32."""
-    lr = float(hyper.lr)
-    step = hyper.step if hyper.steps_done is None else int(hyper.steps_done) + 1
-    factor = 1.0 if hyper.grad_factor is None else float(hyper.grad_factor)
+    lr = _read(hyper.lr)
+    step = hyper.step if hyper.steps_done is None else int(_read(hyper.steps_done)) + 1
+    factor = 1.0 if hyper.grad_factor is None else _read(hyper.grad_factor)
     if hyper.grad_scale is not None:
-        factor /= float(hyper.grad_scale)
+        factor /= _read(hyper.grad_scale)
     correction1 = 1.0 - integer_power(hyper.beta1, step) if hyper.bias_correction else 1.0
     correction2 = 1.0 - integer_power(hyper.beta2, step) if hyper.bias_correction else 1.0
     return Scalars(
@@ -155,11 +162,13 @@ def _encode(work: ShardWork, name: str, target: Tensor, value: Tensor, u: Tensor
 def run(groups: list[GroupWork]) -> None:
     """Update every shard of one device."""
     for group in groups:
-        if group.hyper.found_inf is not None and float(group.hyper.found_inf) != 0.0:
+        if group.hyper.found_inf is not None and _read(group.hyper.found_inf, 0.0) != 0.0:
             continue
         scalars = derive(group.hyper)
         for work in group.shards:
             if work.param.numel():
                 _step_shard(work, scalars)
+                if group.hyper.grad_scale is not None:
+                    write_(work.grad, unscaled(work.grad, group.hyper.grad_scale))
         if group.hyper.steps_done is not None:
             group.hyper.steps_done.add_(1)

@@ -11,8 +11,8 @@ from torch.optim.optimizer import ParamsT
 
 import fused_optim.adam
 from fused_optim.compat._common import put_rates_on_devices, refuse_amsgrad
-from fused_optim.formats import STATE_FORMATS, join_remainder
-from fused_optim.sharding.dtensor import local_tensor, placed_part, rewrap_like
+from fused_optim.formats import STATE_FORMATS
+from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.slots import MASTER, MOMENTS
 
 
@@ -118,21 +118,6 @@ class FusedAdam(fused_optim.adam.FusedAdam):
             return local_tensor(kept)
         return super().get_unscaled_state(param, state_name)
 
-    def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
-        """As :meth:`fused_optim.FusedAdam.set_scaled_state`; states that the parameter lacks are created first."""
-        self.initialize_state(param)
-        super().set_scaled_state(param, state_name, unscaled_state)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As :meth:`fused_optim.FusedAdam.load_state_dict`; int16 remainders complete the parameters as they are."""
-        ids = [id_ for group in state_dict["param_groups"] for id_ in group["params"]]
-        state = dict(state_dict["state"])
-        for id_, param in zip(ids, self.store.params):
-            master = state.get(id_, {}).get(MASTER)
-            if isinstance(master, Tensor) and master.dtype == torch.int16 and param.dtype == torch.bfloat16:
-                state[id_] = {**state[id_], MASTER: _joined(param, master)}
-        super().load_state_dict({**state_dict, "state": state})
-
 
 def _check_dtypes(master: torch.dtype, *moments: torch.dtype) -> None:
     if master not in (torch.float32, torch.float16):
@@ -140,10 +125,3 @@ def _check_dtypes(master: torch.dtype, *moments: torch.dtype) -> None:
     for name, dtype in zip(MOMENTS, moments, strict=True):
         if dtype not in STATE_FORMATS:
             raise RuntimeError(f"{name}_dtype: expected one of {', '.join(map(str, STATE_FORMATS))}, got {dtype}")
-
-
-def _joined(param: Tensor, remainders: Tensor) -> Tensor:
-    low = placed_part(remainders, param)
-    high = local_tensor(param.detach())
-    master = join_remainder(high.reshape(-1), low.reshape(-1).to(high.device)).reshape(high.shape)
-    return rewrap_like(master, param)

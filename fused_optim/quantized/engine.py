@@ -175,7 +175,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def _values_fit(values: Tensor, device: torch.device) -> bool:
-    return values.dtype == torch.float32 and values.device == device and is_plain(values)
+    return values.dtype == torch.float32 and values.device == device and is_plain(values) and not values.is_neg()
 
 
 def _row(values: Tensor, components: Components) -> tuple[int, ...] | None:

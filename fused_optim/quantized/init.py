@@ -16,7 +16,7 @@ from fused_optim.adapters import Update
 from fused_optim.quantized import update
 from fused_optim.quantized.recipes import Recipe
 from fused_optim.quantized.tensor import QuantizedTensor, Shared, check_shape, local_weight
-from fused_optim.sharding.dtensor import local_tensor, rewrap_like, sharded_dim, sharding_dims
+from fused_optim.sharding.dtensor import dense, local_tensor, rewrap_like, sharded_dim, sharding_dims
 
 Filter = Callable[[nn.Module, str], bool]
 
@@ -115,7 +115,7 @@ def _check_cuts(weight: Tensor, recipe: Recipe) -> None:
 def _quantized(weight: Tensor, recipe: Recipe, keep_initial: bool, name: str) -> nn.Parameter:
     values = local_tensor(weight.detach())
     local = QuantizedTensor.empty(recipe, values.shape, values.dtype, values.device)
-    local.components["initial"] = values.contiguous().view(values.shape[0], -1)
+    local.components["initial"] = dense(values).view(values.shape[0], -1)
     local._shared = Shared(
         stale=values.device.type != "meta",
         discard=not (keep_initial and weight.requires_grad),

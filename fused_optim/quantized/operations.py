@@ -25,6 +25,7 @@ from fused_optim.quantized.tensor import (
     implements,
     local_weight,
 )
+from fused_optim.sharding.dtensor import dense
 
 aten = torch.ops.aten
 
@@ -163,7 +164,7 @@ def _copy_components(target: QuantizedTensor, source: QuantizedTensor) -> None:
 def _copy_values(target: QuantizedTensor, source: Tensor) -> None:
     """Quantizes, except where that needs the values of other shards: then the values are kept until it can be done."""
     values = source.dequantize(torch.float32) if isinstance(source, QuantizedTensor) else source
-    values = values.to(target.device)
+    values = dense(values.to(target.device))
     partial = target._cut_from is not None or target._shared.shard
     if target.is_stale or (target.recipe.scales_whole_tensor and partial):
         target.keep_plain(values)

@@ -11,6 +11,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
@@ -52,6 +53,27 @@ def finished_local(tensor: Tensor) -> Tensor:
     """:func:`local_tensor` with memory of its own: that of an unfinished collective is waited for."""
     local = local_tensor(tensor)
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor is more than its shape: not on the meta device and not of a FakeTensorMode."""
+    local = local_tensor(tensor)
+    return not local.is_meta and not isinstance(local, FakeTensor)
+
+
+def is_dense(local: Tensor) -> bool:
+    """Whether a plain tensor's memory is its elements, one after the other.
+
+    Not so where torch negates lazily (``is_neg()``: imaginary parts of conjugates) or keeps zeros without memory.
+    """
+    return local.is_contiguous() and not local.is_neg() and not local._is_zerotensor()
+
+
+def dense(local: Tensor) -> Tensor:
+    """The tensor itself if it :func:`is_dense`, else a copy that is."""
+    if local._is_zerotensor():
+        local = local.clone()
+    return local.resolve_neg().contiguous()
 
 
 def rewrap_like(local: Tensor, like: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,11 +21,11 @@ from fused_optim.formats import (
     join_remainder,
     split_remainder,
 )
-from fused_optim.sharding.dtensor import local_tensor, rewrap_like
+from fused_optim.sharding.dtensor import dense, is_dense, local_tensor, rewrap_like
 from fused_optim.slots import MASTER, MOMENTS, STATES, Slots, Versions
+from fused_optim.state.remainders import PIECE, LoadedRemainder
 
 FOLLOWED = 2**26  # elements compared at a time
-PIECE = 2**20  # elements coded at a time: the codecs' temporaries take up to 50 bytes for each; a multiple of BLOCKS
 
 
 def master_kind(param: Tensor, master_weights: bool, remainder_bits: int | None, dtype: torch.dtype) -> Master:
@@ -124,7 +124,7 @@ class ParamState:
         """Whether a state that was made elsewhere can be kept itself."""
         local, found = local_tensor(self.param), local_tensor(value)
         alike = isinstance(value, DTensor) == isinstance(self.param, DTensor) and found.device == local.device
-        return alike and found.dtype == dtype and found.shape == local.shape and found.is_contiguous()
+        return alike and found.dtype == dtype and found.shape == local.shape and is_dense(found)
 
     def _checked_moment(self, name: str, value: Tensor) -> Tensor:
         local, found = local_tensor(self.param), local_tensor(value)
@@ -152,7 +152,7 @@ class ParamState:
 
     def write_moment(self, name: str, value: Tensor) -> None:
         """Encode local FP32 values into a moment, or into an FP16 master, rounding to nearest."""
-        target, value = local_tensor(self.tensors[name]).view(-1), value.reshape(-1)
+        target, value = local_tensor(self.tensors[name]).view(-1), dense(value).view(-1)
         fmt, stored, block = self.slots.format(name), self.slots.scale(name), self.slots.geometry.block
         for piece in _pieces(target.numel()):
             source = value[piece].to(device=target.device, dtype=torch.float32)
@@ -181,7 +181,7 @@ class ParamState:
         Returns what is still to be written, with that of all other parameters at once: quantized parameters.
         """
         local = local_tensor(self.param.detach())
-        value = value.to(device=local.device, dtype=torch.float32)
+        value = dense(value.to(device=local.device, dtype=torch.float32))
         if self.slots.master.is_remainder:
             high, low = split_remainder(value, self.slots.master)
             local_tensor(self.tensors[MASTER]).copy_(low)
@@ -196,6 +196,19 @@ class ParamState:
             return [Update(self.param, value)]
         local.copy_(value)
         return []
+
+    def write_remainder(self, loaded: LoadedRemainder) -> None:
+        """Set the master from loaded remainders. The parameter has its high bits, or will have where they are kept."""
+        if self.slots.master is loaded.kind:
+            low = local_tensor(self.tensors[MASTER])
+            low.copy_(loaded.bits(low.shape))
+        else:
+            self.write_master(loaded.master(self.param))
+
+    def hold_remainder(self, loaded: LoadedRemainder) -> LoadedRemainder:
+        """What is to be written once the parameter is there; its memory is nobody else's."""
+        low = loaded.bits(local_tensor(self.param).shape)
+        return replace(loaded, low=low, checks=None if loaded.checks is None else loaded.checks.clone())
 
     def follow_parameter(self) -> None:
         """Take over what others have written into the parameter: the next step starts from there.
@@ -238,7 +251,8 @@ class ParamState:
     @property
     def nbytes(self) -> int:
         """Bytes that this rank holds: moments, master and scales."""
-        tensors = [local_tensor(state) for state in self.tensors.values()] + [self.slots.scales]
+        own = [self.tensors[name] for name in self.slots.dtypes() if name in self.tensors]
+        tensors = [*map(local_tensor, own), self.slots.scales]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

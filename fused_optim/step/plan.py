@@ -19,11 +19,12 @@ from torch.distributed.tensor import DTensor
 
 from fused_optim import adapters
 from fused_optim.adapters import Fractions, Target, Update, adapter_of
-from fused_optim.backends import Backend, Hyper, ShardWork, backend_for, is_capturing
+from fused_optim.backends import Backend, Hyper, ShardWork, backend_of, is_capturing
 from fused_optim.backends.engine import Watched
+from fused_optim.backends.gradients import unscaled, write_
 from fused_optim.backends.shards import Shards, shards_on
 from fused_optim.formats import Master, rounding_key
-from fused_optim.sharding.dtensor import finished_local, local_tensor
+from fused_optim.sharding.dtensor import dense, finished_local, is_dense, local_tensor
 from fused_optim.slots import MASTER
 from fused_optim.state.param_state import ParamState, read_parameter
 from fused_optim.state.store import StateStore
@@ -40,6 +41,9 @@ class _Part:
     groups: list[int] = field(default_factory=list)
     watched: list[Watched] = field(default_factory=list)
     absmax: Tensor | None = None  # one per shard, where some target measures it
+    # Gradients that this step reads from copies, and where their unscaled values come from: those copies or, where the
+    # copy is placed in another way, themselves.
+    apart: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     unwatched: set[int] = field(default_factory=set)  # shards that are described at every step
     shards: Shards = field(init=False)
 
@@ -56,11 +60,7 @@ def _same_objects(left: Iterable[Any], right: Sequence[Any]) -> bool:
 def _is_watchable(param: Tensor) -> bool:
     """Not where the parameter's memory is another than that of the contiguous tensor that is updated."""
     plain = type(param) in (Tensor, torch.nn.Parameter, DTensor) and adapter_of(param) is None
-    return plain and local_tensor(param).is_contiguous()
-
-
-def _contiguous(tensor: Tensor) -> Tensor:
-    return finished_local(tensor).contiguous()
+    return plain and is_dense(local_tensor(param))
 
 
 def placed_as(grad: Tensor, param: Tensor) -> Tensor:
@@ -103,8 +103,9 @@ class Plan:
         self._attribute = ""
         for index in self._slots:
             param = self._params[index]
-            device = local_tensor(param).device
-            part = parts.get(device) or parts.setdefault(device, _Part(device, backend_for(device.type)))
+            local = local_tensor(param)
+            device = local.device
+            part = parts.get(device) or parts.setdefault(device, _Part(device, backend_of(local)))
             part.indices.append(index)
             part.groups.append(numbers[index])
             part.unwatched.add(len(part.watched))
@@ -138,7 +139,7 @@ class Plan:
             and _same_objects(chain.from_iterable(group["params"] for group in groups), self._params)
             and _same_objects(state, self._state_keys)
             and _same_objects(state.values(), self._state_dicts)
-            and all(backend_for(part.device.type) == part.backend for part in self._parts)
+            and all(backend_of(local_tensor(part.watched[0].param)) == part.backend for part in self._parts)
         )
 
     @property
@@ -146,8 +147,10 @@ class Plan:
         """The numbers of the param groups that have a gradient in this step."""
         return {number for part in self._parts for number in part.shards.groups_with_gradients()}
 
-    def refresh(self, attribute: str) -> bool:
+    def refresh(self, attribute: str, scaled: bool = False) -> bool:
         """Take the gradients, ``param.<attribute>``, and all addresses of this step.
+
+        ``scaled``: the gradients have a scale, so the pass writes them, too.
 
         False if a parameter has left its device: the plan does not fit any more. Raises for gradients and states that
         cannot be used; nothing has been changed then.
@@ -161,10 +164,15 @@ class Plan:
                 return False
         for part, i in stale:
             self._check(part, i, attribute)
+        for part in self._parts:
+            part.apart.clear()
         written = [(part, i) for part in self._parts for i in part.shards.written()]
         self._follow([*written, *((part, i) for part, i in stale if self._may_be_written(part, i))])
         for part, i in stale:
             self._set(part, i, attribute)
+        for part in self._parts if scaled else []:
+            for i in part.shards.sharing():
+                self._set(part, i, attribute, shared=True)
         return True
 
     def follow_parameters(self) -> None:
@@ -195,7 +203,7 @@ class Plan:
             created = self._slots[index].geometry.numel
             raise ValueError(f"{describe(param, index, name)}: its states were created for {created} local elements")
 
-    def _set(self, part: _Part, i: int, attribute: str) -> None:
+    def _set(self, part: _Part, i: int, attribute: str, shared: bool = False) -> None:
         index, param, states = part.indices[i], part.watched[i].param, part.watched[i].states
         grad, slots = getattr(param, attribute), self._slots[index]
         master = local_tensor(states[MASTER]) if MASTER in states else None
@@ -219,7 +227,7 @@ class Plan:
                 self._lasting[index] = Update(param, updated, absmax=absmax, written=target.data is not None)
                 part.watched[i] = _watched_weight(part.watched[i], target, master)
         work = ShardWork(
-            grad=_contiguous(placed_as(grad, param)),
+            grad=self._dense_gradient(part, grad, param, shared),
             param=updated,
             master=master,
             exp_avg=local_tensor(states["exp_avg"]),
@@ -229,13 +237,22 @@ class Plan:
             target=target,
             absmax=absmax,
         )
-        can_be_watched = _is_watchable(param) if target is None else target.names is not None
+        can_be_watched = not shared and (_is_watchable(param) if target is None else target.names is not None)
         is_watched = part.shards.set(i, work, part.watched[i] if can_be_watched else None)
         (part.unwatched.discard if is_watched else part.unwatched.add)(i)
 
+    @staticmethod
+    def _dense_gradient(part: _Part, grad: Tensor, param: Tensor, shared: bool) -> Tensor:
+        local, aligned = finished_local(grad), placed_as(grad, param)
+        placed = local if aligned is grad else finished_local(aligned)
+        read = placed.clone(memory_format=torch.contiguous_format) if shared else dense(placed)
+        if read is not local:
+            part.apart.append((local, read if placed is local else local))
+        return read
+
     def _contiguous_param(self, param: Tensor) -> Tensor:
         local = local_tensor(param)
-        contiguous = local.contiguous()
+        contiguous = dense(local)
         if contiguous is not local:
             self._copies.append((local, contiguous))
         return contiguous
@@ -261,7 +278,11 @@ class Plan:
         for part, on_device in zip(self._parts, per_device, strict=True):
             if part.absmax is not None:
                 part.absmax.zero_()
+            unscaled_apart = _unscaled_apart(part.apart, on_device)
             part.shards.run(on_device, workspaces.get(part.device))
+            for grad, value in unscaled_apart:
+                write_(grad, value)
+            part.apart.clear()
         for target, source in self._copies:
             target.copy_(source)
         self._copies.clear()
@@ -270,6 +291,8 @@ class Plan:
         self._passing.clear()
         if updated:
             torch.autograd.graph.increment_version(updated)
+        if updated and per_device[0][0].grad_scale is not None:
+            torch.autograd.graph.increment_version([getattr(param, self._attribute) for param in updated])
         for part in self._parts:
             for i in part.unwatched:
                 self._store[part.watched[i].param].mark()
@@ -297,6 +320,16 @@ class Plan:
             return None
         step = hyper.step if hyper.steps_done is None else hyper.steps_done  # counted already
         return Fractions(rounding_key(self._seed, index), self._slots[index].geometry, step)
+
+
+def _unscaled_apart(apart: list[tuple[Tensor, Tensor]], hypers: list[Hyper]) -> list[tuple[Tensor, Tensor]]:
+    """Gradients that a pass does not write itself, and what is to be written: the copies, which it does write."""
+    scale, found_inf = hypers[0].grad_scale, hypers[0].found_inf
+    if scale is None:
+        return []
+    if found_inf is not None:
+        scale = torch.where(found_inf == 0, scale, 1.0)
+    return [(grad, unscaled(grad, scale) if source is grad else source) for grad, source in apart]
 
 
 def _watched(param: Tensor, states: dict[str, Tensor]) -> Watched:

@@ -28,7 +28,7 @@ def host_lr(group: dict[str, Any]) -> float | None:
 
 def on_device(scalar: Tensor, device: torch.device) -> Tensor:
     """As the engines read it: FP32 on their device; the tensor itself where it is that already."""
-    return local_tensor(scalar).to(device=device, dtype=torch.float32)
+    return local_tensor(scalar).to(device=device, dtype=torch.float32).resolve_neg()
 
 
 @dataclass

@@ -164,7 +164,7 @@ def loaded(name: str) -> ModuleType:
 
 def empty_plan(name: str, groups: list[int]) -> Any:
     """Two param groups, and shards that are not described yet."""
-    return loaded(name).Plan(groups, 2, None, Tensor, DTensor)
+    return loaded(name).Plan(groups, 2, None, Tensor, DTensor, keys=[])
 
 
 @pytest.mark.parametrize("name", COMPILED)

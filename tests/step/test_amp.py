@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases import FORMAT, MASTER, Format, Master, values
+from cases import FLOAT_DTYPES, FORMAT, FORMATS, MASTER, MASTERS, SHAPES, Format, Master, values
 from distributed import two_gpus
 from fused_optim import FusedAdam, FusedAdamW
 
-SHAPES = [(4, 128), (5, 7), (10,)]
+PARAMETERS = [(4, 128), (5, 7), (10,)]
 VARIANTS = [
     (FORMAT["float32"], MASTER["float32"]),
     (FORMAT["int8"], MASTER["bfloat16+rem16"]),
@@ -47,7 +47,7 @@ STEPS = pytest.mark.parametrize("step", [by_scaler, by_optimizer, unscaled_first
 
 
 def parameters(device: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    params = [torch.nn.Parameter(values(shape, dtype, device, seed=i)) for i, shape in enumerate(SHAPES)]
+    params = [torch.nn.Parameter(values(shape, dtype, device, seed=i)) for i, shape in enumerate(PARAMETERS)]
     if device == "cuda" and dtype == torch.bfloat16:
         for param in params:
             param.grad_dtype = torch.float32  # torch's GradScaler does not know BF16 gradients on GPUs
@@ -123,6 +123,114 @@ def test_equals_the_same_steps_without_scaler(
         for name in first.state[a]:
             assert torch.equal(first.get_unscaled_state(a, name), second.get_unscaled_state(b, name))
     assert shown_step(first) == shown_step(second) == 4
+
+
+# --- what is left in the gradients -----------------------------------------------------------------------------------
+
+
+def scaled_step(optimizer: torch.optim.Optimizer, scale: float, found_inf: float, device: str) -> None:
+    """As GradScaler calls it."""
+    optimizer.grad_scale = torch.tensor(scale, device=device)
+    optimizer.found_inf = torch.tensor(found_inf, device=device)
+    optimizer.step()
+    del optimizer.grad_scale, optimizer.found_inf
+
+
+BACKENDS = pytest.mark.parametrize("backend", ["", "torch"], ids=["engine", "torch"])
+
+
+@BACKENDS
+@pytest.mark.parametrize("scale", [65536.0, 1.0, 0.5, 1000.0, 0.7])
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_gradients_are_left_as_torch_leaves_them(
+    dtype: torch.dtype, scale: float, backend: str, device: str, use_backend: Callable[[str], None]
+) -> None:
+    """Bitwise; with ``maximize`` they keep their sign, and clipping is none of their business."""
+    use_backend(backend)
+    shapes = [(33, 128), (4, 8, 4, 4), (777,), (5, 7), (0, 32), ()]
+    ours, theirs = ([torch.nn.Parameter(torch.ones(s, dtype=dtype, device=device)) for s in shapes] for _ in range(2))
+    optimizer, reference = FusedAdamW(ours, maximize=True), torch.optim.AdamW(theirs, maximize=True, fused=True)
+    for number in range(3):
+        for params in (ours, theirs):
+            for i, param in enumerate(params):
+                param.grad = values(shapes[i], dtype, device, seed=10 * number + i, spread=2.0)
+        grads = [param.grad for param in ours]
+        versions = [grad._version for grad in grads]
+        optimizer.clip_grad_norm_(0.1)
+        for each in (optimizer, reference):
+            scaled_step(each, scale, 0.0, device)
+        for param, other, grad, version in zip(ours, theirs, grads, versions, strict=True):
+            assert param.grad is grad and grad._version > version
+            assert torch.equal(grad, other.grad)
+
+
+@BACKENDS
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize("master", MASTERS, ids=str)
+def test_every_pass_leaves_unscaled_gradients(
+    master: Master, fmt: Format, backend: str, device: str, use_backend: Callable[[str], None]
+) -> None:
+    """In every format, wherever the gradients lie in memory; a skipped step leaves them and everything else alone."""
+    use_backend(backend)
+    dtype = master.param_dtype
+    params = [torch.nn.Parameter(values(shape.shape, dtype, device, seed=i)) for i, shape in enumerate(SHAPES)]
+    formats = {"exp_avg_dtype": fmt.dtype, "exp_avg_sq_dtype": fmt.dtype}
+    optimizer = FusedAdamW(params, lr=0.5, **formats, **master.options)
+    for number, found_inf in enumerate([0.0, 1.0, 0.0]):
+        seeds = range(50 * number, 50 * number + len(SHAPES))
+        grads = [s.layout(values(s.shape, dtype, device, seed=seed)) for s, seed in zip(SHAPES, seeds, strict=True)]
+        expected = [grad.clone() if found_inf else (grad.float() / 64.0).to(dtype) for grad in grads]
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        before = [param.detach().clone() for param in params]
+        scaled_step(optimizer, 64.0, found_inf, device)
+        for param, kept, grad, unscaled in zip(params, before, grads, expected, strict=True):
+            assert param.grad is grad and torch.equal(grad, unscaled)
+            assert torch.equal(param, kept) == (bool(found_inf) or not param.numel())
+    assert shown_step(optimizer) == 2
+
+
+@BACKENDS
+def test_unscaled_gradients_can_be_used_again(backend: str, device: str, use_backend: Callable[[str], None]) -> None:
+    """Such as by another step, or to log their norms."""
+    use_backend(backend)
+    params, others = parameters(device), parameters(device)
+    optimizer, expected = FusedAdamW(params, lr=0.01), FusedAdamW(others, lr=0.01)
+    give_gradients(params, 0, 256.0)
+    give_gradients(others, 0)
+    scaled_step(optimizer, 256.0, 0.0, device)
+    optimizer.step()
+    expected.step()
+    expected.step()
+    for param, other in zip(params, others, strict=True):
+        assert torch.equal(param.grad, other.grad) and torch.equal(param, other)
+
+
+def test_gradients_that_were_unscaled_before_stay_so(device: str) -> None:
+    params = parameters(device)
+    optimizer, scaler = FusedAdamW(params), torch.amp.GradScaler(device, init_scale=256.0)
+    for step in (unscaled_first, unscaled_first_by_optimizer):
+        scaler.scale(torch.ones((), device=device))
+        give_gradients(params, 0, 256.0)
+        step(scaler, optimizer)
+        scaler.update()
+        for i, param in enumerate(params):
+            assert torch.equal(param.grad, values(tuple(param.shape), torch.float32, device, seed=i))
+
+
+def test_decoupled_gradients_are_left_unscaled(device: str) -> None:
+    params = parameters(device)
+    optimizer = make(params, *VARIANTS[0], use_decoupled_grad=True)
+    for i, param in enumerate(params):
+        param.grad = torch.ones_like(param)
+        param.decoupled_grad = values(tuple(param.shape), torch.bfloat16, device, seed=i)
+    given = [param.decoupled_grad.clone() for param in params]
+    scaled_step(optimizer, 64.0, 0.0, device)
+    for param, grad in zip(params, given, strict=True):
+        assert torch.equal(param.decoupled_grad, grad / 64) and torch.equal(param.grad, torch.ones_like(param))
+
+
+# --- skipped steps ----------------------------------------------------------------------------------------------------
 
 
 def test_skipped_steps_change_nothing(device: str) -> None:

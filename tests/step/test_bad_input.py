@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
@@ -152,7 +153,28 @@ def secret(*shape: int, **options: Any) -> Tensor:
     return torch.full(shape, SECRET, **options)
 
 
-GRADIENTS: list[tuple[str, Callable[[], Tensor], type[Exception], str]] = [
+def freed(tensor: Tensor) -> Tensor:
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def batched() -> Tensor:
+    """The wrapper that torch.vmap gives to a function, kept beyond it."""
+    kept: list[Tensor] = []
+    torch.vmap(lambda x: (kept.append(x), x)[1])(secret(2, 4, 128))
+    return kept[0]
+
+
+def fake() -> Tensor:
+    return FakeTensorMode().from_tensor(secret(4, 128))
+
+
+def nested(**options: Any) -> Tensor:
+    return torch.nested.nested_tensor([secret(128)] * 4, **options)
+
+
+NO_MEMORY = "its gradient has no memory to be read"
+GRADIENTS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("sparse", lambda: secret(4, 128).to_sparse(), RuntimeError, "sparse gradients are not supported .*sparse_coo"),
     ("float64", lambda: secret(4, 128, dtype=torch.float64), TypeError, "expected a gradient of .*, got torch.float64"),
     ("int32", lambda: secret(4, 128, dtype=torch.int32), TypeError, "expected a gradient of .*, got torch.int32"),
@@ -160,13 +182,32 @@ GRADIENTS: list[tuple[str, Callable[[], Tensor], type[Exception], str]] = [
     ("shape", lambda: secret(128, 4), ValueError, r"expected a gradient of the same shape, got \(128, 4\)"),
     ("numel", lambda: secret(4, 127), ValueError, r"expected a gradient of the same shape, got \(4, 127\)"),
     ("device", lambda: secret(4, 128, device="meta"), ValueError, "its gradient is on meta, not cpu"),
+    ("number", lambda: SECRET, TypeError, "expected a tensor as its gradient, got float"),
+    ("mkldnn", lambda: secret(4, 128).to_mkldnn(), RuntimeError, "such gradients are not supported .*_mkldnn"),
+    ("nested", nested, RuntimeError, "nested gradients are not supported .*; use a dense gradient"),
+    ("jagged", lambda: nested(layout=torch.jagged), RuntimeError, "nested gradients are not supported .*jagged"),
+    ("qint8", lambda: torch.quantize_per_tensor(secret(4, 128), 1e3, 0, torch.qint8), TypeError, "got torch.qint8"),
+    ("wrapper", lambda: TwoTensor(secret(4, 128), secret(4, 128)), TypeError, "its gradient is a TwoTensor"),
+    ("freed", lambda: freed(secret(4, 128)), RuntimeError, NO_MEMORY),
+    ("batched", batched, RuntimeError, NO_MEMORY),
+    ("functional", lambda: torch._to_functional_tensor(secret(4, 128)), RuntimeError, NO_MEMORY),
+    ("fake", fake, RuntimeError, NO_MEMORY),
 ]
 
 
 @pytest.mark.parametrize(("grad", "error", "message"), [row[1:] for row in GRADIENTS], ids=names(GRADIENTS))
 @pytest.mark.parametrize("trained", [True, False], ids=["trained", "fresh"])
-def test_gradient(trained: bool, grad: Callable[[], Tensor], error: type[Exception], message: str) -> None:
+@pytest.mark.parametrize("backend", ["", "torch"], ids=["engine", "torch"])
+def test_gradient(
+    backend: str,
+    trained: bool,
+    grad: Callable[[], Any],
+    error: type[Exception],
+    message: str,
+    use_backend: Callable[[str], None],
+) -> None:
     """Even if only the last of several is bad."""
+    use_backend(backend)
     params = [torch.nn.Parameter(values((4, 128), torch.bfloat16, "cpu", seed=i)) for i in range(4)]
     options = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.float8_e4m3fn, "store_param_remainders": True}
     named = [(f"layer{i}.weight", param) for i, param in enumerate(params)]
@@ -183,6 +224,43 @@ def test_gradient(trained: bool, grad: Callable[[], Tensor], error: type[Excepti
         optimizer.step()
     assert "7777" not in str(raised.value)
     assert bool(optimizer.state) == trained
+
+
+def zeros_without_memory() -> Tensor:
+    return torch._efficientzerotensor((4, 128))
+
+
+def made_in_inference_mode() -> Tensor:
+    with torch.inference_mode():
+        return secret(4, 128)
+
+
+UNWRITABLE: list[tuple[str, Callable[[], Tensor], str]] = [
+    ("expanded", lambda: secret(1, 128).expand(4, 128), r"several of its elements share memory \(strides \(0, 1\)\)"),
+    ("zero", zeros_without_memory, "a zero tensor has no memory of its own"),
+    ("inference", made_in_inference_mode, "made in inference mode"),
+    ("freed", lambda: freed(secret(4, 128)), "its storage was freed"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), [row[1:] for row in UNWRITABLE], ids=names(UNWRITABLE))
+@pytest.mark.parametrize("later", [True, False], ids=["later", "first"])
+@pytest.mark.parametrize("backend", ["", "torch"], ids=["engine", "torch"])
+def test_parameter_that_cannot_be_written(
+    backend: str, later: bool, make: Callable[[], Tensor], message: str, use_backend: Callable[[str], None]
+) -> None:
+    use_backend(backend)
+    good, bad = torch.nn.Parameter(torch.ones(4, 128)), torch.nn.Parameter(torch.ones(4, 128))
+    optimizer = FusedAdam([good, bad])
+    good.grad, bad.grad = torch.ones(4, 128), torch.ones(4, 128)
+    if later:
+        optimizer.step()
+    bad.data = make()
+    kept = good.detach().clone()
+    with pytest.raises(RuntimeError, match=rf"parameter 1 \(shape \(4, 128\).*{message}") as raised:
+        optimizer.step()
+    assert "7777" not in str(raised.value)
+    assert torch.equal(good, kept) and optimizer.param_groups[0]["step"] == int(later)
 
 
 def test_parameter_dtype_changed_later() -> None:
@@ -336,6 +414,8 @@ def test_amsgrad_is_not_loaded() -> None:
         ("exp_avg", torch.zeros(1, 128)),
         ("exp_avg_sq", torch.zeros(1, 256, dtype=torch.uint8)[:, ::2]),
         ("master_param", torch.zeros(1, 64)),
+        ("master_param", torch._neg_view(torch.zeros(1, 128))),
+        ("master_param", freed(torch.zeros(1, 128))),
     ],
 )
 def test_replaced_states_are_refused(key: str, replaced: Tensor) -> None:
@@ -345,7 +425,7 @@ def test_replaced_states_are_refused(key: str, replaced: Tensor) -> None:
     optimizer.step()
     before = param.detach().clone()
     optimizer.state[param][key] = replaced
-    with pytest.raises((TypeError, ValueError), match=f"parameter 0 .*{key}"):
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=f"parameter 0 .*{key}"):
         optimizer.step()
     assert optimizer.param_groups[0]["step"] == 1 and torch.equal(param, before)
 

@@ -178,8 +178,12 @@ def test_float_lr_is_that_of_the_last_called_step(gpu: str) -> None:
 
 
 @pytest.mark.cuda
-def test_found_inf_under_capture(gpu: str) -> None:
+@pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "strided"])
+def test_found_inf_under_capture(contiguous: bool, gpu: str) -> None:
+    """Replays leave unscaled gradients, too, and those of skipped steps as they are."""
     replayed, eager = warmed_up(FORMATS[4], MASTERS[3]), warmed_up(FORMATS[4], MASTERS[3])
+    for param in replayed.params if not contiguous else []:
+        param.grad = torch.zeros(*param.shape, 2, dtype=param.dtype, device=gpu)[..., 0]
     scale = torch.tensor(128.0, device=gpu)
     found_inf = torch.zeros((), device=gpu)
     replayed.optimizer.grad_scale, replayed.optimizer.found_inf = scale, found_inf
@@ -195,6 +199,8 @@ def test_found_inf_under_capture(gpu: str) -> None:
         scale.fill_(2.0**step)
         graph.replay()
         eager.compute_gradients()
+        for param, other in zip(replayed.params, eager.params, strict=True):
+            assert torch.equal(param.grad, other.grad * (scale if found_inf else 1.0))
         if step not in (0, 4, 5):
             eager.optimizer.step()
     assert_same(replayed, eager)

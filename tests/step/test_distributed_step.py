@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -208,6 +208,41 @@ def test_gradients_are_redistributed_to_their_parameters() -> None:
 
 
 # --- FSDP2 ------------------------------------------------------------------------------------------------------
+
+
+def unscale(placement: Placement, backend: str, found_inf: float) -> list[bool]:
+    """Whether a step leaves ``gradient / scale`` in gradients placed so, and nothing if it is skipped."""
+    os.environ["FUSED_OPTIM_BACKEND"] = backend
+    try:
+        mesh, right = distributed.mesh(), []
+        param = nn.Parameter(shard(torch.ones(5, 128), mesh, [Shard(0)]))
+        optimizer = FusedAdam([param])
+        for _ in range(2):
+            full = torch.randn(5, 128, generator=torch.Generator().manual_seed(1)).to(distributed.device())
+            local = full.clone() if placement.is_partial() else shard(full, mesh, [placement]).to_local()
+            given = local.clone()
+            grad = DTensor.from_local(local, mesh, [placement], shape=full.shape, stride=full.stride())
+            param.grad, kept = grad, param.to_local().clone()
+            optimizer.grad_scale = torch.tensor(7.0, device=distributed.device())
+            optimizer.found_inf = torch.tensor(found_inf, device=distributed.device())
+            optimizer.step()
+            expected = given if found_inf else given / optimizer.grad_scale
+            right += [param.grad is grad, torch.equal(grad.to_local(), expected)]
+            right.append(not local.numel() or torch.equal(param.to_local(), kept) == bool(found_inf))
+        return right
+    finally:
+        del os.environ["FUSED_OPTIM_BACKEND"]
+
+
+@pytest.mark.parametrize("found_inf", [0.0, 1.0])
+@pytest.mark.parametrize("backend", ["", "torch"], ids=["engine", "torch"])
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate(), Partial()], ids=str)
+@pytest.mark.parametrize(("world_size", "on"), distributed.on_each_device((2,), (3,)))
+def test_gradients_are_unscaled_where_they_are(
+    world_size: int, on: str, placement: Placement, backend: str, found_inf: float
+) -> None:
+    for right in distributed.run(world_size, unscale, placement, backend, found_inf, on=on):
+        assert all(right), right
 
 
 def build_model(dtype: torch.dtype) -> nn.Sequential:

@@ -177,13 +177,16 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
 #endif
     py::class_<Plan>(m, "Plan", py::module_local(), "The shards of one device and their param groups, step by step.")
         .def(py::init([](const std::vector<uint32_t>& groups, size_t group_count, py::object exchange_api,
-                         py::object tensor_type, py::object dtensor_type) {
-                 return Plan(groups, group_count, TensorReader(exchange_api, tensor_type), dtensor_type);
+                         py::object tensor_type, py::object dtensor_type,
+                         const std::vector<std::pair<py::object, uint64_t>>& keys) {
+                 const TensorReader reader(exchange_api, tensor_type, DispatchKeys(keys));
+                 return Plan(groups, group_count, reader, dtensor_type);
              }),
              py::arg("groups"), py::arg("group_count"), py::arg("exchange_api"), py::arg("tensor_type"),
-             py::arg("dtensor_type"))
+             py::arg("dtensor_type"), py::arg("keys"))
         .def("refresh", py::overload_cast<py::list, py::str>(&Plan::refresh), py::arg("watched"), py::arg("attribute"))
         .def("watch", &Plan::watch, py::arg("shard"), py::arg("watched"))
+        .def("sharing", &Plan::sharing)
         .def("written", &Plan::written)
         .def("find_written", &Plan::find_written, py::arg("watched"))
         .def("updated", &Plan::updated, py::arg("watched"))

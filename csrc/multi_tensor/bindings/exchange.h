@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
+#include <utility>
 #include <vector>
 
 namespace fused_optim {
@@ -62,19 +64,55 @@ inline bool is_contiguous(const DLTensor& tensor) {
 
 inline uint64_t address(const DLTensor& tensor) { return reinterpret_cast<uint64_t>(tensor.data) + tensor.byte_offset; }
 
+// What DLPack does not tell: whether a tensor's bytes are its values. torch negates lazily, makes zeros without memory,
+// and wraps tensors for its transforms. All of it is in the tensor's dispatch keys, a word of torch's own tensor, to
+// which the first field of the Python object points. Where the word lies is found out by looking for known keys.
+class DispatchKeys {
+public:
+    // `examples`: (tensor, its keys), the first one an ordinary tensor.
+    explicit DispatchKeys(const std::vector<std::pair<pybind11::object, uint64_t>>& examples) {
+        constexpr size_t kBodySize = 192;  // not more than torch's own tensor has
+        for (size_t offset = 0; offset < kBodySize && !examples.empty(); offset += sizeof(uint64_t)) {
+            offset_ = offset;
+            ordinary_ = examples.front().second;
+            found_ = std::all_of(examples.begin(), examples.end(),
+                                 [&](const auto& example) { return of(example.first.ptr()) == example.second; });
+            if (found_) return;
+        }
+    }
+
+    bool found() const { return found_; }
+    bool are_ordinary(PyObject* tensor) const { return of(tensor) == ordinary_; }
+
+private:
+    uint64_t of(PyObject* tensor) const {
+        const char* body =
+            *reinterpret_cast<const char* const*>(reinterpret_cast<const char*>(tensor) + sizeof(PyObject));
+        uint64_t keys;
+        std::memcpy(&keys, body + offset_, sizeof(keys));
+        return keys;
+    }
+
+    size_t offset_ = 0;
+    uint64_t ordinary_ = 0;
+    bool found_ = false;
+};
+
 class TensorReader {
 public:
     // `capsule`: torch.Tensor.__dlpack_c_exchange_api__; of anything else, or another major version, nothing is read.
-    TensorReader(pybind11::object capsule, pybind11::object tensor_type) : tensor_type_(tensor_type) {
+    TensorReader(pybind11::object capsule, pybind11::object tensor_type, DispatchKeys keys)
+        : tensor_type_(tensor_type), keys_(keys) {
+        if (!keys.found()) return;
         constexpr const char* name = "dlpack_exchange_api";
         if (!PyCapsule_IsValid(capsule.ptr(), name)) return;
         auto* api = static_cast<DLPackExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), name));
         if (api->major == 1) to_tensor_ = api->to_tensor;
     }
 
-    // False for what is not a dense tensor with memory of its own, such as sparse ones.
+    // False for what is not a tensor whose values lie in memory of its own, such as sparse ones.
     bool read(PyObject* object, DLTensor& out) const {
-        if (to_tensor_ == nullptr) return false;
+        if (to_tensor_ == nullptr || !is_tensor(object) || !keys_.are_ordinary(object)) return false;
         if (to_tensor_(object, &out) == 0) return true;
         PyErr_Clear();
         return false;
@@ -86,7 +124,12 @@ public:
     }
 
 private:
+    bool is_tensor(PyObject* object) const {
+        return PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(tensor_type_.ptr()));
+    }
+
     pybind11::object tensor_type_;
+    DispatchKeys keys_;
     int (*to_tensor_)(void*, DLTensor*) = nullptr;
 };
 

@@ -143,6 +143,30 @@ public:
         return params;
     }
 
+    // The numbers of the shards whose gradients have memory in common with another's.
+    std::vector<size_t> sharing() const {
+        struct Extent {
+            uint64_t begin, end;
+            size_t shard;
+        };
+        std::vector<Extent> extents;
+        for (size_t i = 0; i < rows_.size(); ++i) {
+            const Shard& s = rows_[i].shard;
+            if (!rows_[i].has_gradient || !s.numel) continue;
+            extents.push_back({s.grad, s.grad + s.numel * element_bytes(s.grad_type), i});
+        }
+        std::sort(extents.begin(), extents.end(), [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
+        std::vector<size_t> found;
+        const Extent* last = nullptr;  // of those before, the one that ends last
+        for (const Extent& extent : extents) {
+            if (last && extent.begin < last->end) found.insert(found.end(), {last->shard, extent.shard});
+            if (!last || extent.end > last->end) last = &extent;
+        }
+        std::sort(found.begin(), found.end());
+        found.erase(std::unique(found.begin(), found.end()), found.end());
+        return found;
+    }
+
     // The param groups of these, ascending.
     std::vector<uint32_t> groups_with_gradients() const {
         std::vector<uint32_t> groups;

@@ -292,6 +292,12 @@ void update_values(float* __restrict__ grad, float* __restrict__ param, float* _
     }
 }
 
+void store_unscaled(const Shard& shard, const Scalars& scalars, const float* grad, uint64_t element, int count) {
+    alignas(64) float tile[kTile];
+    for (int i = 0; i < kTile; ++i) tile[i] = unscaled_gradient(grad[i], scalars);
+    store(tile, nullptr, shard.grad_type, shard.grad, element, count);
+}
+
 // Formats are looked at once per tile and stage: no need for an instance per mix of formats. Returns the bits of the
 // largest finite magnitude of a quantized weight.
 uint32_t update_tile(const Shard& shard, const Scalars& scalars, uint64_t element, int count) {
@@ -311,7 +317,7 @@ uint32_t update_tile(const Shard& shard, const Scalars& scalars, uint64_t elemen
     float* const m = in_place(m_tile, m_format == Format::kFloat32, shard.exp_avg, element, count);
     float* const v = in_place(v_tile, v_format == Format::kFloat32, shard.exp_avg_sq, element, count);
     const bool float32_grad = shard.grad_type == Element::kFloat32 && scalars.unchanged_gradient;
-    float* const grad = in_place(grad_tile, float32_grad, shard.grad, element, count);  // never written there
+    float* const grad = in_place(grad_tile, float32_grad, shard.grad, element, count);  // updates do not write there
 
     if (grad == grad_tile) load(grad, shard.grad_type, shard.grad, element, count);
     if (param == param_tile) load_master(param, shard, element, count, master_scales);
@@ -319,6 +325,7 @@ uint32_t update_tile(const Shard& shard, const Scalars& scalars, uint64_t elemen
     if (v == v_tile) {
         dispatch_codec<ExpAvgSq>(v_format, LoadMoment{v, v_format, shard.exp_avg_sq, element, count, v_scales});
     }
+    if (scalars.writes_gradient) store_unscaled(shard, scalars, grad, element, count);
     update_values(grad, param, m, v, root, scalars);
     for (int i = count; i < kTile; ++i) {  // a short last block's scales must not see them
         m[i] = v[i] = root[i] = param[i] = 0.0f;

@@ -31,7 +31,10 @@ constexpr int kMaxDevices = 64;
 template <class MixType>
 struct OneMix {
     // Measured on an H200. Without scales nothing is gained by more than a tile; more warps hide the loads' latency.
-    static constexpr int kBlocksPerMultiprocessor = MixType::scaled ? 6 : 7;
+    // FP8 beside a master that is no tensor of its own leaves registers for more warps, too.
+    static constexpr bool light = MixType::M::format == Format::kFloat8 && MixType::master != Master::kFloat32 &&
+                                  MixType::master != Master::kFloat16;
+    static constexpr int kBlocksPerMultiprocessor = MixType::scaled && !light ? 6 : 7;
     static constexpr int kTilesPerChunk = MixType::scaled ? kMaxTilesPerChunk : 1;
     static constexpr bool kScaledMasters = is_scaled(MixType::master);
     using Table = std::conditional_t<MixType::has_weights, WeightsTable, BasicTable>;

@@ -248,7 +248,11 @@ __device__ __noinline__ void general_walk() {
             Codecs::exp_avg(m_format, LoadMoment{m_format, view.exp_avg, element, view.exp_avg_scales, block_log2, m});
             Codecs::exp_avg_sq(v_format,
                                LoadMoment{v_format, view.exp_avg_sq, element, view.exp_avg_sq_scales, block_log2, v});
-            float grad = scaled_gradient(load_element(view.grad_type(), view.grad, element), scalars);
+            float grad = load_element(view.grad_type(), view.grad, element);
+            if (scalars.writes_gradient) {
+                store_element<false>(view.grad_type(), view.grad, element, unscaled_gradient(grad, scalars), 0);
+            }
+            grad = scaled_gradient(grad, scalars);
             param = scaled_master ? load_float16_master(view, element) : load_master(view, element);
             if (scalars.l2_penalty != 0.0f) grad = penalized_gradient(grad, param, scalars);
             Moments moments = next_moments(grad, m, v, scalars);

@@ -297,6 +297,17 @@ __device__ __forceinline__ void update_vector(const View& view, const Scalars& s
     }
 }
 
+// What the update has read, once more: it is still at hand, and costs fewer registers than to keep it.
+__device__ __forceinline__ void store_unscaled(const View& view, const Scalars& scalars, uint32_t element) {
+    Packet<4> raw{};
+    float grad[kVector];
+    load(raw, view.grad_type(), view.grad, element);
+    decode(grad, raw, view.grad_type());
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) grad[i] = unscaled_gradient(grad[i], block->scalars);
+    store<false>(grad, 0, scalars.rounding, view.grad_type(), view.grad, element);
+}
+
 template <class T>
 __device__ __forceinline__ void copy_scales(T* target, const T* source, uint32_t count) {
     for (uint32_t i = threadIdx.x; i < count; i += kThreads) target[i] = source[i];
@@ -325,11 +336,13 @@ __device__ __forceinline__ void walk_elements(const View& view, const Scalars& s
         Raw<MixType> ahead;
         if (prefetches) ahead.load_all(view, next);
         update_vector<MixType>(view, scalars, raw, element);
+        if (block->scalars.writes_gradient) store_unscaled(view, scalars, element);
         if (!prefetches) ahead.load_all(view, next);
         raw = ahead;
         element = next;
     }
     update_vector<MixType>(view, scalars, raw, element);
+    if (block->scalars.writes_gradient) store_unscaled(view, scalars, element);
 }
 
 template <class MixType>
