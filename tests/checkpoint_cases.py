@@ -49,6 +49,7 @@ MASTERS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "bfloat16": (torch.bfloat16, {}),
     "remainder16": (torch.bfloat16, {"store_param_remainders": True}),
     "remainder8": (torch.bfloat16, {"store_param_remainders": True, "param_remainder_bits": 8}),
+    "float16": (torch.bfloat16, {"master_weight_dtype": torch.float16}),
     "no master": (torch.bfloat16, {"master_weights": False}),
 }
 

@@ -28,6 +28,7 @@ MASTERS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "masters": (BF16, {}),
     "remainders": (BF16, {"store_param_remainders": True}),
     "24-bit": (BF16, {"store_param_remainders": True, "param_remainder_bits": 8}),
+    "fp16": (BF16, {"master_weight_dtype": torch.float16}),
     "none": (BF16, {"master_weights": False}),
 }
 

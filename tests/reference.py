@@ -10,7 +10,8 @@ MASK32 = 2**32 - 1
 GOLDEN_RATIO = 0x9E3779B9  # 2**32 / 1.6180339887...
 NEAREST = 2**31  # as a rounding fraction: 1/2
 SQUARE_ROOT_OF_TWO = 0x6A09E667  # 2**32 * (2**0.5 - 1)
-SMALLEST = {"exp_avg": 2.0**-100, "exp_avg_sq": 2.0**-120}  # blocks whose largest value lies below become zeros
+# Blocks whose largest value lies below become zeros.
+SMALLEST = {"exp_avg": 2.0**-100, "exp_avg_sq": 2.0**-120, "master_param": 2.0**-126}
 TOP_NUDGE, ONE = np.float32(1 + 2.0**-20), np.float32(1)
 
 Array = np.ndarray

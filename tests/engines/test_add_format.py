@@ -60,7 +60,8 @@ class _Toy8Codec:
     """Linear, in 127 and 255 levels."""
 
     @staticmethod
-    def scale_m(absmax: Tensor) -> tuple[Tensor, Tensor]:
+    def scale_m(m: Tensor) -> tuple[Tensor, Tensor]:
+        absmax = _absmax(m)
         scale = _divide(absmax, 127.0)
         return _block_scale(absmax, _SMALLEST_EXP_AVG, scale, 1.0 / scale)
 
@@ -73,7 +74,8 @@ class _Toy8Codec:
         return bits.float() * scale
 
     @staticmethod
-    def scale_v(absmax: Tensor) -> tuple[Tensor, Tensor]:
+    def scale_v(v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        absmax = _absmax(v)
         top = absmax.clamp_min(2.0**-100)
         return _block_scale(absmax, _SMALLEST_EXP_AVG_SQ, _divide(top, 255.0), 1.0 / top * _TOP_NUDGE)
 

@@ -20,6 +20,7 @@ from reference import (
     SMALLEST,
     Array,
     BlockCode,
+    Float16Code,
     last_place,
     rounding_fraction,
     rounding_fractions,
@@ -316,6 +317,55 @@ def test_the_largest_fp16_second_moment_grows_through_powers_of_two(device: str)
         bits, scale = formats.encode_state(state * 0.999 + 0.0013, "exp_avg_sq", fmt, 32, u)
         state = formats.decode_state(bits, scale, "exp_avg_sq", fmt, 32)
     np.testing.assert_allclose(state.cpu().numpy(), 1.3 - 0.4 * 0.999**2000, rtol=2e-3)
+
+
+@given(data=numbers(largest=127), u=fractions)
+def test_fp16_masters_equal_numpy(device: str, data: Numbers, u: Fractions) -> None:
+    x, block, fraction = data.array(), data.block, u.array(data.count)
+    fmt = formats.STATE_FORMATS[torch.float16]
+    bits, scale = encode(x, "master_param", FORMAT["float16"], block, fraction, device)
+    code = Float16Code()
+    scales = code.scale(scale_maxima(x, "master_param", code, block, fraction), "master_param")
+    np.testing.assert_array_equal(scale.cpu().numpy(), scales[::block])
+    codes = magnitudes_of(bits, "exp_avg")
+    position = code.position(np.abs(x), scales) + fraction / 2**32
+    fuzz = 2.0**-10  # the fraction's last bits are dropped
+    lowest, highest = (np.floor(position + sign * fuzz).clip(0, len(code.levels) - 1) for sign in (-1, 1))
+    lowest, highest = (np.where(scales > 0, bound, 0) for bound in (lowest, highest))
+    assert np.all((lowest <= codes) & (codes <= highest))
+    decoded = formats.decode_state(bits, scale, "master_param", fmt, block)
+    np.testing.assert_array_equal(decoded.cpu().numpy(), np.copysign(code.decode(codes, scales), x))
+    again, scale_again = encode(decoded.cpu().numpy(), "master_param", FORMAT["float16"], block, NEAREST, device)
+    assert torch.equal(again, bits) and torch.equal(scale_again, scale)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_poison_stays_in_its_block_of_a_master(poison: float, device: str) -> None:
+    x = np.random.default_rng(0).standard_normal(96).astype(np.float32)
+    x[40] = poison
+    fmt = formats.STATE_FORMATS[torch.float16]
+    bits, scale = encode(x, "master_param", FORMAT["float16"], 32, NEAREST, device)
+    decoded = formats.decode_state(bits, scale, "master_param", fmt, 32).cpu().numpy()
+    assert np.all(np.isnan(decoded[32:64]))
+    np.testing.assert_allclose(decoded[[*range(32), *range(64, 96)]], x[[*range(32), *range(64, 96)]], rtol=2.0**-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_small_updates_reach_fp16_masters(dtype: torch.dtype, device: str) -> None:
+    """Each is 1% of a last place: rotating rounding adds them up, nearest rounding loses all."""
+    moved = []
+    for stochastic in (True, False):
+        param = torch.full((4, 64), 1.5, dtype=dtype, device=device)
+        options = {"master_weight_dtype": torch.float16, "stochastic_rounding": stochastic}
+        optimizer = FusedAdam([param], lr=1e-5, **options)
+        for _ in range(1000):
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+        master = optimizer.get_unscaled_state(param, "master_param")
+        assert optimizer.state[param]["master_param"].dtype == torch.float16
+        assert torch.equal(param, master.to(dtype))
+        moved.append(float((1.5 - master).mean()))
+    assert abs(moved[0] - 0.01) < 1e-4 and moved[1] == 0.0
 
 
 def test_float8_codes_equal_torch_cast(device: str) -> None:

@@ -185,6 +185,24 @@ def test_options_of_masters_have_no_effect_without_them() -> None:
     step(optimizer, 0)
 
 
+def test_fp16_masters_of_transformer_engine() -> None:
+    """They take the place of remainders, and are read and written as FP32 values."""
+    param = nn.Parameter(values((6, 256), seed=1).to(BF16))
+    options = {"master_weight_dtype": F16, "store_param_remainders": True}
+    optimizer = transformer_engine.FusedAdam([param], master_weights=True, **options)
+    assert optimizer.store_param_remainders is False and optimizer.master_weight_dtype == F16
+    assert optimizer.name_to_dtype_map["master_param"] == F16
+    wanted = values((6, 256), seed=2) * torch.logspace(-8, 8, 6)[:, None]
+    optimizer.set_scaled_state(param, "master_param", wanted)
+    assert optimizer.state[param]["master_param"].dtype == F16
+    found = optimizer.get_unscaled_state(param, "master_param")
+    assert found.dtype == F32 and torch.allclose(found, wanted, rtol=2**-11, atol=0)
+    saved = optimizer.state_dict()["state"][0]["master_param"]
+    assert saved.dtype == F32 and torch.equal(saved, found)
+    optimizer.sync_params_from_master()
+    assert torch.equal(param, found.to(BF16))
+
+
 def test_set_grad_none_of_transformer_engine() -> None:
     with pytest.warns(DeprecationWarning, match="set_grad_none"):
         optimizer = transformer_engine.FusedAdam(parameters(), set_grad_none=False)

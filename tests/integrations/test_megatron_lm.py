@@ -55,6 +55,8 @@ MODES: dict[str, dict[str, Any]] = {
     "remainders": aware(F32, store_param_remainders=True),
     "int16 remainders": aware(F32, store_param_remainders=True),
     "fp8 remainders": aware(FP8, store_param_remainders=True),
+    "fp16 masters": aware(F32, main_params_dtype=F16),
+    "fp16 masters and moments": aware(F16, main_params_dtype=F16, store_param_remainders=True),  # its default
     "bf16 grads": aware(F32, main_grads_dtype=BF16),
     # With FP8 weights Megatron-LM keeps FP32 main parameters itself, and reads and writes the states raw.
     "fp8 beside main params": aware(FP8, fp8_recipe="tensorwise"),
@@ -65,6 +67,8 @@ TOLERANCE = {
     "fp8": 0.15,
     "int8": 0.02,
     "fp8 remainders": 0.15,
+    "fp16 masters": 2e-6,
+    "fp16 masters and moments": 0.01,
     "bf16 grads": 0.02,
     "fp8 beside main params": 0.15,
 }  # of moments; others exact

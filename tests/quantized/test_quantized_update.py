@@ -91,7 +91,7 @@ class Training:
         self.optimizer.step()
         for i, (param, parts) in enumerate(zip(self.params(), expected, strict=True)):
             if isinstance(param, QuantizedTensor) and gradient_of(param) is not None:
-                master = self.optimizer.state[param]["master_param"].cpu()
+                master = self.optimizer.get_unscaled_state(param, "master_param").cpu()
                 param.recipe.prepare(parts, None)
                 param.recipe.rescale(parts, param.recipe.absmax(master), None, True)
                 param.recipe.encode(master, parts)
@@ -157,6 +157,30 @@ def test_pass_writes_what_the_reference_writes(
     recipe: str, moments: tuple[torch.dtype, torch.dtype], engine: str, use_backend: Callable[[str], None]
 ) -> None:
     compare(ALL[recipe], engine, use_backend, moments=moments)
+
+
+@pytest.mark.parametrize("moments", [(F32, F32), (INT8, INT8), (E4M3, INT8)], ids=str)
+@recipe_of
+def test_fp16_masters(
+    recipe: str, moments: tuple[torch.dtype, torch.dtype], engine: str, use_backend: Callable[[str], None]
+) -> None:
+    """Weights are what their masters are after they were rounded; those without blocks have FP32 masters."""
+    for stochastic in (True, False):
+        options = {"master_weight_dtype": F16, "stochastic_rounding": stochastic}
+        compare(ALL[recipe], engine, use_backend, moments=moments, **options)
+
+
+@pytest.mark.parametrize("recipe", ALL)
+def test_skipped_steps_keep_fp16_masters(recipe: str, engine: str, use_backend: Callable[[str], None]) -> None:
+    for device in both(engine, use_backend):
+        training = Training(ALL[recipe], device, master_weight_dtype=F16)
+        training.steps(0, 2)
+        before = training.found()
+        training.set_gradients(2)
+        training.optimizer.grad_scale = torch.tensor(1.0, device=device)
+        training.optimizer.found_inf = torch.tensor(1.0, device=device)
+        training.optimizer.step()
+        assert_same(training.found(), before)
 
 
 @pytest.mark.parametrize(

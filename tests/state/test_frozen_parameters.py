@@ -16,7 +16,12 @@ from fused_optim import FusedAdam, FusedAdamW
 from fused_optim.quantized import MXFP8BlockScaling, quantize_model_
 
 INT8 = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8}
-MASTERS: list[dict[str, Any]] = [{}, {"store_param_remainders": True}, {"master_weights": False}]
+MASTERS: list[dict[str, Any]] = [
+    {},
+    {"store_param_remainders": True},
+    {"master_weight_dtype": torch.float16},
+    {"master_weights": False},
+]
 
 
 def build(dtype: torch.dtype = torch.bfloat16, quantized: bool = False) -> nn.Module:

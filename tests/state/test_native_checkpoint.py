@@ -454,7 +454,15 @@ ALL_WORLDS = [(4, "fsdp"), (2, "fsdp"), (3, "fsdp"), (1, "fsdp")]
 
 
 @pytest.mark.parametrize(
-    "master, way", [("remainder16", "nested"), ("remainder8", "flat"), ("bfloat16", "flat"), ("float32", "plain")]
+    "master, way",
+    [
+        ("remainder16", "nested"),
+        ("remainder8", "flat"),
+        ("bfloat16", "flat"),
+        ("float32", "plain"),
+        ("float16", "nested"),
+        ("float16", "flat"),
+    ],
 )
 def test_resharding_changes_no_bit(master: str, way: str, tmp_path: Path) -> None:
     journey(ALL_WORLDS, master, way, tmp_path)

@@ -35,6 +35,7 @@ MASTERS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "bfloat16": (torch.bfloat16, {}),
     "bfloat16 remainder16": (torch.bfloat16, {"store_param_remainders": True}),
     "bfloat16 remainder8": (torch.bfloat16, {"store_param_remainders": True, "param_remainder_bits": 8}),
+    "bfloat16 float16": (torch.bfloat16, {"master_weight_dtype": torch.float16}),
     "bfloat16 no master": (torch.bfloat16, {"master_weights": False}),
 }
 
