@@ -40,6 +40,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _OPTIONS = (
     "capturable",
     "master_weights",
+    "master_weight_dtype",
     "store_param_remainders",
     "param_remainder_bits",
     "adam_w_mode",
@@ -208,8 +209,7 @@ class FusedAdam(Optimizer):
         }
         check_hyperparameters(defaults)
         options = {key: self.__dict__[key] for key in _OPTIONS}
-        given = {"set_grad_none": set_grad_none, "master_weight_dtype": master_weight_dtype}
-        super().__init__(params, {**defaults, **options, **given})
+        super().__init__(params, {**defaults, **options, "set_grad_none": set_grad_none})
         self._register_hooks()
 
     def _register_hooks(self) -> None:
@@ -235,7 +235,7 @@ class FusedAdam(Optimizer):
         given = set(param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        for key in {*_OPTIONS, "master_weight_dtype"} - given:  # torch puts all defaults there
+        for key in set(_OPTIONS) - given:  # torch puts all defaults there
             group.pop(key, None)
         for key, value in {"step": 0, **forms.DESCRIPTION}.items():
             group.setdefault(key, value)

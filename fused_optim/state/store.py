@@ -14,7 +14,7 @@ from fused_optim.formats import Master
 from fused_optim.sharding.collective import FailedElsewhere, any_rank
 from fused_optim.sharding.dtensor import has_own_chunks, local_tensor, rewrap_like, shard_geometry
 from fused_optim.sharding.uneven import locate_uneven_shards
-from fused_optim.slots import MASTER, MOMENTS, Slots
+from fused_optim.slots import MASTER, MOMENTS, STATES, Slots
 from fused_optim.state.param_state import ParamState, initial_master, master_kind
 from fused_optim.state.remainders import MISFIT_ELSEWHERE, LoadedRemainder
 from fused_optim.validate import describe
@@ -135,7 +135,7 @@ class StateStore:
         """Make states of what others have put into ``optimizer.state``, as Megatron-LM does before it loads."""
         self.prune()
         for param, given in list(self._owner.state.items()):
-            if given and param not in self.slots:
+            if param not in self.slots and any(name in given for name in STATES):
                 self.create(param)
 
     def prune(self) -> None:
@@ -251,6 +251,7 @@ class StateStore:
             raise misfits[0].misfit() if misfits else FailedElsewhere(MISFIT_ELSEWHERE)
         for param, loaded in waiting.items():
             self[param].write_remainder(loaded)
+            self[param].mark()
         self.pending.clear()
 
     def _join(self, param: Tensor) -> None:
@@ -260,6 +261,7 @@ class StateStore:
             if not loaded.fits(param):
                 raise loaded.misfit()
             self[param].write_remainder(loaded)
+            self[param].mark()
             self.drop_pending(param)
 
     def drop_pending(self, param: Tensor) -> None:
