@@ -236,7 +236,7 @@ class FusedAdam(Optimizer):
         given = set(param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        for key in {*_OPTIONS, "master_weight_dtype"} - given:  # torch puts all defaults there
+        for key in set(_OPTIONS) - given:  # torch puts all defaults there
             group.pop(key, None)
         for key, value in {"step": 0, **forms.DESCRIPTION}.items():
             group.setdefault(key, value)

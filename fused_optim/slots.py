@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fused_optim.formats import FLOAT16, FLOAT32, STATE_FORMATS, Master, StateFormat
-from fused_optim.sharding.dtensor import Geometry, local_tensor, shard_geometry
+from fused_optim.sharding.dtensor import Geometry, has_values, local_tensor, shard_geometry
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master_param"
@@ -30,8 +30,9 @@ class Versions(NamedTuple):
             local = local_tensor(param)
             counters = [0 if tensor.is_inference() else tensor._version for tensor in (param, local)]
         components = getattr(local, "components", None)
-        memory = local.data_ptr() if components is None else id(components)
-        return Versions(counters[0], counters[1], memory)
+        if components is not None:
+            return Versions(counters[0], counters[1], id(components))
+        return Versions(counters[0], counters[1], local.data_ptr() if has_values(local) else 0)
 
 
 @dataclass

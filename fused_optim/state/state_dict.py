@@ -77,7 +77,7 @@ def convert(store: StateStore, state_dict: dict[str, Any], options: Options) -> 
     check_checkpoint_device(options.device)
     params = dict(enumerate(store.params))
     state = {
-        key: _converted(store[params[key]], options) if key in params else states
+        key: _converted(store[params[key]], options) if key in params and params[key] in store else states
         for key, states in state_dict["state"].items()
         if states
     }

@@ -256,6 +256,7 @@ class StateStore:
             raise misfits[0].misfit() if misfits else FailedElsewhere(MISFIT_ELSEWHERE)
         for param, loaded in waiting.items():
             self[param].write_remainder(loaded)
+            self[param].mark()
         self.pending.clear()
 
     def _join(self, param: Tensor) -> None:
@@ -265,6 +266,7 @@ class StateStore:
             if not loaded.fits(param):
                 raise loaded.misfit()
             self[param].write_remainder(loaded)
+            self[param].mark()
             self.drop_pending(param)
 
     def drop_pending(self, param: Tensor) -> None:

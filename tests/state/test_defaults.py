@@ -28,6 +28,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"adam_w_mode": False, "bias_correction": False, "master_weights": True},
     {"capturable": True, "use_decoupled_grad": True},
     {"checkpoint_format": "native", "checkpoint_device": "cpu", "master_weights": False},
+    {"master_weights": True, "master_weight_dtype": torch.float16},
 ]
 COPIES: dict[str, Callable[[Any], Any]] = {
     "itself": lambda optimizer: optimizer,

@@ -609,9 +609,11 @@ def test_another_form_is_never_half_loaded(forms: tuple[str, str], way: str, tmp
         distributed.run(2, load_other_form, forms[1], way, path)
     reports = str(error.value).split("rank 1 raised")
     assert len(reports) == 2
+    told = f"set optimizer.checkpoint_format = '{forms[0]}'"
     for report in reports:
         in_torch = way != "partial" and "_unflatten_state_dict(" in report
-        assert in_torch or f"set optimizer.checkpoint_format = '{forms[0]}'" in report
+        assert in_torch or told in report or "another rank cannot load" in report
+    assert any(told in report or "_unflatten_state_dict(" in report for report in reports)
 
 
 def eight_bit(to: torch.dtype, folder: str) -> list[dict[str, Part]]:

@@ -93,6 +93,7 @@ def test_custom_entries_of_a_parameter_without_states(device: str) -> None:
     optimizer.load_state_dict(state_dict)
     assert list(optimizer.state[model.bias]) == ["mask"] and optimizer.state[model.bias]["mask"].device.type == device
     assert not optimizer.state.get(model.weight)
+    assert list(optimizer.state_dict()["state"][1]) == ["mask"]
     train(model, optimizer)
     assert optimizer.state[model.bias]["mask"].all() and optimizer.state[model.bias]["exp_avg"].any()
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed.checkpoint.state_dict import (
@@ -121,17 +119,3 @@ def test_fake_training(master: cases.Master, fmt: cases.Format, form: str) -> No
     _, optimizer = fake_run(FusedAdamW, master.param_dtype, **options)
     assert fake == kinds(optimizer.state_dict())
     assert optimizer.param_groups[0]["step"] == 3
-
-
-def test_fake_tensors_outside_of_their_mode() -> None:
-    """The engines are given no address even where the mode is not active, and go on with real parameters beside."""
-    with FakeTensorMode():
-        fake = nn.Parameter(torch.ones(8, 32))
-    real = nn.Parameter(torch.ones(8, 32))
-    for param in (fake, real):
-        optimizer = FusedAdamW([param], lr=0.5)
-        param.grad = param.detach().clone()
-        optimizer.step()
-        copy.copy(optimizer)
-    assert isinstance(optimizer.state[real]["exp_avg"], torch.Tensor) and bool((real < 1).all())
-    assert not dist.is_initialized()
