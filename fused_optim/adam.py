@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from fused_optim import adapters, clip
 from fused_optim.backends import Hyper, is_capturing
 from fused_optim.backends.compiled import load_kernels
-from fused_optim.sharding.collective import announce_failure, any_rank
+from fused_optim.sharding.collective import announce_failure, any_rank, parameter_names
 from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.slots import MASTER
 from fused_optim.state import state_dict as forms
@@ -35,6 +35,22 @@ from fused_optim.validate import (
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+# Of the whole optimizer: attributes, arguments of the constructor, and no keys of param groups.
+_OPTIONS = (
+    "capturable",
+    "master_weights",
+    "master_weight_dtype",
+    "store_param_remainders",
+    "param_remainder_bits",
+    "adam_w_mode",
+    "stochastic_rounding",
+    "seed",
+    "use_decoupled_grad",
+    "checkpoint_format",
+    "checkpoint_device",
+    "set_grad_none",
+)
 
 
 def declared_without(*names: str) -> Callable[[F], F]:
@@ -58,6 +74,7 @@ def _bring_up_to_date(optimizer: Optimizer) -> None:
     assert isinstance(optimizer, FusedAdam)
     optimizer.pull_steps()
     optimizer.store.adopt()
+    optimizer.store.settle()
     optimizer.follow_parameters()
 
 
@@ -89,15 +106,18 @@ class FusedAdam(Optimizer):
             at that time; a float ``lr`` is copied to the GPU by ``step()`` and ``initialize_state()`` outside of
             captures, so replays use the value of the last one of these. All other hyperparameters, and which
             parameters have gradients, are those of the capture. No effect on parameters on the CPU.
-        master_weights: keep an FP32 master of parameters that are not FP32.
-        master_weight_dtype: only ``torch.float32``.
+        master_weights: keep a master of parameters that are not FP32.
+        master_weight_dtype: ``torch.float32`` or ``torch.float16``: with one FP32 scale per block, as FP16 moments, and
+            FP32 where no block fits. It rounds in the rotating way, and the parameter is its rounded value. Remainders
+            take as much memory beside BF16 parameters and lose nothing.
         store_param_remainders: keep only the bits that a BF16 parameter lacks instead of a whole FP32 master.
         param_remainder_bits: 16 for lossless FP32 masters, 8 for 24-bit masters rounded to nearest.
         exp_avg_dtype, exp_avg_sq_dtype: how the moments are kept: ``torch.float32``, ``bfloat16``, ``float16``,
             ``float8_e4m3fn`` (or ``uint8``, TransformerEngine's spelling) or ``int8``; the last three with one FP32
             scale per 128, 64 or 32 elements of a row, and FP32 where no such block divides the rows of all shards or a
             one-dimensional parameter has fewer than 4096 elements. Also as param-group options.
-        stochastic_rounding: rotating rounding of ``exp_avg_sq`` and of parameters without master, not nearest.
+        stochastic_rounding: rotating rounding of ``exp_avg_sq``, of FP16 masters and of parameters without master, not
+            nearest.
         seed: of the rounding sequence, a function of (seed, step, parameter index, global element index).
         use_decoupled_grad: read gradients from ``p.decoupled_grad`` instead of ``p.grad``.
         checkpoint_format: the form of ``state_dict()``. ``"unscaled"``: FP32 tensors; ``"native"``: the stored bits
@@ -147,10 +167,15 @@ class FusedAdam(Optimizer):
         checkpoint_device: Literal["cpu"] | None = None,
         set_grad_none: bool | None = None,
     ) -> None:
-        if master_weight_dtype != torch.float32:
+        if master_weight_dtype not in (torch.float32, torch.float16):
             raise ValueError(
-                f"master_weight_dtype={master_weight_dtype}: masters are torch.float32; "
-                "store_param_remainders=True keeps them in 2 bytes per element without loss"
+                f"master_weight_dtype={master_weight_dtype}: expected torch.float32 or torch.float16; "
+                "store_param_remainders=True keeps FP32 masters in 2 bytes per element without loss"
+            )
+        if store_param_remainders and master_weight_dtype != torch.float32:
+            raise ValueError(
+                "store_param_remainders=True keeps FP32 masters in 2 bytes per element without loss: it needs "
+                f"master_weight_dtype=torch.float32, got {master_weight_dtype}"
             )
         if param_remainder_bits not in (8, 16):
             raise ValueError(f"param_remainder_bits: expected 16 or 8, got {param_remainder_bits}")
@@ -159,6 +184,7 @@ class FusedAdam(Optimizer):
         check_checkpoint_format(checkpoint_format)
         check_checkpoint_device(checkpoint_device)
         self.master_weights = master_weights
+        self.master_weight_dtype = master_weight_dtype
         self.store_param_remainders = store_param_remainders
         self.param_remainder_bits = param_remainder_bits
         self.adam_w_mode = adam_w_mode
@@ -181,11 +207,10 @@ class FusedAdam(Optimizer):
             "maximize": maximize,
             "exp_avg_dtype": exp_avg_dtype,
             "exp_avg_sq_dtype": exp_avg_sq_dtype,
-            "step": 0,
-            **forms.DESCRIPTION,
         }
         check_hyperparameters(defaults)
-        super().__init__(params, defaults)
+        options = {key: self.__dict__[key] for key in _OPTIONS}
+        super().__init__(params, {**defaults, **options, "set_grad_none": set_grad_none})
         self._register_hooks()
 
     def _register_hooks(self) -> None:
@@ -208,8 +233,13 @@ class FusedAdam(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as torch.optim does. Raises before the group is added if it cannot be used."""
         check_hyperparameters({**self.defaults, **param_group})
+        given = set(param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        for key in {*_OPTIONS, "master_weight_dtype"} - given:  # torch puts all defaults there
+            group.pop(key, None)
+        for key, value in {"step": 0, **forms.DESCRIPTION}.items():
+            group.setdefault(key, value)
         first = sum(len(g["params"]) for g in self.param_groups[:-1])
         names = group.get("param_names", [None] * len(group["params"]))
         try:
@@ -222,25 +252,18 @@ class FusedAdam(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         self._scalars.pull(self.param_groups)
         self.follow_parameters()
-        own = (
-            "capturable",
-            "master_weights",
-            "store_param_remainders",
-            "param_remainder_bits",
-            "adam_w_mode",
-            "stochastic_rounding",
-            "seed",
-            "use_decoupled_grad",
-            "checkpoint_format",
-            "checkpoint_device",
-            "set_grad_none",
-        )
-        return {**super().__getstate__(), **{key: self.__dict__[key] for key in own}, "slots": self.store.slots}
+        return {
+            **super().__getstate__(),
+            **{key: self.__dict__[key] for key in _OPTIONS},
+            "slots": self.store.slots,
+            "pending": self.store.pending,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        slots = state.pop("slots")
+        slots, pending = state.pop("slots"), state.pop("pending", None)
         super().__setstate__(state)
-        self.store = StateStore(self, slots)
+        self.defaults.pop("differentiable", None)  # which torch has added, and no constructor takes
+        self.store = StateStore(self, slots, pending)
         self._start_anew()
         self._register_hooks()
 
@@ -287,7 +310,8 @@ class FusedAdam(Optimizer):
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
         """Encode local FP32 values (the parameter's local shape) into a state; remainders are taken as they are.
 
-        Raises KeyError for an unknown state, ValueError for a wrong shape, TypeError for remainders of another dtype.
+        The states of a parameter that has none are created first. Raises KeyError for an unknown state, ValueError for
+        a wrong shape, TypeError for remainders of another dtype.
         """
         if state_name == MASTER:
             self.follow_parameters()
@@ -297,13 +321,15 @@ class FusedAdam(Optimizer):
     def master_state_dict(self, model: torch.nn.Module) -> dict[str, Tensor]:
         """The masters by the model's parameter names: FP32, with the parameters' shapes, meshes and placements.
 
+        The names are those that torch.distributed.checkpoint writes: without ``torch.compile``'s and other wrappers'.
         Raises TypeError for flat shards of FSDP1, KeyError if the model has none of the optimizer's parameters.
         """
         check_whole(model, self.store.params)
         check_belongs(model, self.store.params)
+        self.store.settle()
         self.follow_parameters()
-        names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
-        return {names[param]: self.store.master(param) for param in self.store.params if param in names}
+        names = parameter_names(model)
+        return {names[param][0]: self.store.master(param) for param in self.store.params if param in names}
 
     @torch.no_grad()
     def sync_params_from_master(self) -> None:
@@ -409,6 +435,7 @@ class FusedAdam(Optimizer):
         capturing = is_capturing()
         if capturing:
             self._check_capture()
+        self.store.settle()
         scaling = amp_scalars(self, scaler)
         if not capturing and self._is_synthetic():
             self.initialize_state()
@@ -421,6 +448,8 @@ class FusedAdam(Optimizer):
     def _check_capture(self) -> None:
         if not self.capturable:
             raise RuntimeError("CUDA graph capture of step() needs FusedAdam(..., capturable=True)")
+        if self.store.pending:
+            raise RuntimeError("CUDA graph capture: remainders were loaded since the last step; run one before capture")
         for index, (param, name) in enumerate(zip(self.store.params, self.store.names, strict=True)):
             if param not in self.store and not self.store.is_frozen(param):
                 hint = "run one warm-up step or initialize_state() before capture"
@@ -577,24 +606,34 @@ class FusedAdam(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load states saved from any format into this optimizer's formats; see ``fused_optim.state.state_dict.load``.
+        """Load states saved from any format into this optimizer's formats; see ``fused_optim.state.state_dict``.
 
         torch's own loader is not used because it casts every state to the parameter's dtype. Hooks run as there, and
         ``state_dict`` is not changed. Masters are loaded where both sides have them; parameters are written from them.
+        Remainders may be loaded before or after the parameters that they belong to: what needs a master next, such as
+        ``step()`` or ``state_dict()``, raises ValueError where these are others.
+
+        A collective where parameters are DTensors: all ranks of their meshes call it. Raises on every rank if it fails
+        on one; nothing has been changed then. Raises KeyError, TypeError, ValueError or RuntimeError, by the fault.
         """
-        state_dict = state_dict.copy()
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = pre_hook(self, state_dict)
-            if replaced is not None:
-                state_dict = replaced
+        with forms.failing_together(self.store.params):
+            state_dict = self._passed_through_hooks(state_dict.copy())
+            checked = forms.check(self.param_groups, state_dict, self._keeping(state_dict))
         self._leave_plan()
         rates = [group["lr"] for group in self.param_groups]
-        forms.load(self.store, self.param_groups, state_dict, self._keeping(state_dict))
+        forms.load(self.store, self.param_groups, checked)
         if self.capturable:
             self._keep_lr_tensors(rates)
         self._scalars.write(self.param_groups)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def _passed_through_hooks(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = pre_hook(self, state_dict)
+            if replaced is not None:
+                state_dict = replaced
+        return state_dict
 
     def _keeping(self, state_dict: dict[str, Any]) -> Collection[Tensor]:
         """Parameters whose states stay as they are."""

@@ -30,17 +30,18 @@ _TOP_NUDGE = 1 + 2.0**-20  # lets the block's maximum reach the top code under r
 
 
 class Master(enum.IntEnum):
-    """Where the FP32 master weights of a parameter live."""
+    """Where the master weights of a parameter live."""
 
     PARAMETER = 0  # the parameter is its own master
     FLOAT32 = 1  # a separate FP32 tensor
     REMAINDER16 = 2  # BF16 parameter + 16 more bits: lossless FP32
     REMAINDER8 = 3  # BF16 parameter + 8 more bits: a 24-bit master
+    FLOAT16 = 4  # a separate FP16 tensor, scaled by blocks; the parameter is its rounded value
 
     @property
     def dtype(self) -> torch.dtype:
         """Storage dtype of ``state[p]["master_param"]``."""
-        return (torch.float32, torch.float32, torch.int16, torch.int8)[self]
+        return (torch.float32, torch.float32, torch.int16, torch.int8, torch.float16)[self]
 
     @property
     def is_remainder(self) -> bool:
@@ -194,10 +195,15 @@ ROTATING: dict[torch.dtype, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def join_remainder(param: Tensor, remainder: Tensor) -> Tensor:
-    """BF16 parameter + int16 or int8 remainder -> FP32 master."""
+    """BF16 parameter + int16 or int8 remainder -> FP32 master.
+
+    Beside a parameter that was written from outside, a remainder may lead below zero or beyond infinity: to NaN, as the
+    bits are ordered. The master is the parameter itself then, so it is finite wherever the parameter is.
+    """
     high = param.resolve_neg().view(torch.int16).long() & 0xFFFF
     low = remainder.long() if remainder.dtype == torch.int16 else remainder.long() << 8
-    return _float((((high - (low < 0).long()) << 16) | (low & 0xFFFF)) & MASK32)
+    joined = _float((((high - (low < 0).long()) << 16) | (low & 0xFFFF)) & MASK32)
+    return torch.where(joined.isnan(), param.float(), joined)
 
 
 def split_remainder(master: Tensor, kind: Master) -> tuple[Tensor, Tensor]:
@@ -213,6 +219,10 @@ def split_remainder(master: Tensor, kind: Master) -> tuple[Tensor, Tensor]:
 
 
 # --- block-scaled moments ---------------------------------------------------------------------------------------
+
+
+def _absmax(blocks: Tensor) -> Tensor:
+    return blocks.abs().amax(1) if blocks.numel() else blocks.new_zeros(0)
 
 
 def _block_scale(absmax: Tensor, smallest: float, scale: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
@@ -231,49 +241,68 @@ def _at_least_one(code: Tensor, positive: Tensor) -> Tensor:
 class Codec(Protocol):
     """How a scaled format encodes blocks of FP32 moments, shape (blocks, block): m is exp_avg, v is exp_avg_sq.
 
+    ``u``: 32-bit rounding fractions of the elements.
+
     Scales and what encodes by them, ``inverse``, are one per block; they come as columns to the methods that encode and
     decode. An ``inverse`` of 0 stands for a block whose codes are all 0.
     """
 
-    def scale_m(self, absmax: Tensor) -> tuple[Tensor, Tensor]:
-        """(scale to store, inverse) for blocks with these largest magnitudes."""
+    def scale_m(self, m: Tensor) -> tuple[Tensor, Tensor]:
+        """(scale to store, inverse)."""
 
     def encode_m(self, m: Tensor, inverse: Tensor) -> Tensor:
         """Codes, rounded to nearest even."""
 
     def decode_m(self, bits: Tensor, scale: Tensor) -> Tensor: ...
 
-    def scale_v(self, absmax: Tensor) -> tuple[Tensor, Tensor]:
-        """(scale to store, inverse) for blocks with these largest values."""
+    def scale_v(self, v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        """(scale to store, inverse)."""
 
     def encode_v(self, v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
-        """Codes, rounded by the 32-bit fractions ``u``; not 0 of what is positive."""
+        """Codes, rounded by ``u``; not 0 of what is positive."""
 
     def decode_v(self, bits: Tensor, scale: Tensor) -> Tensor: ...
 
 
 class _Float16Codec:
-    """Values divided by their block's absmax. Scales whose reciprocal is a normal number; larger values saturate."""
+    """Values divided by a power of two that puts their block's largest, as it is rounded, into (2^14, 2^15].
 
-    LARGEST_SCALE = 2.0**125
+    So the exponents below serve the small elements, and what was decoded has the same scale again. From 2^127 on, 2^15
+    would decode to infinity: there the largest lies in (2^15, 2^16) and values saturate at 65504.
+    """
+
+    @staticmethod
+    def _scale(blocks: Tensor, rounded: Tensor, smallest: float) -> tuple[Tensor, Tensor]:
+        """``rounded``: bits of the magnitudes. The floor of 2^-102 keeps the smallest code's value a normal number."""
+        top = rounded.amax(1) if rounded.numel() else rounded.new_zeros(0)
+        exponent = (top + 0x7FFFFF >> 23).clamp(40, 254) - 15
+        return _block_scale(_absmax(blocks), smallest, _float(exponent << 23), _float(254 - exponent << 23))
 
     @classmethod
-    def scale_m(cls, absmax: Tensor) -> tuple[Tensor, Tensor]:
-        scale = _clamp_top(absmax, cls.LARGEST_SCALE)
-        return _block_scale(absmax, _SMALLEST_EXP_AVG, scale, 1.0 / scale)
+    def scale_m(cls, m: Tensor) -> tuple[Tensor, Tensor]:
+        bits = _bits(m.abs())
+        return cls._scale(m, bits + 0xFFF + (bits >> 13 & 1) >> 13 << 13, _SMALLEST_EXP_AVG)
 
     @staticmethod
     def encode_m(m: Tensor, inverse: Tensor) -> Tensor:
-        return _clamp_top(m.abs() * inverse, 1.0).copysign(m).to(torch.float16).view(torch.int16)
+        return _clamp_top(m.abs() * inverse, 65504.0).copysign(m).to(torch.float16).view(torch.int16)
 
     @classmethod
-    def scale_v(cls, absmax: Tensor) -> tuple[Tensor, Tensor]:
-        scale = _clamp_top(absmax.clamp_min(2.0**-102), cls.LARGEST_SCALE)
-        return _block_scale(absmax, _SMALLEST_EXP_AVG_SQ, scale, 1.0 / scale * _TOP_NUDGE)
+    def scale_rotating(cls, x: Tensor, u: Tensor, smallest: float) -> tuple[Tensor, Tensor]:
+        return cls._scale(x, _bits(x.abs()) + (u >> 19) >> 13 << 13, smallest)
 
     @staticmethod
-    def encode_v(v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
-        return _at_least_one(_float16_magnitude_rotating(_clamp_top(v * inverse, 1.0), u), v > 0)
+    def encode_rotating(x: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
+        """Codes of magnitudes."""
+        return _float16_magnitude_rotating(_clamp_top(x.abs() * inverse, 65504.0), u)
+
+    @classmethod
+    def scale_v(cls, v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        return cls.scale_rotating(v, u, _SMALLEST_EXP_AVG_SQ)
+
+    @classmethod
+    def encode_v(cls, v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
+        return _at_least_one(cls.encode_rotating(v, inverse, u), v > 0)
 
     @staticmethod
     def decode_m(bits: Tensor, scale: Tensor) -> Tensor:
@@ -281,12 +310,22 @@ class _Float16Codec:
 
     decode_v = decode_m
 
+    @classmethod
+    def scale_master(cls, x: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        return cls.scale_rotating(x, u, SMALLEST_NORMAL)
+
+    @classmethod
+    def encode_master(cls, x: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
+        code = cls.encode_rotating(x, inverse, u)
+        return torch.where(x.signbit(), code - 0x8000, code)
+
 
 class _Float8Codec:
     """float8_e4m3fn (OCP 8-bit floating point specification 1.0), kept as uint8; exp_avg_sq as its square root."""
 
     @staticmethod
-    def scale_m(absmax: Tensor) -> tuple[Tensor, Tensor]:
+    def scale_m(m: Tensor) -> tuple[Tensor, Tensor]:
+        absmax = _absmax(m)
         scale = _divide(absmax, 448.0)
         return _block_scale(absmax, _SMALLEST_EXP_AVG, scale, 1.0 / scale)
 
@@ -300,7 +339,8 @@ class _Float8Codec:
         return bits.view(torch.float8_e4m3fn).float() * scale
 
     @staticmethod
-    def scale_v(absmax: Tensor) -> tuple[Tensor, Tensor]:
+    def scale_v(v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        absmax = _absmax(v)
         scale = (_divide(sqrt(absmax), 448.0)).clamp_min(2.0**-54)
         return _block_scale(absmax, _SMALLEST_EXP_AVG_SQ, scale, 1.0 / scale * _TOP_NUDGE)
 
@@ -319,7 +359,8 @@ class _Int8Codec:
     """exp_avg as its signed square root in 127 levels; exp_avg_sq as its fourth root in 255."""
 
     @staticmethod
-    def scale_m(absmax: Tensor) -> tuple[Tensor, Tensor]:
+    def scale_m(m: Tensor) -> tuple[Tensor, Tensor]:
+        absmax = _absmax(m)
         scale = _divide(sqrt(absmax), 127.0)
         return _block_scale(absmax, _SMALLEST_EXP_AVG, scale, 1.0 / scale)
 
@@ -334,7 +375,8 @@ class _Int8Codec:
         return root * root.abs()
 
     @staticmethod
-    def scale_v(absmax: Tensor) -> tuple[Tensor, Tensor]:
+    def scale_v(v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        absmax = _absmax(v)
         top = sqrt(sqrt(absmax)).clamp_min(255 * 2.0**-31)
         return _block_scale(absmax, _SMALLEST_EXP_AVG_SQ, _divide(top, 255.0), 1.0 / top * _TOP_NUDGE)
 
@@ -377,6 +419,7 @@ STATE_FORMATS: dict[torch.dtype, StateFormat] = {
     torch.float8_e4m3fn: StateFormat("float8_e4m3fn", 3, torch.uint8, torch.uint8, _Float8Codec),
     torch.int8: StateFormat("int8", 4, torch.int8, torch.uint8, _Int8Codec),
 }
+FLOAT16 = STATE_FORMATS[torch.float16]
 STATE_FORMATS[torch.uint8] = STATE_FORMATS[torch.float8_e4m3fn]  # TransformerEngine's spelling
 
 
@@ -390,7 +433,7 @@ def _stored(codes: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def encode_state(x: Tensor, state: str, fmt: StateFormat, block: int, u: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Encode the FP32 values of ``exp_avg`` or ``exp_avg_sq``.
+    """Encode the FP32 values of ``exp_avg``, ``exp_avg_sq`` or, in FP16, ``master_param``.
 
     ``u``: flat int64 rounding fractions, ignored by ``exp_avg``, which rounds to nearest even. Returns the stored
     tensor (shaped as ``x``) and the FP32 scales of shape ``(blocks,)``, None for a format without scales.
@@ -399,14 +442,16 @@ def encode_state(x: Tensor, state: str, fmt: StateFormat, block: int, u: Tensor)
         dtype = fmt.dtype(state)
         rotates = state == "exp_avg_sq" and dtype in ROTATING
         return (ROTATING[dtype](x.reshape(-1), u).view_as(x) if rotates else x.to(dtype)), None
-    blocks = _to_blocks(x, block)
-    absmax = blocks.abs().amax(1) if blocks.numel() else blocks.new_zeros(0)
+    blocks, fractions = _to_blocks(x, block), _to_blocks(u, block)
     if state == "exp_avg":
-        scale, inverse = fmt.codec.scale_m(absmax)
+        scale, inverse = fmt.codec.scale_m(blocks)
         codes = fmt.codec.encode_m(blocks, inverse[:, None])
+    elif state == "exp_avg_sq":
+        scale, inverse = fmt.codec.scale_v(blocks, fractions)
+        codes = fmt.codec.encode_v(blocks, inverse[:, None], fractions)
     else:
-        scale, inverse = fmt.codec.scale_v(absmax)
-        codes = fmt.codec.encode_v(blocks, inverse[:, None], _to_blocks(u, block))
+        scale, inverse = _Float16Codec.scale_master(blocks, fractions)
+        codes = _Float16Codec.encode_master(blocks, inverse[:, None], fractions)
     codes = torch.where(inverse[:, None] > 0, codes, 0)
     return _stored(codes, fmt.dtype(state)).view(-1)[: x.numel()].view_as(x), scale
 

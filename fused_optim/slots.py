@@ -8,15 +8,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_optim.formats import FLOAT32, STATE_FORMATS, Master, StateFormat
+from fused_optim.formats import FLOAT16, FLOAT32, STATE_FORMATS, Master, StateFormat
 from fused_optim.sharding.dtensor import Geometry, local_tensor, shard_geometry
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master_param"
+STATES = (*MOMENTS, MASTER)
 
 
 class Versions(NamedTuple):
-    """What changes when someone writes a parameter: version counters, or its memory. Not by writes through ``.data``."""
+    """What changes when someone writes a parameter, but not through ``.data``: version counters, or its memory."""
 
     param: int
     local: int
@@ -35,9 +36,9 @@ class Versions(NamedTuple):
 
 @dataclass
 class Slots:
-    """Formats of one parameter's states and the block scales of its moments.
+    """Formats of one parameter's states and their block scales.
 
-    ``scales``: FP32, shape ``(blocks of exp_avg + blocks of exp_avg_sq,)``, counting scaled moments only. ``versions``:
+    ``scales``: FP32, one per block of each scaled state, in the order exp_avg, exp_avg_sq, master_param. ``versions``:
     of the parameter when it was last known to be its rounded master, if it has a master of its own.
     """
 
@@ -54,18 +55,24 @@ class Slots:
         geometry = shard_geometry(param)
         chosen = [STATE_FORMATS[exp_avg], STATE_FORMATS[exp_avg_sq]]
         chosen = [FLOAT32 if fmt.scaled and not geometry.block else fmt for fmt in chosen]
-        count = geometry.blocks * sum(fmt.scaled for fmt in chosen)
+        if master is Master.FLOAT16 and not geometry.block:
+            master = Master.FLOAT32
+        count = geometry.blocks * (sum(fmt.scaled for fmt in chosen) + (master is Master.FLOAT16))
         scales = torch.zeros(count, dtype=torch.float32, device=local_tensor(param).device)
         return Slots(geometry, master, chosen[0], chosen[1], scales)
 
     def format(self, state: str) -> StateFormat:
+        """Of masters, only FP16 ones have one of these; it is FLOAT32 for all others."""
+        if state == MASTER:
+            return FLOAT16 if self.master is Master.FLOAT16 else FLOAT32
         return self.exp_avg if state == "exp_avg" else self.exp_avg_sq
 
     def scale(self, state: str) -> Tensor | None:
-        """The scales of one moment, as a view."""
-        if not self.format(state).scaled:
+        """The scales of one state, as a view; None where it has none."""
+        scaled = [name for name in STATES if self.format(name).scaled]
+        if state not in scaled:
             return None
-        first = self.geometry.blocks if state == "exp_avg_sq" and self.exp_avg.scaled else 0
+        first = self.geometry.blocks * scaled.index(state)
         return self.scales[first : first + self.geometry.blocks]
 
     def dtypes(self) -> dict[str, torch.dtype]:

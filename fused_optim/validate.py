@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any, Literal, get_args
 
@@ -20,6 +20,7 @@ from fused_optim.formats import ELEMENT_TYPES, STATE_FORMATS
 from fused_optim.sharding.dtensor import is_dense, local_tensor
 
 CheckpointFormat = Literal["unscaled", "native"]
+_LR_RESIDUE = 1e-12
 
 
 def describe(param: Tensor, index: int, name: str | None = None) -> str:
@@ -70,6 +71,26 @@ def check_hyperparameters(group: dict[str, Any], running: bool = False) -> None:
             raise ValueError(f"{key}: expected one of {', '.join(map(str, STATE_FORMATS))}, got {group[key]}")
 
 
+def check_saved_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raise ValueError or TypeError for a param group that would have the hyperparameters of a state dict's, ``saved``.
+
+    A learning rate a little below zero is a scheduler's that should have ended at zero.
+    """
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.numel() == 1 and lr.device.type == "cpu":
+        lr = float(lr)
+    if _is_number(lr) and -_LR_RESIDUE <= lr < 0.0:
+        group = {**group, "lr": 0.0}
+    check_hyperparameters(group)
+    for key in ("bias_correction", "maximize"):
+        if group[key] not in (True, False):
+            raise TypeError(f"{key}: expected True or False, got {type(group[key]).__name__}")
+    names = {str(dtype).removeprefix("torch.") for dtype in STATE_FORMATS}
+    for key in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        if key in saved and str(saved[key]).removeprefix("torch.") not in names:
+            raise ValueError(f"{key}: expected one of {', '.join(sorted(names))}, got {saved[key]}")
+
+
 def check_checkpoint_format(name: CheckpointFormat) -> None:
     """Raise ValueError for a form that state dicts do not have."""
     if name not in get_args(CheckpointFormat):
@@ -94,7 +115,8 @@ def check_param(param: Tensor, index: int, name: str | None) -> None:
     if param.is_complex():
         hint = "pass torch.view_as_real(param)"
     expected = "a dense torch.float32, torch.bfloat16 or torch.float16 tensor"
-    raise TypeError(f"{describe(param, index, name)}: expected {expected}, got {param.layout}; {hint}")
+    got = param.dtype if param.layout == torch.strided else param.layout
+    raise TypeError(f"{describe(param, index, name)}: expected {expected}, got {got}; {hint}")
 
 
 def _is_unknown_wrapper(param: Tensor) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from reference import BlockCode, e4m3_levels, float16_levels
+from reference import BlockCode, Float16Code, e4m3_levels
 
 BLOCKS = (128, 64, 32)
 
@@ -49,15 +49,15 @@ class Format:
         return self.exp_avg if state == "exp_avg" else self.exp_avg_sq
 
 
-E4M3, FLOAT16 = e4m3_levels(), float16_levels()
+E4M3 = e4m3_levels()
 FORMATS = [
     Format(torch.float32, 4, Moment(0.0), Moment(0.0), 1.0, (0.0, 0.0), scaled=False),
     Format(torch.bfloat16, 2, Moment(2**-8), Moment(2**-8), 1.01, (0.008, 0.006), scaled=False),
     Format(
         torch.float16,
         2,
-        Moment(2**-11, 2**-25, BlockCode(FLOAT16)),
-        Moment(2**-11, 2**-25, BlockCode(FLOAT16, smallest_scale=2**-102)),
+        Moment(2**-11, 2**-39, Float16Code()),
+        Moment(2**-11, 2**-39, Float16Code()),
         1.5,
         (0.0012, 0.0008),
     ),
@@ -99,16 +99,28 @@ class Master:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def scaled(self) -> bool:
+        """Whether it is kept by blocks, and in FP32 where no block fits."""
+        return self.dtype == torch.float16
+
+    def stored(self, has_blocks: bool) -> torch.dtype | None:
+        """The dtype of a parameter's master."""
+        return torch.float32 if self.scaled and not has_blocks else self.dtype
+
 
 REMAINDERS = {"store_param_remainders": True}
+HALF = {"master_weight_dtype": torch.float16}
 MASTERS = [
     Master("float32", torch.float32, {}, None, 24),
     Master("bfloat16", torch.bfloat16, {"master_weights": False}, None, 8),
     Master("bfloat16+float32", torch.bfloat16, {}, torch.float32, 24),
     Master("bfloat16+rem16", torch.bfloat16, REMAINDERS, torch.int16, 24),
     Master("bfloat16+rem8", torch.bfloat16, {**REMAINDERS, "param_remainder_bits": 8}, torch.int8, 16),
+    Master("bfloat16+float16", torch.bfloat16, HALF, torch.float16, 11),
     Master("float16", torch.float16, {"master_weights": False}, None, 11),
     Master("float16+float32", torch.float16, {}, torch.float32, 24),
+    Master("float16+float16", torch.float16, HALF, torch.float16, 11),
 ]
 MASTER = {master.name: master for master in MASTERS}
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -11,7 +11,7 @@ GOLDEN_RATIO = 0x9E3779B9  # 2**32 / 1.6180339887...
 NEAREST = 2**31  # as a rounding fraction: 1/2
 SQUARE_ROOT_OF_TWO = 0x6A09E667  # 2**32 * (2**0.5 - 1)
 SMALLEST = {"exp_avg": 2.0**-100, "exp_avg_sq": 2.0**-120}  # blocks whose largest value lies below become zeros
-TOP_NUDGE = np.float32(1 + 2.0**-20)
+TOP_NUDGE, ONE = np.float32(1 + 2.0**-20), np.float32(1)
 
 Array = np.ndarray
 
@@ -60,8 +60,8 @@ def e4m3_levels() -> Array:
 
 
 def float16_levels() -> Array:
-    """The float16 values from 0 to 1, by code."""
-    return np.arange(0x3C01, dtype=np.uint16).view(np.float16).astype(np.float64)
+    """The non-negative finite float16 values, by code."""
+    return np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +71,16 @@ class BlockCode:
     levels: Array  # value of each code, ascending from 0
     root: int = 1  # 1, 2 or 4
     smallest_scale: float = 0.0
+    nudge: np.float32 = TOP_NUDGE  # of exp_avg_sq, which rounds in the rotating way
+
+    @property
+    def largest(self) -> tuple[float, float]:
+        """The lowest and the highest level that the block's largest may have."""
+        return self.levels[-1], self.levels[-1]
+
+    def rounded(self, x: Array, u: Array | None = None) -> Array:
+        """Magnitudes from whose largest the scale follows; ``u`` None: what is rounded to nearest even."""
+        return x
 
     def scale(self, absmax: Array, state: str) -> Array:
         """FP32 scales of blocks whose largest magnitude is ``absmax``."""
@@ -79,15 +89,16 @@ class BlockCode:
         scale = np.where(absmax < SMALLEST[state], np.float32(0), scale)
         return np.where(np.isfinite(absmax), scale, np.float32("nan"))
 
-    def position(self, x: Array, scale: Array, nudge: np.float32 = TOP_NUDGE) -> Array:
+    def position(self, x: Array, scale: Array, nudge: np.float32 | None = None) -> Array:
         """Where FP32 magnitudes lie among the codes: 2.25 is a quarter of the way from code 2 to code 3."""
+        nudge = self.nudge if nudge is None else nudge
         inverse = np.where(scale > 0, np.float32(1) / np.where(scale > 0, scale, 1), 0).astype(np.float32) * nudge
         y = np.minimum((self._root(x) * inverse).astype(np.float64), self.levels[-1])
         return np.interp(y, self.levels, np.arange(len(self.levels)))
 
     def nearest_even(self, x: Array, scale: Array) -> Array:
         """Codes of magnitudes, rounded to nearest, ties to the even code."""
-        return np.rint(self.position(x, scale, np.float32(1))).astype(np.int64)
+        return np.rint(self.position(x, scale, ONE)).astype(np.int64)
 
     def decode(self, codes: Array, scale: Array) -> Array:
         """FP32 magnitudes of codes."""
@@ -100,6 +111,34 @@ class BlockCode:
         for _ in range(self.root.bit_length() - 1):
             x = np.sqrt(x)
         return x
+
+
+@dataclass(frozen=True, eq=False)
+class Float16Code(BlockCode):
+    """float16 values in units of a power of two, which maps the block's largest between 2**14 and 2**15."""
+
+    levels: Array = field(default_factory=float16_levels)
+    smallest_scale: float = 2.0**-102
+    nudge: np.float32 = ONE
+
+    @property
+    def largest(self) -> tuple[float, float]:
+        return 2.0**14, 2.0**15
+
+    def rounded(self, x: Array, u: Array | None = None) -> Array:
+        unit = last_place(x, 11, -1000)
+        finite = np.where(np.isfinite(x), x, 0).astype(np.float64)
+        places = np.rint(finite / unit) if u is None else np.floor(finite / unit + (u >> 19) / 2.0**13)
+        return np.where(np.isfinite(x), places * unit, x)
+
+    def scale(self, absmax: Array, state: str) -> Array:
+        finite = np.where(np.isfinite(absmax) & (absmax > 0), absmax, 1).astype(np.float64)
+        mantissa, exponent = np.frexp(finite)
+        exponent = np.where(mantissa == 0.5, exponent - 1, exponent)
+        scale = np.exp2(np.minimum(exponent, 127) - 15.0)  # 2**15 * 2**113 would be infinite
+        scale = np.maximum(scale, self.smallest_scale).astype(np.float32)
+        scale = np.where(absmax < SMALLEST[state], np.float32(0), scale)
+        return np.where(np.isfinite(absmax), scale, np.float32("nan"))
 
 
 # --- Adam(W), Kingma & Ba 2015, Loshchilov & Hutter 2019 -------------------------------------------------------------

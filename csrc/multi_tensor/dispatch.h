@@ -31,6 +31,8 @@ struct ElementCodec<Element::kFloat16> {
     FUSED_OPTIM_HD static uint16_t encode(float x) { return float16_nearest_even(x); }
 };
 
+static_assert(kCount<Element> == 3, "loads and stores of elements tell three types apart");
+
 template <class Visit>
 FUSED_OPTIM_HD void dispatch_element(Element type, const Visit& visit) {
     switch (type) {
@@ -92,6 +94,7 @@ struct Mix {
     using V = ExpAvgSqCodec;
     static constexpr bool exp_avg_scaled = !std::is_same_v<M, Unscaled>;
     static constexpr bool exp_avg_sq_scaled = !std::is_same_v<V, Unscaled>;
+    static constexpr bool scaled = exp_avg_scaled || exp_avg_sq_scaled || is_scaled(master);
 };
 
 template <Master master, class M, class Visitor>

@@ -116,9 +116,16 @@ struct Split {
     int16_t low;    // the remainder; only the low byte for 24-bit masters
 };
 
+// Beside a parameter that was written from outside, a remainder may lead below zero or beyond infinity: to NaN, as the
+// bits are ordered. The master is the parameter itself then, so it is finite wherever the parameter is.
+FUSED_OPTIM_HD float checked_join(float joined) {
+    uint32_t parameter = (float_bits(joined) + 0x8000u) & 0xFFFF0000u;
+    return is_nan(joined) ? bits_float(parameter) : joined;
+}
+
 FUSED_OPTIM_HD float join_remainder16(uint16_t high, int16_t low) {
     uint32_t upper = static_cast<uint32_t>(high) - (low < 0 ? 1u : 0u);
-    return bits_float((upper << 16) | static_cast<uint16_t>(low));
+    return checked_join(bits_float((upper << 16) | static_cast<uint16_t>(low)));
 }
 
 // A NaN keeps a NaN parameter: carrying into the high half could turn other payloads into a number.
@@ -172,8 +179,30 @@ struct ExpAvg;
 template <Format format>
 struct ExpAvgSq;
 
-// float16: value / absmax. Scales whose reciprocal is a normal number; larger values saturate.
-constexpr float kLargestFloat16Scale = 4.253529586511731e37f;  // 2^125
+// float16: value / a power of two that puts the block's largest, as it is rounded, into (2^14, 2^15]. So the exponents
+// below serve the small elements, and what was decoded has the same scale again. From 2^127 on, 2^15 would decode to
+// infinity: there the largest lies in (2^15, 2^16) and values saturate. The floor of 2^-102 keeps the smallest code's
+// value a normal number.
+constexpr float kFloat16Top = 65504.0f;
+constexpr uint32_t kMantissa = 0x7FFFFFu;
+
+// `exponent`: of the power of two that is not below the block's largest.
+FUSED_OPTIM_HD BlockScale float16_scale(uint32_t absmax, uint32_t exponent, float smallest) {
+    exponent = (exponent < 40u ? 40u : exponent > 254u ? 254u : exponent) - 15u;
+    return block_scale(absmax, smallest, bits_float(exponent << 23), bits_float((254u - exponent) << 23));
+}
+
+// What rotating rounding adds to a float's bits before it drops 13 of them.
+FUSED_OPTIM_HD uint32_t float16_rounded(float x, uint32_t u) { return magnitude_bits(x) + (u >> 19); }
+
+// Whether the largest of a block may be rounded down to a power of two.
+FUSED_OPTIM_HD bool is_above_power(uint32_t absmax) { return (absmax & kMantissa) - 1u < 0x1FFFu; }
+
+// That power, if all of the block are: `rounded` is the largest float16_rounded() of its elements.
+FUSED_OPTIM_HD uint32_t float16_largest(uint32_t absmax, uint32_t rounded) {
+    uint32_t power = absmax & kInfinity;
+    return is_above_power(absmax) && rounded < power + 0x2000u ? power : absmax;
+}
 
 template <>
 struct ExpAvg<Format::kFloat16> {
@@ -183,11 +212,10 @@ struct ExpAvg<Format::kFloat16> {
         return float16_decode(static_cast<Bits>(bits)) * scale;
     }
     FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
-        float scale = clamp_top(bits_float(absmax), kLargestFloat16Scale);
-        return block_scale(absmax, kSmallestExpAvg, scale, reciprocal(scale));
+        return float16_scale(absmax, (absmax + kMantissa - 0x1000u) >> 23, kSmallestExpAvg);
     }
     FUSED_OPTIM_HD static uint32_t encode(float m, float inverse) {
-        float x = clamp_top(fabsf(m) * inverse, 1.0f);
+        float x = clamp_top(fabsf(m) * inverse, kFloat16Top);
         return float16_magnitude_nearest_even(float_bits(x)) | ((float_bits(m) >> 16) & 0x8000u);
     }
 };
@@ -199,15 +227,32 @@ struct ExpAvgSq<Format::kFloat16> {
     FUSED_OPTIM_HD static float decode(uint32_t bits, float scale) {
         return float16_decode(static_cast<Bits>(bits)) * scale;
     }
-    // The floor of 2^-102 keeps the smallest code's value a normal number.
     FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
-        float scale = clamp_top(larger(bits_float(absmax), 1.9721522630525295e-31f), kLargestFloat16Scale);
-        return block_scale(absmax, kSmallestExpAvgSq, scale, reciprocal(scale) * kTopNudge);
+        return float16_scale(absmax, (absmax + kMantissa) >> 23, kSmallestExpAvgSq);
     }
     FUSED_OPTIM_HD static uint32_t encode(float v, float, float inverse, uint32_t u) {
-        return at_least_one(float16_magnitude_rotating(clamp_top(v * inverse, 1.0f), u), v);
+        return at_least_one(float16_magnitude_rotating(clamp_top(v * inverse, kFloat16Top), u), v);
     }
 };
+
+// A master in FP16 rounds as exp_avg_sq does, but to zero as well. Only blocks of denormals encode as zeros.
+struct Float16Master : ExpAvgSq<Format::kFloat16> {
+    FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
+        return float16_scale(absmax, (absmax + kMantissa) >> 23, kSmallestNormal);
+    }
+    FUSED_OPTIM_HD static uint32_t encode(float x, float, float inverse, uint32_t u) {
+        uint32_t magnitude = float16_magnitude_rotating(clamp_top(fabsf(x) * inverse, kFloat16Top), u);
+        return magnitude | ((float_bits(x) >> 16) & 0x8000u);
+    }
+};
+
+// Codecs whose scale() takes what float16_largest() gives.
+template <class Codec>
+constexpr bool kFollowsRounding = false;
+template <>
+constexpr bool kFollowsRounding<ExpAvgSq<Format::kFloat16>> = true;
+template <>
+constexpr bool kFollowsRounding<Float16Master> = true;
 
 // float8_e4m3fn. Seven magnitude bits placed at the top of a float's mantissa, times 2^120, give their value.
 FUSED_OPTIM_HD float float8_decode(uint32_t bits) {

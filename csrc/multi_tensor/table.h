@@ -37,12 +37,13 @@ constexpr int kCount = sizeof(EnumNames<Enum>::all) / sizeof(const char*);
     ROW(kFloat16, "FLOAT16", 2)
 FUSED_OPTIM_ENUM(Element, FUSED_OPTIM_ELEMENTS);
 
-// Where the FP32 master weights live: bytes per element of the tensor beside the parameter.
-#define FUSED_OPTIM_MASTERS(ROW)                                                      \
-    ROW(kParameter, "PARAMETER", 0)     /* the parameter is its own master */         \
-    ROW(kFloat32, "FLOAT32", 4)         /* a separate FP32 tensor */                  \
-    ROW(kRemainder16, "REMAINDER16", 2) /* BF16 parameter + 16 more bits: lossless */ \
-    ROW(kRemainder8, "REMAINDER8", 1)   /* BF16 parameter + 8 more bits: 24-bit master */
+// Where the master weights live: bytes per element of the tensor beside the parameter.
+#define FUSED_OPTIM_MASTERS(ROW)                                                          \
+    ROW(kParameter, "PARAMETER", 0)     /* the parameter is its own master */             \
+    ROW(kFloat32, "FLOAT32", 4)         /* a separate FP32 tensor */                      \
+    ROW(kRemainder16, "REMAINDER16", 2) /* BF16 parameter + 16 more bits: lossless */     \
+    ROW(kRemainder8, "REMAINDER8", 1)   /* BF16 parameter + 8 more bits: 24-bit master */ \
+    ROW(kFloat16, "FLOAT16", 2)         /* an FP16 tensor, scaled by blocks; the parameter is its rounded value */
 FUSED_OPTIM_ENUM(Master, FUSED_OPTIM_MASTERS);
 
 // How a moment is stored: bytes per element, and whether blocks have scales; else elements are stored as they are.
@@ -83,7 +84,7 @@ struct Shard {
     uint64_t master;
     uint64_t exp_avg;
     uint64_t exp_avg_sq;
-    uint64_t scales;         // FP32: exp_avg's block scales (if it is scaled), then exp_avg_sq's
+    uint64_t scales;         // FP32: block scales of exp_avg, exp_avg_sq and the master, as far as they are scaled
     uint64_t weight_scales;  // of a quantized parameter: those of its blocks, or the whole one's, which is read
     uint64_t absmax;         // of a quantized parameter, FP32: raised to the new values' largest finite magnitude; or 0
     uint64_t numel;
@@ -97,7 +98,7 @@ struct Shard {
     Format exp_avg_format;
     Format exp_avg_sq_format;
     uint8_t block_log2;  // 5, 6 or 7
-    // A quantized weight beside an FP32 master, whose blocks divide its rows. `param` are its codes, or 0 if only
+    // A quantized weight beside a master of its own, whose blocks divide its rows. `param` are its codes, or 0 if only
     // `absmax` is wanted.
     bool quantized;
     bool round_up;
@@ -151,6 +152,11 @@ FUSED_OPTIM_HD constexpr int element_bytes(Element type) { return digit(kElement
 FUSED_OPTIM_HD constexpr int master_bytes(Master master) { return digit(kMasterBytes, master); }
 FUSED_OPTIM_HD constexpr int format_bytes(Format format) { return digit(kFormatBytes, format); }
 FUSED_OPTIM_HD constexpr bool is_scaled(Format format) { return digit(kScaledFormats, format) != 0; }
+
+FUSED_OPTIM_HD constexpr bool is_remainder(Master master) {
+    return master == Master::kRemainder16 || master == Master::kRemainder8;
+}
+FUSED_OPTIM_HD constexpr bool is_scaled(Master master) { return master == Master::kFloat16; }
 
 FUSED_OPTIM_HD uint64_t block_count(const Shard& shard) {
     return (shard.numel + (uint64_t{1} << shard.block_log2) - 1) >> shard.block_log2;

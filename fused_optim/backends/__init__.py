@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple, cast, get_args, overload
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fused_optim.adapters import Target
 from fused_optim.backends.engine import CudaEngine, Engine
@@ -141,6 +142,11 @@ def _problem_with(device_type: Compiled) -> str:
 def is_capturing() -> bool:
     """Whether the current CUDA stream is being captured into a graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def backend_of(local: Tensor) -> Backend:
+    """The backend that updates a local tensor. An engine would read the memory that one of a FakeTensorMode has not."""
+    return "torch" if isinstance(local, FakeTensor) else backend_for(local.device.type)
 
 
 @functools.cache

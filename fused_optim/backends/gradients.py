@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fused_optim.backends import backend_for, load_engine
+from fused_optim.backends import backend_of, load_engine
 from fused_optim.backends.compiled import run_on, tensor_reader
 from fused_optim.backends.engine import Engine, EngineGradients
 from fused_optim.formats import ELEMENT_TYPES
@@ -94,7 +94,7 @@ def write_(tensor: Tensor, value: Tensor) -> None:
 
 
 def _engine(tensors: list[Tensor]) -> Engine | None:
-    backend = backend_for(tensors[0].device.type)
+    backend = backend_of(tensors[0])
     if backend == "torch" or any(tensor.dtype not in ELEMENT_TYPES for tensor in tensors):
         return None
     return load_engine(backend)[0]

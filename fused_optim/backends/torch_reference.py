@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fused_optim.backends import GroupWork, Hyper, ShardWork
 from fused_optim.backends.gradients import unscaled, write_
 from fused_optim.formats import (
+    FLOAT16,
     GOLDEN_RATIO,
     MASK32,
     ROTATING,
@@ -25,10 +27,16 @@ from fused_optim.formats import (
     split_remainder,
     sqrt,
 )
+from fused_optim.slots import MASTER
 
 
 def _float32(x: float) -> float:
     return ctypes.c_float(x).value
+
+
+def _read(scalar: float | Tensor, fake: float = 1.0) -> float:
+    """A number; ``fake`` where only its shape is known, which lets the step be made."""
+    return fake if isinstance(scalar, FakeTensor) else float(scalar)
 
 
 def integer_power(base: float, exponent: int) -> float:
@@ -61,11 +69,11 @@ class Scalars:
 
 def derive(hyper: Hyper) -> Scalars:
     """Bias corrections and step size in double precision, then rounded to FP32."""
-    lr = float(hyper.lr)
-    step = hyper.step if hyper.steps_done is None else int(hyper.steps_done) + 1
-    factor = 1.0 if hyper.grad_factor is None else float(hyper.grad_factor)
+    lr = _read(hyper.lr)
+    step = hyper.step if hyper.steps_done is None else int(_read(hyper.steps_done)) + 1
+    factor = 1.0 if hyper.grad_factor is None else _read(hyper.grad_factor)
     if hyper.grad_scale is not None:
-        factor /= float(hyper.grad_scale)
+        factor /= _read(hyper.grad_scale)
     correction1 = 1.0 - integer_power(hyper.beta1, step) if hyper.bias_correction else 1.0
     correction2 = 1.0 - integer_power(hyper.beta2, step) if hyper.bias_correction else 1.0
     return Scalars(
@@ -106,6 +114,8 @@ def _read_master(work: ShardWork) -> Tensor:
     master = _separate_master(work)
     if master is None:
         return work.param.float()
+    if work.slots.master is Master.FLOAT16:
+        return decode_state(master, work.slots.scale(MASTER), MASTER, FLOAT16, work.slots.geometry.block)
     return master if work.slots.master is Master.FLOAT32 else join_remainder(work.param, master)
 
 
@@ -114,6 +124,9 @@ def _write_master(work: ShardWork, value: Tensor, u: Tensor) -> None:
     if master is not None and work.slots.master is Master.FLOAT32:
         master.copy_(value)
         work.param.copy_(value)
+    elif master is not None and work.slots.master is Master.FLOAT16:
+        _encode(work, MASTER, master, value, u)
+        work.param.copy_(_read_master(work))
     elif master is not None:
         high, low = split_remainder(value, work.slots.master)
         work.param.copy_(high)
@@ -131,20 +144,25 @@ def _step_shard(work: ShardWork, s: Scalars) -> None:
     param, m, v = update(work.grad.float(), _read_master(work), m, v, s)
     elements = slots.geometry.global_indices(work.param.device)
     u = rounding_bits(work.key, elements, s.rounding_offset)
-    for name, target, value in (("exp_avg", work.exp_avg, m), ("exp_avg_sq", work.exp_avg_sq, v)):
-        bits, scale = encode_state(value, name, slots.format(name), block, u)
-        target.copy_(bits)
-        stored = slots.scale(name)
-        if stored is not None and scale is not None:
-            stored.copy_(scale)
+    _encode(work, "exp_avg", work.exp_avg, m, u)
+    _encode(work, "exp_avg_sq", work.exp_avg_sq, v, u)
     _write_master(work, param, u)
+
+
+def _encode(work: ShardWork, name: str, target: Tensor, value: Tensor, u: Tensor) -> None:
+    slots = work.slots
+    bits, scale = encode_state(value, name, slots.format(name), slots.geometry.block, u)
+    target.copy_(bits)
+    stored = slots.scale(name)
+    if stored is not None and scale is not None:
+        stored.copy_(scale)
 
 
 @torch.no_grad()
 def run(groups: list[GroupWork]) -> None:
     """Update every shard of one device."""
     for group in groups:
-        if group.hyper.found_inf is not None and float(group.hyper.found_inf) != 0.0:
+        if group.hyper.found_inf is not None and _read(group.hyper.found_inf, 0.0) != 0.0:
             continue
         scalars = derive(group.hyper)
         for work in group.shards:

@@ -29,11 +29,11 @@ from fused_optim.checkpoint.sources import (
     read_small,
     some_of,
 )
-from fused_optim.formats import join_remainder
 from fused_optim.sharding.collective import gather, on_all_ranks, parameter_names
-from fused_optim.sharding.dtensor import has_own_chunks, local_tensor, rewrap_shaped
+from fused_optim.sharding.dtensor import has_own_chunks
 from fused_optim.slots import MASTER, MOMENTS
-from fused_optim.validate import check_hyperparameters, check_whole, describe
+from fused_optim.state.remainders import check_remainder, is_remainder, unpack_remainder
+from fused_optim.validate import check_saved_group, check_whole, describe
 
 _REQUIRED_SETTINGS = ("lr", "betas", "eps", "weight_decay")
 _NOT_SETTINGS = ("params", "param_names", "step")
@@ -89,7 +89,10 @@ def load_optimizer_checkpoint(
         loader = Loader(model, optimizer, source, everyone)
         state_dict, report = loader.prepare()
     with on_all_ranks(f"loading {path}"):
+        loader.check_parameters(state_dict["state"])
+    with on_all_ranks(f"loading {path}"):
         optimizer.load_state_dict(state_dict)
+        optimizer.store.settle()
     return report
 
 
@@ -257,7 +260,7 @@ class Loader:
             raise ValueError(f"{what}: {self.source.path} {text}")
         try:
             own = {key: group[key] for key in ("exp_avg_dtype", "exp_avg_sq_dtype")}
-            check_hyperparameters({**group, **settings, **own})
+            check_saved_group({**group, **settings, **own}, settings)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{what} in {self.source.path}: {error}") from error
 
@@ -271,18 +274,21 @@ class Loader:
                     buffers[key] = None if stored is None else buffer(self.params[i], stored)
         values = self.source.read(buffers)
         return {
-            i: {name: self._value(i, name, states[name], values) for name in (*MOMENTS, MASTER) if name in states}
+            i: {name: _value(states[name], values) for name in (*MOMENTS, MASTER) if name in states}
             for i, states in found.items()
         }
 
-    def _value(self, i: int, name: str, parts: Mapping[str, str], values: Mapping[str, Any]) -> Any:
-        if "" not in parts:
-            return _native_state(parts, values)
-        value, param = values[parts[""]], self.params[i]
-        if name == MASTER and value.dtype == torch.int16:
-            master = join_remainder(local_tensor(param.detach()).cpu(), local_tensor(value))
-            return rewrap_shaped(master, param, param.shape)
-        return value
+    def check_parameters(self, state: Mapping[int, Mapping[str, Any]]) -> None:
+        """Raise ValueError for parameters that are not those that their remainders belong to. A collective."""
+        misfits = []
+        for i, states in state.items():
+            saved, param = states.get(MASTER), self.params[i]
+            if is_remainder(saved):
+                check_remainder(param, saved, f"{self._describe(i)}: {MASTER}")
+                loaded = unpack_remainder(param, saved, self._describe(i))
+                misfits += [] if loaded.fits(param) else [loaded.misfit()]
+        if misfits:  # not before all of them were looked at together
+            raise misfits[0]
 
     def _writer(self) -> str:
         settings = next(iter(self.contents.settings.values()), {})
@@ -301,9 +307,9 @@ class Loader:
         return "masters loaded" if self.optimizer.master_weights else "parameters written from masters"
 
 
-def _native_state(parts: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, Any]:
-    """A state in the native form, as ``optimizer.load_state_dict`` takes it, which checks it before it writes."""
-    return {part: values[key] for part, key in parts.items()}
+def _value(parts: Mapping[str, str], values: Mapping[str, Any]) -> Any:
+    """A state as ``optimizer.load_state_dict`` takes it, which checks the native form before it writes."""
+    return values[parts[""]] if "" in parts else {part: values[key] for part, key in parts.items()}
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -28,6 +28,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from fused_optim.checkpoint.checksums import check_finished, read_metadata
 from fused_optim.sharding.dtensor import has_own_chunks, keep_chunks, local_tensor, rewrap_shaped
 
+# Names that wrappers of modules leave in those of parameters: torch.compile, activation checkpointing, FSDP1.
+_WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 # `exp_avg.bits` and the like: the parts of a state in the native form
 _STATE_KEY = re.compile(r"(?P<id>.+)\.(?P<name>exp_avg|exp_avg_sq|max_exp_avg_sq|master_param|step)(\.(?P<part>\w+))?")
 _NATIVE_PARTS = ("bits", "scale", "format", "block", "rem16", "rem8", "check")
@@ -192,11 +194,12 @@ class Contents:
 
 
 def read_contents(source: Source, names: Iterable[str]) -> Contents:
-    prefix = _find_prefix(source, set(names))
+    names = set(names)
+    prefix = _find_prefix(source, names)
     contents = Contents()
     for key in source.entries:
         if match := _state_of(key, prefix):
-            parts = contents.states.setdefault(match["id"], {}).setdefault(match["name"], {})
+            parts = contents.states.setdefault(_unwrapped(match["id"], names), {}).setdefault(match["name"], {})
             parts[match["part"] or ""] = key
     first = f"{prefix}param_groups."
     values = read_small(source, [key for key in source.entries if key.startswith(first)])
@@ -208,10 +211,17 @@ def read_contents(source: Source, names: Iterable[str]) -> Contents:
     numbered = [group for group in groups if "params" in groups[group]]
     for group in sorted(numbered, key=int):
         settings = groups.pop(group)
-        contents.order.append([str(id_) for id_ in settings.pop("params")])
+        contents.order.append([_unwrapped(str(id_), names) for id_ in settings.pop("params")])
         contents.settings.update({id_: settings for id_ in contents.order[-1]})
-    contents.settings.update(groups)  # the flattened form has a group per parameter
+    # The flattened form has a group per parameter.
+    contents.settings.update({_unwrapped(id_, names): settings for id_, settings in groups.items()})
     return contents
+
+
+def _unwrapped(id_: str, names: set[str]) -> str:
+    """The model's name for a parameter that was saved from a wrapped or compiled model under its name there."""
+    bare = _WRAPPERS.sub("", id_)
+    return next((name for name in (id_, bare, bare.removeprefix("module.")) if name in names), id_)
 
 
 def read_small(source: Source, keys: Iterable[str]) -> dict[str, Any]:

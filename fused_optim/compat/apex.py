@@ -12,6 +12,7 @@ from torch.optim.optimizer import ParamsT
 import fused_optim.adam
 from fused_optim.adam import declared_without
 from fused_optim.compat._common import put_rates_on_devices, refuse_amsgrad
+from fused_optim.sharding.dtensor import local_tensor
 
 
 class FusedAdam(fused_optim.adam.FusedAdam):
@@ -85,7 +86,9 @@ class FusedAdam(fused_optim.adam.FusedAdam):
         """
         if self.master_weights:
             self.initialize_state()
+            self.follow_parameters()
         return [{"params": [self._master(param) for param in group["params"]]} for group in self.param_groups]
 
     def _master(self, param: Tensor) -> Tensor | None:
-        return self.store[param].read_master() if self.master_weights else None
+        has_master = self.master_weights and param in self.store
+        return local_tensor(self.store.master(param)) if has_master else None

@@ -11,8 +11,8 @@ from torch.optim.optimizer import ParamsT
 
 import fused_optim.adam
 from fused_optim.compat._common import put_rates_on_devices, refuse_amsgrad
-from fused_optim.formats import STATE_FORMATS, join_remainder
-from fused_optim.sharding.dtensor import local_tensor, placed_part, rewrap_like
+from fused_optim.formats import STATE_FORMATS
+from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.slots import MASTER, MOMENTS
 
 
@@ -27,8 +27,8 @@ class FusedAdam(fused_optim.adam.FusedAdam):
         params, lr, betas, eps, weight_decay, amsgrad, bias_correction, adam_w_mode, capturable, master_weights,
             master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype, use_decoupled_grad, store_param_remainders: with
             TransformerEngine's defaults. ``master_weight_dtype`` counts with ``master_weights`` only and must be FP32
-            then; ``store_param_remainders`` has no effect without ``master_weights``; with ``capturable`` each group's
-            ``lr`` becomes an FP32 tensor on its parameters' device.
+            or FP16 then; ``store_param_remainders`` has no effect without ``master_weights`` or with FP16 masters; with
+            ``capturable`` each group's ``lr`` becomes an FP32 tensor on its parameters' device.
         set_grad_none: deprecated, warns; ``zero_grad`` refuses another ``set_to_none`` then.
         options: further ones of :class:`fused_optim.FusedAdam`, such as ``seed``.
 
@@ -72,10 +72,11 @@ class FusedAdam(fused_optim.adam.FusedAdam):
             adam_w_mode=adam_w_mode,
             capturable=capturable,
             master_weights=master_weights,
+            master_weight_dtype=master_weight_dtype if master_weights else torch.float32,
             exp_avg_dtype=exp_avg_dtype,
             exp_avg_sq_dtype=exp_avg_sq_dtype,
             use_decoupled_grad=use_decoupled_grad,
-            store_param_remainders=store_param_remainders and master_weights,
+            store_param_remainders=store_param_remainders and master_weights and master_weight_dtype == torch.float32,
             **options,
         )
         self.set_grad_none = set_grad_none
@@ -84,11 +85,6 @@ class FusedAdam(fused_optim.adam.FusedAdam):
             warnings.warn(text, DeprecationWarning, stacklevel=2)
         if capturable:
             put_rates_on_devices(self)
-
-    @property
-    def master_weight_dtype(self) -> torch.dtype:
-        """Always FP32."""
-        return torch.float32
 
     @property
     def exp_avg_dtype(self) -> torch.dtype:
@@ -122,33 +118,10 @@ class FusedAdam(fused_optim.adam.FusedAdam):
             return local_tensor(kept)
         return super().get_unscaled_state(param, state_name)
 
-    def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
-        """As :meth:`fused_optim.FusedAdam.set_scaled_state`; states that the parameter lacks are created first."""
-        self.initialize_state(param)
-        super().set_scaled_state(param, state_name, unscaled_state)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As :meth:`fused_optim.FusedAdam.load_state_dict`; int16 remainders complete the parameters as they are."""
-        ids = [id_ for group in state_dict["param_groups"] for id_ in group["params"]]
-        state = dict(state_dict["state"])
-        for id_, param in zip(ids, self.store.params):
-            master = state.get(id_, {}).get(MASTER)
-            if isinstance(master, Tensor) and master.dtype == torch.int16 and param.dtype == torch.bfloat16:
-                state[id_] = {**state[id_], MASTER: _joined(param, master)}
-        super().load_state_dict({**state_dict, "state": state})
-
 
 def _check_dtypes(master: torch.dtype, *moments: torch.dtype) -> None:
-    if master != torch.float32:
-        text = "masters are torch.float32; store_param_remainders=True keeps them in 2 bytes per element without loss"
-        raise RuntimeError(f"master_weight_dtype={master}: {text}")
+    if master not in (torch.float32, torch.float16):
+        raise RuntimeError(f"master_weight_dtype={master}: expected torch.float32 or torch.float16")
     for name, dtype in zip(MOMENTS, moments, strict=True):
         if dtype not in STATE_FORMATS:
             raise RuntimeError(f"{name}_dtype: expected one of {', '.join(map(str, STATE_FORMATS))}, got {dtype}")
-
-
-def _joined(param: Tensor, remainders: Tensor) -> Tensor:
-    low = placed_part(remainders, param)
-    high = local_tensor(param.detach())
-    master = join_remainder(high.reshape(-1), low.reshape(-1).to(high.device)).reshape(high.shape)
-    return rewrap_like(master, param)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fused_optim.compat import transformer_engine
 from fused_optim.formats import Master
+from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.slots import MASTER, MOMENTS
 
 _IMPORTED_FROM = "transformer_engine.pytorch.optimizers"
@@ -39,7 +40,7 @@ class FusedAdam(transformer_engine.FusedAdam):
         """A state's local values: FP32, masters included, shaped as the parameter's local shard."""
         states = self.store[param]
         if state_name == MASTER and MASTER in states.tensors:
-            return states.read_master()
+            return local_tensor(self.store.master(param))
         return super().get_unscaled_state(param, state_name, skip_unscale)
 
     @torch.no_grad()
@@ -52,6 +53,7 @@ class FusedAdam(transformer_engine.FusedAdam):
                 expected = f"expected shape {tuple(param.shape)}, got {tuple(unscaled_state.shape)}"
                 raise ValueError(f"{MASTER} of a parameter: {expected}")
             states.write_master(unscaled_state)
+            self.store.drop_pending(param)
         else:
             super().set_scaled_state(param, state_name, unscaled_state)
 

@@ -59,8 +59,7 @@ def on_all_ranks(doing: str, no_dist: bool = False) -> Iterator[None]:
 
 def any_rank(params: Iterable[Tensor], nonzero: bool, failed: bool) -> tuple[bool, bool]:
     """Whether each is true on any rank of the parameters' meshes: a collective over these."""
-    meshes: dict[DeviceMesh, None] = {p.device_mesh: None for p in params if isinstance(p, DTensor)}
-    for mesh in meshes:
+    for mesh in _meshes(params):
         flags = torch.tensor([nonzero, failed], dtype=torch.int32, device=mesh.device_type)
         for dim in range(mesh.ndim):
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=mesh.get_group(dim))
@@ -69,13 +68,23 @@ def any_rank(params: Iterable[Tensor], nonzero: bool, failed: bool) -> tuple[boo
 
 
 def announce_failure(params: Iterable[Tensor]) -> None:
-    """Take part in the other ranks' :func:`any_rank` as one that failed, so that they raise instead of waiting."""
-    any_rank(params, False, True)
+    """Take part in the other ranks' :func:`any_rank` as one that failed, so that they raise instead of waiting.
+
+    Without waiting for them, who may have failed elsewhere.
+    """
+    for mesh in _meshes(params):
+        for dim in range(mesh.ndim):
+            flags = torch.tensor([False, True], dtype=torch.int32, device=mesh.device_type)
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=mesh.get_group(dim), async_op=True)
+
+
+def _meshes(params: Iterable[Tensor]) -> list[DeviceMesh]:
+    return list(dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor)))
 
 
 def parameter_names(model: torch.nn.Module) -> dict[Tensor, list[str]]:
     """Every parameter's names as torch.distributed.checkpoint writes them; tied parameters have several."""
     names: dict[Tensor, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(param, []).extend(_get_fqns(model, name))
+        names.setdefault(param, []).extend(sorted(_get_fqns(model, name)))
     return names

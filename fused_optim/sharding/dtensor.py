@@ -11,6 +11,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
@@ -52,6 +53,12 @@ def finished_local(tensor: Tensor) -> Tensor:
     """:func:`local_tensor` with memory of its own: that of an unfinished collective is waited for."""
     local = local_tensor(tensor)
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor is more than its shape: not on the meta device and not of a FakeTensorMode."""
+    local = local_tensor(tensor)
+    return not local.is_meta and not isinstance(local, FakeTensor)
 
 
 def is_dense(local: Tensor) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,16 +11,25 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fused_optim.adapters import Update, adapter_of
-from fused_optim.formats import FLOAT32, Master, decode_state, encode_state, join_remainder, split_remainder
+from fused_optim.formats import (
+    FLOAT16,
+    FLOAT32,
+    NEAREST,
+    Master,
+    decode_state,
+    encode_state,
+    join_remainder,
+    split_remainder,
+)
 from fused_optim.sharding.dtensor import dense, is_dense, local_tensor, rewrap_like
-from fused_optim.slots import MASTER, MOMENTS, Slots, Versions
+from fused_optim.slots import MASTER, MOMENTS, STATES, Slots, Versions
+from fused_optim.state.remainders import PIECE, LoadedRemainder
 
 FOLLOWED = 2**26  # elements compared at a time
-PIECE = 2**20  # elements decoded at a time: the codecs' temporaries take up to 50 bytes for each; a multiple of BLOCKS
 
 
-def master_kind(param: Tensor, master_weights: bool, remainder_bits: int | None) -> Master:
-    """Which master a parameter gets; ``remainder_bits`` None means a separate FP32 tensor."""
+def master_kind(param: Tensor, master_weights: bool, remainder_bits: int | None, dtype: torch.dtype) -> Master:
+    """Which master a parameter gets; ``remainder_bits`` None means a separate tensor of ``dtype``."""
     adapter = adapter_of(param)
     quantized = adapter is not None
     if adapter is not None and not master_weights and (reason := adapter.needs_master(param)):
@@ -29,7 +38,7 @@ def master_kind(param: Tensor, master_weights: bool, remainder_bits: int | None)
     if not master_weights or (param.dtype == torch.float32 and not quantized):
         return Master.PARAMETER
     if remainder_bits is None or param.dtype != torch.bfloat16 or quantized:
-        return Master.FLOAT32
+        return Master.FLOAT16 if dtype == torch.float16 else Master.FLOAT32
     return Master.REMAINDER16 if remainder_bits == 16 else Master.REMAINDER8
 
 
@@ -66,12 +75,22 @@ class ParamState:
             tensors[MASTER] = initial_master(param)
         elif slots.master is not Master.PARAMETER:
             tensors[MASTER] = torch.zeros(local.shape, dtype=slots.master.dtype, device=local.device)
+        created = ParamState(param, {name: rewrap_like(tensor, param) for name, tensor in tensors.items()}, slots)
+        if slots.master not in (Master.PARAMETER, Master.FLOAT32):
+            created.seed_master(initial_master(param))
         if adapter is not None:
             adapter.discard_initial(param)
-        created = ParamState(param, {name: rewrap_like(tensor, param) for name, tensor in tensors.items()}, slots)
-        if slots.master.is_remainder:
-            created.write_master(local.float())
         return created
+
+    def seed_master(self, value: Tensor) -> None:
+        """Set the master from the parameter's local FP32 ``value``; the parameter stays as it is.
+
+        An FP16 master may lack bits of elements that are 2^-32 or less of their block's largest.
+        """
+        if self.slots.master is Master.FLOAT16:
+            self.write_moment(MASTER, value)
+        elif self.slots.master is not Master.PARAMETER:
+            self.write_master(value)
 
     def adopt(self, given: Mapping[str, Any]) -> None:
         """Fill these new states with those that someone else has made, or has moved here from another parameter.
@@ -79,22 +98,27 @@ class ParamState:
         What fits is kept itself, and so is what is no state of this optimizer. Raises ValueError for a master of
         another kind, TypeError for moments that are no floating-point tensors of the parameter's local shape.
         """
-        dtypes = self.slots.dtypes()
         for name, value in given.items():
-            if name not in (*MOMENTS, MASTER):
+            if name not in STATES:
                 self.tensors[name] = value
                 continue
-            if name == MASTER and not self._fits(value, dtypes.get(MASTER)):
-                shape, local = tuple(self.param.shape), local_tensor(value)
-                expected = f"{dtypes[MASTER]} of its local shape" if MASTER in dtypes else "none"
-                raise ValueError(
-                    f"{MASTER} of a parameter of shape {shape} was made elsewhere: expected {expected}, got "
-                    f"{local.dtype} of shape {tuple(local.shape)}"
-                )
-            if name == MASTER or (self.slots.format(name) is FLOAT32 and self._fits(value, torch.float32)):
+            if name == MASTER:
+                self._check_adopted_master(value)
+            if self.slots.format(name) is FLOAT32 and (name == MASTER or self._fits(value, torch.float32)):
                 self.tensors[name] = value
             else:
                 self.write_moment(name, self._checked_moment(name, value))
+
+    def _check_adopted_master(self, value: Tensor) -> None:
+        dtype = None if self.slots.master is Master.PARAMETER else self.slots.master.dtype
+        dtype = torch.float32 if dtype == torch.float16 else dtype
+        if not self._fits(value, dtype):
+            shape, local = tuple(self.param.shape), local_tensor(value)
+            raise ValueError(
+                f"{MASTER} of a parameter of shape {shape} was made elsewhere: expected "
+                f"{'none' if dtype is None else f'{dtype} of its local shape'}, got "
+                f"{local.dtype} of shape {tuple(local.shape)}"
+            )
 
     def _fits(self, value: Tensor, dtype: torch.dtype | None) -> bool:
         """Whether a state that was made elsewhere can be kept itself."""
@@ -104,7 +128,8 @@ class ParamState:
 
     def _checked_moment(self, name: str, value: Tensor) -> Tensor:
         local, found = local_tensor(self.param), local_tensor(value)
-        if found.shape != local.shape or not found.is_floating_point():
+        codes = found.dtype == torch.float16 and self.slots.format(name) is FLOAT16
+        if found.shape != local.shape or not found.is_floating_point() or codes:
             raise TypeError(
                 f"{name} was made elsewhere: expected a floating-point tensor of local shape {tuple(local.shape)}, got "
                 f"{found.dtype} {tuple(found.shape)}; codes without their scales are no values: move them by "
@@ -113,7 +138,7 @@ class ParamState:
         return found
 
     def read_moment(self, name: str, device: str | None = None) -> Tensor:
-        """Local FP32 values of a moment. FP32 states are returned themselves, others as a new tensor on ``device``."""
+        """Local FP32 values of a moment, or of an FP16 master: a new tensor on ``device`` unless the state is FP32."""
         bits, scale = local_tensor(self.tensors[name]), self.slots.scale(name)
         fmt, block = self.slots.format(name), self.slots.geometry.block
         if bits.dtype == torch.float32:
@@ -126,15 +151,16 @@ class ParamState:
         return _in_pieces(decode, bits, device)
 
     def write_moment(self, name: str, value: Tensor) -> None:
-        """Encode local FP32 values into a moment, rounding to nearest."""
-        target = local_tensor(self.tensors[name])
-        nearest = torch.full((target.numel(),), 1 << 31, dtype=torch.int64, device=target.device)
-        value = dense(value.to(device=target.device, dtype=torch.float32))
-        bits, scale = encode_state(value, name, self.slots.format(name), self.slots.geometry.block, nearest)
-        target.copy_(bits)
-        stored = self.slots.scale(name)
-        if scale is not None and stored is not None:
-            stored.copy_(scale)
+        """Encode local FP32 values into a moment, or into an FP16 master, rounding to nearest."""
+        target, value = local_tensor(self.tensors[name]).view(-1), dense(value).view(-1)
+        fmt, stored, block = self.slots.format(name), self.slots.scale(name), self.slots.geometry.block
+        for piece in _pieces(target.numel()):
+            source = value[piece].to(device=target.device, dtype=torch.float32)
+            nearest = torch.full(source.shape, NEAREST, dtype=torch.int64, device=target.device)
+            bits, scale = encode_state(source, name, fmt, block, nearest)
+            target[piece] = bits
+            if scale is not None and stored is not None:
+                stored[piece.start // block : -(-piece.stop // block)] = scale
 
     def read_master(self, device: str | None = None) -> Tensor:
         """Local FP32 values of the master: itself where it is an FP32 tensor, else a new one on ``device``."""
@@ -143,6 +169,8 @@ class ParamState:
         master = local_tensor(self.tensors[MASTER])
         if self.slots.master is Master.FLOAT32:
             return master
+        if self.slots.master is Master.FLOAT16:
+            return self.read_moment(MASTER, device)
         local = local_tensor(self.param.detach())
         high, low = local.reshape(-1), master.reshape(-1)
         return _in_pieces(lambda piece: join_remainder(high[piece], low[piece]), local, device)
@@ -161,10 +189,26 @@ class ParamState:
             return []
         if self.slots.master is Master.FLOAT32:
             local_tensor(self.tensors[MASTER]).copy_(value)
+        elif self.slots.master is Master.FLOAT16:
+            self.write_moment(MASTER, value)
+            value = self.read_moment(MASTER)
         if adapter_of(self.param) is not None:
             return [Update(self.param, value)]
         local.copy_(value)
         return []
+
+    def write_remainder(self, loaded: LoadedRemainder) -> None:
+        """Set the master from loaded remainders. The parameter has its high bits, or will have where they are kept."""
+        if self.slots.master is loaded.kind:
+            low = local_tensor(self.tensors[MASTER])
+            low.copy_(loaded.bits(low.shape))
+        else:
+            self.write_master(loaded.master(self.param))
+
+    def hold_remainder(self, loaded: LoadedRemainder) -> LoadedRemainder:
+        """What is to be written once the parameter is there; its memory is nobody else's."""
+        low = loaded.bits(local_tensor(self.param).shape)
+        return replace(loaded, low=low, checks=None if loaded.checks is None else loaded.checks.clone())
 
     def follow_parameter(self) -> None:
         """Take over what others have written into the parameter: the next step starts from there.
@@ -176,7 +220,7 @@ class ParamState:
             return
         master, adapter = self.read_master(), adapter_of(self.param)
         if adapter is None:
-            parts = zip(*(x.view(-1).split(FOLLOWED) for x in (master, self._local())), strict=True)
+            parts = zip(*(x.reshape(-1).split(FOLLOWED) for x in (master, self._local())), strict=True)
             for own, written in parts:
                 rounded = own.to(written.dtype)
                 own.copy_(torch.where(_same(rounded, written), own, written.float()))
@@ -185,7 +229,9 @@ class ParamState:
             same = _same(rounded, written) if rounded is not None else _near(master, written)
             master = torch.where(same, master, initial_master(self.param))
             adapter.discard_initial(self.param)
-        if self.slots.master is Master.FLOAT32 and adapter is not None:
+        if self.slots.master is Master.FLOAT16:
+            self.write_moment(MASTER, master)
+        elif adapter is not None:
             local_tensor(self.tensors[MASTER]).copy_(master)
         self.mark()
 
@@ -205,7 +251,8 @@ class ParamState:
     @property
     def nbytes(self) -> int:
         """Bytes that this rank holds: moments, master and scales."""
-        tensors = [local_tensor(state) for state in self.tensors.values()] + [self.slots.scales]
+        own = [self.tensors[name] for name in self.slots.dtypes() if name in self.tensors]
+        tensors = [*map(local_tensor, own), self.slots.scales]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
@@ -222,8 +269,11 @@ def _near(master: Tensor, written: Tensor) -> Tensor:
 def _in_pieces(decode: Callable[[slice], Tensor], like: Tensor, device: str | None) -> Tensor:
     """FP32 values shaped as ``like``, on its device or another one: there is one piece's worth of temporaries."""
     out = torch.empty(like.shape, dtype=torch.float32, device=device or like.device)
-    flat, numel = out.view(-1), out.numel()
-    for start in range(0, numel, PIECE):
-        piece = slice(start, min(start + PIECE, numel))
+    flat = out.view(-1)
+    for piece in _pieces(out.numel()):
         flat[piece] = decode(piece)
     return out
+
+
+def _pieces(numel: int) -> Iterator[slice]:
+    return (slice(start, min(start + PIECE, numel)) for start in range(0, numel, PIECE))

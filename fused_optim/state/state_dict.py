@@ -4,8 +4,8 @@ Unscaled: every moment and master is a parameter-shaped FP32 tensor, a DTensor w
 placements where the parameter is one, whatever the format it is kept in. So it loads into any format, on any world
 size, and other tools can read it.
 
-Native: block-scaled moments and remainders as they are kept (``native.py``), BF16 moments as BF16 tensors; what is not
-cut by whole rows, one-dimensional parameters included, as in the unscaled form.
+Native: block-scaled moments and masters, and remainders, as they are kept (``native.py``), BF16 moments as BF16
+tensors; what is not cut by whole rows, one-dimensional parameters included, as in the unscaled form.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from fused_optim import adapters
 from fused_optim.adapters import Update
@@ -25,17 +27,22 @@ from fused_optim.formats import Master
 from fused_optim.sharding.collective import FailedElsewhere, announce_failure, any_rank
 from fused_optim.sharding.dtensor import cut_by_rows, local_tensor, placed_part, rewrap_like
 from fused_optim.slots import MASTER, MOMENTS
-from fused_optim.state.native import (
-    StoredMoment,
-    StoredRemainder,
-    pack_moment,
-    pack_remainder,
-    unpack_moment,
+from fused_optim.state.native import StoredMoment, check_moment, pack_moment, pack_remainder, unpack_moment
+from fused_optim.state.param_state import ParamState, read_parameter
+from fused_optim.state.remainders import (
+    LoadedRemainder,
+    check_remainder,
+    is_remainder,
     unpack_remainder,
 )
-from fused_optim.state.param_state import ParamState, read_parameter
 from fused_optim.state.store import StateStore
-from fused_optim.validate import CheckpointFormat, check_checkpoint_device, check_checkpoint_format, describe
+from fused_optim.validate import (
+    CheckpointFormat,
+    check_checkpoint_device,
+    check_checkpoint_format,
+    check_saved_group,
+    describe,
+)
 
 VERSION = 1
 # What a checkpoint says of itself, as numbers and in every param group: torch.distributed.checkpoint keeps no metadata,
@@ -44,14 +51,8 @@ DESCRIPTION = {"fused_optim_version": VERSION, "fused_optim_native": 0}
 # The running optimizer's choices, which a checkpoint does not change. Saved as text: torch.distributed.checkpoint
 # gathers and offloads no torch.dtype.
 _OWN_KEYS = ("exp_avg_dtype", "exp_avg_sq_dtype")
-
-
-@dataclass
-class _Loaded:
-    """This rank's parts of a parameter's saved states."""
-
-    moments: dict[str, Tensor | StoredMoment]
-    master: Tensor | StoredRemainder | None
+# What learning-rate schedulers keep in param groups, beside their `initial_...`.
+_SCHEDULERS_KEYS = ("max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,10 @@ def _converted(states: ParamState, options: Options) -> dict[str, Any]:
             out[name] = pack_moment(states, name, options.device)
         elif slots.format(name).scaled or not native:
             out[name] = _unscaled_moment(states, name, options.device)
-    if slots.master.is_remainder:
+    if slots.master is Master.FLOAT16:
+        pack = pack_moment if packed else _unscaled_moment
+        out[MASTER] = pack(states, MASTER, options.device)
+    elif slots.master.is_remainder:
         if packed:
             out[MASTER] = pack_remainder(states, options.device)
         elif slots.master is Master.REMAINDER8 or not options.int16_remainders:
@@ -110,48 +114,70 @@ def _unscaled_moment(states: ParamState, name: str, device: str | None) -> Tenso
     return rewrap_like(states.read_moment(name, device), states.param)
 
 
-def load(
-    store: StateStore, groups: list[dict[str, Any]], state_dict: dict[str, Any], keep: Collection[Tensor] = ()
-) -> None:
-    """Load a state dict in either form, or torch.optim.Adam(W)'s with one ``step`` per parameter.
+@dataclass
+class _Loaded:
+    """This rank's parts of a parameter's saved states."""
 
-    Everything is checked before the first state is written; ``state_dict`` and its tensors are not changed or kept.
-    The parameters in ``keep`` keep their states.
+    moments: dict[str, Tensor | StoredMoment] = field(default_factory=dict)  # empty: there are no states
+    master: Tensor | StoredMoment | LoadedRemainder | None = None
+    others: dict[str, Any] = field(default_factory=dict)  # what users keep beside the states
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A state dict that fits an optimizer, by the parameters' ids in it."""
+
+    groups: list[dict[str, Any]]
+    steps: list[int]
+    params: dict[Any, Tensor]
+    states: dict[Any, Mapping[str, Any]]  # of the parameters whose states are to be loaded
+    who: dict[Any, str]  # the parameters for messages
+
+
+def check(groups: list[dict[str, Any]], state_dict: dict[str, Any], keep: Collection[Tensor] = ()) -> Checked:
+    """Raise for a state dict that does not fit these param groups. No communication, and nothing is changed.
+
+    In either form, torch.optim.Adam(W)'s, TransformerEngine's or Apex's. Parameters in ``keep`` keep their states.
     """
-    saved_groups = state_dict["param_groups"]
+    saved_groups, state = state_dict["param_groups"], state_dict["state"]
     _check_version(saved_groups)
-    saved_ids = _match_groups(groups, saved_groups)
-    state = state_dict["state"]
-    present = {id_: param for id_, param in saved_ids.items() if state.get(id_)}
-    known = {id_: param for id_, param in present.items() if param not in keep}
+    params = _match_groups(groups, saved_groups)
+    _check_form(saved_groups, state, params.values())
+    present = {id_: param for id_, param in params.items() if _own_names(state.get(id_, {}))}
+    steps = []
+    for index, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
+        what = f"param group {index} of the state dict"
+        steps.append(_group_step(saved, state, what))
+        _check_group(group, saved, present, steps[-1], what)
+    states = {id_: state.get(id_, {}) for id_, param in params.items() if param not in keep}
     who = _descriptions(groups, saved_groups)
-    packed = {id_: param for id_, param in known.items() if _is_packed(state[id_].get(MASTER))}
-    reduced = [param for param in known.values() if adapters.needs_collective(param)]
-    with _failing_together([*packed.values(), *reduced]):
-        _check_form(saved_groups, state, saved_ids.values())
-        steps = [_group_step(saved, state) for saved in saved_groups]
-        for group, saved, step in zip(groups, saved_groups, steps, strict=True):
-            _check_group(group, saved, present, step)
-        loaded = {id_: _loaded_states(known[id_], state[id_], who[id_]) for id_ in known}
-    _load_remainders(packed, state, who, loaded)
+    for id_, saved in states.items():
+        _check_states(params[id_], saved, who[id_])
+    return Checked(saved_groups, steps, params, states, who)
 
-    kept = ("params", "param_names", *_OWN_KEYS, *DESCRIPTION)
-    for group, saved, step in zip(groups, saved_groups, steps, strict=True):
-        group.update({key: _copied(value) for key, value in saved.items() if key not in kept})
+
+def load(store: StateStore, groups: list[dict[str, Any]], checked: Checked) -> None:
+    """Load a state dict that every rank has checked: a collective over the parameters' meshes.
+
+    Its tensors are not changed or kept. Remainders whose parameters are not there yet wait for them in ``store``.
+    """
+    params = checked.params
+    with failing_together(store.params):
+        loaded = {id_: _unpack(params[id_], saved, checked.who[id_]) for id_, saved in checked.states.items()}
+    misfit = _any_misfit(loaded, params)
+    for group, saved, step in zip(groups, checked.groups, checked.steps, strict=True):
+        group.update({key: _copied(saved[key]) for key in _taken(group, saved)})
         group["step"] = step
     remaining = []
-    for id_, param in saved_ids.items():
-        if id_ in loaded:
-            remaining += _write_states(store, param, loaded[id_])
-        elif param not in keep:
-            store.forget(param)
+    for id_, found in loaded.items():
+        remaining += _write(store, params[id_], found, misfit)
     adapters.write(remaining, advance=False)
     store.mark()
 
 
 @contextmanager
-def _failing_together(params: Collection[Tensor]) -> Iterator[None]:
-    """Where the body fails on one rank of the meshes, raise on all: what follows would wait for that rank."""
+def failing_together(params: Collection[Tensor]) -> Iterator[None]:
+    """Where the body fails on one rank of the parameters' meshes, raise on all: a collective over these meshes."""
     try:
         yield
     except Exception:
@@ -170,6 +196,9 @@ def _match_groups(groups: list[dict[str, Any]], saved_groups: list[dict[str, Any
             expected, got = len(group["params"]), len(saved["params"])
             raise ValueError(f"param group {index}: the state dict has {got} parameters, the optimizer {expected}")
         ids.update(zip(saved["params"], group["params"], strict=True))
+    count = sum(len(group["params"]) for group in groups)
+    if len(ids) != count:
+        raise ValueError(f"the state dict lists {len(ids)} different parameters, the optimizer has {count}")
     return ids
 
 
@@ -185,11 +214,11 @@ def _descriptions(groups: list[dict[str, Any]], saved_groups: list[dict[str, Any
     return found
 
 
-def _group_step(saved: Mapping[str, Any], state: Mapping[Any, Mapping[str, Any]]) -> int:
+def _group_step(saved: Mapping[str, Any], state: Mapping[Any, Mapping[str, Any]], what: str) -> int:
     """The group's step; from the parameters' own (torch.optim) the largest."""
     if "step" in saved:
-        return int(saved["step"])
-    own = [int(state[id_]["step"]) for id_ in saved["params"] if "step" in state.get(id_, {})]
+        return _whole_step(saved["step"], what)
+    own = [_whole_step(state[id_]["step"], what) for id_ in saved["params"] if "step" in state.get(id_, {})]
     if own:
         behind = sum(step != max(own) for step in own)
         if behind:
@@ -200,20 +229,46 @@ def _group_step(saved: Mapping[str, Any], state: Mapping[Any, Mapping[str, Any]]
                 f"{text}; the step is shared by a param group, so they continue from the latest", stacklevel=3
             )
         return max(own)
-    if any(state.get(id_) for id_ in saved["params"]):
+    if any(_own_names(state.get(id_, {})) for id_ in saved["params"]):
         raise ValueError("the state dict has moments but no step, in a param group or per parameter; it is not guessed")
     return 0
 
 
-def _check_group(group: Mapping[str, Any], saved: Mapping[str, Any], known: Mapping[Any, Tensor], step: int) -> None:
+def _whole_step(value: Any, what: str) -> int:
+    value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise TypeError(f"{what}: step: expected a number, got {type(value).__name__}")
+    step = float(value)
+    if not (step >= 0.0 and step.is_integer()):
+        raise ValueError(f"{what}: step: expected a whole number >= 0, got {value}")
+    return int(step)
+
+
+def _check_group(
+    group: Mapping[str, Any], saved: Mapping[str, Any], present: Mapping[Any, Tensor], step: int, what: str
+) -> None:
     if saved.get("amsgrad"):
         raise ValueError("the state dict was saved with amsgrad=True, which is not supported")
+    try:
+        check_saved_group({**group, **{key: saved[key] for key in _taken(group, saved)}}, saved)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{what}: {error}") from error
     trained = [param for param in group["params"] if param.requires_grad]
-    if step and trained and not any(id_ in known for id_ in saved["params"]):
+    if step and trained and not any(id_ in present for id_ in saved["params"]):
         raise RuntimeError(
             f"the state dict is at step {step} but holds no states for a param group of {len(group['params'])} "
             "parameters; if it came through torch.distributed.checkpoint, call optimizer.zero_grad() before loading it"
         )
+
+
+def _taken(group: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """The keys of a saved param group that are loaded, not those that only another optimizer knows.
+
+    They would stay in the group, and the next checkpoint to be loaded would have to have them.
+    """
+    kept = ("params", "param_names", "step", *_OWN_KEYS, *DESCRIPTION)
+    known = [key for key in saved if key in group or key in _SCHEDULERS_KEYS or str(key).startswith("initial_")]
+    return [key for key in known if key not in kept]
 
 
 def _check_version(saved_groups: list[dict[str, Any]]) -> None:
@@ -241,7 +296,7 @@ def _check_form(
 
 
 def _any_packed(states: Mapping[str, Any]) -> bool:
-    return any(map(_is_packed, states.values()))
+    return any(_is_packed(states.get(name)) for name in (*MOMENTS, MASTER))
 
 
 def _is_packed(value: Any) -> bool:
@@ -252,54 +307,80 @@ def _has(saved: Mapping[str, Any], key: str) -> bool:
     return saved.get(key) is not None and (_is_packed(saved[key]) or not isinstance(saved[key], Mapping))
 
 
-def _loaded_states(param: Tensor, saved: Mapping[str, Any], who: str) -> _Loaded:
-    """Without remainders."""
+def _own_names(saved: Mapping[str, Any]) -> list[str]:
+    """The names of an optimizer's states; all others are what users keep beside them."""
+    return [name for name in (*MOMENTS, MASTER, "step") if name in saved]
+
+
+def _check_states(param: Tensor, saved: Mapping[str, Any], who: str) -> None:
+    """Raise KeyError, TypeError or ValueError for states that are not those of ``param``. No communication."""
+    if not _own_names(saved):
+        return
     missing = [moment for moment in MOMENTS if not _has(saved, moment)]
     if missing:
         raise KeyError(f"{who}: the state dict lacks {' and '.join(missing)}")
-    loaded = _Loaded({}, None)
     for name in MOMENTS:
-        value, what = saved[name], f"{who}: {name}"
-        packed = _is_packed(value)
-        loaded.moments[name] = unpack_moment(param, name, value, what) if packed else _local_value(param, value, what)
-    if _has(saved, MASTER) and not _is_packed(saved[MASTER]):
-        loaded.master = _local_value(param, saved[MASTER], f"{who}: {MASTER}")
-    return loaded
+        check = check_moment if _is_packed(saved[name]) else _check_value
+        check(param, name, saved[name], f"{who}: {name}")
+    if is_remainder(saved.get(MASTER)):
+        check_remainder(param, saved[MASTER], f"{who}: {MASTER}")
+    elif _has(saved, MASTER):
+        check = check_moment if _is_packed(saved[MASTER]) else _check_value
+        check(param, MASTER, saved[MASTER], f"{who}: {MASTER}")
 
 
-def _load_remainders(
-    packed: Mapping[Any, Tensor],
-    state: Mapping[Any, Mapping[str, Any]],
-    who: Mapping[Any, str],
-    loaded: dict[Any, _Loaded],
-) -> None:
-    """Add saved remainders to ``loaded``. Raises on every rank if any rank's part of a parameter does not fit them."""
-    wrong: list[str] = []
-    for id_, param in packed.items():
-        loaded[id_].master, fits = unpack_remainder(param, state[id_][MASTER], f"{who[id_]}: {MASTER}")
-        if not fits:
-            wrong.append(who[id_])
-    if any_rank(packed.values(), bool(wrong), False)[0]:
-        raise (ValueError if wrong else FailedElsewhere)(
-            f"{wrong[0] if wrong else 'a parameter of another rank'}: the state dict has the low bits of its master, "
-            "but the parameter is not the one that they belong to. Load the model's checkpoint of the same step first, "
-            "without changing its precision; or save with checkpoint_format='unscaled', which has whole masters"
-        )
-
-
-def _local_value(param: Tensor, value: Any, what: str) -> Tensor:
-    """This rank's part of an unscaled state."""
+def _check_value(param: Tensor, name: str, value: Any, what: str) -> None:
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.element_size() < 2:
         kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"{what}: expected an unscaled floating-point tensor, got {kind}")
     if value.shape != param.shape:
         raise ValueError(f"{what}: expected shape {tuple(param.shape)}, the state dict has {tuple(value.shape)}")
-    return placed_part(value, param)
 
 
-def _write_states(store: StateStore, param: Tensor, loaded: _Loaded) -> list[Update]:
+def _unpack(param: Tensor, saved: Mapping[str, Any], who: str) -> _Loaded:
+    """This rank's parts of states that were checked. A collective where they are not placed as ``param`` is."""
+    found = _Loaded(others=_others(param, saved))
+    if not _own_names(saved):
+        return found
+    for name in MOMENTS:
+        packed = _is_packed(saved[name])
+        found.moments[name] = unpack_moment(param, name, saved[name]) if packed else placed_part(saved[name], param)
+    if is_remainder(saved.get(MASTER)):
+        found.master = unpack_remainder(param, saved[MASTER], who)
+    elif _has(saved, MASTER):
+        packed = _is_packed(saved[MASTER])
+        found.master = unpack_moment(param, MASTER, saved[MASTER]) if packed else placed_part(saved[MASTER], param)
+    return found
+
+
+def _others(param: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """What users keep beside the states: copies of tensors beside the parameter, other objects themselves."""
+    device = local_tensor(param).device
+    others = {name: value for name, value in saved.items() if name not in (*MOMENTS, MASTER, "step")}
+    copied: dict[str, Any] = tree_map_only(Tensor, lambda value: value.detach().to(device, copy=True), others)
+    return copied
+
+
+def _any_misfit(loaded: Mapping[Any, _Loaded], params: Mapping[Any, Tensor]) -> bool:
+    """Whether some parameter is not the one that its remainders belong to. A collective over these parameters' meshes.
+
+    One is enough for all of them to wait: it is the model that has not been loaded.
+    """
+    checked = {params[id_]: found.master for id_, found in loaded.items() if isinstance(found.master, LoadedRemainder)}
+    checked = {param: remainder for param, remainder in checked.items() if remainder.checks is not None}
+    misfits = [param for param, remainder in checked.items() if not remainder.fits(param)]
+    return any_rank(checked, bool(misfits), False)[0]
+
+
+def _write(store: StateStore, param: Tensor, loaded: _Loaded, misfit: bool) -> list[Update]:
     """Returns what is still to be written; see ``ParamState.write_master``."""
+    store.pending.pop(param, None)
+    if not loaded.moments:
+        store.forget(param)
+        store.keep_others(param, loaded.others)
+        return []
     store.create(param)
+    store.keep_others(param, loaded.others)
     states = store[param]
     for name, value in loaded.moments.items():
         if isinstance(value, StoredMoment):
@@ -308,11 +389,22 @@ def _write_states(store: StateStore, param: Tensor, loaded: _Loaded) -> list[Upd
             states.write_moment(name, value)
     master = loaded.master
     if master is None:  # seeded from the parameter
-        states.write_master(read_parameter(param).float())
-        return []  # which is not to be encoded again
-    if isinstance(master, StoredRemainder):
-        master = master.master(local_tensor(param.detach()))
-    return states.write_master(master.float())
+        states.seed_master(read_parameter(param).float())
+        return []
+    if isinstance(master, LoadedRemainder):
+        _write_remainder(store, states, master, misfit)
+        return []
+    return states.write_master((master.values(MASTER) if isinstance(master, StoredMoment) else master).float())
+
+
+def _write_remainder(store: StateStore, states: ParamState, loaded: LoadedRemainder, misfit: bool) -> None:
+    """Where nothing tells whether the parameter is there, only what needs it waits."""
+    needs_parameter = states.slots.master is not loaded.kind
+    waits = needs_parameter if loaded.checks is None else misfit
+    if not (waits and needs_parameter):
+        states.write_remainder(loaded)
+    if waits:
+        store.pending[states.param] = states.hold_remainder(loaded)
 
 
 def _copied(value: Any) -> Any:

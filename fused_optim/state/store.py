@@ -11,10 +11,12 @@ from torch import Tensor
 
 from fused_optim import adapters
 from fused_optim.formats import Master
+from fused_optim.sharding.collective import FailedElsewhere, any_rank
 from fused_optim.sharding.dtensor import has_own_chunks, local_tensor, rewrap_like, shard_geometry
 from fused_optim.sharding.uneven import locate_uneven_shards
-from fused_optim.slots import MOMENTS, Slots
+from fused_optim.slots import MASTER, MOMENTS, STATES, Slots
 from fused_optim.state.param_state import ParamState, initial_master, master_kind
+from fused_optim.state.remainders import MISFIT_ELSEWHERE, LoadedRemainder
 from fused_optim.validate import describe
 
 
@@ -23,6 +25,7 @@ class Owner(Protocol):
 
     param_groups: list[dict[str, Any]]
     master_weights: bool
+    master_weight_dtype: torch.dtype
     store_param_remainders: bool
     param_remainder_bits: int
     use_decoupled_grad: bool
@@ -35,12 +38,19 @@ class Owner(Protocol):
 class StateStore:
     """Parameter -> states and slots.
 
-    The tensors are in ``optimizer.state``, where everyone may look at them, replace or remove them. The slots are here.
+    The tensors are in ``optimizer.state``, where everyone may look at them, replace or remove them. The slots are here,
+    and loaded remainders whose parameters were not there yet; None where this rank has joined them already.
     """
 
-    def __init__(self, owner: Owner, slots: dict[Tensor, Slots] | None = None) -> None:
+    def __init__(
+        self,
+        owner: Owner,
+        slots: dict[Tensor, Slots] | None = None,
+        pending: dict[Tensor, LoadedRemainder | None] | None = None,
+    ) -> None:
         self._owner = owner
         self.slots: dict[Tensor, Slots] = {} if slots is None else slots
+        self.pending: dict[Tensor, LoadedRemainder | None] = {} if pending is None else pending
 
     @property
     def state(self) -> dict[Tensor, dict[str, Any]]:
@@ -75,7 +85,7 @@ class StateStore:
 
     def __getitem__(self, param: Tensor) -> ParamState:
         """Raises KeyError for a parameter without states."""
-        if param not in self.slots and self._owner.state.get(param):
+        if self._is_given(param):
             self.create(param)
         if param not in self:
             raise KeyError(f"{self.describe(param)} has no states yet: call initialize_state() first")
@@ -83,7 +93,7 @@ class StateStore:
 
     @property
     def is_empty(self) -> bool:
-        return not any(self._owner.state.values())
+        return all(states.keys().isdisjoint(STATES) for states in self._owner.state.values())
 
     @property
     def grad_attribute(self) -> str:
@@ -112,7 +122,8 @@ class StateStore:
     def _create(self, param: Tensor, group: dict[str, Any], remainders: bool | None) -> None:
         owner = self._owner
         remainders = owner.store_param_remainders if remainders is None else remainders
-        kind = master_kind(param, owner.master_weights, owner.param_remainder_bits if remainders else None)
+        bits = owner.param_remainder_bits if remainders else None
+        kind = master_kind(param, owner.master_weights, bits, owner.master_weight_dtype)
         with torch.inference_mode(False), torch.no_grad():  # a step made in it would leave states for no other
             slots = Slots.create(param, kind, group["exp_avg_dtype"], group["exp_avg_sq_dtype"])
             created = ParamState.create(param, slots)
@@ -124,9 +135,12 @@ class StateStore:
     def adopt(self) -> None:
         """Make states of what others have put into ``optimizer.state``, as Megatron-LM does before it loads."""
         self.prune()
-        for param, given in list(self._owner.state.items()):
-            if given and param not in self.slots:
-                self.create(param)
+        for param in [param for param in self._owner.state if self._is_given(param)]:
+            self.create(param)
+
+    def _is_given(self, param: Tensor) -> bool:
+        """Whether others have made its states. What users keep there beside, such as masks, is none."""
+        return param not in self.slots and not self._owner.state.get(param, {}).keys().isdisjoint(STATES)
 
     def prune(self) -> None:
         """Let go of parameters that were removed from ``optimizer.state``: others may have taken their places."""
@@ -143,6 +157,15 @@ class StateStore:
         """Drop the states of a parameter."""
         self._owner.state.pop(param, None)
         self.slots.pop(param, None)
+        self.pending.pop(param, None)
+
+    def keep_others(self, param: Tensor, others: dict[str, Any]) -> None:
+        """Put what is no state of this optimizer beside the states of ``param``, in place of what was there."""
+        if others or param in self._owner.state:
+            kept = self._owner.state.setdefault(param, {})
+            for name in kept.keys() - {*MOMENTS, MASTER}:
+                del kept[name]
+            kept.update(others)
 
     # --- reading and writing --------------------------------------------------------------------------------------
 
@@ -152,26 +175,34 @@ class StateStore:
         Raises KeyError for a state that the parameter does not have.
         """
         states = self._with_state(param, name)
-        return states.read_moment(name) if name in MOMENTS else local_tensor(states.tensors[name])
+        if name == MASTER:
+            self._join(param)
+        return states.read_moment(name) if _holds_values(states, name) else local_tensor(states.tensors[name])
 
     def write(self, param: Tensor, name: str, value: Tensor) -> None:
-        """The inverse of :meth:`read`. The parameter stays as it is.
+        """The inverse of :meth:`read`; creates the states of a parameter that has none, which stays as it is.
 
         Raises KeyError for an unknown state, ValueError for a wrong local shape, TypeError for a master or remainders
         of another dtype.
         """
-        states = self._with_state(param, name)
-        value, target = local_tensor(value), local_tensor(states.tensors[name])
-        if value.shape != target.shape:
-            expected = f"expected local shape {tuple(target.shape)}, got {tuple(value.shape)}"
+        value, shape = local_tensor(value), local_tensor(param).shape
+        if name not in (*MOMENTS, MASTER):
+            raise KeyError(f"expected one of {', '.join((*MOMENTS, MASTER))}, got {name!r}")
+        if value.shape != shape:
+            expected = f"expected local shape {tuple(shape)}, got {tuple(value.shape)}"
             raise ValueError(f"{self.describe(param)}: {name}: {expected}")
-        if name in MOMENTS:
+        self.create(param)
+        states = self._with_state(param, name)
+        target = local_tensor(states.tensors[name])
+        if _holds_values(states, name):
             states.write_moment(name, value)
         elif value.dtype != target.dtype:
             raise TypeError(f"{self.describe(param)}: {name}: expected {target.dtype}, got {value.dtype}")
         else:
             target.copy_(value)
+        if name == MASTER:
             states.mark()
+            self.drop_pending(param)
 
     def _with_state(self, param: Tensor, name: str) -> ParamState:
         states = self[param]
@@ -184,10 +215,12 @@ class StateStore:
 
         Of a parameter without states: what its master would start from.
         """
+        self._join(param)
         return rewrap_like(self[param].read_master() if param in self else initial_master(param), param)
 
     def sync_params(self) -> None:
         """Write every parameter again from its master. A collective where weights have a scale for all their shards."""
+        self.settle()
         remaining = []
         for states in self:
             if states.slots.master is not Master.PARAMETER:
@@ -206,7 +239,44 @@ class StateStore:
             if states.is_written or not written_only:
                 states.follow_parameter()
 
+    # --- remainders that were loaded before their parameters ----------------------------------------------------------
+
+    def settle(self) -> None:
+        """Join what is pending with the parameters, which must be there now: a collective over their meshes.
+
+        Nothing, and no communication, where nothing is pending. Raises ValueError on every rank if some parameter is
+        not the one that its remainders belong to; all of them stay pending then.
+        """
+        if not self.pending:
+            return
+        waiting = {p: loaded for p, loaded in self.pending.items() if loaded is not None and p in self}
+        misfits = [loaded for param, loaded in waiting.items() if not loaded.fits(param)]
+        if any_rank(self.pending, bool(misfits), False)[0]:
+            raise misfits[0].misfit() if misfits else FailedElsewhere(MISFIT_ELSEWHERE)
+        for param, loaded in waiting.items():
+            self[param].write_remainder(loaded)
+        self.pending.clear()
+
+    def _join(self, param: Tensor) -> None:
+        """:meth:`settle` for one parameter, which one rank alone may be asked for. Raises ValueError as it does."""
+        loaded = self.pending.get(param)
+        if loaded is not None and param in self:
+            if not loaded.fits(param):
+                raise loaded.misfit()
+            self[param].write_remainder(loaded)
+            self.drop_pending(param)
+
+    def drop_pending(self, param: Tensor) -> None:
+        """The others may still wait for this rank in :meth:`settle`."""
+        if param in self.pending:
+            self.pending[param] = None
+
     @property
     def nbytes(self) -> int:
         """Bytes that this rank holds for moments, masters and scales."""
         return sum(states.nbytes for states in self)
+
+
+def _holds_values(states: ParamState, name: str) -> bool:
+    """Whether a state stands for FP32 values in some format: all but FP32 masters and remainders."""
+    return name in MOMENTS or states.slots.format(name).scaled

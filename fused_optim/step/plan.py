@@ -19,14 +19,14 @@ from torch.distributed.tensor import DTensor
 
 from fused_optim import adapters
 from fused_optim.adapters import Fractions, Target, Update, adapter_of
-from fused_optim.backends import Backend, Hyper, ShardWork, backend_for, is_capturing
+from fused_optim.backends import Backend, Hyper, ShardWork, backend_of, is_capturing
 from fused_optim.backends.engine import Watched
 from fused_optim.backends.gradients import unscaled, write_
 from fused_optim.backends.shards import Shards, shards_on
 from fused_optim.formats import Master, rounding_key
 from fused_optim.sharding.dtensor import dense, finished_local, is_dense, local_tensor
 from fused_optim.slots import MASTER
-from fused_optim.state.param_state import read_parameter
+from fused_optim.state.param_state import ParamState, read_parameter
 from fused_optim.state.store import StateStore
 from fused_optim.validate import check_states, check_update, describe
 
@@ -103,8 +103,9 @@ class Plan:
         self._attribute = ""
         for index in self._slots:
             param = self._params[index]
-            device = local_tensor(param).device
-            part = parts.get(device) or parts.setdefault(device, _Part(device, backend_for(device.type)))
+            local = local_tensor(param)
+            device = local.device
+            part = parts.get(device) or parts.setdefault(device, _Part(device, backend_of(local)))
             part.indices.append(index)
             part.groups.append(numbers[index])
             part.unwatched.add(len(part.watched))
@@ -138,7 +139,7 @@ class Plan:
             and _same_objects(chain.from_iterable(group["params"] for group in groups), self._params)
             and _same_objects(state, self._state_keys)
             and _same_objects(state.values(), self._state_dicts)
-            and all(backend_for(part.device.type) == part.backend for part in self._parts)
+            and all(backend_of(local_tensor(part.watched[0].param)) == part.backend for part in self._parts)
         )
 
     @property
@@ -213,8 +214,12 @@ class Plan:
         else:
             updated = read_parameter(param) if master is None else master
             target = adapter.target(param) if master is not None and part.shards.takes_target(slots) else None
-            if target is None or master is None:  # the values are updated as an FP32 parameter is, and then encoded
+            if slots.master is Master.FLOAT16 and (target is None or target.data is None):
+                target = None  # the pass leaves the new values of the master here
+                updated = ParamState(param, states, slots).read_master()
+            elif target is None or master is None:  # the values are updated as an FP32 parameter is, and then encoded
                 master, slots = None, replace(slots, master=Master.PARAMETER)
+            if target is None or master is None:
                 self._lasting.pop(index, None)
                 self._passing[index] = Update(param, updated)
             else:

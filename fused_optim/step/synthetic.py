@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_optim.sharding.dtensor import local_tensor
+from fused_optim.sharding.dtensor import has_values, local_tensor
 from fused_optim.step.scalars import host_lr
 
 
@@ -24,4 +24,4 @@ def may_be_synthetic(groups: Iterable[dict[str, Any]]) -> bool:
 
 def any_nonzero(grads: Iterable[Tensor]) -> bool:
     """Whether some element of the local gradients is not zero. Waits for the device."""
-    return any(bool(torch.count_nonzero(local_tensor(grad))) for grad in grads)
+    return any(bool(torch.count_nonzero(local_tensor(grad))) for grad in grads if has_values(grad))

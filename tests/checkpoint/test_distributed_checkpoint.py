@@ -346,7 +346,7 @@ def refuse_to_load(spoil: str) -> str:
     elif spoil == "shape":
         state["state"][last]["exp_avg"] = state["state"][0]["exp_avg"]
     elif spoil == "integers":
-        state["state"][last]["master_param"] = state["state"][last]["master_param"].to(torch.int16)
+        state["state"][last]["master_param"] = state["state"][last]["master_param"].to(torch.int32)
     elif spoil == "step":
         del state["param_groups"][-1]["step"]
     before = {name: values for name, (_, _, values) in loaded.snapshot().items()}
@@ -361,7 +361,7 @@ def refuse_to_load(spoil: str) -> str:
     [
         ("missing", "parameter 34 .*lacks exp_avg"),
         ("shape", r"parameter 34 .*expected shape \(3, 32\)"),
-        ("integers", "parameter 34 .*got torch.int16"),
+        ("integers", "parameter 34 .*got torch.int32"),
         ("step", "no step"),
     ],
 )

@@ -7,6 +7,7 @@ compared with that margin there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from cases import FLOAT_DTYPES, FORMATS, MASTER, MASTERS, OPTIONS, SHAPES, Maste
 from fused_optim import FusedAdam
 from fused_optim.backends import torch_reference
 from fused_optim.formats import join_remainder
+from fused_optim.slots import STATES
 
 UseBackend = Callable[[str], None]
 ALL_MASTERS = pytest.mark.parametrize("master", MASTERS, ids=str)
@@ -72,7 +74,15 @@ class Pair:
             poisoned = self.reference.get_unscaled_state(a, name).isnan()  # codes mean nothing there
             assert torch.equal(self.compiled.get_unscaled_state(b, name).isnan(), poisoned)
             assert_same_bits(actual[name].masked_fill(poisoned, 0), expected[name].masked_fill(poisoned, 0), name)
-        assert_same_bits(self.compiled.store.slots[b].scales, self.reference.store.slots[a].scales, "scales")
+        for optimizer, param in ((self.reference, a), (self.compiled, b)):
+            if optimizer.store.slots[param].format("master_param").scaled:
+                assert_same_bits(param, master_of(optimizer, param).to(param.dtype), "rounded master")
+        scales = [optimizer.store.slots[param].scale for optimizer, param in ((self.compiled, b), (self.reference, a))]
+        for name in ("exp_avg", "exp_avg_sq") if self.engine == "cuda" else STATES:
+            actual_scale, expected_scale = (scale(name) for scale in scales)
+            assert (actual_scale is None) == (expected_scale is None)
+            if actual_scale is not None and expected_scale is not None:
+                assert_same_bits(actual_scale, expected_scale, f"scales of {name}")
         if self.engine != "cuda":
             assert_same_bits(b, a, "param")
             if "master_param" in expected:
@@ -83,6 +93,7 @@ class Pair:
             b.copy_(a)
             if "master_param" in expected:
                 actual["master_param"].copy_(expected["master_param"])
+            self.compiled.store.slots[b].scales.copy_(self.reference.store.slots[a].scales)
 
 
 def master_of(optimizer: FusedAdam, param: Tensor) -> Tensor:
@@ -90,6 +101,8 @@ def master_of(optimizer: FusedAdam, param: Tensor) -> Tensor:
     master = optimizer.state.get(param, {}).get("master_param")
     if master is None:
         return param.detach().float().clone()
+    if master.dtype == torch.float16:
+        return optimizer.get_unscaled_state(param, "master_param")
     return master.clone() if master.dtype == torch.float32 else join_remainder(param.detach(), master)
 
 
@@ -215,6 +228,51 @@ def test_huge_gradients(size: float, engine: str, use_backend: UseBackend) -> No
     pair = Pair(groups, engine, use_backend, betas=(0.5, 0.999999))
     for step in range(3):
         pair.step([grad * size for grad in gradients(pair.reference.store.params, torch.float32, engine, step)])
+
+
+@pytest.mark.parametrize("stochastic", [True, False], ids=["rotating", "nearest"])
+def test_fp16_blocks_at_powers_of_two(stochastic: bool, engine: str, use_backend: UseBackend) -> None:
+    """Their scale depends on where the largest values are rounded to: here down, up, or some of them each way."""
+    shapes = [Shape("block128", (256, 128), 128), Shape("block64", (256, 64), 64), Shape("block32", (256, 96), 32)]
+    options = {"betas": (0.0, 0.0), "exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16}
+    pair = Pair(
+        one_group(shapes, MASTER["float32"], engine),
+        engine,
+        use_backend,
+        stochastic_rounding=stochastic,
+        **options,
+    )
+    for step in range(3):
+        grads = []
+        for shape in shapes:
+            above = torch.arange(shape.shape[0] * shape.shape[1], device=engine).view(shape.shape) % 257 / 256
+            grads.append((1 + above * 2.0**-11) * 4.0**step)
+            grads[-1][:, 1::2] *= 2.0**-9
+            grads[-1][::2, 2:] *= 0.75
+        pair.step(grads)
+    scales = torch.cat([pair.compiled.store.slots[p].scale("exp_avg_sq") for p in pair.compiled.store.params])
+    assert len(scales.unique()) == 2
+
+
+@pytest.mark.parametrize("master", [MASTER["bfloat16+rem16"], MASTER["bfloat16+rem8"]], ids=str)
+def test_any_remainder_beside_any_parameter(master: Master, engine: str, use_backend: UseBackend) -> None:
+    """Parameters may be written from outside, remainders stay: finite parameters give finite masters."""
+    shape = Shape("bits", (256, 256), 128)
+    shapes = [shape, replace(shape, layout=misaligned)]
+    pair = Pair(one_group(shapes, master, engine), engine, use_backend, **{**master.options, "lr": 0.0})
+    low = values(shape.shape, torch.float32, engine, seed=9).mul(2.0**14).to(torch.int16)
+    low = low if master.dtype == torch.int16 else (low >> 8).to(torch.int8)
+    for optimizer in (pair.reference, pair.compiled):
+        optimizer.initialize_state()
+        for i, param in enumerate(optimizer.store.params):
+            high = torch.arange(2**16, device=engine).view(shape.shape).t() if i else torch.arange(2**16, device=engine)
+            param.data.view(torch.int16).copy_(high.reshape(shape.shape).to(torch.int16))
+            optimizer.state[param]["master_param"].copy_(low)
+    finite = [param.isfinite() for param in pair.compiled.store.params]
+    grads = [torch.ones(shape.shape, device=engine) for _ in finite]
+    pair.step(grads)
+    for param, was_finite in zip(pair.compiled.store.params, finite, strict=True):
+        assert torch.equal(param.isfinite(), was_finite)
 
 
 @pytest.mark.parametrize("grad_dtype", FLOAT_DTYPES, ids=str)

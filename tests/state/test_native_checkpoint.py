@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -101,6 +102,55 @@ def test_form_of_states(fmt: torch.dtype) -> None:
             }
 
 
+@pytest.mark.parametrize("backend", ["torch", "own"])
+@pytest.mark.parametrize("target", [torch.float16, torch.float32, torch.int8], **IDS)
+def test_fp16_moments_of_older_checkpoints_keep_their_values(
+    target: torch.dtype, backend: str, engine: str, use_backend: Callable[[str], None]
+) -> None:
+    """Their scales were the blocks' largest values, not powers of two."""
+    use_backend(engine if backend == "own" else backend)
+    model, optimizer = trained(PLAIN, torch.float16, engine)
+    state_dict = copy.deepcopy(optimizer.state_dict())
+    expected: list[dict[str, np.ndarray]] = []
+    for states in state_dict["state"].values():
+        expected.append({})
+        for name in MOMENTS:
+            if isinstance(states[name], Tensor):
+                expected[-1][name] = states[name].cpu().numpy()
+                continue
+            bits, scale = states[name]["bits"], states[name]["scale"]
+            x = np.random.default_rng(bits.numel()).standard_normal(bits.shape).astype(np.float32)
+            blocks = (np.abs(x) if name == "exp_avg_sq" else x).reshape(-1, states[name]["block"])
+            absmax = np.abs(blocks).max(1, keepdims=True, initial=0)
+            codes = (blocks / np.maximum(absmax, 2.0**-120)).astype(np.float16)
+            bits.copy_(torch.from_numpy(codes).view(bits.shape))
+            scale.copy_(torch.from_numpy(absmax).view(scale.shape))
+            expected[-1][name] = (codes.astype(np.float32) * absmax).reshape(bits.shape)
+    other, fresh = build(PLAIN, target, engine, fresh=True)
+    other.load_state_dict(model.state_dict())
+    fresh.load_state_dict(state_dict)
+    moments = {torch.float16: 0.0, torch.float32: 0.0, torch.int8: 0.02}[target]
+    trained_names = [key for key, param in other.items() if param in fresh.state]
+    by_name = dict(zip(trained_names, expected, strict=True))
+    for key, wanted in by_name.items():
+        for name in MOMENTS:
+            actual = fresh.get_unscaled_state(other[key], name).cpu().numpy()
+            np.testing.assert_allclose(actual, wanted[name], rtol=0, atol=moments * np.abs(wanted[name]).max(initial=0))
+    if target != torch.float16:
+        return
+    param, before = other["narrow"], by_name["narrow"]
+    for key, each in other.items():
+        each.grad = torch.zeros_like(each) if key == "narrow" else None
+    fresh.step()  # reads the loaded scales, and writes new ones
+    for name, beta in zip(MOMENTS, (0.9, 0.999), strict=True):
+        actual = fresh.get_unscaled_state(param, name).cpu().numpy()
+        blocks = np.abs(before[name]).reshape(-1, 64).max(1).repeat(64).reshape(before[name].shape)
+        error = 2.0**-10 * np.abs(before[name]) + 2.0**-38 * blocks
+        assert np.all(np.abs(actual - beta * before[name]) <= error)
+    scale = fresh.store.slots[param].scales
+    assert torch.equal(torch.frexp(scale).mantissa, torch.full_like(scale, 0.5))
+
+
 @EVERY_MASTER
 @pytest.mark.parametrize("source", FORMATS, **IDS)
 @pytest.mark.parametrize("target", FORMATS, **IDS)
@@ -128,8 +178,9 @@ def test_remainders_load_into_other_masters_and_precisions(source: cases.Master,
     if master.param_dtype == torch.float16:
         for name, param in other.items():  # which float16 does not
             param.data.mul_(2.0 ** (name != "vector"))
+        fresh.load_state_dict(optimizer.state_dict())
         with pytest.raises(ValueError, match="low bits"):
-            fresh.load_state_dict(optimizer.state_dict())
+            fresh.step()
         return
     fresh.load_state_dict(optimizer.state_dict())
     for name, value in fresh.master_state_dict(other).items():
@@ -139,17 +190,20 @@ def test_remainders_load_into_other_masters_and_precisions(source: cases.Master,
 
 @pytest.mark.parametrize("master", [REM16, REM8], **IDS)
 def test_remainders_of_another_parameter_are_refused(master: cases.Master) -> None:
-    """The model's checkpoint was not loaded, or differs in one bit of one element."""
+    """The model's checkpoint was not loaded, or differs in one bit of one element: before anything reads a master."""
     model, optimizer = trained(master, torch.int8)
     other, fresh = build(master, torch.int8, fresh=True)
     for loaded in (False, True):
         if loaded:
             other.load_state_dict(model.state_dict())
             other["conv"].data.view(torch.int16)[2, 7, 1, 3] ^= 1
+        fresh.load_state_dict(optimizer.state_dict())
         before = stored(other, fresh)
-        with pytest.raises(ValueError, match=r"parameter \d .*low bits.*Load the model's checkpoint .* first"):
-            fresh.load_state_dict(optimizer.state_dict())
-        assert_same(stored(other, fresh), before)
+        masters = functools.partial(fresh.master_state_dict, other)
+        for use in (fresh.step, fresh.state_dict, fresh.sync_params_from_master, masters):
+            with pytest.raises(ValueError, match=r"parameter \d .*low bits.*Load the model's checkpoint .* first"):
+                use()
+            assert_same(stored(other, fresh), before)
     optimizer.checkpoint_format = "unscaled"
     fresh.load_state_dict(optimizer.state_dict())
     assert_same(stored(other, fresh), stored(model, optimizer))
@@ -474,9 +528,6 @@ def refuse(why: str, folder: str) -> str:
     elif why == "formats":
         run = NativeRun("fsdp", "remainder16", FORMATS[2:3] + FORMATS[1:], fresh=True)
         run.optimizer.initialize_state()
-    elif why == "one rank" and torch.distributed.get_rank() == 0:
-        for param, other in zip(run.model.parameters(), saved.model.parameters(), strict=True):
-            local_tensor(param.data).copy_(local_tensor(other.data))
     before = {name: values for name, (_, _, values) in run.snapshot().items()}
     with pytest.raises((ValueError, TypeError, CheckpointException)) as error:
         template = get_optimizer_state_dict(run.model, run.optimizer)
@@ -492,7 +543,6 @@ def refuse(why: str, folder: str) -> str:
     "why, message",
     [
         ("newer", "version 2, this fused_optim reads versions up to 1"),
-        ("one rank", "low bits of its master"),
         ("formats", "exp_avg: bits of int8: expected torch.int8, got torch.float16; .*state formats"),
         ("unscaled file", "Missing key .*exp_avg"),
         ("unscaled template", "Missing key .*exp_avg"),

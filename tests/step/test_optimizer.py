@@ -346,7 +346,7 @@ def test_later_steps_with_zero_gradients_count(device: str) -> None:
 @ALL_FORMATS
 @ALL_MASTERS
 def test_state_bytes(fmt: Format, master: Master, device: str) -> None:
-    """Elements times bytes, and 4 bytes per block and moment."""
+    """Elements times bytes, and 4 bytes per block and scaled state."""
     params = [torch.zeros(shape.shape, dtype=master.param_dtype, device=device) for shape in SHAPES]
     optimizer = FusedAdam(params, exp_avg_dtype=fmt.dtype, exp_avg_sq_dtype=fmt.dtype, **master.options)
     assert optimizer.state_bytes() == 0
@@ -356,7 +356,8 @@ def test_state_bytes(fmt: Format, master: Master, device: str) -> None:
         blocks = -(-param.numel() // shape.block) if shape.block else 0
         per_element = fmt.bytes if blocks or not fmt.scaled else 4
         expected += 2 * param.numel() * per_element + (2 * 4 * blocks if fmt.scaled else 0)
-        expected += param.numel() * (master.dtype.itemsize if master.dtype else 0)
+        stored = master.stored(has_blocks=shape.block > 0)
+        expected += param.numel() * (stored.itemsize if stored else 0) + (4 * blocks if master.scaled else 0)
     assert optimizer.state_bytes() == expected
 
 
@@ -374,7 +375,7 @@ def test_initialize_state(master: Master, device: str) -> None:
         assert not optimizer.get_unscaled_state(param, "exp_avg").any()
         assert not optimizer.get_unscaled_state(param, "exp_avg_sq").any()
         if master.dtype:
-            assert states["master_param"].dtype == master.dtype
+            assert states["master_param"].dtype == master.stored(has_blocks=param is model.weight)
     assert_same(
         {name: value.float() for name, value in model.named_parameters()},
         dict(optimizer.master_state_dict(model).items()),
@@ -426,7 +427,7 @@ def test_masters_can_be_read_and_written(master: Master, device: str) -> None:
     model, optimizer = make(device, master=master)
     train(model, optimizer, range(2))
     stored = optimizer.get_unscaled_state(model.weight, "master_param")
-    assert stored.dtype == master.dtype
+    assert stored.dtype == (torch.float32 if master.scaled else master.dtype)
     expected = optimizer.master_state_dict(model)["weight"].clone()
     kept, param = stored.clone(), model.weight.detach().clone()
     optimizer.set_scaled_state(model.weight, "master_param", torch.zeros_like(stored))

@@ -39,12 +39,13 @@ void check(const Shard& s, size_t i) {
     require(s.master_kind == Master::kParameter || s.numel == 0 || s.master, i, "the address of the master");
     require(s.numel == 0 || !s.quantized || !s.param || s.weight_scales, i, "the scales of a quantized parameter");
     require(s.geometry.inner_local > 0, i, "inner_local > 0");
-    require(!s.quantized || s.master_kind == Master::kFloat32, i, "an FP32 master of a quantized parameter");
+    const bool whole_master = s.master_kind == Master::kFloat32 || s.master_kind == Master::kFloat16;
+    require(!s.quantized || whole_master, i, "an FP32 or FP16 master of a quantized parameter");
     require(!s.quantized || !s.param || traits_of(s.weight_format).written_by_update, i,
             "a format of weights that the update can write");
-    require(s.master_kind < Master::kRemainder16 || s.param_type == Element::kBFloat16, i, "a BF16 parameter");
-    require(s.numel == 0 || s.scales || !(is_scaled(s.exp_avg_format) || is_scaled(s.exp_avg_sq_format)), i,
-            "the address of the scales");
+    require(!is_remainder(s.master_kind) || s.param_type == Element::kBFloat16, i, "a BF16 parameter");
+    const bool scaled = is_scaled(s.exp_avg_format) || is_scaled(s.exp_avg_sq_format) || is_scaled(s.master_kind);
+    require(s.numel == 0 || s.scales || !scaled, i, "the address of the scales");
 }
 
 template <class T>

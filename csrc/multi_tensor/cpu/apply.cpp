@@ -88,7 +88,7 @@ void fill_rounding(uint32_t* bits, const Shard& shard, const Rounding& rounding,
     }
 }
 
-// The scales of one moment, from those of the tile's first element on, and the size of their blocks.
+// The scales of one state, from those of the tile's first element on, and the size of their blocks.
 struct Scales {
     float* values;
     int block;
@@ -114,15 +114,33 @@ struct LoadMoment {
     }
 };
 
-// `encode(i, inverse)` gives element i's code in a block with that inverse scale.
+uint32_t largest_rounded(const float* values, const uint32_t* bits, int block) {
+    uint32_t largest = 0;
+    for (int i = 0; i < block; ++i) {
+        const uint32_t rounded = float16_rounded(values[i], bits[i]);
+        largest = rounded > largest ? rounded : largest;
+    }
+    return largest;
+}
+
+template <class Codec>
+BlockScale scale_of(const float* values, const uint32_t* bits, int block) {
+    uint32_t absmax = block_absmax(values, block);
+    if constexpr (kFollowsRounding<Codec>) {
+        if (is_above_power(absmax)) absmax = float16_largest(absmax, largest_rounded(values, bits, block));
+    }
+    return Codec::scale(absmax);
+}
+
+// `encode(i, inverse)` gives element i's code in a block with that inverse scale; `bits` are what it rounds by.
 template <class Codec, class Encode>
-void store_scaled(const float* tile, uint64_t address, uint64_t element, int count, const Scales& scales,
-                  const Encode& encode) {
+void store_scaled(const float* tile, const uint32_t* bits, uint64_t address, uint64_t element, int count,
+                  const Scales& scales, const Encode& encode) {
     alignas(64) typename Codec::Bits raw[kTile];
     BlockScale scale{};
     for (int first = 0; first < kTile; first += kSmallestBlock) {
         if (first % scales.block == 0 && first < count) {
-            scale = Codec::scale(block_absmax(tile + first, scales.block));
+            scale = scale_of<Codec>(tile + first, bits ? bits + first : nullptr, scales.block);
             scales.values[first / scales.block] = scale.scale;
         }
         const uint32_t mask = scale.inverse != 0.0f ? 0xFFFFFFFFu : 0u;
@@ -144,7 +162,7 @@ struct StoreExpAvg {
     void operator()(Unscaled) const { store(tile, nullptr, unscaled_type(format), address, element, count); }
     template <class Codec>
     void operator()(Codec) const {
-        store_scaled<Codec>(tile, address, element, count, scales,
+        store_scaled<Codec>(tile, nullptr, address, element, count, scales,
                             [&](int i, float inverse) { return Codec::encode(tile[i], inverse); });
     }
 };
@@ -162,14 +180,19 @@ struct StoreExpAvgSq {
     void operator()(Unscaled) const { store(tile, bits, unscaled_type(format), address, element, count); }
     template <class Codec>
     void operator()(Codec) const {
-        store_scaled<Codec>(tile, address, element, count, scales,
+        store_scaled<Codec>(tile, bits, address, element, count, scales,
                             [&](int i, float inverse) { return Codec::encode(tile[i], root[i], inverse, bits[i]); });
     }
 };
 
-void load_master(float* tile, const Shard& shard, uint64_t element, int count) {
+void load_float16_master(float* tile, const Shard& shard, uint64_t element, int count, const Scales& scales) {
+    LoadMoment{tile, Format::kFloat16, shard.master, element, count, scales}(Float16Master{});
+}
+
+void load_master(float* tile, const Shard& shard, uint64_t element, int count, const Scales& scales) {
     if (shard.master_kind == Master::kParameter) return load(tile, shard.param_type, shard.param, element, count);
     if (shard.master_kind == Master::kFloat32) return copy_in(tile, shard.master, element, count);
+    if (shard.master_kind == Master::kFloat16) return load_float16_master(tile, shard, element, count, scales);
     alignas(64) uint16_t high[kTile];
     copy_in(high, shard.param, element, count);
     if (shard.master_kind == Master::kRemainder16) {
@@ -227,7 +250,9 @@ void store_weight(const float* values, const Shard& shard, uint64_t element, int
     });
 }
 
-void store_master(const float* tile, const uint32_t* bits, const Shard& shard, uint64_t element, int count) {
+// An FP16 master is left in `tile` as it is kept: the parameter is its rounded value.
+void store_master(float* tile, const uint32_t* bits, const Shard& shard, uint64_t element, int count,
+                  const Scales& scales) {
     switch (shard.master_kind) {
         case Master::kParameter: return store(tile, bits, shard.param_type, shard.param, element, count);
         case Master::kFloat32:
@@ -236,6 +261,11 @@ void store_master(const float* tile, const uint32_t* bits, const Shard& shard, u
             return;
         case Master::kRemainder16: return store_split<int16_t, split_remainder16>(tile, shard, element, count);
         case Master::kRemainder8: return store_split<int8_t, split_remainder8>(tile, shard, element, count);
+        case Master::kFloat16:
+            StoreExpAvgSq{tile, tile, bits, Format::kFloat16, shard.master, element, count, scales}(Float16Master{});
+            load_float16_master(tile, shard, element, count, scales);
+            if (!shard.quantized) store(tile, nullptr, shard.param_type, shard.param, element, count);
+            return;
     }
 }
 
@@ -276,7 +306,8 @@ uint32_t update_tile(const Shard& shard, const Scalars& scalars, uint64_t elemen
     const Format m_format = shard.exp_avg_format, v_format = shard.exp_avg_sq_format;
     float* const scales = pointer<float>(shard.scales, element >> shard.block_log2);
     const Scales m_scales{scales, 1 << shard.block_log2};
-    const Scales v_scales{scales + (is_scaled(m_format) ? block_count(shard) : 0), 1 << shard.block_log2};
+    const Scales v_scales{scales + (is_scaled(m_format) ? block_count(shard) : 0), m_scales.block};
+    const Scales master_scales{v_scales.values + (is_scaled(v_format) ? block_count(shard) : 0), m_scales.block};
 
     const bool own_master = shard.master_kind == Master::kParameter;
     const uint64_t master = own_master ? shard.param : shard.master;
@@ -289,16 +320,18 @@ uint32_t update_tile(const Shard& shard, const Scalars& scalars, uint64_t elemen
     float* const grad = in_place(grad_tile, float32_grad, shard.grad, element, count);  // updates do not write there
 
     if (grad == grad_tile) load(grad, shard.grad_type, shard.grad, element, count);
-    if (param == param_tile) load_master(param, shard, element, count);
+    if (param == param_tile) load_master(param, shard, element, count, master_scales);
     if (m == m_tile) dispatch_codec<ExpAvg>(m_format, LoadMoment{m, m_format, shard.exp_avg, element, count, m_scales});
     if (v == v_tile) {
         dispatch_codec<ExpAvgSq>(v_format, LoadMoment{v, v_format, shard.exp_avg_sq, element, count, v_scales});
     }
     if (scalars.writes_gradient) store_unscaled(shard, scalars, grad, element, count);
     update_values(grad, param, m, v, root, scalars);
-    for (int i = count; i < kTile; ++i) m[i] = v[i] = root[i] = 0.0f;  // a short last block's scale must not see them
+    for (int i = count; i < kTile; ++i) {  // a short last block's scales must not see them
+        m[i] = v[i] = root[i] = param[i] = 0.0f;
+    }
 
-    if ((own_master && !float32_master) || v_format != Format::kFloat32) {
+    if ((own_master && !float32_master) || is_scaled(shard.master_kind) || v_format != Format::kFloat32) {
         fill_rounding(bits, shard, scalars.rounding, element);
     }
     if (m == m_tile) {
@@ -309,7 +342,7 @@ uint32_t update_tile(const Shard& shard, const Scalars& scalars, uint64_t elemen
                                  StoreExpAvgSq{v, root, bits, v_format, shard.exp_avg_sq, element, count, v_scales});
     }
     if (param == param_tile) {
-        store_master(param, bits, shard, element, count);
+        store_master(param, bits, shard, element, count, master_scales);
     } else if (!own_master && !shard.quantized) {
         store(param, nullptr, shard.param_type, shard.param, element, count);
     }

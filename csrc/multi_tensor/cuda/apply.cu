@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cstddef>
 #include <iterator>
 #include <stdexcept>
 #include <string>
@@ -29,17 +30,18 @@ constexpr int kMaxDevices = 64;
 // A kernel for steps that consist of one mix, but for few elements: norms and biases, whose states are FP32.
 template <class MixType>
 struct OneMix {
-    static constexpr bool scaled = MixType::exp_avg_scaled || MixType::exp_avg_sq_scaled;
     // Measured on an H200. Without scales nothing is gained by more than a tile; more warps hide the loads' latency.
-    // FP8 without an FP32 master leaves registers for more warps, too.
-    static constexpr bool light = MixType::M::format == Format::kFloat8 && MixType::master != Master::kFloat32;
-    static constexpr int kBlocksPerMultiprocessor = scaled && !light ? 6 : 7;
-    static constexpr int kTilesPerChunk = scaled ? kMaxTilesPerChunk : 1;
+    // FP8 beside a master that is no tensor of its own leaves registers for more warps, too.
+    static constexpr bool light = MixType::M::format == Format::kFloat8 && MixType::master != Master::kFloat32 &&
+                                  MixType::master != Master::kFloat16;
+    static constexpr int kBlocksPerMultiprocessor = MixType::scaled && !light ? 6 : 7;
+    static constexpr int kTilesPerChunk = MixType::scaled ? kMaxTilesPerChunk : 1;
+    static constexpr bool kScaledMasters = is_scaled(MixType::master);
     using Table = std::conditional_t<MixType::has_weights, WeightsTable, BasicTable>;
 
     __device__ __forceinline__ static void vectors() { vector_walk<MixType>(); }
     __device__ __forceinline__ static void others() {
-        general_walk<OwnCodecs<typename MixType::M, typename MixType::V>, MixType::has_weights>();
+        general_walk<OwnCodecs<typename MixType::M, typename MixType::V>, MixType::has_weights, kScaledMasters>();
     }
 };
 
@@ -64,13 +66,14 @@ struct CallVectorWalk {
 struct AnyMix {
     static constexpr int kBlocksPerMultiprocessor = 4;
     static constexpr int kTilesPerChunk = kMaxTilesPerChunk;
+    static constexpr bool kScaledMasters = true;
     using Table = BasicTable;
 
     __device__ __forceinline__ static void vectors() {
         const View& view = block->view;
         dispatch(view.master_kind(), view.exp_avg_format(), view.exp_avg_sq_format(), CallVectorWalk{});
     }
-    __device__ __forceinline__ static void others() { general_walk<AllCodecs, false>(); }
+    __device__ __forceinline__ static void others() { general_walk<AllCodecs, false, kScaledMasters>(); }
 };
 
 // One thread block per chunk: the hardware hands them out in order, which evens out that some multiprocessors reach
@@ -115,18 +118,21 @@ struct Kernel {
     using Table = Table_;
     void (*function)(Table);
     int tiles_per_chunk;
+    bool scaled_masters;  // there may be some
     bool any_mix;
     Master master;  // the mix, where there is one
     Format exp_avg;
     Format exp_avg_sq;
     std::atomic<int> resident[kMaxDevices] = {};  // thread blocks that run at once, by device
 
+    size_t shared_bytes() const { return scaled_masters ? sizeof(Block) : offsetof(Block, master_scales); }
+
     int resident_blocks(int device) {
         std::atomic<int>& known = resident[std::min(device, kMaxDevices - 1)];
         if (int blocks = known.load(std::memory_order_relaxed)) return blocks;
         int multiprocessors = 0, blocks = 0;
         check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), kName, device);
-        check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, function, kThreads, sizeof(Block)), kName,
+        check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, function, kThreads, shared_bytes()), kName,
                    device);
         known.store(std::max(1, multiprocessors * blocks), std::memory_order_relaxed);
         return known;
@@ -140,6 +146,7 @@ struct Kernel {
     }
     // Whether the general walk can update a shard.
     bool knows(const Shard& s) const {
+        if (is_scaled(s.master_kind) && !scaled_masters) return false;
         return any_mix || ((!is_scaled(s.exp_avg_format) || s.exp_avg_format == exp_avg) &&
                            (!is_scaled(s.exp_avg_sq_format) || s.exp_avg_sq_format == exp_avg_sq));
     }
@@ -149,7 +156,7 @@ template <Master master, class M, class V, bool has_weights>
 auto make_kernel() {
     using Walks = OneMix<Mix<master, M, V, has_weights>>;
     return Kernel<typename Walks::Table>{
-        multi_tensor_adam<Walks>, Walks::kTilesPerChunk, false, master, M::format, V::format};
+        multi_tensor_adam<Walks>, Walks::kTilesPerChunk, Walks::kScaledMasters, false, master, M::format, V::format};
 }
 
 // Formats that both moments may have in a mix with kernels of its own; FP32 stands for all without scales.
@@ -175,8 +182,10 @@ std::array<KernelsOfMaster<BasicTable>, kCount<Master>> make_kernels(std::intege
 struct Kernels {
     std::array<KernelsOfMaster<BasicTable>, kCount<Master>> of_one_mix =
         make_kernels(std::make_integer_sequence<int, kCount<Master>>{});
-    Kernel<BasicTable> of_any_mix{multi_tensor_adam<AnyMix>, AnyMix::kTilesPerChunk, true};
-    KernelsOfMaster<WeightsTable> with_weights = make_kernels<Master::kFloat32, WeightsTable>(OwnKernels{});
+    Kernel<BasicTable> of_any_mix{multi_tensor_adam<AnyMix>, AnyMix::kTilesPerChunk, AnyMix::kScaledMasters, true};
+    std::array<KernelsOfMaster<WeightsTable>, 2> with_weights = {
+        make_kernels<Master::kFloat32, WeightsTable>(OwnKernels{}),
+        make_kernels<Master::kFloat16, WeightsTable>(OwnKernels{})};
 };
 
 Kernels& kernels() {
@@ -237,13 +246,15 @@ void load_adam_kernels(int device) {
         for (const auto& kernel : of_one_master) load_kernel(kernel.function, kName, device);
     }
     load_kernel(kernels().of_any_mix.function, kName, device);
-    for (const auto& kernel : kernels().with_weights) load_kernel(kernel.function, kName, device);
+    for (const auto& of_one_master : kernels().with_weights) {
+        for (const auto& kernel : of_one_master) load_kernel(kernel.function, kName, device);
+    }
 }
 
 size_t workspace_bytes(const Step& step) { return step.groups.size() * sizeof(Scalars); }
 
 bool writes_weights_cuda(Format exp_avg, Format exp_avg_sq) {
-    const auto& candidates = kernels().with_weights;
+    const auto& candidates = kernels().with_weights.front();
     return std::any_of(candidates.begin(), candidates.end(),
                        [&](const auto& kernel) { return kernel.is_of_formats(exp_avg, exp_avg_sq); });
 }
@@ -264,7 +275,7 @@ struct Launcher {
         auto flush = [&](size_t next_group) {
             const Table& table = builder.finish(device, device_scalars ? device_scalars + first_group : nullptr);
             if (uint32_t chunks = table.first_chunk[table.shard_count]) {
-                kernel.function<<<chunks, kThreads, sizeof(Block), stream>>>(table);
+                kernel.function<<<chunks, kThreads, kernel.shared_bytes(), stream>>>(table);
                 check_cuda(cudaGetLastError(), kName, device);
             }
             builder.reset();
@@ -292,12 +303,16 @@ bool is_quantized(const Shard& s) { return s.quantized; }
 
 // One launch if one kernel serves all, else one per kernel that quantized weights need and one for the rest.
 void launch_with_weights(const Launcher& launch, const Shards& shards) {
-    if (auto* kernel = find_kernel(kernels().with_weights, shards)) return launch(*kernel, shards);
-    for (auto& kernel : kernels().with_weights) {
-        Shards own;
-        std::copy_if(shards.begin(), shards.end(), std::back_inserter(own),
-                     [&](const Shard& s) { return s.quantized && kernel.is_mix_of(s); });
-        if (!own.empty()) launch(kernel, own);
+    for (auto& of_one_master : kernels().with_weights) {
+        if (auto* kernel = find_kernel(of_one_master, shards)) return launch(*kernel, shards);
+    }
+    for (auto& of_one_master : kernels().with_weights) {
+        for (auto& kernel : of_one_master) {
+            Shards own;
+            std::copy_if(shards.begin(), shards.end(), std::back_inserter(own),
+                         [&](const Shard& s) { return s.quantized && kernel.is_mix_of(s); });
+            if (!own.empty()) launch(kernel, own);
+        }
     }
     Shards others;
     std::remove_copy_if(shards.begin(), shards.end(), std::back_inserter(others), is_quantized);

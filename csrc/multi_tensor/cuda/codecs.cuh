@@ -141,6 +141,13 @@ __device__ __forceinline__ void join_words(float* values, const uint32_t* high, 
         }
         values[i] = bits_float(word - 0x8000u);
     }
+    float sum = values[0];
+#pragma unroll
+    for (int i = 1; i < kVector; ++i) sum += values[i];
+    if (is_nan(sum)) {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) values[i] = checked_join(rare(values[i]));
+    }
 }
 
 template <int low_bytes>
@@ -232,7 +239,7 @@ constexpr bool kIsPlaced = false;
 template <class Codec>
 constexpr bool kIsPlaced<Codec, std::void_t<decltype(Codec::kPlace)>> = true;
 
-// exp_avg_sq
+// exp_avg_sq, and FP16 masters
 template <class Codec>
 __device__ __forceinline__ void encode_words(uint32_t* words, const float* v, const float* root, float inverse,
                                              uint32_t octet, const Rounding& rounding) {

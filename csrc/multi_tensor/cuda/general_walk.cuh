@@ -128,7 +128,7 @@ struct StoreMoment {
     uint32_t bits;
     float* scales;
     int block_log2;
-    float* partial;  // shared: one slot per warp
+    float* partial;  // shared: two slots per warp
 
     __device__ __forceinline__ void operator()(Unscaled) const {
         if (!inside) return;
@@ -140,7 +140,12 @@ struct StoreMoment {
     }
     template <class Codec>
     __device__ __forceinline__ void operator()(Codec) const {
-        BlockScale fresh = Codec::scale(float_bits(block_max(fabsf(value))));
+        uint32_t largest = float_bits(block_max(fabsf(value), partial));
+        if constexpr (kFollowsRounding<Codec>) {
+            const float rounded = bits_float(float16_rounded(value, bits));
+            largest = float16_largest(largest, float_bits(block_max(rounded, partial + kThreads / 32)));
+        }
+        BlockScale fresh = Codec::scale(largest);
         if (!inside) return;
         if ((element & ((1u << block_log2) - 1)) == 0) scales[element >> block_log2] = fresh.scale;
         uint32_t code;
@@ -152,7 +157,9 @@ struct StoreMoment {
         at<typename Codec::Bits>(address, element) =
             static_cast<typename Codec::Bits>(fresh.inverse != 0.0f ? code : 0u);
     }
-    __device__ __forceinline__ float block_max(float x) const { return neighbours_max(x, block_log2, partial); }
+    __device__ __forceinline__ float block_max(float x, float* slots) const {
+        return neighbours_max(x, block_log2, slots);
+    }
 };
 
 // As the vector walk's, of one element per thread.
@@ -198,13 +205,40 @@ __device__ __forceinline__ void store_weight_element(const View& view, uint32_t 
     if (view.param) dispatch_weight(view.weight_format(), store);
 }
 
-// Elements that the vector walk leaves: each thread of the block updates one.
-template <class Codecs, bool has_weights>
+__device__ __forceinline__ float load_float16_master(const View& view, uint32_t element) {
+    return Float16Master::decode(at<uint16_t>(view.master, element),
+                                 view.master_scales[element >> view.info.block_log2]);
+}
+
+// Called by all threads; those that are not `inside` hold a zero. Returns the value of the master as it is now.
+__device__ __forceinline__ float store_float16_master(const View& view, uint32_t element, bool inside, float value,
+                                                      uint32_t bits) {
+    StoreMoment{Format::kFloat16,
+                view.master,
+                element,
+                inside,
+                true,
+                value,
+                value,
+                bits,
+                view.master_scales,
+                static_cast<int>(view.info.block_log2),
+                block->master_scales}(Float16Master{});
+    __syncthreads();  // the scale is another thread's
+    if (!inside) return 0.0f;
+    value = load_float16_master(view, element);
+    if (!view.info.quantized) store_element<false>(view.param_type(), view.param, element, value, 0);
+    return value;
+}
+
+// Elements that the vector walk leaves: each thread of the block updates one. `scaled_masters`: there may be some.
+template <class Codecs, bool has_weights, bool scaled_masters>
 __device__ __noinline__ void general_walk() {
     const View& view = block->view;
     const Scalars& scalars = block->scalars;
     const int block_log2 = view.info.block_log2;
     const Format m_format = view.exp_avg_format(), v_format = view.exp_avg_sq_format();
+    const bool scaled_master = scaled_masters && is_scaled(view.master_kind());
     for (uint32_t first = view.vector_count; first < view.count; first += kThreads) {
         const uint32_t element = first + threadIdx.x;
         const bool inside = element < view.count;
@@ -219,7 +253,7 @@ __device__ __noinline__ void general_walk() {
                 store_element<false>(view.grad_type(), view.grad, element, unscaled_gradient(grad, scalars), 0);
             }
             grad = scaled_gradient(grad, scalars);
-            param = load_master(view, element);
+            param = scaled_master ? load_float16_master(view, element) : load_master(view, element);
             if (scalars.l2_penalty != 0.0f) grad = penalized_gradient(grad, param, scalars);
             Moments moments = next_moments(grad, m, v, scalars);
             m = moments.exp_avg;
@@ -229,9 +263,10 @@ __device__ __noinline__ void general_walk() {
             const uint32_t octet = scalars.rounding.octet(view.key, global);
             bits = scalars.rounding.bits(octet, static_cast<uint32_t>(global));
             param = next_param(param, m, root, scalars);
-            store_master(view, element, param, bits);
+            if (!scaled_master) store_master(view, element, param, bits);
         }
         __syncthreads();  // every thread has read the old scales, and the partial maxima of the round before
+        if (scaled_master) param = store_float16_master(view, element, inside, param, bits);
         if (has_weights && view.info.quantized) store_weight_element(view, element, inside, param);
         Codecs::exp_avg(m_format, StoreMoment{m_format, view.exp_avg, element, inside, false, m, root, bits,
                                               view.exp_avg_scales, block_log2, block->exp_avg_scales});

@@ -45,14 +45,36 @@ struct Moment<Unscaled> {
     }
 };
 
-// Sets the scale of a block and returns its inverse.
+// What a thread's values round to, where a block's scale depends on it.
+struct Rounded {
+    const float* values;
+    uint32_t octet;
+    const Rounding& rounding;
+
+    __device__ __forceinline__ float largest() const {
+        uint32_t found = 0;
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) found = max(found, float16_rounded(values[i], rounding.bits(octet, i)));
+        return bits_float(found);
+    }
+};
+
+// Sets the scale of a block. Called by all lanes of a warp.
 template <class Codec>
-__device__ __forceinline__ float store_scale(float absmax, float* scale, int block_log2, uint32_t element) {
-    absmax = lanes_max_or_nan<kLargestBlock / kVector>(absmax, (1 << block_log2) / kVector);
-    BlockScale fresh = Codec::scale(float_bits(absmax));
+__device__ __forceinline__ BlockScale store_scale(float absmax, const Rounded& rounded, float* scale, int block_log2,
+                                                  uint32_t element) {
+    const int lanes = (1 << block_log2) / kVector;
+    uint32_t largest = float_bits(lanes_max_or_nan<kLargestBlock / kVector>(absmax, lanes));
+    if constexpr (kFollowsRounding<Codec>) {
+        if (__any_sync(kAllLanes, is_above_power(largest))) {
+            const float of_block = lanes_max_or_nan<kLargestBlock / kVector>(rounded.largest(), lanes);
+            largest = float16_largest(largest, float_bits(of_block));
+        }
+    }
+    BlockScale fresh = Codec::scale(largest);
     __syncwarp();  // every lane has read the old scale
     if ((element & ((1u << block_log2) - 1)) == 0) *scale = fresh.scale;
-    return fresh.inverse;
+    return fresh;
 }
 
 template <int kBytes>
@@ -63,8 +85,11 @@ __device__ __forceinline__ void store_codes(uint32_t* words, float inverse, uint
 }
 
 template <class MixType>
-__device__ __forceinline__ void decode_param(float* values, const View& view, Packet<4>& param, Packet<4>& master) {
-    if constexpr (MixType::master == Master::kParameter) {
+__device__ __forceinline__ void decode_param(float* values, const View& view, Packet<4>& param, Packet<4>& master,
+                                             float master_scale) {
+    if constexpr (MixType::master == Master::kFloat16) {
+        decode_words<Float16Master>(values, master.words, master_scale);
+    } else if constexpr (MixType::master == Master::kParameter) {
         decode(values, param, view.param_type());
     } else if constexpr (MixType::master == Master::kFloat32) {
         decode(values, master, Element::kFloat32);
@@ -144,13 +169,28 @@ __device__ __forceinline__ void store_weight(const View& view, uint32_t element,
     if (view.param) dispatch_weight(view.weight_format(), StoreWeight{view, element, values, largest, finite});
 }
 
+// Writes an FP16 master and leaves in `values` what it is now.
+__device__ __forceinline__ void store_float16_master(const View& view, uint32_t element, float* values, uint32_t octet,
+                                                     const Rounding& rounding, float* scale) {
+    const BlockScale fresh = store_scale<Float16Master>(thread_absmax<kVector>(values), {values, octet, rounding},
+                                                        scale, view.info.block_log2, element);
+    uint32_t words[4];
+    encode_words<Float16Master>(words, values, values, fresh.inverse, octet, rounding);
+    store_codes<2>(words, fresh.inverse, view.master, element);
+    decode_words<Float16Master>(values, words, fresh.scale);
+}
+
 template <class MixType>
 __device__ __forceinline__ void store_param(const View& view, uint32_t element, float* values, uint32_t octet,
-                                            const Rounding& rounding) {
+                                            const Rounding& rounding, float* master_scale) {
     if constexpr (MixType::master == Master::kParameter) {
         store<true>(values, octet, rounding, view.param_type(), view.param, element);
-    } else if constexpr (MixType::master == Master::kFloat32) {
-        store<false>(values, 0, rounding, Element::kFloat32, view.master, element);
+    } else if constexpr (!is_remainder(MixType::master)) {
+        if constexpr (MixType::master == Master::kFloat16) {
+            store_float16_master(view, element, values, octet, rounding, master_scale);
+        } else {
+            store<false>(values, 0, rounding, Element::kFloat32, view.master, element);
+        }
         if (MixType::has_weights && view.info.quantized) return store_weight(view, element, values);
         store<false>(values, 0, rounding, view.param_type(), view.param, element);
     } else {
@@ -173,8 +213,8 @@ struct Raw {
         load(grad, view.grad_type(), view.grad, element);
         if constexpr (MixType::master == Master::kParameter) {
             load(param, view.param_type(), view.param, element);
-        } else if constexpr (MixType::master == Master::kFloat32) {
-            load<4>(master.words, view.master, element);
+        } else if constexpr (!is_remainder(MixType::master)) {
+            load<master_bytes(MixType::master)>(master.words, view.master, element);
         } else {
             load<2>(param.words, view.param, element);
             load<master_bytes(MixType::master)>(master.words, view.master, element);
@@ -221,22 +261,25 @@ __device__ __forceinline__ void update_vector(const View& view, const Scalars& s
     const Format v_format = view.exp_avg_sq_format();
     float* m_scale = &block->exp_avg_scales[element >> view.info.block_log2];
     float* v_scale = &block->exp_avg_sq_scales[element >> view.info.block_log2];
+    float* master_scale = &block->master_scales[element >> view.info.block_log2];
 
     float grad[kVector], param[kVector], m[kVector], v[kVector], root[kVector];
     decode(grad, raw.grad, view.grad_type());
-    decode_param<MixType>(param, view, raw.param, raw.master);
+    decode_param<MixType>(param, view, raw.param, raw.master, is_scaled(MixType::master) ? *master_scale : 0.0f);
     raw.m.decode_all(m, m_format, *m_scale);
     raw.v.decode_all(v, v_format, *v_scale);
     const float v_max = update_values(grad, param, m, v, root, scalars);
 
     uint32_t octet = 0;
-    if (v_format != Format::kFloat32 ||
+    if (v_format != Format::kFloat32 || is_scaled(MixType::master) ||
         (MixType::master == Master::kParameter && view.param_type() != Element::kFloat32)) {
         octet = scalars.rounding.octet(view.key, view.global_index(element));
     }
-    store_param<MixType>(view, element, param, octet, scalars.rounding);
+    store_param<MixType>(view, element, param, octet, scalars.rounding, master_scale);
     if constexpr (MixType::exp_avg_scaled) {
-        float inverse = store_scale<M>(thread_absmax<kVector>(m), m_scale, view.info.block_log2, element);
+        const Rounded rounded{m, octet, scalars.rounding};
+        float inverse =
+            store_scale<M>(thread_absmax<kVector>(m), rounded, m_scale, view.info.block_log2, element).inverse;
         uint32_t words[2 * sizeof(typename M::Bits)];
         encode_words<M>(words, m, inverse);
         store_codes<sizeof(typename M::Bits)>(words, inverse, view.exp_avg, element);
@@ -244,7 +287,8 @@ __device__ __forceinline__ void update_vector(const View& view, const Scalars& s
         store<false>(m, 0, scalars.rounding, unscaled_type(m_format), view.exp_avg, element);
     }
     if constexpr (MixType::exp_avg_sq_scaled) {
-        float inverse = store_scale<V>(v_max, v_scale, view.info.block_log2, element);
+        const Rounded rounded{v, octet, scalars.rounding};
+        float inverse = store_scale<V>(v_max, rounded, v_scale, view.info.block_log2, element).inverse;
         uint32_t words[2 * sizeof(typename V::Bits)];
         encode_words<V>(words, v, root, inverse, octet, scalars.rounding);
         store_codes<sizeof(typename V::Bits)>(words, inverse, view.exp_avg_sq, element);
@@ -310,11 +354,13 @@ __device__ __forceinline__ void vector_walk() {
     if (threadIdx.x * kVector < view.vector_count) raw.load_all(view, threadIdx.x * kVector);
     if constexpr (MixType::exp_avg_scaled) copy_scales(block->exp_avg_scales, view.exp_avg_scales, blocks);
     if constexpr (MixType::exp_avg_sq_scaled) copy_scales(block->exp_avg_sq_scales, view.exp_avg_sq_scales, blocks);
+    if constexpr (is_scaled(MixType::master)) copy_scales(block->master_scales, view.master_scales, blocks);
     __syncthreads();
     walk_elements<MixType>(view, scalars, raw);
     __syncthreads();
     if constexpr (MixType::exp_avg_scaled) copy_scales(view.exp_avg_scales, block->exp_avg_scales, blocks);
     if constexpr (MixType::exp_avg_sq_scaled) copy_scales(view.exp_avg_sq_scales, block->exp_avg_sq_scales, blocks);
+    if constexpr (is_scaled(MixType::master)) copy_scales(view.master_scales, block->master_scales, blocks);
     if constexpr (MixType::has_weights) {
         if (view.info.quantized && view.param) dispatch_weight(view.weight_format(), CopyWeightScales{view});
     }

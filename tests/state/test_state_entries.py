@@ -1,0 +1,200 @@
+"""What others put into ``optimizer.state`` and read from it, beside the states of this optimizer."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+
+import cases
+import distributed
+from cases import values
+from distributed import same_bits
+from fused_optim import FusedAdam
+from fused_optim.compat import apex, transformer_engine
+from fused_optim.sharding.dtensor import local_tensor
+
+FORMS = pytest.mark.parametrize("form", ["unscaled", "native"])
+MASTERS = pytest.mark.parametrize("master", ["float32", "bfloat16+float32", "bfloat16+rem16"])
+
+
+def build(master: str, seed: int = 0, **options: Any) -> tuple[nn.Linear, FusedAdam]:
+    kind = cases.MASTER[master]
+    torch.manual_seed(seed)
+    model = nn.Linear(128, 6).to(kind.param_dtype)
+    return model, FusedAdam(model.parameters(), **{"exp_avg_dtype": torch.int8, **kind.options, **options})
+
+
+def train(model: nn.Module, optimizer: FusedAdam) -> None:
+    for i, param in enumerate(model.parameters()):
+        param.grad = distributed.shard_like(values(tuple(param.shape), param.dtype, "cpu", seed=i), param)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# --- custom entries ---------------------------------------------------------------------------------------------------
+
+
+def others(param: Tensor) -> dict[str, Any]:
+    return {
+        "anchor": param.detach().float() * 3,
+        "visits": torch.arange(4),
+        "note": "warm",
+        "nested": {"history": [torch.ones(2), 5], "rate": 0.5},
+    }
+
+
+@FORMS
+@MASTERS
+def test_custom_entries_come_back(master: str, form: str) -> None:
+    """As torch.optim's; here with their own dtypes, as copies."""
+    model, optimizer = build(master, checkpoint_format=form)
+    train(model, optimizer)
+    for param in model.parameters():
+        optimizer.state[param].update(others(param))
+    other, fresh = build(master, seed=1)
+    train(other, fresh)
+    fresh.state[other.bias]["stale"] = 1
+    other.load_state_dict(model.state_dict())
+    state_dict = optimizer.state_dict()
+    fresh.load_state_dict(state_dict)
+    for index, (ours, theirs) in enumerate(zip(other.parameters(), model.parameters(), strict=True)):
+        found, expected = fresh.state[ours], others(theirs)
+        assert found.keys() == optimizer.state[theirs].keys()
+        assert same_bits(found["anchor"], expected["anchor"]) and same_bits(found["visits"], expected["visits"])
+        assert found["anchor"] is not state_dict["state"][index]["anchor"]
+        assert found["note"] == "warm" and found["nested"]["rate"] == 0.5
+        assert torch.equal(found["nested"]["history"][0], torch.ones(2)) and found["nested"]["history"][1] == 5
+    assert fresh.state_bytes() == optimizer.state_bytes()
+    train(model, optimizer)
+    train(other, fresh)
+    assert all(map(same_bits, other.parameters(), model.parameters()))
+    assert copy.deepcopy(fresh).state_dict()["state"][0]["note"] == "warm"
+
+
+def test_custom_entries_of_a_parameter_without_states(device: str) -> None:
+    """As pruning keeps its masks; they are moved beside the parameter."""
+    model, optimizer = build("float32")
+    model, optimizer = model.to(device), FusedAdam(model.parameters())
+    state_dict = optimizer.state_dict()
+    state_dict["state"] = {1: {"mask": torch.ones(6, dtype=torch.bool)}}
+    optimizer.load_state_dict(state_dict)
+    assert list(optimizer.state[model.bias]) == ["mask"] and optimizer.state[model.bias]["mask"].device.type == device
+    assert not optimizer.state.get(model.weight)
+    train(model, optimizer)
+    assert optimizer.state[model.bias]["mask"].all() and optimizer.state[model.bias]["exp_avg"].any()
+
+
+def test_torch_keeps_the_same_entries() -> None:
+    """Whatever torch.optim.AdamW carries through its state dict is carried here."""
+    kept = []
+    for kind in (torch.optim.AdamW, FusedAdam):
+        first, second = (nn.Parameter(torch.ones(3)) for _ in range(2))
+        optimizer, fresh = kind([first]), kind([second])
+        first.grad = torch.ones(3)
+        optimizer.step()
+        optimizer.state[first].update(others(first))
+        fresh.load_state_dict(optimizer.state_dict())
+        kept.append(set(fresh.state[second]) - {"step"})
+    assert kept[0] == kept[1]
+
+
+def through_dcp(form: str, flat: bool, path: str) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    runs = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = nn.Linear(128, 6)
+        fully_shard(model, mesh=distributed.mesh())
+        optimizer = FusedAdam(model.parameters(), exp_avg_dtype=torch.int8, checkpoint_format=form)
+        train(model, optimizer)
+        for param in model.parameters():
+            optimizer.state[param]["anchor"] = torch.full_like(param, 7.0 - seed).detach()
+            optimizer.state[param]["visits"] = 5 + seed
+        runs.append((model, optimizer))
+    dcp.save(get_optimizer_state_dict(*runs[0], options=options), checkpoint_id=path)
+    model, optimizer = runs[1]
+    state = get_optimizer_state_dict(model, optimizer, options=options)
+    dcp.load(state, checkpoint_id=path)
+    set_optimizer_state_dict(model, optimizer, state, options=options)
+    for param in model.parameters():
+        states = optimizer.state[param]
+        assert states["visits"] == 5 and (local_tensor(states["anchor"]) == 7).all()
+        assert states["anchor"].placements == param.placements
+
+
+@FORMS
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_custom_entries_through_distributed_checkpoints(ranks: int, flat: bool, form: str, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        distributed.run(ranks, through_dcp, form, flat, str(tmp_path), timeout=30)
+
+
+# --- set_scaled_state -------------------------------------------------------------------------------------------------
+
+
+@MASTERS
+@pytest.mark.parametrize("fmt", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("face", [FusedAdam, transformer_engine.FusedAdam, apex.FusedAdam])
+def test_setting_a_state_creates_what_lacks(face: type[FusedAdam], fmt: torch.dtype, master: str) -> None:
+    """As TransformerEngine's does, for this parameter only."""
+    kind = cases.MASTER[master]
+    params = [nn.Parameter(values((4, 128), kind.param_dtype, "cpu", seed=i)) for i in range(2)]
+    options = {"master_weights": True, **kind.options}
+    optimizer = face(params, exp_avg_dtype=fmt, exp_avg_sq_dtype=fmt, **options)
+    expected = face(params[:1], exp_avg_dtype=fmt, exp_avg_sq_dtype=fmt, **options)
+    expected.initialize_state()
+    value = values((4, 128), torch.float32, "cpu", seed=5).square()
+    for each in (optimizer, expected):
+        each.set_scaled_state(params[0], "exp_avg_sq", value)
+    for name in expected.state[params[0]]:
+        assert same_bits(optimizer.get_unscaled_state(params[0], name), expected.get_unscaled_state(params[0], name))
+    assert optimizer.get_unscaled_state(params[0], "exp_avg_sq").any() and params[1] not in optimizer.store
+
+
+def test_a_master_that_is_set_first_is_the_master() -> None:
+    param = nn.Parameter(torch.ones(4, 128, dtype=torch.bfloat16))
+    optimizer = FusedAdam([param], lr=0.0)
+    optimizer.set_scaled_state(param, "master_param", torch.full((4, 128), 1.001))
+    assert (optimizer.get_unscaled_state(param, "master_param") == 1.001).all()
+
+
+@pytest.mark.parametrize(
+    "name, value, error, message",
+    [
+        (
+            "momentum",
+            torch.zeros(4, 128),
+            KeyError,
+            "expected one of exp_avg, .*, got 'momentum'",
+        ),
+        ("exp_avg", torch.zeros(128, 4), ValueError, r"parameter 0 .*expected local shape \(4, 128\), got \(128, 4\)"),
+    ],
+)
+def test_what_cannot_be_set_creates_nothing(name: str, value: Tensor, error: type[Exception], message: str) -> None:
+    param = nn.Parameter(torch.ones(4, 128))
+    optimizer = FusedAdam([param])
+    with pytest.raises(error, match=message):
+        optimizer.set_scaled_state(param, name, value)
+    assert not optimizer.state
+
+
+def test_other_parameters_are_not_taken() -> None:
+    optimizer = FusedAdam([nn.Parameter(torch.ones(3))])
+    with pytest.raises(KeyError, match="does not hold this parameter"):
+        optimizer.set_scaled_state(torch.ones(3), "exp_avg", torch.zeros(3))
+    assert not optimizer.state
