@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fused_optim.backends import Compiled, Hyper, ShardWork, load_engine
-from fused_optim.backends.engine import Watched
+from fused_optim.backends.engine import EngineTensorReader, Watched
 from fused_optim.formats import ELEMENT_TYPES
 from fused_optim.slots import Slots
 
@@ -34,11 +35,23 @@ def load_kernels(device: torch.device) -> None:
         engine.load_kernels(device.index)
 
 
-def _dispatch_keys(device: torch.device) -> list[tuple[Tensor, int]]:
-    """Tensors and their dispatch keys, by which an engine finds where torch keeps these: an ordinary one first."""
+def tensor_reader(device: torch.device) -> EngineTensorReader:
+    """How the engine of ``device`` looks at tensors there itself.
+
+    Without the exchange API of torch >= 2.10 all tensors are unusual, and every shard is set at every step: right, but
+    slower.
+    """
+    return _tensor_reader(device, getattr(Tensor, "__dlpack_c_exchange_api__", None))
+
+
+@functools.cache
+def _tensor_reader(device: torch.device, api: object) -> EngineTensorReader:
+    engine, _ = load_engine(cast(Compiled, device.type))
+    assert engine is not None
+    # By examples the engine finds where torch keeps a tensor's dispatch keys; the first is an ordinary one.
     ordinary = torch.empty(1, device=device)
     examples = [ordinary, torch._neg_view(ordinary)]
-    return [(example, torch._C._dispatch_keys(example).raw_repr()) for example in examples]
+    return engine.TensorReader(api, Tensor, [(x, torch._C._dispatch_keys(x).raw_repr()) for x in examples])
 
 
 class CompiledShards:
@@ -48,10 +61,8 @@ class CompiledShards:
         engine, _ = load_engine(backend)
         assert engine is not None
         self._device, self._backend = device, backend
-        # Without the exchange API of torch >= 2.10 every shard is set at every step: right, but slower.
-        api = getattr(Tensor, "__dlpack_c_exchange_api__", None)
         self._writes_weights = engine.writes_weights
-        self._plan = engine.Plan(groups, group_count, api, Tensor, DTensor, _dispatch_keys(device))
+        self._plan = engine.Plan(groups, group_count, tensor_reader(device), DTensor)
         self._alive: list[ShardWork] = []  # contiguous copies of gradients live until the step is launched
 
     def refresh(self, watched: list[Watched], attribute: str) -> Sequence[int]:

@@ -30,6 +30,12 @@ class Watched(NamedTuple):
     master_local: Tensor | None = None
 
 
+class EngineTensorReader(Protocol):
+    """Reads torch's tensors of one device; see ``exchange.h``."""
+
+    def unusual(self, tensors: Sequence[Tensor]) -> list[int]: ...
+
+
 class EnginePlan(Protocol):
     """The shards of one device and their param groups, step by step; see ``plan.h``."""
 
@@ -100,14 +106,11 @@ class EngineGradients(Protocol):
 class Engine(Protocol):
     """The module of an engine."""
 
+    def TensorReader(
+        self, exchange_api: object, tensor_type: type, keys: list[tuple[Tensor, int]]
+    ) -> EngineTensorReader: ...
     def Plan(
-        self,
-        groups: list[int],
-        group_count: int,
-        exchange_api: object,
-        tensor_type: type,
-        dtensor_type: type,
-        keys: list[tuple[Tensor, int]],
+        self, groups: list[int], group_count: int, reader: EngineTensorReader, dtensor_type: type
     ) -> EnginePlan: ...
     def Gradients(
         self, *, addresses: list[int], numels: list[int], types: list[int], groups: list[int]

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from fused_optim.backends import backend_of, load_engine
-from fused_optim.backends.compiled import run_on
+from fused_optim.backends.compiled import run_on, tensor_reader
 from fused_optim.backends.engine import Engine, EngineGradients
 from fused_optim.formats import ELEMENT_TYPES
-from fused_optim.sharding.dtensor import dense, is_dense
+from fused_optim.sharding.dtensor import dense
 
 ENGINE_NORMS = (2.0, math.inf)
 ENGINE_GROUPS = 16
@@ -41,7 +41,9 @@ def power_sums(tensors: list[Tensor], groups: list[int], request: NormRequest) -
     engine = _engine(tensors)
     if engine is None or request.norm_type not in ENGINE_NORMS or request.group_count > ENGINE_GROUPS:
         return _reference_sums(tensors, groups, request), None
-    tensors = [dense(tensor) for tensor in tensors]
+    tensors = list(tensors)
+    for i in tensor_reader(device).unusual(tensors):
+        tensors[i] = dense(tensors[i])
     sums = torch.empty(request.group_count, dtype=torch.float64, device=device)
     result = torch.empty(2, dtype=torch.float32, device=device)
     where = run_on(device)
@@ -65,14 +67,14 @@ def scale_(tensors: list[Tensor], factor: Tensor) -> None:
     Computed in float32 and rounded to nearest. Nothing is written where the factor is 1.
     """
     engine = _engine(tensors)
-    fitting = [tensor for tensor in tensors if engine is not None and is_dense(tensor)]
+    others = set(range(len(tensors)) if engine is None else tensor_reader(tensors[0].device).unusual(tensors))
+    fitting = [tensor for i, tensor in enumerate(tensors) if i not in others]
     if engine is not None and fitting:
         table = _table(engine, fitting, [0] * len(fitting))
         table.scale(factor=factor.data_ptr(), **run_on(fitting[0].device))
         torch.autograd.graph.increment_version(fitting)
-    for tensor in tensors:
-        if engine is None or not is_dense(tensor):
-            write_(tensor, tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * factor)
+    for tensor in (tensors[i] for i in others):
+        write_(tensor, tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * factor)
 
 
 def unscaled(tensor: Tensor, scale: Tensor) -> Tensor:

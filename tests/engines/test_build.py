@@ -164,7 +164,8 @@ def loaded(name: str) -> ModuleType:
 
 def empty_plan(name: str, groups: list[int]) -> Any:
     """Two param groups, and shards that are not described yet."""
-    return loaded(name).Plan(groups, 2, None, Tensor, DTensor, keys=[])
+    engine = loaded(name)
+    return engine.Plan(groups, 2, engine.TensorReader(None, Tensor, keys=[]), DTensor)
 
 
 @pytest.mark.parametrize("name", COMPILED)

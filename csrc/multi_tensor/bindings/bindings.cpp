@@ -175,15 +175,16 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
 #if defined(FUSED_OPTIM_ENGINE_CUDA)
     m.def("load_kernels", &load_kernels, py::arg("device"));
 #endif
-    py::class_<Plan>(m, "Plan", py::module_local(), "The shards of one device and their param groups, step by step.")
-        .def(py::init([](const std::vector<uint32_t>& groups, size_t group_count, py::object exchange_api,
-                         py::object tensor_type, py::object dtensor_type,
+    py::class_<TensorReader>(m, "TensorReader", py::module_local(), "Reads torch's tensors of one device.")
+        .def(py::init([](py::object exchange_api, py::object tensor_type,
                          const std::vector<std::pair<py::object, uint64_t>>& keys) {
-                 const TensorReader reader(exchange_api, tensor_type, DispatchKeys(keys));
-                 return Plan(groups, group_count, reader, dtensor_type);
+                 return TensorReader(exchange_api, tensor_type, DispatchKeys(keys));
              }),
-             py::arg("groups"), py::arg("group_count"), py::arg("exchange_api"), py::arg("tensor_type"),
-             py::arg("dtensor_type"), py::arg("keys"))
+             py::arg("exchange_api"), py::arg("tensor_type"), py::arg("keys"))
+        .def("unusual", &TensorReader::unusual, py::arg("tensors"));
+    py::class_<Plan>(m, "Plan", py::module_local(), "The shards of one device and their param groups, step by step.")
+        .def(py::init<const std::vector<uint32_t>&, size_t, TensorReader, py::object>(), py::arg("groups"),
+             py::arg("group_count"), py::arg("reader"), py::arg("dtensor_type"))
         .def("refresh", py::overload_cast<py::list, py::str>(&Plan::refresh), py::arg("watched"), py::arg("attribute"))
         .def("watch", &Plan::watch, py::arg("shard"), py::arg("watched"))
         .def("sharing", &Plan::sharing)

@@ -118,6 +118,16 @@ public:
         return false;
     }
 
+    // The numbers of those that are not contiguous tensors whose values lie in memory of their own.
+    std::vector<size_t> unusual(const std::vector<pybind11::handle>& tensors) const {
+        std::vector<size_t> found;
+        for (size_t i = 0; i < tensors.size(); ++i) {
+            DLTensor tensor;
+            if (!read(tensors[i].ptr(), tensor) || !is_contiguous(tensor)) found.push_back(i);
+        }
+        return found;
+    }
+
     // Subclasses hide their memory (DTensors, tensors of unfinished collectives).
     bool is_plain_tensor(PyObject* object) const {
         return reinterpret_cast<PyObject*>(Py_TYPE(object)) == tensor_type_.ptr();
