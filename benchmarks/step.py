@@ -264,7 +264,8 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     if SHARDED.intersection(args.workloads):
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     contenders = [
         contender
         for contender in (*OURS, *PEERS)

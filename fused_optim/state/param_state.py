@@ -54,6 +54,13 @@ def initial_master(param: Tensor) -> Tensor:
     return local_tensor(param.detach()).float().contiguous() if adapter is None else adapter.initial_values(param)
 
 
+def discard_initial(param: Tensor) -> None:
+    """Free the initial values of a quantized parameter, if it still has them."""
+    adapter = adapter_of(param)
+    if adapter is not None:
+        adapter.discard_initial(param)
+
+
 @dataclass(frozen=True)
 class ParamState:
     """A parameter, ``optimizer.state[param]``, and what is known of these tensors."""
@@ -70,7 +77,6 @@ class ParamState:
             name: torch.zeros(local.shape, dtype=slots.format(name).dtype(name), device=local.device)
             for name in MOMENTS
         }
-        adapter = adapter_of(param)
         if slots.master is Master.FLOAT32:
             tensors[MASTER] = initial_master(param)
         elif slots.master is not Master.PARAMETER:
@@ -78,8 +84,7 @@ class ParamState:
         created = ParamState(param, {name: rewrap_like(tensor, param) for name, tensor in tensors.items()}, slots)
         if slots.master not in (Master.PARAMETER, Master.FLOAT32):
             created.seed_master(initial_master(param))
-        if adapter is not None:
-            adapter.discard_initial(param)
+        discard_initial(param)
         return created
 
     def seed_master(self, value: Tensor) -> None:

@@ -16,7 +16,7 @@ from fused_optim.sharding.collective import FailedElsewhere, any_rank
 from fused_optim.sharding.dtensor import has_own_chunks, local_tensor, rewrap_like, shard_geometry
 from fused_optim.sharding.uneven import locate_uneven_shards
 from fused_optim.slots import MASTER, MOMENTS, STATES, Slots
-from fused_optim.state.param_state import ParamState, initial_master, master_kind
+from fused_optim.state.param_state import ParamState, discard_initial, initial_master, master_kind
 from fused_optim.state.remainders import MISFIT_ELSEWHERE, LoadedRemainder
 from fused_optim.validate import describe
 
@@ -116,8 +116,11 @@ class StateStore:
         """
         for group in self._owner.param_groups:
             for candidate in group["params"]:
-                wanted = candidate is param if param is not None else not self.is_frozen(candidate)
-                if wanted and candidate not in self:
+                if candidate in self or (param is not None and candidate is not param):
+                    continue
+                if param is None and self.is_frozen(candidate):
+                    discard_initial(candidate)  # no master will start from it
+                else:
                     self._create(candidate, group, remainders)
 
     def _create(self, param: Tensor, group: dict[str, Any], remainders: bool | None) -> None:
