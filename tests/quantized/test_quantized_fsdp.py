@@ -266,8 +266,8 @@ def is_quantized(param: Tensor) -> bool:
 def masters_of(model: nn.Module) -> dict[str, Part]:
     """What the optimizer starts from; the initial values are freed with that."""
     optimizer = FusedAdam(model.parameters())
-    optimizer.initialize_state()
     masters = {f"{name}: master": part(value) for name, value in optimizer.master_state_dict(model).items()}
+    optimizer.initialize_state()
     assert not any(local_tensor(param).has_initial for param in model.parameters() if is_quantized(param))
     return masters
 
