@@ -121,6 +121,10 @@ class CompiledShards:
     def updated(self, watched: list[Watched]) -> list[Tensor]:
         return self._plan.updated(watched)
 
+    def mark(self, watched: list[Watched]) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            self._plan.mark(watched)
+
     def groups_with_gradients(self) -> Sequence[int]:
         return self._plan.groups_with_gradients()
 

@@ -45,6 +45,9 @@ class Shards(Protocol):
     def updated(self, watched: list[Watched]) -> list[Tensor]:
         """The parameters that have a gradient in this step."""
 
+    def mark(self, watched: list[Watched]) -> None:
+        """After a step: watched parameters are what belongs to their masters."""
+
     def groups_with_gradients(self) -> Sequence[int]:
         """The param groups of these."""
 
@@ -96,6 +99,9 @@ class ReferenceShards:
 
     def updated(self, watched: list[Watched]) -> list[Tensor]:
         return [watched[i].param for i in self._work]
+
+    def mark(self, watched: list[Watched]) -> None:
+        pass
 
     def groups_with_gradients(self) -> Sequence[int]:
         return [self._groups[i] for i in self._work]

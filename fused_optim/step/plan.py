@@ -294,6 +294,7 @@ class Plan:
         if updated and per_device[0][0].grad_scale is not None:
             torch.autograd.graph.increment_version([getattr(param, self._attribute) for param in updated])
         for part in self._parts:
+            part.shards.mark(part.watched)
             for i in part.unwatched:
                 self._store[part.watched[i].param].mark()
 

@@ -159,6 +159,29 @@ def test_without_a_write_nothing_is_compared(any_backend: str, monkeypatch: pyte
 
 
 @EVERY_BACKEND
+def test_slices_of_one_tensor_share_a_counter(any_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Megatron-LM's, which are views of its buffers: the steps of the others are no writes."""
+    from fused_optim.state.param_state import ParamState
+
+    whole = values(0, torch.bfloat16, (8, 512)).to(any_backend)
+    slices = [row[:500].detach() for row in whole]
+    optimizer = FusedAdamW(slices, lr=1e-3, **INT8)
+    follow, compared = ParamState.follow_parameter, []
+    monkeypatch.setattr(ParamState, "follow_parameter", lambda self: compared.append(self.param) or follow(self))
+    for seed in range(4):
+        for index, param in enumerate(slices):
+            param.grad = values(10 * seed + index, torch.bfloat16, (500,)).to(any_backend)
+        optimizer.step()
+    optimizer.state_dict()
+    assert not compared
+    whole[3].fill_(2.0)
+    assert torch.equal(
+        optimizer.get_unscaled_state(slices[3], "master_param"), torch.full((500,), 2.0, device=any_backend)
+    )
+    assert len(compared) == 8
+
+
+@EVERY_BACKEND
 def test_writes_through_data_are_said_by_hand(any_backend: str) -> None:
     param, optimizer = build(torch.bfloat16, any_backend)
     step(param, optimizer, 0)

@@ -191,6 +191,7 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
         .def("written", &Plan::written)
         .def("find_written", &Plan::find_written, py::arg("watched"))
         .def("updated", &Plan::updated, py::arg("watched"))
+        .def("mark", &Plan::mark, py::arg("watched"))
         .def("groups_with_gradients", &Plan::groups_with_gradients)
         .def("set_group", &set_group, py::arg("group"), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
              py::arg("eps"), py::arg("weight_decay"), py::arg("step"), py::arg("adam_w"), py::arg("bias_correction"),

@@ -132,12 +132,11 @@ public:
 
     Hyper& group(size_t i) { return step_.groups.at(i); }
 
-    // The parameters that have a gradient. Their versions will be one higher after the step.
-    py::list updated(py::list watched) {
+    // The parameters that have a gradient.
+    py::list updated(py::list watched) const {
         py::list params;
         for (size_t i = 0; i < rows_.size(); ++i) {
             if (!rows_[i].has_gradient) continue;
-            rows_[i].versions.param += 1;
             params.append(py::handle(field(item(watched.ptr(), i), Watched::kParam)));
         }
         return params;
@@ -165,6 +164,17 @@ public:
         std::sort(found.begin(), found.end());
         found.erase(std::unique(found.begin(), found.end()), found.end());
         return found;
+    }
+
+    // After a step: the versions of these are those that belong to their masters. Read, not counted: slices of one
+    // tensor share their counter.
+    void mark(py::list watched) {
+        for (size_t i = 0; i < rows_.size(); ++i) {
+            PyObject* tuple = item(watched.ptr(), i);
+            if (rows_[i].has_gradient && rows_[i].watched && has_own_master(rows_[i], tuple)) {
+                rows_[i].versions = read_versions(tuple);
+            }
+        }
     }
 
     // The param groups of these, ascending.
