@@ -1,4 +1,4 @@
-"""What the faces share."""
+"""What the drop-in classes share."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _IMPORTED_FROM = "transformer_engine.pytorch.optimizers"
 
 
 class FusedAdam(transformer_engine.FusedAdam):
-    """TransformerEngine's face, as Megatron-LM's optimizers use it.
+    """The drop-in class for TransformerEngine's, as Megatron-LM's optimizers use it.
 
     Masters go out and come in as FP32 values, also those that are kept as remainders: Megatron-LM gathers states in
     FP32 buffers. A first step whose gradients are zero is a step: a rank may own slices that have no others.
@@ -45,7 +45,7 @@ class FusedAdam(transformer_engine.FusedAdam):
 
     @torch.no_grad()
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
-        """As TransformerEngine's face; FP32 masters are split into parameter and remainders where these are kept."""
+        """As the class for TransformerEngine's; FP32 masters are split into parameter and remainders where these are kept."""
         self.initialize_state(param)
         states = self.store[param]
         if state_name == MASTER and states.slots.master.is_remainder and unscaled_state.is_floating_point():

@@ -1,8 +1,9 @@
 """Recognises synthetic first steps, by which other libraries make an optimizer create its states.
 
-``torch.distributed.checkpoint.state_dict`` and Megatron-FSDP fill gradients with zeros, set every learning rate to 0
-and call ``step()``. Such a step must leave the optimizer as ``initialize_state()`` would: a counted step would be
-damage. A step with another learning rate is always real.
+``torch.distributed.checkpoint.state_dict`` fills gradients with zeros, sets every learning rate to 0 and calls
+``step()``; Megatron-FSDP does so with the learning rates as they are. Such a step must leave the optimizer as
+``initialize_state()`` would: weight decay or a counted step would be damage. A step with another learning rate is
+always real, except of Megatron-FSDP's parameters.
 """
 
 from __future__ import annotations
@@ -16,10 +17,19 @@ from torch import Tensor
 from fused_optim.sharding.dtensor import has_values, local_tensor
 from fused_optim.step.scalars import host_lr
 
+_MEGATRON_FSDP = "_megatron_fsdp_model"  # the attribute by which its parameters know their model
+
 
 def may_be_synthetic(groups: Iterable[dict[str, Any]]) -> bool:
-    """Whether no step was counted and every learning rate is exactly 0, as the hosts of all ranks know."""
-    return all(host_lr(group) == 0.0 and int(group["step"]) == 0 for group in groups)
+    """Whether no step was counted and every learning rate is exactly 0 or parameters are Megatron-FSDP's.
+
+    All ranks answer alike.
+    """
+    groups = list(groups)
+    if any(int(group["step"]) for group in groups):
+        return False
+    at_rest = all(host_lr(group) == 0.0 for group in groups)
+    return at_rest or any(hasattr(param, _MEGATRON_FSDP) for group in groups for param in group["params"])
 
 
 def any_nonzero(grads: Iterable[Tensor]) -> bool:

@@ -157,9 +157,9 @@ def rounding_bound(fmt: torch.dtype, state: str, x: Tensor, block: int) -> Tenso
         bound = (relative.sqrt() * (1 + 2**-4) + 2**-9 / 448) ** 2 - relative
     elif state == "exp_avg":  # half a step of 127 of the square root
         bound = (relative.sqrt() + 0.5 / 127) ** 2 - relative
-    else:  # half a step of 255 of the fourth root, never rounded to zero; a code is found as a sum beyond 256 in FP32
+    else:  # half a step of 255 of the fourth root, never rounded to zero, and the nudge to the top code
         root = relative**0.25
-        bound = (root + torch.where(root < 1 / 255, 1 / 255, (0.5 + 2**-16) / 255)) ** 4 - relative
+        bound = (root + torch.where(root < 1 / 255, 1 / 255, (0.5 + 2**-12) / 255)) ** 4 - relative
     return (bound * top + blocks.abs() * 2**-20).view_as(x)
 
 
