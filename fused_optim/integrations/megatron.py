@@ -45,7 +45,7 @@ class FusedAdam(transformer_engine.FusedAdam):
 
     @torch.no_grad()
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
-        """As the class for TransformerEngine's; FP32 masters are split into parameter and remainders if these are kept."""
+        """As the class for TransformerEngine's; FP32 masters are split where remainders are kept."""
         self.initialize_state(param)
         states = self.store[param]
         if state_name == MASTER and states.slots.master.is_remainder and unscaled_state.is_floating_point():
