@@ -421,7 +421,8 @@ class FusedAdam(Optimizer):
 
         ``step(grad_scaler=scaler)`` is the same as ``scaler.step(optimizer)``, as in TransformerEngine and Apex.
 
-        A first step whose gradients are all zero, on every rank, creates the states and changes nothing else.
+        A first step whose gradients are all zero, on every rank, creates the states and changes nothing else if every
+        learning rate is 0 or the parameters are Megatron-FSDP's.
         Raises before anything is changed for gradients that do not fit their parameters, and RuntimeError for what a
         CUDA graph that is being captured cannot hold.
         """
