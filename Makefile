@@ -6,6 +6,10 @@ TORCH ?= torch==2.13.0
 # The demo's weights, too: mxfp8, float8, float8_delayed, float8_block or nvfp4.
 QUANTIZE ?=
 
+# What can run here: compiling for GPUs takes minutes. Without a GPU, FUSED_OPTIM_CUDA_ARCHS=90 checks that it compiles.
+HAS_GPU := $(shell nvidia-smi --list-gpus 2>/dev/null)
+export FUSED_OPTIM_CUDA_ARCHS ?= $(if $(HAS_GPU),,none)
+
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
@@ -21,10 +25,13 @@ test: $(VENV)/.installed
 test-gpu: $(VENV)/.installed
 	$(BIN)/python -m pytest -m cuda
 
-# The real packages; the imports first, since tests of a package that is not there are skipped.
-test-integrations: $(VENV)/.installed $(VENV)/.megatron
-	$(BIN)/python -W ignore -c 'import megatron.core.optimizer, megatron_fsdp'
-	$(BIN)/python -m pytest $(addprefix tests/integrations/test_, megatron_fsdp.py megatron_lm.py drop_in.py)
+# The real packages, on the CPU; the imports first, since tests of a package that is not there are skipped.
+INTEGRATIONS := megatron_fsdp megatron_lm drop_in inference_packages hugging_face lightning torchtitan
+
+test-integrations: $(VENV)/.installed $(VENV)/.integrations
+	$(BIN)/python -W ignore -c 'import megatron.core.optimizer, megatron_fsdp, accelerate, transformers, peft, trl, \
+	    lightning, compressed_tensors, torchtitan.components.optimizer, torchao, triton'
+	$(BIN)/python -m pytest $(INTEGRATIONS:%=tests/integrations/test_%.py)
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/step.py
@@ -42,7 +49,7 @@ format: $(VENV)/.lint
 
 clean:
 	rm -rf build dist *.egg-info demo_output .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	rm -f fused_optim/*.so fused_optim/_build_info.json $(VENV)/.installed $(VENV)/.megatron
+	rm -f fused_optim/*.so fused_optim/_build_info.json $(VENV)/.installed $(VENV)/.integrations
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 # The build is isolated, hence independent of the torch beside it. The last line shows which engines were built.
@@ -51,11 +58,13 @@ $(VENV)/.installed: $(VENV)/.torch $(SOURCES) setup.py pyproject.toml
 	@cat fused_optim/_build_info.json
 	@touch $@
 
-# Nothing is built again, and the torch that is there satisfies them.
-$(VENV)/.megatron: pyproject.toml $(VENV)/.torch
-	$(PIP) install $$($(BIN)/python -c 'import tomllib; \
+# Nothing is built again, and the torch that is there stays. Builds of torch for CPUs come without triton.
+$(VENV)/.integrations: pyproject.toml $(VENV)/.torch
+	@$(BIN)/python -c 'import torch; print(f"torch=={torch.__version__}")' > $(VENV)/torch-constraint.txt
+	$(PIP) install -c $(VENV)/torch-constraint.txt $$($(BIN)/python -c 'import tomllib; \
 	    extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
-	    print(*extras["megatron-core"], *extras["megatron-fsdp"])')
+	    print(*extras["megatron-core"], *extras["megatron-fsdp"], *extras["frameworks"])')
+	@$(BIN)/python -c 'import triton' 2> /dev/null || $(PIP) install triton
 	@touch $@
 
 # The tools, as pinned in pyproject.toml, and what the examples import, whose types mypy reads: checking the sources must

@@ -2,7 +2,8 @@
 
 An engine that cannot be built is left out and never fails the install: the package's _build_info.json says which ones
 are there, and why one is not. Environment: CXX, CUDA_HOME and CUDA_PATH as usual; FUSED_OPTIM_CUDA_ARCHS, such as
-"80;90", chooses the GPU architectures; FUSED_OPTIM_REQUIRE, such as "cpu,cuda", makes a missing engine an error.
+"80;90", chooses the GPU architectures, and "none" leaves the CUDA engine out; FUSED_OPTIM_REQUIRE, such as "cpu,cuda",
+makes a missing engine an error.
 """
 
 import json
@@ -68,9 +69,11 @@ def plan_cpu(cxx: str) -> Engine:
         "bindings": bindings("bindings", "cpu", cxx, *defines),
         "bindings_norm": bindings("bindings_norm", "cpu", cxx, *defines),
         "bindings_quantize": bindings("bindings_quantize", "cpu", cxx, *defines),
+        "bindings_cast": bindings("bindings_cast", "cpu", cxx, *defines),
         "launch": (SOURCES / "cpu/launch.cpp", [cxx, *CXX_FLAGS, *defines]),
         "launch_quantize": (SOURCES / "cpu/launch_quantize.cpp", [cxx, *CXX_FLAGS, *defines]),
         "norm": (SOURCES / "cpu/norm.cpp", [cxx, *CXX_FLAGS]),
+        "cast": (SOURCES / "cpu/cast.cpp", [cxx, *CXX_FLAGS]),
     }
     for isa, flags in isas.items():
         compile_inner = [cxx, *CXX_FLAGS, *flags, f"-DFUSED_OPTIM_ISA={isa}"]
@@ -81,6 +84,8 @@ def plan_cpu(cxx: str) -> Engine:
 
 
 def plan_cuda(cxx: str) -> Engine:
+    if os.environ.get("FUSED_OPTIM_CUDA_ARCHS") == "none":
+        raise Unavailable("FUSED_OPTIM_CUDA_ARCHS=none asked for none")
     nvcc = find_nvcc()
     archs = cuda_archs(nvcc)
     codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
@@ -92,9 +97,11 @@ def plan_cuda(cxx: str) -> Engine:
         "bindings": bindings("bindings", "cuda", cxx, f"-isystem{include}"),
         "bindings_norm": bindings("bindings_norm", "cuda", cxx, f"-isystem{include}"),
         "bindings_quantize": bindings("bindings_quantize", "cuda", cxx, f"-isystem{include}"),
+        "bindings_cast": bindings("bindings_cast", "cuda", cxx, f"-isystem{include}"),
         "kernels": (SOURCES / "cuda/apply.cu", compile_kernels),
         "norm": (SOURCES / "cuda/norm.cu", compile_kernels),
         "quantize": (SOURCES / "cuda/quantize.cu", compile_kernels),
+        "cast": (SOURCES / "cuda/cast.cu", compile_kernels),
     }
     release = re.findall(r"release ([\d.]+)", capture(nvcc, "--version"))
     # The static runtime imports without a driver, and beside whichever runtime torch brings.

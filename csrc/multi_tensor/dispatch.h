@@ -82,7 +82,7 @@ constexpr bool has_listed_bytes() {
 FUSED_OPTIM_FORMATS(FUSED_OPTIM_CHECK)
 #undef FUSED_OPTIM_CHECK
 
-// The format by which a mix is known: FP32 stands for all that have no scales.
+// The format by which a mix is known: FP32 for all that have no scales.
 FUSED_OPTIM_HD constexpr Format codec_format(Format format) { return is_scaled(format) ? format : Format::kFloat32; }
 
 // `has_weights_`: parameters may be quantized.

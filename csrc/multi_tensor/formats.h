@@ -235,6 +235,12 @@ struct ExpAvgSq<Format::kFloat16> {
     }
 };
 
+// How an FP16 master rounds. The threshold rotates for the sake of updates below the last place, which would be lost
+// otherwise. From two units of the last place on none is lost, and rounding to nearest errs half as much.
+FUSED_OPTIM_HD uint32_t master_rounding(float before, float after, uint32_t bits) {
+    return fabsf(after - before) >= fabsf(after) * 0.001953125f ? kNearest : bits;  // 2^-9
+}
+
 // A master in FP16 rounds as exp_avg_sq does, but to zero as well. Only blocks of denormals encode as zeros.
 struct Float16Master : ExpAvgSq<Format::kFloat16> {
     FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "bindings/plan.h"
+#include "cast.h"
 #include "launch.h"
 #include "norm.h"
 #include "quantize.h"
@@ -16,6 +17,7 @@ using namespace fused_optim;
 namespace fused_optim {
 void register_gradients(py::module_& m);  // bindings_norm.cpp
 void register_quantize(py::module_& m);   // bindings_quantize.cpp
+void register_cast(py::module_& m);       // bindings_cast.cpp
 }  // namespace fused_optim
 
 namespace {
@@ -126,6 +128,7 @@ void load_kernels(int device) {
     load_adam_kernels(device);
     load_norm_kernels(device);
     load_quantize_kernels(device);
+    load_cast_kernels(device);
 }
 
 void launch(Plan& plan, int device, uint64_t stream, uint64_t workspace, uint64_t workspace_size) {
@@ -166,10 +169,12 @@ py::dict written_blocks() {
 PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
     register_gradients(m);
     register_quantize(m);
+    register_cast(m);
     m.attr("NUMBERS") =
         py::dict(py::arg("Element") = numbers<Element>(), py::arg("Master") = numbers<Master>(),
                  py::arg("Format") = numbers<Format>(), py::arg("WeightFormat") = numbers<WeightFormat>(),
-                 py::arg("ScaleStage") = numbers<ScaleStage>(), py::arg("Watched") = numbers<Watched>());
+                 py::arg("ScaleStage") = numbers<ScaleStage>(), py::arg("CastFormat") = numbers<CastFormat>(),
+                 py::arg("Watched") = numbers<Watched>());
     m.attr("WRITTEN_BLOCKS") = written_blocks();
     m.def("writes_weights", &writes_weights, py::arg("exp_avg_format"), py::arg("exp_avg_sq_format"));
 #if defined(FUSED_OPTIM_ENGINE_CUDA)

@@ -128,6 +128,8 @@ public:
         return found;
     }
 
+    const pybind11::object& tensor_type() const { return tensor_type_; }
+
     // Subclasses hide their memory (DTensors, tensors of unfinished collectives).
     bool is_plain_tensor(PyObject* object) const {
         return reinterpret_cast<PyObject*>(Py_TYPE(object)) == tensor_type_.ptr();
@@ -171,6 +173,29 @@ public:
 private:
     pybind11::object type_, name_;
     Py_ssize_t offset_ = 0;
+};
+
+// Reads how often a tensor was written: Tensor._version, by the C function of torch that the interpreter would look up.
+class VersionReader {
+public:
+    explicit VersionReader(const pybind11::object& tensor_type)
+        : descriptor_(pybind11::getattr(tensor_type, "_version", pybind11::none())) {
+        if (!PyObject_TypeCheck(descriptor_.ptr(), &PyGetSetDescr_Type)) return;
+        def_ = reinterpret_cast<PyGetSetDescrObject*>(descriptor_.ptr())->d_getset;
+    }
+
+    // Of a tensor; 0 where torch does not tell, as for inference tensors.
+    int64_t operator()(PyObject* tensor) const {
+        if (!tensor) return 0;
+        PyObject* found = def_ ? def_->get(tensor, def_->closure) : PyObject_GetAttrString(tensor, "_version");
+        const auto version = pybind11::reinterpret_steal<pybind11::object>(found);
+        if (!version) return PyErr_Clear(), 0;
+        return PyLong_AsLongLong(version.ptr());
+    }
+
+private:
+    pybind11::object descriptor_;
+    const PyGetSetDef* def_ = nullptr;
 };
 
 }  // namespace fused_optim

@@ -6,6 +6,7 @@
 #include <array>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bindings/exchange.h"
@@ -38,7 +39,7 @@ inline PyObject* field(PyObject* watched, Watched which) {
 struct Names {
     py::str exp_avg = intern("exp_avg"), exp_avg_sq = intern("exp_avg_sq"), master = intern("master_param");
     py::str mesh = intern("mesh"), placements = intern("placements"), meta = intern("tensor_meta"),
-            shape = intern("shape"), components = intern("components"), version = intern("_version");
+            shape = intern("shape"), components = intern("components");
 
     static py::str intern(const char* name) { return py::reinterpret_steal<py::str>(PyUnicode_InternFromString(name)); }
 };
@@ -58,6 +59,7 @@ public:
           dtensor_type_(dtensor_type),
           local_(dtensor_type, "_local_tensor"),
           spec_(dtensor_type, "_spec"),
+          version_of_(reader.tensor_type()),
           rows_(groups.size()) {
         if (!std::is_sorted(groups.begin(), groups.end()) || (!groups.empty() && groups.back() >= group_count)) {
             throw std::invalid_argument("fused_optim: shards are ordered by param group");
@@ -77,9 +79,10 @@ public:
             prefetch(watched.ptr(), grads, i);
             rows_[i].has_gradient = grads[i] && !grads[i].is_none();
             if (!rows_[i].has_gradient) continue;
-            if (!refresh(rows_[i], item(watched.ptr(), i), grads[i].ptr())) {
+            PyObject* tuple = item(watched.ptr(), i);
+            if (!refresh(rows_[i], tuple, grads[i].ptr())) {
                 stale.push_back(i);
-            } else if (is_written(rows_[i], item(watched.ptr(), i))) {
+            } else if (has_own_master(rows_[i], tuple) && differs(rows_[i], read_versions(rows_[i], tuple))) {
                 written_.push_back(i);
             }
         }
@@ -93,7 +96,11 @@ public:
     std::vector<size_t> find_written(py::list watched) {
         std::vector<size_t> found;
         for (size_t i = 0; i < rows_.size(); ++i) {
-            if (rows_[i].watched && is_written(rows_[i], item(watched.ptr(), i))) found.push_back(i);
+            PyObject* tuple = item(watched.ptr(), i);
+            Row& row = rows_[i];
+            if (row.watched && has_own_master(row, tuple) && differs(row, find_versions(row, tuple))) {
+                found.push_back(i);
+            }
         }
         return found;
     }
@@ -118,7 +125,7 @@ public:
             row.type(which) = tensor.type;
         }
         if (is_quantized(watched) && !watch_weight(row, field(watched, Watched::kParts))) return false;
-        if (has_own_master(row, watched)) row.versions = read_versions(watched);
+        if (has_own_master(row, watched)) row.versions = find_versions(row, watched);
         return row.watched = true;
     }
 
@@ -172,7 +179,7 @@ public:
         for (size_t i = 0; i < rows_.size(); ++i) {
             PyObject* tuple = item(watched.ptr(), i);
             if (rows_[i].has_gradient && rows_[i].watched && has_own_master(rows_[i], tuple)) {
-                rows_[i].versions = read_versions(tuple);
+                rows_[i].versions = read_versions(rows_[i], tuple);
             }
         }
     }
@@ -285,27 +292,31 @@ private:
         return field(watched, Watched::kMaster) != Py_None && row.type(Watched::kMaster).code == kFloat;
     }
 
-    Versions read_versions(PyObject* watched) const {
+    // Of a shard whose addresses were just taken.
+    Versions read_versions(const Row& row, PyObject* watched) const {
         PyObject* param = field(watched, Watched::kParam);
-        const bool sharded = field(watched, Watched::kSpec) != Py_None;
         Versions found;
-        found.param = version_of(param);
-        if (sharded) found.local = version_of(local_.get(param).ptr());
-        DLTensor tensor;
-        if (!is_quantized(watched) && read_local(param, sharded, tensor)) found.address = address(tensor);
+        found.param = version_of_(param);
+        if (field(watched, Watched::kSpec) != Py_None) found.local = version_of_(local_.get(param).ptr());
+        if (!is_quantized(watched)) found.address = row.shard.param;
         return found;
     }
 
-    int64_t version_of(PyObject* tensor) const {
-        const py::object version = tensor ? attribute(tensor, names_.version.ptr()) : py::object();
-        return version ? PyLong_AsLongLong(version.ptr()) : 0;
+    // Of any.
+    Versions find_versions(const Row& row, PyObject* watched) const {
+        Versions found = read_versions(row, watched);
+        const bool sharded = field(watched, Watched::kSpec) != Py_None;
+        DLTensor tensor;
+        if (!is_quantized(watched) && read_local(field(watched, Watched::kParam), sharded, tensor)) {
+            found.address = address(tensor);
+        }
+        return found;
     }
 
-    // Also true where a step was begun and not made.
-    bool is_written(Row& row, PyObject* watched) const {
-        if (!has_own_master(row, watched)) return false;
-        const Versions now = read_versions(watched), before = row.versions;
-        row.versions = now;
+    // Whether these versions are others than those known, and not any more. Also true where a step was begun and not
+    // made.
+    static bool differs(Row& row, const Versions& now) {
+        const Versions before = std::exchange(row.versions, now);
         return now.param != before.param || now.local != before.local || now.address != before.address;
     }
 
@@ -413,6 +424,7 @@ private:
     TensorReader reader_;
     py::object dtensor_type_;
     AttributeReader local_, spec_;
+    VersionReader version_of_;
     std::vector<Row> rows_;
     std::vector<size_t> written_;
     Step step_;

@@ -301,7 +301,7 @@ void store_unscaled(const Shard& shard, const Scalars& scalars, const float* gra
 // Formats are looked at once per tile and stage: no need for an instance per mix of formats. Returns the bits of the
 // largest finite magnitude of a quantized weight.
 uint32_t update_tile(const Shard& shard, const Scalars& scalars, uint64_t element, int count) {
-    alignas(64) float grad_tile[kTile], param_tile[kTile], m_tile[kTile], v_tile[kTile], root[kTile];
+    alignas(64) float grad_tile[kTile], param_tile[kTile], m_tile[kTile], v_tile[kTile], root[kTile], before[kTile];
     alignas(64) uint32_t bits[kTile];
     const Format m_format = shard.exp_avg_format, v_format = shard.exp_avg_sq_format;
     float* const scales = pointer<float>(shard.scales, element >> shard.block_log2);
@@ -309,7 +309,7 @@ uint32_t update_tile(const Shard& shard, const Scalars& scalars, uint64_t elemen
     const Scales v_scales{scales + (is_scaled(m_format) ? block_count(shard) : 0), m_scales.block};
     const Scales master_scales{v_scales.values + (is_scaled(v_format) ? block_count(shard) : 0), m_scales.block};
 
-    const bool own_master = shard.master_kind == Master::kParameter;
+    const bool own_master = shard.master_kind == Master::kParameter, scaled_master = is_scaled(shard.master_kind);
     const uint64_t master = own_master ? shard.param : shard.master;
     const bool float32_master =
         own_master ? shard.param_type == Element::kFloat32 : shard.master_kind == Master::kFloat32;
@@ -326,12 +326,13 @@ uint32_t update_tile(const Shard& shard, const Scalars& scalars, uint64_t elemen
         dispatch_codec<ExpAvgSq>(v_format, LoadMoment{v, v_format, shard.exp_avg_sq, element, count, v_scales});
     }
     if (scalars.writes_gradient) store_unscaled(shard, scalars, grad, element, count);
+    for (int i = 0; scaled_master && i < kTile; ++i) before[i] = param[i];
     update_values(grad, param, m, v, root, scalars);
     for (int i = count; i < kTile; ++i) {  // a short last block's scales must not see them
         m[i] = v[i] = root[i] = param[i] = 0.0f;
     }
 
-    if ((own_master && !float32_master) || is_scaled(shard.master_kind) || v_format != Format::kFloat32) {
+    if ((own_master && !float32_master) || scaled_master || v_format != Format::kFloat32) {
         fill_rounding(bits, shard, scalars.rounding, element);
     }
     if (m == m_tile) {
@@ -340,6 +341,9 @@ uint32_t update_tile(const Shard& shard, const Scalars& scalars, uint64_t elemen
     if (v == v_tile) {
         dispatch_codec<ExpAvgSq>(v_format,
                                  StoreExpAvgSq{v, root, bits, v_format, shard.exp_avg_sq, element, count, v_scales});
+    }
+    if (scaled_master) {  // last, since it changes `bits`
+        for (int i = 0; i < kTile; ++i) bits[i] = master_rounding(before[i], param[i], bits[i]);
     }
     if (param == param_tile) {
         store_master(param, bits, shard, element, count, master_scales);

@@ -240,9 +240,9 @@ template <class Codec>
 constexpr bool kIsPlaced<Codec, std::void_t<decltype(Codec::kPlace)>> = true;
 
 // exp_avg_sq, and FP16 masters
-template <class Codec>
+template <class Codec, class R>
 __device__ __forceinline__ void encode_words(uint32_t* words, const float* v, const float* root, float inverse,
-                                             uint32_t octet, const Rounding& rounding) {
+                                             uint32_t octet, const R& rounding) {
     uint32_t codes[kVector];
     if constexpr (!kIsPlaced<Codec>) {
 #pragma unroll

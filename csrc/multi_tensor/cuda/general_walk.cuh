@@ -243,7 +243,7 @@ __device__ __noinline__ void general_walk() {
         const uint32_t element = first + threadIdx.x;
         const bool inside = element < view.count;
         float m = 0.0f, v = 0.0f, root = 0.0f, param = 0.0f;
-        uint32_t bits = 0;
+        uint32_t bits = 0, master_bits = 0;
         if (inside) {
             Codecs::exp_avg(m_format, LoadMoment{m_format, view.exp_avg, element, view.exp_avg_scales, block_log2, m});
             Codecs::exp_avg_sq(v_format,
@@ -262,11 +262,13 @@ __device__ __noinline__ void general_walk() {
             const uint64_t global = view.global_index(element);
             const uint32_t octet = scalars.rounding.octet(view.key, global);
             bits = scalars.rounding.bits(octet, static_cast<uint32_t>(global));
+            const float before = param;
             param = next_param(param, m, root, scalars);
+            if (scaled_master) master_bits = master_rounding(before, param, bits);
             if (!scaled_master) store_master(view, element, param, bits);
         }
         __syncthreads();  // every thread has read the old scales, and the partial maxima of the round before
-        if (scaled_master) param = store_float16_master(view, element, inside, param, bits);
+        if (scaled_master) param = store_float16_master(view, element, inside, param, master_bits);
         if (has_weights && view.info.quantized) store_weight_element(view, element, inside, param);
         Codecs::exp_avg(m_format, StoreMoment{m_format, view.exp_avg, element, inside, false, m, root, bits,
                                               view.exp_avg_scales, block_log2, block->exp_avg_scales});

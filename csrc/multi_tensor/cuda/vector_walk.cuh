@@ -45,11 +45,29 @@ struct Moment<Unscaled> {
     }
 };
 
+// As Rounding, of an FP16 master: bit i of `nearest` says that the octet's element i rounds to nearest.
+struct MasterRounding {
+    const Rounding& rounding;
+    uint32_t nearest;
+
+    __device__ __forceinline__ MasterRounding(const Rounding& all, const float* before, const float* after)
+        : rounding(all), nearest(0) {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+            nearest |= (master_rounding(before[i], after[i], 0) == kNearest ? 1u : 0u) << i;
+        }
+    }
+    __device__ __forceinline__ uint32_t bits(uint32_t octet, uint32_t element) const {
+        return nearest >> element & 1u ? kNearest : rounding.bits(octet, element);
+    }
+};
+
 // What a thread's values round to, where a block's scale depends on it.
+template <class R>
 struct Rounded {
     const float* values;
     uint32_t octet;
-    const Rounding& rounding;
+    const R& rounding;
 
     __device__ __forceinline__ float largest() const {
         uint32_t found = 0;
@@ -60,8 +78,8 @@ struct Rounded {
 };
 
 // Sets the scale of a block. Called by all lanes of a warp.
-template <class Codec>
-__device__ __forceinline__ BlockScale store_scale(float absmax, const Rounded& rounded, float* scale, int block_log2,
+template <class Codec, class R>
+__device__ __forceinline__ BlockScale store_scale(float absmax, const Rounded<R>& rounded, float* scale, int block_log2,
                                                   uint32_t element) {
     const int lanes = (1 << block_log2) / kVector;
     uint32_t largest = float_bits(lanes_max_or_nan<kLargestBlock / kVector>(absmax, lanes));
@@ -171,9 +189,10 @@ __device__ __forceinline__ void store_weight(const View& view, uint32_t element,
 
 // Writes an FP16 master and leaves in `values` what it is now.
 __device__ __forceinline__ void store_float16_master(const View& view, uint32_t element, float* values, uint32_t octet,
-                                                     const Rounding& rounding, float* scale) {
-    const BlockScale fresh = store_scale<Float16Master>(thread_absmax<kVector>(values), {values, octet, rounding},
-                                                        scale, view.info.block_log2, element);
+                                                     const MasterRounding& rounding, float* scale) {
+    const Rounded<MasterRounding> rounded{values, octet, rounding};
+    const BlockScale fresh =
+        store_scale<Float16Master>(thread_absmax<kVector>(values), rounded, scale, view.info.block_log2, element);
     uint32_t words[4];
     encode_words<Float16Master>(words, values, values, fresh.inverse, octet, rounding);
     store_codes<2>(words, fresh.inverse, view.master, element);
@@ -181,13 +200,13 @@ __device__ __forceinline__ void store_float16_master(const View& view, uint32_t 
 }
 
 template <class MixType>
-__device__ __forceinline__ void store_param(const View& view, uint32_t element, float* values, uint32_t octet,
-                                            const Rounding& rounding, float* master_scale) {
+__device__ __forceinline__ void store_param(const View& view, uint32_t element, const float* before, float* values,
+                                            uint32_t octet, const Rounding& rounding, float* master_scale) {
     if constexpr (MixType::master == Master::kParameter) {
         store<true>(values, octet, rounding, view.param_type(), view.param, element);
     } else if constexpr (!is_remainder(MixType::master)) {
         if constexpr (MixType::master == Master::kFloat16) {
-            store_float16_master(view, element, values, octet, rounding, master_scale);
+            store_float16_master(view, element, values, octet, {rounding, before, values}, master_scale);
         } else {
             store<false>(values, 0, rounding, Element::kFloat32, view.master, element);
         }
@@ -268,6 +287,9 @@ __device__ __forceinline__ void update_vector(const View& view, const Scalars& s
     decode_param<MixType>(param, view, raw.param, raw.master, is_scaled(MixType::master) ? *master_scale : 0.0f);
     raw.m.decode_all(m, m_format, *m_scale);
     raw.v.decode_all(v, v_format, *v_scale);
+    float before[kVector];
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) before[i] = param[i];
     const float v_max = update_values(grad, param, m, v, root, scalars);
 
     uint32_t octet = 0;
@@ -275,9 +297,9 @@ __device__ __forceinline__ void update_vector(const View& view, const Scalars& s
         (MixType::master == Master::kParameter && view.param_type() != Element::kFloat32)) {
         octet = scalars.rounding.octet(view.key, view.global_index(element));
     }
-    store_param<MixType>(view, element, param, octet, scalars.rounding, master_scale);
+    store_param<MixType>(view, element, before, param, octet, scalars.rounding, master_scale);
     if constexpr (MixType::exp_avg_scaled) {
-        const Rounded rounded{m, octet, scalars.rounding};
+        const Rounded<Rounding> rounded{m, octet, scalars.rounding};
         float inverse =
             store_scale<M>(thread_absmax<kVector>(m), rounded, m_scale, view.info.block_log2, element).inverse;
         uint32_t words[2 * sizeof(typename M::Bits)];
@@ -287,7 +309,7 @@ __device__ __forceinline__ void update_vector(const View& view, const Scalars& s
         store<false>(m, 0, scalars.rounding, unscaled_type(m_format), view.exp_avg, element);
     }
     if constexpr (MixType::exp_avg_sq_scaled) {
-        const Rounded rounded{v, octet, scalars.rounding};
+        const Rounded<Rounding> rounded{v, octet, scalars.rounding};
         float inverse = store_scale<V>(v_max, rounded, v_scale, view.info.block_log2, element).inverse;
         uint32_t words[2 * sizeof(typename V::Bits)];
         encode_words<V>(words, v, root, inverse, octet, scalars.rounding);

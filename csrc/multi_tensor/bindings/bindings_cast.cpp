@@ -1,0 +1,94 @@
+// Python's view of casts for products; the same interface for each engine but for where it runs.
+#include <pybind11/pybind11.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "cast.h"
+
+namespace py = pybind11;
+
+namespace fused_optim {
+namespace {
+
+void require(bool condition, const char* expected) {
+    if (!condition) throw std::invalid_argument(std::string("fused_optim: casts: expected ") + expected);
+}
+
+CastFormat cast_format_of(uint32_t number) {
+    require(number < kCount<CastFormat>, "a known format");
+    return static_cast<CastFormat>(number);
+}
+
+// The last check before raw addresses are used.
+Cast checked(const Cast& cast) {
+    require(cast.columns == 0 || cast.rows < kMaxWeightNumel / cast.columns, "fewer than 2^43 elements");
+    require(cast.rows % kCastMultiple == 0 && cast.columns % kCastMultiple == 0, "sizes that are multiples of 16");
+    for (const uint64_t address : {cast.values, cast.codes, cast.transposed}) {
+        require(address % kCastMultiple == 0, "addresses that are multiples of 16");
+    }
+    return cast;
+}
+
+// Where an engine runs.
+#if defined(FUSED_OPTIM_ENGINE_CUDA)
+#define FUSED_OPTIM_WHERE int device, uint64_t stream
+#define FUSED_OPTIM_HERE device, stream
+#define FUSED_OPTIM_ON(name) name##_cuda
+#else
+#define FUSED_OPTIM_WHERE int threads
+#define FUSED_OPTIM_HERE threads
+#define FUSED_OPTIM_ON(name) name##_cpu
+#endif
+
+void cast_tensor(uint64_t values, uint64_t codes, uint64_t transposed, uint64_t scale, uint64_t absmax, uint64_t rows,
+                 uint64_t columns, uint32_t format, bool measured, FUSED_OPTIM_WHERE) {
+    require(values && scale && absmax && (codes || transposed), "addresses of all tensors");
+    const Cast cast = checked({values, codes, transposed, scale, 0, absmax, rows, columns, false});
+    FUSED_OPTIM_ON(cast_tensor)(cast, cast_format_of(format), measured, FUSED_OPTIM_HERE);
+}
+
+void cast_rows(uint64_t values, uint64_t codes, uint64_t scale, uint64_t rows, uint64_t columns, uint32_t format,
+               FUSED_OPTIM_WHERE) {
+    require(values && codes && scale, "addresses of all tensors");
+    const Cast cast = checked({values, codes, 0, scale, 0, 0, rows, columns, false});
+    FUSED_OPTIM_ON(cast_rows)(cast, cast_format_of(format), FUSED_OPTIM_HERE);
+}
+
+void cast_blocks(uint64_t values, uint64_t codes, uint64_t scale, uint64_t transposed, uint64_t transposed_scale,
+                 uint64_t rows, uint64_t columns, bool power_of_two, uint32_t format, FUSED_OPTIM_WHERE) {
+    require(values && (codes || transposed) && !codes == !scale && !transposed == !transposed_scale,
+            "addresses of all tensors");
+    require(!codes || columns % kCastBlock == 0, "columns in blocks of 128");
+    require(!transposed || rows % kCastBlock == 0, "rows in blocks of 128");
+    const Cast cast = checked({values, codes, transposed, scale, transposed_scale, 0, rows, columns, power_of_two});
+    FUSED_OPTIM_ON(cast_blocks)(cast, cast_format_of(format), FUSED_OPTIM_HERE);
+}
+
+void transpose(uint64_t codes, uint64_t transposed, uint64_t rows, uint64_t columns, FUSED_OPTIM_WHERE) {
+    require(codes && transposed, "addresses of all tensors");
+    FUSED_OPTIM_ON(transpose)(checked({0, codes, transposed, 0, 0, 0, rows, columns, false}), FUSED_OPTIM_HERE);
+}
+
+}  // namespace
+
+void register_cast(py::module_& m) {
+    using NoGil = py::call_guard<py::gil_scoped_release>;
+    const auto define = [&](const char* name, auto function, const auto&... arguments) {
+#if defined(FUSED_OPTIM_ENGINE_CUDA)
+        m.def(name, function, arguments..., py::arg("device"), py::arg("stream"), NoGil());
+#else
+        m.def(name, function, arguments..., py::arg("threads"), NoGil());
+#endif
+    };
+    define("cast_tensor", &cast_tensor, py::arg("values"), py::arg("codes"), py::arg("transposed"), py::arg("scale"),
+           py::arg("absmax"), py::arg("rows"), py::arg("columns"), py::arg("format"), py::arg("measured"));
+    define("cast_rows", &cast_rows, py::arg("values"), py::arg("codes"), py::arg("scale"), py::arg("rows"),
+           py::arg("columns"), py::arg("format"));
+    define("cast_blocks", &cast_blocks, py::arg("values"), py::arg("codes"), py::arg("scale"), py::arg("transposed"),
+           py::arg("transposed_scale"), py::arg("rows"), py::arg("columns"), py::arg("power_of_two"),
+           py::arg("format"));
+    define("transpose", &transpose, py::arg("codes"), py::arg("transposed"), py::arg("rows"), py::arg("columns"));
+}
+
+}  // namespace fused_optim
