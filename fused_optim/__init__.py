@@ -14,6 +14,7 @@ from fused_optim.checkpoint.export import export_optimizer_checkpoint
 from fused_optim.checkpoint.load import LoadReport, load_optimizer_checkpoint
 from fused_optim.checkpoint.masters import save_master_safetensors
 from fused_optim.clip import clip_grad_norm_
+from fused_optim.release import enable_gradient_release
 
 if TYPE_CHECKING:
     from fused_optim import quantized as quantized
@@ -25,6 +26,7 @@ __all__ = [
     "LoadReport",
     "__version__",
     "clip_grad_norm_",
+    "enable_gradient_release",
     "export_optimizer_checkpoint",
     "load_optimizer_checkpoint",
     "save_master_safetensors",
@@ -51,5 +53,5 @@ def _rebuild_quantized(*description: Any) -> torch.Tensor:
 
 
 # Under the name that files hold. Nothing else may be registered under it: torch would take one of the two to read a
-# file and refuse it in the middle, if the other comes to stand for the name meanwhile.
+# file and refuse it in the middle, if the name comes to mean the other meanwhile.
 torch.serialization.add_safe_globals([(_rebuild_quantized, "fused_optim.quantized.tensor.rebuild")])

@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
-from typing import Any, Literal, TypeVar
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from fused_optim import adapters, clip
+from fused_optim import adapters, clip, copies
 from fused_optim.backends import Hyper, is_capturing
 from fused_optim.backends.compiled import load_kernels
+from fused_optim.formats import as_dtype
+from fused_optim.options import IMPLEMENTATIONS, number_of, numbers_of, shows_options_of, spelled_alike
 from fused_optim.sharding.collective import announce_failure, any_rank, parameter_names
 from fused_optim.sharding.dtensor import local_tensor
+from fused_optim.skip import Skips
 from fused_optim.slots import MASTER
 from fused_optim.state import state_dict as forms
+from fused_optim.state import torch_form
+from fused_optim.state.groups import DESCRIPTION, TorchGroup, usual_group
 from fused_optim.state.store import StateStore
+from fused_optim.state.summary import Summary, choices_without_effect, short_description, summarize
 from fused_optim.step.amp import amp_scalars, mark_stepped
+from fused_optim.step.diagnostics import Diagnostics, diagnose
+from fused_optim.step.parts import Parts
 from fused_optim.step.plan import Plan, check_capturable, placed_as
 from fused_optim.step.scalars import DeviceScalars, host_lr, on_device
 from fused_optim.step.synthetic import any_nonzero, may_be_synthetic
 from fused_optim.validate import (
+    CheckpointDevice,
     CheckpointFormat,
     check_belongs,
     check_checkpoint_device,
@@ -47,9 +58,12 @@ _OPTIONS = (
     "stochastic_rounding",
     "seed",
     "use_decoupled_grad",
+    "skip_nonfinite",
+    "unscales_gradients",
     "checkpoint_format",
     "checkpoint_device",
     "set_grad_none",
+    *IMPLEMENTATIONS,
 )
 
 
@@ -72,16 +86,21 @@ def declared_without(*names: str) -> Callable[[F], F]:
 def _bring_up_to_date(optimizer: Optimizer) -> None:
     """A hook before ``state_dict()``: ``param_group["step"]`` and the states."""
     assert isinstance(optimizer, FusedAdam)
+    optimizer.check_between_steps()
     optimizer.pull_steps()
     optimizer.store.adopt()
     optimizer.store.settle()
+    optimizer.store.show_steps()
     optimizer.follow_parameters()
 
 
 def _convert(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """A hook after ``state_dict()``: the states in the form that was chosen."""
     assert isinstance(optimizer, FusedAdam)
-    return forms.convert(optimizer.store, state_dict, optimizer.checkpoint_options)
+    options = optimizer.checkpoint_options
+    if options.form == "torch":
+        return torch_form.convert(optimizer.store, state_dict, optimizer.adam_w_mode, options.device)
+    return forms.convert(optimizer.store, state_dict, options)
 
 
 class FusedAdam(Optimizer):
@@ -90,6 +109,9 @@ class FusedAdam(Optimizer):
     Behaves as ``torch.optim.Adam``/``AdamW``: param groups, closures, schedulers, hooks, ``state_dict``. All
     arithmetic is FP32. ``optimizer.state[p]`` holds ``exp_avg``, ``exp_avg_sq`` and, for parameters that are not FP32,
     ``master_param``: tensors shaped, sharded and placed as ``p``. The step counter is ``param_group["step"]``.
+
+    Configs may give dtypes by their names ("int8", "torch.bfloat16") and numbers as text ("1e-4"). Param groups keep
+    the names that they were given, so that they can be written as JSON.
 
     Args:
         params: parameters, named parameters or param groups; FP32, BF16 or FP16, plain tensors or DTensors.
@@ -109,7 +131,7 @@ class FusedAdam(Optimizer):
         master_weights: keep a master of parameters that are not FP32.
         master_weight_dtype: ``torch.float32`` or ``torch.float16``: with one FP32 scale per block, as FP16 moments, and
             FP32 where no block fits. It rounds in the rotating way, and the parameter is its rounded value. Remainders
-            take as much memory beside BF16 parameters and lose nothing.
+            take as much memory with BF16 parameters and lose nothing.
         store_param_remainders: keep only the bits that a BF16 parameter lacks instead of a whole FP32 master.
         param_remainder_bits: 16 for lossless FP32 masters, 8 for 24-bit masters rounded to nearest.
         exp_avg_dtype, exp_avg_sq_dtype: how the moments are kept: ``torch.float32``, ``bfloat16``, ``float16``,
@@ -118,15 +140,29 @@ class FusedAdam(Optimizer):
             one-dimensional parameter has fewer than 4096 elements. Also as param-group options.
         stochastic_rounding: rotating rounding of ``exp_avg_sq``, of FP16 masters and of parameters without master, not
             nearest.
-        seed: of the rounding sequence, a function of (seed, step, parameter index, global element index).
+        seed: of the rounding sequence, a function of (seed, step, parameter, global element index). A parameter counts
+            by its name where ``params`` has names, so that optimizers of parts of a model round as one of all of it
+            does; else by its position.
         use_decoupled_grad: read gradients from ``p.decoupled_grad`` instead of ``p.grad``.
+        skip_nonfinite: a step whose gradients hold a NaN or an infinity, on any rank, changes nothing and does not
+            count; nothing is read back. It costs one pass over the gradients, none where the optimizer's own
+            ``clip_grad_norm_`` was called for the step, and a reduction over the default process group, which makes
+            ``step()`` a collective; ``skip_nonfinite_group`` may be set to another one. ``skipped_steps`` counts.
+        unscales_gradients: who divides the gradients by the scale of a ``torch.amp.GradScaler``. True: ``step()``, in
+            its one pass. False: the scaler before it calls ``step()``, in a pass of its own, and it reads back whether
+            to skip the step, as for optimizers that know nothing of it. Loops that clip only such gradients ask for
+            that: Lightning's with ``gradient_clip_val``.
         checkpoint_format: the form of ``state_dict()``. ``"unscaled"``: FP32 tensors; ``"native"``: the stored bits
-            and scales, several times smaller. Either loads whatever this is; it may be changed at any time.
-        checkpoint_device: where ``state_dict()`` puts the states that it converts. None: beside the parameters; "cpu":
-            in host memory, one state after the other, so that a save takes no more of a GPU's memory than the unscaled
-            states of one parameter do (or 64 MB). What it hands over by reference (FP32 states; in the native form BF16
-            ones, too) stays where it is. It may be changed at any time.
+            and scales, several times smaller; ``"torch"``: what torch.optim.AdamW has, for going over from it and back
+            to it: FP32 moments without masters, a ``step`` per parameter, and the running param groups show AdamW's
+            keys. All of them load whatever this is; it may be changed at any time.
+        checkpoint_device: where ``state_dict()`` puts the states that it converts. None: where the parameters are;
+            "cpu": in host memory, one state after the other, so that a save takes no more of a GPU's memory than the
+            unscaled states of one parameter do (or 64 MB). What it hands over by reference (FP32 states; in the native
+            form BF16 ones, too) stays where it is. "stager": all is handed over by reference, or made when it is read,
+            to be copied by ``fused_optim.checkpoint.PinnedStager``. It may be changed at any time.
         set_grad_none: what ``zero_grad()`` does by default; None means True, as in torch.
+        fused, foreach: which of its implementations torch.optim.AdamW is to take; without effect here.
 
     Raises:
         ValueError, TypeError: for hyperparameters or parameters that cannot be used; nothing has been changed then.
@@ -138,14 +174,13 @@ class FusedAdam(Optimizer):
     from the one it shows is obeyed by the next step that is called.
     """
 
-    _step_supports_amp_scaling = True  # torch.amp.GradScaler sets grad_scale and found_inf
     _saves_int16_remainders = False  # in the unscaled form, instead of FP32 masters
 
     def __init__(
         self,
         params: ParamsT,
         lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: Sequence[float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         amsgrad: bool = False,
@@ -155,49 +190,61 @@ class FusedAdam(Optimizer):
         maximize: bool = False,
         capturable: bool = False,
         master_weights: bool = True,
-        master_weight_dtype: torch.dtype = torch.float32,
+        master_weight_dtype: torch.dtype | str = torch.float32,
         store_param_remainders: bool = False,
         param_remainder_bits: int = 16,
-        exp_avg_dtype: torch.dtype = torch.float32,
-        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype | str = torch.float32,
+        exp_avg_sq_dtype: torch.dtype | str = torch.float32,
         stochastic_rounding: bool = True,
         seed: int = 0,
         use_decoupled_grad: bool = False,
+        skip_nonfinite: bool = False,
+        unscales_gradients: bool = True,
         checkpoint_format: CheckpointFormat = "unscaled",
-        checkpoint_device: Literal["cpu"] | None = None,
+        checkpoint_device: CheckpointDevice = None,
         set_grad_none: bool | None = None,
+        fused: bool | None = None,
+        foreach: bool | None = None,
     ) -> None:
-        if master_weight_dtype not in (torch.float32, torch.float16):
+        master_dtype, remainder_bits = as_dtype(master_weight_dtype), number_of(param_remainder_bits)
+        if master_dtype not in (torch.float32, torch.float16):
             raise ValueError(
                 f"master_weight_dtype={master_weight_dtype}: expected torch.float32 or torch.float16; "
                 "store_param_remainders=True keeps FP32 masters in 2 bytes per element without loss"
             )
-        if store_param_remainders and master_weight_dtype != torch.float32:
+        if store_param_remainders and master_dtype != torch.float32:
             raise ValueError(
                 "store_param_remainders=True keeps FP32 masters in 2 bytes per element without loss: it needs "
                 f"master_weight_dtype=torch.float32, got {master_weight_dtype}"
             )
-        if param_remainder_bits not in (8, 16):
+        if remainder_bits not in (8, 16):
             raise ValueError(f"param_remainder_bits: expected 16 or 8, got {param_remainder_bits}")
         if store_param_remainders and not master_weights:
             raise ValueError("store_param_remainders=True needs master_weights=True")
         check_checkpoint_format(checkpoint_format)
         check_checkpoint_device(checkpoint_device)
         self.master_weights = master_weights
-        self.master_weight_dtype = master_weight_dtype
+        self.master_weight_dtype = master_dtype
         self.store_param_remainders = store_param_remainders
-        self.param_remainder_bits = param_remainder_bits
+        self.param_remainder_bits = int(remainder_bits)
         self.adam_w_mode = adam_w_mode
         self.stochastic_rounding = stochastic_rounding
         self.capturable = capturable
         self.seed = int(seed)
         self.use_decoupled_grad = use_decoupled_grad
-        self.checkpoint_format = checkpoint_format
+        self.skip_nonfinite = skip_nonfinite
+        self.unscales_gradients = unscales_gradients
         self.checkpoint_device = checkpoint_device
         self.set_grad_none: bool | None = True if set_grad_none is None else set_grad_none
-        self.store = StateStore(self)
+        self.fused, self.foreach = fused, foreach
+        self.store = StateStore(self, form=checkpoint_format)
         self._start_anew()
-        defaults = {
+        dtypes = {
+            "exp_avg_dtype": exp_avg_dtype,
+            "exp_avg_sq_dtype": exp_avg_sq_dtype,
+            "master_weight_dtype": master_weight_dtype,
+        }
+        defaults: dict[str, Any] = {
             "lr": lr,
             "betas": betas,
             "eps": eps,
@@ -205,12 +252,12 @@ class FusedAdam(Optimizer):
             "amsgrad": amsgrad,
             "bias_correction": bias_correction,
             "maximize": maximize,
-            "exp_avg_dtype": exp_avg_dtype,
-            "exp_avg_sq_dtype": exp_avg_sq_dtype,
         }
+        options = {key: getattr(self, key) for key in _OPTIONS}
+        defaults |= {**options, "set_grad_none": set_grad_none, **spelled_alike(dtypes)}
+        defaults.update(numbers_of(defaults))
         check_hyperparameters(defaults)
-        options = {key: self.__dict__[key] for key in _OPTIONS}
-        super().__init__(params, {**defaults, **options, "set_grad_none": set_grad_none})
+        super().__init__(params, defaults)
         self._register_hooks()
 
     def _register_hooks(self) -> None:
@@ -220,25 +267,38 @@ class FusedAdam(Optimizer):
         if _convert not in self._optimizer_state_dict_post_hooks.values():
             self.register_state_dict_post_hook(_convert)
 
-    def _start_anew(self) -> None:
+    def _start_anew(self, skipped: int = 0) -> None:
         """What is not copied with the optimizer."""
+        self._skips = Skips(skipped)
+        self.skip_nonfinite_group: ProcessGroup | None = None  # the default one
         self._plan: Plan | None = None
+        self._members: Sequence[Sequence[Tensor]] | None = None  # of the parts of a step; None: it is made at once
+        self._parts: Parts | None = None
         self._scalars = DeviceScalars()
         # FP32 scalars that the gradients are multiplied by in the next step: deferred clipping.
         self._grad_factors: dict[torch.device, Tensor] = {}
         self._is_located = False  # what `StateStore.locate` finds
+        self._has_warned = False  # of choices without effect
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Where True, torch.amp.GradScaler leaves the gradients scaled, and sets ``grad_scale`` and ``found_inf``."""
+        return self.unscales_gradients
 
     # --- param groups and pickling ------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as torch.optim does. Raises before the group is added if it cannot be used."""
-        check_hyperparameters({**self.defaults, **param_group})
-        given = set(param_group)
+        numbers = numbers_of(param_group)
+        check_hyperparameters({**self.defaults, **param_group, **numbers})
+        given = set(param_group) - set(IMPLEMENTATIONS)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        group.update(numbers)
+        group.update(spelled_alike({key: group[key] for key in ("exp_avg_dtype", "exp_avg_sq_dtype")}))
         for key in set(_OPTIONS) - given:  # torch puts all defaults there
             group.pop(key, None)
-        for key, value in {"step": 0, **forms.DESCRIPTION}.items():
+        for key, value in {"step": 0, **DESCRIPTION}.items():
             group.setdefault(key, value)
         first = sum(len(g["params"]) for g in self.param_groups[:-1])
         names = group.get("param_names", [None] * len(group["params"]))
@@ -248,29 +308,80 @@ class FusedAdam(Optimizer):
         except TypeError:
             self.param_groups.pop()
             raise
+        adapters.hold(group["params"])
+        self._show_groups()
+
+    @torch.no_grad()
+    def replace_parameters(self, replacements: Mapping[Tensor, Tensor]) -> None:
+        """Let other parameters take the places of some, with their states, and write them from the masters.
+
+        ``replacements``: old -> new, which has the same shape, mesh and placements. Masters are kept as the constructor
+        would for the new ones. A collective where a new one has a scale for all of its shards.
+
+        Raises KeyError for a parameter that the optimizer does not hold, ValueError for one placed differently,
+        TypeError for one that cannot be used. Nothing has been changed then.
+        """
+        for old, new in replacements.items():
+            self.store.check_replacement(old, new)
+        self.store.settle()
+        self.follow_parameters()
+        self._leave_plan()
+        adapters.write([update for pair in replacements.items() for update in self.store.replace(*pair)], advance=False)
+        adapters.hold(replacements.values())
+        self.store.mark()
 
     def __getstate__(self) -> dict[str, Any]:
         self._scalars.pull(self.param_groups)
         self.follow_parameters()
         return {
             **super().__getstate__(),
-            **{key: self.__dict__[key] for key in _OPTIONS},
+            **{key: getattr(self, key) for key in _OPTIONS},
             "slots": self.store.slots,
             "pending": self.store.pending,
+            "skipped": self.skipped_steps,
+            "rounds_by_names": self.store.rounds_by_names,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         slots, pending = state.pop("slots"), state.pop("pending", None)
+        form, skipped = state.pop("checkpoint_format"), state.pop("skipped", 0)
+        by_names = state.pop("rounds_by_names", False)
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # which torch has added, and no constructor takes
-        self.store = StateStore(self, slots, pending)
-        self._start_anew()
+        self.store = StateStore(self, slots, pending, form, by_names)
+        adapters.hold(self.store.params)
+        self._start_anew(skipped)
         self._register_hooks()
+
+    @property
+    def checkpoint_format(self) -> CheckpointFormat:
+        """The form of ``state_dict()``; with "torch" the running param groups and states show AdamW's keys, too."""
+        return self.store.form
+
+    @checkpoint_format.setter
+    def checkpoint_format(self, form: CheckpointFormat) -> None:
+        self.store.form = form
+        self._show_groups()
+        self.store.show_steps()
+
+    def _show_groups(self) -> None:
+        """Let param groups have torch.optim.AdamW's keys or our own, by the form of state dicts."""
+        switches = {"fused": self.fused, "foreach": self.foreach}
+        for number, group in enumerate(self.param_groups):
+            if self.checkpoint_format != "torch":
+                self.param_groups[number] = usual_group(group)
+            elif not isinstance(group, TorchGroup):
+                self.param_groups[number] = TorchGroup({**switches, **group})
 
     @property
     def checkpoint_options(self) -> forms.Options:
         """How ``state_dict()`` converts the states."""
         return forms.Options(self.checkpoint_format, self.checkpoint_device, self._saves_int16_remainders)
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether a CUDA graph holds a step: a replay asks nobody whether it may write."""
+        return self._scalars.captured
 
     # --- states -------------------------------------------------------------------------------------------------
 
@@ -293,6 +404,7 @@ class FusedAdam(Optimizer):
             self._scalars.workspaces(devices, self.param_groups)
         for device in gpus:
             self._scalars.factor(device)
+            self._skips.prepare(device)
             load_kernels(device)
 
     @torch.no_grad()
@@ -354,14 +466,56 @@ class FusedAdam(Optimizer):
     @torch.no_grad()
     def follow_parameters(self) -> None:
         """Let masters follow the parameters whose version counters say that someone has written them."""
-        if self._plan is None:
+        plans = self._plans()
+        for plan in plans:
+            plan.follow_parameters()
+        if not plans:
             self.store.follow_params()
-        else:
-            self._plan.follow_parameters()
 
     def state_bytes(self) -> int:
         """Bytes that this rank holds for moments, masters and scales; parameters and gradients are not counted."""
         return self.store.nbytes
+
+    def summary(self) -> Summary:
+        """What this rank really has: parameters and bytes by actual format, master and backend, fallbacks, and why.
+
+        A dict, see :class:`fused_optim.state.summary.Summary`, that prints as a table. No communication; of parameters
+        that have no states yet: what they will have.
+        """
+        return summarize(type(self).__name__, self.store)
+
+    @torch.no_grad()
+    def diagnostics(self) -> Diagnostics:
+        """What the next step will do, and what rounding makes of it, by parameter and by param group.
+
+        Call it between ``backward()`` (and clipping; under a GradScaler, ``unscale_``) and ``step()``. It is an extra
+        pass by the reference backend, in PyTorch, and changes nothing; a step without it does nothing for it. A dict
+        that can be written as JSON, see :class:`fused_optim.step.diagnostics.Diagnostics`; its ``scalars()`` are for
+        TensorBoard.
+
+        A collective over the meshes that cut parameters. Waits for the device. Raises RuntimeError before states exist.
+        """
+        self.store.settle()
+        self._check_groups()
+        self.pull_steps()
+        self.follow_parameters()
+        if self.capturable:
+            self._prepare_capture()
+
+        def hypers(device: torch.device) -> list[Hyper]:
+            factor = self._clipping_factor(device)
+            common = {"grad_factor": None if factor is None else on_device(factor, device)}
+            return [self._hyper(number, device, False, common) for number in range(len(self.param_groups))]
+
+        return diagnose(self.store, hypers, self.seed)
+
+    def __repr__(self) -> str:
+        return short_description(type(self).__name__, self.store)
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps ``skip_nonfinite`` has skipped, those included that a GradScaler had. Waits for the device."""
+        return self._skips.count
 
     def pull_steps(self) -> None:
         """Bring ``param_group["step"]`` up to date where the device counts the steps. Waits for it then."""
@@ -392,10 +546,14 @@ class FusedAdam(Optimizer):
         second call replaces the factor and ``zero_grad()`` drops it. With a GradScaler, call ``scaler.unscale_`` first:
         the norm is that of the gradients as they are. Without host synchronisation unless ``error_if_nonfinite``.
         """
+        self._refuse_in_parts("clip_grad_norm_()", "the norm of all gradients")
         params = self.store.params
         grads = [getattr(param, self.store.grad_attribute, None) for param in params]
         measured = clip.measure(params, grads, max_norm, norm_type, error_if_nonfinite)
-        self._grad_factors = measured.factors
+        self._grad_factors.clear()  # and not another dict: frameworks' wrappers call this with copies of attributes
+        self._grad_factors.update(measured.factors)
+        if self.skip_nonfinite:
+            self._skips.note(measured)
         for device, factor in measured.factors.items():
             if self._is_capturable_on(device):
                 self._scalars.factor(device).copy_(factor)
@@ -413,6 +571,7 @@ class FusedAdam(Optimizer):
             if self._is_capturable_on(device):
                 self._scalars.factor(device).fill_(1.0)
         self._grad_factors.clear()
+        self._skips.forget()
 
     @declared_without("kwargs")
     @torch.no_grad()
@@ -433,16 +592,19 @@ class FusedAdam(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        copies.wait()
         capturing = is_capturing()
         if capturing:
             self._check_capture()
         self.store.settle()
         scaling = amp_scalars(self, scaler)
-        if not capturing and self._is_synthetic():
+        if self._members is not None:
+            self._finish_parts(scaling)
+        elif not capturing and self._is_synthetic():
             self.initialize_state()
             self._drop_clipping()
         else:
-            self._update(self._refreshed_plan(scaling[0] is not None), scaling, capturing)
+            self._update(self._checked_plan(scaling[0] is not None), scaling, capturing)
         mark_stepped(self, scaler)
         return loss
 
@@ -478,10 +640,13 @@ class FusedAdam(Optimizer):
         is_real, failed = any_rank(params, is_real, False)
         if failed:
             raise RuntimeError("another rank refused its gradients before the first step; its error says why")
+        self._locate()
+        return resting and not is_real
+
+    def _locate(self) -> None:
         if not self._is_located:
             self.store.locate()
             self._is_located = True
-        return resting and not is_real
 
     def _check_groups(self) -> None:
         for group in self.param_groups:
@@ -498,6 +663,108 @@ class FusedAdam(Optimizer):
                 grads.append((param, grad))
         return [placed_as(grad, param) for param, grad in grads]
 
+    # --- steps in parts -----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step_in_parts(self, members: Sequence[Sequence[Tensor]] | None) -> None:
+        """From now on, :meth:`update_part` updates the parameters of one list, and ``step()`` all others, and counts.
+
+        None: whole steps again. Creates the states: a collective where shards have chunk lists of their own. Raises
+        RuntimeError for options that need all gradients at once.
+        """
+        self._leave_plan()
+        self._members = None
+        if members is None:
+            return
+        for option in ("skip_nonfinite", "capturable"):
+            if getattr(self, option):
+                raise RuntimeError(f"{option}=True needs all gradients at once; a step in parts has them one by one")
+        self.pull_steps()
+        self.initialize_state()
+        self._locate()
+        self._warn_once()
+        self._members = members
+
+    @torch.no_grad()
+    def update_part(self, number: int) -> None:
+        """Update those parameters of a part that have gradients, as ``step()`` would; it is still to be called.
+
+        Raises before anything is changed for gradients that do not fit their parameters.
+        """
+        parts = self._fitting_parts()
+        plan = parts.plans[number]
+        if not plan.refresh(self.store.grad_attribute):  # a parameter was moved to another device
+            parts = self._new_parts()
+            plan = parts.plans[number]
+            plan.refresh(self.store.grad_attribute)
+        counting = plan.groups_with_gradients
+        nothing = dict.fromkeys(("grad_scale", "grad_factor", "found_inf"))
+        plan.run(
+            lambda device: [self._hyper(i, device, False, nothing) for i in range(len(self.param_groups))],
+            self._scalars.workspaces(plan.backends, self.param_groups),
+            None,
+        )
+        parts.done.add(number)
+        parts.counting |= counting
+
+    def _finish_parts(self, scaling: tuple[Tensor | None, Tensor | None]) -> None:
+        if scaling != (None, None):
+            raise RuntimeError(
+                "torch.amp.GradScaler looks for overflows in all gradients before a step; this one is made in parts "
+                "(gradient release), which use gradients as they come: train without a GradScaler"
+            )
+        parts = self._fitting_parts()
+        for number in set(range(len(parts.plans))) - parts.done:
+            self.update_part(number)
+        parts = self._fitting_parts()
+        for number, group in enumerate(self.param_groups):
+            if number in parts.counting or not group["params"]:
+                group["step"] = int(group["step"]) + 1
+        parts.forget()
+
+    def _fitting_parts(self) -> Parts:
+        parts = self._parts
+        if parts is None or not parts.done:
+            self._check_groups()
+            if parts is None or not parts.fits(self.param_groups, self.store, self.seed):
+                return self._new_parts()
+        return parts
+
+    def _new_parts(self) -> Parts:
+        former = self._parts
+        self.initialize_state()
+        self.store.prune()
+        self._leave_plan()
+        assert self._members is not None
+        parts = self._parts = Parts(self._members, self.param_groups, self.store, self.seed)
+        if former is not None:
+            parts.done, parts.counting = former.done, former.counting
+        return parts
+
+    def check_between_steps(self) -> None:
+        """Raise RuntimeError where some parameters are a step ahead of the others."""
+        if self._parts is not None and self._parts.done:
+            raise RuntimeError(
+                "some parameters were updated in the backward pass and others were not: call step() first"
+            )
+
+    def _refuse_in_parts(self, what: str, need: str) -> None:
+        if self._members is not None:
+            raise RuntimeError(
+                f"{what} needs {need}, and this optimizer makes its steps in parts (gradient release), which free "
+                "gradients as they come: do without one of the two"
+            )
+
+    # --- a whole step -------------------------------------------------------------------------------------------
+
+    def _checked_plan(self, scaled: bool) -> Plan:
+        try:
+            return self._refreshed_plan(scaled)
+        except Exception:
+            if self.skip_nonfinite:
+                self._skips.abandon(self.skip_nonfinite_group)
+            raise
+
     def _refreshed_plan(self, scaled: bool) -> Plan:
         self._check_groups()
         plan = self._plan
@@ -513,6 +780,7 @@ class FusedAdam(Optimizer):
             self._checked_grads()  # states are created only for a step that will be made
             self._restart_counters()
             self.initialize_state()
+        self._warn_once()
         if self._plan is not None:
             self._scalars.retire(self._plan.measured)
         self.store.prune()
@@ -520,12 +788,26 @@ class FusedAdam(Optimizer):
         self._plan = Plan(self.param_groups, self.store, self.seed)
         return self._plan
 
+    def _warn_once(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            options = {key: getattr(self, key) for key in _OPTIONS if key not in IMPLEMENTATIONS}
+            if choices := choices_without_effect(self.store, options):
+                warnings.warn("\n".join(choices), stacklevel=7)
+
     def _leave_plan(self) -> None:
         """Without a plan, the store knows which versions of the parameters belong to the masters."""
-        if self._plan is not None:
-            self._plan.follow_parameters()
-            self._plan = None
+        plans = self._plans()
+        for plan in plans:
+            plan.follow_parameters()
+        if plans:
+            self._plan = self._parts = None
             self.store.mark()
+
+    def _plans(self) -> list[Plan]:
+        if self._parts is not None:
+            return self._parts.plans
+        return [] if self._plan is None else [self._plan]
 
     def _restart_counters(self) -> None:
         """Moments that start at zero are corrected from step 1 on, whatever was counted for others before."""
@@ -540,6 +822,10 @@ class FusedAdam(Optimizer):
         if capturing:
             check_capturable(devices)
             self._check_no_collective()
+        if self.skip_nonfinite:
+            params = self.store.params
+            grads = [getattr(param, self.store.grad_attribute, None) for param in params]
+            found_inf = self._skips.decide(params, grads, found_inf, self.skip_nonfinite_group)
         on_gpu = any(device.type == "cuda" for device in devices)
         counted_there = found_inf is not None or self._scalars.ahead or (self.capturable and on_gpu)
         if counted_there:
@@ -574,8 +860,8 @@ class FusedAdam(Optimizer):
         for index, (param, name) in enumerate(zip(self.store.params, self.store.names, strict=True)):
             if adapters.needs_collective(param):
                 raise RuntimeError(
-                    f"CUDA graph capture: {describe(param, index, name)} is quantized with a scale for all of its "
-                    "shards, which each step reduces over ranks; recipes whose scales are all of blocks can be captured"
+                    f"CUDA graph capture: {describe(param, index, name)} is quantized with scales that its "
+                    "shards share, which each step reduces over ranks; recipes with blocks within rows can be captured"
                 )
 
     def _hyper(self, number: int, device: torch.device, counted_there: bool, common: dict[str, Tensor | None]) -> Hyper:
@@ -650,11 +936,12 @@ class FusedAdam(Optimizer):
 class FusedAdamW(FusedAdam):
     """:class:`FusedAdam` with torch.optim.AdamW's default ``weight_decay`` of 0.01."""
 
+    @shows_options_of(FusedAdam.__init__)
     def __init__(
         self,
         params: ParamsT,
         lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: Sequence[float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         amsgrad: bool = False,

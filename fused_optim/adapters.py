@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -85,6 +85,9 @@ class Adapter(Protocol):
         All ranks answer alike.
         """
 
+    def hold(self, param: Tensor) -> None:
+        """An optimizer holds this parameter: :meth:`initial_values` are wanted until :meth:`discard_initial`."""
+
     def initial_values(self, param: Tensor) -> Tensor:
         """New local FP32 values to start a master from, as precise as the tensor remembers them."""
 
@@ -131,6 +134,14 @@ def _adapter_of_type(kind: type) -> Adapter | None:
         if module is not None:
             return cast(Adapter, importlib.import_module(module))
     return None
+
+
+def hold(params: Iterable[Tensor]) -> None:
+    """Tell quantized parameters that an optimizer holds them."""
+    for param in params:
+        adapter = adapter_of(param)
+        if adapter is not None:
+            adapter.hold(param)
 
 
 def needs_collective(param: Tensor) -> bool:

@@ -73,10 +73,23 @@ def clip_grad_norm_(
 
 @dataclass
 class Clip:
-    """A total norm and the factors that clip it: float32 scalars; a factor for each device that has gradients."""
+    """A total norm and the factors that clip it: float32 scalars; a factor for each device that has gradients.
+
+    ``total``: what the norm was computed of, in float64: sums of powers, or the largest magnitudes.
+    """
 
     norm: Tensor
     factors: dict[torch.device, Tensor]
+    total: Tensor
+    norm_type: float
+
+    def finite(self) -> Tensor | None:
+        """Whether all gradients are: a boolean scalar on the norm's device. None where finite powers may overflow."""
+        exact = self.norm_type <= _LARGEST_EXACT or self.norm_type == math.inf
+        return self.total.isfinite().all() if exact else None
+
+
+_LARGEST_EXACT = 4.0  # the norm whose powers of any number of float32 gradients are finite in float64
 
 
 @dataclass
@@ -104,13 +117,25 @@ def measure(
             _check(grad, index)
     shardings, by_device = _gather(params, [None if grad is None else _without_partial(grad) for grad in grads])
     home = next((local_tensor(t).device for t in (*grads, *params) if t is not None), torch.device("cpu"))
-    norm, factor = _norm_and_factor(by_device, list(shardings) or [()], max_norm, norm_type, home)
+    norm, factor, total = _norm_and_factor(by_device, list(shardings) or [()], max_norm, norm_type, home)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"The total norm of order {norm_type} of the gradients is non-finite, so it cannot be clipped. "
             "To clip by the non-finite norm anyway, set error_if_nonfinite=False"
         )
-    return Clip(norm, {device: factor.to(device) for device in by_device})
+    return Clip(norm, {device: factor.to(device) for device in by_device}, total, norm_type)
+
+
+@torch.no_grad()
+def nonfinite(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor]:
+    """Whether some local gradient is NaN or infinite: a boolean scalar for each device that has gradients.
+
+    One pass over the gradients; no communication unless some of them are partial sums.
+    """
+    _, by_device = _gather(params, [None if grad is None else _without_partial(grad) for grad in grads])
+    request = NormRequest(math.inf, 1, 1.0)
+    held = [own.tensors for own in by_device.values() if own.tensors]
+    return [power_sums(tensors, [0] * len(tensors), request)[0].isfinite().all().logical_not() for tensors in held]
 
 
 def _norm_and_factor(
@@ -119,19 +144,20 @@ def _norm_and_factor(
     max_norm: float,
     norm_type: float,
     home: torch.device,
-) -> tuple[Tensor, Tensor]:
-    """The norm over all ranks and the factor that clips it: float32 scalars on ``home``."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The norm over all ranks and the factor that clips it: float32 scalars on ``home``. And what they come from."""
     request = NormRequest(norm_type, len(shardings), max_norm)
     results = [power_sums(own.tensors, own.groups, request) for own in by_device.values() if own.tensors]
     if len(results) == 1 and results[0][1] is not None and not any(shardings):
         norm, factor = results[0][1].to(home).unbind()
-        return norm, factor
+        return norm, factor, results[0][0].to(home)
     sums = [sums.to(home) for sums, _ in results]
     if not sums:
         sums = [torch.zeros(len(shardings), dtype=torch.float64, device=home)]
     values = _reduce(list(_combine(sums, norm_type).unbind()), shardings, norm_type)
-    norm = _norm(_combine(values, norm_type), norm_type)
-    return norm, (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    total = _combine(values, norm_type)
+    norm = _norm(total, norm_type)
+    return norm, (max_norm / (norm + 1e-6)).clamp(max=1.0), total
 
 
 def _check(grad: Tensor, index: int) -> None:

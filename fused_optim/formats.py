@@ -244,7 +244,7 @@ class Codec(Protocol):
     ``u``: 32-bit rounding fractions of the elements.
 
     Scales and what encodes by them, ``inverse``, are one per block; they come as columns to the methods that encode and
-    decode. An ``inverse`` of 0 stands for a block whose codes are all 0.
+    decode. An ``inverse`` of 0 marks a block whose codes are all 0.
     """
 
     def scale_m(self, m: Tensor) -> tuple[Tensor, Tensor]:
@@ -423,6 +423,20 @@ FLOAT16 = STATE_FORMATS[torch.float16]
 STATE_FORMATS[torch.uint8] = STATE_FORMATS[torch.float8_e4m3fn]  # TransformerEngine's spelling
 
 
+def as_dtype(given: object) -> torch.dtype | None:
+    """A dtype, also one that is given by its name: "int8", "torch.int8". None for what is none."""
+    found = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
+    return found if isinstance(found, torch.dtype) else None
+
+
+def state_format(given: torch.dtype | str) -> StateFormat:
+    """The format of the states that are asked for by a dtype or its name. Raises KeyError for those that have none."""
+    dtype = as_dtype(given)
+    if dtype not in STATE_FORMATS:
+        raise KeyError(given)
+    return STATE_FORMATS[dtype]
+
+
 def _to_blocks(x: Tensor, block: int) -> Tensor:
     flat = x.reshape(-1)
     return torch.nn.functional.pad(flat, (0, -flat.numel() % block)).view(-1, block)
@@ -430,6 +444,15 @@ def _to_blocks(x: Tensor, block: int) -> Tensor:
 
 def _stored(codes: Tensor, dtype: torch.dtype) -> Tensor:
     return codes.to(torch.int16).view(dtype) if dtype == torch.float16 else codes.to(dtype)
+
+
+def master_rounding(before: Tensor, after: Tensor, u: Tensor) -> Tensor:
+    """How an FP16 master rounds: ``u``, flat int64 fractions, where the update is small; elsewhere to nearest.
+
+    The threshold rotates for the sake of updates below the last place, which would be lost otherwise. From two units
+    of the last place on none is lost, and rounding to nearest errs half as much.
+    """
+    return torch.where((after - before).abs() >= after.abs() * 2.0**-9, NEAREST, u.view_as(after)).view(-1)
 
 
 def encode_state(x: Tensor, state: str, fmt: StateFormat, block: int, u: Tensor) -> tuple[Tensor, Tensor | None]:

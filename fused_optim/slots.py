@@ -1,4 +1,4 @@
-"""What an engine needs to know of a parameter's states beside their tensors: formats, scales, and where they lie."""
+"""What an engine needs to know of a parameter's states beyond their tensors: formats, scales, and where they lie."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_optim.formats import FLOAT16, FLOAT32, STATE_FORMATS, Master, StateFormat
+from fused_optim.formats import FLOAT16, FLOAT32, Master, StateFormat, state_format
 from fused_optim.sharding.dtensor import Geometry, has_values, local_tensor, shard_geometry
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master_param"
+STEP = "step"  # of a param group; of each parameter where states are as torch.optim.AdamW's
 STATES = (*MOMENTS, MASTER)
 
 
@@ -51,10 +52,10 @@ class Slots:
     versions: Versions | None = None
 
     @staticmethod
-    def create(param: Tensor, master: Master, exp_avg: torch.dtype, exp_avg_sq: torch.dtype) -> Slots:
+    def create(param: Tensor, master: Master, exp_avg: torch.dtype | str, exp_avg_sq: torch.dtype | str) -> Slots:
         """Choose formats (FP32 where no block fits) and allocate zero scales."""
         geometry = shard_geometry(param)
-        chosen = [STATE_FORMATS[exp_avg], STATE_FORMATS[exp_avg_sq]]
+        chosen = [state_format(exp_avg), state_format(exp_avg_sq)]
         chosen = [FLOAT32 if fmt.scaled and not geometry.block else fmt for fmt in chosen]
         if master is Master.FLOAT16 and not geometry.block:
             master = Master.FLOAT32
@@ -75,6 +76,12 @@ class Slots:
             return None
         first = self.geometry.blocks * scaled.index(state)
         return self.scales[first : first + self.geometry.blocks]
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of each state of the local shard, and of the scales."""
+        sizes = {name: self.geometry.numel * dtype.itemsize for name, dtype in self.dtypes().items()}
+        return {**sizes, "scales": self.scales.nbytes}
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtype that each stored state must have."""

@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fused_optim.adapters import adapter_of
-from fused_optim.formats import ELEMENT_TYPES, STATE_FORMATS
+from fused_optim.formats import ELEMENT_TYPES, STATE_FORMATS, as_dtype
 from fused_optim.sharding.dtensor import is_dense, local_tensor
 
-CheckpointFormat = Literal["unscaled", "native"]
+CheckpointFormat = Literal["unscaled", "native", "torch"]
+CheckpointDevice = Literal["cpu", "stager"] | None
 _LR_RESIDUE = 1e-12
 
 
@@ -67,7 +68,7 @@ def check_hyperparameters(group: dict[str, Any], running: bool = False) -> None:
     if group.get("amsgrad"):
         raise ValueError("amsgrad=True is not supported: use torch.optim.AdamW(amsgrad=True), or amsgrad=False")
     for key in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-        if group[key] not in STATE_FORMATS:
+        if as_dtype(group[key]) not in STATE_FORMATS:
             raise ValueError(f"{key}: expected one of {', '.join(map(str, STATE_FORMATS))}, got {group[key]}")
 
 
@@ -94,13 +95,13 @@ def check_saved_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
 def check_checkpoint_format(name: CheckpointFormat) -> None:
     """Raise ValueError for a form that state dicts do not have."""
     if name not in get_args(CheckpointFormat):
-        raise ValueError(f"checkpoint_format: expected 'unscaled' or 'native', got {name!r}")
+        raise ValueError(f"checkpoint_format: expected 'unscaled', 'native' or 'torch', got {name!r}")
 
 
-def check_checkpoint_device(device: Literal["cpu"] | None) -> None:
+def check_checkpoint_device(device: CheckpointDevice) -> None:
     """Raise ValueError for a place that state dicts are not converted to."""
-    if device not in (None, "cpu"):
-        raise ValueError(f"checkpoint_device: expected None or 'cpu', got {device!r}")
+    if device not in (None, "cpu", "stager"):
+        raise ValueError(f"checkpoint_device: expected None, 'cpu' or 'stager', got {device!r}")
 
 
 def check_param(param: Tensor, index: int, name: str | None) -> None:

@@ -121,7 +121,7 @@ def backend_for(device_type: str) -> Backend:
         return forced
     if device_type not in COMPILED:
         return "torch"
-    problem = _problem_with(device_type)
+    problem = why_reference(device_type)
     if problem:
         _warn_of_the_reference(device_type, problem)
     return "torch" if problem else device_type
@@ -130,8 +130,12 @@ def backend_for(device_type: str) -> Backend:
 _COMPILERS: dict[Compiled, str] = {"cpu": "a C++ compiler", "cuda": "CUDA's nvcc"}
 
 
-def _problem_with(device_type: Compiled) -> str:
-    """Why the engine of a kind of device cannot serve here, and what to do; empty if it can."""
+def why_reference(device_type: str) -> str:
+    """Why the reference updates parameters on a kind of device, and what to do; empty if an engine does."""
+    if forced_backend() == "torch":
+        return "FUSED_OPTIM_BACKEND=torch"
+    if device_type not in COMPILED:
+        return f"there is no engine for {device_type} tensors"
     engine, reason = load_engine(device_type)
     if engine is None:
         remedy = f"Install fused_optim again where there is {_COMPILERS[device_type]}"

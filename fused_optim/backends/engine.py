@@ -139,6 +139,38 @@ class Engine(Protocol):
         round_up: bool,
         **where: int,
     ) -> None: ...
+    def cast_tensor(
+        self,
+        *,
+        values: int,
+        codes: int,
+        transposed: int,
+        scale: int,
+        absmax: int,
+        rows: int,
+        columns: int,
+        format: int,
+        measured: bool,
+        **where: int,
+    ) -> None: ...
+    def cast_rows(
+        self, *, values: int, codes: int, scale: int, rows: int, columns: int, format: int, **where: int
+    ) -> None: ...
+    def cast_blocks(
+        self,
+        *,
+        values: int,
+        codes: int,
+        scale: int,
+        transposed: int,
+        transposed_scale: int,
+        rows: int,
+        columns: int,
+        power_of_two: bool,
+        format: int,
+        **where: int,
+    ) -> None: ...
+    def transpose(self, *, codes: int, transposed: int, rows: int, columns: int, **where: int) -> None: ...
     def quantize_decode(self, *, weight: tuple[int, ...], format: int, type: int, **where: int) -> None: ...
 
 

@@ -22,6 +22,7 @@ from fused_optim.formats import (
     encode_state,
     fused,
     join_remainder,
+    master_rounding,
     normal,
     rounding_bits,
     split_remainder,
@@ -141,11 +142,14 @@ def _step_shard(work: ShardWork, s: Scalars) -> None:
     slots, block = work.slots, work.slots.geometry.block
     m = decode_state(work.exp_avg, slots.scale("exp_avg"), "exp_avg", slots.exp_avg, block)
     v = decode_state(work.exp_avg_sq, slots.scale("exp_avg_sq"), "exp_avg_sq", slots.exp_avg_sq, block)
-    param, m, v = update(work.grad.float(), _read_master(work), m, v, s)
+    before = _read_master(work)
+    param, m, v = update(work.grad.float(), before, m, v, s)
     elements = slots.geometry.global_indices(work.param.device)
     u = rounding_bits(work.key, elements, s.rounding_offset)
     _encode(work, "exp_avg", work.exp_avg, m, u)
     _encode(work, "exp_avg_sq", work.exp_avg_sq, v, u)
+    if slots.master is Master.FLOAT16:
+        u = master_rounding(before, param, u)
     _write_master(work, param, u)
 
 

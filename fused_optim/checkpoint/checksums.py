@@ -7,24 +7,23 @@ where they lie is what ``.metadata`` says, whose own checksum ties the file to t
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from collections.abc import Container, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import groupby
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
-
+from fused_optim.checkpoint import metadata
+from fused_optim.checkpoint.folders import Folder, PathLike, folder_at
+from fused_optim.checkpoint.metadata import read_metadata
+from fused_optim.checkpoint.threads import threads
 from fused_optim.sharding.collective import gather, on_all_ranks, this_rank, world_size
 
 FILE = "fused_optim_checksums.json"
 VERSION = 1
 _PIECE = 1 << 20  # bytes read at a time
 
-_Range = tuple[str, int, int]  # file, start, length
+Range = tuple[str, int, int]  # file, start, length
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class _Item:
 
     key: str  # in the flattened state dict
     offsets: tuple[int, ...] | None  # in the tensor; None: not a tensor
-    range: _Range
+    range: Range
 
     def __str__(self) -> str:
         file, start, length = self.range
@@ -41,14 +40,14 @@ class _Item:
         return f"{self.key}{at} (bytes {start} to {start + length} of {file})"
 
 
-def write_checksums(path: str | os.PathLike[str], *, no_dist: bool = False) -> None:
+def write_checksums(path: PathLike, *, no_dist: bool = False) -> None:
     """Write the checksums of a finished checkpoint: after ``dcp.save``, or once the future of ``async_save`` is done.
 
     A collective over the default group where there is one: all ranks call it, and each reads a share of the files.
     ``no_dist=True``: this process reads all of them, for one rank alone. The checksums appear at once or not at all.
     Raises on every rank if it fails on one: ValueError for what is not as ``.metadata`` says, OSError.
     """
-    folder = Path(path)
+    folder = folder_at(path)
     with on_all_ranks(f"checksums of {folder}", no_dist):
         check_finished(folder)
         own = {}
@@ -59,24 +58,24 @@ def write_checksums(path: str | os.PathLike[str], *, no_dist: bool = False) -> N
     shares = gather(own, no_dist)
     with on_all_ranks(f"checksums of {folder}", no_dist):
         if no_dist or this_rank() == 0:
-            _write(folder, {range_: crc for share in shares for range_, crc in share.items()})
+            write_file(folder, {range_: crc for share in shares for range_, crc in share.items()})
 
 
-def verify_checksums(path: str | os.PathLike[str], *, no_dist: bool = False) -> None:
+def verify_checksums(path: PathLike, *, no_dist: bool = False) -> None:
     """Compare a checkpoint with its checksums.
 
     A collective as :func:`write_checksums` is. Raises the same ValueError on every rank if any byte differs or is
     missing: it names the state, its offsets in the tensor and both checksums. Raises on every rank if it fails on one:
     FileNotFoundError for a checkpoint without checksums or ``.metadata``, ValueError for damaged ones.
     """
-    verify_items(Path(path), None, True, no_dist)
+    verify_items(folder_at(path), None, True, no_dist)
 
 
-def verify_items(folder: Path, keys: Container[str] | None, required: bool, no_dist: bool = False) -> None:
+def verify_items(folder: Folder, keys: Container[str] | None, required: bool, no_dist: bool = False) -> None:
     """:func:`verify_checksums` for some keys of the state dict; without checksums nothing, unless ``required``."""
     damages: list[str] = []
     with on_all_ranks(f"verifying {folder}", no_dist):
-        if (folder / FILE).is_file():
+        if folder.size(FILE) is not None:
             check_finished(folder)
             expected = _read(folder)
             items = [item for item in _read_items(folder) if keys is None or item.key in keys]
@@ -89,7 +88,7 @@ def verify_items(folder: Path, keys: Container[str] | None, required: bool, no_d
         raise ValueError(f"{folder} is damaged: {first}" + (f"; and {more} more" if more else ""))
 
 
-def _damages(folder: Path, items: Iterable[_Item], expected: Mapping[_Range, str]) -> Iterator[str]:
+def _damages(folder: Folder, items: Iterable[_Item], expected: Mapping[Range, str]) -> Iterator[str]:
     for item, found in _sum_up(folder, items):
         wanted = expected.get(item.range, "none")
         if isinstance(found, ValueError):
@@ -98,27 +97,25 @@ def _damages(folder: Path, items: Iterable[_Item], expected: Mapping[_Range, str
             yield f"{item}: expected CRC-32 {wanted}, found {found}"
 
 
-def _sum_up(folder: Path, items: Iterable[_Item]) -> Iterator[tuple[_Item, str | ValueError]]:
-    """The checksums of items that are sorted by file, or what is wrong with their bytes."""
-    for file, members in groupby(items, key=lambda item: item.range[0]):
-        try:
-            stream = (folder / file).open("rb")
-        except OSError as error:
-            yield from ((item, _lacking(item, f"none: {error.strerror}")) for item in members)
-            continue
-        with stream:
-            yield from ((item, _crc(stream, item)) for item in members)
+def _sum_up(folder: Folder, items: Iterable[_Item]) -> Iterator[tuple[_Item, str | ValueError]]:
+    """The checksums of items, or what is wrong with their bytes."""
+    listed = list(items)
+    with ThreadPoolExecutor(threads()) as pool:
+        yield from zip(listed, pool.map(lambda item: _crc(folder, item), listed), strict=True)
 
 
-def _crc(stream: BinaryIO, item: _Item) -> str | ValueError:
-    _, start, left = item.range
+def _crc(folder: Folder, item: _Item) -> str | ValueError:
+    file, start, left = item.range
     crc = 0
     try:
-        stream.seek(start)
-        while left and (piece := stream.read(min(left, _PIECE))):
-            crc, left = zlib.crc32(piece, crc), left - len(piece)
+        with folder.open(file, "rb") as stream:
+            stream.seek(start)
+            while left and (piece := stream.read(min(left, _PIECE))):
+                crc, left = zlib.crc32(piece, crc), left - len(piece)
+    except FileNotFoundError as error:
+        return _lacking(item, f"none: {error.strerror or 'no such file'}")
     except OSError as error:
-        return _lacking(item, f"an error: {error.strerror}")
+        return _lacking(item, f"an error: {error.strerror or error}")
     return _lacking(item, f"{item.range[2] - left}: the file is truncated") if left else f"{crc:08x}"
 
 
@@ -126,15 +123,7 @@ def _lacking(item: _Item, found: str) -> ValueError:
     return ValueError(f"{item}: expected {item.range[2]} bytes, found {found}")
 
 
-def read_metadata(folder: Path) -> Metadata:
-    """What a checkpoint holds and where. Raises ValueError if it cannot be read."""
-    try:
-        return dcp.FileSystemReader(folder).read_metadata()
-    except Exception as error:
-        raise ValueError(f"{folder / '.metadata'} cannot be read ({error}); it is truncated or damaged") from error
-
-
-def _read_items(folder: Path) -> list[_Item]:
+def _read_items(folder: Folder) -> list[_Item]:
     stored: Mapping[Any, Any] = read_metadata(folder).storage_data
     return [
         _Item(index.fqn, index.offset and tuple(index.offset), (info.relative_path, info.offset, info.length))
@@ -142,8 +131,8 @@ def _read_items(folder: Path) -> list[_Item]:
     ]
 
 
-def check_finished(folder: Path) -> None:
-    if not (folder / ".metadata").is_file():
+def check_finished(folder: Folder) -> None:
+    if folder.size(metadata.FILE) is None:
         expected = "expected a folder of torch.distributed.checkpoint with a file .metadata, which is written last"
         raise FileNotFoundError(f"{folder}: {expected}; the save was not finished, or this is another folder")
 
@@ -162,27 +151,20 @@ def _share(items: Iterable[_Item], no_dist: bool) -> Iterator[_Item]:
 # --- the file ---------------------------------------------------------------------------------------------------
 
 
-def _write(folder: Path, checksums: Mapping[_Range, str]) -> None:
+def write_file(folder: Folder, checksums: Mapping[Range, str]) -> None:
+    """The checksums of all ranges of a checkpoint whose ``.metadata`` is there."""
     files: dict[str, list[list[int | str]]] = {}
     for (file, start, length), crc in sorted(checksums.items()):
         files.setdefault(file, []).append([start, length, crc])
     content = {"version": VERSION, "checksum": "CRC-32", "metadata": _metadata_crc(folder), "files": files}
-    temporary = folder / f".{FILE}.tmp"
-    try:
-        with temporary.open("w") as stream:
-            json.dump(content, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(folder / FILE)
-    finally:
-        temporary.unlink(missing_ok=True)
+    folder.write(FILE, json.dumps(content).encode())
 
 
-def _read(folder: Path) -> dict[_Range, str]:
-    file = folder / FILE
+def _read(folder: Folder) -> dict[Range, str]:
+    file = f"{folder}/{FILE}"
     try:
-        content = json.loads(file.read_bytes())
-        version, metadata = int(content["version"]), content["metadata"]
+        content = json.loads(folder.read(FILE))
+        version, expected = int(content["version"]), content["metadata"]
         if version <= VERSION:
             ranges = {
                 (name, start, length): crc for name, rows in content["files"].items() for start, length, crc in rows
@@ -191,11 +173,11 @@ def _read(folder: Path) -> dict[_Range, str]:
         raise ValueError(f"{file} cannot be read ({type(error).__name__}); it is truncated or damaged") from error
     if version > VERSION:
         raise ValueError(f"{file}: expected version {VERSION} at most, found {version}: update fused_optim")
-    if (found := _metadata_crc(folder)) != metadata:
+    if (found := _metadata_crc(folder)) != expected:
         text = "it is damaged, or the checkpoint was saved again without new checksums"
-        raise ValueError(f"{folder / '.metadata'}: expected CRC-32 {metadata}, found {found}: {text}")
+        raise ValueError(f"{folder}/{metadata.FILE}: expected CRC-32 {expected}, found {found}: {text}")
     return ranges
 
 
-def _metadata_crc(folder: Path) -> str:
-    return f"{zlib.crc32((folder / '.metadata').read_bytes()):08x}"
+def _metadata_crc(folder: Folder) -> str:
+    return f"{zlib.crc32(folder.read(metadata.FILE)):08x}"

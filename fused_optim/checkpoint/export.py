@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from fused_optim.adam import FusedAdam
 from fused_optim.checkpoint.checksums import write_checksums
-from fused_optim.checkpoint.replicas import check_replicas
-from fused_optim.checkpoint.sources import SINGLE_PROCESS, some_of
+from fused_optim.checkpoint.reading import SINGLE_PROCESS
+from fused_optim.checkpoint.sources import some_of
 from fused_optim.sharding.collective import gather, on_all_ranks, parameter_names, this_rank
 from fused_optim.sharding.dtensor import has_own_chunks, keep_chunks, rewrap_like, rewrap_shaped
+from fused_optim.sharding.replicas import check_replicas
 from fused_optim.slots import MOMENTS
 from fused_optim.validate import check_whole, describe
 

@@ -6,11 +6,9 @@ it, and hands it to ``optimizer.load_state_dict`` only when every rank has succe
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from torch import Tensor
 
 from fused_optim.adam import FusedAdam
 from fused_optim.checkpoint.checksums import verify_items
+from fused_optim.checkpoint.folders import Folder, PathLike, folder_at
 from fused_optim.checkpoint.sources import (
     Source,
     Stored,
@@ -32,6 +31,7 @@ from fused_optim.checkpoint.sources import (
 from fused_optim.sharding.collective import gather, on_all_ranks, parameter_names
 from fused_optim.sharding.dtensor import has_own_chunks
 from fused_optim.slots import MASTER, MOMENTS
+from fused_optim.state.groups import whole
 from fused_optim.state.remainders import check_remainder, is_remainder, unpack_remainder
 from fused_optim.validate import check_saved_group, check_whole, describe
 
@@ -60,15 +60,15 @@ class LoadReport:
 
 @torch.no_grad()
 def load_optimizer_checkpoint(
-    model: torch.nn.Module, optimizer: FusedAdam, path: str | os.PathLike[str], *, verify: bool | None = None
+    model: torch.nn.Module, optimizer: FusedAdam, path: PathLike | Folder, *, verify: bool | None = None
 ) -> LoadReport:
     """Load this library's, torch.optim.Adam(W)'s, TransformerEngine's or Apex's optimizer checkpoint.
 
-    ``path`` is a folder of torch.distributed.checkpoint or a file of torch.save with full tensors; see
-    ``docs/foreign_checkpoints.md``. Load the model's parameters first: masters that the checkpoint lacks are seeded
-    from them, and 16-bit remainders complete them. Learning rate, betas, eps, weight decay and step become the
-    checkpoint's; state formats and seed stay the optimizer's. A group whose parameters were saved at different steps
-    continues from the largest, with a warning.
+    ``path`` is a folder of torch.distributed.checkpoint, also one that fsspec opens (``s3://...``), or a file of
+    torch.save with full tensors; see ``docs/foreign_checkpoints.md``. Code that it might hold is not run. Load the
+    model's parameters first: masters that the checkpoint lacks are seeded from them, and 16-bit remainders complete
+    them. Learning rate, betas, eps, weight decay and step become the checkpoint's; state formats and seed stay the
+    optimizer's. A group whose parameters were saved at different steps continues from the largest, with a warning.
 
     ``verify``: compare what belongs to the optimizer with the checksums of ``write_checksums``, each rank a share,
     before any of it is read. None: where there are checksums; True: their absence is an error; False: no.
@@ -76,7 +76,6 @@ def load_optimizer_checkpoint(
     A collective: all ranks call it. Raises on every rank if it fails on one; nothing has been changed then. Raises
     TypeError for flat shards of FSDP1.
     """
-    path = Path(path)
     optimizer.store.locate()
     everyone = {name for names in gather(_all_names(model)) for name in names}
     with on_all_ranks(f"loading {path}"):
@@ -84,7 +83,7 @@ def load_optimizer_checkpoint(
         source = open_source(path)
         keys = optimizer_keys(source, everyone)
     if verify is not False:
-        verify_items(path, keys, required=bool(verify))
+        verify_items(folder_at(path), keys, required=bool(verify))
     with on_all_ranks(f"loading {path}"):
         loader = Loader(model, optimizer, source, everyone)
         state_dict, report = loader.prepare()
@@ -260,7 +259,7 @@ class Loader:
             raise ValueError(f"{what}: {self.source.path} {text}")
         try:
             own = {key: group[key] for key in ("exp_avg_dtype", "exp_avg_sq_dtype")}
-            check_saved_group({**group, **settings, **own}, settings)
+            check_saved_group({**whole(group), **settings, **own}, settings)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{what} in {self.source.path}: {error}") from error
 

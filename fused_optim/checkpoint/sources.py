@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
@@ -25,15 +23,16 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fused_optim.checkpoint.checksums import check_finished, read_metadata
+from fused_optim.checkpoint.checksums import check_finished
+from fused_optim.checkpoint.folders import Folder, LocalFolder, PathLike, folder_at
+from fused_optim.checkpoint.metadata import read_metadata
+from fused_optim.checkpoint.reading import Refused, load, refused_global
+from fused_optim.sharding.collective import unwrapped_name
 from fused_optim.sharding.dtensor import has_own_chunks, keep_chunks, local_tensor, rewrap_shaped
 
-# Names that wrappers of modules leave in those of parameters: torch.compile, activation checkpointing, FSDP1.
-_WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 # `exp_avg.bits` and the like: the parts of a state in the native form
 _STATE_KEY = re.compile(r"(?P<id>.+)\.(?P<name>exp_avg|exp_avg_sq|max_exp_avg_sq|master_param|step)(\.(?P<part>\w+))?")
 _NATIVE_PARTS = ("bits", "scale", "format", "block", "rem16", "rem8", "check")
-SINGLE_PROCESS = "torch.distributed is disabled"  # a warning of torch.distributed.checkpoint
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,8 @@ class Stored:
 
 
 class Source(Protocol):
-    path: Path
+    @property
+    def path(self) -> Folder | Path: ...
 
     @property
     def entries(self) -> Mapping[str, Stored | None]:
@@ -55,19 +55,21 @@ class Source(Protocol):
         """Fill the tensors, this rank's part of DTensors; read what is no tensor where there is None."""
 
 
-def open_source(path: Path) -> Source:
-    if path.is_file():
-        return _File(path)
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: expected a folder of torch.distributed.checkpoint or a file, found nothing")
-    check_finished(path)
-    return _Folder(path)
+def open_source(path: PathLike | Folder) -> Source:
+    folder = folder_at(path)
+    if isinstance(folder, LocalFolder) and folder.path.is_file():
+        return _File(folder.path)
+    if not folder.exists():
+        text = "expected a folder of torch.distributed.checkpoint or a file, found nothing"
+        raise FileNotFoundError(f"{folder}: {text}")
+    check_finished(folder)
+    return _Folder(folder)
 
 
 class _Folder:
     """A checkpoint of torch.distributed.checkpoint. Each rank reads for itself, so a failure leaves no rank waiting."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Folder) -> None:
         self.path = path
         self.metadata = read_metadata(path)
         self.entries: dict[str, Stored | None] = {}
@@ -82,19 +84,19 @@ class _Folder:
         self._check_chunks(wanted)
         try:
             return self._load(wanted)
-        except (Exception, CheckpointException):
+        except (Exception, CheckpointException) as failure:
             for key, buffer in wanted.items():  # which one it was
                 try:
                     self._load({key: buffer})
                 except (Exception, CheckpointException) as error:
+                    if isinstance(_cause(error), Refused):
+                        raise _cause(error) from None
                     raise ValueError(f"{key} in {self.path} cannot be read; its file is damaged") from error
-            raise
+            raise _cause(failure) from None
 
     def _load(self, wanted: Mapping[str, Tensor | None]) -> dict[str, Any]:
         values = dict(wanted)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", SINGLE_PROCESS)
-            dcp.load(values, checkpoint_id=self.path, no_dist=True)
+        load(values, self.path, self.metadata)
         return values
 
     def _check_files(self, wanted: Iterable[str]) -> None:
@@ -104,13 +106,12 @@ class _Folder:
                 continue
             name = info.relative_path
             if name not in sizes:
-                file = self.path / name
-                sizes[name] = file.stat().st_size if file.is_file() else None
+                sizes[name] = self.path.size(name)
             if sizes[name] is None:
                 raise FileNotFoundError(f"{index.fqn}: its file {name} is missing from {self.path}")
             if sizes[name] < info.offset + info.length:
                 expected = f"expected at least {info.offset + info.length} bytes, found {sizes[name]}"
-                raise ValueError(f"{index.fqn}: its file {self.path / name} is truncated: {expected}")
+                raise ValueError(f"{index.fqn}: its file {self.path}/{name} is truncated: {expected}")
 
     def _check_chunks(self, wanted: Iterable[str]) -> None:
         for key in wanted:
@@ -129,7 +130,7 @@ class _File:
         try:
             content = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
         except Exception as error:
-            raise ValueError(f"{path} cannot be read by torch.load ({_first_line(error)}); is it truncated?") from error
+            raise ValueError(f"{path} cannot be read by torch.load ({_reason(error)}); is it truncated?") from error
         if isinstance(content, (tuple, list)):  # of get_state_dict
             content = dict(enumerate(content))
         if not isinstance(content, Mapping):
@@ -152,8 +153,15 @@ class _File:
         return {key: self.values[key] if buffer is None else buffer for key, buffer in wanted.items()}
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+def _cause(error: BaseException) -> BaseException:
+    """What went wrong, without torch's wrapping."""
+    failures = getattr(error, "failures", {})
+    return next((cause for cause, _ in failures.values()), error)
+
+
+def _reason(error: Exception) -> str:
+    wanted = refused_global(error)
+    return f"it wants {wanted}, which might run code" if wanted else str(error).partition("\n")[0]
 
 
 def _copy_part(buffer: Tensor, full: Tensor) -> None:
@@ -182,6 +190,10 @@ def native_buffer_for(param: Tensor, stored: Stored) -> Tensor:
 
 
 # --- the keys of a checkpoint ---------------------------------------------------------------------------------------
+
+
+class NoStates(ValueError):
+    """Raised for a checkpoint without states of Adam."""
 
 
 @dataclass
@@ -220,7 +232,7 @@ def read_contents(source: Source, names: Iterable[str]) -> Contents:
 
 def _unwrapped(id_: str, names: set[str]) -> str:
     """The model's name for a parameter that was saved from a wrapped or compiled model under its name there."""
-    bare = _WRAPPERS.sub("", id_)
+    bare = unwrapped_name(id_)
     return next((name for name in (id_, bare, bare.removeprefix("module.")) if name in names), id_)
 
 
@@ -242,7 +254,7 @@ def _state_of(key: str, prefix: str) -> re.Match[str] | None:
 
 
 def _find_prefix(source: Source, names: set[str]) -> str:
-    """What stands before ``state.`` and ``param_groups.``: the one under which most of the names are known."""
+    """What comes before ``state.`` and ``param_groups.``: the one under which most of the names are known."""
     known: Counter[str] = Counter()
     total: Counter[str] = Counter()
     for key in source.entries:
@@ -255,7 +267,7 @@ def _find_prefix(source: Source, names: set[str]) -> str:
     if not ranked or not total[ranked[0]]:
         found = ", ".join(list(source.entries)[:4]) or "nothing"
         expected = "expected keys such as state.<parameter>.exp_avg and param_groups.0.lr"
-        raise ValueError(f"{source.path} holds no Adam states: {expected}, found {found}")
+        raise NoStates(f"{source.path} holds no Adam states: {expected}, found {found}")
     if len(ranked) > 1 and known[ranked[1]] and known[ranked[0]] == known[ranked[1]]:
         raise ValueError(
             f"{source.path} holds several optimizers for these parameters: under {ranked[0]!r} and {ranked[1]!r}"

@@ -16,7 +16,7 @@ def refuse_amsgrad(amsgrad: bool) -> None:
 
 
 def put_rates_on_devices(optimizer: FusedAdam) -> None:
-    """Make every ``lr`` an FP32 scalar beside its group's parameters: replays of CUDA graphs read what is filled in."""
+    """Make every ``lr`` an FP32 scalar on its group's device: replays of CUDA graphs read what is filled in."""
     for group in optimizer.param_groups:
         if group["params"]:
             device = local_tensor(group["params"][0]).device

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class FusedAdam(fused_optim.adam.FusedAdam):
         params: ParamsT,
         lr: float | Tensor = 1e-3,
         bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: Sequence[float] = (0.9, 0.999),
         eps: float = 1e-8,
         adam_w_mode: bool = True,
         weight_decay: float = 0.0,

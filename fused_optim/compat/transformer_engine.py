@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 import fused_optim.adam
 from fused_optim.compat._common import put_rates_on_devices, refuse_amsgrad
-from fused_optim.formats import STATE_FORMATS
+from fused_optim.formats import STATE_FORMATS, as_dtype
 from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.slots import MASTER, MOMENTS
 
@@ -43,7 +44,7 @@ class FusedAdam(fused_optim.adam.FusedAdam):
         self,
         params: ParamsT,
         lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: Sequence[float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         amsgrad: bool = False,
@@ -52,16 +53,18 @@ class FusedAdam(fused_optim.adam.FusedAdam):
         adam_w_mode: bool = True,
         capturable: bool = False,
         master_weights: bool = False,
-        master_weight_dtype: torch.dtype = torch.float32,
-        exp_avg_dtype: torch.dtype = torch.float32,
-        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        master_weight_dtype: torch.dtype | str = torch.float32,
+        exp_avg_dtype: torch.dtype | str = torch.float32,
+        exp_avg_sq_dtype: torch.dtype | str = torch.float32,
         use_decoupled_grad: bool = False,
         store_param_remainders: bool = False,
         set_grad_none: bool | None = None,
         **options: Any,
     ) -> None:
         refuse_amsgrad(amsgrad)
-        _check_dtypes(master_weight_dtype if master_weights else torch.float32, exp_avg_dtype, exp_avg_sq_dtype)
+        master_weight_dtype = master_weight_dtype if master_weights else torch.float32
+        _check_dtypes(master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype)
+        whole = as_dtype(master_weight_dtype) == torch.float32
         super().__init__(
             params,
             lr,
@@ -72,11 +75,11 @@ class FusedAdam(fused_optim.adam.FusedAdam):
             adam_w_mode=adam_w_mode,
             capturable=capturable,
             master_weights=master_weights,
-            master_weight_dtype=master_weight_dtype if master_weights else torch.float32,
+            master_weight_dtype=master_weight_dtype,
             exp_avg_dtype=exp_avg_dtype,
             exp_avg_sq_dtype=exp_avg_sq_dtype,
             use_decoupled_grad=use_decoupled_grad,
-            store_param_remainders=store_param_remainders and master_weights and master_weight_dtype == torch.float32,
+            store_param_remainders=store_param_remainders and master_weights and whole,
             **options,
         )
         self.set_grad_none = set_grad_none
@@ -89,19 +92,18 @@ class FusedAdam(fused_optim.adam.FusedAdam):
     @property
     def exp_avg_dtype(self) -> torch.dtype:
         """The optimizer's default; param groups may differ."""
-        dtype: torch.dtype = self.defaults["exp_avg_dtype"]
-        return dtype
+        return _as_dtype(self.defaults["exp_avg_dtype"])
 
     @property
     def exp_avg_sq_dtype(self) -> torch.dtype:
         """The optimizer's default; param groups may differ."""
-        dtype: torch.dtype = self.defaults["exp_avg_sq_dtype"]
-        return dtype
+        return _as_dtype(self.defaults["exp_avg_sq_dtype"])
 
     @property
     def name_to_dtype_map(self) -> dict[str, torch.dtype]:
         """The dtypes that the states were asked for in."""
-        return {**{name: self.defaults[f"{name}_dtype"] for name in MOMENTS}, MASTER: self.master_weight_dtype}
+        moments = {name: _as_dtype(self.defaults[f"{name}_dtype"]) for name in MOMENTS}
+        return {**moments, MASTER: self.master_weight_dtype}
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """As :meth:`fused_optim.FusedAdam.zero_grad`; ValueError where ``set_grad_none`` says otherwise."""
@@ -119,9 +121,15 @@ class FusedAdam(fused_optim.adam.FusedAdam):
         return super().get_unscaled_state(param, state_name)
 
 
-def _check_dtypes(master: torch.dtype, *moments: torch.dtype) -> None:
-    if master not in (torch.float32, torch.float16):
+def _as_dtype(checked: torch.dtype | str) -> torch.dtype:
+    dtype = as_dtype(checked)
+    assert dtype is not None
+    return dtype
+
+
+def _check_dtypes(master: torch.dtype | str, *moments: torch.dtype | str) -> None:
+    if as_dtype(master) not in (torch.float32, torch.float16):
         raise RuntimeError(f"master_weight_dtype={master}: expected torch.float32 or torch.float16")
     for name, dtype in zip(MOMENTS, moments, strict=True):
-        if dtype not in STATE_FORMATS:
+        if as_dtype(dtype) not in STATE_FORMATS:
             raise RuntimeError(f"{name}_dtype: expected one of {', '.join(map(str, STATE_FORMATS))}, got {dtype}")

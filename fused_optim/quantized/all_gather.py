@@ -4,12 +4,14 @@ Rows are padded to the same number on every rank. Each component is gathered on 
 what was gathered without another copy; a group of one rank knows only one tensor, so there all components are packed
 into it. A scale of the whole weight is taken from the first rank, which has rows if any rank has: a checkpoint writes
 nothing into an empty shard. Histories are not gathered.
+
+Where shards are cut within blocks of several rows, each sends the scales of all blocks that it touches, and those of
+the whole weight are put together from these.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 
 import torch
@@ -22,44 +24,104 @@ _ALIGNMENT = 16  # bytes
 
 @dataclass(frozen=True)
 class Gathered:
-    """What the outputs do not say: the padded shard's shape and the number of shards."""
+    """What the outputs do not say: the padded shard's shape, the number of shards, and how many rows of its first block
+    come before the whole weight, which tensor parallelism may have cut.
+    """
 
     shard_shape: tuple[int, ...]
     ranks: int
+    rows_before: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the whole weight, with padded rows."""
+        return self.shard_shape[0] * self.ranks, *self.shard_shape[1:]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What is gathered of a component: ``sent`` rows of each shard.
+
+    ``taken``: where the rows of the whole weight are among those; None: at the beginning, in order.
+    """
+
+    component: Component
+    sent: int
+    shape: tuple[int, ...]  # of the whole weight's
+    taken: tuple[slice, ...] | None
 
 
 @functools.cache
-def _gathered_components(recipe: Recipe, shape: tuple[int, ...]) -> list[tuple[Component, tuple[int, ...]]]:
-    """What is gathered, and its shape where the weight, or the shard, has this one."""
+def _parts(recipe: Recipe, metadata: Gathered) -> list[_Part]:
     parts = [part for part in recipe.components if part.tile is not None or part.name == "tensor_scale"]
-    return [(part, recipe.component_shape(part, shape)) for part in parts]
+    return [_part(part, recipe.component_shape(part, metadata.shape, metadata.rows_before), metadata) for part in parts]
+
+
+def _part(component: Component, shape: tuple[int, ...], metadata: Gathered) -> _Part:
+    if component.tile is None:
+        return _Part(component, 1, shape, None)
+    tall, rows, before = component.tile[0], metadata.shard_shape[0], metadata.rows_before % component.tile[0]
+    starts = [before + rank * rows for rank in range(metadata.ranks)]
+    sent = max(-(-(start + rows) // tall) - start // tall for start in starts) if rows else 0
+    if metadata.ranks == 1 or not any(start % tall for start in starts):
+        return _Part(component, sent, shape, None)
+    # Scales of a block that several shards touch are those of the first. The first of a shard's own:
+    firsts = [0, *(-(-start // tall) for start in starts[1:]), shape[0]]
+    taken = [
+        slice(rank * sent + firsts[rank] - start // tall, rank * sent + firsts[rank + 1] - start // tall)
+        for rank, start in enumerate(starts)
+    ]
+    return _Part(component, sent, shape, tuple(taken))
 
 
 def inputs(
-    recipe: Recipe, components: Components, shape: tuple[int, ...], ranks: int
+    recipe: Recipe, components: Components, shape: tuple[int, ...], ranks: int, rows_before: int
 ) -> tuple[tuple[Tensor, ...], Gathered]:
-    """What a shard sends. ``shape``: its own with padded rows."""
+    """What a shard sends. ``shape``: its own with padded rows. ``rows_before``: as in :class:`Gathered`."""
+    metadata = Gathered(shape, ranks, rows_before)
     parts = []
-    for part, (rows, *_) in _gathered_components(recipe, shape):
-        value = components[part.name]
-        parts.append(_padded(value if part.tile is not None else value[None], rows).view(torch.uint8))
-    return (_packed(parts),) if ranks == 1 else tuple(parts), Gathered(shape, ranks)
+    for part in _parts(recipe, metadata):
+        value = components[part.component.name]
+        parts.append(
+            padded_rows(value if part.component.tile is not None else value[None], part.sent).view(torch.uint8)
+        )
+    return (_packed(parts),) if ranks == 1 else tuple(parts), metadata
 
 
-def outputs(recipe: Recipe, gathered: tuple[Tensor, ...], metadata: Gathered) -> tuple[Components, tuple[int, ...]]:
-    """The components of the whole weight, in the memory that was gathered into, and its shape with padded rows."""
-    ranks = metadata.ranks
-    shape = (metadata.shard_shape[0] * ranks, *metadata.shard_shape[1:])
-    parts = _unpacked(recipe, gathered[0], shape) if ranks == 1 else list(gathered)
-    components = {}
-    for (part, size), value in zip(_gathered_components(recipe, shape), parts, strict=True):
-        rows_first = value[0] if part.tile is None else value
-        # A weight of a single row has one block, though every rank gives one; the first has the row.
-        components[part.name] = rows_first.view(part.dtype)[: size[0]]
-    return components, shape
+def outputs(recipe: Recipe, gathered: tuple[Tensor, ...], metadata: Gathered) -> tuple[Components, tuple[Tensor, ...]]:
+    """The components of the whole weight with padded rows, and which of them were put together.
+
+    The others lie in the memory that was gathered into.
+    """
+    found = {part.component.name: _value(part, each) for part, each in _received(recipe, gathered, metadata)}
+    made = tuple(found[part.component.name] for part in _parts(recipe, metadata) if part.taken is not None)
+    return found, made
 
 
-def _padded(part: Tensor, rows: int) -> Tensor:
+def refresh(recipe: Recipe, gathered: tuple[Tensor, ...], metadata: Gathered, components: Components) -> None:
+    """Put those components together again; ``components`` may have fewer rows."""
+    for part, each in _received(recipe, gathered, metadata):
+        if part.taken is not None:
+            target = components[part.component.name]
+            target.copy_(_value(part, each)[: target.shape[0]])
+
+
+def _received(recipe: Recipe, gathered: tuple[Tensor, ...], metadata: Gathered) -> list[tuple[_Part, Tensor]]:
+    parts = _parts(recipe, metadata)
+    if metadata.ranks == 1:
+        gathered = tuple(_unpacked(parts, gathered[0]))
+    return list(zip(parts, gathered, strict=True))
+
+
+def _value(part: _Part, received: Tensor) -> Tensor:
+    if part.component.tile is None:
+        received = received[0]
+    value = received.view(part.component.dtype)
+    # A weight of a single row has one block, though every rank gives one; the first has the row.
+    return value[: part.shape[0]] if part.taken is None else torch.cat([value[rows] for rows in part.taken])
+
+
+def padded_rows(part: Tensor, rows: int) -> Tensor:
     if part.shape[0] == rows:
         return part.contiguous()
     return torch.cat([part, part.new_zeros(rows - part.shape[0], part.shape[1])])
@@ -74,10 +136,11 @@ def _aligned(part: Tensor) -> Tensor:
     return torch.nn.functional.pad(part, (0, missing)) if missing else part
 
 
-def _unpacked(recipe: Recipe, packed: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
-    parts, start = [], 0
-    for part, (rows, *rest) in _gathered_components(recipe, shape):
-        size = rows * math.prod(rest) * part.dtype.itemsize
-        parts.append(packed[start : start + size].view(rows, -1))
+def _unpacked(parts: list[_Part], packed: Tensor) -> list[Tensor]:
+    found, start = [], 0
+    for part in parts:
+        rows, columns = (1, *part.shape) if part.component.tile is None else part.shape
+        size = rows * columns * part.component.dtype.itemsize
+        found.append(packed[start : start + size].view(rows, -1))
         start += size + -size % _ALIGNMENT
-    return parts
+    return found

@@ -44,7 +44,7 @@ class Encoding(NamedTuple):
 
 def absmax(recipes: Sequence[Recipe], values: Sequence[Tensor | None], device: torch.device) -> Tensor:
     """The largest finite magnitude of each tensor (0 of None): FP32 of shape ``(len(values),)``."""
-    engine = _engine(device)
+    engine = compiled_engine(device)
     if engine is None or not all(value is None or _values_fit(value, device) for value in values):
         pairs = zip(recipes, values, strict=True)
         zero = torch.zeros((), dtype=torch.float32, device=device)
@@ -96,7 +96,7 @@ def _rescale(
     device: torch.device,
 ) -> bool:
     """Whether the engine could do it."""
-    engine, kernel = _engine(device), recipe.kernel
+    engine, kernel = compiled_engine(device), recipe.kernel
     scales = [part["tensor_scale"] for part in components]
     if engine is None or kernel is None or not all(map(is_plain, scales)):
         return False
@@ -119,7 +119,7 @@ def _rescale(
 def encode(weights: Sequence[Encoding]) -> None:
     """:meth:`Recipe.encode` of each."""
     for (device, recipe), members in _alike(weights).items():
-        engine, kernel = _engine(device), recipe.kernel
+        engine, kernel = compiled_engine(device), recipe.kernel
         others = [weights[i] for i in members]
         if engine is not None and kernel is not None:
             rows = [
@@ -137,7 +137,7 @@ def encode(weights: Sequence[Encoding]) -> None:
 def decode(recipe: Recipe, components: Components, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """The values, rounded from FP32 to ``dtype``: a new tensor."""
     device = components["data"].device
-    engine, kernel = _engine(device), recipe.kernel
+    engine, kernel = compiled_engine(device), recipe.kernel
     if engine is not None and kernel is not None and dtype in ELEMENT_TYPES:
         out = torch.empty(shape, dtype=dtype, device=device)
         row = _row(out, components)
@@ -147,7 +147,7 @@ def decode(recipe: Recipe, components: Components, shape: tuple[int, ...], dtype
     return recipe.decode(components, shape).to(dtype)
 
 
-def _engine(device: torch.device) -> Engine | None:
+def compiled_engine(device: torch.device) -> Engine | None:
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return None
     return _engine_of(device.type, forced_backend())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeGuard
 
 import torch
@@ -15,16 +16,19 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from fused_optim.quantized import engine
+from fused_optim.quantized.callers import wants_weight
+from fused_optim.quantized.recipes import as_matrix, cut_component, matrix_range
 from fused_optim.quantized.tensor import (
-    INITIAL,
-    INITIAL_COMPONENT,
     Args,
+    Decodable,
     Kwargs,
     QuantizedTensor,
-    cut_component,
+    Shared,
+    call_default,
     implements,
     local_weight,
 )
+from fused_optim.quantized.tiles import WHOLE, Position, shares_blocks
 from fused_optim.sharding.dtensor import dense
 
 aten = torch.ops.aten
@@ -48,7 +52,9 @@ def _detach(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 @implements(aten.clone.default)
 def _clone(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     source: QuantizedTensor = args[0]
-    return source._copied(lambda part: part.clone(memory_format=torch.contiguous_format))
+    result = source._copied(lambda part: part.clone(memory_format=torch.contiguous_format))
+    result._shared.held = False
+    return result
 
 
 def _within_autocast() -> bool:
@@ -64,6 +70,7 @@ def _to_copy(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     dtype: torch.dtype | None = kwargs.get("dtype")
     if dtype is not None and dtype != source.dtype:
         if _within_autocast():  # a view that decodes to what the operation computes in
+            source.release_if_frozen()
             return source._view(source.components, dtype=dtype)
         raise TypeError(
             f"{source.prefix}a quantized weight cannot be cast from {source.dtype} to {dtype}; "
@@ -79,47 +86,19 @@ def _pin_memory(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     return source._copied(lambda part: part.pin_memory(), source._padded_rows)
 
 
-@implements(aten.empty_like.default)
-def _empty_like(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    source: QuantizedTensor = args[0]
-    if kwargs.get("dtype") not in (None, source.dtype):
-        return torch.empty(source.shape, dtype=kwargs["dtype"], device=kwargs.get("device") or source.device)
-    device = kwargs.get("device") or source.device
-    result = source._copied(lambda part: torch.empty(part.shape, dtype=part.dtype, device=device))
-    result._shared.stale = source.has_initial  # to be initialised
-    return result
-
-
-@implements(aten.zeros_like.default, aten.ones_like.default, aten.rand_like.default, aten.randn_like.default)
-def _plain_like(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    source: QuantizedTensor = args[0]
-    kwargs = {key: value for key, value in kwargs.items() if value is not None}
-    if func is aten.zeros_like.default and "device" in kwargs and kwargs.get("dtype", source.dtype) == source.dtype:
-        # So torch.distributed.checkpoint makes what it copies a state dict into before it is written in the background.
-        return QuantizedTensor.empty(source.recipe, source._weight_shape, source.dtype, torch.device(kwargs["device"]))
-    kwargs = {"dtype": source.dtype, "device": source.device, **kwargs}
-    return func(torch.empty(source.shape, dtype=source.dtype, device="meta"), **kwargs)
-
-
-@implements(aten.new_zeros.default, aten.new_empty.default)
-def _new(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """Quantized if it is asked for a tensor with as many columns, or rows; FSDP2 and checkpoints do so."""
-    source: QuantizedTensor = args[0]
-    shape: tuple[int, ...] = tuple(args[1])
-    device = torch.device(kwargs.get("device") or source.device)
-    dtype = kwargs.get("dtype") or source.dtype
-    rows, *columns = source._weight_shape
-    similar = len(shape) == 1 + len(columns) and (shape[0] == rows or [*shape[1:]] == columns)
-    if not similar or source.recipe.problem(shape) or dtype != source.dtype or source._flat or source._transposed:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    initial = source.components[INITIAL].dtype if source.has_initial else None
-    result = QuantizedTensor.empty(source.recipe, shape, dtype, device, initial)
-    if not result.is_meta and not source.is_meta:  # FSDP2 copies no rows into empty shards
-        for part, value in zip(result.of_whole_weight(), source.of_whole_weight(), strict=True):
-            part.copy_(value)
-    result._shared.name, result._shared.shard = source._shared.name, True
-    result._shared.columns_cut = [*shape[1:]] != columns
-    return result._copied(lambda part: part.pin_memory()) if kwargs.get("pin_memory") else result
+def shared_of_shard(source: QuantizedTensor, shape: tuple[int, ...]) -> Shared:
+    """FSDP2 asks a weight for memory for as many rows as every rank gets, and for padding a shard for more."""
+    rows, size, known = source._weight_shape[0], shape[0], source.position
+    position = Position(
+        known.rows_before if size == rows else source.recipe.block_rows - 1,
+        known.shares_blocks
+        or (0 < size < rows and shares_blocks(source.recipe, known.rows_before, range(0, rows, size))),
+        known.rows_before if known.gathered is None else known.gathered,
+        known=size == rows,
+    )
+    columns_cut = shape[1:] != source._weight_shape[1:] and 0 not in shape
+    known_state = replace(source._shared, stale=False, loaded=(), source=None)
+    return replace(known_state, shard=True, columns_cut=columns_cut, position=position)
 
 
 @implements(aten.copy_.default)
@@ -128,11 +107,15 @@ def _copy(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     source: Tensor = args[1]
     if not isinstance(target, QuantizedTensor):
         return func(target, local_weight(source).dequantize(target.dtype if target.dtype.is_floating_point else None))
+    if isinstance(source, Decodable) and not isinstance(source, QuantizedTensor):
+        source = source.dequantize(torch.float32)
     if tuple(target.shape) != tuple(source.shape):
         raise RuntimeError(
             f"copy_ into a quantized weight: expected shape {tuple(target.shape)}, got {tuple(source.shape)}"
         )
     target.check_cut_by_rows()  # FSDP2 copies into shards that it has made: within fully_shard
+    if not target._shared.position.known:
+        target.take_position(source.position if isinstance(source, QuantizedTensor) else WHOLE)
     if target._transposed:
         _copy(func, (target.t(), source.t()), {})
     elif _same_bytes(source, target):
@@ -146,19 +129,25 @@ def _same_bytes(source: Tensor, target: QuantizedTensor) -> TypeGuard[QuantizedT
     """Whether the source is a weight whose components mean the same values in the target."""
     return (
         isinstance(source, QuantizedTensor)
-        and source.recipe == target.recipe
+        and target.recipe.same_format(source.recipe)
         and source._weight_shape == target._weight_shape
+        and source.rows_before == target.rows_before
         and not source._transposed
+        and (target.has_initial or not source.is_stale)
     )
 
 
 def _copy_components(target: QuantizedTensor, source: QuantizedTensor) -> None:
-    for name, part in target.components.items():
-        if name in source.components:
-            part.copy_(source.components[name])
-        elif name == INITIAL:
-            part.copy_(source.values().view(part.shape))
-    target._shared.stale = source._shared.stale
+    for part in target.recipe.components:
+        target.components[part.name].copy_(source.components[part.name])
+    given = source.initial
+    if target.has_initial or (target._shared.held and given is not None):
+        initial = target.ensure_initial(target.dtype if given is None else given.dtype)
+        initial.copy_(source.values().view(initial.shape) if given is None else given)
+    if source.is_stale:
+        target.mark_stale()
+    else:
+        target.mark_loaded()
 
 
 def _copy_values(target: QuantizedTensor, source: Tensor) -> None:
@@ -166,41 +155,52 @@ def _copy_values(target: QuantizedTensor, source: Tensor) -> None:
     values = source.dequantize(torch.float32) if isinstance(source, QuantizedTensor) else source
     values = dense(values.to(target.device))
     partial = target._cut_from is not None or target._shared.shard
-    if target.is_stale or (target.recipe.scales_whole_tensor and partial):
+    if target.is_stale or (target.recipe.scales_whole_tensor and partial) or not target.has_whole_blocks:
         target.keep_plain(values)
         return
-    if target.has_initial:
-        target.components[INITIAL].copy_(values.reshape(target.components[INITIAL].shape))
+    if target.has_initial or target._shared.held:  # an optimizer's masters will start, or go on, from these
+        initial = target.ensure_initial(values.dtype if values.is_floating_point() else torch.float32)
+        initial.copy_(values.reshape(initial.shape))
     target.write(values)
 
 
 # --- views ------------------------------------------------------------------------------------------------------
 
 
-def cut(tensor: QuantizedTensor, dim: int, start: int, end: int, trims: bool = False) -> QuantizedTensor:
-    """Rows (dim 0) or columns ``start`` to ``end``, as a view. Raises ValueError where a block would be cut.
+def cut(
+    tensor: QuantizedTensor, dim: int, start: int, end: int, trims: bool = False, split: Position | None = None
+) -> QuantizedTensor:
+    """Rows (dim 0) or columns ``start`` to ``end``, as a view. Raises ValueError where a block cannot be cut.
 
-    With ``trims`` the first rows may end within the last block: the others are padding.
+    With ``trims`` the first rows or columns may end within the last block: the others are padding. ``split``: what
+    copies of it, which are shards, will know of where they lie.
     """
     shape = tensor._weight_shape
-    if tensor._flat or tensor._transposed or (dim and len(shape) != 2):
-        raise RuntimeError(f"this view of a quantized weight cannot be cut in dim {dim}")
-    problem = tensor.recipe.cut_problem(start, end, shape[dim], dim)
-    if problem is not None and not (trims and dim == 0 and start == 0 and _same_blocks(tensor, end)):
-        raise ValueError(
-            f"{tensor.prefix}{problem}. Choose a number of ranks that leaves blocks whole, or another recipe"
-        )
-    parts = {part.name: part for part in (*tensor.recipe.components, INITIAL_COMPONENT)}
-    components = {name: cut_component(value, parts[name], dim, start, end) for name, value in tensor.components.items()}
-    size = [*shape]
-    size[dim] = end - start
-    return tensor._view(components, size, cut_from=(tensor, dim, start, end))
+    if tensor.is_rearranged or dim > 1:
+        what = "flat or transposed views" if dim < 2 else f"shape {tuple(shape)} in dim {dim}"
+        raise RuntimeError(f"{tensor.prefix}quantized weights can be cut in dims 0 and 1 only, not {what}")
+    problem = _cut_problem(tensor, dim, start, end, trims)
+    if problem is not None:
+        ranks = ", ".join(map(str, tensor.recipe.fitting_ranks(tuple(shape), dim)))
+        raise ValueError(f"{tensor.prefix}{problem}. It can be cut on {ranks} ranks")
+    first, last = matrix_range(tuple(shape), dim, start, end)
+    values, before = tensor.components, tensor.rows_before if dim == 0 else 0
+    components = {
+        part.name: cut_component(values[part.name], part, dim, first, last, before) for part in tensor.recipe.components
+    }
+    cut_shape = [*shape]
+    cut_shape[dim] = end - start
+    return tensor._view(components, cut_shape, cut_from=(tensor, dim, start, end), split=split)
 
 
-def _same_blocks(tensor: QuantizedTensor, rows: int) -> bool:
-    """Whether the first rows need all blocks of rows."""
-    tiles = [part.tile[0] for part in tensor.recipe.components if part.tile is not None]
-    return -(-rows // max(tiles)) == -(-tensor._weight_shape[0] // max(tiles))
+def _cut_problem(tensor: QuantizedTensor, dim: int, start: int, end: int, trims: bool) -> str | None:
+    shape = tuple(tensor._weight_shape)
+    size, (first, last) = as_matrix(shape)[dim], matrix_range(shape, dim, start, end)
+    if trims and start == 0:
+        block = max(part.tile[dim] for part in tensor.recipe.components if part.tile is not None)
+        if -(-last // block) == -(-size // block):
+            return None
+    return tensor.recipe.cut_problem(first, last, size, dim)
 
 
 @implements(aten.slice.Tensor)
@@ -208,12 +208,15 @@ def _slice(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     tensor: QuantizedTensor = args[0]
     dim, start, end, step = (*args[1:], *(0, None, None, 1)[len(args) - 1 :])[:4]
     if step != 1:
-        return func(tensor.dequantize(), *args[1:], **kwargs)
+        return call_default(func, args, kwargs)
     start, end, _ = slice(start, end).indices(tensor.shape[dim])
     if (start, end) == (0, tensor.shape[dim]):
         return _detach(aten.alias.default, (tensor,), {})
-    result = cut(tensor, dim % tensor.dim(), start, max(start, end), trims=tensor._shared.shard)
-    if start == 0 and dim % tensor.dim() == 0:
+    dim, end, trims = dim % tensor.dim(), max(start, end), tensor._shared.shard
+    if tensor.is_rearranged or dim > 1 or _cut_problem(tensor, dim, start, end, trims) is not None:
+        return call_default(func, args, kwargs)
+    result = cut(tensor, dim, start, end, trims)
+    if start == 0 and dim == 0:
         result._padded_rows = tensor._padded_rows
     return _aliasing(func, args, kwargs, result)
 
@@ -223,7 +226,7 @@ def _split(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     tensor: QuantizedTensor = args[0]
     size: int = args[1]
     dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
-    return _split_at(tensor, range(0, max(tensor.shape[dim], 1), size), dim)
+    return _split_at(func, args, kwargs, range(0, max(tensor.shape[dim], 1), size), dim % tensor.dim())
 
 
 @implements(aten.split_with_sizes.default)
@@ -231,19 +234,32 @@ def _split_with_sizes(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     tensor: QuantizedTensor = args[0]
     sizes: Sequence[int] = args[1]
     dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
-    return _split_at(tensor, [sum(sizes[:i]) for i in range(len(sizes))], dim)
+    return _split_at(func, args, kwargs, [sum(sizes[:i]) for i in range(len(sizes))], dim % tensor.dim())
 
 
-def _split_at(tensor: QuantizedTensor, starts: Sequence[int], dim: int) -> list[QuantizedTensor]:
-    ends = [*starts[1:], tensor.shape[dim]]
-    return [cut(tensor, dim % tensor.dim(), start, end) for start, end in zip(starts, ends, strict=True)]
+def _split_at(func: OpOverload, args: Args, kwargs: Kwargs, starts: Sequence[int], dim: int) -> Any:
+    """For ranks as their shards, or an error; for users as views of any kind."""
+    tensor: QuantizedTensor = args[0]
+    cuts = list(zip(starts, [*starts[1:], tensor.shape[dim]], strict=True))
+    if not wants_weight():
+        if tensor.is_rearranged or dim > 1 or any(_cut_problem(tensor, dim, *cut, trims=False) for cut in cuts):
+            return call_default(func, args, kwargs)
+        return [cut(tensor, dim, start, end) for start, end in cuts]
+    known, tall = tensor.position, tensor.recipe.block_rows
+    shares = known.shares_blocks or (dim == 0 and shares_blocks(tensor.recipe, known.rows_before, starts))
+    befores = [(known.rows_before + start) % tall if dim == 0 else known.rows_before for start in starts]
+    return [
+        cut(tensor, dim, start, end, split=Position(before, shares))
+        for (start, end), before in zip(cuts, befores, strict=True)
+    ]
 
 
 @implements(aten.t.default)
 def _t(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     tensor: QuantizedTensor = args[0]
+    tensor.release_if_frozen()
     if tensor._flat or len(tensor._weight_shape) != 2:
-        return func(tensor.dequantize())
+        return call_default(func, args, kwargs)
     return _aliasing(func, args, kwargs, tensor._view(tensor.components, transposed=not tensor._transposed))
 
 
@@ -251,7 +267,7 @@ def _t(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 def _transpose(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     tensor: QuantizedTensor = args[0]
     if tensor._flat or len(tensor._weight_shape) != 2:
-        return func(tensor.dequantize(), *args[1:])
+        return call_default(func, args, kwargs)
     swaps = len({(0, 1)[dim] for dim in args[1:]}) == 2  # an IndexError where there is no such dim
     return (_t if swaps else _detach)(func, args, kwargs)
 
@@ -261,24 +277,9 @@ def _permute(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     tensor: QuantizedTensor = args[0]
     dims: Sequence[int] = args[1]
     if tensor._flat or len(tensor._weight_shape) != 2 or len(dims) != 2 or dims[0] % 2 == dims[1] % 2:
-        return func(tensor.dequantize(), dims)
+        return call_default(func, args, kwargs)
     swaps = [(0, 1)[dim] for dim in dims] == [1, 0]
     return (_t if swaps else _detach)(func, args, kwargs)
-
-
-@implements(aten.select.int)
-def _select(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """A row is a view, so that what is written into it is not lost, where blocks lie within rows."""
-    tensor: QuantizedTensor = args[0]
-    dim, index = args[1:]
-    rows = tensor.shape[0]
-    if dim % tensor.dim() or len(tensor._weight_shape) != 2 or not -rows <= index < rows:
-        return func(tensor.dequantize(), dim, index)
-    start = index % rows
-    if tensor._flat or tensor._transposed or tensor.recipe.cut_problem(start, start + 1, rows, 0) is not None:
-        return func(tensor.dequantize(), dim, index)
-    row = cut(tensor, 0, start, start + 1)
-    return _aliasing(func, args, kwargs, row._view(row.components, flat=True))
 
 
 @implements(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
@@ -295,7 +296,7 @@ def _view(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     elif shape == list(tensor._weight_shape) and tensor._flat:
         result = tensor._view(tensor.components, flat=False)
     else:
-        return func(tensor.dequantize(), *args[1:], **kwargs)
+        return call_default(func, args, kwargs)
     return _aliasing(func, args, kwargs, result)
 
 
@@ -312,38 +313,6 @@ def _as_strided(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     return _aliasing(func, args, kwargs, cut(tensor, 0, 0, shape[0], trims=True))
 
 
-# Collectives go component by component. Where callers do not ask for asynchronous ones, NCCL gives no work to wait for.
-
-
-@implements(torch.ops.c10d.broadcast_.default)
-def _broadcast(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """Bytes, as DistributedDataParallel does with the first rank's weights."""
-    tensor: QuantizedTensor
-    (tensor,), group, root, root_tensor = args[:4]
-    for part in tensor.components.values():
-        _, work = func([part], group, root, root_tensor, True, *args[5:], **kwargs)
-        work.wait()
-    return [tensor], work
-
-
-@implements(torch.ops.c10d.scatter_.default)
-def _scatter(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """Bytes. With one rank, full state dicts hold the quantized weights themselves, and loading them scatters those."""
-    output: QuantizedTensor
-    (output,), inputs, group, root = args[:4]
-    given = [tensor for row in inputs for tensor in row]
-    if not all(isinstance(x, QuantizedTensor) and x.recipe == output.recipe for x in given):
-        raise RuntimeError(f"{output.prefix}scattered are weights of other recipes; dequantize() gives plain copies")
-    for tensor in given:
-        tensor.check_fresh()
-    for name, part in output.components.items():
-        parts = [[x.components[name] for x in row] for row in inputs]
-        _, work = func([part], parts, group, root, True, *args[5:], **kwargs)
-        work.wait()
-    output.mark_fresh()
-    return [output], work
-
-
 @implements(aten.is_pinned.default)
 def _is_pinned(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     source: QuantizedTensor = args[0]
@@ -356,10 +325,10 @@ def _embedding(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     weight: QuantizedTensor = args[0]
     indices: Tensor = args[1]
     tiles = [part.tile[0] for part in weight.recipe.components if part.tile is not None]
-    if max(tiles) > 1 or weight._transposed or weight._flat:
+    weight.release_if_frozen()
+    if max(tiles) > 1 or weight.is_rearranged or weight.is_stale:
         return func(weight.dequantize(), indices, *args[2:], **kwargs)
     weight.check_not_freed()
-    weight.check_fresh()
     rows = indices.reshape(-1)
     components = {
         part.name: weight.components[part.name]

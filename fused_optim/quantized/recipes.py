@@ -23,6 +23,9 @@ from fused_optim.quantized import elements
 Components = dict[str, Tensor]
 Compute = Literal["dequantize", "fp8"]
 ActivationScaling = Literal["tensor", "row"]
+GradientFormat = Literal["e4m3", "e5m2"]
+WeightGradients = Literal["fp8", "bf16"]
+Scaling = Literal["tensor", "row", "block", "tile"]
 Float8Format = Literal["e4m3", "hybrid"]
 AmaxAlgorithm = Literal["max", "most_recent"]
 
@@ -31,7 +34,7 @@ AmaxAlgorithm = Literal["max", "most_recent"]
 class Component:
     """One plain tensor of a quantized tensor.
 
-    ``tile``: rows and columns of the weight that one entry (one byte of packed data) stands for; None where the tensor
+    ``tile``: rows and columns of the weight that one entry (one byte of packed data) covers; None where the tensor
     belongs to the whole weight, however it is cut, and has ``shape``.
     """
 
@@ -42,7 +45,7 @@ class Component:
 
 
 class WeightFormat(enum.IntEnum):
-    """Formats of weights, as the engines number them; their elements and scales stand in ``table.h``."""
+    """Formats of weights, as the engines number them; their elements and scales are in ``table.h``."""
 
     FLOAT8 = 0
     FLOAT8_BLOCKS = 1
@@ -70,15 +73,53 @@ class KernelFormat:
     most_recent: bool = False
 
 
+@dataclass(frozen=True)
+class ProductFormat:
+    """How products with a weight are computed in FP8.
+
+    ``scaling``: of activations and gradients: one scale, one per row, or one per 128 elements of a row. ``gradients``:
+    their float8 dtype; activations are E4M3. ``weight_gradients``: whether these are products in FP8, too.
+    ``power_of_two``: scales of blocks are powers of two, rounded up.
+    """
+
+    scaling: Scaling
+    gradients: torch.dtype
+    weight_gradients: bool
+    power_of_two: bool = False
+
+
 def as_matrix(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
     return shape[0], math.prod(shape[1:])
 
 
+def matrix_range(shape: tuple[int, ...], dim: int, start: int, end: int) -> tuple[int, int]:
+    """Rows (dim 0) or columns (dim 1) of the matrix that ``start`` to ``end`` of a weight's dim 0 or 1 are."""
+    inner = math.prod(shape[2:]) if dim else 1
+    return start * inner, end * inner
+
+
+def cut_component(value: Tensor, component: Component, dim: int, start: int, end: int, before: int = 0) -> Tensor:
+    """A view of what rows (dim 0) or columns ``start`` to ``end`` need of a component: all blocks that they touch.
+
+    ``before``: how many rows, or columns, of the first block come before those of ``value``.
+    """
+    if component.tile is None:
+        return value
+    tile = component.tile[dim]
+    first, last = (before + start) // tile - before // tile, -(-(before + end) // tile) - before // tile
+    return value.narrow(dim, first, last - first if end > start else 0)
+
+
 @dataclass(frozen=True)
 class Recipe:
-    """What all recipes have. ``scales_whole_tensor``: one scale depends on all of a weight, hence on all its shards."""
+    """What all recipes have.
+
+    ``scales_whole_tensor``: one scale depends on all of a weight, hence on all its shards. ``shares_blocks``: cuts may
+    go through blocks of several rows, for which :meth:`largest_in_block` is needed.
+    """
 
     scales_whole_tensor: ClassVar[bool] = False
+    shares_blocks: ClassVar[bool] = False
 
     @property
     def components(self) -> tuple[Component, ...]:
@@ -94,15 +135,36 @@ class Recipe:
         """None where only PyTorch knows the recipe."""
         return None
 
+    def same_format(self, other: Recipe) -> bool:
+        """Whether components of ``other`` mean the same values here: recipes may differ in how they round alone."""
+        return self == other
+
+    @functools.cached_property
+    def products(self) -> ProductFormat | None:
+        """How products with such weights are computed in FP8; None where weights are decoded for them."""
+        return None
+
+    @functools.cached_property
+    def tile(self) -> tuple[int, int] | None:
+        """Rows and columns that share a scale; None where the whole weight has one alone."""
+        return next((part.tile for part in self.components if part.name == "scale"), None)
+
     @functools.cached_property
     def of_elements(self) -> tuple[str, ...]:
         """The names of the components that are cut with a weight."""
         return tuple(part.name for part in self.components if part.tile is not None)
 
-    def component_shape(self, component: Component, shape: tuple[int, ...]) -> tuple[int, ...]:
+    @functools.cached_property
+    def block_rows(self) -> int:
+        """Over how many rows the tallest blocks go."""
+        return max(part.tile[0] for part in self.components if part.tile is not None)
+
+    def component_shape(self, component: Component, shape: tuple[int, ...], rows_before: int = 0) -> tuple[int, ...]:
+        """The shape of a component. ``rows_before``: how many rows of the first block come before the weight's."""
         if component.tile is None:
             return component.shape
-        return tuple(-(-size // tile) for size, tile in zip(as_matrix(shape), component.tile, strict=True))
+        (rows, columns), (tall, wide) = as_matrix(shape), component.tile
+        return (-(-(rows_before % tall + rows) // tall) if rows else 0), -(-columns // wide)
 
     def problem(self, shape: tuple[int, ...]) -> str | None:
         """Why a weight of this shape, or a part of one, cannot be quantized; None if it can."""
@@ -115,15 +177,35 @@ class Recipe:
         tile = max(component.tile[dim] for component in self.components if component.tile is not None)
         if (start % tile == 0 and (end % tile == 0 or end == size)) or start == end:
             return None
+        if dim == 0 and self.shares_blocks:
+            return None
         what = ("rows", "columns")[dim]
         return f"{self.name} cannot be cut to {what} {start} to {end} of {size}: its blocks have {tile} {what}"
 
-    def empty(self, shape: tuple[int, ...], device: torch.device) -> Components:
+    def fitting_ranks(self, shape: tuple[int, ...], dim: int, of: int = 64) -> list[int]:
+        """On how many ranks, up to ``of``, dim 0 or 1 of a weight can be cut into chunks as torch does."""
+        size, found = shape[dim], []
+        for ranks in range(1, of + 1):
+            chunk = max(-(-size // ranks), 1)
+            cuts = [matrix_range(shape, dim, start, min(start + chunk, size)) for start in range(0, size, chunk)]
+            if not any(self.cut_problem(start, end, as_matrix(shape)[dim], dim) for start, end in cuts):
+                found.append(ranks)
+        return found
+
+    def empty(self, shape: tuple[int, ...], device: torch.device, rows_before: int = 0) -> Components:
         """Components that decode to zeros."""
         return {
-            part.name: torch.zeros(self.component_shape(part, shape), dtype=part.dtype, device=device)
+            part.name: torch.zeros(self.component_shape(part, shape, rows_before), dtype=part.dtype, device=device)
             for part in self.components
         }
+
+    def largest_in_block(self, scale: Tensor) -> Tensor:
+        """The FP32 magnitude that as the largest of a block gives it this scale.
+
+        A recipe with ``shares_blocks`` has scales that compare as the largest magnitudes of their blocks do, in FP32,
+        and 0 below all others.
+        """
+        raise NotImplementedError
 
     def absmax(self, x: Tensor) -> Tensor:
         """The largest finite magnitude of FP32 values, a scalar; 0 of none."""
@@ -150,6 +232,13 @@ class Recipe:
         """FP32 values of this shape."""
         raise NotImplementedError
 
+    def rounded(self, x: Tensor, components: Mapping[str, Tensor]) -> Tensor | None:
+        """What FP32 values ``x`` decode to if they are rounded to nearest with the scales of rows in ``components``.
+
+        None where the recipe has no such scales, or rounds them in one way only, which :meth:`encode` knows.
+        """
+        return None
+
 
 _FLOAT8_DATA = Component("data", torch.uint8, (1, 1))
 _TENSOR_SCALE = Component("tensor_scale", torch.float32, None)
@@ -159,26 +248,64 @@ def _set_where(target: Tensor, value: Tensor, applies: Tensor | None) -> None:
     target.copy_(value if applies is None else torch.where(applies, value, target))
 
 
+def _check_choice(name: str, value: object, choices: object) -> None:
+    if value not in get_args(choices):
+        raise ValueError(f"{name}: expected {' or '.join(map(repr, get_args(choices)))}, got {value!r}")
+
+
 @dataclass(frozen=True)
-class Float8TensorScaling(Recipe):
+class Float8Recipe(Recipe):
+    """E4M3 elements, which products in FP8 can take as they are.
+
+    Args:
+        compute: ``"dequantize"``, or ``"fp8"`` for products in FP8 where the GPU can (``products.py``).
+        gradient_format: of ``compute="fp8"``: ``"e5m2"`` or ``"e4m3"``. Default: E5M2, whose range is wider, where all
+            of a gradient shares one scale; E4M3, whose steps are finer, where each of its rows or blocks has its own.
+        weight_gradients: of ``compute="fp8"``: products in ``"fp8"`` or ``"bf16"``. Default: ``"fp8"``, but ``"bf16"``
+            with scales per row.
+
+    None of these is part of the format: recipes that differ in them only are equal.
+    """
+
+    compute: Compute = field(default="dequantize", compare=False, kw_only=True)
+    gradient_format: GradientFormat | None = field(default=None, compare=False, kw_only=True)
+    weight_gradients: WeightGradients | None = field(default=None, compare=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        _check_choice("compute", self.compute, Compute)
+        if self.gradient_format is not None:
+            _check_choice("gradient_format", self.gradient_format, GradientFormat)
+        if self.weight_gradients is not None:
+            _check_choice("weight_gradients", self.weight_gradients, WeightGradients)
+
+    def _products(self, scaling: Scaling, power_of_two: bool = False) -> ProductFormat | None:
+        if self.compute != "fp8":
+            return None
+        gradients = self.gradient_format or ("e5m2" if scaling == "tensor" else "e4m3")
+        weight_gradients = self.weight_gradients or ("bf16" if scaling == "row" else "fp8")
+        dtype = torch.float8_e5m2 if gradients == "e5m2" else torch.float8_e4m3fn
+        return ProductFormat(scaling, dtype, weight_gradients == "fp8", power_of_two)
+
+
+@dataclass(frozen=True)
+class Float8TensorScaling(Float8Recipe):
     """E4M3 with one FP32 scale per weight.
 
     Args:
-        compute: ``"dequantize"``, or ``"fp8"`` for products in FP8 where the GPU can (``compute.py``).
-        activation_scaling: of ``compute="fp8"``: one scale per ``"tensor"`` or per ``"row"`` of activations.
-
-    These two are no part of the format: recipes that differ in them only are equal.
+        activation_scaling: of ``compute="fp8"``: one scale per ``"tensor"`` or per ``"row"`` of activations and of
+            gradients. No part of the format either.
     """
 
     scales_whole_tensor: ClassVar[bool] = True
-    compute: Compute = field(default="dequantize", compare=False, kw_only=True)
     activation_scaling: ActivationScaling = field(default="tensor", compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.compute not in get_args(Compute):
-            raise ValueError(f"compute: expected 'dequantize' or 'fp8', got {self.compute!r}")
-        if self.activation_scaling not in get_args(ActivationScaling):
-            raise ValueError(f"activation_scaling: expected 'tensor' or 'row', got {self.activation_scaling!r}")
+        super().__post_init__()
+        _check_choice("activation_scaling", self.activation_scaling, ActivationScaling)
+
+    @functools.cached_property
+    def products(self) -> ProductFormat | None:
+        return self._products(self.activation_scaling)
 
     def encode(self, x: Tensor, components: Mapping[str, Tensor], fractions: Tensor | None = None) -> None:
         inverse = 1.0 / components["tensor_scale"]
@@ -225,10 +352,8 @@ class Float8DelayedScaling(Float8TensorScaling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.fp8_format not in get_args(Float8Format):
-            raise ValueError(f"fp8_format: expected 'e4m3' or 'hybrid', got {self.fp8_format!r}")
-        if self.amax_compute_algo not in get_args(AmaxAlgorithm):
-            raise ValueError(f"amax_compute_algo: expected 'max' or 'most_recent', got {self.amax_compute_algo!r}")
+        _check_choice("fp8_format", self.fp8_format, Float8Format)
+        _check_choice("amax_compute_algo", self.amax_compute_algo, AmaxAlgorithm)
         if self.amax_history_len < 1:
             raise ValueError(f"amax_history_len: expected at least 1, got {self.amax_history_len}")
 
@@ -267,20 +392,28 @@ class Float8DelayedScaling(Float8TensorScaling):
 
 
 @dataclass(frozen=True)
-class Float8BlockScaling(Recipe):
+class Float8BlockScaling(Float8Recipe):
     """float8_e4m3fn with one FP32 scale, absmax / 448, per block of rows x columns.
 
     Args:
         block: ``(128, 128)`` or ``(1, 128)``.
-        power_of_two: scales are powers of two, rounded up.
+        power_of_two: scales are powers of two, rounded up; those of activations and gradients, too.
+
+    With ``compute="fp8"`` activations and gradients have a scale per 128 elements of a row, all in E4M3, as in
+    DeepSeek-V3 (technical report, section 3.3.2). Weights with blocks of (1, 128) are decoded for input gradients.
     """
 
+    shares_blocks: ClassVar[bool] = True
     block: tuple[int, int] = (128, 128)
     power_of_two: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if tuple(self.block) not in ((128, 128), (1, 128)):
             raise ValueError(f"block: expected (128, 128) or (1, 128), got {self.block}")
+        object.__setattr__(self, "block", tuple(self.block))  # configurations have lists, which cannot be hashed
+        if self.gradient_format == "e5m2":
+            raise ValueError("gradient_format: products of blocks take 'e4m3' alone, got 'e5m2'")
 
     @functools.cached_property
     def components(self) -> tuple[Component, ...]:
@@ -288,10 +421,17 @@ class Float8BlockScaling(Recipe):
         return (_FLOAT8_DATA, Component("scale", torch.float32, (rows, columns)))
 
     @functools.cached_property
+    def products(self) -> ProductFormat | None:
+        return self._products("block", self.power_of_two)
+
+    @functools.cached_property
     def kernel(self) -> KernelFormat | None:
         if self.block[0] == 1:
             return KernelFormat(WeightFormat.FLOAT8_BLOCKS, block=128, round_up=self.power_of_two)
         return KernelFormat(WeightFormat.FLOAT8_TILES, round_up=self.power_of_two)
+
+    def same_format(self, other: Recipe) -> bool:
+        return isinstance(other, Float8BlockScaling) and tuple(other.block) == tuple(self.block)
 
     def problem(self, shape: tuple[int, ...]) -> str | None:
         if len(shape) != 2 and self.block[0] > 1:
@@ -302,12 +442,23 @@ class Float8BlockScaling(Recipe):
         scales = elements.float8_scale(absmax)
         return elements.next_power_of_two(scales) if self.power_of_two else scales
 
+    def largest_in_block(self, scale: Tensor) -> Tensor:
+        return (scale * elements.FLOAT8_LARGEST).clamp_max(torch.finfo(torch.float32).max)
+
     def encode(self, x: Tensor, components: Mapping[str, Tensor], fractions: Tensor | None = None) -> None:
         data, scale = components["data"], components["scale"]
         x = x.reshape(data.shape)
         scale.copy_(self._scales(elements.tile_absmax(x, self.block)))
-        inverse = elements.spread(1.0 / scale, self.block, data.shape)
-        data.copy_(elements.float8_encode(x * inverse, elements.shaped(fractions, data.shape)))
+        data.copy_(self._codes(x, scale, elements.shaped(fractions, data.shape)))
+
+    def _codes(self, x: Tensor, scale: Tensor, fractions: Tensor | None) -> Tensor:
+        return elements.float8_encode(x * elements.spread(1.0 / scale, self.block, tuple(x.shape)), fractions)
+
+    def rounded(self, x: Tensor, components: Mapping[str, Tensor]) -> Tensor | None:
+        if self.block[0] > 1:  # whose rows may lie anywhere in a tile
+            return None
+        codes = self._codes(x.reshape(components["data"].shape), components["scale"], None)
+        return self.decode({**components, "data": codes}, tuple(x.shape))
 
     def decode(self, components: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
         data = components["data"]
@@ -320,24 +471,35 @@ class MXFP8BlockScaling(Recipe):
     """float8_e4m3fn with one E8M0 scale per 32 elements of a row (OCP Microscaling Formats specification 1.0).
 
     Args:
-        round_up: False for the specification's scale, ``2 ** (floor(log2(absmax)) - 8)``, with which the largest
-            elements of a block may saturate; True for the smallest power of two with which none does.
+        round_up: True for the smallest power of two with which no element saturates, as TransformerEngine and NVIDIA's
+            recipes have it; False for the specification's scale, ``2 ** (floor(log2(absmax)) - 8)``, with which the
+            largest elements of a block may. Weights that were saved with either keep their bytes when they are loaded.
     """
 
-    round_up: bool = False
+    round_up: bool = True
     components: ClassVar[tuple[Component, ...]] = (_FLOAT8_DATA, Component("scale", torch.uint8, (1, 32)))
 
     @functools.cached_property
     def kernel(self) -> KernelFormat:
         return KernelFormat(WeightFormat.MXFLOAT8, block=32, round_up=self.round_up)
 
+    def same_format(self, other: Recipe) -> bool:
+        return isinstance(other, MXFP8BlockScaling)
+
     def encode(self, x: Tensor, components: Mapping[str, Tensor], fractions: Tensor | None = None) -> None:
         data, scale = components["data"], components["scale"]
         x = x.reshape(data.shape)
         exponent = elements.e8m0_exponent(elements.tile_absmax(x, (1, 32)), self.round_up)
         scale.copy_(exponent)
-        inverse = elements.spread(elements.power_of_two(254 - exponent), (1, 32), data.shape)
-        data.copy_(elements.float8_encode(x * inverse, elements.shaped(fractions, data.shape)))
+        data.copy_(self._codes(x, exponent, elements.shaped(fractions, data.shape)))
+
+    def _codes(self, x: Tensor, exponent: Tensor, fractions: Tensor | None) -> Tensor:
+        inverse = elements.spread(elements.power_of_two(254 - exponent), (1, 32), tuple(x.shape))
+        return elements.float8_encode(x * inverse, fractions)
+
+    def rounded(self, x: Tensor, components: Mapping[str, Tensor]) -> Tensor:
+        codes = self._codes(x.reshape(components["data"].shape), components["scale"].int(), None)
+        return self.decode({**components, "data": codes}, tuple(x.shape))
 
     def decode(self, components: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
         data = components["data"]

@@ -15,6 +15,10 @@ def needs_master(param: Tensor) -> None:
     return None
 
 
+def hold(param: Tensor) -> None:
+    pass
+
+
 def initial_values(param: Tensor) -> Tensor:
     return values(local_tensor(param.detach()))
 

@@ -64,6 +64,10 @@ def needs_master(param: Tensor) -> str | None:
     return transformer_engine_codes.problem(local_tensor(param))
 
 
+def hold(param: Tensor) -> None:
+    pass
+
+
 def initial_values(param: Tensor) -> Tensor:
     """Those of ``quantized_model_init(preserve_high_precision_init_val=True)``, which lie in host memory."""
     if needs_collective(param):

@@ -8,6 +8,8 @@ replicates it: otherwise a checkpoint could not be resharded.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -15,16 +17,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fused_optim.adapters import Target, Update
-from fused_optim.quantized import engine
+from fused_optim.quantized import engine, tiles
 from fused_optim.quantized.engine import Encoding
 from fused_optim.quantized.tensor import INITIAL, local_weight
-from fused_optim.sharding.dtensor import sharding_dims
+from fused_optim.quantized.tiles import SCALE
+from fused_optim.sharding.dtensor import shard_ranges, sharded_dim, sharding_dims
 
 
 def needs_master(param: Tensor) -> None:
     return None
+
+
+def hold(param: Tensor) -> None:
+    local_weight(param)._shared.held = True
 
 
 def initial_values(param: Tensor) -> Tensor:
@@ -45,14 +54,24 @@ def rounded(param: Tensor, master: Tensor) -> Tensor:
     local = local_weight(param)
     local.check_fresh()
     local.check_components([part.name for part in local.recipe.components])
+    # With the blocks' scales that the weight has: a checkpoint may have rounded them in another way than the recipe.
+    pieces = tiles.pieces(Encoding(local.recipe, local.components, master), local.rows_before)
+    rounded = [local.recipe.rounded(piece.values, piece.components) for piece in pieces]
+    found = [piece for piece in rounded if piece is not None]
+    if found:
+        return torch.cat(found) if len(found) > 1 else found[0]
     copies = {name: part.clone() for name, part in local.components.items() if name != INITIAL}
-    engine.encode([Encoding(local.recipe, copies, master)])
-    return engine.decode(local.recipe, copies, tuple(master.shape), torch.float32)
+    weight = Encoding(local.recipe, copies, master)
+    engine.encode(tiles.pieces(weight, local.rows_before))
+    if _shares_blocks(param):
+        copies[SCALE].copy_(local.components[SCALE])
+        tiles.encode_under_scales(_edges(param, weight))
+    return tiles.decode(local.recipe, copies, tuple(master.shape), torch.float32, local.rows_before)
 
 
 def needs_collective(param: Tensor) -> bool:
     """Whether new values of this parameter need a reduction over ranks."""
-    return local_weight(param).recipe.scales_whole_tensor and bool(sharding_dims(param))
+    return (local_weight(param).recipe.scales_whole_tensor and bool(sharding_dims(param))) or _shares_blocks(param)
 
 
 def target(param: Tensor) -> Target | None:
@@ -76,8 +95,16 @@ def prepare(updates: Sequence[Update], applies: Tensor | None) -> None:
     engine.prepare([(local.recipe, local.components) for local in locals_], applies)
 
 
-@torch.no_grad()
 def write(updates: Sequence[Update], applies: Tensor | None = None, advance: bool = True) -> None:
+    quantize(updates, applies, advance)
+    for update in updates:
+        if update.values is not None:  # which the initial ones are not any more
+            local_weight(update.param).discard_high_precision_init()
+
+
+@torch.no_grad()
+def quantize(updates: Sequence[Update], applies: Tensor | None = None, advance: bool = True) -> None:
+    """:func:`write` of values that initial ones may still be as precise as."""
     pairs = [(local_weight(update.param), update) for update in updates]
     reduced = [update for local, update in pairs if local.recipe.scales_whole_tensor]
     absmax = _absmax(reduced)
@@ -88,10 +115,64 @@ def write(updates: Sequence[Update], applies: Tensor | None = None, advance: boo
     engine.rescale(
         [(x.recipe, x.components) for x, _ in rescaled], [largest for _, largest in rescaled], applies, advance
     )
-    engine.encode([Encoding(x.recipe, x.components, new, u.fractions) for x, u, new in changed if not u.written])
+    encodings = {u.param: Encoding(x.recipe, x.components, new, u.fractions) for x, u, new in changed if not u.written}
+    in_pieces = (tiles.pieces(weight, local_weight(param).rows_before) for param, weight in encodings.items())
+    engine.encode([piece for pieces in in_pieces for piece in pieces])
+    _agree_on_blocks([update.param for _, update in pairs if _shares_blocks(update.param)], encodings)
     engine.written(x.components[name] for x, u, _ in changed if u.written for name in x.recipe.of_elements)
     for local, _, _ in changed:
         local.mark_fresh()
+
+
+# --- blocks of several rows -------------------------------------------------------------------------------------
+
+
+def _shares_blocks(param: Tensor) -> bool:
+    """Whether ranks share blocks of this parameter; all of them answer alike."""
+    tall = local_weight(param).recipe.block_rows
+    return tall > 1 and isinstance(param, DTensor) and _rows_cut(param._spec)[1] % tall > 0
+
+
+def _first_row(param: Tensor) -> int:
+    assert isinstance(param, DTensor)
+    return _rows_cut(param._spec)[0]
+
+
+@functools.cache  # torch takes longer to find it than a step may
+def _rows_cut(spec: DTensorSpec) -> tuple[int, int]:
+    """Where this rank's rows begin, and the largest number that those of all ranks begin at multiples of."""
+    shape, placements = tuple(spec.shape), spec.placements
+    _, offsets = compute_local_shape_and_global_offset(shape, spec.mesh, placements)
+    return offsets[0], math.gcd(*(start for start, _ in shard_ranges(shape, spec.mesh, placements, 0)))
+
+
+def _edges(param: Tensor, weight: Encoding) -> list[Encoding]:
+    """The rows in blocks that other ranks may share."""
+    local = local_weight(param)
+    ends = _first_row(param) + local.shape[0] == param.shape[0]
+    return tiles.edges(weight, local.rows_before, ends) if local.numel() else []
+
+
+def _agree_on_blocks(params: Sequence[Tensor], encodings: Mapping[Tensor, Encoding]) -> None:
+    """Give shared blocks the largest scale that a rank has found; all ranks pass the same parameters."""
+    scales: dict[Tensor, Tensor] = {}  # of all blocks of the weight in these columns; 0 of those on other ranks
+    own: dict[Tensor, slice] = {}
+    for param in params:
+        recipe, here = local_weight(param).recipe, local_weight(param).components[SCALE]
+        blocks, first = -(-param.shape[0] // recipe.block_rows), _first_row(param) // recipe.block_rows
+        scales[param] = here.new_zeros(blocks * here.shape[1])
+        own[param] = slice(first * here.shape[1], first * here.shape[1] + here.numel())
+        if param in encodings:
+            scales[param][own[param]] = here.reshape(-1)
+    for param, largest in reduce_over_shards(scales, rows_only=True).items():
+        if param in encodings:
+            here = local_weight(param).components[SCALE]
+            here.copy_(largest[own[param]].view(here.shape))
+    shared = {param: encodings[param] for param in params if param in encodings}
+    tiles.encode_under_scales([edge for param, weight in shared.items() for edge in _edges(param, weight)])
+
+
+# --- reductions -------------------------------------------------------------------------------------------------
 
 
 def _absmax(updates: Sequence[Update]) -> dict[Tensor, Tensor]:
@@ -111,11 +192,16 @@ def _absmax(updates: Sequence[Update]) -> dict[Tensor, Tensor]:
     return {param: absmax[0] for param, absmax in reduce_over_shards(in_order).items()}
 
 
-def reduce_over_shards(numbers: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-    """The largest of the ranks' numbers of each parameter, element by element; all ranks pass the same parameters."""
+def reduce_over_shards(numbers: Mapping[Tensor, Tensor], rows_only: bool = False) -> dict[Tensor, Tensor]:
+    """The largest of the ranks' numbers of each parameter, element by element; all ranks pass the same parameters.
+
+    ``rows_only``: of those that have the same columns.
+    """
     by_sharding: dict[tuple[DeviceMesh, tuple[int, ...], torch.device], list[Tensor]] = {}
     for param, own in numbers.items():
         dims = sharding_dims(param)
+        if isinstance(param, DTensor) and rows_only:
+            dims = tuple(dim for dim in dims if sharded_dim(param.placements[dim]) == 0)
         if isinstance(param, DTensor) and dims:
             by_sharding.setdefault((param.device_mesh, dims, own.device), []).append(param)
     found = dict(numbers)

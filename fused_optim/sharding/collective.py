@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -17,12 +18,15 @@ from torch.distributed.tensor import DTensor
 T = TypeVar("T")
 
 
-def gather(value: T, no_dist: bool = False) -> list[T]:
-    """The ranks' values in rank order, over the default group; only this one where there is none, or ``no_dist``."""
+def gather(value: T, no_dist: bool = False, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The ranks' values in rank order, over the default group; only this one where there is none, or ``no_dist``.
+
+    ``group``: another one of all ranks.
+    """
     if no_dist or not dist.is_initialized():
         return [value]
-    values: list[T] = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values: list[T] = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
@@ -39,7 +43,7 @@ class FailedElsewhere(ValueError):
 
 
 @contextmanager
-def on_all_ranks(doing: str, no_dist: bool = False) -> Iterator[None]:
+def on_all_ranks(doing: str, no_dist: bool = False, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Where the body fails on one rank, raise on all: its own error there, a RuntimeError that quotes it elsewhere."""
     error: BaseException | None = None
     try:
@@ -47,7 +51,7 @@ def on_all_ranks(doing: str, no_dist: bool = False) -> Iterator[None]:
     except (Exception, CheckpointException) as caught:
         error = caught
     own = None if isinstance(error, FailedElsewhere) else error
-    texts = gather(None if own is None else f"{type(own).__name__}: {own}", no_dist)
+    texts = gather(None if own is None else f"{type(own).__name__}: {own}", no_dist, group)
     if own is not None:
         raise own
     for rank, text in enumerate(texts):
@@ -80,6 +84,25 @@ def announce_failure(params: Iterable[Tensor]) -> None:
 
 def _meshes(params: Iterable[Tensor]) -> list[DeviceMesh]:
     return list(dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor)))
+
+
+def state_name(model: torch.nn.Module, key: str) -> str:
+    """The name that torch.distributed.checkpoint writes for a key of the model's state dict."""
+    return min(_get_fqns(model, key))
+
+
+# What wrappers of modules put before the names of parameters: torch.compile, activation checkpointing, FSDP1.
+_WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+
+
+def unwrapped_name(name: str) -> str:
+    """A parameter's name in the model inside of wrappers, but for DistributedDataParallel's."""
+    return _WRAPPERS.sub("", name)
+
+
+def bare_name(name: str) -> str:
+    """A parameter's name in the model inside of all wrappers."""
+    return unwrapped_name(name).removeprefix("module.")
 
 
 def parameter_names(model: torch.nn.Module) -> dict[Tensor, list[str]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -89,13 +91,46 @@ def rewrap_shaped(local: Tensor, like: Tensor, shape: Iterable[int]) -> Tensor:
     if not isinstance(like, DTensor):
         return local
     shape = torch.Size(shape)
-    return _wrap(local, like, shape, torch.empty(shape, device="meta").stride())
+    stride = tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+    return _wrap(local, like, shape, stride)
+
+
+class Portable(DTensor):
+    """A DTensor in host memory for other processes: torch pickles none whose local tensor is a view into a storage.
+
+    With a copy of its mesh, whose tensors would be moved into shared memory otherwise.
+    """
+
+    def __reduce_ex__(self, proto: Any) -> tuple[Any, ...]:
+        mesh = copy.deepcopy(self.device_mesh)
+        return _rebuild_portable, (self._local_tensor, mesh, self.placements, self.shape, self.stride())
+
+
+def portable(local: Tensor, like: DTensor) -> Portable:
+    """``local`` wrapped as :func:`rewrap_like` does, to be pickled."""
+    spec = _spec(like.device_mesh, tuple(like.placements), like.shape, like.stride(), local.dtype)
+    return Portable(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]  # DTensor's
+
+
+def _rebuild_portable(
+    local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, stride: tuple[int, ...]
+) -> Portable:
+    meta = TensorMeta(shape, stride, local.dtype)
+    spec = DTensorSpec(mesh, placements, meta)
+    return Portable(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]  # DTensor's
 
 
 def _wrap(local: Tensor, like: DTensor, shape: torch.Size, stride: tuple[int, ...]) -> DTensor:
     """DTensor.from_local would move ``local`` to the mesh's device."""
-    meta = TensorMeta(shape, stride, local.dtype)
-    return DTensor(local, DTensorSpec(like.device_mesh, tuple(like.placements), meta), requires_grad=False)
+    spec = _spec(like.device_mesh, tuple(like.placements), shape, stride, local.dtype)
+    return DTensor(local, spec, requires_grad=False)
+
+
+@functools.lru_cache(maxsize=1024)  # making one takes longer than all else that a state dict does for a tensor
+def _spec(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
+) -> DTensorSpec:
+    return DTensorSpec(mesh, placements, TensorMeta(shape, stride, dtype))
 
 
 def sharding_dims(param: Tensor) -> tuple[int, ...]:
@@ -195,9 +230,15 @@ class Geometry:
     def blocks(self) -> int:
         return -(-self.numel // self.block) if self.block else 0
 
-    def global_indices(self, device: torch.device) -> Tensor:
-        i = torch.arange(self.numel, device=device)
+    def global_indices(self, device: torch.device, first: int = 0, last: int | None = None) -> Tensor:
+        """Of the local elements from ``first`` on, up to ``last``: int64."""
+        i = torch.arange(first, self.numel if last is None else last, device=device)
         return self.offset + i // self.inner_local * self.inner_global + i % self.inner_local
+
+    def of_rows(self, start: int, numel: int) -> Geometry:
+        """That of ``numel`` elements from local element ``start``, where a row begins."""
+        offset = self.offset + start // self.inner_local * self.inner_global + start % self.inner_local
+        return replace(self, numel=numel, offset=offset)
 
 
 def shard_geometry(param: Tensor) -> Geometry:
@@ -206,7 +247,7 @@ def shard_geometry(param: Tensor) -> Geometry:
     block = _block_size(tuple(param.shape), _possible_rows(param))
     if not isinstance(param, DTensor):
         return Geometry(local.numel(), 0, max(local.numel(), 1), max(local.numel(), 1), block)
-    shape, offsets = tuple(param.shape), _offsets(param)
+    shape, offsets = tuple(param.shape), shard_offsets(param)
     cut = [d for d in range(1, len(shape)) if local.shape[d] != shape[d]]
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     offset = sum(o * s for o, s in zip(offsets, strides, strict=True)) if local.numel() else 0
@@ -217,12 +258,38 @@ def shard_geometry(param: Tensor) -> Geometry:
     return Geometry(local.numel(), offset, max(inner_local, 1), max(inner_global, 1), block)
 
 
-def _offsets(param: DTensor) -> Sequence[int]:
+def shard_offsets(param: DTensor) -> Sequence[int]:
     """Where the local shard starts in every dim."""
     chunk = own_chunk(param)
     if chunk is not None:
         return chunk.offsets
     return compute_local_shape_and_global_offset(tuple(param.shape), param.device_mesh, param.placements)[1]
+
+
+def shard_ranges(
+    shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Placement], dim: int
+) -> tuple[tuple[int, int], ...]:
+    """Where the shards of all ranks that have elements begin and end in a dim, by placements alone."""
+    cutting = [
+        (hasattr(placement, "split_factor"), ranks)
+        for ranks, placement in zip(mesh.shape, placements, strict=True)
+        if sharded_dim(placement) == dim
+    ]
+    # Strided ones cut what the others have cut.
+    return _ranges(shape[dim], tuple(ranks for _, ranks in sorted(cutting, key=lambda each: each[0])))
+
+
+@functools.cache
+def _ranges(size: int, ranks: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    found = [(0, size)]
+    for count in ranks:
+        found = [
+            (start + at, min(start + at + chunk, end))
+            for start, end in found
+            for chunk in [max(-(-(end - start) // count), 1)]
+            for at in range(0, end - start, chunk)
+        ]
+    return tuple(found)
 
 
 def _block_size(shape: tuple[int, ...], rows: Iterable[int]) -> int:

@@ -20,11 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_optim import copies
 from fused_optim.formats import FLOAT16, STATE_FORMATS, Master, StateFormat, decode_state
 from fused_optim.sharding.dtensor import cut_by_rows, local_tensor, placed_part, rewrap_like, rewrap_rows
 from fused_optim.slots import MASTER
 from fused_optim.state.param_state import ParamState
-from fused_optim.state.remainders import check_tensor, row_checks
+from fused_optim.state.remainders import check_tensor
+from fused_optim.state.values import STAGER, RowChecks, given
 
 _FORMATS = {fmt.code: fmt for fmt in STATE_FORMATS.values()}
 
@@ -51,14 +53,14 @@ def pack_remainder(states: ParamState, device: str | None) -> dict[str, Tensor]:
     """Remainders, and what tells whether a parameter is the one that they were split from."""
     param = states.param
     low = _copied(local_tensor(states.tensors[MASTER]), device)
-    check = rewrap_rows(_copied(row_checks(local_tensor(param)), device), param)
+    check = rewrap_rows(given(RowChecks(local_tensor(param).detach()), device), param)
     if states.slots.master is Master.REMAINDER8:
         return {"rem8": rewrap_like(low, param), "check": check}
     return {"rem16": rewrap_rows(low.view(torch.uint8), param), "check": check}
 
 
 def _copied(tensor: Tensor, device: str | None) -> Tensor:
-    return tensor.to(device or tensor.device, copy=True)
+    return tensor if device == STAGER else tensor.to(device or tensor.device, copy=True)
 
 
 def _row(param: Tensor) -> int:
@@ -82,6 +84,7 @@ class StoredMoment:
 
     def write(self, states: ParamState, name: str) -> None:
         """Bit for bit where the parameter's state has this format, else encoded from the values."""
+        copies.wait()
         slots = states.slots
         kept = slots.scale(name)
         if kept is None or (slots.format(name), slots.geometry.block) != (self.format, self.block):

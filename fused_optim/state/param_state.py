@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,20 +10,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fused_optim import copies
 from fused_optim.adapters import Update, adapter_of
-from fused_optim.formats import (
-    FLOAT16,
-    FLOAT32,
-    NEAREST,
-    Master,
-    decode_state,
-    encode_state,
-    join_remainder,
-    split_remainder,
-)
+from fused_optim.formats import FLOAT16, FLOAT32, NEAREST, Master, encode_state, split_remainder
 from fused_optim.sharding.dtensor import dense, is_dense, local_tensor, rewrap_like
 from fused_optim.slots import MASTER, MOMENTS, STATES, Slots, Versions
-from fused_optim.state.remainders import PIECE, LoadedRemainder
+from fused_optim.state.remainders import LoadedRemainder
+from fused_optim.state.values import Decoded, Joined, given, pieces
 
 FOLLOWED = 2**26  # elements compared at a time
 
@@ -142,24 +135,32 @@ class ParamState:
             )
         return found
 
+    def decoded(self, name: str) -> Decoded:
+        """The local values of a moment, or of an FP16 master."""
+        bits, slots = local_tensor(self.tensors[name]), self.slots
+        return Decoded(bits, slots.scale(name), name, slots.format(name), slots.geometry.block)
+
+    def joined(self) -> Joined:
+        """The local values of a master of which remainders are kept."""
+        return Joined(self._local(), local_tensor(self.tensors[MASTER]))
+
     def read_moment(self, name: str, device: str | None = None) -> Tensor:
         """Local FP32 values of a moment, or of an FP16 master: a new tensor on ``device`` unless the state is FP32."""
-        bits, scale = local_tensor(self.tensors[name]), self.slots.scale(name)
-        fmt, block = self.slots.format(name), self.slots.geometry.block
-        if bits.dtype == torch.float32:
-            return bits
+        stored = self.decoded(name)
+        return stored.bits if stored.bits.dtype == torch.float32 else stored.read(device)
 
-        def decode(piece: slice) -> Tensor:
-            scales = None if scale is None else scale[piece.start // block : -(-piece.stop // block)]
-            return decode_state(bits.reshape(-1)[piece], scales, name, fmt, block)
-
-        return _in_pieces(decode, bits, device)
+    def unscaled_moment(self, name: str, device: str | None) -> Tensor:
+        """The values of :meth:`read_moment`, placed as the parameter; the state itself if it is FP32."""
+        if self.slots.format(name).dtype(name) == torch.float32:
+            return self.tensors[name]
+        return rewrap_like(given(self.decoded(name), device), self.param)
 
     def write_moment(self, name: str, value: Tensor) -> None:
         """Encode local FP32 values into a moment, or into an FP16 master, rounding to nearest."""
+        copies.wait()
         target, value = local_tensor(self.tensors[name]).view(-1), dense(value).view(-1)
         fmt, stored, block = self.slots.format(name), self.slots.scale(name), self.slots.geometry.block
-        for piece in _pieces(target.numel()):
+        for piece in pieces(target.numel()):
             source = value[piece].to(device=target.device, dtype=torch.float32)
             nearest = torch.full(source.shape, NEAREST, dtype=torch.int64, device=target.device)
             bits, scale = encode_state(source, name, fmt, block, nearest)
@@ -176,22 +177,19 @@ class ParamState:
             return master
         if self.slots.master is Master.FLOAT16:
             return self.read_moment(MASTER, device)
-        local = local_tensor(self.param.detach())
-        high, low = local.reshape(-1), master.reshape(-1)
-        return _in_pieces(lambda piece: join_remainder(high[piece], low[piece]), local, device)
+        return self.joined().read(device)
 
     def write_master(self, value: Tensor) -> list[Update]:
         """Set the master from local FP32 values, and the parameter from the master.
 
         Returns what is still to be written, with that of all other parameters at once: quantized parameters.
         """
+        copies.wait()
+        if self.slots.master.is_remainder:
+            self._split_master(value)
+            return []
         local = local_tensor(self.param.detach())
         value = dense(value.to(device=local.device, dtype=torch.float32))
-        if self.slots.master.is_remainder:
-            high, low = split_remainder(value, self.slots.master)
-            local_tensor(self.tensors[MASTER]).copy_(low)
-            local.copy_(high)
-            return []
         if self.slots.master is Master.FLOAT32:
             local_tensor(self.tensors[MASTER]).copy_(value)
         elif self.slots.master is Master.FLOAT16:
@@ -202,8 +200,18 @@ class ParamState:
         local.copy_(value)
         return []
 
+    def _split_master(self, value: Tensor) -> None:
+        """Piece by piece: splitting takes many times the memory of what is split."""
+        local, flat = self._local(), dense(value).view(-1)
+        high, low = torch.empty_like(local, memory_format=torch.contiguous_format), local_tensor(self.tensors[MASTER])
+        for piece in pieces(flat.numel()):
+            source = flat[piece].to(device=local.device, dtype=torch.float32)
+            high.view(-1)[piece], low.view(-1)[piece] = split_remainder(source, self.slots.master)
+        local.copy_(high)
+
     def write_remainder(self, loaded: LoadedRemainder) -> None:
         """Set the master from loaded remainders. The parameter has its high bits, or will have where they are kept."""
+        copies.wait()
         if self.slots.master is loaded.kind:
             low = local_tensor(self.tensors[MASTER])
             low.copy_(loaded.bits(low.shape))
@@ -223,6 +231,7 @@ class ParamState:
         """
         if not self.slots.master.is_separate:
             return
+        copies.wait()
         master, adapter = self.read_master(), adapter_of(self.param)
         if adapter is None:
             parts = zip(*(x.reshape(-1).split(FOLLOWED) for x in (master, self._local())), strict=True)
@@ -230,9 +239,9 @@ class ParamState:
                 rounded = own.to(written.dtype)
                 own.copy_(torch.where(_same(rounded, written), own, written.float()))
         else:
-            rounded, written = adapter.rounded(self.param, master), adapter.values(self._local())
+            rounded, written = adapter.rounded(self.param, master), initial_master(self.param)
             same = _same(rounded, written) if rounded is not None else _near(master, written)
-            master = torch.where(same, master, initial_master(self.param))
+            master = torch.where(same, master, written)
             adapter.discard_initial(self.param)
         if self.slots.master is Master.FLOAT16:
             self.write_moment(MASTER, master)
@@ -251,7 +260,7 @@ class ParamState:
         return self.slots.master.is_separate and self.slots.versions != Versions.of(self.param)
 
     def _local(self) -> Tensor:
-        return local_tensor(self.param.detach())
+        return local_tensor(self.param).detach()
 
     @property
     def nbytes(self) -> int:
@@ -269,16 +278,3 @@ def _same(rounded: Tensor, written: Tensor) -> Tensor:
 def _near(master: Tensor, written: Tensor) -> Tensor:
     """Where ``written`` may be the rounded master in a format with three bits of mantissa."""
     return ((master - written).abs() <= master.abs() * 2.0**-4) | (master.isnan() & written.isnan())
-
-
-def _in_pieces(decode: Callable[[slice], Tensor], like: Tensor, device: str | None) -> Tensor:
-    """FP32 values shaped as ``like``, on its device or another one: there is one piece's worth of temporaries."""
-    out = torch.empty(like.shape, dtype=torch.float32, device=device or like.device)
-    flat = out.view(-1)
-    for piece in _pieces(out.numel()):
-        flat[piece] = decode(piece)
-    return out
-
-
-def _pieces(numel: int) -> Iterator[slice]:
-    return (slice(start, min(start + PIECE, numel)) for start in range(0, numel, PIECE))

@@ -19,7 +19,7 @@ from fused_optim.formats import Master, join_remainder
 from fused_optim.sharding.dtensor import cut_by_rows, dense, full_tensor, has_values, local_tensor, placed_part
 
 PIECE = 2**20  # elements coded at a time: the codecs' temporaries take up to 50 bytes for each; a multiple of BLOCKS
-_KINDS = {"rem16": Master.REMAINDER16, "rem8": Master.REMAINDER8}
+KINDS = {"rem16": Master.REMAINDER16, "rem8": Master.REMAINDER8}
 
 _WHOLE_MASTERS = "save with checkpoint_format='unscaled', which has whole masters"
 _MISFIT = (
@@ -97,7 +97,7 @@ def check_remainder(param: Tensor, saved: Mapping[str, Any] | Tensor, what: str)
             raise TypeError(f"{what}: int16 remainders belong to a torch.bfloat16 parameter")
         check_tensor(saved, tuple(param.shape), torch.int16, what)
         return
-    key = next((key for key in _KINDS if key in saved), None)
+    key = next((key for key in KINDS if key in saved), None)
     if key is None or "check" not in saved:
         raise KeyError(f"{what}: expected rem16 or rem8, and check, got {', '.join(map(str, saved))}")
     dtype, longer = (torch.uint8, 2) if key == "rem16" else (torch.int8, 1)
@@ -123,8 +123,8 @@ def unpack_remainder(param: Tensor, saved: Mapping[str, Any] | Tensor, who: str)
     if isinstance(saved, Tensor):
         low = saved.int() if isinstance(saved, DTensor) else saved  # neither NCCL nor gloo moves int16
         return LoadedRemainder(placed_part(low, param).short(), Master.REMAINDER16, None, who)
-    key = next(key for key in _KINDS if key in saved)
+    key = next(key for key in KINDS if key in saved)
     if cut_by_rows(param):
-        return LoadedRemainder(placed_part(saved[key], param), _KINDS[key], placed_part(saved["check"], param), who)
-    whole = LoadedRemainder(full_tensor(saved[key]), _KINDS[key], full_tensor(saved["check"]), who)
+        return LoadedRemainder(placed_part(saved[key], param), KINDS[key], placed_part(saved["check"], param), who)
+    whole = LoadedRemainder(full_tensor(saved[key]), KINDS[key], full_tensor(saved["check"]), who)
     return replace(whole, low=placed_part(whole.bits(param.shape), param))

@@ -15,18 +15,18 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from fused_optim import adapters
+from fused_optim import adapters, copies
 from fused_optim.adapters import Update
-from fused_optim.formats import Master
+from fused_optim.formats import Master, as_dtype
 from fused_optim.sharding.collective import FailedElsewhere, announce_failure, any_rank
 from fused_optim.sharding.dtensor import cut_by_rows, local_tensor, placed_part, rewrap_like
 from fused_optim.slots import MASTER, MOMENTS
+from fused_optim.state.groups import DESCRIPTION, KEYED_BY_NAMES, NATIVE, VERSION, whole
 from fused_optim.state.native import StoredMoment, check_moment, pack_moment, pack_remainder, unpack_moment
 from fused_optim.state.param_state import ParamState, read_parameter
 from fused_optim.state.remainders import (
@@ -36,7 +36,9 @@ from fused_optim.state.remainders import (
     unpack_remainder,
 )
 from fused_optim.state.store import StateStore
+from fused_optim.state.values import given
 from fused_optim.validate import (
+    CheckpointDevice,
     CheckpointFormat,
     check_checkpoint_device,
     check_checkpoint_format,
@@ -44,10 +46,6 @@ from fused_optim.validate import (
     describe,
 )
 
-VERSION = 1
-# What a checkpoint says of itself, as numbers and in every param group: torch.distributed.checkpoint keeps no metadata,
-# and its flattened form only such keys of a param group as the running optimizer has.
-DESCRIPTION = {"fused_optim_version": VERSION, "fused_optim_native": 0}
 # The running optimizer's choices, which a checkpoint does not change. Saved as text: torch.distributed.checkpoint
 # gathers and offloads no torch.dtype.
 _OWN_KEYS = ("exp_avg_dtype", "exp_avg_sq_dtype")
@@ -59,36 +57,41 @@ _SCHEDULERS_KEYS = ("max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr
 class Options:
     """How states are converted.
 
-    ``form``: "unscaled" or "native". ``device``: None or "cpu", where copies are made. ``int16_remainders``: the
-    unscaled form keeps these instead of FP32 masters, as TransformerEngine's does.
+    ``form``: "unscaled" or "native". ``device``: None or "cpu", where copies are made; "stager": none are, see
+    ``values.py``. ``int16_remainders``: the unscaled form keeps these instead of FP32 masters, as TransformerEngine's
+    does.
     """
 
     form: CheckpointFormat
-    device: Literal["cpu"] | None
+    device: CheckpointDevice
     int16_remainders: bool
 
 
 def convert(store: StateStore, state_dict: dict[str, Any], options: Options) -> dict[str, Any]:
     """A state dict of torch.optim's with the states in the form that was chosen.
 
-    FP32 states, and BF16 ones in the native form, go by reference.
+    FP32 states, and BF16 ones in the native form, go by reference; for a stager all that is not converted.
     """
     check_checkpoint_format(options.form)
     check_checkpoint_device(options.device)
     params = dict(enumerate(store.params))
     state = {
-        key: _converted(store[params[key]], options) if key in params and params[key] in store else states
+        key: converted(store[params[key]], options) if key in params and params[key] in store else states
         for key, states in state_dict["state"].items()
         if states
     }
-    description = {**DESCRIPTION, "fused_optim_native": int(any(map(_any_packed, state.values())))}
+    packed = any(map(_any_packed, state.values()))
+    flags = NATIVE * packed | KEYED_BY_NAMES * store.is_keyed_by_names
+    description = {**DESCRIPTION, "fused_optim_native": flags}
     groups = [
-        {**group, **{key: str(group[key]) for key in _OWN_KEYS}, **description} for group in state_dict["param_groups"]
+        {**group, **{key: str(as_dtype(group[key])) for key in _OWN_KEYS}, **description}
+        for group in state_dict["param_groups"]
     ]
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def _converted(states: ParamState, options: Options) -> dict[str, Any]:
+def converted(states: ParamState, options: Options) -> dict[str, Any]:
+    """The states of one parameter in the form that was chosen."""
     slots, native = states.slots, options.form == "native"
     packed = native and cut_by_rows(states.param)
     out: dict[str, Any] = dict(states.tensors)
@@ -96,22 +99,16 @@ def _converted(states: ParamState, options: Options) -> dict[str, Any]:
         if packed and slots.format(name).scaled:
             out[name] = pack_moment(states, name, options.device)
         elif slots.format(name).scaled or not native:
-            out[name] = _unscaled_moment(states, name, options.device)
+            out[name] = states.unscaled_moment(name, options.device)
     if slots.master is Master.FLOAT16:
-        pack = pack_moment if packed else _unscaled_moment
+        pack = pack_moment if packed else ParamState.unscaled_moment
         out[MASTER] = pack(states, MASTER, options.device)
     elif slots.master.is_remainder:
         if packed:
             out[MASTER] = pack_remainder(states, options.device)
         elif slots.master is Master.REMAINDER8 or not options.int16_remainders:
-            out[MASTER] = rewrap_like(states.read_master(options.device), states.param)
+            out[MASTER] = rewrap_like(given(states.joined(), options.device), states.param)
     return out
-
-
-def _unscaled_moment(states: ParamState, name: str, device: str | None) -> Tensor:
-    if states.slots.format(name).dtype(name) == torch.float32:
-        return states.tensors[name]
-    return rewrap_like(states.read_moment(name, device), states.param)
 
 
 @dataclass
@@ -165,9 +162,12 @@ def load(store: StateStore, groups: list[dict[str, Any]], checked: Checked) -> N
     with failing_together(store.params):
         loaded = {id_: _unpack(params[id_], saved, checked.who[id_]) for id_, saved in checked.states.items()}
     misfit = _any_misfit(loaded, params)
+    copies.wait()
     for group, saved, step in zip(groups, checked.groups, checked.steps, strict=True):
         group.update({key: _copied(saved[key]) for key in _taken(group, saved)})
         group["step"] = step
+    if described := _flags(checked.groups):  # goes on as it was; another optimizer has rounded in no way of ours
+        store.rounds_by_names = any(flags & KEYED_BY_NAMES for flags in described)
     remaining = []
     for id_, found in loaded.items():
         remaining += _write(store, params[id_], found, misfit)
@@ -250,7 +250,7 @@ def _check_group(
     if saved.get("amsgrad"):
         raise ValueError("the state dict was saved with amsgrad=True, which is not supported")
     try:
-        check_saved_group({**group, **{key: saved[key] for key in _taken(group, saved)}}, saved)
+        check_saved_group({**whole(group), **{key: saved[key] for key in _taken(group, saved)}}, saved)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{what}: {error}") from error
     trained = [param for param in group["params"] if param.requires_grad]
@@ -284,8 +284,8 @@ def _check_form(
     saved_groups: list[dict[str, Any]], state: Mapping[Any, Mapping[str, Any]], params: Iterable[Tensor]
 ) -> None:
     """torch may lay a checkpoint against a state dict of another form and leave there what does not match."""
-    described = [saved["fused_optim_native"] for saved in saved_groups if "fused_optim_native" in saved]
-    native, packed = any(described), any(map(_any_packed, state.values()))
+    described = _flags(saved_groups)
+    native, packed = any(flags & NATIVE for flags in described), any(map(_any_packed, state.values()))
     comparable = described and any(state.values()) and any(p.requires_grad and cut_by_rows(p) for p in params)
     if comparable and packed != native:
         forms = ("unscaled", "native")
@@ -293,6 +293,10 @@ def _check_form(
             f"the checkpoint is {forms[native]} but its state dict has the states of one that is {forms[packed]}: set "
             f"optimizer.checkpoint_format = {forms[native]!r} before you take the state dict to load into"
         )
+
+
+def _flags(saved_groups: list[dict[str, Any]]) -> list[int]:
+    return [int(saved["fused_optim_native"]) for saved in saved_groups if "fused_optim_native" in saved]
 
 
 def _any_packed(states: Mapping[str, Any]) -> bool:

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from fused_optim import adapters
+from fused_optim import adapters, copies
+from fused_optim.adapters import Update
 from fused_optim.formats import Master
-from fused_optim.sharding.collective import FailedElsewhere, any_rank
+from fused_optim.sharding.collective import FailedElsewhere, any_rank, bare_name
 from fused_optim.sharding.dtensor import has_own_chunks, local_tensor, rewrap_like, shard_geometry
 from fused_optim.sharding.uneven import locate_uneven_shards
-from fused_optim.slots import MASTER, MOMENTS, STATES, Slots
+from fused_optim.slots import MASTER, MOMENTS, STATES, STEP, Slots
 from fused_optim.state.param_state import ParamState, discard_initial, initial_master, master_kind
 from fused_optim.state.remainders import MISFIT_ELSEWHERE, LoadedRemainder
-from fused_optim.validate import describe
+from fused_optim.validate import CheckpointFormat, check_param, describe
 
 
 class Owner(Protocol):
@@ -48,15 +51,26 @@ class StateStore:
         owner: Owner,
         slots: dict[Tensor, Slots] | None = None,
         pending: dict[Tensor, LoadedRemainder | None] | None = None,
+        form: CheckpointFormat = "unscaled",
+        rounds_by_names: bool = True,
     ) -> None:
         self._owner: Owner = weakref.proxy(owner)  # which holds this, and is freed as soon as nobody else holds it
         self.slots: dict[Tensor, Slots] = {} if slots is None else slots
         self.pending: dict[Tensor, LoadedRemainder | None] = {} if pending is None else pending
+        # Where parameters have names: then the optimizers of parts of a model round as one of all of it does. Not after
+        # a checkpoint whose run has counted parameters.
+        self.rounds_by_names = rounds_by_names
+        self.form: CheckpointFormat = form  # of state dicts; here, where copies of the optimizer's attributes share it
 
     @property
     def state(self) -> dict[Tensor, dict[str, Any]]:
         """``optimizer.state``."""
         return self._owner.state
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """``optimizer.param_groups``."""
+        return self._owner.param_groups
 
     @property
     def params(self) -> list[Tensor]:
@@ -68,6 +82,16 @@ class StateStore:
         """Their names, where they were given with names."""
         groups = self._owner.param_groups
         return list(chain.from_iterable(g.get("param_names", [None] * len(g["params"])) for g in groups))
+
+    @property
+    def is_keyed_by_names(self) -> bool:
+        """Whether rounding goes by parameters' names."""
+        return self.rounds_by_names and any(self.names)
+
+    def rounding_numbers(self) -> list[int]:
+        """By which the parameters' sequences of rounding differ: hashes of names, or positions."""
+        named = enumerate(self.names)
+        return [zlib.crc32(bare_name(name).encode()) if name and self.rounds_by_names else i for i, name in named]
 
     def describe(self, param: Tensor) -> str:
         """A parameter in messages. Raises KeyError if the optimizer does not hold it."""
@@ -123,18 +147,42 @@ class StateStore:
                 else:
                     self._create(candidate, group, remainders)
 
-    def _create(self, param: Tensor, group: dict[str, Any], remainders: bool | None) -> None:
+    @property
+    def asked_master(self) -> Master | None:
+        """The kind of master that was chosen where a parameter may have it; None for FP32 ones, or no choice."""
+        owner = self._owner
+        if owner.store_param_remainders and owner.master_weights:
+            return Master.REMAINDER16 if owner.param_remainder_bits == 16 else Master.REMAINDER8
+        return Master.FLOAT16 if owner.master_weights and owner.master_weight_dtype == torch.float16 else None
+
+    def new_slots(self, param: Tensor, group: dict[str, Any], remainders: bool | None = None) -> Slots:
+        """The formats that the states of a parameter of ``group`` would have, with scales of their own."""
         owner = self._owner
         remainders = owner.store_param_remainders if remainders is None else remainders
         bits = owner.param_remainder_bits if remainders else None
         kind = master_kind(param, owner.master_weights, bits, owner.master_weight_dtype)
+        return Slots.create(param, kind, group["exp_avg_dtype"], group["exp_avg_sq_dtype"])
+
+    def _create(self, param: Tensor, group: dict[str, Any], remainders: bool | None) -> None:
+        owner = self._owner
         with torch.inference_mode(False), torch.no_grad():  # a step made in it would leave states for no other
-            slots = Slots.create(param, kind, group["exp_avg_dtype"], group["exp_avg_sq_dtype"])
+            slots = self.new_slots(param, group, remainders)
             created = ParamState.create(param, slots)
             created.adopt(owner.state.get(param) or {})
+        if self.form == "torch":
+            created.tensors[STEP] = torch.tensor(0.0)
         owner.state[param] = created.tensors
         self.slots[param] = slots
         created.mark()
+
+    def show_steps(self) -> None:
+        """Let the parameters' states have the steps of their groups if they are to look like torch.optim.AdamW's."""
+        for group in self._owner.param_groups:
+            for param in group["params"]:
+                if param in self.slots and self.form == "torch":
+                    self.state[param][STEP] = torch.tensor(float(group[STEP]))
+                elif param in self.slots:
+                    self.state[param].pop(STEP, None)
 
     def adopt(self) -> None:
         """Make states of what others have put into ``optimizer.state``, as Megatron-LM does before it loads."""
@@ -163,11 +211,41 @@ class StateStore:
         self.slots.pop(param, None)
         self.pending.pop(param, None)
 
+    def check_replacement(self, old: Tensor, new: Tensor) -> None:
+        """Raise KeyError, ValueError or TypeError where :meth:`replace` cannot be."""
+        what = self.describe(old)
+        if new.shape != old.shape or _placement(new) != _placement(old):
+            expected, got = (f"shape {tuple(x.shape)}, {_placement(x) or 'no mesh'}" for x in (old, new))
+            raise ValueError(f"{what} is to be replaced: expected {expected}, got {got}")
+        index = next(i for i, param in enumerate(self.params) if param is old)
+        check_param(new, index, self.names[index])
+
+    def replace(self, old: Tensor, new: Tensor) -> list[Update]:
+        """Let ``new`` take the place of ``old``, with its states, and write it from the master.
+
+        Returns what is still to be written, as ``ParamState.write_master`` does.
+        """
+        group = next(group for group in self._owner.param_groups if any(param is old for param in group["params"]))
+        group["params"][:] = [new if param is old else param for param in group["params"]]
+        updates = self._take_over(old, new, group) if old in self else []
+        others = {name: value for name, value in self._owner.state.get(old, {}).items() if name not in STATES}
+        self.forget(old)
+        self.keep_others(new, others)
+        return updates
+
+    def _take_over(self, old: Tensor, new: Tensor, group: dict[str, Any]) -> list[Update]:
+        before = self[old]
+        self._create(new, group, None)
+        after = self[new]
+        for name in MOMENTS:
+            after.write_moment(name, before.read_moment(name))
+        return after.write_master(before.read_master())
+
     def keep_others(self, param: Tensor, others: dict[str, Any]) -> None:
         """Put what is no state of this optimizer beside the states of ``param``, in place of what was there."""
         if others or param in self._owner.state:
             kept = self._owner.state.setdefault(param, {})
-            for name in kept.keys() - {*MOMENTS, MASTER}:
+            for name in kept.keys() - {*STATES, STEP}:
                 del kept[name]
             kept.update(others)
 
@@ -203,6 +281,7 @@ class StateStore:
         elif value.dtype != target.dtype:
             raise TypeError(f"{self.describe(param)}: {name}: expected {target.dtype}, got {value.dtype}")
         else:
+            copies.wait()
             target.copy_(value)
         if name == MASTER:
             states.mark()
@@ -225,6 +304,7 @@ class StateStore:
     def sync_params(self) -> None:
         """Write every parameter again from its master. A collective where weights have a scale for all their shards."""
         self.settle()
+        copies.wait()
         remaining = []
         for states in self:
             if states.slots.master is not Master.PARAMETER:
@@ -281,6 +361,10 @@ class StateStore:
     def nbytes(self) -> int:
         """Bytes that this rank holds for moments, masters and scales."""
         return sum(states.nbytes for states in self)
+
+
+def _placement(param: Tensor) -> tuple[object, object] | None:
+    return (param.device_mesh, param.placements) if isinstance(param, DTensor) else None
 
 
 def _holds_values(states: ParamState, name: str) -> bool:

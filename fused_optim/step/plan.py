@@ -7,7 +7,7 @@ only what differs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import is_
@@ -45,6 +45,7 @@ class _Part:
     # copy is placed in another way, themselves.
     apart: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     unwatched: set[int] = field(default_factory=set)  # shards that are described at every step
+    unfollowed: set[int] = field(default_factory=set)  # shards that others have written, which is told once
     shards: Shards = field(init=False)
 
     def absmax_of(self, i: int) -> Tensor:
@@ -81,16 +82,23 @@ def check_capturable(backends: dict[torch.device, str]) -> None:
 
 
 class Plan:
-    """The shards of all parameters that have states."""
+    """The shards of all parameters that have states, or of ``members`` alone."""
 
-    def __init__(self, groups: list[dict[str, Any]], store: StateStore, seed: int) -> None:
+    def __init__(
+        self, groups: list[dict[str, Any]], store: StateStore, seed: int, members: Collection[Tensor] | None = None
+    ) -> None:
         self._params = store.params
-        self._names = store.names
+        self._is_part = members is not None
+        own = set(self._params if members is None else members)
+        self._names, self._numbers = store.names, store.rounding_numbers()
         self._sizes = [len(group["params"]) for group in groups]
         self._seed = seed
-        self._state_keys, self._state_dicts = list(store.state), list(store.state.values())
-        self._slots = {index: store.slots[param] for index, param in enumerate(self._params) if param in store}
-        self._stateless = [param for param in self._params if param not in store]
+        self._state_keys = [param for param in store.state if param in own] if self._is_part else list(store.state)
+        self._state_dicts = [store.state[key] for key in self._state_keys]
+        self._slots = {
+            index: store.slots[param] for index, param in enumerate(self._params) if param in own and param in store
+        }
+        self._stateless = [param for param in self._params if param in own and param not in store]
         self._store = store
         self._copies: list[tuple[Tensor, Tensor]] = []
         parts: dict[torch.device, _Part] = {}
@@ -126,11 +134,16 @@ class Plan:
     def fits(self, groups: list[dict[str, Any]], store: StateStore, seed: int) -> bool:
         """Whether parameters, groups, dicts of states, seed and backends are those that the plan was built for.
 
-        And whether what has no states still has no gradient.
+        And whether what has no states still has no gradient. Of a plan of some parameters: whether these are as they
+        were.
         """
         state = store.state
         with torch._C.DisableTorchFunctionSubclass():  # of a DTensor, reading `.grad` is slow where torch looks for it
             awake = any(getattr(param, store.grad_attribute, None) is not None for param in self._stateless)
+        if self._is_part:
+            dicts = [state.get(param) for param in self._state_keys]
+            alike = not awake and seed == self._seed and _same_objects(dicts, self._state_dicts)
+            return alike and self._has_its_backends()
         return (
             not awake
             and seed == self._seed
@@ -139,8 +152,11 @@ class Plan:
             and _same_objects(chain.from_iterable(group["params"] for group in groups), self._params)
             and _same_objects(state, self._state_keys)
             and _same_objects(state.values(), self._state_dicts)
-            and all(backend_of(local_tensor(part.watched[0].param)) == part.backend for part in self._parts)
+            and self._has_its_backends()
         )
+
+    def _has_its_backends(self) -> bool:
+        return all(backend_of(local_tensor(part.watched[0].param)) == part.backend for part in self._parts)
 
     @property
     def groups_with_gradients(self) -> set[int]:
@@ -186,13 +202,21 @@ class Plan:
         return i not in part.unwatched or self._store[part.watched[i].param].is_written
 
     def _follow(self, shards: Sequence[tuple[_Part, int]]) -> None:
+        """Those that raise are followed when this is called again."""
         for part, i in shards:
-            states = self._store[part.watched[i].param]
-            if states.slots.master.is_separate and is_capturing():
-                who = describe(states.param, part.indices[i], self._names[part.indices[i]])
-                hint = "call sync_masters_from_params() before the capture"
-                raise RuntimeError(f"CUDA graph capture: {who} may have been written since the last step; {hint}")
-            states.follow_parameter()
+            part.unfollowed.add(i)
+        for part in self._parts:
+            for i in sorted(part.unfollowed):
+                self._follow_shard(part, i)
+                part.unfollowed.remove(i)
+
+    def _follow_shard(self, part: _Part, i: int) -> None:
+        states = self._store[part.watched[i].param]
+        if states.slots.master.is_separate and is_capturing():
+            who = describe(states.param, part.indices[i], self._names[part.indices[i]])
+            hint = "call sync_masters_from_params() before the capture"
+            raise RuntimeError(f"CUDA graph capture: {who} may have been written since the last step; {hint}")
+        states.follow_parameter()
 
     def _check(self, part: _Part, i: int, attribute: str) -> None:
         index, param, states = part.indices[i], part.watched[i].param, part.watched[i].states
@@ -233,7 +257,7 @@ class Plan:
             exp_avg=local_tensor(states["exp_avg"]),
             exp_avg_sq=local_tensor(states["exp_avg_sq"]),
             slots=slots,
-            key=rounding_key(self._seed, index),
+            key=rounding_key(self._seed, self._numbers[index]),
             target=target,
             absmax=absmax,
         )
@@ -320,7 +344,7 @@ class Plan:
         if not hyper.stochastic_rounding:
             return None
         step = hyper.step if hyper.steps_done is None else hyper.steps_done  # counted already
-        return Fractions(rounding_key(self._seed, index), self._slots[index].geometry, step)
+        return Fractions(rounding_key(self._seed, self._numbers[index]), self._slots[index].geometry, step)
 
 
 def _unscaled_apart(apart: list[tuple[Tensor, Tensor]], hypers: list[Hyper]) -> list[tuple[Tensor, Tensor]]:

@@ -47,7 +47,7 @@ class DeviceScalars:
         self._devices: dict[torch.device, _OnDevice] = {}
         self._steps: list[int] = []  # group["step"] as it was last seen here
         self._lrs: list[float | None] = []
-        self._captured = False
+        self.captured = False
         self._workspaces: dict[torch.device, Tensor] = {}
         self._factors: dict[torch.device, Tensor] = {}
         self._retired: list[object] = []
@@ -105,7 +105,7 @@ class DeviceScalars:
     def count(self, groups: Groups, capturing: bool) -> None:
         """After a step: the host counts as if it had not been skipped. A captured step has not been made yet."""
         self.ahead = True
-        self._captured |= capturing
+        self.captured |= capturing
         if not capturing:
             self._steps = [int(group["step"]) for group in groups]
 
@@ -117,7 +117,7 @@ class DeviceScalars:
         for number, (group, steps) in enumerate(zip(groups, counted, strict=False)):
             if group["step"] == self._steps[number]:
                 group["step"] = self._steps[number] = steps
-        self.ahead = self._captured  # a graph may be replayed at any time
+        self.ahead = self.captured  # a graph may be replayed at any time
 
     def step(self, device: torch.device, number: int) -> Tensor:
         return self._devices[device].step[number]
@@ -142,7 +142,7 @@ class DeviceScalars:
 
     def retire(self, memory: object) -> None:
         """Graphs that were captured go on writing to what they know, although nothing else uses it any more."""
-        if self._captured:
+        if self.captured:
             self._retired.append(memory)
 
 

@@ -11,7 +11,7 @@ from fused_optim.sharding.collective import gather, on_all_ranks, world_size
 
 
 def check_replicas(doing: str, named: Iterable[tuple[str, Iterable[Tensor]]]) -> None:
-    """Raise ValueError, on all ranks, where the FP32 tensors under one name differ between ranks. A collective.
+    """Raise ValueError, on all ranks, where the tensors under one name differ between ranks. A collective.
 
     They are parts then, of which none is the parameter, or replicas that have diverged.
     """
@@ -31,4 +31,5 @@ def check_replicas(doing: str, named: Iterable[tuple[str, Iterable[Tensor]]]) ->
 
 def _fingerprint(tensor: Tensor) -> tuple[torch.Size, int]:
     """Shape, and the sum of the bits."""
-    return tensor.shape, int(tensor.contiguous().view(torch.int32).sum(dtype=torch.int64))
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.shape, int(tensor.contiguous().view(integers).sum(dtype=torch.int64))

@@ -1,0 +1,114 @@
+"""Host memory that GPUs copy into, allocated and page-locked once; files are written from it without another copy."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import sys
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 4096  # bytes, of a buffer in its segment
+_SEGMENT = 1 << 28  # bytes that are allocated, and page-locked, at once; a larger buffer has a segment of its own
+_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all GPUs
+
+
+class HostBuffers:
+    """Buffers of given sizes in bytes, each a flat uint8 tensor.
+
+    ``locked``: GPUs copy into them without waiting for the host. ``shared``: other processes can map them. Every
+    tensor has a storage of its own size, which torch writes without another copy. Raises RuntimeError where the
+    memory cannot be page-locked.
+    """
+
+    def __init__(self, sizes: Sequence[int], *, locked: bool, shared: bool) -> None:
+        self.sizes = tuple(sizes)
+        self.locked = locked
+        found: dict[int, Tensor] = {}
+        # Other processes get storages: each buffer has one of its own, that torch may pickle alone.
+        segments = [({i: 0}, max(size, 1)) for i, size in enumerate(sizes)] if shared else _segments(sizes)
+        for members, size in segments:
+            segment = _Shared(size) if shared else _Mapped(size)
+            if locked:
+                segment.lock()
+            found.update({i: segment.part(offset, sizes[i]) for i, offset in members.items()})
+        self.tensors = [found[i] for i in range(len(sizes))]
+
+
+def _segments(sizes: Sequence[int]) -> list[tuple[dict[int, int], int]]:
+    """(the offset of each buffer, bytes) of every segment."""
+    segments: list[tuple[dict[int, int], int]] = []
+    members: dict[int, int] = {}
+    used = 0
+    for i, size in enumerate(sizes):
+        rounded = -(-size // _ALIGNMENT) * _ALIGNMENT
+        if used + rounded > _SEGMENT and members:
+            segments.append((members, used))
+            members, used = {}, 0
+        members[i] = used
+        used += rounded
+    return [*segments, (members, max(used, _ALIGNMENT))] if members else segments
+
+
+class _Mapped(mmap.mmap):
+    """Memory of this process, in huge pages where the system has them: they are page-locked several times faster.
+
+    A child process does not get it: its first write would move pages from under the GPU.
+    """
+
+    _address = 0  # of page-locked memory
+
+    def __new__(cls, size: int) -> _Mapped:
+        self = super().__new__(cls, -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+            if hasattr(mmap, advice):
+                with contextlib.suppress(OSError):  # of a kernel that was built without it
+                    self.madvise(getattr(mmap, advice))
+        return self
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+
+    def part(self, offset: int, size: int) -> Tensor:
+        if not size:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self, dtype=torch.uint8, count=size, offset=offset)
+
+    def lock(self) -> None:
+        whole = self.part(
+            0, len(self)
+        ).zero_()  # pages are made on several threads, and before the driver has its locks
+        _lock(whole)
+        self._address = whole.data_ptr()
+
+    def __del__(self) -> None:
+        if self._address and not sys.is_finalizing():
+            _unlock(self._address)
+
+
+class _Shared:
+    """Memory in a file that other processes can map."""
+
+    def __init__(self, size: int) -> None:
+        self._storage = torch.UntypedStorage._new_shared(size, device="cpu")
+        self._whole = torch.empty(0, dtype=torch.uint8).set_(self._storage)
+
+    def part(self, offset: int, size: int) -> Tensor:
+        return self._whole[offset : offset + size]
+
+    def lock(self) -> None:
+        _lock(self._whole.zero_())
+        weakref.finalize(self._storage, _unlock, self._whole.data_ptr()).atexit = False
+
+
+def _lock(whole: Tensor) -> None:
+    error = int(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.nbytes, _PORTABLE))
+    if error:
+        raise RuntimeError(f"{whole.nbytes} bytes of host memory cannot be page-locked: CUDA error {error}")
+
+
+def _unlock(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)

@@ -1,0 +1,68 @@
+"""State dicts of a model and its optimizer, named as ``torch.distributed.checkpoint.state_dict`` names them.
+
+Names are looked up once: at every save that would take longer than all else that the host has to do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.optim import Optimizer
+
+from fused_optim.adam import FusedAdam
+from fused_optim.sharding.collective import gather, parameter_names, state_name
+from fused_optim.validate import CheckpointDevice, CheckpointFormat, check_belongs, check_whole
+
+
+class Collector:
+    """A collective over the default group. Raises TypeError for flat shards of FSDP1 in a FusedAdam, KeyError for one
+    that has none of the model's parameters."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        if isinstance(optimizer, FusedAdam):
+            check_whole(model, optimizer.store.params)
+            check_belongs(model, optimizer.store.params)
+        self._model, self._optimizer = model, optimizer
+        self._names: dict[Tensor, str] = {}
+        self._keys: dict[str, str] = {}
+        self._wrapped = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+        everyone = gather(sorted(name for names in parameter_names(model).values() for name in names))
+        # Of nested param groups torch saves those of one rank: where ranks own different parameters (pipeline stages),
+        # every parameter has its settings.
+        alike = all(names == everyone[0] for names in everyone)
+        self.options = None if alike else StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def model_state(self) -> dict[str, Any]:
+        if self._wrapped:
+            return get_model_state_dict(self._model)
+        state = self._model.state_dict()
+        if not self._keys.keys() >= state.keys():
+            self._keys = {key: state_name(self._model, key) for key in state}
+        return {self._keys[key]: value for key, value in state.items()}
+
+    def optimizer_state(self, form: CheckpointFormat, device: CheckpointDevice) -> dict[str, Any]:
+        """``form`` and ``device``: of a FusedAdam."""
+        optimizer = self._optimizer
+        if not isinstance(optimizer, FusedAdam):
+            return get_optimizer_state_dict(self._model, optimizer, options=self.options)
+        before = optimizer.checkpoint_format, optimizer.checkpoint_device
+        optimizer.checkpoint_format, optimizer.checkpoint_device = form, device
+        try:
+            if self.options is not None:
+                return get_optimizer_state_dict(self._model, optimizer, options=self.options)
+            return self._named(optimizer.state_dict())
+        finally:
+            optimizer.checkpoint_format, optimizer.checkpoint_device = before
+
+    def _named(self, state: dict[str, Any]) -> dict[str, Any]:
+        """By the parameters' names instead of their numbers."""
+        assert isinstance(self._optimizer, FusedAdam)
+        params = self._optimizer.store.params
+        if not all(param in self._names for param in params):
+            self._names = {param: names[0] for param, names in parameter_names(self._model).items()}
+        names = [self._names[param] for param in params]
+        groups = [{**group, "params": [names[id_] for id_ in group["params"]]} for group in state["param_groups"]]
+        return {"state": {names[id_]: states for id_, states in state["state"].items()}, "param_groups": groups}

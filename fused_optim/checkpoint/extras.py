@@ -1,0 +1,156 @@
+"""What is saved beside the model and the optimizer: schedulers, loaders, averages; whatever has a state dict.
+
+Sharded tensors go into the checkpoint as those of the model do. All else of a state is one entry, of which ranks that
+have the same share one: loaders' states may differ from rank to rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from fused_optim.checkpoint.folders import Folder
+from fused_optim.checkpoint.reading import load, memory_of
+from fused_optim.checkpoint.sources import Stored, buffer_for
+
+_SHARDED = "fused_optim_sharded"  # the key, in a state, of where a sharded tensor's own is
+
+
+class Stateful(Protocol):
+    """What may be saved."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+def check_extra(extra: Mapping[str, Any]) -> dict[str, Stateful]:
+    """Raise TypeError for what has no state, ValueError for a name that keys cannot have."""
+    for name, value in extra.items():
+        if not (callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))):
+            kind = type(value).__name__
+            raise TypeError(f"extra {name!r}: expected an object with state_dict() and load_state_dict(), got {kind}")
+        if not name or "." in name:
+            raise ValueError(f"extra {name!r}: expected a name without dots")
+    return dict(extra)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A staged state: its sharded tensors by key, and all else as bytes."""
+
+    sharded: dict[str, Tensor]
+    content: bytes
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.content).hexdigest()
+
+
+def pack(name: str, state: Any) -> Packed:
+    sharded: dict[str, Tensor] = {}
+
+    def take(path: str, tensor: DTensor) -> Any:
+        sharded[path] = tensor
+        return {_SHARDED: path}
+
+    stream = io.BytesIO()
+    torch.save(_with_sharded(state, f"extra.{name}.sharded", take), stream)
+    return Packed(sharded, stream.getvalue())
+
+
+def own_entries(packed: Mapping[str, Packed], owners: Mapping[str, Sequence[int]], rank: int) -> dict[str, Any]:
+    """What this rank adds to the checkpoint, by key."""
+    entries: dict[str, Any] = {}
+    for name, each in packed.items():
+        entries |= each.sharded
+        if owners[name][rank] == rank:
+            entries[_key(name, rank)] = torch.frombuffer(bytearray(each.content), dtype=torch.uint8)
+    return entries
+
+
+def owners_of(digests: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
+    """By name and rank, the first rank that has the same state."""
+    names = list(digests[0])
+    return {name: [[other[name] for other in digests].index(own[name]) for own in digests] for name in names}
+
+
+def owner_for(name: str, owners: Sequence[int], rank: int, ranks: int) -> int:
+    """Whose state this rank loads. Raises ValueError where ranks had different ones and are not as many now."""
+    if len(owners) == ranks:
+        return owners[rank]
+    if len(set(owners)) > 1:
+        raise ValueError(
+            f"extra {name!r} was saved with different states on {len(owners)} ranks, and these are {ranks}: give it a "
+            f"state that does not depend on the rank, or load without it: load(step, without=[{name!r}])"
+        )
+    return owners[0]
+
+
+def read(name: str, owner: int, current: Stateful, folder: Folder, metadata: Metadata) -> dict[str, Any]:
+    """The state to be loaded. Sharded tensors are placed as those that ``current`` has at the same places now."""
+    entry = metadata.state_dict_metadata[_key(name, owner)]
+    content = torch.empty(math.prod(cast(TensorStorageMetadata, entry).size), dtype=torch.uint8)
+    load({_key(name, owner): content}, folder, metadata)
+    try:
+        state = torch.load(io.BytesIO(memory_of(content)), map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"extra {name!r} in {folder} is not made of plain values: {reason}") from error
+    wanted = _paths(state)
+    if not wanted:
+        return cast(dict[str, Any], state)
+    placed: dict[str, Tensor] = {}
+
+    def note(path: str, tensor: DTensor) -> Any:
+        stored = metadata.state_dict_metadata.get(path)
+        if isinstance(stored, TensorStorageMetadata):
+            placed[path] = buffer_for(tensor, Stored(tuple(stored.size), stored.properties.dtype))
+        return None
+
+    _with_sharded(current.state_dict(), f"extra.{name}.sharded", note)
+    if lacking := sorted(wanted - placed.keys()):
+        raise ValueError(f"extra {name!r} has no sharded tensor for {lacking[0]} yet: give it its state before loading")
+    wanted_tensors: dict[str, Any] = {path: placed[path] for path in wanted}
+    load(wanted_tensors, folder, metadata)
+    return cast(dict[str, Any], _filled(state, wanted_tensors))
+
+
+def _key(name: str, owner: int) -> str:
+    return f"extra.{name}.rank{owner}"
+
+
+def _with_sharded(value: Any, path: str, replace: Callable[[str, DTensor], Any]) -> Any:
+    """A tree with something else in the places of DTensors."""
+    if isinstance(value, DTensor):
+        return replace(path, value)
+    if isinstance(value, dict):
+        return {key: _with_sharded(item, f"{path}.{key}", replace) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_with_sharded(item, f"{path}.{i}", replace) for i, item in enumerate(value))
+    return value
+
+
+def _paths(value: Any) -> set[str]:
+    """Of the sharded tensors of a tree."""
+    if isinstance(value, dict):
+        return {value[_SHARDED]} if _SHARDED in value else {path for item in value.values() for path in _paths(item)}
+    return {path for item in value for path in _paths(item)} if type(value) in (list, tuple) else set()
+
+
+def _filled(value: Any, tensors: Mapping[str, Any]) -> Any:
+    """The tree with its sharded tensors."""
+    if isinstance(value, dict):
+        if _SHARDED in value:
+            return tensors[value[_SHARDED]]
+        return {key: _filled(item, tensors) for key, item in value.items()}
+    return type(value)(_filled(item, tensors) for item in value) if type(value) in (list, tuple) else value

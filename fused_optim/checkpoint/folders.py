@@ -1,0 +1,228 @@
+"""Folders that checkpoints are in: of this machine, or of what fsspec knows (``s3://``, ``gs://``, ``memory://``)."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+PathLike = str | os.PathLike[str]
+
+
+class Folder(Protocol):
+    """A folder and what is done with the files in it. ``str()`` of it is for messages."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it can be renamed at once, and files are on the disk once they are synced."""
+
+    @property
+    def name(self) -> str: ...
+
+    def child(self, name: str) -> Folder: ...
+
+    def exists(self) -> bool: ...
+
+    def create(self) -> None:
+        """With the folders above it; nothing where it exists."""
+
+    def names(self) -> list[str]:
+        """Of the files and folders in it; none where it does not exist."""
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None where there is none."""
+
+    def open(self, name: str, mode: str) -> BinaryIO: ...
+
+    def read(self, name: str, start: int = 0, length: int | None = None) -> bytes: ...
+
+    def read_into(self, name: str, start: int, memory: memoryview) -> None:
+        """All of ``memory``, from byte ``start`` of a file on. Raises EOFError where the file is shorter."""
+
+    def write(self, name: str, content: bytes) -> None:
+        """All of it or nothing: a file that is read meanwhile, or after a crash, is the old one or the new one."""
+
+    def remove(self, name: str) -> None:
+        """A file or folder; nothing where there is none."""
+
+    def rename(self, old: str, new: str) -> None: ...
+
+    def sync(self) -> None:
+        """Names that were given are on the disk afterwards."""
+
+    def free(self) -> int | None:
+        """Bytes that can be written; None where nobody knows."""
+
+
+def folder_at(path: PathLike | Folder) -> Folder:
+    """Raises ImportError or ValueError for what fsspec cannot open."""
+    if not isinstance(path, str | os.PathLike):
+        return path
+    text = os.fspath(path)
+    if text.startswith("file://"):
+        text = text.removeprefix("file://")
+    if "://" not in text:
+        return LocalFolder(Path(text))
+    from fsspec.core import url_to_fs
+
+    system, inner = url_to_fs(text)
+    return RemoteFolder(system, inner, text)
+
+
+class LocalFolder:
+    """A folder of this machine, or one that is mounted."""
+
+    is_local = True
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    def child(self, name: str) -> LocalFolder:
+        return LocalFolder(self.path / name)
+
+    def exists(self) -> bool:
+        return self.path.is_dir()
+
+    def create(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def names(self) -> list[str]:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return [entry.name for entry in self.path.iterdir()]
+        return []
+
+    def size(self, name: str) -> int | None:
+        file = self.path / name
+        return file.stat().st_size if file.is_file() else None
+
+    def open(self, name: str, mode: str) -> BinaryIO:
+        file: Any = (self.path / name).open(mode, buffering=0 if "w" in mode else -1)
+        return file  # type: ignore[no-any-return]
+
+    def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
+        with (self.path / name).open("rb") as stream:
+            stream.seek(start)
+            return stream.read(-1 if length is None else length)
+
+    def read_into(self, name: str, start: int, memory: memoryview) -> None:
+        descriptor = os.open(self.path / name, os.O_RDONLY)
+        try:
+            while memory:
+                count = os.preadv(descriptor, [memory], start)
+                if not count:
+                    raise EOFError(f"{self.path / name} ends at byte {start}")
+                memory, start = memory[count:], start + count
+        finally:
+            os.close(descriptor)
+
+    def write(self, name: str, content: bytes) -> None:
+        temporary = self.path / f".{name}.tmp"
+        try:
+            with temporary.open("wb") as stream:
+                stream.write(content)
+                stream.flush()
+                os.fsync(stream.fileno())
+            temporary.replace(self.path / name)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def remove(self, name: str) -> None:
+        target = self.path / name
+        if target.is_dir() and not target.is_symlink():
+            shutil.rmtree(target)
+        else:
+            target.unlink(missing_ok=True)
+
+    def rename(self, old: str, new: str) -> None:
+        (self.path / old).rename(self.path / new)
+
+    def sync(self) -> None:
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def free(self) -> int | None:
+        return shutil.disk_usage(self.path).free
+
+
+class RemoteFolder:
+    """A folder of an fsspec file system. Object stores know no folders: one exists where something is in it."""
+
+    is_local = False
+
+    def __init__(self, system: Any, path: str, shown: str) -> None:
+        self._system, self._path, self._shown = system, path, shown.rstrip("/")
+
+    def __str__(self) -> str:
+        return self._shown
+
+    @property
+    def name(self) -> str:
+        return posixpath.basename(self._shown)
+
+    def _at(self, name: str) -> str:
+        return posixpath.join(self._path, name)
+
+    def child(self, name: str) -> RemoteFolder:
+        return RemoteFolder(self._system, self._at(name), f"{self._shown}/{name}")
+
+    def exists(self) -> bool:
+        self._system.invalidate_cache()  # others write, too
+        return bool(self._system.isdir(self._path))
+
+    def create(self) -> None:
+        self._system.makedirs(self._path, exist_ok=True)
+
+    def names(self) -> list[str]:
+        self._system.invalidate_cache()
+        with suppress(FileNotFoundError):
+            return [posixpath.basename(path.rstrip("/")) for path in self._system.ls(self._path, detail=False)]
+        return []
+
+    def size(self, name: str) -> int | None:
+        with suppress(FileNotFoundError):
+            info = self._system.info(self._at(name))
+            return int(info["size"]) if info["type"] == "file" else None
+        return None
+
+    def open(self, name: str, mode: str) -> BinaryIO:
+        stream: BinaryIO = self._system.open(self._at(name), mode)
+        return stream
+
+    def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
+        content: bytes = self._system.cat_file(self._at(name), start, None if length is None else start + length)
+        return content
+
+    def read_into(self, name: str, start: int, memory: memoryview) -> None:
+        content = self.read(name, start, len(memory))
+        if len(content) < len(memory):
+            raise EOFError(f"{self._shown}/{name} ends at byte {start + len(content)}")
+        memory[:] = content
+
+    def write(self, name: str, content: bytes) -> None:
+        self._system.pipe_file(self._at(name), content)
+
+    def remove(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            self._system.rm(self._at(name), recursive=True)
+
+    def rename(self, old: str, new: str) -> None:
+        self._system.mv(self._at(old), self._at(new), recursive=True)
+
+    def sync(self) -> None:
+        """Object stores answer once they have it."""
+
+    def free(self) -> int | None:
+        return None

@@ -1,0 +1,357 @@
+"""Copies state dicts to host memory while training goes on, for ``torch.distributed.checkpoint.async_save``."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, is_dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fused_optim import copies
+from fused_optim.adam import FusedAdam
+from fused_optim.checkpoint.buffers import HostBuffers
+from fused_optim.copies import Copy
+from fused_optim.sharding.dtensor import finished_local, keep_chunks, portable
+from fused_optim.state.values import LazyTensor, parts, with_parts
+
+_KEPT = 2  # sets of buffers: one is written to disk while the next state is copied into the other
+
+
+class Staged(dict[str, Any]):
+    """A copy of a state dict in host memory. The memory is used again once nobody refers to this dict any more."""
+
+
+class PinnedStager(AsyncStager):
+    """Copies state dicts into page-locked host memory, on a stream of its own beside what the GPU does next.
+
+    ``dcp.async_save(state, async_stager=stager)``; one stager serves all saves. ``stage`` returns a future of the copy
+    at once. What it holds is the state at the call, bit for bit:
+
+    * parameters and states of ``optimizers`` change in their steps only, so they are copied while the next forward and
+      backward pass run, and the next step waits for the copies, on the device;
+    * everything else (buffers of modules, which change in the forward pass, frozen parameters, averages of weights) the
+      current stream waits for at once. So it does for all, where an optimizer's steps were captured in a CUDA graph,
+      which cannot wait for what comes later;
+    * tensors in host memory, and objects, are copied before ``stage`` returns.
+
+    When a save was just started, call :func:`wait_for_copies` before parameters are written otherwise than by an
+    optimizer's step. Writes that move a parameter's version counter, and did not wait, make the save fail.
+
+    State dicts that were made with ``optimizer.checkpoint_device = "stager"`` take no GPU memory: what they convert is
+    converted from the copies, on the host, when it is written.
+
+    Memory is allocated for the first state dict, or by :meth:`prepare` before it, and kept: one set of buffers and, if
+    a state is staged while another one is still being written, a second one. ``shared``: in shared memory, for
+    ``AsyncCheckpointerType.PROCESS``, which otherwise copies it once more. Freed with the stager.
+    """
+
+    _synchronize_after_execute = False
+
+    def __init__(self, *optimizers: Optimizer, shared: bool = False) -> None:
+        self._optimizers = optimizers
+        self._memory = _Memory(shared)
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="PinnedStager")
+        self._last: Callable[[], Future[dict[str, Any]] | None] = lambda: None
+        for optimizer in optimizers:
+            if not isinstance(optimizer, FusedAdam):  # which asks by itself
+                optimizer.register_step_pre_hook(_wait_before_step)
+
+    def prepare(self, state_dict: dict[str, Any]) -> Future[None]:
+        """Allocate, in the background, the memory for state dicts like this one."""
+        sources = _Sources()
+        sources.collect(state_dict)
+        return self._memory.prepare(sources.sizes, sources.on_gpu)
+
+    @torch.no_grad()
+    def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
+        """The copy of ``state_dict``, in a future that is done when nothing of the original is needed any more."""
+        sources = _Sources()
+        tree = sources.collect(state_dict)
+        buffers = self._memory.take(sources.sizes, sources.on_gpu)
+        try:
+            targets = [b.view(s.dtype).view(s.shape) for b, s in zip(buffers.tensors, sources.tensors, strict=True)]
+            underway = self._copy(sources.tensors, targets)
+        except BaseException:
+            self._memory.give_back(buffers)
+            raise
+        for copy_ in underway:
+            copies.announce(copy_)
+
+        def finish() -> dict[str, Any]:
+            for copy_ in underway:
+                copy_.done.synchronize()
+                copy_.look()
+                copies.finish(copy_)
+            staged = Staged(sources.rebuild(tree, targets))
+            weakref.finalize(staged, self._memory.give_back, buffers).atexit = False
+            written = next((copy_.written for copy_ in underway if copy_.written), None)
+            if written is not None:
+                raise RuntimeError(
+                    f"{written} was written while it was copied for a save: call "
+                    "fused_optim.checkpoint.wait_for_copies() before writing parameters otherwise than by a step"
+                )
+            return staged
+
+        future: Future[dict[str, Any]] = Future()
+        if underway:
+            future = self._thread.submit(finish)
+        else:
+            future.set_result(finish())
+        self._last = weakref.ref(future)  # which holds the copy as long as somebody waits for it
+        return future
+
+    def synchronize_staging(self) -> None:
+        """Wait for the last copy."""
+        future = self._last()
+        if future is not None:
+            future.result()
+
+    def close(self) -> None:
+        """Nothing: torch 2.11 closes stagers with every save. What this one holds is freed with it."""
+
+    # --- copying ------------------------------------------------------------------------------------------------
+
+    def _copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Copy]:
+        """Returns what GPUs are still to do and others must wait for."""
+        by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+        for source, target in zip(sources, targets, strict=True):
+            if source.device.type == "cuda":
+                by_device.setdefault(source.device, []).append((source, target))
+            else:
+                target.copy_(source)
+        if not by_device:
+            return []
+        steady = set() if any(map(_is_captured, self._optimizers)) else _memory_of(self._optimizers)
+        return [self._copy_from(device, pairs, steady) for device, pairs in by_device.items()]
+
+    def _copy_from(self, device: torch.device, pairs: list[tuple[Tensor, Tensor]], steady: set[int]) -> Copy:
+        """What may change at any time is copied first; for that alone the current stream waits at once."""
+        current = torch.cuda.current_stream(device)
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        side = self._streams[device]
+        side.wait_stream(current)
+        late = [_address(source) in steady for source, _ in pairs]
+        with torch.cuda.stream(side):
+            for (source, target), is_late in zip(pairs, late, strict=True):
+                if not is_late:
+                    target.copy_(source, non_blocking=True)
+            if not all(late):
+                current.wait_stream(side)
+            for (source, target), is_late in zip(pairs, late, strict=True):
+                if is_late:
+                    target.copy_(source, non_blocking=True)
+            done = torch.cuda.Event(blocking=True)  # the thread that waits for it sleeps
+            done.record(side)
+        return Copy(device, done, list(_named(self._optimizers)) if any(late) else [])
+
+
+def wait_for_copies() -> None:
+    """Let what is queued next on the current streams wait for the copies that saves are making on the GPUs.
+
+    Steps of optimizers and ``load_state_dict`` of :class:`FusedAdam` do so themselves. No host synchronisation.
+    """
+    copies.wait()
+
+
+def _wait_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    copies.wait()
+
+
+def _is_captured(optimizer: Optimizer) -> bool:
+    """Whether replays of CUDA graphs may step without asking anybody."""
+    if isinstance(optimizer, FusedAdam):
+        return optimizer.is_captured
+    return any(group.get("capturable") for group in optimizer.param_groups)
+
+
+def _named(optimizers: Iterable[Optimizer]) -> Iterator[tuple[str, Tensor]]:
+    """The parameters, for messages."""
+    for optimizer in optimizers:
+        params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+        names = list(
+            chain.from_iterable(g.get("param_names", [None] * len(g["params"])) for g in optimizer.param_groups)
+        )
+        for index, (param, name) in enumerate(zip(params, names, strict=True)):
+            yield name or f"parameter {index} of shape {tuple(param.shape)}", param
+
+
+def _memory_of(optimizers: Iterable[Optimizer]) -> set[int]:
+    """The addresses of what only steps of these optimizers change."""
+    found: set[int] = set()
+    for optimizer in optimizers:
+        tensors: list[Any] = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+        tensors += chain.from_iterable(states.values() for states in optimizer.state.values())
+        if isinstance(optimizer, FusedAdam):
+            tensors += (slots.scales for slots in optimizer.store.slots.values())
+        found.update(_address(plain) for tensor in tensors if isinstance(tensor, Tensor) for plain in _plain(tensor))
+    return found
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+# --- what is in a state dict --------------------------------------------------------------------------------------
+
+
+def _plain(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors with memory that a tensor consists of on this rank, in the order of :func:`_mapped`."""
+    if isinstance(tensor, DTensor):
+        yield from _plain(finished_local(tensor))
+    elif isinstance(tensor, LazyTensor):
+        for part in parts(tensor.source).values():
+            yield from _plain(part)
+    elif isinstance(tensor, AsyncCollectiveTensor):
+        yield from _plain(tensor.wait())
+    elif is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _plain(getattr(tensor, name))
+    else:
+        yield tensor.detach() if tensor.requires_grad else tensor
+
+
+def _mapped(tensor: Tensor, copied: Iterator[Tensor]) -> Tensor:
+    """The same kind of tensor, of the next ones of ``copied`` instead of those with memory that it consists of."""
+    if isinstance(tensor, DTensor):
+        return keep_chunks(portable(_mapped(finished_local(tensor), copied), tensor), tensor)
+    if isinstance(tensor, LazyTensor):
+        made_of = {name: _mapped(part, copied) for name, part in parts(tensor.source).items()}
+        return LazyTensor(with_parts(tensor.source, made_of))
+    if isinstance(tensor, AsyncCollectiveTensor):
+        return _mapped(tensor.wait(), copied)
+    if is_traceable_wrapper_subclass(tensor):
+        names, context = tensor.__tensor_flatten__()
+        inner = {name: _mapped(getattr(tensor, name), copied) for name in names}
+        return _unflattened(type(tensor), inner, context, tensor.shape, tensor.stride())
+    return next(copied)
+
+
+def _unflattened(kind: Any, inner: dict[str, Tensor], context: Any, shape: torch.Size, stride: Any) -> Tensor:
+    """With notes of its own, where tensors share notes that change."""
+    if isinstance(context, tuple):
+        context = tuple(copy.copy(note) if is_dataclass(note) else note for note in context)
+    rebuilt: Tensor = kind.__tensor_unflatten__(inner, context, shape, stride)
+    return rebuilt
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether it is a plain tensor whose bytes are its values."""
+    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided and not tensor.is_meta
+
+
+@dataclass
+class _Sources:
+    """The tensors of a state dict that are to be copied, each once."""
+
+    tensors: list[Tensor] = field(default_factory=list)
+    _numbers: dict[tuple[Any, ...], int] = field(default_factory=dict)
+
+    @property
+    def sizes(self) -> list[int]:
+        return [tensor.numel() * tensor.element_size() for tensor in self.tensors]
+
+    @property
+    def on_gpu(self) -> bool:
+        return any(tensor.device.type == "cuda" for tensor in self.tensors)
+
+    def collect(self, value: Any) -> Any:
+        """The same tree with copies of what is no tensor; its tensors are noted."""
+        if isinstance(value, Tensor):
+            return self._collect_tensor(value)
+        if type(value) in (dict, OrderedDict):
+            return {key: self.collect(item) for key, item in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(map(self.collect, value))
+        return copy.deepcopy(value)
+
+    def _collect_tensor(self, tensor: Tensor) -> Any:
+        plain = list(_plain(tensor))
+        if not all(map(_has_memory, plain)):
+            return _Copied(_copied_by_torch(tensor))
+        for each in plain:
+            if _key(each) not in self._numbers:
+                self._numbers[_key(each)] = len(self.tensors)
+                self.tensors.append(each)
+        return tensor
+
+    def rebuild(self, tree: Any, copied: Sequence[Tensor]) -> Any:
+        """The tree with ``copied`` in the places of the tensors."""
+        if isinstance(tree, _Copied):
+            return tree.tensor
+        if isinstance(tree, Tensor):
+            return _mapped(tree, (copied[self._numbers[_key(plain)]] for plain in _plain(tree)))
+        if type(tree) is dict:
+            return {key: self.rebuild(item, copied) for key, item in tree.items()}
+        if type(tree) in (list, tuple):
+            return type(tree)(self.rebuild(item, copied) for item in tree)
+        return tree
+
+
+@dataclass
+class _Copied:
+    tensor: Tensor
+
+
+def _copied_by_torch(tensor: Tensor) -> Tensor:
+    """Of a kind that only torch knows how to copy, or that has nothing to copy."""
+    if tensor.is_meta:
+        return tensor
+    if type(tensor) is Tensor:  # sparse, for instance
+        return tensor.to("cpu", copy=True)
+    staged: Any = DefaultStager(StagingOptions(False, False, False, False)).stage({"": tensor})
+    copied: Tensor = staged[""]
+    return copied
+
+
+def _key(plain: Tensor) -> tuple[Any, ...]:
+    """Views of the same bytes, such as tied weights, are copied once."""
+    return plain.device, plain.data_ptr(), plain.dtype, plain.shape, plain.stride(), plain.is_neg(), plain.is_conj()
+
+
+# --- memory -------------------------------------------------------------------------------------------------------
+
+
+class _Memory:
+    """Sets of buffers. Those that nobody uses are kept, as many as saves need that follow each other closely."""
+
+    def __init__(self, shared: bool) -> None:
+        self._shared = shared
+        self._free: list[HostBuffers] = []
+        self._lock = threading.Lock()
+        self._preparing: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="PinnedStager memory")
+
+    def prepare(self, sizes: Sequence[int], locked: bool) -> Future[None]:
+        def allocate() -> None:
+            self.give_back(HostBuffers(sizes, locked=locked, shared=self._shared))
+
+        self._preparing = self._thread.submit(allocate)
+        return self._preparing
+
+    def take(self, sizes: Sequence[int], locked: bool) -> HostBuffers:
+        if self._preparing is not None:
+            preparing, self._preparing = self._preparing, None
+            preparing.result()
+        with self._lock:
+            fitting = [b for b in self._free if (b.sizes, b.locked) == (tuple(sizes), locked)]
+            self._free = fitting[1:]  # others were for a state dict that has changed
+        return fitting[0] if fitting else HostBuffers(sizes, locked=locked, shared=self._shared)
+
+    def give_back(self, buffers: HostBuffers) -> None:
+        with self._lock:
+            self._free = [*self._free, buffers][-_KEPT:]

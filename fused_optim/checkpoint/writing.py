@@ -1,0 +1,219 @@
+"""Writes checkpoints of torch.distributed.checkpoint on several threads, and sums up their bytes on the way.
+
+Each thread writes a file of its own, from the memory that the state was copied to. Whatever fails in one of them fails
+the save: torch's own writer loses what its threads raise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import functools
+import heapq
+import io
+import os
+import pickle
+import threading
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from fused_optim.checkpoint.checksums import Range
+from fused_optim.checkpoint.folders import Folder
+from fused_optim.checkpoint.metadata import FILE
+from fused_optim.checkpoint.threads import threads
+
+_FILE_BYTES = 1 << 24  # that make one more file worth while
+_HEADER, _OBJECT = 2048, 1024  # bytes that torch writes beside those of a tensor, and for a small object, about
+_TOGETHER = 1 << 20  # bytes of small writes that are gathered
+
+
+class Planner(DefaultSavePlanner):
+    """torch's; numbers, of which every state has some, are serialised once."""
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        if write_item.type == WriteItemType.BYTE_IO and type(object) in (bool, int, float, str, type(None)):
+            return io.BytesIO(_serialised(type(object).__name__, repr(object), object))
+        return super().transform_object(write_item, object)
+
+
+@functools.lru_cache(maxsize=4096)
+def _serialised(kind: str, text: str, value: Any) -> bytes:
+    """``kind`` and ``text`` tell values apart that compare equal: 1, 1.0 and True, 0.0 and -0.0."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a rank writes: its files are ``<prefix>0.distcp`` and so on. ``total``: bytes of all ranks."""
+
+    prefix: str
+    total: int
+
+
+class Writer(StorageWriter):
+    """Of ``dcp.save``. Raises OSError that names the bytes needed where the disk is full.
+
+    ``checksums``: of what this rank has written. ``nbytes``: how much that is.
+    """
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        self.checksums: dict[Range, str] = {}
+        # Conversions run on torch's threads themselves, and only so many at a time as there are cores for.
+        self._converting = threading.Semaphore(max(1, threads() // torch.get_num_threads()))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(length for _, _, length in self.checksums)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def storage_meta(self) -> StorageMeta | None:
+        return StorageMeta()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        total = sum(_size(item) for plan in plans for item in plan.items)
+        return [dataclasses.replace(plan, storage_data=_Part(f"__{i}_", total)) for i, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        part: _Part = plan.storage_data
+        needed, free = sum(map(_size, plan.items)), self._folder.free()
+        if free is not None and needed > free:
+            raise self._no_room(part, needed)
+        files = _shares(plan.items, min(threads(), 1 + needed // _FILE_BYTES))
+        self._folder.create()
+        stop = threading.Event()
+
+        def write(number: int) -> list[WriteResult]:
+            try:
+                return self._write_file(f"{part.prefix}{number}.distcp", files[number], planner, stop)
+            except OSError as error:
+                stop.set()
+                full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                raise self._no_room(part, needed) if full else error from error
+            except BaseException:
+                stop.set()
+                raise
+
+        with ThreadPoolExecutor(len(files)) as pool:
+            results = [result for written in pool.map(write, range(len(files))) for result in written]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def _no_room(self, part: _Part, needed: int) -> OSError:
+        takes = f"the checkpoint takes about {part.total} bytes, of which this rank writes {needed}"
+        return OSError(errno.ENOSPC, f"no room in {self._folder}: {takes}; {self._folder.free()} are free")
+
+    def _write_file(
+        self, name: str, items: Sequence[WriteItem], planner: SavePlanner, stop: threading.Event
+    ) -> list[WriteResult]:
+        results = []
+        with self._folder.open(name, "wb") as raw:
+            stream = _Stream(raw)
+            for item in items:
+                if stop.is_set():
+                    break
+                start = stream.begin()
+                self._write_item(item, planner, stream)
+                stream.flush()
+                length = stream.position - start
+                self.checksums[name, start, length] = f"{stream.crc:08x}"
+                results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
+            if self._folder.is_local:
+                os.fsync(raw.fileno())
+        return results
+
+    def _write_item(self, item: WriteItem, planner: SavePlanner, stream: _Stream) -> None:
+        data = planner.resolve_data(item)
+        if isinstance(data, io.BytesIO):
+            stream.write(data.getbuffer())
+            return
+        with self._converting:
+            tensor = data.detach().cpu()
+        if type(tensor) is Tensor and tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor = tensor.clone()  # a view, with all of which it is a part
+        torch.save(tensor, stream)  # type: ignore[arg-type]  # it only writes
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        metadata.storage_data = {each.index: each.storage_data for of_rank in results for each in of_rank}
+        metadata.storage_meta = self.storage_meta()
+        if hasattr(filesystem, "CURRENT_DCP_VERSION"):
+            metadata.version = filesystem.CURRENT_DCP_VERSION
+        self._folder.write(FILE, pickle.dumps(metadata))
+
+
+def _size(item: WriteItem) -> int:
+    """About the bytes that an item takes in its file."""
+    size = item.tensor_storage_size()
+    return _OBJECT if size is None else int(size) + _HEADER
+
+
+def _shares(items: Sequence[WriteItem], number: int) -> list[list[WriteItem]]:
+    """As many bytes for each file: the largest first, each to the file that has least."""
+    shares: list[list[WriteItem]] = [[] for _ in range(number)]
+    least = [(0, i) for i in range(number)]
+    for item in sorted(items, key=_size, reverse=True):
+        size, i = heapq.heappop(least)
+        shares[i].append(item)
+        heapq.heappush(least, (size + _size(item), i))
+    return shares
+
+
+class _Stream:
+    """A file that is written: gathers small writes, and sums up the bytes of each item."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self._raw = raw
+        self._small = bytearray()
+        self.position = 0
+        self.crc = 0
+
+    def begin(self) -> int:
+        """The position at which the next item begins."""
+        self.crc = 0
+        return self.position
+
+    def write(self, content: Any) -> int:
+        with memoryview(content).cast("B") as view:
+            self.position += len(view)
+            self.crc = zlib.crc32(view, self.crc)
+            if len(self._small) + len(view) < _TOGETHER:
+                self._small += view
+            else:
+                self.flush()
+                self._write(view)
+            return len(view)
+
+    def flush(self) -> None:
+        if self._small:
+            self._write(memoryview(self._small))
+            self._small = bytearray()
+
+    def _write(self, view: memoryview) -> None:
+        while view:
+            view = view[self._raw.write(view) :]

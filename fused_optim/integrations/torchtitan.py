@@ -1,0 +1,65 @@
+"""torchtitan's optimizer container with FusedAdamW, its configuration class, and the usual configuration.
+
+Imports torchtitan, 0.3 or newer; see ``docs/integrations.md``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+
+from fused_optim.adam import FusedAdam, FusedAdamW
+
+_NAME = "FusedAdamW"
+_OPTIMIZERS: dict[str, type[FusedAdam]] = {"FusedAdam": FusedAdam, _NAME: FusedAdamW}
+_OF_GROUPS = (
+    *("lr", "betas", "eps", "weight_decay", "bias_correction", "maximize"),
+    *("exp_avg_dtype", "exp_avg_sq_dtype"),
+)
+
+
+class FusedOptimizersContainer(OptimizersContainer):  # type: ignore[misc]  # untyped where torchtitan is not there
+    """torchtitan's container, whose param groups may name ``FusedAdamW`` and ``FusedAdam``, too."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):  # type: ignore[misc]
+        """As torchtitan's.
+
+        Options of param groups are their ``optimizer_kwargs``; those of the whole optimizer, such as
+        ``store_param_remainders``, are in ``optimizer_factory_kwargs_by_name``. ``implementation`` is for torchtitan's
+        own optimizers.
+        """
+
+    @staticmethod
+    def _resolve_optimizer_factory(name: str) -> Callable[..., Optimizer]:
+        found: Callable[..., Optimizer] = _OPTIMIZERS.get(name) or OptimizersContainer._resolve_optimizer_factory(name)
+        return found
+
+
+def default_fused_adamw(lr: float = 8e-4, **options: Any) -> FusedOptimizersContainer.Config:
+    """All parameters in one group, with the settings of torchtitan's ``default_adamw`` and FusedAdamW's ``options``.
+
+    Dtypes may be given as such and are kept by name, so that the configuration can be dumped as JSON. Raises TypeError
+    for what is no option of FusedAdamW.
+    """
+    known = inspect.signature(FusedAdamW).parameters.keys() - {"params"}
+    if unknown := sorted(options.keys() - known):
+        raise TypeError(f"no options of FusedAdamW: {', '.join(unknown)}")
+    usual = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    given = {key: _text(value) for key, value in {**usual, **options}.items()}
+    of_groups = {key: value for key, value in given.items() if key in _OF_GROUPS}
+    of_all = {key: value for key, value in given.items() if key not in _OF_GROUPS}
+    return FusedOptimizersContainer.Config(
+        param_groups=[ParamGroupConfig(pattern=r".*", optimizer_name=_NAME, optimizer_kwargs=of_groups)],
+        optimizer_factory_kwargs_by_name={_NAME: of_all} if of_all else {},
+    )
+
+
+def _text(value: Any) -> Any:
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value

@@ -1,0 +1,196 @@
+"""The three products of a linear layer in FP8, for weights whose recipe has ``compute="fp8"``.
+
+    output = x @ weight.t()         activations E4M3
+    input gradient = dy @ weight    gradients E5M2 or E4M3; the weight's own codes, transposed
+    weight gradient = dy.t() @ x    both transposed
+
+Which of them run in FP8 is decided one by one (:func:`obstacle`); the others decode the weight, or stay in BF16. CPUs
+compute the same products of the same codes in FP32.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import ScalingType, scaled_mm
+
+from fused_optim.quantized import casts
+from fused_optim.quantized.casts import BLOCK, Codes
+from fused_optim.quantized.recipes import ProductFormat, Recipe
+from fused_optim.quantized.tensor import QuantizedTensor
+
+Product = Literal["output", "input gradient", "weight gradient"]
+PRODUCTS: tuple[Product, ...] = ("output", "input gradient", "weight gradient")
+ALIGNMENT = 16  # of all sizes of FP8 products, but for the rows of the first matrix
+
+_BLOCKS = {"block": ScalingType.BlockWise1x128, "tile": ScalingType.BlockWise128x128}
+
+
+class Plan(NamedTuple):
+    """Which products run in FP8."""
+
+    output: bool
+    input_gradient: bool
+    weight_gradient: bool
+
+
+# --- what can run -----------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def device_obstacle(device: torch.device, format: ProductFormat) -> str | None:
+    """Why a device has no such products, or None."""
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        return f"no FP8 products on {device.type}"
+    capability = _capability(device)
+    if format.scaling == "block" and capability[0] != 9:
+        return f"products of blocks need compute capability 9.x, this GPU has {capability[0]}.{capability[1]}"
+    if capability < (8, 9):
+        return f"FP8 products need compute capability 8.9, this GPU has {capability[0]}.{capability[1]}"
+    return None
+
+
+def obstacle(product: Product, recipe: Recipe, rows: int, weight: tuple[int, ...]) -> str | None:
+    """Why a product of so many rows of activations with a weight of this shape does not run in FP8, or None."""
+    if recipe.products is None:
+        return "the recipe decodes"
+    return _obstacle(product, recipe.products, recipe.tile, rows, weight)
+
+
+def _obstacle(
+    product: Product, format: ProductFormat, tile: tuple[int, int] | None, rows: int, weight: tuple[int, ...]
+) -> str | None:
+    if len(weight) != 2:
+        return "the weight is no matrix"
+    outputs, inputs = weight
+    sizes = {"in_features": inputs, "out_features": outputs}
+    if product == "weight gradient":
+        if not format.weight_gradients:
+            return "the recipe has weight gradients in BF16"
+        sizes["rows"] = rows
+    if product == "input gradient" and format.scaling == "block" and tile == (1, BLOCK):
+        return "blocks of (1, 128) cannot be transposed"
+    blocked = {"output": "in_features", "input gradient": "out_features", "weight gradient": "rows"}[product]
+    for name, size in sizes.items():
+        multiple = BLOCK if format.scaling == "block" and name == blocked else ALIGNMENT
+        if size % multiple:
+            return f"{name} = {size} is no multiple of {multiple}"
+    if format.scaling == "block" and rows % 4:
+        return f"rows = {rows} is no multiple of 4"
+    return None
+
+
+def plan(recipe: Recipe, device: torch.device, rows: int, weight: tuple[int, ...]) -> Plan:
+    if recipe.products is None:
+        return Plan(False, False, False)
+    find = _known_plan if type(rows) is int else _plan  # compilers have rows whose number is not known
+    return find(recipe.products, recipe.tile, device, rows, weight)
+
+
+def _plan(
+    format: ProductFormat, tile: tuple[int, int] | None, device: torch.device, rows: int, weight: tuple[int, ...]
+) -> Plan:
+    if device_obstacle(device, format) is not None:
+        return Plan(False, False, False)
+    return Plan(*(_obstacle(product, format, tile, rows, weight) is None for product in PRODUCTS))
+
+
+_known_plan = functools.lru_cache(maxsize=4096)(_plan)
+
+
+def fits(x: Tensor, weight: QuantizedTensor) -> bool:
+    """Whether products of these tensors are considered at all."""
+    if isinstance(x, QuantizedTensor) or weight.recipe.products is None or x.numel() == 0:
+        return False
+    # Plain values that were written and not quantized since have no codes, and tiles that begin elsewhere no products.
+    return x.dtype == weight.dtype == torch.bfloat16 and not weight.is_stale and weight.rows_before == 0
+
+
+# --- products of codes ------------------------------------------------------------------------------------------
+
+
+def product(a: Codes, b: Codes, *, bias: Tensor | None = None, fast: bool = False) -> Tensor:
+    """``a @ b.t() + bias`` in BF16.
+
+    ``fast``: the GPU adds up with 14 bits, which costs accuracy in long sums and saves time.
+    """
+    if a.data.device.type == "cpu":
+        return _emulated(a, b, bias)
+    if a.scaling in _BLOCKS or b.scaling in _BLOCKS:
+        out = _product_of_blocks(a, b)
+        return out if bias is None else out.add_(bias)
+    scale_a, scale_b = _alike(a, b)
+    return torch._scaled_mm(
+        a.data, b.data.t(), scale_a, scale_b.t(), bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast
+    )
+
+
+def _emulated(a: Codes, b: Codes, bias: Tensor | None) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        out = a.values() @ b.values().t()
+        return (out if bias is None else out + bias.float()).to(torch.bfloat16)
+
+
+def _alike(a: Codes, b: Codes) -> tuple[Tensor, Tensor]:
+    """Their scales: where one has them by rows, for the other as well."""
+    if a.scaling == b.scaling:
+        return a.scale, b.scale
+    by_rows = (c.scale if c.scaling == "row" else c.scale.expand(c.data.shape[0])[:, None].contiguous() for c in (a, b))
+    return tuple(by_rows)  # type: ignore[return-value]
+
+
+def _product_of_blocks(a: Codes, b: Codes) -> Tensor:
+    return scaled_mm(
+        a.data,
+        b.data.t(),
+        _scale_operand(a),
+        _BLOCKS[a.scaling],
+        _scale_operand(b),
+        _BLOCKS[b.scaling],
+        output_dtype=torch.bfloat16,
+    )
+
+
+def _scale_operand(codes: Codes) -> Tensor:
+    """Scales of tiles as cuBLAS wants them: along the sum first, padded to multiples of four."""
+    if codes.scaling == "block":
+        return codes.scale
+    missing = -codes.scale.shape[1] % 4
+    scale = torch.nn.functional.pad(codes.scale, (0, missing)) if missing else codes.scale
+    return scale.t()
+
+
+# --- products with a weight -------------------------------------------------------------------------------------
+
+
+def weight_codes(weight: QuantizedTensor) -> Codes:
+    """The codes of a weight, whether or not it is a transposed view: rows are outputs. No copy."""
+    weight.check_not_freed()
+    data = weight.components["data"].view(torch.float8_e4m3fn)
+    if weight.recipe.scales_whole_tensor:
+        return Codes(data, weight.components["tensor_scale"], "tensor")
+    if weight.recipe.tile == (BLOCK, BLOCK):
+        return Codes(data, weight.components["scale"], "tile")
+    return Codes(data, weight.components["scale"].t().contiguous().t(), "block")
+
+
+def output(codes: Codes, weight: QuantizedTensor, bias: Tensor | None = None) -> Tensor:
+    return product(codes, weight_codes(weight), bias=bias, fast=codes.scaling != "block")
+
+
+def input_gradient(gradient: Codes, weight: QuantizedTensor) -> Tensor:
+    return product(gradient, casts.transposed(weight_codes(weight)))
+
+
+def weight_gradient(gradient: Codes, activations: Codes) -> Tensor:
+    """Of the transposes of both."""
+    return product(gradient, activations)

@@ -1,0 +1,96 @@
+"""Writes whole tensors of a sharded model as safetensors files in the layout of Hugging Face's sharded models."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from fused_optim.sharding.collective import gather, on_all_ranks, this_rank
+
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What goes into a file together: bytes by key, and the whole tensors.
+
+    ``read``: a collective of the ranks that have the entry.
+    """
+
+    sizes: Mapping[str, int]
+    read: Callable[[], Mapping[str, Tensor]]
+
+
+def write_model_files(folder: Path, entries: Mapping[str, Entry], doing: str) -> None:
+    """Write the entries of all ranks, one file per rank, and an index of them into a folder that is there.
+
+    Every entry is whole in one file, so the ranks that have it share them out by size. Entries are read one at a time:
+    a device holds one, the host memory of a rank what goes into its file. The files appear at the end, the index last;
+    no index means an export that was not finished. A collective, which raises on every rank if it fails on one.
+    """
+    held = gather({name: dict(entry.sizes) for name, entry in entries.items()})
+    sizes = {name: of_entry for of_rank in held for name, of_entry in of_rank.items()}
+    owners = _share_out({name: sum(of_entry.values()) for name, of_entry in sizes.items()}, held)
+    files = _file_names(owners)
+    own: dict[str, Tensor] = {}
+    for entry_name, entry in entries.items():
+        whole = entry.read()
+        if owners[entry_name] == this_rank():
+            own |= {key: value.cpu().contiguous() for key, value in whole.items()}
+
+    name = files.get(this_rank(), "")  # empty where there are more ranks than entries
+    temporary = folder / f".{name}.tmp"
+    try:
+        with on_all_ranks(doing):
+            if name:
+                _save_file(own, temporary)
+            if this_rank() == 0:  # an older export is not to be taken for this one
+                (folder / INDEX).unlink(missing_ok=True)
+        with on_all_ranks(doing):
+            if name:
+                temporary.replace(folder / name)
+    finally:
+        temporary.unlink(missing_ok=True)
+    with on_all_ranks(doing):
+        if this_rank() == 0:
+            weight_map = {key: files[owners[name]] for name, of_entry in sizes.items() for key in of_entry}
+            total = sum(sum(of_entry.values()) for of_entry in sizes.values())
+            write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def check_safetensors() -> None:
+    """Raise ImportError where the package is missing."""
+    import safetensors.torch  # noqa: F401
+
+
+def _save_file(tensors: dict[str, Tensor], path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _share_out(sizes: Mapping[str, int], held: Sequence[Collection[str]]) -> dict[str, int]:
+    """The rank that writes each entry: the largest first, each to the rank that has least of those that hold it."""
+    load = [0] * len(held)
+    owners = {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        owners[name] = min((rank for rank, names in enumerate(held) if name in names), key=load.__getitem__)
+        load[owners[name]] += max(sizes[name], 1)
+    return owners
+
+
+def _file_names(owners: Mapping[str, int]) -> dict[int, str]:
+    writers = sorted(set(owners.values()))
+    return {rank: f"model-{i:05d}-of-{len(writers):05d}.safetensors" for i, rank in enumerate(writers, start=1)}
+
+
+def write_json(path: Path, value: Mapping[str, object]) -> None:
+    """Write a file that appears when it is complete."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(value, indent=2) + "\n")
+    os.replace(temporary, path)

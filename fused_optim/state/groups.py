@@ -1,0 +1,63 @@
+"""Param groups: what they hold beyond torch.optim.AdamW's, and how they are made to look like those."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fused_optim.slots import STEP
+
+VERSION = 1
+# What a checkpoint says of itself, as numbers and in every param group: torch.distributed.checkpoint keeps no metadata,
+# and its flattened form only such keys of a param group as the running optimizer has. The second: flags.
+DESCRIPTION = {"fused_optim_version": VERSION, "fused_optim_native": 0}
+NATIVE, KEYED_BY_NAMES = 1, 2  # some state is in native form; rounding goes by names, not by positions
+OWN_KEYS = frozenset({STEP, "bias_correction", "exp_avg_dtype", "exp_avg_sq_dtype", *DESCRIPTION})
+_SHARED_KEYS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
+
+
+@functools.cache
+def adamw_settings() -> Mapping[str, Any]:
+    """The keys of a param group of torch.optim.AdamW's, but for the parameters, with their defaults."""
+    group = torch.optim.AdamW([torch.zeros(1)]).param_groups[0]
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+class TorchGroup(dict[str, Any]):
+    """A param group with torch.optim.AdamW's keys to all that go through them; our own are read and set by name."""
+
+    def __init__(self, group: Mapping[str, Any]) -> None:
+        given = whole(group)
+        shown = {key: value for key, value in given.items() if key not in OWN_KEYS}
+        super().__init__({**adamw_settings(), **shown})
+        self.own = {key: value for key, value in given.items() if key in OWN_KEYS}
+
+    def __reduce__(self) -> tuple[type[TorchGroup], tuple[dict[str, Any]]]:
+        return TorchGroup, (whole(self),)
+
+    def __missing__(self, key: str) -> Any:
+        return self.own[key]
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or key in self.own
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key in self.own:
+            self.own[key] = value
+        else:
+            super().__setitem__(key, value)
+
+
+def whole(group: Mapping[str, Any]) -> dict[str, Any]:
+    """All keys of a param group of either kind."""
+    return {**group, **group.own} if isinstance(group, TorchGroup) else dict(group)
+
+
+def usual_group(group: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of :class:`TorchGroup`: without the keys that only torch.optim.AdamW has."""
+    if not isinstance(group, TorchGroup):
+        return group
+    return {key: value for key, value in whole(group).items() if key in _SHARED_KEYS or key not in adamw_settings()}

@@ -1,0 +1,264 @@
+"""What an optimizer really has: the actual formats of its states, what falls back and why, and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_optim.adapters import adapter_of
+from fused_optim.backends import backend_of, why_reference
+from fused_optim.formats import BLOCKS, Master, state_format
+from fused_optim.sharding.dtensor import SMALLEST_BLOCKED_VECTOR, has_values, local_tensor
+from fused_optim.slots import MASTER, MOMENTS, Slots
+from fused_optim.state.param_state import ParamState
+from fused_optim.state.store import StateStore
+
+_MASTERS = {
+    Master.PARAMETER: "none",
+    Master.FLOAT32: "float32",
+    Master.REMAINDER16: "16-bit remainder",
+    Master.REMAINDER8: "8-bit remainder",
+    Master.FLOAT16: "float16",
+}
+_EXAMPLES = 3  # names of parameters under each fallback
+
+
+class Summary(dict[str, Any]):
+    """Numbers, texts and lists of these, which can be written as JSON; ``str()`` of it is a table.
+
+    ``formats``: a row for each mix of formats and backend, with its parameters, elements and bytes. ``fallbacks``: what
+    was asked for, what there is instead, why, for how many parameters. ``frozen``: parameters that have no states.
+    ``host_bytes``, ``device_bytes``: of moments, masters and scales. All of it counts this rank's shards.
+    """
+
+    def __str__(self) -> str:
+        lines = [f"{self['optimizer']}: {_amount(self)} on this rank, {shown_bytes(self['bytes'])} of states"]
+        columns = ("parameter", *MOMENTS, "master", "backend", "device")
+        table = [(*columns, "parameters", "elements", "bytes")]
+        for row in self["formats"]:
+            numbers = (f"{row['parameters']:,}", f"{row['elements']:,}", shown_bytes(row["bytes"]))
+            table.append((*(row[key] for key in columns), *numbers))
+        lines += ["  " + line for line in aligned(table)]
+        for each in self["fallbacks"]:
+            names = ", ".join(each["examples"]) + ", ..." * (each["parameters"] > len(each["examples"]))
+            what = f"{each['what']} {each['actual']} instead of {each['asked']}"
+            lines.append(f"  {what} for {_plural(each['parameters'])} ({names}): {each['reason']}")
+        if self["frozen"]["parameters"]:
+            lines.append(f"  no states for {_amount(self['frozen'])}, which are frozen")
+        lines.append(
+            f"  {shown_bytes(self['device_bytes'])} on devices, {shown_bytes(self['host_bytes'])} in host memory"
+        )
+        return "\n".join(lines)
+
+
+def _amount(counted: dict[str, Any]) -> str:
+    return f"{_plural(counted['parameters'])} of {counted['elements']:,} elements"
+
+
+def _plural(count: int) -> str:
+    return f"{count:,} parameter" + "s" * (count != 1)
+
+
+def shown_bytes(count: float) -> str:
+    """A number of bytes for people: "1.25 GB"."""
+    for unit, size in {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}.items():
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count:.0f} B"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table, whose columns begin below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+@dataclass(frozen=True)
+class _Described:
+    """A parameter that has states, or will have them."""
+
+    param: Tensor
+    name: str
+    slots: Slots
+    asked: dict[str, str]  # names of the formats that its param group asks for
+
+    @property
+    def row(self) -> dict[str, str]:
+        local = local_tensor(self.param)
+        quantized = adapter_of(self.param) is not None
+        return {
+            "parameter": type(local).__name__ if quantized else _name(self.param.dtype),
+            **{name: self.slots.format(name).name for name in MOMENTS},
+            "master": _MASTERS[self.slots.master],
+            "backend": backend_of(local),
+            "device": str(local.device),
+        }
+
+
+def summarize(name: str, store: StateStore) -> Summary:
+    """The summary of an optimizer of the class ``name``. Of parameters without states: what they will have."""
+    described, frozen = list(_described(store)), [param for param in store.params if _is_stateless(store, param)]
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    host = device = 0
+    for each in described:
+        row = each.row
+        counted = rows.setdefault(tuple(row.values()), {**row, "parameters": 0, "elements": 0, "bytes": 0})
+        size = sum(each.slots.nbytes.values())
+        counted["parameters"] += 1
+        counted["elements"] += local_tensor(each.param).numel()
+        counted["bytes"] += size
+        host += size * (each.slots.scales.device.type == "cpu")
+        device += size * (each.slots.scales.device.type != "cpu")
+    return Summary(
+        optimizer=name,
+        **_count(each.param for each in described),
+        bytes=host + device,
+        formats=sorted(rows.values(), key=lambda row: -row["elements"]),
+        fallbacks=_fallbacks(store, described),
+        frozen=_count(frozen),
+        host_bytes=host,
+        device_bytes=device,
+    )
+
+
+def _is_stateless(store: StateStore, param: Tensor) -> bool:
+    return param not in store and store.is_frozen(param)
+
+
+def _described(store: StateStore) -> Iterator[_Described]:
+    names = iter(store.names)
+    for group in store.groups:
+        asked = {name: state_format(group[f"{name}_dtype"]).name for name in MOMENTS}
+        for i, (param, name) in enumerate(zip(group["params"], names, strict=False)):
+            if not _is_stateless(store, param):
+                slots = store.slots[param] if param in store else store.new_slots(param, group)
+                yield _Described(param, name or f"{i} of shape {tuple(param.shape)}", slots, asked)
+
+
+def _count(params: Iterable[Tensor]) -> dict[str, int]:
+    sizes = [local_tensor(param).numel() for param in params]
+    return {"parameters": len(sizes), "elements": sum(sizes)}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# --- fallbacks --------------------------------------------------------------------------------------------------------
+
+
+def _fallbacks(store: StateStore, described: Iterable[_Described]) -> list[dict[str, Any]]:
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    for each in described:
+        for what, asked, actual, reason in _fallbacks_of(store, each):
+            entry = {"what": what, "asked": asked, "actual": actual, "reason": reason, "parameters": 0, "examples": []}
+            counted = found.setdefault((what, asked, actual, reason), entry)
+            counted["parameters"] += 1
+            counted["examples"] += [each.name] if len(counted["examples"]) < _EXAMPLES else []
+    return list(found.values())
+
+
+def _fallbacks_of(store: StateStore, each: _Described) -> Iterator[tuple[str, str, str, str]]:
+    """(what, asked, actual, reason) of one parameter."""
+    for name in MOMENTS:
+        actual = each.slots.format(name).name
+        if actual != each.asked[name]:
+            yield name, each.asked[name], actual, _why_unblocked(each.param)
+    asked = store.asked_master
+    if asked is not None and each.slots.master is not asked:
+        yield MASTER, _MASTERS[asked], _MASTERS[each.slots.master], _why_other_master(each.param, asked)
+    device_type = local_tensor(each.param).device.type
+    if has_values(each.param) and backend_of(local_tensor(each.param)) == "torch":
+        yield "backend", device_type, "torch", why_reference(device_type)
+
+
+def _why_unblocked(param: Tensor) -> str:
+    if param.dim() < 2:
+        return f"it has one dim and fewer than {SMALLEST_BLOCKED_VECTOR} elements"
+    return f"no block of {', '.join(map(str, BLOCKS))} elements divides the rows of all shards"
+
+
+def _why_other_master(param: Tensor, asked: Master) -> str:
+    if adapter_of(param) is not None:
+        return "it is quantized, and remainders complete BF16 parameters only"
+    if param.dtype == torch.float32:
+        return "an FP32 parameter is its own master"
+    if asked.is_remainder:
+        return "remainders complete BF16 parameters only"
+    return _why_unblocked(param)
+
+
+# --- in one line ------------------------------------------------------------------------------------------------------
+
+
+def short_description(name: str, store: StateStore) -> str:
+    """``FusedAdamW(291 parameters, lr=0.001, exp_avg_dtype=int8, ...)``: settings, with all groups' where they differ.
+
+    Nothing is read from a device.
+    """
+    parts = [_plural(len(store.params)) + f" in {len(store.groups)} groups" * (len(store.groups) > 1)]
+    for key in ("lr", "betas", "eps", "weight_decay", "exp_avg_dtype", "exp_avg_sq_dtype", "step"):
+        found = list(dict.fromkeys(_short(group[key]) for group in store.groups))
+        shown = found if len(found) <= _EXAMPLES else [*found[:_EXAMPLES], "..."]
+        parts.append(f"{key}={' | '.join(shown)}")
+    if store.asked_master is not None:
+        parts.append(f"masters={_MASTERS[store.asked_master]}")
+    return f"{name}({', '.join(parts)})"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{float(value):g}" if value.device.type == "cpu" else f"tensor on {value.device}"
+    return f"{value:g}" if isinstance(value, float) else str(value).removeprefix("torch.")
+
+
+# --- choices without effect -------------------------------------------------------------------------------------------
+
+
+def choices_without_effect(store: StateStore, options: Mapping[str, Any]) -> list[str]:
+    """What was asked for and no parameter has, with what to do. Of states that were created.
+
+    ``options``: of the whole optimizer, which param groups cannot change.
+    """
+    states = list(store)
+    asked, found = store.asked_master, []
+    for number, group in enumerate(store.groups):
+        if others := [key for key, value in options.items() if key in group and group[key] != value]:
+            found.append(
+                f"param group {number}: {', '.join(others)} has no effect there: it is an option of the whole "
+                "optimizer, an argument of its constructor"
+            )
+    if states and asked is not None and not any(_may_have(each.param, asked) for each in states):
+        option = "store_param_remainders=True" if asked.is_remainder else "master_weight_dtype=torch.float16"
+        dtypes = ", ".join(sorted({_name(each.param.dtype) for each in states}))
+        found.append(
+            f"{option} has no effect: none of the {_plural(len(states))} has such a master (they are {dtypes}). FP32 "
+            "parameters are their own masters, and remainders complete BF16 parameters only. Train BF16 parameters to "
+            "use it (under Accelerate with mixed_precision='no', since 'bf16' makes them FP32 first), or leave it out"
+        )
+    lost = [name for name in MOMENTS if states and _is_lost(name, store, states)]
+    if lost:
+        found.append(
+            f"{' and '.join(f'{name}_dtype' for name in lost)} without effect: all of the {_plural(len(states))} keep "
+            f"FP32 moments. No block of {', '.join(map(str, BLOCKS))} elements divides their rows, or they have one "
+            f"dim and fewer than {SMALLEST_BLOCKED_VECTOR} elements; optimizer.summary() lists them"
+        )
+    return found
+
+
+def _is_lost(name: str, store: StateStore, states: list[ParamState]) -> bool:
+    """Whether formats with blocks were asked for in all groups and no parameter has one, small vectors apart."""
+    asked = [state_format(group[f"{name}_dtype"]) for group in store.groups if group["params"]]
+    has_matrices = any(each.param.dim() > 1 for each in states)
+    return has_matrices and all(f.scaled for f in asked) and not any(each.slots.format(name).scaled for each in states)
+
+
+def _may_have(param: Tensor, master: Master) -> bool:
+    """Whether a parameter of this dtype may have such a master, whatever its shape."""
+    if adapter_of(param) is not None:
+        return not master.is_remainder
+    return param.dtype == torch.bfloat16 if master.is_remainder else param.dtype != torch.float32

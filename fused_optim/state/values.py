@@ -1,0 +1,191 @@
+"""What the values of saved states are made of: stored tensors, and how to read them.
+
+A state dict may hold the values, or a :class:`LazyTensor` that makes them when it is written to disk, from copies of
+the stored tensors. So a save moves no more bytes than are stored, and GPUs convert nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from fused_optim.formats import StateFormat, decode_state, join_remainder
+from fused_optim.state.remainders import PIECE, row_checks
+
+STAGER = "stager"  # the device of a state dict that is copied by one before anything changes
+
+aten = torch.ops.aten
+
+
+class Values(Protocol):
+    """A frozen dataclass: plain local tensors, which may be replaced by copies elsewhere, and how to read them."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def read(self, device: str | None = None) -> Tensor:
+        """A new tensor on ``device``; None: where the parts are."""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """FP32 values of a moment, or of an FP16 master, that is kept in some format; see ``formats.decode_state``."""
+
+    bits: Tensor
+    scale: Tensor | None
+    name: str
+    format: StateFormat
+    block: int
+
+    dtype = torch.float32
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.bits.shape
+
+    def read(self, device: str | None = None) -> Tensor:
+        flat, block = self.bits.reshape(-1), self.block
+
+        def decode(piece: slice) -> Tensor:
+            scale = None if self.scale is None else self.scale[piece.start // block : -(-piece.stop // block)]
+            return decode_state(flat[piece], scale, self.name, self.format, block)
+
+        return _in_pieces(decode, self.bits, device)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """FP32 masters whose high bits are a BF16 parameter."""
+
+    high: Tensor
+    low: Tensor
+
+    dtype = torch.float32
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.high.shape
+
+    def read(self, device: str | None = None) -> Tensor:
+        high, low = self.high.reshape(-1), self.low.reshape(-1)
+        return _in_pieces(lambda piece: join_remainder(high[piece], low[piece]), self.high, device)
+
+
+@dataclass(frozen=True)
+class RowChecks:
+    """What tells whether a BF16 parameter is the one that remainders were split from; see ``remainders.row_checks``."""
+
+    param: Tensor
+
+    dtype = torch.int32
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.param.shape[:1]
+
+    def read(self, device: str | None = None) -> Tensor:
+        return row_checks(self.param).to(device or self.param.device)
+
+
+def parts(values: Values) -> dict[str, Tensor]:
+    """The tensors that values are made of, by the names of their fields."""
+    own = {field.name: getattr(values, field.name) for field in fields(values)}  # type: ignore[arg-type]
+    return {name: value for name, value in own.items() if isinstance(value, Tensor)}
+
+
+def with_parts(values: Values, replaced: dict[str, Tensor]) -> Values:
+    """The same of other tensors, by the names of :func:`parts`."""
+    made: Values = replace(values, **replaced)  # type: ignore[type-var]
+    return made
+
+
+def pieces(numel: int) -> Iterator[slice]:
+    return (slice(start, min(start + PIECE, numel)) for start in range(0, numel, PIECE))
+
+
+def _in_pieces(decode: Callable[[slice], Tensor], like: Tensor, device: str | None) -> Tensor:
+    """FP32 values shaped as ``like``, on its device or another one: there is one piece's worth of temporaries."""
+    out = torch.empty(like.shape, dtype=torch.float32, device=device or like.device)
+    flat = out.view(-1)
+    for piece in pieces(out.numel()):
+        flat[piece] = decode(piece)
+    return out
+
+
+# --- values that are read later ---------------------------------------------------------------------------------
+
+
+class LazyTensor(torch.Tensor):
+    """Values that are made when something reads them. Not to be written.
+
+    In a state dict it refers to tensors that the next step changes. ``PinnedStager`` puts one in its place that refers
+    to copies, which writers of torch.distributed.checkpoint read, also in other processes. torch's stagers refuse it.
+    """
+
+    source: Values
+
+    # As torch's own subclasses have it; only its stubs know another signature.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, values: Values) -> LazyTensor:
+        device = next(iter(parts(values).values())).device
+        self = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype, device=device)
+        self.source = values
+        return self
+
+    def data_ptr(self) -> int:
+        return 0
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return torch.UntypedStorage(0, device=self.device)
+
+    def is_pinned(self, device: str | torch.device | int | None = None) -> bool:
+        return False
+
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]  # of one without types
+        return f"LazyTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    def __reduce_ex__(self, proto: Any) -> tuple[Any, ...]:
+        return LazyTensor, (self.source,)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # which torch's stubs take for a static method
+        cls, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is aten.alias.default or (func is aten.view.default and tuple(args[1]) == tuple(args[0].shape)):
+            return LazyTensor(args[0].source)  # planning asks for these, and does not read
+        if func in _NEW:
+            raise TypeError(
+                "a state dict that was made with checkpoint_device='stager' refers to the running states: give it to "
+                "fused_optim.checkpoint.PinnedStager, or set optimizer.checkpoint_device = None before it is made"
+            )
+        if func._schema.is_mutable and isinstance(args[0], LazyTensor):
+            raise TypeError(f"{func} cannot write values that are made when they are read")
+        return func(*_read(args), **_read(kwargs or {}))
+
+
+_NEW = (aten.new_empty.default, aten.new_zeros.default, aten.empty_like.default, aten.zeros_like.default)
+
+
+def _read(value: Any) -> Any:
+    if isinstance(value, LazyTensor):
+        return value.source.read()
+    if type(value) in (list, tuple):
+        return type(value)(map(_read, value))
+    if type(value) is dict:
+        return {key: _read(item) for key, item in value.items()}
+    return value
+
+
+def given(values: Values, device: str | None) -> Tensor:
+    """Values as a state dict holds them; ``device``: see ``state_dict.Options``."""
+    return LazyTensor(values) if device == STAGER else values.read(device)

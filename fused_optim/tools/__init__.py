@@ -1,0 +1,1 @@
+"""Tools around the optimizer, mostly behind ``python -m fused_optim``: they need no GPU and change no run."""

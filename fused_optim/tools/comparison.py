@@ -1,0 +1,101 @@
+"""``python -m fused_optim inspect --compare``: how two checkpoints differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from fused_optim.checkpoint.folders import PathLike
+from fused_optim.state.groups import DESCRIPTION
+from fused_optim.tools.contents import Optimizer, pieces_of, read_optimizer
+from fused_optim.tools.inspector import PARAMETER, groups_of, steps_of
+from fused_optim.tools.progress import progress
+from fused_optim.tools.reading import Checkpoint, open_checkpoint
+from fused_optim.tools.values import Difference
+
+_Readable = tuple[tuple[int, ...], Callable[[], Iterator[Tensor]]]  # shape, how to read its pieces
+
+_EXAMPLES = 10
+
+
+class Comparison(dict[str, Any]):
+    """``same``; ``only_first``, ``only_second``: what the other lacks; ``different``: by tensor; ``settings``."""
+
+    def __str__(self) -> str:
+        lines = [f"{self['first']} and {self['second']}:"]
+        for which, side in (("only_first", "first"), ("only_second", "second")):
+            lines += [f"  only in {self[side]}: {name}" for name in self[which][:_EXAMPLES]]
+            lines += [f"  ... and {len(self[which]) - _EXAMPLES:,} more"] * (len(self[which]) > _EXAMPLES)
+        lines += [f"  {key}: {one} and {other}" for key, (one, other) in self["settings"].items()]
+        lines += [f"  {name}: {text}" for name, text in self["different"].items()]
+        lines.append(f"  {self['equal']:,} of {self['tensors']:,} tensors have the same values")
+        return "\n".join(lines)
+
+
+def compare_checkpoints(first: PathLike, second: PathLike, *, model: PathLike | None = None) -> Comparison:
+    """Compare the values of two checkpoints, whatever their layouts and formats; two tensors are in memory at a time.
+
+    States are compared in FP32, as they decode. Raises as :func:`inspect_checkpoint` does.
+    """
+    both = [open_checkpoint(path) for path in (first, second)]
+    weights = None if model is None else open_checkpoint(model)
+    optimizers = [read_optimizer(checkpoint, weights) for checkpoint in both]
+    tensors = [dict(_tensors(checkpoint, of)) for checkpoint, of in zip(both, optimizers, strict=True)]
+    shared = [name for name in tensors[0] if name in tensors[1]]
+    different: dict[str, str] = {}
+    for name in progress(shared, "comparing", lambda name: 1):
+        one, other = (side[name] for side in tensors)
+        if one[0] != other[0]:
+            different[name] = f"shapes {one[0]} and {other[0]}"
+        elif (found := Difference.of(one[1](), other[1]())).different:
+            different[name] = str(found)
+    settings = _different_settings(*optimizers)
+    only = [[name for name in tensors[i] if name not in tensors[1 - i]] for i in (0, 1)]
+    return Comparison(
+        first=str(first),
+        second=str(second),
+        same=not (different or settings or any(only)),
+        only_first=only[0],
+        only_second=only[1],
+        settings=settings,
+        different=different,
+        equal=len(shared) - len(different),
+        tensors=len(shared),
+    )
+
+
+def _tensors(checkpoint: Checkpoint, optimizer: Optimizer | None) -> Iterator[tuple[str, _Readable]]:
+    """By name: parameters and states by the parameters' names, all else by key."""
+    known: set[str] = set()
+    if optimizer is not None:
+        known = set(optimizer.own_keys)
+        for name, states in optimizer.states.items():
+            yield from ((f"{key} of {name}", (state.shape, state.pieces)) for key, state in states.items())
+        for name, weight in optimizer.weights.items():
+            if weight.checkpoint is checkpoint:
+                known.add(weight.key)
+                yield f"{PARAMETER} of {name}", (weight.stored.shape, _reader(checkpoint, weight.key))
+    for key, stored in checkpoint.entries.items():
+        if stored is not None and key not in known and not stored.dtype.is_complex:
+            yield key, (stored.shape, _reader(checkpoint, key))
+
+
+def _reader(checkpoint: Checkpoint, key: str) -> Callable[[], Iterator[Tensor]]:
+    return lambda: pieces_of(checkpoint.value(key))
+
+
+def _different_settings(first: Optimizer | None, second: Optimizer | None) -> dict[str, tuple[str, str]]:
+    if first is None or second is None:
+        return {}
+    one, other = (_settings(optimizer) for optimizer in (first, second))
+    return {key: (one[key], other[key]) for key in one if key in other and one[key] != other[key]}
+
+
+def _settings(optimizer: Optimizer) -> dict[str, str]:
+    """Of all param groups, as text."""
+    groups = groups_of(optimizer)
+    keys = {key: None for group in groups for key in group if key not in ("parameters", *DESCRIPTION)}
+    found = {key: ", ".join(dict.fromkeys(str(group.get(key)) for group in groups)) for key in keys}
+    return {**found, "step": ", ".join(map(str, steps_of(optimizer)))}

@@ -1,0 +1,293 @@
+"""``python -m fused_optim convert``: a checkpoint in another layout, parameter by parameter, in host memory.
+
+What is written is planned first, as entries that know their shapes and how to get their values; these are read,
+decoded, encoded and written one after the other. States are encoded as by an optimizer that loads them: rounded to
+nearest.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from fused_optim.adapters import adapter_of
+from fused_optim.checkpoint.folders import PathLike
+from fused_optim.checkpoint.sources import read_small
+from fused_optim.formats import STATE_FORMATS, Master, as_dtype, split_remainder, state_format
+from fused_optim.slots import MASTER, MOMENTS, STEP
+from fused_optim.state.groups import DESCRIPTION, KEYED_BY_NAMES, NATIVE, TorchGroup, usual_group
+from fused_optim.state.torch_form import torch_group
+from fused_optim.tools.contents import Optimizer, State, joined, pieces_of, read_optimizer
+from fused_optim.tools.packing import Packed, let_go
+from fused_optim.tools.reading import FolderCheckpoint, open_checkpoint
+from fused_optim.tools.writing import Entry, write_folder, write_safetensors
+
+Layout = Literal["unscaled", "native", "torch", "safetensors", "masters"]
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+MASTERS = {
+    "float32": Master.FLOAT32,
+    "float16": Master.FLOAT16,
+    "remainder16": Master.REMAINDER16,
+    "remainder8": Master.REMAINDER8,
+}
+_STORED_MASTERS = {"16-bit remainder": Master.REMAINDER16, "8-bit remainder": Master.REMAINDER8}
+_STORED_MASTERS |= {"float16": Master.FLOAT16}
+_NOT_SETTINGS = ("params", "param_names", STEP)
+
+_Place = tuple[str, ...]  # in the state dict of the optimizer
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """``moments``: dtypes by name; None: as in the source, for ``master`` likewise."""
+
+    layout: Layout
+    moments: Mapping[str, torch.dtype | None]
+    master: Master | None
+
+
+def convert_checkpoint(
+    source: PathLike,
+    target: PathLike,
+    layout: Layout,
+    *,
+    exp_avg_dtype: torch.dtype | str | None = None,
+    exp_avg_sq_dtype: torch.dtype | str | None = None,
+    master: str | None = None,
+    model: PathLike | None = None,
+) -> None:
+    """Write the checkpoint ``source`` again, in another layout, into the new folder ``target``.
+
+    ``layout``: "unscaled" and "native" are the forms that FusedAdam saves, "torch" is torch.optim.AdamW's, all of them
+    folders of torch.distributed.checkpoint with checksums. "safetensors": the unscaled form as safetensors files, which
+    this reads again. "masters": the masters alone under the model's names, as Hugging Face's sharded models.
+
+    ``exp_avg_dtype``, ``exp_avg_sq_dtype``, ``master`` ("float32", "float16", "remainder16", "remainder8"): of the
+    native form; as in the source by default. ``model``: the model's checkpoint, where that is another one and
+    remainders need the parameters. Whatever is in the source beside the optimizer's states goes with it.
+
+    The memory that this takes is a few times that of the largest tensor. Raises FileExistsError where there is
+    something in ``target``, and ValueError or OSError for what cannot be converted; then nothing is left behind.
+    """
+    moments = dict(zip(MOMENTS, (exp_avg_dtype, exp_avg_sq_dtype), strict=True))
+    wanted = _Wanted(layout, {name: _checked_dtype(name, value) for name, value in moments.items()}, _master(master))
+    _check(wanted, target)
+    checkpoint = open_checkpoint(source)
+    optimizer = read_optimizer(checkpoint, None if model is None else open_checkpoint(model))
+    if optimizer is None:
+        raise ValueError(f"{source} holds no states of Adam, so there is nothing to convert")
+    folder = Path(target)
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        unfinished.mkdir(parents=True)
+        _Conversion(optimizer, wanted).write(unfinished)
+        unfinished.replace(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        let_go()
+
+
+def _check(wanted: _Wanted, target: PathLike) -> None:
+    if wanted.layout not in LAYOUTS:
+        raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)}, got {wanted.layout!r}")
+    if wanted.layout != "native" and (wanted.master is not None or any(wanted.moments.values())):
+        raise ValueError(f"formats are chosen for the native form only, not for {wanted.layout!r}")
+    folder = Path(target)
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise FileExistsError(f"{target} is there already: give a new folder")
+
+
+def _checked_dtype(name: str, given: torch.dtype | str | None) -> torch.dtype | None:
+    if given is None:
+        return None
+    try:
+        state_format(given)
+    except KeyError:
+        raise ValueError(f"{name}_dtype: {given} is no format of states") from None
+    return as_dtype(given)
+
+
+def _master(given: str | None) -> Master | None:
+    if given is not None and given not in MASTERS:
+        raise ValueError(f"master: expected one of {', '.join(MASTERS)}, got {given!r}")
+    return None if given is None else MASTERS[given]
+
+
+class _Conversion:
+    """Plans the entries of a target, and writes them."""
+
+    def __init__(self, optimizer: Optimizer, wanted: _Wanted) -> None:
+        self._optimizer = optimizer
+        self._contents = optimizer.contents
+        self._wanted = wanted
+        self._ids = {name: id_ for id_, name in optimizer.names.items()}
+        self._steps = self._read_steps()
+        groups = f"{optimizer.prefix}param_groups."
+        self._first_id = f"{groups}{next(iter(self._contents.settings), '')}."
+        self._is_flat = any(key.startswith(self._first_id) for key in optimizer.checkpoint.entries)
+
+    def write(self, folder: Path) -> None:
+        if self._wanted.layout == "masters":
+            write_safetensors(self._masters(), folder, "model")
+        elif self._wanted.layout == "safetensors":
+            write_safetensors(self._entries(), folder, "checkpoint")
+        else:
+            write_folder(self._entries(), folder)
+
+    def _masters(self) -> dict[str, Entry]:
+        """Of parameters without master the parameters themselves, in FP32."""
+        found: dict[str, Entry] = {}
+        for name in self._optimizer.names.values():
+            state = self._optimizer.states.get(name, {}).get(MASTER)
+            weight = self._optimizer.weights.get(name)
+            if state is not None:
+                found[name] = Entry((name,), state.values, state.shape, torch.float32)
+            elif weight is not None:
+                shape = weight.stored.shape
+                read = partial(lambda weight, shape: joined(pieces_of(weight.value()), shape), weight, shape)
+                found[name] = Entry((name,), read, shape, torch.float32)
+            else:
+                raise ValueError(f"{name}: neither its master nor itself is there; give the model's checkpoint, too")
+        return found
+
+    def _entries(self) -> dict[str, Entry]:
+        """All of the target, by flat key."""
+        entries = self._others()
+        for name, states in self._optimizer.states.items():
+            self._check_moments(name, states)
+            for inner, entry in self._states(name, states):
+                entries.update([self._placed(("state", self._ids[name], *inner), entry)])
+            self._replace_weight(entries, name, states)
+        for place, value in self._groups():
+            entries.update([self._placed(place, Entry((), partial(_itself, value)))])
+        return entries
+
+    def _placed(self, place: _Place, entry: Entry) -> tuple[str, Entry]:
+        """An entry and its key."""
+        before = tuple(self._optimizer.prefix.split(".")[:-1])
+        id_ = int(place[1]) if place[1].isdigit() else place[1]
+        inner = (place[0], id_, *place[2:]) if self._contents.order else (".".join(place),)
+        return self._optimizer.prefix + ".".join(place), replace(entry, path=(*before, *inner))
+
+    def _others(self) -> dict[str, Entry]:
+        """What is beside the optimizer's states, and goes with them."""
+        checkpoint = self._optimizer.checkpoint
+        places = checkpoint.metadata.planner_data if isinstance(checkpoint, FolderCheckpoint) else None
+        places = places if isinstance(places, dict) else {}
+        own, groups = self._optimizer.own_keys, f"{self._optimizer.prefix}param_groups."
+        found = {}
+        for key, stored in checkpoint.entries.items():
+            if key not in own and not key.startswith(groups):
+                shape, dtype = (None, None) if stored is None else (stored.shape, stored.dtype)
+                found[key] = Entry(places.get(key, (key,)), partial(checkpoint.value, key), shape, dtype)
+        return found
+
+    # --- states -------------------------------------------------------------------------------------------------
+
+    def _states(self, name: str, states: Mapping[str, State]) -> Iterator[tuple[_Place, Entry]]:
+        if self._wanted.layout == "native":
+            yield from Packed(states, self._master(name, states), self._formats(name, states)).entries()
+            return
+        kept = MOMENTS if self._wanted.layout == "torch" else tuple(states)
+        for key in kept:
+            yield (key,), Entry((), states[key].values, states[key].shape, torch.float32)
+        if self._wanted.layout == "torch":
+            step = torch.tensor(float(self._steps[self._ids[name]]))
+            yield (STEP,), Entry((), partial(_itself, step), (), torch.float32)
+
+    def _check_moments(self, name: str, states: Mapping[str, State]) -> None:
+        where = self._optimizer.checkpoint.path
+        if lacking := [moment for moment in MOMENTS if moment not in states]:
+            raise ValueError(f"{name}: {where} lacks its {' and '.join(lacking)}")
+        if self._ids[name] not in self._steps:
+            raise ValueError(f"{name}: {where} has its moments but no step, neither its own nor its param group's")
+
+    def _formats(self, name: str, states: Mapping[str, State]) -> list[torch.dtype]:
+        """Of both moments: what is asked for, what the run was asked for, or what is there."""
+        settings, found = self._contents.settings.get(self._ids[name], {}), []
+        for moment in MOMENTS:
+            chosen = self._wanted.moments[moment] or as_dtype(settings.get(f"{moment}_dtype"))
+            chosen = chosen or as_dtype(states[moment].format)
+            found.append(chosen if chosen in STATE_FORMATS else torch.float32)
+        return found
+
+    def _master(self, name: str, states: Mapping[str, State]) -> Master:
+        if MASTER not in states:
+            return Master.PARAMETER
+        stored = _STORED_MASTERS.get(states[MASTER].format, Master.FLOAT32)
+        chosen = stored if self._wanted.master is None else self._wanted.master
+        weight = self._optimizer.weights.get(name)
+        if not chosen.is_remainder:
+            return chosen
+        if weight is None:
+            text = (
+                "remainders complete BF16 parameters, and the parameter is not there; give the model's checkpoint, too"
+            )
+            raise ValueError(f"{states[MASTER]}: {text}")
+        plain = weight.stored.dtype == torch.bfloat16 and adapter_of(weight.value()) is None
+        return chosen if plain else Master.FLOAT32
+
+    def _replace_weight(self, entries: dict[str, Entry], name: str, states: Mapping[str, State]) -> None:
+        """Remainders are beside the parameter that they were split from, also where that was rounded differently."""
+        weight = self._optimizer.weights.get(name)
+        if self._wanted.layout != "native" or weight is None or weight.checkpoint is not self._optimizer.checkpoint:
+            return
+        kind = self._master(name, states)
+        if kind.is_remainder:
+            entries[weight.key] = replace(entries[weight.key], read=partial(_high_bits, states[MASTER], kind))
+
+    # --- param groups -------------------------------------------------------------------------------------------
+
+    def _read_steps(self) -> dict[str, int]:
+        """By parameter's id: its own, or its param group's."""
+        own = {id_: found["step"][""] for id_, found in self._contents.states.items() if "step" in found}
+        values = read_small(self._optimizer.checkpoint, own.values())
+        steps = {id_: int(of[STEP]) for id_, of in self._contents.settings.items() if STEP in of}
+        return steps | {id_: int(values[key]) for id_, key in own.items()}
+
+    def _groups(self) -> Iterator[tuple[_Place, Any]]:
+        """As the source has them, numbered or by parameter."""
+        for number, ids in enumerate(self._contents.order):
+            for key, value in self._settings(ids).items():
+                yield ("param_groups", str(number), key), value
+            yield ("param_groups", str(number), "params"), [int(id_) if id_.isdigit() else id_ for id_ in ids]
+        for id_ in self._contents.settings if self._is_flat else ():
+            for key, value in self._settings([id_]).items():
+                yield ("param_groups", id_, key), value
+
+    def _settings(self, ids: list[str]) -> dict[str, Any]:
+        found = self._contents.settings.get(ids[0], {}) if ids else {}
+        given = {key: value for key, value in found.items() if key not in _NOT_SETTINGS}
+        names = {"param_names": found["param_names"]} if "param_names" in found else {}
+        if self._wanted.layout == "torch":
+            group = {"bias_correction": True, **given}
+            return torch_group(group, bool(given.get("decoupled_weight_decay", True))) | names
+        kept = {"bias_correction": True, **usual_group(TorchGroup(given))}
+        keyed = int(found.get("fused_optim_native", 0)) & KEYED_BY_NAMES  # the values go on being rounded as they were
+        native = {"fused_optim_native": NATIVE * (self._wanted.layout == "native") | keyed}
+        step = max((self._steps[id_] for id_ in ids if id_ in self._steps), default=0)
+        return {**kept, **self._dtypes(ids, given), **names, STEP: step, **DESCRIPTION, **native}
+
+    def _dtypes(self, ids: list[str], given: Mapping[str, Any]) -> dict[str, str]:
+        """The formats that a group asks for, as text."""
+        with_states = [name for name in map(self._optimizer.names.__getitem__, ids) if name in self._optimizer.states]
+        if with_states and self._wanted.layout == "native":
+            chosen = self._formats(with_states[0], self._optimizer.states[with_states[0]])
+            return {f"{name}_dtype": str(dtype) for name, dtype in zip(MOMENTS, chosen, strict=True)}
+        return {key: str(given.get(key, torch.float32)) for key in (f"{name}_dtype" for name in MOMENTS)}
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _high_bits(state: State, kind: Master) -> Tensor:
+    return split_remainder(state.values(), kind)[0]

@@ -1,0 +1,175 @@
+"""Counts what a rank holds of parameters and their states, what checkpoints take, and how long that takes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_optim.adam import FusedAdamW
+from fused_optim.formats import Master
+from fused_optim.sharding.dtensor import cut_by_rows, local_tensor
+from fused_optim.slots import MASTER, MOMENTS, Slots
+
+# By name: the constructor's options.
+MASTERS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "remainder16": {"store_param_remainders": True},
+    "remainder8": {"store_param_remainders": True, "param_remainder_bits": 8},
+    "float16": {"master_weight_dtype": torch.float16},
+    "none": {"master_weights": False},
+}
+FORMS = ("unscaled", "native", "torch")
+HELD = ("parameters", "gradients", "masters", "states", "scales")
+_LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.)")  # "model.layers.3", "3"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """State formats and masters, by name."""
+
+    states: str
+    master: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"exp_avg_dtype": self.states, "exp_avg_sq_dtype": self.states, **MASTERS[self.master]}
+
+
+class Counted:
+    """Parameters, those that are alike together."""
+
+    def __init__(self, params: Sequence[tuple[str, Tensor]]) -> None:
+        alike: dict[Any, list[Tensor]] = {}
+        for _, param in params:
+            placement = getattr(param, "placements", None), getattr(param, "device_mesh", None)
+            kind = param.dtype, param.requires_grad, type(local_tensor(param))
+            alike.setdefault((tuple(param.shape), *kind, *placement), []).append(param)
+        self._alike = [(members[0], len(members)) for members in alike.values()]
+        self._count = len(params)
+        self._gathered = _gathered_bytes(params)
+
+    def row(self, choice: Choice, rates: dict[str, Any] | None) -> dict[str, Any]:
+        """Bytes that this rank holds, and that a checkpoint of all ranks takes; seconds."""
+        held: Counter[str] = Counter(dict.fromkeys(HELD, 0))
+        saved: Counter[str] = Counter(dict.fromkeys((*FORMS, "model"), 0))
+        moved = 0
+        for param, slots, count in self._slots(choice):
+            own = _held_bytes(param, slots)
+            held.update({key: count * size for key, size in own.items()})
+            saved["model"] += count * _whole_bytes(param)
+            if slots is not None:
+                saved.update({form: count * _saved_bytes(param, slots, form) for form in FORMS})
+                moved += count * _moved_bytes(own, slots)
+        total = sum(held.values())
+        row: dict[str, Any] = {"states": choice.states, "master": choice.master, "bytes": {**held, "total": total}}
+        row["bytes_per_parameter"] = total / max(1, self._elements)
+        row["gathered"] = self._gathered
+        row["checkpoint"] = dict(saved)
+        return row | ({} if rates is None else _seconds(choice, moved, self._count, saved, self._share, rates))
+
+    def _slots(self, choice: Choice) -> Iterator[tuple[Tensor, Slots | None, int]]:
+        """What the optimizer would keep of each kind of parameter; nothing of frozen ones."""
+        optimizer = FusedAdamW([param for param, _ in self._alike], **choice.options)
+        for param, count in self._alike:
+            frozen = optimizer.store.is_frozen(param)
+            yield param, None if frozen else optimizer.store.new_slots(param, optimizer.param_groups[0]), count
+
+    @property
+    def _elements(self) -> int:
+        return sum(count * local_tensor(param).numel() for param, count in self._alike)
+
+    @property
+    def _share(self) -> float:
+        """This rank's part of the elements."""
+        whole = sum(count * param.numel() for param, count in self._alike)
+        return self._elements / max(1, whole)
+
+
+def _nbytes(param: Tensor) -> int:
+    """Of this rank's shard; of a quantized one all components."""
+    local = local_tensor(param.detach())
+    components = getattr(local, "components", None)
+    parts = [local] if components is None else components.values()
+    return sum(part.numel() * part.element_size() for part in parts)
+
+
+def _whole_bytes(param: Tensor) -> int:
+    local = local_tensor(param).numel()
+    return math.ceil(_nbytes(param) / local * param.numel()) if local else param.numel() * param.element_size()
+
+
+def _held_bytes(param: Tensor, slots: Slots | None) -> dict[str, int]:
+    """By what they are for; gradients have the parameter's dtype."""
+    held = dict.fromkeys(HELD, 0) | {"parameters": _nbytes(param)}
+    if slots is not None:
+        sizes = slots.nbytes
+        held["gradients"] = local_tensor(param).numel() * param.element_size()
+        held["masters"] = sizes.get(MASTER, 0)
+        held["states"] = sum(sizes[name] for name in MOMENTS)
+        held["scales"] = sizes["scales"]
+    return held
+
+
+def _gathered_bytes(params: Sequence[tuple[str, Tensor]]) -> int | None:
+    """What FSDP2 gathers at most: two layers, of which one is fetched early, and what is in no layer, which stays.
+
+    Layers are told by the numbers in names; None where there are none.
+    """
+    sizes: Counter[str] = Counter()
+    for name, param in params:
+        match = _LAYER.match(name)
+        sizes[match[0] if match else ""] += _whole_bytes(param)
+    kept = sizes.pop("", 0)
+    return kept + 2 * max(sizes.values()) if sizes else None
+
+
+def _moved_bytes(own: dict[str, int], slots: Slots) -> int:
+    """What a step reads and writes. Parameters are written, and read where they are the master or a part of it."""
+    is_read = slots.master is Master.PARAMETER or slots.master.is_remainder
+    states = own["masters"] + own["states"] + own["scales"]
+    return own["gradients"] + 2 * states + own["parameters"] * (2 if is_read else 1)
+
+
+def _saved_bytes(param: Tensor, slots: Slots, form: str) -> int:
+    """Of a parameter's states in a checkpoint of all ranks; see ``state_dict.converted``."""
+    count, rows = param.numel(), param.shape[0] if param.dim() else 1
+    if form == "torch":
+        return 8 * count + 4
+    packed = form == "native" and cut_by_rows(param)
+    scales = 4 * count // slots.geometry.block if slots.geometry.block else 0
+    total = 0
+    for name in MOMENTS:
+        fmt = slots.format(name)
+        size = fmt.dtype(name).itemsize
+        if fmt.scaled:
+            total += size * count + scales if packed else 4 * count
+        else:
+            total += (size if form == "native" else 4) * count
+    if slots.master.is_remainder and packed:
+        return total + slots.master.dtype.itemsize * count + 4 * rows
+    if slots.master is Master.FLOAT16 and packed:
+        return total + 2 * count + scales
+    return total + (0 if slots.master is Master.PARAMETER else 4 * count)
+
+
+def _seconds(
+    choice: Choice, moved: int, count: int, saved: Counter[str], share: float, rates: dict[str, Any]
+) -> dict[str, Any]:
+    """Of a step, which memory or the host bounds, and of a save of this rank's share of the optimizer's states."""
+    known = rates["share_of_copy"]
+    alike = [value for key, value in known.items() if key.endswith(f"/{choice.states}")]
+    of_copy = known.get(f"{choice.master}/{choice.states}", min(alike))
+    memory, host = moved / (rates["copy_bytes_per_s"] * of_copy), count * rates["host_s_per_parameter"]
+    return {
+        "step_s": max(memory, host),
+        "step_bound": "memory" if memory >= host else "host",
+        "save_s": {form: share * saved[form] / rate for form, rate in rates["save_bytes_per_s"].items()},
+        "stall_s": {form: share * saved[form] / rate for form, rate in rates["stall_bytes_per_s"].items()},
+    }

@@ -1,0 +1,25 @@
+"""``python -m fused_optim info``: what is installed."""
+
+from __future__ import annotations
+
+import torch
+
+import fused_optim
+from fused_optim.backends import build_info, forced_backend, load_engine
+
+
+def info() -> str:
+    """Which backends exist here, and why one does not."""
+    lines = [f"fused_optim {fused_optim.__version__}, torch {torch.__version__}"]
+    lines.append("torch  available: the reference, and the fallback on any device")
+    for name in ("cpu", "cuda"):
+        engine, reason = load_engine(name)
+        built = build_info().get(name, {})
+        shown = {key: built[key] for key in ("compiler", "isas", "archs") if built.get(key)}
+        details = ", ".join(f"{key} {value}" for key, value in shown.items())
+        lines.append(f"{name:<6} " + (f"available ({details})" if engine else f"not available: {reason}"))
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    lines.append(f"GPUs   {', '.join(devices) or 'none visible'}")
+    if forced_backend():
+        lines.append(f"FUSED_OPTIM_BACKEND={forced_backend()} forces that backend")
+    return "\n".join(lines)

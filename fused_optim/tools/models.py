@@ -1,0 +1,99 @@
+"""The parameters of models that are not there: names and shapes from configs and from safetensors files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fused_optim.tools.reading import open_checkpoint
+
+Named = list[tuple[str, tuple[int, ...]]]
+_ROW = 4096
+
+
+def of_number(count: float) -> Named:
+    """One matrix of so many elements, up to a row of 4096."""
+    rows = max(1, round(count / _ROW))
+    return [("all", (rows, _ROW))]
+
+
+def of_safetensors(path: str) -> Named:
+    """Of safetensors files or their index, from the files' headers."""
+    found = open_checkpoint(path)
+    if found.kind != "safetensors":
+        raise ValueError(f"{path}: expected safetensors files or their index, found {found.kind}")
+    return [(key, stored.shape) for key, stored in found.entries.items() if stored is not None]
+
+
+def of_config(path: str) -> Named:
+    """Of Hugging Face's ``config.json``: decoders like Llama here, whatever else by transformers where it is installed.
+
+    Raises ValueError for a model that neither knows.
+    """
+    try:
+        config = json.loads(Path(path).read_bytes())
+        kind = config["model_type"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no config of a model ({type(error).__name__}: {error})") from error
+    if kind in _DECODERS:
+        try:
+            return list(_decoder(config))
+        except KeyError as error:
+            raise ValueError(f"{path} lacks {error}, which a {kind} model has") from error
+    if find_spec("transformers") is None:
+        known = ", ".join(_DECODERS)
+        raise ValueError(f"{path}: known without transformers are {known}, not {kind}: install transformers")
+    return _by_transformers(path)
+
+
+def _by_transformers(path: str) -> Named:
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(Path(path).parent if Path(path).name == "config.json" else path)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    return [(name, tuple(param.shape)) for name, param in model.named_parameters()]
+
+
+# Biases of the projections of queries, keys and values by default; norms of queries and keys.
+_DECODERS: dict[str, tuple[bool, bool]] = {
+    "llama": (False, False),
+    "mistral": (False, False),
+    "qwen2": (True, False),
+    "qwen3": (False, True),
+}
+
+
+def _decoder(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    biased, normed = _DECODERS[config["model_type"]]
+    width, inner, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    heads = config["num_attention_heads"]
+    keys = config.get("num_key_value_heads") or heads
+    size = config.get("head_dim") or width // heads
+    biased = config.get("attention_bias", biased) if config["model_type"] != "qwen2" else biased
+    yield "model.embed_tokens.weight", (vocabulary, width)
+    for layer in range(config["num_hidden_layers"]):
+        first = f"model.layers.{layer}"
+        for name, rows in {"q": heads * size, "k": keys * size, "v": keys * size}.items():
+            yield f"{first}.self_attn.{name}_proj.weight", (rows, width)
+            if biased:
+                yield f"{first}.self_attn.{name}_proj.bias", (rows,)
+        yield f"{first}.self_attn.o_proj.weight", (width, heads * size)
+        if config.get("attention_bias"):
+            yield f"{first}.self_attn.o_proj.bias", (width,)
+        for name in ("q_norm", "k_norm") if normed else ():
+            yield f"{first}.self_attn.{name}.weight", (size,)
+        for name, shape in {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}.items():
+            yield f"{first}.mlp.{name}_proj.weight", shape
+            if config.get("mlp_bias"):
+                yield f"{first}.mlp.{name}_proj.bias", shape[:1]
+        yield f"{first}.input_layernorm.weight", (width,)
+        yield f"{first}.post_attention_layernorm.weight", (width,)
+    yield "model.norm.weight", (width,)
+    if not config.get("tie_word_embeddings"):
+        yield "lm_head.weight", (vocabulary, width)

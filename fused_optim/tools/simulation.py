@@ -1,0 +1,45 @@
+"""One rank of many without the others: torch's fake process group, in which collectives do nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+
+@contextmanager
+def simulated(world_size: int, rank: int = 0) -> Iterator[None]:
+    """A default process group of ``world_size`` ranks, of which this process is one.
+
+    Raises RuntimeError where there is a process group already.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("a process group is there already: plan for its ranks with the sharded model itself")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def sharded_parameter(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    device: str = "meta",
+) -> nn.Parameter:
+    """A parameter of this shape of which only this rank's shard is allocated, with zeros."""
+    local, _ = compute_local_shape_and_global_offset(tuple(shape), mesh, placements)
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    values: Tensor = torch.zeros(local, dtype=dtype, device=device)
+    return nn.Parameter(
+        DTensor.from_local(values, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    )
