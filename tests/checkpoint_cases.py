@@ -32,6 +32,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import distributed
 from distributed import Part, join_all, part, shard, shard_like
 from fused_optim import FusedAdam
+from fused_optim.checkpoint import PinnedStager
 
 SAVED_AT, END = 3, 6
 FORMATS = [torch.int8, torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32]
@@ -260,6 +261,8 @@ STAGERS: dict[str, Callable[[], AsyncStager]] = {
     "shared memory": lambda: DefaultStager(StagingOptions(False, True, False, False)),
     "in background": lambda: DefaultStager(StagingOptions(False, False, True, False)),
     "blocking": BlockingAsyncStager,
+    "ours": PinnedStager,
+    "ours, shared memory": lambda: PinnedStager(shared=True),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -36,16 +37,16 @@ RECIPES: dict[str, Recipe] = {
     "recent": Float8DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent", margin=1),
     "tiles": Float8BlockScaling((128, 128)),
     "rows": Float8BlockScaling((1, 128), power_of_two=True),
-    "mxfp8": MXFP8BlockScaling(),
-    "mxfp8up": MXFP8BlockScaling(round_up=True),
+    "mxfp8": MXFP8BlockScaling(round_up=False),
+    "mxfp8up": MXFP8BlockScaling(),
     "nvfp4": NVFP4BlockScaling(),
 }
 Case = str | Recipe  # the name of a row, or a recipe that has none
 WHOLE = [name for name, recipe in RECIPES.items() if recipe.scales_whole_tensor]
-# Rows and columns. Uneven shards, empty ones (on 2 ranks, too), short blocks; of 1535 rows 2, 3 and 4 ranks hold whole
-# tiles of 128.
+# Rows and columns. Uneven shards, empty ones (on 2 ranks, too), short blocks. Cuts go between tiles of 128 rows (of 512
+# rows on 2 and 4 ranks) and through them.
 SHAPES = {"even": (24, 64), "uneven": (7, 144), "few": (1, 48), "never": (5, 32), "frozen": (3, 32)}
-TILED_SHAPES = {"uneven": (1535, 20), "never": (1536, 8), "frozen": (1535, 4)}
+TILED_SHAPES = {"even": (512, 20), "uneven": (391, 144), "few": (1, 48), "never": (200, 8), "frozen": (135, 130)}
 
 
 def recipe_of(case: Case) -> Recipe:
@@ -98,7 +99,7 @@ class Perceptron(nn.Module):
 
 
 def perceptron(recipe: Case, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Perceptron:
-    sizes = (24, 512, 512) if has_tiles(recipe) else (48, 256, 7)
+    sizes = (24, 256, 300) if has_tiles(recipe) else (48, 256, 7)
     return Perceptron(*sizes, dtype, seed).to(distributed.device())
 
 
@@ -138,7 +139,8 @@ def saved(value: Any) -> io.BytesIO:
 class Run:
     """A quantized model, its optimizer, and training with given gradients.
 
-    ``how``: plain, fsdp, hsdp or tp (FSDP2 over the shards of tensor parallelism). ``build``: the model.
+    ``how``: plain, fsdp, hsdp, tp (FSDP2 over the shards of tensor parallelism) or quantized-tp (those are shards of
+    weights that are quantized already). ``build``: the model.
     """
 
     def __init__(
@@ -155,9 +157,11 @@ class Run:
         if how == "tp":
             tensor_parallel(self.model)
         quantize_model_(self.model, recipe_of(recipe))
+        if how == "quantized-tp":
+            tensor_parallel(self.model)
         if how != "plain":
             mesh = mesh_of(how)
-            fully_shard(self.model, mesh=mesh["dp"] if how == "tp" else mesh)
+            fully_shard(self.model, mesh=mesh["dp"] if how.endswith("tp") else mesh)
         options = {"lr": 0.5 if fresh else 0.01, "weight_decay": 0.1, "seed": 3, **options}
         # torch.distributed.checkpoint loads no states of frozen parameters.
         self.params = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
@@ -185,7 +189,7 @@ class Run:
 
 def mesh_of(how: str) -> DeviceMesh:
     """Of two dims where there are two kinds of parallelism: 2 x 2 ranks, or 1 x 2."""
-    names = {"hsdp": ("replicate", "shard"), "tp": ("dp", "tp")}
+    names = {"hsdp": ("replicate", "shard"), "tp": ("dp", "tp"), "quantized-tp": ("dp", "tp")}
     return distributed.mesh(dist.get_world_size() // 2, 2, names=names[how]) if how in names else distributed.mesh()
 
 
@@ -211,8 +215,9 @@ def component_parts(param: Tensor) -> dict[str, Part]:
         marker = DTensor.from_local(
             marker, param.device_mesh, param.placements, shape=param.shape, stride=param.stride(), run_check=False
         )
-    indices = part(marker)[1].view(local.shape)
-    rows, columns = indices[:, 0] // param.shape[1], indices[:1].flatten() % param.shape[1]
+    indices = part(marker)[1].view(local.shape).flatten(1)
+    width = math.prod(param.shape[1:])
+    rows, columns = indices[:, :1].flatten() // width, indices[:1].flatten() % width
     found = {}
     for component in local.recipe.components:
         value = local.components[component.name].detach().cpu().flatten().clone()
@@ -220,9 +225,7 @@ def component_parts(param: Tensor) -> dict[str, Part]:
         if component.tile is None:
             found[component.name] = (torch.Size(shape), torch.arange(value.numel()), value)
             continue
-        row, column = (at[::tile] // tile for at, tile in zip((rows, columns), component.tile, strict=True))
-        if local.numel() == 0:
-            row, column = row[:0], column[:0]
+        row, column = (torch.unique(at // tile) for at, tile in zip((rows, columns), component.tile, strict=True))
         found[component.name] = (torch.Size(shape), (row[:, None] * shape[1] + column).flatten(), value)
     return found
 

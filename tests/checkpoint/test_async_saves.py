@@ -91,10 +91,13 @@ def check(results: list[list[list[dict[str, Part]]]]) -> None:
     assert len(changed) > len(saved[0]) // 2  # the two checkpoints differ in what was trained
 
 
+OURS = [("stager", name) for name in STAGERS if name.startswith("ours")]
+
+
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", STAGERS)
-def test_in_a_thread(form: str, name: str, tmp_path: Path) -> None:
-    arguments = (form, None, AsyncCheckpointerType.THREAD, name, str(tmp_path / "checkpoint"))
+@pytest.mark.parametrize("device, name", [*((None, name) for name in STAGERS), *OURS])
+def test_in_a_thread(form: str, device: str | None, name: str, tmp_path: Path) -> None:
+    arguments = (form, device, AsyncCheckpointerType.THREAD, name, str(tmp_path / "checkpoint"))
     check(distributed.run(2, save_and_load, *arguments))
 
 
@@ -105,8 +108,10 @@ def _gpus(stagers: dict[str, Callable[[], AsyncStager]]) -> Callable[[Callable[.
 
 @_gpus(STAGERS | GPU_STAGERS)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("device", [None, "cpu"])
+@pytest.mark.parametrize("device", [None, "cpu", "stager"])
 def test_in_a_thread_from_a_gpu(form: str, device: str | None, name: str, tmp_path: Path) -> None:
+    if device == "stager" and not name.startswith("ours"):
+        pytest.skip("torch's stagers do not know what to copy")
     ranks = min(torch.cuda.device_count(), 2)
     arguments = (form, device, AsyncCheckpointerType.THREAD, name, str(tmp_path / "checkpoint"))
     check(distributed.run(ranks, save_and_load, *arguments, on="cuda"))
@@ -131,6 +136,7 @@ def test_in_a_process() -> None:
     """All at once: starting the processes takes longest."""
     kind = AsyncCheckpointerType.PROCESS
     cases = [(form, None, kind, name) for form in FORMS for name in ("default", "shared memory")]
+    cases += [("unscaled", "stager", kind, "ours, shared memory"), ("native", "stager", kind, "ours")]
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_serve, (2, cases, folder), nprocs=2, start_method="forkserver")
         results = [pickle.loads(Path(folder, f"rank{rank}").read_bytes()) for rank in range(2)]

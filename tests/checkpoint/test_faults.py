@@ -37,6 +37,7 @@ from fused_optim import (
 )
 from fused_optim.__main__ import main
 from fused_optim.checkpoint import checksums
+from fused_optim.checkpoint.folders import folder_at
 from fused_optim.sharding.dtensor import local_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp.save in one process
@@ -226,7 +227,7 @@ def test_the_file_of_checksums(spoilt: Callable[[str], Path], monkeypatch: pytes
 
 
 def own_share(path: str) -> list[tuple[str, int, int]]:
-    return [item.range for item in checksums._share(checksums._read_items(Path(path)), no_dist=False)]
+    return [item.range for item in checksums._share(checksums._read_items(folder_at(path)), no_dist=False)]
 
 
 def test_the_ranks_share_the_bytes(saved: Callable[[str], Path]) -> None:

@@ -28,7 +28,7 @@ import distributed
 from checkpoint_cases import values
 from distributed import Part, assert_same, join, part, shard_like
 from fused_optim import FusedAdamW, export_optimizer_checkpoint, load_optimizer_checkpoint, save_master_safetensors
-from fused_optim.checkpoint.masters import INDEX
+from fused_optim.sharding.model_files import INDEX
 
 LAYERS = 4
 STEPS = 3

@@ -26,7 +26,7 @@ from fused_optim import (
     load_optimizer_checkpoint,
     save_master_safetensors,
 )
-from fused_optim.checkpoint.masters import INDEX
+from fused_optim.sharding.model_files import INDEX
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 NAMES = ["0.weight", "0.bias", "1.weight", "1.bias"]

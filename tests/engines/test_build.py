@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 import fused_optim
 from fused_optim import FusedAdam, backends
-from fused_optim.__main__ import info
 from fused_optim.backends import COMPILED, backend_for, build_info, load_engine
+from fused_optim.tools.info import info
 
 
 @pytest.fixture

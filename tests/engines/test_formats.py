@@ -1,4 +1,4 @@
-"""State formats and masters: codes, error bounds and rounding, beside NumPy."""
+"""State formats and masters: codes, error bounds and rounding, against NumPy."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def test_block_maximum_gets_the_top_code(fmt: Format, device: str, data: Numbers
         assert np.all((levels >= code.largest[0]) & (levels <= code.largest[1]))
 
 
-# --- codes beside NumPy -----------------------------------------------------------------------------------------------
+# --- codes against NumPy ----------------------------------------------------------------------------------------------
 
 
 @ALL_SCALED
@@ -366,6 +366,22 @@ def test_small_updates_reach_fp16_masters(dtype: torch.dtype, device: str) -> No
         assert torch.equal(param, master.to(dtype))
         moved.append(float((1.5 - master).mean()))
     assert abs(moved[0] - 0.01) < 1e-4 and moved[1] == 0.0
+
+
+@pytest.mark.parametrize("lr", [0.0091, 0.9993])  # a third of a last place off the grid
+def test_large_updates_round_fp16_masters_to_nearest(lr: float, device: str) -> None:
+    """Half a unit of the last place off at most, where an update is two units or more; whole blocks and short ends."""
+    for shape in [(8, 128), (9, 96), (4099,)]:
+        start = torch.rand(shape, generator=torch.Generator().manual_seed(0)) + 2.0 + lr  # updates end in [2, 4)
+        param = start.half().to(device)
+        expected = param.float().requires_grad_()
+        optimizer = FusedAdam([param], lr=lr, master_weight_dtype=torch.float16)
+        reference = torch.optim.Adam([expected], lr=lr)
+        param.grad, expected.grad = torch.ones_like(param), torch.ones_like(expected)
+        optimizer.step()
+        reference.step()
+        error = (optimizer.get_unscaled_state(param, "master_param") - expected.detach()).abs()
+        assert 2.0**-11 < float(error.max()) < 2.0**-10
 
 
 def test_float8_codes_equal_torch_cast(device: str) -> None:

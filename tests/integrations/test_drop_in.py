@@ -1,4 +1,4 @@
-"""The faces of Apex's and TransformerEngine's FusedAdam: signatures, attributes, errors, checkpoints, and parity."""
+"""The interface of Apex's and TransformerEngine's FusedAdam: signatures, attributes, errors, checkpoints, parity."""
 
 from __future__ import annotations
 

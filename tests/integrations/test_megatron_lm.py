@@ -59,7 +59,7 @@ MODES: dict[str, dict[str, Any]] = {
     "fp16 masters and moments": aware(F16, main_params_dtype=F16, store_param_remainders=True),  # its default
     "bf16 grads": aware(F32, main_grads_dtype=BF16),
     # With FP8 weights Megatron-LM keeps FP32 main parameters itself, and reads and writes the states raw.
-    "fp8 beside main params": aware(FP8, fp8_recipe="tensorwise"),
+    "fp8 with main params": aware(FP8, fp8_recipe="tensorwise"),
 }
 TOLERANCE = {
     "bf16": 0.01,
@@ -70,7 +70,7 @@ TOLERANCE = {
     "fp16 masters": 2e-6,
     "fp16 masters and moments": 0.01,
     "bf16 grads": 0.02,
-    "fp8 beside main params": 0.15,
+    "fp8 with main params": 0.15,
 }  # of moments; others exact
 
 
@@ -282,7 +282,7 @@ def load(mode: str, form: str, path: str, steps: range) -> tuple[dict[str, Tenso
 
 @pytest.mark.parametrize("on", DEVICES)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("mode", ["main params", "bf16", "remainders", "fp8 remainders", "fp8 beside main params"])
+@pytest.mark.parametrize("mode", ["main params", "bf16", "remainders", "fp8 remainders", "fp8 with main params"])
 def test_checkpoints_continue_bit_for_bit(mode: str, form: str, on: str, tmp_path: Path) -> None:
     path = str(tmp_path)
     distributed.run(2, save, mode, form, path, on=on)
@@ -343,7 +343,7 @@ def load_file(mode: str, path: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("on", DEVICES)
-@pytest.mark.parametrize("mode", ["main params", "fp8 remainders", "fp8 beside main params"])
+@pytest.mark.parametrize("mode", ["main params", "fp8 remainders", "fp8 with main params"])
 def test_files_of_the_older_format_continue_bit_for_bit(mode: str, on: str, tmp_path: Path) -> None:
     distributed.run(2, save_file, mode, str(tmp_path), on=on)
     found = distributed.run(2, load_file, mode, str(tmp_path), on=on)[0]
@@ -358,7 +358,7 @@ def load_legacy(mode: str) -> None:
             run.optimizer.load_parameter_state_from_dp_zero({}, update_legacy_format=True)
 
 
-@pytest.mark.parametrize("mode", ["fp8 remainders", "fp8 beside main params"])
+@pytest.mark.parametrize("mode", ["fp8 remainders", "fp8 with main params"])
 def test_the_legacy_loader_is_refused_where_it_would_write_values_as_codes(mode: str) -> None:
     distributed.run(1, load_legacy, mode)
 

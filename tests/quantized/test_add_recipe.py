@@ -130,7 +130,7 @@ def test_zeros_and_what_is_not_finite(recipe: Recipe) -> None:
 
 @EACH
 def test_cuts(recipe: Recipe) -> None:
-    check_cuts(recipe, columns=16 if recipe == ADDED[0] else 1)
+    check_cuts(recipe, 16 if recipe == ADDED[0] else 1)
     check_slices_share_memory(recipe)
 
 

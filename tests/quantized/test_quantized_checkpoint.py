@@ -94,7 +94,7 @@ def save_in_background(
 @pytest.mark.parametrize("stager", STAGERS)
 @pytest.mark.parametrize("ranks, on", on_each_device((2,)))
 def test_background_saves_hold_the_bytes_of_the_save(stager: str, ranks: int, on: str, tmp_path: Path) -> None:
-    recipes = ["delayed", "nvfp4"]
+    recipes = ["delayed", "nvfp4", "tiles"]
     distributed.run(ranks, save_in_background, recipes, stager, str(tmp_path), on=on, timeout=120)
     (found,) = distributed.run(1, load_each_way, recipes, ["nested"], str(tmp_path), on=on)
     for recipe in recipes:
@@ -113,7 +113,7 @@ def serve_saves(rank: int, ranks: int, recipes: list[str], folder: str) -> None:
 
 
 def test_background_saves_in_a_process_hold_the_bytes_of_the_save(tmp_path: Path) -> None:
-    recipes = ["delayed", "nvfp4"]
+    recipes = ["delayed", "nvfp4", "tiles"]
     mp.start_processes(serve_saves, (2, recipes, str(tmp_path)), nprocs=2, start_method="forkserver")
     (found,) = distributed.run(1, load_each_way, recipes, ["nested"], str(tmp_path))
     for recipe in recipes:

@@ -251,3 +251,4 @@ def test_options_of_delayed_scaling_that_do_not_exist_are_refused(option: dict[s
 def test_blocks_that_do_not_exist_are_refused() -> None:
     with pytest.raises(ValueError, match="block"):
         Float8BlockScaling((64, 64))
+    assert hash(Float8BlockScaling([1, 128])) == hash(Float8BlockScaling((1, 128)))

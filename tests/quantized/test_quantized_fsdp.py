@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,7 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import distributed
 from distributed import Part, assert_same, join_all, on_each_device, part, shard_like
 from fused_optim import FusedAdam
-from fused_optim.quantized import QuantizedTensor, finish_initialization, quantize_model_, quantized_model_init
+from fused_optim.quantized import (
+    Float8BlockScaling,
+    QuantizedTensor,
+    finish_initialization,
+    quantize_model_,
+    quantized_model_init,
+)
 from fused_optim.sharding.dtensor import local_tensor
 from quantized_cases import (
     RECIPES,
@@ -26,6 +33,7 @@ from quantized_cases import (
     parameter_parts,
     perceptron,
     plain_model,
+    quantized_model,
     shapes_of,
     tensor_parallel,
     values,
@@ -117,6 +125,11 @@ def test_losses_and_gradients_are_those_of_the_decoded_weights(ranks: int, numbe
     check_training(cases, ranks, how, on)
 
 
+@pytest.mark.parametrize("ranks, on", on_each_device((3,), nccl=[(2,)]))
+def test_cut_tiles_are_computed_with_and_trained_each_way(ranks: int, on: str) -> None:
+    check_training([("tiles", way) for way in WAYS], ranks, "fsdp", on)
+
+
 def compare_tensor_parallel(recipes: list[str]) -> dict[str, list[float]]:
     """How far outputs and gradients of quantized weights are from those of the plain decoded ones."""
     found = {}
@@ -148,13 +161,18 @@ def test_tensor_parallel_weights_compute_as_decoded_ones(ranks: int, on: str) ->
 # --- what cannot be sharded -------------------------------------------------------------------------------------
 
 
-def refuse(rows: int) -> list[str]:
-    device = distributed.device()
-    model = nn.Sequential(nn.Linear(8, 128), nn.Linear(128, rows)).to(device)
-    quantize_model_(model, RECIPES["tiles"])
-    errors = []
+@dataclass(frozen=True)
+class WholeTiles(Float8BlockScaling):
+    """A recipe whose blocks go over several rows, and which does not say how ranks could share them."""
+
+    shares_blocks: ClassVar[bool] = False
+
+
+def refuse() -> list[str]:
+    device, errors = distributed.device(), []
+    model = quantize_model_(nn.Sequential(nn.Linear(8, 384, device=device)), WholeTiles())
     with pytest.raises(ValueError) as error:
-        fully_shard(model[1], mesh=distributed.mesh())
+        fully_shard(model, mesh=distributed.mesh())
     errors.append(str(error.value))
     sharded_already = fully_shard(nn.Linear(256, 128, device=device), mesh=distributed.mesh())
     with pytest.raises(ValueError) as error:
@@ -173,8 +191,9 @@ def refuse(rows: int) -> list[str]:
 
 @pytest.mark.parametrize("ranks, on", on_each_device((2,)))
 def test_what_cannot_be_sharded_is_named_on_every_rank(ranks: int, on: str) -> None:
-    for cut, order, columns, reduced in distributed.run(ranks, refuse, 384, on=on):
-        assert cut.startswith("1.weight: Float8BlockScaling cannot be cut to rows 0 to 192 of 384: its blocks have 128")
+    for cut, order, columns, reduced in distributed.run(ranks, refuse, on=on):
+        assert cut.startswith("0.weight: WholeTiles cannot be cut to rows 0 to 192 of 384: its blocks have 128 rows")
+        assert cut.endswith("It can be cut on 1, 3 ranks")
         assert "after fully_shard: the order is tensor parallelism, quantization, FSDP" in order
         assert columns == "0.weight: FSDP2 can shard quantized weights by rows only: placement Shard(0)"
         assert "c10d.allreduce_.default takes no quantized weights" in reduced
@@ -341,8 +360,8 @@ def load_plain(recipes: list[str], how: str, way: str, forward_first: bool) -> d
             model.load_state_dict(sharded, assign=way == "assign")
         if RECIPES[recipe].scales_whole_tensor:
             with pytest.raises(RuntimeError, match="finish_initialization"):
-                for layer in (model.even, model.uneven) if recipe != "tiles" else (model.uneven,):
-                    local_tensor(layer.weight).dequantize()
+                for layer in (model.even, model.uneven):
+                    local_tensor(layer.weight).fsdp_pre_all_gather(mesh_of(how))
         finish_initialization(model)
         model(x).sum().backward()
         found[recipe] = parameter_parts(model)
@@ -394,41 +413,19 @@ def test_sharded_state_dicts_load_bytes(assign: bool, forward_first: bool, ranks
 
 
 def read_full(recipes: list[str], how: str) -> dict[str, list[dict[str, Tensor]]]:
-    """Full tensors and full state dicts of sharded models, and what loading the latter makes of other models.
-
-    With one rank these hold the quantized weights themselves.
-    """
+    """Full tensors and full state dicts of sharded models, and what loading the latter makes of other models."""
     found = {}
     for recipe in recipes:
         model, other = Run(recipe, how).model, Run(recipe, how, fresh=True).model
-        full = {name: plain(param.full_tensor()) for name, param in model.named_parameters()}
-        state = {name: plain(value) for name, value in get_model_state_dict(model, options=FULL).items()}
+        full = {name: param.full_tensor().detach().cpu() for name, param in model.named_parameters()}
+        state = get_model_state_dict(model, options=FULL)
         set_model_state_dict(
             other, get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), options=FULL
         )
         finish_initialization(other)
-        again = {name: plain(param.full_tensor()) for name, param in other.named_parameters()}
+        again = {name: param.full_tensor().detach().cpu() for name, param in other.named_parameters()}
         found[recipe] = [full, state, again]
     return found
-
-
-def plain(value: Tensor) -> Tensor:
-    value = value.detach().cpu()
-    return value.dequantize() if is_quantized(value) and dist.get_world_size() == 1 else value
-
-
-def load_unfinished() -> str:
-    """The full state dict of one rank, hence with quantized weights, before these were quantized."""
-    source, model = Run("current").model, Run("current", fresh=True).model
-    nn.init.normal_(source.even.weight)
-    with pytest.raises(RuntimeError) as error:
-        set_model_state_dict(model, get_model_state_dict(source, options=FULL), options=FULL)
-    return str(error.value)
-
-
-@pytest.mark.parametrize("ranks, on", on_each_device((1,)))
-def test_full_state_dicts_of_unfinished_weights_load_nowhere(ranks: int, on: str) -> None:
-    assert "finish_initialization" in distributed.run(ranks, load_unfinished, on=on)[0]
 
 
 @pytest.mark.parametrize("ranks, how, on", on_each_device((1, "fsdp"), (3, "fsdp"), (4, "hsdp"), nccl=FSDP_ON_GPUS))
@@ -439,8 +436,41 @@ def test_full_state_dicts_are_plain_decoded_values(ranks: int, how: str, on: str
         expected = {name: param.detach() for name, param in model.named_parameters()}
         expected |= {name: value.dequantize() for name, value in expected.items() if is_quantized(value)}
         for rank, (full, state, again) in enumerate(result[recipe] for result in results):
+            assert {type(value) for value in (*full.values(), *state.values())} == {Tensor}
             assert_same(full, expected)
             assert_same(state, expected if rank == 0 else {})
             for name, value in again.items():  # the scale may differ by BF16's rounding
                 assert type(value) is Tensor
                 assert torch.allclose(value.float(), expected[name].float(), rtol=2**-7, atol=0), (recipe, name)
+
+
+def make_like_shards(recipes: list[str]) -> dict[str, list[str]]:
+    """What users' functions make of sharded weights and of gathered ones: plain tensors, placed as of plain weights."""
+    makers = [
+        torch.zeros_like,
+        torch.empty_like,
+        lambda weight: torch.zeros_like(weight, device=weight.device),
+        lambda weight: weight.new_zeros(4, weight.shape[1]),
+        lambda weight: weight.new_empty(weight.shape[0], 4),
+        lambda weight: weight.new_ones(weight.shape),
+    ]
+    found: dict[str, list[str]] = {}
+    for recipe in recipes:
+        models = [sharded(build(recipe), "resharded") for build in (quantized_model, plain_model)]
+        found[recipe] = []
+        for _ in range(2):
+            for make in makers:
+                made, expected = (make(model.uneven.weight) for model in models)
+                kinds = type(made), type(local_tensor(made)), made.shape, getattr(made, "placements", None)
+                plain = type(expected), Tensor, expected.shape, getattr(expected, "placements", None)
+                if kinds != plain:
+                    found[recipe].append(f"{kinds} instead of {plain}")
+            for model in models:
+                model.uneven.unshard()
+    return found
+
+
+@pytest.mark.parametrize("ranks, on", on_each_device((1,), (2,), (3,), nccl=[(2,)]))
+def test_what_users_make_like_shards_is_plain(ranks: int, on: str) -> None:
+    for found in distributed.run(ranks, make_like_shards, list(RECIPES), on=on):
+        assert found == {recipe: [] for recipe in RECIPES}

@@ -21,8 +21,8 @@ from recipe_checks import check_slices_share_memory
 
 
 def uneven_model(recipe: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Layers:
-    """Shards of 2 to 4 ranks are of different sizes, single rows, or empty; tiles are cut between whole ones only."""
-    rows = (1535, 1) if recipe == "tiles" else (97, 3, 1)
+    """Shards of 2 to 4 ranks are of different sizes, single rows, or empty; some are cut within tiles, some not."""
+    rows = (391, 511, 3, 1) if recipe == "tiles" else (97, 3, 1)
     return Layers({f"of{count}": (count, 48) for count in rows}, dtype, seed).to(distributed.device())
 
 
@@ -92,7 +92,7 @@ def test_padding_of_uneven_rows_is_trimmed_from_data_and_scales(ranks: int, on: 
 
 def mixed_model() -> Layers:
     """A layer of every recipe, and a plain one."""
-    shapes = {recipe: (767, 20) if recipe == "tiles" else (7 + i, 48) for i, recipe in enumerate(RECIPES)}
+    shapes = {recipe: (300, 20) if recipe == "tiles" else (7 + i, 48) for i, recipe in enumerate(RECIPES)}
     model = Layers({**shapes, "plain": (5, 48)}, torch.bfloat16).to(distributed.device())
     for recipe in RECIPES:
         quantize_model_(model.get_submodule(recipe), RECIPES[recipe])

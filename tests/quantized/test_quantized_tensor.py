@@ -104,24 +104,54 @@ def test_operations_see_the_decoded_weight(recipe: str) -> None:
 
 
 @EACH
-def test_cuts_are_views_along_blocks_and_raise_within_them(recipe: str) -> None:
-    check_cuts(recipe, *BLOCKS[recipe])
+def test_cuts_are_weights_between_rows_and_blocks_of_columns(recipe: str) -> None:
+    check_cuts(recipe, BLOCKS[recipe][1])
+
+
+FACTORIES: dict[str, Callable[[Tensor, int, int], Tensor]] = {
+    "empty_like": lambda weight, *_: torch.empty_like(weight),
+    "zeros_like": lambda weight, *_: torch.zeros_like(weight),
+    "ones_like": lambda weight, *_: torch.ones_like(weight),
+    "rand_like": lambda weight, *_: torch.rand_like(weight),
+    "full_like": lambda weight, *_: torch.full_like(weight, 2.0),
+    "empty_like on meta": lambda weight, *_: torch.empty_like(weight, device="meta"),
+    "zeros_like on cpu": lambda weight, *_: torch.zeros_like(weight, device="cpu"),
+    "zeros_like in float32": lambda weight, *_: torch.zeros_like(weight, dtype=torch.float32),
+    "new_zeros": lambda weight, *shape: weight.new_zeros(shape),
+    "new_ones": lambda weight, *shape: weight.new_ones(shape),
+    "new_empty": lambda weight, rows, columns: weight.new_empty(rows, columns),
+    "new_full": lambda weight, *shape: weight.new_full(shape, 2.0),
+    "new_zeros of fewer": lambda weight, rows, columns: weight.new_zeros(rows, 2),
+    "new_zeros of more": lambda weight, rows, columns: weight.new_zeros(2 * rows, columns, device="cpu"),
+    "new_zeros of another dim": lambda weight, rows, columns: weight.new_zeros(1, rows, columns, dtype=torch.float32),
+    "new_empty_strided": lambda weight, rows, columns: weight.new_empty_strided((rows, 2), (1, rows)),
+}
 
 
 @EACH
-def test_likes_have_the_shape_that_is_asked_for(recipe: str) -> None:
-    weight = weight_of(recipe)
-    for like in (torch.zeros_like, torch.ones_like, torch.rand_like, torch.randn_like):
-        assert type(like(weight)) is Tensor and like(weight).dtype == weight.dtype
-    columns = weight.shape[1]
-    assert weight.new_zeros(130, columns).shape == (130, columns)
-    assert type(weight.new_zeros(130, columns)) is QuantizedTensor
-    assert not weight.new_zeros(130, columns).dequantize().any()
-    for shape in [(5,), (3, columns + 1), (2, 3, 4)]:
-        plain = weight.new_zeros(shape)
-        assert type(plain) is Tensor and plain.shape == shape and plain.dtype == weight.dtype and not plain.any()
-    assert weight.new_zeros(4, columns, dtype=torch.float32).dtype == torch.float32
-    assert torch.empty_like(weight, device="meta").is_meta
+def test_what_users_make_like_a_weight_is_plain(recipe: str) -> None:
+    weight = weight_of(recipe).detach()
+    for like in (weight, weight.t(), weight[:, 1]):
+        plain = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+        for name, make in FACTORIES.items():
+            made, expected = make(like, *weight.shape), make(plain, *weight.shape)
+            assert type(made) is Tensor, name
+            assert (made.shape, made.dtype, made.device) == (expected.shape, expected.dtype, expected.device), name
+            assert made.stride() == expected.stride(), name
+            if not name.startswith(("empty", "rand", "new_empty")):
+                assert torch.equal(made, expected), name
+
+
+@EACH
+def test_parameters_are_replaced_by_empty_weights(recipe: str) -> None:
+    """By ``to_empty``, and by functions that ``nn.Module._apply`` is given."""
+    for replace in (lambda model: model.to_empty(device="cpu"), lambda model: model._apply(torch.empty_like)):
+        model = quantized_model(recipe)
+        replace(model)
+        assert type(model.uneven.weight) is QuantizedTensor and model.uneven.weight.is_stale
+        nn.init.ones_(model.uneven.weight)
+        finish_initialization(model)
+        assert torch.allclose(model.uneven.weight.values(), torch.ones(()), rtol=2**-4)
 
 
 @EACH
@@ -191,16 +221,18 @@ def test_copies_of_transposed_weights_are_transposed(recipe: str) -> None:
 def test_single_rows_are_written_as_slices_are(recipe: str) -> None:
     by_row, by_slice = (nn.Parameter(weight_of(recipe).detach()) for _ in range(2))
     row = values((by_row.shape[1],), 3).bfloat16()
+    expected = by_row.values()
+    expected[1] = row
     with torch.no_grad():
-        if recipe == "tiles":
-            with pytest.raises(RuntimeError, match="in place"):
-                by_row[1] = row
-            return
         by_row[1] = row
-        by_slice[1:2].copy_(row[None])
+        if recipe != "tiles":
+            by_slice[1:2].copy_(row[None])
     for weight in (by_row, by_slice):
         finish_initialization(model_of(weight))
-    assert same_components(by_row, by_slice) and not same_components(by_row, weight_of(recipe))
+    if recipe != "tiles":
+        assert same_components(by_row, by_slice)
+    assert not same_components(by_row, weight_of(recipe))
+    assert torch.equal(by_row.values(), QuantizedTensor.from_values(expected, RECIPES[recipe]).values())
 
 
 def test_padding_of_embeddings_is_initialised_with_zeros() -> None:
@@ -229,10 +261,11 @@ def test_plain_values_in_a_part_never_change_the_scale_of_the_rest(recipe: str) 
     new = values((rows, weight.shape[1]), 5).bfloat16() * 100
     weight.detach()[rows : 2 * rows].copy_(new)
     if RECIPES[recipe].scales_whole_tensor:
-        with pytest.raises(RuntimeError, match="finish_initialization"):
-            weight.dequantize()
         expected = before.clone()
         expected[rows : 2 * rows] = new
+        assert torch.equal(weight.dequantize(), expected)
+        with pytest.raises(RuntimeError, match="finish_initialization"):
+            pickle.dumps(weight)
         finish_initialization(model_of(weight))
         assert same_components(weight, QuantizedTensor.from_values(expected, RECIPES[recipe]))
         assert not weight.has_initial
@@ -286,7 +319,7 @@ def test_assigned_state_dicts_of_another_recipe_are_quantized_anew() -> None:
     model = quantized_model("mxfp8", seed=1)
     other = quantized_model("rows")
     model.load_state_dict(other.state_dict(), assign=True)
-    expected = QuantizedTensor.from_values(other.uneven.weight.dequantize(), RECIPES["mxfp8"])
+    expected = QuantizedTensor.from_values(other.uneven.weight.initial_values().bfloat16(), RECIPES["mxfp8"])
     assert same_components(model.uneven.weight, expected)
 
 
@@ -393,12 +426,13 @@ def test_models_can_be_built_quantized() -> None:
 def test_initialising_again_needs_finishing() -> None:
     model = quantized_model("current")
     nn.init.normal_(model.even.weight)
-    with pytest.raises(RuntimeError, match=r"even\.weight: .*finish_initialization"):
-        model(values((3, 144), 1).bfloat16())
-    with pytest.raises(RuntimeError, match="finish_initialization"):
-        FusedAdam(model.parameters()).initialize_state()
-    finish_initialization(model)
     initial = model.even.weight.initial_values()
+    for unfinished in (FusedAdam(model.parameters()).initialize_state, lambda: pickle.dumps(model.even.weight)):
+        with pytest.raises(RuntimeError, match=r"even\.weight: .*finish_initialization"):
+            unfinished()
+    assert torch.equal(model.even.weight.values(), initial)
+    finish_initialization(model)
+    assert torch.equal(model.even.weight.initial_values(), initial)
     assert same_components(model.even.weight, QuantizedTensor.from_values(initial.bfloat16(), RECIPES["current"]))
 
 

@@ -51,7 +51,7 @@ def test_the_device_is_kept_and_checked() -> None:
     assert copy.deepcopy(optimizer).checkpoint_device == "cpu"
     assert pickle.loads(pickle.dumps(optimizer)).checkpoint_device == "cpu"
     optimizer.checkpoint_device = "disk"
-    with pytest.raises(ValueError, match="checkpoint_device: expected None or 'cpu', got 'disk'"):
+    with pytest.raises(ValueError, match="checkpoint_device: expected None, 'cpu' or 'stager', got 'disk'"):
         optimizer.state_dict()
 
 
@@ -64,7 +64,7 @@ def test_decoding_in_pieces_changes_no_bit(
     _, optimizer = trained(master, fmt, form="unscaled")
     whole = tensors_of(optimizer.state_dict()["state"])
     assert any(value.numel() > 1000 for value in whole.values())
-    monkeypatch.setattr("fused_optim.state.param_state.PIECE", 384)
+    monkeypatch.setattr("fused_optim.state.values.PIECE", 384)
     assert_same(tensors_of(optimizer.state_dict()["state"]), whole)
 
 

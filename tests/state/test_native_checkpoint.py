@@ -244,7 +244,7 @@ def test_the_form_may_be_changed_and_is_checked() -> None:
     optimizer.checkpoint_format = "unscaled"
     assert isinstance(optimizer.state_dict()["state"][2]["exp_avg"], Tensor)
     optimizer.checkpoint_format = "raw"
-    with pytest.raises(ValueError, match="checkpoint_format: expected 'unscaled' or 'native', got 'raw'"):
+    with pytest.raises(ValueError, match="checkpoint_format: expected 'unscaled', 'native' or 'torch', got 'raw'"):
         optimizer.state_dict()
     constructed = FusedAdam(model.parameters(), checkpoint_format="native")
     assert copy.deepcopy(constructed).checkpoint_format == "native"

@@ -103,6 +103,24 @@ def test_equals_torch(step: Step, overflows: tuple[int, ...], device: str) -> No
 
 
 @STEPS
+def test_the_scaler_unscales_where_it_is_asked_to(step: Step, device: str) -> None:
+    """Before it calls ``step()``, or skips that, as for optimizers that do not know of it."""
+    ours, theirs = parameters(device), parameters(device)
+    reference = torch.optim.AdamW(theirs, lr=0.01, foreach=False)
+    scalers = [torch.amp.GradScaler(device, init_scale=256.0, growth_interval=2) for _ in range(2)]
+    optimizer = FusedAdamW(ours, lr=0.01, unscales_gradients=False)
+    seen: list[float] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(float(ours[0].grad.abs().max())))
+    train(ours, optimizer, scalers[0], step, (2, 3))
+    train(theirs, reference, scalers[1], by_scaler, (2, 3))
+    for actual, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    assert scalers[0].get_scale() == scalers[1].get_scale() and shown_step(optimizer) == 4
+    if step in (by_scaler, unscaled_first):
+        assert len(seen) == 4 and max(seen) < 50.0
+
+
+@STEPS
 @pytest.mark.parametrize("backend", ["engine", "torch"])
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(map(str, variant)))
 def test_equals_the_same_steps_without_scaler(

@@ -27,7 +27,7 @@ OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"lr": -0.1}, ValueError, "lr: expected a finite number >= 0, got -0.1"),
     ({"lr": float("nan")}, ValueError, "lr: expected a finite number >= 0, got nan"),
     ({"lr": float("inf")}, ValueError, "lr: expected a finite number >= 0, got inf"),
-    ({"lr": "0.1"}, TypeError, "lr: expected a number, got str"),
+    ({"lr": "fast"}, TypeError, "lr: expected a number, got str"),
     ({"lr": None}, TypeError, "lr: expected a number, got NoneType"),
     ({"lr": True}, TypeError, "lr: expected a number, got bool"),
     ({"lr": torch.ones(2)}, ValueError, r"lr: expected a tensor of one element, got shape \(2,\)"),
@@ -37,22 +37,29 @@ OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"weight_decay": -0.1}, ValueError, "weight_decay: expected a finite number >= 0"),
     ({"weight_decay": None}, TypeError, "weight_decay: expected a number, got NoneType"),
     ({"betas": 0.9}, TypeError, "betas: expected two numbers"),
+    ({"betas": "0.9"}, TypeError, "betas: expected two numbers, got str"),
     ({"betas": (0.9,)}, TypeError, "betas: expected two numbers, got 1"),
-    ({"betas": ("0.9", 0.999)}, TypeError, r"betas\[0\]: expected a number, got str"),
+    ({"betas": ("high", 0.999)}, TypeError, r"betas\[0\]: expected a number, got str"),
     ({"betas": (1.0, 0.999)}, ValueError, r"betas\[0\]: expected a number in \[0, 1\), got 1.0"),
     ({"betas": (0.9, -0.1)}, ValueError, r"betas\[1\]: expected a number in \[0, 1\), got -0.1"),
     ({"betas": (0.9, float("nan"))}, ValueError, r"betas\[1\]"),
     ({"amsgrad": True}, ValueError, "amsgrad=True is not supported: use torch.optim.AdamW"),
     ({"exp_avg_dtype": torch.float64}, ValueError, "exp_avg_dtype: expected one of .*torch.int8.*, got torch.float64"),
-    ({"exp_avg_sq_dtype": "int8"}, ValueError, "exp_avg_sq_dtype: expected one of .*, got int8"),
+    ({"exp_avg_sq_dtype": "int3"}, ValueError, "exp_avg_sq_dtype: expected one of .*, got int3"),
+    ({"exp_avg_dtype": "nn"}, ValueError, "exp_avg_dtype: expected one of .*, got nn"),
 ]
 GLOBAL_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"master_weight_dtype": "bfloat16"}, ValueError, "master_weight_dtype=bfloat16: .*torch.float32"),
     ({"master_weight_dtype": torch.bfloat16}, ValueError, "master_weight_dtype=torch.bfloat16: .*torch.float32"),
     ({"param_remainder_bits": 12}, ValueError, "param_remainder_bits: expected 16 or 8, got 12"),
     ({"store_param_remainders": True, "master_weights": False}, ValueError, "needs master_weights=True"),
-    ({"checkpoint_format": "zip"}, ValueError, "checkpoint_format: expected 'unscaled' or 'native', got 'zip'"),
-    ({"checkpoint_device": "cuda"}, ValueError, "checkpoint_device: expected None or 'cpu', got 'cuda'"),
-    ({"fused": True}, TypeError, "fused"),
+    (
+        {"checkpoint_format": "zip"},
+        ValueError,
+        "checkpoint_format: expected 'unscaled', 'native' or 'torch', got 'zip'",
+    ),
+    ({"checkpoint_device": "cuda"}, ValueError, "checkpoint_device: expected None, 'cpu' or 'stager', got 'cuda'"),
+    ({"differentiable": True}, TypeError, "differentiable"),
 ]
 
 

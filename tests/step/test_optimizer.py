@@ -89,9 +89,13 @@ def test_signature() -> None:
         "stochastic_rounding": True,
         "seed": 0,
         "use_decoupled_grad": False,
+        "skip_nonfinite": False,
+        "unscales_gradients": True,
         "checkpoint_format": "unscaled",
         "checkpoint_device": None,
         "set_grad_none": None,
+        "fused": None,
+        "foreach": None,
     }
     assert list(parameters)[1:7] == ["params", "lr", "betas", "eps", "weight_decay", "amsgrad"]  # also positional
 

@@ -1,0 +1,132 @@
+"""The reader of checkpoints: every tensor that torch writes, only the bytes that are wanted, straight into place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import distributed
+from distributed import same_bits
+from fused_optim.checkpoint import reading
+from fused_optim.checkpoint.folders import LocalFolder, folder_at
+from fused_optim.checkpoint.reading import Reader, load
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp.save in one process
+
+NORMAL = torch.randn(12, 8, generator=torch.Generator().manual_seed(0))
+TENSORS: dict[str, Tensor] = {
+    **{str(dtype): NORMAL.mul(50).to(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64)},
+    **{str(dtype): NORMAL.abs().mul(50).to(dtype) for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32)},
+    **{"float8": NORMAL.to(torch.float8_e4m3fn), "bool": NORMAL > 0, "double": NORMAL.double(), "complex": NORMAL * 1j},
+    **{"transposed": NORMAL.t(), "view": NORMAL[3:5, 2:], "expanded": NORMAL[:1].expand(5, 8), "scalar": NORMAL.sum()},
+    **{"empty": NORMAL[:0], "long": torch.arange(5000.0), "conjugate": (NORMAL * 1j).conj()},
+}
+
+
+def target_of(tensor: Tensor) -> Tensor:
+    return torch.full(tensor.shape, 7, dtype=torch.float32).to(tensor.dtype)
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """What is read into place, and how much of it."""
+    found: list[tuple[str, int]] = []
+    original = LocalFolder.read_into
+
+    def note(self: LocalFolder, name: str, start: int, memory: memoryview) -> None:
+        found.append((name, len(memory)))
+        original(self, name, start, memory)
+
+    monkeypatch.setattr(LocalFolder, "read_into", note)
+    return found
+
+
+def test_every_tensor(tmp_path: Path, read: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_PIECE", 3000)
+    dcp.save(dict(TENSORS), checkpoint_id=tmp_path)
+    state: dict[str, Any] = {name: target_of(tensor) for name, tensor in TENSORS.items()}
+    load(state, folder_at(tmp_path))
+    for name, tensor in TENSORS.items():
+        expected = tensor.resolve_conj() if tensor.is_complex() else tensor
+        assert torch.equal(state[name], expected) if expected.is_complex() else same_bits(state[name], expected), name
+    plain = {"torch.float32", "torch.int8", "double", "bool", "long", "expanded", "view"}
+    assert sum(size for _, size in read) >= sum(TENSORS[name].numel() * TENSORS[name].element_size() for name in plain)
+    assert max(size for _, size in read) == 3000  # several threads read a large one
+
+
+def test_casts_and_other_layouts(tmp_path: Path, read: list[tuple[str, int]]) -> None:
+    """As dcp.load does."""
+    dcp.save({"x": NORMAL, "y": NORMAL}, checkpoint_id=tmp_path)
+    state: dict[str, Any] = {"x": torch.zeros(12, 8, dtype=torch.bfloat16), "y": torch.zeros(8, 12).t()}
+    load(state, folder_at(tmp_path))
+    assert torch.equal(state["x"], NORMAL.bfloat16()) and torch.equal(state["y"], NORMAL) and not read
+
+
+def save_shards(path: str) -> None:
+    full = torch.arange(40.0 * 64).view(40, 64)
+    mesh = distributed.mesh()
+    state = {
+        "rows": distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None),
+        "columns": distribute_tensor(full, mesh, [Shard(1)], src_data_rank=None),
+        "whole": distribute_tensor(full, mesh, [Replicate()], src_data_rank=None),
+    }
+    dcp.save(state, checkpoint_id=path)
+
+
+def counting(sizes: list[int]) -> Any:
+    original = LocalFolder.read_into
+
+    def read_into(self: LocalFolder, name: str, start: int, memory: memoryview) -> None:
+        sizes.append(len(memory))
+        original(self, name, start, memory)
+
+    return read_into
+
+
+def load_shards(path: str) -> dict[str, int]:
+    """The bytes read into place, by name; everything else is read as a whole and cut."""
+    full, mesh, sizes = torch.arange(40.0 * 64).view(40, 64), distributed.mesh(), {}
+    for name in ("rows", "columns", "whole"):
+        for placement in (Shard(0), Shard(1), Replicate()):
+            expected = distribute_tensor(full, mesh, [placement], src_data_rank=None)
+            target: DTensor = torch.zeros_like(expected)
+            counted: list[int] = []
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(LocalFolder, "read_into", counting(counted))
+                load({name: target}, folder_at(path))
+            assert torch.equal(target._local_tensor, expected._local_tensor), (name, placement)
+            sizes[f"{name} {placement}"] = sum(counted)
+    return sizes
+
+
+def test_only_the_rows_that_are_wanted(tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    distributed.run(3, save_shards, path)
+    for ranks in (2, 4):
+        for rank, sizes in enumerate(distributed.run(ranks, load_shards, path)):
+            own = (40 // ranks) * 64 * 4
+            assert sizes["rows S(0)"] == sizes["whole S(0)"] == own, (rank, sizes)
+            assert sizes["rows R"] == sizes["whole R"] == 40 * 64 * 4 and sizes["whole S(1)"] == 0
+
+
+def test_errors(tmp_path: Path) -> None:
+    dcp.save({"x": NORMAL}, checkpoint_id=tmp_path)
+    (file,) = tmp_path.glob("*.distcp")
+    file.write_bytes(file.read_bytes()[:700])
+    with pytest.raises(dist.checkpoint.CheckpointException) as error:
+        load({"x": torch.zeros(12, 8)}, folder_at(tmp_path))
+    assert "EOFError" in repr(error.value.failures) or "RuntimeError" in repr(error.value.failures)
+
+
+def test_torch_uses_it_as_a_reader(tmp_path: Path) -> None:
+    dcp.save({"x": NORMAL, "n": {"a": 3}}, checkpoint_id=tmp_path)
+    state: dict[str, Any] = {"x": torch.zeros(12, 8), "n": {"a": 0}}
+    dcp.load(state, storage_reader=Reader(folder_at(tmp_path)))
+    assert torch.equal(state["x"], NORMAL) and state["n"]["a"] == 3

@@ -1,0 +1,156 @@
+"""The compiled casts for products, and the operators that they are: bit for bit what PyTorch's operations give."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fused_optim.backends import load_engine
+from fused_optim.backends.compiled import run_on
+from fused_optim.quantized import casts
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+SIZES = [16, 32, 48, 112, 128, 144, 256, 272, 400]
+SPECIAL = [0.0, -0.0, 1e-40, -1e-40, 2.0**-126, 3e38, -3e38, 1.0, 448.0, 57344.0]
+NOT_FINITE = [math.inf, -math.inf, math.nan]
+
+
+@st.composite
+def matrices(draw: st.DrawFn, rows: list[int], columns: list[int]) -> Tensor:
+    """BF16 values of many magnitudes, with special ones strewn in, and sometimes rows that are not finite."""
+    shape = draw(st.sampled_from(rows)), draw(st.sampled_from(columns))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    x = rng.standard_normal(shape) * 2.0 ** draw(st.sampled_from([-140, -126, -100, -20, 0, 90, 120]))
+    x *= 2.0 ** rng.integers(-30, 4, shape) if draw(st.booleans()) else 1.0
+    strewn = draw(st.sampled_from([[], SPECIAL, SPECIAL + NOT_FINITE, NOT_FINITE, [0.0]]))
+    if strewn:
+        x = np.where(rng.random(shape) < draw(st.sampled_from([0.001, 0.3, 1.0])), rng.choice(strewn, shape), x)
+    if draw(st.booleans()):
+        x[rng.integers(shape[0])] = draw(st.sampled_from([*NOT_FINITE, 0.0, 1e-40]))
+    with np.errstate(over="ignore"):
+        return torch.from_numpy(x.astype(np.float32)).bfloat16()
+
+
+def bits(x: Tensor) -> Tensor:
+    """As integers, with all NaN alike."""
+    x = x.cpu()
+    nan = torch.full((), math.nan).to(x.dtype)
+    x = torch.where(x.float().isnan(), nan, x)
+    return x.view({4: torch.int32, 1: torch.uint8}[x.element_size()])
+
+
+def assert_same(found: tuple[Tensor | None, ...], expected: tuple[Tensor | None, ...]) -> None:
+    for actual, wanted in zip(found, expected, strict=True):
+        assert (actual is None) == (wanted is None)
+        if wanted is None:
+            continue
+        assert actual.dtype == wanted.dtype and actual.is_contiguous()
+        assert torch.equal(bits(actual), bits(wanted))
+
+
+@pytest.fixture
+def engine_alone(engine: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The reference raises: what passes was done by the compiled engine."""
+    for name in ("_cast_tensor", "_cast_rows", "_cast_blocks"):
+        reference = getattr(casts, name)
+        monkeypatch.setattr(casts, f"expected{name}", reference, raising=False)
+        monkeypatch.setattr(casts, name, None)
+    return engine
+
+
+@DTYPES
+@given(data=st.data())
+def test_one_scale(dtype: torch.dtype, engine_alone: str, data: st.DataObject) -> None:
+    x = data.draw(matrices(SIZES, SIZES))
+    codes, scale = casts.expected_cast_tensor(x, None, dtype)
+    turned, empty = codes.t().contiguous(), None
+    x = x.to(engine_alone)
+    assert_same(casts.cast_tensor(x, None, dtype, True, True), (codes, turned, scale))
+    assert_same(casts.cast_tensor(x, None, dtype, True, False), (codes, empty, scale))
+    assert_same(casts.cast_tensor(x, None, dtype, False, True), (empty, turned, scale))
+    assert_same(casts.cast_tensor(x, casts._absmax(x), dtype, True, True), (codes, turned, scale))
+
+
+@DTYPES
+@given(data=st.data())
+def test_scales_of_rows(dtype: torch.dtype, engine_alone: str, data: st.DataObject) -> None:
+    x = data.draw(matrices(SIZES, [*SIZES, 16400]))
+    assert_same(casts.cast_rows(x.to(engine_alone), dtype), casts.expected_cast_rows(x, dtype))
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@DTYPES
+@given(data=st.data())
+def test_scales_of_blocks(dtype: torch.dtype, power_of_two: bool, engine_alone: str, data: st.DataObject) -> None:
+    x = data.draw(matrices([128, 256, 384], [128, 256, 384]))
+    empty = None, None
+    rows = casts.expected_cast_blocks(x, dtype, power_of_two)
+    columns = casts.expected_cast_blocks(x.t().contiguous(), dtype, power_of_two)
+    y = x.to(engine_alone)
+    assert_same(casts.cast_blocks(y, dtype, power_of_two, True, True), (*rows, *columns))
+    assert_same(casts.cast_blocks(y[:48], dtype, power_of_two, True, False)[:2],
+                casts.expected_cast_blocks(x[:48], dtype, power_of_two))  # fmt: skip
+    narrow = y[:, :48].contiguous()
+    found = casts.cast_blocks(narrow, dtype, power_of_two, False, True)
+    assert_same(found, (*empty, *casts.expected_cast_blocks(narrow.cpu().t().contiguous(), dtype, power_of_two)))
+
+
+@pytest.mark.parametrize("rows", SIZES)
+@pytest.mark.parametrize("columns", SIZES)
+def test_transposes(rows: int, columns: int, engine: str) -> None:
+    codes = torch.randint(0, 256, (rows, columns), dtype=torch.uint8).to(engine)
+    found = casts.transpose(codes.view(torch.float8_e4m3fn))
+    assert found.is_contiguous() and torch.equal(found.view(torch.uint8), codes.t())
+
+
+@DTYPES
+def test_every_code_decodes_to_itself(dtype: torch.dtype, engine: str) -> None:
+    """All finite values of the format, with the largest one among them, so that the scale is 1."""
+    values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    values = values[values.isfinite()].repeat(16)[: 16 * 240]
+    x = values.bfloat16().view(16, -1).to(engine)
+    for codes, scale in (casts.cast_tensor(x, None, dtype, True, False)[::2], casts.cast_rows(x, dtype)):
+        assert torch.equal((codes.float() * scale).cpu(), x.float().cpu())
+
+
+def test_what_the_engines_cannot_take_is_left_to_pytorch(device: str) -> None:
+    for shape in ((7, 64), (32, 63), (0, 64)):
+        x = torch.randn(shape).bfloat16().to(device)
+        if x.numel():
+            codes, turned, scale = casts.cast_tensor(x, None, torch.float8_e4m3fn, True, True)
+            expected, expected_scale = casts._cast_tensor(x, None, torch.float8_e4m3fn)
+            assert_same((codes, turned, scale), (expected, expected.t().contiguous(), expected_scale))
+        data = torch.zeros(shape, dtype=torch.float8_e4m3fn, device=device)
+        assert casts.transpose(data).shape == shape[::-1]
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"rows": 8}, "multiples of 16"),
+    ({"values": 8}, "addresses that are multiples of 16"),
+    ({"scale": 0}, "addresses of all tensors"),
+    ({"format": 2}, "a known format"),
+])  # fmt: skip
+def test_engines_refuse_what_they_cannot_take(change: dict[str, int], message: str, engine: str) -> None:
+    module, _ = load_engine(engine)
+    arguments: dict[str, Any] = dict(values=16, codes=16, scale=16, rows=16, columns=16, format=0)
+    with pytest.raises(ValueError, match=message):
+        module.cast_rows(**arguments | change, **run_on(torch.device(engine, 0)))
+
+
+@DTYPES
+def test_operators_are_what_compilers_expect(dtype: torch.dtype, device: str) -> None:
+    """Schemas, fake implementations, and tracing; also of what is not wanted."""
+    x = torch.randn(128, 256).bfloat16().to(device)
+    ops = torch.ops.fused_optim
+    for rows, columns in ((True, True), (True, False), (False, True)):
+        torch.library.opcheck(ops.fp8_cast_tensor, (x, None, dtype, rows, columns))
+        torch.library.opcheck(ops.fp8_cast_blocks, (x, dtype, True, rows, columns))
+    torch.library.opcheck(ops.fp8_cast_rows, (x, dtype))
+    torch.library.opcheck(ops.fp8_transpose, (casts.cast_rows(x, dtype)[0].view(torch.uint8),))

@@ -1,0 +1,161 @@
+"""torch.compile of layers with FP8 products: one graph, no breaks, and what eager mode computes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import distributed
+from distributed import on_each_device
+from fused_optim import FusedAdam
+from fused_optim.quantized import casts, products, quantize_model_
+from product_cases import RECIPES, matrix, results
+
+NAMES = ["tensor", "row", "row, FP8 weight gradients", "block"]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(128)
+        self.up = nn.Linear(128, 256)
+        self.down = nn.Linear(256, 128, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.silu(self.up(self.norm(x))))
+
+
+def model_of(name: str, device: torch.device | str, count: int = 1) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(count))).to(device).bfloat16()
+    return quantize_model_(model, RECIPES[name], keep_initial=False)
+
+
+def compiled(model: nn.Sequential, backend: str = "aot_eager") -> CompileCounterWithBackend:
+    counter = CompileCounterWithBackend(backend)
+    for block in model:
+        block.compile(backend=counter, fullgraph=True)
+    return counter
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_graphs_compute_as_eager_mode_does(name: str) -> None:
+    """Bit for bit where nothing is fused; twelve layers of the same shapes share a graph."""
+    model = model_of(name, "cpu", 6)
+    x, gradient = matrix(128, 128), matrix(128, 128, 2)
+    expected = results(copy.deepcopy(model), x, gradient)
+    counter = compiled(model)
+    for key, value in results(model, x, gradient).items():
+        assert torch.equal(value, expected[key]), key
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_fused_graphs_are_near_eager_mode(name: str) -> None:
+    """A compiler rounds less often and divides less exactly: elements may fall to the code beside theirs."""
+    if products.device_obstacle(torch.device("cuda", 0), RECIPES[name].products) is not None:
+        pytest.skip("not on this GPU")
+    model = model_of(name, "cuda")
+    x, gradient = matrix(256, 128), matrix(256, 128, 2)
+    expected = results(copy.deepcopy(model), x, gradient)
+    compiled(model, "inductor")
+    for key, value in results(model, x, gradient).items():
+        error = (value.float() - expected[key].float()).norm() / expected[key].float().norm()
+        assert error < 2**-6, (key, error)
+
+
+@pytest.mark.parametrize("name", ["tensor", "block"])
+def test_operators_in_graphs(name: str) -> None:
+    """Transposes and casts are operators of the package, in forward and backward."""
+    seen: set[str] = set()
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        seen.update(str(node.target) for node in graph.graph.nodes if "fused_optim" in str(node.target))
+        return graph
+
+    model = model_of(name, "cpu")
+    model[0].compile(backend=aot_autograd(fw_compiler=backend, bw_compiler=backend), fullgraph=True)
+    results(model, matrix(128, 128), matrix(128, 128, 2))
+    cast = "fused_optim.fp8_cast_tensor.default" if name == "tensor" else "fused_optim.fp8_cast_blocks.default"
+    assert seen == {cast, "fused_optim.fp8_transpose.default"}
+
+
+def test_checkpoints_within_graphs() -> None:
+    model = model_of("tensor", "cpu")
+    x, gradient = matrix(128, 128), matrix(128, 128, 2)
+    expected = results(model, x, gradient)
+    wrapped = nn.Module()
+    wrapped.model = model
+    wrapped.forward = torch.compile(
+        lambda x: checkpoint(model, x, use_reentrant=False), backend="aot_eager", fullgraph=True
+    )
+    for key, value in results(wrapped, x, gradient).items():
+        assert torch.equal(value, expected[key.removeprefix("model.")])
+
+
+def test_autocast_around_graphs() -> None:
+    torch.manual_seed(0)
+    model = quantize_model_(Block(), RECIPES["tensor"], keep_initial=False)
+    x = matrix(128, 128).float()
+    around = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(around(x), model(x))
+
+
+def test_rows_that_change_in_number() -> None:
+    """Also to one that weight gradients in FP8 cannot take."""
+    model = model_of("tensor", "cpu")
+    expected = {rows: results(model, matrix(rows, 128), matrix(rows, 128, 2)) for rows in (32, 48, 64, 40)}
+    compiled(model)
+    for rows, wanted in expected.items():
+        found = results(model, matrix(rows, 128), matrix(rows, 128, 2))
+        assert all(torch.equal(value, wanted[key]) for key, value in found.items()), rows
+
+
+def train_sharded(name: str, compile_blocks: bool) -> list[Tensor]:
+    torch._dynamo.reset()
+    model = model_of(name, distributed.device(), 2)
+    counter = compiled(model) if compile_blocks else None
+    for block in model:
+        fully_shard(block, mesh=distributed.mesh())
+    optimizer = FusedAdam(model.parameters(), lr=0.01)
+    found = []
+    for _ in range(2):
+        x = matrix(128, 128).to(distributed.device()).requires_grad_()
+        out = model(x)
+        out.backward(x.detach())
+        found += [out.detach().cpu(), *(param.grad.full_tensor().cpu() for param in model.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+    assert counter is None or counter.frame_count == 1
+    return found
+
+
+@pytest.mark.parametrize("ranks, on", on_each_device((1,), (2,)))
+def test_sharded_blocks(ranks: int, on: str) -> None:
+    (expected,) = distributed.run(1, train_sharded, "tensor", False, on=on)
+    for found in distributed.run(ranks, train_sharded, "tensor", True, on=on, timeout=200):
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_absmaxes_that_are_measured_elsewhere_are_used() -> None:
+    x = matrix(32, 64)
+    codes, _, scale = casts.cast_tensor(x, torch.tensor([896.0]), torch.float8_e4m3fn, True, False)
+    assert scale.item() == 2.0 and torch.equal(codes.float(), (x.float() / 2).to(torch.float8_e4m3fn).float())

@@ -1,0 +1,154 @@
+"""Who else would update quantized weights: torch's optimizers, functions of lists, averages."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
+
+import distributed
+from distributed import Part, join_all, on_each_device, part
+from fused_optim import FusedAdam
+from fused_optim.quantized import QuantizedTensor, finish_initialization
+from quantized_cases import RECIPES, Run, parameter_parts, plain_model, same_components
+from weight_cases import MATRIX, pair
+
+EACH = pytest.mark.parametrize("recipe", RECIPES)
+
+OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
+    **{f"SGD {key}": lambda p, key=key: torch.optim.SGD(p, lr=0.1, **{key: True}) for key in ("foreach", "fused")},
+    **{f"AdamW {key}": lambda p, key=key: torch.optim.AdamW(p, **{key: True}) for key in ("foreach", "fused")},
+    "Adam": lambda p: torch.optim.Adam(p, foreach=False),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, foreach=True),
+}
+
+
+@EACH
+@pytest.mark.parametrize("keep_initial", [True, False])
+def test_torchs_optimizers_are_refused(recipe: str, keep_initial: bool) -> None:
+    for name, build in OPTIMIZERS.items():
+        model, plain = pair(recipe, MATRIX, keep_initial)
+        model.weight.square().sum().backward()
+        before = copy.deepcopy(model.weight)
+        with pytest.raises(RuntimeError, match=r"weight: .*cannot change a quantized weight.* FusedAdam"):
+            build(list(model.parameters())).step()
+        assert same_components(model.weight, before) and not model.weight.is_stale, name
+        assert torch.equal(model.weight.initial_values(), plain), name
+
+
+@EACH
+def test_functions_of_lists_change_initial_values_or_raise(recipe: str) -> None:
+    changes = (
+        lambda many: torch._foreach_mul_(many, 2.0),
+        lambda many: torch._foreach_lerp_(many, [torch.ones(x.shape) for x in many], 0.25),
+        lambda many: torch._foreach_clamp_max_(many, 0.5),
+        lambda many: torch._foreach_addcdiv_(many, many[::-1], many[::-1], value=2.0),
+        lambda many: torch._foreach_copy_(many, [x + 1 for x in many]),
+        lambda many: torch._foreach_zero_(many),
+    )
+    for change in changes:
+        models, plain = zip(*(pair(recipe) for _ in range(2)), strict=True)
+        models[1].weight.detach().mul_(3.0)
+        plain[1].mul_(3.0)
+        # What is read is quantized where nothing has changed the initial values.
+        given = [models[0].weight.values(), plain[1].clone()]
+        change([models[0].weight.detach(), models[1].weight.detach(), torch.ones(128, 256)])
+        if change is changes[3]:
+            plain[0].add_(torch.ones(128, 256) / torch.ones(128, 256), alpha=2.0)
+            plain[1].addcdiv_(given[1], given[1], value=2.0)
+        elif change is changes[4]:
+            plain[0].copy_(given[0] + 1), plain[1].copy_(given[1] + 1)
+        else:
+            change(list(plain))
+        for model, expected in zip(models, plain, strict=True):
+            assert torch.equal(model.weight.initial_values(), expected)
+        without, _ = pair(recipe, MATRIX, keep_initial=False)
+        if change is not changes[4]:
+            with pytest.raises(RuntimeError, match="cannot change a quantized weight"):
+                change([without.weight.detach(), models[1].weight.detach(), torch.ones(128, 256)])
+    assert type(torch._foreach_add([models[0].weight, models[1].weight[:, 3]], 1.0)[1]) is Tensor
+
+
+@EACH
+@pytest.mark.parametrize(
+    "average", [{}, {"avg_fn": get_ema_avg_fn(0.99)}, {"multi_avg_fn": get_ema_multi_avg_fn(0.99)}], ids=str
+)
+def test_averages_of_quantized_weights_are_refused(recipe: str, average: dict[str, Any]) -> None:
+    model, _ = pair(recipe)
+    with pytest.raises(TypeError, match=r"weight: AveragedModel would round .*master_state_dict"):
+        AveragedModel(nn.Sequential(nn.Linear(2, 2), model), **average)
+    assert AveragedModel(nn.Linear(2, 2), **average).module.weight.shape == (2, 2)
+
+
+# --- averages of masters ----------------------------------------------------------------------------------------
+
+DECAY = 0.9
+Averages = tuple[dict[str, Part], dict[str, Part]]
+
+
+def average_masters(recipes: list[str], how: str) -> dict[str, Averages]:
+    """The average that docs/quantized.md shows, and the weights of a model that it was loaded into."""
+    found = {}
+    for recipe in recipes:
+        run = Run(recipe, how)
+        average = {name: master.clone() for name, master in run.optimizer.master_state_dict(run.model).items()}
+        for step in range(3):
+            run.train(step, step + 1)
+            masters = run.optimizer.master_state_dict(run.model)
+            torch._foreach_lerp_(list(average.values()), [masters[name] for name in average], 1 - DECAY)
+        averaged = Run(recipe, how, fresh=True).model
+        averaged.load_state_dict(average, strict=False)
+        finish_initialization(averaged)
+        shown = {name: parts for name, parts in parameter_parts(averaged).items() if not name.startswith("frozen")}
+        found[recipe] = {name: part(value) for name, value in average.items()}, shown
+    return found
+
+
+@functools.cache
+def average_of_plain(recipe: str) -> dict[str, Tensor]:
+    """Of the FP32 parameters of a plain model that is trained alike, by torch's own averaging."""
+    plain, steps = plain_model(recipe, torch.bfloat16).float(), Run(recipe, "plain")
+    averaged = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    averaged.update_parameters(plain)
+    optimizer = FusedAdam([p for p in plain.parameters() if p.requires_grad], lr=0.01, weight_decay=0.1)
+    for step in range(3):
+        steps.set_gradients(step)
+        for name, param in steps.params.items():
+            plain.get_parameter(name).grad = None if param.grad is None else param.grad.float()
+            param.grad = None
+        optimizer.step()
+        averaged.update_parameters(plain)
+    return {name: averaged.module.get_parameter(name).detach() for name in steps.params}
+
+
+@pytest.mark.parametrize(
+    "ranks, how, on",
+    on_each_device((1, "plain"), (2, "fsdp"), (3, "fsdp"), (4, "hsdp"), nccl=[(1, "plain"), (2, "fsdp")]),
+)
+def test_averages_of_masters_are_those_of_plain_parameters(ranks: int, how: str, on: str) -> None:
+    results = distributed.run(ranks, average_masters, list(RECIPES), how, on=on)
+    for recipe in RECIPES:
+        average, shown = (join_all([result[recipe][at] for result in results]) for at in (0, 1))
+        expected = average_of_plain(recipe)
+        assert list(average) == list(expected)
+        for name, value in average.items():
+            assert torch.allclose(value, expected[name], rtol=1e-5, atol=1e-7), (recipe, name)
+            if name.endswith("weight"):
+                assert any(
+                    all(
+                        torch.equal(shown[f"{name}: {part.name}"], made.components[part.name])
+                        for part in made.recipe.components
+                    )
+                    for made in (
+                        QuantizedTensor.from_values(each, RECIPES[recipe]) for each in (value, value.bfloat16())
+                    )
+                ), (
+                    recipe,
+                    name,
+                )  # shards with a scale for all of them keep values in the weight's dtype until it is known

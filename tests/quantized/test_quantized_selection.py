@@ -1,0 +1,294 @@
+"""Which parameters become quantized: by modules, by names, while models are built; what is refused, and how."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import parametrizations, parametrize, prune
+
+import distributed
+from distributed import Part, assert_same, join_all, on_each_device, shard_like
+from fused_optim import FusedAdam
+from fused_optim.quantized import (
+    Float8BlockScaling,
+    MXFP8BlockScaling,
+    QuantizedTensor,
+    Recipe,
+    quantize_model_,
+    quantized_model_init,
+)
+from fused_optim.sharding.dtensor import local_tensor
+from quantized_cases import RECIPES, parameter_parts, values
+
+EACH = pytest.mark.parametrize("recipe", RECIPES)
+MX = MXFP8BlockScaling()
+
+
+def quantized_names(model: nn.Module) -> set[str]:
+    return {name for name, param in model.named_parameters() if isinstance(param, QuantizedTensor)}
+
+
+# --- what is refused --------------------------------------------------------------------------------------------
+
+
+def refuses(model: nn.Module, error: type[Exception], text: str, recipe: Any = MX, **filters: Any) -> None:
+    """And changes nothing."""
+    before = list(model.named_parameters())
+    with pytest.raises(error, match=text):
+        quantize_model_(model, recipe, **filters)
+    assert all(a is b for (_, a), (_, b) in zip(before, model.named_parameters(), strict=True))
+    assert len(before) == len(list(model.named_parameters())) and not quantized_names(model)
+
+
+@EACH
+@pytest.mark.parametrize(
+    "dtype", [torch.complex64, torch.uint8, torch.int8, torch.float64, torch.float8_e4m3fn], ids=str
+)
+def test_weights_of_other_dtypes_are_refused_by_name(recipe: str, dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
+    model[1].weight = nn.Parameter(torch.ones(128, 128).to(dtype), requires_grad=False)
+    text = rf"1\.weight, shape \(128, 128\): quantized weights are float32, bfloat16 or float16, got {dtype}"
+    refuses(model, TypeError, text, RECIPES[recipe])
+    for make in (QuantizedTensor.from_values, lambda x, r: QuantizedTensor.empty(r, x.shape, x.dtype, x.device)):
+        with pytest.raises(TypeError, match=f"got {dtype}"):
+            make(model[1].weight.detach(), RECIPES[recipe])
+
+
+class Double(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def parametrized(layer: nn.Linear) -> None:
+    parametrize.register_parametrization(layer, "weight", Double())
+
+
+def old_weight_norm(layer: nn.Linear) -> None:
+    with pytest.warns(FutureWarning):
+        nn.utils.weight_norm(layer)
+
+
+def pruned(layer: nn.Linear) -> None:
+    prune.l1_unstructured(layer, "weight", 0.5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [parametrized, parametrizations.weight_norm, parametrizations.spectral_norm, old_weight_norm, pruned],
+    ids=lambda change: change.__name__,
+)
+def test_computed_weights_are_refused_by_the_name_of_their_module(change: Callable[[nn.Linear], Any]) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Sequential(nn.Linear(32, 32)))
+    change(model[1][0])
+    refuses(
+        model, ValueError, r"1\.0, a \w*Linear: its weight is computed from other tensors.*leave it out by a filter"
+    )
+    quantize_model_(model, MX, lambda module, name: name == "0")
+    assert quantized_names(model) == {"0.weight"}
+
+
+def test_what_parametrizations_compute_from_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(32, 32))
+    parametrized(model[0])
+    text = r"0\.parametrizations\.weight\.original is what torch.nn.utils.parametrize computes"
+    refuses(model, ValueError, text, param_filter=lambda param, name: param.dim() == 2)
+    parametrized_bias = nn.Linear(32, 32)
+    parametrize.register_parametrization(parametrized_bias, "bias", Double())
+    assert quantized_names(quantize_model_(parametrized_bias, MX)) == {"weight"}
+
+
+@pytest.mark.parametrize("recipe, text", [
+    (MXFP8BlockScaling, r"recipe: expected an instance, got the class MXFP8BlockScaling: write MXFP8BlockScaling\(\)"),
+    (Recipe, "got the class Recipe"), (None, "got a NoneType"),
+    ("mxfp8", r"recipe: expected a recipe such as MXFP8BlockScaling\(\), got 'mxfp8'"), (torch.ones(2), "got a Tensor"),
+])  # fmt: skip
+def test_what_is_no_recipe_is_refused(recipe: Any, text: str) -> None:
+    refuses(nn.Linear(32, 32), TypeError, text, recipe)
+    with pytest.raises(TypeError, match=text), quantized_model_init(recipe):
+        raise AssertionError("was entered")
+
+
+def test_filters_are_refused_where_they_pick_what_has_no_weight() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(32, 32)), nn.ReLU(), nn.LayerNorm(32), nn.LayerNorm(4, bias=False))
+    model[3].weight = None
+    has_none = "filter_fn picks modules that have a parameter `weight`, and this has none"
+    refuses(model, ValueError, "^the model, a Sequential: .*layers that it contains", filter_fn=lambda *_: True)
+    for name, kind, more in (("0", "Sequential", "; pick the layers that"), ("1", "ReLU", ""), ("3", "LayerNorm", "")):
+        text = f"^{name}, a {kind}: {has_none}{more}.*param_filter"
+        refuses(model, ValueError, text, filter_fn=lambda _, other, name=name: other == name)
+    refuses(model, ValueError, r"^2\.weight, shape \(32,\): .*two dims", filter_fn=lambda _, name: name == "2")
+    for filters in ({"filter_fn": "0.0"}, {"param_filter": ["0.0.weight"]}):
+        refuses(model, TypeError, f"{next(iter(filters))}: expected a function, got a", **filters)
+    both = {"filter_fn": lambda *_: False, "param_filter": lambda *_: False}
+    refuses(model, ValueError, "give one of them", **both)
+
+
+def test_lazy_modules_are_refused() -> None:
+    model = nn.Sequential(nn.LazyLinear(32))
+    with pytest.raises(ValueError, match=r"0\.weight is not initialised: run a lazy module once"):
+        quantize_model_(model, MX)
+
+
+# --- parameters of any name -------------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """Attention, then experts whose weights have three dims, and a router that stays plain."""
+
+    def __init__(self, experts: int = 5, width: int = 64, hidden: int = 96) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.router = nn.Parameter(torch.empty(experts, width))
+        self.w1, self.w3 = (nn.Parameter(torch.empty(experts, hidden, width)) for _ in range(2))
+        self.w2 = nn.Parameter(torch.empty(experts, width, hidden))
+        self.b2 = nn.Parameter(torch.empty(experts, width))
+        for number, param in enumerate(self.parameters()):
+            param.data.copy_(values(param.shape, number) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attention(x, x, x, need_weights=False)[0]
+        share = torch.softmax(x @ self.router.t(), -1)
+        up = torch.einsum("bsw,ehw->bseh", x, self.w1) * torch.sigmoid(torch.einsum("bsw,ehw->bseh", x, self.w3))
+        return torch.einsum("bseh,ewh,bse->bsw", up, self.w2, share) + share @ self.b2
+
+
+PICKED = {"w1", "w2", "w3", "attention.in_proj_weight"}
+
+
+def picks(param: nn.Parameter, name: str) -> bool:
+    return name in PICKED
+
+
+def experts(recipe: str) -> Experts:
+    return quantize_model_(Experts().to(distributed.device()), RECIPES[recipe], param_filter=picks)
+
+
+def test_tiles_of_three_dims_are_refused_by_name() -> None:
+    refuses(Experts(), ValueError, r"^w1, shape \(5, 96, 64\): .*two dims", Float8BlockScaling(), param_filter=picks)
+    model = quantize_model_(
+        Experts(), Float8BlockScaling(), param_filter=lambda _, name: name.endswith("in_proj_weight")
+    )
+    assert quantized_names(model) == {"attention.in_proj_weight"}
+
+
+THREE_DIMS = [recipe for recipe in RECIPES if recipe != "tiles"]
+
+
+def train_experts(recipes: list[str], sharded: bool) -> dict[str, tuple[dict[str, Part], list[float], list[str]]]:
+    """Two steps of a model and of a plain one that is given its decoded weights: where the gradients differ."""
+    found = {}
+    for recipe in recipes:
+        model, plain = experts(recipe), Experts().to(distributed.device())
+        assert quantized_names(model) == PICKED
+        if sharded:
+            for each in (model, plain):
+                fully_shard(each, mesh=distributed.mesh())
+        optimizer = FusedAdam(model.parameters(), lr=0.01)
+        losses, different = [], []
+        for step in range(2):
+            for name, param in plain.named_parameters():
+                local = local_tensor(model.get_parameter(name).detach())
+                given = local.dequantize() if isinstance(local, QuantizedTensor) else local
+                local_tensor(param.detach()).copy_(given)
+            x = values((2, 3, 64), 9, step)
+            for each in (model, plain):
+                each.zero_grad()
+                loss = each(x).square().mean()
+                loss.backward()
+                losses.append(float(loss.detach()))
+            for name, param in plain.named_parameters():
+                grad = model.get_parameter(name).grad
+                if not torch.equal(local_tensor(grad), local_tensor(param.grad)):
+                    different.append(name)
+            for index, param in enumerate(model.parameters()):  # the same on any number of ranks
+                param.grad = shard_like(values(param.shape, 7, index, step), param)
+            optimizer.step()
+        found[recipe] = parameter_parts(model), losses, different
+    return found
+
+
+@pytest.mark.parametrize("ranks, on", on_each_device((1,), (2,), (3,), (4,)))
+def test_parameters_of_any_name_train_as_plain_ones(ranks: int, on: str) -> None:
+    """Under FSDP2, which cuts experts apart, and with the same bits on any number of ranks."""
+    (expected,) = distributed.run(1, train_experts, THREE_DIMS, False, on=on)
+    results = distributed.run(ranks, train_experts, THREE_DIMS, True, on=on)
+    for recipe in THREE_DIMS:
+        for _, losses, different in (result[recipe] for result in results):
+            assert not different and losses[0::2] == losses[1::2]
+        assert_same(join_all([result[recipe][0] for result in results]), join_all([expected[recipe][0]]))
+
+
+@EACH
+def test_attention_in_evaluation_decodes(recipe: str) -> None:
+    """torch has a path of its own for it."""
+    model = nn.MultiheadAttention(64, 2, batch_first=True).eval()
+    quantize_model_(model, RECIPES[recipe], param_filter=lambda param, name: param.dim() == 2)
+    plain = copy.deepcopy(model)
+    plain.in_proj_weight = nn.Parameter(model.in_proj_weight.dequantize())
+    plain.out_proj.weight = nn.Parameter(model.out_proj.weight.dequantize())
+    x = values((2, 3, 64), 1)
+    with torch.no_grad():
+        assert torch.equal(model(x, x, x)[0], plain(x, x, x)[0])
+
+
+@EACH
+def test_masters_of_parameters_of_any_name_start_from_their_values(recipe: str) -> None:
+    if recipe == "tiles":
+        return
+    model, plain = experts(recipe), Experts()
+    masters = FusedAdam(model.parameters()).master_state_dict(model)
+    for name, param in plain.named_parameters():
+        assert torch.equal(masters[name], param), name
+
+
+# --- while models are built -------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 32), 2, enable_nested_tensor=False)
+        self.experts = nn.Parameter(torch.randn(3, 4, 32))
+        self.head = nn.Linear(32, 32)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_filters_of_what_is_built_see_whole_names(device: str) -> None:
+    seen = set()
+
+    def is_wanted(module: nn.Module, name: str) -> bool:
+        seen.add(name)
+        return isinstance(module, nn.Linear) and name != "head" and "out_proj" not in name
+
+    with torch.device(device), quantized_model_init(MX, is_wanted):
+        model, other = Model(), nn.Linear(32, 4)
+    assert {"head", "layers.layers.1.linear2", ""} <= seen
+    assert quantized_names(model) == {f"layers.layers.{i}.linear{j}.weight" for i in (0, 1) for j in (1, 2)}
+    assert isinstance(other.weight, QuantizedTensor)
+    assert all(param.device.type == device for param in model.parameters())
+    after = nn.Sequential(nn.Linear(32, 32))
+    assert not quantized_names(after) and "__wrapped__" not in nn.Module.__init__.__dict__
+
+
+def test_parameters_of_what_is_built_are_picked_by_name() -> None:
+    torch.manual_seed(3)
+    plain = Model()
+    torch.manual_seed(3)
+    with quantized_model_init(RECIPES["nvfp4"], param_filter=lambda _, name: name in ("experts", "head.weight")):
+        model = Model()
+    assert quantized_names(model) == {"experts", "head.weight"}
+    for name in quantized_names(model):
+        assert torch.equal(model.get_parameter(name).initial_values(), plain.get_parameter(name))
+
+
+def test_nothing_is_quantized_after_an_error() -> None:
+    with pytest.raises(KeyError), quantized_model_init(MX, lambda module, _: isinstance(module, nn.Linear)):
+        layer = nn.Linear(32, 4)
+        raise KeyError
+    assert not quantized_names(layer) and not quantized_names(nn.Sequential(nn.Linear(32, 4)))

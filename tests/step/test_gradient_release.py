@@ -1,0 +1,376 @@
+"""``enable_gradient_release``: updates in the backward pass are those of whole steps, bit for bit."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import distributed
+from cases import FORMATS, MASTER, MASTERS, Format, Master, values
+from distributed import Part, assert_same, join_all, mesh, part, same_bits, two_gpus
+from fused_optim import FusedAdamW, enable_gradient_release
+from fused_optim.quantized import Float8CurrentScaling, MXFP8BlockScaling, quantize_model_
+
+STEPS = 4
+BUCKETS = pytest.mark.parametrize("bucket_bytes", [0, 3000, 1 << 20], ids=["each", "some", "all"])
+BACKENDS = pytest.mark.parametrize("backend", ["", "torch"], ids=["engine", "torch"])
+
+
+class Layers(nn.Module):
+    """Some layers in a row; the weight of the third is used twice, that of the last not at all."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(128, 96, dtype=dtype), nn.Linear(96, 128, bias=False, dtype=dtype)
+        self.third, self.norm = nn.Linear(128, 128, dtype=dtype), nn.LayerNorm(128, dtype=dtype)
+        self.unused = nn.Linear(7, 5, dtype=dtype)
+        with torch.no_grad():
+            for i, param in enumerate(self.parameters()):
+                param.copy_(values(tuple(param.shape), torch.float32, "cpu", seed=i) * 0.05)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(torch.tanh(self.first(x)))
+        return self.norm(self.third(torch.tanh(self.third(x))))
+
+
+def loss_of(model: nn.Module, step: int, rank: int = 0) -> Tensor:
+    param = next(model.parameters())
+    inputs = values((6, 128), torch.float32, "cpu", seed=10 * step + rank).to(param.device, param.dtype)
+    return model(inputs).float().square().sum()
+
+
+def make(model: nn.Module, fmt: Format, master: Master, **options: Any) -> FusedAdamW:
+    formats = {"exp_avg_dtype": fmt.dtype, "exp_avg_sq_dtype": fmt.dtype}
+    params = list(model.named_parameters())
+    groups = [{"params": params[::2]}, {"params": params[1::2], "lr": 0.02, "weight_decay": 0.1}]
+    return FusedAdamW(groups, lr=0.01, **formats, **master.options, **options)
+
+
+def train(model: nn.Module, optimizer: FusedAdamW, steps: range, rank: int = 0) -> None:
+    for step in steps:
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def everything(optimizer: FusedAdamW) -> list[Tensor]:
+    found = [torch.tensor([group["step"] for group in optimizer.param_groups])]
+    for param in optimizer.store.params:
+        found += [param.detach(), *optimizer.state[param].values(), optimizer.store.slots[param].scales]
+    return found
+
+
+# --- the same bits --------------------------------------------------------------------------------------------------
+
+
+@BACKENDS
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize("master", MASTERS, ids=str)
+def test_equals_whole_steps(
+    master: Master, fmt: Format, backend: str, device: str, use_backend: Callable[[str], None]
+) -> None:
+    """In every format; also when it begins in the middle of a run, and ends there."""
+    use_backend(backend)
+    first, second = (Layers(master.param_dtype).to(device) for _ in range(2))
+    released, usual = make(first, fmt, master), make(second, fmt, master)
+    train(first, released, range(1))
+    release = enable_gradient_release(first, released, bucket_bytes=3000)
+    train(first, released, range(1, STEPS))
+    release.disable()
+    train(first, released, range(STEPS, STEPS + 1))
+    train(second, usual, range(STEPS + 1))
+    assert all(map(same_bits, everything(released), everything(usual)))
+
+
+@BUCKETS
+def test_from_the_first_step_on(bucket_bytes: int, device: str) -> None:
+    first, second = Layers().to(device), Layers().to(device)
+    released, usual = (make(model, FORMATS[-1], MASTER["float32"]) for model in (first, second))
+    enable_gradient_release(first, released, bucket_bytes=bucket_bytes)
+    train(first, released, range(STEPS))
+    train(second, usual, range(STEPS))
+    assert all(map(same_bits, everything(released), everything(usual)))
+    assert [group["step"] for group in released.param_groups] == [STEPS, STEPS]
+
+
+@pytest.mark.parametrize("recipe", [MXFP8BlockScaling(), Float8CurrentScaling()], ids=str)
+@pytest.mark.parametrize("masters", [True, False])
+def test_quantized_weights(recipe: Any, masters: bool, device: str) -> None:
+    found = []
+    for release in (True, False):
+        torch.manual_seed(0)
+        model = Layers(torch.bfloat16).to(device)
+        quantize_model_(
+            model, recipe, filter_fn=lambda module, name: isinstance(module, nn.Linear) and name != "unused"
+        )
+        optimizer = FusedAdamW(model.parameters(), lr=0.01, master_weights=masters, exp_avg_dtype="int8")
+        if release:
+            enable_gradient_release(model, optimizer, bucket_bytes=0)
+        train(model, optimizer, range(STEPS))
+        weights = [tensor for p in model.parameters() for tensor in getattr(p, "components", {"": p.detach()}).values()]
+        found.append([*weights, *(state for p in model.parameters() for state in optimizer.state[p].values())])
+    assert all(map(same_bits, *found))
+
+
+def test_schedulers_checkpoints_and_copies_go_on(device: str) -> None:
+    """State dicts between steps are those of whole steps; loading leaves the release as it is."""
+    first, second = Layers().to(device), Layers().to(device)
+    released, usual = (make(model, FORMATS[-1], MASTER["float32"]) for model in (first, second))
+    enable_gradient_release(first, released, bucket_bytes=0)
+    for step in range(STEPS):
+        for model, optimizer in ((first, released), (second, usual)):
+            train(model, optimizer, range(step, step + 1))
+            optimizer.param_groups[0]["lr"] *= 0.5
+        if step == 1:
+            released.load_state_dict(released.state_dict())
+            released.add_param_group({"params": [("late", nn.Parameter(torch.ones(3, device=device)))]})
+            usual.add_param_group({"params": [("late", nn.Parameter(torch.ones(3, device=device)))]})
+        if step > 1:
+            for optimizer in (released, usual):
+                optimizer.param_groups[2]["params"][0].grad = torch.ones(3, device=device)
+    assert all(map(same_bits, everything(released), everything(usual)))
+
+
+def test_writes_from_outside_are_followed(device: str) -> None:
+    """Of a parameter with a master of its own, between steps, as in whole steps."""
+    first, second = (Layers(torch.bfloat16).to(device) for _ in range(2))
+    released, usual = (make(model, FORMATS[-1], MASTER["bfloat16+float32"]) for model in (first, second))
+    enable_gradient_release(first, released, bucket_bytes=0)
+    for model, optimizer in ((first, released), (second, usual)):
+        train(model, optimizer, range(2))
+        with torch.no_grad():
+            model.third.weight.clamp_(-0.01, 0.01)
+            nn.init.zeros_(model.norm.bias)
+        train(model, optimizer, range(2, STEPS))
+    assert all(map(same_bits, everything(released), everything(usual)))
+
+
+# --- gradients are freed --------------------------------------------------------------------------------------------
+
+
+@BUCKETS
+def test_gradients_do_not_outlive_their_bucket(bucket_bytes: int, device: str) -> None:
+    """What is alive at each moment of the backward pass, by weak references to the gradients."""
+    model = Layers().to(device)
+    optimizer = make(model, FORMATS[0], MASTER["float32"])
+    enable_gradient_release(model, optimizer, bucket_bytes=bucket_bytes)
+    alive: list[weakref.ref[Tensor]] = []
+    held: list[int] = []
+
+    def note(param: nn.Parameter) -> None:
+        if param.grad is not None:
+            alive.append(weakref.ref(param.grad))
+        held.append(sum(grad().nbytes for grad in alive if grad() is not None))
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(note)  # after the hook that frees
+    loss_of(model, 0).backward()
+    gc.collect()
+    total = sum(param.numel() * 4 for name, param in model.named_parameters() if "unused" not in name)
+    largest = max(param.numel() * 4 for param in model.parameters())
+    assert len(held) == 7
+    if bucket_bytes == 0:
+        assert not any(held) and all(param.grad is None for param in model.parameters())
+    elif bucket_bytes == 3000:
+        assert max(held) <= bucket_bytes + largest and held[-1] < total / 2
+    else:
+        assert held[-1] == total
+    optimizer.step()
+    assert all(param.grad is None for param in model.parameters())
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+def test_a_second_backward_pass_is_refused() -> None:
+    model = Layers()
+    optimizer = make(model, FORMATS[0], MASTER["float32"])
+    enable_gradient_release(model, optimizer, bucket_bytes=0)
+    loss_of(model, 0).backward()
+    with pytest.raises(RuntimeError, match=r"'norm\..*second gradient before optimizer\.step\(\)"):
+        loss_of(model, 1).backward()
+    optimizer.step()
+    loss_of(model, 2).backward()
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"skip_nonfinite": True}, RuntimeError, "skip_nonfinite=True needs all gradients"),
+        ({"capturable": True}, RuntimeError, "capturable=True needs all gradients"),
+        ({"use_decoupled_grad": True}, RuntimeError, "use_decoupled_grad"),
+    ],
+    ids=str,
+)
+def test_options_that_need_all_gradients(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    model = Layers()
+    optimizer = FusedAdamW(model.parameters(), **options)
+    with pytest.raises(error, match=message):
+        enable_gradient_release(model, optimizer)
+    for param in model.parameters():
+        param.grad = param.decoupled_grad = torch.zeros_like(param)
+    optimizer.step()  # as ever
+
+
+def test_what_needs_all_gradients_later_on() -> None:
+    model = Layers()
+    optimizer = make(model, FORMATS[0], MASTER["float32"])
+    release = enable_gradient_release(model, optimizer, bucket_bytes=0)
+    loss_of(model, 0).backward()
+    with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\) needs the norm of all gradients"):
+        optimizer.clip_grad_norm_(1.0)
+    with pytest.raises(RuntimeError, match=r"call step\(\) first"):
+        optimizer.state_dict()
+    with pytest.raises(RuntimeError, match=r"call step\(\) first"):
+        release.disable()
+    optimizer.step()
+    optimizer.state_dict()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(loss_of(model, 1)).backward()
+    with pytest.raises(RuntimeError, match=r"GradScaler looks for overflows in all gradients"):
+        optimizer.step(grad_scaler=scaler)
+
+
+def test_other_models_are_refused() -> None:
+    optimizer = make(Layers(), FORMATS[0], MASTER["float32"])
+    with pytest.raises(ValueError, match="none of the model's parameters"):
+        enable_gradient_release(Layers(), optimizer)
+
+
+def wrapped_elsewhere() -> list[str]:
+    model = Layers()
+    inner = nn.Sequential(DistributedDataParallel(model))
+    flat = FullyShardedDataParallel(Layers(), device_id=torch.device("cpu"))
+    errors = []
+    for wrapper, params in ((inner, model.parameters()), (flat, flat.parameters())):
+        try:
+            enable_gradient_release(wrapper, FusedAdamW(params))
+        except TypeError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_other_wrappers_are_refused() -> None:
+    for inside, flat in distributed.run(2, wrapped_elsewhere):
+        assert "submodule is DistributedDataParallel" in inside and "FSDP1" in flat
+
+
+# --- on several ranks -----------------------------------------------------------------------------------------------
+
+
+def parallel(how: str, model: nn.Module) -> nn.Module:
+    if how.startswith("ddp"):
+        view = how == "ddp, views"
+        return DistributedDataParallel(
+            model, bucket_cap_mb=0.02, gradient_as_bucket_view=view, find_unused_parameters=True
+        )
+    options: dict[str, Any] = {"mesh": mesh(2, 2, names=("replicas", "shards")) if how == "hsdp" else mesh()}
+    if how == "fsdp, mixed":
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if how == "fsdp, offloaded":
+        options["offload_policy"] = CPUOffloadPolicy()
+    for module in (model.first, model.second, model.third):
+        fully_shard(module, **options)
+    return fully_shard(model, **options)
+
+
+def on_ranks(how: str, bucket_bytes: int | None, quantized: bool) -> dict[str, Part]:
+    model = Layers(torch.bfloat16 if quantized else torch.float32).to(distributed.device())
+    if quantized:
+        torch.manual_seed(0)
+        quantize_model_(model, Float8CurrentScaling(), filter_fn=lambda module, name: name in ("first", "third"))
+    wrapped = parallel(how, model)
+    options = {"exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8", "lr": 0.01}
+    optimizer = FusedAdamW(list(model.named_parameters()), **options)
+    release = None if bucket_bytes is None else enable_gradient_release(wrapped, optimizer, bucket_bytes=bucket_bytes)
+    for step in range(STEPS):
+        if step == STEPS - 1 and release is not None:
+            release.disable()
+        loss_of(wrapped, step, dist.get_rank()).backward()
+        if release is not None and step < STEPS - 1 and how.startswith("fsdp") and bucket_bytes == 0:
+            assert all(param.grad is None for param in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: part(param) for name, param in _parts_of(model, optimizer)}
+
+
+def _parts_of(model: nn.Module, optimizer: FusedAdamW) -> Iterator[tuple[str, Tensor]]:
+    state = optimizer.state_dict()["state"]
+    for i, (name, param) in enumerate(model.named_parameters()):
+        local = getattr(param, "_local_tensor", param)
+        if not hasattr(local, "components"):
+            yield name, param
+        if i in state:
+            yield from ((f"{name}: {key}", value) for key, value in state[i].items())
+
+
+WAYS = [(2, "ddp"), (2, "ddp, views"), (2, "fsdp"), (3, "fsdp"), (2, "fsdp, mixed"), (4, "hsdp")]
+ON_GPUS = [(2, "ddp"), (2, "ddp, views"), (2, "fsdp"), (2, "fsdp, mixed"), (2, "fsdp, offloaded")]
+
+
+@pytest.mark.parametrize("ranks, how, on", distributed.on_each_device(*WAYS, nccl=ON_GPUS))
+def test_equals_whole_steps_on_several_ranks(ranks: int, how: str, on: str) -> None:
+    expected = join_all(distributed.run(ranks, on_ranks, how, None, False, on=on))
+    for bucket_bytes in (0, 3000):
+        assert_same(join_all(distributed.run(ranks, on_ranks, how, bucket_bytes, False, on=on)), expected)
+
+
+@pytest.mark.parametrize("ranks, on", distributed.on_each_device((2,)))
+def test_scales_of_whole_weights_are_reduced_in_the_backward_pass(ranks: int, on: str) -> None:
+    expected = join_all(distributed.run(ranks, on_ranks, "fsdp", None, True, on=on))
+    assert_same(join_all(distributed.run(ranks, on_ranks, "fsdp", 0, True, on=on)), expected)
+
+
+def accumulate(release: bool) -> dict[str, Part]:
+    """Under ``no_sync`` gradients are reduced in the last backward pass, and only then ready."""
+    model = Layers()
+    wrapped = parallel("ddp", model)
+    optimizer = FusedAdamW(list(model.named_parameters()), lr=0.01)
+    if release:
+        enable_gradient_release(wrapped, optimizer, bucket_bytes=0)
+    for step in range(STEPS):
+        for micro in range(2):
+            with wrapped.no_sync() if micro == 0 else nullcontext():
+                loss_of(wrapped, 2 * step + micro, dist.get_rank()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: part(param) for name, param in model.named_parameters()}
+
+
+def test_ddp_may_accumulate_without_reducing() -> None:
+    found = [join_all(distributed.run(2, accumulate, release)) for release in (True, False)]
+    assert_same(*found)
+
+
+@two_gpus
+def test_updates_wait_for_the_backward_pass_on_other_streams() -> None:
+    """Many steps without a synchronisation in between."""
+    expected = join_all(distributed.run(2, many_steps, False, on="cuda"))
+    assert_same(join_all(distributed.run(2, many_steps, True, on="cuda")), expected)
+
+
+def many_steps(release: bool) -> dict[str, Part]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))).to(distributed.device())
+    for layer in model:
+        fully_shard(layer, mesh=mesh())
+    fully_shard(model, mesh=mesh())
+    optimizer = FusedAdamW(list(model.named_parameters()), lr=1e-3, exp_avg_dtype="int8", exp_avg_sq_dtype="int8")
+    if release:
+        enable_gradient_release(model, optimizer, bucket_bytes=1 << 20)
+    inputs = torch.ones(256, 1024, device=distributed.device())
+    for _ in range(50):
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: part(param) for name, param in model.named_parameters()}

@@ -1,0 +1,319 @@
+"""``plan``: what it predicts is what real FSDP2 runs allocate, what state dicts take, and what was measured."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import distributed
+import measured
+import step
+from distributed import needs_gpus
+from fused_optim import FusedAdamW
+from fused_optim.__main__ import main
+from fused_optim.sharding.dtensor import local_tensor
+from fused_optim.tools.counting import FORMS, MASTERS
+from fused_optim.tools.models import of_config
+from fused_optim.tools.planner import STATES, machines, plan_parameters, plan_shapes
+from fused_optim.tools.simulation import simulated
+from snippets import run_section
+
+CHOICES = [("int8", "remainder8"), ("float8_e4m3fn", "float32"), ("float16", "float16"), ("bfloat16", "none")]
+
+
+class Block(nn.Module):
+    """Rows that FSDP2 cuts evenly and unevenly, that have blocks of 128 and none, and vectors of both kinds."""
+
+    def __init__(self, width: int, dtype: torch.dtype, device: str) -> None:
+        super().__init__()
+        where: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.norm = nn.LayerNorm(width, **where)
+        self.up = nn.Linear(width, 5 * width // 2 + 1, **where)
+        self.down = nn.Linear(5 * width // 2 + 1, width, bias=False, **where)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Model(nn.Module):
+    def __init__(self, width: int, layers: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> None:
+        super().__init__()
+        self.embed = nn.Embedding(1001, width, dtype=dtype, device=device)
+        self.layers = nn.ModuleList([Block(width, dtype, device) for _ in range(layers)])
+        self.norm = nn.LayerNorm(width, dtype=dtype, device=device)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+def shapes_of(model: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
+    return [(name, tuple(param.shape)) for name, param in model.named_parameters()]
+
+
+def options(states: str, master: str) -> dict[str, Any]:
+    return {"exp_avg_dtype": states, "exp_avg_sq_dtype": states, **MASTERS[master]}
+
+
+# --- real runs ----------------------------------------------------------------------------------------------------
+
+
+def storage_bytes(tensors: list[Tensor]) -> int:
+    """Of the memory that tensors lie in, each once."""
+    storages = {local_tensor(t).untyped_storage().data_ptr(): local_tensor(t).untyped_storage() for t in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def allocate(choices: list[tuple[str, str]], width: int) -> list[dict[str, int]]:
+    """What a rank holds after two steps of FSDP2 training."""
+    found = []
+    for states, master in choices:
+        model = Model(width, 3, device=str(distributed.device()))
+        for layer in model.layers:
+            fully_shard(layer, mesh=distributed.mesh())
+        fully_shard(model, mesh=distributed.mesh())
+        optimizer = FusedAdamW(model.parameters(), **options(states, master))
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.arange(64, device=distributed.device()).view(2, 32)).float().square().mean().backward()
+            optimizer.step()
+        params = list(model.parameters())
+        kept = [optimizer.state[param] for param in params]
+        held = {"parameters": [param.detach() for param in params], "gradients": [param.grad for param in params]}
+        held["masters"] = [tensors["master_param"] for tensors in kept if "master_param" in tensors]
+        held["states"] = [tensors[name] for tensors in kept for name in ("exp_avg", "exp_avg_sq")]
+        held["scales"] = [optimizer.store.slots[param].scales for param in params]
+        found.append({key: storage_bytes(tensors) for key, tensors in held.items()})
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_fsdp2_allocates(ranks: int) -> None:
+    """By kind of memory. Shards are padded there, and no rank holds more than rank 0."""
+    everyone = distributed.run(ranks, allocate, CHOICES, 128)
+    for i, (states, master) in enumerate(CHOICES):
+        planned = plan_shapes(shapes_of(Model(128, 3)), world_size=ranks, states=states, master=master)
+        expected = planned["chosen"]["bytes"]
+        for kind, size in everyone[0][i].items():
+            assert abs(expected[kind] - size) <= 0.01 * size, (states, master, kind, expected[kind], size)
+        totals = [sum(of_rank[i].values()) for of_rank in everyone]
+        assert totals[0] == max(totals) and abs(expected["total"] - totals[0]) <= 0.01 * totals[0]
+
+
+def allocated_on_gpu(states: str, master: str, width: int, layers: int) -> int:
+    """What the allocator of a GPU says between two steps, of parameters, gradients and states."""
+    device = distributed.device()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device)
+    model = Model(width, layers, device=str(device))
+    for layer in model.layers:
+        fully_shard(layer, mesh=distributed.mesh())
+    fully_shard(model, mesh=distributed.mesh())
+    optimizer = FusedAdamW(model.parameters(), **options(states, master))
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.arange(64, device=device).view(2, 32)).float().square().mean().backward()
+        optimizer.step()
+    torch.cuda.synchronize(device)
+    for module in reversed(list(model.modules())):
+        if hasattr(module, "reshard"):
+            module.reshard()
+    return torch.cuda.memory_allocated(device) - before
+
+
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=needs_gpus(1)), pytest.param(2, marks=needs_gpus(2))], ids=lambda ranks: f"{ranks}"
+)
+@pytest.mark.parametrize("states, master", CHOICES)
+def test_what_gpus_allocate(ranks: int, states: str, master: str) -> None:
+    width, layers = 2048, 6
+    allocated = distributed.run(ranks, allocated_on_gpu, states, master, width, layers, on="cuda")[0]
+    shapes = shapes_of(Model(width, layers, device="meta"))
+    planned = plan_shapes(shapes, world_size=ranks, states=states, master=master)["chosen"]["bytes"]["total"]
+    assert abs(planned - allocated) <= 0.01 * allocated
+
+
+# --- the optimizer's own count ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_states_and_checkpoints_are_the_optimizers(dtype: torch.dtype) -> None:
+    """Every choice: bytes of states as ``state_bytes()``, of checkpoints as those of its state dicts."""
+    model = Model(128, 1, dtype)
+    model.frozen = nn.Parameter(torch.ones(8, 128, dtype=dtype), requires_grad=False)
+    plan = plan_parameters(model.named_parameters(), states="float16", master="float16")
+    assert len(plan["choices"]) == {torch.bfloat16: 21, torch.float16: 11, torch.float32: 6}[dtype]
+    for row in plan["choices"]:
+        optimizer = FusedAdamW(model.parameters(), **options(row["states"], row["master"]))
+        optimizer.initialize_state()
+        held = row["bytes"]
+        assert held["masters"] + held["states"] + held["scales"] == optimizer.state_bytes()
+        assert held["total"] == sum(size for key, size in held.items() if key != "total")
+        for form in FORMS:
+            optimizer.checkpoint_format = form
+            tensors = [t for states in optimizer.state_dict()["state"].values() for t in flat(states)]
+            assert row["checkpoint"][form] == sum(tensor.nbytes for tensor in tensors), (row["states"], form)
+        assert row["checkpoint"]["model"] == sum(param.nbytes for param in model.parameters())
+
+
+def flat(states: dict[str, Any]) -> list[Tensor]:
+    found = [value for value in states.values() if isinstance(value, Tensor)]
+    return found + [t for value in states.values() if isinstance(value, dict) for t in flat(value)]
+
+
+def test_models_that_are_sharded_already() -> None:
+    """On the meta device, by ``fully_shard``, for one rank of 24, of a mesh of two dims."""
+    with torch.device("meta"):
+        model = Model(128, 2, device="meta")
+    with simulated(24, rank=5):
+        mesh = init_device_mesh("cpu", (3, 8), mesh_dim_names=("replicate", "shard"))
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        sharded = plan_parameters(model.named_parameters())
+    even = plan_shapes(shapes_of(Model(128, 2)), world_size=8)
+    assert sharded["fallbacks"] == even["fallbacks"] and sharded["elements"] == even["elements"]
+    assert sharded["chosen"]["checkpoint"] == even["chosen"]["checkpoint"]
+    assert 0.9 < sharded["chosen"]["bytes"]["total"] / even["chosen"]["bytes"]["total"] <= 1.0
+
+
+def test_fallbacks_have_their_reasons() -> None:
+    plan = plan_shapes([("wide", (6, 256)), ("odd", (5, 50)), ("bias", (7,))], world_size=2)
+    assert [(each["examples"], each["actual"]) for each in plan["fallbacks"] if each["what"] == "exp_avg"] == [
+        (["odd"], "float32"),
+        (["bias"], "float32"),
+    ]
+    assert "exp_avg float32 instead of int8 for 1 parameters (odd): no block of 128, 64, 32" in str(plan)
+
+
+# --- predictions --------------------------------------------------------------------------------------------------
+
+
+def test_predicted_steps_are_the_measured_ones() -> None:
+    """Of the parameters that were measured, within 2%: bytes that move and shares of the copy belong together."""
+    rows = {row["name"]: row["ms"] / 1e3 for row in measured.read(measured.STEPS)["workloads"]["llama-1b"]}
+    times = {}
+    for name, seconds in rows.items():
+        if match := measured.NAME.fullmatch(name):
+            times[measured.STATES[match["states"]], measured.MASTERS[match["master"]]] = seconds
+    shapes = [(str(i), tuple(shape)) for i, shape in enumerate(step.llama_shapes())]
+    assert len(times) == 15
+    predicted = {(row["states"], row["master"]): row for row in plan_shapes(shapes)["choices"]}
+    for choice, seconds in times.items():
+        assert abs(predicted[choice]["step_s"] - seconds) < 0.02 * seconds, choice
+        assert predicted[choice]["step_bound"] == "memory"
+    small = plan_shapes(shapes, world_size=64)["chosen"]
+    assert small["step_bound"] == "host" and 1.5e-4 < small["step_s"] < 2.5e-4
+
+
+def test_measurements_are_those_of_the_results() -> None:
+    """``python benchmarks/measured.py`` writes the file again."""
+    assert machines() == measured.measured()
+
+
+# --- models -------------------------------------------------------------------------------------------------------
+
+# Parameters as published with the models.
+CONFIGS: dict[int, dict[str, Any]] = {
+    8_030_261_248: {  # Llama 3 8B
+        "model_type": "llama",
+        **{"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256},
+        **{"num_attention_heads": 32, "num_key_value_heads": 8},
+    },
+    405_853_388_800: {  # Llama 3.1 405B
+        "model_type": "llama",
+        **{"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "vocab_size": 128256},
+        **{"num_attention_heads": 128, "num_key_value_heads": 8},
+    },
+    1_235_814_400: {  # Llama 3.2 1B
+        "model_type": "llama",
+        **{"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256},
+        **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True},
+    },
+    7_615_616_512: {  # Qwen2.5 7B
+        "model_type": "qwen2",
+        **{"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "vocab_size": 152064},
+        **{"num_attention_heads": 28, "num_key_value_heads": 4},
+    },
+    8_190_735_360: {  # Qwen3 8B
+        "model_type": "qwen3",
+        **{"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "vocab_size": 151936},
+        **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
+    },
+}
+
+
+@pytest.mark.parametrize("elements", CONFIGS)
+def test_configs_give_the_published_sizes(elements: int, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[elements]))
+    shapes = of_config(str(tmp_path / "config.json"))
+    assert sum(torch.empty(shape, device="meta").numel() for _, shape in shapes) == elements
+    assert len({name for name, _ in shapes}) == len(shapes)
+
+
+def run(*command: str | Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["fused_optim", "plan", *map(str, command)])
+        main()
+
+
+def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["--world-size", "64", "--param-dtype", "bf16", "--state", "int8", "--master", "24"]
+    run("--params", "8e9", *common)
+    text = capsys.readouterr().out
+    assert "parameters of 8,000,000,000 elements, bfloat16 on 64 ranks" in text
+    assert next(line for line in text.splitlines() if line.startswith("*")).split()[1:3] == ["int8", "remainder8"]
+
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIGS[1_235_814_400]))
+    run("--hf-config", config, *common, "--json", "--picture", tmp_path / "plan.png")
+    plan = json.loads(capsys.readouterr().out)
+    assert plan == json.loads(json.dumps(plan_shapes(of_config(str(config)), world_size=64, master="remainder8")))
+    assert plan["elements"] == 1_235_814_400 and plan["machine"]["name"] == "NVIDIA H200"
+    assert (tmp_path / "plan.png").read_bytes()[1:4] == b"PNG"
+
+    tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes_of(Model(128, 2))}
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "model.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    run("--safetensors", tmp_path / "model.safetensors.index.json", *common, "--machine", "none", "--json")
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["elements"] == sum(t.numel() for t in tensors.values()) and plan["machine"] is None
+    assert "step_s" not in plan["chosen"]
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mystery"}))
+    (tmp_path / "lacking.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 8}))
+    (tmp_path / "no.json").write_text("[")
+    for command, message in {
+        ("--hf-config", tmp_path / "config.json"): "not mystery|mystery",
+        ("--hf-config", tmp_path / "lacking.json"): "lacks 'intermediate_size', which a llama model has",
+        ("--hf-config", tmp_path / "no.json"): "is no config of a model",
+        ("--safetensors", tmp_path / "nothing"): "found none of them",
+        ("--params", "1e6", "--world-size", "0"): "world_size: expected 1 or more, got 0",
+        ("--params", "1e6", "--param-dtype", "int8"): "param_dtype: expected float32, bfloat16 or float16, got int8",
+    }.items():
+        with pytest.raises(SystemExit, match=message):
+            run(*command)
+    for wrong in ({"states": "int7"}, {"master": "12"}, {"machine": "abacus"}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))}: expected one of"):
+            plan_shapes([("w", (8, 8))], **wrong)
+    with simulated(2), pytest.raises(RuntimeError, match="a process group is there already"):
+        plan_shapes([("w", (8, 8))])
+    assert set(STATES) <= {key.split("/")[1] for key in machines()["h200"]["share_of_copy"]}
+
+
+def test_the_page() -> None:
+    assert run_section("tools.md", "Plan in Python")["plan"]["world_size"] == 64
