@@ -1,19 +1,19 @@
-"""What saving an optimizer costs: GPU memory, the time of a save, the stall of one that goes on in the background.
+"""What saves cost training, and how long loads take: Checkpointer beside ``dcp.async_save`` with torch's stagers.
 
-Writes JSON with the machine, versions and commit, and prints the table:
-``python benchmarks/checkpoint.py --output FILE``.
+A model with the shapes of Llama 3.2 1B is trained, eagerly and in BF16; every way of saving saves several times while
+training goes on. ``python benchmarks/checkpoint.py --output DIR`` writes DIR/checkpoint.json, after every way again,
+and prints the tables. ``--device cpu --small`` is a trial.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import os
 import shutil
-import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -25,64 +25,318 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+from torch.distributed.fsdp import fully_shard
 
-from fused_optim import FusedAdamW
-from step import Shapes, llama_shapes, machine, make_params, synchronize, write
+from fused_optim import FusedAdamW, load_optimizer_checkpoint
+from fused_optim.checkpoint import Checkpointer, PinnedStager
+from llama import llama_1b, small_llama
+from step import machine, synchronize, write
 
-MASTERS: dict[str, dict[str, Any]] = {
-    "16-bit remainders": {"store_param_remainders": True},
-    "FP32 masters": {},
+FORMATS: dict[str, Any] = {
+    "exp_avg_dtype": torch.int8,
+    "exp_avg_sq_dtype": torch.int8,
+    "store_param_remainders": True,
 }
-WRITERS = 8  # threads, each with a file of its own
-WARMUP, STEPS = 3, 20
+WARMUP = 4  # steps
 GB = 1e9
 
 
-@dataclass(frozen=True)
-class Form:
-    name: str
-    checkpoint_format: str
-    checkpoint_device: str | None = None
+@dataclass
+class Save:
+    """Seconds and bytes of one save. ``lost``: what training lost to it in all, the call included."""
 
-
-FORMS = [
-    Form("unscaled", "unscaled"),
-    Form("unscaled, cpu", "unscaled", "cpu"),
-    Form("native", "native"),
-]
+    way: str
+    form: str
+    number: int  # of the saves by this way; 0: allocating memory before the first
+    call_s: float
+    lost_s: float
+    step_s: float  # without a save
+    steps: int  # that were made meanwhile, all of them counted in ``lost``
+    written_after_s: float
+    gpu_bytes_above_training: int
+    host_bytes_above_before: int
+    written_bytes: int
 
 
 @dataclass
-class Result:
-    """Seconds and bytes. "lost" is what training lost to the save that goes on in the background, stall included."""
-
-    name: str
-    written_bytes: int
+class Load:
+    way: str
+    form: str
+    seconds: float
     gpu_bytes_above_resident: int
-    state_dict_s: float
-    save_s: float
-    stall_s: float
-    background_s: float
-    step_ms: float
-    step_ms_during_save: float
-    steps_during_save: int
-    lost_s: float
+
+
+# --- training ---------------------------------------------------------------------------------------------------
+
+
+class Training:
+    """A model and its optimizer, and steps over random text."""
+
+    def __init__(self, args: argparse.Namespace, device: torch.device, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.device = device
+        with device:
+            self.model: nn.Module = (small_llama if args.small else llama_1b)().bfloat16()
+        if args.fsdp:
+            for block in self.model.blocks:
+                fully_shard(block)
+            fully_shard(self.model)
+        self.optimizer = FusedAdamW(self.model.parameters(), lr=1e-5, **FORMATS)
+        shape = (1, 129) if args.small else (args.batch, 2049)
+        vocabulary = self.model.embedding.num_embeddings
+        self.tokens = torch.randint(vocabulary, shape, device=device)
+
+    def seconds(
+        self, steps: int, first: Callable[[], Any] = lambda: None, between: Callable[[], Any] = lambda: None
+    ) -> float:
+        """Of so many steps until the device is done; of what comes ``first``, and between backward and step, too."""
+        synchronize(self.device)
+        start = time.perf_counter()
+        first()
+        for _ in range(steps):
+            self.model(self.tokens).backward()
+            between()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        synchronize(self.device)
+        return time.perf_counter() - start
+
+
+class HostMemory:
+    """The most that this process has in memory while it is entered."""
+
+    def __enter__(self) -> HostMemory:
+        self.before = self.peak = resident_bytes()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.05):
+            self.peak = max(self.peak, resident_bytes())
+
+    def __exit__(self, *_: Any) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# --- ways to save -------------------------------------------------------------------------------------------------
+
+
+class AsyncSave:
+    """``dcp.async_save`` with a stager; what is copied in the background is waited for before the next step."""
+
+    def __init__(self, stager: Callable[[Training], Any] | None, device: str | None = None) -> None:
+        self._make_stager, self._device = stager, device
+        self.first = 1
+        self.pending: Any = None
+
+    def open(self, training: Training, form: str, folder: Path) -> None:
+        training.optimizer.checkpoint_format, training.optimizer.checkpoint_device = form, self._device
+        self._training, self._folder, self._number = training, folder, 0
+        self._stager = self._make_stager(training) if self._make_stager else None
+
+    def save(self) -> None:
+        self._number += 1
+        model, optimizer = get_state_dict(self._training.model, self._training.optimizer)
+        writer = dcp.FileSystemWriter(self._folder / str(self._number), thread_count=8, sync_files=False)
+        state = {"model": model, "optimizer": optimizer}
+        if self._stager is not None and torch.__version__ < "2.13" and isinstance(self._stager, DefaultStager):
+            self._stager = self._make_stager(self._training)  # torch 2.11 has closed it
+        self.pending = dcp.async_save(state, storage_writer=writer, async_stager=self._stager)
+
+    def before_step(self) -> None:
+        if isinstance(self.pending, AsyncSaveResponse) and not isinstance(self._stager, PinnedStager):
+            self.pending.staging_completion.result()
+
+    @property
+    def future(self) -> Future[Any]:
+        return self.pending.upload_completion if isinstance(self.pending, AsyncSaveResponse) else self.pending
+
+    def done(self) -> bool:
+        return self.future.done()
+
+    def close(self) -> None:
+        self.future.result()
+        self.pending = self._stager = None
+        self._training.optimizer.checkpoint_device = None
+
+
+class Checkpoints:
+    """Checkpointer; if ``prepares``, there is a "save" before the first that only allocates memory."""
+
+    def __init__(self, prepares: bool) -> None:
+        self.first = 0 if prepares else 1
+        self._number = self.first - 1
+
+    def open(self, training: Training, form: str, folder: Path) -> None:
+        options: dict[str, Any] = {"keep": 1, "format": form, "sigterm": False}
+        self._checkpointer = Checkpointer(training.model, training.optimizer, folder, **options)
+        self._preparing: Future[None] | None = None
+
+    def save(self) -> None:
+        self._number += 1
+        if self._number:
+            self._checkpointer.save(self._number)
+        else:
+            self._preparing = self._checkpointer.prepare()
+
+    def before_step(self) -> None:
+        pass
+
+    def done(self) -> bool:
+        prepared = self._preparing is None or self._preparing.done()
+        return prepared and all(save.done() for save in self._checkpointer._saves)
+
+    def close(self) -> None:
+        self._checkpointer.close()
+
+
+def pinned(in_background: bool) -> Callable[[Training], DefaultStager]:
+    return lambda _: DefaultStager(StagingOptions(True, False, in_background, True))
+
+
+WAYS: dict[str, Callable[[], Any]] = {
+    "Checkpointer": lambda: Checkpoints(prepares=False),
+    "Checkpointer, prepared": lambda: Checkpoints(prepares=True),
+    "async_save, PinnedStager": lambda: AsyncSave(lambda t: PinnedStager(t.optimizer), "stager"),
+    "async_save": lambda: AsyncSave(None),
+    "async_save, torch's pinned": lambda: AsyncSave(pinned(in_background=False)),
+    "async_save, torch's in background": lambda: AsyncSave(pinned(in_background=True)),
+}
+ON_GPUS = {"async_save, torch's pinned", "async_save, torch's in background"}
 
 
 # --- measuring --------------------------------------------------------------------------------------------------
 
 
-def first_shapes(params: int) -> Shapes:
-    """Those of Llama 3.2 1B of which not more than ``params`` elements come together."""
-    taken: Shapes = []
-    for shape in llama_shapes():
-        if sum(map(numel, taken)) + numel(shape) <= params:
-            taken.append(shape)
-    return taken
+def measure_saves(name: str, form: str, training: Training, args: argparse.Namespace, folder: Path) -> Iterator[Save]:
+    way = WAYS[name]()
+    on_gpu = training.device.type == "cuda"
+    training.seconds(WARMUP)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    step = training.seconds(args.steps) / args.steps
+    usual = torch.cuda.max_memory_allocated() if on_gpu else 0
+    way.open(training, form, folder)
+    for number in range(way.first, args.saves + 1):
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        call = 0.0
+
+        def save() -> None:
+            nonlocal call
+            started = time.perf_counter()
+            way.save()
+            call = time.perf_counter() - started
+
+        with HostMemory() as host:
+            started = time.perf_counter()
+            lost = training.seconds(args.steps, save, way.before_step) - args.steps * step
+            steps = args.steps
+            while not way.done():  # steps slow down as long as files are written
+                lost += training.seconds(1, between=way.before_step) - step
+                steps += 1
+            written = time.perf_counter() - started
+        above = torch.cuda.max_memory_allocated() - usual if on_gpu else 0
+        yield Save(
+            name, form, number, call, lost, step, steps, written, above, host.peak - host.before, bytes_in(folder)
+        )
+        step = training.seconds(args.steps) / args.steps
+    way.close()
 
 
-def numel(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
+def bytes_in(folder: Path) -> int:
+    """Of the newest checkpoint, if there is one."""
+    folders = sorted((path for path in folder.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
+    if not folders:
+        return 0
+    newest = folders[-1]
+    return sum(file.stat().st_size for file in newest.rglob("*") if file.is_file())
+
+
+def load_as_documented(training: Training, path: Path) -> None:
+    model, optimizer = get_state_dict(training.model, training.optimizer)
+    state = {"model": model, "optimizer": optimizer}
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(
+        training.model, training.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+
+
+def load_optimizer_alone(training: Training, path: Path) -> None:
+    state = {"model": training.model.state_dict()}
+    dcp.load(state, checkpoint_id=path)
+    load_optimizer_checkpoint(training.model, training.optimizer, path, verify=False)
+
+
+def measure_loads(form: str, args: argparse.Namespace, device: torch.device, folder: Path) -> Iterator[Load]:
+    """Of the checkpoint that is there, into objects that were just built; the last one is checked."""
+    path = next(folder.iterdir())
+
+    def by_checkpointer(training: Training, verify: bool) -> None:
+        checkpointer = Checkpointer(training.model, training.optimizer, folder, format=form, sigterm=False)
+        assert checkpointer.load_latest(verify=verify) is not None
+
+    ways: dict[str, Callable[[Training], Any]] = {
+        "Checkpointer": lambda training: by_checkpointer(training, False),
+        "Checkpointer, again": lambda training: by_checkpointer(training, False),
+        "Checkpointer, every byte verified": lambda training: by_checkpointer(training, True),
+        "dcp.load, load_optimizer_checkpoint": lambda training: load_optimizer_alone(training, path),
+        "dcp.load, set_state_dict": lambda training: load_as_documented(training, path),
+    }
+    for name, load in ways.items():
+        training = Training(args, device, seed=1)
+        training.optimizer.checkpoint_format = form
+        training.optimizer.initialize_state()
+        synchronize(device)
+        resident = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        load(training)
+        synchronize(device)
+        taken = time.perf_counter() - started
+        above = torch.cuda.max_memory_allocated() - resident if device.type == "cuda" else 0
+        yield Load(name, form, taken, above)
+        del training
+        free(device)
+
+
+def free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+# --- reporting --------------------------------------------------------------------------------------------------
+
+
+def save_table(saves: list[Save]) -> str:
+    lines = [f"{'':<46}{'call':>9}{'lost':>9}{'written':>10}{'GPU':>9}{'host':>9}{'steps of':>11}"]
+    for s in saves:
+        sizes = f"{s.gpu_bytes_above_training / GB:>6.2f} GB{s.host_bytes_above_before / GB:>6.2f} GB"
+        title = f"{s.way}, {s.form}, {s.number}"
+        times = f"{s.call_s:>7.3f} s{s.lost_s:>7.3f} s{s.written_after_s:>8.2f} s"
+        lines.append(f"{title:<46}{times}{sizes}{1e3 * s.step_s:>8.1f} ms")
+    return "\n".join(lines)
+
+
+def load_table(loads: list[Load]) -> str:
+    lines = [f"{'':<46}{'load':>9}{'GPU':>9}"]
+    for each in loads:
+        title = f"{each.way}, {each.form}"
+        lines.append(f"{title:<46}{each.seconds:>7.2f} s{each.gpu_bytes_above_resident / GB:>6.2f} GB")
+    return "\n".join(lines)
 
 
 @contextmanager
@@ -93,82 +347,6 @@ def empty_folder(parent: Path) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder)
-
-
-def seconds(function: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
-    synchronize(device)
-    start = time.perf_counter()
-    value = function()
-    synchronize(device)
-    return time.perf_counter() - start, value
-
-
-def measure_sync(optimizer: FusedAdamW, device: torch.device, folder: Path) -> dict[str, Any]:
-    on_gpu = device.type == "cuda"
-    resident = torch.cuda.memory_allocated(device) if on_gpu else 0
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(device)
-    converting, state = seconds(optimizer.state_dict, device)
-    writing, _ = seconds(lambda: dcp.save({"optimizer": state}, storage_writer=writer(folder)), device)
-    return {
-        "gpu_bytes_above_resident": torch.cuda.max_memory_allocated(device) - resident if on_gpu else 0,
-        "state_dict_s": converting,
-        "save_s": converting + writing,
-        "written_bytes": sum(file.stat().st_size for file in folder.iterdir()),
-    }
-
-
-def writer(folder: Path) -> dcp.FileSystemWriter:
-    return dcp.FileSystemWriter(folder, thread_count=WRITERS, sync_files=False)
-
-
-def measure_async(optimizer: FusedAdamW, device: torch.device, folder: Path) -> dict[str, Any]:
-    before = statistics.median(seconds(optimizer.step, device)[0] for _ in range(STEPS))
-
-    def start_save() -> Future[Any]:
-        return dcp.async_save({"optimizer": optimizer.state_dict()}, storage_writer=writer(folder))
-
-    stall, pending = seconds(start_save, device)
-    start, during = time.perf_counter(), []
-    while not pending.done():
-        during.append(seconds(optimizer.step, device)[0])
-    background = time.perf_counter() - start
-    pending.result()
-    return {
-        "stall_s": stall,
-        "background_s": background,
-        "step_ms": 1e3 * before,
-        "step_ms_during_save": 1e3 * statistics.median(during) if during else float("nan"),
-        "steps_during_save": len(during),
-        "lost_s": stall + sum(during) - before * len(during),
-    }
-
-
-def measure(masters: str, form: Form, state: torch.dtype, shapes: Shapes, device: torch.device, parent: Path) -> Result:
-    params = make_params(shapes, torch.bfloat16, device, sharded=False)
-    where = {"checkpoint_format": form.checkpoint_format, "checkpoint_device": form.checkpoint_device}
-    optimizer = FusedAdamW(params, exp_avg_dtype=state, exp_avg_sq_dtype=state, **MASTERS[masters], **where)
-    for _ in range(WARMUP):
-        optimizer.step()
-    found: dict[str, Any] = {"name": f"{masters}, {form.name}"}
-    for part in (measure_sync, measure_async):
-        with empty_folder(parent) as folder:
-            found |= part(optimizer, device, folder)
-        gc.collect()
-    return Result(**found)
-
-
-# --- reporting --------------------------------------------------------------------------------------------------
-
-
-def table(results: list[Result]) -> str:
-    head = f"{'':<34}{'written':>10}{'GPU peak':>10}{'save':>9}{'stall':>9}{'lost':>9}{'step':>10}{'during':>10}"
-    lines = [head]
-    for r in results:
-        sizes = f"{r.written_bytes / GB:>7.2f} GB{r.gpu_bytes_above_resident / GB:>7.2f} GB"
-        times = f"{r.save_s:>7.2f} s{r.stall_s:>7.2f} s{r.lost_s:>7.2f} s"
-        lines.append(f"{r.name:<34}{sizes}{times}{r.step_ms:>7.2f} ms{r.step_ms_during_save:>7.2f} ms")
-    return "\n".join(lines)
 
 
 def roomy_folder(needed: int) -> Path:
@@ -182,37 +360,57 @@ def roomy_folder(needed: int) -> Path:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--params", type=int, default=2**31, help="elements at most")
-    parser.add_argument("--state-dtype", choices=("int8", "float8_e4m3fn"), default="int8")
+    parser.add_argument("--small", action="store_true", help="a model of 3 M parameters")
+    parser.add_argument("--fsdp", action="store_true", help="parameters are DTensors, on a mesh of one rank")
+    parser.add_argument("--batch", type=int, default=4, help="texts of 2048 tokens")
+    parser.add_argument("--steps", type=int, default=10, help="after each save, at least")
+    parser.add_argument("--saves", type=int, default=3)
+    parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--forms", nargs="*", choices=("native", "unscaled"), default=["native", "unscaled"])
+    parser.add_argument("--no-loads", action="store_true")
     parser.add_argument("--folder", type=Path, help="to write into; default: memory, if it has room")
     parser.add_argument("--commit", default="", help="what the results are of, where the tree is no git checkout")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=Path, help="folder for checkpoint.json")
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_args()
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device(args.device)
-    shapes = first_shapes(args.params)
-    elements = sum(map(numel, shapes))
-    if not elements:
-        sys.exit(f"--params {args.params}: no tensor is that small")
-    folder = args.folder or roomy_folder(needed=13 * elements)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # asynchronous saves need one for CPUs
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    report = {"machine": machine(device, args.commit), "elements": elements, "folder": str(folder), "results": []}
-    print(f"{report['machine']}\n{len(shapes)} tensors, {elements:,} elements, {args.state_dtype}; files in {folder}")
-    measure("FP32 masters", FORMS[0], torch.int8, [(128, 256)], device, folder)  # what only a first save does
-    results = []
-    for masters, form in itertools.product(MASTERS, FORMS):
-        results.append(measure(masters, form, getattr(torch, args.state_dtype), shapes, device, folder))
-        print(f"{results[-1].name}: {results[-1].save_s:.2f} s", file=sys.stderr, flush=True)
-        report["results"] = [asdict(result) for result in results]
-        write(report, args.output)
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    print(table(results))
+    report: dict[str, Any] = {"machine": machine(device, args.commit), "fsdp": args.fsdp, "saves": [], "loads": []}
+    output = args.output and args.output / "checkpoint.json"
+    training = Training(args, device)
+    elements = sum(param.numel() for param in training.model.parameters())
+    parent = args.folder or roomy_folder(needed=3 * 15 * elements)
+    report |= {"elements": elements, "folder": str(parent)}
+    print(f"{report['machine']}\n{elements:,} elements; files in {parent}", flush=True)
+    saves: list[Save] = []
+    for name in args.ways:
+        if name in ON_GPUS and device.type != "cuda":
+            continue
+        for form in args.forms:
+            with empty_folder(parent) as folder:
+                for each in measure_saves(name, form, training, args, folder):
+                    saves.append(each)
+                    print(f"{name}, {form}: call {each.call_s:.3f} s, lost {each.lost_s:.3f} s", file=sys.stderr)
+            free(device)
+            report["saves"] = [asdict(each) for each in saves]
+            write(report, output)
+    print(save_table(saves), flush=True)
+    loads: list[Load] = []
+    for form in [] if args.no_loads else args.forms:
+        with empty_folder(parent) as folder:
+            with Checkpointer(training.model, training.optimizer, folder, format=form, sigterm=False) as checkpointer:
+                checkpointer.save(1)
+            del checkpointer
+            loads += measure_loads(form, args, device, folder)
+        report["loads"] = [asdict(each) for each in loads]
+        write(report, output)
+    print(load_table(loads))
     dist.destroy_process_group()
 
 

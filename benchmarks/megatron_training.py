@@ -1,4 +1,4 @@
-"""What a training step under Megatron-FSDP costs with FusedAdamW, beside torch.optim.AdamW: times and peak memory.
+"""What a training step under Megatron-FSDP costs with FusedAdamW and with torch.optim.AdamW: times and peak memory.
 
 torchrun --nproc-per-node 2 benchmarks/megatron_training.py --output FILE
 """

@@ -1,4 +1,4 @@
-"""Draws what `step.py` measured: time per step beside the copy bound, and bytes per parameter.
+"""Draws what `step.py` measured: time per step and the copy bound, and bytes per parameter.
 
 python benchmarks/plot.py step.json step.svg --only 'FP32$|BF16 states|int8|Flash|FP8 states'
 """

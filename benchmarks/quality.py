@@ -3,7 +3,7 @@
 1. Errors: one model trains with FP32 AdamW. Every format is fed its gradients, in an optimizer whose updates are not
    used, and each update is compared with that of FP32 states fed the same: their relative RMS difference, mean over all
    steps but the first 15%, and the largest element of any update. Also each moment alone, the other one in FP32.
-2. Losses on held-out text of models trained with each format, beside several seeds of FP32 AdamW.
+2. Losses on held-out text of models trained with each format, and of several seeds of FP32 AdamW.
 
     python benchmarks/quality.py --output FILE
     python benchmarks/quality.py --device cpu --steps 20 --layers 1 --width 64 --batch 4 --context 64    # a trial

@@ -1,4 +1,6 @@
-"""What FSDP2 training costs with quantized weights, beside BF16 ones: times of a step, and bytes that are gathered.
+"""What FSDP2 training costs with quantized and with BF16 weights: times of a step, and bytes that are gathered.
+
+Also torchao's float8 training with FP8 all-gathers, where it is installed. ``--compiled`` compiles each layer.
 
 torchrun --nproc-per-node 2 benchmarks/quantized.py --output FILE
 torchrun --nproc-per-node 2 benchmarks/quantized.py --width 256 --layers 2 --batch 8    # a trial on CPUs
@@ -9,7 +11,9 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import importlib.util
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -39,26 +43,50 @@ RECIPES: dict[str, Recipe | None] = {
     "BF16": None,
     "Float8CurrentScaling": Float8CurrentScaling(),
     "Float8CurrentScaling, FP8 products": Float8CurrentScaling(compute="fp8"),
+    "... scaled by rows": Float8CurrentScaling(compute="fp8", activation_scaling="row"),
     "Float8DelayedScaling": Float8DelayedScaling(),
     "Float8BlockScaling (1, 128)": Float8BlockScaling(block=(1, 128)),
     "Float8BlockScaling (128, 128)": Float8BlockScaling(),
+    "Float8BlockScaling, FP8 products": Float8BlockScaling(compute="fp8"),
     "MXFP8BlockScaling": MXFP8BlockScaling(),
     "NVFP4BlockScaling": NVFP4BlockScaling(),
 }
 
 
-def build(recipe: Recipe | None, args: argparse.Namespace, device: torch.device) -> tuple[nn.Module, FusedAdamW]:
+Convert = Callable[[nn.Module], Any]
+
+
+def build(convert: Convert, args: argparse.Namespace, device: torch.device) -> tuple[nn.Module, FusedAdamW]:
     torch.manual_seed(0)
     layers = [nn.Linear(args.width, args.width, bias=False, device=device) for _ in range(args.layers)]
     model = nn.Sequential(*layers).bfloat16()
-    if recipe is not None:
-        quantize_model_(model, recipe)
+    convert(model)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for layer in model:
+        if args.compiled:
+            layer.compile()
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     states = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8}
     return model, FusedAdamW(model.parameters(), lr=1e-4, **states)
+
+
+def quantize(recipe: Recipe | None) -> Convert:
+    return lambda model: None if recipe is None else quantize_model_(model, recipe)
+
+
+def to_torchao(model: nn.Module) -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    convert_to_float8_training(model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))
+
+
+def refresh_scales(model: nn.Module) -> None:
+    """torchao's, of all weights at once after each step, as its documentation recommends."""
+    if any(type(layer).__name__.endswith("Float8Linear") for layer in model):
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+        precompute_float8_dynamic_scale_for_fsdp(model)
 
 
 class CountedGathers:
@@ -104,9 +132,26 @@ def phases(
     return {f"{name}_ms": statistics.median(values[args.warmup :]) for name, values in times.items()}
 
 
-def measure(recipe: Recipe | None, args: argparse.Namespace, device: torch.device) -> dict[str, float]:
-    model, optimizer = build(recipe, args, device)
+def training_ms(
+    model: nn.Module, optimizer: torch.optim.Optimizer, args: argparse.Namespace, device: torch.device
+) -> float:
+    """Of a whole step where nothing is waited for between steps, as in training."""
+    x = torch.randn(args.batch, args.width, device=device).bfloat16()
+
+    def train() -> None:
+        model(x).backward(x)
+        optimizer.step()
+        optimizer.zero_grad()
+        refresh_scales(model)
+
+    train()
+    return milliseconds(lambda: [train() for _ in range(args.steps)], device) / args.steps
+
+
+def measure(convert: Convert, args: argparse.Namespace, device: torch.device) -> dict[str, float]:
+    model, optimizer = build(convert, args, device)
     found = phases(model, optimizer, args, device)
+    found["training_ms"] = training_ms(model, optimizer, args, device)
     x = torch.randn(args.batch, args.width, device=device).bfloat16()
     with CountedGathers() as gathers:
         model(x).float().square().mean().backward()
@@ -122,6 +167,8 @@ def parse_args(description: str) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8192, help="rows of activations of each rank")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--only", default="", help="contenders whose name this regular expression matches")
     parser.add_argument("--commit", default="", help="what the results are of, where the tree is no git checkout")
     parser.add_argument("--output", type=Path)
     return parser.parse_args()
@@ -145,6 +192,8 @@ def compare(description: str, contenders: dict[str, Measure]) -> None:
         print(report["machine"], flush=True)
     report["results"] = {}
     for name, measure_one in contenders.items():
+        if not re.search(args.only, name):
+            continue
         if on_gpu:
             gc.collect()  # wrapped models refer to themselves
             torch.cuda.empty_cache()
@@ -162,4 +211,7 @@ def compare(description: str, contenders: dict[str, Measure]) -> None:
 
 
 if __name__ == "__main__":
-    compare(__doc__, {name: functools.partial(measure, recipe) for name, recipe in RECIPES.items()})
+    ways = {name: functools.partial(measure, quantize(recipe)) for name, recipe in RECIPES.items()}
+    if importlib.util.find_spec("torchao") is not None:
+        ways["torchao, FP8 all-gathers and products"] = functools.partial(measure, to_torchao)
+    compare(__doc__, ways)

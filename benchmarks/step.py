@@ -1,4 +1,4 @@
-"""Times one optimizer step of every contender on the same tensors, in one process, beside the copy bandwidth.
+"""Times one optimizer step of every contender on the same tensors, in one process, and the copy bandwidth.
 
 Writes JSON with the machine, versions and commit, and prints the table: ``python benchmarks/step.py --output FILE``.
 """

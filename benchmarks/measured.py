@@ -1,0 +1,70 @@
+"""Writes what `python -m fused_optim plan` predicts from: figures of the results here, into the package.
+
+    python benchmarks/measured.py
+
+A test compares the file with the results.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+TARGET = Path(__file__).parents[1] / "fused_optim" / "tools" / "measured.json"
+STEPS = "2026-11-21-h200-kernels/step.json"
+SMALL = "2026-11-21-h200-kernels/small.json"
+SAVES = "2026-11-21-h200-checkpoints/checkpoint.json"
+
+MASTERS = {"FP32": "float32", "16-bit remainder": "remainder16", "8-bit remainder": "remainder8", "no": "none"}
+STATES = {"FP32": "float32", "BF16": "bfloat16", "FP16": "float16", "FP8": "float8_e4m3fn", "int8": "int8"}
+NAME = re.compile(
+    r"FusedAdamW (?P<master>FP32|16-bit remainder|8-bit remainder|no)(?: master)?, (?P<states>\w+) states"
+)
+_SAVE = re.compile(r"(?:16-bit remainders|FP32 masters), (?P<form>unscaled|native)")
+
+
+def read(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text())
+
+
+def measured() -> dict[str, Any]:
+    """By machine: shares of the copy bandwidth, host time per parameter, bytes per second of saves."""
+    steps, small = read(STEPS), read(SMALL)
+    shares = {"none/float32": share(steps, "FusedAdamW FP32")}
+    for row in steps["workloads"]["llama-1b"]:
+        if match := NAME.fullmatch(row["name"]):
+            shares[f"{MASTERS[match['master']]}/{STATES[match['states']]}"] = row["share_of_copy"]
+    shard = [row for row in small["workloads"]["llama-1b-shard"] if row["name"].startswith("FusedAdamW")]
+    return {
+        "h200": {
+            "name": steps["machine"]["gpu"],
+            "sources": [STEPS, SMALL, SAVES],
+            "copy_bytes_per_s": steps["copy_bytes_per_s"],
+            "share_of_copy": shares,
+            "host_s_per_parameter": max(row["ms"] for row in shard) / 1e3 / 146,
+            "save_bytes_per_s": rates("save_s"),
+            "stall_bytes_per_s": rates("stall_s"),
+        }
+    }
+
+
+def share(report: dict[str, Any], name: str) -> float:
+    return next(row["share_of_copy"] for row in report["workloads"]["llama-1b"] if row["name"] == name)
+
+
+def rates(duration: str) -> dict[str, float]:
+    """Of the slower of both masters, by form."""
+    found: dict[str, float] = {}
+    for row in read(SAVES)["results"]:
+        if match := _SAVE.fullmatch(row["name"]):
+            rate = row["written_bytes"] / row[duration]
+            found[match["form"]] = min(rate, found.get(match["form"], rate))
+    return found
+
+
+if __name__ == "__main__":
+    TARGET.write_text(json.dumps(measured(), indent=2) + "\n")
+    print(TARGET)
