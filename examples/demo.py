@@ -1,12 +1,12 @@
 """Trains the same small model several times, compares the runs and writes summary.json and losses.png.
 
-1. torch.optim.AdamW with FP32 parameters, on two ranks;
+1. torch.optim.AdamW with FP32 parameters, on two ranks; saves a checkpoint by ``dcp.async_save``;
 2. FusedAdamW with BF16 parameters, FP32 masters and INT8 moments, also on two; saves a checkpoint after step 120;
 3. FusedAdamW from that checkpoint on one rank, saves another one;
 4. FusedAdamW from this one to the end, on three ranks.
 
-Training goes on while checkpoints are written. With GPUs, no run has more ranks than there are GPUs. With --quantize
-the weights of the FusedAdamW runs are quantized themselves.
+Training goes on while checkpoints are written; how long the calls stall it is in the table. With GPUs, no run has more
+ranks than there are GPUs. With --quantize the weights of the FusedAdamW runs are quantized themselves.
 """
 
 import argparse
@@ -48,19 +48,20 @@ def main() -> None:
     parser.add_argument("--quantize", choices=("mxfp8", "float8", "float8_delayed", "float8_block", "nvfp4"))
     args = parser.parse_args()
     out, quantize = args.output, ("--quantize", args.quantize) if args.quantize else ()
-    first, second = out / "checkpoint", out / "checkpoint2"
-    for checkpoint in (first, second):
-        shutil.rmtree(checkpoint, ignore_errors=True)
+    other, first, second = (out / name for name in ("async_save", "checkpoints", "checkpoints2"))
+    for folder in (other, first, second):
+        shutil.rmtree(folder, ignore_errors=True)
     out.mkdir(parents=True, exist_ok=True)
 
     started = time.perf_counter()
     most = torch.cuda.device_count() if torch.cuda.is_available() else max(RANKS)
     ranks, fewer, more = (min(number, most) for number in RANKS)
-    save_first = ("--checkpoint", str(first), "--checkpoint-after", str(FIRST_CHECKPOINT))
-    save_second = ("--checkpoint", str(second), "--checkpoint-after", str(SECOND_CHECKPOINT))
+    save_other = ("--checkpoints", str(other), "--checkpoint-every", str(FIRST_CHECKPOINT), "--saver", "dcp")
+    save_first = ("--checkpoints", str(first), "--checkpoint-every", str(FIRST_CHECKPOINT))
+    save_second = ("--checkpoints", str(second), "--checkpoint-every", str(SECOND_CHECKPOINT))
     stop = ("--stop-after", str(STOP))
     comparison = Comparison(
-        baseline=train("torch AdamW, FP32 parameters", out / "torch_adamw.json", ranks, "--optimizer", "torch"),
+        baseline=train("torch AdamW", out / "torch_adamw.json", ranks, "--optimizer", "torch", *save_other),
         fused=train("FusedAdamW, INT8 moments", out / "fused_adamw.json", ranks, *save_first, *quantize),
         # Other initial weights than the first run's: only the checkpoint can bring the losses back to it.
         resumed=resume("resumed", out / "resumed.json", fewer, first, 1, *save_second, *stop, *quantize),

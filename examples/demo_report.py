@@ -26,13 +26,14 @@ SUMMARIZED = (
     "bytes_of_both",
     "step_ms",
     "optimizer_ms",
+    "save_ms",
 )
 SMOOTHING = 9  # steps averaged for each point of a curve
 
 
 @dataclass
 class Resume:
-    """A resumed run beside the one that was never interrupted."""
+    """A resumed run and the one that was never interrupted."""
 
     run: RunRecord
     uninterrupted: RunRecord
@@ -114,6 +115,7 @@ def table(comparison: Comparison) -> str:
         ["bytes per parameter: both", *(f"{run.bytes_of_both:.2f}" for run in runs)],
         ["time per step", *(f"{run.step_ms:.1f} ms" for run in runs)],
         ["time per optimizer.step()", *(f"{run.optimizer_ms:.1f} ms" for run in runs)],
+        ["stall of a save", *(f"{run.save_ms:.1f} ms" if run.save_ms else "-" for run in runs)],
     ]
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = [
@@ -132,6 +134,8 @@ def _conclusions(comparison: Comparison) -> list[str]:
             f"from the uninterrupted run's by {resume.mean_deviation:.3%} on average, "
             f"{resume.largest_deviation:.3%} at most."
         )
+    baseline, fused = comparison.baseline.save_ms, comparison.fused.save_ms
+    lines.append(f"A save stalls training for {fused:.1f} ms by Checkpointer, and {baseline:.1f} ms by dcp.async_save.")
     return lines
 
 

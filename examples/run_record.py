@@ -28,6 +28,7 @@ class RunRecord:
     held_out_losses: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     step_times: list[float] = dataclasses.field(default_factory=list)
     optimizer_times: list[float] = dataclasses.field(default_factory=list)
+    save_calls: list[float] = dataclasses.field(default_factory=list)  # one per step, of which most save nothing
     parameters: int = 0
     parameter_bytes: int = 0
     state_bytes: int = 0
@@ -63,6 +64,11 @@ class RunRecord:
     @property
     def optimizer_ms(self) -> float:
         return 1000 * statistics.median(self.optimizer_times[UNTIMED_STEPS:])
+
+    @property
+    def save_ms(self) -> float:
+        """Until the call that saves returns: 0 where nothing was saved."""
+        return 1000 * max(self.save_calls, default=0.0)
 
     def measure_sizes(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         parameters = list(model.parameters())

@@ -1,9 +1,9 @@
 """Train a byte-level GPT sharded with FSDP2, using FusedAdamW or torch.optim.AdamW.
 
-Save a checkpoint halfway, while training goes on, and continue from it on any number of ranks:
+Save checkpoints while training goes on, and continue from the newest on any number of ranks:
 
-    torchrun --nproc-per-node 2 examples/train_fsdp2.py --checkpoint checkpoint
-    torchrun --nproc-per-node 1 examples/train_fsdp2.py --resume checkpoint
+    torchrun --nproc-per-node 2 examples/train_fsdp2.py --checkpoints checkpoints
+    torchrun --nproc-per-node 1 examples/train_fsdp2.py --resume checkpoints
 """
 
 import argparse
@@ -11,6 +11,7 @@ import math
 import os
 import statistics
 import sys
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
@@ -28,6 +29,7 @@ from tqdm import tqdm
 
 from byte_gpt import ByteGPT, evaluation_batches, load_corpus, training_batch
 from fused_optim import FusedAdamW
+from fused_optim.checkpoint import Checkpointer
 from fused_optim.quantized import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -77,10 +79,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--evaluate-every", type=int, default=50)
     parser.add_argument("--init-seed", type=int, default=0)
     parser.add_argument("--data-seed", type=int, default=0)
-    parser.add_argument("--checkpoint", type=Path, help="folder to write a checkpoint to, while training goes on")
-    parser.add_argument("--checkpoint-after", type=int, help="steps; by default half of them")
+    parser.add_argument("--checkpoints", type=Path, help="folder to write checkpoints to, while training goes on")
+    parser.add_argument("--checkpoint-every", type=int, help="steps; by default half of them")
+    parser.add_argument("--saver", choices=("checkpointer", "dcp"), default="checkpointer", help="dcp: dcp.async_save")
     parser.add_argument("--stop-after", type=int, help="steps; by default all of them")
-    parser.add_argument("--resume", type=Path, help="folder of the checkpoint to continue from")
+    parser.add_argument(
+        "--resume", type=Path, help="folder of the checkpoints to continue from, that of --saver checkpointer"
+    )
     parser.add_argument("--metrics", type=Path, help="JSON file to write losses, times and sizes to")
     return parser.parse_args()
 
@@ -139,46 +144,50 @@ def build_scheduler(args: argparse.Namespace, optimizer: Optimizer) -> LambdaLR:
     return LambdaLR(optimizer, warmup_then_cosine)
 
 
-def checkpoint_state(model: nn.Module, optimizer: Optimizer, scheduler: LambdaLR, next_step: int) -> dict[str, Any]:
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    return {
-        "model": model_state,
-        "optimizer": optimizer_state,
-        "scheduler": scheduler.state_dict(),
-        "next_step": next_step,
-    }
+class AsyncSaver:
+    """``dcp.async_save`` as it comes, to compare with."""
 
-
-class Checkpointer:
-    """Writes checkpoints in the background, one at a time."""
-
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, folder: Path, every: int) -> None:
+        self.model, self.optimizer, self.folder, self.every = model, optimizer, folder, every
         # Of its own: training goes on in the other group, and both orders of collectives must be the same on all ranks.
         self.group = dist.new_group(backend="gloo")
         self.pending: Future[Any] | None = None
 
-    def save(self, state: dict[str, Any], folder: Path) -> None:
-        """Returns when ``state`` has been copied: what it refers to may be changed then."""
-        self.wait()
-        saving = dcp.async_save(state, checkpoint_id=folder, process_group=self.group)
-        assert isinstance(saving, Future)  # it gives two where it copies in the background, too
-        self.pending = saving
+    def prepare(self) -> None:
+        pass
 
-    def wait(self) -> None:
-        """Until the checkpoint is complete; raises what writing it raised."""
+    def save(self, step: int) -> None:
+        if step % self.every == 0:
+            self.close()
+            model, optimizer = get_state_dict(self.model, self.optimizer)
+            state = {"model": model, "optimizer": optimizer}
+            saving = dcp.async_save(state, checkpoint_id=self.folder / str(step), process_group=self.group)
+            assert isinstance(saving, Future)  # it gives two where it copies in the background, too
+            self.pending = saving
+
+    def close(self) -> None:
         if self.pending is not None:
             self.pending.result()
-            self.pending = None
 
 
-def load_checkpoint(folder: Path, model: nn.Module, optimizer: Optimizer, scheduler: LambdaLR) -> int:
-    """Loads into freshly built objects and returns the step to continue with."""
-    state = checkpoint_state(model, optimizer, scheduler, next_step=0)
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    scheduler.load_state_dict(state["scheduler"])
-    next_step: int = state["next_step"]
-    return next_step
+def build_saver(
+    args: argparse.Namespace, model: nn.Module, optimizer: Optimizer, scheduler: LambdaLR
+) -> Checkpointer | AsyncSaver | None:
+    every = args.checkpoint_every or args.steps // 2
+    if args.checkpoints is None:
+        return None
+    if args.saver == "dcp":
+        return AsyncSaver(model, optimizer, args.checkpoints, every)
+    return Checkpointer(model, optimizer, args.checkpoints, extra={"scheduler": scheduler}, every=every)
+
+
+def resume(folder: Path, model: nn.Module, optimizer: Optimizer, scheduler: LambdaLR) -> int:
+    """Loads the newest checkpoint into freshly built objects and returns the step to continue with."""
+    with Checkpointer(model, optimizer, folder, extra={"scheduler": scheduler}) as checkpointer:
+        step = checkpointer.load_latest()
+    if step is None:
+        sys.exit(f"--resume {folder}: there is no checkpoint")
+    return step
 
 
 def my_share(batch: Tensor, device: torch.device) -> Tensor:
@@ -211,10 +220,9 @@ def train(args: argparse.Namespace, device: torch.device) -> RunRecord:
     model = build_model(args, device)
     optimizer = build_optimizer(args, model)
     scheduler = build_scheduler(args, optimizer)
-    first_step = load_checkpoint(args.resume, model, optimizer, scheduler) if args.resume else 0
-    checkpointer = Checkpointer()
+    first_step = resume(args.resume, model, optimizer, scheduler) if args.resume else 0
+    saver = build_saver(args, model, optimizer, scheduler)
     last_step = args.stop_after or args.steps
-    saved_step = args.checkpoint_after or args.steps // 2
 
     length = args.context + 1  # inputs and, shifted by one byte, targets
     corpus, held_out_bytes = load_corpus()
@@ -240,9 +248,14 @@ def train(args: argparse.Namespace, device: torch.device) -> RunRecord:
         finished = step + 1
         if finished % args.evaluate_every == 0 or finished == last_step:
             record.held_out_losses.append((finished, evaluate(model, held_out, device)))
-        if args.checkpoint and finished == saved_step:
-            checkpointer.save(checkpoint_state(model, optimizer, scheduler, finished), args.checkpoint)
-    checkpointer.wait()
+        if saver is not None:
+            if step == first_step:
+                saver.prepare()  # the memory that saves need, now that there are states
+            before_save = time.perf_counter()
+            saver.save(finished)
+            record.save_calls.append(time.perf_counter() - before_save)
+    if saver is not None:
+        saver.close()
     record.measure_sizes(model, optimizer)
     return record
 
