@@ -5,6 +5,7 @@
 #include <string>
 
 #include "cast.h"
+#include "where.h"
 
 namespace py = pybind11;
 
@@ -29,17 +30,6 @@ Cast checked(const Cast& cast) {
     }
     return cast;
 }
-
-// Where an engine runs.
-#if defined(FUSED_OPTIM_ENGINE_CUDA)
-#define FUSED_OPTIM_WHERE int device, uint64_t stream
-#define FUSED_OPTIM_HERE device, stream
-#define FUSED_OPTIM_ON(name) name##_cuda
-#else
-#define FUSED_OPTIM_WHERE int threads
-#define FUSED_OPTIM_HERE threads
-#define FUSED_OPTIM_ON(name) name##_cpu
-#endif
 
 void cast_tensor(uint64_t values, uint64_t codes, uint64_t transposed, uint64_t scale, uint64_t absmax, uint64_t rows,
                  uint64_t columns, uint32_t format, bool measured, FUSED_OPTIM_WHERE) {
@@ -73,22 +63,14 @@ void transpose(uint64_t codes, uint64_t transposed, uint64_t rows, uint64_t colu
 }  // namespace
 
 void register_cast(py::module_& m) {
-    using NoGil = py::call_guard<py::gil_scoped_release>;
-    const auto define = [&](const char* name, auto function, const auto&... arguments) {
-#if defined(FUSED_OPTIM_ENGINE_CUDA)
-        m.def(name, function, arguments..., py::arg("device"), py::arg("stream"), NoGil());
-#else
-        m.def(name, function, arguments..., py::arg("threads"), NoGil());
-#endif
-    };
-    define("cast_tensor", &cast_tensor, py::arg("values"), py::arg("codes"), py::arg("transposed"), py::arg("scale"),
+    define(m, "cast_tensor", &cast_tensor, py::arg("values"), py::arg("codes"), py::arg("transposed"), py::arg("scale"),
            py::arg("absmax"), py::arg("rows"), py::arg("columns"), py::arg("format"), py::arg("measured"));
-    define("cast_rows", &cast_rows, py::arg("values"), py::arg("codes"), py::arg("scale"), py::arg("rows"),
+    define(m, "cast_rows", &cast_rows, py::arg("values"), py::arg("codes"), py::arg("scale"), py::arg("rows"),
            py::arg("columns"), py::arg("format"));
-    define("cast_blocks", &cast_blocks, py::arg("values"), py::arg("codes"), py::arg("scale"), py::arg("transposed"),
+    define(m, "cast_blocks", &cast_blocks, py::arg("values"), py::arg("codes"), py::arg("scale"), py::arg("transposed"),
            py::arg("transposed_scale"), py::arg("rows"), py::arg("columns"), py::arg("power_of_two"),
            py::arg("format"));
-    define("transpose", &transpose, py::arg("codes"), py::arg("transposed"), py::arg("rows"), py::arg("columns"));
+    define(m, "transpose", &transpose, py::arg("codes"), py::arg("transposed"), py::arg("rows"), py::arg("columns"));
 }
 
 }  // namespace fused_optim

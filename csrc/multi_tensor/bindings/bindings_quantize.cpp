@@ -7,6 +7,7 @@
 #include <string>
 
 #include "quantize.h"
+#include "where.h"
 
 namespace py = pybind11;
 
@@ -100,17 +101,6 @@ Element element_of(uint32_t number) {
     return static_cast<Element>(number);
 }
 
-// Where an engine runs.
-#if defined(FUSED_OPTIM_ENGINE_CUDA)
-#define FUSED_OPTIM_WHERE int device, uint64_t stream
-#define FUSED_OPTIM_HERE device, stream
-#define FUSED_OPTIM_ON(name) name##_cuda
-#else
-#define FUSED_OPTIM_WHERE int threads
-#define FUSED_OPTIM_HERE threads
-#define FUSED_OPTIM_ON(name) name##_cpu
-#endif
-
 void quantize_absmax(const std::vector<uint64_t>& addresses, const std::vector<uint64_t>& numels, uint64_t result,
                      FUSED_OPTIM_WHERE) {
     FUSED_OPTIM_ON(absmax)
@@ -137,20 +127,12 @@ void quantize_decode(const WeightRow& weight, uint32_t format, uint32_t type, FU
 }  // namespace
 
 void register_quantize(py::module_& m) {
-    using NoGil = py::call_guard<py::gil_scoped_release>;
-    const auto define = [&](const char* name, auto function, const auto&... arguments) {
-#if defined(FUSED_OPTIM_ENGINE_CUDA)
-        m.def(name, function, arguments..., py::arg("device"), py::arg("stream"), NoGil());
-#else
-        m.def(name, function, arguments..., py::arg("threads"), NoGil());
-#endif
-    };
-    define("quantize_absmax", &quantize_absmax, py::arg("addresses"), py::arg("numels"), py::arg("result"));
-    define("quantize_rescale", &quantize_rescale, py::arg("scales"), py::arg("largest"), py::arg("factor"),
+    define(m, "quantize_absmax", &quantize_absmax, py::arg("addresses"), py::arg("numels"), py::arg("result"));
+    define(m, "quantize_rescale", &quantize_rescale, py::arg("scales"), py::arg("largest"), py::arg("factor"),
            py::arg("history"), py::arg("most_recent"), py::arg("stage"), py::arg("applies"));
-    define("quantize_encode", &quantize_encode, py::arg("weights"), py::arg("roundings"), py::arg("format"),
+    define(m, "quantize_encode", &quantize_encode, py::arg("weights"), py::arg("roundings"), py::arg("format"),
            py::arg("round_up"));
-    define("quantize_decode", &quantize_decode, py::arg("weight"), py::arg("format"), py::arg("type"));
+    define(m, "quantize_decode", &quantize_decode, py::arg("weight"), py::arg("format"), py::arg("type"));
 }
 
 }  // namespace fused_optim
