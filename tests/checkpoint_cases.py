@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -30,7 +31,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import distributed
-from distributed import Part, join_all, part, shard, shard_like
+from distributed import Part, Workers, join_all, part, shard, shard_like
 from fused_optim import FusedAdam
 from fused_optim.checkpoint import PinnedStager
 
@@ -284,3 +285,25 @@ def start_save(
         return pending
     pending.staging_completion.result()
     return pending.upload_completion
+
+
+def wait_for(path: Path, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline, f"no {path.name} in {seconds} s"
+        time.sleep(0.005)
+
+
+def kill_one_of_two(body: Callable[..., Any], args: tuple[Any, ...], ready: Path, chance: random.Random) -> None:
+    """One of two ranks, at any moment after ``ready`` is there; the other is left alone for a moment, then ended."""
+    workers = Workers(2, "cpu")
+    try:
+        workers.start(body, args, 60)
+        wait_for(ready)
+        time.sleep(chance.uniform(0.0, 0.3))
+        victim = workers.processes[chance.randrange(2)]
+        victim.kill()
+        victim.join()
+        time.sleep(chance.choice([0.0, 0.2]))
+    finally:
+        workers.stop()

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import fully_shard
 
 import cases
 import distributed
+from checkpoint_cases import kill_one_of_two, wait_for
 from distributed import Part, Workers, assert_same, join_all, part, shard_like
 from fused_optim import FusedAdamW
 from fused_optim.checkpoint import Checkpointer
@@ -383,30 +384,14 @@ def check_newest(folders: list[Path]) -> list[int]:
     return steps
 
 
-def wait_for_checkpoint(folder: Path, name: str) -> None:
-    deadline = time.monotonic() + 60
-    while not (folder / name / MANIFEST).exists():
-        assert time.monotonic() < deadline, "no checkpoint in a minute"
-        time.sleep(0.005)
-
-
 @pytest.mark.parametrize("form", ["native", "unscaled"])
 def test_kills_of_one_rank(form: str, tmp_path: Path) -> None:
     """At any moment; the other one is ended a little later."""
     chance, folders = random.Random(form), []
     for kill in range(KILLS):
         folders.append(tmp_path / str(kill))
-        workers = Workers(2, "cpu")
-        try:
-            workers.start(save_forever, (str(folders[-1]), form), 60)
-            wait_for_checkpoint(folders[-1], "step-00000002")
-            time.sleep(chance.uniform(0.0, 0.3))
-            victim = workers.processes[chance.randrange(2)]
-            victim.kill()
-            victim.join()
-            time.sleep(chance.choice([0.0, 0.2]))
-        finally:
-            workers.stop()
+        ready = folders[-1] / "step-00000002" / MANIFEST
+        kill_one_of_two(save_forever, (str(folders[-1]), form), ready, chance)
         names = visible(folders[-1])
         assert [name for name in names if name.startswith("step-")]
     steps = check_newest(folders)
@@ -420,7 +405,7 @@ def test_sigterm_in_the_middle_of_a_step(tmp_path: Path) -> None:
     workers = Workers(2, "cpu")
     try:
         workers.start(save_forever, (str(tmp_path), "terminated"), 60)
-        wait_for_checkpoint(tmp_path, "step-00000006")
+        wait_for(tmp_path / "step-00000006" / MANIFEST)
         os.kill(workers.processes[1].pid, signal.SIGTERM)
         answers = []
         for connection in workers.connections:

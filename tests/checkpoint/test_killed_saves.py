@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 
 import distributed
-from distributed import Part, Workers, assert_same, join_all, part, shard_like
+from checkpoint_cases import kill_one_of_two
+from distributed import Part, assert_same, join_all, part, shard_like
 from fused_optim import FusedAdamW, load_optimizer_checkpoint, write_checksums
 from fused_optim.checkpoint import checksums
 
@@ -175,25 +176,6 @@ def load_all(paths: list[str]) -> list[dict[str, Part] | str]:
     return found
 
 
-def kill_one_rank(folder: Path, asynchronous: bool, chance: random.Random) -> list[Path]:
-    """The checkpoints of two ranks of which one was killed; the other is left alone for a moment, then ended."""
-    workers = Workers(2, "cpu")
-    try:
-        workers.start(save_sharded_forever, (str(folder), asynchronous), 60)
-        deadline = time.monotonic() + 60
-        while not (folder / "00002" / ".metadata").exists():  # saves have been made, and go on
-            assert time.monotonic() < deadline, "no checkpoint in a minute"
-            time.sleep(0.005)
-        time.sleep(chance.uniform(0.0, 0.3))
-        victim = workers.processes[chance.randrange(2)]
-        victim.kill()
-        victim.join()
-        time.sleep(chance.choice([0.0, 0.2]))
-    finally:
-        workers.stop()
-    return sorted(folder.iterdir())
-
-
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_one_rank_may_be_killed(asynchronous: bool, tmp_path: Path) -> None:
     chance = random.Random(1)
@@ -201,7 +183,9 @@ def test_one_rank_may_be_killed(asynchronous: bool, tmp_path: Path) -> None:
     for kill in range(KILLS):
         folder = tmp_path / str(kill)
         folder.mkdir()
-        *earlier, _ = paths = kill_one_rank(folder, asynchronous, chance)
+        ready = folder / "00002" / ".metadata"  # saves have been made, and go on
+        kill_one_of_two(save_sharded_forever, (str(folder), asynchronous), ready, chance)
+        *earlier, _ = paths = sorted(folder.iterdir())
         assert all((path / checksums.FILE).exists() for path in earlier)
         last += paths[-2:]
     steps = [int(path.name) for path in last]
