@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from fused_optim.adam import FusedAdam
 from fused_optim.checkpoint import checksums, extras, manifest
+from fused_optim.checkpoint.archives import Archives
 from fused_optim.checkpoint.collect import Collector
 from fused_optim.checkpoint.extras import Stateful, check_extra
 from fused_optim.checkpoint.folders import Folder, PathLike, folder_at
@@ -106,6 +107,7 @@ class Checkpointer:
         self._check_form()
         self._shelf = Shelf(folder_at(folder), keep)
         self._stager = PinnedStager(optimizer)
+        self._archives = Archives()
         # Of their own: the thread that writes makes collectives while this one and training make others.
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._signals = dist.new_group(backend="gloo") if world_size() > 1 else None
@@ -227,7 +229,7 @@ class Checkpointer:
                 self._shelf.begin(step)
         owners = extras.owners_of(gather({name: each.digest for name, each in packed.items()}, group=group))
         state.update(extras.own_entries(packed, owners, this_rank()))
-        writer = Writer(self._shelf.draft(step))
+        writer = Writer(self._shelf.draft(step), self._archives)
         try:
             dcp.save(state, storage_writer=writer, planner=Planner(), process_group=group, no_dist=group is None)
         except CheckpointException as error:

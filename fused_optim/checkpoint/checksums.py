@@ -21,7 +21,7 @@ from fused_optim.sharding.collective import gather, on_all_ranks, this_rank, wor
 
 FILE = "fused_optim_checksums.json"
 VERSION = 1
-_PIECE = 1 << 20  # bytes read at a time
+_PIECE = 1 << 23  # bytes read at a time
 
 Range = tuple[str, int, int]  # file, start, length
 
@@ -108,10 +108,8 @@ def _crc(folder: Folder, item: _Item) -> str | ValueError:
     file, start, left = item.range
     crc = 0
     try:
-        with folder.open(file, "rb") as stream:
-            stream.seek(start)
-            while left and (piece := stream.read(min(left, _PIECE))):
-                crc, left = zlib.crc32(piece, crc), left - len(piece)
+        while left and (piece := folder.read(file, start, min(left, _PIECE))):
+            crc, start, left = zlib.crc32(piece, crc), start + len(piece), left - len(piece)
     except FileNotFoundError as error:
         return _lacking(item, f"none: {error.strerror or 'no such file'}")
     except OSError as error:

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from fused_optim.checkpoint.archives import Archives
 from fused_optim.checkpoint.checksums import Range
 from fused_optim.checkpoint.folders import Folder
 from fused_optim.checkpoint.metadata import FILE
@@ -68,11 +69,12 @@ class _Part:
 class Writer(StorageWriter):
     """Of ``dcp.save``. Raises OSError that names the bytes needed where the disk is full.
 
-    ``checksums``: of what this rank has written. ``nbytes``: how much that is.
+    ``archives``: those of earlier saves. ``checksums``: of what this rank has written. ``nbytes``: how much that is.
     """
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: Folder, archives: Archives | None = None) -> None:
         self._folder = folder
+        self._archives = archives or Archives()
         self.checksums: dict[Range, str] = {}
         # Conversions run on torch's threads themselves, and only so many at a time as there are cores for.
         self._converting = threading.Semaphore(max(1, threads() // torch.get_num_threads()))
@@ -153,11 +155,13 @@ class Writer(StorageWriter):
         if isinstance(data, io.BytesIO):
             stream.write(data.getbuffer())
             return
-        with self._converting:
-            tensor = data.detach().cpu()
+        tensor = data.detach()
+        if type(tensor) is not Tensor or tensor.device.type != "cpu":
+            with self._converting:
+                tensor = tensor.cpu()
         if type(tensor) is Tensor and tensor.untyped_storage().nbytes() != tensor.nbytes:
             tensor = tensor.clone()  # a view, with all of which it is a part
-        torch.save(tensor, stream)  # type: ignore[arg-type]  # it only writes
+        self._archives.save(tensor, stream.write)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         metadata.storage_data = {each.index: each.storage_data for of_rank in results for each in of_rank}
@@ -173,14 +177,15 @@ def _size(item: WriteItem) -> int:
     return _OBJECT if size is None else int(size) + _HEADER
 
 
-def _shares(items: Sequence[WriteItem], number: int) -> list[list[WriteItem]]:
+def _shares(items: Sequence[WriteItem], files: int) -> list[list[WriteItem]]:
     """As many bytes for each file: the largest first, each to the file that has least."""
-    shares: list[list[WriteItem]] = [[] for _ in range(number)]
-    least = [(0, i) for i in range(number)]
-    for item in sorted(items, key=_size, reverse=True):
+    shares: list[list[WriteItem]] = [[] for _ in range(files)]
+    least = [(0, i) for i in range(files)]
+    sizes = list(map(_size, items))
+    for number in sorted(range(len(items)), key=sizes.__getitem__, reverse=True):
         size, i = heapq.heappop(least)
-        shares[i].append(item)
-        heapq.heappush(least, (size + _size(item), i))
+        shares[i].append(items[number])
+        heapq.heappush(least, (size + sizes[number], i))
     return shares
 
 

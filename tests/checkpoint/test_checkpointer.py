@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ import distributed
 from checkpoint_cases import FORMATS, Run
 from distributed import Part, assert_same, join_all, part
 from fused_optim import FusedAdam, load_optimizer_checkpoint, verify_checksums
-from fused_optim.checkpoint import Checkpointer
+from fused_optim.checkpoint import Checkpointer, checksums
 from fused_optim.checkpoint import checkpointer as module
 from fused_optim.checkpoint.manifest import FILE as MANIFEST
 from native_cases import build, tensors_of, train, trained
@@ -463,6 +464,21 @@ FOLDERS: dict[str, Callable[[Path], str]] = {
     "file": lambda tmp_path: f"file://{tmp_path}/run",
     "fsspec's local": lambda tmp_path: f"local-checkpoints://{tmp_path}/run",
 }
+
+
+def test_threads_share_no_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fsspec's memory file system gives everyone who reads a file the same stream, with one position."""
+    model, optimizer = trained(REM16, torch.int8)
+    with Checkpointer(model, optimizer, memory_folder(tmp_path)) as checkpointer:
+        checkpointer.save(2)
+    interval = sys.getswitchinterval()
+    monkeypatch.setattr(checksums, "threads", lambda: 8)
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(5):
+            verify_checksums(f"{memory_folder(tmp_path)}/step-00000002")
+    finally:
+        sys.setswitchinterval(interval)
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
