@@ -17,6 +17,7 @@ from fused_optim.checkpoint import metadata
 from fused_optim.checkpoint.folders import Folder, PathLike, folder_at
 from fused_optim.checkpoint.metadata import read_metadata
 from fused_optim.checkpoint.threads import threads
+from fused_optim.checkpoint.untrusted import load_json
 from fused_optim.sharding.collective import gather, on_all_ranks, this_rank, world_size
 
 FILE = "fused_optim_checksums.json"
@@ -163,13 +164,13 @@ def write_file(folder: Folder, checksums: Mapping[Range, str]) -> None:
 def _read(folder: Folder) -> dict[Range, str]:
     file = f"{folder}/{FILE}"
     try:
-        content = json.loads(folder.read(FILE))
+        content = load_json(folder.read(FILE), file)
         version, expected = int(content["version"]), content["metadata"]
         if version <= VERSION:
             ranges = {
                 (name, start, length): crc for name, rows in content["files"].items() for start, length, crc in rows
             }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} cannot be read ({type(error).__name__}); it is truncated or damaged") from error
     if version > VERSION:
         raise ValueError(f"{file}: expected version {VERSION} at most, found {version}: update fused_optim")
