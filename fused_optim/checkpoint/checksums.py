@@ -18,7 +18,7 @@ from fused_optim.checkpoint.folders import Folder, PathLike, folder_at
 from fused_optim.checkpoint.metadata import read_metadata
 from fused_optim.checkpoint.threads import threads
 from fused_optim.checkpoint.untrusted import load_json
-from fused_optim.sharding.collective import gather, on_all_ranks, this_rank, world_size
+from fused_optim.sharding.collective import gather, gather_at_first, on_all_ranks, on_any, this_rank, world_size
 
 FILE = "fused_optim_checksums.json"
 VERSION = 1
@@ -56,7 +56,7 @@ def write_checksums(path: PathLike, *, no_dist: bool = False) -> None:
             if isinstance(crc, ValueError):
                 raise crc
             own[item.range] = crc
-    shares = gather(own, no_dist)
+    shares = [own] if no_dist else gather_at_first(own)
     with on_all_ranks(f"checksums of {folder}", no_dist):
         if no_dist or this_rank() == 0:
             write_file(folder, {range_: crc for share in shares for range_, crc in share.items()})
@@ -83,6 +83,8 @@ def verify_items(folder: Folder, keys: Container[str] | None, required: bool, no
             damages = list(_damages(folder, _share(items, no_dist), expected))
         elif required:
             raise FileNotFoundError(f"{folder} has no checksums: expected {FILE}, which write_checksums writes")
+    if not (damages if no_dist else on_any(bool(damages))):
+        return
     found = gather((damages[:1], len(damages)), no_dist)
     if first := next((text for texts, _ in found for text in texts), None):
         more = sum(count for _, count in found) - 1

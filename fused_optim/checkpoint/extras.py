@@ -81,8 +81,11 @@ def own_entries(packed: Mapping[str, Packed], owners: Mapping[str, Sequence[int]
 
 def owners_of(digests: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
     """By name and rank, the first rank that has the same state."""
-    names = list(digests[0])
-    return {name: [[other[name] for other in digests].index(own[name]) for own in digests] for name in names}
+    first: dict[tuple[str, str], int] = {}
+    for rank, own in enumerate(digests):
+        for name, digest in own.items():
+            first.setdefault((name, digest), rank)
+    return {name: [first[name, own[name]] for own in digests] for name in digests[0]}
 
 
 def owner_for(name: str, owners: Sequence[int], rank: int, ranks: int) -> int:
