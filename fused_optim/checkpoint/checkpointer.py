@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
@@ -38,7 +39,7 @@ from fused_optim.checkpoint.shelf import Shelf
 from fused_optim.checkpoint.staging import PinnedStager
 from fused_optim.checkpoint.termination import EXIT_STATUS, Termination
 from fused_optim.checkpoint.writing import Planner, Writer
-from fused_optim.sharding.collective import gather, on_all_ranks, this_rank, world_size
+from fused_optim.sharding.collective import distinct, gather, gather_at_first, on_all_ranks, this_rank, world_size
 from fused_optim.sharding.dtensor import has_own_chunks
 from fused_optim.slots import MOMENTS
 from fused_optim.validate import CheckpointFormat
@@ -225,17 +226,25 @@ class Checkpointer:
         with on_all_ranks(doing, group=group):
             state = staged.result()
             packed = {name: extras.pack(name, each) for name, each in state.pop("extra").items()}
+            keys = sorted(flatten_state_dict(state)[0])
             if this_rank() == 0:
                 self._shelf.begin(step)
+        alike = len(distinct(keys, group)) == 1
         owners = extras.owners_of(gather({name: each.digest for name, each in packed.items()}, group=group))
         state.update(extras.own_entries(packed, owners, this_rank()))
         writer = Writer(self._shelf.draft(step), self._archives)
         try:
-            dcp.save(state, storage_writer=writer, planner=Planner(), process_group=group, no_dist=group is None)
+            dcp.save(
+                state,
+                storage_writer=writer,
+                planner=Planner(alike),
+                process_group=group,
+                no_dist=group is None,
+            )
         except CheckpointException as error:
             rank, (cause, _) = next(iter(error.failures.items()))
             raise RuntimeError(f"{doing}: rank {rank} failed: {type(cause).__name__}: {cause}") from None
-        sums = gather(writer.checksums, group=group)
+        sums = gather_at_first(writer.checksums, group)
         with on_all_ranks(doing, group=group):
             if this_rank() == 0:
                 self._publish(step, {range_: crc for each in sums for range_, crc in each.items()}, owners)

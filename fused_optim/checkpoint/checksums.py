@@ -17,7 +17,8 @@ from fused_optim.checkpoint import metadata
 from fused_optim.checkpoint.folders import Folder, PathLike, folder_at
 from fused_optim.checkpoint.metadata import read_metadata
 from fused_optim.checkpoint.threads import threads
-from fused_optim.sharding.collective import gather, on_all_ranks, this_rank, world_size
+from fused_optim.checkpoint.untrusted import load_json
+from fused_optim.sharding.collective import gather, gather_at_first, on_all_ranks, on_any, this_rank, world_size
 
 FILE = "fused_optim_checksums.json"
 VERSION = 1
@@ -55,7 +56,7 @@ def write_checksums(path: PathLike, *, no_dist: bool = False) -> None:
             if isinstance(crc, ValueError):
                 raise crc
             own[item.range] = crc
-    shares = gather(own, no_dist)
+    shares = [own] if no_dist else gather_at_first(own)
     with on_all_ranks(f"checksums of {folder}", no_dist):
         if no_dist or this_rank() == 0:
             write_file(folder, {range_: crc for share in shares for range_, crc in share.items()})
@@ -82,6 +83,8 @@ def verify_items(folder: Folder, keys: Container[str] | None, required: bool, no
             damages = list(_damages(folder, _share(items, no_dist), expected))
         elif required:
             raise FileNotFoundError(f"{folder} has no checksums: expected {FILE}, which write_checksums writes")
+    if not (damages if no_dist else on_any(bool(damages))):
+        return
     found = gather((damages[:1], len(damages)), no_dist)
     if first := next((text for texts, _ in found for text in texts), None):
         more = sum(count for _, count in found) - 1
@@ -161,13 +164,13 @@ def write_file(folder: Folder, checksums: Mapping[Range, str]) -> None:
 def _read(folder: Folder) -> dict[Range, str]:
     file = f"{folder}/{FILE}"
     try:
-        content = json.loads(folder.read(FILE))
+        content = load_json(folder.read(FILE), file)
         version, expected = int(content["version"]), content["metadata"]
         if version <= VERSION:
             ranges = {
                 (name, start, length): crc for name, rows in content["files"].items() for start, length, crc in rows
             }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} cannot be read ({type(error).__name__}); it is truncated or damaged") from error
     if version > VERSION:
         raise ValueError(f"{file}: expected version {VERSION} at most, found {version}: update fused_optim")

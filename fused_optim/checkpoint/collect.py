@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from fused_optim.adam import FusedAdam
-from fused_optim.sharding.collective import gather, parameter_names, state_name
+from fused_optim.sharding.collective import distinct, parameter_names, state_name
 from fused_optim.validate import CheckpointDevice, CheckpointFormat, check_belongs, check_whole
 
 
@@ -29,10 +29,10 @@ class Collector:
         self._names: dict[Tensor, str] = {}
         self._keys: dict[str, str] = {}
         self._wrapped = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
-        everyone = gather(sorted(name for names in parameter_names(model).values() for name in names))
+        names = sorted(name for names in parameter_names(model).values() for name in names)
         # Of nested param groups torch saves those of one rank: where ranks own different parameters (pipeline stages),
         # every parameter has its settings.
-        alike = all(names == everyone[0] for names in everyone)
+        alike = len(distinct(names)) == 1
         self.options = None if alike else StateDictOptions(flatten_optimizer_state_dict=True)
 
     def model_state(self) -> dict[str, Any]:

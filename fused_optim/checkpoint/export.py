@@ -18,7 +18,7 @@ from fused_optim.adam import FusedAdam
 from fused_optim.checkpoint.checksums import write_checksums
 from fused_optim.checkpoint.reading import SINGLE_PROCESS
 from fused_optim.checkpoint.sources import some_of
-from fused_optim.sharding.collective import gather, on_all_ranks, parameter_names, this_rank
+from fused_optim.sharding.collective import distinct, on_all_ranks, parameter_names, this_rank
 from fused_optim.sharding.dtensor import has_own_chunks, keep_chunks, rewrap_like, rewrap_shaped
 from fused_optim.sharding.replicas import check_replicas
 from fused_optim.slots import MOMENTS
@@ -53,7 +53,7 @@ def export_optimizer_checkpoint(
         names = _export_names(model, optimizer)
         groups = [_torch_group(optimizer, group, names) for group in optimizer.param_groups]
     check_replicas(f"exporting to {path}", _plain_moments(optimizer, names))
-    everyone = gather(list(names.values()))
+    everyone = distinct(list(names.values()))
     if path.suffix in _FILE_SUFFIXES:
         with on_all_ranks(f"exporting to {path}"):
             if missing := sorted({name for each in everyone for name in each}.difference(names.values())):

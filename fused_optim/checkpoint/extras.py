@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from fused_optim.checkpoint.folders import Folder
 from fused_optim.checkpoint.reading import load, memory_of
 from fused_optim.checkpoint.sources import Stored, buffer_for
+from fused_optim.checkpoint.untrusted import load_object
 
 _SHARDED = "fused_optim_sharded"  # the key, in a state, of where a sharded tensor's own is
 
@@ -80,8 +81,11 @@ def own_entries(packed: Mapping[str, Packed], owners: Mapping[str, Sequence[int]
 
 def owners_of(digests: Sequence[Mapping[str, str]]) -> dict[str, list[int]]:
     """By name and rank, the first rank that has the same state."""
-    names = list(digests[0])
-    return {name: [[other[name] for other in digests].index(own[name]) for own in digests] for name in names}
+    first: dict[tuple[str, str], int] = {}
+    for rank, own in enumerate(digests):
+        for name, digest in own.items():
+            first.setdefault((name, digest), rank)
+    return {name: [first[name, own[name]] for own in digests] for name in digests[0]}
 
 
 def owner_for(name: str, owners: Sequence[int], rank: int, ranks: int) -> int:
@@ -98,14 +102,12 @@ def owner_for(name: str, owners: Sequence[int], rank: int, ranks: int) -> int:
 
 def read(name: str, owner: int, current: Stateful, folder: Folder, metadata: Metadata) -> dict[str, Any]:
     """The state to be loaded. Sharded tensors are placed as those that ``current`` has at the same places now."""
-    entry = metadata.state_dict_metadata[_key(name, owner)]
-    content = torch.empty(math.prod(cast(TensorStorageMetadata, entry).size), dtype=torch.uint8)
+    entry = metadata.state_dict_metadata.get(_key(name, owner))
+    if not isinstance(entry, TensorStorageMetadata) or math.prod(entry.size) > sum(_bytes_of(name, owner, metadata)):
+        raise ValueError(f"{folder} does not hold extra {name!r} of rank {owner}, which its manifest has")
+    content = torch.empty(math.prod(entry.size), dtype=torch.uint8)
     load({_key(name, owner): content}, folder, metadata)
-    try:
-        state = torch.load(io.BytesIO(memory_of(content)), map_location="cpu", weights_only=True)
-    except Exception as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"extra {name!r} in {folder} is not made of plain values: {reason}") from error
+    state = load_object(io.BytesIO(memory_of(content)), f"extra {name!r} in {folder}")
     wanted = _paths(state)
     if not wanted:
         return cast(dict[str, Any], state)
@@ -123,6 +125,10 @@ def read(name: str, owner: int, current: Stateful, folder: Folder, metadata: Met
     wanted_tensors: dict[str, Any] = {path: placed[path] for path in wanted}
     load(wanted_tensors, folder, metadata)
     return cast(dict[str, Any], _filled(state, wanted_tensors))
+
+
+def _bytes_of(name: str, owner: int, metadata: Metadata) -> list[int]:
+    return [info.length for index, info in metadata.storage_data.items() if index.fqn == _key(name, owner)]
 
 
 def _key(name: str, owner: int) -> str:

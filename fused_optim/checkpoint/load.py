@@ -28,7 +28,7 @@ from fused_optim.checkpoint.sources import (
     read_small,
     some_of,
 )
-from fused_optim.sharding.collective import gather, on_all_ranks, parameter_names
+from fused_optim.sharding.collective import distinct, on_all_ranks, parameter_names
 from fused_optim.sharding.dtensor import has_own_chunks
 from fused_optim.slots import MASTER, MOMENTS
 from fused_optim.state.groups import whole
@@ -77,7 +77,7 @@ def load_optimizer_checkpoint(
     TypeError for flat shards of FSDP1.
     """
     optimizer.store.locate()
-    everyone = {name for names in gather(_all_names(model)) for name in names}
+    everyone = {name for names in distinct(_all_names(model)) for name in names}
     with on_all_ranks(f"loading {path}"):
         check_whole(model, optimizer.store.params)
         source = open_source(path)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import zlib
 from dataclasses import asdict, dataclass, field
+from pathlib import PurePath
 from typing import Any
 
 from fused_optim.checkpoint import checksums
 from fused_optim.checkpoint.folders import Folder
+from fused_optim.checkpoint.untrusted import load_json
 
 FILE = "fused_optim_checkpoint.json"
 MARK = "fused_optim_unfinished"  # is there as long as a checkpoint of an object store has no manifest
@@ -54,7 +56,7 @@ def read(folder: Folder) -> Manifest:
     if folder.size(FILE) is None:
         raise ValueError(f"{folder} has no {FILE}, which is written last: it is not whole")
     try:
-        content: dict[str, Any] = json.loads(folder.read(FILE))
+        content = load_json(folder.read(FILE), f"{folder}/{FILE}")
         version, crc = int(content.pop("version")), content.pop("crc")
         torn = crc != _crc({"version": version, **content})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -63,13 +65,29 @@ def read(folder: Folder) -> Manifest:
         raise ValueError(f"{folder}: expected version {VERSION} at most, found {version}: update fused_optim")
     if torn:
         raise ValueError(f"{folder}/{FILE} is damaged: its checksum differs")
-    manifest = Manifest(**content)
+    manifest = _manifest(folder, content)
     for name, expected in manifest.files.items():
         if (found := folder.size(name)) != expected:
             raise ValueError(f"{folder}/{name}: expected {expected} bytes, found {'none' if found is None else found}")
     if crc_of_checksums(folder) != manifest.checksums:
         raise ValueError(f"{folder}/{checksums.FILE} is damaged: its checksum differs")
     return manifest
+
+
+def _manifest(folder: Folder, content: dict[str, Any]) -> Manifest:
+    """Raises ValueError for one that is not as :func:`write` writes it, or names files of other folders."""
+    try:
+        found = Manifest(**content)
+        numbers = [found.step, found.number, found.world_size, *found.files.values()]
+        numbers += [rank for ranks in found.extra.values() for rank in ranks]
+        outside = next((name for name in found.files if name != PurePath(name).name), None)
+    except (TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{folder}/{FILE} is damaged: {error}") from error
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(f"{folder}/{FILE} is damaged: expected numbers of at least 0")
+    if outside is not None:
+        raise ValueError(f"{folder}/{FILE} is damaged: {outside!r} is outside of its folder")
+    return found
 
 
 def _crc(content: dict[str, Any]) -> str:

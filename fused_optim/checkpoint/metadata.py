@@ -1,71 +1,265 @@
-"""Reads ``.metadata`` of torch.distributed.checkpoint without running code that it might hold.
+"""Reads ``.metadata`` of torch.distributed.checkpoint, which is a pickle, without running code that it might hold.
 
-torch unpickles the file, which calls whatever it names. Here it may name the classes that torch's own writers put into
-it, and nothing else.
+It may name the classes that torch's own writers put into it. What it says of them is noted, checked, and made into
+torch's objects here.
 """
 
 from __future__ import annotations
 
-import io
-import pathlib
-import pickle
-from collections import OrderedDict
-from pathlib import PurePosixPath
+import math
+from collections.abc import Container, Iterator, Mapping
+from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from fused_optim.checkpoint.folders import Folder
+from fused_optim.checkpoint.pickles import Given, read_pickle, stand_in
 
 FILE = ".metadata"
 
-_CLASSES = {
-    **{name: getattr(metadata, name) for name in metadata.__all__},
-    "_MEM_FORMAT_ENCODING": metadata._MEM_FORMAT_ENCODING,
-}
+_CLASSES = {name: stand_in(name) for name in (*metadata.__all__, "_MEM_FORMAT_ENCODING")}
+_STORAGE_INFO, _SIZE, _LAYOUT, _PATH = map(stand_in, ("_StorageInfo", "Size", "_get_layout", "Path"))
 _PATHS = ("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath")
-_ADMITTED: dict[tuple[str, str], Any] = {
+_NAMES: dict[tuple[str, str], Any] = {
     **{("torch.distributed.checkpoint.metadata", name): value for name, value in _CLASSES.items()},
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    ("collections", "OrderedDict"): OrderedDict,
-    # Where it was written to. Paths of another system's kind cannot be made here.
-    **{(module, name): pathlib.PurePath for module in ("pathlib", "pathlib._local") for name in _PATHS},
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _STORAGE_INFO,
+    ("torch", "Size"): _SIZE,
+    ("torch.serialization", "_get_layout"): _LAYOUT,
+    **{(module, name): _PATH for module in ("pathlib", "pathlib._local") for name in _PATHS},  # where it was written to
+    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
 }
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        found = _ADMITTED.get((module, name))
-        if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            found = getattr(torch, name)
-        if found is None:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which metadata has no use for")
-        return found
-
-    def persistent_load(self, key: Any) -> Any:
-        raise pickle.UnpicklingError("it refers to objects outside of it")
+_LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
+_MEMORY_FORMATS = {
+    0: torch.contiguous_format,
+    1: torch.channels_last,
+    2: torch.preserve_format,
+}  # as torch numbers them
+_LARGEST = (1 << 63) - 1
 
 
 def read_metadata(folder: Folder) -> Metadata:
     """What a checkpoint holds and where. Runs no code of it. Raises ValueError if it cannot be read."""
     try:
-        return _checked(_Unpickler(io.BytesIO(folder.read(FILE))).load())
+        return _metadata(read_pickle(folder.read(FILE), _NAMES))
     except Exception as error:
         raise ValueError(f"{folder}/{FILE} cannot be read ({error}); it is truncated or damaged") from error
 
 
-def _checked(found: Any) -> Metadata:
-    """Raise ValueError where it is something else, or names files outside of its folder."""
-    if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+def check_files(folder: Folder, described: Metadata, keys: Container[str] | None = None) -> None:
+    """Compare the files with what the metadata says of some keys, or of all.
+
+    Raises FileNotFoundError for one that is missing, ValueError for one that is too short.
+    """
+    sizes: dict[str, int | None] = {}
+    for index, info in described.storage_data.items():
+        if keys is not None and index.fqn not in keys:
+            continue
+        name, end = info.relative_path, info.offset + info.length
+        if name not in sizes:
+            sizes[name] = folder.size(name)
+        size = sizes[name]
+        if size is None:
+            raise FileNotFoundError(f"{index.fqn}: its file {name} is missing from {folder}")
+        if size < end:
+            expected = f"expected at least {end} bytes, found {size}"
+            raise ValueError(f"{index.fqn}: its file {folder}/{name} is truncated: {expected}")
+
+
+def part_sizes(described: Metadata) -> dict[tuple[str, tuple[int, ...]], torch.Size]:
+    """The sizes of the tensors' parts, by key and offsets: none for a tensor of no dims."""
+    return {
+        (key, tuple(chunk.offsets)): chunk.sizes
+        for key, entry in described.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+        for chunk in entry.chunks
+    }
+
+
+# --- from what is given to torch's objects ------------------------------------------------------------------------
+
+
+def _metadata(given: Any) -> Metadata:
+    if type(given) is not _CLASSES["Metadata"]:
         raise ValueError("it does not describe a checkpoint")
-    for index, info in found.storage_data.items():
-        if not isinstance(index, MetadataIndex) or not isinstance(info, filesystem._StorageInfo):
-            raise ValueError("it describes a checkpoint of another kind of storage")
-        path = PurePosixPath(info.relative_path)
-        if path.is_absolute() or ".." in path.parts:
-            raise ValueError(f"it refers to {path}, which is outside of its folder")
+    fields = _fields("it", given, "Metadata")
+    described = fields.get("state_dict_metadata")
+    if not isinstance(described, dict):
+        raise _unexpected("what it describes", "a dict", described)
+    entries = {_text("a key", key): _entry(key, value) for key, value in described.items()}
+    found = Metadata(entries, _planner_data(fields.get("planner_data")), _storage_data(fields, entries))
+    found.storage_meta = _storage_meta(fields.get("storage_meta"))
+    if fields.get("version") is not None:
+        found.version = _text("its version", fields["version"])
+    _check_parts(found)
     return found
+
+
+def _check_parts(found: Metadata) -> None:
+    """So that nobody reserves memory that the files cannot fill."""
+    sizes = part_sizes(found)
+    for index, info in found.storage_data.items():
+        if isinstance(found.state_dict_metadata[index.fqn], BytesStorageMetadata):
+            continue
+        at = tuple(index.offset or ())
+        size = sizes.get((index.fqn, at))
+        if size is None:
+            raise ValueError(f"{index.fqn}: a part at {at} is stored, but not described")
+        if math.prod(size) > 2 * info.length:  # the smallest elements that there are take half a byte
+            raise ValueError(f"{index.fqn}: {info.length} bytes of {info.relative_path} cannot hold {tuple(size)}")
+
+
+def _entry(key: str, given: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    if type(given) is _CLASSES["BytesStorageMetadata"]:
+        return BytesStorageMetadata()
+    fields = _fields(key, given, "TensorStorageMetadata")
+    properties, size = _properties(key, fields.get("properties")), _size(key, fields.get("size"))
+    if not isinstance(fields.get("chunks"), list):
+        raise _unexpected(f"the parts of {key}", "a list", fields.get("chunks"))
+    return TensorStorageMetadata(properties, size, [_chunk(key, chunk, size) for chunk in fields["chunks"]])
+
+
+def _properties(key: str, given: Any) -> TensorProperties:
+    state = given.state if type(given) is _CLASSES["TensorProperties"] else None
+    if not isinstance(state, tuple) or len(state) != 5:
+        raise _unexpected(f"the properties of {key}", "TensorProperties", given)
+    dtype, layout, requires_grad, memory_format, pinned = state
+    if not isinstance(dtype, torch.dtype):
+        raise _unexpected(f"the dtype of {key}", "a torch.dtype", dtype)
+    if not isinstance(requires_grad, bool) or not isinstance(pinned, bool):
+        raise _unexpected(f"the properties of {key}", "bools", requires_grad)
+    layout = _choice(key, layout, _LAYOUT, _LAYOUTS)
+    memory_format = _choice(key, memory_format, _CLASSES["_MEM_FORMAT_ENCODING"], _MEMORY_FORMATS)
+    return TensorProperties(dtype, layout, requires_grad, memory_format, pinned)
+
+
+def _choice(key: str, given: Any, kind: type[Given], choices: Mapping[Any, Any]) -> Any:
+    if type(given) is not kind or len(given.args) != 1 or type(given.args[0]) not in (int, str):
+        raise _unexpected(f"the properties of {key}", kind.__name__, given)
+    if given.args[0] not in choices:
+        raise ValueError(f"the properties of {key}: {kind.__name__} knows no such value")
+    return choices[given.args[0]]
+
+
+def _chunk(key: str, given: Any, whole: torch.Size) -> ChunkStorageMetadata:
+    fields = _fields(f"a part of {key}", given, "ChunkStorageMetadata")
+    at, size = _size(key, fields.get("offsets")), _size(key, fields.get("sizes"))
+    if not len(at) == len(size) == len(whole):
+        raise ValueError(f"{key}: a part has {len(size)} dims, the tensor has {len(whole)}")
+    for first, length, end in zip(at, size, whole, strict=True):
+        if first + length > end:
+            raise ValueError(
+                f"{key}: a part of {tuple(size)} at {tuple(at)} is outside of the tensor of {tuple(whole)}"
+            )
+    return ChunkStorageMetadata(at, size)
+
+
+def _size(key: str, given: Any) -> torch.Size:
+    if type(given) is not _SIZE or len(given.args) != 1 or not isinstance(given.args[0], tuple):
+        raise _unexpected(f"a size of {key}", "torch.Size", given)
+    for each in given.args[0]:
+        if type(each) is not int or not 0 <= each <= _LARGEST:
+            raise _unexpected(f"a size of {key}", "numbers from 0 to 2**63 - 1", each)
+    return torch.Size(given.args[0])
+
+
+def _planner_data(given: Any) -> dict[str, tuple[Any, ...]] | None:
+    """Where each key was in the state dict: its path."""
+    if given is None:
+        return None
+    if not isinstance(given, dict):
+        raise _unexpected("the planner's data", "a dict", given)
+    for key, path in given.items():
+        if not isinstance(path, tuple) or not all(type(each) in (str, int, bool, type(None)) for each in path):
+            raise _unexpected(f"the path of {_text('a key', key)}", "a tuple of names and numbers", path)
+    return given
+
+
+def _storage_data(fields: Mapping[str, Any], entries: Container[str]) -> dict[MetadataIndex, _StorageInfo]:
+    given = fields.get("storage_data")
+    if not isinstance(given, dict):
+        raise ValueError("it does not describe a checkpoint")
+    return dict(_storage_items(given, entries))
+
+
+def _storage_items(given: Mapping[Any, Any], entries: Container[str]) -> Iterator[tuple[MetadataIndex, _StorageInfo]]:
+    for index, info in given.items():
+        if type(index) is not _CLASSES["MetadataIndex"] or type(info) is not _STORAGE_INFO:
+            raise ValueError("it describes a checkpoint of another kind of storage")
+        fields = _fields("an index", index, "MetadataIndex")
+        key, offset, hint = _text("a key", fields.get("fqn")), fields.get("offset"), fields.get("index")
+        if key not in entries:
+            raise ValueError(f"it says where {key} is stored, but not what it is")
+        if hint is not None:
+            _number(f"the index of {key}", hint)
+        yield MetadataIndex(key, None if offset is None else _size(key, offset), hint), _storage_info(key, info)
+
+
+def _storage_info(key: str, given: Given) -> _StorageInfo:
+    fields = _fields(key, given, "_StorageInfo")
+    path = _inner_path(_text(f"the file of {key}", fields.get("relative_path")))
+    offset, length = (_number(f"the {name} of {key} in {path}", fields.get(name)) for name in ("offset", "length"))
+    found = _StorageInfo(path, offset, length)
+    if (transforms := fields.get("transform_descriptors")) is not None:
+        if not isinstance(transforms, list | tuple):
+            raise _unexpected(f"what was done to {key}", "a list", transforms)
+        found.transform_descriptors = [_text(f"what was done to {key}", each) for each in transforms]
+    return found
+
+
+def _inner_path(text: str) -> str:
+    """Raises ValueError for files outside of the folder, on any system."""
+    posix, windows = PurePosixPath(text), PureWindowsPath(text)
+    if posix.is_absolute() or windows.drive or windows.root or ".." in windows.parts or "\0" in text or not posix.parts:
+        raise ValueError(f"it refers to {text[:200]!r}, which is outside of its folder")
+    return text
+
+
+def _storage_meta(given: Any) -> StorageMeta | None:
+    if given is None:
+        return None
+    found = StorageMeta()
+    for name, value in _fields("where it was written to", given, "StorageMeta").items():
+        if type(value) is _PATH:
+            value = str(PurePosixPath(*(_text("a path", part) for part in value.args)))
+        if name in ("checkpoint_id", "save_id", "load_id") and value is not None:
+            setattr(found, name, _text(name, value))
+    return found
+
+
+def _fields(what: str, given: Any, kind: str) -> dict[str, Any]:
+    """The attributes that an object of a class is given."""
+    expected = _STORAGE_INFO if kind == "_StorageInfo" else _CLASSES[kind]
+    if type(given) is not expected or given.args:
+        raise _unexpected(what, kind, given)
+    if not isinstance(given.state, dict):
+        raise _unexpected(f"{what}: the attributes of a {kind}", "a dict", given.state)
+    return given.state
+
+
+def _text(what: str, given: Any) -> str:
+    if type(given) is not str:
+        raise _unexpected(what, "a text", given)
+    return given
+
+
+def _number(what: str, given: Any) -> int:
+    if type(given) is not int or not 0 <= given <= _LARGEST:
+        raise _unexpected(what, "a number from 0 to 2**63 - 1", given)
+    return given
+
+
+def _unexpected(what: str, expected: str, found: Any) -> ValueError:
+    """Says of what kind it is, not what: that may be as long as the file."""
+    return ValueError(f"{what}: expected {expected}, found {type(found).__name__}")

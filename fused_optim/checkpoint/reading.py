@@ -10,11 +10,8 @@ import ctypes
 import io
 import math
 import os
-import pickle
-import re
 import threading
 import warnings
-from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
@@ -31,29 +29,26 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from fused_optim.checkpoint.folders import Folder
-from fused_optim.checkpoint.metadata import read_metadata
+from fused_optim.checkpoint.metadata import check_files, read_metadata
+from fused_optim.checkpoint.pickles import Outside, read_pickle, stand_in
 from fused_optim.checkpoint.threads import threads
+from fused_optim.checkpoint.untrusted import load_object
 
 SINGLE_PROCESS = "torch.distributed is disabled"  # a warning of torch.distributed.checkpoint
 _PIECE = 1 << 25  # bytes that one thread reads at a time
 _HEAD = 4096  # bytes of a stored tensor in which its description is
 
 
-class Refused(ValueError):
-    """Raised for what might run code if it were read."""
-
-
 def load(state_dict: dict[str, Any], folder: Folder, metadata: Metadata | None = None) -> None:
-    """``dcp.load`` by this rank alone, without communication, of its parts. Raises what went wrong."""
+    """``dcp.load`` by this rank alone, without communication, of its parts. Raises what went wrong.
+
+    Nothing is read before the files are known to be as long as the metadata says.
+    """
+    metadata = read_metadata(folder) if metadata is None else metadata
+    check_files(folder, metadata, flatten_state_dict(state_dict)[0].keys())
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", SINGLE_PROCESS)
         dcp.load(state_dict, storage_reader=Reader(folder, metadata), planner=Planner(), no_dist=True)
-
-
-def refused_global(error: BaseException) -> str | None:
-    """What a file wants to be imported that ``torch.load(weights_only=True)`` does not admit."""
-    found = re.search(r"\bGLOBAL ([\w.]+)", str(error))
-    return found[1] if found else None
 
 
 class Planner(DefaultLoadPlanner):
@@ -61,14 +56,7 @@ class Planner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         key = read_item.dest_index.fqn
-        try:
-            loaded = torch.load(value, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            named = refused_global(error)
-            if named is None:  # damaged
-                raise
-            hint = "if you trust it, admit it by torch.serialization.add_safe_globals"
-            raise Refused(f"{key} names {named}, which might run code, and is not read; {hint}") from error
+        loaded = load_object(value, key)
         if self.flatten_state_dict:
             set_element(self.original_state_dict, self.mappings[key], loaded)
         else:
@@ -136,12 +124,14 @@ class Reader(StorageReader):
             first, last = rows
             size = math.prod(stored.shape[1:]) * target.element_size()
             return list(_pieces(file, start + stored.offset + first * size, target, (last - first) * size))
-        tensor = torch.load(io.BytesIO(self._folder.read(file, start, length)), map_location="cpu", weights_only=True)
+        name = item.storage_index.fqn
+        tensor = load_object(io.BytesIO(self._folder.read(file, start, length)), name)
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name}: expected a tensor, found {type(tensor).__name__}")
         for dim, (offset, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             tensor = tensor.narrow(dim, offset, size)
         if tensor.shape != target.shape:
-            name, found = item.storage_index.fqn, tuple(tensor.shape)
-            raise ValueError(f"{name}: expected a part of shape {tuple(target.shape)}, found {found}")
+            raise ValueError(f"{name}: expected a part of shape {tuple(target.shape)}, found {tuple(tensor.shape)}")
         target.copy_(tensor)
         return []
 
@@ -158,27 +148,15 @@ class _Stored:
     offset: int
 
 
-class _TensorUnpickler(pickle.Unpickler):
-    """Of the description of one plain tensor; anything else is an error."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        return _NAMED[module, name]
-
-    def persistent_load(self, key: Any) -> Any:
-        kind, dtype, name, _, numel = key
-        if (kind, name) != ("storage", "0"):
-            raise KeyError(key)
-        return dtype, numel
-
-
 _STORAGES = {
     **{"FloatStorage": torch.float32, "BFloat16Storage": torch.bfloat16, "HalfStorage": torch.float16},
     **{"ByteStorage": torch.uint8, "CharStorage": torch.int8, "ShortStorage": torch.int16, "IntStorage": torch.int32},
     **{"LongStorage": torch.int64, "DoubleStorage": torch.float64, "BoolStorage": torch.bool},
 }
+_REBUILT, _HOOKS = stand_in("_rebuild_tensor_v2"), stand_in("OrderedDict")
 _NAMED: dict[tuple[str, str], Any] = {
-    ("torch._utils", "_rebuild_tensor_v2"): lambda *args: args,
-    ("collections", "OrderedDict"): OrderedDict,
+    ("torch._utils", "_rebuild_tensor_v2"): _REBUILT,
+    ("collections", "OrderedDict"): _HOOKS,
     **{("torch", name): dtype for name, dtype in _STORAGES.items()},
 }
 
@@ -189,19 +167,34 @@ def _describe(head: bytes, length: int) -> _Stored | None:
     None where it holds anything but a plain contiguous tensor as this machine has it in memory.
     """
     try:
-        stream = io.BytesIO(head)
-        stream.seek(_content(head, 0, b"archive/data.pkl"))
-        storage, first, shape, stride, *_ = _TensorUnpickler(stream).load()
+        dtype, numel, first, shape, stride = _tensor(head[_content(head, 0, b"archive/data.pkl") :])
         header = head.index(b"PK\x03\x04", head.index(b"archive/data/0") - 30)
         offset = _content(head, header, b"archive/data/0")
         little = head[_content(head, head.index(b"archive/byteorder") - 30, b"archive/byteorder") :][:6] == b"little"
-        dtype, numel = storage
-        size = numel * dtype.itemsize
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, EOFError, pickle.UnpicklingError):
+    except (ValueError, TypeError, IndexError):
         return None
-    dense = torch.empty(shape, device="meta").stride() == tuple(stride) and math.prod(shape) == numel
-    fits = first == 0 and little and offset + size <= length
-    return _Stored(dtype, tuple(shape), offset) if dense and fits else None
+    steps = tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+    dense = first == 0 and stride == steps and math.prod(shape) == numel
+    fits = little and offset + numel * dtype.itemsize <= length
+    return _Stored(dtype, shape, offset) if dense and fits else None
+
+
+def _tensor(content: bytes) -> tuple[torch.dtype, int, int, tuple[int, ...], tuple[int, ...]]:
+    """Of a pickle of a plain tensor: dtype, elements of its storage, its first one, shape and stride.
+
+    Raises ValueError, TypeError or IndexError for anything else.
+    """
+    given = read_pickle(content, _NAMED)
+    if type(given) is not _REBUILT or type(given.args[0]) is not Outside:
+        raise ValueError("no plain tensor")
+    storage, first, shape, stride, *_ = given.args
+    kind, dtype, name, _, numel = storage.args[0]
+    numbers = (numel, first, *shape, *stride)
+    if not all(type(each) is int and 0 <= each < 1 << 63 for each in numbers) or not isinstance(dtype, torch.dtype):
+        raise ValueError("no plain tensor")
+    if (kind, name) != ("storage", "0"):
+        raise ValueError("not all of its storage")
+    return dtype, numel, first, tuple(shape), tuple(stride)
 
 
 def _content(head: bytes, header: int, name: bytes) -> int:

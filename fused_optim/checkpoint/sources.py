@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-import zipfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -25,8 +24,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from fused_optim.checkpoint.checksums import check_finished
 from fused_optim.checkpoint.folders import Folder, LocalFolder, PathLike, folder_at
-from fused_optim.checkpoint.metadata import read_metadata
-from fused_optim.checkpoint.reading import Refused, load, refused_global
+from fused_optim.checkpoint.metadata import check_files, read_metadata
+from fused_optim.checkpoint.reading import load
+from fused_optim.checkpoint.untrusted import Refused, load_object
 from fused_optim.sharding.collective import unwrapped_name
 from fused_optim.sharding.dtensor import has_own_chunks, keep_chunks, local_tensor, rewrap_shaped
 
@@ -80,7 +80,7 @@ class _Folder:
                 self.entries[key] = None
 
     def read(self, wanted: Mapping[str, Tensor | None]) -> dict[str, Any]:
-        self._check_files(wanted)
+        check_files(self.path, self.metadata, wanted.keys())
         self._check_chunks(wanted)
         try:
             return self._load(wanted)
@@ -99,20 +99,6 @@ class _Folder:
         load(values, self.path, self.metadata)
         return values
 
-    def _check_files(self, wanted: Iterable[str]) -> None:
-        keys, sizes = set(wanted), {}
-        for index, info in self.metadata.storage_data.items():
-            if index.fqn not in keys:
-                continue
-            name = info.relative_path
-            if name not in sizes:
-                sizes[name] = self.path.size(name)
-            if sizes[name] is None:
-                raise FileNotFoundError(f"{index.fqn}: its file {name} is missing from {self.path}")
-            if sizes[name] < info.offset + info.length:
-                expected = f"expected at least {info.offset + info.length} bytes, found {sizes[name]}"
-                raise ValueError(f"{index.fqn}: its file {self.path}/{name} is truncated: {expected}")
-
     def _check_chunks(self, wanted: Iterable[str]) -> None:
         for key in wanted:
             entry = self.metadata.state_dict_metadata[key]
@@ -127,10 +113,7 @@ class _File:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            content = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
-        except Exception as error:
-            raise ValueError(f"{path} cannot be read by torch.load ({_reason(error)}); is it truncated?") from error
+        content = load_object(path, str(path))
         if isinstance(content, (tuple, list)):  # of get_state_dict
             content = dict(enumerate(content))
         if not isinstance(content, Mapping):
@@ -157,11 +140,6 @@ def _cause(error: BaseException) -> BaseException:
     """What went wrong, without torch's wrapping."""
     failures = getattr(error, "failures", {})
     return next((cause for cause, _ in failures.values()), error)
-
-
-def _reason(error: Exception) -> str:
-    wanted = refused_global(error)
-    return f"it wants {wanted}, which might run code" if wanted else str(error).partition("\n")[0]
 
 
 def _copy_part(buffer: Tensor, full: Tensor) -> None:

@@ -15,7 +15,7 @@ import os
 import pickle
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -28,6 +28,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from fused_optim.checkpoint.archives import Archives
@@ -35,6 +37,7 @@ from fused_optim.checkpoint.checksums import Range
 from fused_optim.checkpoint.folders import Folder
 from fused_optim.checkpoint.metadata import FILE
 from fused_optim.checkpoint.threads import threads
+from fused_optim.sharding.dtensor import has_own_chunks
 
 _FILE_BYTES = 1 << 24  # that make one more file worth while
 _HEADER, _OBJECT = 2048, 1024  # bytes that torch writes beside those of a tensor, and for a small object, about
@@ -42,12 +45,79 @@ _TOGETHER = 1 << 20  # bytes of small writes that are gathered
 
 
 class Planner(DefaultSavePlanner):
-    """torch's; numbers, of which every state has some, are serialised once."""
+    """torch's; numbers, of which every state has some, are serialised once.
+
+    One rank gets the plans of all, so they hold nothing twice: of replicas of a shard one has it in its plan, where
+    torch drops the others' later. ``alike``: all ranks have the same keys under ``SAME``, whose paths and numbers the
+    first rank sends.
+    """
+
+    SAME = ("model.", "optimizer.")
+
+    def __init__(self, alike: bool = False) -> None:
+        super().__init__()
+        self._alike = alike
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        items, places = plan.items, plan.planner_data
+        if self._alike and not self.is_coordinator:
+            items = [item for item in items if item.type != WriteItemType.BYTE_IO or not self._is_same(item.index.fqn)]
+            places = {key: path for key, path in places.items() if not self._is_same(key)}
+        self.plan = dataclasses.replace(plan, items=_own_items(items, self.state_dict), planner_data=places)
+        return self.plan
+
+    def _is_same(self, key: str) -> bool:
+        return key.startswith(self.SAME)
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         if write_item.type == WriteItemType.BYTE_IO and type(object) in (bool, int, float, str, type(None)):
             return io.BytesIO(_serialised(type(object).__name__, repr(object), object))
         return super().transform_object(write_item, object)
+
+
+def _own_items(items: Iterable[WriteItem], tensors: Mapping[str, Any]) -> list[WriteItem]:
+    """Those that this rank writes: of shards that others have, too, as many bytes as these, by a rule that all know."""
+    own, shared = [], []
+    for item in items:
+        replicas = _replicas(tensors.get(item.index.fqn))
+        if replicas is None:
+            own.append(item)
+        else:
+            shared.append((item, replicas))
+    loads: dict[_Replicas, list[int]] = {}
+    for item, replicas in sorted(shared, key=lambda each: (-_size(each[0]), each[0].index.fqn)):
+        load = loads.setdefault(replicas, [0] * replicas.count)
+        writer = load.index(min(load))
+        load[writer] += _size(item)
+        if writer == replicas.own:
+            own.append(item)
+    return own
+
+
+@dataclass(frozen=True)
+class _Replicas:
+    """Ranks of a mesh that have the same shards: this one's number, and how many there are."""
+
+    mesh: DeviceMesh
+    dims: tuple[int, ...]
+    own: int
+    count: int
+
+
+def _replicas(tensor: Any) -> _Replicas | None:
+    """None where this rank's shard may be the only one, or placements do not say where it lies."""
+    if not isinstance(tensor, DTensor) or has_own_chunks(tensor):
+        return None
+    mesh = tensor.device_mesh
+    dims = tuple(dim for dim, place in enumerate(tensor.placements) if place.is_replicate() and mesh.shape[dim] > 1)
+    at = mesh.get_coordinate()
+    if not dims or at is None:
+        return None
+    own, count = 0, 1
+    for dim in dims:
+        own, count = own * mesh.shape[dim] + at[dim], count * mesh.shape[dim]
+    return _Replicas(mesh, dims, own, count)
 
 
 @functools.lru_cache(maxsize=4096)

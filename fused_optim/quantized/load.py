@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from fused_optim.quantized.init import finish_initialization
 from fused_optim.quantized.tensor import QuantizedTensor
 from fused_optim.sharding.collective import on_all_ranks
 from fused_optim.sharding.dtensor import local_tensor, placed_part, rewrap_like
-from fused_optim.sharding.model_files import INDEX, check_safetensors
+from fused_optim.sharding.model_files import INDEX, check_safetensors, read_index
 
 _SINGLE = "model.safetensors"
 
@@ -139,4 +138,4 @@ def _files(path: Path) -> dict[str, Path] | None:
     index = path / INDEX
     if not index.exists():
         return None
-    return {key: path / file for key, file in json.loads(index.read_text())["weight_map"].items()}
+    return read_index(index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import _get_fqns
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,6 +30,37 @@ def gather(value: T, no_dist: bool = False, group: dist.ProcessGroup | None = No
     values: list[T] = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def gather_at_first(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """:func:`gather` of which only the first rank gets the outcome; none elsewhere."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[T] | None = [value] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
+    dist.gather_object(value, values, group=group, group_dst=0)
+    return values or []
+
+
+def on_any(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether it is true on any rank: one number is reduced."""
+    return bool(_largest([int(flag)], group)[0])
+
+
+def distinct(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """:func:`gather`, but where ranks have the same value, as its repr says, only that one: it is not sent then."""
+    digest = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7])
+    largest, smallest = _largest([digest, -digest], group)
+    return [value] if largest == -smallest else gather(value, group=group)
+
+
+def _largest(numbers: list[int], group: dist.ProcessGroup | None) -> list[int]:
+    """Of each, over the ranks."""
+    if not dist.is_initialized():
+        return numbers
+    device = distributed_c10d._get_object_coll_device(group)
+    reduced = torch.tensor(numbers, dtype=torch.int64, device=device)
+    dist.all_reduce(reduced, dist.ReduceOp.MAX, group=group)
+    return [int(number) for number in reduced.tolist()]
 
 
 def this_rank() -> int:
@@ -51,12 +84,13 @@ def on_all_ranks(doing: str, no_dist: bool = False, group: dist.ProcessGroup | N
     except (Exception, CheckpointException) as caught:
         error = caught
     own = None if isinstance(error, FailedElsewhere) else error
-    texts = gather(None if own is None else f"{type(own).__name__}: {own}", no_dist, group)
+    if not no_dist and on_any(own is not None, group):
+        texts = gather(None if own is None else f"{type(own).__name__}: {own}", group=group)
+        if own is None:
+            rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
+            raise RuntimeError(f"{doing}: rank {rank} failed: {text}")
     if own is not None:
         raise own
-    for rank, text in enumerate(texts):
-        if text is not None:
-            raise RuntimeError(f"{doing}: rank {rank} failed: {text}")
     if error is not None:
         raise error
 

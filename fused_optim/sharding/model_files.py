@@ -63,6 +63,22 @@ def write_model_files(folder: Path, entries: Mapping[str, Entry], doing: str) ->
             write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
+def read_index(index: Path) -> dict[str, Path]:
+    """The file of each key, by an index of safetensors files.
+
+    Raises ValueError for what is no index, FileNotFoundError for files that it names and that are not beside it.
+    """
+    try:
+        named = {str(key): str(name) for key, name in json.loads(index.read_bytes())["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{index} is no index of safetensors files: {error}") from error
+    files = {key: index.parent / name for key, name in named.items()}
+    for file in dict.fromkeys(files.values()):
+        if file.parent != index.parent or not file.is_file():
+            raise FileNotFoundError(f"{file}: named by {index.name}, but not there")
+    return files
+
+
 def check_safetensors() -> None:
     """Raise ImportError where the package is missing."""
     import safetensors.torch  # noqa: F401

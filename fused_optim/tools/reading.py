@@ -8,7 +8,6 @@ used: a file that pretends to hold more, or something else, is refused with its 
 from __future__ import annotations
 
 import io
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -21,9 +20,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from fused_optim.checkpoint import metadata as dcp_metadata
 from fused_optim.checkpoint.folders import Folder, LocalFolder, PathLike, folder_at
-from fused_optim.checkpoint.metadata import read_metadata
-from fused_optim.checkpoint.reading import refused_global
+from fused_optim.checkpoint.metadata import check_files, part_sizes, read_metadata
 from fused_optim.checkpoint.sources import Stored, open_source
+from fused_optim.checkpoint.untrusted import load_json, load_object
+from fused_optim.sharding.model_files import read_index
 
 OBJECTS = "fused_optim_objects"  # in the header of safetensors files: what is no tensor, as JSON
 _INDEX = ".safetensors.index.json"
@@ -76,10 +76,7 @@ def open_checkpoint(path: PathLike) -> Checkpoint:
     """Raises FileNotFoundError for what is not there, ValueError for what is none of these or is damaged."""
     folder = folder_at(path)
     if folder.size(dcp_metadata.FILE) is not None:
-        try:
-            return FolderCheckpoint(folder)
-        except (AttributeError, TypeError) as error:  # of classes that torch writes, put together in another way
-            raise ValueError(f"{folder}/{dcp_metadata.FILE} is not as torch writes it: {error}") from error
+        return FolderCheckpoint(folder)
     if isinstance(folder, LocalFolder):
         file = folder.path
         if file.name.endswith(_INDEX):
@@ -104,10 +101,11 @@ class FolderCheckpoint(_Reading):
         self.path = folder
         self.metadata = read_metadata(folder)
         _check_version(folder, getattr(self.metadata, "version", None))
+        self._sizes = part_sizes(self.metadata)
         self._parts: dict[str, list[tuple[MetadataIndex, Any]]] = {}
         for index, info in self.metadata.storage_data.items():
             self._parts.setdefault(index.fqn, []).append((index, info))
-        self._check_files()
+        check_files(folder, self.metadata)
         for key, entry in self.metadata.state_dict_metadata.items():
             if isinstance(entry, TensorStorageMetadata):
                 self._check_parts(key, entry)
@@ -133,7 +131,7 @@ class FolderCheckpoint(_Reading):
             return self._load(key, parts[0][1])
         whole: Tensor | None = None
         for index, info in parts:
-            at, size = _place(index, entry)
+            at, size = self._place(index)
             part = self._load(key, info)
             if not isinstance(part, Tensor) or (tuple(part.shape), part.dtype) != (size, entry.properties.dtype):
                 shown = f"{part.dtype} {tuple(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
@@ -150,37 +148,18 @@ class FolderCheckpoint(_Reading):
         if getattr(info, "transform_descriptors", None):
             raise ValueError(f"{key} in {self.path} was transformed as it was written ({info.transform_descriptors})")
         content = io.BytesIO(self.path.read(info.relative_path, info.offset, info.length))
-        try:
-            return torch.load(content, map_location="cpu", weights_only=True)
-        except Exception as error:
-            if wanted := refused_global(error):
-                text = f"it wants {wanted}, and torch.load(weights_only=True) admits no such thing: it might run code"
-                raise ValueError(f"{key} in {self.path} is not read: {text}") from error
-            raise ValueError(f"{key} in {self.path} cannot be read; {info.relative_path} is damaged") from error
+        return load_object(content, f"{key} in {self.path}/{info.relative_path}")
 
-    def _check_files(self) -> None:
-        sizes: dict[str, int | None] = {}
-        for key, parts in self._parts.items():
-            for _, info in parts:
-                name, end = str(info.relative_path), int(info.offset) + int(info.length)
-                size = sizes[name] if name in sizes else sizes.setdefault(name, self.path.size(name))
-                if size is None:
-                    raise FileNotFoundError(f"{key}: its file {name} is missing from {self.path}")
-                if size < end:
-                    expected = f"expected at least {end} bytes, found {size}"
-                    raise ValueError(f"{key}: its file {self.path}/{name} is truncated: {expected}")
+    def _place(self, index: MetadataIndex) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Where a part begins, and its shape."""
+        at = tuple(index.offset or ())
+        return at, tuple(self._sizes[index.fqn, at])
 
     def _check_parts(self, key: str, entry: TensorStorageMetadata) -> None:
         """So that nothing is allocated that the files cannot fill."""
         filled = 0
-        for index, info in self._parts.get(key, ()):
-            at, size = _place(index, entry)
-            if not all(min(o, n) >= 0 and o + n <= whole for o, n, whole in zip(at, size, entry.size, strict=True)):
-                raise ValueError(f"{key}: a part of {size} at {at} is outside of the tensor of {tuple(entry.size)}")
-            if math.prod(size) > 2 * info.length:  # the smallest elements that there are take half a byte
-                raise ValueError(
-                    f"{key} in {self.path}: {info.length} bytes of {info.relative_path} cannot hold {size}"
-                )
+        for index, _ in self._parts.get(key, ()):
+            _, size = self._place(index)
             filled += math.prod(size)
         if filled != math.prod(entry.size):
             raise ValueError(f"{key} in {self.path}: {filled} of its {math.prod(entry.size)} elements were saved")
@@ -190,15 +169,6 @@ def _check_version(folder: Folder, version: str | None) -> None:
     if version is not None and not str(version).startswith(f"{_DCP_VERSION}."):
         text = f"expected version {_DCP_VERSION} of torch.distributed.checkpoint's format, found {version}"
         raise ValueError(f"{folder}/{dcp_metadata.FILE}: {text}: update torch and fused_optim")
-
-
-def _place(index: MetadataIndex, entry: TensorStorageMetadata) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where a part begins, and its shape. Raises ValueError for one that the description lacks."""
-    at = tuple(index.offset or (0,) * len(entry.size))
-    size = next((chunk.sizes for chunk in entry.chunks if tuple(chunk.offsets) == at), None)
-    if size is None:
-        raise ValueError(f"{index.fqn}: a part at {at} is stored, but not described")
-    return at, tuple(size)
 
 
 # --- torch.save ---------------------------------------------------------------------------------------------------
@@ -233,14 +203,7 @@ def _safetensors_files(path: Path) -> list[Path]:
     indices = sorted(path.glob(f"*{_INDEX}"))
     if not indices:
         return sorted(path.glob(f"*{_SUFFIX}"))
-    try:
-        named = {name for index in indices for name in json.loads(index.read_bytes())["weight_map"].values()}
-        files = [path / str(name) for name in sorted(named)]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{indices[0]} is no index of safetensors files: {error}") from error
-    if missing := next((file for file in files if file.parent != path or not file.is_file()), None):
-        raise FileNotFoundError(f"{missing}: named by {indices[0].name}, but not there")
-    return files
+    return sorted({file for index in indices for file in read_index(index).values()})
 
 
 class SafetensorsCheckpoint(_Reading):
@@ -259,8 +222,8 @@ class SafetensorsCheckpoint(_Reading):
         for file in files:
             try:
                 opened: Any = safe_open(file, framework="pt")
-                self._objects |= json.loads((opened.metadata() or {}).get(OBJECTS, "{}"))
-            except (SafetensorError, ValueError, TypeError) as error:
+                self._objects |= load_json((opened.metadata() or {}).get(OBJECTS, "{}").encode(), str(file))
+            except (SafetensorError, ValueError) as error:
                 text = f"{file} cannot be read as safetensors ({error}); it is truncated or damaged"
                 raise ValueError(text) from error
             for key in opened.keys():  # noqa: SIM118

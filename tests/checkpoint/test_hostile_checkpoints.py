@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
+import shutil
+import tracemalloc
+import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path, PosixPath
 from typing import Any
@@ -13,12 +18,24 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 import cases
 from fused_optim import load_optimizer_checkpoint, verify_checksums, write_checksums
+from fused_optim.checkpoint import manifest
 from fused_optim.checkpoint.folders import folder_at
 from fused_optim.checkpoint.metadata import read_metadata
+from fused_optim.checkpoint.pickles import read_pickle, stand_in
+from fused_optim.quantized import load_quantized_safetensors
+from fused_optim.sharding.model_files import INDEX
+from fused_optim.tools.reading import open_checkpoint
 from native_cases import build, trained
 
 REM16 = cases.MASTER["bfloat16+rem16"]
@@ -34,9 +51,9 @@ class Bomb:
         return os.mkdir, (str(self.mark),)
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    path = tmp_path / "checkpoint"
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "checkpoint"
     model, optimizer = trained(REM16, torch.int8)
     names = {i: name for i, name in enumerate(model)}
     state = optimizer.state_dict()
@@ -44,6 +61,12 @@ def checkpoint(tmp_path: Path) -> Path:
     state["param_groups"][0]["params"] = list(names.values())
     dcp.save({"optimizer": state}, checkpoint_id=path)
     return path
+
+
+@pytest.fixture
+def checkpoint(saved: Path, tmp_path: Path) -> Path:
+    """A copy to be spoilt."""
+    return Path(shutil.copytree(saved, tmp_path / "checkpoint"))
 
 
 ENTRIES: dict[str, Callable[[Path], Any]] = {
@@ -60,11 +83,9 @@ def test_what_torch_writes_is_read(checkpoint: Path) -> None:
         expected: Metadata = pickle.load(stream)
     found = read_metadata(folder_at(checkpoint))
     assert found.state_dict_metadata == expected.state_dict_metadata and found.planner_data == expected.planner_data
-    assert {k: vars(v) for k, v in found.storage_data.items()} == {k: vars(v) for k, v in expected.storage_data.items()}
-    assert all(
-        torch.Size(key.offset or ()) == (other.offset or ())
-        for key, other in zip(found.storage_data, expected.storage_data, strict=True)
-    )
+    assert found.storage_data == expected.storage_data and found.version == expected.version
+    assert [index.index for index in found.storage_data] == [index.index for index in expected.storage_data]
+    assert isinstance(found.storage_meta, StorageMeta)
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
@@ -82,7 +103,7 @@ def test_metadata_runs_no_code(entry: str, checkpoint: Path, tmp_path: Path) -> 
     assert mark.exists()
 
 
-@pytest.mark.parametrize("protocol", [0, 2, 4])
+@pytest.mark.parametrize("protocol", [2, 4])
 @pytest.mark.parametrize("hostile", [eval, os.system, getattr, torch.load, PosixPath.unlink, io.open, nn.Linear])
 def test_names_that_metadata_has_no_use_for(hostile: Any, protocol: int, checkpoint: Path) -> None:
     (checkpoint / ".metadata").write_bytes(pickle.dumps({"x": hostile}, protocol))
@@ -99,7 +120,7 @@ def test_dotted_names_reach_nothing(checkpoint: Path) -> None:
             read_metadata(folder_at(checkpoint))
 
 
-@pytest.mark.parametrize("path", ["/etc/passwd", "../secret", "a/../../secret"])
+@pytest.mark.parametrize("path", ["/etc/passwd", "../secret", "a/../../secret", "..\\secret", "C:\\secret", ""])
 def test_files_outside_of_the_folder_are_not_read(path: str, checkpoint: Path) -> None:
     write_checksums(checkpoint)
     metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
@@ -108,6 +129,216 @@ def test_files_outside_of_the_folder_are_not_read(path: str, checkpoint: Path) -
     for entry in ENTRIES.values():
         with pytest.raises(ValueError, match=r"outside of its folder|expected CRC-32"):
             entry(checkpoint)
+
+
+# --- pickles that call, build and refer to what they may name --------------------------------------------------------
+
+
+class Call:
+    """Pickled as the call of ``what``, and the state that it then takes."""
+
+    def __init__(self, what: Any, *args: Any, state: Any = None) -> None:
+        self.reduced = (what, args) if state is None else (what, args, state)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.reduced
+
+
+def huge(metadata: Any) -> None:
+    """A tensor of a petabyte, which the file does not hold."""
+    entry = tensor_of(metadata)
+    entry.size = entry.chunks[0].sizes = torch.Size([10**15, *entry.size[1:]])
+
+
+def tensor_of(metadata: Any) -> Any:
+    return metadata.state_dict_metadata["optimizer.state.conv.exp_avg.bits"]
+
+
+def place_of(metadata: Any) -> Any:
+    index = next(index for index in metadata.storage_data if index.fqn.endswith("conv.exp_avg.bits"))
+    return metadata.storage_data[index]
+
+
+def without_check(kind: type, **attributes: Any) -> Any:
+    """An object of torch's with any attributes."""
+    made = kind.__new__(kind)
+    vars(made).update(attributes)
+    return made
+
+
+class Beyond(Metadata):
+    """Pickled with a state beside the usual one: ``setattr`` on whatever it is given to."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Metadata, ({},), (None, {"__setstate__": torch.Size, "x": 1})
+
+
+# What is changed in the metadata, and what is said of it. Integers are as large as pickles make them with few bytes.
+HOSTILE: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a size of objects": (lambda m: setattr(tensor_of(m), "size", Call(torch.Size, (1, "2"))), "found str"),
+    "a size of a size": (lambda m: setattr(tensor_of(m), "size", Call(torch.Size, (m,))), "found Metadata"),
+    "a size without arguments": (lambda m: setattr(tensor_of(m), "size", Call(torch.Size)), "expected torch.Size"),
+    "a negative size": (lambda m: setattr(tensor_of(m), "size", torch.Size([-1, 256])), "from 0 to 2"),
+    "a size beyond 64 bits": (lambda m: setattr(tensor_of(m), "size", Call(torch.Size, (2**63, 1))), "from 0 to 2"),
+    "an integer of a kilobyte": (lambda m: setattr(place_of(m), "offset", 1 << 8000), "code 0x8b"),
+    "a bool as a number": (lambda m: setattr(place_of(m), "length", True), "found bool"),
+    "bytes": (lambda m: setattr(place_of(m), "relative_path", b"x" * 1000), "code 0x42"),
+    "a negative offset": (lambda m: setattr(place_of(m), "offset", -5), "from 0 to 2"),
+    "an offset beyond the file": (lambda m: setattr(place_of(m), "offset", 1 << 40), "is truncated: expected at"),
+    "a length beyond the file": (lambda m: setattr(place_of(m), "length", 1 << 60), "is truncated: expected at"),
+    "a tensor beyond its bytes": (huge, "cannot hold"),
+    "a part outside": (
+        lambda m: setattr(tensor_of(m).chunks[0], "sizes", torch.Size([999, 1, 1, 1])),
+        "is outside of the",
+    ),
+    "a part of other dims": (lambda m: setattr(tensor_of(m).chunks[0], "offsets", torch.Size([0])), "a part has"),
+    "no parts": (lambda m: tensor_of(m).chunks.clear(), "is stored, but not described"),
+    "parts of another class": (lambda m: tensor_of(m).chunks.append(place_of(m)), "found _StorageInfo"),
+    "another layout": (
+        lambda m: vars(tensor_of(m)).update(properties=Call(TensorProperties, state=(1, 2, 3, 4, 5))),
+        "expected a torch.dtype, found int",
+    ),
+    "a layout that is none": (
+        lambda m: vars(tensor_of(m)).update(
+            properties=Call(
+                TensorProperties, state=(torch.int8, Call(torch.serialization._get_layout, "os"), False, None, False)
+            )
+        ),
+        "knows no such value",
+    ),
+    "arguments": (
+        lambda m: m.state_dict_metadata.update(x=Call(TensorStorageMetadata, m, m, m)),
+        "expected TensorStorageMetadata",
+    ),
+    "a class as a value": (lambda m: m.state_dict_metadata.update(x=TensorStorageMetadata), "found type"),
+    "a state that sets attributes": (lambda m: m.state_dict_metadata.update(x=Beyond({})), "found Metadata"),
+    "a key that is none": (lambda m: m.state_dict_metadata.update({5: BytesStorageMetadata()}), "expected a text"),
+    "a path that is none": (lambda m: m.planner_data.update(x=(m,)), "expected a tuple of names"),
+    "places of what is not there": (
+        lambda m: m.storage_data.update({MetadataIndex("nothing"): place_of(m)}),
+        "it says where nothing is stored",
+    ),
+    "an index of objects": (
+        lambda m: m.storage_data.update({without_check(MetadataIndex, fqn="x", offset=None, index=m): place_of(m)}),
+        "it says where x is stored|found Metadata",
+    ),
+    "another storage": (lambda m: m.storage_data.update({MetadataIndex("x"): m}), "another kind of storage"),
+}
+
+
+@pytest.mark.parametrize("change, message", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_metadata_is_refused(change: Callable[[Any], Any], message: str, checkpoint: Path) -> None:
+    """By all that opens a folder, before anything is reserved or called."""
+    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    change(metadata)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    for entry in (ENTRIES["load"], open_checkpoint):
+        with pytest.raises(ValueError, match=message):
+            entry(checkpoint)
+
+
+class Naming(pickle.Pickler):
+    """Refers to a text by a persistent id."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        return ("storage", 5) if type(obj) is str and obj == "1.0.0" else None
+
+
+def test_objects_outside_are_not_looked_for(checkpoint: Path) -> None:
+    metadata, stream = pickle.loads((checkpoint / ".metadata").read_bytes()), io.BytesIO()
+    metadata.version = "1.0.0"
+    Naming(stream).dump(metadata)
+    (checkpoint / ".metadata").write_bytes(stream.getvalue())
+    with pytest.raises(ValueError, match="its version: expected a text, found Outside"):
+        read_metadata(folder_at(checkpoint))
+
+
+# A few bytes that make Python's unpickler reserve up to all memory, by numbers that they only state.
+BOMBS = {
+    "a number for a value": b"\x80\x04Nr\xff\xff\xff\x7f.",
+    "an array of bytes": b"\x80\x05\x96" + (1 << 40).to_bytes(8, "little") + b".",
+    "a long integer": b"\x80\x02\x8b\xff\xff\xff\x7f.",
+    "a long text": b"\x80\x04\x8d" + (1 << 40).to_bytes(8, "little") + b".",
+    "a text beyond the end": b"\x80\x04X\xff\xff\xff\x7f.",
+    "a frame beyond the end": b"\x80\x04\x95" + (1 << 62).to_bytes(8, "little") + b".",
+    "nothing": b"\x80\x04.",
+}
+
+
+@pytest.mark.parametrize("content", BOMBS.values(), ids=BOMBS)
+def test_a_few_bytes_reserve_no_memory(content: bytes, checkpoint: Path) -> None:
+    (checkpoint / ".metadata").write_bytes(content)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"\.metadata cannot be read"):
+        read_metadata(folder_at(checkpoint))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+def test_stand_ins_stay_as_they_are() -> None:
+    """Of one file, for the next one."""
+    names = {("a", "B"): stand_in("B")}
+    before = dict(vars(names["a", "B"]))
+    hostile = [
+        b"\x80\x04\x8c\x01a\x8c\x01B\x93N}\x8c\x01xK\x01s\x86b.",  # sets an attribute of the class
+        b"\x80\x04\x8c\x01a\x8c\x01B\x93)\x81N}\x8c\x0c__setstate__K\x01s\x86bK\x02b.",  # and of an object, twice
+    ]
+    with pytest.raises(ValueError, match="it is damaged"):
+        read_pickle(hostile[0], names)
+    assert read_pickle(hostile[1], names).state == 2
+    assert dict(vars(names["a", "B"])) == before
+
+
+def test_archives_that_grow_are_refused(tmp_path: Path) -> None:
+    torch.save({"x": torch.zeros(1 << 16)}, tmp_path / "plain.pt")
+    with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(tmp_path / "packed.pt", "w", 8) as packed:
+        for name in plain.namelist():
+            packed.writestr(name, plain.read(name))
+    assert torch.load(tmp_path / "packed.pt", weights_only=True)["x"].numel() == 1 << 16  # torch does unpack it
+    with pytest.raises(ValueError, match=r"packed\.pt cannot be read .* is compressed"):
+        open_checkpoint(tmp_path / "packed.pt")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"files": {"../secret": 5}}, "outside of its folder"),
+        ({"files": [1]}, "is damaged"),
+        ({"files": {".metadata": "5"}}, "expected numbers"),
+        ({"extra": {"loader": [-1]}}, "expected numbers"),
+        ({"more": 1}, "is damaged"),
+    ],
+)
+def test_hostile_manifests_are_refused(change: dict[str, Any], message: str, checkpoint: Path) -> None:
+    """Their checksum is anybody's to compute."""
+    write_checksums(checkpoint)
+    folder = folder_at(checkpoint)
+    sums, files = manifest.crc_of_checksums(folder), manifest.list_files(folder)
+    found = manifest.Manifest(1, 1, 1, None, {}, files, sums)
+    manifest.write(folder, found)
+    assert manifest.read(folder) == found
+    content = json.loads((checkpoint / manifest.FILE).read_text()) | change
+    del content["crc"]
+    content["crc"] = f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
+    (checkpoint / manifest.FILE).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=message):
+        manifest.read(folder)
+    (checkpoint / manifest.FILE).write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="is torn"):
+        manifest.read(folder)
+
+
+@pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", "folder/other.safetensors"])
+def test_indexes_name_files_beside_them(name: str, tmp_path: Path) -> None:
+    index = tmp_path / "folder" / INDEX
+    index.parent.mkdir()
+    (tmp_path / "other.safetensors").write_bytes(b"")
+    index.write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(FileNotFoundError, match="named by"):
+        load_quantized_safetensors(torch.nn.Linear(2, 2), index.parent)
+    with pytest.raises(FileNotFoundError, match="named by"):
+        open_checkpoint(index.parent)
 
 
 @pytest.mark.parametrize("content", [b"", pickle.dumps({}), pickle.dumps(Metadata({}))])

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -120,9 +119,8 @@ def test_errors(tmp_path: Path) -> None:
     dcp.save({"x": NORMAL}, checkpoint_id=tmp_path)
     (file,) = tmp_path.glob("*.distcp")
     file.write_bytes(file.read_bytes()[:700])
-    with pytest.raises(dist.checkpoint.CheckpointException) as error:
+    with pytest.raises(ValueError, match=r"x: its file .* is truncated: expected at least \d+ bytes, found 700"):
         load({"x": torch.zeros(12, 8)}, folder_at(tmp_path))
-    assert "EOFError" in repr(error.value.failures) or "RuntimeError" in repr(error.value.failures)
 
 
 def test_torch_uses_it_as_a_reader(tmp_path: Path) -> None:
