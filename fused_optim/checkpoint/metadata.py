@@ -110,7 +110,8 @@ def _check_parts(found: Metadata) -> None:
     """So that nobody reserves memory that the files cannot fill."""
     sizes = part_sizes(found)
     for index, info in found.storage_data.items():
-        if isinstance(found.state_dict_metadata[index.fqn], BytesStorageMetadata):
+        is_compressed = bool(getattr(info, "transform_descriptors", None))
+        if is_compressed or isinstance(found.state_dict_metadata[index.fqn], BytesStorageMetadata):
             continue
         at = tuple(index.offset or ())
         size = sizes.get((index.fqn, at))
