@@ -25,7 +25,7 @@ def test_elements_without_updates_keep_their_values(
     """A block's largest grows and shrinks by a factor of a hundred; the others start as their parameters and stay."""
     use_backend(engine if backend == "engine" else "torch")
     start = torch.randn(3, 128, generator=torch.Generator().manual_seed(0)).to(dtype)
-    param = nn.Parameter(start.to(engine))
+    param = nn.Parameter(start.clone().to(engine))
     optimizer = FusedAdamW([param], lr=0.3, betas=(0.0, 0.5), weight_decay=0.0, master_weight_dtype=torch.float16)
     largest = []
     for step in range(STEPS):
