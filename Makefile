@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test test-gpu test-integrations bench lint format clean FORCE
+.PHONY: demo test test-gpu test-integrations bench lint format docs wheel wheel-test release-check clean FORCE
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py --output demo_output $(if $(QUANTIZE),--quantize $(QUANTIZE))
@@ -47,6 +47,42 @@ format: $(VENV)/.lint
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(SOURCES)
 
+# What docs/ and the README link to, where it lies as in the repository: mkdocs.yml says why.
+PAGES := $(wildcard *.md) LICENSE Makefile docs benchmarks examples fused_optim tests
+
+docs: $(VENV)/.docs
+	mkdir -p build/pages
+	ln -sfn $(PAGES:%=../../%) build/pages/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# The wheel is built from the sdist, so that this holds all that is needed. Without FUSED_OPTIM_CUDA_ARCHS=all it is a trial.
+wheel: $(VENV)/.release
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist/built
+	PATH="$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist dist/built/*.whl
+	mv dist/built/*.tar.gz dist/ && rm -r dist/built
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python .ci/check_dist.py contents dist
+
+# The same wheel under each torch, without this tree: an empty folder, then tests of the sdist (WHEEL_TESTS=tests: all of them).
+WHEEL_TORCHES ?= torch==2.11.0 torch==2.13.0
+WHEEL_TESTS ?= tests/engines tests/step/test_optimizer.py tests/state/test_native_checkpoint.py
+
+wheel-test: $(WHEEL_TORCHES:%=wheel-test-%)
+
+wheel-test-%:
+	rm -rf build/$@ && mkdir -p build/$@/empty && $(PYTHON) -m venv build/$@/venv
+	build/$@/venv/bin/pip install -q '$*' "$$(echo dist/*.whl)[test]"
+	cd build/$@/empty && ../venv/bin/python $(CURDIR)/.ci/check_dist.py smoke
+	tar -xzf dist/*.tar.gz -C build/$@ --strip-components=1 && rm -r build/$@/fused_optim
+	cd build/$@ && venv/bin/python -m pytest -q $(WHEEL_TESTS)
+
+# All that a release must pass; hours on a small machine, most of it for the tests. Needs nvcc, not a GPU.
+release-check: export FUSED_OPTIM_CUDA_ARCHS := all
+release-check: export FUSED_OPTIM_REQUIRE := cpu,cuda
+release-check: lint test docs wheel
+	$(MAKE) wheel-test
+
 clean:
 	rm -rf build dist *.egg-info demo_output .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	rm -f fused_optim/*.so fused_optim/_build_info.json $(VENV)/.installed $(VENV)/.integrations
@@ -73,6 +109,11 @@ $(VENV)/.lint: pyproject.toml | $(BIN)/pip
 	$(PIP) install $$($(BIN)/python -c 'import tomllib; \
 	    extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
 	    print(*extras["lint"], *extras["examples"])')
+	@touch $@
+
+$(VENV)/.docs $(VENV)/.release: $(VENV)/.%: pyproject.toml | $(BIN)/pip
+	$(PIP) install $$($(BIN)/python -c 'import tomllib; \
+	    print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$*"])')
 	@touch $@
 
 # Holds what was installed, and gets newer only when TORCH asks for something else. First and alone, so that the choice

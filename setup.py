@@ -2,8 +2,8 @@
 
 An engine that cannot be built is left out and never fails the install: the package's _build_info.json says which ones
 are there, and why one is not. Environment: CXX, CUDA_HOME and CUDA_PATH as usual; FUSED_OPTIM_CUDA_ARCHS, such as
-"80;90", chooses the GPU architectures, and "none" leaves the CUDA engine out; FUSED_OPTIM_REQUIRE, such as "cpu,cuda",
-makes a missing engine an error.
+"80;90", chooses the GPU architectures, "all" those of a release, and "none" leaves the CUDA engine out;
+FUSED_OPTIM_REQUIRE, such as "cpu,cuda", makes a missing engine an error.
 """
 
 import json
@@ -167,7 +167,8 @@ def cuda_archs(nvcc: str) -> list[str]:
     if not archs:
         supported = set(re.findall(r"compute_(\d+)", capture(nvcc, "--list-gpu-arch")))
         supported = {arch for arch in supported if int(arch) >= OLDEST_ARCH}
-        archs = supported & visible_archs() or supported & DEFAULT_ARCHS or supported
+        visible = set() if chosen == "all" else visible_archs()
+        archs = supported & visible or supported & DEFAULT_ARCHS or supported
     return sorted(archs, key=lambda arch: int(arch.rstrip("af")))
 
 

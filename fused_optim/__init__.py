@@ -19,7 +19,7 @@ from fused_optim.release import enable_gradient_release
 if TYPE_CHECKING:
     from fused_optim import quantized as quantized
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "FusedAdam",
     "FusedAdamW",

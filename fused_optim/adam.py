@@ -134,10 +134,11 @@ class FusedAdam(Optimizer):
             take as much memory with BF16 parameters and lose nothing.
         store_param_remainders: keep only the bits that a BF16 parameter lacks instead of a whole FP32 master.
         param_remainder_bits: 16 for lossless FP32 masters, 8 for 24-bit masters rounded to nearest.
-        exp_avg_dtype, exp_avg_sq_dtype: how the moments are kept: ``torch.float32``, ``bfloat16``, ``float16``,
-            ``float8_e4m3fn`` (or ``uint8``, TransformerEngine's spelling) or ``int8``; the last three with one FP32
-            scale per 128, 64 or 32 elements of a row, and FP32 where no such block divides the rows of all shards or a
-            one-dimensional parameter has fewer than 4096 elements. Also as param-group options.
+        exp_avg_dtype: how the first moment is kept: ``torch.float32``, ``bfloat16``, ``float16``, ``float8_e4m3fn``
+            (or ``uint8``, TransformerEngine's spelling) or ``int8``; the last three with one FP32 scale per 128, 64 or
+            32 elements of a row, and FP32 where no such block divides the rows of all shards or a one-dimensional
+            parameter has fewer than 4096 elements. Also as a param-group option.
+        exp_avg_sq_dtype: the same of the second moment.
         stochastic_rounding: rotating rounding of ``exp_avg_sq``, of FP16 masters and of parameters without master, not
             nearest.
         seed: of the rounding sequence, a function of (seed, step, parameter, global element index). A parameter counts
@@ -162,7 +163,8 @@ class FusedAdam(Optimizer):
             form BF16 ones, too) stays where it is. "stager": all is handed over by reference, or made when it is read,
             to be copied by ``fused_optim.checkpoint.PinnedStager``. It may be changed at any time.
         set_grad_none: what ``zero_grad()`` does by default; None means True, as in torch.
-        fused, foreach: which of its implementations torch.optim.AdamW is to take; without effect here.
+        fused: which of its implementations torch.optim.AdamW is to take; without effect here.
+        foreach: the same.
 
     Raises:
         ValueError, TypeError: for hyperparameters or parameters that cannot be used; nothing has been changed then.

@@ -18,11 +18,9 @@ from fused_optim.sharding.dtensor import local_tensor
 class FusedAdam(fused_optim.adam.FusedAdam):
     """:class:`fused_optim.FusedAdam` that is called as ``apex.optimizers.FusedAdam``.
 
-    Args:
-        params, lr, bias_correction, betas, eps, adam_w_mode, weight_decay, amsgrad, set_grad_none, capturable,
-            master_weights: in Apex's order and with its defaults. ``master_weights`` needs no ``capturable`` here;
-            with ``capturable`` each group's ``lr`` becomes an FP32 tensor on its parameters' device.
-        options: further ones of :class:`fused_optim.FusedAdam`, such as ``exp_avg_dtype``.
+    The arguments are in Apex's order and have its defaults. ``master_weights`` needs no ``capturable`` here; with
+    ``capturable`` each group's ``lr`` becomes an FP32 tensor on its parameters' device. ``options`` are further ones of
+    :class:`fused_optim.FusedAdam`, such as ``exp_avg_dtype``.
 
     Raises:
         RuntimeError: for ``amsgrad``, as Apex does. Otherwise as :class:`fused_optim.FusedAdam`.

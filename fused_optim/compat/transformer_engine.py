@@ -24,14 +24,11 @@ class FusedAdam(fused_optim.adam.FusedAdam):
     optimizer and from it, and in ``get_unscaled_state`` and ``set_scaled_state``. Like its own they belong to the
     parameters of the same step, which must be loaded first.
 
-    Args:
-        params, lr, betas, eps, weight_decay, amsgrad, bias_correction, adam_w_mode, capturable, master_weights,
-            master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype, use_decoupled_grad, store_param_remainders: with
-            TransformerEngine's defaults. ``master_weight_dtype`` counts with ``master_weights`` only and must be FP32
-            or FP16 then; ``store_param_remainders`` has no effect without ``master_weights`` or with FP16 masters; with
-            ``capturable`` each group's ``lr`` becomes an FP32 tensor on its parameters' device.
-        set_grad_none: deprecated, warns; ``zero_grad`` refuses another ``set_to_none`` then.
-        options: further ones of :class:`fused_optim.FusedAdam`, such as ``seed``.
+    The arguments have TransformerEngine's defaults. ``master_weight_dtype`` counts with ``master_weights`` only and
+    must be FP32 or FP16 then; ``store_param_remainders`` has no effect without ``master_weights`` or with FP16 masters;
+    with ``capturable`` each group's ``lr`` becomes an FP32 tensor on its parameters' device. ``set_grad_none`` is
+    deprecated and warns; ``zero_grad`` refuses another ``set_to_none`` then. ``options`` are further ones of
+    :class:`fused_optim.FusedAdam`, such as ``seed``.
 
     Raises:
         RuntimeError: for ``amsgrad`` and dtypes of states and masters that are not supported, as TransformerEngine
