@@ -48,7 +48,7 @@ def blocks_of(text: str, language: str) -> list[Block]:
         stripped = line.strip()
         if fence and stripped == ("-->" if fence == "<!-- setup" else "```"):
             hidden = fence == "<!-- setup"
-            if hidden and language == "python" or fence == f"```{language}":
+            if (hidden and language == "python") or fence == f"```{language}":
                 code = textwrap.dedent("\n".join([*lines, ""]))
                 found.append(Block(section, number - len(lines), code, hidden, skipped))
             fence, skipped = "", ""
