@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import re
 import shlex
@@ -224,3 +225,38 @@ def test_a_figure_that_differs_is_found() -> None:
         "torch AdamW fused, FP32: ms per step is 10.02, the results have 10.01",
         "FusedAdamW FP4: not in the results",
     ]
+
+
+# --- error messages -----------------------------------------------------------------------------------------------
+
+
+def quoted_messages() -> list[str]:
+    """The messages of docs/errors.md: what is in code in the first columns, torch's apart."""
+    text = (snippets.DOCS / "errors.md").read_text().split("## Messages of torch")[0]
+    rows = re.findall(r"^\| (`.*?) \|", text, re.M)
+    return [message for row in rows for message in re.findall(r"`([^`]+)`", row.split(" for `")[0])]
+
+
+def texts_of(tree: ast.AST) -> list[str]:
+    """All texts of a source, as one that is put together from parts; where values go in there is a NUL."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(re.sub(r"%[sd]", "\0", node.value))
+        elif isinstance(node, ast.JoinedStr):
+            parts = (part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+            found.append("".join(map(str, parts)))
+    return found
+
+
+def test_messages_are_those_of_the_sources() -> None:
+    sources = (snippets.ROOT / "fused_optim").rglob("*.py")
+    texts = "\n".join(text for source in sources for text in texts_of(ast.parse(source.read_text())))
+    messages = quoted_messages()
+    assert len(messages) > 80
+    wrong = []
+    for message in messages:
+        fragments = [part.strip() for part in message.split("...") if part.strip(" ,;:.")]
+        wrong += [(message, part) for part in fragments if part not in texts]
+        assert max(map(len, fragments)) >= 8, message
+    assert not wrong
