@@ -1,4 +1,4 @@
-"""The code of README and docs runs, page by page from top to bottom; commands, links and figures are looked up."""
+"""The code of README and docs runs, page by page from top to bottom; commands and links are looked up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import distributed
-import figures
 import snippets
 from fused_optim.tools.commands import add_commands
 from snippets import Block, blocks_of, code_of, misnamed, python_blocks, run_page
@@ -195,36 +194,6 @@ def test_setups_run_and_marked_blocks_do_not(tmp_path: Path, monkeypatch: pytest
 )  # fmt: skip
 def test_names_that_are_not_there_are_found(code: str, wrong: list[str]) -> None:
     assert misnamed([Block("", 1, code)]) == wrong
-
-
-# --- figures ------------------------------------------------------------------------------------------------------
-
-WITH_FIGURES = [page for page in PAGES if "<!-- figures:" in (snippets.DOCS / page).read_text()]
-
-
-@pytest.mark.parametrize("page", WITH_FIGURES)
-def test_figures_are_those_of_the_results(page: str) -> None:
-    text = (snippets.DOCS / page).read_text()
-    found = figures.tables(text)
-    assert len(found) == text.count("<!-- figures:")
-    assert not [difference for table in found for difference in figures.differences(table)]
-
-
-def test_a_figure_that_differs_is_found() -> None:
-    text = """
-<!-- figures: 2026-11-21-h200-kernels/step.json workloads.llama-1b -->
-
-| optimizer | ms per step | of copy |
-|---|---|---|
-| FusedAdamW FP32 | 8.13 | 99% |
-| torch AdamW fused, FP32 | 10.02 | 80% |
-| FusedAdamW FP4 | 1.00 | 99% |
-"""
-    (table,) = figures.tables(text)
-    assert figures.differences(table) == [
-        "torch AdamW fused, FP32: ms per step is 10.02, the results have 10.01",
-        "FusedAdamW FP4: not in the results",
-    ]
 
 
 # --- error messages -----------------------------------------------------------------------------------------------

@@ -40,9 +40,14 @@ def rows_of(table: str) -> list[list[str]]:
 
 
 def table_claims(table: str, lines: list[str]) -> Iterator[Claim]:
-    """``values:`` has the paths of a row's numbers; then, for each row, what stands for {0}, {1}, ... in them."""
+    """``values:`` has the paths of a row's numbers; then, for each row, what stands for {0}, {1}, ... in them.
+
+    Without such lines the first column stands for {0}.
+    """
     values, *arguments = [*lines, ""][: len(lines) or 1]
     body = rows_of(table)
+    if values.startswith("values: ") and not arguments:
+        arguments = [cells[0] for cells in body]
     assert len(arguments) == len(body), f"{len(arguments)} lines for {len(body)} rows"
     for cells, line in zip(body, arguments):
         if line == "-":  # no results of this row
