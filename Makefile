@@ -48,7 +48,7 @@ format: $(VENV)/.lint
 	$(BIN)/clang-format -i $(SOURCES)
 
 # What docs/ and the README link to, where it lies as in the repository: mkdocs.yml says why.
-PAGES := $(wildcard *.md) LICENSE Makefile docs benchmarks examples fused_optim tests
+PAGES := $(wildcard *.md) LICENSE CITATION.cff docs benchmarks examples fused_optim tests
 
 docs: $(VENV)/.docs
 	mkdir -p build/pages
@@ -66,7 +66,7 @@ wheel: $(VENV)/.release
 
 # The same wheel under each torch, without this tree: an empty folder, then tests of the sdist (WHEEL_TESTS=tests: all of them).
 WHEEL_TORCHES ?= torch==2.11.0 torch==2.13.0
-WHEEL_TESTS ?= tests/engines tests/step/test_optimizer.py tests/state/test_native_checkpoint.py
+WHEEL_TESTS ?= tests/engines/test_build.py tests/engines/test_formats.py tests/step/test_optimizer.py tests/step/test_bad_input.py
 
 wheel-test: $(WHEEL_TORCHES:%=wheel-test-%)
 
