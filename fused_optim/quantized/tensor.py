@@ -112,6 +112,23 @@ class Decodable(torch.Tensor):
         return (_default_handler(func) if handler is None else handler)(func, args, kwargs or {})
 
 
+class _Hook:
+    """A method with a signature that nobody works out: FSDP2 asks for it at every gather, which takes longer than one."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self.method = method
+        _, *others = inspect.signature(method).parameters.values()
+        self.signature = inspect.Signature(others)
+        self.__doc__ = method.__doc__
+
+    def __get__(self, instance: object, owner: type | None = None) -> Callable[..., Any]:
+        if instance is None:
+            return self.method
+        bound = functools.partial(self.method, instance)
+        bound.__signature__ = self.signature  # type: ignore[attr-defined]  # where inspect looks first
+        return bound
+
+
 class QuantizedTensor(Decodable):
     """A quantized weight of the logical ``shape`` and ``dtype`` (what it decodes to: float32, bfloat16 or float16).
 
@@ -145,6 +162,7 @@ class QuantizedTensor(Decodable):
     # The first of its rows in what shares its memory, and, if it was split off for a rank, what its copies will know.
     _start: int
     _split: Position | None
+    _sent: all_gather.Shard | None  # to FSDP2, the last time
 
     # All in __new__, and no keyword arguments below: views are made by every matrix product, and these calls cost most.
     @staticmethod
@@ -172,7 +190,7 @@ class QuantizedTensor(Decodable):
         self._transposed, self._flat, self._cut_from = transposed, flat, cut_from
         self._shared = Shared() if shared is None else shared
         self._padded_rows = max(padded_rows, shape[0])
-        self._start, self._split = start, split
+        self._start, self._split, self._sent = start, split, None
         return self
 
     # --- making -------------------------------------------------------------------------------------------------
@@ -603,16 +621,16 @@ class QuantizedTensor(Decodable):
 
     # --- FSDP2 ----------------------------------------------------------------------------------------------------
 
+    @_Hook
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], all_gather.Gathered]:
         """FSDP2's hook: what is gathered of this shard. Bytes of data and scales, padded as FSDP2 pads shards."""
         self.check_cut_by_rows()
         self.check_fresh()
-        shape = (self._padded_rows, *self._weight_shape[1:])
-        before = self._shared.position.gathered or 0
-        return all_gather.inputs(self.recipe, self.components, shape, mesh.size(), before)
-
-    # FSDP2 asks for it at every gather, and inspect takes longer than the hook where it is not given.
-    fsdp_pre_all_gather.__dict__["__signature__"] = inspect.signature(fsdp_pre_all_gather)
+        rows, ranks, before = self._padded_rows, mesh.size(), self._shared.position.gathered or 0
+        if self._sent is None or not self._sent.sends(self.components, rows, ranks, before):
+            shape = (rows, *self._weight_shape[1:])
+            self._sent = all_gather.Shard(self.recipe, self.components, shape, ranks, before)
+        return self._sent.inputs, self._sent.metadata
 
     def fsdp_post_all_gather(
         self,
@@ -626,9 +644,9 @@ class QuantizedTensor(Decodable):
         if out is not None:  # it lies in the memory that was gathered into, except what was put together
             weight = local_weight(out)
             weight._shared.source = self
-            all_gather.refresh(self.recipe, outputs, metadata, weight.components)
+            all_gather.refresh(outputs, metadata, weight.components)
             return None
-        gathered, made = all_gather.outputs(self.recipe, outputs, metadata)
+        gathered, made = all_gather.outputs(outputs, metadata)
         own = {name: part for name, part in self.components.items() if name != INITIAL}  # histories are not gathered
         shared = Shared(name=self._shared.name, source=self, position=Position(metadata.rows_before))
         return QuantizedTensor({**own, **gathered}, self.recipe, metadata.shape, param_dtype, shared=shared), made
