@@ -364,7 +364,9 @@ def measure_sizes(args: argparse.Namespace, device: torch.device) -> list[dict[s
     timer, rows = Timer(device), []
     for tokens, (inputs, outputs) in itertools.product(TOKENS, SIZES):
         row: dict[str, Any] = {"rows": tokens, "inputs": inputs, "outputs": outputs}
-        kinds = {products.kind_of(recipe.products): recipe for recipe in RECIPES.values() if recipe.products is not None}
+        kinds = {
+            products.kind_of(recipe.products): recipe for recipe in RECIPES.values() if recipe.products is not None
+        }
         for name, recipe in (("BF16", None), *kinds.items()):
             layer = nn.Linear(inputs, outputs, bias=False, device=device).bfloat16()
             if recipe is not None:
