@@ -1,8 +1,9 @@
 """Host time of FSDP2 in eager mode, per weight: quantized weights beside BF16 ones, in one process.
 
 A rank of a process group that sends nothing (torch's ``fake`` backend) and weights so small that all of the time is the
-host's: CPU time, which other processes do not add to. "gather": all-gather and free again (``unshard``, ``reshard``). "training": forward and backward with these. On
-CPUs products are stand-ins, one BF16 product of the same shape each, as GPUs run one kernel.
+host's; CPU time, which other processes do not add to. "gather": all-gather and free again (``unshard``, ``reshard``).
+"training": forward and backward with these. On CPUs products in FP8 are stand-ins, a BF16 layer of the same sizes each,
+as GPUs run one kernel.
 
     python benchmarks/fsdp_host.py --output FILE
 """

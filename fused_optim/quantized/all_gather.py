@@ -12,6 +12,7 @@ the whole weight are put together from these.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,6 +35,10 @@ class _Part:
     sent: int
     shape: tuple[int, ...]  # of the whole weight's
     taken: tuple[slice, ...] | None
+
+    @property
+    def row_bytes(self) -> int:
+        return self.shape[-1] * self.component.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -78,16 +83,18 @@ def _part(component: Component, shape: tuple[int, ...], rows: int, ranks: int, r
 
 
 class Shard:
-    """What a shard sends, time after time. ``shape``: its own with padded rows. ``rows_before``: as in :class:`Gathered`.
+    """What a shard sends, time after time.
 
-    What lies in the shard's own memory is found once: views cost the host more than all else here.
+    ``shape``: its own with padded rows. ``rows_before``: as in :class:`Gathered`. What lies in the shard's memory is
+    found once, since views cost the host more than all else here, and is flat, since FSDP2 makes more views of it.
     """
 
     def __init__(
         self, recipe: Recipe, components: Components, shape: tuple[int, ...], ranks: int, rows_before: int
     ) -> None:
         self.metadata = _gathered(recipe, shape, ranks, rows_before)
-        self._values = [components[part.component.name] for part in self.metadata.parts]
+        self._names = [part.component.name for part in self.metadata.parts]
+        self._values = [components[name] for name in self._names]
         self._rows = shape[0]
         in_place = all(map(_is_sent_as_it_is, self.metadata.parts, self._values))
         self._views = self._bytes() if in_place and ranks > 1 else None
@@ -95,11 +102,8 @@ class Shard:
     def sends(self, components: Components, rows: int, ranks: int, rows_before: int) -> bool:
         """Whether this is what a shard with these tensors sends."""
         known = self.metadata
-        if (self._rows, known.ranks, known.rows_before) != (rows, ranks, rows_before):
-            return False
-        return all(
-            components[part.component.name] is value for part, value in zip(known.parts, self._values, strict=True)
-        )
+        same = self._rows == rows and known.ranks == ranks and known.rows_before == rows_before
+        return same and all(map(operator.is_, map(components.__getitem__, self._names), self._values))
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
@@ -110,7 +114,7 @@ class Shard:
 
     def _bytes(self) -> tuple[Tensor, ...]:
         return tuple(
-            padded_rows(value if part.component.tile is not None else value[None], part.sent).view(torch.uint8)
+            padded_rows(value if part.component.tile is not None else value[None], part.sent).view(torch.uint8).view(-1)
             for part, value in zip(self.metadata.parts, self._values, strict=True)
         )
 
@@ -138,7 +142,9 @@ def refresh(gathered: tuple[Tensor, ...], metadata: Gathered, components: Compon
 def _received(gathered: tuple[Tensor, ...], metadata: Gathered) -> list[tuple[_Part, Tensor]]:
     if metadata.ranks == 1:
         gathered = tuple(_unpacked(metadata.parts, gathered[0]))
-    return list(zip(metadata.parts, gathered, strict=True))
+    shapes = [(part.sent * metadata.ranks, part.row_bytes) for part in metadata.parts]
+    rows = [each.view(shape) for each, shape in zip(gathered, shapes, strict=True)]
+    return list(zip(metadata.parts, rows, strict=True))
 
 
 def _value(part: _Part, received: Tensor) -> Tensor:
@@ -160,7 +166,7 @@ def padded_rows(part: Tensor, rows: int) -> Tensor:
 
 
 def _packed(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat([_aligned(part.view(-1)) for part in parts])
+    return torch.cat([_aligned(part) for part in parts])
 
 
 def _aligned(part: Tensor) -> Tensor:
@@ -171,8 +177,7 @@ def _aligned(part: Tensor) -> Tensor:
 def _unpacked(parts: Sequence[_Part], packed: Tensor) -> list[Tensor]:
     found, start = [], 0
     for part in parts:
-        rows, columns = (1, *part.shape) if part.component.tile is None else part.shape
-        size = rows * columns * part.component.dtype.itemsize
-        found.append(packed[start : start + size].view(rows, -1))
+        size = part.sent * part.row_bytes
+        found.append(packed[start : start + size])
         start += size + -size % _ALIGNMENT
     return found

@@ -83,8 +83,8 @@ class UsualLayers:
 
     These are: the first one, unless the model has embeddings, which are its first layer then; the last one; output
     heads (``lm_head``, ``output``, ``output_layer``, ``embed_out``, ``unembed``, ``score``, ``classifier``); what has
-    ``embed`` in its name, or shares its weight with an ``nn.Embedding``; routers: what has ``router`` in its name, or is
-    named ``gate`` and lies beside ``experts``. First and last go by the order in which modules are registered.
+    ``embed`` in its name, or shares its weight with an ``nn.Embedding``; routers: what has ``router`` in its name, or
+    is named ``gate`` and lies beside ``experts``. First and last go by the order in which modules are registered.
 
     ``also``: a filter that layers must pass, too, such as :func:`gains`.
     """

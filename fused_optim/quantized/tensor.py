@@ -65,9 +65,10 @@ class Shared:
 
     ``stale``: initial values were changed and not quantized since. ``discard``: they are to be freed once quantized.
     ``held``: an optimizer holds the parameter. ``shard``: other ranks hold parts of the weight. ``columns_cut``: FSDP2
-    has cut it by columns. ``in_layer``: a ``QuantizedLinear`` has it. ``name``: of the parameter, for messages. ``source``: the shard, where this was gathered.
-    ``position``: where all that shares this lies in the weight. ``loaded``: the parts of a stale weight that bytes were
-    copied into since; once these are all of it, it is not stale any more.
+    has cut it by columns. ``in_layer``: a ``QuantizedLinear`` has it. ``name``: of the parameter, for messages.
+    ``source``: the shard, where this was gathered. ``position``: where all that shares this lies in the weight.
+    ``loaded``: the parts of a stale weight that bytes were copied into since; once these are all of it, it is not stale
+    any more.
     """
 
     stale: bool = False
@@ -114,7 +115,7 @@ class Decodable(torch.Tensor):
 
 
 class _Hook:
-    """A method with a signature that nobody works out: FSDP2 asks for it at every gather, which takes longer than one."""
+    """A method with its signature at hand: FSDP2 asks for it at every gather, and working it out takes longer."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self.method = method

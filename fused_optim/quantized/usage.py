@@ -1,4 +1,4 @@
-"""Which products with a weight run in FP8, and why the others do not: from sizes, recipe and device, without running any."""
+"""Which products with a weight run in FP8, and why the others do not: from sizes, recipe and device alone."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fused_optim.quantized.tensor import QuantizedTensor, local_weight
 def obstacles(param: Tensor, rows: int | None = None) -> dict[str, str | None]:
     """By product of a layer with this weight: why it does not run in FP8, None where it does. Empty if none is to.
 
-    ``param`` may be a shard: FSDP2 gathers it, tensor parallelism does not. Weights of three dims are taken for those of
-    experts (``grouped.py``). ``rows``: of activations; None: a number that suits all products.
+    ``param`` may be a shard: FSDP2 gathers it, tensor parallelism does not. Weights of three dims are taken for those
+    of experts (``grouped.py``). ``rows``: of activations; None: a number that suits all products.
     """
     local = local_weight(param)
     if local.recipe.products is None:

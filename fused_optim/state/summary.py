@@ -32,9 +32,9 @@ class Summary(dict[str, Any]):
 
     ``formats``: a row for each mix of formats and backend, with its parameters, elements and bytes. ``fallbacks``: what
     was asked for, what there is instead, why, for how many parameters. ``products``: for weights with
-    ``compute="fp8"``, how many of each product run in FP8 and how many decode, and why. ``frozen``: parameters that have
-    no states.
-    ``host_bytes``, ``device_bytes``: of moments, masters and scales. All of it counts this rank's shards.
+    ``compute="fp8"``, how many of each product run in FP8 and how many decode, and why. ``frozen``: parameters that
+    have no states. ``host_bytes``, ``device_bytes``: of moments, masters and scales. All of it counts this rank's
+    shards.
     """
 
     def __str__(self) -> str:

@@ -257,7 +257,7 @@ def test_masters_of_parameters_of_any_name_start_from_their_values(recipe: str) 
 # --- filters ----------------------------------------------------------------------------------------------------
 
 
-class Experts(nn.Module):
+class RoutedExperts(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.gate = nn.Linear(width, 4)
@@ -269,7 +269,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.query, self.gate, self.moe = nn.Linear(width, width), nn.Linear(width, 2 * width), Experts(width)
+        self.query, self.gate, self.moe = nn.Linear(width, width), nn.Linear(width, 2 * width), RoutedExperts(width)
         self.router = nn.Sequential(nn.Linear(width, 4))
 
 
