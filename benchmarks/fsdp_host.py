@@ -144,9 +144,9 @@ def report_on(part: str, runs: dict[str, Callable[[], None]], args: argparse.Nam
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="*", choices=("gather", "training"), default=["gather", "training"])
-    parser.add_argument("--groups", type=int, default=4, help="that FSDP2 gathers, one after the other")
+    parser.add_argument("--groups", type=int, default=1, help="that FSDP2 gathers, one after the other")
     parser.add_argument("--weights", type=int, default=5, help="of each group")
-    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--repeats", type=int, default=300)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--profile", default="^$", help="contenders that are profiled: a regular expression")
     parser.add_argument("--commit", default="", help="what the results are of, where the tree is no git checkout")
