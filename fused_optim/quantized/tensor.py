@@ -65,10 +65,10 @@ class Shared:
 
     ``stale``: initial values were changed and not quantized since. ``discard``: they are to be freed once quantized.
     ``held``: an optimizer holds the parameter. ``shard``: other ranks hold parts of the weight. ``columns_cut``: FSDP2
-    has cut it by columns. ``in_layer``: a ``QuantizedLinear`` has it. ``name``: of the parameter, for messages.
-    ``source``: the shard, where this was gathered. ``position``: where all that shares this lies in the weight.
-    ``loaded``: the parts of a stale weight that bytes were copied into since; once these are all of it, it is not stale
-    any more.
+    has cut it by columns. ``in_layer``: a ``QuantizedLinear`` has it, as far as is known. ``name``: of the parameter,
+    for messages. ``source``: the shard, where this was gathered. ``position``: where all that shares this lies in the
+    weight. ``loaded``: the parts of a stale weight that bytes were copied into since; once these are all of it, it is
+    not stale any more.
     """
 
     stale: bool = False
@@ -76,7 +76,7 @@ class Shared:
     held: bool = False
     shard: bool = False
     columns_cut: bool = False
-    in_layer: bool = False
+    in_layer: bool = True
     name: str | None = None
     source: QuantizedTensor | None = field(default=None, compare=False)
     position: Position = WHOLE
