@@ -546,7 +546,7 @@ class QuantizedTensor(Decodable):
                 "copy_ quantizes other values"
             )
         self.components, self._shared, self._cut_from = other.components, other._shared, None
-        self._start, self._split = other._start, other._split
+        self._start, self._split, self._sent = other._start, other._split, None
 
     def data_ptr(self) -> int:
         """0: torch's stagers copy what has no memory of its own as tensors. safetensors would write no bytes for it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,7 +70,9 @@ def test_shards_send_what_they_are_now(recipe: str) -> None:
     copied.copy_(other)
     assert all(map(torch.equal, sent(copied), expected))
     assert all(map(torch.equal, sent(pickle.loads(pickle.dumps(shard))), expected))
+    before = weakref.ref(shard.components["data"])
     shard.data = QuantizedTensor.from_values(torch.zeros(128, 128).bfloat16(), RECIPES[recipe])
+    assert before() is None  # as where a model moves to another device
     assert not any(part.any() for part in sent(shard)[:1])
     first, second = (shard.fsdp_pre_all_gather(two)[0] for _ in range(2))
     assert all(a is b for a, b in zip(first, second, strict=True))  # no new views
