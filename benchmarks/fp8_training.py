@@ -357,11 +357,17 @@ def measure_casts(args: argparse.Namespace, device: torch.device) -> list[dict[s
 
 
 def measure_sizes(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    """Forward and backward of one linear layer on the GPU, without the host, in BF16 and in FP8: which sizes gain."""
+    """Forward and backward of one linear layer on the GPU, without the host, in BF16 and in FP8: which sizes gain.
+
+    Its rows are what ``fused_optim.quantized.gains(table=...)`` reads.
+    """
     timer, rows = Timer(device), []
     for tokens, (inputs, outputs) in itertools.product(TOKENS, SIZES):
-        row: dict[str, Any] = {"tokens": tokens, "inputs": inputs, "outputs": outputs}
-        for name, recipe in (("BF16", None), *RECIPES.items()):
+        row: dict[str, Any] = {"rows": tokens, "inputs": inputs, "outputs": outputs}
+        kinds = {
+            products.kind_of(recipe.products): recipe for recipe in RECIPES.values() if recipe.products is not None
+        }
+        for name, recipe in (("BF16", None), *kinds.items()):
             layer = nn.Linear(inputs, outputs, bias=False, device=device).bfloat16()
             if recipe is not None:
                 quantize_model_(layer, recipe, lambda *_: True, keep_initial=False)

@@ -478,13 +478,17 @@ class FusedAdam(Optimizer):
         """Bytes that this rank holds for moments, masters and scales; parameters and gradients are not counted."""
         return self.store.nbytes
 
-    def summary(self) -> Summary:
+    def summary(self, rows: int | None = None) -> Summary:
         """What this rank really has: parameters and bytes by actual format, master and backend, fallbacks, and why.
 
         A dict, see :class:`fused_optim.state.summary.Summary`, that prints as a table. No communication; of parameters
         that have no states yet: what they will have.
+
+        Args:
+            rows: of activations that layers with quantized weights are called with (batch times sequence): for some
+                numbers products decode their weights instead of running in FP8. None: a number that suits all.
         """
-        return summarize(type(self).__name__, self.store)
+        return summarize(type(self).__name__, self.store, rows)
 
     @torch.no_grad()
     def diagnostics(self) -> Diagnostics:

@@ -103,6 +103,12 @@ class Adapter(Protocol):
         None where only its own library knows.
         """
 
+    def products(self, param: Tensor, rows: int | None) -> dict[str, str | None]:
+        """By product of a layer with this parameter: why it does not run in FP8, None where it does.
+
+        Empty where none is to, or the adapter does not know. ``rows``: of activations; None: a number that suits all.
+        """
+
     def needs_collective(self, param: Tensor) -> bool:
         """Whether new values need a reduction over ranks. All ranks answer alike."""
 

@@ -25,6 +25,7 @@ from fused_optim.quantized.recipes import (
     NVFP4BlockScaling,
     Recipe,
 )
+from fused_optim.quantized.selection import UsualLayers, gains
 from fused_optim.quantized.tensor import QuantizedTensor
 
 __all__ = [
@@ -36,9 +37,11 @@ __all__ = [
     "NVFP4BlockScaling",
     "QuantizedTensor",
     "Recipe",
+    "UsualLayers",
     "dequantize_model_",
     "discard_high_precision_init",
     "finish_initialization",
+    "gains",
     "grouped_linear",
     "load_quantized_safetensors",
     "quantize_model_",

@@ -12,6 +12,8 @@ the whole weight are put together from these.
 from __future__ import annotations
 
 import functools
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,22 +22,6 @@ from torch import Tensor
 from fused_optim.quantized.recipes import Component, Components, Recipe
 
 _ALIGNMENT = 16  # bytes
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """What the outputs do not say: the padded shard's shape, the number of shards, and how many rows of its first block
-    come before the whole weight, which tensor parallelism may have cut.
-    """
-
-    shard_shape: tuple[int, ...]
-    ranks: int
-    rows_before: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """That of the whole weight, with padded rows."""
-        return self.shard_shape[0] * self.ranks, *self.shard_shape[1:]
 
 
 @dataclass(frozen=True)
@@ -50,20 +36,42 @@ class _Part:
     shape: tuple[int, ...]  # of the whole weight's
     taken: tuple[slice, ...] | None
 
+    @property
+    def row_bytes(self) -> int:
+        return self.shape[-1] * self.component.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What the outputs do not say: the number of shards, the shape of the whole weight with padded rows, and how many
+    rows of its first block come before it, which tensor parallelism may have cut.
+    """
+
+    ranks: int
+    shape: tuple[int, ...]
+    rows_before: int
+    parts: tuple[_Part, ...]
+    puts_together: bool  # some parts, which then do not lie in the memory that is gathered into
+
 
 @functools.cache
-def _parts(recipe: Recipe, metadata: Gathered) -> list[_Part]:
-    parts = [part for part in recipe.components if part.tile is not None or part.name == "tensor_scale"]
-    return [_part(part, recipe.component_shape(part, metadata.shape, metadata.rows_before), metadata) for part in parts]
+def _gathered(recipe: Recipe, shard_shape: tuple[int, ...], ranks: int, rows_before: int) -> Gathered:
+    shape = (shard_shape[0] * ranks, *shard_shape[1:])
+    parts = tuple(
+        _part(part, recipe.component_shape(part, shape, rows_before), shard_shape[0], ranks, rows_before)
+        for part in recipe.components
+        if part.tile is not None or part.name == "tensor_scale"
+    )
+    return Gathered(ranks, shape, rows_before, parts, any(part.taken is not None for part in parts))
 
 
-def _part(component: Component, shape: tuple[int, ...], metadata: Gathered) -> _Part:
+def _part(component: Component, shape: tuple[int, ...], rows: int, ranks: int, rows_before: int) -> _Part:
     if component.tile is None:
         return _Part(component, 1, shape, None)
-    tall, rows, before = component.tile[0], metadata.shard_shape[0], metadata.rows_before % component.tile[0]
-    starts = [before + rank * rows for rank in range(metadata.ranks)]
+    tall, before = component.tile[0], rows_before % component.tile[0]
+    starts = [before + rank * rows for rank in range(ranks)]
     sent = max(-(-(start + rows) // tall) - start // tall for start in starts) if rows else 0
-    if metadata.ranks == 1 or not any(start % tall for start in starts):
+    if ranks == 1 or not any(start % tall for start in starts):
         return _Part(component, sent, shape, None)
     # Scales of a block that several shards touch are those of the first. The first of a shard's own:
     firsts = [0, *(-(-start // tall) for start in starts[1:]), shape[0]]
@@ -74,43 +82,69 @@ def _part(component: Component, shape: tuple[int, ...], metadata: Gathered) -> _
     return _Part(component, sent, shape, tuple(taken))
 
 
-def inputs(
-    recipe: Recipe, components: Components, shape: tuple[int, ...], ranks: int, rows_before: int
-) -> tuple[tuple[Tensor, ...], Gathered]:
-    """What a shard sends. ``shape``: its own with padded rows. ``rows_before``: as in :class:`Gathered`."""
-    metadata = Gathered(shape, ranks, rows_before)
-    parts = []
-    for part in _parts(recipe, metadata):
-        value = components[part.component.name]
-        parts.append(
-            padded_rows(value if part.component.tile is not None else value[None], part.sent).view(torch.uint8)
+class Shard:
+    """What a shard sends, time after time.
+
+    ``shape``: its own with padded rows. ``rows_before``: as in :class:`Gathered`. What lies in the shard's memory is
+    found once, since views cost the host more than all else here, and is flat, since FSDP2 makes more views of it.
+    """
+
+    def __init__(
+        self, recipe: Recipe, components: Components, shape: tuple[int, ...], ranks: int, rows_before: int
+    ) -> None:
+        self.metadata = _gathered(recipe, shape, ranks, rows_before)
+        self._names = [part.component.name for part in self.metadata.parts]
+        self._values = [components[name] for name in self._names]
+        self._rows = shape[0]
+        in_place = all(map(_is_sent_as_it_is, self.metadata.parts, self._values))
+        self._views = self._bytes() if in_place and ranks > 1 else None
+
+    def sends(self, components: Components, rows: int, ranks: int, rows_before: int) -> bool:
+        """Whether this is what a shard with these tensors sends."""
+        known = self.metadata
+        same = self._rows == rows and known.ranks == ranks and known.rows_before == rows_before
+        return same and all(map(operator.is_, map(components.__getitem__, self._names), self._values))
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        if self._views is not None:
+            return self._views
+        parts = self._bytes()
+        return (_packed(parts),) if self.metadata.ranks == 1 else parts
+
+    def _bytes(self) -> tuple[Tensor, ...]:
+        return tuple(
+            padded_rows(value if part.component.tile is not None else value[None], part.sent).view(torch.uint8).view(-1)
+            for part, value in zip(self.metadata.parts, self._values, strict=True)
         )
-    return (_packed(parts),) if ranks == 1 else tuple(parts), metadata
 
 
-def outputs(recipe: Recipe, gathered: tuple[Tensor, ...], metadata: Gathered) -> tuple[Components, tuple[Tensor, ...]]:
+def outputs(gathered: tuple[Tensor, ...], metadata: Gathered) -> tuple[Components, tuple[Tensor, ...]]:
     """The components of the whole weight with padded rows, and which of them were put together.
 
     The others lie in the memory that was gathered into.
     """
-    found = {part.component.name: _value(part, each) for part, each in _received(recipe, gathered, metadata)}
-    made = tuple(found[part.component.name] for part in _parts(recipe, metadata) if part.taken is not None)
+    found = {part.component.name: _value(part, each) for part, each in _received(gathered, metadata)}
+    made = tuple(found[part.component.name] for part in metadata.parts if part.taken is not None)
     return found, made
 
 
-def refresh(recipe: Recipe, gathered: tuple[Tensor, ...], metadata: Gathered, components: Components) -> None:
+def refresh(gathered: tuple[Tensor, ...], metadata: Gathered, components: Components) -> None:
     """Put those components together again; ``components`` may have fewer rows."""
-    for part, each in _received(recipe, gathered, metadata):
+    if not metadata.puts_together:
+        return
+    for part, each in _received(gathered, metadata):
         if part.taken is not None:
             target = components[part.component.name]
             target.copy_(_value(part, each)[: target.shape[0]])
 
 
-def _received(recipe: Recipe, gathered: tuple[Tensor, ...], metadata: Gathered) -> list[tuple[_Part, Tensor]]:
-    parts = _parts(recipe, metadata)
+def _received(gathered: tuple[Tensor, ...], metadata: Gathered) -> list[tuple[_Part, Tensor]]:
     if metadata.ranks == 1:
-        gathered = tuple(_unpacked(parts, gathered[0]))
-    return list(zip(parts, gathered, strict=True))
+        gathered = tuple(_unpacked(metadata.parts, gathered[0]))
+    shapes = [(part.sent * metadata.ranks, part.row_bytes) for part in metadata.parts]
+    rows = [each.view(shape) for each, shape in zip(gathered, shapes, strict=True)]
+    return list(zip(metadata.parts, rows, strict=True))
 
 
 def _value(part: _Part, received: Tensor) -> Tensor:
@@ -121,14 +155,18 @@ def _value(part: _Part, received: Tensor) -> Tensor:
     return value[: part.shape[0]] if part.taken is None else torch.cat([value[rows] for rows in part.taken])
 
 
+def _is_sent_as_it_is(part: _Part, value: Tensor) -> bool:
+    return part.component.tile is None or (value.shape[0] == part.sent and value.is_contiguous())
+
+
 def padded_rows(part: Tensor, rows: int) -> Tensor:
     if part.shape[0] == rows:
         return part.contiguous()
     return torch.cat([part, part.new_zeros(rows - part.shape[0], part.shape[1])])
 
 
-def _packed(parts: list[Tensor]) -> Tensor:
-    return torch.cat([_aligned(part.view(-1)) for part in parts])
+def _packed(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([_aligned(part) for part in parts])
 
 
 def _aligned(part: Tensor) -> Tensor:
@@ -136,11 +174,10 @@ def _aligned(part: Tensor) -> Tensor:
     return torch.nn.functional.pad(part, (0, missing)) if missing else part
 
 
-def _unpacked(parts: list[_Part], packed: Tensor) -> list[Tensor]:
+def _unpacked(parts: Sequence[_Part], packed: Tensor) -> list[Tensor]:
     found, start = [], 0
     for part in parts:
-        rows, columns = (1, *part.shape) if part.component.tile is None else part.shape
-        size = rows * columns * part.component.dtype.itemsize
-        found.append(packed[start : start + size].view(rows, -1))
+        size = part.sent * part.row_bytes
+        found.append(packed[start : start + size])
         start += size + -size % _ALIGNMENT
     return found

@@ -163,7 +163,7 @@ def _engine_for(x: Tensor, dtype: torch.dtype) -> Engine | None:
 
 
 def _room(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=x.device)
+    return x.new_empty(shape, dtype=dtype)  # cheaper for the host than torch.empty(device=)
 
 
 def cast_tensor(

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from fused_optim.quantized import casts, products
 from fused_optim.quantized.casts import Codes
+from fused_optim.quantized.products import Product
+from fused_optim.quantized.recipes import Recipe
 from fused_optim.quantized.tensor import QuantizedTensor
 
 
@@ -62,14 +64,21 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _runs(x: Tensor, weight: QuantizedTensor) -> bool:
-    format = weight.recipe.products
-    if format is None or not products.fits(x, weight) or not weight.recipe.scales_whole_tensor:
-        return False
-    if weight.device.type == "cuda" and torch.cuda.get_device_capability(weight.device) != (9, 0):
-        return False
-    _, outputs, inputs = weight.shape
-    known = products.device_obstacle(weight.device, format) is None
-    return known and outputs % products.ALIGNMENT == 0 and inputs % products.ALIGNMENT == 0
+    return products.fits(x, weight) and obstacle("output", weight.recipe, weight.device, tuple(weight.shape)) is None
+
+
+def obstacle(product: Product, recipe: Recipe, device: torch.device, weight: tuple[int, ...]) -> str | None:
+    """Why a product with experts' weights of this shape does not run in FP8, or None."""
+    if recipe.products is None or not recipe.scales_whole_tensor:
+        return "experts' products in FP8 need a recipe with one scale per weight"
+    if product == "weight gradient":
+        return "experts have weight gradients in BF16"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
+        return "experts' products in FP8 need compute capability 9.0"
+    for name, size in zip(("out_features", "in_features"), weight[1:], strict=True):
+        if size % products.ALIGNMENT:
+            return f"{name} = {size} is no multiple of {products.ALIGNMENT}"
+    return products.device_obstacle(device, recipe.products)
 
 
 def _matrices(weight: QuantizedTensor) -> tuple[Tensor, Tensor]:

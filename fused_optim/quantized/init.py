@@ -153,6 +153,7 @@ def _quantized(weight: Tensor, recipe: Recipe, keep_initial: bool, name: str) ->
         stale=values.device.type != "meta",
         discard=not (keep_initial and weight.requires_grad),
         shard=bool(sharding_dims(weight)),
+        in_layer=False,
         name=name,
         position=_position(weight, recipe),
     )

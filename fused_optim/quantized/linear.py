@@ -38,6 +38,7 @@ def adopt(module: nn.Module) -> None:
     # A class of its own may do anything in forward(); its products are those of compute.py.
     if type(module) is nn.Linear and isinstance(local, QuantizedTensor) and local.recipe.products is not None:
         module.__class__ = QuantizedLinear
+        local._shared.in_layer = True
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

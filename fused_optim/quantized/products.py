@@ -89,6 +89,11 @@ def _obstacle(
     return None
 
 
+def kind_of(format: ProductFormat) -> str:
+    """What tables of measured times call such products."""
+    return format.scaling + ("" if format.weight_gradients else ", weight gradients in BF16")
+
+
 def plan(recipe: Recipe, device: torch.device, rows: int, weight: tuple[int, ...]) -> Plan:
     if recipe.products is None:
         return Plan(False, False, False)

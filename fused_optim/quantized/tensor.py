@@ -65,9 +65,10 @@ class Shared:
 
     ``stale``: initial values were changed and not quantized since. ``discard``: they are to be freed once quantized.
     ``held``: an optimizer holds the parameter. ``shard``: other ranks hold parts of the weight. ``columns_cut``: FSDP2
-    has cut it by columns. ``name``: of the parameter, for messages. ``source``: the shard, where this was gathered.
-    ``position``: where all that shares this lies in the weight. ``loaded``: the parts of a stale weight that bytes were
-    copied into since; once these are all of it, it is not stale any more.
+    has cut it by columns. ``in_layer``: a ``QuantizedLinear`` has it, as far as is known. ``name``: of the parameter,
+    for messages. ``source``: the shard, where this was gathered. ``position``: where all that shares this lies in the
+    weight. ``loaded``: the parts of a stale weight that bytes were copied into since; once these are all of it, it is
+    not stale any more.
     """
 
     stale: bool = False
@@ -75,6 +76,7 @@ class Shared:
     held: bool = False
     shard: bool = False
     columns_cut: bool = False
+    in_layer: bool = True
     name: str | None = None
     source: QuantizedTensor | None = field(default=None, compare=False)
     position: Position = WHOLE
@@ -112,6 +114,23 @@ class Decodable(torch.Tensor):
         return (_default_handler(func) if handler is None else handler)(func, args, kwargs or {})
 
 
+class _Hook:
+    """A method with its signature at hand: FSDP2 asks for it at every gather, and working it out takes longer."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self.method = method
+        _, *others = inspect.signature(method).parameters.values()
+        self.signature = inspect.Signature(others)
+        self.__doc__ = method.__doc__
+
+    def __get__(self, instance: object, owner: type | None = None) -> Callable[..., Any]:
+        if instance is None:
+            return self.method
+        bound = functools.partial(self.method, instance)
+        bound.__signature__ = self.signature  # type: ignore[attr-defined]  # where inspect looks first
+        return bound
+
+
 class QuantizedTensor(Decodable):
     """A quantized weight of the logical ``shape`` and ``dtype`` (what it decodes to: float32, bfloat16 or float16).
 
@@ -145,6 +164,7 @@ class QuantizedTensor(Decodable):
     # The first of its rows in what shares its memory, and, if it was split off for a rank, what its copies will know.
     _start: int
     _split: Position | None
+    _sent: all_gather.Shard | None  # to FSDP2, the last time
 
     # All in __new__, and no keyword arguments below: views are made by every matrix product, and these calls cost most.
     @staticmethod
@@ -172,7 +192,7 @@ class QuantizedTensor(Decodable):
         self._transposed, self._flat, self._cut_from = transposed, flat, cut_from
         self._shared = Shared() if shared is None else shared
         self._padded_rows = max(padded_rows, shape[0])
-        self._start, self._split = start, split
+        self._start, self._split, self._sent = start, split, None
         return self
 
     # --- making -------------------------------------------------------------------------------------------------
@@ -526,7 +546,7 @@ class QuantizedTensor(Decodable):
                 "copy_ quantizes other values"
             )
         self.components, self._shared, self._cut_from = other.components, other._shared, None
-        self._start, self._split = other._start, other._split
+        self._start, self._split, self._sent = other._start, other._split, None
 
     def data_ptr(self) -> int:
         """0: torch's stagers copy what has no memory of its own as tensors. safetensors would write no bytes for it."""
@@ -603,16 +623,16 @@ class QuantizedTensor(Decodable):
 
     # --- FSDP2 ----------------------------------------------------------------------------------------------------
 
+    @_Hook
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], all_gather.Gathered]:
         """FSDP2's hook: what is gathered of this shard. Bytes of data and scales, padded as FSDP2 pads shards."""
         self.check_cut_by_rows()
         self.check_fresh()
-        shape = (self._padded_rows, *self._weight_shape[1:])
-        before = self._shared.position.gathered or 0
-        return all_gather.inputs(self.recipe, self.components, shape, mesh.size(), before)
-
-    # FSDP2 asks for it at every gather, and inspect takes longer than the hook where it is not given.
-    fsdp_pre_all_gather.__dict__["__signature__"] = inspect.signature(fsdp_pre_all_gather)
+        rows, ranks, before = self._padded_rows, mesh.size(), self._shared.position.gathered or 0
+        if self._sent is None or not self._sent.sends(self.components, rows, ranks, before):
+            shape = (rows, *self._weight_shape[1:])
+            self._sent = all_gather.Shard(self.recipe, self.components, shape, ranks, before)
+        return self._sent.inputs, self._sent.metadata
 
     def fsdp_post_all_gather(
         self,
@@ -626,9 +646,9 @@ class QuantizedTensor(Decodable):
         if out is not None:  # it lies in the memory that was gathered into, except what was put together
             weight = local_weight(out)
             weight._shared.source = self
-            all_gather.refresh(self.recipe, outputs, metadata, weight.components)
+            all_gather.refresh(outputs, metadata, weight.components)
             return None
-        gathered, made = all_gather.outputs(self.recipe, outputs, metadata)
+        gathered, made = all_gather.outputs(outputs, metadata)
         own = {name: part for name, part in self.components.items() if name != INITIAL}  # histories are not gathered
         shared = Shared(name=self._shared.name, source=self, position=Position(metadata.rows_before))
         return QuantizedTensor({**own, **gathered}, self.recipe, metadata.shape, param_dtype, shared=shared), made

@@ -35,6 +35,10 @@ def rounded(param: Tensor, master: Tensor) -> None:
     return None
 
 
+def products(param: Tensor, rows: int | None) -> dict[str, str | None]:
+    return {}  # its own library decides
+
+
 def needs_collective(param: Tensor) -> bool:
     return False  # one scale per row
 

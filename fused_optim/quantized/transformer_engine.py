@@ -154,6 +154,10 @@ def _finish(updates: Sequence[Update]) -> None:
 # --- all others -------------------------------------------------------------------------------------------------
 
 
+def products(param: Tensor, rows: int | None) -> dict[str, str | None]:
+    return {}  # its own library decides
+
+
 def needs_collective(param: Tensor) -> bool:
     """Where one scale is computed for all of a weight, by a reduction within ``quantize_``."""
     return bool(_reducing(local_tensor(param))) and bool(sharding_dims(param))

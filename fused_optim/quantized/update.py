@@ -21,7 +21,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fused_optim.adapters import Target, Update
-from fused_optim.quantized import engine, tiles
+from fused_optim.quantized import engine, tiles, usage
 from fused_optim.quantized.engine import Encoding
 from fused_optim.quantized.tensor import INITIAL, local_weight
 from fused_optim.quantized.tiles import SCALE
@@ -67,6 +67,10 @@ def rounded(param: Tensor, master: Tensor) -> Tensor:
         copies[SCALE].copy_(local.components[SCALE])
         tiles.encode_under_scales(_edges(param, weight))
     return tiles.decode(local.recipe, copies, tuple(master.shape), torch.float32, local.rows_before)
+
+
+def products(param: Tensor, rows: int | None) -> dict[str, str | None]:
+    return usage.obstacles(param, rows)
 
 
 def needs_collective(param: Tensor) -> bool:

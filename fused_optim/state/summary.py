@@ -31,8 +31,10 @@ class Summary(dict[str, Any]):
     """Numbers, texts and lists of these, which can be written as JSON; ``str()`` of it is a table.
 
     ``formats``: a row for each mix of formats and backend, with its parameters, elements and bytes. ``fallbacks``: what
-    was asked for, what there is instead, why, for how many parameters. ``frozen``: parameters that have no states.
-    ``host_bytes``, ``device_bytes``: of moments, masters and scales. All of it counts this rank's shards.
+    was asked for, what there is instead, why, for how many parameters. ``products``: for weights with
+    ``compute="fp8"``, how many of each product run in FP8 and how many decode, and why. ``frozen``: parameters that
+    have no states. ``host_bytes``, ``device_bytes``: of moments, masters and scales. All of it counts this rank's
+    shards.
     """
 
     def __str__(self) -> str:
@@ -44,9 +46,11 @@ class Summary(dict[str, Any]):
             table.append((*(row[key] for key in columns), *numbers))
         lines += ["  " + line for line in aligned(table)]
         for each in self["fallbacks"]:
-            names = ", ".join(each["examples"]) + ", ..." * (each["parameters"] > len(each["examples"]))
             what = f"{each['what']} {each['actual']} instead of {each['asked']}"
-            lines.append(f"  {what} for {_plural(each['parameters'])} ({names}): {each['reason']}")
+            lines.append(f"  {what} for {_shown_examples(each)}: {each['reason']}")
+        for each in self["products"]:
+            total = each["fp8"] + each["decoded"]
+            lines.append(f"  {each['product']} in FP8 for {each['fp8']:,} of {_plural(total)}" + _shown_reasons(each))
         if self["frozen"]["parameters"]:
             lines.append(f"  no states for {_amount(self['frozen'])}, which are frozen")
         lines.append(
@@ -57,6 +61,16 @@ class Summary(dict[str, Any]):
 
 def _amount(counted: dict[str, Any]) -> str:
     return f"{_plural(counted['parameters'])} of {counted['elements']:,} elements"
+
+
+def _shown_examples(counted: dict[str, Any]) -> str:
+    names = ", ".join(counted["examples"]) + ", ..." * (counted["parameters"] > len(counted["examples"]))
+    return f"{_plural(counted['parameters'])} ({names})"
+
+
+def _shown_reasons(product: dict[str, Any]) -> str:
+    reasons = [f"{_shown_examples(each)}: {each['reason']}" for each in product["reasons"]]
+    return "; decoded for " + ", ".join(reasons) if reasons else ""
 
 
 def _plural(count: int) -> str:
@@ -99,14 +113,17 @@ class _Described:
         }
 
 
-def summarize(name: str, store: StateStore) -> Summary:
-    """The summary of an optimizer of the class ``name``. Of parameters without states: what they will have."""
+def summarize(name: str, store: StateStore, rows: int | None = None) -> Summary:
+    """The summary of an optimizer of the class ``name``. Of parameters without states: what they will have.
+
+    ``rows``: of activations.
+    """
     described, frozen = list(_described(store)), [param for param in store.params if _is_stateless(store, param)]
-    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    formats: dict[tuple[str, ...], dict[str, Any]] = {}
     host = device = 0
     for each in described:
         row = each.row
-        counted = rows.setdefault(tuple(row.values()), {**row, "parameters": 0, "elements": 0, "bytes": 0})
+        counted = formats.setdefault(tuple(row.values()), {**row, "parameters": 0, "elements": 0, "bytes": 0})
         size = sum(each.slots.nbytes.values())
         counted["parameters"] += 1
         counted["elements"] += local_tensor(each.param).numel()
@@ -117,8 +134,9 @@ def summarize(name: str, store: StateStore) -> Summary:
         optimizer=name,
         **_count(each.param for each in described),
         bytes=host + device,
-        formats=sorted(rows.values(), key=lambda row: -row["elements"]),
+        formats=sorted(formats.values(), key=lambda row: -row["elements"]),
         fallbacks=_fallbacks(store, described),
+        products=_products(store, rows),
         frozen=_count(frozen),
         host_bytes=host,
         device_bytes=device,
@@ -129,14 +147,20 @@ def _is_stateless(store: StateStore, param: Tensor) -> bool:
     return param not in store and store.is_frozen(param)
 
 
-def _described(store: StateStore) -> Iterator[_Described]:
+def _named(store: StateStore) -> Iterator[tuple[Tensor, str, dict[str, Any]]]:
+    """All parameters with their names and param groups."""
     names = iter(store.names)
     for group in store.groups:
-        asked = {name: state_format(group[f"{name}_dtype"]).name for name in MOMENTS}
         for i, (param, name) in enumerate(zip(group["params"], names, strict=False)):
-            if not _is_stateless(store, param):
-                slots = store.slots[param] if param in store else store.new_slots(param, group)
-                yield _Described(param, name or f"{i} of shape {tuple(param.shape)}", slots, asked)
+            yield param, name or f"{i} of shape {tuple(param.shape)}", group
+
+
+def _described(store: StateStore) -> Iterator[_Described]:
+    for param, name, group in _named(store):
+        if not _is_stateless(store, param):
+            slots = store.slots[param] if param in store else store.new_slots(param, group)
+            asked = {moment: state_format(group[f"{moment}_dtype"]).name for moment in MOMENTS}
+            yield _Described(param, name, slots, asked)
 
 
 def _count(params: Iterable[Tensor]) -> dict[str, int]:
@@ -156,9 +180,7 @@ def _fallbacks(store: StateStore, described: Iterable[_Described]) -> list[dict[
     for each in described:
         for what, asked, actual, reason in _fallbacks_of(store, each):
             entry = {"what": what, "asked": asked, "actual": actual, "reason": reason, "parameters": 0, "examples": []}
-            counted = found.setdefault((what, asked, actual, reason), entry)
-            counted["parameters"] += 1
-            counted["examples"] += [each.name] if len(counted["examples"]) < _EXAMPLES else []
+            _count_one(found.setdefault((what, asked, actual, reason), entry), each.name)
     return list(found.values())
 
 
@@ -174,6 +196,25 @@ def _fallbacks_of(store: StateStore, each: _Described) -> Iterator[tuple[str, st
     device_type = local_tensor(each.param).device.type
     if has_values(each.param) and backend_of(local_tensor(each.param)) == "torch":
         yield "backend", device_type, "torch", why_reference(device_type)
+
+
+def _products(store: StateStore, rows: int | None) -> list[dict[str, Any]]:
+    """By product: for how many weights, frozen ones too, it runs in FP8, and for which it does not, and why."""
+    found: dict[str, dict[str, Any]] = {}
+    for param, name, _ in _named(store):
+        adapter = adapter_of(param)
+        for product, why in ({} if adapter is None else adapter.products(param, rows)).items():
+            counted = found.setdefault(product, {"product": product, "fp8": 0, "decoded": 0, "reasons": {}})
+            counted["fp8" if why is None else "decoded"] += 1
+            if why is not None:
+                entry = {"reason": why, "parameters": 0, "examples": []}
+                _count_one(counted["reasons"].setdefault(why, entry), name)
+    return [{**each, "reasons": list(each["reasons"].values())} for each in found.values()]
+
+
+def _count_one(counted: dict[str, Any], name: str) -> None:
+    counted["parameters"] += 1
+    counted["examples"] += [name] if len(counted["examples"]) < _EXAMPLES else []
 
 
 def _why_unblocked(param: Tensor) -> str:

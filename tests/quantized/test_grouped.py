@@ -6,14 +6,27 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import distributed
 from distributed import on_each_device
 from fused_optim import FusedAdam
-from fused_optim.quantized import Float8CurrentScaling, GroupedLinear, QuantizedTensor, quantize_model_
+from fused_optim.quantized import (
+    Float8CurrentScaling,
+    Float8DelayedScaling,
+    GroupedLinear,
+    QuantizedTensor,
+    Recipe,
+    quantize_model_,
+)
 from fused_optim.sharding.dtensor import local_tensor
 from product_cases import matrix, rounded
 
+EXPERTS = {
+    "tensor": Float8CurrentScaling(compute="fp8"),
+    "row": Float8CurrentScaling(compute="fp8", activation_scaling="row"),
+    "delayed": Float8DelayedScaling(compute="fp8", activation_scaling="row"),
+}
 FP8, DECODED = Float8CurrentScaling(compute="fp8"), Float8CurrentScaling()
 ENDS = [[32, 48, 48, 128], [0, 0, 128, 128], [16, 32, 64, 80]]
 
@@ -25,16 +38,17 @@ def grouped_device(device: str) -> str:
     return device
 
 
-def layer_of(recipe: Float8CurrentScaling, device: str) -> GroupedLinear:
+def layer_of(recipe: Recipe, device: str) -> GroupedLinear:
     torch.manual_seed(0)
     layer = GroupedLinear(4, 64, 96, device, torch.bfloat16)
     return quantize_model_(layer, recipe, lambda module, _: isinstance(module, GroupedLinear))
 
 
+@pytest.mark.parametrize("name", EXPERTS)
 @pytest.mark.parametrize("ends", ENDS[:2])
-def test_products_of_groups(ends: list[int], grouped_device: str) -> None:
+def test_products_of_groups(ends: list[int], name: str, grouped_device: str) -> None:
     """Those of the codes, in float64, but for adding up and rounding; weight gradients are those of BF16 values."""
-    layer = layer_of(FP8, grouped_device)
+    layer = layer_of(EXPERTS[name], grouped_device)
     offsets = torch.tensor(ends, dtype=torch.int32, device=grouped_device)
     x, gradient = matrix(128, 64), matrix(128, 96, 2)
     given = x.to(grouped_device).requires_grad_()
@@ -71,6 +85,26 @@ def test_groups_are_decoded_without_fp8(device: str) -> None:
     out = layer(x, offsets)
     found = torch.autograd.grad(out, (x, layer.weight), gradient)
     assert torch.equal(out, expected) and torch.equal(found[0], of_x) and torch.equal(found[1], of_weight)
+
+
+def test_experts_without_gradients_and_with_frozen_weights(grouped_device: str) -> None:
+    layer = layer_of(EXPERTS["row"], grouped_device)
+    offsets = torch.tensor(ENDS[0], dtype=torch.int32, device=grouped_device)
+    x, gradient = matrix(128, 64).to(grouped_device).requires_grad_(), matrix(128, 96, 2).to(grouped_device)
+    out = layer(x, offsets)
+    of_x, _ = torch.autograd.grad(out, (x, layer.weight), gradient)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(layer(x, offsets), out)
+    layer.requires_grad_(False)
+    (found,) = torch.autograd.grad(layer(x, offsets), x, gradient)
+    assert torch.equal(found, of_x)
+    for reentrant in (False, True):
+        layer.requires_grad_(True)
+        again = checkpoint(layer, x, offsets, use_reentrant=reentrant)
+        again.backward(gradient)
+        assert torch.equal(again, out) and torch.equal(x.grad, of_x)
+        x.grad = None
 
 
 class Experts(nn.Module):

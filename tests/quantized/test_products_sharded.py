@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import unittest.mock
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -136,7 +139,7 @@ def expected_of(names: list[str], way: str) -> dict[str, dict[str, Tensor]]:
 )
 def test_sharded_training_is_that_of_one_process(ranks: int, way: str, how: str, on: str) -> None:
     """Bit for bit, on uneven shards as well, with gradients that accumulate."""
-    names = [name for name in NAMES if name != "block" or how == "fsdp"]
+    names = NAMES
     results = distributed.run(ranks, train_sharded, names, way, how, on=on, timeout=200)
     for name in names:
         expected = results[0][name] if on == "cuda" else distributed.run(1, expected_of, [name], way, on=on)[0][name]
@@ -155,6 +158,55 @@ def test_mixed_precision_is_that_of_one_process(ranks: int, on: str) -> None:
         for name in names:
             assert all(torch.equal(value, expected[name][key]) for key, value in result[name].items()), name
             assert result[name]["gradient 1 0.up.weight"].dtype == torch.float32
+
+
+def gradients(model: nn.Module, micro_batches: int = 1) -> dict[str, Tensor]:
+    """Of the same batch, added up; FSDP2 reduces them in the last backward pass alone."""
+    x, gradient = batch(1)
+    for number in range(micro_batches):
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(number == micro_batches - 1)
+        model(x).backward(gradient)
+    found = {name: whole(param.grad) for name, param in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+def check_modes(name: str) -> None:
+    model = model_of(RECIPES[name])
+    for layer in (*model, model):
+        fully_shard(layer, mesh=distributed.mesh())
+    x, _ = batch(1)
+    expected, once = model(x), gradients(model)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode(), count() as seen:
+            assert torch.equal(model(x), expected)
+        assert seen == ["output"] * 4
+    assert all(torch.equal(value, once[key]) for key, value in gradients(model).items())
+    assert all(torch.equal(value, 2 * once[key]) for key, value in gradients(model, 2).items())
+
+
+def check_autocast(name: str) -> None:
+    """FSDP2 keeps and gathers FP32 weights; sums over two ranks are exact."""
+    plain, sharded = (model_of(RECIPES[name], torch.float32) for _ in range(2))
+    for layer in (*sharded, sharded):
+        fully_shard(layer, mesh=distributed.mesh())
+    with torch.autocast(distributed.device().type, torch.bfloat16), count() as seen:
+        expected, found = gradients(plain), gradients(sharded)
+    assert seen.count("output") == seen.count("input gradient") == 8
+    assert all(torch.equal(value, expected[key]) for key, value in found.items())
+
+
+def check_all(check: Any, names: list[str]) -> None:
+    for name in names:
+        check(name)
+
+
+@pytest.mark.parametrize("check", [check_modes, check_autocast])
+@pytest.mark.parametrize("ranks, on", on_each_device((2,)))
+def test_modes_of_sharded_models(check: Any, ranks: int, on: str) -> None:
+    """Without gradients, without reducing these, and within autocast."""
+    distributed.run(ranks, check_all, check, ["tensor", "row", "block"], on=on)
 
 
 def mean_gradients(names: list[str], sharded: bool) -> dict[str, dict[str, Tensor]]:
@@ -290,6 +342,19 @@ def test_tensor_parallel_ranks_scale_what_they_hold(name: str, ranks: int, on: s
     for errors in distributed.run(ranks, check_parts, name, on=on):
         for key, (of_parts, of_whole) in errors.items():
             assert of_parts < of_whole / 4, (key, of_parts, of_whole)
+
+
+@contextlib.contextmanager
+def count() -> Iterator[list[str]]:
+    """Which products with weights run on codes."""
+    seen: list[str] = []
+    with contextlib.ExitStack() as stack:
+        for name in products.PRODUCTS:
+            attribute = name.replace(" ", "_")
+            original = getattr(products, attribute)
+            counted = lambda *args, name=name, original=original: (seen.append(name), original(*args))[1]  # noqa: E731
+            stack.enter_context(unittest.mock.patch.object(products, attribute, counted))
+        yield seen
 
 
 def count_products(name: str) -> list[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +15,18 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import distributed
+import measured
 from distributed import Part, assert_same, join_all, on_each_device, shard_like
 from fused_optim import FusedAdam
 from fused_optim.quantized import (
     Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8DelayedScaling,
     MXFP8BlockScaling,
     QuantizedTensor,
     Recipe,
+    UsualLayers,
+    gains,
     quantize_model_,
     quantized_model_init,
 )
@@ -245,6 +252,107 @@ def test_masters_of_parameters_of_any_name_start_from_their_values(recipe: str) 
     masters = FusedAdam(model.parameters()).master_state_dict(model)
     for name, param in plain.named_parameters():
         assert torch.equal(masters[name], param), name
+
+
+# --- filters ----------------------------------------------------------------------------------------------------
+
+
+class RoutedExperts(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, 4)
+        self.experts = nn.ModuleList([nn.Linear(width, width) for _ in range(2)])
+
+
+class DecoderLayer(nn.Module):
+    """``gate`` is that of SwiGLU in the first and a router in the second."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.query, self.gate, self.moe = nn.Linear(width, width), nn.Linear(width, 2 * width), RoutedExperts(width)
+        self.router = nn.Sequential(nn.Linear(width, 4))
+
+
+class Decoder(nn.Module):
+    def __init__(self, width: int = 32, embedded: bool = True) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(64, width) if embedded else nn.Identity()
+        self.patch_embed = nn.Linear(width, width)
+        self.layer = DecoderLayer(width)
+        self.lm_head = nn.Linear(width, 64)
+        self.tied, self.last = nn.Linear(width, 64), nn.Linear(width, width)
+        if embedded:
+            self.tied.weight = self.tokens.weight
+
+
+USUAL = {f"layer.{name}.weight" for name in ("query", "gate", "moe.experts.0", "moe.experts.1")}
+
+
+def test_usual_exceptions_stay_plain() -> None:
+    assert quantized_names(quantize_model_(Decoder(), MX, UsualLayers())) == USUAL
+    with torch.device("meta"), quantized_model_init(MX, UsualLayers()):
+        built = Decoder()
+    assert quantized_names(built) == USUAL
+    layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))  # the first one too, where nothing is embedded
+    assert quantized_names(quantize_model_(layers, MX, UsualLayers())) == {"1.weight", "2.weight"}
+    untied = Decoder(embedded=False)
+    assert quantized_names(quantize_model_(untied, MX, UsualLayers())) == USUAL | {"tied.weight"}
+    chosen = UsualLayers(also=lambda _, name: "experts" in name)
+    assert quantized_names(quantize_model_(Decoder(), MX, chosen)) == {name for name in USUAL if "experts" in name}
+
+
+def test_usual_exceptions_are_of_whole_models() -> None:
+    with pytest.raises(TypeError, match="give it as filter_fn itself"):
+        quantize_model_(Decoder(), MX, lambda module, name: UsualLayers()(module, name))
+    with pytest.raises(TypeError, match="also: expected a filter"):
+        UsualLayers("lm_head")  # type: ignore[arg-type]
+
+
+FP8: dict[str, Recipe] = {
+    "tensor": Float8CurrentScaling(compute="fp8"),
+    "row, weight gradients in BF16": Float8DelayedScaling(compute="fp8", activation_scaling="row"),
+    "block": Float8BlockScaling(compute="fp8"),
+}
+
+
+@pytest.mark.parametrize("kind", FP8)
+def test_sizes_that_gain_are_those_of_the_table(kind: str, tmp_path: Path) -> None:
+    sizes = [(1024, 256, 256, 2.0), (1024, 512, 512, 0.5), (512, 512, 1024, 0.5)]  # the last: FP8's time, BF16's is 1
+    rows = [{"rows": r, "inputs": i, "outputs": o, "BF16": 1.0, kind: ms} for r, i, o, ms in sizes]
+    table = tmp_path / "sizes.json"
+    table.write_text(json.dumps({"sizes": rows}))
+    with torch.device("meta"):
+        shapes = [(256, 256), (512, 512), (512, 1024), (1024, 512), (1024, 1024), (1024, 520), (513, 1024)]
+        model = nn.Sequential(*(nn.Linear(*shape) for shape in shapes))
+    expected = {512: {2, 4}, 1024: {1, 2, 3, 4}, 256: set()}
+    for count, picked in expected.items():
+        quantized = quantize_model_(copy.deepcopy(model), FP8[kind], gains(FP8[kind], count, table))
+        assert quantized_names(quantized) == {f"{i}.weight" for i in picked}
+
+
+def test_the_table_is_of_the_results() -> None:
+    """``python benchmarks/measured.py`` writes it again."""
+    assert json.loads(measured.SIZES_TARGET.read_text()) == json.loads(json.dumps(measured.sizes()))
+    report = measured.read(measured.FP8)
+    stack = {row["name"]: row["both_ms"] for row in report["stack"]}
+    count = {(4096, 4096): 8, (14336, 4096): 8, (4096, 14336): 4}  # in four blocks
+    total = {
+        kind: sum(count[row["outputs"], row["inputs"]] * row[kind] for row in measured.sizes()["sizes"])
+        for kind in ("BF16", *FP8)
+    }
+    others = stack["BF16, eager"] - total["BF16"]  # norms and activations
+    names = ("FP8, one scale, eager", "FP8, rows, weight gradients BF16, eager", "FP8, blocks, eager")
+    for kind, name in zip(FP8, names, strict=True):
+        assert total[kind] + others == pytest.approx(stack[name], rel=0.06), name
+
+
+@pytest.mark.parametrize("recipe, message", [
+    (Float8CurrentScaling(), 'compute="fp8"'),
+    (Float8CurrentScaling(compute="fp8", activation_scaling="row", weight_gradients="fp8"), "no times of .*'row'"),
+])  # fmt: skip
+def test_gains_that_are_not_known_are_refused(recipe: Recipe, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        gains(recipe, 8192)
 
 
 # --- while models are built -------------------------------------------------------------------------------------

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import pickle
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,6 +48,39 @@ def without_histories(parts: dict[str, Part]) -> dict[str, Part]:
 
 def quantized(recipe: str, build: Callable[..., nn.Module]) -> nn.Module:
     return quantize_model_(build(recipe), RECIPES[recipe])
+
+
+# --- what is sent -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_shards_send_what_they_are_now(recipe: str) -> None:
+    """The views that are kept for the next gather are of the shard's memory, whatever became of it."""
+    two = SimpleNamespace(size=lambda: 2)
+    shard, other = (QuantizedTensor.from_values(torch.randn(128, 128).bfloat16(), RECIPES[recipe]) for _ in range(2))
+
+    def sent(tensor: QuantizedTensor) -> list[Tensor]:
+        return [part.clone() for part in tensor.fsdp_pre_all_gather(two)[0]]
+
+    expected = sent(other)
+    assert not all(map(torch.equal, sent(shard), expected))
+    copied = copy.deepcopy(shard)  # after it has sent something
+    shard.copy_(other)
+    assert all(map(torch.equal, sent(shard), expected))
+    copied.copy_(other)
+    assert all(map(torch.equal, sent(copied), expected))
+    assert all(map(torch.equal, sent(pickle.loads(pickle.dumps(shard))), expected))
+    before = weakref.ref(shard.components["data"])
+    shard.data = QuantizedTensor.from_values(torch.zeros(128, 128).bfloat16(), RECIPES[recipe])
+    assert before() is None  # as where a model moves to another device
+    assert not any(part.any() for part in sent(shard)[:1])
+    first, second = (shard.fsdp_pre_all_gather(two)[0] for _ in range(2))
+    assert all(a is b for a, b in zip(first, second, strict=True))  # no new views
+
+
+def test_the_signature_of_the_hook_is_the_one_that_fsdp2_asks_for() -> None:
+    shard = QuantizedTensor.from_values(torch.randn(32, 32), RECIPES["current"])
+    assert list(inspect.signature(shard.fsdp_pre_all_gather).parameters) == ["mesh"]
 
 
 # --- what is gathered -------------------------------------------------------------------------------------------
