@@ -22,7 +22,7 @@ PAGES = ["README.md", "benchmarks/README.md", *(str(p.relative_to(ROOT)) for p i
 UNITS = {"%": 0.01, "us": 1e-6, "ms": 1e-3, "s": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB/s": 1e12}
 KEYS = {"share_of_copy": 1.0, "_us": 1e-6, "_ms": 1e-3, "/ms": 1e-3, "_s": 1.0, "bytes": 1.0, "_gb": 1e9}
 NUMBER = re.compile(r"(?<![\w.,-])(\d[\d,]*(?:\.\d+)?)(?: ?(%|TB/s|us|ms|s|kB|MB|GB))?(?![\w.]*\w)")
-COMMENT = re.compile(r"<!-- figures: (.*?)\s*-->", re.DOTALL)
+COMMENT = re.compile(r"<!-- measured: (.*?)\s*-->", re.DOTALL)
 
 
 @dataclass
@@ -124,12 +124,15 @@ def blocks_of(page: str) -> list[str]:
 
 
 def differences(page: str) -> list[str]:
-    """Of a whole page. A comment speaks of the block above it, a table of measured figures must have one."""
+    """Of a whole page. A comment speaks of the block above it, a table of measured figures must have one.
+
+    Tables whose rows and columns are named as in the results may have ``figures:`` above them instead.
+    """
     wrong = []
     blocks = blocks_of(page)
-    for block, after in zip(blocks, [*blocks[1:], ""]):
+    for before, block, after in zip(["", *blocks], blocks, [*blocks[1:], ""]):
         comment = COMMENT.match(after)
-        if comment is None and looks_measured(block):
+        if comment is None and looks_measured(block) and not before.startswith("<!-- figures: "):
             wrong.append(f"no comment says where these figures come from: {block.splitlines()[0]}")
         if comment and not comment[1].startswith("none, "):
             try:
@@ -143,7 +146,8 @@ def looks_measured(block: str) -> bool:
     if not block.startswith("|"):
         return False
     cells = [cell for row in rows_of(block) for cell in row[1:] if cell]
-    return 2 * sum(NUMBER.match(cell) is not None for cell in cells) > len(cells)
+    numbers = filter(None, map(NUMBER.match, cells))
+    return 2 * sum("." in number[1] or bool(number[2]) for number in numbers) > len(cells)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -152,7 +156,7 @@ def test_figures_are_those_of_the_results(page: str) -> None:
 
 
 def test_there_are_figures() -> None:
-    commented = [page for page in PAGES if "<!-- figures: benchmarks/" in (ROOT / page).read_text()]
+    commented = [page for page in PAGES if "<!-- measured: benchmarks/" in (ROOT / page).read_text()]
     assert {"README.md", "benchmarks/README.md", "docs/quantized.md"} <= set(commented)
 
 
@@ -161,7 +165,7 @@ def test_there_are_figures() -> None:
 PAGE = """
 We measured 8.13 ms, 1.2 GB and, in the end, 20% (1 to 3).
 
-<!-- figures: one.json two.json
+<!-- measured: one.json two.json
 8.13 ms = steps/ours/ms
 1.2 GB = two:size_bytes
 20% = steps/ours/share_of_copy
@@ -174,7 +178,7 @@ We measured 8.13 ms, 1.2 GB and, in the end, 20% (1 to 3).
 | ours | 8.13 | 20% |
 | theirs | 10 ms to 11.0 ms | - |
 
-<!-- figures: one.json
+<!-- measured: one.json
 values: steps/{0}/ms; steps/{0}/share_of_copy
 ours
 = steps/theirs/ms; steps/third/ms
@@ -205,8 +209,8 @@ CHANGES = {
     "several results": ("= max ", "= ", "there are 2"),
     "no such result": ("third", "fourth", "steps/fourth/ms: there is no such thing"),
     "an empty comment": ("\nvalues:", " -->\n\n<!-- values:", "0 lines for 2 rows"),
-    "no source": ("<!-- figures: one.json\nvalues", "<!-- values", "no comment says where these figures come from"),
-    "no source, said so": ("<!-- figures: one.json\nvalues", "<!-- figures: none, said once\nvalues", ""),
+    "no source": ("<!-- measured: one.json\nvalues", "<!-- values", "no comment says where these figures come from"),
+    "no source, said so": ("<!-- measured: one.json\nvalues", "<!-- measured: none, said once\nvalues", ""),
 }
 
 
