@@ -199,15 +199,16 @@ def test_names_that_are_not_there_are_found(code: str, wrong: list[str]) -> None
 
 # --- figures ------------------------------------------------------------------------------------------------------
 
-WITH_FIGURES = [page for page in PAGES if "<!-- figures:" in (snippets.DOCS / page).read_text()]
+WITH_FIGURES = [page for page in PAGES if "\n<!-- figures:" in (snippets.DOCS / page).read_text()]
 
 
 @pytest.mark.parametrize("page", WITH_FIGURES)
 def test_figures_are_those_of_the_results(page: str) -> None:
     text = (snippets.DOCS / page).read_text()
     found = figures.tables(text)
-    assert len(found) == text.count("<!-- figures:")
+    assert len(found) == text.count("\n<!-- figures:")
     assert not [difference for table in found for difference in figures.differences(table)]
+    assert all(f"benchmarks/results/{table.source.split()[0]})" in text for table in found)  # which readers see, too
 
 
 def test_a_figure_that_differs_is_found() -> None:
