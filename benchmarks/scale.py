@@ -80,13 +80,15 @@ def llama(layers: int, width: int, inner: int, heads: int, keys: int = 8, vocabu
     return [*found, Weight("norm.weight", (width,), None), Weight("head.weight", (vocabulary, width), 0)]
 
 
-def experts(layers: int = 61, width: int = 7168, inner: int = 2048, count: int = 256, dense: int = 3) -> Model:
+def experts(
+    layers: int = 61, width: int = 7168, inner: int = 2048, count: int = 256, dense: int = 3, heads: int = 128
+) -> Model:
     """Section 4.2 of the DeepSeek-V3 report (arXiv 2412.19437) and the config of its weights.
 
     256 routed experts and a shared one in all layers but the first three. Experts of a layer are one tensor, as
     grouped products take them.
     """
-    heads, query, key, rope, part, vocabulary = 128, 1536, 512, 64, 128, 129_280
+    query, key, rope, part, vocabulary = 1536, 512, 64, 128, 129_280
     found = [Weight("embed.weight", (vocabulary, width), 0)]
     for layer in range(layers):
         shapes: dict[str, tuple[tuple[int, ...], int | None]] = {
@@ -471,14 +473,33 @@ def fitting(model: Model, at_most: int) -> list[Weight]:
     return list(found.values())
 
 
-def run(name: str, model: Model, layout: Layout, options: argparse.Namespace) -> dict[str, Any]:
+def slice_of(model: Model, layers: int | None) -> Model:
+    """The first layer, the last ``layers``, and what is in none; None: all."""
+    count = 1 + max(int(weight.name.split(".")[1]) for weight in model if weight.name.startswith("layers"))
+    if layers is None or layers + 1 >= count:
+        return model
+    kept = {"0", *map(str, range(count - layers, count))}
+    return [weight for weight in model if not weight.name.startswith("layers") or weight.name.split(".")[1] in kept]
+
+
+_GROWING = ("items_of_a_rank", "items", "plan_bytes_of_a_rank", "gathered_bytes", "gathered_bytes_with_torch_planner")
+_GROWING += ("local_plan_seconds", "global_plan_seconds", "metadata_bytes", "checksum_bytes", "names_gathered_before")
+
+
+def run(name: str, whole: Model, layout: Layout, options: argparse.Namespace) -> dict[str, Any]:
+    """Figures of checkpoints grow with the number of weights: those of a slice are multiplied."""
+    model = slice_of(whole, options.layers)
     kinds = kinds_of_ranks(model, layout)
     small = fitting(model, options.whole)
     steps = {kind: stepped(model, layout, rank, options.elements) for kind, rank in kinds.items()}
     compared, left_out = check_states(small, layout, sorted(set(kinds.values()))) if small else (0, 0)
+    checkpoint = planned(model, layout, options.samples, layout.kind != "fsdp_tp" or layout.ranks <= 64)
+    checkpoint |= {key: checkpoint[key] * len(whole) / len(model) for key in _GROWING if key in checkpoint}
     return {
         "model": name,
-        "elements": sum(weight.numel for weight in model),
+        "elements": sum(weight.numel for weight in whole),
+        "weights": len(whole),
+        "weights_of_slice": len(model),
         "ranks": layout.ranks,
         "layout": layout.kind,
         "mesh": list(layout.mesh),
@@ -487,8 +508,8 @@ def run(name: str, model: Model, layout: Layout, options: argparse.Namespace) ->
         "shards_of_vectors_not_compared": left_out,
         "shapes_checked": len({(weight.shape, weight.parallel) for weight in model}),
         "weights_compared": [weight.name for weight in small],
-        "host_ms": host_time(model, layout, options.steps),
-        "checkpoint": planned(model, layout, options.samples, layout.kind != "fsdp_tp" or layout.ranks <= 64),
+        "host_ms": host_time(whole, layout, options.steps),
+        "checkpoint": checkpoint,
     }
 
 
@@ -512,6 +533,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--world-sizes", nargs="+", type=int, default=[64, 1024, 16384])
     parser.add_argument("--layouts", nargs="+", default=["fsdp", "hsdp", "fsdp_tp"])
+    parser.add_argument("--layers", type=int, help="a slice, for all but host times: the first and the last")
     parser.add_argument("--elements", type=int, default=3_000_000, help="of a rank that are stepped")
     parser.add_argument("--whole", type=int, default=5_000_000, help="elements of weights compared with one process")
     parser.add_argument("--steps", type=int, default=10, help="for host time")
