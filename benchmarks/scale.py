@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -409,9 +409,10 @@ def metadata_bytes(plans: list[SavePlan]) -> tuple[int, int, float]:
     return len(pickle.dumps(found)), len(found.storage_data), seconds
 
 
-def planned(model: Model, layout: Layout, samples: int, compare: bool) -> dict[str, Any]:
-    """What a save gathers, writes and takes: the first rank and others in equal distances are real, the sums are not.
+def planned(model: Model, whole: Model, layout: Layout, samples: int, compare: bool) -> dict[str, Any]:
+    """What a save gathers, writes and takes: plans of the first rank and of others in equal distances are made.
 
+    Bytes and seconds of one item are theirs; how many there are of all ranks is counted by :func:`shards`.
     ``compare``: with torch's planner, too.
     """
     ranks = sorted({round(i * (layout.ranks - 1) / (samples - 1)) for i in range(samples)})
@@ -426,12 +427,13 @@ def planned(model: Model, layout: Layout, samples: int, compare: bool) -> dict[s
             sizes.append(len(pickle.dumps(plan)))
             seconds.append(took)
     others = [len(plan.items) for plan in plans[1:]]
-    items = len(plans[0].items) + round((layout.ranks - 1) * sum(others) / len(others))
-    gathered = sizes[0] + round((layout.ranks - 1) * sum(sizes[1:]) / len(others))
+    numbers = sum(item.type == WriteItemType.BYTE_IO for item in plans[0].items)
+    items = numbers + sum(entries(weight, layout) * shards(weight, layout) for weight in whole)
+    gathered = round(items * sum(sizes) / sum(len(plan.items) for plan in plans))
     nbytes, parts, took = metadata_bytes(plans)
     each, once = _line(plans, nbytes, parts)
-    files = sum(bool(plan.items) for plan in plans) / len(plans) * layout.ranks
-    names = len(pickle.dumps([weight.name for weight in model]))
+    files = max(shards(weight, layout) for weight in model) if layout.kind == "fsdp" else layout.ranks
+    names = len(pickle.dumps([weight.name for weight in whole]))
     found = {
         "sampled_ranks": len(ranks),
         "items_of_a_rank": max(others),
@@ -442,13 +444,36 @@ def planned(model: Model, layout: Layout, samples: int, compare: bool) -> dict[s
         "global_plan_seconds": took / parts * items,
         "metadata_bytes": round(once + each * items),
         "checksum_bytes": items * len(json.dumps([123_456_789, 1_234_567, "01234567"]) + ", "),
-        "files_at_least": round(files),
-        "manifest_bytes": round(files) * len(' "__12345_0.distcp": 1234567890,\n'),
+        "files_at_least": files,
+        "manifest_bytes": files * len(' "__12345_0.distcp": 1234567890,\n'),
         "names_gathered_before": names * layout.ranks,
     }
     if before:
         found["gathered_bytes_with_torch_planner"] = round(sum(before) / len(before) * layout.ranks)
     return found
+
+
+def entries(weight: Weight, layout: Layout) -> int:
+    """Tensors of a weight in a native checkpoint: itself, bits and scales of two moments, remainder and its check.
+
+    Where shards are no whole rows: itself, two moments and the master, unscaled.
+    """
+    whole_rows = len(weight.shape) > 1 and (layout.kind != "fsdp_tp" or not weight.parallel)
+    return 7 if whole_rows else 4
+
+
+def shards(weight: Weight, layout: Layout) -> int:
+    """That have elements, replicas counted once."""
+    if layout.kind != "fsdp_tp" or weight.parallel is None:
+        return _pieces(weight.shape[0], layout.shards)
+    if weight.parallel:
+        return _pieces(weight.shape[0], layout.shards) * _pieces(weight.shape[weight.parallel], layout.mesh[1])
+    cuts = (_cut((0, weight.shape[0]), layout.mesh[1], number) for number in range(layout.mesh[1]))
+    return sum(_pieces(end - start, layout.shards) for start, end in cuts)
+
+
+def _pieces(size: int, parts: int) -> int:
+    return -(-size // -(-size // parts)) if size else 0
 
 
 def _line(plans: list[SavePlan], nbytes: int, parts: int) -> tuple[float, float]:
@@ -482,18 +507,17 @@ def slice_of(model: Model, layers: int | None) -> Model:
     return [weight for weight in model if not weight.name.startswith("layers") or weight.name.split(".")[1] in kept]
 
 
-_GROWING = ("items_of_a_rank", "items", "plan_bytes_of_a_rank", "gathered_bytes", "gathered_bytes_with_torch_planner")
-_GROWING += ("local_plan_seconds", "global_plan_seconds", "metadata_bytes", "checksum_bytes", "names_gathered_before")
+_GROWING = ("items_of_a_rank", "plan_bytes_of_a_rank", "gathered_bytes_with_torch_planner")
 
 
 def run(name: str, whole: Model, layout: Layout, options: argparse.Namespace) -> dict[str, Any]:
-    """Figures of checkpoints grow with the number of weights: those of a slice are multiplied."""
+    """Figures of one rank's plan grow with the number of weights: those of a slice are multiplied."""
     model = slice_of(whole, options.layers)
     kinds = kinds_of_ranks(model, layout)
     small = fitting(model, options.whole)
     steps = {kind: stepped(model, layout, rank, options.elements) for kind, rank in kinds.items()}
     compared, left_out = check_states(small, layout, sorted(set(kinds.values()))) if small else (0, 0)
-    checkpoint = planned(model, layout, options.samples, layout.kind != "fsdp_tp" or layout.ranks <= 64)
+    checkpoint = planned(model, whole, layout, options.samples, layout.kind != "fsdp_tp" or layout.ranks <= 64)
     checkpoint |= {key: checkpoint[key] * len(whole) / len(model) for key in _GROWING if key in checkpoint}
     return {
         "model": name,
@@ -528,6 +552,23 @@ def machine() -> dict[str, Any]:
     }
 
 
+def table(runs: Iterable[Mapping[str, Any]]) -> str:
+    """Of docs/scale.md."""
+    rows = ["| model | ranks | mesh | plans of torch | ours | `.metadata` | checksums | files |", "|---|" + "---|" * 7]
+    for run in runs:
+        found = run["checkpoint"]
+        names = ("gathered_bytes_with_torch_planner", "gathered_bytes", "metadata_bytes", "checksum_bytes")
+        sizes = [_size(found[name]) if name in found else "-" for name in names]
+        mesh = f"{run['layout'].replace('_tp', ' x TP').upper()} {' x '.join(map(str, run['mesh']))}"
+        first = [run["model"], f"{run['ranks']:,}", mesh]
+        rows.append(f"| {' | '.join([*first, *sizes, format(found['files_at_least'], ',')])} |")
+    return "\n".join(rows)
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.{int(nbytes < 1e7)}f} MB"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
@@ -539,7 +580,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="for host time")
     parser.add_argument("--samples", type=int, default=3, help="ranks whose plans are made")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--table", nargs="+", type=Path, help="print that of these results, instead of a run")
     options = parser.parse_args()
+    if options.table:
+        print(table(run for path in options.table for run in json.loads(path.read_text())["runs"]))
+        return
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*gathers the shards.*")
     results: Mapping[str, Any] = {"machine": machine(), "options": vars(options) | {"output": None}, "runs": []}

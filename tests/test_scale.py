@@ -12,13 +12,14 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 import scale
 from fused_optim.checkpoint.writing import Planner
 from fused_optim.tools.simulation import simulated
-from scale import Layout, Model, Weight
+from scale import Model, Weight
 
 RANKS = 4
 SMALL: dict[str, Model] = {
     "dense": scale.llama(1, 256, 512, 2, keys=1, vocabulary=1001),
     "experts": scale.experts(2, 256, 256, 5, dense=1, heads=2)[1:-1],
 }
+WIDE = scale.llama(1, 4096, 512, 32, keys=1, vocabulary=1001)  # norms that are cut into blocks
 LAYOUTS = {layout.kind: layout for layout in scale.layouts(RANKS)}
 
 
@@ -107,11 +108,12 @@ def test_keys_of_some_ranks_are_kept() -> None:
     }
 
 
-def test_sizes_are_reported() -> None:
-    found = scale.planned(SMALL["dense"], Layout("fsdp", (RANKS,)), RANKS, True)
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_sizes_are_reported(kind: str) -> None:
+    found = scale.planned(WIDE, WIDE, LAYOUTS[kind], RANKS, True)
     assert found["sampled_ranks"] == RANKS
     assert 0 < found["gathered_bytes"] < found["gathered_bytes_with_torch_planner"]
-    every = plans("fsdp", True, SMALL["dense"])
+    every = plans(kind, True, WIDE)
     assert found["items"] == sum(len(plan.items) for plan in every)
     nbytes, parts, _ = scale.metadata_bytes(every)
     assert parts == found["items"] and found["metadata_bytes"] == pytest.approx(nbytes, rel=0.1)

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.futures import Future
 
 from fused_optim.checkpoint.checksums import Range
@@ -128,15 +128,19 @@ def _replicas(tensor: Any) -> _Replicas | None:
     """None where this rank's shard may be the only one, or placements do not say where it lies."""
     if not isinstance(tensor, DTensor) or has_own_chunks(tensor):
         return None
-    mesh = tensor.device_mesh
-    dims = tuple(dim for dim, place in enumerate(tensor.placements) if place.is_replicate() and mesh.shape[dim] > 1)
-    at = mesh.get_coordinate()
-    if not dims or at is None:
-        return None
+    at = tensor.device_mesh.get_coordinate()
+    return None if at is None else _replicas_at(tensor.device_mesh, tuple(tensor.placements), tuple(at))
+
+
+@functools.lru_cache(maxsize=64)
+def _replicas_at(mesh: DeviceMesh, placements: tuple[Placement, ...], at: tuple[int, ...]) -> _Replicas | None:
+    """Once for all tensors: large meshes take a millisecond to say how large they are."""
+    shape = tuple(mesh.shape)
+    dims = tuple(dim for dim, place in enumerate(placements) if place.is_replicate() and shape[dim] > 1)
     own, count = 0, 1
     for dim in dims:
-        own, count = own * mesh.shape[dim] + at[dim], count * mesh.shape[dim]
-    return _Replicas(mesh, dims, own, count)
+        own, count = own * shape[dim] + at[dim], count * shape[dim]
+    return _Replicas(mesh, dims, own, count) if dims else None
 
 
 @functools.lru_cache(maxsize=4096)
