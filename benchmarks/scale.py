@@ -552,6 +552,9 @@ def machine() -> dict[str, Any]:
     }
 
 
+_KINDS = {"fsdp": "FSDP", "hsdp": "HSDP", "fsdp_tp": "FSDP x TP"}
+
+
 def table(runs: Iterable[Mapping[str, Any]]) -> str:
     """Of docs/scale.md."""
     rows = ["| model | ranks | mesh | plans of torch | ours | `.metadata` | checksums | files |", "|---|" + "---|" * 7]
@@ -559,7 +562,7 @@ def table(runs: Iterable[Mapping[str, Any]]) -> str:
         found = run["checkpoint"]
         names = ("gathered_bytes_with_torch_planner", "gathered_bytes", "metadata_bytes", "checksum_bytes")
         sizes = [_size(found[name]) if name in found else "-" for name in names]
-        mesh = f"{{'fsdp': 'FSDP', 'hsdp': 'HSDP', 'fsdp_tp': 'FSDP x TP'}[run['layout']]} {' x '.join(map(str, run['mesh']))}"
+        mesh = f"{_KINDS[run['layout']]} {' x '.join(map(str, run['mesh']))}"
         first = [run["model"], f"{run['ranks']:,}", mesh]
         rows.append(f"| {' | '.join([*first, *sizes, format(found['files_at_least'], ',')])} |")
     return "\n".join(rows)
