@@ -20,7 +20,6 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fused_optim.checkpoint.checksums import check_finished
 from fused_optim.checkpoint.folders import Folder, LocalFolder, PathLike, folder_at
@@ -28,7 +27,7 @@ from fused_optim.checkpoint.metadata import check_files, read_metadata
 from fused_optim.checkpoint.reading import load
 from fused_optim.checkpoint.untrusted import Refused, load_object
 from fused_optim.sharding.collective import unwrapped_name
-from fused_optim.sharding.dtensor import has_own_chunks, keep_chunks, local_tensor, rewrap_shaped
+from fused_optim.sharding.dtensor import has_own_chunks, keep_chunks, local_tensor, placed_part_of, rewrap_shaped
 
 # `exp_avg.bits` and the like: the parts of a state in the native form
 _STATE_KEY = re.compile(r"(?P<id>.+)\.(?P<name>exp_avg|exp_avg_sq|max_exp_avg_sq|master_param|step)(\.(?P<part>\w+))?")
@@ -156,7 +155,7 @@ def buffer_for(param: Tensor, stored: Stored) -> Tensor:
     if has_own_chunks(param):
         local = torch.empty(local_tensor(param).shape, dtype=stored.dtype)
         return keep_chunks(rewrap_shaped(local, param, stored.shape), param)
-    shape, _ = compute_local_shape_and_global_offset(stored.shape, param.device_mesh, param.placements)
+    shape, _ = placed_part_of(stored.shape, param.device_mesh, param.placements)
     return rewrap_shaped(torch.empty(shape, dtype=stored.dtype), param, stored.shape)
 
 

@@ -23,13 +23,19 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.futures import Future
 
 from fused_optim.checkpoint.archives import Archives
@@ -37,7 +43,7 @@ from fused_optim.checkpoint.checksums import Range
 from fused_optim.checkpoint.folders import Folder
 from fused_optim.checkpoint.metadata import FILE
 from fused_optim.checkpoint.threads import threads
-from fused_optim.sharding.dtensor import has_own_chunks
+from fused_optim.sharding.dtensor import has_own_chunks, local_tensor, placed_part_of
 
 _FILE_BYTES = 1 << 24  # that make one more file worth while
 _HEADER, _OBJECT = 2048, 1024  # bytes that torch writes beside those of a tensor, and for a small object, about
@@ -59,12 +65,12 @@ class Planner(DefaultSavePlanner):
         self._alike = alike
 
     def create_local_plan(self) -> SavePlan:
-        plan = super().create_local_plan()
-        items, places = plan.items, plan.planner_data
+        items = [item for key, value in self.state_dict.items() for item in _items(key, value)]
+        places = self.mappings
         if self._alike and not self.is_coordinator:
             items = [item for item in items if item.type != WriteItemType.BYTE_IO or not self._is_same(item.index.fqn)]
             places = {key: path for key, path in places.items() if not self._is_same(key)}
-        self.plan = dataclasses.replace(plan, items=_own_items(items, self.state_dict), planner_data=places)
+        self.plan = SavePlan(_own_items(items, self.state_dict), planner_data=places)
         return self.plan
 
     def _is_same(self, key: str) -> bool:
@@ -74,6 +80,20 @@ class Planner(DefaultSavePlanner):
         if write_item.type == WriteItemType.BYTE_IO and type(object) in (bool, int, float, str, type(None)):
             return io.BytesIO(_serialised(type(object).__name__, repr(object), object))
         return super().transform_object(write_item, object)
+
+
+def _items(key: str, value: Any) -> list[WriteItem]:
+    """torch's, but none for empty shards of a tensor, and without counting anew where each shard lies."""
+    if not isinstance(value, DTensor) or has_own_chunks(value):
+        return create_default_local_save_plan({key: value}, True).items
+    if value.device_mesh.get_coordinate() is None:
+        return []
+    sizes, offsets = map(torch.Size, placed_part_of(value.shape, value.device_mesh, value.placements))
+    if not sizes.numel() and value.numel():
+        return []
+    properties = TensorProperties.create_from_tensor(local_tensor(value))
+    data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), properties, value.size())
+    return [WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data)]
 
 
 def _own_items(items: Iterable[WriteItem], tensors: Mapping[str, Any]) -> list[WriteItem]:
@@ -109,15 +129,19 @@ def _replicas(tensor: Any) -> _Replicas | None:
     """None where this rank's shard may be the only one, or placements do not say where it lies."""
     if not isinstance(tensor, DTensor) or has_own_chunks(tensor):
         return None
-    mesh = tensor.device_mesh
-    dims = tuple(dim for dim, place in enumerate(tensor.placements) if place.is_replicate() and mesh.shape[dim] > 1)
-    at = mesh.get_coordinate()
-    if not dims or at is None:
-        return None
+    at = tensor.device_mesh.get_coordinate()
+    return None if at is None else _replicas_at(tensor.device_mesh, tuple(tensor.placements), tuple(at))
+
+
+@functools.lru_cache(maxsize=64)
+def _replicas_at(mesh: DeviceMesh, placements: tuple[Placement, ...], at: tuple[int, ...]) -> _Replicas | None:
+    """Once for all tensors: large meshes take a millisecond to say how large they are."""
+    shape = tuple(mesh.shape)
+    dims = tuple(dim for dim, place in enumerate(placements) if place.is_replicate() and shape[dim] > 1)
     own, count = 0, 1
     for dim in dims:
-        own, count = own * mesh.shape[dim] + at[dim], count * mesh.shape[dim]
-    return _Replicas(mesh, dims, own, count)
+        own, count = own * shape[dim] + at[dim], count * shape[dim]
+    return _Replicas(mesh, dims, own, count) if dims else None
 
 
 @functools.lru_cache(maxsize=4096)

@@ -16,10 +16,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fused_optim.sharding.collective import any_rank
-from fused_optim.sharding.dtensor import has_own_chunks, local_tensor, set_chunks, sharded_dim
+from fused_optim.sharding.dtensor import has_own_chunks, local_tensor, placed_part_of, set_chunks, sharded_dim
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ def _is_uneven(param: DTensor) -> bool:
         return False
     if _cut_order(param) is not None:  # sizes may be even, but torch would count the ranks in another order
         return True
-    shape, _ = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    shape, _ = placed_part_of(param.shape, param.device_mesh, param.placements)
     return tuple(local_tensor(param).shape) != tuple(shape)
 
 

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, Placement, debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fused_optim.sharding.dtensor import forget_meshes, placed_part_of
 
 
 @contextmanager
@@ -27,6 +28,8 @@ def simulated(world_size: int, rank: int = 0) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        forget_meshes()
+        debug._clear_sharding_prop_cache()  # which has meshes, equal to those of another rank
 
 
 def sharded_parameter(
@@ -37,7 +40,7 @@ def sharded_parameter(
     device: str = "meta",
 ) -> nn.Parameter:
     """A parameter of this shape of which only this rank's shard is allocated, with zeros."""
-    local, _ = compute_local_shape_and_global_offset(tuple(shape), mesh, placements)
+    local, _ = placed_part_of(shape, mesh, placements)
     stride = torch.empty(tuple(shape), device="meta").stride()
     values: Tensor = torch.zeros(local, dtype=dtype, device=device)
     return nn.Parameter(
