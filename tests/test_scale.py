@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ SMALL: dict[str, Model] = {
     "experts": scale.experts(2, 256, 256, 5, dense=1, heads=2)[1:-1],
 }
 WIDE = scale.llama(1, 4096, 512, 32, keys=1, vocabulary=1001)  # norms that are cut into blocks
+FILES = ("llama-8b", "llama-405b", "experts-671b")
 LAYOUTS = {layout.kind: layout for layout in scale.layouts(RANKS)}
 
 
@@ -117,3 +120,10 @@ def test_sizes_are_reported(kind: str) -> None:
     assert found["items"] == sum(len(plan.items) for plan in every)
     nbytes, parts, _ = scale.metadata_bytes(every)
     assert parts == found["items"] and found["metadata_bytes"] == pytest.approx(nbytes, rel=0.1)
+
+
+def test_the_table_of_the_page() -> None:
+    root = Path(scale.__file__).parents[1]
+    files = (root / "benchmarks/results/2026-11-22-scale" / f"{name}.json" for name in FILES)
+    runs = [run for file in files for run in json.loads(file.read_text())["runs"]]
+    assert scale.table(runs) in (root / "docs/scale.md").read_text()
