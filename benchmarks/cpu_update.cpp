@@ -1,6 +1,6 @@
-// Times the CPU engine's inner part as several revisions have it, turn by turn in one process; cpu_update.py compiles it.
-// Arguments: elements, repeats, then LIBRARY:ISA each. Prints a row for each mix: its name, its bytes per element, and
-// nanoseconds per element, the least of all repeats, for each library.
+// Times the CPU engine's inner part as several revisions have it, turn by turn in one process; cpu_update.py compiles
+// it. Arguments: elements, repeats, then LIBRARY:ISA each. Prints a row for each mix: its name, its bytes per element,
+// and nanoseconds per element, the least of all repeats, for each library.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -72,8 +72,8 @@ std::vector<float> numbers(Element type, size_t count, float size) {
 }
 
 int moved(const Case& c) {
-    const int master = 2 * master_bytes(c.master) + (c.master == Master::kParameter || is_remainder(c.master) ? 2 : 1) *
-                                                        element_bytes(c.param);
+    const int master = 2 * master_bytes(c.master) +
+                       (c.master == Master::kParameter || is_remainder(c.master) ? 2 : 1) * element_bytes(c.param);
     return element_bytes(c.param) + master + 4 * format_bytes(c.moments);
 }
 

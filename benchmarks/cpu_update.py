@@ -1,7 +1,8 @@
 """Times the CPU engine's update of one thread as two revisions have it, turn by turn in one process.
 
 What one core computes is what this shows: with 16,384 elements everything lies in its caches. Machines that are shared
-disturb both revisions alike. ``python benchmarks/cpu_update.py --before REVISION --output FILE``, in a git checkout, with g++.
+disturb both revisions alike. In a git checkout, with g++:
+``python benchmarks/cpu_update.py --before REVISION --output FILE``.
 """
 
 from __future__ import annotations

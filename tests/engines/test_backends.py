@@ -290,7 +290,12 @@ def test_boundaries_between_codes(
     rows = torch.cat([rows, mixed, torch.zeros(3, width)])
     rows[:, 1::2] *= -1.0
     shape = Shape("rows", tuple(rows.shape), width)
-    options = {"betas": (0.0, 0.0), "exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype, "stochastic_rounding": stochastic}
+    options = {
+        "betas": (0.0, 0.0),
+        "exp_avg_dtype": dtype,
+        "exp_avg_sq_dtype": dtype,
+        "stochastic_rounding": stochastic,
+    }
     pair = Pair(one_group([shape], MASTER["float32"], engine), engine, use_backend, **options)
     for size in (1.0, 2.0**-20, 3.1e-5):
         pair.step([(rows * size).to(engine)])

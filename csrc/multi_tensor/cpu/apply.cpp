@@ -116,7 +116,8 @@ struct LoadMoment {
         dispatch_block(scales.block, [&](auto size) {
             constexpr int block = decltype(size)::value;
             for (int first = 0; first < kTile; first += block) {
-                decode_block<block>(codec, tile + first, raw + first, first < count ? scales.values[first / block] : 0.0f);
+                decode_block<block>(codec, tile + first, raw + first,
+                                    first < count ? scales.values[first / block] : 0.0f);
             }
         });
     }
@@ -159,7 +160,8 @@ struct TileScales {
     }
 };
 
-// `encode(size, codes, first, inverse)` encodes the block that begins with element `first`; `bits` are what it rounds by.
+// `encode(size, codes, first, inverse)` encodes the block that begins with element `first`; `bits` are what it rounds
+// by.
 template <class Codec, class Encode>
 void store_scaled(const float* tile, const uint32_t* bits, uint64_t address, uint64_t element, int count,
                   const Scales& scales, const Encode& encode) {
@@ -210,11 +212,11 @@ struct StoreExpAvgSq {
     void operator()(Unscaled) const { store(tile, bits, unscaled_type(format), address, element, count); }
     template <class Codec>
     void operator()(Codec codec) const {
-        store_scaled<Codec>(
-            tile, bits, address, element, count, scales,
-            [&](auto size, typename Codec::Bits* codes, int first, float inverse) {
-                encode_block<decltype(size)::value>(codec, codes, tile + first, root + first, bits + first, inverse);
-            });
+        store_scaled<Codec>(tile, bits, address, element, count, scales,
+                            [&](auto size, typename Codec::Bits* codes, int first, float inverse) {
+                                encode_block<decltype(size)::value>(codec, codes, tile + first, root + first,
+                                                                    bits + first, inverse);
+                            });
     }
 };
 
@@ -222,21 +224,28 @@ void load_float16_master(float* tile, const Shard& shard, uint64_t element, int 
     LoadMoment{tile, Format::kFloat16, shard.master, element, count, scales}(Float16Master{});
 }
 
+// As join_remainder16 and join_remainder8: the parameter's bits in front of the remainder's, which have a sign.
+template <class Low>
+void load_split(float* tile, const Shard& shard, uint64_t element, int count) {
+    constexpr int shift = 16 - 8 * sizeof(Low);
+    alignas(64) uint16_t high[kTile];
+    alignas(64) Low low[kTile];
+    copy_in(high, shard.param, element, count);
+    copy_in(low, shard.master, element, count);
+    for (int i = 0; i < kTile; ++i) {
+        const uint32_t bits = static_cast<uint32_t>(high[i]) << 16 | static_cast<uint32_t>(low[i]) << shift;
+        tile[i] = bits_float((bits ^ 0x8000u) - 0x8000u);
+    }
+    if (absmax_of<kTile>(tile) <= kInfinity) return;
+    for (int i = 0; i < kTile; ++i) tile[i] = checked_join(tile[i]);
+}
+
 void load_master(float* tile, const Shard& shard, uint64_t element, int count, const Scales& scales) {
     if (shard.master_kind == Master::kParameter) return load(tile, shard.param_type, shard.param, element, count);
     if (shard.master_kind == Master::kFloat32) return copy_in(tile, shard.master, element, count);
     if (shard.master_kind == Master::kFloat16) return load_float16_master(tile, shard, element, count, scales);
-    alignas(64) uint16_t high[kTile];
-    copy_in(high, shard.param, element, count);
-    if (shard.master_kind == Master::kRemainder16) {
-        alignas(64) int16_t low[kTile];
-        copy_in(low, shard.master, element, count);
-        for (int i = 0; i < kTile; ++i) tile[i] = join_remainder16(high[i], low[i]);
-    } else {
-        alignas(64) int8_t low[kTile];
-        copy_in(low, shard.master, element, count);
-        for (int i = 0; i < kTile; ++i) tile[i] = join_remainder8(high[i], low[i]);
-    }
+    if (shard.master_kind == Master::kRemainder16) return load_split<uint16_t>(tile, shard, element, count);
+    load_split<uint8_t>(tile, shard, element, count);
 }
 
 template <class Low, Split split(float)>

@@ -34,9 +34,9 @@ void encode_block(Codec, typename Codec::Bits* codes, const float* m, float inve
 }
 
 // As float8_nearest_even(), without telling subnormal codes apart. Added to x, a power of two, 2^20 times x's or 2^-6,
-// has x in units of a code's last place in its own last places, rounded. A code is that number and 8 times the exponent,
-// less 968; 56 is -968 in the low byte, which is what is kept. A shift comes last: what comes after it would be
-// vectorised for bytes, and every operand converted.
+// has x in units of a code's last place in its own last places, rounded. A code is that number and 8 times the
+// exponent, less 968; 56 is -968 in the low byte, which is what is kept. A shift comes last: what comes after it would
+// be vectorised for bytes, and every operand converted.
 template <int block>
 void encode_block(ExpAvg<Format::kFloat8>, uint8_t* codes, const float* m, float inverse) {
     constexpr uint32_t smallest = 121u << 23;  // 2^-6
@@ -73,7 +73,8 @@ void decode_block(Float16Master, float* values, const uint16_t* codes, float sca
 
 template <int block>
 void encode_block(ExpAvg<Format::kFloat16>, uint16_t* codes, const float* m, float inverse) {
-    const __m256 scale = _mm256_set1_ps(inverse), top = _mm256_set1_ps(kFloat16Top), least = _mm256_set1_ps(-kFloat16Top);
+    const __m256 scale = _mm256_set1_ps(inverse), top = _mm256_set1_ps(kFloat16Top),
+                 least = _mm256_set1_ps(-kFloat16Top);
     for (int i = 0; i < block; i += 8) {
         const __m256 x = _mm256_mul_ps(_mm256_loadu_ps(m + i), scale);
         const __m256 clamped = _mm256_max_ps(_mm256_min_ps(x, top), least);

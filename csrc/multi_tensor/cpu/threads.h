@@ -10,8 +10,9 @@
 
 namespace fused_optim {
 
-// Calls work(thread) for each thread < count: 0 on the calling one, the others on threads that stay for the next call, the
-// same number on the same one. Calls that meet wait for each other. Returns when all are done; `work` must not throw.
+// Calls work(thread) for each thread < count: 0 on the calling one, the others on threads that stay for the next call,
+// the same number on the same one. Calls that meet wait for each other. Returns when all are done; `work` must not
+// throw.
 void run_on_threads(size_t count, const std::function<void(size_t)>& work);
 
 // The part of the work that a thread begins with.
