@@ -55,15 +55,23 @@ UpdateRange* find(const std::string& library, const std::string& isa) {
     return reinterpret_cast<UpdateRange*>(found);
 }
 
-// Normal numbers, as elements of a type. Memory of FP32's size, zeros, for what has no values yet.
-std::vector<float> numbers(Element type, size_t count, float size) {
-    std::vector<float> memory(count);
+// Aligned as torch aligns tensors.
+struct alignas(64) Line {
+    float values[16];
+};
+using Memory = std::vector<Line>;
+
+Memory zeros(size_t count) { return Memory(count / 16 + 1); }
+
+// Normal numbers, as elements of a type, in as much memory as FP32's take.
+Memory numbers(Element type, size_t count, float size) {
+    Memory memory = zeros(count);
     std::mt19937 generator(1);
     std::normal_distribution<float> normal;
     for (size_t i = 0; i < count; ++i) {
         const float x = size * normal(generator);
         if (type == Element::kFloat32) {
-            memory[i] = x;
+            memory[i / 16].values[i % 16] = x;
         } else {
             reinterpret_cast<uint16_t*>(memory.data())[i] = bfloat16_nearest_even(x);
         }
@@ -78,10 +86,10 @@ int moved(const Case& c) {
 }
 
 void measure(const Case& c, size_t count, int repeats, const std::vector<UpdateRange*>& updates) {
-    auto grad = numbers(c.param, count, 1e-3f), param = numbers(c.param, count, 0.02f);
-    auto master = c.master == Master::kFloat32 ? numbers(Element::kFloat32, count, 0.02f) : std::vector<float>(count);
-    std::vector<float> m(count), v(count), scales(3 * (count / 128 + 1));
-    const auto address = [](std::vector<float>& memory) { return reinterpret_cast<uint64_t>(memory.data()); };
+    Memory grad = numbers(c.param, count, 1e-3f), param = numbers(c.param, count, 0.02f);
+    Memory master = c.master == Master::kFloat32 ? numbers(Element::kFloat32, count, 0.02f) : zeros(count);
+    Memory m = zeros(count), v = zeros(count), scales = zeros(3 * (count / 128 + 1));
+    const auto address = [](Memory& memory) { return reinterpret_cast<uint64_t>(memory.data()); };
     Shard shard{};
     shard.grad = address(grad);
     shard.param = address(param);

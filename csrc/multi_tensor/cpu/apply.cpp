@@ -320,6 +320,7 @@ float* in_place(float* tile, bool is_float32, uint64_t address, uint64_t element
 }
 
 // The update of a tile's elements, the twin of the CUDA engine's. `grad` is written to unless it stays as it is.
+template <bool keeps_root>
 void update_values(float* __restrict__ grad, float* __restrict__ param, float* __restrict__ m, float* __restrict__ v,
                    float* __restrict__ root, const Scalars s) {
     if (!s.unchanged_gradient) {
@@ -332,8 +333,9 @@ void update_values(float* __restrict__ grad, float* __restrict__ param, float* _
         Moments moments = next_moments(grad[i], m[i], v[i], s);
         m[i] = moments.exp_avg;
         v[i] = moments.exp_avg_sq;
-        root[i] = root_of(v[i]);
-        param[i] = next_param(param[i], m[i], root[i], s);
+        const float found = root_of(v[i]);
+        if (keeps_root) root[i] = found;
+        param[i] = next_param(param[i], m[i], found, s);
     }
 }
 
@@ -372,7 +374,8 @@ uint32_t update_tile(const Shard& shard, const Scalars& scalars, uint64_t elemen
     }
     if (scalars.writes_gradient) store_unscaled(shard, scalars, grad, element, count);
     for (int i = 0; scaled_master && i < kTile; ++i) before[i] = param[i];
-    update_values(grad, param, m, v, root, scalars);
+    const auto update = is_scaled(v_format) ? update_values<true> : update_values<false>;
+    update(grad, param, m, v, root, scalars);
     for (int i = count; i < kTile; ++i) {  // a short last block's scales must not see them
         m[i] = v[i] = root[i] = param[i] = 0.0f;
     }
