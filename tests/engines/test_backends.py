@@ -6,7 +6,10 @@ compared with that margin there.
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -254,6 +257,50 @@ def test_fp16_blocks_at_powers_of_two(stochastic: bool, engine: str, use_backend
     assert len(scales.unique()) == 2
 
 
+def around_boundaries(dtype: torch.dtype, state: str, ulps: int = 3) -> Tensor:
+    """Magnitudes at and beside those where the code changes, largest first, as parts of their block's largest.
+
+    Of FP16 only some: it has too many codes.
+    """
+    if dtype == torch.float16:
+        levels, root = torch.arange(0, 0x7800, 29).short().view(torch.float16).double().numpy() / 2**15, 1
+    else:
+        code = next(fmt.moment(state).code for fmt in FORMATS if fmt.dtype == dtype)
+        levels, root = code.levels / code.levels[-1], code.root
+    middles = ((levels[1:] + levels[:-1]) / 2).astype(np.float64) ** root
+    parts = torch.from_numpy(middles[::-1].copy()).float().view(-1, 1)
+    steps = torch.arange(-ulps, ulps + 1, dtype=torch.int32)
+    return (parts.view(torch.int32) + steps).view(torch.float32).flatten()
+
+
+@pytest.mark.parametrize("width", [128, 64, 32])
+@pytest.mark.parametrize("stochastic", [True, False], ids=["rotating", "nearest"])
+@pytest.mark.parametrize("dtype", [fmt.dtype for fmt in FORMATS if fmt.scaled], ids=str)
+def test_boundaries_between_codes(
+    dtype: torch.dtype, stochastic: bool, width: int, engine: str, use_backend: UseBackend
+) -> None:
+    """Every boundary, in blocks of similar values, where engines leave rare cases out, and in blocks with zeros."""
+    first = around_boundaries(dtype, "exp_avg")
+    second = around_boundaries(dtype, "exp_avg_sq").sqrt()  # of the gradient's square
+    parts = torch.cat([first, second])
+    parts = torch.cat([parts, parts.new_ones(-len(parts) % (width - 1))]).view(-1, width - 1)
+    rows = torch.cat([torch.ones(len(parts), 1), parts], 1)
+    mixed = rows.roll(width // 2, 0)
+    mixed[:, 5::7] = 0.0
+    rows = torch.cat([rows, mixed, torch.zeros(3, width)])
+    rows[:, 1::2] *= -1.0
+    shape = Shape("rows", tuple(rows.shape), width)
+    options = {
+        "betas": (0.0, 0.0),
+        "exp_avg_dtype": dtype,
+        "exp_avg_sq_dtype": dtype,
+        "stochastic_rounding": stochastic,
+    }
+    pair = Pair(one_group([shape], MASTER["float32"], engine), engine, use_backend, **options)
+    for size in (1.0, 2.0**-20, 3.1e-5):
+        pair.step([(rows * size).to(engine)])
+
+
 @pytest.mark.parametrize("master", [MASTER["bfloat16+rem16"], MASTER["bfloat16+rem8"]], ids=str)
 def test_any_remainder_beside_any_parameter(master: Master, engine: str, use_backend: UseBackend) -> None:
     """Parameters may be written from outside, remainders stay: finite parameters give finite masters."""
@@ -360,6 +407,46 @@ def test_threads_do_not_change_bits(dtype: torch.dtype) -> None:
     for other in results[1:]:
         for first, second in zip(results[0], other, strict=True):
             assert_same_bits(second, first, "threads")
+
+
+def large_steps(seed: int) -> Callable[[], Tensor]:
+    """A function that makes a step of more elements than one thread takes, and returns the parameter."""
+    param = torch.nn.Parameter(values((300_001,), torch.float32, "cpu", seed=seed))
+    param.grad = values((300_001,), torch.float32, "cpu", seed=seed + 1)
+    optimizer = FusedAdam([param], exp_avg_dtype=torch.int8, exp_avg_sq_dtype=torch.int8)
+
+    def step() -> Tensor:
+        optimizer.step()
+        return param.detach()
+
+    return step
+
+
+def test_steps_of_several_callers_share_threads(use_backend: UseBackend) -> None:
+    use_backend("cpu")
+    torch.set_num_threads(3)
+    alone = [large_steps(seed)() for seed in range(4)]
+    with ThreadPoolExecutor(4) as callers:
+        together = list(callers.map(lambda step: step(), [large_steps(seed) for seed in range(4)]))
+    for first, second in zip(alone, together, strict=True):
+        assert_same_bits(second, first, "callers")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_forked_processes_have_threads_of_their_own(use_backend: UseBackend) -> None:
+    """The threads that wait for the next step stay behind in the parent."""
+    use_backend("cpu")
+    torch.set_num_threads(3)
+    step = large_steps(0)
+    step()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # ends a child that waits for threads it does not have
+        step()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    step()
 
 
 def test_backend_is_chosen_at_each_step(engine: str, use_backend: UseBackend, monkeypatch: pytest.MonkeyPatch) -> None:

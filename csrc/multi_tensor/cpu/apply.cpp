@@ -2,13 +2,12 @@
 // have constant trip counts over small arrays, which the compiler vectorises. Nothing of the standard library's
 // templates may be used here: an inline function compiled for AVX-512 could replace the baseline's copy at link time.
 #include "adam.h"
+#include "cpu/codecs.h"
 #include "cpu/strip.h"
 #include "dispatch.h"
 
 namespace fused_optim {
 namespace {
-
-constexpr int kSmallestBlock = 32;
 
 void load(float* tile, Element type, uint64_t address, uint64_t element, int count) {
     if (type == Element::kFloat32) return copy_in(tile, address, element, count);
@@ -21,17 +20,8 @@ void load(float* tile, Element type, uint64_t address, uint64_t element, int cou
     }
 }
 
-uint32_t block_absmax(const float* values, int block) {
-    uint32_t absmax = 0;
-    for (int i = 0; i < block; ++i) {
-        uint32_t bits = magnitude_bits(values[i]);
-        absmax = bits > absmax ? bits : absmax;
-    }
-    return absmax;
-}
-
 // Whether no magnitude rounds beyond BF16's largest: most tiles, for which the encoders need no special cases.
-bool is_moderate(const float* tile) { return block_absmax(tile, kTile) < 0x7F7F0000u; }
+bool is_moderate(const float* tile) { return absmax_of<kTile>(tile) < 0x7F7F0000u; }
 
 void encode_bfloat16(uint16_t* raw, const float* tile, const uint32_t* bits) {
     const bool moderate = is_moderate(tile);
@@ -63,29 +53,37 @@ void store(const float* tile, const uint32_t* bits, Element type, uint64_t addre
     copy_out(raw, address, element, count);
 }
 
-// The usual case is that the tile's elements are aligned octets of consecutive ones, whose numbers do not wrap 32 bits.
-void fill_rounding(uint32_t* bits, const Shard& shard, const Rounding& rounding, uint64_t element) {
+constexpr int kPart = 128;  // elements of a tile whose rounding bits are found together
+
+// The usual case is that a part's elements are aligned octets of consecutive ones, whose numbers do not wrap 32 bits.
+void fill_rounding_part(uint32_t* bits, const Shard& shard, const Rounding& rounding, uint64_t element) {
     const bool consecutive = shard.is_consecutive();
     const uint64_t row = shard.geometry.inner_local;
     const uint64_t first = global_index(element, shard.offset, shard.geometry, consecutive);
-    const bool in_one_row = consecutive || element % row + kTile <= row;
-    if (!in_one_row || first % 8 != 0 || first >> 35 != (first + kTile) >> 35) {
-        for (int i = 0; i < kTile; ++i) {
+    const bool in_one_row = consecutive || element % row + kPart <= row;
+    if (!in_one_row || first % 8 != 0 || first >> 35 != (first + kPart) >> 35) {
+        for (int i = 0; i < kPart; ++i) {
             uint64_t global = global_index(element + i, shard.offset, shard.geometry, consecutive);
             bits[i] = rounding.bits(rounding.octet(shard.key, global), static_cast<uint32_t>(global));
         }
         return;
     }
     const uint32_t start = static_cast<uint32_t>(first >> 3) + static_cast<uint32_t>(first >> 35) * kGoldenRatio;
-    alignas(64) uint32_t octets[kTile / 8], lanes[8];
-    for (uint32_t i = 0; i < kTile / 8; ++i) {
+    alignas(64) uint32_t octets[kPart / 8];
+    for (uint32_t i = 0; i < kPart / 8; ++i) {
         octets[i] = (finalize((start + i) ^ shard.key) & rounding.mask) + rounding.offset;
     }
-    for (uint32_t k = 0; k < 8; ++k) lanes[k] = rounding.bits(0, k);
-    for (int i = 0; i < kTile; i += 8) {
-        const uint32_t octet = octets[i / 8];
-        for (int k = 0; k < 8; ++k) bits[i + k] = octet + lanes[k];
+    asm volatile("" : : "r"(octets) : "memory");  // broadcast from memory, which is cheaper than permuting
+    typedef uint32_t Octet __attribute__((vector_size(32)));
+    const Octet lanes = Octet{0, 1, 2, 3, 4, 5, 6, 7} * rounding.bits(0, 1);
+    for (int i = 0; i < kPart / 8; ++i) {
+        const Octet values = lanes + octets[i];
+        std::memcpy(bits + 8 * i, &values, sizeof values);
     }
+}
+
+void fill_rounding(uint32_t* bits, const Shard& shard, const Rounding& rounding, uint64_t element) {
+    for (int part = 0; part < kTile; part += kPart) fill_rounding_part(bits + part, shard, rounding, element + part);
 }
 
 // The scales of one state, from those of the tile's first element on, and the size of their blocks.
@@ -93,6 +91,14 @@ struct Scales {
     float* values;
     int block;
 };
+
+// Calls visit(an integral_constant of the block's size).
+template <class Visit>
+void dispatch_block(int block, const Visit& visit) {
+    if (block == 128) return visit(std::integral_constant<int, 128>{});
+    if (block == 64) return visit(std::integral_constant<int, 64>{});
+    visit(std::integral_constant<int, kSmallestBlock>{});
+}
 
 struct LoadMoment {
     float* tile;
@@ -104,17 +110,21 @@ struct LoadMoment {
 
     void operator()(Unscaled) const { load(tile, unscaled_type(format), address, element, count); }
     template <class Codec>
-    void operator()(Codec) const {
+    void operator()(Codec codec) const {
         alignas(64) typename Codec::Bits raw[kTile];
         copy_in(raw, address, element, count);
-        for (int first = 0; first < kTile; first += kSmallestBlock) {
-            float scale = first < count ? scales.values[first / scales.block] : 0.0f;
-            for (int i = first; i < first + kSmallestBlock; ++i) tile[i] = Codec::decode(raw[i], scale);
-        }
+        dispatch_block(scales.block, [&](auto size) {
+            constexpr int block = decltype(size)::value;
+            for (int first = 0; first < kTile; first += block) {
+                decode_block<block>(codec, tile + first, raw + first,
+                                    first < count ? scales.values[first / block] : 0.0f);
+            }
+        });
     }
 };
 
-uint32_t largest_rounded(const float* values, const uint32_t* bits, int block) {
+template <int block>
+uint32_t largest_rounded(const float* values, const uint32_t* bits) {
     uint32_t largest = 0;
     for (int i = 0; i < block; ++i) {
         const uint32_t rounded = float16_rounded(values[i], bits[i]);
@@ -123,31 +133,51 @@ uint32_t largest_rounded(const float* values, const uint32_t* bits, int block) {
     return largest;
 }
 
-template <class Codec>
-BlockScale scale_of(const float* values, const uint32_t* bits, int block) {
-    uint32_t absmax = block_absmax(values, block);
-    if constexpr (kFollowsRounding<Codec>) {
-        if (is_above_power(absmax)) absmax = float16_largest(absmax, largest_rounded(values, bits, block));
-    }
-    return Codec::scale(absmax);
-}
+// The scales of a tile's blocks, all computed together: a division waits for long.
+template <int block>
+struct TileScales {
+    static constexpr int kCount = kTile / block;
+    float scale[kCount];
+    float inverse[kCount];
 
-// `encode(i, inverse)` gives element i's code in a block with that inverse scale; `bits` are what it rounds by.
+    template <class Codec>
+    TileScales(Codec, const float* tile, const uint32_t* bits) {
+        uint32_t absmax[kCount];
+        for (int i = 0; i < kCount; ++i) {
+            const float* const values = tile + i * block;
+            absmax[i] = absmax_of<block>(values);
+            if constexpr (kFollowsRounding<Codec>) {
+                if (is_above_power(absmax[i])) {
+                    absmax[i] = float16_largest(absmax[i], largest_rounded<block>(values, bits + i * block));
+                }
+            }
+        }
+        for (int i = 0; i < kCount; ++i) {
+            const BlockScale found = Codec::scale(absmax[i]);
+            scale[i] = found.scale;
+            inverse[i] = found.inverse;
+        }
+    }
+};
+
+// `encode(size, codes, first, inverse)` encodes the block that begins with element `first`; `bits` are what it rounds
+// by.
 template <class Codec, class Encode>
 void store_scaled(const float* tile, const uint32_t* bits, uint64_t address, uint64_t element, int count,
                   const Scales& scales, const Encode& encode) {
     alignas(64) typename Codec::Bits raw[kTile];
-    BlockScale scale{};
-    for (int first = 0; first < kTile; first += kSmallestBlock) {
-        if (first % scales.block == 0 && first < count) {
-            scale = scale_of<Codec>(tile + first, bits ? bits + first : nullptr, scales.block);
-            scales.values[first / scales.block] = scale.scale;
+    dispatch_block(scales.block, [&](auto size) {
+        constexpr int block = decltype(size)::value;
+        const TileScales<block> found(Codec{}, tile, bits);
+        for (int i = 0, first = 0; first < count; ++i, first += block) {
+            scales.values[i] = found.scale[i];
+            if (found.inverse[i] != 0.0f) {
+                encode(size, raw + first, first, found.inverse[i]);
+            } else {
+                std::memset(raw + first, 0, sizeof(typename Codec::Bits) * block);
+            }
         }
-        const uint32_t mask = scale.inverse != 0.0f ? 0xFFFFFFFFu : 0u;
-        for (int i = first; i < first + kSmallestBlock; ++i) {
-            raw[i] = static_cast<typename Codec::Bits>(encode(i, scale.inverse) & mask);
-        }
-    }
+    });
     copy_out(raw, address, element, count);
 }
 
@@ -161,9 +191,11 @@ struct StoreExpAvg {
 
     void operator()(Unscaled) const { store(tile, nullptr, unscaled_type(format), address, element, count); }
     template <class Codec>
-    void operator()(Codec) const {
+    void operator()(Codec codec) const {
         store_scaled<Codec>(tile, nullptr, address, element, count, scales,
-                            [&](int i, float inverse) { return Codec::encode(tile[i], inverse); });
+                            [&](auto size, typename Codec::Bits* codes, int first, float inverse) {
+                                encode_block<decltype(size)::value>(codec, codes, tile + first, inverse);
+                            });
     }
 };
 
@@ -179,9 +211,12 @@ struct StoreExpAvgSq {
 
     void operator()(Unscaled) const { store(tile, bits, unscaled_type(format), address, element, count); }
     template <class Codec>
-    void operator()(Codec) const {
+    void operator()(Codec codec) const {
         store_scaled<Codec>(tile, bits, address, element, count, scales,
-                            [&](int i, float inverse) { return Codec::encode(tile[i], root[i], inverse, bits[i]); });
+                            [&](auto size, typename Codec::Bits* codes, int first, float inverse) {
+                                encode_block<decltype(size)::value>(codec, codes, tile + first, root + first,
+                                                                    bits + first, inverse);
+                            });
     }
 };
 
@@ -189,21 +224,28 @@ void load_float16_master(float* tile, const Shard& shard, uint64_t element, int 
     LoadMoment{tile, Format::kFloat16, shard.master, element, count, scales}(Float16Master{});
 }
 
+// As join_remainder16 and join_remainder8: the parameter's bits in front of the remainder's, which have a sign.
+template <class Low>
+void load_split(float* tile, const Shard& shard, uint64_t element, int count) {
+    constexpr int shift = 16 - 8 * sizeof(Low);
+    alignas(64) uint16_t high[kTile];
+    alignas(64) Low low[kTile];
+    copy_in(high, shard.param, element, count);
+    copy_in(low, shard.master, element, count);
+    for (int i = 0; i < kTile; ++i) {
+        const uint32_t bits = static_cast<uint32_t>(high[i]) << 16 | static_cast<uint32_t>(low[i]) << shift;
+        tile[i] = bits_float((bits ^ 0x8000u) - 0x8000u);
+    }
+    if (absmax_of<kTile>(tile) <= kInfinity) return;
+    for (int i = 0; i < kTile; ++i) tile[i] = checked_join(tile[i]);
+}
+
 void load_master(float* tile, const Shard& shard, uint64_t element, int count, const Scales& scales) {
     if (shard.master_kind == Master::kParameter) return load(tile, shard.param_type, shard.param, element, count);
     if (shard.master_kind == Master::kFloat32) return copy_in(tile, shard.master, element, count);
     if (shard.master_kind == Master::kFloat16) return load_float16_master(tile, shard, element, count, scales);
-    alignas(64) uint16_t high[kTile];
-    copy_in(high, shard.param, element, count);
-    if (shard.master_kind == Master::kRemainder16) {
-        alignas(64) int16_t low[kTile];
-        copy_in(low, shard.master, element, count);
-        for (int i = 0; i < kTile; ++i) tile[i] = join_remainder16(high[i], low[i]);
-    } else {
-        alignas(64) int8_t low[kTile];
-        copy_in(low, shard.master, element, count);
-        for (int i = 0; i < kTile; ++i) tile[i] = join_remainder8(high[i], low[i]);
-    }
+    if (shard.master_kind == Master::kRemainder16) return load_split<uint16_t>(tile, shard, element, count);
+    load_split<uint8_t>(tile, shard, element, count);
 }
 
 template <class Low, Split split(float)>
@@ -240,12 +282,15 @@ void store_weight(const float* values, const Shard& shard, uint64_t element, int
     weight.scales = weight.tensor_scale = shard.weight_scales;
     weight.rows = 1;
     weight.columns = shard.numel;
-    const Strip strip{0, element, element, static_cast<uint32_t>(count)};
     dispatch_weight(shard.weight_format, [&](auto codec) {
         using Codec = decltype(codec);
         if constexpr (kWrittenByUpdate<Codec>) {
             const float whole = Codec::kTensorScale ? weight.whole() : 0.0f;
-            encode_strip<Codec>(weight, shard.round_up, whole, values, nullptr, strip);
+            for (int first = 0; first < count; first += kStripSize) {
+                const int rest = count - first < kStripSize ? count - first : kStripSize;
+                const Strip strip{0, element + first, element + first, static_cast<uint32_t>(rest)};
+                encode_strip<Codec>(weight, shard.round_up, whole, values + first, nullptr, strip);
+            }
         }
     });
 }
@@ -275,6 +320,7 @@ float* in_place(float* tile, bool is_float32, uint64_t address, uint64_t element
 }
 
 // The update of a tile's elements, the twin of the CUDA engine's. `grad` is written to unless it stays as it is.
+template <bool keeps_root>
 void update_values(float* __restrict__ grad, float* __restrict__ param, float* __restrict__ m, float* __restrict__ v,
                    float* __restrict__ root, const Scalars s) {
     if (!s.unchanged_gradient) {
@@ -287,8 +333,9 @@ void update_values(float* __restrict__ grad, float* __restrict__ param, float* _
         Moments moments = next_moments(grad[i], m[i], v[i], s);
         m[i] = moments.exp_avg;
         v[i] = moments.exp_avg_sq;
-        root[i] = root_of(v[i]);
-        param[i] = next_param(param[i], m[i], root[i], s);
+        const float found = root_of(v[i]);
+        if (keeps_root) root[i] = found;
+        param[i] = next_param(param[i], m[i], found, s);
     }
 }
 
@@ -327,7 +374,8 @@ uint32_t update_tile(const Shard& shard, const Scalars& scalars, uint64_t elemen
     }
     if (scalars.writes_gradient) store_unscaled(shard, scalars, grad, element, count);
     for (int i = 0; scaled_master && i < kTile; ++i) before[i] = param[i];
-    update_values(grad, param, m, v, root, scalars);
+    const auto update = is_scaled(v_format) ? update_values<true> : update_values<false>;
+    update(grad, param, m, v, root, scalars);
     for (int i = count; i < kTile; ++i) {  // a short last block's scales must not see them
         m[i] = v[i] = root[i] = param[i] = 0.0f;
     }

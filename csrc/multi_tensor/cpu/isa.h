@@ -1,11 +1,15 @@
 // The instruction set that the CPU engine's inner parts run with.
 #pragma once
 
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+
 namespace fused_optim {
 
 enum class Isa { kBaseline, kAVX2, kAVX512 };
 
-inline Isa best_isa() {
+inline Isa supported_isa() {
 #if defined(FUSED_OPTIM_X86_ISAS)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("fma") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -17,6 +21,17 @@ inline Isa best_isa() {
     }
 #endif
     return Isa::kBaseline;
+}
+
+// What the processor has, or less if FUSED_OPTIM_CPU_ISA asks for it. Throws std::runtime_error for another name.
+inline Isa best_isa() {
+    const char* const wanted = std::getenv("FUSED_OPTIM_CPU_ISA");
+    if (!wanted || !*wanted) return supported_isa();
+    const std::string name = wanted;
+    if (name == "baseline") return Isa::kBaseline;
+    if (name == "avx2") return supported_isa() == Isa::kBaseline ? Isa::kBaseline : Isa::kAVX2;
+    if (name == "avx512") return supported_isa();
+    throw std::runtime_error("FUSED_OPTIM_CPU_ISA=" + name + ": expected baseline, avx2 or avx512");
 }
 
 }  // namespace fused_optim

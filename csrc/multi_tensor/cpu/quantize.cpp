@@ -6,17 +6,17 @@ namespace fused_optim {
 namespace {
 
 void fill_fractions(uint32_t* u, const Weight& w, const Rounding& rounding, uint64_t element) {
-    for (int i = 0; i < kTile; ++i) u[i] = w.fraction(rounding, element + i);
+    for (int i = 0; i < kStripSize; ++i) u[i] = w.fraction(rounding, element + i);
 }
 
 template <class Codec>
 void load_codes(uint8_t* codes, const Weight& w, const Strip& strip) {
     if constexpr (Codec::kPerByte == 1) {
-        copy_in(codes, w.data, strip.element, static_cast<int>(strip.count));
+        copy_in<kStripSize>(codes, w.data, strip.element, static_cast<int>(strip.count));
     } else {
-        uint8_t packed[kTile];
-        copy_in(packed, w.data, strip.element / 2, static_cast<int>(strip.count / 2));
-        for (int i = 0; i < kTile / 2; ++i) {
+        uint8_t packed[kStripSize];
+        copy_in<kStripSize>(packed, w.data, strip.element / 2, static_cast<int>(strip.count / 2));
+        for (int i = 0; i < kStripSize / 2; ++i) {
             codes[2 * i] = packed[i] & 0xF;
             codes[2 * i + 1] = packed[i] >> 4;
         }
@@ -28,10 +28,10 @@ void encode_strips(const Weight& w, bool round_up, uint64_t begin, uint64_t end)
     const float whole = w.whole();
     const Rounding rounding = w.rounding();
     for (uint64_t i = begin; i < end; ++i) {
-        alignas(64) float values[kTile];
-        alignas(64) uint32_t u[kTile];
+        alignas(64) float values[kStripSize];
+        alignas(64) uint32_t u[kStripSize];
         const Strip strip = strip_at(w, i);
-        copy_in(values, w.values, strip.element, static_cast<int>(strip.count));
+        copy_in<kStripSize>(values, w.values, strip.element, static_cast<int>(strip.count));
         if (w.rotates()) fill_fractions(u, w, rounding, strip.element);
         encode_strip<Codec>(w, round_up, whole, values, w.rotates() ? u : nullptr, strip);
     }
@@ -48,19 +48,19 @@ void for_each_row(const Weight& w, uint64_t tile, const Visit& visit) {
 
 template <class Codec>
 void encode_tile(const Weight& w, bool round_up, uint64_t tile) {
-    alignas(64) float values[kTile];
-    alignas(64) uint32_t u[kTile];
-    alignas(64) uint8_t codes[kTile];
+    alignas(64) float values[kStripSize];
+    alignas(64) uint32_t u[kStripSize];
+    alignas(64) uint8_t codes[kStripSize];
     Magnitudes magnitudes;
     for_each_row(w, tile, [&](const Strip& strip) {
-        copy_in(values, w.values, strip.element, static_cast<int>(strip.count));
-        add<kTile>(magnitudes, values);
+        copy_in<kStripSize>(values, w.values, strip.element, static_cast<int>(strip.count));
+        add<kStripSize>(magnitudes, values);
     });
     const WeightBlock block = Codec::prepare(magnitudes, round_up, w.whole());
     store_scale<Codec>(w, tile, block.scale);
     const Rounding rounding = w.rounding();
     for_each_row(w, tile, [&](const Strip& strip) {
-        copy_in(values, w.values, strip.element, static_cast<int>(strip.count));
+        copy_in<kStripSize>(values, w.values, strip.element, static_cast<int>(strip.count));
         if (w.rotates()) fill_fractions(u, w, rounding, strip.element);
         encode_block<Codec>(codes, values, w.rotates() ? u : nullptr, block.inverse);
         store_codes<Codec>(codes, w, strip);
@@ -71,8 +71,8 @@ void store_values(const float* values, const Weight& w, Element type, const Stri
     const int count = static_cast<int>(strip.count);
     dispatch_element(type, [&](auto output) {
         using Output = decltype(output);
-        alignas(64) typename Output::Bits raw[kTile];
-        for (int i = 0; i < kTile; ++i) raw[i] = Output::encode(values[i]);
+        alignas(64) typename Output::Bits raw[kStripSize];
+        for (int i = 0; i < kStripSize; ++i) raw[i] = Output::encode(values[i]);
         copy_out(raw, w.values, strip.element, count);
     });
 }
@@ -82,8 +82,8 @@ void decode_strips(const Weight& w, Element type, uint64_t begin, uint64_t end) 
     const float whole = w.whole();
     for (uint64_t i = begin; i < end; ++i) {
         const Strip strip = strip_at(w, i);
-        alignas(64) float values[kTile];
-        alignas(64) uint8_t codes[kTile];
+        alignas(64) float values[kStripSize];
+        alignas(64) uint8_t codes[kStripSize];
         load_codes<Codec>(codes, w, strip);
         const uint64_t first_scale = scale_index<Codec>(w, strip.row, strip.column);
         for (uint32_t first = 0; first < strip.count; first += Codec::kBlock) {
@@ -100,7 +100,7 @@ void decode_strips(const Weight& w, Element type, uint64_t begin, uint64_t end) 
 uint32_t FUSED_OPTIM_JOIN(absmax_range_, FUSED_OPTIM_ISA)(const float* values, uint64_t count) {
     Magnitudes magnitudes;
     uint64_t i = 0;
-    for (; i + kTile <= count; i += kTile) add<kTile>(magnitudes, values + i);
+    for (; i + kStripSize <= count; i += kStripSize) add<kStripSize>(magnitudes, values + i);
     for (; i < count; ++i) magnitudes.add(values[i]);
     return magnitudes.finite;
 }

@@ -7,7 +7,7 @@
 namespace fused_optim {
 namespace {
 
-static_assert(kStrip == kTile, "a strip fills a tile's memory");
+static_assert(kStrip == kStripSize);
 
 // As Magnitudes::add. One place of the exponent added makes what is not finite negative: the compiler vectorises this.
 template <int count>
@@ -29,8 +29,8 @@ void store_codes(const uint8_t* codes, const Weight& w, const Strip& strip) {
     if constexpr (Codec::kPerByte == 1) {
         copy_out(codes, w.data, strip.element, static_cast<int>(strip.count));
     } else {
-        uint8_t packed[kTile];
-        for (int i = 0; i < kTile / 2; ++i) packed[i] = static_cast<uint8_t>(codes[2 * i] | codes[2 * i + 1] << 4);
+        uint8_t packed[kStripSize];
+        for (int i = 0; i < kStripSize / 2; ++i) packed[i] = static_cast<uint8_t>(codes[2 * i] | codes[2 * i + 1] << 4);
         copy_out(packed, w.data, strip.element / 2, static_cast<int>(strip.count / 2));
     }
 }
@@ -50,7 +50,7 @@ void encode_block(uint8_t* codes, const float* values, const uint32_t* u, float 
 template <class Codec>
 void encode_strip(const Weight& w, bool round_up, float whole, const float* values, const uint32_t* u,
                   const Strip& strip) {
-    alignas(64) uint8_t codes[kTile];
+    alignas(64) uint8_t codes[kStripSize];
     const uint64_t first_scale = scale_index<Codec>(w, strip.row, strip.column);
     for (uint32_t first = 0; first < strip.count; first += Codec::kBlock) {
         Magnitudes magnitudes;

@@ -19,7 +19,11 @@
 namespace fused_optim {
 namespace {
 
-constexpr int kTile = 128;  // the largest block; tiles start at multiples of it
+constexpr int kStripSize = 128;  // of a quantized weight
+
+// Elements that an update works on at a time: whole blocks of every size, several of the largest, so that their scales
+// are divided for together. Tiles start at multiples of it.
+constexpr int kTile = 512;
 
 // Denormals count (they are codes of small values), whatever torch.set_flush_denormal says on this thread.
 class DenormalsOn {
@@ -41,9 +45,10 @@ T* pointer(uint64_t address, uint64_t element) {
     return reinterpret_cast<T*>(address) + element;
 }
 
-template <class T>
+// Fills what is beyond `count` with zeros.
+template <int size = kTile, class T>
 void copy_in(T* tile, uint64_t address, uint64_t element, int count) {
-    if (count < kTile) std::memset(tile, 0, sizeof(T) * kTile);
+    if (count < size) std::memset(tile, 0, sizeof(T) * size);
     std::memcpy(tile, pointer<T>(address, element), sizeof(T) * count);
 }
 

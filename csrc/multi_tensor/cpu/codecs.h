@@ -1,0 +1,141 @@
+// Codecs of whole blocks, for the CPU engine's update: loops over the functions of formats.h, and faster ones with the
+// same results. Under the same rules as tile.h.
+#pragma once
+
+#include <type_traits>
+
+#include "cpu/tile.h"
+#include "formats.h"
+
+namespace fused_optim {
+namespace {
+
+constexpr int kSmallestBlock = 32;
+
+template <int size>
+uint32_t absmax_of(const float* values) {
+    uint32_t absmax = 0;
+    for (int i = 0; i < size; ++i) {
+        const uint32_t bits = magnitude_bits(values[i]);
+        absmax = bits > absmax ? bits : absmax;
+    }
+    return absmax;
+}
+
+template <int block, class Codec>
+void decode_block(Codec, float* values, const typename Codec::Bits* codes, float scale) {
+    for (int i = 0; i < block; ++i) values[i] = Codec::decode(codes[i], scale);
+}
+
+// exp_avg. `inverse` is not 0: the block's values are finite, and the scale is that of their largest.
+template <int block, class Codec>
+void encode_block(Codec, typename Codec::Bits* codes, const float* m, float inverse) {
+    for (int i = 0; i < block; ++i) codes[i] = static_cast<typename Codec::Bits>(Codec::encode(m[i], inverse));
+}
+
+// As float8_nearest_even(), without telling subnormal codes apart. Added to x, a power of two, 2^20 times x's or 2^-6,
+// has x in units of a code's last place in its own last places, rounded. A code is that number and 8 times the
+// exponent, less 968; 56 is -968 in the low byte, which is what is kept. A shift comes last: what comes after it would
+// be vectorised for bytes, and every operand converted.
+template <int block>
+void encode_block(ExpAvg<Format::kFloat8>, uint8_t* codes, const float* m, float inverse) {
+    constexpr uint32_t smallest = 121u << 23;  // 2^-6
+    for (int i = 0; i < block; ++i) {
+        const uint32_t bits = float_bits(m[i] * inverse);
+        const uint32_t exponent = (bits & kInfinity) > smallest ? bits & kInfinity : smallest;
+        const float sum = bits_float(bits & kMagnitude) + bits_float(exponent + (20u << 23 | 56u));
+        const uint32_t code = (float_bits(sum) + (exponent >> 20)) << 24;
+        codes[i] = static_cast<uint8_t>(((code & kMagnitude) | (bits & ~kMagnitude)) >> 24);
+    }
+}
+
+#if defined(__F16C__)
+template <int block>
+void decode_halves(float* values, const uint16_t* codes, float scale) {
+    const __m256 scales = _mm256_set1_ps(scale);
+    for (int i = 0; i < block; i += 8) {
+        const __m256 decoded = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i)));
+        _mm256_storeu_ps(values + i, _mm256_mul_ps(decoded, scales));
+    }
+}
+template <int block>
+void decode_block(ExpAvg<Format::kFloat16>, float* values, const uint16_t* codes, float scale) {
+    decode_halves<block>(values, codes, scale);
+}
+template <int block>
+void decode_block(ExpAvgSq<Format::kFloat16>, float* values, const uint16_t* codes, float scale) {
+    decode_halves<block>(values, codes, scale);
+}
+template <int block>
+void decode_block(Float16Master, float* values, const uint16_t* codes, float scale) {
+    decode_halves<block>(values, codes, scale);
+}
+
+template <int block>
+void encode_block(ExpAvg<Format::kFloat16>, uint16_t* codes, const float* m, float inverse) {
+    const __m256 scale = _mm256_set1_ps(inverse), top = _mm256_set1_ps(kFloat16Top),
+                 least = _mm256_set1_ps(-kFloat16Top);
+    for (int i = 0; i < block; i += 8) {
+        const __m256 x = _mm256_mul_ps(_mm256_loadu_ps(m + i), scale);
+        const __m256 clamped = _mm256_max_ps(_mm256_min_ps(x, top), least);
+        const __m128i code = _mm256_cvtps_ph(clamped, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + i), code);
+    }
+}
+#endif
+
+// exp_avg_sq and FP16 masters, under the same condition. `u`: the fractions.
+template <int block, class Codec>
+void encode_block(Codec, typename Codec::Bits* codes, const float* v, const float* root, const uint32_t* u,
+                  float inverse) {
+    for (int i = 0; i < block; ++i) {
+        codes[i] = static_cast<typename Codec::Bits>(Codec::encode(v[i], root[i], inverse, u[i]));
+    }
+}
+
+// Neither subnormal codes nor zeros, in most blocks.
+template <int block>
+void encode_block(ExpAvgSq<Format::kFloat8> codec, uint8_t* codes, const float* v, const float* root, const uint32_t* u,
+                  float inverse) {
+    int32_t smallest = 0x7FFFFFFF;
+    for (int i = 0; i < block; ++i) {
+        const float x = clamp_top(root[i] * inverse, kFloat8Top);
+        const int32_t placed = static_cast<int32_t>(float_bits(x) - (120u << 23) + (u[i] >> 12));
+        smallest = placed < smallest ? placed : smallest;
+        codes[i] = static_cast<uint8_t>(placed >> codec.kPlace);
+    }
+    if (smallest >= 9 << codec.kPlace) return;
+    encode_block<block, ExpAvgSq<Format::kFloat8>>(codec, codes, v, root, u, inverse);
+}
+
+// As FP8's.
+template <int block>
+void encode_block(ExpAvgSq<Format::kFloat16> codec, uint16_t* codes, const float* v, const float* root,
+                  const uint32_t* u, float inverse) {
+    int32_t smallest = 0x7FFFFFFF;
+    for (int i = 0; i < block; ++i) {
+        const float x = clamp_top(v[i] * inverse, kFloat16Top);
+        const int32_t placed = static_cast<int32_t>(float_bits(x) - (112u << 23) + (u[i] >> 19));
+        smallest = placed < smallest ? placed : smallest;
+        codes[i] = static_cast<uint16_t>(placed >> 13);
+    }
+    if (smallest >= 1025 << 13) return;
+    encode_block<block, ExpAvgSq<Format::kFloat16>>(codec, codes, v, root, u, inverse);
+}
+
+// No zeros, in most blocks.
+template <int block>
+void encode_block(ExpAvgSq<Format::kInt8> codec, uint8_t* codes, const float* v, const float* root, const uint32_t* u,
+                  float inverse) {
+    uint32_t smallest = 0xFFFFFFFFu;
+    for (int i = 0; i < block; ++i) {
+        const uint32_t placed = codec.placed(root[i], inverse, u[i]);
+        smallest = placed < smallest ? placed : smallest;
+        codes[i] = static_cast<uint8_t>(placed >> codec.kPlace);
+    }
+    if (smallest >= 0x43800000u + (1u << codec.kPlace)) return;
+    encode_block<block, ExpAvgSq<Format::kInt8>>(codec, codes, v, root, u, inverse);
+}
+
+}  // namespace
+}  // namespace fused_optim
