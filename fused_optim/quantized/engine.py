@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from fused_optim.adapters import Fractions
 from fused_optim.backends import backend_for, forced_backend, load_engine
-from fused_optim.backends.compiled import address, run_on
+from fused_optim.backends.compiled import address, run_on, tensor_reader
 from fused_optim.backends.engine import Engine
 from fused_optim.formats import ELEMENT_TYPES
 from fused_optim.quantized.recipes import Components, KernelFormat, Recipe
@@ -59,51 +60,57 @@ def absmax(recipes: Sequence[Recipe], values: Sequence[Tensor | None], device: t
     return result
 
 
-def prepare(weights: Sequence[tuple[Recipe, Components]], applies: Tensor | None) -> None:
-    """:meth:`Recipe.prepare` of each."""
-    for (device, recipe), members in _alike(weights).items():
-        if recipe.kernel is not None and recipe.kernel.history == 0:
-            continue
-        components = [weights[i][1] for i in members]
-        if not _rescale(recipe, components, [None] * len(members), applies, ScaleStage.BEFORE, device):
-            for part in components:
-                recipe.prepare(part, applies)
+class Scales:
+    """The scales of whole weights, of those that have them: which are alike is found out once."""
 
+    def __init__(self, weights: Sequence[tuple[Recipe, Components]]) -> None:
+        self._alike = [
+            (device, recipe, members, [weights[i][1] for i in members])
+            for (device, recipe), members in _alike(weights).items()
+            if recipe.scales_whole_tensor
+        ]
 
-def rescale(
-    weights: Sequence[tuple[Recipe, Components]],
-    absmaxes: Sequence[Tensor],
-    applies: Tensor | None,
-    advance: bool,
-) -> None:
-    """:meth:`Recipe.rescale` of each, with the absmax of each."""
-    stage = ScaleStage.AFTER if advance else ScaleStage.AGAIN
-    for (device, recipe), members in _alike(weights).items():
-        if not recipe.scales_whole_tensor:
-            continue
-        components, largest = [weights[i][1] for i in members], [absmaxes[i] for i in members]
-        if not _rescale(recipe, components, largest, applies, stage, device):
-            for part, absmax in zip(components, largest, strict=True):
-                recipe.rescale(part, absmax, applies, advance)
+    def prepare(self, applies: Tensor | None) -> None:
+        """:meth:`Recipe.prepare` of each."""
+        for device, recipe, members, components in self._alike:
+            if recipe.kernel is not None and recipe.kernel.history == 0:
+                continue
+            if not _rescale(recipe, components, [None] * len(members), applies, ScaleStage.BEFORE, device):
+                for part in components:
+                    recipe.prepare(part, applies)
+
+    def rescale(self, absmaxes: Sequence[Tensor], applies: Tensor | None, advance: bool) -> None:
+        """:meth:`Recipe.rescale` of each; ``absmaxes``: of shape ``(1,)``, one per weight."""
+        stage = ScaleStage.AFTER if advance else ScaleStage.AGAIN
+        for device, recipe, members, components in self._alike:
+            largest = [absmaxes[i] for i in members]
+            if not _rescale(recipe, components, largest, applies, stage, device):
+                for part, absmax in zip(components, largest, strict=True):
+                    recipe.rescale(part, absmax[0], applies, advance)
 
 
 def _rescale(
     recipe: Recipe,
     components: Sequence[Components],
-    absmaxes: Sequence[Tensor | None],
+    absmaxes: list[Tensor | None],
     applies: Tensor | None,
     stage: ScaleStage,
     device: torch.device,
 ) -> bool:
     """Whether the engine could do it."""
     engine, kernel = compiled_engine(device), recipe.kernel
-    scales = [part["tensor_scale"] for part in components]
-    if engine is None or kernel is None or not all(map(is_plain, scales)):
+    if engine is None or kernel is None:
         return False
-    histories = [part.get("amax_history") for part in components]
+    scales: list[Tensor | None] = [part["tensor_scale"] for part in components]
+    histories = [part.get("amax_history") for part in components] if kernel.history else [None] * len(scales)
+    found = [_addresses(tensors, device) for tensors in (scales, histories, absmaxes)]
+    if any(addresses is None for addresses in found):
+        return False
     applies = applies if applies is None else applies.to(device)
     engine.quantize_rescale(
-        scales=[tuple(map(address, row)) for row in zip(scales, histories, absmaxes, strict=True)],
+        scales=found[0] or [],
+        histories=found[1] or [],
+        absmaxes=found[2] or [],
         largest=kernel.largest,
         factor=kernel.factor,
         history=kernel.history,
@@ -112,8 +119,16 @@ def _rescale(
         applies=address(applies),
         **run_on(device),
     )
-    written(part for part in (*scales, *histories) if part is not None)
+    written(part for part in chain(scales, histories) if part is not None)
     return True
+
+
+def _addresses(tensors: list[Tensor | None], device: torch.device) -> list[int] | None:
+    """0 for None; None where not all of them are plain."""
+    found = tensor_reader(device).addresses(tensors)
+    if found is None and all(x is None or is_plain(x) for x in tensors):  # torch has no way to read them fast
+        return [address(x) for x in tensors]
+    return found
 
 
 def encode(weights: Sequence[Encoding]) -> None:
