@@ -137,10 +137,7 @@ def encode(weights: Sequence[Encoding]) -> None:
         engine, kernel = compiled_engine(device), recipe.kernel
         others = [weights[i] for i in members]
         if engine is not None and kernel is not None:
-            rows = [
-                _row(weight.values, weight.components) if _values_fit(weight.values, device) else None
-                for weight in others
-            ]
+            rows = _rows(others, device)
             fitting = [weight for weight, row in zip(others, rows, strict=True) if row is not None]
             others = [weight for weight, row in zip(others, rows, strict=True) if row is None]
             _encode(engine, kernel, fitting, [row for row in rows if row is not None], device)
@@ -193,6 +190,18 @@ def _values_fit(values: Tensor, device: torch.device) -> bool:
     return values.dtype == torch.float32 and values.device == device and is_plain(values) and not values.is_neg()
 
 
+def _rows(weights: Sequence[Encoding], device: torch.device) -> Sequence[tuple[int, ...] | None]:
+    """Weights as the engines' tables have them; None for those that they cannot take."""
+    tensors = [[x.values for x in weights], *([x.components.get(name) for x in weights] for name in _TABLE)]
+    found = [tensor_reader(device).addresses(column) for column in tensors]
+    alike = all(x.values.dtype == torch.float32 and x.values.device == device for x in weights)
+    if not alike or any(column is None for column in found):
+        return [_row(x.values, x.components) if _values_fit(x.values, device) else None for x in weights]
+    counts = [(x.components["data"].shape[0], x.values.numel()) for x in weights]
+    sizes = [(rows, numel // rows if rows else 0) for rows, numel in counts]
+    return [(*of, *size) for *of, size in zip(*(column or [] for column in found), sizes, strict=True)]
+
+
 def _row(values: Tensor, components: Components) -> tuple[int, ...] | None:
     """A weight as the engines' tables have it; None where they cannot take it."""
     addresses = []
@@ -231,4 +240,9 @@ def _rounding(fractions: Fractions | None) -> tuple[int, ...]:
 
 def written(tensors: Iterable[Tensor]) -> None:
     """Count versions, as torch's own operations in place do."""
-    torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+    torch.autograd.graph.increment_version(countable(tensors))
+
+
+def countable(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Those that have versions."""
+    return [tensor for tensor in tensors if not tensor.is_inference()]

@@ -118,7 +118,8 @@ class Batch:
         rescaled = [(x, u) for x, u, _ in self._changed if x.recipe.scales_whole_tensor]
         self._rescaled = [update.param for _, update in rescaled]
         self._scales = engine.Scales([(local.recipe, local.components) for local, _ in rescaled])
-        self._written = [local for local, update, _ in self._changed if update.written]
+        written = [local for local, update, _ in self._changed if update.written]
+        self._written = engine.countable(x.components[name] for x in written for name in x.recipe.of_elements)
         self._encoded = [(local, update, values) for local, update, values in self._changed if not update.written]
         self._sharing_blocks = [update.param for _, update in pairs if _shares_blocks(update.param)]
 
@@ -149,7 +150,7 @@ class Batch:
         in_pieces = (tiles.pieces(weight, local_weight(param).rows_before) for param, weight in encodings.items())
         engine.encode([piece for pieces in in_pieces for piece in pieces])
         _agree_on_blocks(self._sharing_blocks, encodings)
-        engine.written([local.components[name] for local in self._written for name in local.recipe.of_elements])
+        torch.autograd.graph.increment_version(self._written)
 
 
 # --- blocks of several rows -------------------------------------------------------------------------------------

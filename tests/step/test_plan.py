@@ -367,6 +367,18 @@ def test_usual_steps_check_nothing_again(pair: tuple[Trainer, Trainer], monkeypa
     assert set_again == []
 
 
+def test_lazy_copies_stay_as_they_were(pair: tuple[Trainer, Trainer]) -> None:
+    """Of parameters and states: their memory is shared until it is written, which engines do behind torch's back."""
+    trainer = pair[0]
+    trainer.train(1)
+    tensors = [x for param in trainer.params for x in (param, *trainer.optimizer.state[param].values())]
+    expected = [local_tensor(x).detach().clone() for x in tensors]
+    copies = [torch._lazy_clone(local_tensor(x).detach()) for x in tensors]
+    trainer.train(1)
+    assert all(torch.equal(copy, before) for copy, before in zip(copies, expected, strict=True))
+    assert not all(torch.equal(local_tensor(x), before) for x, before in zip(tensors, expected, strict=True))
+
+
 def test_without_the_exchange_api(pair: tuple[Trainer, Trainer], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of older releases of torch: slower, and the same."""
     first, second = pair
