@@ -7,7 +7,6 @@ the time, so the tensors are tiny: ``python benchmarks/host.py [--device cuda] [
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from fused_optim.quantized import (
     QuantizedTensor,
     Recipe,
 )
-from step import machine
+from step import machine, write
 
 FORMATS = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8}
 
@@ -76,7 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--output", help="a JSON file for the microseconds per tensor")
+    parser.add_argument("--output", type=Path, help="a JSON file for the microseconds per tensor")
     parser.add_argument("--commit", default="", help="what the results are of, where the tree is no git checkout")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -98,9 +97,7 @@ def main() -> None:
         print(f"{name}: {1e3 * median:.3f} ms per step, {each * median:.2f} us per tensor (best {each * best:.2f})")
         found[name] = {"median_us": each * median, "best_us": each * best}
     dist.destroy_process_group()
-    if options.output:
-        report = {"machine": machine(torch.device(options.device), options.commit), "per_tensor": found}
-        Path(options.output).write_text(json.dumps(report, indent=1) + "\n")
+    write({"machine": machine(torch.device(options.device), options.commit), "per_tensor": found}, options.output)
 
 
 if __name__ == "__main__":

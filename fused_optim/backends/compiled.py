@@ -74,7 +74,7 @@ def _tensor_reader(device: torch.device, api: object) -> EngineTensorReader:
     with torch.inference_mode(False):
         ordinary = torch.empty(1, device=device)
         examples = _layout_examples(device)
-        copied = [torch._lazy_clone(torch.empty(1, device=device)) for _ in range(2)]
+        copied = [torch._lazy_clone(torch.empty(1, device="cpu")) for _ in range(2)]  # alike on all devices
     keys = [(x, torch._C._dispatch_keys(x).raw_repr()) for x in (ordinary, torch._neg_view(ordinary))]
     return engine.TensorReader(api, Tensor, keys, [*map(_example, examples)], [*map(_example, copied)])
 
@@ -89,7 +89,7 @@ def _layout_examples(device: torch.device) -> list[Tensor]:
 
 
 def _example(tensor: Tensor) -> tuple[Tensor, int, int]:
-    return tensor, tensor.untyped_storage()._cdata, tensor.storage_offset()
+    return tensor, tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 class CompiledShards:

@@ -92,7 +92,7 @@ class Scales:
 def _rescale(
     recipe: Recipe,
     components: Sequence[Components],
-    absmaxes: list[Tensor | None],
+    absmaxes: Sequence[Tensor | None],
     applies: Tensor | None,
     stage: ScaleStage,
     device: torch.device,
@@ -123,9 +123,9 @@ def _rescale(
     return True
 
 
-def _addresses(tensors: list[Tensor | None], device: torch.device) -> list[int] | None:
+def _addresses(tensors: Sequence[Tensor | None], device: torch.device) -> list[int] | None:
     """0 for None; None where not all of them are plain."""
-    found = tensor_reader(device).addresses(tensors)
+    found = tensor_reader(device).addresses(list(tensors))
     if found is None and all(x is None or is_plain(x) for x in tensors):  # torch has no way to read them fast
         return [address(x) for x in tensors]
     return found
@@ -192,7 +192,8 @@ def _values_fit(values: Tensor, device: torch.device) -> bool:
 
 def _rows(weights: Sequence[Encoding], device: torch.device) -> Sequence[tuple[int, ...] | None]:
     """Weights as the engines' tables have them; None for those that they cannot take."""
-    tensors = [[x.values for x in weights], *([x.components.get(name) for x in weights] for name in _TABLE)]
+    tensors: list[list[Tensor | None]] = [[x.values for x in weights]]
+    tensors += [[x.components.get(name) for x in weights] for name in _TABLE]
     found = [tensor_reader(device).addresses(column) for column in tensors]
     alike = all(x.values.dtype == torch.float32 and x.values.device == device for x in weights)
     if not alike or any(column is None for column in found):
