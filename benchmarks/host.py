@@ -1,7 +1,7 @@
 """Host time of one step per tensor: what Python and the launch cost, whatever the tensors' sizes.
 
 Gradients are new tensors at each step, as in training; making them is not timed. On CPUs the update itself is part of
-the time, so the tensors are tiny: ``python benchmarks/host.py [--device cuda]``.
+the time, so the tensors are tiny: ``python benchmarks/host.py [--device cuda] [--output host.json]``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fused_optim import FusedAdamW
-from fused_optim.quantized import Float8DelayedScaling, MXFP8BlockScaling, QuantizedTensor, Recipe
+from fused_optim.quantized import (
+    Float8CurrentScaling,
+    Float8DelayedScaling,
+    MXFP8BlockScaling,
+    QuantizedTensor,
+    Recipe,
+)
+from step import machine, write
 
 FORMATS = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8}
 
@@ -67,23 +75,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--output", type=Path, help="a JSON file for the microseconds per tensor")
+    parser.add_argument("--commit", default="", help="what the results are of, where the tree is no git checkout")
     options = parser.parse_args()
     torch.set_num_threads(1)
     backend = "nccl" if options.device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh(options.device, (1,))
+    found: dict[str, dict[str, float]] = {}
     for name, (params, grad) in {
         "2000 DTensors": sharded(2000, mesh),
         "2000 slices": slices(2000, options.device),
         "146 plain tensors": plain(146, options.device),
         "146 MXFP8 weights": quantized(146, options.device, MXFP8BlockScaling()),
         "146 FP8 weights, delayed scaling": quantized(146, options.device, Float8DelayedScaling()),
+        "146 FP8 weights, current scaling": quantized(146, options.device, Float8CurrentScaling()),
     }.items():
         times = host_times(params, grad, options.device, options.steps)
         median, best = statistics.median(times), min(times)
         each = 1e6 / len(params)
         print(f"{name}: {1e3 * median:.3f} ms per step, {each * median:.2f} us per tensor (best {each * best:.2f})")
+        found[name] = {"median_us": each * median, "best_us": each * best}
     dist.destroy_process_group()
+    write({"machine": machine(torch.device(options.device), options.commit), "per_tensor": found}, options.output)
 
 
 if __name__ == "__main__":

@@ -128,6 +128,31 @@ class Adapter(Protocol):
         """
 
 
+class Batch(Protocol):
+    """Updates that are made in one step, or in several as long as they and their parameters are the same objects."""
+
+    def prepare(self, applies: Tensor | None) -> None:
+        """See :meth:`Adapter.prepare`."""
+
+    def write(self, applies: Tensor | None) -> None:
+        """See :meth:`Adapter.write`."""
+
+
+class _Anew:
+    """A batch of an adapter that looks at all of it each time."""
+
+    def __init__(self, adapter: Adapter, updates: Sequence[Update]) -> None:
+        self._adapter, self._updates = adapter, updates
+        self._changed = [update for update in updates if update.values is not None]
+
+    def prepare(self, applies: Tensor | None) -> None:
+        if self._changed:
+            self._adapter.prepare(self._changed, applies)
+
+    def write(self, applies: Tensor | None) -> None:
+        self._adapter.write(self._updates, applies, True)
+
+
 def adapter_of(param: Tensor) -> Adapter | None:
     """The adapter for a parameter; None if it is not quantized."""
     return _adapter_of_type(type(local_tensor(param)))
@@ -165,10 +190,12 @@ def _by_adapter(updates: Sequence[Update]) -> dict[Adapter, list[Update]]:
     return found
 
 
-def prepare(updates: Sequence[Update], applies: Tensor | None) -> None:
-    """Prepare the updates of all adapters' parameters; see :meth:`Adapter.prepare`."""
-    for adapter, alike in _by_adapter(updates).items():
-        adapter.prepare(alike, applies)
+def batches(updates: Sequence[Update]) -> list[Batch]:
+    """The updates by adapter. One that has a function ``batch`` makes a batch of its own."""
+    return [
+        adapter.batch(alike) if hasattr(adapter, "batch") else _Anew(adapter, alike)
+        for adapter, alike in _by_adapter(updates).items()
+    ]
 
 
 def write(updates: Sequence[Update], applies: Tensor | None = None, advance: bool = True) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from operator import is_
 from typing import Any, cast
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fused_optim.backends import Compiled, Hyper, ShardWork, load_engine
-from fused_optim.backends.engine import EngineTensorReader, Watched
+from fused_optim.backends.engine import Engine, EngineTensorReader, Watched
 from fused_optim.formats import ELEMENT_TYPES
 from fused_optim.slots import Slots
 
@@ -26,6 +27,27 @@ def run_on(device: torch.device) -> dict[str, int]:
         # Not torch.cuda.current_stream(), which makes a Python object: each weight that is decoded asks.
         return {"device": device.index, "stream": torch._C._cuda_getCurrentRawStream(device.index)}
     return {"threads": torch.get_num_threads()}
+
+
+@functools.cache
+def _any_engine() -> Engine | None:
+    return load_engine("cpu")[0] or load_engine("cuda")[0]
+
+
+def same_objects(left: Sequence[Any], right: list[Any]) -> bool:
+    """Whether both hold the same objects."""
+    engine = _any_engine()
+    if engine is not None and isinstance(left, list):
+        return engine.same_objects(left, right)
+    return len(left) == len(right) and all(map(is_, left, right))
+
+
+def same_items(mapping: Mapping[Any, Any], keys: list[Any], values: list[Any]) -> bool:
+    """Whether a dict holds the same objects, in the same order."""
+    engine = _any_engine()
+    if engine is not None and isinstance(mapping, dict):
+        return engine.same_items(mapping, keys, values)
+    return same_objects(list(mapping), keys) and same_objects(list(mapping.values()), values)
 
 
 def load_kernels(device: torch.device) -> None:
@@ -49,9 +71,25 @@ def _tensor_reader(device: torch.device, api: object) -> EngineTensorReader:
     engine, _ = load_engine(cast(Compiled, device.type))
     assert engine is not None
     # By examples the engine finds where torch keeps a tensor's dispatch keys; the first is an ordinary one.
-    ordinary = torch.empty(1, device=device)
-    examples = [ordinary, torch._neg_view(ordinary)]
-    return engine.TensorReader(api, Tensor, [(x, torch._C._dispatch_keys(x).raw_repr()) for x in examples])
+    with torch.inference_mode(False):
+        ordinary = torch.empty(1, device=device)
+        examples = _layout_examples(device)
+        copied = [torch._lazy_clone(torch.empty(1, device="cpu")) for _ in range(2)]  # alike on all devices
+    keys = [(x, torch._C._dispatch_keys(x).raw_repr()) for x in (ordinary, torch._neg_view(ordinary))]
+    return engine.TensorReader(api, Tensor, keys, [*map(_example, examples)], [*map(_example, copied)])
+
+
+def _layout_examples(device: torch.device) -> list[Tensor]:
+    """Tensors that differ in all that DLPack tells: none is like the others by chance."""
+    examples = [torch.empty(97, dtype=dtype, device=device) for dtype in ELEMENT_TYPES]
+    shapes = [((3,), (2,), 5), ((5, 2), (7, 3), 11), ((2, 3, 4), (1, 29, 2), 3), ((2, 1, 3, 2), (17, 4, 8, 3), 13)]
+    strided = [torch.empty(97, dtype=torch.int16, device=device).as_strided(*shape) for shape in shapes]
+    narrow = torch.empty(97, dtype=torch.uint8, device=device).as_strided((2, 1, 2, 3, 2), (31, 9, 6, 11, 2), 17)
+    return [*examples, *strided, narrow, torch.empty((), dtype=torch.int8, device=device)]
+
+
+def _example(tensor: Tensor) -> tuple[Tensor, int, int]:
+    return tensor, tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 class CompiledShards:

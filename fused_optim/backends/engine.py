@@ -7,7 +7,7 @@ them. ``where``: ``device`` and ``stream`` of the CUDA engine, ``threads`` of th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -33,7 +33,10 @@ class Watched(NamedTuple):
 class EngineTensorReader(Protocol):
     """Reads torch's tensors of one device; see ``exchange.h``."""
 
+    @property
+    def reads_directly(self) -> bool: ...
     def unusual(self, tensors: Sequence[Tensor]) -> list[int]: ...
+    def addresses(self, tensors: list[Tensor | None]) -> list[int] | None: ...
 
 
 class EnginePlan(Protocol):
@@ -108,8 +111,15 @@ class Engine(Protocol):
     """The module of an engine."""
 
     def TensorReader(
-        self, exchange_api: object, tensor_type: type, keys: list[tuple[Tensor, int]]
+        self,
+        exchange_api: object,
+        tensor_type: type,
+        keys: list[tuple[Tensor, int]],
+        examples: list[tuple[Tensor, int, int]],
+        copied: list[tuple[Tensor, int, int]],
     ) -> EngineTensorReader: ...
+    def same_objects(self, left: list[Any], right: list[Any]) -> bool: ...
+    def same_items(self, dict: dict[Any, Any], keys: list[Any], values: list[Any]) -> bool: ...
     def Plan(
         self, groups: list[int], group_count: int, reader: EngineTensorReader, dtensor_type: type
     ) -> EnginePlan: ...
@@ -121,7 +131,9 @@ class Engine(Protocol):
     def quantize_rescale(
         self,
         *,
-        scales: Sequence[tuple[int, ...]],
+        scales: Sequence[int],
+        histories: Sequence[int],
+        absmaxes: Sequence[int],
         largest: float,
         factor: float,
         history: int,

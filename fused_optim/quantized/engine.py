@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from fused_optim.adapters import Fractions
 from fused_optim.backends import backend_for, forced_backend, load_engine
-from fused_optim.backends.compiled import address, run_on
+from fused_optim.backends.compiled import address, run_on, tensor_reader
 from fused_optim.backends.engine import Engine
 from fused_optim.formats import ELEMENT_TYPES
 from fused_optim.quantized.recipes import Components, KernelFormat, Recipe
@@ -59,32 +60,33 @@ def absmax(recipes: Sequence[Recipe], values: Sequence[Tensor | None], device: t
     return result
 
 
-def prepare(weights: Sequence[tuple[Recipe, Components]], applies: Tensor | None) -> None:
-    """:meth:`Recipe.prepare` of each."""
-    for (device, recipe), members in _alike(weights).items():
-        if recipe.kernel is not None and recipe.kernel.history == 0:
-            continue
-        components = [weights[i][1] for i in members]
-        if not _rescale(recipe, components, [None] * len(members), applies, ScaleStage.BEFORE, device):
-            for part in components:
-                recipe.prepare(part, applies)
+class Scales:
+    """The scales of whole weights, of those that have them: which are alike is found out once."""
 
+    def __init__(self, weights: Sequence[tuple[Recipe, Components]]) -> None:
+        self._alike = [
+            (device, recipe, members, [weights[i][1] for i in members])
+            for (device, recipe), members in _alike(weights).items()
+            if recipe.scales_whole_tensor
+        ]
 
-def rescale(
-    weights: Sequence[tuple[Recipe, Components]],
-    absmaxes: Sequence[Tensor],
-    applies: Tensor | None,
-    advance: bool,
-) -> None:
-    """:meth:`Recipe.rescale` of each, with the absmax of each."""
-    stage = ScaleStage.AFTER if advance else ScaleStage.AGAIN
-    for (device, recipe), members in _alike(weights).items():
-        if not recipe.scales_whole_tensor:
-            continue
-        components, largest = [weights[i][1] for i in members], [absmaxes[i] for i in members]
-        if not _rescale(recipe, components, largest, applies, stage, device):
-            for part, absmax in zip(components, largest, strict=True):
-                recipe.rescale(part, absmax, applies, advance)
+    def prepare(self, applies: Tensor | None) -> None:
+        """:meth:`Recipe.prepare` of each."""
+        for device, recipe, members, components in self._alike:
+            if recipe.kernel is not None and recipe.kernel.history == 0:
+                continue
+            if not _rescale(recipe, components, [None] * len(members), applies, ScaleStage.BEFORE, device):
+                for part in components:
+                    recipe.prepare(part, applies)
+
+    def rescale(self, absmaxes: Sequence[Tensor], applies: Tensor | None, advance: bool) -> None:
+        """:meth:`Recipe.rescale` of each; ``absmaxes``: of shape ``(1,)``, one per weight."""
+        stage = ScaleStage.AFTER if advance else ScaleStage.AGAIN
+        for device, recipe, members, components in self._alike:
+            largest = [absmaxes[i] for i in members]
+            if not _rescale(recipe, components, largest, applies, stage, device):
+                for part, absmax in zip(components, largest, strict=True):
+                    recipe.rescale(part, absmax[0], applies, advance)
 
 
 def _rescale(
@@ -97,13 +99,18 @@ def _rescale(
 ) -> bool:
     """Whether the engine could do it."""
     engine, kernel = compiled_engine(device), recipe.kernel
-    scales = [part["tensor_scale"] for part in components]
-    if engine is None or kernel is None or not all(map(is_plain, scales)):
+    if engine is None or kernel is None:
         return False
-    histories = [part.get("amax_history") for part in components]
+    scales: list[Tensor | None] = [part["tensor_scale"] for part in components]
+    histories = [part.get("amax_history") for part in components] if kernel.history else [None] * len(scales)
+    found = [_addresses(tensors, device) for tensors in (scales, histories, absmaxes)]
+    if any(addresses is None for addresses in found):
+        return False
     applies = applies if applies is None else applies.to(device)
     engine.quantize_rescale(
-        scales=[tuple(map(address, row)) for row in zip(scales, histories, absmaxes, strict=True)],
+        scales=found[0] or [],
+        histories=found[1] or [],
+        absmaxes=found[2] or [],
         largest=kernel.largest,
         factor=kernel.factor,
         history=kernel.history,
@@ -112,8 +119,16 @@ def _rescale(
         applies=address(applies),
         **run_on(device),
     )
-    written(part for part in (*scales, *histories) if part is not None)
+    written(part for part in chain(scales, histories) if part is not None)
     return True
+
+
+def _addresses(tensors: Sequence[Tensor | None], device: torch.device) -> list[int] | None:
+    """0 for None; None where not all of them are plain."""
+    found = tensor_reader(device).addresses(list(tensors))
+    if found is None and all(x is None or is_plain(x) for x in tensors):  # torch has no way to read them fast
+        return [address(x) for x in tensors]
+    return found
 
 
 def encode(weights: Sequence[Encoding]) -> None:
@@ -122,10 +137,7 @@ def encode(weights: Sequence[Encoding]) -> None:
         engine, kernel = compiled_engine(device), recipe.kernel
         others = [weights[i] for i in members]
         if engine is not None and kernel is not None:
-            rows = [
-                _row(weight.values, weight.components) if _values_fit(weight.values, device) else None
-                for weight in others
-            ]
+            rows = _rows(others, device)
             fitting = [weight for weight, row in zip(others, rows, strict=True) if row is not None]
             others = [weight for weight, row in zip(others, rows, strict=True) if row is None]
             _encode(engine, kernel, fitting, [row for row in rows if row is not None], device)
@@ -178,6 +190,19 @@ def _values_fit(values: Tensor, device: torch.device) -> bool:
     return values.dtype == torch.float32 and values.device == device and is_plain(values) and not values.is_neg()
 
 
+def _rows(weights: Sequence[Encoding], device: torch.device) -> Sequence[tuple[int, ...] | None]:
+    """Weights as the engines' tables have them; None for those that they cannot take."""
+    tensors: list[list[Tensor | None]] = [[x.values for x in weights]]
+    tensors += [[x.components.get(name) for x in weights] for name in _TABLE]
+    found = [tensor_reader(device).addresses(column) for column in tensors]
+    alike = all(x.values.dtype == torch.float32 and x.values.device == device for x in weights)
+    if not alike or any(column is None for column in found):
+        return [_row(x.values, x.components) if _values_fit(x.values, device) else None for x in weights]
+    counts = [(x.components["data"].shape[0], x.values.numel()) for x in weights]
+    sizes = [(rows, numel // rows if rows else 0) for rows, numel in counts]
+    return [(*of, *size) for *of, size in zip(*(column or [] for column in found), sizes, strict=True)]
+
+
 def _row(values: Tensor, components: Components) -> tuple[int, ...] | None:
     """A weight as the engines' tables have it; None where they cannot take it."""
     addresses = []
@@ -216,4 +241,9 @@ def _rounding(fractions: Fractions | None) -> tuple[int, ...]:
 
 def written(tensors: Iterable[Tensor]) -> None:
     """Count versions, as torch's own operations in place do."""
-    torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+    torch.autograd.graph.increment_version(countable(tensors))
+
+
+def countable(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Those that have versions."""
+    return [tensor for tensor in tensors if not tensor.is_inference()]

@@ -420,8 +420,8 @@ class QuantizedTensor(Decodable):
         self.forget_scales()
         weight = Encoding(self.recipe, self.components, values.detach().float())
         if self.recipe.scales_whole_tensor:
-            absmax = engine.absmax([self.recipe], [weight.values], self.device)[0]
-            engine.rescale([(self.recipe, self.components)], [absmax], None, advance=True)
+            absmax = engine.absmax([self.recipe], [weight.values], self.device)
+            engine.Scales([(self.recipe, self.components)]).rescale([absmax], None, advance=True)
         engine.encode(tiles.pieces(weight, self.rows_before))
         self.mark_fresh()
 
@@ -444,6 +444,13 @@ class QuantizedTensor(Decodable):
         """The data was quantized from the initial values as they are, or from later ones."""
         self._shared.stale, self._shared.loaded = False, ()
         if self._shared.discard:
+            self.discard_high_precision_init()
+
+    def mark_updated(self) -> None:
+        """Later values than the initial ones were quantized, which are not wanted any more."""
+        shared = self._shared
+        if shared.stale or shared.loaded or shared.discard or INITIAL in self._whole.components:
+            self.mark_fresh()
             self.discard_high_precision_init()
 
     def mark_stale(self) -> None:

@@ -93,39 +93,68 @@ def target(param: Tensor) -> Target | None:
     return Target(kernel.format, kernel.round_up, data, scale, measures, names, parts)
 
 
+def batch(updates: Sequence[Update]) -> Batch:
+    return Batch(updates)
+
+
 def prepare(updates: Sequence[Update], applies: Tensor | None) -> None:
-    locals_ = [local_weight(update.param) for update in updates]
-    locals_ = [local for local in locals_ if local.recipe.scales_whole_tensor]
-    engine.prepare([(local.recipe, local.components) for local in locals_], applies)
+    Batch(updates).prepare(applies)
 
 
 def write(updates: Sequence[Update], applies: Tensor | None = None, advance: bool = True) -> None:
-    quantize(updates, applies, advance)
-    for update in updates:
-        if update.values is not None:  # which the initial ones are not any more
-            local_weight(update.param).discard_high_precision_init()
+    Batch(updates).write(applies, advance)
 
 
-@torch.no_grad()
 def quantize(updates: Sequence[Update], applies: Tensor | None = None, advance: bool = True) -> None:
     """:func:`write` of values that initial ones may still be as precise as."""
-    pairs = [(local_weight(update.param), update) for update in updates]
-    reduced = [update for local, update in pairs if local.recipe.scales_whole_tensor]
-    absmax = _absmax(reduced)
-    if not advance:
-        _complete_empty_shards(update.param for update in reduced)
-    changed = [(local, update, update.values) for local, update in pairs if update.values is not None]
-    rescaled = [(local, absmax[update.param]) for local, update, _ in changed if update.param in absmax]
-    engine.rescale(
-        [(x.recipe, x.components) for x, _ in rescaled], [largest for _, largest in rescaled], applies, advance
-    )
-    encodings = {u.param: Encoding(x.recipe, x.components, new, u.fractions) for x, u, new in changed if not u.written}
-    in_pieces = (tiles.pieces(weight, local_weight(param).rows_before) for param, weight in encodings.items())
-    engine.encode([piece for pieces in in_pieces for piece in pieces])
-    _agree_on_blocks([update.param for _, update in pairs if _shares_blocks(update.param)], encodings)
-    engine.written(x.components[name] for x, u, _ in changed if u.written for name in x.recipe.of_elements)
-    for local, _, _ in changed:
-        local.mark_fresh()
+    weights = Batch(updates)
+    weights.quantize(applies, advance)
+    weights.mark_fresh()
+
+
+class Batch:
+    """Updates of many weights, made once or step by step: what lasts as long as their parameters is found out once."""
+
+    def __init__(self, updates: Sequence[Update]) -> None:
+        pairs = [(local_weight(update.param), update) for update in updates]
+        self._reduced = _Absmaxes([update for local, update in pairs if local.recipe.scales_whole_tensor])
+        self._changed = [(local, update, update.values) for local, update in pairs if update.values is not None]
+        rescaled = [(x, u) for x, u, _ in self._changed if x.recipe.scales_whole_tensor]
+        self._rescaled = [update.param for _, update in rescaled]
+        self._scales = engine.Scales([(local.recipe, local.components) for local, _ in rescaled])
+        written = [local for local, update, _ in self._changed if update.written]
+        self._written = engine.countable(x.components[name] for x in written for name in x.recipe.of_elements)
+        self._encoded = [(local, update, values) for local, update, values in self._changed if not update.written]
+        self._sharing_blocks = [update.param for _, update in pairs if _shares_blocks(update.param)]
+
+    def prepare(self, applies: Tensor | None) -> None:
+        """Before the pass: as :meth:`Adapter.prepare`."""
+        self._scales.prepare(applies)
+
+    def write(self, applies: Tensor | None, advance: bool = True) -> None:
+        """After it: as :meth:`Adapter.write`."""
+        self.quantize(applies, advance)
+        for local, _, _ in self._changed:  # whose initial values are not wanted any more
+            local.mark_updated()
+
+    def mark_fresh(self) -> None:
+        for local, _, _ in self._changed:
+            local.mark_fresh()
+
+    @torch.no_grad()
+    def quantize(self, applies: Tensor | None, advance: bool) -> None:
+        absmax = self._reduced.over_shards()
+        if not advance:
+            _complete_empty_shards(self._reduced.params)
+        self._scales.rescale([absmax[param] for param in self._rescaled], applies, advance)
+        encodings = {
+            update.param: Encoding(local.recipe, local.components, values, update.fractions)
+            for local, update, values in self._encoded
+        }
+        in_pieces = (tiles.pieces(weight, local_weight(param).rows_before) for param, weight in encodings.items())
+        engine.encode([piece for pieces in in_pieces for piece in pieces])
+        _agree_on_blocks(self._sharing_blocks, encodings)
+        torch.autograd.graph.increment_version(self._written)
 
 
 # --- blocks of several rows -------------------------------------------------------------------------------------
@@ -179,21 +208,33 @@ def _agree_on_blocks(params: Sequence[Tensor], encodings: Mapping[Tensor, Encodi
 # --- reductions -------------------------------------------------------------------------------------------------
 
 
-def _absmax(updates: Sequence[Update]) -> dict[Tensor, Tensor]:
-    """The largest finite magnitude of each parameter's values over all shards."""
-    by_device: dict[torch.device, list[Update]] = {}
-    own: dict[Tensor, Tensor] = {}
-    for update in updates:
-        if update.absmax is None:
-            by_device.setdefault(local_weight(update.param).device, []).append(update)
-        else:
-            own[update.param] = update.absmax
-    for device, there in by_device.items():
-        recipes = [local_weight(update.param).recipe for update in there]
-        absmax = engine.absmax(recipes, [update.values for update in there], device)
-        own.update(zip((update.param for update in there), absmax.split(1), strict=True))
-    in_order = {update.param: own[update.param] for update in updates}  # that in which all ranks reduce
-    return {param: absmax[0] for param, absmax in reduce_over_shards(in_order).items()}
+class _Absmaxes:
+    """The largest finite magnitude of each parameter's values."""
+
+    def __init__(self, updates: Sequence[Update]) -> None:
+        self._updates = updates
+        self.params = [update.param for update in updates]
+        self._measured = {update.param: update.absmax for update in updates if update.absmax is not None}
+        self._are_sharded = any(isinstance(param, DTensor) and sharding_dims(param) for param in self.params)
+
+    def over_shards(self) -> dict[Tensor, Tensor]:
+        """Over all shards, of shape ``(1,)``: as the update pass has measured it, or by a pass of its own."""
+        own = self._measured
+        if len(own) < len(self._updates):
+            own = {**own, **self._of_values()}
+        return reduce_over_shards({param: own[param] for param in self.params}) if self._are_sharded else own
+
+    def _of_values(self) -> dict[Tensor, Tensor]:
+        by_device: dict[torch.device, list[Update]] = {}
+        for update in self._updates:
+            if update.absmax is None:
+                by_device.setdefault(local_weight(update.param).device, []).append(update)
+        found: dict[Tensor, Tensor] = {}
+        for device, there in by_device.items():
+            recipes = [local_weight(update.param).recipe for update in there]
+            absmax = engine.absmax(recipes, [update.values for update in there], device)
+            found.update(zip((update.param for update in there), absmax.split(1), strict=True))
+        return found
 
 
 def reduce_over_shards(numbers: Mapping[Tensor, Tensor], rows_only: bool = False) -> dict[Tensor, Tensor]:

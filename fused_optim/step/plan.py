@@ -7,10 +7,9 @@ only what differs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from operator import is_
 from typing import Any
 
 import torch
@@ -18,8 +17,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fused_optim import adapters
-from fused_optim.adapters import Fractions, Target, Update, adapter_of
+from fused_optim.adapters import Batch, Fractions, Target, Update, adapter_of
 from fused_optim.backends import Backend, Hyper, ShardWork, backend_of, is_capturing
+from fused_optim.backends.compiled import same_items, same_objects
 from fused_optim.backends.engine import Watched
 from fused_optim.backends.gradients import unscaled, write_
 from fused_optim.backends.shards import Shards, shards_on
@@ -52,10 +52,6 @@ class _Part:
         if self.absmax is None:
             self.absmax = torch.zeros(len(self.indices), dtype=torch.float32, device=self.device)
         return self.absmax[i : i + 1]
-
-
-def _same_objects(left: Iterable[Any], right: Sequence[Any]) -> bool:
-    return all(map(is_, left, right))
 
 
 def _is_watchable(param: Tensor) -> bool:
@@ -93,6 +89,7 @@ class Plan:
         self._names, self._numbers = store.names, store.rounding_numbers()
         self._sizes = [len(group["params"]) for group in groups]
         self._seed = seed
+        self._in_groups = [list(group["params"]) for group in groups]
         self._state_keys = [param for param in store.state if param in own] if self._is_part else list(store.state)
         self._state_dicts = [store.state[key] for key in self._state_keys]
         self._slots = {
@@ -108,6 +105,10 @@ class Plan:
         self._quantized = {i: numbers[i] for i in self._slots if adapter_of(self._params[i]) is not None}
         self._lasting: dict[int, Update] = {}
         self._passing: dict[int, Update] = {}
+        self._resting: dict[int, Update] = {}  # of those without a gradient
+        # The last step's updates, as long as the same parameters are updated by the same ones.
+        self._batches: list[Batch] | None = None
+        self._batched: list[Tensor] = []
         self._attribute = ""
         for index in self._slots:
             param = self._params[index]
@@ -142,16 +143,14 @@ class Plan:
             awake = any(getattr(param, store.grad_attribute, None) is not None for param in self._stateless)
         if self._is_part:
             dicts = [state.get(param) for param in self._state_keys]
-            alike = not awake and seed == self._seed and _same_objects(dicts, self._state_dicts)
+            alike = not awake and seed == self._seed and same_objects(dicts, self._state_dicts)
             return alike and self._has_its_backends()
         return (
             not awake
             and seed == self._seed
-            and self._sizes == [len(group["params"]) for group in groups]
-            and len(state) == len(self._state_keys)
-            and _same_objects(chain.from_iterable(group["params"] for group in groups), self._params)
-            and _same_objects(state, self._state_keys)
-            and _same_objects(state.values(), self._state_dicts)
+            and len(groups) == len(self._in_groups)
+            and all(same_objects(group["params"], own) for group, own in zip(groups, self._in_groups, strict=True))
+            and same_items(state, self._state_keys, self._state_dicts)
             and self._has_its_backends()
         )
 
@@ -233,6 +232,8 @@ class Plan:
         master = local_tensor(states[MASTER]) if MASTER in states else None
         part.watched[i] = _watched(param, states)
         adapter, target, absmax = adapter_of(param), None, None
+        if adapter is not None:
+            self._batches = None
         if adapter is None:
             updated = self._contiguous_param(param)
         else:
@@ -291,14 +292,15 @@ class Plan:
 
         ``workspaces``: see ``DeviceScalars.workspaces``. ``found_inf``: not 0 skips the step.
         """
-        updated = [param for part in self._parts for param in part.shards.updated(part.watched)]
+        updated = list(chain.from_iterable(part.shards.updated(part.watched) for part in self._parts))
         per_device = [hypers(part.device) for part in self._parts]
-        updates: list[Update] = []
+        batches: list[Batch] = []
         applies = None
         if self._quantized:
-            updates = self._quantized_updates(dict(zip((part.device for part in self._parts), per_device, strict=True)))
+            batches = self._batches_of(updated, per_device)
             applies = None if found_inf is None else found_inf.reshape(()) == 0
-            adapters.prepare([update for update in updates if update.values is not None], applies)
+            for batch in batches:
+                batch.prepare(applies)
         for part, on_device in zip(self._parts, per_device, strict=True):
             if part.absmax is not None:
                 part.absmax.zero_()
@@ -310,8 +312,8 @@ class Plan:
         for target, source in self._copies:
             target.copy_(source)
         self._copies.clear()
-        if updates:
-            adapters.write(updates, applies)
+        for batch in batches:
+            batch.write(applies)
         self._passing.clear()
         if updated:
             torch.autograd.graph.increment_version(updated)
@@ -322,13 +324,19 @@ class Plan:
             for i in part.unwatched:
                 self._store[part.watched[i].param].mark()
 
+    def _batches_of(self, updated: list[Tensor], per_device: list[list[Hyper]]) -> list[Batch]:
+        if self._batches is None or not same_objects(updated, self._batched):
+            hypers = dict(zip((part.device for part in self._parts), per_device, strict=True))
+            self._batches, self._batched = adapters.batches(self._quantized_updates(hypers)), updated
+        return self._batches
+
     def _quantized_updates(self, hypers: dict[torch.device, list[Hyper]]) -> list[Update]:
         """All quantized parameters, also those that take part in reductions only."""
         updates = []
         for index, group in self._quantized.items():
             param = self._params[index]
             if getattr(param, self._attribute, None) is None:
-                update = Update(param, None)
+                update = self._resting.setdefault(index, Update(param, None))
             elif index in self._lasting:
                 update = self._lasting[index]
             else:

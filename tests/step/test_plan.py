@@ -367,6 +367,18 @@ def test_usual_steps_check_nothing_again(pair: tuple[Trainer, Trainer], monkeypa
     assert set_again == []
 
 
+def test_lazy_copies_stay_as_they_were(pair: tuple[Trainer, Trainer]) -> None:
+    """Of parameters and states: their memory is shared until it is written, which engines do behind torch's back."""
+    trainer = pair[0]
+    trainer.train(1)
+    tensors = [x for param in trainer.params for x in (param, *trainer.optimizer.state[param].values())]
+    expected = [local_tensor(x).detach().clone() for x in tensors]
+    copies = [torch._lazy_clone(local_tensor(x).detach()) for x in tensors]
+    trainer.train(1)
+    assert all(torch.equal(copy, before) for copy, before in zip(copies, expected, strict=True))
+    assert not all(torch.equal(local_tensor(x), before) for x, before in zip(tensors, expected, strict=True))
+
+
 def test_without_the_exchange_api(pair: tuple[Trainer, Trainer], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of older releases of torch: slower, and the same."""
     first, second = pair
@@ -413,7 +425,8 @@ def test_numbers_of_other_types() -> None:
 def test_plain_parameters_cost_nothing_for_quantized_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a GradScaler that would be a kernel of its own at each step."""
     calls: list[int] = []
-    monkeypatch.setattr(adapters, "write", lambda updates, *_: calls.append(len(updates)))
+    batches = adapters.batches
+    monkeypatch.setattr(adapters, "batches", lambda updates: calls.append(len(updates)) or batches(updates))
     plain = torch.nn.Parameter(torch.ones(4, 32))
     model = quantize_model_(torch.nn.Linear(32, 4, bias=False), MXFP8BlockScaling())
     for params in ([plain], [plain, model.weight]):

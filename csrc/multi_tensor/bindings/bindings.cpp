@@ -4,6 +4,7 @@
 
 #include <stdexcept>
 #include <string>
+#include <tuple>
 
 #include "bindings/plan.h"
 #include "cast.h"
@@ -145,6 +146,36 @@ void launch(Plan& plan, int threads) {
 }
 #endif
 
+// tensor, address of its storage, offset there in elements
+using ExampleRows = std::vector<std::tuple<py::object, uint64_t, int64_t>>;
+
+std::vector<TensorReader::Example> examples_of(const ExampleRows& rows) {
+    std::vector<TensorReader::Example> examples;
+    for (const auto& [tensor, storage, offset] : rows) examples.push_back({tensor, storage, offset});
+    return examples;
+}
+
+// Whether two lists hold the same objects: `is`, item by item.
+bool same_objects(const py::list& left, const py::list& right) {
+    const Py_ssize_t count = PyList_GET_SIZE(left.ptr());
+    if (count != PyList_GET_SIZE(right.ptr())) return false;
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        if (PyList_GET_ITEM(left.ptr(), i) != PyList_GET_ITEM(right.ptr(), i)) return false;
+    }
+    return true;
+}
+
+// The same of a dict's keys and values, in its order.
+bool same_items(const py::dict& dict, const py::list& keys, const py::list& values) {
+    const Py_ssize_t count = PyDict_Size(dict.ptr());
+    if (count != PyList_GET_SIZE(keys.ptr()) || count != PyList_GET_SIZE(values.ptr())) return false;
+    PyObject *key, *value;
+    for (Py_ssize_t i = 0, position = 0; PyDict_Next(dict.ptr(), &position, &key, &value); ++i) {
+        if (key != PyList_GET_ITEM(keys.ptr(), i) || value != PyList_GET_ITEM(values.ptr(), i)) return false;
+    }
+    return true;
+}
+
 // Names and numbers of an enum, for the test that compares them with Python's.
 template <class Enum>
 py::dict numbers() {
@@ -182,11 +213,17 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
 #endif
     py::class_<TensorReader>(m, "TensorReader", py::module_local(), "Reads torch's tensors of one device.")
         .def(py::init([](py::object exchange_api, py::object tensor_type,
-                         const std::vector<std::pair<py::object, uint64_t>>& keys) {
-                 return TensorReader(exchange_api, tensor_type, DispatchKeys(keys));
+                         const std::vector<std::pair<py::object, uint64_t>>& keys, const ExampleRows& examples,
+                         const ExampleRows& copied) {
+                 return TensorReader(exchange_api, tensor_type, DispatchKeys(keys), examples_of(examples),
+                                     examples_of(copied));
              }),
-             py::arg("exchange_api"), py::arg("tensor_type"), py::arg("keys"))
-        .def("unusual", &TensorReader::unusual, py::arg("tensors"));
+             py::arg("exchange_api"), py::arg("tensor_type"), py::arg("keys"), py::arg("examples"), py::arg("copied"))
+        .def_property_readonly("reads_directly", &TensorReader::reads_directly)
+        .def("unusual", &TensorReader::unusual, py::arg("tensors"))
+        .def("addresses", &TensorReader::addresses, py::arg("tensors"));
+    m.def("same_objects", &same_objects, py::arg("left"), py::arg("right"));
+    m.def("same_items", &same_items, py::arg("dict"), py::arg("keys"), py::arg("values"));
     py::class_<Plan>(m, "Plan", py::module_local(), "The shards of one device and their param groups, step by step.")
         .def(py::init<const std::vector<uint32_t>&, size_t, TensorReader, py::object>(), py::arg("groups"),
              py::arg("group_count"), py::arg("reader"), py::arg("dtensor_type"))

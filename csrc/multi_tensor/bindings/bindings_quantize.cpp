@@ -18,8 +18,6 @@ namespace {
 using WeightRow = std::array<uint64_t, 6>;
 // address of the step's number, that number, offset, inner_local (0: round to nearest), inner_global, key
 using RoundingRow = std::array<uint64_t, 6>;
-// scale, history, absmax
-using ScaleRow = std::array<uint64_t, 3>;
 
 void require(bool condition, const char* expected) {
     if (!condition) throw std::invalid_argument(std::string("fused_optim: quantized weights: expected ") + expected);
@@ -78,16 +76,21 @@ std::vector<Weight> weights_of(const std::vector<WeightRow>& rows, const std::ve
     return weights;
 }
 
-std::vector<TensorScale> scales_of(const std::vector<ScaleRow>& rows, const ScaleRule& rule) {
-    std::vector<TensorScale> scales;
-    scales.reserve(rows.size());
-    for (const auto& [scale, history, absmax] : rows) {
-        const bool measured = absmax || rule.stage == ScaleStage::kBefore;
-        require(scale && measured && (history || !rule.history), "addresses of all tensors");
-        scales.push_back({reinterpret_cast<float*>(scale), reinterpret_cast<float*>(history),
-                          reinterpret_cast<const float*>(absmax)});
+// One address per weight in each list; 0 where a rule needs none.
+using Addresses = std::vector<uint64_t>;
+
+std::vector<TensorScale> scales_of(const Addresses& scales, const Addresses& histories, const Addresses& absmaxes,
+                                   const ScaleRule& rule) {
+    require(histories.size() == scales.size() && absmaxes.size() == scales.size(), "lists of one length");
+    std::vector<TensorScale> rows;
+    rows.reserve(scales.size());
+    for (size_t i = 0; i < scales.size(); ++i) {
+        const bool measured = absmaxes[i] || rule.stage == ScaleStage::kBefore;
+        require(scales[i] && measured && (histories[i] || !rule.history), "addresses of all tensors");
+        rows.push_back({reinterpret_cast<float*>(scales[i]), reinterpret_cast<float*>(histories[i]),
+                        reinterpret_cast<const float*>(absmaxes[i])});
     }
-    return scales;
+    return rows;
 }
 
 ScaleRule rule_of(float largest, float factor, uint32_t history, bool most_recent, uint32_t stage, uint64_t applies) {
@@ -107,10 +110,11 @@ void quantize_absmax(const std::vector<uint64_t>& addresses, const std::vector<u
     (values_of(addresses, numels, result), reinterpret_cast<float*>(result), FUSED_OPTIM_HERE);
 }
 
-void quantize_rescale(const std::vector<ScaleRow>& scales, float largest, float factor, uint32_t history,
-                      bool most_recent, uint32_t stage, uint64_t applies, FUSED_OPTIM_WHERE) {
+void quantize_rescale(const Addresses& scales, const Addresses& histories, const Addresses& absmaxes, float largest,
+                      float factor, uint32_t history, bool most_recent, uint32_t stage, uint64_t applies,
+                      FUSED_OPTIM_WHERE) {
     const ScaleRule rule = rule_of(largest, factor, history, most_recent, stage, applies);
-    FUSED_OPTIM_ON(rescale)(scales_of(scales, rule), rule, FUSED_OPTIM_HERE);
+    FUSED_OPTIM_ON(rescale)(scales_of(scales, histories, absmaxes, rule), rule, FUSED_OPTIM_HERE);
 }
 
 void quantize_encode(const std::vector<WeightRow>& weights, const std::vector<RoundingRow>& roundings, uint32_t format,
@@ -128,8 +132,9 @@ void quantize_decode(const WeightRow& weight, uint32_t format, uint32_t type, FU
 
 void register_quantize(py::module_& m) {
     define(m, "quantize_absmax", &quantize_absmax, py::arg("addresses"), py::arg("numels"), py::arg("result"));
-    define(m, "quantize_rescale", &quantize_rescale, py::arg("scales"), py::arg("largest"), py::arg("factor"),
-           py::arg("history"), py::arg("most_recent"), py::arg("stage"), py::arg("applies"));
+    define(m, "quantize_rescale", &quantize_rescale, py::arg("scales"), py::arg("histories"), py::arg("absmaxes"),
+           py::arg("largest"), py::arg("factor"), py::arg("history"), py::arg("most_recent"), py::arg("stage"),
+           py::arg("applies"));
     define(m, "quantize_encode", &quantize_encode, py::arg("weights"), py::arg("roundings"), py::arg("format"),
            py::arg("round_up"));
     define(m, "quantize_decode", &quantize_decode, py::arg("weight"), py::arg("format"), py::arg("type"));

@@ -6,8 +6,10 @@
 #include <structmember.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <utility>
 #include <vector>
 
@@ -64,14 +66,27 @@ inline bool is_contiguous(const DLTensor& tensor) {
 
 inline uint64_t address(const DLTensor& tensor) { return reinterpret_cast<uint64_t>(tensor.data) + tensor.byte_offset; }
 
+// torch's own tensor, a C++ object, to which the first field of the Python object points.
+inline const char* body_of(PyObject* tensor) {
+    return *reinterpret_cast<const char* const*>(reinterpret_cast<const char*>(tensor) + sizeof(PyObject));
+}
+
+constexpr size_t kBodySize = 192;  // not more than torch's own tensor has
+
+template <class T>
+T load(const char* memory, size_t offset) {
+    T value;
+    std::memcpy(&value, memory + offset, sizeof(value));
+    return value;
+}
+
 // What DLPack does not tell: whether a tensor's bytes are its values. torch negates lazily, makes zeros without memory,
-// and wraps tensors for its transforms. All of it is in the tensor's dispatch keys, a word of torch's own tensor, to
-// which the first field of the Python object points. Where the word lies is found out by looking for known keys.
+// and wraps tensors for its transforms. All of it is in the tensor's dispatch keys, a word of torch's own tensor. Where
+// the word lies is found out by looking for known keys.
 class DispatchKeys {
 public:
     // `examples`: (tensor, its keys), the first one an ordinary tensor.
     explicit DispatchKeys(const std::vector<std::pair<pybind11::object, uint64_t>>& examples) {
-        constexpr size_t kBodySize = 192;  // not more than torch's own tensor has
         for (size_t offset = 0; offset < kBodySize && !examples.empty(); offset += sizeof(uint64_t)) {
             offset_ = offset;
             ordinary_ = examples.front().second;
@@ -85,34 +100,199 @@ public:
     bool are_ordinary(PyObject* tensor) const { return of(tensor) == ordinary_; }
 
 private:
-    uint64_t of(PyObject* tensor) const {
-        const char* body =
-            *reinterpret_cast<const char* const*>(reinterpret_cast<const char*>(tensor) + sizeof(PyObject));
-        uint64_t keys;
-        std::memcpy(&keys, body + offset_, sizeof(keys));
-        return keys;
-    }
+    uint64_t of(PyObject* tensor) const { return load<uint64_t>(body_of(tensor), offset_); }
 
     size_t offset_ = 0;
     uint64_t ordinary_ = 0;
     bool found_ = false;
 };
 
+// Where torch keeps what DLPack tells: asking DLPack takes most of the time of looking at a tensor that is as it was.
+// Found out by examples, like the keys. What is not found, and every tensor that is unlike all examples, is left to
+// DLPack, which is also asked whether the examples are read rightly.
+class TensorLayout {
+public:
+    using ToTensor = int (*)(void*, DLTensor*);
+
+    // Of an example: the tensor, the address of torch's own storage, and its offset there in elements.
+    struct Example {
+        pybind11::object tensor;
+        uint64_t storage;
+        int64_t offset;
+    };
+
+    TensorLayout() = default;
+
+    // `examples` differ in everything that is looked for. `copied`: two tensors that torch copies when they are
+    // written, which DLPack takes care of.
+    TensorLayout(const std::vector<Example>& examples, const std::vector<Example>& copied, ToTensor to_tensor) {
+        std::vector<DLTensor> told(examples.size());
+        for (size_t i = 0; i < examples.size(); ++i) {
+            if (to_tensor(examples[i].tensor.ptr(), &told[i]) != 0) {
+                PyErr_Clear();
+                return;
+            }
+        }
+        const auto all = [&](auto matches) {
+            for (size_t i = 0; i < examples.size(); ++i) {
+                if (!matches(body_of(examples[i].tensor.ptr()), examples[i], told[i])) return false;
+            }
+            return !examples.empty();
+        };
+        using Body = const char*;
+        const bool found =
+            find(storage_, kBodySize - 8, 8,
+                 [&](size_t at) {
+                     return all(
+                         [&](Body b, const Example& e, const DLTensor&) { return load<uint64_t>(b, at) == e.storage; });
+                 }) &&
+            find(data_, kStorageSize - 24, 8,
+                 [&](size_t at) {
+                     return all([&](Body b, const Example& e, const DLTensor& t) {
+                         const uint64_t bytes = static_cast<uint64_t>(e.offset) * (t.type.bits / 8);
+                         return load<uint64_t>(storage(b), at) + bytes == address(t);
+                     });
+                 }) &&
+            find(offset_, kBodySize - 8, 8,
+                 [&](size_t at) {
+                     return all(
+                         [&](Body b, const Example& e, const DLTensor&) { return load<int64_t>(b, at) == e.offset; });
+                 }) &&
+            find(shape_, kBodySize - 8 * (1 + 2 * kMostDims), 8,
+                 [&](size_t at) {
+                     return all([&](Body b, const Example&, const DLTensor& t) { return has_shape(b, at, t); });
+                 }) &&
+            find(kind_, kBodySize - 8, 1, [&](size_t at) {
+                return all([&](Body b, const Example&, const DLTensor& t) { return has_kind(b, at, t); });
+            });
+        if (!found || copied.size() != 2) return;
+        const Body first = storage(body_of(copied[0].tensor.ptr())), second = storage(body_of(copied[1].tensor.ptr()));
+        found_ = find(copier_at_, data_ + 24, 8, [&](size_t at) {
+            copier_ = load<uint64_t>(first, at);
+            return at > data_ && copier_ == load<uint64_t>(second, at) &&
+                   all([&](Body b, const Example&, const DLTensor&) {
+                       return load<uint64_t>(storage(b), at) != copier_;
+                   });
+        });
+        found_ = found_ && all([&](Body b, const Example&, const DLTensor& t) {
+                     DLTensor read;
+                     return this->read(b, read) && address(read) == address(t) && read.device == t.device &&
+                            read.type == t.type;
+                 });
+    }
+
+    bool found() const { return found_; }
+
+    // False where DLPack has to be asked. `body`: of a tensor with ordinary keys.
+    bool read(const char* body, DLTensor& out) const {
+        const auto dims = load<uint64_t>(body, shape_);
+        const Kind kind = load<Kind>(body, kind_);
+        if (dims > kMostDims || !kind.has_device || !type_of(kind, out.type) || !device_of(kind, out.device))
+            return false;
+        const char* memory = storage(body);
+        if (!memory || load<uint64_t>(memory, copier_at_) == copier_) return false;
+        out.dims = static_cast<int32_t>(dims);
+        out.shape = const_cast<int64_t*>(reinterpret_cast<const int64_t*>(body + shape_ + 8));
+        out.strides = out.shape + kMostDims;
+        out.byte_offset = 0;
+        const auto data = load<uint64_t>(memory, data_);
+        const bool empty = std::find(out.shape, out.shape + dims, 0) != out.shape + dims;
+        const auto offset = static_cast<uint64_t>(load<int64_t>(body, offset_)) * (out.type.bits / 8);
+        out.data = empty || !data ? nullptr : reinterpret_cast<void*>(data + offset);
+        return true;
+    }
+
+    // What `read` reads of a tensor, and of its storage once its body is there.
+    static void prefetch_body(const char* body) {
+        for (size_t line = 0; line < kBodySize; line += 64) __builtin_prefetch(body + line);
+    }
+    void prefetch_storage(const char* body) const {
+        if (found_) __builtin_prefetch(storage(body) + data_);
+    }
+
+private:
+    static constexpr size_t kMostDims = 5;      // more are elsewhere
+    static constexpr size_t kStorageSize = 64;  // not more than torch's storage has
+
+    struct Kind {  // torch's numbers
+        uint16_t type;
+        int8_t device, index;
+        bool has_device;
+        char others[3];
+    };
+    static_assert(sizeof(Kind) == 8);
+
+    template <class Matches>
+    static bool find(size_t& field, size_t end, size_t step, Matches matches) {
+        for (size_t at = 0; at <= end; at += step) {
+            if (matches(at)) return field = at, true;
+        }
+        return false;
+    }
+
+    const char* storage(const char* body) const { return load<const char*>(body, storage_); }
+
+    static bool has_shape(const char* body, size_t at, const DLTensor& t) {
+        if (load<uint64_t>(body, at) != static_cast<uint64_t>(t.dims)) return false;
+        for (int d = 0; d < t.dims; ++d) {
+            const size_t size = at + 8 * static_cast<size_t>(1 + d);
+            if (load<int64_t>(body, size) != t.shape[d]) return false;
+            if (load<int64_t>(body, size + 8 * kMostDims) != t.strides[d]) return false;
+        }
+        return true;
+    }
+
+    static bool has_kind(const char* body, size_t at, const DLTensor& t) {
+        const Kind kind = load<Kind>(body, at);
+        DLDataType type;
+        DLDevice device;
+        return load<uint8_t>(body, at + offsetof(Kind, has_device)) == 1 && type_of(kind, type) && type == t.type &&
+               device_of(kind, device) && device == t.device;
+    }
+
+    static bool type_of(const Kind& kind, DLDataType& type) {
+        constexpr DLDataType known[] = {{1, 8, 1}, {0, 8, 1}, {0, 16, 1}, {}, {}, {2, 16, 1}, {2, 32, 1}, {},
+                                        {},        {},        {},         {}, {}, {},         {},         {4, 16, 1}};
+        if (kind.type >= std::size(known)) return false;
+        return (type = known[kind.type]).lanes == 1;
+    }
+
+    static bool device_of(const Kind& kind, DLDevice& device) {
+        constexpr int32_t known[] = {1, 2};  // CPU, CUDA
+        if (kind.device < 0 || kind.device > 1) return false;
+        device = {known[kind.device], std::max<int32_t>(kind.index, 0)};
+        return true;
+    }
+
+    size_t storage_ = 0, data_ = 0, offset_ = 0, shape_ = 0, kind_ = 0, copier_at_ = 0;
+    uint64_t copier_ = 0;
+    bool found_ = false;
+};
+
 class TensorReader {
 public:
+    using Example = TensorLayout::Example;
+
     // `capsule`: torch.Tensor.__dlpack_c_exchange_api__; of anything else, or another major version, nothing is read.
-    TensorReader(pybind11::object capsule, pybind11::object tensor_type, DispatchKeys keys)
+    TensorReader(pybind11::object capsule, pybind11::object tensor_type, DispatchKeys keys,
+                 const std::vector<Example>& examples, const std::vector<Example>& copied)
         : tensor_type_(tensor_type), keys_(keys) {
         if (!keys.found()) return;
         constexpr const char* name = "dlpack_exchange_api";
         if (!PyCapsule_IsValid(capsule.ptr(), name)) return;
         auto* api = static_cast<DLPackExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), name));
-        if (api->major == 1) to_tensor_ = api->to_tensor;
+        if (api->major != 1) return;
+        to_tensor_ = api->to_tensor;
+        layout_ = TensorLayout(examples, copied, to_tensor_);
     }
+
+    // Whether tensors are read without asking DLPack.
+    bool reads_directly() const { return layout_.found(); }
 
     // False for what is not a tensor whose values lie in memory of its own, such as sparse ones.
     bool read(PyObject* object, DLTensor& out) const {
         if (to_tensor_ == nullptr || !is_tensor(object) || !keys_.are_ordinary(object)) return false;
+        if (layout_.found() && layout_.read(body_of(object), out)) return true;
         if (to_tensor_(object, &out) == 0) return true;
         PyErr_Clear();
         return false;
@@ -128,20 +308,37 @@ public:
         return found;
     }
 
+    // Of plain contiguous tensors, 0 for None; None where one of them is anything else.
+    pybind11::object addresses(const pybind11::list& tensors) const {
+        pybind11::list found(tensors.size());
+        for (size_t i = 0; i < tensors.size(); ++i) {
+            PyObject* object = PyList_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(i));
+            DLTensor tensor{};
+            const bool fits =
+                object == Py_None || (is_plain_tensor(object) && read(object, tensor) && is_contiguous(tensor));
+            if (!fits) return pybind11::none();
+            found[i] = address(tensor);
+        }
+        return found;
+    }
+
     const pybind11::object& tensor_type() const { return tensor_type_; }
+    const TensorLayout& layout() const { return layout_; }
 
     // Subclasses hide their memory (DTensors, tensors of unfinished collectives).
     bool is_plain_tensor(PyObject* object) const {
         return reinterpret_cast<PyObject*>(Py_TYPE(object)) == tensor_type_.ptr();
     }
 
-private:
     bool is_tensor(PyObject* object) const {
-        return PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(tensor_type_.ptr()));
+        return is_plain_tensor(object) ||
+               PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(tensor_type_.ptr()));
     }
 
+private:
     pybind11::object tensor_type_;
     DispatchKeys keys_;
+    TensorLayout layout_;
     int (*to_tensor_)(void*, DLTensor*) = nullptr;
 };
 
@@ -173,6 +370,32 @@ public:
 private:
     pybind11::object type_, name_;
     Py_ssize_t offset_ = 0;
+};
+
+// Reads an attribute of any tensor that may be torch's own, such as `grad`: by the C function of torch that the
+// interpreter would look up, unless the tensor's class says otherwise.
+class PropertyReader {
+public:
+    PropertyReader(const pybind11::object& tensor_type, PyObject* name)
+        : name_(name), descriptor_(pybind11::getattr(tensor_type, name, pybind11::none())) {
+        if (!PyObject_TypeCheck(descriptor_.ptr(), &PyGetSetDescr_Type)) return;
+        def_ = reinterpret_cast<PyGetSetDescrObject*>(descriptor_.ptr())->d_getset;
+    }
+
+    // Null if there is none.
+    pybind11::object operator()(PyObject* tensor) const {
+        PyTypeObject* type = Py_TYPE(tensor);
+        const bool own =
+            def_ && type->tp_getattro == PyObject_GenericGetAttr && _PyType_Lookup(type, name_) == descriptor_.ptr();
+        PyObject* found = own ? def_->get(tensor, def_->closure) : PyObject_GetAttr(tensor, name_);
+        if (!found) PyErr_Clear();
+        return pybind11::reinterpret_steal<pybind11::object>(found);
+    }
+
+private:
+    PyObject* name_;
+    pybind11::object descriptor_;
+    const PyGetSetDef* def_ = nullptr;
 };
 
 // Reads how often a tensor was written: Tensor._version, by the C function of torch that the interpreter would look up.

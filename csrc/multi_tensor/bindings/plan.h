@@ -227,8 +227,11 @@ private:
 
         DLDataType& type(Watched which) { return types[static_cast<size_t>(which)]; }
         bool has_form_of(const DLTensor& t) const {
-            return (t.data || !shard.numel) && t.device == device && static_cast<size_t>(t.dims) == shape.size() &&
-                   std::equal(shape.begin(), shape.end(), t.shape) && is_contiguous(t);
+            if (static_cast<size_t>(t.dims) != shape.size() || !(t.device == device)) return false;
+            for (size_t d = 0; d < shape.size(); ++d) {
+                if (shape[d] != t.shape[d]) return false;
+            }
+            return (t.data || !shard.numel) && is_contiguous(t);
         }
     };
 
@@ -236,9 +239,10 @@ private:
 
     std::vector<py::object> gradients(PyObject* watched, PyObject* name) const {
         std::vector<py::object> grads(rows_.size());
+        const PropertyReader gradient(reader_.tensor_type(), name);
         for (size_t i = 0; i < rows_.size(); ++i) {
             prefetch_body(field(item(watched, ahead(i, 4)), Watched::kParam));
-            grads[i] = attribute(field(item(watched, i), Watched::kParam), name);
+            grads[i] = gradient(field(item(watched, i), Watched::kParam));
         }
         return grads;
     }
@@ -247,30 +251,45 @@ private:
 
     // What an object's first field points to: of a tensor's, torch's own tensor.
     static void prefetch_body(PyObject* object) {
-        if (object) __builtin_prefetch(reinterpret_cast<void* const*>(object)[sizeof(PyObject) / sizeof(void*)]);
+        if (object) __builtin_prefetch(body_of(object));
     }
 
     // Thousands of parameters' objects lie all over memory: waiting for one after the other would take most of the
-    // time. So what later iterations read is fetched ahead, from tuples to DTensors to local tensors to their bodies.
+    // time. So what later iterations read is fetched ahead, from tuples to DTensors to local tensors to their bodies
+    // and storages.
     void prefetch(PyObject* watched, const std::vector<py::object>& grads, size_t i) const {
-        const size_t far = ahead(i, 6), middle = ahead(i, 4), near = ahead(i, 2);
         auto tensors = [&](size_t row) {
             PyObject* tuple = item(watched, row);
-            return std::array<PyObject*, 4>{field(tuple, Watched::kParam), field(tuple, Watched::kExpAvg),
-                                            field(tuple, Watched::kExpAvgSq), grads[row].ptr()};
+            return std::array<PyObject*, 5>{field(tuple, Watched::kParam), field(tuple, Watched::kExpAvg),
+                                            field(tuple, Watched::kExpAvgSq), field(tuple, Watched::kMaster),
+                                            grads[row].ptr()};
         };
-        __builtin_prefetch(item(watched, ahead(i, 8)));
-        __builtin_prefetch(&rows_[far]);
-        for (PyObject* tensor : tensors(far)) __builtin_prefetch(tensor);
-        for (PyObject* tensor : tensors(middle)) __builtin_prefetch(local_.peek(tensor));
-        for (PyObject* tensor : tensors(near)) prefetch_body(local_.peek(tensor));
+        __builtin_prefetch(item(watched, ahead(i, 10)));
+        __builtin_prefetch(field(item(watched, ahead(i, 8)), Watched::kStates));
+        for (PyObject* tensor : tensors(ahead(i, 8))) __builtin_prefetch(tensor);
+        for (PyObject* tensor : tensors(ahead(i, 6))) __builtin_prefetch(local_.peek(tensor));
+        for (PyObject* tensor : tensors(ahead(i, 4))) {
+            if (PyObject* local = memory_of(tensor)) TensorLayout::prefetch_body(body_of(local));
+        }
+        for (PyObject* tensor : tensors(ahead(i, 2))) {
+            if (PyObject* local = memory_of(tensor)) reader_.layout().prefetch_storage(body_of(local));
+        }
+    }
+
+    // The tensor whose memory is looked at, where it can be had at once.
+    PyObject* memory_of(PyObject* tensor) const {
+        PyObject* local = local_.peek(tensor);
+        PyObject* found = local ? local : tensor;
+        return found && reader_.is_tensor(found) && body_of(found) ? found : nullptr;
     }
 
     bool read_local(PyObject* object, bool sharded, DLTensor& out) const {
         if (!sharded) return reader_.read(object, out);
         if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != dtensor_type_.ptr()) return false;
-        py::object local = local_.get(object);
-        return local && reader_.is_plain_tensor(local.ptr()) && reader_.read(local.ptr(), out);
+        py::object found;
+        PyObject* local = local_.peek(object);
+        if (!local) local = (found = local_.get(object)).ptr();
+        return local && reader_.is_plain_tensor(local) && reader_.read(local, out);
     }
 
     bool refresh(Row& row, PyObject* watched, PyObject* grad) const {
@@ -356,7 +375,7 @@ private:
         PyObject* components = field(watched, Watched::kComponents);
         if (attribute(local, names_.components.ptr()).ptr() != components) return false;
         PyObject *names = field(watched, Watched::kNames), *parts = field(watched, Watched::kParts);
-        const std::array<uint64_t*, 2> targets = {&row.shard.param, &row.shard.weight_scales};
+        const std::array<uint64_t*, 2> targets = {&row.shard.param, &row.shard.weight_scales};  // others are compared
         for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(names); ++k) {
             PyObject* expected = PyTuple_GET_ITEM(parts, k);
             DLTensor tensor;
@@ -367,7 +386,7 @@ private:
                 return false;
             if (bytes_of(tensor) != row.weight_sizes[k] || !(tensor.device == row.device)) return false;
             if (!tensor.data && row.shard.numel) return false;
-            *targets[k] = address(tensor);
+            if (static_cast<size_t>(k) < targets.size()) *targets[k] = address(tensor);
         }
         return true;
     }
