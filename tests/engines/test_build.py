@@ -165,7 +165,7 @@ def loaded(name: str) -> ModuleType:
 def empty_plan(name: str, groups: list[int]) -> Any:
     """Two param groups, and shards that are not described yet."""
     engine = loaded(name)
-    return engine.Plan(groups, 2, engine.TensorReader(None, Tensor, keys=[]), DTensor)
+    return engine.Plan(groups, 2, engine.TensorReader(None, Tensor, keys=[], examples=[], copied=[]), DTensor)
 
 
 @pytest.mark.parametrize("name", COMPILED)
