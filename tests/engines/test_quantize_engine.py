@@ -126,8 +126,8 @@ def encoded(
     parts = [recipe.empty(tuple(x.shape), x.device) for x in xs]
     weights = [Encoding(recipe, part, x, each) for part, x, each in zip(parts, xs, given, strict=True)]
     with engine_alone(monkeypatch):
-        absmax = quantizer.absmax([recipe] * len(xs), xs, xs[0].device).unbind()
-        quantizer.rescale([weight[:2] for weight in weights], absmax, None, advance=True)
+        absmax = quantizer.absmax([recipe] * len(xs), xs, xs[0].device).split(1)
+        quantizer.Scales([weight[:2] for weight in weights]).rescale(absmax, None, advance=True)
         quantizer.encode(weights)
     return parts
 
@@ -278,7 +278,7 @@ def test_addresses_that_are_not_aligned(
 
 def write(recipe: Recipe, components: dict[str, Tensor], x: Tensor) -> None:
     weight = Encoding(recipe, components, x)
-    quantizer.rescale([weight[:2]], [quantizer.absmax([recipe], [x], x.device)[0]], None, advance=True)
+    quantizer.Scales([weight[:2]]).rescale([quantizer.absmax([recipe], [x], x.device)], None, advance=True)
     quantizer.encode([weight])
 
 
@@ -306,7 +306,7 @@ def test_cuda_graphs_hold_it(recipe: Recipe) -> None:
 
     def run() -> None:
         weight = Encoding(recipe, components, x, chosen)
-        quantizer.rescale([weight[:2]], quantizer.absmax([recipe], [x], x.device).unbind(), None, advance=True)
+        quantizer.Scales([weight[:2]]).rescale([quantizer.absmax([recipe], [x], x.device)], None, advance=True)
         quantizer.encode([weight])
 
     run()  # loads the kernels
@@ -339,10 +339,10 @@ def test_tensor_scales_over_many_updates(
         if advance and data.draw(st.booleans()):
             recipe.prepare(theirs, applies)
             with engine_alone(monkeypatch):
-                quantizer.prepare([(recipe, ours)], applies)
+                quantizer.Scales([(recipe, ours)]).prepare(applies)
         recipe.rescale(theirs, absmax, applies, advance)
         with engine_alone(monkeypatch):
-            quantizer.rescale([(recipe, ours)], [absmax], applies, advance)
+            quantizer.Scales([(recipe, ours)]).rescale([absmax.reshape(1)], applies, advance)
         assert_same(ours, theirs)
 
 
