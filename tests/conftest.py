@@ -54,3 +54,11 @@ def _defaults(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def nothing_compiled() -> Iterator[None]:
+    """torch.compile starts anew, and leaves nothing."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
