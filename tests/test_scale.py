@@ -111,6 +111,21 @@ def test_keys_of_some_ranks_are_kept() -> None:
     }
 
 
+@pytest.mark.parametrize("alike, prefix", [(False, "model"), (True, "extra")])
+def test_replicas_that_may_have_other_keys_plan_all(alike: bool, prefix: str) -> None:
+    """A rule that some of them do not know would leave shards out; torch drops what is there twice."""
+    found = []
+    for rank in range(RANKS):
+        with simulated(RANKS, rank):
+            shards = scale.state_of(SMALL["dense"], LAYOUTS["hsdp"])["model"]
+            only_here = {"own": shards.pop(next(iter(shards)))} if rank < 2 else {}
+            state = {prefix: shards | only_here}
+            plan, _ = scale.local_plan(Planner(alike), state, rank)
+            found.append({item.index.fqn for item in plan.items if item.tensor_data})
+            assert found[-1] == {f"{prefix}.{key}" for key in state[prefix]}
+    assert found[0] - found[-1] == {f"{prefix}.own"}
+
+
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_sizes_are_reported(kind: str) -> None:
     found = scale.planned(WIDE, WIDE, LAYOUTS[kind], RANKS, True)

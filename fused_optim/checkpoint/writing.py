@@ -53,9 +53,9 @@ _TOGETHER = 1 << 20  # bytes of small writes that are gathered
 class Planner(DefaultSavePlanner):
     """torch's; numbers, of which every state has some, are serialised once.
 
-    One rank gets the plans of all, so they hold nothing twice: of replicas of a shard one has it in its plan, where
-    torch drops the others' later. ``alike``: all ranks have the same keys under ``SAME``, whose paths and numbers the
-    first rank sends.
+    One rank gets the plans of all, so they hold nothing twice of what is under ``SAME``, if all ranks have the same
+    keys there (``alike``): of replicas of a shard one has it in its plan, where torch drops the others' later, and the
+    first rank sends paths and numbers.
     """
 
     SAME = ("model.", "optimizer.")
@@ -67,14 +67,17 @@ class Planner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         items = [item for key, value in self.state_dict.items() for item in _items(key, value)]
         places = self.mappings
-        if self._alike and not self.is_coordinator:
-            items = [item for item in items if item.type != WriteItemType.BYTE_IO or not self._is_same(item.index.fqn)]
+        same = [item for item in items if self._is_same(item.index.fqn)]
+        items = [item for item in items if not self._is_same(item.index.fqn)]
+        if not self.is_coordinator:
+            same = [item for item in same if item.type != WriteItemType.BYTE_IO]
             places = {key: path for key, path in places.items() if not self._is_same(key)}
-        self.plan = SavePlan(_own_items(items, self.state_dict), planner_data=places)
+        self.plan = SavePlan(items + _own_items(same, self.state_dict), planner_data=places)
         return self.plan
 
     def _is_same(self, key: str) -> bool:
-        return key.startswith(self.SAME)
+        """Whether all ranks are known to have it."""
+        return self._alike and key.startswith(self.SAME)
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         if write_item.type == WriteItemType.BYTE_IO and type(object) in (bool, int, float, str, type(None)):
