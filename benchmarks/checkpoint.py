@@ -47,7 +47,10 @@ GB = 1e9
 
 @dataclass
 class Save:
-    """Seconds and bytes of one save. ``lost``: what training lost to it in all, the call included."""
+    """Seconds and bytes of one save. ``lost``: what training lost to it in all, the call included.
+
+    ``step``: the mean of the steps before and after it.
+    """
 
     way: str
     form: str
@@ -225,7 +228,7 @@ def measure_saves(name: str, form: str, training: Training, args: argparse.Names
     training.seconds(WARMUP)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    step = training.seconds(args.steps) / args.steps
+    before = training.seconds(args.steps) / args.steps
     usual = torch.cuda.max_memory_allocated() if on_gpu else 0
     way.open(training, form, folder)
     for number in range(way.first, args.saves + 1):
@@ -240,18 +243,16 @@ def measure_saves(name: str, form: str, training: Training, args: argparse.Names
             call = time.perf_counter() - started
 
         with HostMemory() as host:
-            started = time.perf_counter()
-            lost = training.seconds(args.steps, save, way.before_step) - args.steps * step
-            steps = args.steps
+            taken, steps = training.seconds(args.steps, save, way.before_step), args.steps
             while not way.done():  # steps slow down as long as files are written
-                lost += training.seconds(1, between=way.before_step) - step
+                taken += training.seconds(1, between=way.before_step)
                 steps += 1
-            written = time.perf_counter() - started
         above = torch.cuda.max_memory_allocated() - usual if on_gpu else 0
-        yield Save(
-            name, form, number, call, lost, step, steps, written, above, host.peak - host.before, bytes_in(folder)
-        )
-        step = training.seconds(args.steps) / args.steps
+        after = training.seconds(args.steps) / args.steps
+        step = (before + after) / 2
+        sizes = above, host.peak - host.before, bytes_in(folder)
+        yield Save(name, form, number, call, taken - steps * step, step, steps, taken, *sizes)
+        before = after
     way.close()
 
 

@@ -19,7 +19,7 @@ SIZES_TARGET = TARGET.parents[1] / "quantized" / "measured_sizes.json"
 STEPS = "2026-11-21-h200-kernels/step.json"
 SMALL = "2026-11-21-h200-kernels/small.json"
 SAVES = "2026-11-21-h200-checkpoints/checkpoint.json"
-FP8 = "2026-11-22-h200-fp8/fp8_training.json"
+SIZES = "2026-11-22-h200-fp8/sizes.json"
 
 MASTERS = {"FP32": "float32", "16-bit remainder": "remainder16", "8-bit remainder": "remainder8", "no": "none"}
 STATES = {"FP32": "float32", "BF16": "bfloat16", "FP16": "float16", "FP8": "float8_e4m3fn", "int8": "int8"}
@@ -68,43 +68,10 @@ def rates(duration: str) -> dict[str, float]:
     return found
 
 
-# What a layer runs in addition to its products, forward and backward: casts (of which matrix), by kind of products,
-# and how its three products are called in the results.
-_LAYERS: dict[str, tuple[list[tuple[str, str]], tuple[str, str, str]]] = {
-    "BF16": ([], ("BF16", "BF16", "BF16")),
-    "tensor": (
-        [("one scale", "x"), ("one scale, both", "gradient"), ("transpose", "weight"), ("transpose", "x")],
-        ("one scale, fast", "one scale, E5M2", "one scale, E5M2"),
-    ),
-    "row, weight gradients in BF16": (
-        [("rows", "x"), ("rows", "gradient"), ("transpose", "weight")],
-        ("rows, fast", "rows", "BF16"),
-    ),
-    "block": (
-        [("blocks, both", "x"), ("blocks, both", "gradient"), ("transpose", "weight")],
-        ("blocks, tiles", "blocks, tiles", "blocks"),
-    ),
-}
-
-
 def sizes() -> dict[str, Any]:
-    """Milliseconds of linear layers, forward and backward: sums of products and casts that were measured alone."""
-    report = read(FP8)
-    rates = {row["product"]: row for row in report["products"]}
-    casts = {(row["cast"], *sorted(row["shape"])): row["ms"] for row in report["casts"]}
-    rows, found = report["options"]["tokens"], []
-    for layer in sorted({name.split(",")[0] for name in rates if " x " in name}):
-        outputs, inputs = map(int, layer.split(" x "))
-        shapes = {"x": (rows, inputs), "gradient": (rows, outputs), "weight": (outputs, inputs)}
-        row: dict[str, Any] = {"rows": rows, "inputs": inputs, "outputs": outputs}
-        for kind, (cast, called) in _LAYERS.items():
-            of_products = zip(("output", "input gradient", "weight gradient"), called, strict=True)
-            flops = 2e-9 * rows * inputs * outputs
-            row[kind] = sum(flops / rates[f"{layer}, {product}"][name] for product, name in of_products)
-            row[kind] += sum(casts[name, *sorted(shapes[of])] for name, of in cast)
-        found.append(row)
-    what = "ms of a linear layer, forward and backward: sums of its products and casts, each measured alone"
-    return {"what": what, "machine": report["machine"], "source": FP8, "sizes": found}
+    report = read(SIZES)
+    what = "ms of a linear layer, forward and backward, compiled"
+    return {"what": what, "machine": report["machine"], "source": SIZES, "sizes": report["sizes"]}
 
 
 if __name__ == "__main__":

@@ -17,9 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
@@ -27,7 +25,6 @@ from torch.optim import Optimizer
 
 from fused_optim.adam import FusedAdam
 from fused_optim.checkpoint import checksums, extras, manifest
-from fused_optim.checkpoint.archives import Archives
 from fused_optim.checkpoint.collect import Collector
 from fused_optim.checkpoint.extras import Stateful, check_extra
 from fused_optim.checkpoint.folders import Folder, PathLike, folder_at
@@ -35,11 +32,11 @@ from fused_optim.checkpoint.load import load_optimizer_checkpoint
 from fused_optim.checkpoint.manifest import Manifest
 from fused_optim.checkpoint.metadata import read_metadata
 from fused_optim.checkpoint.reading import SINGLE_PROCESS, load
+from fused_optim.checkpoint.saving import Saver
 from fused_optim.checkpoint.shelf import Shelf
 from fused_optim.checkpoint.staging import PinnedStager
 from fused_optim.checkpoint.termination import EXIT_STATUS, Termination
-from fused_optim.checkpoint.writing import Planner, Writer
-from fused_optim.sharding.collective import distinct, gather, gather_at_first, on_all_ranks, this_rank, world_size
+from fused_optim.sharding.collective import gather, on_all_ranks, this_rank, world_size
 from fused_optim.sharding.dtensor import has_own_chunks
 from fused_optim.slots import MOMENTS
 from fused_optim.validate import CheckpointFormat
@@ -108,7 +105,6 @@ class Checkpointer:
         self._check_form()
         self._shelf = Shelf(folder_at(folder), keep)
         self._stager = PinnedStager(optimizer)
-        self._archives = Archives()
         # Of their own: the thread that writes makes collectives while this one and training make others.
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._signals = dist.new_group(backend="gloo") if world_size() > 1 else None
@@ -117,6 +113,7 @@ class Checkpointer:
         self._saves: deque[Future[str | None]] = deque()
         self._last: int | None = None
         self._ended = False
+        self._saver = Saver(self._group)
         if self._group is None:
             warnings.filterwarnings("ignore", SINGLE_PROCESS)
         with on_all_ranks(f"opening {self._shelf.folder}", group=self._group):
@@ -226,25 +223,11 @@ class Checkpointer:
         with on_all_ranks(doing, group=group):
             state = staged.result()
             packed = {name: extras.pack(name, each) for name, each in state.pop("extra").items()}
-            keys = sorted(flatten_state_dict(state)[0])
             if this_rank() == 0:
                 self._shelf.begin(step)
-        alike = len(distinct(keys, group)) == 1
         owners = extras.owners_of(gather({name: each.digest for name, each in packed.items()}, group=group))
         state.update(extras.own_entries(packed, owners, this_rank()))
-        writer = Writer(self._shelf.draft(step), self._archives)
-        try:
-            dcp.save(
-                state,
-                storage_writer=writer,
-                planner=Planner(alike),
-                process_group=group,
-                no_dist=group is None,
-            )
-        except CheckpointException as error:
-            rank, (cause, _) = next(iter(error.failures.items()))
-            raise RuntimeError(f"{doing}: rank {rank} failed: {type(cause).__name__}: {cause}") from None
-        sums = gather_at_first(writer.checksums, group)
+        sums = self._saver.save(state, self._shelf.draft(step), doing)
         with on_all_ranks(doing, group=group):
             if this_rank() == 0:
                 self._publish(step, {range_: crc for each in sums for range_, crc in each.items()}, owners)

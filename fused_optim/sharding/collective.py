@@ -41,6 +41,15 @@ def gather_at_first(value: T, group: dist.ProcessGroup | None = None) -> list[T]
     return values or []
 
 
+def scatter_from_first(values: list[T], group: dist.ProcessGroup | None = None) -> T:
+    """The first rank's value for this one; ``values``: for each rank, there alone."""
+    if not dist.is_initialized():
+        return values[0]
+    received: list[T | None] = [None]
+    dist.scatter_object_list(received, values or None, group=group, group_src=0)
+    return received[0]  # type: ignore[return-value]
+
+
 def on_any(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
     """Whether it is true on any rank: one number is reduced."""
     return bool(_largest([int(flag)], group)[0])

@@ -25,8 +25,8 @@ from checkpoint_cases import FORMATS, Run
 from distributed import Part, assert_same, join_all, part
 from fused_optim import FusedAdam, load_optimizer_checkpoint, verify_checksums
 from fused_optim.checkpoint import Checkpointer, checksums
-from fused_optim.checkpoint import checkpointer as module
 from fused_optim.checkpoint.manifest import FILE as MANIFEST
+from fused_optim.checkpoint.saving import Saver
 from native_cases import build, tensors_of, train, trained
 from quantized_cases import Run as QuantizedRun
 
@@ -268,14 +268,14 @@ def test_before_the_first_step(tmp_path: Path) -> None:
 def held_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Nothing is written before the event."""
     go = threading.Event()
-    save = module.dcp.save
+    save = Saver.save
 
-    def save_later(*args: Any, **kwargs: Any) -> Any:
+    def save_later(*args: Any) -> Any:
         assert go.wait(60)
-        return save(*args, **kwargs)
+        return save(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module.dcp, "save", save_later)
+        patch.setattr(Saver, "save", save_later)
         yield go
         go.set()
 

@@ -333,26 +333,17 @@ def test_sizes_that_gain_are_those_of_the_table(kind: str, tmp_path: Path) -> No
 def test_the_table_is_of_the_results() -> None:
     """``python benchmarks/measured.py`` writes it again."""
     assert json.loads(measured.SIZES_TARGET.read_text()) == json.loads(json.dumps(measured.sizes()))
-    report = measured.read(measured.FP8)
-    stack = {row["name"]: row["both_ms"] for row in report["stack"]}
-    count = {(4096, 4096): 8, (14336, 4096): 8, (4096, 14336): 4}  # in four blocks
-    total = {
-        kind: sum(count[row["outputs"], row["inputs"]] * row[kind] for row in measured.sizes()["sizes"])
-        for kind in ("BF16", *FP8)
-    }
-    others = stack["BF16, eager"] - total["BF16"]  # norms and activations
-    names = ("FP8, one scale, eager", "FP8, rows, weight gradients BF16, eager", "FP8, blocks, eager")
-    for kind, name in zip(FP8, names, strict=True):
-        assert total[kind] + others == pytest.approx(stack[name], rel=0.06), name
 
 
 @pytest.mark.parametrize("recipe, message", [
     (Float8CurrentScaling(), 'compute="fp8"'),
     (Float8CurrentScaling(compute="fp8", activation_scaling="row", weight_gradients="fp8"), "no times of .*'row'"),
 ])  # fmt: skip
-def test_gains_that_are_not_known_are_refused(recipe: Recipe, message: str) -> None:
+def test_gains_that_are_not_known_are_refused(recipe: Recipe, message: str, tmp_path: Path) -> None:
+    table = tmp_path / "sizes.json"
+    table.write_text(json.dumps({"sizes": [{"rows": 1, "inputs": 1, "outputs": 1, "BF16": 1.0, "tensor": 0.5}]}))
     with pytest.raises(ValueError, match=message):
-        gains(recipe, 8192)
+        gains(recipe, 8192, table)
 
 
 # --- while models are built -------------------------------------------------------------------------------------

@@ -1,0 +1,146 @@
+"""What each rank writes of a checkpoint of torch.distributed.checkpoint, and how two states compare for that."""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from fused_optim.sharding.dtensor import has_own_chunks, local_tensor, placed_part_of
+
+_HEADER, _OBJECT = 2048, 1024  # bytes that torch writes beside those of a tensor, and for a small object, about
+
+
+class Planner(DefaultSavePlanner):
+    """torch's; numbers, of which every state has some, are serialised once.
+
+    One rank gets the plans of all, so they hold nothing twice of what is under ``SAME``, if all ranks have the same
+    keys (``alike``): of replicas of a shard one has it in its plan, where torch drops the others' later, and the
+    first rank sends paths and numbers.
+    """
+
+    SAME = ("model.", "optimizer.")
+
+    def __init__(self, alike: bool = False) -> None:
+        super().__init__()
+        self.alike = alike
+
+    def create_local_plan(self) -> SavePlan:
+        items = [item for key, value in self.state_dict.items() for item in _items(key, value)]
+        places = self.mappings
+        same = [item for item in items if self._is_same(item.index.fqn)]
+        items = [item for item in items if not self._is_same(item.index.fqn)]
+        if not self.is_coordinator:
+            same = [item for item in same if item.type != WriteItemType.BYTE_IO]
+            places = {key: path for key, path in places.items() if not self._is_same(key)}
+        self.plan = SavePlan(items + _own_items(same, self.state_dict), planner_data=places)
+        return self.plan
+
+    def _is_same(self, key: str) -> bool:
+        """Whether all ranks are known to have it."""
+        return self.alike and key.startswith(self.SAME)
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        if write_item.type == WriteItemType.BYTE_IO and type(object) in (bool, int, float, str, type(None)):
+            return io.BytesIO(_serialised(type(object).__name__, repr(object), object))
+        return super().transform_object(write_item, object)
+
+
+def layout_of(flat: Mapping[str, Any]) -> dict[str, Hashable] | None:
+    """What a plan depends on, of a flattened state dict. None where shards themselves say where they lie."""
+    layout: dict[str, Hashable] = {}
+    for key, value in flat.items():
+        if not isinstance(value, Tensor):
+            layout[key] = type(value).__name__
+            continue
+        if has_own_chunks(value):
+            return None
+        placed = (value.device_mesh, value.placements) if isinstance(value, DTensor) else ()
+        layout[key] = type(value), value.dtype, value.shape, value.layout, value.requires_grad, placed
+    return layout
+
+
+def _items(key: str, value: Any) -> list[WriteItem]:
+    """torch's, but none for empty shards of a tensor, and without counting anew where each shard lies."""
+    if not isinstance(value, DTensor) or has_own_chunks(value):
+        return create_default_local_save_plan({key: value}, True).items
+    if value.device_mesh.get_coordinate() is None:
+        return []
+    sizes, offsets = map(torch.Size, placed_part_of(value.shape, value.device_mesh, value.placements))
+    if not sizes.numel() and value.numel():
+        return []
+    properties = TensorProperties.create_from_tensor(local_tensor(value))
+    data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), properties, value.size())
+    return [WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data)]
+
+
+def _own_items(items: Iterable[WriteItem], tensors: Mapping[str, Any]) -> list[WriteItem]:
+    """Those that this rank writes: of shards that others have, too, as many bytes as these, by a rule that all know."""
+    own, shared = [], []
+    for item in items:
+        replicas = _replicas(tensors.get(item.index.fqn))
+        if replicas is None:
+            own.append(item)
+        else:
+            shared.append((item, replicas))
+    loads: dict[_Replicas, list[int]] = {}
+    for item, replicas in sorted(shared, key=lambda each: (-size_of(each[0]), each[0].index.fqn)):
+        load = loads.setdefault(replicas, [0] * replicas.count)
+        writer = load.index(min(load))
+        load[writer] += size_of(item)
+        if writer == replicas.own:
+            own.append(item)
+    return own
+
+
+@dataclass(frozen=True)
+class _Replicas:
+    """Ranks of a mesh that have the same shards: this one's number, and how many there are."""
+
+    mesh: DeviceMesh
+    dims: tuple[int, ...]
+    own: int
+    count: int
+
+
+def _replicas(tensor: Any) -> _Replicas | None:
+    """None where this rank's shard may be the only one, or placements do not say where it lies."""
+    if not isinstance(tensor, DTensor) or has_own_chunks(tensor):
+        return None
+    at = tensor.device_mesh.get_coordinate()
+    return None if at is None else _replicas_at(tensor.device_mesh, tuple(tensor.placements), tuple(at))
+
+
+@functools.lru_cache(maxsize=64)
+def _replicas_at(mesh: DeviceMesh, placements: tuple[Placement, ...], at: tuple[int, ...]) -> _Replicas | None:
+    """Once for all tensors: large meshes take a millisecond to say how large they are."""
+    shape = tuple(mesh.shape)
+    dims = tuple(dim for dim, place in enumerate(placements) if place.is_replicate() and shape[dim] > 1)
+    own, count = 0, 1
+    for dim in dims:
+        own, count = own * shape[dim] + at[dim], count * shape[dim]
+    return _Replicas(mesh, dims, own, count) if dims else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _serialised(kind: str, text: str, value: Any) -> bytes:
+    """``kind`` and ``text`` tell values apart that compare equal: 1, 1.0 and True, 0.0 and -0.0."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def size_of(item: WriteItem) -> int:
+    """About the bytes that an item takes in its file."""
+    size = item.tensor_storage_size()
+    return _OBJECT if size is None else int(size) + _HEADER
