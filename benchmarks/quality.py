@@ -4,6 +4,8 @@
    used, and each update is compared with that of FP32 states fed the same: their relative RMS difference, mean over all
    steps but the first 15%, and the largest element of any update. Also each moment alone, the other one in FP32.
 2. Losses on held-out text of models trained with each format, and of several seeds of FP32 AdamW.
+3. The same with quantized weights whose layers multiply in FP8, forward and backward, eager and compiled, beside layers
+   in BF16 (``--parts products``); FP32 masters and states.
 
     python benchmarks/quality.py --output FILE
     python benchmarks/quality.py --device cpu --steps 20 --layers 1 --width 64 --batch 4 --context 64    # a trial
@@ -32,6 +34,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from fused_optim import FusedAdamW
+from fused_optim.quantized import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8DelayedScaling,
+    Recipe,
+    UsualLayers,
+    quantize_model_,
+)
 from peer_formats import PEER_FORMATS, RoundedAdamW, Rounding
 from step import machine
 
@@ -88,20 +98,20 @@ def read_sources(max_bytes: int, held_out_every: int = 20) -> tuple[np.ndarray, 
     return read(training, max_bytes), read(files[::held_out_every], max_bytes // held_out_every)
 
 
-def mean_loss(model: nn.Module, windows: Tensor) -> Tensor:
-    """Computed as mixed-precision training does: by BF16 copies of the parameters (FP32 on the CPU), whatever they are
-    kept in. So runs differ by what their optimizers keep."""
-    dtype = torch.bfloat16 if windows.is_cuda else torch.float32
-    copies = {name: param.to(dtype) for name, param in model.named_parameters()}
+def mean_loss(model: nn.Module, windows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Computed as mixed-precision training does: by copies of the parameters in ``dtype`` (default: BF16, FP32 on the
+    CPU), whatever they are kept in. So runs differ by what their optimizers keep."""
+    dtype = dtype or (torch.bfloat16 if windows.is_cuda else torch.float32)
+    copies = {name: param if param.dtype == dtype else param.to(dtype) for name, param in model.named_parameters()}
     return torch.func.functional_call(model, copies, (windows,))
 
 
-def gradients(task: Task, model: nn.Module, seed: int) -> Iterator[int]:
+def gradients(task: Task, model: nn.Module, seed: int, dtype: torch.dtype | None = None) -> Iterator[int]:
     """Before every step is yielded, the model's gradients are those of this step's batch, clipped."""
     for step in range(task.steps):
         windows = training_batch(task.corpus, seed, step, task.batch, task.context + 1).to(task.device)
         model.zero_grad()
-        mean_loss(model, windows).backward()
+        mean_loss(model, windows, dtype).backward()
         nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM)
         yield step
 
@@ -118,9 +128,9 @@ def scheduler(optimizer: Optimizer, steps: int) -> LambdaLR:
 
 
 @torch.no_grad()
-def held_out_loss(task: Task, model: nn.Module) -> float:
+def held_out_loss(task: Task, model: nn.Module, dtype: torch.dtype | None = None) -> float:
     batches = evaluation_batches(task.held_out, EVALUATION_BATCHES, task.batch, task.context + 1)
-    return statistics.fmean(mean_loss(model, batch.to(task.device)).item() for batch in batches)
+    return statistics.fmean(mean_loss(model, batch.to(task.device), dtype).item() for batch in batches)
 
 
 # --- errors of the updates --------------------------------------------------------------------------------------
@@ -276,6 +286,58 @@ def measure_losses(task: Task, seeds: int, beta2s: Sequence[float]) -> list[dict
     ]
 
 
+# --- products in FP8 ----------------------------------------------------------------------------------------------
+
+
+RECIPES: dict[str, Recipe | None] = {
+    "BF16": None,
+    "FP8 weights, decoded": Float8CurrentScaling(),
+    "FP8, one scale": Float8CurrentScaling(compute="fp8"),
+    "FP8, one scale, delayed": Float8DelayedScaling(compute="fp8"),
+    "FP8, rows, weight gradients BF16": Float8CurrentScaling(compute="fp8", activation_scaling="row"),
+    "FP8, rows": Float8CurrentScaling(compute="fp8", activation_scaling="row", weight_gradients="fp8"),
+    "FP8, blocks": Float8BlockScaling(compute="fp8"),
+}
+
+
+def product_loss(task: Task, recipe: Recipe | None, seed: int, compiled: bool) -> float:
+    model = task.model(seed, torch.bfloat16)
+    if recipe is not None:
+        quantize_model_(model, recipe, UsualLayers())
+    if compiled:
+        torch._dynamo.reset()
+        for block in model.blocks:
+            block.compile(fullgraph=True)
+    optimizer = FusedAdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, TRAINING_BETA2), weight_decay=WEIGHT_DECAY)
+    schedule = scheduler(optimizer, task.steps)
+    for _ in gradients(task, model, seed, torch.bfloat16):
+        optimizer.step()
+        schedule.step()
+    return held_out_loss(task, model, torch.bfloat16)
+
+
+def measure_products(task: Task, seeds: int) -> list[dict[str, Any]]:
+    """Of each recipe eager and compiled; of BF16 with several seeds."""
+    runs = [("BF16", seed, False) for seed in range(seeds)]
+    runs += [(name, 0, compiled) for name in RECIPES if name != "BF16" for compiled in (False, True)]
+    rows = []
+    for name, seed, compiled in runs:
+        loss = product_loss(task, RECIPES[name], seed, compiled)
+        rows.append({"products": name, "seed": seed, "compiled": compiled, "held_out_loss": loss})
+        print(f"{name}, seed {seed}, {'compiled' if compiled else 'eager'}: {loss:.4f}", flush=True)
+    return rows
+
+
+def product_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Each loss beside BF16's of the same seed."""
+    reference = next(row["held_out_loss"] for row in rows if row["products"] == "BF16" and row["seed"] == 0)
+    lines = [f"{'held-out loss, nats per byte':<46}{'loss':>9}{'beside BF16':>14}"]
+    for row in rows:
+        name = f"{row['products']}, {'compiled' if row['compiled'] else 'eager'}, seed {row['seed']}"
+        lines.append(f"{name:<46}{row['held_out_loss']:9.4f}{row['held_out_loss'] / reference - 1:+14.2%}")
+    return "\n".join(lines)
+
+
 # --- reporting --------------------------------------------------------------------------------------------------
 
 
@@ -316,7 +378,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--corpus-bytes", type=int, default=60_000_000)
     parser.add_argument("--seeds", type=int, default=4, help="of the FP32 runs that the losses are compared with")
     parser.add_argument("--beta2", type=float, nargs="*", default=BETA2S, help="of the runs whose losses are compared")
-    parser.add_argument("--parts", nargs="*", choices=("errors", "losses"), default=["errors", "losses"])
+    parser.add_argument("--parts", nargs="*", choices=("errors", "losses", "products"), default=["errors", "losses"])
     parser.add_argument("--commit", default="", help="what the results are of, where the tree is no git checkout")
     parser.add_argument("--output", type=Path)
     return parser.parse_args()
@@ -338,11 +400,16 @@ def main() -> None:
     measures = {
         "errors": partial(measure_errors, task),
         "losses": partial(measure_losses, task, args.seeds, args.beta2),
+        "products": partial(measure_products, task, args.seeds),
     }
     for part in args.parts:
         started = time.perf_counter()
         rows = report[part] = measures[part]()
-        tables = [error_table(rows, moments) for moments in MOMENTS] if part == "errors" else [loss_table(rows)]
+        tables = {
+            "errors": lambda rows: [error_table(rows, moments) for moments in MOMENTS],
+            "losses": lambda rows: [loss_table(rows)],
+            "products": lambda rows: [product_table(rows)],
+        }[part](rows)
         print(f"\n{part}, after {time.perf_counter() - started:.0f} s", *tables, sep="\n\n", flush=True)
         if args.output:  # after each part, so that a stopped run keeps what it has
             args.output.parent.mkdir(parents=True, exist_ok=True)
