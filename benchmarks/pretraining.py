@@ -8,8 +8,8 @@
 
 A trial of a few seconds:
 
-    python benchmarks/pretraining.py queue --gpus 0 --device cpu --text examples benchmarks --vocabulary 384 --layers 2 \\
-        --width 64 --batch 4 --context 64 --steps 20 --evaluations 2 --cache /tmp/text --output /tmp/runs --runs fp32 int8
+    python benchmarks/pretraining.py queue --gpus 0 --device cpu --text examples benchmarks --vocabulary 384 \\
+        --layers 2 --width 64 --batch 4 --context 64 --steps 20 --evaluations 2 --runs fp32 int8
 
 Text, initial values and order of the windows are the same in every run of a seed. On GPUs sums of attention's backward
 pass have no fixed order, so losses of two equal runs differ in their last digits.
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import queue
@@ -94,6 +95,7 @@ class Progress:
     held_out: list[tuple[int, float]] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)  # tokens per second between two evaluations
     seconds: dict[str, float] = field(default_factory=dict)
+    resumed: list[int] = field(default_factory=list)  # after how many steps
 
     def add(self, what: str, seconds: float) -> None:
         self.seconds[what] = round(self.seconds.get(what, 0.0) + seconds, 2)
@@ -113,7 +115,7 @@ class Training:
             self.trainee.model.compile_parts()
         self.progress, self.held_bytes, self.stopped = Progress(), 0, False
         self.result, self.partial = args.output / f"{name}.json", args.output / f"{name}.partial.json"
-        self.checkpoint = args.output / f"{name}.checkpoint"
+        self.checkpoint = (args.checkpoints or args.output) / f"{name}.checkpoint"
 
     def held_out_loss(self, batches: int) -> float:
         """With gradients on, so that the graphs which training compiled serve here, too."""
@@ -147,7 +149,7 @@ class Training:
                 self.progress.held_out.append((step, self.held_out_loss(args.evaluation_batches)))
                 print(f"{self.name}: step {step}, {self.state()}", flush=True)
                 self.progress.add("evaluating", lap())
-            if due or self.stopped:
+            if due or (self.stopped and args.save_every):
                 self.save()
                 saved = time.monotonic()
                 self.progress.add("saving", lap())
@@ -170,6 +172,7 @@ class Training:
         return f"loss {progress.losses[-1]:.4f}, held out {progress.held_out[-1][1]:.4f}{rate}"
 
     def save(self) -> None:
+        self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
         state = {"options": options_of(self.args), "text": self.text.facts["fingerprint"]}
         state |= {"trainee": self.trainee.state_dict(), "progress": vars(self.progress)}
         new = self.checkpoint.with_suffix(".new")
@@ -187,6 +190,7 @@ class Training:
             )
         self.trainee.load_state_dict(state["trainee"])
         self.progress = Progress(**state["progress"])
+        self.progress.resumed.append(len(self.progress.losses))
         print(f"{self.name}: goes on at step {len(self.progress.losses)}", flush=True)
 
     def write(self, file: Path, held_out_loss: float | None) -> None:
@@ -209,6 +213,7 @@ class Training:
             "held_out": progress.held_out,
             "tokens_per_s": statistics.median(progress.rates) if progress.rates else None,
             "seconds": progress.seconds,
+            "resumed": progress.resumed,
             "held_bytes_per_param": self.held_bytes / parameters,
             "finite": all(bool(param.isfinite().all()) for param in plain(self.trainee.params)),
         }
@@ -224,7 +229,7 @@ def plain(params: Sequence[Tensor]) -> list[Tensor]:
 def thinned(losses: Sequence[float], points: int) -> list[tuple[int, float]]:
     """Means of as many runs of steps: pairs of the last of these steps, and a loss."""
     ends = sorted({*np.linspace(0, len(losses), min(points, len(losses)) + 1, dtype=int).tolist()})
-    return [(end, statistics.fmean(losses[start:end])) for start, end in zip(ends, ends[1:])]
+    return [(end, statistics.fmean(losses[start:end])) for start, end in itertools.pairwise(ends)]
 
 
 def allocated(device: torch.device) -> int:
@@ -308,7 +313,7 @@ def shadows_of(params: list[Tensor]) -> Iterator[Shadow]:
 
 
 def measure_errors(args: argparse.Namespace, text: Text) -> list[dict[str, Any]]:
-    """Both moments in the format, as relative RMS differences to torch's FP32 AdamW: means of all steps but the first."""
+    """Both moments in the format: relative RMS differences to torch's FP32 AdamW, means of all but the first steps."""
     device = device_of(args)
     trainee = Trainee(RUNS["fp32"], device, (args.layers, args.width, args.vocabulary), args.learning_rate)
     if device.type == "cuda":
@@ -365,7 +370,7 @@ class Queue:
     def take(self) -> str | None:
         with self.lock:
             for name in self.pending:
-                if self.left() > 0 and self.left() >= 1.02 * self.longest[kind(name)]:
+                if self.left() > 0 and (self.args.begin_all or self.left() >= 1.02 * self.longest[kind(name)]):
                     self.pending.remove(name)
                     return name
         return None
@@ -522,6 +527,7 @@ def as_arguments(args: argparse.Namespace) -> list[str]:
     """The same options for another process."""
     given = [text for key in OPTIONS for text in (f"--{key}", str(getattr(args, key.replace("-", "_"))))]
     folders = ["--text", *map(str, args.text)] if args.text else []
+    folders += ["--checkpoints", str(args.checkpoints)] if args.checkpoints else []
     return [*given, *folders, "--cache", str(args.cache), "--output", str(args.output)]
 
 
@@ -537,6 +543,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     common.add_argument("--text", type=Path, nargs="+", help="folders (default: those of this machine)")
     common.add_argument("--cache", type=Path, default=Path("pretraining_text"), help="folder for the tokens")
     common.add_argument("--output", type=Path, default=Path("pretraining_runs"))
+    common.add_argument("--checkpoints", type=Path, help="folder for states of runs (default: that of the output)")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     one = commands.add_parser("prepare", parents=[common])
@@ -550,6 +557,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     one.add_argument("--runs", nargs="+", choices=[*RUNS, ERRORS], default=list(RUNS))
     one.add_argument("--gpus", type=int, default=torch.cuda.device_count(), help="0: one worker, on the CPU")
     one.add_argument("--seconds", type=float, default=float("inf"), help="after which running ones are stopped")
+    one.add_argument("--begin-all", action="store_true", help="also runs that will be stopped, and go on another time")
     one.add_argument("--estimate", type=float, default=0.0, help="seconds of a run, until one has been measured")
     one.set_defaults(command=run_queue)
     one = commands.add_parser("report")

@@ -47,7 +47,7 @@ class Head(nn.Module):
 
 
 class GPT(nn.Module):
-    """12 layers of 768 with 25,344 tokens: 123.9 M parameters. Rotary positions, RMSNorm, no biases, own output matrix."""
+    """12 layers of 768 with 25,344 tokens: 123.9 M parameters. Rotary positions, RMSNorm, no biases, untied head."""
 
     def __init__(self, layers: int, width: int, vocabulary: int) -> None:
         super().__init__()
