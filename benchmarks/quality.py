@@ -116,15 +116,17 @@ def gradients(task: Task, model: nn.Module, seed: int, dtype: torch.dtype | None
         yield step
 
 
-def scheduler(optimizer: Optimizer, steps: int) -> LambdaLR:
-    def warmup_then_cosine(step: int) -> float:
-        warmup = max(1, round(WARMUP * steps))
-        if step < warmup:
-            return (step + 1) / warmup
-        progress = (step - warmup) / max(1, steps - warmup)
-        return FINAL_LR_SHARE + (1 - FINAL_LR_SHARE) * (1 + math.cos(math.pi * progress)) / 2
+def rate_share(step: int, steps: int) -> float:
+    """Of the learning rate, in a step of so many: warm-up, then a cosine."""
+    warmup = max(1, round(WARMUP * steps))
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    return FINAL_LR_SHARE + (1 - FINAL_LR_SHARE) * (1 + math.cos(math.pi * progress)) / 2
 
-    return LambdaLR(optimizer, warmup_then_cosine)
+
+def scheduler(optimizer: Optimizer, steps: int) -> LambdaLR:
+    return LambdaLR(optimizer, partial(rate_share, steps=steps))
 
 
 @torch.no_grad()
