@@ -1,18 +1,21 @@
-"""Host memory that GPUs copy into, allocated and page-locked once; files are written from it without another copy."""
+"""Host memory beside GPUs: that they copy into, allocated and page-locked once, from which files are written without
+another copy; and that files are read into, page-locked while GPUs copy from it."""
 
 from __future__ import annotations
 
-import contextlib
+import math
 import mmap
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
 
 _ALIGNMENT = 4096  # bytes, of a buffer in its segment
 _SEGMENT = 1 << 28  # bytes that are allocated, and page-locked, at once; a larger buffer has a segment of its own
+_HUGE = 1 << 21  # bytes of a huge page
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all GPUs
 
 
@@ -38,6 +41,30 @@ class HostBuffers:
         self.tensors = [found[i] for i in range(len(sizes))]
 
 
+def room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """An uninitialised tensor in host memory; a large one is in huge pages, made by whoever writes to them first."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < _HUGE:
+        return torch.empty(tuple(shape), dtype=dtype)
+    return _Mapped(nbytes).part(0, nbytes).view(dtype).view(tuple(shape))
+
+
+@contextmanager
+def locked(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Page-lock the large ones of contiguous tensors meanwhile, as far as the system lets: GPUs read them faster."""
+    addresses = []
+    try:
+        with suppress(RuntimeError):
+            for tensor in tensors:
+                if tensor.nbytes >= _HUGE:
+                    _lock(tensor)
+                    addresses.append(tensor.data_ptr())
+        yield
+    finally:
+        for address in addresses:
+            _unlock(address)
+
+
 def _segments(sizes: Sequence[int]) -> list[tuple[dict[int, int], int]]:
     """(the offset of each buffer, bytes) of every segment."""
     segments: list[tuple[dict[int, int], int]] = []
@@ -54,19 +81,16 @@ def _segments(sizes: Sequence[int]) -> list[tuple[dict[int, int], int]]:
 
 
 class _Mapped(mmap.mmap):
-    """Memory of this process, in huge pages where the system has them: they are page-locked several times faster.
+    """Memory of this process, in huge pages where the system has them: they are made and page-locked much faster.
 
-    A child process does not get it: its first write would move pages from under the GPU.
+    A child process does not get it while it is page-locked: its first write would move pages from under the GPU.
     """
 
     _address = 0  # of page-locked memory
 
     def __new__(cls, size: int) -> _Mapped:
         self = super().__new__(cls, -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-            if hasattr(mmap, advice):
-                with contextlib.suppress(OSError):  # of a kernel that was built without it
-                    self.madvise(getattr(mmap, advice))
+        self._advise("MADV_HUGEPAGE")
         return self
 
     def __init__(self, size: int) -> None:
@@ -77,11 +101,15 @@ class _Mapped(mmap.mmap):
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(self, dtype=torch.uint8, count=size, offset=offset)
 
+    def _advise(self, advice: str) -> None:
+        if hasattr(mmap, advice):
+            with suppress(OSError):  # of a kernel that was built without it
+                self.madvise(getattr(mmap, advice))
+
     def lock(self) -> None:
-        whole = self.part(
-            0, len(self)
-        ).zero_()  # pages are made on several threads, and before the driver has its locks
-        _lock(whole)
+        self._advise("MADV_DONTFORK")
+        whole = self.part(0, len(self))
+        _lock(whole.zero_())  # pages are made on several threads, and before the driver has its locks
         self._address = whole.data_ptr()
 
     def __del__(self) -> None:

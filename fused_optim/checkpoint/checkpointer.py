@@ -28,7 +28,7 @@ from fused_optim.checkpoint import checksums, extras, manifest
 from fused_optim.checkpoint.collect import Collector
 from fused_optim.checkpoint.extras import Stateful, check_extra
 from fused_optim.checkpoint.folders import Folder, PathLike, folder_at
-from fused_optim.checkpoint.load import load_optimizer_checkpoint
+from fused_optim.checkpoint.load import load_from
 from fused_optim.checkpoint.manifest import Manifest
 from fused_optim.checkpoint.metadata import read_metadata
 from fused_optim.checkpoint.reading import SINGLE_PROCESS, load
@@ -314,7 +314,7 @@ class Checkpointer:
             load(model, folder, metadata)
             set_model_state_dict(self._model, model["model"])
         if isinstance(self._optimizer, FusedAdam):
-            load_optimizer_checkpoint(self._model, self._optimizer, folder, verify=False)
+            load_from(self._model, self._optimizer, folder, verify=False, metadata=metadata)
         else:
             with on_all_ranks(doing, group=self._group):
                 self._load_other_optimizer(folder, metadata)

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
 
 from fused_optim.adam import FusedAdam
+from fused_optim.checkpoint.buffers import locked
 from fused_optim.checkpoint.checksums import verify_items
 from fused_optim.checkpoint.folders import Folder, PathLike, folder_at
 from fused_optim.checkpoint.sources import (
@@ -29,7 +31,7 @@ from fused_optim.checkpoint.sources import (
     some_of,
 )
 from fused_optim.sharding.collective import distinct, on_all_ranks, parameter_names
-from fused_optim.sharding.dtensor import has_own_chunks
+from fused_optim.sharding.dtensor import has_own_chunks, local_tensor
 from fused_optim.slots import MASTER, MOMENTS
 from fused_optim.state.groups import whole
 from fused_optim.state.remainders import check_remainder, is_remainder, unpack_remainder
@@ -58,7 +60,6 @@ class LoadReport:
         return ", ".join([*parts, self.masters])
 
 
-@torch.no_grad()
 def load_optimizer_checkpoint(
     model: torch.nn.Module, optimizer: FusedAdam, path: PathLike | Folder, *, verify: bool | None = None
 ) -> LoadReport:
@@ -76,11 +77,24 @@ def load_optimizer_checkpoint(
     A collective: all ranks call it. Raises on every rank if it fails on one; nothing has been changed then. Raises
     TypeError for flat shards of FSDP1.
     """
+    return load_from(model, optimizer, path, verify=verify)
+
+
+@torch.no_grad()
+def load_from(
+    model: torch.nn.Module,
+    optimizer: FusedAdam,
+    path: PathLike | Folder,
+    *,
+    verify: bool | None,
+    metadata: Metadata | None = None,
+) -> LoadReport:
+    """:func:`load_optimizer_checkpoint` of a folder whose metadata may be known already."""
     optimizer.store.locate()
     everyone = {name for names in distinct(_all_names(model)) for name in names}
     with on_all_ranks(f"loading {path}"):
         check_whole(model, optimizer.store.params)
-        source = open_source(path)
+        source = open_source(path, metadata)
         keys = optimizer_keys(source, everyone)
     if verify is not False:
         verify_items(folder_at(path), keys, required=bool(verify))
@@ -89,7 +103,8 @@ def load_optimizer_checkpoint(
         state_dict, report = loader.prepare()
     with on_all_ranks(f"loading {path}"):
         loader.check_parameters(state_dict["state"])
-    with on_all_ranks(f"loading {path}"):
+    on_gpu = any(param.is_cuda for param in optimizer.store.params)
+    with on_all_ranks(f"loading {path}"), locked(loader.memory if on_gpu else ()):
         optimizer.load_state_dict(state_dict)
         optimizer.store.settle()
     return report
@@ -110,6 +125,7 @@ class Loader:
         self.contents = read_contents(source, everyone)
         self.ids = self._match(everyone)
         self.saved_steps = self._read_steps()
+        self.memory: list[Tensor] = []  # that states are read into
 
     def prepare(self) -> tuple[dict[str, Any], LoadReport]:
         states = self.contents.states
@@ -271,6 +287,7 @@ class Loader:
                 for part, key in states.get(name, {}).items():
                     stored, buffer = self.source.entries[key], native_buffer_for if part else buffer_for
                     buffers[key] = None if stored is None else buffer(self.params[i], stored)
+        self.memory = [local_tensor(buffer) for buffer in buffers.values() if buffer is not None]
         values = self.source.read(buffers)
         return {
             i: {name: _value(states[name], values) for name in (*MOMENTS, MASTER) if name in states}

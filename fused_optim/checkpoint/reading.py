@@ -52,11 +52,17 @@ def load(state_dict: dict[str, Any], folder: Folder, metadata: Metadata | None =
 
 
 class Planner(DefaultLoadPlanner):
-    """torch's, without running code of what is no tensor."""
+    """torch's, without running code of what is no tensor. Numbers, most of which are the same, are decoded once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers: dict[bytes, Any] = {}
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        key = read_item.dest_index.fqn
-        loaded = load_object(value, key)
+        key, content = read_item.dest_index.fqn, value.getvalue()
+        loaded = self._numbers[content] if content in self._numbers else load_object(value, key)
+        if type(loaded) in (bool, int, float):
+            self._numbers[content] = loaded
         if self.flatten_state_dict:
             set_element(self.original_state_dict, self.mappings[key], loaded)
         else:

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from fused_optim.checkpoint.buffers import room
 from fused_optim.checkpoint.checksums import check_finished
 from fused_optim.checkpoint.folders import Folder, LocalFolder, PathLike, folder_at
 from fused_optim.checkpoint.metadata import check_files, read_metadata
@@ -54,7 +55,8 @@ class Source(Protocol):
         """Fill the tensors, this rank's part of DTensors; read what is no tensor where there is None."""
 
 
-def open_source(path: PathLike | Folder) -> Source:
+def open_source(path: PathLike | Folder, metadata: Metadata | None = None) -> Source:
+    """``metadata``: of a folder, where somebody has read it."""
     folder = folder_at(path)
     if isinstance(folder, LocalFolder) and folder.path.is_file():
         return _File(folder.path)
@@ -62,15 +64,14 @@ def open_source(path: PathLike | Folder) -> Source:
         text = "expected a folder of torch.distributed.checkpoint or a file, found nothing"
         raise FileNotFoundError(f"{folder}: {text}")
     check_finished(folder)
-    return _Folder(folder)
+    return _Folder(folder, read_metadata(folder) if metadata is None else metadata)
 
 
 class _Folder:
     """A checkpoint of torch.distributed.checkpoint. Each rank reads for itself, so a failure leaves no rank waiting."""
 
-    def __init__(self, path: Folder) -> None:
-        self.path = path
-        self.metadata = read_metadata(path)
+    def __init__(self, path: Folder, metadata: Metadata) -> None:
+        self.path, self.metadata = path, metadata
         self.entries: dict[str, Stored | None] = {}
         for key, entry in self.metadata.state_dict_metadata.items():
             if isinstance(entry, TensorStorageMetadata):
@@ -151,19 +152,19 @@ def _copy_part(buffer: Tensor, full: Tensor) -> None:
 def buffer_for(param: Tensor, stored: Stored) -> Tensor:
     """A tensor in host memory, placed as ``param`` is."""
     if not isinstance(param, DTensor):
-        return torch.empty(stored.shape, dtype=stored.dtype)
+        return room(stored.shape, stored.dtype)
     if has_own_chunks(param):
-        local = torch.empty(local_tensor(param).shape, dtype=stored.dtype)
+        local = room(local_tensor(param).shape, stored.dtype)
         return keep_chunks(rewrap_shaped(local, param, stored.shape), param)
     shape, _ = placed_part_of(stored.shape, param.device_mesh, param.placements)
-    return rewrap_shaped(torch.empty(shape, dtype=stored.dtype), param, stored.shape)
+    return rewrap_shaped(room(shape, stored.dtype), param, stored.shape)
 
 
 def native_buffer_for(param: Tensor, stored: Stored) -> Tensor:
     """For a part of a state in the native form, which can be cut by rows only: otherwise every rank reads all of it."""
     if isinstance(param, DTensor) and all(p.is_replicate() or p.is_shard(0) for p in param.placements):
         return buffer_for(param, stored)
-    return torch.empty(stored.shape, dtype=stored.dtype)
+    return room(stored.shape, stored.dtype)
 
 
 # --- the keys of a checkpoint ---------------------------------------------------------------------------------------
