@@ -14,7 +14,7 @@ import fused_optim
 
 # Files and folders of fused_optim/ from the ground up; docs/development.md says what each is for.
 ROOMS = (
-    *("formats", "options", "sharding", "adapters", "slots", "copies", "backends", "validate", "quantized"),
+    *("formats", "options", "sharding", "adapters", "host_memory", "slots", "copies", "backends", "validate", "quantized"),
     *("state", "step", "clip", "skip", "adam", "release", "checkpoint", "compat", "integrations"),
     *("__init__", "tools", "__main__"),
 )

@@ -1,8 +1,9 @@
-"""Host memory that GPUs copy into, allocated and page-locked once; files are written from it without another copy."""
+"""Host memory that GPUs copy to and from, allocated and page-locked once; files are written from it directly."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import sys
 import weakref
@@ -36,6 +37,23 @@ class HostBuffers:
                 segment.lock()
             found.update({i: segment.part(offset, sizes[i]) for i, offset in members.items()})
         self.tensors = [found[i] for i in range(len(sizes))]
+
+
+def host_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor in host memory, page-locked where there is a GPU.
+
+    Not by ``pin_memory()``, which takes up to twice the memory: torch rounds sizes up to powers of two.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if not size:
+        return torch.zeros(tuple(shape), dtype=dtype)
+    flat = HostBuffers([size], locked=torch.cuda.is_available(), shared=False).tensors[0]
+    return flat.view(dtype).view(tuple(shape))
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """A copy in such memory."""
+    return host_zeros(tensor.shape, tensor.dtype).copy_(tensor)
 
 
 def _segments(sizes: Sequence[int]) -> list[tuple[dict[int, int], int]]:
