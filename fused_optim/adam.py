@@ -636,7 +636,9 @@ class FusedAdam(Optimizer):
         if not self.capturable:
             raise RuntimeError("CUDA graph capture of step() needs FusedAdam(..., capturable=True)")
         if self.offload_states:
-            raise RuntimeError("CUDA graph capture: offload_states=True has states in host memory, which no graph waits for")
+            raise RuntimeError(
+                "CUDA graph capture: offload_states=True has states in host memory; no graph waits for it"
+            )
         if self.store.pending:
             raise RuntimeError("CUDA graph capture: remainders were loaded since the last step; run one before capture")
         for index, (param, name) in enumerate(zip(self.store.params, self.store.names, strict=True)):

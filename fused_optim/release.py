@@ -40,8 +40,8 @@ def enable_gradient_release(
             parameter on its own.
 
     Under FSDP2 updates run on the stream that has reduced the gradients, otherwise and with ``offload_states`` on a
-    stream of their own, while the backward pass goes on. A model's parameters are its own again when ``step()`` has returned, as far as this stream is
-    concerned.
+    stream of their own, while the backward pass goes on. A model's parameters are its own again when ``step()`` has
+    returned, as far as this stream is concerned.
 
     Raises:
         TypeError: for flat parameters of FullyShardedDataParallel (FSDP1), and for DistributedDataParallel inside of

@@ -50,8 +50,8 @@ class Slots:
     """Formats of one parameter's states and their block scales.
 
     ``scales``: FP32, one per block of each scaled state, in the order exp_avg, exp_avg_sq, master_param. ``versions``:
-    of the parameter when it was last known to be its rounded master, if it has a master of its own. ``offloaded``: states
-    and scales are in host memory, the parameter is on a GPU.
+    of the parameter when it was last known to be its rounded master, if it has a master of its own. ``offloaded``:
+    states and scales are in host memory, the parameter is on a GPU.
     """
 
     geometry: Geometry
@@ -68,6 +68,7 @@ class Slots:
         master: Master,
         exp_avg: torch.dtype | str,
         exp_avg_sq: torch.dtype | str,
+        *,
         offloaded: bool = False,
     ) -> Slots:
         """Choose formats (FP32 where no block fits) and allocate zero scales."""

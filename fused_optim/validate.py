@@ -113,7 +113,9 @@ def check_offloading(offload_states: bool, fraction: Any, capturable: bool) -> N
     if fraction != 1.0 and not offload_states:
         raise ValueError(f"offload_fraction={fraction} needs offload_states=True")
     if offload_states and capturable:
-        raise ValueError("offload_states=True has states in host memory, which no CUDA graph waits for: use one of it and capturable=True")
+        raise ValueError(
+            "offload_states=True: a CUDA graph does not wait for states to be in host memory; leave out capturable=True"
+        )
 
 
 def check_param(param: Tensor, index: int, name: str | None) -> None:
@@ -245,8 +247,8 @@ def check_states(
             raise TypeError(f"{describe(param, index, name)}: state {key}: expected {expected}")
         if offloaded and local.device.type == "cuda" and state.numel() and not state.is_pinned():
             raise TypeError(
-                f"{describe(param, index, name)}: state {key}: expected page-locked memory, since it is offloaded; copy "
-                "into the tensor that is there, or use state.pin_memory()"
+                f"{describe(param, index, name)}: state {key}: expected page-locked memory, as it is offloaded: "
+                "copy into the tensor that is there, or use state.pin_memory()"
             )
         if _lacks_memory(state) and not _lacks_memory(local):
             raise RuntimeError(f"{describe(param, index, name)}: state {key}: its storage was freed")

@@ -241,7 +241,6 @@ class Geometry:
         offset = self.offset + start // self.inner_local * self.inner_global + start % self.inner_local
         return replace(self, numel=numel, offset=offset)
 
-
     def part(self, start: int, end: int) -> Geometry:
         """That of the elements from ``start`` to ``end``, which are two neighbours of :meth:`cuts`."""
         part = self.of_rows(start, end - start)

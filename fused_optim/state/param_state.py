@@ -115,7 +115,7 @@ class ParamState:
         return state if is_there else rewrap_like(host_copy(local), self.param)
 
     def settle_in(self, offloaded: bool) -> None:
-        """Of states that were copied or unpickled: put them into page-locked memory again, or stay beside the parameter."""
+        """Of states that were copied or unpickled: go into page-locked memory again, or beside the parameter."""
         slots, own = self.slots, [name for name in STATES if name in self.tensors]
         device = local_tensor(self.param).device
         for name in own:

@@ -24,7 +24,6 @@ from fused_optim.state.param_state import ParamState, discard_initial, initial_m
 from fused_optim.state.remainders import MISFIT_ELSEWHERE, LoadedRemainder
 from fused_optim.validate import CheckpointFormat, check_param, describe
 
-
 OFFLOADED_FROM = ("cuda",)  # kinds of devices
 
 
@@ -169,7 +168,7 @@ class StateStore:
         bits = owner.param_remainder_bits if remainders else None
         kind = master_kind(param, owner.master_weights, bits, owner.master_weight_dtype)
         offloaded = self.is_to_be_offloaded(param)
-        return Slots.create(param, kind, group["exp_avg_dtype"], group["exp_avg_sq_dtype"], offloaded)
+        return Slots.create(param, kind, group["exp_avg_dtype"], group["exp_avg_sq_dtype"], offloaded=offloaded)
 
     def _create(self, param: Tensor, group: dict[str, Any], remainders: bool | None) -> None:
         owner = self._owner

@@ -285,7 +285,8 @@ def choices_without_effect(store: StateStore, options: Mapping[str, Any]) -> lis
             "parameters are their own masters, and remainders complete BF16 parameters only. Train BF16 parameters to "
             "use it (under Accelerate with mixed_precision='no', since 'bf16' makes them FP32 first), or leave it out"
         )
-    if states and store.offloads and all(each.param.device.type == "cpu" for each in states):
+    on_host = all(local_tensor(each.param).device.type == "cpu" and not each.slots.offloaded for each in states)
+    if states and store.offloads and on_host:
         found.append(
             f"offload_states=True has no effect: all of the {_plural(len(states))} are in host memory, where their "
             "states are anyway"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,9 +25,9 @@ from torch.distributed.tensor import DTensor
 import distributed
 from cases import FORMAT, FORMATS, MASTER, MASTERS, SHAPES, Format, Master, values
 from distributed import Part, assert_same, join_all, part, same_bits
-from fused_optim import FusedAdam, FusedAdamW, enable_gradient_release
+from fused_optim import FusedAdam, FusedAdamW, enable_gradient_release, save_master_safetensors
 from fused_optim.backends import offloaded
-from fused_optim.checkpoint import PinnedStager, save_master_safetensors
+from fused_optim.checkpoint import PinnedStager
 from fused_optim.quantized import MXFP8BlockScaling, quantize_model_
 from fused_optim.sharding.dtensor import Geometry, local_tensor
 from fused_optim.state import store
@@ -143,11 +144,11 @@ def test_parts_of_a_shard(inner: tuple[int, int], block: int) -> None:
     with mock.patch("fused_optim.sharding.dtensor._CUT", 4):
         for most in (1, 4, 7, 13, 24, 60):
             cuts = whole.cuts(most)
-            parts = [whole.part(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+            parts = [whole.part(a, b) for a, b in itertools.pairwise(cuts)]
             indices = torch.cat([each.global_indices(torch.device("cpu")) for each in parts])
             assert torch.equal(indices, whole.global_indices(torch.device("cpu")))
             assert not block or all(cut % block == 0 for cut in cuts)
-            assert len(parts) > 1 or most >= 12 and block and inner[0] % block or most == 60
+            assert len(parts) > 1 or (most >= 12 and block and inner[0] % block) or most == 60
 
 
 # --- a share --------------------------------------------------------------------------------------------------------
@@ -166,7 +167,7 @@ def test_a_share_stays(fraction: Any, engine: str) -> None:
     assert float(fraction) not in (0.0, 1.0) or moved == float(fraction) * sum(sizes)
     summary = ours.summary()
     assert summary == expected and summary["bytes"] == ours.state_bytes() == theirs.state_bytes()
-    assert engine == "cpu" or (summary["host_bytes"] > 0) == (moved > 0) and summary["device_bytes"] >= 0
+    assert engine == "cpu" or ((summary["host_bytes"] > 0) == (moved > 0) and summary["device_bytes"] >= 0)
 
 
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
@@ -185,15 +186,15 @@ def test_a_step_counts_once(fraction: float, backend: str, device: str, use_back
     assert [group["step"] for group in ours.param_groups] == [3, 3]
 
 
-def test_gradients_without_elements_left_out(engine: str) -> None:
-    """A step in which no parameter with offloaded states has a gradient."""
+def test_a_step_of_resident_states_alone_counts(engine: str) -> None:
     optimizer = make(True, engine, offload_fraction=0.5)
     train(optimizer, range(1))
     optimizer.grad_scale, optimizer.found_inf = torch.ones((), device=engine), torch.zeros((), device=engine)
     for param, offloads in zip(optimizer.store.params, homes(optimizer), strict=True):
         param.grad = None if offloads else torch.ones_like(param)
     optimizer.step()
-    assert [group["step"] for group in optimizer.state_dict()["param_groups"]] == [2, 2]
+    expected = [1 + any(param.grad is not None for param in group["params"]) for group in optimizer.param_groups]
+    assert [group["step"] for group in optimizer.state_dict()["param_groups"]] == expected != [1, 1]
 
 
 # --- in training loops ----------------------------------------------------------------------------------------------
@@ -334,7 +335,8 @@ def test_parameters_that_others_write(master: str, device: str) -> None:
         train(optimizer, range(1, 2))
         optimizer.store.params[1].data.add_(1.0)
         optimizer.sync_masters_from_params()
-        optimizer.set_scaled_state(optimizer.store.params[0], "exp_avg", values((40, 256), torch.float32, device, seed=9))
+        moment = values(SIZES[0], torch.float32, device, seed=9)
+        optimizer.set_scaled_state(optimizer.store.params[0], "exp_avg", moment)
         train(optimizer, range(2, 3))
         optimizer.sync_params_from_master()
     assert_alike(ours, theirs)
@@ -403,6 +405,23 @@ def test_parameters_in_host_memory_have_their_states_there() -> None:
         assert not any(homes(optimizer))
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_the_gpu_holds_no_states() -> None:
+    params = [nn.Parameter(torch.ones(4096, 256, device="cuda")) for _ in range(8)]
+    before = torch.cuda.memory_allocated()
+    optimizer = FusedAdamW(params, offload_states=True)
+    optimizer.initialize_state()
+    assert torch.cuda.memory_allocated() == before and optimizer.state_bytes() == 8 * 8 * 2**20
+    for param in params:
+        param.grad = torch.ones_like(param)
+    grads = torch.cuda.memory_allocated()
+    with offloading(1 << 20):
+        optimizer.step()
+    assert torch.cuda.max_memory_allocated() <= grads + 4 * 2**20
+    assert all((state > 0).all() for states in optimizer.state.values() for state in states.values()), "at once"
+
+
 def test_quantized_weights_keep_theirs(device: str) -> None:
     found = []
     for offload in (True, False):
@@ -453,15 +472,17 @@ def train_sharded(offload: bool, release: bool, folder: str) -> dict[str, Part]:
         model, optimizer = sharded(offload, release)
         rank = torch.distributed.get_rank()
         train_model(model, optimizer, range(2), rank)
-        dcp.save({"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
+        state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
+        dcp.save(state, checkpoint_id=folder)
         model, optimizer = sharded(offload, release)
         state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
         dcp.load(state, checkpoint_id=folder)
         model.load_state_dict(state["model"])
         set_optimizer_state_dict(model, optimizer, state["optim"])
         train_model(model, optimizer, range(2, 4), rank)
-        full = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        assert not full["state"] if rank else full["state"]
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        full = get_optimizer_state_dict(model, optimizer, options=whole)
+        assert bool(full) == (rank == 0)
         assert all(homes(optimizer)) == offload
         for param in optimizer.store.params:
             assert all(isinstance(state, DTensor) for state in optimizer.state[param].values())
