@@ -30,7 +30,8 @@ _EXAMPLES = 3  # names of parameters under each fallback
 class Summary(dict[str, Any]):
     """Numbers, texts and lists of these, which can be written as JSON; ``str()`` of it is a table.
 
-    ``formats``: a row for each mix of formats and backend, with its parameters, elements and bytes. ``fallbacks``: what
+    ``formats``: a row for each mix of formats and backend, with its parameters, elements and bytes; ``states``: where
+    these are, which is shown if it is not where the parameters are. ``fallbacks``: what
     was asked for, what there is instead, why, for how many parameters. ``products``: for weights with
     ``compute="fp8"``, how many of each product run in FP8 and how many decode, and why. ``frozen``: parameters that
     have no states. ``host_bytes``, ``device_bytes``: of moments, masters and scales. All of it counts this rank's
@@ -39,7 +40,8 @@ class Summary(dict[str, Any]):
 
     def __str__(self) -> str:
         lines = [f"{self['optimizer']}: {_amount(self)} on this rank, {shown_bytes(self['bytes'])} of states"]
-        columns = ("parameter", *MOMENTS, "master", "backend", "device", "states")
+        offloaded = any(row["states"] != row["device"] for row in self["formats"])
+        columns = ("parameter", *MOMENTS, "master", "backend", "device", *(("states",) if offloaded else ()))
         table = [(*columns, "parameters", "elements", "bytes")]
         for row in self["formats"]:
             numbers = (f"{row['parameters']:,}", f"{row['elements']:,}", shown_bytes(row["bytes"]))
