@@ -39,7 +39,8 @@ class Link:
         """At least ``size`` bytes on the device, for the next :meth:`moved`."""
         buffer = self._buffers[self._turn]
         if buffer is None or buffer.nbytes < size:
-            buffer = self._buffers[self._turn] = torch.empty(size, dtype=torch.uint8, device=self._device)
+            with torch.inference_mode(False):  # a step made in it would leave memory for no other
+                buffer = self._buffers[self._turn] = torch.empty(size, dtype=torch.uint8, device=self._device)
             if self._on_gpu:
                 self._in.wait_stream(torch.cuda.current_stream(self._device))  # which may still use this memory
                 buffer.record_stream(self._in)
