@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from fused_optim.backends import Backend, Hyper, ShardWork, uncounted
 from fused_optim.backends.shards import ReferenceShards, shards_on
-from fused_optim.slots import STATES
+from fused_optim.sharding.dtensor import Geometry
+from fused_optim.slots import STATES, Slots
 
 CHUNK_BYTES = 32 << 20  # of states, in a buffer on the device
 _BUFFERS = 3  # on their way in, being updated, on their way out
@@ -85,52 +86,54 @@ class Link:
 
 @dataclass(frozen=True)
 class _Part:
-    """The elements of a shard from ``start`` to ``end``, with their states in host memory."""
+    """The elements of a shard from ``start`` to ``end``, and their states in host memory.
 
-    index: int  # of the shard
-    work: ShardWork
+    ``values``: moments, and the master if there is one. ``scales``: of each of them that has some. ``nbytes``: what
+    both take in a buffer.
+    """
+
     start: int
     end: int
+    geometry: Geometry
+    values: list[Tensor]
+    scales: list[Tensor]
+    nbytes: int
 
-    @property
-    def values(self) -> list[Tensor]:
-        """Moments, and the master if there is one."""
-        states = (self.work.exp_avg, self.work.exp_avg_sq, self.work.master)
-        return [state.view(-1)[self.start : self.end] for state in states if state is not None]
+    @staticmethod
+    def of(work: ShardWork, start: int, end: int) -> _Part:
+        slots, whole = work.slots, work.slots.geometry
+        states = [state for state in (work.exp_avg, work.exp_avg_sq, work.master) if state is not None]
+        scales = [scale for scale in map(slots.scale, STATES) if scale is not None]
+        if (start, end) == (0, whole.numel):
+            scales = [slots.scales] if scales else []
+        else:
+            scales = [scale[start // whole.block : -(-end // whole.block)] for scale in scales]
+        values = [state.view(-1)[start:end] for state in states]
+        size = sum(_rounded(value.nbytes) for value in values) + _rounded(sum(scale.nbytes for scale in scales))
+        return _Part(start, end, whole.part(start, end), values, scales, size)
 
-    @property
-    def scales(self) -> list[Tensor]:
-        slots, block = self.work.slots, self.work.slots.geometry.block
-        if (self.start, self.end) == (0, slots.geometry.numel):
-            return [slots.scales] if slots.scales.numel() else []
-        found = [scale for scale in map(slots.scale, STATES) if scale is not None]
-        return [scale[self.start // block : -(-self.end // block)] for scale in found]
-
-    @property
-    def nbytes(self) -> int:
-        """What a buffer needs for it."""
-        return sum(map(_aligned, self.values)) + _rounded(sum(scale.nbytes for scale in self.scales))
-
-    def moved_to(self, buffer: Tensor) -> tuple[ShardWork, list[tuple[Tensor, Tensor]]]:
-        """The work with the states in ``buffer``, and what is to be copied there and back: (host, device)."""
+    def moved_to(self, buffer: Tensor, work: ShardWork) -> tuple[ShardWork, list[tuple[Tensor, Tensor]]]:
+        """The work with copies of the states in ``buffer``, and what is to be copied: (host, device)."""
         pairs, used = [], 0
         for value in self.values:
             pairs.append((value, buffer[used : used + value.nbytes].view(value.dtype)))
-            used += _aligned(value)
-        staged, first = [each for _, each in pairs], used
+            used += _rounded(value.nbytes)
+        first = used
         for scale in self.scales:  # one after the other, as in slots
             pairs.append((scale, buffer[used : used + scale.nbytes].view(scale.dtype)))
             used += scale.nbytes
-        work = self.work
-        geometry = work.slots.geometry.part(self.start, self.end)
-        moved = replace(
-            work,
+        (_, exp_avg), (_, exp_avg_sq), *others = pairs
+        slots = work.slots
+        moved = ShardWork(
             grad=work.grad.view(-1)[self.start : self.end],
             param=work.param.view(-1)[self.start : self.end],
-            exp_avg=staged[0],
-            exp_avg_sq=staged[1],
-            master=staged[2] if work.master is not None else None,
-            slots=replace(work.slots, geometry=geometry, scales=buffer[first:used].view(torch.float32)),
+            master=None if work.master is None else others[0][1],
+            exp_avg=exp_avg,
+            exp_avg_sq=exp_avg_sq,
+            slots=Slots(
+                self.geometry, slots.master, slots.exp_avg, slots.exp_avg_sq, buffer[first:used].view(torch.float32)
+            ),
+            key=work.key,
         )
         return moved, pairs
 
@@ -139,31 +142,14 @@ def _rounded(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _aligned(tensor: Tensor) -> int:
-    return _rounded(tensor.nbytes)
-
-
-def _parts(index: int, work: ShardWork, most: int) -> Iterator[_Part]:
+def _cut(work: ShardWork, most: int) -> list[_Part]:
+    """All elements, in parts whose states take about ``most`` bytes and not more."""
     slots = work.slots
     per_element = sum(dtype.itemsize for dtype in slots.dtypes().values())
-    scales = sum(slots.format(name).scaled for name in STATES)
-    if scales:
-        per_element += -(-4 * scales // slots.geometry.block)
+    if scaled := sum(slots.format(name).scaled for name in STATES):
+        per_element += -(-4 * scaled // slots.geometry.block)
     cuts = slots.geometry.cuts(max(most // per_element, 1))
-    return (_Part(index, work, start, end) for start, end in pairwise(cuts) if end > start)
-
-
-def _chunks(works: dict[int, ShardWork], most: int) -> Iterator[list[_Part]]:
-    """All elements, in the order of the shards."""
-    chunk: list[_Part] = []
-    size = 0
-    for part in chain.from_iterable(_parts(index, work, most) for index, work in sorted(works.items())):
-        if chunk and size + part.nbytes > most:
-            yield chunk
-            chunk, size = [], 0
-        chunk.append(part)
-        size += part.nbytes
-    yield chunk  # also where there is none: the step is counted
+    return [_Part.of(work, start, end) for start, end in pairwise(cuts) if end > start]
 
 
 class OffloadedShards(ReferenceShards):
@@ -172,21 +158,40 @@ class OffloadedShards(ReferenceShards):
     def __init__(self, device: torch.device, backend: Backend, groups: list[int], group_count: int, link: Link) -> None:
         super().__init__(groups)
         self._device, self._backend, self._group_count, self._link = device, backend, group_count, link
+        self._known: dict[int, tuple[tuple[int, ...], list[_Part]]] = {}  # by shard: where its states were; its parts
 
     def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
         works, self._work = self._work, {}
-        chunks = list(_chunks(works, CHUNK_BYTES))
+        chunks = list(self._chunks(works))
         for chunk in chunks:
-            counting = hypers if chunk is chunks[-1] else uncounted(hypers)
-            buffer = self._link.buffer(sum(part.nbytes for part in chunk))
-            moved, used = [], 0
-            for part in chunk:
-                moved.append(part.moved_to(buffer[used:]))
-                used += part.nbytes
-            shards = shards_on(
-                self._device, self._backend, [self._groups[part.index] for part in chunk], self._group_count
-            )
-            for number, (work, _) in enumerate(moved):
+            buffer = self._link.buffer(sum(part.nbytes for _, part in chunk))
+            shards = shards_on(self._device, self._backend, [self._groups[i] for i, _ in chunk], self._group_count)
+            pairs, used = [], 0
+            for number, (index, part) in enumerate(chunk):
+                work, copied = part.moved_to(buffer[used:], works[index])
                 shards.set(number, work, None)
-            with self._link.moved([pair for _, pairs in moved for pair in pairs]):
-                shards.run(counting, workspace)
+                pairs += copied
+                used += part.nbytes
+            with self._link.moved(pairs):
+                shards.run(hypers if chunk is chunks[-1] else uncounted(hypers), workspace)
+
+    def _chunks(self, works: dict[int, ShardWork]) -> Iterator[list[tuple[int, _Part]]]:
+        """All parts with the numbers of their shards, in their order. One chunk at least: the step is counted."""
+        chunk: list[tuple[int, _Part]] = []
+        size = 0
+        for index, work in sorted(works.items()):
+            for part in self._parts(index, work):
+                if chunk and size + part.nbytes > CHUNK_BYTES:
+                    yield chunk
+                    chunk, size = [], 0
+                chunk.append((index, part))
+                size += part.nbytes
+        yield chunk
+
+    def _parts(self, index: int, work: ShardWork) -> list[_Part]:
+        """Those of the step before, as long as the states are where they were."""
+        states = (work.exp_avg, work.exp_avg_sq, work.master, work.slots.scales)
+        places = CHUNK_BYTES, *(0 if state is None else state.data_ptr() for state in states)
+        if index not in self._known or self._known[index][0] != places:
+            self._known[index] = places, _cut(work, CHUNK_BYTES)
+        return self._known[index][1]
