@@ -20,6 +20,7 @@ STEPS = "2026-11-21-h200-kernels/step.json"
 SMALL = "2026-11-21-h200-kernels/small.json"
 SAVES = "2026-11-21-h200-checkpoints/checkpoint.json"
 SIZES = "2026-11-22-h200-fp8/sizes.json"
+OFFLOAD = "2026-11-22-h200-offload/offload.json"
 
 MASTERS = {"FP32": "float32", "16-bit remainder": "remainder16", "8-bit remainder": "remainder8", "no": "none"}
 STATES = {"FP32": "float32", "BF16": "bfloat16", "FP16": "float16", "FP8": "float8_e4m3fn", "int8": "int8"}
@@ -40,13 +41,15 @@ def measured() -> dict[str, Any]:
     for row in steps["workloads"]["llama-1b"]:
         if match := NAME.fullmatch(row["name"]):
             shares[f"{MASTERS[match['master']]}/{STATES[match['states']]}"] = row["share_of_copy"]
+    link = {"link_bytes_per_s": read(OFFLOAD)["link"]["both_ways_bytes_per_s"]} if (RESULTS / OFFLOAD).exists() else {}
     shard = [row for row in small["workloads"]["llama-1b-shard"] if row["name"].startswith("FusedAdamW")]
     return {
         "h200": {
             "name": steps["machine"]["gpu"],
-            "sources": [STEPS, SMALL, SAVES],
+            "sources": [STEPS, SMALL, SAVES, *([OFFLOAD] if link else [])],
             "copy_bytes_per_s": steps["copy_bytes_per_s"],
             "share_of_copy": shares,
+            **link,
             "host_s_per_parameter": max(row["ms"] for row in shard) / 1e3 / 146,
             "save_bytes_per_s": rates("save_s"),
             "stall_bytes_per_s": rates("stall_s"),

@@ -39,6 +39,7 @@ from fused_optim.validate import (
     check_checkpoint_device,
     check_checkpoint_format,
     check_hyperparameters,
+    check_offloading,
     check_param,
     check_update,
     check_whole,
@@ -60,6 +61,8 @@ _OPTIONS = (
     "use_decoupled_grad",
     "skip_nonfinite",
     "unscales_gradients",
+    "offload_states",
+    "offload_fraction",
     "checkpoint_format",
     "checkpoint_device",
     "set_grad_none",
@@ -153,6 +156,12 @@ class FusedAdam(Optimizer):
             its one pass. False: the scaler before it calls ``step()``, in a pass of its own, and it reads back whether
             to skip the step, as for optimizers that know nothing of it. Loops that clip only such gradients ask for
             that: Lightning's with ``gradient_clip_val``.
+        offload_states: moments, masters beside the parameters, and scales live in page-locked host memory. ``step()``
+            brings them to the GPU in chunks, through 96 MB of buffers, and back; it returns when they are in host
+            memory again. The same bits as without. No effect on parameters in host memory, whose states are there
+            anyway, and quantized ones, whose states stay on the GPU. Not with ``capturable``.
+        offload_fraction: the share of the parameters' elements whose states are offloaded, in [0, 1]; parameters are
+            chosen as wholes, evenly over the model.
         checkpoint_format: the form of ``state_dict()``. ``"unscaled"``: FP32 tensors; ``"native"``: the stored bits
             and scales, several times smaller; ``"torch"``: what torch.optim.AdamW has, for going over from it and back
             to it: FP32 moments without masters, a ``step`` per parameter, and the running param groups show AdamW's
@@ -202,6 +211,8 @@ class FusedAdam(Optimizer):
         use_decoupled_grad: bool = False,
         skip_nonfinite: bool = False,
         unscales_gradients: bool = True,
+        offload_states: bool = False,
+        offload_fraction: float = 1.0,
         checkpoint_format: CheckpointFormat = "unscaled",
         checkpoint_device: CheckpointDevice = None,
         set_grad_none: bool | None = None,
@@ -223,6 +234,7 @@ class FusedAdam(Optimizer):
             raise ValueError(f"param_remainder_bits: expected 16 or 8, got {param_remainder_bits}")
         if store_param_remainders and not master_weights:
             raise ValueError("store_param_remainders=True needs master_weights=True")
+        check_offloading(offload_states, number_of(offload_fraction), capturable)
         check_checkpoint_format(checkpoint_format)
         check_checkpoint_device(checkpoint_device)
         self.master_weights = master_weights
@@ -236,6 +248,7 @@ class FusedAdam(Optimizer):
         self.use_decoupled_grad = use_decoupled_grad
         self.skip_nonfinite = skip_nonfinite
         self.unscales_gradients = unscales_gradients
+        self.offload_states, self.offload_fraction = offload_states, float(number_of(offload_fraction))
         self.checkpoint_device = checkpoint_device
         self.set_grad_none: bool | None = True if set_grad_none is None else set_grad_none
         self.fused, self.foreach = fused, foreach
@@ -348,9 +361,10 @@ class FusedAdam(Optimizer):
         slots, pending = state.pop("slots"), state.pop("pending", None)
         form, skipped = state.pop("checkpoint_format"), state.pop("skipped", 0)
         by_names = state.pop("rounds_by_names", False)
-        super().__setstate__(state)
+        super().__setstate__({"offload_states": False, "offload_fraction": 1.0, **state})
         self.defaults.pop("differentiable", None)  # which torch has added, and no constructor takes
         self.store = StateStore(self, slots, pending, form, by_names)
+        self.store.settle_in()
         adapters.hold(self.store.params)
         self._start_anew(skipped)
         self._register_hooks()
@@ -475,7 +489,10 @@ class FusedAdam(Optimizer):
             self.store.follow_params()
 
     def state_bytes(self) -> int:
-        """Bytes that this rank holds for moments, masters and scales; parameters and gradients are not counted."""
+        """Bytes that this rank holds for moments, masters and scales, those in host memory included.
+
+        Parameters and gradients are not counted. ``summary()`` tells the bytes on the host and on devices apart.
+        """
         return self.store.nbytes
 
     def summary(self, rows: int | None = None) -> Summary:
@@ -611,12 +628,17 @@ class FusedAdam(Optimizer):
             self._drop_clipping()
         else:
             self._update(self._checked_plan(scaling[0] is not None), scaling, capturing)
+        self.store.synchronize()
         mark_stepped(self, scaler)
         return loss
 
     def _check_capture(self) -> None:
         if not self.capturable:
             raise RuntimeError("CUDA graph capture of step() needs FusedAdam(..., capturable=True)")
+        if self.offload_states:
+            raise RuntimeError(
+                "CUDA graph capture: offload_states=True has states in host memory; no graph waits for it"
+            )
         if self.store.pending:
             raise RuntimeError("CUDA graph capture: remainders were loaded since the last step; run one before capture")
         for index, (param, name) in enumerate(zip(self.store.params, self.store.names, strict=True)):

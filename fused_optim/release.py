@@ -39,9 +39,9 @@ def enable_gradient_release(
         bucket_bytes: gradients are held until so many bytes of them, on this rank, can be updated together; 0: each
             parameter on its own.
 
-    Under FSDP2 updates run on the stream that has reduced the gradients, otherwise on a stream of their own, while the
-    backward pass goes on. A model's parameters are its own again when ``step()`` has returned, as far as this stream is
-    concerned.
+    Under FSDP2 updates run on the stream that has reduced the gradients, otherwise and with ``offload_states`` on a
+    stream of their own, while the backward pass goes on. A model's parameters are its own again when ``step()`` has
+    returned, as far as this stream is concerned.
 
     Raises:
         TypeError: for flat parameters of FullyShardedDataParallel (FSDP1), and for DistributedDataParallel inside of
@@ -145,7 +145,8 @@ class GradientRelease:
     def _on_own_stream(self, params: Sequence[Tensor]) -> AbstractContextManager[Any]:
         """A stream that comes after what is enqueued now. The caching allocator is told of gradients that it reads."""
         device = local_tensor(params[0]).device
-        if device.type != "cuda" or self._sharded:
+        waits_for_states = self._optimizer.store.offloads  # which the next gradients' reduction should not do, too
+        if device.type != "cuda" or (self._sharded and not waits_for_states):
             return nullcontext()
         stream = self._streams.setdefault(device, torch.cuda.Stream(device))
         stream.wait_stream(torch.cuda.current_stream(device))

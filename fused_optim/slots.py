@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fused_optim.formats import FLOAT16, FLOAT32, Master, StateFormat, state_format
+from fused_optim.host_memory import host_zeros
 from fused_optim.sharding.dtensor import Geometry, has_values, local_tensor, shard_geometry
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -36,12 +38,20 @@ class Versions(NamedTuple):
         return Versions(counters[0], counters[1], local.data_ptr() if has_values(local) else 0)
 
 
+def state_zeros(param: Tensor, shape: Sequence[int], dtype: torch.dtype, offloaded: bool) -> Tensor:
+    """New memory for states of ``param``, or for scales of them."""
+    if offloaded:
+        return host_zeros(shape, dtype)
+    return torch.zeros(tuple(shape), dtype=dtype, device=local_tensor(param).device)
+
+
 @dataclass
 class Slots:
     """Formats of one parameter's states and their block scales.
 
     ``scales``: FP32, one per block of each scaled state, in the order exp_avg, exp_avg_sq, master_param. ``versions``:
-    of the parameter when it was last known to be its rounded master, if it has a master of its own.
+    of the parameter when it was last known to be its rounded master, if it has a master of its own. ``offloaded``:
+    states and scales are in host memory, the parameter is on a GPU.
     """
 
     geometry: Geometry
@@ -50,9 +60,17 @@ class Slots:
     exp_avg_sq: StateFormat
     scales: Tensor
     versions: Versions | None = None
+    offloaded: bool = False
 
     @staticmethod
-    def create(param: Tensor, master: Master, exp_avg: torch.dtype | str, exp_avg_sq: torch.dtype | str) -> Slots:
+    def create(
+        param: Tensor,
+        master: Master,
+        exp_avg: torch.dtype | str,
+        exp_avg_sq: torch.dtype | str,
+        *,
+        offloaded: bool = False,
+    ) -> Slots:
         """Choose formats (FP32 where no block fits) and allocate zero scales."""
         geometry = shard_geometry(param)
         chosen = [state_format(exp_avg), state_format(exp_avg_sq)]
@@ -60,8 +78,8 @@ class Slots:
         if master is Master.FLOAT16 and not geometry.block:
             master = Master.FLOAT32
         count = geometry.blocks * (sum(fmt.scaled for fmt in chosen) + (master is Master.FLOAT16))
-        scales = torch.zeros(count, dtype=torch.float32, device=local_tensor(param).device)
-        return Slots(geometry, master, chosen[0], chosen[1], scales)
+        scales = state_zeros(param, (count,), torch.float32, offloaded)
+        return Slots(geometry, master, chosen[0], chosen[1], scales, offloaded=offloaded)
 
     def format(self, state: str) -> StateFormat:
         """Of masters, only FP16 ones have one of these; it is FLOAT32 for all others."""

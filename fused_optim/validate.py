@@ -104,6 +104,20 @@ def check_checkpoint_device(device: CheckpointDevice) -> None:
         raise ValueError(f"checkpoint_device: expected None, 'cpu' or 'stager', got {device!r}")
 
 
+def check_offloading(offload_states: bool, fraction: Any, capturable: bool) -> None:
+    """Raise ValueError or TypeError for states that cannot be in host memory as they are asked to."""
+    if not _is_number(fraction):
+        raise TypeError(f"offload_fraction: expected a number in [0, 1], got {type(fraction).__name__}")
+    if not 0.0 <= fraction <= 1.0:
+        raise ValueError(f"offload_fraction: expected a number in [0, 1], got {fraction}")
+    if fraction != 1.0 and not offload_states:
+        raise ValueError(f"offload_fraction={fraction} needs offload_states=True")
+    if offload_states and capturable:
+        raise ValueError(
+            "offload_states=True: a CUDA graph does not wait for states to be in host memory; leave out capturable=True"
+        )
+
+
 def check_param(param: Tensor, index: int, name: str | None) -> None:
     """Raise TypeError for a parameter that cannot be updated, whatever its gradient."""
     if _is_unknown_wrapper(param):
@@ -211,20 +225,31 @@ def check_update(param: Tensor, grad: Tensor, index: int, name: str | None) -> N
 
 
 def check_states(
-    param: Tensor, states: dict[str, Tensor], dtypes: dict[str, torch.dtype], index: int, name: str | None
+    param: Tensor,
+    states: dict[str, Tensor],
+    dtypes: dict[str, torch.dtype],
+    index: int,
+    name: str | None,
+    offloaded: bool = False,
 ) -> None:
     """Raise ValueError or TypeError for states that were replaced, or whose parameter was, since they were created."""
     local = local_tensor(param)
+    device = torch.device("cpu") if offloaded else local.device
     for key, dtype in dtypes.items():
         if key not in states:
             raise ValueError(f"{describe(param, index, name)}: state {key} was removed; the others are {[*states]}")
         state = local_tensor(states[key])
         check_local_shapes(param, state, f"state {key}", index, name)
-        if state.dtype != dtype or state.device != local.device or not is_dense(state):
-            expected = f"a contiguous {dtype} tensor on {local.device}, got {state.dtype} on {state.device}"
+        if state.dtype != dtype or state.device != device or not is_dense(state):
+            expected = f"a contiguous {dtype} tensor on {device}, got {state.dtype} on {state.device}"
             if state.is_neg():
                 expected += " that is negated lazily; use state.resolve_neg()"
             raise TypeError(f"{describe(param, index, name)}: state {key}: expected {expected}")
+        if offloaded and local.device.type == "cuda" and state.numel() and not state.is_pinned():
+            raise TypeError(
+                f"{describe(param, index, name)}: state {key}: expected page-locked memory, as it is offloaded: "
+                "copy into the tensor that is there, or use state.pin_memory()"
+            )
         if _lacks_memory(state) and not _lacks_memory(local):
             raise RuntimeError(f"{describe(param, index, name)}: state {key}: its storage was freed")
     if dtypes.get("master_param") in (torch.int16, torch.int8) and param.dtype != torch.bfloat16:

@@ -14,8 +14,8 @@ import fused_optim
 
 # Files and folders of fused_optim/ from the ground up; docs/development.md says what each is for.
 ROOMS = (
-    *("formats", "options", "sharding", "adapters", "slots", "copies", "backends", "validate", "quantized"),
-    *("state", "step", "clip", "skip", "adam", "release", "checkpoint", "compat", "integrations"),
+    *("formats", "options", "sharding", "adapters", "host_memory", "slots", "copies", "backends", "validate"),
+    *("quantized", "state", "step", "clip", "skip", "adam", "release", "checkpoint", "compat", "integrations"),
     *("__init__", "tools", "__main__"),
 )
 # Who may import while it runs, and what: adapters of parameters that are met, engines if they were built, and
@@ -284,7 +284,10 @@ WRONG: dict[str, tuple[Check, dict[str, str], list[str]]] = {
 # What all have: imports that are as they should be.
 RIGHT = {
     **{f"{room}/__init__": "" for room in ("sharding", "backends", "quantized", "state", "step", "integrations")},
-    **{room: "" for room in ("__main__", "options", "slots", "copies", "validate", "clip", "skip", "release")},
+    **{
+        room: ""
+        for room in ("__main__", "options", "host_memory", "slots", "copies", "validate", "clip", "skip", "release")
+    },
     **{f"{room}/__init__": "" for room in ("checkpoint", "compat", "tools")},
     "__init__": """
 from typing import TYPE_CHECKING

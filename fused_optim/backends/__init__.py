@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, cast, get_args, overload
@@ -45,6 +46,11 @@ class Hyper(NamedTuple):
     grad_factor: Tensor | None = None  # FP32: gradients are multiplied by it
     found_inf: Tensor | None = None  # FP32: not 0 skips the step
     steps_done: Tensor | None = None  # int64: advanced by the backend unless the step is skipped
+
+
+def uncounted(hypers: Sequence[Hyper]) -> list[Hyper]:
+    """The same for a launch that others follow in this step: only the last one advances the counters."""
+    return [h if h.steps_done is None else h._replace(steps_done=h.steps_done.clone()) for h in hypers]
 
 
 @dataclass

@@ -19,7 +19,7 @@ from fused_optim.checkpoint.checksums import write_checksums
 from fused_optim.checkpoint.reading import SINGLE_PROCESS
 from fused_optim.checkpoint.sources import some_of
 from fused_optim.sharding.collective import distinct, on_all_ranks, parameter_names, this_rank
-from fused_optim.sharding.dtensor import has_own_chunks, keep_chunks, rewrap_like, rewrap_shaped
+from fused_optim.sharding.dtensor import full_tensor, has_own_chunks, keep_chunks, rewrap_like, rewrap_shaped
 from fused_optim.sharding.replicas import check_replicas
 from fused_optim.slots import MOMENTS
 from fused_optim.validate import check_whole, describe
@@ -145,6 +145,5 @@ def _export_file(optimizer: FusedAdam, names: Mapping[Tensor, str], groups: list
 def _full_states(optimizer: FusedAdam, param: Tensor) -> dict[str, Tensor]:
     states, full = optimizer.store[param], {}
     for name in MOMENTS:
-        value: Tensor = rewrap_like(states.read_moment(name), param)
-        full[name] = (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
+        full[name] = full_tensor(rewrap_like(states.read_moment(name), param)).cpu()
     return full

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from fused_optim.adam import FusedAdam
-from fused_optim.checkpoint.buffers import locked
 from fused_optim.checkpoint.checksums import verify_items
 from fused_optim.checkpoint.folders import Folder, PathLike, folder_at
 from fused_optim.checkpoint.sources import (
@@ -30,6 +29,7 @@ from fused_optim.checkpoint.sources import (
     read_small,
     some_of,
 )
+from fused_optim.host_memory import locked
 from fused_optim.sharding.collective import distinct, on_all_ranks, parameter_names
 from fused_optim.sharding.dtensor import has_own_chunks, local_tensor
 from fused_optim.slots import MASTER, MOMENTS

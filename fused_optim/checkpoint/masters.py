@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fused_optim.adam import FusedAdam
 from fused_optim.sharding.collective import on_all_ranks, parameter_names
-from fused_optim.sharding.dtensor import has_own_chunks
+from fused_optim.sharding.dtensor import full_tensor, has_own_chunks
 from fused_optim.sharding.model_files import Entry, check_safetensors, write_model_files
 from fused_optim.sharding.replicas import check_replicas
 from fused_optim.validate import check_belongs, check_whole
@@ -56,4 +56,4 @@ def _named(model: torch.nn.Module, optimizer: FusedAdam) -> dict[str, Tensor]:
 
 def _whole(optimizer: FusedAdam, name: str, param: Tensor) -> dict[str, Tensor]:
     master = optimizer.store.master(param)
-    return {name: master.full_tensor() if isinstance(master, DTensor) else master}
+    return {name: full_tensor(master)}

@@ -21,12 +21,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from fused_optim.checkpoint.buffers import room
 from fused_optim.checkpoint.checksums import check_finished
 from fused_optim.checkpoint.folders import Folder, LocalFolder, PathLike, folder_at
 from fused_optim.checkpoint.metadata import check_files, read_metadata
 from fused_optim.checkpoint.reading import load
 from fused_optim.checkpoint.untrusted import Refused, load_object
+from fused_optim.host_memory import room
 from fused_optim.sharding.collective import unwrapped_name
 from fused_optim.sharding.dtensor import has_own_chunks, keep_chunks, local_tensor, placed_part_of, rewrap_shaped
 

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fused_optim import copies
 from fused_optim.adam import FusedAdam
-from fused_optim.checkpoint.buffers import HostBuffers
 from fused_optim.copies import Copy
+from fused_optim.host_memory import HostBuffers
 from fused_optim.sharding.dtensor import finished_local, keep_chunks, portable
 from fused_optim.state.values import LazyTensor, parts, with_parts
 

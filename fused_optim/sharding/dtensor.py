@@ -24,6 +24,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fused_optim.formats import BLOCKS
 
+_CUT = 1024  # elements: what engines update at a time, and a multiple of all blocks
 SMALLEST_BLOCKED_VECTOR = 4096  # elements; smaller one-dimensional parameters (norms, biases) keep FP32 states
 
 
@@ -239,6 +240,29 @@ class Geometry:
         """That of ``numel`` elements from local element ``start``, where a row begins."""
         offset = self.offset + start // self.inner_local * self.inner_global + start % self.inner_local
         return replace(self, numel=numel, offset=offset)
+
+    def part(self, start: int, end: int) -> Geometry:
+        """That of the elements from ``start`` to ``end``, which are two neighbours of :meth:`cuts`."""
+        part = self.of_rows(start, end - start)
+        inside_a_row = start % self.inner_local + part.numel <= self.inner_local
+        return replace(part, inner_local=part.numel, inner_global=part.numel) if inside_a_row else part
+
+    def cuts(self, most: int) -> list[int]:
+        """Where to cut into parts of up to ``most`` elements: of one row, or whole rows. Blocks stay whole.
+
+        From 0 to ``numel``. Parts are larger where rows or the smallest cut, ``_CUT``, are.
+        """
+        consecutive, block = self.inner_local >= self.numel, self.block or 1
+        rows = math.lcm(self.inner_local, block)
+        if self.numel <= most:
+            starts: Iterable[int] = (0,)
+        elif not consecutive and (rows <= most or self.inner_local % block):
+            starts = range(0, self.numel, max(most // rows, 1) * rows)
+        else:
+            step = max(most // _CUT, 1) * _CUT
+            first = range(0, self.numel, self.inner_local)
+            starts = (s for row in first for s in range(row, min(row + self.inner_local, self.numel), step))
+        return [*starts, self.numel]
 
 
 def shard_geometry(param: Tensor) -> Geometry:

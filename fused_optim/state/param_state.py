@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from fused_optim import copies
 from fused_optim.adapters import Update, adapter_of
 from fused_optim.formats import FLOAT16, FLOAT32, NEAREST, Master, encode_state, split_remainder
+from fused_optim.host_memory import host_copy
 from fused_optim.sharding.dtensor import dense, is_dense, local_tensor, rewrap_like
-from fused_optim.slots import MASTER, MOMENTS, STATES, Slots, Versions
+from fused_optim.slots import MASTER, MOMENTS, STATES, Slots, Versions, state_zeros
 from fused_optim.state.remainders import LoadedRemainder
 from fused_optim.state.values import Decoded, Joined, given, pieces
 
@@ -67,13 +68,13 @@ class ParamState:
         """Zero moments and the master of ``param``, each sharded and placed as ``param`` is."""
         local = local_tensor(param.detach())
         tensors = {
-            name: torch.zeros(local.shape, dtype=slots.format(name).dtype(name), device=local.device)
-            for name in MOMENTS
+            name: state_zeros(param, local.shape, dtype, slots.offloaded)
+            for name, dtype in slots.dtypes().items()
+            if name in MOMENTS or slots.master is not Master.FLOAT32
         }
         if slots.master is Master.FLOAT32:
-            tensors[MASTER] = initial_master(param)
-        elif slots.master is not Master.PARAMETER:
-            tensors[MASTER] = torch.zeros(local.shape, dtype=slots.master.dtype, device=local.device)
+            initial = initial_master(param)
+            tensors[MASTER] = host_copy(initial) if slots.offloaded else initial
         created = ParamState(param, {name: rewrap_like(tensor, param) for name, tensor in tensors.items()}, slots)
         if slots.master not in (Master.PARAMETER, Master.FLOAT32):
             created.seed_master(initial_master(param))
@@ -103,9 +104,26 @@ class ParamState:
             if name == MASTER:
                 self._check_adopted_master(value)
             if self.slots.format(name) is FLOAT32 and (name == MASTER or self._fits(value, torch.float32)):
-                self.tensors[name] = value
+                self.tensors[name] = self._locked(value) if self.slots.offloaded else value
             else:
                 self.write_moment(name, self._checked_moment(name, value))
+
+    def _locked(self, state: Tensor) -> Tensor:
+        """The state in page-locked memory, without GPU just in host memory."""
+        local = local_tensor(state)
+        is_there = local.device.type == "cpu" and (local.is_pinned() or not torch.cuda.is_available())
+        return state if is_there else rewrap_like(host_copy(local), self.param)
+
+    def settle_in(self, offloaded: bool) -> None:
+        """Of states that were copied or unpickled: go into page-locked memory again, or beside the parameter."""
+        slots, own = self.slots, [name for name in STATES if name in self.tensors]
+        device = local_tensor(self.param).device
+        for name in own:
+            local = local_tensor(self.tensors[name])
+            moved = self._locked(self.tensors[name]) if offloaded else rewrap_like(local.to(device), self.param)
+            self.tensors[name] = moved
+        slots.scales = host_copy(slots.scales) if offloaded else slots.scales.to(device)
+        slots.offloaded = offloaded
 
     def _check_adopted_master(self, value: Tensor) -> None:
         dtype = None if self.slots.master is Master.PARAMETER else self.slots.master.dtype
@@ -121,7 +139,8 @@ class ParamState:
     def _fits(self, value: Tensor, dtype: torch.dtype | None) -> bool:
         """Whether a state that was made elsewhere can be kept itself."""
         local, found = local_tensor(self.param), local_tensor(value)
-        alike = isinstance(value, DTensor) == isinstance(self.param, DTensor) and found.device == local.device
+        alike = isinstance(value, DTensor) == isinstance(self.param, DTensor)
+        alike = alike and (self.slots.offloaded or found.device == local.device)
         return alike and found.dtype == dtype and found.shape == local.shape and is_dense(found)
 
     def _checked_moment(self, name: str, value: Tensor) -> Tensor:
@@ -141,8 +160,8 @@ class ParamState:
         return Decoded(bits, slots.scale(name), name, slots.format(name), slots.geometry.block)
 
     def joined(self) -> Joined:
-        """The local values of a master of which remainders are kept."""
-        return Joined(self._local(), local_tensor(self.tensors[MASTER]))
+        """The local values of a master of which remainders are kept; read where these are."""
+        return Joined(local_tensor(self.tensors[MASTER]), self._local())
 
     def read_moment(self, name: str, device: str | None = None) -> Tensor:
         """Local FP32 values of a moment, or of an FP16 master: a new tensor on ``device`` unless the state is FP32."""
@@ -158,11 +177,11 @@ class ParamState:
     def write_moment(self, name: str, value: Tensor) -> None:
         """Encode local FP32 values into a moment, or into an FP16 master, rounding to nearest."""
         copies.wait()
-        target, value = local_tensor(self.tensors[name]).view(-1), dense(value).view(-1)
+        target, value, device = local_tensor(self.tensors[name]).view(-1), dense(value).view(-1), self._local().device
         fmt, stored, block = self.slots.format(name), self.slots.scale(name), self.slots.geometry.block
         for piece in pieces(target.numel()):
-            source = value[piece].to(device=target.device, dtype=torch.float32)
-            nearest = torch.full(source.shape, NEAREST, dtype=torch.int64, device=target.device)
+            source = value[piece].to(device=device, dtype=torch.float32)
+            nearest = torch.full(source.shape, NEAREST, dtype=torch.int64, device=device)
             bits, scale = encode_state(source, name, fmt, block, nearest)
             target[piece] = bits
             if scale is not None and stored is not None:
@@ -235,9 +254,10 @@ class ParamState:
         master, adapter = self.read_master(), adapter_of(self.param)
         if adapter is None:
             parts = zip(*(x.reshape(-1).split(FOLLOWED) for x in (master, self._local())), strict=True)
-            for own, written in parts:
+            for kept, written in parts:
+                own = kept.to(written.device)
                 rounded = own.to(written.dtype)
-                own.copy_(torch.where(_same(rounded, written), own, written.float()))
+                kept.copy_(torch.where(_same(rounded, written), own, written.float()))
         else:
             rounded, written = adapter.rounded(self.param, master), initial_master(self.param)
             same = _same(rounded, written) if rounded is not None else _near(master, written)

@@ -13,15 +13,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fused_optim import adapters, copies
-from fused_optim.adapters import Update
+from fused_optim.adapters import Update, adapter_of
+from fused_optim.backends.offloaded import Link
 from fused_optim.formats import Master
 from fused_optim.sharding.collective import FailedElsewhere, any_rank, bare_name
-from fused_optim.sharding.dtensor import has_own_chunks, local_tensor, rewrap_like, shard_geometry
+from fused_optim.sharding.dtensor import has_own_chunks, has_values, local_tensor, rewrap_like, shard_geometry
 from fused_optim.sharding.uneven import locate_uneven_shards
 from fused_optim.slots import MASTER, MOMENTS, STATES, STEP, Slots
 from fused_optim.state.param_state import ParamState, discard_initial, initial_master, master_kind
 from fused_optim.state.remainders import MISFIT_ELSEWHERE, LoadedRemainder
 from fused_optim.validate import CheckpointFormat, check_param, describe
+
+OFFLOADED_FROM = ("cuda",)  # kinds of devices
 
 
 class Owner(Protocol):
@@ -33,6 +36,8 @@ class Owner(Protocol):
     store_param_remainders: bool
     param_remainder_bits: int
     use_decoupled_grad: bool
+    offload_states: bool
+    offload_fraction: float
 
     @property
     def state(self) -> dict[Tensor, Any]:
@@ -60,6 +65,7 @@ class StateStore:
         # Where parameters have names: then the optimizers of parts of a model round as one of all of it does. Not after
         # a checkpoint whose run has counted parameters.
         self.rounds_by_names = rounds_by_names
+        self._links: dict[torch.device, Link] = {}
         self.form: CheckpointFormat = form  # of state dicts; here, where copies of the optimizer's attributes share it
 
     @property
@@ -161,7 +167,8 @@ class StateStore:
         remainders = owner.store_param_remainders if remainders is None else remainders
         bits = owner.param_remainder_bits if remainders else None
         kind = master_kind(param, owner.master_weights, bits, owner.master_weight_dtype)
-        return Slots.create(param, kind, group["exp_avg_dtype"], group["exp_avg_sq_dtype"])
+        offloaded = self.is_to_be_offloaded(param)
+        return Slots.create(param, kind, group["exp_avg_dtype"], group["exp_avg_sq_dtype"], offloaded=offloaded)
 
     def _create(self, param: Tensor, group: dict[str, Any], remainders: bool | None) -> None:
         owner = self._owner
@@ -248,6 +255,47 @@ class StateStore:
             for name in kept.keys() - {*STATES, STEP}:
                 del kept[name]
             kept.update(others)
+
+    # --- states in host memory ------------------------------------------------------------------------------------
+
+    @property
+    def offloads(self) -> bool:
+        """Whether states are to be offloaded where they can be."""
+        return self._owner.offload_states and self._owner.offload_fraction > 0.0
+
+    def is_to_be_offloaded(self, param: Tensor) -> bool:
+        """Whether new states of a parameter go into host memory."""
+        fraction = self._owner.offload_fraction
+        if not self.offloads or why_resident(param) is not None:
+            return False
+        return fraction >= 1.0 or param in self._chosen(fraction)
+
+    def _chosen(self, fraction: float) -> set[Tensor]:
+        """Parameters with this share of the elements, spread evenly over all that could be chosen."""
+        chosen, total, offloaded = set(), 0, 0
+        for param in self.params:
+            if why_resident(param) is None and not self.is_frozen(param):
+                size = local_tensor(param).numel()
+                total += size
+                if 2 * (offloaded + size) <= 2 * fraction * total + size:
+                    chosen.add(param)
+                    offloaded += size
+        return chosen
+
+    def link(self, device: torch.device) -> Link:
+        """What moves states in host memory to a device and back."""
+        return self._links.get(device) or self._links.setdefault(device, Link(device))
+
+    def synchronize(self) -> None:
+        """Wait until states in host memory are there."""
+        for link in self._links.values():
+            link.synchronize()
+
+    def settle_in(self) -> None:
+        """Of states that were copied or unpickled: put those that were offloaded into page-locked memory again."""
+        for param, slots in self.slots.items():
+            if slots.offloaded and param in self:
+                self[param].settle_in(why_resident(param) is None)
 
     # --- reading and writing --------------------------------------------------------------------------------------
 
@@ -361,6 +409,15 @@ class StateStore:
     def nbytes(self) -> int:
         """Bytes that this rank holds for moments, masters and scales."""
         return sum(states.nbytes for states in self)
+
+
+def why_resident(param: Tensor) -> str | None:
+    """Why the states of a parameter are never offloaded; None where they may be."""
+    if local_tensor(param).device.type not in OFFLOADED_FROM:
+        return "it is in host memory itself"
+    if adapter_of(param) is not None:
+        return "it is quantized, and encoded from its master on the GPU"
+    return None if has_values(param) else "it has no values"
 
 
 def _placement(param: Tensor) -> tuple[object, object] | None:

@@ -15,7 +15,7 @@ from fused_optim.formats import BLOCKS, Master, state_format
 from fused_optim.sharding.dtensor import SMALLEST_BLOCKED_VECTOR, has_values, local_tensor
 from fused_optim.slots import MASTER, MOMENTS, Slots
 from fused_optim.state.param_state import ParamState
-from fused_optim.state.store import StateStore
+from fused_optim.state.store import StateStore, why_resident
 
 _MASTERS = {
     Master.PARAMETER: "none",
@@ -30,7 +30,8 @@ _EXAMPLES = 3  # names of parameters under each fallback
 class Summary(dict[str, Any]):
     """Numbers, texts and lists of these, which can be written as JSON; ``str()`` of it is a table.
 
-    ``formats``: a row for each mix of formats and backend, with its parameters, elements and bytes. ``fallbacks``: what
+    ``formats``: a row for each mix of formats and backend, with its parameters, elements and bytes; ``states``: where
+    these are, which is shown if it is not where the parameters are. ``fallbacks``: what
     was asked for, what there is instead, why, for how many parameters. ``products``: for weights with
     ``compute="fp8"``, how many of each product run in FP8 and how many decode, and why. ``frozen``: parameters that
     have no states. ``host_bytes``, ``device_bytes``: of moments, masters and scales. All of it counts this rank's
@@ -39,7 +40,8 @@ class Summary(dict[str, Any]):
 
     def __str__(self) -> str:
         lines = [f"{self['optimizer']}: {_amount(self)} on this rank, {shown_bytes(self['bytes'])} of states"]
-        columns = ("parameter", *MOMENTS, "master", "backend", "device")
+        offloaded = any(row["states"] != row["device"] for row in self["formats"])
+        columns = ("parameter", *MOMENTS, "master", "backend", "device", *(("states",) if offloaded else ()))
         table = [(*columns, "parameters", "elements", "bytes")]
         for row in self["formats"]:
             numbers = (f"{row['parameters']:,}", f"{row['elements']:,}", shown_bytes(row["bytes"]))
@@ -110,6 +112,7 @@ class _Described:
             "master": _MASTERS[self.slots.master],
             "backend": backend_of(local),
             "device": str(local.device),
+            "states": str(self.slots.scales.device),
         }
 
 
@@ -193,7 +196,10 @@ def _fallbacks_of(store: StateStore, each: _Described) -> Iterator[tuple[str, st
     asked = store.asked_master
     if asked is not None and each.slots.master is not asked:
         yield MASTER, _MASTERS[asked], _MASTERS[each.slots.master], _why_other_master(each.param, asked)
-    device_type = local_tensor(each.param).device.type
+    device = local_tensor(each.param).device
+    if store.offloads and device.type != "cpu" and (resident := why_resident(each.param)) is not None:
+        yield "states", "host memory", str(device), resident
+    device_type = device.type
     if has_values(each.param) and backend_of(local_tensor(each.param)) == "torch":
         yield "backend", device_type, "torch", why_reference(device_type)
 
@@ -280,6 +286,12 @@ def choices_without_effect(store: StateStore, options: Mapping[str, Any]) -> lis
             f"{option} has no effect: none of the {_plural(len(states))} has such a master (they are {dtypes}). FP32 "
             "parameters are their own masters, and remainders complete BF16 parameters only. Train BF16 parameters to "
             "use it (under Accelerate with mixed_precision='no', since 'bf16' makes them FP32 first), or leave it out"
+        )
+    on_host = all(local_tensor(each.param).device.type == "cpu" and not each.slots.offloaded for each in states)
+    if states and store.offloads and on_host:
+        found.append(
+            f"offload_states=True has no effect: all of the {_plural(len(states))} are in host memory, where their "
+            "states are anyway"
         )
     lost = [name for name in MOMENTS if states and _is_lost(name, store, states)]
     if lost:

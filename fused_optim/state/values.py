@@ -63,10 +63,10 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Joined:
-    """FP32 masters whose high bits are a BF16 parameter."""
+    """FP32 masters whose high bits are a BF16 parameter; ``low`` may be in host memory where that is on a GPU."""
 
-    high: Tensor
     low: Tensor
+    high: Tensor
 
     dtype = torch.float32
 
@@ -76,7 +76,7 @@ class Joined:
 
     def read(self, device: str | None = None) -> Tensor:
         high, low = self.high.reshape(-1), self.low.reshape(-1)
-        return _in_pieces(lambda piece: join_remainder(high[piece], low[piece]), self.high, device)
+        return _in_pieces(lambda piece: join_remainder(high[piece], low[piece].to(high.device)), self.low, device)
 
 
 @dataclass(frozen=True)

@@ -158,9 +158,10 @@ def _add_piece(shard: _Shard, before: Tensor, piece: slice, sums: Tensor, bounds
 
 def _stored(states: ParamState, name: str, piece: slice) -> Tensor:
     """A part of a moment, or of an FP16 master, in FP32."""
-    slots, bits = states.slots, local_tensor(states.tensors[name]).reshape(-1)[piece]
+    slots, device = states.slots, local_tensor(states.param).device
+    bits = local_tensor(states.tensors[name]).reshape(-1)[piece].to(device)
     scale, block = slots.scale(name), slots.geometry.block
-    scales = None if scale is None else scale[piece.start // block : -(-piece.stop // block)]
+    scales = None if scale is None else scale[piece.start // block : -(-piece.stop // block)].to(device)
     return decode_state(bits, scales, name, slots.format(name), block)
 
 
@@ -171,13 +172,13 @@ def _master_reader(states: ParamState) -> Callable[[slice], Tensor]:
         return lambda piece: _stored(states, MASTER, piece)
     if kind is Master.FLOAT32:
         whole = local_tensor(states.tensors[MASTER]).reshape(-1)
-        return lambda piece: whole[piece]
+        return lambda piece: whole[piece].to(local.device)
     adapter = adapter_of(states.param)
     param = (local if adapter is None else adapter.values(local)).reshape(-1)
     if kind is Master.PARAMETER:
         return lambda piece: param[piece].float()
     low = local_tensor(states.tensors[MASTER]).reshape(-1)
-    return lambda piece: join_remainder(param[piece], low[piece])
+    return lambda piece: join_remainder(param[piece], low[piece].to(local.device))
 
 
 def _rounded_master(states: ParamState, before: Tensor, after: Tensor, u: Tensor) -> Tensor | None:

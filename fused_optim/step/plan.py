@@ -18,10 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from fused_optim import adapters
 from fused_optim.adapters import Batch, Fractions, Target, Update, adapter_of
-from fused_optim.backends import Backend, Hyper, ShardWork, backend_of, is_capturing
+from fused_optim.backends import Backend, Hyper, ShardWork, backend_of, is_capturing, uncounted
 from fused_optim.backends.compiled import same_items, same_objects
 from fused_optim.backends.engine import Watched
 from fused_optim.backends.gradients import unscaled, write_
+from fused_optim.backends.offloaded import OffloadedShards
 from fused_optim.backends.shards import Shards, shards_on
 from fused_optim.formats import Master, rounding_key
 from fused_optim.sharding.dtensor import dense, finished_local, is_dense, local_tensor
@@ -33,7 +34,7 @@ from fused_optim.validate import check_states, check_update, describe
 
 @dataclass
 class _Part:
-    """The shards of one device."""
+    """The shards of one device whose states are there, or those whose states are in host memory."""
 
     device: torch.device
     backend: Backend
@@ -98,7 +99,7 @@ class Plan:
         self._stateless = [param for param in self._params if param in own and param not in store]
         self._store = store
         self._copies: list[tuple[Tensor, Tensor]] = []
-        parts: dict[torch.device, _Part] = {}
+        parts: dict[tuple[torch.device, bool], _Part] = {}
         numbers = [number for number, size in enumerate(self._sizes) for _ in range(size)]
         # Quantized parameters, by position, with their groups; how they are updated: those with targets at every step
         # until they are set again, others in this step.
@@ -113,15 +114,16 @@ class Plan:
         for index in self._slots:
             param = self._params[index]
             local = local_tensor(param)
-            device = local.device
-            part = parts.get(device) or parts.setdefault(device, _Part(device, backend_of(local)))
+            key = local.device, self._slots[index].offloaded
+            part = parts.get(key) or parts.setdefault(key, _Part(local.device, backend_of(local)))
             part.indices.append(index)
             part.groups.append(numbers[index])
             part.unwatched.add(len(part.watched))
             part.watched.append(_watched(param, store[param].tensors))
-        self._parts = [parts[device] for device in sorted(parts, key=str)]
-        for part in self._parts:
-            part.shards = shards_on(part.device, part.backend, part.groups, len(groups))
+        for (device, offloaded), part in parts.items():
+            about = (device, part.backend, part.groups, len(groups))
+            part.shards = OffloadedShards(*about, store.link(device)) if offloaded else shards_on(*about)
+        self._parts = [parts[key] for key in sorted(parts, key=str)]
 
     @property
     def measured(self) -> list[Tensor]:
@@ -221,9 +223,10 @@ class Plan:
         index, param, states = part.indices[i], part.watched[i].param, part.watched[i].states
         name = self._names[index]
         check_update(param, getattr(param, attribute), index, name)
-        check_states(param, states, self._slots[index].dtypes(), index, name)
-        if local_tensor(param).numel() != self._slots[index].geometry.numel:
-            created = self._slots[index].geometry.numel
+        slots = self._slots[index]
+        check_states(param, states, slots.dtypes(), index, name, slots.offloaded)
+        if local_tensor(param).numel() != slots.geometry.numel:
+            created = slots.geometry.numel
             raise ValueError(f"{describe(param, index, name)}: its states were created for {created} local elements")
 
     def _set(self, part: _Part, i: int, attribute: str, shared: bool = False) -> None:
@@ -301,11 +304,13 @@ class Plan:
             applies = None if found_inf is None else found_inf.reshape(()) == 0
             for batch in batches:
                 batch.prepare(applies)
+        last = {part.device: part for part in self._parts}
         for part, on_device in zip(self._parts, per_device, strict=True):
             if part.absmax is not None:
                 part.absmax.zero_()
             unscaled_apart = _unscaled_apart(part.apart, on_device)
-            part.shards.run(on_device, workspaces.get(part.device))
+            counting = on_device if part is last[part.device] else uncounted(on_device)
+            part.shards.run(counting, workspaces.get(part.device))
             for grad, value in unscaled_apart:
                 write_(grad, value)
             part.apart.clear()

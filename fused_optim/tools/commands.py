@@ -125,6 +125,8 @@ def _add_plan(commands: Commands) -> None:
     parser.add_argument("--state", default="int8", choices=STATES, help="format of both moments")
     masters = (*counting.MASTERS, *ALIASES)
     parser.add_argument("--master", default="remainder16", choices=masters, help="24: remainder8, 32: float32")
+    offload = "share of the states that lives in host memory (offload_fraction)"
+    parser.add_argument("--offload", type=float, default=0.0, metavar="SHARE", help=offload)
     parser.add_argument("--machine", default="h200", choices=[*machines(), "none"], help="whose measurements are used")
     parser.add_argument("--picture", metavar="FILE", help="draw it, such as plan.svg")
     parser.add_argument("--json", action="store_true")
@@ -142,6 +144,7 @@ def _plan(args: Arguments) -> int:
         states=args.state,
         master=args.master,
         machine=None if args.machine == "none" else args.machine,
+        offload=args.offload,
     )
     _show(plan, args.json)
     if args.picture is not None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fused_optim.adam import FusedAdamW
+from fused_optim.adapters import adapter_of
 from fused_optim.formats import Master
 from fused_optim.sharding.dtensor import cut_by_rows, local_tensor
 from fused_optim.slots import MASTER, MOMENTS, Slots
@@ -27,6 +28,7 @@ MASTERS: dict[str, dict[str, Any]] = {
 }
 FORMS = ("unscaled", "native", "torch")
 HELD = ("parameters", "gradients", "masters", "states", "scales")
+OFFLOADED = ("masters", "states", "scales")  # where they are, unless the parameter is quantized
 _LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.)")  # "model.layers.3", "3"
 
 
@@ -55,24 +57,30 @@ class Counted:
         self._count = len(params)
         self._gathered = _gathered_bytes(params)
 
-    def row(self, choice: Choice, rates: dict[str, Any] | None) -> dict[str, Any]:
-        """Bytes that this rank holds, and that a checkpoint of all ranks takes; seconds."""
+    def row(self, choice: Choice, rates: dict[str, Any] | None, offload: float = 0.0) -> dict[str, Any]:
+        """Bytes that this rank holds, and that a checkpoint of all ranks takes; seconds.
+
+        ``offload``: the share of the states that lives in host memory.
+        """
         held: Counter[str] = Counter(dict.fromkeys(HELD, 0))
         saved: Counter[str] = Counter(dict.fromkeys((*FORMS, "model"), 0))
-        moved = 0
+        moved = host = 0
         for param, slots, count in self._slots(choice):
             own = _held_bytes(param, slots)
-            held.update({key: count * size for key, size in own.items()})
+            away = {key: int(offload * own[key]) for key in OFFLOADED} if adapter_of(param) is None else {}
+            host += count * sum(away.values())
+            held.update({key: count * (size - away.get(key, 0)) for key, size in own.items()})
             saved["model"] += count * _whole_bytes(param)
             if slots is not None:
                 saved.update({form: count * _saved_bytes(param, slots, form) for form in FORMS})
                 moved += count * _moved_bytes(own, slots)
         total = sum(held.values())
         row: dict[str, Any] = {"states": choice.states, "master": choice.master, "bytes": {**held, "total": total}}
+        row["host_bytes"] = host
         row["bytes_per_parameter"] = total / max(1, self._elements)
         row["gathered"] = self._gathered
         row["checkpoint"] = dict(saved)
-        return row | ({} if rates is None else _seconds(choice, moved, self._count, saved, self._share, rates))
+        return row | ({} if rates is None else _seconds(choice, moved, host, self._count, saved, self._share, rates))
 
     def _slots(self, choice: Choice) -> Iterator[tuple[Tensor, Slots | None, int]]:
         """What the optimizer would keep of each kind of parameter; nothing of frozen ones."""
@@ -160,16 +168,26 @@ def _saved_bytes(param: Tensor, slots: Slots, form: str) -> int:
 
 
 def _seconds(
-    choice: Choice, moved: int, count: int, saved: Counter[str], share: float, rates: dict[str, Any]
+    choice: Choice, moved: int, away: int, count: int, saved: Counter[str], share: float, rates: dict[str, Any]
 ) -> dict[str, Any]:
-    """Of a step, which memory or the host bounds, and of a save of this rank's share of the optimizer's states."""
+    """Of a step, and of a save of this rank's share of the optimizer's states.
+
+    A step is bound by memory, by the host or, where ``away`` bytes of states live in its memory, by the link to it,
+    which takes None where nobody has measured it.
+    """
     known = rates["share_of_copy"]
     alike = [value for key, value in known.items() if key.endswith(f"/{choice.states}")]
     of_copy = known.get(f"{choice.master}/{choice.states}", min(alike))
-    memory, host = moved / (rates["copy_bytes_per_s"] * of_copy), count * rates["host_s_per_parameter"]
+    bounds = {
+        "memory": moved / (rates["copy_bytes_per_s"] * of_copy),
+        "host": count * rates["host_s_per_parameter"],
+        "link": away / rates.get("link_bytes_per_s", math.inf),
+    }
+    slowest = max(bounds, key=bounds.__getitem__)
+    known_link = not away or "link_bytes_per_s" in rates
     return {
-        "step_s": max(memory, host),
-        "step_bound": "memory" if memory >= host else "host",
+        "step_s": bounds[slowest] if known_link else None,
+        "step_bound": slowest if known_link else "link",
         "save_s": {form: share * saved[form] / rate for form, rate in rates["save_bytes_per_s"].items()},
         "stall_s": {form: share * saved[form] / rate for form, rate in rates["stall_bytes_per_s"].items()},
     }

@@ -31,8 +31,9 @@ STATES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int8")
 class Plan(dict[str, Any]):
     """Numbers, texts, and lists and dicts of these; ``str()`` of it is for people.
 
-    ``choices``: a row for each mix of states and masters, with the bytes that rank 0 holds (no rank holds more) and
-    seconds; ``chosen``: the row that was asked for; ``fallbacks``: of that, as in ``optimizer.summary()``.
+    ``choices``: a row for each mix of states and masters, with the bytes that rank 0 holds (no rank holds more), those
+    of offloaded states apart as ``host_bytes``, and seconds; ``chosen``: the row that was asked for; ``fallbacks``: of
+    that, as in ``optimizer.summary()``.
     """
 
     def __str__(self) -> str:
@@ -47,12 +48,14 @@ def plan_shapes(
     states: str = "int8",
     master: str = "remainder16",
     machine: str | None = "h200",
+    offload: float = 0.0,
 ) -> Plan:
     """Plan for a model of these shapes, each parameter sharded by rows over ``world_size`` ranks, as FSDP2 does.
 
     ``states``: "float32", "bfloat16", "float16", "float8_e4m3fn" or "int8"; ``master``: "float32", "remainder16",
     "remainder8" (24-bit masters), "float16" or "none". ``machine``: whose measured bandwidths times are predicted from;
-    None: no times.
+    None: no times. ``offload``: the share of the states that lives in host memory, the optimizer's
+    ``offload_fraction``.
 
     Raises ValueError for what is not known, RuntimeError where a process group is there already.
     """
@@ -64,7 +67,9 @@ def plan_shapes(
     with simulated(world_size):
         mesh = init_device_mesh("cpu", (world_size,))
         named = [(name, sharded_parameter(shape, dtype, mesh, [Shard(0)])) for name, shape in shapes]
-        return plan_parameters(named, states=states, master=master, machine=machine, world_size=world_size)
+        return plan_parameters(
+            named, states=states, master=master, machine=machine, world_size=world_size, offload=offload
+        )
 
 
 def plan_parameters(
@@ -74,6 +79,7 @@ def plan_parameters(
     master: str = "remainder16",
     machine: str | None = "h200",
     world_size: int | None = None,
+    offload: float = 0.0,
 ) -> Plan:
     """Plan for parameters as they are, such as ``model.named_parameters()``, on whatever device, sharded or not.
 
@@ -82,15 +88,18 @@ def plan_parameters(
     params = list(named)
     chosen = Choice(_known("states", states, STATES), _known("master", ALIASES.get(master, master), tuple(MASTERS)))
     rates = None if machine is None else _rates(machine)
+    if not 0.0 <= offload <= 1.0:
+        raise ValueError(f"offload: expected a number in [0, 1], got {offload}")
     if not params:
         raise ValueError("there are no parameters to plan for")
     counted = Counted(params)
-    rows = [counted.row(choice, rates) for choice in _choices(params, chosen)]
+    rows = [counted.row(choice, rates, offload) for choice in _choices(params, chosen)]
     optimizer = FusedAdamW(params, **chosen.options)
     return Plan(
         parameters=len(params),
         elements=sum(param.numel() for _, param in params),
         world_size=world_size,
+        offload=offload,
         param_dtypes=sorted({str(param.dtype).removeprefix("torch.") for _, param in params}),
         chosen=next(row for row in rows if (row["states"], row["master"]) == (chosen.states, chosen.master)),
         choices=rows,
@@ -135,13 +144,15 @@ def _text(plan: Plan) -> Iterator[str]:
     dtypes = ", ".join(plan["param_dtypes"])
     yield f"{plan['parameters']:,} parameters of {plan['elements']:,} elements, {dtypes}{ranks}"
     yield "Bytes of rank 0, which holds most; a line for each choice, * the one that was asked for:"
-    titles = ("", "states", "masters", *HELD, "total", "B/param", "gathered")
+    offloads = bool(plan["offload"])
+    titles = ("", "states", "masters", *HELD, "total", "B/param", *(("on host",) if offloads else ()), "gathered")
     timed = plan["machine"] is not None
     table = [(*titles, *(("step",) if timed else ()))]
     for row in plan["choices"]:
         cells = [shown_bytes(row["bytes"][key]) for key in (*HELD, "total")]
         gathered = "-" if row["gathered"] is None else shown_bytes(row["gathered"])
-        cells += [f"{row['bytes_per_parameter']:.2f}", gathered]
+        on_host = [shown_bytes(row["host_bytes"])] if offloads else []
+        cells += [f"{row['bytes_per_parameter']:.2f}", *on_host, gathered]
         mark = "*" if row is plan["chosen"] else ""
         table.append((mark, row["states"], row["master"], *cells, *((_time(row["step_s"]),) if timed else ())))
     yield from aligned(table)
@@ -158,7 +169,9 @@ def _text(plan: Plan) -> Iterator[str]:
         yield f"{what} for {each['parameters']:,} parameters ({names}): {each['reason']}"
 
 
-def _time(seconds: float) -> str:
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
     for unit, size in {"s": 1.0, "ms": 1e-3}.items():
         if seconds >= size:
             return f"{seconds / size:.2f} {unit}"

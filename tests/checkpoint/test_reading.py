@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import distributed
 from distributed import same_bits
-from fused_optim.checkpoint import buffers, reading
+from fused_optim import host_memory
+from fused_optim.checkpoint import reading
 from fused_optim.checkpoint.folders import LocalFolder, folder_at
 from fused_optim.checkpoint.reading import Reader, load
 
@@ -136,7 +137,7 @@ def test_torch_uses_it_as_a_reader(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", [(), (0, 3), (5, 7), (1024, 1024), (3, 700_001)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.float8_e4m3fn])
 def test_room_is_a_tensor_like_others(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    tensor, other = buffers.room(shape, dtype), torch.ones(shape).to(dtype)
+    tensor, other = host_memory.room(shape, dtype), torch.ones(shape).to(dtype)
     assert (tensor.shape, tensor.dtype, tensor.stride()) == (other.shape, dtype, other.stride())
     assert same_bits(tensor.copy_(other), other)
 
@@ -151,15 +152,15 @@ def lockings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
             raise RuntimeError("cannot be page-locked")
         found.append(("lock", tensor.data_ptr()))
 
-    monkeypatch.setattr(buffers, "_lock", lock)
-    monkeypatch.setattr(buffers, "_unlock", lambda address: found.append(("unlock", address)))
+    monkeypatch.setattr(host_memory, "_lock", lock)
+    monkeypatch.setattr(host_memory, "_unlock", lambda address: found.append(("unlock", address)))
     return found
 
 
 def test_large_tensors_are_locked_meanwhile(lockings: list[tuple[str, int]]) -> None:
     small, first, second = torch.ones(100), torch.ones(1 << 20), torch.ones(1 << 19)
     addresses = [first.data_ptr(), second.data_ptr()]
-    with pytest.raises(KeyError), buffers.locked([small, first, second]):
+    with pytest.raises(KeyError), host_memory.locked([small, first, second]):
         assert lockings == [("lock", address) for address in addresses]
         raise KeyError
     assert lockings[2:] == [("unlock", address) for address in addresses]
@@ -167,6 +168,6 @@ def test_large_tensors_are_locked_meanwhile(lockings: list[tuple[str, int]]) -> 
 
 def test_what_cannot_be_locked_is_read_nevertheless(lockings: list[tuple[str, int]]) -> None:
     first, refused = torch.ones(1 << 20), torch.ones(1 << 20, dtype=torch.int32)
-    with buffers.locked([first, refused, refused]):
+    with host_memory.locked([first, refused, refused]):
         assert lockings == [("lock", first.data_ptr())]
     assert lockings[1:] == [("unlock", first.data_ptr())]

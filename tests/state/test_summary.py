@@ -71,6 +71,7 @@ def test_the_summary_counts_what_is_there(device: str) -> None:
         "master": master,
         "backend": backend,
         "device": str(optimizer.store.params[0].device),
+        "states": str(optimizer.store.params[0].device),
     }
     scales = 2 * 6 * 2 * 4
     assert wide == {

@@ -91,6 +91,8 @@ def test_signature() -> None:
         "use_decoupled_grad": False,
         "skip_nonfinite": False,
         "unscales_gradients": True,
+        "offload_states": False,
+        "offload_fraction": 1.0,
         "checkpoint_format": "unscaled",
         "checkpoint_device": None,
         "set_grad_none": None,

@@ -198,6 +198,23 @@ def test_fallbacks_have_their_reasons() -> None:
     assert "exp_avg float32 instead of int8 for 1 parameters (odd): no block of 128, 64, 32" in str(plan)
 
 
+def test_states_in_host_memory() -> None:
+    """They leave the GPU, and a step takes what the link does for them."""
+    shapes = [("wide", (512, 256)), ("bias", (256,))]
+    resident, half, away = (plan_shapes(shapes, offload=share)["chosen"] for share in (0.0, 0.5, 1.0))
+    states = sum(resident["bytes"][key] for key in ("masters", "states", "scales"))
+    assert [row["host_bytes"] for row in (resident, half, away)] == [0, states // 2, states]
+    for row in (half, away):
+        assert row["bytes"]["total"] == resident["bytes"]["total"] - row["host_bytes"]
+        assert row["bytes"]["parameters"] == resident["bytes"]["parameters"] and row["step_bound"] == "link"
+        assert row["checkpoint"] == resident["checkpoint"]
+    link = machines()["h200"].get("link_bytes_per_s")
+    assert away["step_s"] == (link and states / link)
+    assert " on host " in str(plan_shapes(shapes, offload=1.0)) and " on host " not in str(plan_shapes(shapes))
+    with pytest.raises(ValueError, match="offload"):
+        plan_shapes(shapes, offload=2.0)
+
+
 # --- predictions --------------------------------------------------------------------------------------------------
 
 

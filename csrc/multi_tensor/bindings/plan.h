@@ -134,6 +134,7 @@ public:
         Row& row = rows_.at(i);
         shard.group = row.shard.group;
         row.shard = shard;
+        row.has_gradient = true;
         row.watched = false;
     }
 

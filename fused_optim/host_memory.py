@@ -1,5 +1,5 @@
-"""Host memory beside GPUs: that they copy into, allocated and page-locked once, from which files are written without
-another copy; and that files are read into, page-locked while GPUs copy from it."""
+"""Host memory beside GPUs: that they copy to and from, allocated and page-locked once, from which files are written
+directly; and that files are read into, page-locked while GPUs copy from it."""
 
 from __future__ import annotations
 
@@ -63,6 +63,23 @@ def locked(tensors: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for address in addresses:
             _unlock(address)
+
+
+def host_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor in host memory, page-locked where there is a GPU.
+
+    Not by ``pin_memory()``, which takes up to twice the memory: torch rounds sizes up to powers of two.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if not size:
+        return torch.zeros(tuple(shape), dtype=dtype)
+    flat = HostBuffers([size], locked=torch.cuda.is_available(), shared=False).tensors[0]
+    return flat.view(dtype).view(tuple(shape))
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """A copy in such memory."""
+    return host_zeros(tensor.shape, tensor.dtype).copy_(tensor)
 
 
 def _segments(sizes: Sequence[int]) -> list[tuple[dict[int, int], int]]:

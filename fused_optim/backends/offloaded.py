@@ -1,0 +1,197 @@
+"""States in host memory: chunk by chunk they come to the device, are updated there, and go back.
+
+While one chunk is updated the next one is on its way in and the one before on its way out, so both directions of the
+link are busy. A chunk consists of whole shards, or of parts of a large one. Its update is any backend's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from fused_optim.backends import Backend, Hyper, ShardWork, uncounted
+from fused_optim.backends.shards import ReferenceShards, shards_on
+from fused_optim.sharding.dtensor import Geometry
+from fused_optim.slots import STATES, Slots
+
+CHUNK_BYTES = 32 << 20  # of states, in a buffer on the device
+_BUFFERS = 3  # on their way in, being updated, on their way out
+_ALIGNMENT = 256
+
+
+class Link:
+    """Buffers on one device, and the copies between them and host memory. All plans of an optimizer share it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: list[Tensor | None] = [None] * _BUFFERS
+        self._turn = 0
+        self._on_gpu = device.type == "cuda"
+        if self._on_gpu:
+            self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self._free = [torch.cuda.Event() for _ in range(_BUFFERS)]
+
+    def buffer(self, size: int) -> Tensor:
+        """At least ``size`` bytes on the device, for the next :meth:`moved`."""
+        buffer = self._buffers[self._turn]
+        if buffer is None or buffer.nbytes < size:
+            with torch.inference_mode(False):  # a step made in it would leave memory for no other
+                buffer = self._buffers[self._turn] = torch.empty(size, dtype=torch.uint8, device=self._device)
+            if self._on_gpu:
+                self._in.wait_stream(torch.cuda.current_stream(self._device))  # which may still use this memory
+                buffer.record_stream(self._in)
+                buffer.record_stream(self._out)
+        if self._on_gpu:
+            buffer.record_stream(torch.cuda.current_stream(self._device))
+        return buffer
+
+    @contextmanager
+    def moved(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+        """Within it, what the current stream does to parts of the last buffer is done to tensors in host memory.
+
+        ``pairs``: (in host memory, on the device). On a GPU the copies back are only under way at the end; see
+        :meth:`synchronize`.
+        """
+        turn, self._turn = self._turn, (self._turn + 1) % _BUFFERS
+        if not self._on_gpu:
+            for host, staged in pairs:
+                staged.copy_(host)
+            yield
+            for host, staged in pairs:
+                host.copy_(staged)
+            return
+        current = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._in):
+            self._in.wait_event(self._free[turn])
+            for host, staged in pairs:
+                staged.copy_(host, non_blocking=True)
+        current.wait_stream(self._in)
+        yield
+        self._out.wait_stream(current)
+        with torch.cuda.stream(self._out):
+            for host, staged in pairs:
+                host.copy_(staged, non_blocking=True)
+            self._free[turn].record(self._out)
+
+    def synchronize(self) -> None:
+        """Wait until everything is in host memory."""
+        if self._on_gpu:
+            self._out.synchronize()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The elements of a shard from ``start`` to ``end``, and their states in host memory.
+
+    ``values``: moments, and the master if there is one. ``scales``: of each of them that has some. ``nbytes``: what
+    both take in a buffer.
+    """
+
+    start: int
+    end: int
+    geometry: Geometry
+    values: list[Tensor]
+    scales: list[Tensor]
+    nbytes: int
+
+    @staticmethod
+    def of(work: ShardWork, start: int, end: int) -> _Part:
+        slots, whole = work.slots, work.slots.geometry
+        states = [state for state in (work.exp_avg, work.exp_avg_sq, work.master) if state is not None]
+        scales = [scale for scale in map(slots.scale, STATES) if scale is not None]
+        if (start, end) == (0, whole.numel):
+            scales = [slots.scales] if scales else []
+        else:
+            scales = [scale[start // whole.block : -(-end // whole.block)] for scale in scales]
+        values = [state.view(-1)[start:end] for state in states]
+        size = sum(_rounded(value.nbytes) for value in values) + _rounded(sum(scale.nbytes for scale in scales))
+        return _Part(start, end, whole.part(start, end), values, scales, size)
+
+    def moved_to(self, buffer: Tensor, work: ShardWork) -> tuple[ShardWork, list[tuple[Tensor, Tensor]]]:
+        """The work with copies of the states in ``buffer``, and what is to be copied: (host, device)."""
+        pairs, used = [], 0
+        for value in self.values:
+            pairs.append((value, buffer[used : used + value.nbytes].view(value.dtype)))
+            used += _rounded(value.nbytes)
+        first = used
+        for scale in self.scales:  # one after the other, as in slots
+            pairs.append((scale, buffer[used : used + scale.nbytes].view(scale.dtype)))
+            used += scale.nbytes
+        (_, exp_avg), (_, exp_avg_sq), *others = pairs
+        slots = work.slots
+        moved = ShardWork(
+            grad=work.grad.view(-1)[self.start : self.end],
+            param=work.param.view(-1)[self.start : self.end],
+            master=None if work.master is None else others[0][1],
+            exp_avg=exp_avg,
+            exp_avg_sq=exp_avg_sq,
+            slots=Slots(
+                self.geometry, slots.master, slots.exp_avg, slots.exp_avg_sq, buffer[first:used].view(torch.float32)
+            ),
+            key=work.key,
+        )
+        return moved, pairs
+
+
+def _rounded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _cut(work: ShardWork, most: int) -> list[_Part]:
+    """All elements, in parts whose states take about ``most`` bytes and not more."""
+    slots = work.slots
+    per_element = sum(dtype.itemsize for dtype in slots.dtypes().values())
+    if scaled := sum(slots.format(name).scaled for name in STATES):
+        per_element += -(-4 * scaled // slots.geometry.block)
+    cuts = slots.geometry.cuts(max(most // per_element, 1))
+    return [_Part.of(work, start, end) for start, end in pairwise(cuts) if end > start]
+
+
+class OffloadedShards(ReferenceShards):
+    """Shards whose states are in host memory, described anew at every step."""
+
+    def __init__(self, device: torch.device, backend: Backend, groups: list[int], group_count: int, link: Link) -> None:
+        super().__init__(groups)
+        self._device, self._backend, self._group_count, self._link = device, backend, group_count, link
+        self._known: dict[int, tuple[tuple[int, ...], list[_Part]]] = {}  # by shard: where its states were; its parts
+
+    def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
+        works, self._work = self._work, {}
+        chunks = list(self._chunks(works))
+        for chunk in chunks:
+            buffer = self._link.buffer(sum(part.nbytes for _, part in chunk))
+            shards = shards_on(self._device, self._backend, [self._groups[i] for i, _ in chunk], self._group_count)
+            pairs, used = [], 0
+            for number, (index, part) in enumerate(chunk):
+                work, copied = part.moved_to(buffer[used:], works[index])
+                shards.set(number, work, None)
+                pairs += copied
+                used += part.nbytes
+            with self._link.moved(pairs):
+                shards.run(hypers if chunk is chunks[-1] else uncounted(hypers), workspace)
+
+    def _chunks(self, works: dict[int, ShardWork]) -> Iterator[list[tuple[int, _Part]]]:
+        """All parts with the numbers of their shards, in their order. One chunk at least: the step is counted."""
+        chunk: list[tuple[int, _Part]] = []
+        size = 0
+        for index, work in sorted(works.items()):
+            for part in self._parts(index, work):
+                if chunk and size + part.nbytes > CHUNK_BYTES:
+                    yield chunk
+                    chunk, size = [], 0
+                chunk.append((index, part))
+                size += part.nbytes
+        yield chunk
+
+    def _parts(self, index: int, work: ShardWork) -> list[_Part]:
+        """Those of the step before, as long as the states are where they were."""
+        states = (work.exp_avg, work.exp_avg_sq, work.master, work.slots.scales)
+        places = CHUNK_BYTES, *(0 if state is None else state.data_ptr() for state in states)
+        if index not in self._known or self._known[index][0] != places:
+            self._known[index] = places, _cut(work, CHUNK_BYTES)
+        return self._known[index][1]
