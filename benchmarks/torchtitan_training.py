@@ -1,7 +1,7 @@
 """torchtitan's llama3 debug model under FSDP2, trained by FusedAdamW beside torchtitan's own AdamW, saved and resumed.
 
-``python benchmarks/torchtitan_training.py --output titan.json`` starts torchtitan's trainer for each of ``RUNS``, on two
-GPUs, with this file as the module of its configurations, prints the losses and keeps them with what they must equal.
+``python benchmarks/torchtitan_training.py --output titan.json`` starts torchtitan's trainer for each of ``RUNS``, on
+two GPUs, with this file as the module of its configurations, and compares the losses with those that they should be.
 Text and tokenizer are made here, since torchtitan's wheel has neither.
 """
 
@@ -148,7 +148,7 @@ def train() -> None:
 
 
 def make_assets(folder: Path) -> None:
-    """A tokenizer of the model's 2,048 entries, and sentences of a made-up language in which words follow from words."""
+    """A tokenizer within the model's 2,048 entries, and texts of a made-up language whose words follow from others."""
     words = [f"w{i}" for i in range(2000)]
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -240,12 +240,14 @@ def main() -> None:
     facts["packages"] |= {name: version_of(name) for name in ("torchtitan", "torchao")}
     write({"machine": facts, "steps": STEPS, "saved_at": SAVED, "runs": results}, args.output)
     for name, result in results.items():
-        steps = sorted(result["losses"])
-        ends = [f"{step}: {result['losses'][step]:.4f}" for step in steps[:: max(len(steps) - 1, 1)]]
-        compared = f"; {result['largest_difference']} from {result['like']}" if "like" in result else ""
-        print(
-            f"{name}: exit {result['exit']}, {result['seconds']:.0f} s, {len(steps)} losses, {', '.join(ends)}{compared}"
-        )
+        show(name, result)
+
+
+def show(name: str, result: dict[str, Any]) -> None:
+    losses = result["losses"]
+    ends = f", {losses[min(losses)]} to {losses[max(losses)]}" if losses else ""
+    compared = f", {result['largest_difference']} from {result['like']}" if "like" in result else ""
+    print(f"{name}: exit {result['exit']}, {result['seconds']:.0f} s, {len(losses)} losses{ends}{compared}")
 
 
 if __name__ == "__main__":

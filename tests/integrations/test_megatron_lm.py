@@ -135,9 +135,12 @@ class Run:
             successful, _, _ = self.optimizer.step()
             assert successful
 
+    def value(self, param: Tensor) -> Tensor:
+        return param.detach().cpu().clone()
+
     def contents(self) -> dict[str, Tensor]:
         """Parameters, and masters and moments as Megatron-LM itself gathers them, by name; the latter on rank 0."""
-        found = {f"{name} parameter": param.detach().cpu().clone() for name, param in self.model.named_parameters()}
+        found = {f"{name} parameter": self.value(param) for name, param in self.model.named_parameters()}
         gathered = self.optimizer.get_parameter_state_dp_zero(use_gloo_comm=True)
         if gathered is None:
             return found
@@ -445,15 +448,8 @@ class Fp8Run(Run):
         megatron.install()
         initialize_groups()
         recipe, options = FP8_MODES[mode]
-        config = TransformerConfig(
-            num_layers=1,
-            hidden_size=128,
-            num_attention_heads=1,
-            bf16=True,
-            fp8="e4m3",
-            fp8_recipe=recipe,
-            fp8_param=True,
-        )
+        sizes = {"num_layers": 1, "hidden_size": 128, "num_attention_heads": 1}
+        config = TransformerConfig(**sizes, bf16=True, fp8="e4m3", fp8_recipe=recipe, fp8_param=True)
         self.model = MegatronModule(config)
         made = te.quantized_model_init(recipe=transformer_engine_recipe(recipe), preserve_high_precision_init_val=True)
         with made:
@@ -491,9 +487,8 @@ class Fp8Run(Run):
             successful, _, _ = self.optimizer.step()
             assert successful
 
-    def contents(self) -> dict[str, Tensor]:
-        decoded = {f"{name} parameter": p.dequantize().float().cpu() for name, p in self.model.named_parameters()}
-        return {**super().contents(), **decoded}
+    def value(self, param: Tensor) -> Tensor:
+        return param.dequantize(dtype=F32).detach().cpu()
 
 
 def fp8_gradient(shape: tuple[int, ...], index: int, step: int, rank: int) -> Tensor:
