@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from step import machine, version_of, write
 STEPS, SAVED = 20, 10
 SETTINGS = {
     "--training.steps": STEPS,
-    "--training.seq_len": int(os.environ.get("SEQ", "512")),
+    "--training.seq_len": 512,
     "--training.local_batch_size": 4,
     "--checkpoint.interval": SAVED,
     "--parallelism.spmd_backend": "partial_dtensor",  # the others need torch 2.12
@@ -182,9 +183,13 @@ def command(run: Run, folder: Path) -> list[str]:
     return [sys.executable, *launch, __file__, "--train", *chosen, *flat, *FLAGS, *run.options]
 
 
+def without_colors(output: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", output)
+
+
 def losses_in(output: str) -> dict[int, float]:
     """The last loss printed for each step."""
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", output)
+    plain = without_colors(output)
     return {int(step): float(loss) for step, loss in re.findall(r"step:\s+(\d+)\s+loss:\s+([\d.]+)", plain)}
 
 
@@ -214,27 +219,49 @@ def differences(found: dict[int, float], expected: dict[int, float]) -> float | 
     return max((abs(found[step] - expected[step]) for step in found.keys() & expected.keys()), default=None)
 
 
-def perform_all(runs: Sequence[Run], limit: float) -> dict[str, dict[str, Any]]:
-    results: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory() as name:
-        make_assets(Path(name))
-        for run in runs:
-            result = results[run.name] = perform(run, Path(name), limit)
-            print(f"=== {run.name}\n{result.pop('output')[-6000:]}\n=== {run.name}: exit {result['exit']}", flush=True)
-            if run.like in results:
-                result["like"] = run.like
-                result["largest_difference"] = differences(result["losses"], results[run.like]["losses"])
+def perform_in_turn(runs: Sequence[Run], folder: Path, limit: float) -> dict[str, dict[str, Any]]:
+    results = {}
+    for run in runs:
+        result = results[run.name] = perform(run, folder, limit)
+        text = excerpt(result.pop("output"), result["exit"] == 0)
+        print(f"=== {run.name}\n{text}\n=== {run.name}: exit {result['exit']}", flush=True)
     return results
+
+
+def excerpt(output: str, went_well: bool) -> str:
+    plain = without_colors(output)
+    if not went_well:
+        return plain[-6000:]
+    return "\n".join(line for line in plain.splitlines() if "step:" in line or "heckpoint" in line)
+
+
+def perform_all(runs: Sequence[Run], limit: float, jobs: int) -> dict[str, dict[str, Any]]:
+    """Runs that share a folder one after the other, ``jobs`` such chains at a time."""
+    chains: dict[str, list[Run]] = {}
+    for run in runs:
+        chains.setdefault(run.folder, []).append(run)
+    results: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(jobs) as pool:
+        make_assets(Path(name))
+        for found in pool.map(lambda chain: perform_in_turn(chain, Path(name), limit), chains.values()):
+            results |= found
+    for run in runs:
+        if run.like in results:
+            results[run.name]["like"] = run.like
+            difference = differences(results[run.name]["losses"], results[run.like]["losses"])
+            results[run.name]["largest_difference"] = difference
+    return {run.name: results[run.name] for run in runs}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="runs whose name this regular expression matches")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, on the same GPUs")
     parser.add_argument("--limit", type=float, default=100, help="seconds for each run")
     parser.add_argument("--commit", default="", help="what the results are of, where the tree is no git checkout")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    results = perform_all([run for run in RUNS if re.search(args.only, run.name)], args.limit)
+    results = perform_all([run for run in RUNS if re.search(args.only, run.name)], args.limit, args.jobs)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     facts = machine(device, args.commit)
     facts["packages"] |= {name: version_of(name) for name in ("torchtitan", "torchao")}
