@@ -40,8 +40,9 @@ SETTINGS = {
 FLAGS = ("--checkpoint.enable", "--debug.deterministic")
 EAGER = ("--training.disable_cuda_graphs",)
 COMPILED = (*EAGER, "--compile.enable")
-ASYNC = ("--checkpoint.async_mode", "async_with_pinned_mem")
+ASYNC, PINNED = (("--checkpoint.async_mode", mode) for mode in ("async", "async_with_pinned_mem"))
 RESUMED = ("--checkpoint.load_step", str(SAVED))
+OTHER_TEXTS = ("--checkpoint.exclude_from_loading", "dataloader")  # which goes on with as many ranks only
 
 
 @dataclass(frozen=True)
@@ -61,14 +62,14 @@ RUNS = [
     Run("FusedAdamW", "fused", "fused", like="AdamW"),
     Run("FusedAdamW resumed", "fused", "fused", (*EAGER, *RESUMED), "FusedAdamW"),
     Run("AdamW changed to FusedAdamW", "like_torch", "adamw", (*EAGER, *RESUMED), "AdamW"),
-    Run("int8, asynchronous", "int8", "async", (*EAGER, *ASYNC), "AdamW"),
+    Run("int8, asynchronous", "int8", "async", (*EAGER, *PINNED), "AdamW"),
     Run("int8, asynchronous, resumed", "int8", "async", (*EAGER, *ASYNC, *RESUMED), "int8, asynchronous"),
     Run("AdamW compiled", "adamw", "adamw_compiled", COMPILED),
     Run("FusedAdamW compiled", "fused", "compiled", COMPILED, "AdamW compiled"),
     Run("AdamW FP8", "adamw_float8", "adamw_float8", COMPILED),
     Run("FusedAdamW FP8", "fused_float8", "float8", COMPILED, "AdamW FP8"),
     Run("FusedAdamW CUDA graphs", "fused", "graphs", (), "FusedAdamW"),
-    Run("FusedAdamW resumed on 1", "fused", "fused", (*EAGER, *RESUMED), "FusedAdamW", ranks=1),
+    Run("FusedAdamW resumed on 1", "fused", "fused", (*EAGER, *RESUMED, *OTHER_TEXTS), ranks=1),
 ]
 
 
