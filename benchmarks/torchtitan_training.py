@@ -12,6 +12,7 @@ import inspect
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -199,20 +200,15 @@ def perform(run: Run, folder: Path, limit: float) -> dict[str, Any]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])}
     environment |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "4"}
     start = time.perf_counter()
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command(run, folder), env=environment, cwd=folder, start_new_session=True, **pipes)
     try:
-        done = subprocess.run(
-            command(run, folder),
-            env=environment,
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=limit,
-        )
-        code, output = done.returncode, done.stdout
-    except subprocess.TimeoutExpired as error:
-        code, output = -1, (error.stdout or b"").decode(errors="replace")
-    return {"exit": code, "seconds": time.perf_counter() - start, "losses": losses_in(output), "output": output}
+        output, _ = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # the ranks, too
+        output, _ = process.communicate()
+    seconds = time.perf_counter() - start
+    return {"exit": process.returncode, "seconds": seconds, "losses": losses_in(output), "output": output}
 
 
 def differences(found: dict[int, float], expected: dict[int, float]) -> float | None:
@@ -220,10 +216,14 @@ def differences(found: dict[int, float], expected: dict[int, float]) -> float | 
     return max((abs(found[step] - expected[step]) for step in found.keys() & expected.keys()), default=None)
 
 
-def perform_in_turn(runs: Sequence[Run], folder: Path, limit: float) -> dict[str, dict[str, Any]]:
+def perform_in_turn(runs: Sequence[Run], folder: Path, limit: float, end: float) -> dict[str, dict[str, Any]]:
     results = {}
     for run in runs:
-        result = results[run.name] = perform(run, folder, limit)
+        remaining = end - time.perf_counter()
+        if remaining < 5:
+            print(f"=== {run.name}: no time left", flush=True)
+            continue
+        result = results[run.name] = perform(run, folder, min(limit, remaining))
         text = excerpt(result.pop("output"), result["exit"] == 0)
         print(f"=== {run.name}\n{text}\n=== {run.name}: exit {result['exit']}", flush=True)
     return results
@@ -236,33 +236,36 @@ def excerpt(output: str, went_well: bool) -> str:
     return "\n".join(line for line in plain.splitlines() if "step:" in line or "heckpoint" in line)
 
 
-def perform_all(runs: Sequence[Run], limit: float, jobs: int) -> dict[str, dict[str, Any]]:
-    """Runs that share a folder one after the other, ``jobs`` such chains at a time."""
+def perform_all(runs: Sequence[Run], args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Runs that share a folder one after the other, some such chains at a time."""
     chains: dict[str, list[Run]] = {}
     for run in runs:
         chains.setdefault(run.folder, []).append(run)
     results: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(jobs) as pool:
+    end = time.perf_counter() + args.budget
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(args.jobs) as pool:
         make_assets(Path(name))
-        for found in pool.map(lambda chain: perform_in_turn(chain, Path(name), limit), chains.values()):
+        for found in pool.map(lambda chain: perform_in_turn(chain, Path(name), args.limit, end), chains.values()):
             results |= found
-    for run in runs:
+    there = [run for run in runs if run.name in results]
+    for run in there:
         if run.like in results:
             results[run.name]["like"] = run.like
             difference = differences(results[run.name]["losses"], results[run.like]["losses"])
             results[run.name]["largest_difference"] = difference
-    return {run.name: results[run.name] for run in runs}
+    return {run.name: results[run.name] for run in there}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="runs whose name this regular expression matches")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, on the same GPUs")
+    parser.add_argument("--budget", type=float, default=1800, help="seconds for all of them")
     parser.add_argument("--limit", type=float, default=100, help="seconds for each run")
     parser.add_argument("--commit", default="", help="what the results are of, where the tree is no git checkout")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    results = perform_all([run for run in RUNS if re.search(args.only, run.name)], args.limit, args.jobs)
+    results = perform_all([run for run in RUNS if re.search(args.only, run.name)], args)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     facts = machine(device, args.commit)
     facts["packages"] |= {name: version_of(name) for name in ("torchtitan", "torchao")}
