@@ -151,7 +151,7 @@ def train() -> None:
 
 
 def make_assets(folder: Path) -> None:
-    """A tokenizer within the model's 2,048 entries, and texts of a made-up language whose words follow from others."""
+    """A tokenizer within the model's 2,048 entries, and texts in which each word has one that follows."""
     words = [f"w{i}" for i in range(2000)]
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -163,8 +163,8 @@ def make_assets(folder: Path) -> None:
     special = {"bos_token": "<bos>", "eos_token": "<eos>"}
     (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(special))
     (folder / "text").mkdir()
-    numbers = torch.randint(2000, (800,), generator=torch.Generator().manual_seed(0)).tolist()
-    lines = (json.dumps({"text": " ".join(words[(n * n + 7 * i * n) % 2000] for i in range(300))}) for n in numbers)
+    starts = torch.randint(2000, (800,), generator=torch.Generator().manual_seed(0)).tolist()
+    lines = (json.dumps({"text": " ".join(words[(start + 7 * i) % 2000] for i in range(300))}) for start in starts)
     (folder / "text" / "data.json").write_text("\n".join(lines) + "\n")
 
 
