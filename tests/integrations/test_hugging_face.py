@@ -380,6 +380,13 @@ def _there_and_back(accelerator: Any, folder: str, options: dict[str, Any]) -> d
     return found
 
 
+def load_elsewhere(folder: str, state_dict_type: str, options: dict[str, Any]) -> dict[str, Part]:
+    with fsdp2(state_dict_type) as accelerator:
+        model, optimizer = prepared(accelerator, FusedAdamW, lr=0.5, checkpoint_format="torch", **options)
+        accelerator.load_state(f"{folder}/ours")
+        return parts(model, optimizer)
+
+
 @pytest.mark.parametrize(
     "ranks, state_dict_type, on", distributed.on_each_device((2, "SHARDED_STATE_DICT"), (2, "FULL_STATE_DICT"))
 )
@@ -390,6 +397,8 @@ def test_accelerate_changes_the_optimizer_at_a_checkpoint_and_back(
         results = distributed.run(ranks, there_and_back, str(tmp_path / name), state_dict_type, options, on=on)
         adamw, ours, trained, back = (join_all([r[key] for r in results]) for key in results[0])
         assert_same(back, trained)
+        alone = distributed.run(1, load_elsewhere, str(tmp_path / name), state_dict_type, options, on=on)
+        assert_same(join_all(alone), trained)
         assert float(adamw["0.weight: step"]) == 3 and float(back["0.weight: step"]) == 5
         if name == "float32":
             assert_same(ours, adamw)
