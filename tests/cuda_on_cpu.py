@@ -27,7 +27,7 @@ class _CudaOnCpu(TorchFunctionMode):
 
 @contextmanager
 def cuda_on_cpu() -> Iterator[None]:
-    """Within it the current CUDA device is the CPU."""
+    """Within it the current CUDA device is the CPU, on which nothing waits for a stream."""
     here = mock.patch("torch.cuda.current_device", lambda: torch.device("cpu"))
-    with here, mock.patch("torch.cuda.synchronize"), _CudaOnCpu():
+    with here, mock.patch("torch.cuda.synchronize"), mock.patch("torch.cuda.current_stream"), _CudaOnCpu():
         yield

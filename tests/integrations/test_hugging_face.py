@@ -380,6 +380,13 @@ def _there_and_back(accelerator: Any, folder: str, options: dict[str, Any]) -> d
     return found
 
 
+def load_elsewhere(folder: str, state_dict_type: str, options: dict[str, Any]) -> dict[str, Part]:
+    with fsdp2(state_dict_type) as accelerator:
+        model, optimizer = prepared(accelerator, FusedAdamW, lr=0.5, checkpoint_format="torch", **options)
+        accelerator.load_state(f"{folder}/ours")
+        return parts(model, optimizer)
+
+
 @pytest.mark.parametrize(
     "ranks, state_dict_type, on", distributed.on_each_device((2, "SHARDED_STATE_DICT"), (2, "FULL_STATE_DICT"))
 )
@@ -390,6 +397,8 @@ def test_accelerate_changes_the_optimizer_at_a_checkpoint_and_back(
         results = distributed.run(ranks, there_and_back, str(tmp_path / name), state_dict_type, options, on=on)
         adamw, ours, trained, back = (join_all([r[key] for r in results]) for key in results[0])
         assert_same(back, trained)
+        alone = distributed.run(1, load_elsewhere, str(tmp_path / name), state_dict_type, options, on=on)
+        assert_same(join_all(alone), trained)
         assert float(adamw["0.weight: step"]) == 3 and float(back["0.weight: step"]) == 5
         if name == "float32":
             assert_same(ours, adamw)
@@ -437,3 +446,69 @@ def test_trainer_with_fsdp2_changes_the_optimizer_at_a_checkpoint_and_back(
     assert_same(second, first)
     assert_same(third, second_end)
     assert {float(value) for name, value in third.items() if "step" in name} == {4.0}
+
+
+# --- twenty steps beside AdamW, under FSDP2: Trainer, PEFT's LoRA, TRL's SFTTrainer -----------------------------------
+
+TRAINED, SAVED = 20, 10
+
+
+def trainer_of_texts(arguments: dict[str, Any], **options: Any) -> Any:
+    chosen = transformers.TrainingArguments(**arguments)
+    return transformers.Trainer(language_model(), chosen, train_dataset=texts(), **options)
+
+
+def trainer_of_lora(arguments: dict[str, Any], **options: Any) -> Any:
+    chosen = transformers.TrainingArguments(**arguments)
+    return transformers.Trainer(with_lora(), chosen, train_dataset=texts(), **options)
+
+
+def sft_trainer(arguments: dict[str, Any], **options: Any) -> Any:
+    import trl
+
+    chosen = trl.SFTConfig(**{"bf16": False, **arguments}, max_length=16)
+    data, tokenizer = sentences(), words()
+    return trl.SFTTrainer(language_model(), chosen, train_dataset=data, processing_class=tokenizer, **options)
+
+
+TRAINERS = {"Trainer": trainer_of_texts, "LoRA": trainer_of_lora, "SFTTrainer": sft_trainer}
+
+
+def train_beside_adamw(name: str, folder: str, options: dict[str, Any], arguments: dict[str, Any]) -> list[Any]:
+    """Losses, parameters and step: of AdamW, of ours, of ours resumed in the middle."""
+    config = {"state_dict_type": "SHARDED_STATE_DICT", "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+    usual = {"max_steps": TRAINED, "save_steps": SAVED, "per_device_train_batch_size": 2, "learning_rate": 1e-3}
+    usual |= {"logging_steps": 1, "report_to": [], "disable_tqdm": True, "fsdp": True, "fsdp_config": config}
+    chosen = {"optimizer_cls_and_kwargs": (FusedAdamW, {"lr": 1e-3, **options})}
+    found = []
+    with launched() as on_cpu, chdir(folder), mock.patch("transformers.trainer.Accelerator", fsdp2_accelerator):
+        usual |= {"use_cpu": on_cpu, **arguments}
+        for output, kind, resumed in (("adamw", {}, None), ("ours", chosen, None), ("ours", chosen, "10")):
+            accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+            trainer = TRAINERS[name]({"output_dir": output, **usual}, **kind)
+            trainer.train(resume_from_checkpoint=f"{output}/checkpoint-{resumed}" if resumed else None)
+            losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
+            trained = {key: part(p) for key, p in trainer.model.named_parameters() if p.requires_grad}
+            assert isinstance(trainer.optimizer.optimizer, FusedAdamW if kind else torch.optim.AdamW)
+            found += [losses, trained]
+    return found
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize(
+    "ranks, options, arguments, on",
+    distributed.on_each_device(nccl=[(2, {}, {}), (2, INT8, {"bf16": True})]),
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
+)
+def test_trainers_under_fsdp2_train_as_with_adamw_and_resume(
+    name: str, ranks: int, options: dict[str, Any], arguments: dict[str, Any], on: str, tmp_path: Path
+) -> None:
+    pytest.importorskip({"Trainer": "transformers", "LoRA": "peft", "SFTTrainer": "trl"}[name])
+    results = distributed.run(ranks, train_beside_adamw, name, str(tmp_path), options, arguments, on=on, timeout=200)
+    theirs, ours, resumed = (results[0][i] for i in (0, 2, 4))
+    assert list(ours) == list(theirs) == list(range(1, TRAINED + 1)) and ours[TRAINED] < ours[1]
+    assert ours == pytest.approx(theirs, rel=0.02 if options else 1e-3)
+    assert {step: ours[step] for step in resumed if step > SAVED} == {s: v for s, v in resumed.items() if s > SAVED}
+    straight, again, adamw = (join_all([result[i] for result in results]) for i in (3, 5, 1))
+    assert_same(again, straight)
+    assert not any(same_bits(value, adamw[key]) for key, value in straight.items()) or not options

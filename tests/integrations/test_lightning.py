@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 import distributed
 from cases import values
-from distributed import Part, assert_same, join_all, part, same_bits
+from distributed import Part, assert_same, join_all, needs_gpus, part, same_bits
 from fused_optim import FusedAdamW
 from snippets import run_section
 
@@ -60,7 +60,7 @@ class Module(lightning.LightningModule):
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         """The inputs depend on the step alone: the loader would start anew after a resume."""
-        return loss_of(self.net(values((2, 128), torch.float32, "cpu", seed=self.global_step)))
+        return loss_of(self.net(values((2, 128), torch.float32, str(self.device), seed=self.global_step)))
 
     def on_train_start(self) -> None:
         self.loaded = parts(self.net, self.trainer.optimizers[0])
@@ -81,33 +81,34 @@ def batches() -> Any:
     return torch.utils.data.DataLoader(values((16, 128), torch.float32, "cpu", seed=9), batch_size=2)
 
 
-def quiet_trainer(steps: int, **options: Any) -> Any:
+def quiet_trainer(steps: int, on: str = "cpu", **options: Any) -> Any:
     silent = {name: False for name in ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")}
-    return lightning.Trainer(accelerator="cpu", max_steps=steps, **{"devices": 1, **silent, **options})
+    return lightning.Trainer(accelerator=on, max_steps=steps, **{"devices": 1, **silent, **options})
 
 
 # --- mixed precision with gradient clipping -------------------------------------------------------------------------
 
 
-def fitted(precision: str, kind: Kind, **options: Any) -> list[nn.Parameter]:
+def fitted(precision: str, kind: Kind, on: str = "cpu", **options: Any) -> list[nn.Parameter]:
     """Parameters after ten clipped steps, two of which a GradScaler skips."""
     chosen: dict[str, Any] = {"precision": precision}
     if precision == "16-mixed":  # itself it takes bf16-mixed on CPUs
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**17, growth_interval=3)
-        chosen = {"plugins": [lightning.pytorch.plugins.MixedPrecision("16-mixed", "cpu", scaler)]}
+        scaler = torch.amp.GradScaler(on, init_scale=2.0**17, growth_interval=3)
+        chosen = {"plugins": [lightning.pytorch.plugins.MixedPrecision("16-mixed", on, scaler)]}
     module = Module(kind, **options)
-    quiet_trainer(10, gradient_clip_val=CLIPPED, **chosen).fit(module, batches())
+    quiet_trainer(10, on, gradient_clip_val=CLIPPED, **chosen).fit(module, batches())
     if precision == "16-mixed":
         assert scaler.get_scale() < 2.0**17
     return list(module.net.parameters())
 
 
+@pytest.mark.parametrize("on", ["cpu", pytest.param("cuda", marks=needs_gpus(1))])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
-def test_clipped_training_equals_adamw(precision: str) -> None:
-    expected = fitted(precision, torch.optim.AdamW)
-    found = fitted(precision, FusedAdamW, unscales_gradients=False)
+def test_clipped_training_equals_adamw(precision: str, on: str) -> None:
+    expected = fitted(precision, torch.optim.AdamW, on)
+    found = fitted(precision, FusedAdamW, on, unscales_gradients=False)
     for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 if on == "cpu" else 1e-4)  # a step is of 1e-2
 
 
 def test_without_the_option_lightning_refuses_to_clip() -> None:
@@ -169,7 +170,8 @@ def launched() -> Iterator[None]:
 def fit_sharded(folder: str, kind: Kind, steps: int, resume: str | None = None, **options: Any) -> Module:
     strategy = lightning.pytorch.strategies.ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
     module = Module(kind, sharded=True, **options)
-    trainer = quiet_trainer(steps, devices=2, strategy=strategy, default_root_dir=folder)
+    settings = {"devices": 2, "strategy": strategy, "gradient_clip_val": CLIPPED, "default_root_dir": folder}
+    trainer = quiet_trainer(steps, distributed.device().type, **settings)
     trainer.fit(module, batches(), ckpt_path=resume)
     module.saved = parts(module.net, trainer.optimizers[0])
     trainer.save_checkpoint(f"{folder}/{steps}")
@@ -187,8 +189,9 @@ def change_optimizers(folder: str) -> list[dict[str, Part]]:
     return [first.saved, second.loaded, second.saved, third.loaded, *both]
 
 
-def test_fsdp2_in_the_trainer_with_a_change_of_optimizers_and_back(tmp_path: Path) -> None:
-    results = distributed.run(2, change_optimizers, str(tmp_path), timeout=120)
+@pytest.mark.parametrize("ranks, on", distributed.on_each_device((2,)))
+def test_fsdp2_in_the_trainer_with_a_change_of_optimizers_and_back(ranks: int, on: str, tmp_path: Path) -> None:
+    results = distributed.run(ranks, change_optimizers, str(tmp_path), on=on, timeout=120)
     first, second, saved, third, detour, straight = (join_all(list(each)) for each in zip(*results, strict=True))
     assert_same(second, first)
     assert_same(third, saved)
@@ -205,7 +208,7 @@ def train_with_fabric(folder: str, options: dict[str, Any]) -> list[dict[str, Pa
     """Ours saves, a new one loads and goes on; AdamW, clipped by Fabric, for comparison."""
     with launched():
         strategy = lightning.fabric.strategies.ModelParallelStrategy(shard_with_fabric)
-        fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy=strategy)
+        fabric = lightning.Fabric(accelerator=distributed.device().type, devices=2, strategy=strategy)
         fabric.launch()
         found = []
         for kind, chosen in ((FusedAdamW, options), (torch.optim.AdamW, {})):
@@ -224,15 +227,16 @@ def train_with_fabric(folder: str, options: dict[str, Any]) -> list[dict[str, Pa
 
 def run_with_fabric(fabric: Any, model: nn.Module, optimizer: Any, steps: range) -> None:
     for step in steps:
-        fabric.backward(loss_of(model(values((4, 128), torch.float32, "cpu", seed=step))))
+        fabric.backward(loss_of(model(values((4, 128), torch.float32, str(fabric.device), seed=step))))
         fabric.clip_gradients(model, optimizer, max_norm=CLIPPED)
         optimizer.step()
         optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("ranks, on", distributed.on_each_device((2,)))
 @pytest.mark.parametrize("options", [{}, INT8], ids=["float32", "int8"])
-def test_fsdp2_in_fabric(options: dict[str, Any], tmp_path: Path) -> None:
-    results = distributed.run(2, train_with_fabric, str(tmp_path), options, timeout=120)
+def test_fsdp2_in_fabric(options: dict[str, Any], ranks: int, on: str, tmp_path: Path) -> None:
+    results = distributed.run(ranks, train_with_fabric, str(tmp_path), options, on=on, timeout=120)
     ours, theirs, resumed = (join_all(list(each)) for each in zip(*results, strict=True))
     assert_same(resumed, ours)
     if options:

@@ -20,11 +20,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import distributed
 from cases import normal
-from distributed import assert_same, two_gpus
+from distributed import assert_same, needs_gpus, two_gpus
 from fused_optim import FusedAdam
 from fused_optim.sharding.dtensor import local_tensor
 from megatron_cases import contents, joined, settings, state_options
@@ -268,6 +269,49 @@ def trained_in(fmt: torch.dtype, strategy: str, steps: int) -> Any:
 
 def initial(name: str) -> Tensor:
     return dict(Model().named_parameters())[name].detach().float()
+
+
+# --- hybrid sharding ----------------------------------------------------------------------------------------------
+
+
+def trained_in_hybrid(outer_strategy: str, kind: str, options: dict[str, Any], steps: int) -> dict[str, Tensor]:
+    """Whole tensors, of two replicas or, with sharding by the outer dim, two parts of each rank's shard."""
+    mfsdp, size = package(), dist.get_world_size()
+    mesh = distributed.mesh(2, size // 2, 1, names=("outer", "shard", "tp"))
+    arguments = {
+        **wrapping("optim_grads_params", kind),
+        "device_mesh": mesh,
+        "dp_outer_dim": "outer",
+        "hybrid_fsdp_group": dist.group.WORLD,
+        "outer_dp_sharding_strategy": outer_strategy,
+    }
+    model = mfsdp.fully_shard_model(new_model(), **arguments)
+    groups = grouped(dict(model.module.named_parameters()), exp_avg_dtype=BF16)
+    optimizer = mfsdp.fully_shard_optimizer(FusedAdam(groups, lr=LR, weight_decay=DECAY, **KINDS[kind][1], **options))
+    train(model, optimizer, range(steps))
+    whole = importlib.import_module("megatron_fsdp.uneven_dtensor").uneven_dtensor_to_full_tensor
+    params = dict(model.module.named_parameters())
+    return {
+        key: whole(placed_like(params[key.split()[0]], value)).cpu()
+        for key, value in contents(model.module, optimizer).items()
+    }
+
+
+def placed_like(param: DTensor, local: Tensor) -> DTensor:
+    layout = {"shape": param.shape, "stride": param.stride()}
+    return DTensor.from_local(local.to(param.device), param.device_mesh, param.placements, **layout)
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(ranks, marks=needs_gpus(ranks)) for ranks in (2, 4)])
+@pytest.mark.parametrize("fmt", [F32, INT8], ids=str)
+@pytest.mark.parametrize("kind", ["main params", "remainders"])
+@pytest.mark.parametrize("outer_strategy", ["no_shard", "optim"])
+def test_hybrid_sharding_does_not_change_bits(outer_strategy: str, kind: str, fmt: torch.dtype, ranks: int) -> None:
+    """Replicas of a sharded model, and their states sharded once more; against one process."""
+    options = state_options(fmt)
+    ((expected, _),) = distributed.run(1, unsharded, kind, options, 5, on="cuda")
+    for found in distributed.run(ranks, trained_in_hybrid, outer_strategy, kind, options, 5, on="cuda"):
+        assert_same(found, expected)
 
 
 # --- wrapping -----------------------------------------------------------------------------------------------------

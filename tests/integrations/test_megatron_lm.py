@@ -83,11 +83,18 @@ def here() -> AbstractContextManager[None]:
     return cuda_on_cpu() if distributed.device().type == "cpu" else nullcontext()
 
 
+def initialize_groups() -> None:
+    """Megatron-LM's process groups, once in a worker."""
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
+
+
 class Run:
     """A model of BF16 parameters in Megatron-LM's DDP, and its optimizer."""
 
     def __init__(self, mode: str, fresh: bool = False, fp32_params: bool = False, shares: bool = True) -> None:
-        from megatron.core import parallel_state
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.transformer import MegatronModule, TransformerConfig
@@ -95,8 +102,7 @@ class Run:
         from fused_optim.integrations import megatron
 
         megatron.install(megatron.FusedAdamInt16 if mode == "int16 remainders" else megatron.FusedAdam)
-        if not parallel_state.model_parallel_is_initialized():
-            parallel_state.initialize_model_parallel()
+        initialize_groups()
         config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, bf16=True)
         self.model = MegatronModule(config)
         for i, (name, shape) in enumerate(SHAPES.items()):
@@ -106,12 +112,13 @@ class Run:
         whole = MODES[mode].get("main_grads_dtype", F32) == F32
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=shares, grad_reduce_in_fp32=whole)
         self.ddp = DistributedDataParallel(config, ddp, self.model)
-        options = {**CONFIG, "lr": 0.5 if fresh else LR, "clip_grad": 0.0, "adam_eps": EPS, **MODES[mode]}
+        options = {**CONFIG, "clip_grad": 0.0, "adam_eps": EPS, **MODES[mode]}
         settings = OptimizerConfig(bf16=True, params_dtype=BF16, use_distributed_optimizer=shares, **options)
         chained = get_megatron_optimizer(settings, [self.ddp])
         (self.optimizer,) = chained.chained_optimizers
         for group in self.inner.param_groups:  # as the scheduler does
             group["weight_decay"] = DECAY * group["wd_mult"]
+            group["lr"] = 0.5 if fresh else LR  # not in the config, by which 0.19 finds a checkpoint's groups
 
     @property
     def inner(self) -> Any:
@@ -128,9 +135,12 @@ class Run:
             successful, _, _ = self.optimizer.step()
             assert successful
 
+    def value(self, param: Tensor) -> Tensor:
+        return param.detach().cpu().clone()
+
     def contents(self) -> dict[str, Tensor]:
         """Parameters, and masters and moments as Megatron-LM itself gathers them, by name; the latter on rank 0."""
-        found = {f"{name} parameter": param.detach().cpu().clone() for name, param in self.model.named_parameters()}
+        found = {f"{name} parameter": self.value(param) for name, param in self.model.named_parameters()}
         gathered = self.optimizer.get_parameter_state_dp_zero(use_gloo_comm=True)
         if gathered is None:
             return found
@@ -404,6 +414,142 @@ def test_the_optimizer_that_is_not_distributed_continues_bit_for_bit(on: str, tm
         assert_same(ours, theirs)
 
 
+# --- FP8 weights: --fp8-param-gather, with TransformerEngine's tensors ------------------------------------------------
+
+FP8_SHAPES = {"first.weight": (256, 128), "last.weight": (128, 256)}
+FP8_MODES: dict[str, tuple[str, dict[str, Any]]] = {
+    "delayed": ("delayed", {}),
+    "tensorwise": ("tensorwise", {}),
+    "blockwise": ("blockwise", {}),
+    "tensorwise fp8": ("tensorwise", aware(FP8)),
+    "delayed with masters": ("delayed", aware(F32)),  # the optimizer is given the FP8 slices themselves
+    "delayed with fp16 masters": ("delayed", aware(F32, main_params_dtype=F16)),
+}
+
+
+def transformer_engine_recipe(name: str) -> Any:
+    from transformer_engine.common import recipe
+
+    kinds = {"delayed": "DelayedScaling", "tensorwise": "Float8CurrentScaling", "blockwise": "Float8BlockScaling"}
+    return getattr(recipe, kinds[name])()
+
+
+class Fp8Run(Run):
+    """Two linear layers of TransformerEngine, whose FP8 weights are gathered as such."""
+
+    def __init__(self, mode: str, fresh: bool = False) -> None:
+        import transformer_engine.pytorch as te
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.transformer import MegatronModule, TransformerConfig
+
+        from fused_optim.integrations import megatron
+
+        megatron.install()
+        initialize_groups()
+        recipe, options = FP8_MODES[mode]
+        config = TransformerConfig(num_layers=1, hidden_size=128, num_attention_heads=1, bf16=True)
+        self.model = MegatronModule(config)
+        made = te.quantized_model_init(recipe=transformer_engine_recipe(recipe), preserve_high_precision_init_val=True)
+        with made:
+            for i, (name, (rows, columns)) in enumerate(FP8_SHAPES.items()):
+                value = normal((rows, columns), i) * (not fresh)
+                layer = te.Linear(
+                    columns,
+                    rows,
+                    bias=False,
+                    params_dtype=BF16,
+                    device="cuda",
+                    init_method=lambda weight, value=value: weight.copy_(value),
+                )
+                self.model.add_module(name.removesuffix(".weight"), layer)
+        ddp = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, grad_reduce_in_fp32=True, fp8_param_gather=True
+        )
+        self.ddp = DistributedDataParallel(config, ddp, self.model)
+        options = {**CONFIG, "clip_grad": 0.0, "adam_eps": EPS, "fp8_recipe": recipe, **options}
+        settings = OptimizerConfig(bf16=True, params_dtype=BF16, use_distributed_optimizer=True, **options)
+        (self.optimizer,) = get_megatron_optimizer(settings, [self.ddp]).chained_optimizers
+        for group in self.inner.param_groups:
+            group["weight_decay"] = DECAY * group["wd_mult"]
+            group["lr"] = 0.5 if fresh else LR
+
+    def train(self, steps: range) -> None:
+        """The gradients are put where the backward pass would put them."""
+        for step in steps:
+            self.ddp.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            for i, param in enumerate(self.model.parameters()):
+                grad = fp8_gradient(tuple(param.shape), i, step, dist.get_rank())
+                param.main_grad.copy_(grad.to(param.device))
+            self.ddp.finish_grad_sync()
+            successful, _, _ = self.optimizer.step()
+            assert successful
+
+    def value(self, param: Tensor) -> Tensor:
+        return param.dequantize(dtype=F32).detach().cpu()
+
+
+def fp8_gradient(shape: tuple[int, ...], index: int, step: int, rank: int) -> Tensor:
+    return normal(shape, 100 * step + 10 * rank + index)
+
+
+def train_fp8(
+    mode: str, steps: range, load: str | None = None, save: str | None = None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The weights at first, and all in the end."""
+    run = Fp8Run(mode, fresh=load is not None)
+    start = {name: run.value(param) for name, param in run.model.named_parameters()}
+    rank = dist.get_rank()
+    if load is not None:
+        run.optimizer.load_state_dict(torch.load(f"{load}/common{rank}", weights_only=False))
+        run.optimizer.load_parameter_state(f"{load}/states")
+    run.train(steps)
+    if save is not None:
+        torch.save(run.optimizer.state_dict(), f"{save}/common{rank}")
+        run.optimizer.save_parameter_state(f"{save}/states")
+    return start, run.contents()
+
+
+def expected_of_fp8(start: list[Tensor], steps: int, ranks: int) -> dict[str, Tensor]:
+    params = [nn.Parameter(value) for value in start]
+    optimizer = torch.optim.AdamW(params, lr=LR, weight_decay=DECAY, betas=BETAS, eps=EPS)
+    for step in range(steps):
+        for i, param in enumerate(params):
+            grads = [fp8_gradient(tuple(param.shape), i, step, rank) for rank in range(ranks)]
+            param.grad = torch.stack(grads).mean(0)
+        optimizer.step()
+    found = {f"{name} param": param.detach() for name, param in zip(FP8_SHAPES, params, strict=True)}
+    for name, param in zip(FP8_SHAPES, params, strict=True):
+        found |= {f"{name} {key}": optimizer.state[param][key] for key in ("exp_avg", "exp_avg_sq")}
+    return found
+
+
+@pytest.mark.parametrize("on, world_size", ONE_AND_TWO_GPUS)
+@pytest.mark.parametrize("mode", FP8_MODES)
+def test_fp8_weights_are_those_of_the_masters_and_continue(mode: str, on: str, world_size: int, tmp_path: Path) -> None:
+    """Masters and moments are AdamW's, weights their FP8 codes, and a saved run goes on as if it had not stopped."""
+    pytest.importorskip("transformer_engine")
+    path = str(tmp_path)
+    distributed.run(world_size, train_fp8, mode, range(2), None, path, on=on, timeout=120)
+    results = distributed.run(world_size, train_fp8, mode, range(4), on=on)
+    first, straight = results[0]
+    start = [normal(shape, i).to(BF16).float() for i, shape in enumerate(FP8_SHAPES.values())]
+    if "masters" in mode:  # which the optimizer makes of the FP8 slices that it is given
+        start = list(first.values())
+    coarse = {"tensorwise fp8": 0.15, "delayed with fp16 masters": 2e-3}.get(mode, 1e-5)
+    for key, value in expected_of_fp8(start, 4, world_size).items():
+        tolerance = coarse if "exp_avg" in key else max(1e-5, 0.1 * coarse)
+        assert float((straight[key] - value).abs().max()) <= tolerance * float(value.abs().max()), key
+        if "param" in key:
+            error = (straight[f"{key}eter"] - straight[key]).norm() / straight[key].norm()
+            assert 0 < float(error) < 0.05, key
+    for _, other in results[1:]:
+        assert_same({key: straight[key] for key in other if "parameter" in key}, other)
+    resumed = distributed.run(world_size, train_fp8, mode, range(2, 4), path, on=on)
+    assert_same(resumed[0][1], straight)
+
+
 # --- Megatron-FSDP within Megatron-LM: the model's side needs CUDA, the optimizer's does not -----------------------
 
 
@@ -415,6 +561,7 @@ def fsdp_optimizer(fresh: bool) -> tuple[nn.ParameterDict, Any]:
     from fused_optim.integrations import megatron
 
     megatron.install()
+    initialize_groups()
     model = nn.ParameterDict(dict(megatron_cases.named_parameters(BF16, fresh)))
     adam = megatron.FusedAdam(model.values(), lr=LR, master_weights=True, store_param_remainders=True, **FSDP_MOMENTS)
     chunk = SimpleNamespace(
