@@ -96,12 +96,15 @@ def _rows(x: Tensor, dtype: torch.dtype) -> Codes:
     return Codes(data, scale, "row")
 
 
-def transposed(codes: Codes) -> Codes:
-    """The same values, hence without rounding. Of one scale, or of tiles."""
+def transposed(codes: Codes, after: Tensor | None = None) -> Codes:
+    """The same values, hence without rounding. Of one scale, or of tiles.
+
+    ``after``: a tensor that exists before. Without one, compilers may transpose weights in forward and keep the copies.
+    """
     if codes.scaling not in ("tensor", "tile"):
         raise ValueError(f"codes with scales per {codes.scaling} have other scales when they are transposed")
     scale = codes.scale if codes.scaling == "tensor" else codes.scale.t().contiguous()
-    data = (_ops.fp8_transpose if _is_observed(codes.data) else transpose)(codes.data)
+    data = (_ops.fp8_transpose if _is_observed(codes.data) else transpose)(codes.data, after)
     return Codes(data, scale, codes.scaling)
 
 
@@ -247,8 +250,8 @@ def cast_blocks(
     return data, scale, turned, turned_scale
 
 
-def transpose(codes: Tensor) -> Tensor:
-    """A contiguous transpose of a contiguous matrix in FP8."""
+def transpose(codes: Tensor, after: Tensor | None = None) -> Tensor:
+    """A contiguous transpose of a contiguous matrix in FP8. ``after``: see :func:`transposed`."""
     engine = _engine_for(codes, codes.dtype)
     if engine is None or not codes.is_contiguous():
         return codes.t().contiguous()
@@ -300,7 +303,7 @@ def _fake_blocks(
     )
 
 
-def _fake_transpose(codes: Tensor) -> Tensor:
+def _fake_transpose(codes: Tensor, after: Tensor | None = None) -> Tensor:
     m, n = codes.shape
     return _room(codes, (n, m), codes.dtype)
 
@@ -317,4 +320,4 @@ _define(
     cast_blocks,
     _fake_blocks,
 )
-_define("fp8_transpose(Tensor codes) -> Tensor", transpose, _fake_transpose)
+_define("fp8_transpose(Tensor codes, Tensor? after=None) -> Tensor", transpose, _fake_transpose)

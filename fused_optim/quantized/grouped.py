@@ -131,7 +131,7 @@ class _Grouped(torch.autograd.Function):
             rows = casts.cast(gradient, torch.float8_e4m3fn, "row", False)
             matrices, scale = _matrices(weight)
             turned = torch.stack(
-                [casts.transposed(Codes(matrix, scale, "tensor")).data for matrix in matrices.unbind()]
+                [casts.transposed(Codes(matrix, scale, "tensor"), after=gradient).data for matrix in matrices.unbind()]
             )
             of_x = _product(rows, turned, scale, offsets)
         if ctx.needs_input_grad[1]:

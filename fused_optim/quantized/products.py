@@ -193,7 +193,7 @@ def output(codes: Codes, weight: QuantizedTensor, bias: Tensor | None = None) ->
 
 
 def input_gradient(gradient: Codes, weight: QuantizedTensor) -> Tensor:
-    return product(gradient, casts.transposed(weight_codes(weight)))
+    return product(gradient, casts.transposed(weight_codes(weight), after=gradient.data))
 
 
 def weight_gradient(gradient: Codes, activations: Codes) -> Tensor:
