@@ -75,6 +75,8 @@ def cast_both(
     x: Tensor, dtype: torch.dtype, scaling: Scaling, power_of_two: bool, rows: bool = True, columns: bool = True
 ) -> tuple[Codes | None, Codes | None]:
     """:func:`cast` of ``x`` and of its transpose, as far as they are wanted."""
+    if not rows and not columns:
+        return None, None
     x = x.contiguous()
     if scaling == "row":
         return _rows(x, dtype) if rows else None, _rows(x.t().contiguous(), dtype) if columns else None

@@ -93,26 +93,21 @@ def _plan(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Plan | Non
 def _forward(
     x: Tensor, weight: QuantizedTensor, bias: Tensor | None, plan: Plan, keep: bool
 ) -> tuple[Tensor, Codes | None]:
-    """The output, and what weight gradients in FP8 will take of ``x``, a matrix.
+    """The output, and what weight gradients in FP8 will take of ``x``, a matrix: the codes of its transpose.
 
-    With one scale these are its own codes, transposed when they are needed. Rows and blocks of the transpose have other
-    scales, so it is cast now.
+    Both are cast at once: a transpose of the codes, later on, would read them and write as much.
     """
     format = _format(weight)
     keep = keep and plan.weight_gradient
-    if format.scaling == "tensor":
-        codes = casts.cast(x, torch.float8_e4m3fn, "tensor", False) if plan.output or keep else None
-        kept = codes
-    else:
-        codes, kept = casts.cast_both(
-            x, torch.float8_e4m3fn, format.scaling, format.power_of_two, rows=plan.output, columns=keep
-        )
+    codes, kept = casts.cast_both(
+        x, torch.float8_e4m3fn, format.scaling, format.power_of_two, rows=plan.output, columns=keep
+    )
     if plan.output:
         assert codes is not None
         out = products.output(codes, weight, bias)
     else:
         out = nn.functional.linear(x, weight.dequantize(), bias)
-    return out, kept if keep else None
+    return out, kept
 
 
 def _format(weight: QuantizedTensor) -> ProductFormat:
@@ -163,13 +158,8 @@ class _Linear(torch.autograd.Function):
                 of_weight = gradient.t() @ activations[0]
             else:
                 data, scale = activations
-                of_weight = products.weight_gradient(columns, _transposed(Codes(data, scale, format.scaling)))
+                of_weight = products.weight_gradient(columns, Codes(data, scale, format.scaling))
         return of_x, of_weight, gradient.sum(0) if need_bias else None, None
-
-
-def _transposed(kept: Codes) -> Codes:
-    """What :func:`_forward` has kept, as weight gradients take it."""
-    return casts.transposed(kept) if kept.scaling == "tensor" else kept
 
 
 # --- tensor parallelism -----------------------------------------------------------------------------------------
