@@ -61,6 +61,11 @@ class Codes(NamedTuple):
         return self.data.float() * scale
 
 
+def matrix_of(x: Tensor) -> Tensor:
+    """Rows of activations."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
 # --- what products ask for ----------------------------------------------------------------------------------------
 
 
@@ -81,19 +86,19 @@ def cast_both(
     if scaling == "row":
         return _rows(x, dtype) if rows else None, _rows(x.t().contiguous(), dtype) if columns else None
     if scaling == "block":
-        run: Any = _ops.fp8_cast_blocks if _is_observed(x) else cast_blocks
+        run: Any = _ops.fp8_cast_blocks if is_observed(x) else cast_blocks
         data, scale, turned, turned_scale = run(x, dtype, power_of_two, rows, columns)
         return (
             Codes(data, scale.t(), scaling) if rows else None,
             Codes(turned, turned_scale.t(), scaling) if columns else None,
         )
-    cast_one_scale: Any = _ops.fp8_cast_tensor if _is_observed(x) else cast_tensor
+    cast_one_scale: Any = _ops.fp8_cast_tensor if is_observed(x) else cast_tensor
     data, turned, scale = cast_one_scale(x, _absmax(x) if _is_traced() else None, dtype, rows, columns)
     return Codes(data, scale, scaling) if rows else None, Codes(turned, scale, scaling) if columns else None
 
 
 def _rows(x: Tensor, dtype: torch.dtype) -> Codes:
-    run: Any = _cast_rows if _is_traced() else _ops.fp8_cast_rows if _is_observed(x) else cast_rows
+    run: Any = _cast_rows if _is_traced() else _ops.fp8_cast_rows if is_observed(x) else cast_rows
     data, scale = run(x, dtype)
     return Codes(data, scale, "row")
 
@@ -106,14 +111,14 @@ def transposed(codes: Codes, after: Tensor | None = None) -> Codes:
     if codes.scaling not in ("tensor", "tile"):
         raise ValueError(f"codes with scales per {codes.scaling} have other scales when they are transposed")
     scale = codes.scale if codes.scaling == "tensor" else codes.scale.t().contiguous()
-    data = (_ops.fp8_transpose if _is_observed(codes.data) else transpose)(codes.data, after)
+    data = (_ops.fp8_transpose if is_observed(codes.data) else transpose)(codes.data, after)
     return Codes(data, scale, codes.scaling)
 
 
 _MODES = torch._C._TorchDispatchModeKey
 
 
-def _is_observed(x: Tensor) -> bool:
+def is_observed(x: Tensor) -> bool:
     """Whether something looks on that must see an operator: a compiler, a dispatch mode, a subclass."""
     return type(x) is not Tensor or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 

@@ -22,6 +22,7 @@ from fused_optim.quantized import (
     elements,
     products,
     quantize_model_,
+    shared_casts,
 )
 from fused_optim.quantized.linear import QuantizedLinear
 from product_cases import RECIPES, Reference, code_error, decoded_recipe, layer_of, matrix, results, rounded, sums
@@ -266,6 +267,69 @@ def test_what_is_saved_for_backward_is_fp8(name: str, recipe: Recipe, fp8_device
     scale = 4 * {"tensor": 1, "delayed": 1, "row": 256, "block": 2 * 256}[name.split(",")[0].split(" ")[0]]
     assert saved_bytes(layer, x) == {torch.float8_e4m3fn: x.numel(), torch.float32: scale}
     assert saved_bytes(layer.requires_grad_(False), x.requires_grad_()) == {}
+
+
+class Casts:
+    """Counts the casts of activations and gradients."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        cast_both = casts.cast_both
+
+        def counting(*args: object, **kwargs: object) -> object:
+            self.count += 1
+            return cast_both(*args, **kwargs)
+
+        monkeypatch.setattr(casts, "cast_both", counting)
+
+    def of(self, run: Callable[[], object]) -> int:
+        before = self.count
+        run()
+        return self.count - before
+
+
+@pytest.mark.parametrize("shape", [(128, 256), (2, 64, 256)])
+@pytest.mark.parametrize("name", ["tensor", "row", "block"])
+def test_layers_share_the_codes_of_their_input(
+    name: str, recipe: Recipe, shape: tuple[int, ...], fp8_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as it is the same: with the same bits as apart."""
+    first, second = layer_of(recipe, fp8_device), layer_of(recipe, fp8_device)
+    leaf = matrix(128, 256).view(shape).to(fp8_device).requires_grad_()
+    gradient = matrix(128, 128, seed=2).view(*shape[:-1], 128).to(fp8_device)
+    expected = results(first, 2 * leaf.detach().view(128, 256), gradient.view(128, 128))
+    counter = Casts(monkeypatch)
+    x = 2 * leaf
+    assert counter.of(lambda: [first(x), second(x)]) == 1
+    (first(x) + second(x)).backward(gradient)
+    for layer in (first, second):
+        assert torch.equal(layer.weight.grad.cpu(), expected["weight"])
+    x = 2 * leaf
+    assert counter.of(lambda: [first(x), first(2 * leaf)]) == 2
+    first(x)
+    with torch.no_grad():
+        x *= 2
+    changed = results(second, 4 * leaf.detach(), gradient)
+    assert torch.equal(second(x).detach().cpu(), changed["output"])
+    assert counter.of(lambda: [first(leaf), first(leaf)]) == 2  # someone else's, who may write into it unseen
+
+
+def test_shared_codes_are_freed_with_their_input() -> None:
+    layer = layer_of(RECIPES["tensor"], "cpu")
+    x = 2 * matrix(128, 256).requires_grad_()
+    out = layer(x)
+    assert shared_casts._last is not None and shared_casts._last.of() is x
+    del x
+    assert shared_casts._last is None
+    out.sum().backward()
+
+
+def test_layers_that_want_other_codes_cast_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frozen layer needs none of the transpose, and other recipes have other scales."""
+    frozen, trained, other = (layer_of(RECIPES[name], "cpu") for name in ("tensor", "tensor", "block"))
+    frozen.requires_grad_(False)
+    x, counter = 2 * matrix(128, 256).requires_grad_(), Casts(monkeypatch)
+    assert counter.of(lambda: [layer(x) for layer in (frozen, trained, frozen, other, trained)]) == 4
 
 
 class Perceptron(nn.Module):
