@@ -1,4 +1,4 @@
-"""What FSDP2 training costs with quantized and with BF16 weights: times of a step, peak memory, bytes that are gathered.
+"""What FSDP2 training costs with quantized and with BF16 weights: times of a step, memory, bytes that are gathered.
 
 Products in FP8, and torchao's float8 training with FP8 all-gathers, where it is installed; eager, and each group of
 layers compiled. ``--decoded``: recipes that decode, too.
