@@ -20,12 +20,15 @@ from torch import Tensor
 from fused_optim.backends.compiled import address, run_on
 from fused_optim.backends.engine import Engine
 from fused_optim.quantized import elements
-from fused_optim.quantized.engine import compiled_engine
-from fused_optim.quantized.recipes import Scaling
+from fused_optim.quantized.engine import Encoding, absmax, compiled_engine, encode
+from fused_optim.quantized.recipes import MXFP8BlockScaling, NVFP4BlockScaling, Recipe, Scaling
 
 LARGEST = {torch.float8_e4m3fn: elements.FLOAT8_LARGEST, torch.float8_e5m2: 57344.0}
 BLOCK = 128
 _MULTIPLE = 16  # of the sizes of what the engines cast
+
+# What is quantized as weights are.
+AS_WEIGHTS: dict[Scaling, Recipe] = {"mxfp8": MXFP8BlockScaling(), "nvfp4": NVFP4BlockScaling()}
 
 LIBRARY = torch.library.Library("fused_optim", "DEF")
 _ops = torch.ops.fused_optim
@@ -42,18 +45,25 @@ _FORMATS = {torch.float8_e4m3fn: CastFormat.E4M3, torch.float8_e5m2: CastFormat.
 
 
 class Codes(NamedTuple):
-    """A matrix in FP8: the codes, contiguous, and their FP32 scales.
+    """A matrix in FP8, or FP4: the codes, contiguous, and their scales, which are FP32 but for the last two.
 
     ``scaling`` "tensor": the scale has shape ``(1,)``; "row": ``(rows, 1)``; "block": ``(rows, columns / 128)``, one
-    column after the other in memory, as products read it; "tile": ``(rows / 128, columns / 128)``, rounded up.
+    column after the other in memory, as products read it; "tile": ``(rows / 128, columns / 128)``, rounded up; "mxfp8"
+    and "nvfp4": bytes and scales as weights have them, the latter with a scale of the ``whole``, too.
     """
 
     data: Tensor
     scale: Tensor
     scaling: Scaling
+    whole: Tensor | None = None
 
     def values(self) -> Tensor:
         """FP32."""
+        if self.scaling in AS_WEIGHTS:
+            parts = {"data": self.data, "scale": self.scale}
+            if self.whole is not None:
+                parts["tensor_scale"] = self.whole
+            return AS_WEIGHTS[self.scaling].decode(parts, (self.data.shape[0], -1))
         scale = self.scale
         if self.scaling in ("block", "tile"):
             tile = (BLOCK if self.scaling == "tile" else 1, BLOCK)
@@ -83,6 +93,8 @@ def cast_both(
     if not rows and not columns:
         return None, None
     x = x.contiguous()
+    if scaling in AS_WEIGHTS:
+        return _as_weight(x, scaling) if rows else None, _as_weight(x.t(), scaling) if columns else None
     if scaling == "row":
         return _rows(x, dtype) if rows else None, _rows(x.t().contiguous(), dtype) if columns else None
     if scaling == "block":
@@ -97,6 +109,15 @@ def cast_both(
     return Codes(data, scale, scaling) if rows else None, Codes(turned, scale, scaling) if columns else None
 
 
+def _as_weight(x: Tensor, scaling: Scaling) -> Codes:
+    recipe, values = AS_WEIGHTS[scaling], x.float().contiguous()
+    parts = recipe.empty(tuple(x.shape), x.device)
+    if recipe.scales_whole_tensor:
+        recipe.rescale(parts, absmax([recipe], [values], x.device)[0], None, True)
+    encode([Encoding(recipe, parts, values)])
+    return Codes(parts["data"], parts["scale"], scaling, parts.get("tensor_scale"))
+
+
 def _rows(x: Tensor, dtype: torch.dtype) -> Codes:
     run: Any = _cast_rows if _is_traced() else _ops.fp8_cast_rows if is_observed(x) else cast_rows
     data, scale = run(x, dtype)
@@ -104,10 +125,12 @@ def _rows(x: Tensor, dtype: torch.dtype) -> Codes:
 
 
 def transposed(codes: Codes, after: Tensor | None = None) -> Codes:
-    """The same values, hence without rounding. Of one scale, or of tiles.
+    """The same values. Of one scale, or of tiles: without rounding; of MXFP8: see :class:`MXFP8BlockScaling`.
 
     ``after``: a tensor that exists before. Without one, compilers may transpose weights in forward and keep the copies.
     """
+    if codes.scaling == "mxfp8":
+        return _as_weight(codes.values().t(), codes.scaling)
     if codes.scaling not in ("tensor", "tile"):
         raise ValueError(f"codes with scales per {codes.scaling} have other scales when they are transposed")
     scale = codes.scale if codes.scaling == "tensor" else codes.scale.t().contiguous()
