@@ -204,11 +204,10 @@ def test_activations_that_are_not_contiguous(fp8_device: str) -> None:
     ("nvfp4", (32, 48, 64), (False, False, False)),
 ])  # fmt: skip
 def test_sizes_that_fp8_refuses_are_decoded(
-    name: str, sizes: tuple[int, int, int], expected: tuple[bool, ...], fp8_device: str
+    name: str, recipe: Recipe, sizes: tuple[int, int, int], expected: tuple[bool, ...], fp8_device: str
 ) -> None:
     """Product by product."""
     rows, inputs, outputs = sizes
-    recipe = RECIPES[name]
     assert products.plan(recipe, torch.device(fp8_device, 0), rows, (outputs, inputs)) == expected
     for product, runs in zip(products.PRODUCTS, expected, strict=True):
         assert (products.obstacle(product, recipe, rows, (outputs, inputs)) is None) == runs
