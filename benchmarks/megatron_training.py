@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from fused_optim import FusedAdamW
-from quantized import compare, phases
+from quantized import compare, parse_args, phases
 
 
 def states(dtype: torch.dtype) -> dict[str, Any]:
@@ -52,4 +52,4 @@ def measure(name: str, args: argparse.Namespace, device: torch.device) -> dict[s
 
 
 if __name__ == "__main__":
-    compare(__doc__, {name: functools.partial(measure, name) for name in OPTIMIZERS})
+    compare(parse_args(__doc__), {name: functools.partial(measure, name) for name in OPTIMIZERS})

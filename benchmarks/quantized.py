@@ -1,9 +1,10 @@
-"""What FSDP2 training costs with quantized and with BF16 weights: times of a step, and bytes that are gathered.
+"""What FSDP2 training costs with quantized and with BF16 weights: times of a step, memory, bytes that are gathered.
 
-Also torchao's float8 training with FP8 all-gathers, where it is installed. ``--compiled`` compiles each layer.
+Products in FP8, and torchao's float8 training with FP8 all-gathers, where it is installed; eager, and each group of
+layers compiled. ``--decoded``: recipes that decode, too.
 
-torchrun --nproc-per-node 2 benchmarks/quantized.py --output FILE
-torchrun --nproc-per-node 2 benchmarks/quantized.py --width 256 --layers 2 --batch 8    # a trial on CPUs
+torchrun --nproc-per-node 2 benchmarks/quantized.py --batch 32768 --output FILE
+torchrun --nproc-per-node 2 benchmarks/quantized.py --width 256 --layers 4 --batch 128 --steps 2   # a trial on CPUs
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import functools
 import gc
 import importlib.util
+import itertools
 import os
 import re
 import statistics
@@ -41,31 +43,35 @@ from step import machine, synchronize, write
 
 RECIPES: dict[str, Recipe | None] = {
     "BF16": None,
+    "one scale, FP8 products": Float8CurrentScaling(compute="fp8"),
+    "rows, FP8 products": Float8CurrentScaling(compute="fp8", activation_scaling="row"),
+    "blocks, FP8 products": Float8BlockScaling(compute="fp8"),
+}
+DECODED: dict[str, Recipe | None] = {
     "Float8CurrentScaling": Float8CurrentScaling(),
-    "Float8CurrentScaling, FP8 products": Float8CurrentScaling(compute="fp8"),
-    "... scaled by rows": Float8CurrentScaling(compute="fp8", activation_scaling="row"),
     "Float8DelayedScaling": Float8DelayedScaling(),
     "Float8BlockScaling (1, 128)": Float8BlockScaling(block=(1, 128)),
     "Float8BlockScaling (128, 128)": Float8BlockScaling(),
-    "Float8BlockScaling, FP8 products": Float8BlockScaling(compute="fp8"),
     "MXFP8BlockScaling": MXFP8BlockScaling(),
     "NVFP4BlockScaling": NVFP4BlockScaling(),
 }
-
+WAYS = ("eager", "compiled")
 
 Convert = Callable[[nn.Module], Any]
 
 
-def build(convert: Convert, args: argparse.Namespace, device: torch.device) -> tuple[nn.Module, FusedAdamW]:
+def build(convert: Convert, way: str, args: argparse.Namespace, device: torch.device) -> tuple[nn.Module, FusedAdamW]:
     torch.manual_seed(0)
+    torch._dynamo.reset()
     layers = [nn.Linear(args.width, args.width, bias=False, device=device) for _ in range(args.layers)]
-    model = nn.Sequential(*layers).bfloat16()
+    groups = [nn.Sequential(*layers[i : i + args.group]) for i in range(0, args.layers, args.group)]
+    model = nn.Sequential(*groups).bfloat16()
     convert(model)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for layer in model:
-        if args.compiled:
-            layer.compile()
-        fully_shard(layer, mesh=mesh)
+    for group in model:
+        if way == "compiled":
+            group.compile()
+        fully_shard(group, mesh=mesh)
     fully_shard(model, mesh=mesh)
     states = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8}
     return model, FusedAdamW(model.parameters(), lr=1e-4, **states)
@@ -83,7 +89,7 @@ def to_torchao(model: nn.Module) -> None:
 
 def refresh_scales(model: nn.Module) -> None:
     """torchao's, of all weights at once after each step, as its documentation recommends."""
-    if any(type(layer).__name__.endswith("Float8Linear") for layer in model):
+    if any(type(module).__name__.endswith("Float8Linear") for module in model.modules()):
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
         precompute_float8_dynamic_scale_for_fsdp(model)
@@ -127,7 +133,7 @@ def phases(
         out: list[torch.Tensor] = []
         times["forward"].append(milliseconds(lambda: out.append(model(x).float().square().mean()), device))  # noqa: B023
         times["backward"].append(milliseconds(lambda: out[0].backward(), device))  # noqa: B023
-        times["optimizer"].append(milliseconds(optimizer.step, device))
+        times["optimizer"].append(milliseconds(lambda: (optimizer.step(), refresh_scales(model)), device))
         optimizer.zero_grad()
     return {f"{name}_ms": statistics.median(values[args.warmup :]) for name, values in times.items()}
 
@@ -144,12 +150,13 @@ def training_ms(
         optimizer.zero_grad()
         refresh_scales(model)
 
-    train()
+    for _ in range(args.warmup):
+        train()
     return milliseconds(lambda: [train() for _ in range(args.steps)], device) / args.steps
 
 
-def measure(convert: Convert, args: argparse.Namespace, device: torch.device) -> dict[str, float]:
-    model, optimizer = build(convert, args, device)
+def measure(convert: Convert, way: str, args: argparse.Namespace, device: torch.device) -> dict[str, float]:
+    model, optimizer = build(convert, way, args, device)
     found = phases(model, optimizer, args, device)
     found["training_ms"] = training_ms(model, optimizer, args, device)
     x = torch.randn(args.batch, args.width, device=device).bfloat16()
@@ -167,7 +174,9 @@ def parse_args(description: str) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8192, help="rows of activations of each rank")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--group", type=int, default=4, help="layers that are gathered, and compiled, together")
+    parser.add_argument("--ways", nargs="*", choices=WAYS, default=WAYS)
+    parser.add_argument("--decoded", action="store_true")
     parser.add_argument("--only", default="", help="contenders whose name this regular expression matches")
     parser.add_argument("--commit", default="", help="what the results are of, where the tree is no git checkout")
     parser.add_argument("--output", type=Path)
@@ -177,9 +186,8 @@ def parse_args(description: str) -> argparse.Namespace:
 Measure = Callable[[argparse.Namespace, torch.device], dict[str, float]]
 
 
-def compare(description: str, contenders: dict[str, Measure]) -> None:
+def compare(args: argparse.Namespace, contenders: dict[str, Measure]) -> None:
     """Measure all contenders, one after the other; print a table and write a report."""
-    args = parse_args(description)
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -199,19 +207,28 @@ def compare(description: str, contenders: dict[str, Measure]) -> None:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device) if on_gpu else 0  # Megatron-FSDP keeps some of its models' memory
-        row = measure_one(args, device)
+        try:
+            row: dict[str, Any] = measure_one(args, device)
+        except Exception as error:  # a peer's: gloo gathers no FP8, for one
+            print(f"{name}: {error!r}" if first else "", flush=True)
+            report["results"][name] = {"error": repr(error)}
+            continue
         row["peak_bytes"] = torch.cuda.max_memory_allocated(device) - before if on_gpu else 0
         if first:
-            if not report["results"]:
-                print(f"{'':<38}" + "".join(f"{column:>28}" for column in row))
-            print(f"{name:<38}" + "".join(f"{value:>28.3f}" for value in row.values()), flush=True)
+            if not any("error" not in each for each in report["results"].values()):
+                print(f"{'':<50}" + "".join(f"{column:>28}" for column in row))
+            print(f"{name:<50}" + "".join(f"{value:>28.3f}" for value in row.values()), flush=True)
             report["results"][name] = row
             write(report, args.output)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    ways = {name: functools.partial(measure, quantize(recipe)) for name, recipe in RECIPES.items()}
+    args = parse_args(__doc__)
+    ways: dict[str, Convert] = {name: quantize(recipe) for name, recipe in RECIPES.items()}
+    if args.decoded:
+        ways |= {name: quantize(recipe) for name, recipe in DECODED.items()}
     if importlib.util.find_spec("torchao") is not None:
-        ways["torchao, FP8 all-gathers and products"] = functools.partial(measure, to_torchao)
-    compare(__doc__, ways)
+        ways["torchao, FP8 all-gathers and products"] = to_torchao
+    pairs = itertools.product(args.ways, ways.items())
+    compare(args, {f"{name}, {way}": functools.partial(measure, convert, way) for way, (name, convert) in pairs})

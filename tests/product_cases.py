@@ -11,6 +11,8 @@ from fused_optim.quantized import (
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8DelayedScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
     QuantizedTensor,
     Recipe,
     quantize_model_,
@@ -29,8 +31,12 @@ RECIPES: dict[str, Recipe] = {
     "block": Float8BlockScaling(compute="fp8"),
     "block, powers of two": Float8BlockScaling(compute="fp8", power_of_two=True),
     "block (1, 128)": Float8BlockScaling((1, 128), compute="fp8"),
+    "mxfp8": MXFP8BlockScaling(compute="fp8"),
+    "nvfp4": NVFP4BlockScaling(compute="fp4"),
 }
 DECODED: dict[str, Recipe] = {
+    "mxfp8": MXFP8BlockScaling(),
+    "nvfp4": NVFP4BlockScaling(),
     "tensor": Float8CurrentScaling(),
     "delayed": Float8DelayedScaling(),
     "block": Float8BlockScaling(),
@@ -75,7 +81,11 @@ HALF_STEPS = {torch.float8_e4m3fn: (2.0**-4, 2.0**-10, 448.0), torch.float8_e5m2
 def scales(x: Tensor, dtype: torch.dtype, scaling: Scaling, power_of_two: bool = False) -> Tensor:
     """FP32 scales, spread over the elements that share them."""
     magnitude = x.float().abs()
-    if scaling == "tensor":
+    if scaling == "mxfp8":
+        absmax, power_of_two = magnitude.unflatten(1, (-1, 32)).amax(2).repeat_interleave(32, 1), True
+    elif scaling == "nvfp4":
+        return four_bit_scales(magnitude)
+    elif scaling == "tensor":
         absmax = magnitude.amax().expand(x.shape)
     elif scaling == "row":
         absmax = magnitude.amax(1, keepdim=True).expand(x.shape)
@@ -86,9 +96,28 @@ def scales(x: Tensor, dtype: torch.dtype, scaling: Scaling, power_of_two: bool =
     return torch.exp2(scale.log2().ceil()) if power_of_two else scale
 
 
+def four_bit_scales(magnitude: Tensor) -> Tensor:
+    """Of 16 elements: E4M3, times an FP32 one of the whole."""
+    whole = magnitude.amax() / torch.tensor(6.0 * 448.0)
+    of_blocks = magnitude.unflatten(1, (-1, 16)).amax(2) / torch.tensor(6.0) / whole
+    return (of_blocks.to(torch.float8_e4m3fn).float() * whole).repeat_interleave(16, 1)
+
+
+def four_bits(x: Tensor) -> Tensor:
+    """The nearest of the format's values; of two, that with the even code."""
+    levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    distance = (x.abs()[..., None] - levels).abs()
+    near = distance == distance.amin(-1, keepdim=True)
+    even = near & (torch.arange(8) % 2 == 0)
+    code = torch.where(even.any(-1), even.int().argmax(-1), near.int().argmax(-1))
+    return levels[code].copysign(x)
+
+
 def rounded(x: Tensor, dtype: torch.dtype, scaling: Scaling, power_of_two: bool = False) -> Tensor:
     """What the codes of a matrix stand for, in float64."""
     scale = scales(x, dtype, scaling, power_of_two)
+    if scaling == "nvfp4":
+        return four_bits(x.float() * (1.0 / scale)).double() * scale.double()
     return (x.float() * (1.0 / scale)).to(dtype).double() * scale.double()
 
 
@@ -96,6 +125,8 @@ def code_error(x: Tensor, dtype: torch.dtype, scaling: Scaling, power_of_two: bo
     """The most that an element may differ from its code's value, in float64."""
     relative, absolute, _ = HALF_STEPS[dtype]
     scale = scales(x, dtype, scaling, power_of_two).double()
+    if scaling == "nvfp4":  # steps of 0.5 up to 2, then of half the magnitude at most
+        return torch.maximum(x.double().abs() * 0.25, 0.25 * scale) * (1 + 2.0**-20)
     return torch.maximum(x.double().abs() * relative, absolute * scale) * (1 + 2.0**-20)
 
 
@@ -110,7 +141,7 @@ class Reference:
         self.bias = 0.0 if layer.bias is None else layer.bias.detach().cpu().double()
         options: dict[str, Any] = {"scaling": format.scaling, "power_of_two": format.power_of_two}
         e4m3 = torch.float8_e4m3fn
-        input_gradient = recipe.tile != (1, 128)
+        input_gradient = format.no_input_gradients is None
         as_is = {"scaling": None}
         self.rows = self._pair(x, e4m3, options)
         self.columns = self._pair(x.t(), e4m3, options if format.weight_gradients else as_is)

@@ -28,7 +28,8 @@ struct Cast {
     uint64_t absmax;            // of one scale: where the largest magnitude lies, FP32
     uint64_t rows;
     uint64_t columns;
-    bool power_of_two;  // scales of blocks become powers of two, rounded up
+    bool power_of_two;       // scales of blocks become powers of two, rounded up
+    bool backwards = false;  // the CUDA engine goes from the end to the start
 };
 
 // E5M2: five bits of exponent, two of the mantissa. For magnitudes below 61440, which the largest code's are rounded

@@ -20,12 +20,15 @@ from torch import Tensor
 from fused_optim.backends.compiled import address, run_on
 from fused_optim.backends.engine import Engine
 from fused_optim.quantized import elements
-from fused_optim.quantized.engine import compiled_engine
-from fused_optim.quantized.recipes import Scaling
+from fused_optim.quantized.engine import Encoding, absmax, compiled_engine, encode
+from fused_optim.quantized.recipes import MXFP8BlockScaling, NVFP4BlockScaling, Recipe, Scaling
 
 LARGEST = {torch.float8_e4m3fn: elements.FLOAT8_LARGEST, torch.float8_e5m2: 57344.0}
 BLOCK = 128
 _MULTIPLE = 16  # of the sizes of what the engines cast
+
+# What is quantized as weights are.
+AS_WEIGHTS: dict[Scaling, Recipe] = {"mxfp8": MXFP8BlockScaling(), "nvfp4": NVFP4BlockScaling()}
 
 LIBRARY = torch.library.Library("fused_optim", "DEF")
 _ops = torch.ops.fused_optim
@@ -42,23 +45,35 @@ _FORMATS = {torch.float8_e4m3fn: CastFormat.E4M3, torch.float8_e5m2: CastFormat.
 
 
 class Codes(NamedTuple):
-    """A matrix in FP8: the codes, contiguous, and their FP32 scales.
+    """A matrix in FP8, or FP4: the codes, contiguous, and their scales, which are FP32 but for the last two.
 
     ``scaling`` "tensor": the scale has shape ``(1,)``; "row": ``(rows, 1)``; "block": ``(rows, columns / 128)``, one
-    column after the other in memory, as products read it; "tile": ``(rows / 128, columns / 128)``, rounded up.
+    column after the other in memory, as products read it; "tile": ``(rows / 128, columns / 128)``, rounded up; "mxfp8"
+    and "nvfp4": bytes and scales as weights have them, the latter with a scale of the ``whole``, too.
     """
 
     data: Tensor
     scale: Tensor
     scaling: Scaling
+    whole: Tensor | None = None
 
     def values(self) -> Tensor:
         """FP32."""
+        if self.scaling in AS_WEIGHTS:
+            parts = {"data": self.data, "scale": self.scale}
+            if self.whole is not None:
+                parts["tensor_scale"] = self.whole
+            return AS_WEIGHTS[self.scaling].decode(parts, (self.data.shape[0], -1))
         scale = self.scale
         if self.scaling in ("block", "tile"):
             tile = (BLOCK if self.scaling == "tile" else 1, BLOCK)
             scale = elements.spread(scale, tile, tuple(self.data.shape))
         return self.data.float() * scale
+
+
+def matrix_of(x: Tensor) -> Tensor:
+    """Rows of activations."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 # --- what products ask for ----------------------------------------------------------------------------------------
@@ -78,39 +93,55 @@ def cast_both(
     if not rows and not columns:
         return None, None
     x = x.contiguous()
+    if scaling in AS_WEIGHTS:
+        return _as_weight(x, scaling) if rows else None, _as_weight(x.t(), scaling) if columns else None
     if scaling == "row":
         return _rows(x, dtype) if rows else None, _rows(x.t().contiguous(), dtype) if columns else None
     if scaling == "block":
-        run: Any = _ops.fp8_cast_blocks if _is_observed(x) else cast_blocks
+        run: Any = _ops.fp8_cast_blocks if is_observed(x) else cast_blocks
         data, scale, turned, turned_scale = run(x, dtype, power_of_two, rows, columns)
         return (
             Codes(data, scale.t(), scaling) if rows else None,
             Codes(turned, turned_scale.t(), scaling) if columns else None,
         )
-    cast_one_scale: Any = _ops.fp8_cast_tensor if _is_observed(x) else cast_tensor
+    cast_one_scale: Any = _ops.fp8_cast_tensor if is_observed(x) else cast_tensor
     data, turned, scale = cast_one_scale(x, _absmax(x) if _is_traced() else None, dtype, rows, columns)
     return Codes(data, scale, scaling) if rows else None, Codes(turned, scale, scaling) if columns else None
 
 
+def _as_weight(x: Tensor, scaling: Scaling) -> Codes:
+    recipe, values = AS_WEIGHTS[scaling], x.float().contiguous()
+    parts = recipe.empty(tuple(x.shape), x.device)
+    if recipe.scales_whole_tensor:
+        recipe.rescale(parts, absmax([recipe], [values], x.device)[0], None, True)
+    encode([Encoding(recipe, parts, values)])
+    return Codes(parts["data"], parts["scale"], scaling, parts.get("tensor_scale"))
+
+
 def _rows(x: Tensor, dtype: torch.dtype) -> Codes:
-    run: Any = _cast_rows if _is_traced() else _ops.fp8_cast_rows if _is_observed(x) else cast_rows
+    run: Any = _cast_rows if _is_traced() else _ops.fp8_cast_rows if is_observed(x) else cast_rows
     data, scale = run(x, dtype)
     return Codes(data, scale, "row")
 
 
-def transposed(codes: Codes) -> Codes:
-    """The same values, hence without rounding. Of one scale, or of tiles."""
+def transposed(codes: Codes, after: Tensor | None = None) -> Codes:
+    """The same values. Of one scale, or of tiles: without rounding; of MXFP8: see :class:`MXFP8BlockScaling`.
+
+    ``after``: a tensor that exists before. Without one, compilers may transpose weights in forward and keep the copies.
+    """
+    if codes.scaling == "mxfp8":
+        return _as_weight(codes.values().t(), codes.scaling)
     if codes.scaling not in ("tensor", "tile"):
         raise ValueError(f"codes with scales per {codes.scaling} have other scales when they are transposed")
     scale = codes.scale if codes.scaling == "tensor" else codes.scale.t().contiguous()
-    data = (_ops.fp8_transpose if _is_observed(codes.data) else transpose)(codes.data)
+    data = (_ops.fp8_transpose if is_observed(codes.data) else transpose)(codes.data, after)
     return Codes(data, scale, codes.scaling)
 
 
 _MODES = torch._C._TorchDispatchModeKey
 
 
-def _is_observed(x: Tensor) -> bool:
+def is_observed(x: Tensor) -> bool:
     """Whether something looks on that must see an operator: a compiler, a dispatch mode, a subclass."""
     return type(x) is not Tensor or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
@@ -249,8 +280,8 @@ def cast_blocks(
     return data, scale, turned, turned_scale
 
 
-def transpose(codes: Tensor) -> Tensor:
-    """A contiguous transpose of a contiguous matrix in FP8."""
+def transpose(codes: Tensor, after: Tensor | None = None) -> Tensor:
+    """A contiguous transpose of a contiguous matrix in FP8. ``after``: see :func:`transposed`."""
     engine = _engine_for(codes, codes.dtype)
     if engine is None or not codes.is_contiguous():
         return codes.t().contiguous()
@@ -302,7 +333,7 @@ def _fake_blocks(
     )
 
 
-def _fake_transpose(codes: Tensor) -> Tensor:
+def _fake_transpose(codes: Tensor, after: Tensor | None = None) -> Tensor:
     m, n = codes.shape
     return _room(codes, (n, m), codes.dtype)
 
@@ -319,4 +350,4 @@ _define(
     cast_blocks,
     _fake_blocks,
 )
-_define("fp8_transpose(Tensor codes) -> Tensor", transpose, _fake_transpose)
+_define("fp8_transpose(Tensor codes, Tensor? after=None) -> Tensor", transpose, _fake_transpose)

@@ -69,7 +69,7 @@ def _runs(x: Tensor, weight: QuantizedTensor) -> bool:
 
 def obstacle(product: Product, recipe: Recipe, device: torch.device, weight: tuple[int, ...]) -> str | None:
     """Why a product with experts' weights of this shape does not run in FP8, or None."""
-    if recipe.products is None or not recipe.scales_whole_tensor:
+    if recipe.products is None or recipe.products.scaling not in ("tensor", "row"):
         return "experts' products in FP8 need a recipe with one scale per weight"
     if product == "weight gradient":
         return "experts have weight gradients in BF16"
@@ -131,7 +131,7 @@ class _Grouped(torch.autograd.Function):
             rows = casts.cast(gradient, torch.float8_e4m3fn, "row", False)
             matrices, scale = _matrices(weight)
             turned = torch.stack(
-                [casts.transposed(Codes(matrix, scale, "tensor")).data for matrix in matrices.unbind()]
+                [casts.transposed(Codes(matrix, scale, "tensor"), after=gradient).data for matrix in matrices.unbind()]
             )
             of_x = _product(rows, turned, scale, offsets)
         if ctx.needs_input_grad[1]:

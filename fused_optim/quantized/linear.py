@@ -18,6 +18,7 @@ from fused_optim.quantized import casts, products
 from fused_optim.quantized.casts import Codes
 from fused_optim.quantized.products import Plan
 from fused_optim.quantized.recipes import ProductFormat
+from fused_optim.quantized.shared_casts import cast_activations
 from fused_optim.quantized.tensor import Args, Kwargs, QuantizedTensor, implements
 
 
@@ -54,7 +55,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if torch.is_grad_enabled():
         out: Tensor = _Linear.apply(x, weight, bias, plan)  # type: ignore[no-untyped-call]
         return out
-    out, _ = _forward(_matrix(x), weight, bias, plan, False)
+    out, _ = _forward(x, weight, bias, plan, False)
     return _shaped(out, (*x.shape[:-1], weight.shape[0]))
 
 
@@ -93,36 +94,22 @@ def _plan(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Plan | Non
 def _forward(
     x: Tensor, weight: QuantizedTensor, bias: Tensor | None, plan: Plan, keep: bool
 ) -> tuple[Tensor, Codes | None]:
-    """The output, and what weight gradients in FP8 will take of ``x``, a matrix.
+    """The output, a matrix, and what weight gradients in FP8 will take of ``x``: the codes of its transpose.
 
-    With one scale these are its own codes, transposed when they are needed. Rows and blocks of the transpose have other
-    scales, so it is cast now.
+    Both are cast at once: a transpose of the codes, later on, would read them and write as much.
     """
     format = _format(weight)
     keep = keep and plan.weight_gradient
-    if format.scaling == "tensor":
-        codes = casts.cast(x, torch.float8_e4m3fn, "tensor", False) if plan.output or keep else None
-        kept = codes
-    else:
-        codes, kept = casts.cast_both(
-            x, torch.float8_e4m3fn, format.scaling, format.power_of_two, rows=plan.output, columns=keep
-        )
-    if plan.output:
-        assert codes is not None
-        out = products.output(codes, weight, bias)
-    else:
-        out = nn.functional.linear(x, weight.dequantize(), bias)
-    return out, kept if keep else None
+    codes, kept = cast_activations(x, format, rows=plan.output, columns=keep)
+    if codes is None:
+        return nn.functional.linear(casts.matrix_of(x), weight.dequantize(), bias), kept
+    return products.output(codes, weight, bias), kept
 
 
 def _format(weight: QuantizedTensor) -> ProductFormat:
     format = weight.recipe.products
     assert format is not None
     return format
-
-
-def _matrix(x: Tensor) -> Tensor:
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 def _shaped(matrix: Tensor, shape: Sequence[int]) -> Tensor:
@@ -134,10 +121,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: QuantizedTensor, bias: Tensor | None, plan: Plan) -> Tensor:
         need_x, need_weight, _, _ = ctx.needs_input_grad
-        matrix = _matrix(x)
-        out, kept = _forward(matrix, weight, bias, plan, need_weight)
+        out, kept = _forward(x, weight, bias, plan, need_weight)
         ctx.plan, ctx.shape, ctx.kept = plan, x.shape, kept is not None
-        activations = () if not need_weight else (matrix,) if kept is None else (kept.data, kept.scale)
+        activations = () if not need_weight else (casts.matrix_of(x),) if kept is None else (kept.data, kept.scale)
         ctx.save_for_backward(weight if need_x or need_weight else None, *activations)
         return _shaped(out, (*x.shape[:-1], out.shape[1]))
 
@@ -146,7 +132,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
         weight, *activations = ctx.saved_tensors
-        gradient = _matrix(gradient).contiguous()
+        gradient = casts.matrix_of(gradient).contiguous()
         format = _format(weight)
         rows, columns = None, None
         fp8_x, fp8_weight = need_x and ctx.plan.input_gradient, need_weight and ctx.kept
@@ -163,13 +149,8 @@ class _Linear(torch.autograd.Function):
                 of_weight = gradient.t() @ activations[0]
             else:
                 data, scale = activations
-                of_weight = products.weight_gradient(columns, _transposed(Codes(data, scale, format.scaling)))
+                of_weight = products.weight_gradient(columns, Codes(data, scale, format.scaling))
         return of_x, of_weight, gradient.sum(0) if need_bias else None, None
-
-
-def _transposed(kept: Codes) -> Codes:
-    """What :func:`_forward` has kept, as weight gradients take it."""
-    return casts.transposed(kept) if kept.scaling == "tensor" else kept
 
 
 # --- tensor parallelism -----------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@
     input gradient = dy @ weight    gradients E5M2 or E4M3; the weight's own codes, transposed
     weight gradient = dy.t() @ x    both transposed
 
-Which of them run in FP8 is decided one by one (:func:`obstacle`); the others decode the weight, or stay in BF16. CPUs
-compute the same products of the same codes in FP32.
+With ``compute="fp4"`` the first one in FP4. Which of them run so is decided one by one (:func:`obstacle`); the others
+decode the weight, or stay in BF16. CPUs compute the same products of the same codes in FP32.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
-from fused_optim.quantized import casts
+from fused_optim.quantized import casts, microscaling
 from fused_optim.quantized.casts import BLOCK, Codes
-from fused_optim.quantized.recipes import ProductFormat, Recipe
+from fused_optim.quantized.recipes import ProductFormat, Recipe, Scaling
 from fused_optim.quantized.tensor import QuantizedTensor
 
 Product = Literal["output", "input gradient", "weight gradient"]
@@ -27,6 +27,30 @@ PRODUCTS: tuple[Product, ...] = ("output", "input gradient", "weight gradient")
 ALIGNMENT = 16  # of all sizes of FP8 products, but for the rows of the first matrix
 
 _BLOCKS = {"block": ScalingType.BlockWise1x128, "tile": ScalingType.BlockWise128x128}
+
+
+class Needs(NamedTuple):
+    """What products with scales of a kind need.
+
+    ``summed``: of the size that is summed over, a multiple; ``rows``: of the rows of activations. ``lowest``,
+    ``below``: the compute capabilities, which ``name`` and ``capability`` tell of.
+    """
+
+    name: str = "FP8 products"
+    capability: str = "8.9"
+    lowest: tuple[int, int] = (8, 9)
+    below: tuple[int, int] = (1000, 0)
+    summed: int = ALIGNMENT
+    rows: int = 1
+
+
+NEEDS: dict[Scaling, Needs] = {
+    "tensor": Needs(),
+    "row": Needs(),
+    "block": Needs("products of blocks", "9.x", (9, 0), (10, 0), summed=BLOCK, rows=4),
+    "mxfp8": Needs("products in MXFP8", "10.x", (10, 0), (11, 0), summed=32),
+    "nvfp4": Needs("products in NVFP4", "10.x", (10, 0), (11, 0), summed=32),
+}
 
 
 class Plan(NamedTuple):
@@ -51,24 +75,21 @@ def device_obstacle(device: torch.device, format: ProductFormat) -> str | None:
         return None
     if device.type != "cuda":
         return f"no FP8 products on {device.type}"
-    capability = _capability(device)
-    if format.scaling == "block" and capability[0] != 9:
-        return f"products of blocks need compute capability 9.x, this GPU has {capability[0]}.{capability[1]}"
-    if capability < (8, 9):
-        return f"FP8 products need compute capability 8.9, this GPU has {capability[0]}.{capability[1]}"
-    return None
+    needs, capability = NEEDS[format.scaling], _capability(device)
+    if needs.lowest <= capability < needs.below:
+        return None
+    has = f"this GPU has {capability[0]}.{capability[1]}"
+    return f"{needs.name} need compute capability {needs.capability}, {has}"
 
 
 def obstacle(product: Product, recipe: Recipe, rows: int, weight: tuple[int, ...]) -> str | None:
     """Why a product of so many rows of activations with a weight of this shape does not run in FP8, or None."""
     if recipe.products is None:
         return "the recipe decodes"
-    return _obstacle(product, recipe.products, recipe.tile, rows, weight)
+    return _obstacle(product, recipe.products, rows, weight)
 
 
-def _obstacle(
-    product: Product, format: ProductFormat, tile: tuple[int, int] | None, rows: int, weight: tuple[int, ...]
-) -> str | None:
+def _obstacle(product: Product, format: ProductFormat, rows: int, weight: tuple[int, ...]) -> str | None:
     if len(weight) != 2:
         return "the weight is no matrix"
     outputs, inputs = weight
@@ -77,15 +98,16 @@ def _obstacle(
         if not format.weight_gradients:
             return "the recipe has weight gradients in BF16"
         sizes["rows"] = rows
-    if product == "input gradient" and format.scaling == "block" and tile == (1, BLOCK):
-        return "blocks of (1, 128) cannot be transposed"
-    blocked = {"output": "in_features", "input gradient": "out_features", "weight gradient": "rows"}[product]
+    if product == "input gradient" and format.no_input_gradients is not None:
+        return format.no_input_gradients
+    needs = NEEDS[format.scaling]
+    summed = {"output": "in_features", "input gradient": "out_features", "weight gradient": "rows"}[product]
     for name, size in sizes.items():
-        multiple = BLOCK if format.scaling == "block" and name == blocked else ALIGNMENT
+        multiple = needs.summed if name == summed else ALIGNMENT
         if size % multiple:
             return f"{name} = {size} is no multiple of {multiple}"
-    if format.scaling == "block" and rows % 4:
-        return f"rows = {rows} is no multiple of 4"
+    if rows % needs.rows:
+        return f"rows = {rows} is no multiple of {needs.rows}"
     return None
 
 
@@ -98,15 +120,13 @@ def plan(recipe: Recipe, device: torch.device, rows: int, weight: tuple[int, ...
     if recipe.products is None:
         return Plan(False, False, False)
     find = _known_plan if type(rows) is int else _plan  # compilers have rows whose number is not known
-    return find(recipe.products, recipe.tile, device, rows, weight)
+    return find(recipe.products, device, rows, weight)
 
 
-def _plan(
-    format: ProductFormat, tile: tuple[int, int] | None, device: torch.device, rows: int, weight: tuple[int, ...]
-) -> Plan:
+def _plan(format: ProductFormat, device: torch.device, rows: int, weight: tuple[int, ...]) -> Plan:
     if device_obstacle(device, format) is not None:
         return Plan(False, False, False)
-    return Plan(*(_obstacle(product, format, tile, rows, weight) is None for product in PRODUCTS))
+    return Plan(*(_obstacle(product, format, rows, weight) is None for product in PRODUCTS))
 
 
 _known_plan = functools.lru_cache(maxsize=4096)(_plan)
@@ -130,8 +150,8 @@ def product(a: Codes, b: Codes, *, bias: Tensor | None = None, fast: bool = Fals
     """
     if a.data.device.type == "cpu":
         return _emulated(a, b, bias)
-    if a.scaling in _BLOCKS or b.scaling in _BLOCKS:
-        out = _product_of_blocks(a, b)
+    if a.scaling not in ("tensor", "row"):
+        out = microscaling.product(a, b) if a.scaling in casts.AS_WEIGHTS else _product_of_blocks(a, b)
         return out if bias is None else out.add_(bias)
     scale_a, scale_b = _alike(a, b)
     return torch._scaled_mm(
@@ -176,24 +196,34 @@ def _scale_operand(codes: Codes) -> Tensor:
 
 # --- products with a weight -------------------------------------------------------------------------------------
 
+# What scales a weight has, by how many of its rows and columns share one.
+_KINDS: dict[tuple[int, int] | None, Scaling] = {
+    None: "tensor",
+    (BLOCK, BLOCK): "tile",
+    (1, BLOCK): "block",
+    (1, 32): "mxfp8",
+    (1, 16): "nvfp4",
+}
+
 
 def weight_codes(weight: QuantizedTensor) -> Codes:
     """The codes of a weight, whether or not it is a transposed view: rows are outputs. No copy."""
     weight.check_not_freed()
-    data = weight.components["data"].view(torch.float8_e4m3fn)
-    if weight.recipe.scales_whole_tensor:
-        return Codes(data, weight.components["tensor_scale"], "tensor")
-    if weight.recipe.tile == (BLOCK, BLOCK):
-        return Codes(data, weight.components["scale"], "tile")
-    return Codes(data, weight.components["scale"].t().contiguous().t(), "block")
+    parts, kind = weight.components, _KINDS[weight.recipe.tile]
+    if kind in casts.AS_WEIGHTS:
+        return Codes(parts["data"], parts["scale"], kind, parts.get("tensor_scale"))
+    data = parts["data"].view(torch.float8_e4m3fn)
+    if kind == "tensor":
+        return Codes(data, parts["tensor_scale"], kind)
+    return Codes(data, parts["scale"] if kind == "tile" else parts["scale"].t().contiguous().t(), kind)
 
 
 def output(codes: Codes, weight: QuantizedTensor, bias: Tensor | None = None) -> Tensor:
-    return product(codes, weight_codes(weight), bias=bias, fast=codes.scaling != "block")
+    return product(codes, weight_codes(weight), bias=bias, fast=codes.scaling in ("tensor", "row"))
 
 
 def input_gradient(gradient: Codes, weight: QuantizedTensor) -> Tensor:
-    return product(gradient, casts.transposed(weight_codes(weight)))
+    return product(gradient, casts.transposed(weight_codes(weight), after=gradient.data))
 
 
 def weight_gradient(gradient: Codes, activations: Codes) -> Tensor:

@@ -22,10 +22,11 @@ from fused_optim.quantized import elements
 
 Components = dict[str, Tensor]
 Compute = Literal["dequantize", "fp8"]
+Compute4 = Literal["dequantize", "fp4"]
 ActivationScaling = Literal["tensor", "row"]
 GradientFormat = Literal["e4m3", "e5m2"]
 WeightGradients = Literal["fp8", "bf16"]
-Scaling = Literal["tensor", "row", "block", "tile"]
+Scaling = Literal["tensor", "row", "block", "tile", "mxfp8", "nvfp4"]
 Float8Format = Literal["e4m3", "hybrid"]
 AmaxAlgorithm = Literal["max", "most_recent"]
 
@@ -75,17 +76,19 @@ class KernelFormat:
 
 @dataclass(frozen=True)
 class ProductFormat:
-    """How products with a weight are computed in FP8.
+    """How products with a weight are computed in FP8, or FP4.
 
-    ``scaling``: of activations and gradients: one scale, one per row, or one per 128 elements of a row. ``gradients``:
-    their float8 dtype; activations are E4M3. ``weight_gradients``: whether these are products in FP8, too.
-    ``power_of_two``: scales of blocks are powers of two, rounded up.
+    ``scaling``: of activations and gradients: one scale, one per row, one per 128 elements of a row, or as weights have
+    them in MXFP8 and NVFP4. ``gradients``: their float8 dtype; activations are E4M3, or as such weights are.
+    ``weight_gradients``: whether these are products in FP8, too. ``power_of_two``: scales of blocks are powers of two,
+    rounded up. ``no_input_gradients``: why these are products of decoded weights, where they are.
     """
 
     scaling: Scaling
     gradients: torch.dtype
     weight_gradients: bool
     power_of_two: bool = False
+    no_input_gradients: str | None = None
 
 
 def as_matrix(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
@@ -278,13 +281,19 @@ class Float8Recipe(Recipe):
         if self.weight_gradients is not None:
             _check_choice("weight_gradients", self.weight_gradients, WeightGradients)
 
-    def _products(self, scaling: Scaling, power_of_two: bool = False) -> ProductFormat | None:
+    def _products(
+        self, scaling: Scaling, power_of_two: bool = False, no_input_gradients: str | None = None
+    ) -> ProductFormat | None:
         if self.compute != "fp8":
             return None
         gradients = self.gradient_format or ("e5m2" if scaling == "tensor" else "e4m3")
         weight_gradients = self.weight_gradients or ("bf16" if scaling == "row" else "fp8")
         dtype = torch.float8_e5m2 if gradients == "e5m2" else torch.float8_e4m3fn
-        return ProductFormat(scaling, dtype, weight_gradients == "fp8", power_of_two)
+        return ProductFormat(scaling, dtype, weight_gradients == "fp8", power_of_two, no_input_gradients)
+
+    def _check_e4m3_gradients(self) -> None:
+        if self.gradient_format == "e5m2":
+            raise ValueError("gradient_format: products of blocks take 'e4m3' alone, got 'e5m2'")
 
 
 @dataclass(frozen=True)
@@ -412,8 +421,7 @@ class Float8BlockScaling(Float8Recipe):
         if tuple(self.block) not in ((128, 128), (1, 128)):
             raise ValueError(f"block: expected (128, 128) or (1, 128), got {self.block}")
         object.__setattr__(self, "block", tuple(self.block))  # configurations have lists, which cannot be hashed
-        if self.gradient_format == "e5m2":
-            raise ValueError("gradient_format: products of blocks take 'e4m3' alone, got 'e5m2'")
+        self._check_e4m3_gradients()
 
     @functools.cached_property
     def components(self) -> tuple[Component, ...]:
@@ -422,7 +430,8 @@ class Float8BlockScaling(Float8Recipe):
 
     @functools.cached_property
     def products(self) -> ProductFormat | None:
-        return self._products("block", self.power_of_two)
+        why = "blocks of (1, 128) cannot be transposed" if self.block[0] == 1 else None
+        return self._products("block", self.power_of_two, why)
 
     @functools.cached_property
     def kernel(self) -> KernelFormat | None:
@@ -467,17 +476,29 @@ class Float8BlockScaling(Float8Recipe):
 
 
 @dataclass(frozen=True)
-class MXFP8BlockScaling(Recipe):
+class MXFP8BlockScaling(Float8Recipe):
     """float8_e4m3fn with one E8M0 scale per 32 elements of a row (OCP Microscaling Formats specification 1.0).
 
     Args:
         round_up: True for the smallest power of two with which no element saturates, as TransformerEngine and NVIDIA's
             recipes have it; False for the specification's scale, ``2 ** (floor(log2(absmax)) - 8)``, with which the
             largest elements of a block may. Weights that were saved with either keep their bytes when they are loaded.
+
+    With ``compute="fp8"`` activations and gradients are MXFP8, too, rounded up; scaled along what each product sums
+    over. For input gradients the weight's codes get scales along its other dim, which are powers of two as well: that
+    changes none but elements below 2 ** -13 of the largest of their new block, by at most 2 ** -17 of it.
     """
 
     round_up: bool = True
     components: ClassVar[tuple[Component, ...]] = (_FLOAT8_DATA, Component("scale", torch.uint8, (1, 32)))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_e4m3_gradients()
+
+    @functools.cached_property
+    def products(self) -> ProductFormat | None:
+        return self._products("mxfp8")
 
     @functools.cached_property
     def kernel(self) -> KernelFormat:
@@ -513,7 +534,13 @@ class NVFP4BlockScaling(Recipe):
 
     Two elements share a byte, the first in its low half, as in ``torch.float4_e2m1fn_x2``. Rows need an even number of
     elements.
+
+    Args:
+        compute: ``"dequantize"``, or ``"fp4"`` for outputs from activations in NVFP4, too, where the GPU can; gradients
+            are those of decoded weights and of activations in BF16. No part of the format.
     """
+
+    compute: Compute4 = field(default="dequantize", compare=False, kw_only=True)
 
     components: ClassVar[tuple[Component, ...]] = (
         Component("data", torch.uint8, (1, 2)),
@@ -521,6 +548,15 @@ class NVFP4BlockScaling(Recipe):
         _TENSOR_SCALE,
     )
     scales_whole_tensor: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_choice("compute", self.compute, Compute4)
+
+    @functools.cached_property
+    def products(self) -> ProductFormat | None:
+        if self.compute != "fp4":
+            return None
+        return ProductFormat("nvfp4", torch.bfloat16, False, no_input_gradients="FP4 rounds gradients too coarsely")
 
     @functools.cached_property
     def kernel(self) -> KernelFormat:

@@ -16,12 +16,15 @@ from fused_optim import FusedAdam
 from fused_optim.quantized import (
     Float8BlockScaling,
     Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
     QuantizedTensor,
     Recipe,
     casts,
     elements,
     products,
     quantize_model_,
+    shared_casts,
 )
 from fused_optim.quantized.linear import QuantizedLinear
 from product_cases import RECIPES, Reference, code_error, decoded_recipe, layer_of, matrix, results, rounded, sums
@@ -140,7 +143,7 @@ def test_products_of_codes_and_of_values(name: str, recipe: Recipe, bias: bool, 
     )
     adding_up = 2.0**-10 if fp8_device == "cuda" else 2.0**-20  # FP8 products may be added up with 14 bits
     for key, exact in of_codes.items():
-        if name == "block (1, 128)" and key == "input":
+        if recipe.products.no_input_gradients and key == "input":
             adding_up = 2.0**-8  # decoded weights are rounded to BF16
         assert found[key].dtype == torch.bfloat16
         arithmetic = 2.0**-8 * exact.abs() + adding_up * magnitudes[key]
@@ -158,7 +161,7 @@ def test_products_are_in_fp8(name: str, recipe: Recipe, fp8_device: str) -> None
     found, others = results(layer, x, gradient), results(decoded, x, gradient)
     exact = Reference(layer, recipe, x, gradient).of_codes()
     plan = products.plan(recipe, torch.device(fp8_device, 0), 256, (128, 256))
-    assert plan == (True, name != "block (1, 128)", name != "row")
+    assert plan == (True, name not in ("block (1, 128)", "nvfp4"), name not in ("row", "nvfp4"))
     for key, in_fp8 in zip(exact, plan, strict=True):
         errors = [(each[key].double() - exact[key]).norm() for each in (found, others)]
         assert errors[0] < 0.2 * errors[1] if in_fp8 else torch.equal(found[key], others[key]), key
@@ -195,13 +198,17 @@ def test_activations_that_are_not_contiguous(fp8_device: str) -> None:
     ("block", (128, 144, 256), (False, True, True)),
     ("block", (64, 144, 256), (False, True, False)),
     ("block", (2, 128, 256), (False, False, False)),
+    ("mxfp8", (32, 64, 96), (True, True, True)),
+    ("mxfp8", (16, 64, 48), (True, False, False)),
+    ("mxfp8", (32, 80, 64), (False, True, True)),
+    ("nvfp4", (7, 64, 48), (True, False, False)),
+    ("nvfp4", (32, 48, 64), (False, False, False)),
 ])  # fmt: skip
 def test_sizes_that_fp8_refuses_are_decoded(
-    name: str, sizes: tuple[int, int, int], expected: tuple[bool, ...], fp8_device: str
+    name: str, recipe: Recipe, sizes: tuple[int, int, int], expected: tuple[bool, ...], fp8_device: str
 ) -> None:
     """Product by product."""
     rows, inputs, outputs = sizes
-    recipe = RECIPES[name]
     assert products.plan(recipe, torch.device(fp8_device, 0), rows, (outputs, inputs)) == expected
     for product, runs in zip(products.PRODUCTS, expected, strict=True):
         assert (products.obstacle(product, recipe, rows, (outputs, inputs)) is None) == runs
@@ -220,6 +227,7 @@ def test_obstacles_are_named() -> None:
     assert products.obstacle("weight gradient", recipe, 100, (256, 256)) == "rows = 100 is no multiple of 128"
     assert "BF16" in products.obstacle("weight gradient", RECIPES["row"], 128, (256, 256))
     assert "transposed" in products.obstacle("input gradient", RECIPES["block (1, 128)"], 128, (256, 256))
+    assert "FP4" in products.obstacle("input gradient", RECIPES["nvfp4"], 128, (256, 256))
     assert products.obstacle("output", Float8CurrentScaling(), 128, (256, 256)) == "the recipe decodes"
 
 
@@ -263,12 +271,78 @@ def saved_bytes(layer: nn.Module, x: Tensor) -> dict[torch.dtype, int]:
 @EACH
 def test_what_is_saved_for_backward_is_fp8(name: str, recipe: Recipe, fp8_device: str) -> None:
     layer, x = layer_of(recipe, fp8_device), matrix(256, 256).to(fp8_device)
-    if name == "row":
+    if name in ("row", "nvfp4"):
         assert saved_bytes(layer, x) == {torch.bfloat16: 2 * x.numel()}
+        return
+    if name == "mxfp8":
+        assert saved_bytes(layer, x) == {torch.uint8: x.numel() + x.numel() // 32}
         return
     scale = 4 * {"tensor": 1, "delayed": 1, "row": 256, "block": 2 * 256}[name.split(",")[0].split(" ")[0]]
     assert saved_bytes(layer, x) == {torch.float8_e4m3fn: x.numel(), torch.float32: scale}
     assert saved_bytes(layer.requires_grad_(False), x.requires_grad_()) == {}
+
+
+class Casts:
+    """Counts the casts of activations and gradients."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        cast_both = casts.cast_both
+
+        def counting(*args: object, **kwargs: object) -> object:
+            self.count += 1
+            return cast_both(*args, **kwargs)
+
+        monkeypatch.setattr(casts, "cast_both", counting)
+
+    def of(self, run: Callable[[], object]) -> int:
+        before = self.count
+        run()
+        return self.count - before
+
+
+@pytest.mark.parametrize("shape", [(128, 256), (2, 64, 256)])
+@pytest.mark.parametrize("name", ["tensor", "row", "block"])
+def test_layers_share_the_codes_of_their_input(
+    name: str, recipe: Recipe, shape: tuple[int, ...], fp8_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as it is the same: with the same bits as apart."""
+    first, second = layer_of(recipe, fp8_device), layer_of(recipe, fp8_device)
+    leaf = matrix(128, 256).view(shape).to(fp8_device).requires_grad_()
+    gradient = matrix(128, 128, seed=2).view(*shape[:-1], 128).to(fp8_device)
+    expected = results(first, 2 * leaf.detach().view(128, 256), gradient.view(128, 128))
+    counter = Casts(monkeypatch)
+    x = 2 * leaf
+    assert counter.of(lambda: [first(x), second(x)]) == 1
+    (first(x) + second(x)).backward(gradient)
+    for layer in (first, second):
+        assert torch.equal(layer.weight.grad.cpu(), expected["weight"])
+    x = 2 * leaf
+    assert counter.of(lambda: [first(x), first(2 * leaf)]) == 2
+    first(x)
+    with torch.no_grad():
+        x *= 2
+    changed = results(second, 4 * leaf.detach(), gradient)
+    assert torch.equal(second(x).detach().cpu(), changed["output"])
+    assert counter.of(lambda: [first(leaf), first(leaf)]) == 2  # someone else's, who may write into it unseen
+
+
+def test_shared_codes_are_freed_with_their_input() -> None:
+    layer = layer_of(RECIPES["tensor"], "cpu")
+    x = 2 * matrix(128, 256).requires_grad_()
+    out = layer(x)
+    assert shared_casts._last is not None and shared_casts._last.of() is x
+    del x
+    assert shared_casts._last is None
+    out.sum().backward()
+
+
+def test_layers_that_want_other_codes_cast_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frozen layer needs none of the transpose, and other recipes have other scales."""
+    frozen, trained, other = (layer_of(RECIPES[name], "cpu") for name in ("tensor", "tensor", "block"))
+    frozen.requires_grad_(False)
+    x, counter = 2 * matrix(128, 256).requires_grad_(), Casts(monkeypatch)
+    assert counter.of(lambda: [layer(x) for layer in (frozen, trained, frozen, other, trained)]) == 4
 
 
 class Perceptron(nn.Module):
@@ -454,15 +528,18 @@ def test_recipes_with_other_products_are_equal_and_saved_with_them() -> None:
     ({"weight_gradients": "fp32"}, "weight_gradients: expected 'fp8' or 'bf16', got 'fp32'"),
 ])  # fmt: skip
 def test_options_are_checked(options: dict[str, str], message: str) -> None:
-    for kind in (Float8CurrentScaling, Float8BlockScaling):
+    for kind in (Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling):
         with pytest.raises(ValueError, match=message):
             kind(**options)
+    with pytest.raises(ValueError, match="compute: expected 'dequantize' or 'fp4', got 'fp8'"):
+        NVFP4BlockScaling(compute="fp8")
 
 
 def test_gradients_of_blocks_are_e4m3() -> None:
     assert Float8BlockScaling(compute="fp8", gradient_format="e4m3").products.gradients == torch.float8_e4m3fn
-    with pytest.raises(ValueError, match="products of blocks take 'e4m3' alone, got 'e5m2'"):
-        Float8BlockScaling(compute="fp8", gradient_format="e5m2")
+    for kind in (Float8BlockScaling, MXFP8BlockScaling):
+        with pytest.raises(ValueError, match="products of blocks take 'e4m3' alone, got 'e5m2'"):
+            kind(compute="fp8", gradient_format="e5m2")
 
 
 def test_elements_of_weights_are_those_of_activations() -> None:

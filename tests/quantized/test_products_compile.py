@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -96,6 +97,26 @@ def test_operators_in_graphs(name: str) -> None:
     results(model, matrix(128, 128), matrix(128, 128, 2))
     cast = "fused_optim.fp8_cast_tensor.default" if name == "tensor" else "fused_optim.fp8_cast_blocks.default"
     assert seen == {cast, "fused_optim.fp8_transpose.default"}
+
+
+@pytest.mark.parametrize("name", ["tensor", "row", "block"])
+def test_graphs_keep_no_transposed_weights(name: str) -> None:
+    """Forward would make them just as well, and keep those of all layers, which FSDP2 cannot free, for backward."""
+    made: list[list[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        transposes = graph.graph.find_nodes(op="call_function", target=torch.ops.fused_optim.fp8_transpose.default)
+        made.append([str(tuple(node.args[0].meta["val"].shape)) for node in transposes])
+        return graph
+
+    model = model_of(name, "cpu")
+    partition = min_cut_rematerialization_partition  # which inductor takes
+    backend = aot_autograd(fw_compiler=backend, bw_compiler=backend, partition_fn=partition)
+    model[0].compile(backend=backend, fullgraph=True)
+    results(model, matrix(384, 128), matrix(384, 128, 2))
+    weights = {"(256, 128)", "(128, 256)"}
+    forward, backward = made
+    assert not weights & set(forward) and weights <= set(backward)
 
 
 def test_checkpoints_within_graphs() -> None:

@@ -92,8 +92,11 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # and how many input
 }
 
 
+NAMES = ["tensor", "row", "row, FP8 weight gradients", "block", "block (1, 128)"]
+
+
 @pytest.mark.parametrize("rows", [128, 48, 50])
-@pytest.mark.parametrize("name", ["tensor", "row", "row, FP8 weight gradients", "block", "block (1, 128)"])
+@pytest.mark.parametrize("name", [*NAMES, "mxfp8", "nvfp4"])
 def test_what_is_predicted_runs(name: str, rows: int) -> None:
     refused = set()
     for kind, (build, inputs) in LAYERS.items():
@@ -141,11 +144,13 @@ def test_gpus_without_such_products_are_named(monkeypatch: pytest.MonkeyPatch) -
     capability = {"cuda:0": (8, 0), "cuda:1": (9, 0), "cuda:2": (10, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[str(device)])
     products._capability.cache_clear()
-    for name, working in {"tensor": {1, 2}, "block": {1}}.items():
+    for name, working in {"tensor": {1, 2}, "block": {1}, "mxfp8": {2}, "nvfp4": {2}}.items():
         format = RECIPES[name].products
         assert format is not None
         obstacles = [products.device_obstacle(torch.device("cuda", i), format) for i in range(3)]
         assert {i for i, why in enumerate(obstacles) if why is None} == working
+    why = products.device_obstacle(torch.device("cuda", 1), RECIPES["mxfp8"].products)
+    assert why == "products in MXFP8 need compute capability 10.x, this GPU has 9.0"
     shape = (2, 128, 128)
     experts = [grouped.obstacle("output", RECIPES["row"], torch.device("cuda", i), shape) for i in range(3)]
     assert [why is None for why in experts] == [False, True, False]

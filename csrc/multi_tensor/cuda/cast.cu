@@ -95,6 +95,11 @@ struct TurnedTile {
     }
 };
 
+// The number of this thread block's part of the matrix.
+__device__ __forceinline__ uint32_t block_number(const Cast& cast) {
+    return cast.backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+}
+
 // Where a tile lies, and this thread in it.
 struct Place {
     uint64_t row;     // of the tile
@@ -103,9 +108,9 @@ struct Place {
     uint32_t group;   // of rows of the tile: its first row / 4
 
     __device__ __forceinline__ explicit Place(const Cast& cast) {
-        const uint32_t across = static_cast<uint32_t>(ceil_divide(cast.columns, kTileSize));
-        row = uint64_t{blockIdx.x / across} * kTileSize;
-        column = uint64_t{blockIdx.x % across} * kTileSize;
+        const uint32_t across = static_cast<uint32_t>(ceil_divide(cast.columns, kTileSize)), tile = block_number(cast);
+        row = uint64_t{tile / across} * kTileSize;
+        column = uint64_t{tile % across} * kTileSize;
         lane = threadIdx.x % kLanesPerRow;
         group = threadIdx.x / kLanesPerRow;
     }
@@ -347,7 +352,7 @@ __device__ __forceinline__ uint4 packet_at(const Cast& cast, uint64_t packet) {
 // `absmax` is zero before. Magnitudes compare as their bits do, so the order of the maxima does not matter.
 __global__ void __launch_bounds__(kThreads) measure(const __grid_constant__ Cast cast) {
     const uint64_t count = cast.rows * cast.columns / kPacket;
-    const uint64_t first = uint64_t{blockIdx.x} * (kThreads * kAbsmaxLoads) + threadIdx.x;
+    const uint64_t first = uint64_t{block_number(cast)} * (kThreads * kAbsmaxLoads) + threadIdx.x;
     uint4 packets[kAbsmaxLoads];
 #pragma unroll
     for (uint32_t k = 0; k < kAbsmaxLoads; ++k) {
@@ -364,7 +369,7 @@ __global__ void __launch_bounds__(kThreads) measure(const __grid_constant__ Cast
 template <CastFormat format>
 __global__ void __launch_bounds__(kThreads) cast_elements(const __grid_constant__ Cast cast) {
     const uint64_t count = cast.rows * cast.columns / kPacket;
-    const uint64_t first = uint64_t{blockIdx.x} * (kThreads * kAbsmaxLoads) + threadIdx.x;
+    const uint64_t first = uint64_t{block_number(cast)} * (kThreads * kAbsmaxLoads) + threadIdx.x;
     uint4 packets[kAbsmaxLoads];
 #pragma unroll
     for (uint32_t k = 0; k < kAbsmaxLoads; ++k) {
@@ -383,7 +388,8 @@ __global__ void __launch_bounds__(kThreads) cast_elements(const __grid_constant_
 template <CastFormat format>
 __global__ void __launch_bounds__(kThreads) cast_whole_rows(const __grid_constant__ Cast cast) {
     const uint32_t count = static_cast<uint32_t>(cast.columns / kPacket);
-    const uint64_t row = uint64_t{blockIdx.x} * count;
+    const uint32_t number = block_number(cast);
+    const uint64_t row = uint64_t{number} * count;
     uint4 packets[kRowLoads];
 #pragma unroll
     for (uint32_t k = 0; k < kRowLoads; ++k) {
@@ -398,7 +404,7 @@ __global__ void __launch_bounds__(kThreads) cast_whole_rows(const __grid_constan
     }
     const float scale = cast_scale<CastCodec<format>>(largest_of_block(absmax));
     const float inverse = 1.0f / scale;
-    if (threadIdx.x == 0) reinterpret_cast<float*>(cast.scale)[blockIdx.x] = scale;
+    if (threadIdx.x == 0) reinterpret_cast<float*>(cast.scale)[number] = scale;
     uint2* const codes = reinterpret_cast<uint2*>(cast.codes) + row;
 #pragma unroll
     for (uint32_t k = 0; k < kRowLoads; ++k) {
@@ -430,6 +436,12 @@ void launch(Kernel kernel, const char* name, uint64_t blocks, const Cast& cast, 
     check_cuda(cudaGetLastError(), name, device);
 }
 
+// What was written or read from its start on is read from its end on, which the L2 cache still has.
+Cast from_the_end(Cast cast) {
+    cast.backwards = true;
+    return cast;
+}
+
 uint64_t tiles(const Cast& cast) { return ceil_divide(cast.rows, kTileSize) * ceil_divide(cast.columns, kTileSize); }
 
 }  // namespace
@@ -453,22 +465,26 @@ void cast_tensor_cuda(const Cast& cast, CastFormat format, bool measured, int de
     if (!measured) {
         const auto absmax = reinterpret_cast<void*>(cast.absmax);
         check_cuda(cudaMemsetAsync(absmax, 0, sizeof(float), reinterpret_cast<cudaStream_t>(stream)), name, device);
-        launch(measure, name, units, cast, device, stream);
+        launch(measure, name, units, from_the_end(cast), device, stream);
     }
-    if (cast.transposed) return launch(FUSED_OPTIM_KERNEL(cast_tiles, format), name, tiles(cast), cast, device, stream);
-    launch(FUSED_OPTIM_KERNEL(cast_elements, format), name, units, cast, device, stream);
+    const Cast order = measured ? from_the_end(cast) : cast;
+    if (cast.transposed) {
+        return launch(FUSED_OPTIM_KERNEL(cast_tiles, format), name, tiles(cast), order, device, stream);
+    }
+    launch(FUSED_OPTIM_KERNEL(cast_elements, format), name, units, order, device, stream);
 }
 
 void cast_rows_cuda(const Cast& cast, CastFormat format, int device, uint64_t stream) {
     constexpr const char* name = "cast_rows";
     CudaDeviceGuard guard(name, device);
-    launch(FUSED_OPTIM_KERNEL(cast_whole_rows, format), name, cast.columns ? cast.rows : 0, cast, device, stream);
+    const uint64_t blocks = cast.columns ? cast.rows : 0;
+    launch(FUSED_OPTIM_KERNEL(cast_whole_rows, format), name, blocks, from_the_end(cast), device, stream);
 }
 
 void cast_blocks_cuda(const Cast& cast, CastFormat format, int device, uint64_t stream) {
     constexpr const char* name = "cast_blocks";
     CudaDeviceGuard guard(name, device);
-    launch(FUSED_OPTIM_KERNEL(cast_blocks, format), name, tiles(cast), cast, device, stream);
+    launch(FUSED_OPTIM_KERNEL(cast_blocks, format), name, tiles(cast), from_the_end(cast), device, stream);
 }
 
 void transpose_cuda(const Cast& cast, int device, uint64_t stream) {
