@@ -719,6 +719,7 @@ class FusedAdam(Optimizer):
 
         Raises before anything is changed for gradients that do not fit their parameters.
         """
+        copies.wait()
         parts = self._fitting_parts()
         plan = parts.plans[number]
         if not plan.refresh(self.store.grad_attribute):  # a parameter was moved to another device

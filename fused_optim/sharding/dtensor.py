@@ -257,12 +257,18 @@ class Geometry:
         if self.numel <= most:
             starts: Iterable[int] = (0,)
         elif not consecutive and (rows <= most or self.inner_local % block):
-            starts = range(0, self.numel, max(most // rows, 1) * rows)
+            starts = range(0, self.numel, _even_part(self.numel, most, rows))
         else:
-            step = max(most // _CUT, 1) * _CUT
+            step = _even_part(self.inner_local, most, _CUT)
             first = range(0, self.numel, self.inner_local)
             starts = (s for row in first for s in range(row, min(row + self.inner_local, self.numel), step))
         return [*starts, self.numel]
+
+
+def _even_part(length: int, most: int, unit: int) -> int:
+    """Of the fewest parts of up to ``most``, or one ``unit``: the size in whole units that makes them alike."""
+    parts = -(-length // (max(most // unit, 1) * unit))
+    return -(-length // (parts * unit)) * unit
 
 
 def shard_geometry(param: Tensor) -> Geometry:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import cases
 from distributed import assert_same
-from fused_optim import FusedAdam, copies
+from fused_optim import FusedAdam, copies, enable_gradient_release
 from fused_optim.checkpoint import PinnedStager, wait_for_copies
 from fused_optim.quantized import quantize_model_
 from native_cases import tensors_of, trained
@@ -142,6 +142,25 @@ def test_quantized_weights(recipe: str) -> None:
     copied = staged.result()["model"]["weight"].components
     assert_same({name: copied[name] for name in expected}, expected)
     assert any(not torch.equal(layer.weight.components[name].cpu(), value) for name, value in expected.items())
+
+
+def test_gradient_release_waits() -> None:
+    """Its updates are in the backward pass, on a stream of their own."""
+    layer = nn.Linear(256, 128, device=DEVICE, dtype=torch.bfloat16)
+    optimizer = FusedAdam(layer.parameters(), lr=0.1, exp_avg_dtype=torch.int8, store_param_remainders=True)
+    enable_gradient_release(layer, optimizer, bucket_bytes=0)
+    inputs = cases.values((8, 256), torch.bfloat16, "cuda", seed=1)
+
+    def step() -> None:
+        layer(inputs).square().sum().backward()
+        optimizer.step()
+
+    step()
+    expected = expected_of(layer, optimizer)
+    staged = SlowStager(optimizer).stage(state_of(layer, optimizer))
+    step()
+    assert not staged.done()
+    assert_same(values_of(staged.result()), expected)
 
 
 def load(model: nn.Module, optimizer: FusedAdam) -> Callable[[], None]:

@@ -103,6 +103,20 @@ def test_from_the_first_step_on(bucket_bytes: int, device: str) -> None:
     assert [group["step"] for group in released.param_groups] == [STEPS, STEPS]
 
 
+def test_updates_wait_for_copies_that_a_save_is_making(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, waits = Layers(), []
+    optimizer = make(model, FORMATS[-1], MASTER["float32"])
+    enable_gradient_release(model, optimizer, bucket_bytes=0)
+
+    def state() -> list[Tensor]:
+        return [param.detach().clone() for param in model.parameters()]
+
+    monkeypatch.setattr("fused_optim.copies.wait", lambda: waits.append(state()))
+    before = state()
+    loss_of(model, 0).backward()
+    assert waits and all(map(torch.equal, waits[0], before))
+
+
 @pytest.mark.parametrize("recipe", [MXFP8BlockScaling(), Float8CurrentScaling()], ids=str)
 @pytest.mark.parametrize("masters", [True, False])
 def test_quantized_weights(recipe: Any, masters: bool, device: str) -> None:
