@@ -20,7 +20,7 @@ from torch import Tensor
 from fused_optim.backends.compiled import address, run_on
 from fused_optim.backends.engine import Engine
 from fused_optim.quantized import elements
-from fused_optim.quantized.engine import Encoding, absmax, compiled_engine, encode
+from fused_optim.quantized.engine import Encoding, absmax, compiled_engine, decode, encode
 from fused_optim.quantized.recipes import MXFP8BlockScaling, NVFP4BlockScaling, Recipe, Scaling
 
 LARGEST = {torch.float8_e4m3fn: elements.FLOAT8_LARGEST, torch.float8_e5m2: 57344.0}
@@ -63,7 +63,9 @@ class Codes(NamedTuple):
             parts = {"data": self.data, "scale": self.scale}
             if self.whole is not None:
                 parts["tensor_scale"] = self.whole
-            return AS_WEIGHTS[self.scaling].decode(parts, (self.data.shape[0], -1))
+            rows, columns = self.data.shape
+            shape = (rows, 2 * columns if self.scaling == "nvfp4" else columns)
+            return decode(AS_WEIGHTS[self.scaling], parts, shape, torch.float32)
         scale = self.scale
         if self.scaling in ("block", "tile"):
             tile = (BLOCK if self.scaling == "tile" else 1, BLOCK)
@@ -130,7 +132,8 @@ def transposed(codes: Codes, after: Tensor | None = None) -> Codes:
     ``after``: a tensor that exists before. Without one, compilers may transpose weights in forward and keep the copies.
     """
     if codes.scaling == "mxfp8":
-        return _as_weight(codes.values().t(), codes.scaling)
+        run = _ops.mxfp8_transpose if is_observed(codes.data) else transpose_mxfp8
+        return Codes(*run(codes.data, codes.scale, after), codes.scaling)
     if codes.scaling not in ("tensor", "tile"):
         raise ValueError(f"codes with scales per {codes.scaling} have other scales when they are transposed")
     scale = codes.scale if codes.scaling == "tensor" else codes.scale.t().contiguous()
@@ -291,6 +294,12 @@ def transpose(codes: Tensor, after: Tensor | None = None) -> Tensor:
     return turned
 
 
+def transpose_mxfp8(codes: Tensor, scale: Tensor, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Codes and scales of the transpose of an MXFP8 matrix. ``after``: see :func:`transposed`."""
+    turned = _as_weight(Codes(codes, scale, "mxfp8").values().t(), "mxfp8")
+    return turned.data, turned.scale
+
+
 # Operators have no missing results: what is not wanted is empty.
 
 
@@ -338,6 +347,11 @@ def _fake_transpose(codes: Tensor, after: Tensor | None = None) -> Tensor:
     return _room(codes, (n, m), codes.dtype)
 
 
+def _fake_transpose_mxfp8(codes: Tensor, scale: Tensor, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    m, n = codes.shape
+    return _room(codes, (n, m), codes.dtype), _room(scale, (n, -(-m // 32)), scale.dtype)
+
+
 _define(
     "fp8_cast_tensor(Tensor x, Tensor? absmax, ScalarType dtype, bool rows, bool columns) -> (Tensor, Tensor, Tensor)",
     cast_tensor,
@@ -351,3 +365,8 @@ _define(
     _fake_blocks,
 )
 _define("fp8_transpose(Tensor codes, Tensor? after=None) -> Tensor", transpose, _fake_transpose)
+_define(
+    "mxfp8_transpose(Tensor codes, Tensor scale, Tensor? after=None) -> (Tensor, Tensor)",
+    transpose_mxfp8,
+    _fake_transpose_mxfp8,
+)

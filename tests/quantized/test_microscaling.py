@@ -149,11 +149,12 @@ def test_graphs_compute_as_eager_mode_does(name: str, monkeypatch: pytest.Monkey
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "_scaled_mm_v2", emulated)
         expected = results(layer, x, gradient)
-    made: list[int] = []
+    made: list[tuple[int, int]] = []
 
     def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
         nodes = graph.graph.find_nodes(op="call_function", target=torch.ops.aten._scaled_mm_v2.default)
-        made.append(len(nodes))
+        turned = graph.graph.find_nodes(op="call_function", target=torch.ops.fused_optim.mxfp8_transpose.default)
+        made.append((len(nodes), len(turned)))
         for node in nodes:
             node.target = emulated
         graph.recompile()
@@ -164,7 +165,7 @@ def test_graphs_compute_as_eager_mode_does(name: str, monkeypatch: pytest.Monkey
         backend=aot_autograd(fw_compiler=backend, bw_compiler=backend, partition_fn=partition), fullgraph=True
     )
     found = results(layer, x, gradient)
-    assert made == {"mxfp8": [1, 2], "nvfp4": [1, 0]}[name]
+    assert made == {"mxfp8": [(1, 0), (2, 1)], "nvfp4": [(1, 0), (0, 0)]}[name]  # forward keeps no transposed weight
     assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
@@ -182,4 +183,5 @@ def test_transposed_weights_keep_their_values() -> None:
     largest = before.abs().unflatten(1, (-1, 32)).amax(2).repeat_interleave(32, 1)
     small = before.abs() < 2.0**-13 * largest
     assert torch.equal(before[~small], after[~small])
+    torch.library.opcheck(torch.ops.fused_optim.mxfp8_transpose, tuple(products.weight_codes(weight)[:2]))
     assert ((before - after).abs() <= 2.0**-17 * largest).all() and not torch.equal(before, after)
