@@ -256,9 +256,12 @@ def train(args: argparse.Namespace) -> int:
             continue
         args.output.mkdir(parents=True, exist_ok=True)
         training = Training(name, args, text_of(args))
-        signal.signal(signal.SIGTERM, lambda *_, training=training: setattr(training, "stopped", True))
-        if not training.go():
-            return STOPPED
+        before = signal.signal(signal.SIGTERM, lambda *_, training=training: setattr(training, "stopped", True))
+        try:
+            if not training.go():
+                return STOPPED
+        finally:
+            signal.signal(signal.SIGTERM, before)
         print(f"{name}: {json.loads(training.result.read_text())['held_out_loss']:.4f}", flush=True)
         del training
         gc.collect()
@@ -419,12 +422,13 @@ def run_queue(args: argparse.Namespace) -> int:
         f"text: {facts['tokens']} tokens of {facts['files']} files, {facts['bytes']} bytes, {facts['seconds']} s",
         flush=True,
     )
-    signal.signal(signal.SIGTERM, lambda *_: line.stop())
+    before = signal.signal(signal.SIGTERM, lambda *_: line.stop())
     workers = [threading.Thread(target=line.work, args=(gpu,)) for gpu in range(max(1, args.gpus))]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
+    signal.signal(signal.SIGTERM, before)
     print(f"not begun: {', '.join(line.pending) or 'none'}")
     print(report_table(summary_of([args.output])))
     return int(any(outcome.startswith("failed") for outcome in line.outcomes.values()))
