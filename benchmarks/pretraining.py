@@ -447,7 +447,7 @@ def results_in(folders: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def summary_of(folders: Sequence[Path]) -> dict[str, Any]:
-    """All runs of one text, model and number of steps; ``gap``: relative to FP32's held-out loss of the same seed."""
+    """All runs of one text, model and number of steps, and how far they end from FP32's first seed."""
     found = results_in(folders)
     if not found:
         return {"runs": []}
@@ -458,22 +458,32 @@ def summary_of(folders: Sequence[Path]) -> dict[str, Any]:
                 raise SystemExit(f"{other['name']} and {first['name']} differ in {key}: {other[key]}, {first[key]}")
         if other["text"]["fingerprint"] != first["text"]["fingerprint"]:
             raise SystemExit(f"{other['name']} and {first['name']} have learned different texts")
-    exact = {row["seed"]: row["held_out_loss"] for row in found if row["name"].startswith("fp32")}
+    losses = {run["name"]: run["held_out_loss"] for run in found}
     rows = []
     for run in found:
-        row = {key: run[key] for key in SUMMARIZED if key in run}
-        if run["seed"] in exact:
-            row["gap"] = run["held_out_loss"] / exact[run["seed"]] - 1
-        rows.append({**row, "commit": run["machine"]["commit"]})
+        row = {key: run[key] for key in SUMMARIZED if key in run} | {"commit": run["machine"]["commit"]}
+        row |= percent(run["held_out_loss"], losses.get("fp32"), "fp32")
+        if run["name"].startswith("products"):  # the same optimizer with BF16 products
+            row |= percent(run["held_out_loss"], losses.get("int8"), "bf16_products")
+        rows.append(row)
     facts = {key: first[key] for key in ("machine", "options", "text", "parameters", "trained_tokens", "epochs")}
     measured = [json.loads((f / f"{ERRORS}.json").read_text()) for f in folders if (f / f"{ERRORS}.json").exists()]
     return {**facts, "runs": rows, **({"errors": measured[0]["errors"]} if measured else {})}
 
 
+def percent(loss: float, other: float | None, name: str) -> dict[str, float]:
+    """By how much a loss is above another one, or below it: figures on pages have no sign."""
+    if other is None:
+        return {}
+    gap = 100 * (loss / other - 1)
+    return {f"percent_{'above' if gap > 0 else 'below'}_{name}": abs(gap)}
+
+
 def report_table(summary: dict[str, Any]) -> str:
     lines = [f"{'run':<64}{'seed':>5}{'held out':>10}{'gap':>9}{'tokens/s':>11}{'bytes/param':>13}{'peak GB':>9}"]
     for row in summary["runs"]:
-        gap = f"{row['gap']:+.3%}" if "gap" in row else "-"
+        below, above = (row.get(f"percent_{side}_fp32", 0.0) for side in ("below", "above"))
+        gap = f"{above - below:+.3f}%"
         rate = f"{row['tokens_per_s']:,.0f}" if row["tokens_per_s"] else "-"
         line = f"{row['label']:<64}{row['seed']:>5}{row['held_out_loss']:>10.4f}{gap:>9}{rate:>11}"
         lines.append(f"{line}{row['held_bytes_per_param']:>13.2f}{row.get('peak_bytes', 0) / 1e9:>9.1f}")
