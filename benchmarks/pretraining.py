@@ -349,7 +349,8 @@ def errors(args: argparse.Namespace) -> int:
     lap, text = stopwatch(), text_of(args)
     rows = measure_errors(args, text)
     facts = {"machine": machine(device_of(args), args.commit), "options": options_of(args), "text": text.facts}
-    write_json(args.output / f"{ERRORS}.json", {**facts, "seconds": lap(), "errors": rows})
+    facts |= {"steps": args.error_steps, "seconds": lap()}
+    write_json(args.output / f"{ERRORS}.json", {**facts, "errors": rows})
     print(error_table(rows), flush=True)
     return 0
 
