@@ -116,55 +116,61 @@ class Training:
         self.progress, self.held_bytes, self.stopped = Progress(), 0, False
         self.result, self.partial = args.output / f"{name}.json", args.output / f"{name}.partial.json"
         self.checkpoint = (args.checkpoints or args.output) / f"{name}.checkpoint"
+        self.evaluated = set(np.linspace(0, args.steps, args.evaluations + 1, dtype=int)[1:].tolist())
+        self.load()
+        self.step, self.losses = len(self.progress.losses), []  # the losses since the last pause, on the device
+        self.timed_from, self.saved = self.step + WARM_STEPS, time.monotonic()
+
+    def go(self) -> bool:
+        """Whether it came to its end."""
+        self.lap = stopwatch()
+        while self.step < self.args.steps and not self.stopped:
+            self.advance()
+            if self.step in self.evaluated or self.due() or self.stopped:
+                self.pause()
+        if self.stopped:
+            self.write(self.partial, held_out_loss=None)
+            return False
+        self.write(self.result, held_out_loss=self.held_out_loss(self.args.final_batches))
+        for file in (self.partial, self.checkpoint):
+            file.unlink(missing_ok=True)
+        return True
+
+    def advance(self) -> None:
+        self.losses.append(self.trainee.backward(self.train[self.step]))
+        self.trainee.step(rate_share(self.step, self.args.steps))
+        self.step += 1
+        if self.step == self.timed_from:
+            synchronize(self.device)
+            self.held_bytes = allocated(self.device) - self.empty
+            self.progress.add("first steps", self.lap())
+
+    def due(self) -> bool:
+        return bool(self.args.save_every) and time.monotonic() - self.saved > self.args.save_every
+
+    def pause(self) -> None:
+        """Waits for the device; evaluates and saves where that is due."""
+        self.progress.losses += torch.stack(self.losses).tolist()
+        seconds, self.losses = self.lap(), []
+        self.progress.add("training", seconds)
+        if self.step > self.timed_from and self.step in self.evaluated:
+            tokens = (self.step - self.timed_from) * self.args.batch * self.args.context
+            self.progress.rates.append(tokens / seconds)
+        if self.step in self.evaluated:
+            self.progress.held_out.append((self.step, self.held_out_loss(self.args.evaluation_batches)))
+            print(f"{self.name}: step {self.step}, {self.state()}", flush=True)
+            self.progress.add("evaluating", self.lap())
+        if self.args.save_every and (self.stopped or self.due()):
+            self.save()
+            self.saved = time.monotonic()
+            self.progress.add("saving", self.lap())
+        self.timed_from = max(self.timed_from, self.step)
 
     def held_out_loss(self, batches: int) -> float:
         """With gradients on, so that the graphs which training compiled serve here, too."""
         return (
             torch.stack([self.trainee.model(batch).detach() for batch in self.held_out.spread(batches)]).mean().item()
         )
-
-    def go(self) -> bool:
-        """Whether it came to its end."""
-        args, lap, saved = self.args, stopwatch(), time.monotonic()
-        evaluated = set(np.linspace(0, args.steps, args.evaluations + 1, dtype=int)[1:].tolist())
-        self.load()
-        step, losses = len(self.progress.losses), []
-        timed_from = step + WARM_STEPS
-        while step < args.steps and not self.stopped:
-            losses.append(self.trainee.backward(self.train[step]))
-            self.trainee.step(rate_share(step, args.steps))
-            step += 1
-            if step == timed_from:
-                synchronize(self.device)
-                self.held_bytes = allocated(self.device) - self.empty
-                self.progress.add("first steps", lap())
-            due = args.save_every and time.monotonic() - saved > args.save_every
-            if step not in evaluated and not due and not self.stopped:
-                continue
-            self.progress.losses += torch.stack(losses).tolist()  # waits for the device
-            seconds, losses = lap(), []
-            self.progress.add("training", seconds)
-            if step in evaluated:
-                self.note_rate(step, timed_from, seconds)
-                self.progress.held_out.append((step, self.held_out_loss(args.evaluation_batches)))
-                print(f"{self.name}: step {step}, {self.state()}", flush=True)
-                self.progress.add("evaluating", lap())
-            if due or (self.stopped and args.save_every):
-                self.save()
-                saved = time.monotonic()
-                self.progress.add("saving", lap())
-            timed_from = step
-        if self.stopped:
-            self.write(self.partial, held_out_loss=None)
-            return False
-        self.write(self.result, held_out_loss=self.held_out_loss(args.final_batches))
-        for file in (self.partial, self.checkpoint):
-            file.unlink(missing_ok=True)
-        return True
-
-    def note_rate(self, step: int, timed_from: int, seconds: float) -> None:
-        if step > timed_from and seconds > 0:
-            self.progress.rates.append((step - timed_from) * self.args.batch * self.args.context / seconds)
 
     def state(self) -> str:
         progress = self.progress
