@@ -14,6 +14,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import sysconfig
 import time
@@ -160,7 +161,8 @@ def tokens(texts: Sequence[bytes], encode: Encode) -> np.ndarray:
     parts = [range(start, min(start + 64, len(texts))) for start in range(0, len(texts), 64)]
     cores = len(os.sched_getaffinity(0))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    with multiprocessing.get_context("fork").Pool(min(cores, len(parts))) as pool:
+    as_usual = (signal.SIGTERM, signal.SIG_DFL)  # whatever the handler here does
+    with multiprocessing.get_context("fork").Pool(min(cores, len(parts)), signal.signal, as_usual) as pool:
         found = b"".join(pool.imap(_tokens_of, parts))
     del os.environ["TOKENIZERS_PARALLELISM"]
     _texts = ()

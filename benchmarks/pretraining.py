@@ -116,55 +116,61 @@ class Training:
         self.progress, self.held_bytes, self.stopped = Progress(), 0, False
         self.result, self.partial = args.output / f"{name}.json", args.output / f"{name}.partial.json"
         self.checkpoint = (args.checkpoints or args.output) / f"{name}.checkpoint"
+        self.evaluated = set(np.linspace(0, args.steps, args.evaluations + 1, dtype=int)[1:].tolist())
+        self.load()
+        self.step, self.losses = len(self.progress.losses), []  # the losses since the last pause, on the device
+        self.timed_from, self.saved = self.step + WARM_STEPS, time.monotonic()
+
+    def go(self) -> bool:
+        """Whether it came to its end."""
+        self.lap = stopwatch()
+        while self.step < self.args.steps and not self.stopped:
+            self.advance()
+            if self.step in self.evaluated or self.due() or self.stopped:
+                self.pause()
+        if self.stopped:
+            self.write(self.partial, held_out_loss=None)
+            return False
+        self.write(self.result, held_out_loss=self.held_out_loss(self.args.final_batches))
+        for file in (self.partial, self.checkpoint):
+            file.unlink(missing_ok=True)
+        return True
+
+    def advance(self) -> None:
+        self.losses.append(self.trainee.backward(self.train[self.step]))
+        self.trainee.step(rate_share(self.step, self.args.steps))
+        self.step += 1
+        if self.step == self.timed_from:
+            synchronize(self.device)
+            self.held_bytes = allocated(self.device) - self.empty
+            self.progress.add("first steps", self.lap())
+
+    def due(self) -> bool:
+        return bool(self.args.save_every) and time.monotonic() - self.saved > self.args.save_every
+
+    def pause(self) -> None:
+        """Waits for the device; evaluates and saves where that is due."""
+        self.progress.losses += torch.stack(self.losses).tolist()
+        seconds, self.losses = self.lap(), []
+        self.progress.add("training", seconds)
+        if self.step > self.timed_from and self.step in self.evaluated:
+            tokens = (self.step - self.timed_from) * self.args.batch * self.args.context
+            self.progress.rates.append(tokens / seconds)
+        if self.step in self.evaluated:
+            self.progress.held_out.append((self.step, self.held_out_loss(self.args.evaluation_batches)))
+            print(f"{self.name}: step {self.step}, {self.state()}", flush=True)
+            self.progress.add("evaluating", self.lap())
+        if self.args.save_every and (self.stopped or self.due()):
+            self.save()
+            self.saved = time.monotonic()
+            self.progress.add("saving", self.lap())
+        self.timed_from = max(self.timed_from, self.step)
 
     def held_out_loss(self, batches: int) -> float:
         """With gradients on, so that the graphs which training compiled serve here, too."""
         return (
             torch.stack([self.trainee.model(batch).detach() for batch in self.held_out.spread(batches)]).mean().item()
         )
-
-    def go(self) -> bool:
-        """Whether it came to its end."""
-        args, lap, saved = self.args, stopwatch(), time.monotonic()
-        evaluated = set(np.linspace(0, args.steps, args.evaluations + 1, dtype=int)[1:].tolist())
-        self.load()
-        step, losses = len(self.progress.losses), []
-        timed_from = step + WARM_STEPS
-        while step < args.steps and not self.stopped:
-            losses.append(self.trainee.backward(self.train[step]))
-            self.trainee.step(rate_share(step, args.steps))
-            step += 1
-            if step == timed_from:
-                synchronize(self.device)
-                self.held_bytes = allocated(self.device) - self.empty
-                self.progress.add("first steps", lap())
-            due = args.save_every and time.monotonic() - saved > args.save_every
-            if step not in evaluated and not due and not self.stopped:
-                continue
-            self.progress.losses += torch.stack(losses).tolist()  # waits for the device
-            seconds, losses = lap(), []
-            self.progress.add("training", seconds)
-            if step in evaluated:
-                self.note_rate(step, timed_from, seconds)
-                self.progress.held_out.append((step, self.held_out_loss(args.evaluation_batches)))
-                print(f"{self.name}: step {step}, {self.state()}", flush=True)
-                self.progress.add("evaluating", lap())
-            if due or (self.stopped and args.save_every):
-                self.save()
-                saved = time.monotonic()
-                self.progress.add("saving", lap())
-            timed_from = step
-        if self.stopped:
-            self.write(self.partial, held_out_loss=None)
-            return False
-        self.write(self.result, held_out_loss=self.held_out_loss(args.final_batches))
-        for file in (self.partial, self.checkpoint):
-            file.unlink(missing_ok=True)
-        return True
-
-    def note_rate(self, step: int, timed_from: int, seconds: float) -> None:
-        if step > timed_from and seconds > 0:
-            self.progress.rates.append((step - timed_from) * self.args.batch * self.args.context / seconds)
 
     def state(self) -> str:
         progress = self.progress
@@ -256,9 +262,12 @@ def train(args: argparse.Namespace) -> int:
             continue
         args.output.mkdir(parents=True, exist_ok=True)
         training = Training(name, args, text_of(args))
-        signal.signal(signal.SIGTERM, lambda *_, training=training: setattr(training, "stopped", True))
-        if not training.go():
-            return STOPPED
+        before = signal.signal(signal.SIGTERM, lambda *_, training=training: setattr(training, "stopped", True))
+        try:
+            if not training.go():
+                return STOPPED
+        finally:
+            signal.signal(signal.SIGTERM, before)
         print(f"{name}: {json.loads(training.result.read_text())['held_out_loss']:.4f}", flush=True)
         del training
         gc.collect()
@@ -346,7 +355,8 @@ def errors(args: argparse.Namespace) -> int:
     lap, text = stopwatch(), text_of(args)
     rows = measure_errors(args, text)
     facts = {"machine": machine(device_of(args), args.commit), "options": options_of(args), "text": text.facts}
-    write_json(args.output / f"{ERRORS}.json", {**facts, "seconds": lap(), "errors": rows})
+    facts |= {"steps": args.error_steps, "seconds": lap()}
+    write_json(args.output / f"{ERRORS}.json", {**facts, "errors": rows})
     print(error_table(rows), flush=True)
     return 0
 
@@ -419,12 +429,13 @@ def run_queue(args: argparse.Namespace) -> int:
         f"text: {facts['tokens']} tokens of {facts['files']} files, {facts['bytes']} bytes, {facts['seconds']} s",
         flush=True,
     )
-    signal.signal(signal.SIGTERM, lambda *_: line.stop())
+    before = signal.signal(signal.SIGTERM, lambda *_: line.stop())
     workers = [threading.Thread(target=line.work, args=(gpu,)) for gpu in range(max(1, args.gpus))]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
+    signal.signal(signal.SIGTERM, before)
     print(f"not begun: {', '.join(line.pending) or 'none'}")
     print(report_table(summary_of([args.output])))
     return int(any(outcome.startswith("failed") for outcome in line.outcomes.values()))
@@ -443,7 +454,7 @@ def results_in(folders: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def summary_of(folders: Sequence[Path]) -> dict[str, Any]:
-    """All runs of one text, model and number of steps; ``gap``: relative to FP32's held-out loss of the same seed."""
+    """All runs of one text, model and number of steps, and how far they end from FP32's first seed."""
     found = results_in(folders)
     if not found:
         return {"runs": []}
@@ -454,22 +465,32 @@ def summary_of(folders: Sequence[Path]) -> dict[str, Any]:
                 raise SystemExit(f"{other['name']} and {first['name']} differ in {key}: {other[key]}, {first[key]}")
         if other["text"]["fingerprint"] != first["text"]["fingerprint"]:
             raise SystemExit(f"{other['name']} and {first['name']} have learned different texts")
-    exact = {row["seed"]: row["held_out_loss"] for row in found if row["name"].startswith("fp32")}
+    losses = {run["name"]: run["held_out_loss"] for run in found}
     rows = []
     for run in found:
-        row = {key: run[key] for key in SUMMARIZED if key in run}
-        if run["seed"] in exact:
-            row["gap"] = run["held_out_loss"] / exact[run["seed"]] - 1
-        rows.append({**row, "commit": run["machine"]["commit"]})
+        row = {key: run[key] for key in SUMMARIZED if key in run} | {"commit": run["machine"]["commit"]}
+        row |= percent(run["held_out_loss"], losses.get("fp32"), "fp32")
+        if run["name"].startswith("products"):  # the same optimizer with BF16 products
+            row |= percent(run["held_out_loss"], losses.get("int8"), "bf16_products")
+        rows.append(row)
     facts = {key: first[key] for key in ("machine", "options", "text", "parameters", "trained_tokens", "epochs")}
     measured = [json.loads((f / f"{ERRORS}.json").read_text()) for f in folders if (f / f"{ERRORS}.json").exists()]
     return {**facts, "runs": rows, **({"errors": measured[0]["errors"]} if measured else {})}
 
 
+def percent(loss: float, other: float | None, name: str) -> dict[str, float]:
+    """By how much a loss is above another one, or below it: figures on pages have no sign."""
+    if other is None:
+        return {}
+    gap = 100 * (loss / other - 1)
+    return {f"percent_{'above' if gap > 0 else 'below'}_{name}": abs(gap)}
+
+
 def report_table(summary: dict[str, Any]) -> str:
     lines = [f"{'run':<64}{'seed':>5}{'held out':>10}{'gap':>9}{'tokens/s':>11}{'bytes/param':>13}{'peak GB':>9}"]
     for row in summary["runs"]:
-        gap = f"{row['gap']:+.3%}" if "gap" in row else "-"
+        below, above = (row.get(f"percent_{side}_fp32", 0.0) for side in ("below", "above"))
+        gap = f"{above - below:+.3f}%"
         rate = f"{row['tokens_per_s']:,.0f}" if row["tokens_per_s"] else "-"
         line = f"{row['label']:<64}{row['seed']:>5}{row['held_out_loss']:>10.4f}{gap:>9}{rate:>11}"
         lines.append(f"{line}{row['held_bytes_per_param']:>13.2f}{row.get('peak_bytes', 0) / 1e9:>9.1f}")
