@@ -402,6 +402,7 @@ def main() -> None:
             report["saves"] = [asdict(each) for each in saves]
             write(report, output)
     print(save_table(saves), flush=True)
+    training.seconds(1)  # there are states, even if no way to save was measured
     loads: list[Load] = []
     for form in [] if args.no_loads else args.forms:
         with empty_folder(parent) as folder:
