@@ -132,8 +132,9 @@ def transposed(codes: Codes, after: Tensor | None = None) -> Codes:
     ``after``: a tensor that exists before. Without one, compilers may transpose weights in forward and keep the copies.
     """
     if codes.scaling == "mxfp8":
-        run = _ops.mxfp8_transpose if is_observed(codes.data) else transpose_mxfp8
-        return Codes(*run(codes.data, codes.scale, after), codes.scaling)
+        turn: Any = _ops.mxfp8_transpose if is_observed(codes.data) else transpose_mxfp8
+        turned, turned_scale = turn(codes.data, codes.scale, after)
+        return Codes(turned, turned_scale, codes.scaling)
     if codes.scaling not in ("tensor", "tile"):
         raise ValueError(f"codes with scales per {codes.scaling} have other scales when they are transposed")
     scale = codes.scale if codes.scaling == "tensor" else codes.scale.t().contiguous()
