@@ -96,7 +96,7 @@ def cast_both(
         return None, None
     x = x.contiguous()
     if scaling in AS_WEIGHTS:
-        return _as_weight(x, scaling) if rows else None, _as_weight(x.t(), scaling) if columns else None
+        return _as_weight(x, scaling) if rows else None, _turned(x, scaling) if columns else None
     if scaling == "row":
         return _rows(x, dtype) if rows else None, _rows(x.t().contiguous(), dtype) if columns else None
     if scaling == "block":
@@ -120,6 +120,14 @@ def _as_weight(x: Tensor, scaling: Scaling) -> Codes:
     return Codes(parts["data"], parts["scale"], scaling, parts.get("tensor_scale"))
 
 
+def _turned(x: Tensor, scaling: Scaling) -> Codes:
+    if scaling != "mxfp8":
+        return _as_weight(x.t(), scaling)
+    run: Any = _ops.mxfp8_cast_columns if is_observed(x) else cast_columns_mxfp8
+    turned, turned_scale = run(x)
+    return Codes(turned, turned_scale, scaling)
+
+
 def _rows(x: Tensor, dtype: torch.dtype) -> Codes:
     run: Any = _cast_rows if _is_traced() else _ops.fp8_cast_rows if is_observed(x) else cast_rows
     data, scale = run(x, dtype)
@@ -132,8 +140,9 @@ def transposed(codes: Codes, after: Tensor | None = None) -> Codes:
     ``after``: a tensor that exists before. Without one, compilers may transpose weights in forward and keep the copies.
     """
     if codes.scaling == "mxfp8":
-        run = _ops.mxfp8_transpose if is_observed(codes.data) else transpose_mxfp8
-        return Codes(*run(codes.data, codes.scale, after), codes.scaling)
+        turn: Any = _ops.mxfp8_transpose if is_observed(codes.data) else transpose_mxfp8
+        turned, turned_scale = turn(codes.data, codes.scale, after)
+        return Codes(turned, turned_scale, codes.scaling)
     if codes.scaling not in ("tensor", "tile"):
         raise ValueError(f"codes with scales per {codes.scaling} have other scales when they are transposed")
     scale = codes.scale if codes.scaling == "tensor" else codes.scale.t().contiguous()
@@ -294,10 +303,15 @@ def transpose(codes: Tensor, after: Tensor | None = None) -> Tensor:
     return turned
 
 
+def cast_columns_mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of the transpose."""
+    turned = _as_weight(x.t(), "mxfp8")
+    return turned.data, turned.scale
+
+
 def transpose_mxfp8(codes: Tensor, scale: Tensor, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Codes and scales of the transpose of an MXFP8 matrix. ``after``: see :func:`transposed`."""
-    turned = _as_weight(Codes(codes, scale, "mxfp8").values().t(), "mxfp8")
-    return turned.data, turned.scale
+    return cast_columns_mxfp8(Codes(codes, scale, "mxfp8").values())
 
 
 # Operators have no missing results: what is not wanted is empty.
@@ -347,9 +361,9 @@ def _fake_transpose(codes: Tensor, after: Tensor | None = None) -> Tensor:
     return _room(codes, (n, m), codes.dtype)
 
 
-def _fake_transpose_mxfp8(codes: Tensor, scale: Tensor, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    m, n = codes.shape
-    return _room(codes, (n, m), codes.dtype), _room(scale, (n, -(-m // 32)), scale.dtype)
+def _fake_columns_mxfp8(x: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor]:
+    m, n = x.shape
+    return _room(x, (n, m), torch.uint8), _room(x, (n, -(-m // 32)), torch.uint8)
 
 
 _define(
@@ -368,5 +382,6 @@ _define("fp8_transpose(Tensor codes, Tensor? after=None) -> Tensor", transpose, 
 _define(
     "mxfp8_transpose(Tensor codes, Tensor scale, Tensor? after=None) -> (Tensor, Tensor)",
     transpose_mxfp8,
-    _fake_transpose_mxfp8,
+    _fake_columns_mxfp8,
 )
+_define("mxfp8_cast_columns(Tensor x) -> (Tensor, Tensor)", cast_columns_mxfp8, _fake_columns_mxfp8)

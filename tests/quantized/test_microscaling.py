@@ -183,5 +183,6 @@ def test_transposed_weights_keep_their_values() -> None:
     largest = before.abs().unflatten(1, (-1, 32)).amax(2).repeat_interleave(32, 1)
     small = before.abs() < 2.0**-13 * largest
     assert torch.equal(before[~small], after[~small])
+    torch.library.opcheck(torch.ops.fused_optim.mxfp8_cast_columns, (values,))
     torch.library.opcheck(torch.ops.fused_optim.mxfp8_transpose, tuple(products.weight_codes(weight)[:2]))
     assert ((before - after).abs() <= 2.0**-17 * largest).all() and not torch.equal(before, after)

@@ -49,7 +49,7 @@ def compiled(model: nn.Sequential, backend: str = "aot_eager") -> CompileCounter
     return counter
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "mxfp8", "nvfp4"])
 def test_graphs_compute_as_eager_mode_does(name: str) -> None:
     """Bit for bit where nothing is fused; twelve layers of the same shapes share a graph."""
     model = model_of(name, "cpu", 6)
@@ -62,7 +62,8 @@ def test_graphs_compute_as_eager_mode_does(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, device", [("tensor", "cpu"), *(pytest.param(name, "cuda", marks=pytest.mark.cuda) for name in NAMES)]
+    "name, device",
+    [("tensor", "cpu"), *(pytest.param(name, "cuda", marks=pytest.mark.cuda) for name in NAMES)],
 )
 def test_fused_graphs_are_as_exact_as_eager_mode(name: str, device: str) -> None:
     """A compiler rounds less often and divides less exactly, so elements may fall to the code beside theirs.
