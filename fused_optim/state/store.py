@@ -167,7 +167,7 @@ class StateStore:
         remainders = owner.store_param_remainders if remainders is None else remainders
         bits = owner.param_remainder_bits if remainders else None
         kind = master_kind(param, owner.master_weights, bits, owner.master_weight_dtype)
-        offloaded = self.is_to_be_offloaded(param)
+        offloaded = offloadable(param, kind) if self.is_to_be_offloaded(param) else ()
         return Slots.create(param, kind, group["exp_avg_dtype"], group["exp_avg_sq_dtype"], offloaded=offloaded)
 
     def _create(self, param: Tensor, group: dict[str, Any], remainders: bool | None) -> None:
@@ -266,7 +266,7 @@ class StateStore:
     def is_to_be_offloaded(self, param: Tensor) -> bool:
         """Whether new states of a parameter go into host memory."""
         fraction = self._owner.offload_fraction
-        if not self.offloads or why_resident(param) is not None:
+        if not self.offloads or not may_be_offloaded(param):
             return False
         return fraction >= 1.0 or param in self._chosen(fraction)
 
@@ -274,7 +274,7 @@ class StateStore:
         """Parameters with this share of the elements, spread evenly over all that could be chosen."""
         chosen, total, offloaded = set(), 0, 0
         for param in self.params:
-            if why_resident(param) is None and not self.is_frozen(param):
+            if may_be_offloaded(param) and not self.is_frozen(param):
                 size = local_tensor(param).numel()
                 total += size
                 if 2 * (offloaded + size) <= 2 * fraction * total + size:
@@ -295,7 +295,7 @@ class StateStore:
         """Of states that were copied or unpickled: put those that were offloaded into page-locked memory again."""
         for param, slots in self.slots.items():
             if slots.offloaded and param in self:
-                self[param].settle_in(why_resident(param) is None)
+                self[param].settle_in(may_be_offloaded(param))
 
     # --- reading and writing --------------------------------------------------------------------------------------
 
@@ -411,13 +411,16 @@ class StateStore:
         return sum(states.nbytes for states in self)
 
 
-def why_resident(param: Tensor) -> str | None:
-    """Why the states of a parameter are never offloaded; None where they may be."""
-    if local_tensor(param).device.type not in OFFLOADED_FROM:
-        return "it is in host memory itself"
-    if adapter_of(param) is not None:
-        return "it is quantized, and encoded from its master on the GPU"
-    return None if has_values(param) else "it has no values"
+def may_be_offloaded(param: Tensor) -> bool:
+    """Whether states of a parameter may live in host memory while it does not."""
+    return local_tensor(param).device.type in OFFLOADED_FROM and has_values(param)
+
+
+def offloadable(param: Tensor, master: Master) -> tuple[str, ...]:
+    """Those states: masters of quantized weights stay, from which these are encoded, and so do FP16 masters' scales."""
+    if adapter_of(param) is None:
+        return STATES
+    return () if master is Master.FLOAT16 else MOMENTS
 
 
 def _placement(param: Tensor) -> tuple[object, object] | None:
