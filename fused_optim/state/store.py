@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fused_optim import adapters, copies
 from fused_optim.adapters import Update, adapter_of
+from fused_optim.backends.compiled import same_objects
 from fused_optim.backends.offloaded import Link
 from fused_optim.formats import Master
 from fused_optim.sharding.collective import FailedElsewhere, any_rank, bare_name
@@ -66,6 +67,7 @@ class StateStore:
         # a checkpoint whose run has counted parameters.
         self.rounds_by_names = rounds_by_names
         self._links: dict[torch.device, Link] = {}
+        self._chosen: tuple[list[Tensor], set[Tensor]] | None = None  # of these parameters, those to be offloaded
         self.form: CheckpointFormat = form  # of state dicts; here, where copies of the optimizer's attributes share it
 
     @property
@@ -144,6 +146,8 @@ class StateStore:
         Only where there are none. Moments that others have put into ``optimizer.state`` are adopted. ``remainders``
         overrides the optimizer's ``store_param_remainders``.
         """
+        if param is None:
+            self._chosen = None  # others may be frozen by now
         for group in self._owner.param_groups:
             for candidate in group["params"]:
                 if candidate in self or (param is not None and candidate is not param):
@@ -204,6 +208,7 @@ class StateStore:
     def prune(self) -> None:
         """Let go of parameters that were removed from ``optimizer.state``: others may have taken their places."""
         self.slots = {param: slots for param, slots in self.slots.items() if param in self}
+        self._chosen = None
 
     def locate(self) -> None:
         """Find out where uneven shards lie. A collective over the parameters' meshes."""
@@ -268,12 +273,17 @@ class StateStore:
         fraction = self._owner.offload_fraction
         if not self.offloads or not may_be_offloaded(param):
             return False
-        return fraction >= 1.0 or param in self._chosen(fraction)
+        if fraction >= 1.0:
+            return True
+        params = self.params
+        if self._chosen is None or not same_objects(params, self._chosen[0]):
+            self._chosen = params, self._choose(params, fraction)
+        return param in self._chosen[1]
 
-    def _chosen(self, fraction: float) -> set[Tensor]:
-        """Parameters with this share of the elements, spread evenly over all that could be chosen."""
+    def _choose(self, params: list[Tensor], fraction: float) -> set[Tensor]:
+        """Those with this share of the elements, spread evenly over all that could be chosen."""
         chosen, total, offloaded = set(), 0, 0
-        for param in self.params:
+        for param in params:
             if may_be_offloaded(param) and not self.is_frozen(param):
                 size = local_tensor(param).numel()
                 total += size

@@ -31,11 +31,10 @@ class Summary(dict[str, Any]):
     """Numbers, texts and lists of these, which can be written as JSON; ``str()`` of it is a table.
 
     ``formats``: a row for each mix of formats and backend, with its parameters, elements and bytes; ``states``: where
-    these are, which is shown if it is not where the parameters are. ``fallbacks``: what
-    was asked for, what there is instead, why, for how many parameters. ``products``: for weights with
-    ``compute="fp8"``, how many of each product run in FP8 and how many decode, and why. ``frozen``: parameters that
-    have no states. ``host_bytes``, ``device_bytes``: of moments, masters and scales. All of it counts this rank's
-    shards.
+    these are, which is shown if it is not where the parameters are. ``fallbacks``: what was asked for, what there is
+    instead, why, for how many parameters. ``products``: for weights with ``compute="fp8"``, how many of each product
+    run in FP8 and how many decode, and why. ``frozen``: parameters that have no states. ``host_bytes``,
+    ``device_bytes``: of moments, masters and scales. All of it counts this rank's shards.
     """
 
     def __str__(self) -> str:
