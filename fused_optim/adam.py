@@ -159,7 +159,7 @@ class FusedAdam(Optimizer):
         offload_states: moments, masters beside the parameters, and scales live in page-locked host memory. ``step()``
             brings them to the GPU in chunks, through 96 MB of buffers, and back; it returns when they are in host
             memory again. The same bits as without. No effect on parameters in host memory, whose states are there
-            anyway, and quantized ones, whose states stay on the GPU. Not with ``capturable``.
+            anyway; masters of quantized weights stay on the GPU. Not with ``capturable``.
         offload_fraction: the share of the parameters' elements whose states are offloaded, in [0, 1]; parameters are
             chosen as wholes, evenly over the model.
         checkpoint_format: the form of ``state_dict()``. ``"unscaled"``: FP32 tensors; ``"native"``: the stored bits

@@ -51,7 +51,7 @@ class Slots:
 
     ``scales``: FP32, one per block of each scaled state, in the order exp_avg, exp_avg_sq, master_param. ``versions``:
     of the parameter when it was last known to be its rounded master, if it has a master of its own. ``offloaded``:
-    states and scales are in host memory, the parameter is on a GPU.
+    the states that are in host memory, and so are the scales, while the parameter is on a GPU.
     """
 
     geometry: Geometry
@@ -60,7 +60,7 @@ class Slots:
     exp_avg_sq: StateFormat
     scales: Tensor
     versions: Versions | None = None
-    offloaded: bool = False
+    offloaded: tuple[str, ...] = ()
 
     @staticmethod
     def create(
@@ -69,7 +69,7 @@ class Slots:
         exp_avg: torch.dtype | str,
         exp_avg_sq: torch.dtype | str,
         *,
-        offloaded: bool = False,
+        offloaded: tuple[str, ...] = (),
     ) -> Slots:
         """Choose formats (FP32 where no block fits) and allocate zero scales."""
         geometry = shard_geometry(param)
@@ -78,7 +78,7 @@ class Slots:
         if master is Master.FLOAT16 and not geometry.block:
             master = Master.FLOAT32
         count = geometry.blocks * (sum(fmt.scaled for fmt in chosen) + (master is Master.FLOAT16))
-        scales = state_zeros(param, (count,), torch.float32, offloaded)
+        scales = state_zeros(param, (count,), torch.float32, bool(offloaded))
         return Slots(geometry, master, chosen[0], chosen[1], scales, offloaded=offloaded)
 
     def format(self, state: str) -> StateFormat:

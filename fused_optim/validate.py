@@ -230,22 +230,22 @@ def check_states(
     dtypes: dict[str, torch.dtype],
     index: int,
     name: str | None,
-    offloaded: bool = False,
+    offloaded: Sequence[str] = (),
 ) -> None:
     """Raise ValueError or TypeError for states that were replaced, or whose parameter was, since they were created."""
     local = local_tensor(param)
-    device = torch.device("cpu") if offloaded else local.device
     for key, dtype in dtypes.items():
         if key not in states:
             raise ValueError(f"{describe(param, index, name)}: state {key} was removed; the others are {[*states]}")
         state = local_tensor(states[key])
+        device = torch.device("cpu") if key in offloaded else local.device
         check_local_shapes(param, state, f"state {key}", index, name)
         if state.dtype != dtype or state.device != device or not is_dense(state):
             expected = f"a contiguous {dtype} tensor on {device}, got {state.dtype} on {state.device}"
             if state.is_neg():
                 expected += " that is negated lazily; use state.resolve_neg()"
             raise TypeError(f"{describe(param, index, name)}: state {key}: expected {expected}")
-        if offloaded and local.device.type == "cuda" and state.numel() and not state.is_pinned():
+        if key in offloaded and local.device.type == "cuda" and state.numel() and not state.is_pinned():
             raise TypeError(
                 f"{describe(param, index, name)}: state {key}: expected page-locked memory, as it is offloaded: "
                 "copy into the tensor that is there, or use state.pin_memory()"

@@ -68,13 +68,13 @@ class ParamState:
         """Zero moments and the master of ``param``, each sharded and placed as ``param`` is."""
         local = local_tensor(param.detach())
         tensors = {
-            name: state_zeros(param, local.shape, dtype, slots.offloaded)
+            name: state_zeros(param, local.shape, dtype, name in slots.offloaded)
             for name, dtype in slots.dtypes().items()
             if name in MOMENTS or slots.master is not Master.FLOAT32
         }
         if slots.master is Master.FLOAT32:
             initial = initial_master(param)
-            tensors[MASTER] = host_copy(initial) if slots.offloaded else initial
+            tensors[MASTER] = host_copy(initial) if MASTER in slots.offloaded else initial
         created = ParamState(param, {name: rewrap_like(tensor, param) for name, tensor in tensors.items()}, slots)
         if slots.master not in (Master.PARAMETER, Master.FLOAT32):
             created.seed_master(initial_master(param))
@@ -103,8 +103,8 @@ class ParamState:
                 continue
             if name == MASTER:
                 self._check_adopted_master(value)
-            if self.slots.format(name) is FLOAT32 and (name == MASTER or self._fits(value, torch.float32)):
-                self.tensors[name] = self._locked(value) if self.slots.offloaded else value
+            if self.slots.format(name) is FLOAT32 and (name == MASTER or self._fits(name, value, torch.float32)):
+                self.tensors[name] = self._locked(value) if name in self.slots.offloaded else value
             else:
                 self.write_moment(name, self._checked_moment(name, value))
 
@@ -119,16 +119,17 @@ class ParamState:
         slots, own = self.slots, [name for name in STATES if name in self.tensors]
         device = local_tensor(self.param).device
         for name in own:
-            local = local_tensor(self.tensors[name])
-            moved = self._locked(self.tensors[name]) if offloaded else rewrap_like(local.to(device), self.param)
-            self.tensors[name] = moved
+            if offloaded and name in slots.offloaded:
+                self.tensors[name] = self._locked(self.tensors[name])
+            else:
+                self.tensors[name] = rewrap_like(local_tensor(self.tensors[name]).to(device), self.param)
         slots.scales = host_copy(slots.scales) if offloaded else slots.scales.to(device)
-        slots.offloaded = offloaded
+        slots.offloaded = slots.offloaded if offloaded else ()
 
     def _check_adopted_master(self, value: Tensor) -> None:
         dtype = None if self.slots.master is Master.PARAMETER else self.slots.master.dtype
         dtype = torch.float32 if dtype == torch.float16 else dtype
-        if not self._fits(value, dtype):
+        if not self._fits(MASTER, value, dtype):
             shape, local = tuple(self.param.shape), local_tensor(value)
             raise ValueError(
                 f"{MASTER} of a parameter of shape {shape} was made elsewhere: expected "
@@ -136,11 +137,11 @@ class ParamState:
                 f"{local.dtype} of shape {tuple(local.shape)}"
             )
 
-    def _fits(self, value: Tensor, dtype: torch.dtype | None) -> bool:
+    def _fits(self, name: str, value: Tensor, dtype: torch.dtype | None) -> bool:
         """Whether a state that was made elsewhere can be kept itself."""
         local, found = local_tensor(self.param), local_tensor(value)
         alike = isinstance(value, DTensor) == isinstance(self.param, DTensor)
-        alike = alike and (self.slots.offloaded or found.device == local.device)
+        alike = alike and (name in self.slots.offloaded or found.device == local.device)
         return alike and found.dtype == dtype and found.shape == local.shape and is_dense(found)
 
     def _checked_moment(self, name: str, value: Tensor) -> Tensor:

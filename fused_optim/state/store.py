@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fused_optim import adapters, copies
 from fused_optim.adapters import Update, adapter_of
+from fused_optim.backends.compiled import same_objects
 from fused_optim.backends.offloaded import Link
 from fused_optim.formats import Master
 from fused_optim.sharding.collective import FailedElsewhere, any_rank, bare_name
@@ -66,6 +67,7 @@ class StateStore:
         # a checkpoint whose run has counted parameters.
         self.rounds_by_names = rounds_by_names
         self._links: dict[torch.device, Link] = {}
+        self._chosen: tuple[list[Tensor], set[Tensor]] | None = None  # of these parameters, those to be offloaded
         self.form: CheckpointFormat = form  # of state dicts; here, where copies of the optimizer's attributes share it
 
     @property
@@ -144,6 +146,8 @@ class StateStore:
         Only where there are none. Moments that others have put into ``optimizer.state`` are adopted. ``remainders``
         overrides the optimizer's ``store_param_remainders``.
         """
+        if param is None:
+            self._chosen = None  # others may be frozen by now
         for group in self._owner.param_groups:
             for candidate in group["params"]:
                 if candidate in self or (param is not None and candidate is not param):
@@ -167,7 +171,7 @@ class StateStore:
         remainders = owner.store_param_remainders if remainders is None else remainders
         bits = owner.param_remainder_bits if remainders else None
         kind = master_kind(param, owner.master_weights, bits, owner.master_weight_dtype)
-        offloaded = self.is_to_be_offloaded(param)
+        offloaded = offloadable(param, kind) if self.is_to_be_offloaded(param) else ()
         return Slots.create(param, kind, group["exp_avg_dtype"], group["exp_avg_sq_dtype"], offloaded=offloaded)
 
     def _create(self, param: Tensor, group: dict[str, Any], remainders: bool | None) -> None:
@@ -204,6 +208,7 @@ class StateStore:
     def prune(self) -> None:
         """Let go of parameters that were removed from ``optimizer.state``: others may have taken their places."""
         self.slots = {param: slots for param, slots in self.slots.items() if param in self}
+        self._chosen = None
 
     def locate(self) -> None:
         """Find out where uneven shards lie. A collective over the parameters' meshes."""
@@ -266,15 +271,20 @@ class StateStore:
     def is_to_be_offloaded(self, param: Tensor) -> bool:
         """Whether new states of a parameter go into host memory."""
         fraction = self._owner.offload_fraction
-        if not self.offloads or why_resident(param) is not None:
+        if not self.offloads or not may_be_offloaded(param):
             return False
-        return fraction >= 1.0 or param in self._chosen(fraction)
+        if fraction >= 1.0:
+            return True
+        params = self.params
+        if self._chosen is None or not same_objects(params, self._chosen[0]):
+            self._chosen = params, self._choose(params, fraction)
+        return param in self._chosen[1]
 
-    def _chosen(self, fraction: float) -> set[Tensor]:
-        """Parameters with this share of the elements, spread evenly over all that could be chosen."""
+    def _choose(self, params: list[Tensor], fraction: float) -> set[Tensor]:
+        """Those with this share of the elements, spread evenly over all that could be chosen."""
         chosen, total, offloaded = set(), 0, 0
-        for param in self.params:
-            if why_resident(param) is None and not self.is_frozen(param):
+        for param in params:
+            if may_be_offloaded(param) and not self.is_frozen(param):
                 size = local_tensor(param).numel()
                 total += size
                 if 2 * (offloaded + size) <= 2 * fraction * total + size:
@@ -295,7 +305,7 @@ class StateStore:
         """Of states that were copied or unpickled: put those that were offloaded into page-locked memory again."""
         for param, slots in self.slots.items():
             if slots.offloaded and param in self:
-                self[param].settle_in(why_resident(param) is None)
+                self[param].settle_in(may_be_offloaded(param))
 
     # --- reading and writing --------------------------------------------------------------------------------------
 
@@ -411,13 +421,16 @@ class StateStore:
         return sum(states.nbytes for states in self)
 
 
-def why_resident(param: Tensor) -> str | None:
-    """Why the states of a parameter are never offloaded; None where they may be."""
-    if local_tensor(param).device.type not in OFFLOADED_FROM:
-        return "it is in host memory itself"
-    if adapter_of(param) is not None:
-        return "it is quantized, and encoded from its master on the GPU"
-    return None if has_values(param) else "it has no values"
+def may_be_offloaded(param: Tensor) -> bool:
+    """Whether states of a parameter may live in host memory while it does not."""
+    return local_tensor(param).device.type in OFFLOADED_FROM and has_values(param)
+
+
+def offloadable(param: Tensor, master: Master) -> tuple[str, ...]:
+    """Those states: masters of quantized weights stay, from which these are encoded, and so do FP16 masters' scales."""
+    if adapter_of(param) is None:
+        return STATES
+    return () if master is Master.FLOAT16 else MOMENTS
 
 
 def _placement(param: Tensor) -> tuple[object, object] | None:

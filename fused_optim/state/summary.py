@@ -15,7 +15,7 @@ from fused_optim.formats import BLOCKS, Master, state_format
 from fused_optim.sharding.dtensor import SMALLEST_BLOCKED_VECTOR, has_values, local_tensor
 from fused_optim.slots import MASTER, MOMENTS, Slots
 from fused_optim.state.param_state import ParamState
-from fused_optim.state.store import StateStore, why_resident
+from fused_optim.state.store import StateStore, may_be_offloaded
 
 _MASTERS = {
     Master.PARAMETER: "none",
@@ -31,11 +31,10 @@ class Summary(dict[str, Any]):
     """Numbers, texts and lists of these, which can be written as JSON; ``str()`` of it is a table.
 
     ``formats``: a row for each mix of formats and backend, with its parameters, elements and bytes; ``states``: where
-    these are, which is shown if it is not where the parameters are. ``fallbacks``: what
-    was asked for, what there is instead, why, for how many parameters. ``products``: for weights with
-    ``compute="fp8"``, how many of each product run in FP8 and how many decode, and why. ``frozen``: parameters that
-    have no states. ``host_bytes``, ``device_bytes``: of moments, masters and scales. All of it counts this rank's
-    shards.
+    these are, which is shown if it is not where the parameters are. ``fallbacks``: what was asked for, what there is
+    instead, why, for how many parameters. ``products``: for weights with ``compute="fp8"``, how many of each product
+    run in FP8 and how many decode, and why. ``frozen``: parameters that have no states. ``host_bytes``,
+    ``device_bytes``: of moments, masters and scales. All of it counts this rank's shards.
     """
 
     def __str__(self) -> str:
@@ -103,6 +102,12 @@ class _Described:
     asked: dict[str, str]  # names of the formats that its param group asks for
 
     @property
+    def bytes_on_host(self) -> int:
+        all_there = local_tensor(self.param).device.type == "cpu"
+        there = (*self.slots.offloaded, "scales") if self.slots.offloaded else ()
+        return sum(size for name, size in self.slots.nbytes.items() if all_there or name in there)
+
+    @property
     def row(self) -> dict[str, str]:
         local = local_tensor(self.param)
         quantized = adapter_of(self.param) is not None
@@ -127,12 +132,12 @@ def summarize(name: str, store: StateStore, rows: int | None = None) -> Summary:
     for each in described:
         row = each.row
         counted = formats.setdefault(tuple(row.values()), {**row, "parameters": 0, "elements": 0, "bytes": 0})
+        away = each.bytes_on_host
         size = sum(each.slots.nbytes.values())
         counted["parameters"] += 1
         counted["elements"] += local_tensor(each.param).numel()
         counted["bytes"] += size
-        host += size * (each.slots.scales.device.type == "cpu")
-        device += size * (each.slots.scales.device.type != "cpu")
+        host, device = host + away, device + size - away
     return Summary(
         optimizer=name,
         **_count(each.param for each in described),
@@ -197,8 +202,9 @@ def _fallbacks_of(store: StateStore, each: _Described) -> Iterator[tuple[str, st
     if asked is not None and each.slots.master is not asked:
         yield MASTER, _MASTERS[asked], _MASTERS[each.slots.master], _why_other_master(each.param, asked)
     device = local_tensor(each.param).device
-    if store.offloads and device.type != "cpu" and (resident := why_resident(each.param)) is not None:
-        yield "states", "host memory", str(device), resident
+    if store.offloads and adapter_of(each.param) is not None and may_be_offloaded(each.param):
+        what = MASTER if each.slots.offloaded else "states"
+        yield what, "host memory", str(device), "it is quantized, and encoded from its master"
     device_type = device.type
     if has_values(each.param) and backend_of(local_tensor(each.param)) == "torch":
         yield "backend", device_type, "torch", why_reference(device_type)

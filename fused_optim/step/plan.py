@@ -114,7 +114,7 @@ class Plan:
         for index in self._slots:
             param = self._params[index]
             local = local_tensor(param)
-            key = local.device, self._slots[index].offloaded
+            key = local.device, bool(self._slots[index].offloaded)
             part = parts.get(key) or parts.setdefault(key, _Part(local.device, backend_of(local)))
             part.indices.append(index)
             part.groups.append(numbers[index])

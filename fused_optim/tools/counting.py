@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from fused_optim.adam import FusedAdamW
-from fused_optim.adapters import adapter_of
 from fused_optim.formats import Master
 from fused_optim.sharding.dtensor import cut_by_rows, local_tensor
 from fused_optim.slots import MASTER, MOMENTS, Slots
+from fused_optim.state.store import offloadable
 
 # By name: the constructor's options.
 MASTERS: dict[str, dict[str, Any]] = {
@@ -28,7 +28,6 @@ MASTERS: dict[str, dict[str, Any]] = {
 }
 FORMS = ("unscaled", "native", "torch")
 HELD = ("parameters", "gradients", "masters", "states", "scales")
-OFFLOADED = ("masters", "states", "scales")  # where they are, unless the parameter is quantized
 _LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.)")  # "model.layers.3", "3"
 
 
@@ -67,7 +66,7 @@ class Counted:
         moved = host = 0
         for param, slots, count in self._slots(choice):
             own = _held_bytes(param, slots)
-            away = {key: int(offload * own[key]) for key in OFFLOADED} if adapter_of(param) is None else {}
+            away = {key: int(offload * own[key]) for key in _offloaded(param, slots)}
             host += count * sum(away.values())
             held.update({key: count * (size - away.get(key, 0)) for key, size in own.items()})
             saved["model"] += count * _whole_bytes(param)
@@ -123,6 +122,12 @@ def _held_bytes(param: Tensor, slots: Slots | None) -> dict[str, int]:
         held["states"] = sum(sizes[name] for name in MOMENTS)
         held["scales"] = sizes["scales"]
     return held
+
+
+def _offloaded(param: Tensor, slots: Slots | None) -> Iterator[str]:
+    """What of these may live in host memory."""
+    states = () if slots is None else offloadable(param, slots.master)
+    yield from (["masters"] if MASTER in states else []) + (["states", "scales"] if states else [])
 
 
 def _gathered_bytes(params: Sequence[tuple[str, Tensor]]) -> int | None:

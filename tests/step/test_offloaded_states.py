@@ -28,8 +28,10 @@ from distributed import Part, assert_same, join_all, part, same_bits
 from fused_optim import FusedAdam, FusedAdamW, enable_gradient_release, save_master_safetensors
 from fused_optim.backends import offloaded
 from fused_optim.checkpoint import PinnedStager
-from fused_optim.quantized import MXFP8BlockScaling, quantize_model_
+from fused_optim.quantized import Float8CurrentScaling, MXFP8BlockScaling, quantize_model_
+from fused_optim.quantized.recipes import Recipe
 from fused_optim.sharding.dtensor import Geometry, local_tensor
+from fused_optim.slots import MASTER as MASTER_PARAM
 from fused_optim.state import store
 
 INT8 = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8}
@@ -95,13 +97,13 @@ def homes(optimizer: FusedAdam) -> list[bool]:
     """Of each parameter, whether its states are offloaded, as they say themselves."""
     found = []
     for states in optimizer.store:
-        tensors = [*map(local_tensor, states.tensors.values()), states.slots.scales]
-        is_there = {tensor.device.type == "cpu" for tensor in tensors}
-        assert len(is_there) == 1
-        if states.slots.offloaded:
-            assert is_there == {True}
-            assert local_tensor(states.param).device.type == "cpu" or all(t.is_pinned() for t in tensors if t.numel())
-        found.append(states.slots.offloaded)
+        home, names = local_tensor(states.param).device, states.slots.offloaded
+        tensors = {name: local_tensor(state) for name, state in states.tensors.items()}
+        there = [tensors[name] for name in names if name in tensors] + [states.slots.scales] * bool(names)
+        assert all(tensor.device.type == "cpu" for tensor in there)
+        assert home.type == "cpu" or all(tensor.is_pinned() for tensor in there if tensor.numel())
+        assert all(tensors[name].device == home for name in tensors.keys() - set(names))
+        found.append(bool(names))
     return found
 
 
@@ -423,23 +425,33 @@ def test_the_gpu_holds_no_states() -> None:
     assert all((state > 0).all() for states in optimizer.state.values() for state in states.values()), "at once"
 
 
-def test_quantized_weights_keep_theirs(device: str) -> None:
+@pytest.mark.parametrize("recipe", [MXFP8BlockScaling(), Float8CurrentScaling()], ids=str)
+@pytest.mark.parametrize("master", ["float32", "float16", "none"])
+def test_masters_of_quantized_weights_stay(master: str, recipe: Recipe, device: str) -> None:
+    options = {"float32": {}, "float16": {"master_weight_dtype": "float16"}, "none": {"master_weights": False}}[master]
     found = []
     for offload in (True, False):
         model = layers(torch.bfloat16).to(device)
-        quantize_model_(model, MXFP8BlockScaling(), filter_fn=lambda module, name: name == "0")
-        optimizer = optimizer_of(model, offload)
+        quantize_model_(model, recipe, filter_fn=lambda module, name: name == "0")
+        optimizer = optimizer_of(model, offload, **options)
         train_model(model, optimizer, range(3))
         found.append(optimizer)
     assert_alike_quantized(*found)
-    assert homes(found[0]) == [name != "0.weight" for name in found[0].store.names]
+    moved = [name != "0.weight" or master != "float16" for name in found[0].store.names]
+    assert homes(found[0]) == moved
+    assert found[0].store[found[0].store.params[0]].slots.offloaded == (("exp_avg", "exp_avg_sq") if moved[0] else ())
+    summary = found[0].summary()
+    (fallback,) = (each for each in summary["fallbacks"] if each["asked"] == "host memory")
+    assert fallback["examples"] == ["0.weight"] and fallback["what"] == (MASTER_PARAM if moved[0] else "states")
+    assert summary["host_bytes"] + summary["device_bytes"] == found[0].state_bytes() == found[1].state_bytes()
     if device == "cuda":
-        (fallback,) = (each for each in found[0].summary()["fallbacks"] if each["what"] == "states")
-        assert fallback["examples"] == ["0.weight"] and "quantized" in fallback["reason"]
+        assert summary["device_bytes"] == (96 * 128 * 4 if master == "float32" else 0) or master == "float16"
 
 
 def assert_alike_quantized(*optimizers: FusedAdam) -> None:
     for a, b in zip(*([*each.store] for each in optimizers), strict=True):
+        weights = [getattr(local_tensor(each.param), "components", {"": local_tensor(each.param)}) for each in (a, b)]
+        assert_same(*({name: value.detach().cpu() for name, value in each.items()} for each in weights))
         for name in a.tensors:
             assert same_bits(local_tensor(a.tensors[name]).cpu(), local_tensor(b.tensors[name]).cpu())
 
