@@ -115,8 +115,7 @@ def test_what_fsdp2_allocates(ranks: int) -> None:
 def allocated_on_gpu(states: str, master: str, width: int, layers: int) -> int:
     """What the allocator of a GPU says between two steps, of parameters, gradients and states."""
     device = distributed.device()
-    gc.collect()  # the model of an earlier call, in the same process
-    before = torch.cuda.memory_allocated(device)
+    before = settled_bytes(device)
     model = Model(width, layers, device=str(device))
     for layer in model.layers:
         fully_shard(layer, mesh=distributed.mesh())
@@ -126,11 +125,18 @@ def allocated_on_gpu(states: str, master: str, width: int, layers: int) -> int:
         optimizer.zero_grad()
         model(torch.arange(64, device=device).view(2, 32)).float().square().mean().backward()
         optimizer.step()
-    torch.cuda.synchronize(device)
     for module in reversed(list(model.modules())):
         if hasattr(module, "reshard"):
             module.reshard()
-    return torch.cuda.memory_allocated(device) - before
+    return settled_bytes(device) - before
+
+
+def settled_bytes(device: torch.device) -> int:
+    """What is allocated, without what cuBLAS keeps for itself and the model of an earlier call in this process."""
+    torch.cuda.synchronize(device)
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    return torch.cuda.memory_allocated(device)
 
 
 @pytest.mark.parametrize(
