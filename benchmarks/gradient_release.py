@@ -101,11 +101,18 @@ def held_bytes(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-def measure(case: Case, length: int, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Milliseconds of each step on the device, bytes held between steps and at the peak of a step, on this rank."""
+def measure(case: Case, args: argparse.Namespace, device: torch.device) -> dict[int, dict[str, Any]]:
+    """By length: milliseconds of steps on the device, bytes held between steps and at the peak of one, on this rank."""
     model = build_model(args.small, device)
     optimizer = case.build(list(model.parameters()))
     handle = case.release(model, optimizer) if case.release else None
+    found = {length: measure_steps(model, optimizer, length, args.repeats, device) for length in args.lengths}
+    if handle is not None:  # else FlashOptim's hooks keep the parameters
+        (handle.disable if isinstance(optimizer, FusedAdamW) else handle.remove)()
+    return found
+
+
+def measure_steps(model: nn.Module, optimizer: Any, length: int, repeats: int, device: torch.device) -> dict[str, Any]:
     generator = torch.Generator(device).manual_seed(1 + int(os.environ.get("RANK", "0")))
     vocabulary = model.embedding.weight.shape[0]
     tokens = torch.randint(vocabulary, (1, length + 1), device=device, generator=generator)
@@ -116,45 +123,31 @@ def measure(case: Case, length: int, args: argparse.Namespace, device: torch.dev
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
     held = held_bytes(device)
-    times, _ = timed(step, device, args.repeats)
+    times, host = timed(step, device, repeats)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    loss = model(tokens).item()
-    del handle
-    return {"ms": times, "held_bytes": held, "peak_bytes": peak, "loss": loss}
+    return {"ms": times, "host_ms": host, "held_bytes": held, "peak_bytes": peak, "loss": model(tokens).item()}
 
 
-def measured(case: Case, length: int, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+def measured(case: Case, args: argparse.Namespace, device: torch.device) -> dict[int, dict[str, Any]]:
     """:func:`measure`, or the error, after which everything that it held is given back."""
     try:
-        found = measure(case, length, args, device)
+        found = measure(case, args, device)
     except Exception as error:  # a peer that fails must not hide the others' results
-        found = {"error": f"{type(error).__name__}: {error}"[:300]}
+        found = {length: {"error": f"{type(error).__name__}: {error}"[:300]} for length in args.lengths}
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return found
 
 
-def compare(
-    cases: list[Case], length: int, args: argparse.Namespace, device: torch.device
-) -> dict[str, dict[str, Any]]:
-    """A row for each case. Every other round goes backwards, so that drifts of the machine hit all alike."""
-    found: dict[str, list[dict[str, Any]]] = {case.name: [] for case in cases}
-    for number in range(args.rounds):
-        for case in cases[:: 1 - 2 * (number % 2)]:
-            found[case.name].append(measured(case, length, args, device))
-    return {name: summary(each) for name, each in found.items()}
-
-
 def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of one length in all rounds."""
     errors = [each["error"] for each in found if "error" in each]
     if errors:
         return {"error": errors[0]}
-    return {
-        "ms": statistics.median(time for each in found for time in each["ms"]),
-        "ms_of_rounds": [statistics.median(each["ms"]) for each in found],
-        **{key: found[-1][key] for key in ("held_bytes", "peak_bytes", "loss")},
-    }
+    rows = {key: statistics.median(time for each in found for time in each[key]) for key in ("ms", "host_ms")}
+    rounds = [statistics.median(each["ms"]) for each in found]
+    return {**rows, "ms_of_rounds": rounds, **{key: found[-1][key] for key in ("held_bytes", "peak_bytes", "loss")}}
 
 
 def show(name: str, row: dict[str, Any]) -> None:
@@ -170,7 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="a model of 3 M parameters, for a trial")
     parser.add_argument("--lengths", type=int, nargs="*", default=[256, 4096], help="tokens of a step on each rank")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=6, help="steps timed in each round")
     parser.add_argument("--commit", default="", help="what the results are of, where the tree is no git checkout")
     parser.add_argument("--output", type=Path)
@@ -185,13 +178,19 @@ def main() -> None:
     facts = machine(device, args.commit)
     facts["packages"] |= {"flashoptim": version_of("flashoptim")}
     report: dict[str, Any] = {"machine": facts, "ranks": int(os.environ.get("WORLD_SIZE", "1")), "lengths": {}}
-    for length in args.lengths:
-        rows = report["lengths"][str(length)] = compare(cases, length, args, device)
-        if rank == 0:
-            write(report, args.output)
-            print(f"{length} tokens on each of {report['ranks']} ranks")
-            for name, row in rows.items():
-                show(name, row)
+    found: dict[str, list[dict[int, dict[str, Any]]]] = {case.name: [] for case in cases}
+    for number in range(args.rounds):
+        for case in cases[:: 1 - 2 * (number % 2)]:  # so that drifts of the machine hit all alike
+            found[case.name].append(measured(case, args, device))
+            for length in args.lengths:
+                each = {name: [of[length] for of in rounds] for name, rounds in found.items() if rounds}
+                report["lengths"][str(length)] = {name: summary(rounds) for name, rounds in each.items()}
+            if rank == 0:
+                write(report, args.output)
+    for length, rows in report["lengths"].items() if rank == 0 else ():
+        print(f"{length} tokens on each of {report['ranks']} ranks")
+        for name, row in rows.items():
+            show(name, row)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -12,7 +12,6 @@ import inspect
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -200,15 +199,28 @@ def perform(run: Run, folder: Path, limit: float) -> dict[str, Any]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])}
     environment |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "4"}
     start = time.perf_counter()
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(command(run, folder), env=environment, cwd=folder, start_new_session=True, **pipes)
-    try:
-        output, _ = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # the ranks, too
-        output, _ = process.communicate()
+    with (folder / f"{run.name}.txt").open("w+") as output:  # a pipe would wait for compilers that outlive the ranks
+        process = subprocess.Popen(
+            command(run, folder), env=environment, cwd=folder, stdout=output, stderr=subprocess.STDOUT
+        )
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            end(process)
+        output.seek(0)
+        text = output.read()
     seconds = time.perf_counter() - start
-    return {"exit": process.returncode, "seconds": seconds, "losses": losses_in(output), "output": output}
+    return {"exit": process.returncode, "seconds": seconds, "losses": losses_in(text), "output": text}
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """torchrun ends its ranks when it is asked to."""
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def differences(found: dict[int, float], expected: dict[int, float]) -> float | None:
@@ -216,10 +228,10 @@ def differences(found: dict[int, float], expected: dict[int, float]) -> float | 
     return max((abs(found[step] - expected[step]) for step in found.keys() & expected.keys()), default=None)
 
 
-def perform_in_turn(runs: Sequence[Run], folder: Path, limit: float, end: float) -> dict[str, dict[str, Any]]:
+def perform_in_turn(runs: Sequence[Run], folder: Path, limit: float, deadline: float) -> dict[str, dict[str, Any]]:
     results = {}
     for run in runs:
-        remaining = end - time.perf_counter()
+        remaining = deadline - time.perf_counter()
         if remaining < 5:
             print(f"=== {run.name}: no time left", flush=True)
             continue
@@ -242,10 +254,10 @@ def perform_all(runs: Sequence[Run], args: argparse.Namespace) -> dict[str, dict
     for run in runs:
         chains.setdefault(run.folder, []).append(run)
     results: dict[str, dict[str, Any]] = {}
-    end = time.perf_counter() + args.budget
+    deadline = time.perf_counter() + args.budget
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(args.jobs) as pool:
         make_assets(Path(name))
-        for found in pool.map(lambda chain: perform_in_turn(chain, Path(name), args.limit, end), chains.values()):
+        for found in pool.map(lambda chain: perform_in_turn(chain, Path(name), args.limit, deadline), chains.values()):
             results |= found
     there = [run for run in runs if run.name in results]
     for run in there:

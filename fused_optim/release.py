@@ -7,7 +7,8 @@ parameter's update is that of a whole step, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -86,10 +87,15 @@ class GradientRelease:
             optimizer.register_step_post_hook(lambda *_: self._begin()),
         ]
         self._is_enabled = True
+        # The optimizer's hooks keep this object. Those of the model must not: autograd and DistributedDataParallel hold
+        # them where the garbage collector does not look, and the model and its states would never be freed.
+        this = weakref.ref(self)
         if isinstance(model, DistributedDataParallel):
-            model.register_comm_hook(model, lambda state, bucket: self._reduce(state, bucket))  # annotations are read
+            # A lambda, since annotations are read.
+            model.register_comm_hook(model.process_group, lambda group, bucket: _reduce(this, group, bucket))
         else:
-            self._handles += [param.register_post_accumulate_grad_hook(self._arrive) for param in params]
+            arrive = _arriving(this)
+            self._handles += [param.register_post_accumulate_grad_hook(arrive) for param in params]
 
     def disable(self) -> None:
         """Make whole steps again, from the next one on. Raises RuntimeError between a backward pass and ``step()``."""
@@ -157,22 +163,41 @@ class GradientRelease:
 
     # --- DistributedDataParallel ------------------------------------------------------------------------------------
 
-    def _reduce(self, model: DistributedDataParallel, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Its communication hook: the mean over ranks, as it computes it itself, and then the update."""
-        buffer, group = bucket.buffer(), model.process_group
-        buffer.mul_(1.0 / dist.get_world_size(group))
-        work = dist.all_reduce(buffer, group=group, async_op=True)
-        if self._is_enabled:
-            with self._on_own_stream(bucket.parameters()):
-                work.wait()
-                for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                    # What this rank has not used may be used by none: that is known at the end of the pass, and
-                    # updated by `step()`.
-                    if param in self._bucket_of and param.grad is not None:
-                        param.grad = grad
-                        self._arrive(param)
-        reduced: torch.futures.Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
-        return reduced
+    def _take(self, bucket: dist.GradBucket, work: dist.Work) -> None:
+        """Updates what a bucket of gradients completes, once they are reduced."""
+        if not self._is_enabled:
+            return
+        with self._on_own_stream(bucket.parameters()):
+            work.wait()
+            for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                # What this rank has not used may be used by none: that is known at the end of the pass, and
+                # updated by `step()`.
+                if param in self._bucket_of and param.grad is not None:
+                    param.grad = grad
+                    self._arrive(param)
+
+
+def _reduce(
+    this: weakref.ref[GradientRelease], group: dist.ProcessGroup, bucket: dist.GradBucket
+) -> torch.futures.Future[Tensor]:
+    """A communication hook: the mean over ranks, as DistributedDataParallel computes it itself, and then the update."""
+    buffer = bucket.buffer()
+    buffer.mul_(1.0 / dist.get_world_size(group))
+    work = dist.all_reduce(buffer, group=group, async_op=True)
+    if release := this():
+        release._take(bucket, work)
+    reduced: torch.futures.Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
+    return reduced
+
+
+def _arriving(this: weakref.ref[GradientRelease]) -> Callable[[Tensor], None]:
+    """A hook of parameters whose gradient is ready."""
+
+    def arrive(param: Tensor) -> None:
+        if release := this():
+            release._arrive(param)
+
+    return arrive
 
 
 def _buckets(params: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:

@@ -203,6 +203,18 @@ def test_gradients_do_not_outlive_their_bucket(bucket_bytes: int, device: str) -
     assert all(param.grad is None for param in model.parameters())
 
 
+def test_model_and_states_are_freed() -> None:
+    """Hooks of autograd are held where the garbage collector does not look."""
+    model = Layers()
+    optimizer = FusedAdamW(model.parameters())
+    enable_gradient_release(model, optimizer)
+    train(model, optimizer, range(2))
+    kept = [weakref.ref(each) for each in (optimizer, model.first.weight, model.unused.weight)]
+    del model, optimizer
+    gc.collect()
+    assert [each() for each in kept] == [None] * 3
+
+
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
