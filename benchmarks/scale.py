@@ -556,7 +556,8 @@ _KINDS = {"fsdp": "FSDP", "hsdp": "HSDP", "fsdp_tp": "FSDP x TP"}
 
 
 def table(runs: Iterable[Mapping[str, Any]]) -> str:
-    """Of docs/scale.md."""
+    """Of docs/scale.md. Of runs of the same model, ranks and mesh the last one."""
+    runs = {(run["model"], run["ranks"], run["layout"]): run for run in runs}.values()
     rows = ["| model | ranks | mesh | plans of torch | ours | `.metadata` | checksums | files |", "|---|" + "---|" * 7]
     for run in runs:
         found = run["checkpoint"]

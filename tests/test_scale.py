@@ -22,7 +22,7 @@ SMALL: dict[str, Model] = {
     "experts": scale.experts(2, 256, 256, 5, dense=1, heads=2)[1:-1],
 }
 WIDE = scale.llama(1, 4096, 512, 32, keys=1, vocabulary=1001)  # norms that are cut into blocks
-FILES = ("llama-8b", "llama-405b", "experts-671b")
+FILES = ("llama-8b", "llama-70b", "llama-405b", "llama-405b-1024", "experts-671b", "experts-671b-more")
 LAYOUTS = {layout.kind: layout for layout in scale.layouts(RANKS)}
 
 
