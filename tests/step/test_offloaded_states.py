@@ -31,6 +31,7 @@ from fused_optim.checkpoint import PinnedStager
 from fused_optim.quantized import Float8CurrentScaling, MXFP8BlockScaling, quantize_model_
 from fused_optim.quantized.recipes import Recipe
 from fused_optim.sharding.dtensor import Geometry, local_tensor
+from fused_optim.slots import STATES
 from fused_optim.slots import MASTER as MASTER_PARAM
 from fused_optim.state import store
 
@@ -98,7 +99,7 @@ def homes(optimizer: FusedAdam) -> list[bool]:
     found = []
     for states in optimizer.store:
         home, names = local_tensor(states.param).device, states.slots.offloaded
-        tensors = {name: local_tensor(state) for name, state in states.tensors.items()}
+        tensors = {name: local_tensor(states.tensors[name]) for name in STATES if name in states.tensors}
         there = [tensors[name] for name in names if name in tensors] + [states.slots.scales] * bool(names)
         assert all(tensor.device.type == "cpu" for tensor in there)
         assert home.type == "cpu" or all(tensor.is_pinned() for tensor in there if tensor.numel())
