@@ -31,8 +31,8 @@ from fused_optim.checkpoint import PinnedStager
 from fused_optim.quantized import Float8CurrentScaling, MXFP8BlockScaling, quantize_model_
 from fused_optim.quantized.recipes import Recipe
 from fused_optim.sharding.dtensor import Geometry, local_tensor
-from fused_optim.slots import STATES
 from fused_optim.slots import MASTER as MASTER_PARAM
+from fused_optim.slots import STATES
 from fused_optim.state import store
 
 INT8 = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8}
