@@ -36,14 +36,17 @@ from fused_optim.sharding.collective import (
 
 @dataclass
 class _Agreed:
-    """What the ranks have planned together for states of one layout."""
+    """What the ranks have planned together for states of one layout.
+
+    The metadata is kept pickled: as objects, of which large worlds have millions, it would slow down every garbage
+    collection of training.
+    """
 
     layout: dict[str, Any] | None
     plan: SavePlan  # of this rank
     part: Part
-    metadata: Metadata | None  # of all; on the first rank
+    metadata: bytes  # of all ranks, with the places of their items; on the first rank
     results: list[WriteResult] = field(default_factory=list)  # of the last save, of this rank
-    described: bytes = b""  # the metadata with the places of all ranks' items; on the first rank
 
 
 class Saver:
@@ -68,10 +71,11 @@ class Saver:
             agreed = self._agree(planner, layout, doing)
         with on_all_ranks(doing, group=self._group):
             results = writer.write(planner.finish_plan(agreed.plan), planner, agreed.part)
-        self._describe(agreed, results)
+        moved = self._moved(agreed, results)
         with on_all_ranks(doing, group=self._group):
             if this_rank() == 0:
-                folder.write(FILE, agreed.described)
+                agreed.metadata = _described(agreed.metadata, moved)
+                folder.write(FILE, agreed.metadata)
         self._agreed = agreed
         return gather_at_first(writer.checksums, self._group)
 
@@ -82,28 +86,31 @@ class Saver:
             own = planner.create_local_plan()
         plans = gather_at_first(own, self._group)
         parts: list[tuple[SavePlan, Part]] = []
-        metadata = None
+        described = b""
         with on_all_ranks(doing, group=self._group):
             if this_rank() == 0:
                 plans, metadata = planner.create_global_plan(plans)
                 total = sum(size_of(item) for plan in plans for item in plan.items)
                 parts = [(plan, Part(f"__{rank}_", total)) for rank, plan in enumerate(plans)]
-        return _Agreed(layout, *scatter_from_first(parts, self._group), metadata)
+                described = pickle.dumps(metadata)
+        return _Agreed(layout, *scatter_from_first(parts, self._group), described)
 
-    def _describe(self, agreed: _Agreed, results: list[WriteResult]) -> None:
-        """Sends what differs from the last save: numbers take more bytes as they grow."""
+    def _moved(self, agreed: _Agreed, results: list[WriteResult]) -> list[list[WriteResult]]:
+        """What differs from the last save, by rank, on the first rank: numbers take more bytes as they grow."""
         pairs = itertools.zip_longest(results, agreed.results)
         moved = [result for result, last in pairs if result is not None and result != last]
         agreed.results = results
-        if not on_any(bool(moved), self._group):
-            return
-        of_ranks = gather_at_first(moved, self._group)
-        if agreed.metadata is not None:
-            metadata = agreed.metadata
-            metadata.storage_data = (metadata.storage_data or {}) | {
-                each.index: each.storage_data for of_rank in of_ranks for each in of_rank
-            }
-            metadata.storage_meta = StorageMeta()
-            if hasattr(filesystem, "CURRENT_DCP_VERSION"):
-                metadata.version = filesystem.CURRENT_DCP_VERSION
-            agreed.described = pickle.dumps(metadata)
+        return gather_at_first(moved, self._group) if on_any(bool(moved), self._group) else []
+
+
+def _described(pickled: bytes, moved: list[list[WriteResult]]) -> bytes:
+    """Metadata with the places to which items have moved."""
+    if not moved:
+        return pickled
+    metadata: Metadata = pickle.loads(pickled)
+    places = {each.index: each.storage_data for of_rank in moved for each in of_rank}
+    metadata.storage_data = (metadata.storage_data or {}) | places
+    metadata.storage_meta = StorageMeta()
+    if hasattr(filesystem, "CURRENT_DCP_VERSION"):
+        metadata.version = filesystem.CURRENT_DCP_VERSION
+    return pickle.dumps(metadata)
