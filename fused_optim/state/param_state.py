@@ -240,7 +240,7 @@ class ParamState:
 
     def hold_remainder(self, loaded: LoadedRemainder) -> LoadedRemainder:
         """What is to be written once the parameter is there; its memory is nobody else's."""
-        low = loaded.bits(local_tensor(self.param).shape)
+        low = loaded.bits(local_tensor(self.param).shape).clone()
         return replace(loaded, low=low, checks=None if loaded.checks is None else loaded.checks.clone())
 
     def follow_parameter(self) -> None:

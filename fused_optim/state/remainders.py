@@ -55,8 +55,10 @@ class LoadedRemainder:
         return ValueError(f"{self.who}: {_MISFIT}")
 
     def bits(self, shape: torch.Size) -> Tensor:
-        """The remainders as an optimizer keeps them, of this shape: a copy."""
-        low = self.low.flatten().clone()  # at an address that int16 may have
+        """The remainders as an optimizer keeps them, of this shape. No copy, but where int16 may not begin there."""
+        low, size = self.low.flatten(), self.kind.dtype.itemsize
+        if has_values(low) and (low.data_ptr() % size or low.storage_offset() * low.element_size() % size):
+            low = low.clone()
         return low.view(self.kind.dtype).view(shape)
 
     def master(self, param: Tensor) -> Tensor:

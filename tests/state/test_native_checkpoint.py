@@ -238,6 +238,43 @@ def test_the_state_dict_is_a_copy_and_loading_keeps_nothing_of_it() -> None:
     assert_same(packed, kept)
 
 
+@pytest.mark.parametrize("model_first", [True, False], ids=["model first", "optimizer first"])
+def test_what_was_loaded_may_be_changed(model_first: bool) -> None:
+    """Also where remainders wait for their parameters."""
+    model, optimizer = trained(REM16, torch.int8)
+    state_dict = copy.deepcopy(optimizer.state_dict())
+    other, fresh = build(REM16, torch.int8, fresh=True)
+    if model_first:
+        other.load_state_dict(model.state_dict())
+    fresh.load_state_dict(state_dict)
+    for tensor in tensors_of(state_dict["state"]).values():
+        tensor.zero_()
+    if not model_first:
+        other.load_state_dict(model.state_dict())
+        fresh.store.settle()
+    assert_same(stored(other, fresh), stored(model, optimizer))
+
+
+@pytest.mark.parametrize("start", [0, 1, 2, 3])
+def test_remainders_at_any_address(start: int) -> None:
+    """Bytes of a file may lie where int16 may not begin."""
+    model, optimizer = trained(REM16, torch.int8)
+    state_dict = optimizer.state_dict()
+    moved = 0
+    for state in state_dict["state"].values():
+        master = state.get("master_param")
+        if isinstance(master, dict):
+            low = master["rem16"]
+            buffer = torch.zeros(low.numel() + 8, dtype=torch.uint8)
+            master["rem16"] = buffer[start : start + low.numel()].view(low.shape).copy_(low)
+            moved += 1
+    other, fresh = build(REM16, torch.int8, fresh=True)
+    other.load_state_dict(model.state_dict())
+    fresh.load_state_dict(state_dict)
+    assert moved > 3
+    assert_same(stored(other, fresh), stored(model, optimizer))
+
+
 def test_the_form_may_be_changed_and_is_checked() -> None:
     model, optimizer = trained(PLAIN, torch.int8)
     assert isinstance(optimizer.state_dict()["state"][2]["exp_avg"], dict)
