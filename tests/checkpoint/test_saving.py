@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -71,9 +73,9 @@ def check(state: dict[str, Any], path: Path) -> None:
         assert stored.keys() == {f"{part}.{key}" for part, values in state.items() for key in values}
 
 
-@pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """As many items as there are plans that were made."""
+@contextmanager
+def counting_plans() -> Iterator[list[int]]:
+    """As many items as there are plans that this process made meanwhile."""
     made: list[int] = []
     create = Planner.create_local_plan
 
@@ -81,8 +83,8 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         made.append(1)
         return create(self)
 
-    monkeypatch.setattr(Planner, "create_local_plan", counted)
-    return made
+    with mock.patch.object(Planner, "create_local_plan", counted):
+        yield made
 
 
 SAME: dict[str, Callable[[], dict[str, Any]]] = {
@@ -101,19 +103,22 @@ OTHERS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("change", SAME)
-def test_states_alike_are_planned_once(tmp_path: Path, plans: list[int], change: str) -> None:
-    saver = Saver(None)
-    for i, state in enumerate([base(), SAME[change](), base()]):
-        save(saver, state, tmp_path / str(i))
-    assert len(plans) == 1
+def test_states_alike_are_planned_once(tmp_path: Path, change: str) -> None:
+    assert plans_of([base(), SAME[change](), base()], tmp_path) == 1
 
 
 @pytest.mark.parametrize("change", OTHERS)
-def test_changed_states_are_planned_anew(tmp_path: Path, plans: list[int], change: str) -> None:
+def test_changed_states_are_planned_anew(tmp_path: Path, change: str) -> None:
+    assert plans_of([base(), OTHERS[change](), base()], tmp_path) == 3
+
+
+def plans_of(states: list[dict[str, Any]], path: Path) -> int:
+    """That one Saver makes for these, one after the other."""
     saver = Saver(None)
-    for i, state in enumerate([base(), OTHERS[change](), base()]):
-        save(saver, state, tmp_path / str(i))
-    assert len(plans) == 3
+    with counting_plans() as made:
+        for i, state in enumerate(states):
+            save(saver, state, path / str(i))
+    return len(made)
 
 
 def sharded(mesh: Any, step: int, rows: int = 5) -> dict[str, Any]:
@@ -126,35 +131,22 @@ def sharded(mesh: Any, step: int, rows: int = 5) -> dict[str, Any]:
 
 def save_on_ranks(path: str) -> tuple[int, list[int]]:
     """How often the ranks planned, and which saves failed on this one."""
-    saver, mesh, made, failed = Saver(dist.new_group(backend="gloo")), distributed.mesh(), 0, []
-    create, write = Planner.create_local_plan, Writer.write
-
-    def counted(self: Planner) -> Any:
-        nonlocal made
-        made += 1
-        return create(self)
-
-    def full(*args: Any) -> Any:
-        raise OSError("no room")
-
-    Planner.create_local_plan = counted  # type: ignore[method-assign]
-    try:
+    saver, mesh, failed = Saver(dist.new_group(backend="gloo")), distributed.mesh(), []
+    full = mock.patch.object(Writer, "write", side_effect=OSError("no room"))
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    with counting_plans() as made:
         for i, (step, rows, fails) in enumerate([(1, 5, 0), (2, 5, 0), (3, 5, 1), (3, 5, 0), (4, 7, 0), (40, 7, 0)]):
             state = sharded(mesh, step, rows)
-            if fails and dist.get_rank() == dist.get_world_size() - 1:
-                Writer.write = full  # type: ignore[method-assign]
             Path(path, str(i)).mkdir(exist_ok=True)
             try:
-                saver.save(state, folder_at(f"{path}/{i}"), "saving")
+                with full if fails and is_last else nullcontext():
+                    saver.save(state, folder_at(f"{path}/{i}"), "saving")
             except (OSError, RuntimeError) as error:
                 assert "no room" in str(error)
                 failed.append(i)
             else:
                 check(state, Path(path, str(i)))
-            Writer.write = write  # type: ignore[method-assign]
-    finally:
-        Planner.create_local_plan = create  # type: ignore[method-assign]
-    return made, failed
+    return len(made), failed
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -164,17 +156,9 @@ def test_ranks_plan_together(tmp_path: Path, ranks: int) -> None:
 
 
 def change_on_one_rank(path: str) -> int:
-    """Its own shard alone has another dtype and then is there no more."""
-    saver, made = Saver(dist.new_group(backend="gloo")), 0
-    create = Planner.create_local_plan
-
-    def counted(self: Planner) -> Any:
-        nonlocal made
-        made += 1
-        return create(self)
-
-    Planner.create_local_plan = counted  # type: ignore[method-assign]
-    try:
+    """Its own entry alone becomes a tensor, and is there no more in the end."""
+    saver = Saver(dist.new_group(backend="gloo"))
+    with counting_plans() as made:
         for i in range(4):
             own: dict[str, Any] = {"number": torch.full((3,), float(i))} if dist.get_rank() == 0 else {"other": i}
             if dist.get_rank() == 1 and i == 1:
@@ -185,9 +169,7 @@ def change_on_one_rank(path: str) -> int:
             Path(path, str(i)).mkdir(exist_ok=True)
             saver.save(state, folder_at(f"{path}/{i}"), "saving")
             check(state, Path(path, str(i)))
-    finally:
-        Planner.create_local_plan = create  # type: ignore[method-assign]
-    return made
+    return len(made)
 
 
 def test_one_rank_changes(tmp_path: Path) -> None:
