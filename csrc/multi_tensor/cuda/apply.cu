@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstddef>
 #include <iterator>
+#include <map>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -50,9 +51,10 @@ __device__ __noinline__ void called_vector_walk() {
     vector_walk<MixType>();
 }
 
-// Pairs of moment formats that have a vector walk in the kernel for all mixes; others take the general one.
+// Pairs of moment formats that have a vector walk in the kernel for all mixes: those of one scaled format beside one
+// that is not. Pairs of the same format have kernels of their own; others take the general walk.
 FUSED_OPTIM_HD constexpr bool has_vector_walk(Format exp_avg, Format exp_avg_sq) {
-    return !is_scaled(exp_avg) || !is_scaled(exp_avg_sq) || exp_avg == exp_avg_sq;
+    return is_scaled(exp_avg) != is_scaled(exp_avg_sq);
 }
 
 struct CallVectorWalk {
@@ -214,9 +216,20 @@ Kernel<Table>* find_kernel(KernelsOfMaster<Table>& candidates, const Shards& sha
     return nullptr;
 }
 
-Kernel<BasicTable>& choose_kernel(const Shards& shards) {
+// The kernel of one mix that serves them all, if there is one.
+Kernel<BasicTable>* kernel_of_all(const Shards& shards) {
     for (auto& of_one_master : kernels().of_one_mix) {
-        if (Kernel<BasicTable>* kernel = find_kernel(of_one_master, shards)) return *kernel;
+        if (Kernel<BasicTable>* kernel = find_kernel(of_one_master, shards)) return kernel;
+    }
+    return nullptr;
+}
+
+// The kernel of a shard's mix; of mixes that have none, the one for all of them.
+Kernel<BasicTable>& kernel_of(const Shard& shard) {
+    for (auto& of_one_master : kernels().of_one_mix) {
+        for (auto& kernel : of_one_master) {
+            if (kernel.is_mix_of(shard)) return kernel;
+        }
     }
     return kernels().of_any_mix;
 }
@@ -301,7 +314,15 @@ struct Launcher {
 
 bool is_quantized(const Shard& s) { return s.quantized; }
 
-// One launch if one kernel serves all, else one per kernel that quantized weights need and one for the rest.
+// One launch if one kernel serves all, else one per mix: each at the speed of its own kernel.
+void launch_plain(const Launcher& launch, const Shards& shards) {
+    if (auto* kernel = kernel_of_all(shards)) return launch(*kernel, shards);
+    std::map<Kernel<BasicTable>*, Shards> by_kernel;
+    for (const Shard& shard : shards) by_kernel[&kernel_of(shard)].push_back(shard);
+    for (const auto& [kernel, own] : by_kernel) launch(*kernel, own);
+}
+
+// The same of shards of which some have quantized weights, whose kernels are others.
 void launch_with_weights(const Launcher& launch, const Shards& shards) {
     for (auto& of_one_master : kernels().with_weights) {
         if (auto* kernel = find_kernel(of_one_master, shards)) return launch(*kernel, shards);
@@ -316,7 +337,7 @@ void launch_with_weights(const Launcher& launch, const Shards& shards) {
     }
     Shards others;
     std::remove_copy_if(shards.begin(), shards.end(), std::back_inserter(others), is_quantized);
-    if (!others.empty()) launch(choose_kernel(others), others);
+    if (!others.empty()) launch_plain(launch, others);
 }
 
 }  // namespace
@@ -333,7 +354,7 @@ void launch_cuda(const Step& step, int device, uint64_t stream_handle, uint64_t 
     if (std::any_of(step.shards.begin(), step.shards.end(), is_quantized)) {
         launch_with_weights(launch, step.shards);
     } else {
-        launch(choose_kernel(step.shards), step.shards);
+        launch_plain(launch, step.shards);
     }
 }
 
