@@ -7,6 +7,7 @@ where they lie is what ``.metadata`` says, whose own checksum ties the file to t
 from __future__ import annotations
 
 import json
+import threading
 import zlib
 from collections.abc import Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ from typing import Any
 from fused_optim.checkpoint import metadata
 from fused_optim.checkpoint.folders import Folder, PathLike, folder_at
 from fused_optim.checkpoint.metadata import read_metadata
-from fused_optim.checkpoint.threads import threads
+from fused_optim.checkpoint.threads import threads_to_read
 from fused_optim.checkpoint.untrusted import load_json
 from fused_optim.sharding.collective import gather, gather_at_first, on_all_ranks, on_any, this_rank, world_size
 
@@ -103,21 +104,32 @@ def _damages(folder: Folder, items: Iterable[_Item], expected: Mapping[Range, st
 def _sum_up(folder: Folder, items: Iterable[_Item]) -> Iterator[tuple[_Item, str | ValueError]]:
     """The checksums of items, or what is wrong with their bytes."""
     listed = list(items)
-    with ThreadPoolExecutor(threads()) as pool:
-        yield from zip(listed, pool.map(lambda item: _crc(folder, item), listed), strict=True)
+    own = threading.local()  # of each thread: a buffer, whose pages are made once
+
+    def sum_up(item: _Item) -> str | ValueError:
+        if not hasattr(own, "memory"):
+            own.memory = memoryview(bytearray(_PIECE))
+        return _crc(folder, item, own.memory)
+
+    with ThreadPoolExecutor(threads_to_read()) as pool:
+        yield from zip(listed, pool.map(sum_up, listed), strict=True)
 
 
-def _crc(folder: Folder, item: _Item) -> str | ValueError:
-    file, start, left = item.range
-    crc = 0
+def _crc(folder: Folder, item: _Item, memory: memoryview) -> str | ValueError:
+    file, start, length = item.range
+    crc, end = 0, start + length
     try:
-        while left and (piece := folder.read(file, start, min(left, _PIECE))):
-            crc, start, left = zlib.crc32(piece, crc), start + len(piece), left - len(piece)
+        while start < end:
+            piece = memory[: min(end - start, len(memory))]
+            folder.read_into(file, start, piece)
+            crc, start = zlib.crc32(piece, crc), start + len(piece)
     except FileNotFoundError as error:
         return _lacking(item, f"none: {error.strerror or 'no such file'}")
+    except EOFError:
+        return _lacking(item, f"{max((folder.size(file) or 0) - item.range[1], 0)}: the file is truncated")
     except OSError as error:
         return _lacking(item, f"an error: {error.strerror or error}")
-    return _lacking(item, f"{item.range[2] - left}: the file is truncated") if left else f"{crc:08x}"
+    return f"{crc:08x}"
 
 
 def _lacking(item: _Item, found: str) -> ValueError:

@@ -31,11 +31,11 @@ from torch.futures import Future
 from fused_optim.checkpoint.folders import Folder
 from fused_optim.checkpoint.metadata import check_files, read_metadata
 from fused_optim.checkpoint.pickles import Outside, read_pickle, stand_in
-from fused_optim.checkpoint.threads import threads
+from fused_optim.checkpoint.threads import threads_to_read
 from fused_optim.checkpoint.untrusted import load_object
 
 SINGLE_PROCESS = "torch.distributed is disabled"  # a warning of torch.distributed.checkpoint
-_PIECE = 1 << 25  # bytes that one thread reads at a time
+_PIECE = 1 << 24  # bytes that one thread reads at a time
 _HEAD = 4096  # bytes of a stored tensor in which its description is
 
 
@@ -100,7 +100,7 @@ class Reader(StorageReader):
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         tensors.sort(key=lambda item: self._place(item)[:2])
         upload = _Upload()
-        with ThreadPoolExecutor(threads()) as pool:
+        with ThreadPoolExecutor(threads_to_read()) as pool:
             contents = pool.map(lambda item: self._folder.read(*self._place(item)), objects)
             for item, content in zip(objects, contents, strict=True):
                 planner.load_bytes(item, io.BytesIO(content))

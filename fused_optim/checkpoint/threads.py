@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import os
 
-MOST = 8
+_WRITING = 8  # training goes on meanwhile
+_READING = 16
 
 
 def threads() -> int:
-    """As many as help, on the cores that this process may use."""
-    return min(MOST, len(os.sched_getaffinity(0)))
+    """As many as help to write, on the cores that this process may use."""
+    return min(_WRITING, len(os.sched_getaffinity(0)))
+
+
+def threads_to_read() -> int:
+    """Likewise to read, and to sum up what was read, which nothing else waits for."""
+    return min(_READING, len(os.sched_getaffinity(0)))

@@ -472,7 +472,7 @@ def test_threads_share_no_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with Checkpointer(model, optimizer, memory_folder(tmp_path)) as checkpointer:
         checkpointer.save(2)
     interval = sys.getswitchinterval()
-    monkeypatch.setattr(checksums, "threads", lambda: 8)
+    monkeypatch.setattr(checksums, "threads_to_read", lambda: 8)
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(5):
