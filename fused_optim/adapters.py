@@ -103,6 +103,11 @@ class Adapter(Protocol):
         None where only its own library knows.
         """
 
+    def keeps(self, param: Tensor, master: Tensor) -> bool:
+        """Whether a parameter beside which its master is loaded stays as it is, because it is the master rounded with a
+        scale that checkpoints do not have. Rounded again, with another scale, it would move away from what was saved.
+        """
+
     def products(self, param: Tensor, rows: int | None) -> dict[str, str | None]:
         """By product of a layer with this parameter: why it does not run in FP8, None where it does.
 
@@ -196,6 +201,16 @@ def batches(updates: Sequence[Update]) -> list[Batch]:
         adapter.batch(alike) if hasattr(adapter, "batch") else _Anew(adapter, alike)
         for adapter, alike in _by_adapter(updates).items()
     ]
+
+
+def write_loaded(updates: Sequence[Update]) -> None:
+    """Quantize parameters whose masters were loaded, but for those that stay; see :meth:`Adapter.keeps`.
+
+    All ranks pass the same parameters, in the same order, that need a collective.
+    """
+    for adapter, alike in _by_adapter(updates).items():
+        new = [each for each in alike if each.values is None or not adapter.keeps(each.param, each.values)]
+        adapter.write(new, None, False)
 
 
 def write(updates: Sequence[Update], applies: Tensor | None = None, advance: bool = True) -> None:

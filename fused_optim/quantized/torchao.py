@@ -31,6 +31,10 @@ def values(local: Tensor) -> Tensor:
     return local.dequantize().to(torch.float32, copy=True)
 
 
+def keeps(param: Tensor, master: Tensor) -> bool:
+    return False
+
+
 def rounded(param: Tensor, master: Tensor) -> None:
     return None
 

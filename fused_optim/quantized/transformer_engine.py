@@ -99,6 +99,17 @@ def rounded(param: Tensor, master: Tensor) -> Tensor | None:
     return transformer_engine_codes.rounded(param, master)
 
 
+def keeps(param: Tensor, master: Tensor) -> bool:
+    """Delayed scaling's scales are in a module's extra state, which DCP does not save: its codes are rounded a second
+    time when the model is loaded. So they may be two halves of a step off, by each scale."""
+    local = local_tensor(param.detach())
+    if scaling_of(local) != DELAYED or not is_e4m3(local):
+        return False
+    largest = master.abs() * 2.0**-3 + float8(local)._scale_inv * 2.0**-8  # a step; twice that of denormals
+    near = (values(local) - master).abs() <= largest
+    return bool((near | (values(local).isnan() & master.isnan())).all())
+
+
 # --- delayed scaling --------------------------------------------------------------------------------------------
 
 

@@ -69,6 +69,10 @@ def rounded(param: Tensor, master: Tensor) -> Tensor:
     return tiles.decode(local.recipe, copies, tuple(master.shape), torch.float32, local.rows_before)
 
 
+def keeps(param: Tensor, master: Tensor) -> bool:
+    return False  # checkpoints have all scales
+
+
 def products(param: Tensor, rows: int | None) -> dict[str, str | None]:
     return usage.obstacles(param, rows)
 

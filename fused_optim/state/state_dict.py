@@ -171,7 +171,7 @@ def load(store: StateStore, groups: list[dict[str, Any]], checked: Checked) -> N
     remaining = []
     for id_, found in loaded.items():
         remaining += _write(store, params[id_], found, misfit)
-    adapters.write(remaining, advance=False)
+    adapters.write_loaded(remaining)
     store.mark()
 
 

@@ -157,6 +157,45 @@ def test_delayed_scaling_is_written_by_the_pass(engine: str) -> None:
         assert param._data._version > version
 
 
+def trained_delayed(scale: float) -> tuple[Float8Tensor, FusedAdamW]:
+    param = delayed(torch.randn(16, 64, generator=torch.Generator().manual_seed(0)))
+    param._quantizer.scale.fill_(scale)
+    optimizer = FusedAdamW([param], lr=0.01)
+    for seed in range(3):
+        param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        optimizer.step()
+    return param, optimizer
+
+
+@pytest.mark.parametrize("scale", [64.0, 48.0, 100.0])
+def test_weights_of_delayed_scaling_that_were_loaded_before_their_masters_stay(scale: float) -> None:
+    """DCP saves what they decode to, and another scale rounds it once more."""
+    saved, optimizer = trained_delayed(64.0)
+    fresh, other = trained_delayed(scale)
+    with torch.no_grad():
+        fresh.quantize_(saved.dequantize(dtype=torch.float32))
+    codes = fresh._data.clone()
+    other.load_state_dict(optimizer.state_dict())
+    assert torch.equal(fresh._data, codes)
+    master = other.state[fresh]["master_param"]
+    assert torch.equal(master, optimizer.state[saved]["master_param"])
+    if scale != 64.0:  # so that it makes a difference
+        assert not torch.equal(codes, encode(master, torch.tensor(scale)))
+
+
+@pytest.mark.parametrize("change", [0.0, 2.0, -1.0, float("nan")])
+def test_weights_of_delayed_scaling_that_are_not_their_masters_are_written(change: float) -> None:
+    """Of one element of all."""
+    saved, optimizer = trained_delayed(64.0)
+    fresh, other = trained_delayed(48.0)
+    values = saved.dequantize(dtype=torch.float32)
+    values[3, 5] = values[3, 5] * change
+    with torch.no_grad():
+        fresh.quantize_(values)
+    other.load_state_dict(optimizer.state_dict())
+    assert torch.equal(fresh._data, encode(other.state[fresh]["master_param"], torch.tensor(48.0)))
+
+
 def test_skipped_steps_leave_delayed_scaling(engine: str) -> None:
     optimizer = delayed_training(engine)
     move_on(optimizer, 0)
