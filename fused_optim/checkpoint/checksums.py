@@ -23,7 +23,8 @@ from fused_optim.sharding.collective import gather, gather_at_first, on_all_rank
 
 FILE = "fused_optim_checksums.json"
 VERSION = 1
-_PIECE = 1 << 23  # bytes read at a time
+_NEAR = 1 << 20  # bytes read at a time from this machine, which stay in a core's cache
+_FAR = 1 << 23  # from elsewhere, where every read takes its time
 
 Range = tuple[str, int, int]  # file, start, length
 
@@ -108,7 +109,7 @@ def _sum_up(folder: Folder, items: Iterable[_Item]) -> Iterator[tuple[_Item, str
 
     def sum_up(item: _Item) -> str | ValueError:
         if not hasattr(own, "memory"):
-            own.memory = memoryview(bytearray(_PIECE))
+            own.memory = memoryview(bytearray(_NEAR if folder.is_local else _FAR))
         return _crc(folder, item, own.memory)
 
     with ThreadPoolExecutor(threads_to_read()) as pool:
