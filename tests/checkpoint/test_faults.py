@@ -221,7 +221,7 @@ def test_the_file_of_checksums(spoilt: Callable[[str], Path], monkeypatch: pytes
         file.unlink()
         distributed.run(ranks, write_checksums, str(path))
         assert json.loads(file.read_text()) == expected
-    monkeypatch.setattr(checksums, "_PIECE", 1000)
+    monkeypatch.setattr(checksums, "_NEAR", 1000)
     write_checksums(path)
     assert json.loads(file.read_text()) == expected
 
