@@ -146,6 +146,10 @@ def contenders() -> Iterator[Contender]:
             print(f"skipped: {package}: {error}")
 
 
+REST = 0.3  # seconds
+AHEAD = 40_000_000  # cycles: about 20 ms
+
+
 class Timer:
     """Milliseconds of calls that are enqueued one after the other, as in training."""
 
@@ -191,6 +195,17 @@ class Runner:
         for param in self.model.parameters():
             param.grad = None
 
+    def rested_ms(self) -> float:
+        """Of one step after a pause, so that heat and power do not limit clocks. The host is ahead of the device."""
+        time.sleep(REST)
+        torch.cuda._sleep(AHEAD)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        self.both()
+        end.record()
+        synchronize(self.device)
+        return float(start.elapsed_time(end))
+
     def host_ms(self) -> float:
         synchronize(self.device)
         start = time.perf_counter()
@@ -223,6 +238,8 @@ def measure(contender: Contender, args: argparse.Namespace, device: torch.device
         "peak_gb": peak / 2**30,
         "weights_gb": held / 2**30,
     }
+    if device.type == "cuda":
+        row["both_rested_ms"] = statistics.median(runner.rested_ms() for _ in range(5))
     if re.search(args.profile, f"{contender.name}, {'compiled' if contender.compiled else 'eager'}"):
         print_profile(runner)
     return row
@@ -237,7 +254,7 @@ def print_profile(runner: Runner) -> None:
 
 def measure_stack(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
     rows = []
-    print(f"{'':<50}{'forward':>10}{'no grad':>10}{'both':>10}{'host':>10}{'peak GB':>10}{'held GB':>10}")
+    print(f"{'':<50}{'forward':>10}{'no grad':>10}{'both':>10}{'host':>10}{'peak GB':>10}{'held GB':>10}{'rested':>10}")
     for contender in contenders():
         label = f"{contender.name}, {'compiled' if contender.compiled else 'eager'}"
         if not re.search(args.only, label):

@@ -6,6 +6,7 @@ The modules' losses are linear in their parameters, so that gradients are what a
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import re
 import subprocess
@@ -150,11 +151,11 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
         optimizer.zero_grad()
 
 
-def train_plain(model: nn.Module, optimizer: FusedAdam, steps: int) -> None:
+def train_plain(model: nn.Module, optimizer: FusedAdam, steps: int, scale: float) -> None:
     named = dict(model.named_parameters())
     for step in range(steps):
         for name, grad in gradients(named, step).items():
-            named[name].grad = grad.to(named[name].dtype)
+            named[name].grad = grad.to(named[name].dtype) * scale
         optimizer.step()
 
 
@@ -179,13 +180,13 @@ def trained(
     return contents(model.module, optimizer), Facts(model.module, optimizer, model, steps)
 
 
-def unsharded(kind: str, options: dict[str, Any], steps: int) -> tuple[dict[str, Tensor], Facts]:
-    """The same steps on plain tensors, without Megatron-FSDP."""
+def unsharded(kind: str, options: dict[str, Any], steps: int, scale: float = 1.0) -> tuple[dict[str, Tensor], Facts]:
+    """The same steps on plain tensors, without Megatron-FSDP, with gradients times ``scale``."""
     main, masters = KINDS[kind]
     model = new_model().to(main or BF16)
     groups = grouped(dict(model.named_parameters()), exp_avg_dtype=BF16)
     optimizer = FusedAdam(groups, lr=LR, weight_decay=DECAY, **masters, **options)
-    train_plain(model, optimizer, steps)
+    train_plain(model, optimizer, steps, scale)
     return contents(model, optimizer), Facts(model, optimizer, model.to(BF16), steps)
 
 
@@ -274,8 +275,13 @@ def initial(name: str) -> Tensor:
 # --- hybrid sharding ----------------------------------------------------------------------------------------------
 
 
-def trained_in_hybrid(outer_strategy: str, kind: str, options: dict[str, Any], steps: int) -> dict[str, Tensor]:
-    """Whole tensors, of two replicas or, with sharding by the outer dim, two parts of each rank's shard."""
+def trained_in_hybrid(
+    outer_strategy: str, kind: str, options: dict[str, Any], steps: int
+) -> tuple[dict[str, Tensor], float]:
+    """Whole tensors, of two replicas or, with sharding by the outer dim, two parts of each rank's shard.
+
+    And what the wrapper multiplies gradients by, a power of two.
+    """
     mfsdp, size = package(), dist.get_world_size()
     mesh = distributed.mesh(2, size // 2, 1, names=("outer", "shard", "tp"))
     arguments = {
@@ -288,13 +294,35 @@ def trained_in_hybrid(outer_strategy: str, kind: str, options: dict[str, Any], s
     model = mfsdp.fully_shard_model(new_model(), **arguments)
     groups = grouped(dict(model.module.named_parameters()), exp_avg_dtype=BF16)
     optimizer = mfsdp.fully_shard_optimizer(FusedAdam(groups, lr=LR, weight_decay=DECAY, **KINDS[kind][1], **options))
+    scales: list[float] = []
+    optimizer.register_step_pre_hook(lambda *_: scales.append(scale_of_gradients(model.module, len(scales))))
     train(model, optimizer, range(steps))
-    whole = importlib.import_module("megatron_fsdp.uneven_dtensor").uneven_dtensor_to_full_tensor
+    assert len(set(scales)) == 1, scales
     params = dict(model.module.named_parameters())
-    return {
-        key: whole(placed_like(params[key.split()[0]], value)).cpu()
+    found = {
+        key: whole_of(placed_like(params[key.split()[0]], value)).cpu()
         for key, value in contents(model.module, optimizer).items()
     }
+    return found, scales[0]
+
+
+def scale_of_gradients(model: nn.Module, step: int) -> float:
+    """By their norms: of what the optimizer is given, and of what the backward pass computes."""
+    named = dict(model.named_parameters())
+    local = {
+        name: torch.zeros_like(local_tensor(p)) if p.grad is None else local_tensor(p.grad) for name, p in named.items()
+    }
+    whole = [whole_of(placed_like(param, local[name])) for name, param in named.items()]
+    given = sum(float(grad.float().square().sum()) for grad in whole)
+    computed = sum(float(grad.float().square().sum()) for grad in gradients(named, step).values())
+    ratio = (given / computed) ** 0.5
+    scale = 2.0 ** round(math.log2(ratio))
+    assert ratio == pytest.approx(scale, rel=1e-3)
+    return scale
+
+
+def whole_of(tensor: DTensor) -> Tensor:
+    return importlib.import_module("megatron_fsdp.uneven_dtensor").uneven_dtensor_to_full_tensor(tensor)
 
 
 def placed_like(param: DTensor, local: Tensor) -> DTensor:
@@ -307,10 +335,15 @@ def placed_like(param: DTensor, local: Tensor) -> DTensor:
 @pytest.mark.parametrize("kind", ["main params", "remainders"])
 @pytest.mark.parametrize("outer_strategy", ["no_shard", "optim"])
 def test_hybrid_sharding_does_not_change_bits(outer_strategy: str, kind: str, fmt: torch.dtype, ranks: int) -> None:
-    """Replicas of a sharded model, and their states sharded once more; against one process."""
+    """Replicas of a sharded model, and their states sharded once more; against one process.
+
+    Where states are sharded by the outer dim, Megatron-FSDP 0.6.1 does not hand the optimizer the mean of gradients.
+    """
     options = state_options(fmt)
-    ((expected, _),) = distributed.run(1, unsharded, kind, options, 5, on="cuda")
-    for found in distributed.run(ranks, trained_in_hybrid, outer_strategy, kind, options, 5, on="cuda"):
+    results = distributed.run(ranks, trained_in_hybrid, outer_strategy, kind, options, 5, on="cuda")
+    (scale,) = {scale for _, scale in results}
+    ((expected, _),) = distributed.run(1, unsharded, kind, options, 5, scale, on="cuda")
+    for found, _ in results:
         assert_same(found, expected)
 
 

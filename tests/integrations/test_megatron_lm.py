@@ -460,7 +460,7 @@ class Fp8Run(Run):
                     bias=False,
                     params_dtype=BF16,
                     device="cuda",
-                    init_method=lambda weight, value=value: weight.copy_(value),
+                    init_method=lambda weight, value=value: weight.detach().copy_(value),
                 )
                 self.model.add_module(name.removesuffix(".weight"), layer)
         ddp = DistributedDataParallelConfig(
