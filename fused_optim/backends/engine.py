@@ -30,13 +30,19 @@ class Watched(NamedTuple):
     master_local: Tensor | None = None
 
 
+class EngineNumbers(Protocol):
+    """Addresses or sizes, kept in C++: the other functions take them where they take lists."""
+
+    def tolist(self) -> list[int]: ...
+
+
 class EngineTensorReader(Protocol):
     """Reads torch's tensors of one device; see ``exchange.h``."""
 
     @property
     def reads_directly(self) -> bool: ...
     def unusual(self, tensors: Sequence[Tensor]) -> list[int]: ...
-    def addresses(self, tensors: list[Tensor | None]) -> list[int] | None: ...
+    def addresses(self, tensors: list[Tensor | None]) -> EngineNumbers | None: ...
 
 
 class EnginePlan(Protocol):
@@ -131,9 +137,9 @@ class Engine(Protocol):
     def quantize_rescale(
         self,
         *,
-        scales: Sequence[int],
-        histories: Sequence[int],
-        absmaxes: Sequence[int],
+        scales: EngineNumbers | list[int],
+        histories: EngineNumbers | list[int],
+        absmaxes: EngineNumbers | list[int],
         largest: float,
         factor: float,
         history: int,
@@ -145,7 +151,12 @@ class Engine(Protocol):
     def quantize_encode(
         self,
         *,
-        weights: Sequence[tuple[int, ...]],
+        values: EngineNumbers | list[int],
+        data: EngineNumbers | list[int],
+        scales: EngineNumbers | list[int],
+        tensor_scales: EngineNumbers | list[int],
+        rows: list[int],
+        columns: list[int],
         roundings: Sequence[tuple[int, ...]],
         format: int,
         round_up: bool,

@@ -41,7 +41,8 @@ class _Part:
     indices: list[int] = field(default_factory=list)  # positions in the param groups
     groups: list[int] = field(default_factory=list)
     watched: list[Watched] = field(default_factory=list)
-    absmax: Tensor | None = None  # one per shard, where some target measures it
+    absmax: Tensor | None = None  # of shards whose targets measure it, memory for as many as there are shards
+    measured: dict[int, int] = field(default_factory=dict)  # where a shard's absmax lies in it
     # Gradients that this step reads from copies, and where their unscaled values come from: those copies or, where the
     # copy is placed in another way, themselves.
     apart: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -52,7 +53,8 @@ class _Part:
     def absmax_of(self, i: int) -> Tensor:
         if self.absmax is None:
             self.absmax = torch.zeros(len(self.indices), dtype=torch.float32, device=self.device)
-        return self.absmax[i : i + 1]
+        slot = self.measured.setdefault(i, len(self.measured))  # side by side: one reduction takes them as they lie
+        return self.absmax[slot : slot + 1]
 
 
 def _is_watchable(param: Tensor) -> bool:

@@ -507,16 +507,19 @@ def test_written_tensors_know_that_they_were(engine: str) -> None:
     "change, message",
     [
         ({"format": 5}, "known format"),
-        ({"weights": [(64, 0, 64, 64, 2, 2)]}, "addresses"),
-        ({"weights": [(64, 64, 64, 0, 2, 2)]}, "addresses"),
-        ({"weights": [(64, 64, 64, 64, 2, 3)]}, "even"),
-        ({"weights": [(64, 64, 64, 64, 2**32, 2**32)]}, "elements"),
+        ({"data": [0]}, "addresses"),
+        ({"tensor_scales": [0]}, "addresses"),
+        ({"columns": [3]}, "even"),
+        ({"rows": [2**32], "columns": [2**32]}, "elements"),
+        ({"scales": [64, 64]}, "one length"),
+        ({"columns": []}, "one length"),
         ({"roundings": [(0,) * 6] * 2}, "one length"),
     ],
 )
 def test_bad_tables_are_refused(engine: str, change: dict[str, object], message: str) -> None:
     module, _ = load_engine(engine)
-    table = {"weights": [(64, 64, 64, 64, 2, 2)], "roundings": [], "format": 4, "round_up": False, **change}
+    table = {name: [64] for name in ("values", "data", "scales", "tensor_scales")} | {"rows": [2], "columns": [2]}
+    table |= {"roundings": [], "format": 4, "round_up": False, **change}
     where = run_on(torch.device("cuda", 0) if engine == "cuda" else torch.device("cpu"))
     with pytest.raises(ValueError, match=message):
         module.quantize_encode(**table, **where)

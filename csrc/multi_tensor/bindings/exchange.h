@@ -269,6 +269,11 @@ private:
     bool found_ = false;
 };
 
+// Addresses, and sizes that go with them: Python hands them from one function to another without looking at them.
+struct Numbers {
+    std::vector<uint64_t> values;
+};
+
 class TensorReader {
 public:
     using Example = TensorLayout::Example;
@@ -310,16 +315,17 @@ public:
 
     // Of plain contiguous tensors, 0 for None; None where one of them is anything else.
     pybind11::object addresses(const pybind11::list& tensors) const {
-        pybind11::list found(tensors.size());
+        Numbers found;
+        found.values.reserve(tensors.size());
         for (size_t i = 0; i < tensors.size(); ++i) {
             PyObject* object = PyList_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(i));
             DLTensor tensor{};
             const bool fits =
                 object == Py_None || (is_plain_tensor(object) && read(object, tensor) && is_contiguous(tensor));
             if (!fits) return pybind11::none();
-            found[i] = address(tensor);
+            found.values.push_back(address(tensor));
         }
-        return found;
+        return pybind11::cast(std::move(found));
     }
 
     const pybind11::object& tensor_type() const { return tensor_type_; }

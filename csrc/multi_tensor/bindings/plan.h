@@ -134,6 +134,7 @@ public:
         Row& row = rows_.at(i);
         shard.group = row.shard.group;
         row.shard = shard;
+        row.writes_weight = shard.quantized && shard.param;
         row.has_gradient = true;
         row.watched = false;
     }
@@ -220,6 +221,7 @@ private:
         Versions versions;
         bool has_gradient = false;
         bool watched = false;
+        bool writes_weight = false;  // the codes of a quantized one
         // What parameter, states and gradient must be like to take the places of those that were checked.
         DLDevice device{};
         std::array<DLDataType, kTensors> types{};
@@ -387,7 +389,7 @@ private:
                 return false;
             if (bytes_of(tensor) != row.weight_sizes[k] || !(tensor.device == row.device)) return false;
             if (!tensor.data && row.shard.numel) return false;
-            if (static_cast<size_t>(k) < targets.size()) *targets[k] = address(tensor);
+            if (row.writes_weight && static_cast<size_t>(k) < targets.size()) *targets[k] = address(tensor);
         }
         return true;
     }
