@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fused_optim.backends import Compiled, Hyper, ShardWork, load_engine
-from fused_optim.backends.engine import Engine, EngineTensorReader, Watched
+from fused_optim.backends.engine import Engine, EngineTensorReader, EngineVersionCounters, Watched
 from fused_optim.formats import ELEMENT_TYPES
 from fused_optim.slots import Slots
 
@@ -92,6 +92,23 @@ def _example(tensor: Tensor) -> tuple[Tensor, int, int]:
     return tensor, tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
+def increment_versions(tensors: list[Tensor]) -> None:
+    """``torch.autograd.graph.increment_version``, which takes a tenth of a microsecond for each."""
+    engine = _any_engine()
+    if engine is None or not _version_counters(engine).increment(tensors):
+        torch.autograd.graph.increment_version(tensors)
+
+
+@functools.cache
+def _version_counters(engine: Engine) -> EngineVersionCounters:
+    with torch.inference_mode(False), torch.no_grad():
+        tensors = [torch.empty(1, device="cpu") for _ in range(3)]
+        for i, tensor in enumerate(tensors):
+            for _ in range(3 + 2 * i):
+                tensor.zero_()
+        return engine.VersionCounters(Tensor, [(tensor, tensor.detach(), tensor.data) for tensor in tensors])
+
+
 class CompiledShards:
     """The shards of one device in the ``cpu`` or ``cuda`` engine, which looks for changes itself (``plan.h``)."""
 
@@ -100,7 +117,7 @@ class CompiledShards:
         assert engine is not None
         self._device, self._backend = device, backend
         self._writes_weights = engine.writes_weights
-        self._plan = engine.Plan(groups, group_count, tensor_reader(device), DTensor)
+        self._plan = engine.Plan(groups, group_count, tensor_reader(device), _version_counters(engine), DTensor)
         self._alive: list[ShardWork] = []  # contiguous copies of gradients live until the step is launched
 
     def refresh(self, watched: list[Watched], attribute: str) -> Sequence[int]:

@@ -45,6 +45,14 @@ class EngineTensorReader(Protocol):
     def addresses(self, tensors: list[Tensor | None]) -> EngineNumbers | None: ...
 
 
+class EngineVersionCounters(Protocol):
+    """How often torch's tensors were written; see ``exchange.h``."""
+
+    @property
+    def found(self) -> bool: ...
+    def increment(self, tensors: list[Tensor]) -> bool: ...
+
+
 class EnginePlan(Protocol):
     """The shards of one device and their param groups, step by step; see ``plan.h``."""
 
@@ -127,8 +135,16 @@ class Engine(Protocol):
     def same_objects(self, left: list[Any], right: list[Any]) -> bool: ...
     def same_items(self, dict: dict[Any, Any], keys: list[Any], values: list[Any]) -> bool: ...
     def Plan(
-        self, groups: list[int], group_count: int, reader: EngineTensorReader, dtensor_type: type
+        self,
+        groups: list[int],
+        group_count: int,
+        reader: EngineTensorReader,
+        versions: EngineVersionCounters,
+        dtensor_type: type,
     ) -> EnginePlan: ...
+    def VersionCounters(
+        self, tensor_type: type, examples: list[tuple[Tensor, Tensor, Tensor]]
+    ) -> EngineVersionCounters: ...
     def Gradients(
         self, *, addresses: list[int], numels: list[int], types: list[int], groups: list[int]
     ) -> EngineGradients: ...

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from fused_optim.adapters import Fractions
 from fused_optim.backends import backend_for, forced_backend, load_engine
-from fused_optim.backends.compiled import address, run_on, tensor_reader
+from fused_optim.backends.compiled import address, increment_versions, run_on, tensor_reader
 from fused_optim.backends.engine import Engine, EngineNumbers
 from fused_optim.formats import ELEMENT_TYPES
 from fused_optim.quantized.recipes import Components, Recipe
@@ -130,9 +129,9 @@ class _AlikeScales:
             applies=address(applies),
             **run_on(self._device),
         )
-        increment_version(self._countable_scales)
+        increment_versions(self._countable_scales)
         if stage is ScaleStage.AFTER and kernel.history:
-            increment_version(self._countable_histories)
+            increment_versions(self._countable_histories)
         return True
 
 
@@ -200,7 +199,7 @@ class _AlikeEncodings:
             round_up=kernel.round_up,
             **run_on(self._device),
         )
-        increment_version(self._written)
+        increment_versions(self._written)
 
     def _encode_some(self) -> None:
         """By the engine what it can take."""
@@ -288,7 +287,7 @@ def _rounding(fractions: Fractions | None) -> tuple[int, ...]:
 
 def written(tensors: Iterable[Tensor]) -> None:
     """Count versions, as torch's own operations in place do."""
-    increment_version(countable(tensors))
+    increment_versions(countable(tensors))
 
 
 def countable(tensors: Iterable[Tensor]) -> list[Tensor]:

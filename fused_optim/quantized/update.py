@@ -21,6 +21,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fused_optim.adapters import Target, Update
+from fused_optim.backends.compiled import increment_versions
 from fused_optim.quantized import engine, tiles, usage
 from fused_optim.quantized.engine import Encoding
 from fused_optim.quantized.tensor import INITIAL, Initials, local_weight
@@ -157,7 +158,7 @@ class Batch:
         for param in self._begin_in_blocks:  # views, which do not last
             engine.encode(tiles.pieces(self._encodings[param], local_weight(param).rows_before))
         _agree_on_blocks(self._sharing_blocks, self._encodings)
-        torch.autograd.graph.increment_version(self._written)
+        increment_versions(self._written)
 
 
 # --- blocks of several rows -------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from fused_optim import adapters
 from fused_optim.adapters import Batch, Fractions, Target, Update, adapter_of
 from fused_optim.backends import Backend, Hyper, ShardWork, backend_of, is_capturing, uncounted
-from fused_optim.backends.compiled import same_items, same_objects
+from fused_optim.backends.compiled import increment_versions, same_items, same_objects
 from fused_optim.backends.engine import Watched
 from fused_optim.backends.gradients import unscaled, write_
 from fused_optim.backends.offloaded import OffloadedShards
@@ -323,9 +323,9 @@ class Plan:
             batch.write(applies)
         self._passing.clear()
         if updated:
-            torch.autograd.graph.increment_version(updated)
+            increment_versions(updated)
         if updated and per_device[0][0].grad_scale is not None:
-            torch.autograd.graph.increment_version([getattr(param, self._attribute) for param in updated])
+            increment_versions([getattr(param, self._attribute) for param in updated])
         for part in self._parts:
             part.shards.mark(part.watched)
             for i in part.unwatched:

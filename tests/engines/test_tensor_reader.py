@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fused_optim.backends import compiled, load_engine
-from fused_optim.backends.engine import EngineTensorReader
+from fused_optim.backends.engine import EngineTensorReader, EngineVersionCounters
 
 API = getattr(Tensor, "__dlpack_c_exchange_api__", None)
 pytestmark = pytest.mark.skipif(
@@ -108,6 +108,47 @@ def test_lazy_copies_are_made_before_their_memory_is_written(make: Callable[[], 
     found = addresses(make(), [tensor, copy])
     assert not torch._C._is_cow_tensor(tensor) and found == [tensor.data_ptr(), copy.data_ptr()]
     assert found[0] != found[1]
+
+
+def counters(*examples: tuple[Tensor, Tensor, Tensor]) -> EngineVersionCounters:
+    engine, _ = load_engine("cpu")
+    assert engine is not None
+    return engine.VersionCounters(Tensor, list(examples))
+
+
+def written(times: int) -> Tensor:
+    tensor = torch.ones(2)
+    for _ in range(times):
+        tensor.zero_()
+    return tensor
+
+
+def test_versions_are_counted_where_torch_counts_them() -> None:
+    tensors = [written(1), torch.nn.Parameter(written(2)), written(3)[:1]]
+    examples = [(x, x.detach(), x.data) for x in (written(3), written(4))]
+    known = counters(*examples)
+    assert known.found and known.increment(tensors) and known.increment(tensors[:1])
+    assert [x._version for x in tensors] == [3, 3, 4]
+    with torch.inference_mode():
+        uncounted = torch.ones(2)
+    assert not known.increment([tensors[0], uncounted])  # where torch counts or raises
+    assert not known.increment([tensors[0], None])  # type: ignore[list-item]
+    assert tensors[0]._version == 3
+
+
+@pytest.mark.parametrize("misleading", [[], [(2, 1, 1)], [(0, 0, 0)], [(0, 1, 1)]])
+def test_versions_that_are_not_found_are_left_to_torch(
+    misleading: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Examples: a tensor, one with its memory and its counter, one with its memory."""
+    tensor = written(3)
+    which = tensor, tensor.detach(), tensor.data
+    lost = counters(*[(which[a], which[b], which[c]) for a, b, c in misleading])
+    other = written(1)
+    assert not lost.found and not lost.increment([other]) and other._version == 1
+    monkeypatch.setattr(compiled, "_version_counters", lambda _: lost)
+    compiled.increment_versions([other])
+    assert other._version == 2 and tensor._version == 3
 
 
 def test_the_same_objects() -> None:

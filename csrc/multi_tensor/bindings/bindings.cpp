@@ -226,11 +226,16 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
     register_gradients(m);
     register_quantize(m);
     register_cast(m);
+    py::class_<VersionCounters>(m, "VersionCounters", py::module_local(), "How often tensors were written.")
+        .def(py::init<const py::object&, const std::vector<VersionCounters::Example>&>(), py::arg("tensor_type"),
+             py::arg("examples"))
+        .def_property_readonly("found", &VersionCounters::found)
+        .def("increment", &VersionCounters::increment, py::arg("tensors"));
     m.def("same_objects", &same_objects, py::arg("left"), py::arg("right"));
     m.def("same_items", &same_items, py::arg("dict"), py::arg("keys"), py::arg("values"));
     py::class_<Plan>(m, "Plan", py::module_local(), "The shards of one device and their param groups, step by step.")
-        .def(py::init<const std::vector<uint32_t>&, size_t, TensorReader, py::object>(), py::arg("groups"),
-             py::arg("group_count"), py::arg("reader"), py::arg("dtensor_type"))
+        .def(py::init<const std::vector<uint32_t>&, size_t, TensorReader, VersionCounters, py::object>(), py::arg("groups"),
+             py::arg("group_count"), py::arg("reader"), py::arg("versions"), py::arg("dtensor_type"))
         .def("refresh", py::overload_cast<py::list, py::str>(&Plan::refresh), py::arg("watched"), py::arg("attribute"))
         .def("watch", &Plan::watch, py::arg("shard"), py::arg("watched"))
         .def("sharing", &Plan::sharing)

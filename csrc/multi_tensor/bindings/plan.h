@@ -54,12 +54,13 @@ class Plan {
 public:
     // `groups`: the param group of each shard, ascending. No Python object but types is kept: Python keeps what is
     // watched, where the garbage collector sees it.
-    Plan(const std::vector<uint32_t>& groups, size_t group_count, TensorReader reader, py::object dtensor_type)
+    Plan(const std::vector<uint32_t>& groups, size_t group_count, TensorReader reader, VersionCounters versions,
+         py::object dtensor_type)
         : reader_(reader),
           dtensor_type_(dtensor_type),
           local_(dtensor_type, "_local_tensor"),
           spec_(dtensor_type, "_spec"),
-          version_of_(reader.tensor_type()),
+          version_of_(versions),
           rows_(groups.size()) {
         if (!std::is_sorted(groups.begin(), groups.end()) || (!groups.empty() && groups.back() >= group_count)) {
             throw std::invalid_argument("fused_optim: shards are ordered by param group");
@@ -446,7 +447,7 @@ private:
     TensorReader reader_;
     py::object dtensor_type_;
     AttributeReader local_, spec_;
-    VersionReader version_of_;
+    VersionCounters version_of_;
     std::vector<Row> rows_;
     std::vector<size_t> written_;
     Step step_;
