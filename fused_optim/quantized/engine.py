@@ -89,6 +89,7 @@ class _AlikeScales:
         self._none: list[Tensor | None] = [None] * len(components)
         self._scales = [part.get("tensor_scale") for part in components]
         self._histories = [part["amax_history"] for part in components] if history else self._none
+        self._prepared: tuple[EngineNumbers | list[int] | None, ...] | None = None  # their addresses in this step
         self._countable_scales = countable(x for x in self._scales if x is not None)
         self._countable_histories = countable(x for x in self._histories if x is not None)
 
@@ -111,9 +112,9 @@ class _AlikeScales:
         engine, kernel = compiled_engine(self._device), self._recipe.kernel
         if engine is None or kernel is None:
             return False
-        scales, histories, largest = (
-            _addresses(tensors, self._device) for tensors in (self._scales, self._histories, absmaxes)
-        )
+        scales, histories = self._prepared or (_addresses(x, self._device) for x in (self._scales, self._histories))
+        self._prepared = (scales, histories) if stage is ScaleStage.BEFORE else None
+        largest = _addresses(absmaxes, self._device)
         if scales is None or histories is None or largest is None:
             return False
         applies = applies if applies is None else applies.to(self._device)
