@@ -848,7 +848,7 @@ class FusedAdam(Optimizer):
             self._has_warned = True
             options = {key: getattr(self, key) for key in _OPTIONS if key not in IMPLEMENTATIONS}
             if choices := choices_without_effect(self.store, options):
-                warnings.warn("\n".join(choices), stacklevel=7)
+                warnings.warn("\n".join(choices), stacklevel=8)
 
     def _leave_plan(self) -> None:
         """Without a plan, the store knows which versions of the parameters belong to the masters."""

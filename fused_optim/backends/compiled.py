@@ -94,13 +94,16 @@ def _example(tensor: Tensor) -> tuple[Tensor, int, int]:
 
 def increment_versions(tensors: list[Tensor]) -> None:
     """``torch.autograd.graph.increment_version``, which takes a tenth of a microsecond for each."""
-    engine = _any_engine()
-    if engine is None or not _version_counters(engine).increment(tensors):
+    counters = _version_counters("cpu") or _version_counters("cuda")
+    if counters is None or not counters.increment(tensors):
         torch.autograd.graph.increment_version(tensors)
 
 
 @functools.cache
-def _version_counters(engine: Engine) -> EngineVersionCounters:
+def _version_counters(backend: Compiled) -> EngineVersionCounters | None:
+    engine, _ = load_engine(backend)
+    if engine is None:
+        return None
     with torch.inference_mode(False), torch.no_grad():
         tensors = [torch.empty(1, device="cpu") for _ in range(3)]
         for i, tensor in enumerate(tensors):
@@ -114,10 +117,11 @@ class CompiledShards:
 
     def __init__(self, device: torch.device, backend: Compiled, groups: list[int], group_count: int) -> None:
         engine, _ = load_engine(backend)
-        assert engine is not None
+        versions = _version_counters(backend)
+        assert engine is not None and versions is not None
         self._device, self._backend = device, backend
         self._writes_weights = engine.writes_weights
-        self._plan = engine.Plan(groups, group_count, tensor_reader(device), _version_counters(engine), DTensor)
+        self._plan = engine.Plan(groups, group_count, tensor_reader(device), versions, DTensor)
         self._alive: list[ShardWork] = []  # contiguous copies of gradients live until the step is launched
 
     def refresh(self, watched: list[Watched], attribute: str) -> Sequence[int]:
@@ -204,9 +208,8 @@ class CompiledShards:
                 address(h.steps_done),
             )
         if self._backend == "cuda":
-            stream = torch.cuda.current_stream(self._device).cuda_stream
             size = 0 if workspace is None else workspace.nbytes
-            self._plan.launch(self._device.index, stream, address(workspace), size)
+            self._plan.launch(workspace=address(workspace), workspace_size=size, **run_on(self._device))
         else:
-            self._plan.launch(torch.get_num_threads())
+            self._plan.launch(**run_on(self._device))
         self._alive.clear()

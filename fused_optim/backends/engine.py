@@ -109,7 +109,7 @@ class EnginePlan(Protocol):
         found_inf: int = 0,
         step_pointer: int = 0,
     ) -> None: ...
-    def launch(self, *where: int) -> None: ...
+    def launch(self, **where: int) -> None: ...
 
 
 class EngineGradients(Protocol):
@@ -171,8 +171,8 @@ class Engine(Protocol):
         data: EngineNumbers | list[int],
         scales: EngineNumbers | list[int],
         tensor_scales: EngineNumbers | list[int],
-        rows: list[int],
-        columns: list[int],
+        rows: EngineNumbers | list[int],
+        columns: EngineNumbers | list[int],
         roundings: Sequence[tuple[int, ...]],
         format: int,
         round_up: bool,

@@ -19,10 +19,11 @@ from fused_optim.backends import backend_for, forced_backend, load_engine
 from fused_optim.backends.compiled import address, increment_versions, run_on, tensor_reader
 from fused_optim.backends.engine import Engine, EngineNumbers
 from fused_optim.formats import ELEMENT_TYPES
-from fused_optim.quantized.recipes import Components, Recipe
+from fused_optim.quantized.recipes import Components, KernelFormat, Recipe
 
 _NEAREST = (0, 0, 0, 0, 0, 0)
 _TABLE = ("data", "scale", "tensor_scale")
+_Column = EngineNumbers | list[int]  # of the engines' tables
 
 
 class ScaleStage(enum.IntEnum):
@@ -87,9 +88,10 @@ class _AlikeScales:
         self._device, self._recipe, self._components = device, recipe, components
         history = recipe.kernel is not None and recipe.kernel.history > 0
         self._none: list[Tensor | None] = [None] * len(components)
-        self._scales = [part.get("tensor_scale") for part in components]
-        self._histories = [part["amax_history"] for part in components] if history else self._none
-        self._prepared: tuple[EngineNumbers | list[int] | None, ...] | None = None  # their addresses in this step
+        self._scales: list[Tensor | None] = [part.get("tensor_scale") for part in components]
+        self._histories: list[Tensor | None] = [part["amax_history"] for part in components] if history else self._none
+        # Addresses of scales and histories, taken before an update and used again after it.
+        self._found: tuple[_Column | None, _Column | None] | None = None
         self._countable_scales = countable(x for x in self._scales if x is not None)
         self._countable_histories = countable(x for x in self._histories if x is not None)
 
@@ -112,8 +114,11 @@ class _AlikeScales:
         engine, kernel = compiled_engine(self._device), self._recipe.kernel
         if engine is None or kernel is None:
             return False
-        scales, histories = self._prepared or (_addresses(x, self._device) for x in (self._scales, self._histories))
-        self._prepared = (scales, histories) if stage is ScaleStage.BEFORE else None
+        if stage is ScaleStage.BEFORE or self._found is None:
+            self._found = _addresses(self._scales, self._device), _addresses(self._histories, self._device)
+        scales, histories = self._found
+        if stage is not ScaleStage.BEFORE:
+            self._found = None
         largest = _addresses(absmaxes, self._device)
         if scales is None or histories is None or largest is None:
             return False
@@ -136,7 +141,7 @@ class _AlikeScales:
         return True
 
 
-def _addresses(tensors: list[Tensor | None], device: torch.device) -> EngineNumbers | list[int] | None:
+def _addresses(tensors: list[Tensor | None], device: torch.device) -> _Column | None:
     """0 for None; None where not all of them are plain."""
     found = tensor_reader(device).addresses(tensors)
     if found is None and all(x is None or is_plain(x) for x in tensors):  # torch has no way to read them fast
@@ -174,7 +179,9 @@ class _AlikeEncodings:
         self._sizes = rows, [x.values.numel() // count if count else 0 for x, count in zip(weights, rows, strict=True)]
         rotates = any(weight.fractions is not None for weight in weights)
         self._roundings = [_rounding(weight.fractions) for weight in weights] if rotates else []
-        self._written = countable(x.components[name] for x in weights for name in ("data", "scale") if name in x.components)
+        self._written = countable(
+            x.components[name] for x in weights for name in ("data", "scale") if name in x.components
+        )
         self._has_fp32 = all(x.values.dtype == torch.float32 and x.values.device == device for x in weights)
 
     def encode(self) -> None:
@@ -182,19 +189,23 @@ class _AlikeEncodings:
         if engine is None or kernel is None:
             self._encode_by_recipe()
             return
-        columns = [_addresses(column, self._device) for column in self._columns] if self._has_fp32 else [None]
-        found = [column for column in columns if column is not None]
-        if len(found) < len(columns):
-            self._encode_some()
-            return
-        values, data, scales, tensor_scales = found
+        read = tensor_reader(self._device).addresses
+        columns = [read(column) for column in self._columns] if self._has_fp32 else [None]
+        found: list[_Column] = [column for column in columns if column is not None]
+        if len(found) == len(columns):
+            self._launch(engine, kernel, [*found, *self._sizes])
+        else:
+            self._encode_some(engine, kernel)
+
+    def _launch(self, engine: Engine, kernel: KernelFormat, columns: Sequence[_Column]) -> None:
+        values, data, scales, tensor_scales, rows, widths = columns
         engine.quantize_encode(
             values=values,
             data=data,
             scales=scales,
             tensor_scales=tensor_scales,
-            rows=self._sizes[0],
-            columns=self._sizes[1],
+            rows=rows,
+            columns=widths,
             roundings=self._roundings,
             format=kernel.format,
             round_up=kernel.round_up,
@@ -202,13 +213,15 @@ class _AlikeEncodings:
         )
         increment_versions(self._written)
 
-    def _encode_some(self) -> None:
-        """By the engine what it can take."""
-        fit = [_fits(weight, self._device) for weight in self._weights]
-        for fits, encode in ((True, _AlikeEncodings.encode), (False, _AlikeEncodings._encode_by_recipe)):
-            some = [weight for weight, own in zip(self._weights, fit, strict=True) if own == fits]
-            if some:
-                encode(_AlikeEncodings(self._device, self._recipe, some))
+    def _encode_some(self, engine: Engine, kernel: KernelFormat) -> None:
+        """By the engine those that it can take."""
+        rows = [_row(x.values, x.components) if _values_fit(x.values, self._device) else None for x in self._weights]
+        fitting = [weight for weight, row in zip(self._weights, rows, strict=True) if row is not None]
+        others = [weight for weight, row in zip(self._weights, rows, strict=True) if row is None]
+        if fitting:
+            columns = [list(column) for column in zip(*(row for row in rows if row is not None), strict=True)]
+            _AlikeEncodings(self._device, self._recipe, fitting)._launch(engine, kernel, columns)
+        _AlikeEncodings(self._device, self._recipe, others)._encode_by_recipe()
 
     def _encode_by_recipe(self) -> None:
         for weight in self._weights:
@@ -258,10 +271,6 @@ def is_plain(tensor: Tensor) -> bool:
 
 def _values_fit(values: Tensor, device: torch.device) -> bool:
     return values.dtype == torch.float32 and values.device == device and is_plain(values) and not values.is_neg()
-
-
-def _fits(weight: Encoding, device: torch.device) -> bool:
-    return _values_fit(weight.values, device) and _row(weight.values, weight.components) is not None
 
 
 def _row(values: Tensor, components: Components) -> tuple[int, ...] | None:

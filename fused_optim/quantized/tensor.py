@@ -660,7 +660,7 @@ class QuantizedTensor(Decodable):
 
 
 class Initials:
-    """The initial values of many weights, as long as these keep their ``components``: a step has no time to ask each."""
+    """The initial values of many weights, as long as these keep their ``components``; asked at every step."""
 
     def __init__(self, weights: Sequence[QuantizedTensor]) -> None:
         self._weights = [(weight, weight._shared, weight._whole.components) for weight in weights]

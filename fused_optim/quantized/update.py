@@ -225,7 +225,9 @@ class _Absmaxes:
         self._found = list(self._measured.values())
         by_sharding = _by_sharding(self._measured)
         stacks = [_side_by_side([self._measured[param] for param in alike]) for alike in by_sharding.values()]
-        self._in_place = [(*key[:2], stack) for key, stack in zip(by_sharding, stacks, strict=True) if stack is not None]
+        self._in_place = [
+            (*key[:2], stack) for key, stack in zip(by_sharding, stacks, strict=True) if stack is not None
+        ]
         self._are_in_place = self._are_measured and len(self._in_place) == len(by_sharding)
 
     def over_shards(self) -> list[Tensor]:

@@ -470,6 +470,21 @@ def test_what_is_not_contiguous_is_left_to_the_reference(engine: str) -> None:
     assert torch.equal(decode(recipe, half, x[:, :128], torch.float32), recipe.decode(half, (3, 128)))
 
 
+@recipe_of
+def test_lazily_negated_values_are_read_as_such(recipe: Recipe, engine: str) -> None:
+    """Beside others, which the engine takes."""
+    xs = [torch.randn(2, 256, device=engine) for _ in range(2)]
+    given = [torch._neg_view(xs[0]), xs[1]]
+    found = [reference(recipe, torch.zeros_like(x)) for x in xs]
+    for components, x in zip(found, given, strict=True):
+        recipe.rescale(components, recipe.absmax(x), None, True)
+    quantizer.encode([Encoding(recipe, components, x) for components, x in zip(found, given, strict=True)])
+    for components, x in zip(found, (-xs[0], xs[1]), strict=True):
+        expected = {name: part.clone() for name, part in components.items()}
+        recipe.encode(x, expected)
+        assert_same(components, expected)
+
+
 def test_dispatch_modes_see_operations(device: str) -> None:
     class Seen(TorchDispatchMode):
         count = 0

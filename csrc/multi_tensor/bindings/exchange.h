@@ -470,7 +470,8 @@ private:
     bool is_counter_of(const Example& example) const {
         PyObject* tensor = example[0].ptr();
         const char* counter = counter_of(tensor);
-        if (!counter || counter != counter_of(example[1].ptr()) || counter == counter_of(example[2].ptr())) return false;
+        if (!counter || counter != counter_of(example[1].ptr()) || counter == counter_of(example[2].ptr()))
+            return false;
         return *number_of(tensor) == ask(tensor);
     }
 

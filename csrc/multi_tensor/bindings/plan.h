@@ -209,7 +209,7 @@ public:
 
 private:
     static constexpr int kTensors = static_cast<int>(Watched::kMaster) + 1;
-    static constexpr Py_ssize_t kWritten = 2;  // the first components: codes and scales
+    static constexpr Py_ssize_t kWritten = 2;          // the first components: codes and scales
     static constexpr uint8_t kFloat = 2, kBfloat = 4;  // DLPack's
 
     // What changes when someone writes a parameter: the version counters of it and of its local tensor, or its memory.
@@ -228,7 +228,8 @@ private:
         DLDevice device{};
         std::array<DLDataType, kTensors> types{};
         std::vector<int64_t> shape;
-        std::vector<int64_t> weight_sizes;  // bytes of a quantized weight's codes and scales, where the pass writes them
+        std::vector<int64_t>
+            weight_sizes;  // bytes of a quantized weight's codes and scales, where the pass writes them
 
         DLDataType& type(Watched which) { return types[static_cast<size_t>(which)]; }
         bool has_form_of(const DLTensor& t) const {
@@ -377,8 +378,8 @@ private:
         return true;
     }
 
-    // A quantized weight: the same local tensors and components. Of those that the pass writes the sizes are the same, and
-    // their addresses are taken, wherever their memory is by now.
+    // A quantized weight: the same local tensors and components. Of those that the pass writes the sizes are the same,
+    // and their addresses are taken, wherever their memory is by now.
     bool refresh_weight(Row& row, PyObject* watched, bool sharded) const {
         PyObject* local = field(watched, Watched::kLocal);
         PyObject* param = field(watched, Watched::kParam);
