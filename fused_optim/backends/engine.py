@@ -25,7 +25,7 @@ class Watched(NamedTuple):
     # Of a quantized weight that an engine can watch:
     local: Tensor | None = None  # the parameter's local tensor
     components: Mapping[str, Tensor] | None = None  # that one's
-    names: tuple[str, ...] = ()  # of its codes and scales in `components`
+    names: tuple[str, ...] = ()  # of what is written of it in `components`: codes and scales first
     parts: tuple[Tensor, ...] = ()  # these themselves
     master_local: Tensor | None = None
 

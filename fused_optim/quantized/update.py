@@ -157,7 +157,8 @@ class Batch:
         self._encoded.encode()
         for param in self._begin_in_blocks:  # views, which do not last
             engine.encode(tiles.pieces(self._encodings[param], local_weight(param).rows_before))
-        _agree_on_blocks(self._sharing_blocks, self._encodings)
+        if self._sharing_blocks:
+            _agree_on_blocks(self._sharing_blocks, self._encodings)
         increment_versions(self._written)
 
 
