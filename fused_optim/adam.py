@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import Optimizer, ParamsT, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from fused_optim import adapters, clip, copies
 from fused_optim.backends import Hyper, is_capturing
@@ -84,6 +85,30 @@ def declared_without(*names: str) -> Callable[[F], F]:
         return function
 
     return declare
+
+
+def observed(step: F) -> F:
+    """A decorator: torch's own of each ``step``, which runs hooks and shows it in profiles, where either is asked for.
+
+    That one takes a tenth of the host's time. ``hooked`` says that it is there already.
+    """
+    with_hooks = Optimizer.profile_hook_step(step)
+
+    @functools.wraps(step)
+    def observed_step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        outermost = type(self).step
+        if outermost is not observed_step and getattr(outermost, "hooked", False):  # which torch has decorated
+            return step(self, *args, **kwargs)
+        is_observed = torch.autograd._profiler_enabled() or bool(
+            self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or _global_optimizer_pre_hooks
+            or _global_optimizer_post_hooks
+        )
+        return (with_hooks if is_observed else step)(self, *args, **kwargs)
+
+    observed_step.__dict__["hooked"] = True
+    return cast(F, observed_step)
 
 
 def _bring_up_to_date(optimizer: Optimizer) -> None:
@@ -596,6 +621,7 @@ class FusedAdam(Optimizer):
         self._grad_factors.clear()
         self._skips.forget()
 
+    @observed
     @declared_without("kwargs")
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -822,7 +848,7 @@ class FusedAdam(Optimizer):
             self._has_warned = True
             options = {key: getattr(self, key) for key in _OPTIONS if key not in IMPLEMENTATIONS}
             if choices := choices_without_effect(self.store, options):
-                warnings.warn("\n".join(choices), stacklevel=7)
+                warnings.warn("\n".join(choices), stacklevel=8)
 
     def _leave_plan(self) -> None:
         """Without a plan, the store knows which versions of the parameters belong to the masters."""

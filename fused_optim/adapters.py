@@ -46,9 +46,9 @@ class Target:
 
     ``format``, ``round_up``: as in ``recipes.KernelFormat``. ``data``: the codes are written here; None: they are
     written later. ``scale``: that of the blocks, which is written too, or of the whole weight, which is read; None
-    without ``data``. ``measures``: the absmax of the new values is wanted. ``names``: of ``data`` and ``scale`` in the
-    local tensor's dict ``components``, which is given too: an engine can look whether they are still there. None: they
-    are given anew at every step.
+    without ``data``. ``measures``: the absmax of the new values is wanted. ``names``: of all that is written of the
+    weight, ``data`` and ``scale`` first, in the local tensor's dict ``components``, which is given too: an engine can
+    look whether it is still there. None: it is given anew at every step.
     """
 
     format: int

@@ -115,7 +115,11 @@ def backend_for(device_type: str) -> Backend:
 
     Warns once where it is the reference because an engine is missing.
     """
-    forced = forced_backend()
+    return _backend_for(device_type, forced_backend())
+
+
+@functools.cache  # every step asks
+def _backend_for(device_type: str, forced: Backend | None) -> Backend:
     if forced == "torch":
         return "torch"
     if forced is not None:

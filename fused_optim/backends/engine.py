@@ -25,9 +25,15 @@ class Watched(NamedTuple):
     # Of a quantized weight that an engine can watch:
     local: Tensor | None = None  # the parameter's local tensor
     components: Mapping[str, Tensor] | None = None  # that one's
-    names: tuple[str, ...] = ()  # of its codes and scales in `components`
+    names: tuple[str, ...] = ()  # of what is written of it in `components`: codes and scales first
     parts: tuple[Tensor, ...] = ()  # these themselves
     master_local: Tensor | None = None
+
+
+class EngineNumbers(Protocol):
+    """Addresses or sizes, kept in C++: the other functions take them where they take lists."""
+
+    def tolist(self) -> list[int]: ...
 
 
 class EngineTensorReader(Protocol):
@@ -36,7 +42,15 @@ class EngineTensorReader(Protocol):
     @property
     def reads_directly(self) -> bool: ...
     def unusual(self, tensors: Sequence[Tensor]) -> list[int]: ...
-    def addresses(self, tensors: list[Tensor | None]) -> list[int] | None: ...
+    def addresses(self, tensors: list[Tensor | None]) -> EngineNumbers | None: ...
+
+
+class EngineVersionCounters(Protocol):
+    """How often torch's tensors were written; see ``exchange.h``."""
+
+    @property
+    def found(self) -> bool: ...
+    def increment(self, tensors: list[Tensor]) -> bool: ...
 
 
 class EnginePlan(Protocol):
@@ -95,7 +109,7 @@ class EnginePlan(Protocol):
         found_inf: int = 0,
         step_pointer: int = 0,
     ) -> None: ...
-    def launch(self, *where: int) -> None: ...
+    def launch(self, **where: int) -> None: ...
 
 
 class EngineGradients(Protocol):
@@ -121,8 +135,16 @@ class Engine(Protocol):
     def same_objects(self, left: list[Any], right: list[Any]) -> bool: ...
     def same_items(self, dict: dict[Any, Any], keys: list[Any], values: list[Any]) -> bool: ...
     def Plan(
-        self, groups: list[int], group_count: int, reader: EngineTensorReader, dtensor_type: type
+        self,
+        groups: list[int],
+        group_count: int,
+        reader: EngineTensorReader,
+        versions: EngineVersionCounters,
+        dtensor_type: type,
     ) -> EnginePlan: ...
+    def VersionCounters(
+        self, tensor_type: type, examples: list[tuple[Tensor, Tensor, Tensor]]
+    ) -> EngineVersionCounters: ...
     def Gradients(
         self, *, addresses: list[int], numels: list[int], types: list[int], groups: list[int]
     ) -> EngineGradients: ...
@@ -131,9 +153,9 @@ class Engine(Protocol):
     def quantize_rescale(
         self,
         *,
-        scales: Sequence[int],
-        histories: Sequence[int],
-        absmaxes: Sequence[int],
+        scales: EngineNumbers | list[int],
+        histories: EngineNumbers | list[int],
+        absmaxes: EngineNumbers | list[int],
         largest: float,
         factor: float,
         history: int,
@@ -145,7 +167,12 @@ class Engine(Protocol):
     def quantize_encode(
         self,
         *,
-        weights: Sequence[tuple[int, ...]],
+        values: EngineNumbers | list[int],
+        data: EngineNumbers | list[int],
+        scales: EngineNumbers | list[int],
+        tensor_scales: EngineNumbers | list[int],
+        rows: EngineNumbers | list[int],
+        columns: EngineNumbers | list[int],
         roundings: Sequence[tuple[int, ...]],
         format: int,
         round_up: bool,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -17,13 +16,14 @@ from torch import Tensor
 
 from fused_optim.adapters import Fractions
 from fused_optim.backends import backend_for, forced_backend, load_engine
-from fused_optim.backends.compiled import address, run_on, tensor_reader
-from fused_optim.backends.engine import Engine
+from fused_optim.backends.compiled import address, increment_versions, run_on, tensor_reader
+from fused_optim.backends.engine import Engine, EngineNumbers
 from fused_optim.formats import ELEMENT_TYPES
 from fused_optim.quantized.recipes import Components, KernelFormat, Recipe
 
 _NEAREST = (0, 0, 0, 0, 0, 0)
 _TABLE = ("data", "scale", "tensor_scale")
+_Column = EngineNumbers | list[int]  # of the engines' tables
 
 
 class ScaleStage(enum.IntEnum):
@@ -65,67 +65,85 @@ class Scales:
 
     def __init__(self, weights: Sequence[tuple[Recipe, Components]]) -> None:
         self._alike = [
-            (device, recipe, members, [weights[i][1] for i in members])
+            (members, _AlikeScales(device, recipe, [weights[i][1] for i in members]))
             for (device, recipe), members in _alike(weights).items()
             if recipe.scales_whole_tensor
         ]
 
     def prepare(self, applies: Tensor | None) -> None:
         """:meth:`Recipe.prepare` of each."""
-        for device, recipe, members, components in self._alike:
-            if recipe.kernel is not None and recipe.kernel.history == 0:
-                continue
-            if not _rescale(recipe, components, [None] * len(members), applies, ScaleStage.BEFORE, device):
-                for part in components:
-                    recipe.prepare(part, applies)
+        for _, alike in self._alike:
+            alike.prepare(applies)
 
     def rescale(self, absmaxes: Sequence[Tensor], applies: Tensor | None, advance: bool) -> None:
         """:meth:`Recipe.rescale` of each; ``absmaxes``: of shape ``(1,)``, one per weight."""
-        stage = ScaleStage.AFTER if advance else ScaleStage.AGAIN
-        for device, recipe, members, components in self._alike:
-            largest = [absmaxes[i] for i in members]
-            if not _rescale(recipe, components, largest, applies, stage, device):
-                for part, absmax in zip(components, largest, strict=True):
-                    recipe.rescale(part, absmax[0], applies, advance)
+        for members, alike in self._alike:
+            alike.rescale([absmaxes[i] for i in members], applies, advance)
 
 
-def _rescale(
-    recipe: Recipe,
-    components: Sequence[Components],
-    absmaxes: Sequence[Tensor | None],
-    applies: Tensor | None,
-    stage: ScaleStage,
-    device: torch.device,
-) -> bool:
-    """Whether the engine could do it."""
-    engine, kernel = compiled_engine(device), recipe.kernel
-    if engine is None or kernel is None:
-        return False
-    scales: list[Tensor | None] = [part["tensor_scale"] for part in components]
-    histories = [part.get("amax_history") for part in components] if kernel.history else [None] * len(scales)
-    found = [_addresses(tensors, device) for tensors in (scales, histories, absmaxes)]
-    if any(addresses is None for addresses in found):
-        return False
-    applies = applies if applies is None else applies.to(device)
-    engine.quantize_rescale(
-        scales=found[0] or [],
-        histories=found[1] or [],
-        absmaxes=found[2] or [],
-        largest=kernel.largest,
-        factor=kernel.factor,
-        history=kernel.history,
-        most_recent=kernel.most_recent,
-        stage=stage,
-        applies=address(applies),
-        **run_on(device),
-    )
-    written(part for part in chain(scales, histories) if part is not None)
-    return True
+class _AlikeScales:
+    """Those of one recipe on one device."""
+
+    def __init__(self, device: torch.device, recipe: Recipe, components: Sequence[Components]) -> None:
+        self._device, self._recipe, self._components = device, recipe, components
+        history = recipe.kernel is not None and recipe.kernel.history > 0
+        self._none: list[Tensor | None] = [None] * len(components)
+        self._scales: list[Tensor | None] = [part.get("tensor_scale") for part in components]
+        self._histories: list[Tensor | None] = [part["amax_history"] for part in components] if history else self._none
+        # Addresses of scales and histories, taken before an update and used again after it.
+        self._found: tuple[_Column | None, _Column | None] | None = None
+        self._countable_scales = countable(x for x in self._scales if x is not None)
+        self._countable_histories = countable(x for x in self._histories if x is not None)
+
+    def prepare(self, applies: Tensor | None) -> None:
+        kernel = self._recipe.kernel
+        if kernel is not None and kernel.history == 0:
+            return
+        if not self._derive(self._none, applies, ScaleStage.BEFORE):
+            for part in self._components:
+                self._recipe.prepare(part, applies)
+
+    def rescale(self, absmaxes: list[Tensor | None], applies: Tensor | None, advance: bool) -> None:
+        if not self._derive(absmaxes, applies, ScaleStage.AFTER if advance else ScaleStage.AGAIN):
+            for part, absmax in zip(self._components, absmaxes, strict=True):
+                assert absmax is not None
+                self._recipe.rescale(part, absmax[0], applies, advance)
+
+    def _derive(self, absmaxes: list[Tensor | None], applies: Tensor | None, stage: ScaleStage) -> bool:
+        """Whether the engine could do it."""
+        engine, kernel = compiled_engine(self._device), self._recipe.kernel
+        if engine is None or kernel is None:
+            return False
+        if stage is ScaleStage.BEFORE or self._found is None:
+            self._found = _addresses(self._scales, self._device), _addresses(self._histories, self._device)
+        scales, histories = self._found
+        if stage is not ScaleStage.BEFORE:
+            self._found = None
+        largest = _addresses(absmaxes, self._device)
+        if scales is None or histories is None or largest is None:
+            return False
+        applies = applies if applies is None else applies.to(self._device)
+        engine.quantize_rescale(
+            scales=scales,
+            histories=histories,
+            absmaxes=largest,
+            largest=kernel.largest,
+            factor=kernel.factor,
+            history=kernel.history,
+            most_recent=kernel.most_recent,
+            stage=stage,
+            applies=address(applies),
+            **run_on(self._device),
+        )
+        increment_versions(self._countable_scales)
+        if stage is ScaleStage.AFTER and kernel.history:
+            increment_versions(self._countable_histories)
+        return True
 
 
-def _addresses(tensors: Sequence[Tensor | None], device: torch.device) -> list[int] | None:
+def _addresses(tensors: list[Tensor | None], device: torch.device) -> _Column | None:
     """0 for None; None where not all of them are plain."""
-    found = tensor_reader(device).addresses(list(tensors))
+    found = tensor_reader(device).addresses(tensors)
     if found is None and all(x is None or is_plain(x) for x in tensors):  # torch has no way to read them fast
         return [address(x) for x in tensors]
     return found
@@ -133,17 +151,82 @@ def _addresses(tensors: Sequence[Tensor | None], device: torch.device) -> list[i
 
 def encode(weights: Sequence[Encoding]) -> None:
     """:meth:`Recipe.encode` of each."""
-    for (device, recipe), members in _alike(weights).items():
-        engine, kernel = compiled_engine(device), recipe.kernel
-        others = [weights[i] for i in members]
-        if engine is not None and kernel is not None:
-            rows = _rows(others, device)
-            fitting = [weight for weight, row in zip(others, rows, strict=True) if row is not None]
-            others = [weight for weight, row in zip(others, rows, strict=True) if row is None]
-            _encode(engine, kernel, fitting, [row for row in rows if row is not None], device)
-        for weight in others:
-            fractions = None if weight.fractions is None else weight.fractions.tensor(device)
-            recipe.encode(weight.values, weight.components, fractions)
+    Encodings(weights).encode()
+
+
+class Encodings:
+    """New values of weights in memory that stays theirs: which are alike is found out once."""
+
+    def __init__(self, weights: Sequence[Encoding]) -> None:
+        self._alike = [
+            _AlikeEncodings(device, recipe, [weights[i] for i in members])
+            for (device, recipe), members in _alike(weights).items()
+        ]
+
+    def encode(self) -> None:
+        for alike in self._alike:
+            alike.encode()
+
+
+class _AlikeEncodings:
+    """Those of one recipe on one device."""
+
+    def __init__(self, device: torch.device, recipe: Recipe, weights: list[Encoding]) -> None:
+        self._device, self._recipe, self._weights = device, recipe, weights
+        self._columns: list[list[Tensor | None]] = [[x.values for x in weights]]
+        self._columns += [[x.components.get(name) for x in weights] for name in _TABLE]
+        rows = [x.components["data"].shape[0] for x in weights]
+        self._sizes = rows, [x.values.numel() // count if count else 0 for x, count in zip(weights, rows, strict=True)]
+        rotates = any(weight.fractions is not None for weight in weights)
+        self._roundings = [_rounding(weight.fractions) for weight in weights] if rotates else []
+        self._written = countable(
+            x.components[name] for x in weights for name in ("data", "scale") if name in x.components
+        )
+        self._has_fp32 = all(x.values.dtype == torch.float32 and x.values.device == device for x in weights)
+
+    def encode(self) -> None:
+        engine, kernel = compiled_engine(self._device), self._recipe.kernel
+        if engine is None or kernel is None:
+            self._encode_by_recipe()
+            return
+        read = tensor_reader(self._device).addresses
+        columns = [read(column) for column in self._columns] if self._has_fp32 else [None]
+        found: list[_Column] = [column for column in columns if column is not None]
+        if len(found) == len(columns):
+            self._launch(engine, kernel, [*found, *self._sizes])
+        else:
+            self._encode_some(engine, kernel)
+
+    def _launch(self, engine: Engine, kernel: KernelFormat, columns: Sequence[_Column]) -> None:
+        values, data, scales, tensor_scales, rows, widths = columns
+        engine.quantize_encode(
+            values=values,
+            data=data,
+            scales=scales,
+            tensor_scales=tensor_scales,
+            rows=rows,
+            columns=widths,
+            roundings=self._roundings,
+            format=kernel.format,
+            round_up=kernel.round_up,
+            **run_on(self._device),
+        )
+        increment_versions(self._written)
+
+    def _encode_some(self, engine: Engine, kernel: KernelFormat) -> None:
+        """By the engine those that it can take."""
+        rows = [_row(x.values, x.components) if _values_fit(x.values, self._device) else None for x in self._weights]
+        fitting = [weight for weight, row in zip(self._weights, rows, strict=True) if row is not None]
+        others = [weight for weight, row in zip(self._weights, rows, strict=True) if row is None]
+        if fitting:
+            columns = [list(column) for column in zip(*(row for row in rows if row is not None), strict=True)]
+            _AlikeEncodings(self._device, self._recipe, fitting)._launch(engine, kernel, columns)
+        _AlikeEncodings(self._device, self._recipe, others)._encode_by_recipe()
+
+    def _encode_by_recipe(self) -> None:
+        for weight in self._weights:
+            fractions = None if weight.fractions is None else weight.fractions.tensor(self._device)
+            self._recipe.encode(weight.values, weight.components, fractions)
 
 
 def decode(recipe: Recipe, components: Components, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -190,19 +273,6 @@ def _values_fit(values: Tensor, device: torch.device) -> bool:
     return values.dtype == torch.float32 and values.device == device and is_plain(values) and not values.is_neg()
 
 
-def _rows(weights: Sequence[Encoding], device: torch.device) -> Sequence[tuple[int, ...] | None]:
-    """Weights as the engines' tables have them; None for those that they cannot take."""
-    tensors: list[list[Tensor | None]] = [[x.values for x in weights]]
-    tensors += [[x.components.get(name) for x in weights] for name in _TABLE]
-    found = [tensor_reader(device).addresses(column) for column in tensors]
-    alike = all(x.values.dtype == torch.float32 and x.values.device == device for x in weights)
-    if not alike or any(column is None for column in found):
-        return [_row(x.values, x.components) if _values_fit(x.values, device) else None for x in weights]
-    counts = [(x.components["data"].shape[0], x.values.numel()) for x in weights]
-    sizes = [(rows, numel // rows if rows else 0) for rows, numel in counts]
-    return [(*of, *size) for *of, size in zip(*(column or [] for column in found), sizes, strict=True)]
-
-
 def _row(values: Tensor, components: Components) -> tuple[int, ...] | None:
     """A weight as the engines' tables have it; None where they cannot take it."""
     addresses = []
@@ -217,20 +287,6 @@ def _row(values: Tensor, components: Components) -> tuple[int, ...] | None:
     return *addresses, rows, values.numel() // rows if rows else 0
 
 
-def _encode(
-    engine: Engine, kernel: KernelFormat, weights: list[Encoding], rows: list[tuple[int, ...]], device: torch.device
-) -> None:
-    rotates = any(weight.fractions is not None for weight in weights)
-    engine.quantize_encode(
-        weights=rows,
-        roundings=[_rounding(weight.fractions) for weight in weights] if rotates else [],
-        format=kernel.format,
-        round_up=kernel.round_up,
-        **run_on(device),
-    )
-    written(part for weight in weights for name, part in weight.components.items() if name in ("data", "scale"))
-
-
 def _rounding(fractions: Fractions | None) -> tuple[int, ...]:
     if fractions is None:
         return _NEAREST
@@ -241,7 +297,7 @@ def _rounding(fractions: Fractions | None) -> tuple[int, ...]:
 
 def written(tensors: Iterable[Tensor]) -> None:
     """Count versions, as torch's own operations in place do."""
-    torch.autograd.graph.increment_version(countable(tensors))
+    increment_versions(countable(tensors))
 
 
 def countable(tensors: Iterable[Tensor]) -> list[Tensor]:

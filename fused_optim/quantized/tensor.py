@@ -448,10 +448,8 @@ class QuantizedTensor(Decodable):
 
     def mark_updated(self) -> None:
         """Later values than the initial ones were quantized, which are not wanted any more."""
-        shared = self._shared
-        if shared.stale or shared.loaded or shared.discard or INITIAL in self._whole.components:
-            self.mark_fresh()
-            self.discard_high_precision_init()
+        self.mark_fresh()
+        self.discard_high_precision_init()
 
     def mark_stale(self) -> None:
         """Initial values were changed: they are what the weight decodes to until they are quantized."""
@@ -659,6 +657,23 @@ class QuantizedTensor(Decodable):
         own = {name: part for name, part in self.components.items() if name != INITIAL}  # histories are not gathered
         shared = Shared(name=self._shared.name, source=self, position=Position(metadata.rows_before))
         return QuantizedTensor({**own, **gathered}, self.recipe, metadata.shape, param_dtype, shared=shared), made
+
+
+class Initials:
+    """The initial values of many weights, as long as these keep their ``components``; asked at every step."""
+
+    def __init__(self, weights: Sequence[QuantizedTensor]) -> None:
+        self._weights = [(weight, weight._shared, weight._whole.components) for weight in weights]
+
+    def mark_updated(self) -> None:
+        """:meth:`QuantizedTensor.mark_updated` of each."""
+        for weight, shared, components in self._weights:
+            if shared.stale or shared.discard or INITIAL in components:
+                weight.mark_updated()
+
+    def mark_fresh(self) -> None:
+        for weight, _, _ in self._weights:
+            weight.mark_fresh()
 
 
 @functools.cache

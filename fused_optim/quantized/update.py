@@ -21,9 +21,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fused_optim.adapters import Target, Update
+from fused_optim.backends.compiled import increment_versions
 from fused_optim.quantized import engine, tiles, usage
 from fused_optim.quantized.engine import Encoding
-from fused_optim.quantized.tensor import INITIAL, local_weight
+from fused_optim.quantized.tensor import INITIAL, Initials, local_weight
 from fused_optim.quantized.tiles import SCALE
 from fused_optim.sharding.dtensor import shard_ranges, sharded_dim, sharding_dims
 
@@ -88,12 +89,12 @@ def target(param: Tensor) -> Target | None:
     if kernel is None:
         return None
     measures = local.recipe.scales_whole_tensor
-    names = ("data", "scale" if "scale" in parts else "tensor_scale")
+    names = tuple(part.name for part in local.recipe.components)
     local.check_components(names)
-    data, scale = (parts[name] for name in names)
+    data, scale = parts["data"], parts["scale" if "scale" in parts else "tensor_scale"]
     fits = kernel.block is not None and data.shape[1] % kernel.block == 0
     if not (fits and engine.is_plain(data) and engine.is_plain(scale)):
-        return Target(kernel.format, kernel.round_up, None, None, measures, (), parts)
+        return Target(kernel.format, kernel.round_up, None, None, measures, names, parts)
     return Target(kernel.format, kernel.round_up, data, scale, measures, names, parts)
 
 
@@ -121,14 +122,22 @@ class Batch:
 
     def __init__(self, updates: Sequence[Update]) -> None:
         pairs = [(local_weight(update.param), update) for update in updates]
-        self._reduced = _Absmaxes([update for local, update in pairs if local.recipe.scales_whole_tensor])
-        self._changed = [(local, update, update.values) for local, update in pairs if update.values is not None]
-        rescaled = [(x, u) for x, u, _ in self._changed if x.recipe.scales_whole_tensor]
-        self._rescaled = [update.param for _, update in rescaled]
-        self._scales = engine.Scales([(local.recipe, local.components) for local, _ in rescaled])
-        written = [local for local, update, _ in self._changed if update.written]
+        changed = [(local, update) for local, update in pairs if update.values is not None]
+        reduced = [(local, update) for local, update in pairs if local.recipe.scales_whole_tensor]
+        self._reduced = _Absmaxes([update for _, update in reduced])
+        self._rescaled = [i for i, (_, update) in enumerate(reduced) if update.values is not None]
+        self._scales = engine.Scales([(reduced[i][0].recipe, reduced[i][0].components) for i in self._rescaled])
+        self._initials = Initials([local for local, _ in changed])
+        written = [local for local, update in changed if update.written]
         self._written = engine.countable(x.components[name] for x in written for name in x.recipe.of_elements)
-        self._encoded = [(local, update, values) for local, update, values in self._changed if not update.written]
+        self._encodings = {
+            update.param: Encoding(local.recipe, local.components, update.values, update.fractions)
+            for local, update in changed
+            if not update.written and update.values is not None
+        }
+        self._begin_in_blocks = [param for param in self._encodings if local_weight(param).rows_before]
+        others = [weight for param, weight in self._encodings.items() if not local_weight(param).rows_before]
+        self._encoded = engine.Encodings(others)
         self._sharing_blocks = [update.param for _, update in pairs if _shares_blocks(update.param)]
 
     def prepare(self, applies: Tensor | None) -> None:
@@ -138,27 +147,23 @@ class Batch:
     def write(self, applies: Tensor | None, advance: bool = True) -> None:
         """After it: as :meth:`Adapter.write`."""
         self.quantize(applies, advance)
-        for local, _, _ in self._changed:  # whose initial values are not wanted any more
-            local.mark_updated()
+        self._initials.mark_updated()  # whose initial values are not wanted any more
 
     def mark_fresh(self) -> None:
-        for local, _, _ in self._changed:
-            local.mark_fresh()
+        self._initials.mark_fresh()
 
     @torch.no_grad()
     def quantize(self, applies: Tensor | None, advance: bool) -> None:
         absmax = self._reduced.over_shards()
         if not advance:
             _complete_empty_shards(self._reduced.params)
-        self._scales.rescale([absmax[param] for param in self._rescaled], applies, advance)
-        encodings = {
-            update.param: Encoding(local.recipe, local.components, values, update.fractions)
-            for local, update, values in self._encoded
-        }
-        in_pieces = (tiles.pieces(weight, local_weight(param).rows_before) for param, weight in encodings.items())
-        engine.encode([piece for pieces in in_pieces for piece in pieces])
-        _agree_on_blocks(self._sharing_blocks, encodings)
-        torch.autograd.graph.increment_version(self._written)
+        self._scales.rescale([absmax[i] for i in self._rescaled], applies, advance)
+        self._encoded.encode()
+        for param in self._begin_in_blocks:  # views, which do not last
+            engine.encode(tiles.pieces(self._encodings[param], local_weight(param).rows_before))
+        if self._sharing_blocks:
+            _agree_on_blocks(self._sharing_blocks, self._encodings)
+        increment_versions(self._written)
 
 
 # --- blocks of several rows -------------------------------------------------------------------------------------
@@ -211,6 +216,8 @@ def _agree_on_blocks(params: Sequence[Tensor], encodings: Mapping[Tensor, Encodi
 
 # --- reductions -------------------------------------------------------------------------------------------------
 
+_Sharding = tuple[DeviceMesh, tuple[int, ...], torch.device]  # the mesh's dims that shard; where the numbers are
+
 
 class _Absmaxes:
     """The largest finite magnitude of each parameter's values."""
@@ -219,14 +226,24 @@ class _Absmaxes:
         self._updates = updates
         self.params = [update.param for update in updates]
         self._measured = {update.param: update.absmax for update in updates if update.absmax is not None}
-        self._are_sharded = any(isinstance(param, DTensor) and sharding_dims(param) for param in self.params)
+        self._are_measured = len(self._measured) == len(updates)
+        self._found = list(self._measured.values())
+        by_sharding = _by_sharding(self._measured)
+        stacks = [_side_by_side([self._measured[param] for param in alike]) for alike in by_sharding.values()]
+        self._in_place = [
+            (*key[:2], stack) for key, stack in zip(by_sharding, stacks, strict=True) if stack is not None
+        ]
+        self._are_in_place = self._are_measured and len(self._in_place) == len(by_sharding)
 
-    def over_shards(self) -> dict[Tensor, Tensor]:
+    def over_shards(self) -> list[Tensor]:
         """Over all shards, of shape ``(1,)``: as the update pass has measured it, or by a pass of its own."""
-        own = self._measured
-        if len(own) < len(self._updates):
-            own = {**own, **self._of_values()}
-        return reduce_over_shards({param: own[param] for param in self.params}) if self._are_sharded else own
+        if not self._are_in_place:
+            own = self._measured if self._are_measured else {**self._measured, **self._of_values()}
+            reduced = reduce_over_shards({param: own[param] for param in self.params})
+            return [reduced[param] for param in self.params]
+        for mesh, dims, absmaxes in self._in_place:
+            _reduce(absmaxes, mesh, dims)
+        return self._found
 
     def _of_values(self) -> dict[Tensor, Tensor]:
         by_device: dict[torch.device, list[Update]] = {}
@@ -241,25 +258,44 @@ class _Absmaxes:
         return found
 
 
+def _side_by_side(entries: Sequence[Tensor]) -> Tensor | None:
+    """Tensors of shape ``(1,)`` as one that is their memory; None where they do not follow each other in it."""
+    first = entries[0]
+    memory, begin = first.untyped_storage().data_ptr(), first.storage_offset()
+    for i, entry in enumerate(entries):
+        if entry.untyped_storage().data_ptr() != memory or entry.storage_offset() != begin + i:
+            return None
+    return first.as_strided((len(entries),), (1,))
+
+
 def reduce_over_shards(numbers: Mapping[Tensor, Tensor], rows_only: bool = False) -> dict[Tensor, Tensor]:
     """The largest of the ranks' numbers of each parameter, element by element; all ranks pass the same parameters.
 
     ``rows_only``: of those that have the same columns.
     """
-    by_sharding: dict[tuple[DeviceMesh, tuple[int, ...], torch.device], list[Tensor]] = {}
+    found = dict(numbers)
+    for (mesh, dims, _), alike in _by_sharding(numbers, rows_only).items():
+        reduced = torch.cat([numbers[param] for param in alike])
+        _reduce(reduced, mesh, dims)
+        found.update(zip(alike, reduced.split([len(numbers[param]) for param in alike]), strict=True))
+    return found
+
+
+def _by_sharding(numbers: Mapping[Tensor, Tensor], rows_only: bool = False) -> dict[_Sharding, list[Tensor]]:
+    """The parameters whose shards are on several ranks."""
+    found: dict[_Sharding, list[Tensor]] = {}
     for param, own in numbers.items():
         dims = sharding_dims(param)
         if isinstance(param, DTensor) and rows_only:
             dims = tuple(dim for dim in dims if sharded_dim(param.placements[dim]) == 0)
         if isinstance(param, DTensor) and dims:
-            by_sharding.setdefault((param.device_mesh, dims, own.device), []).append(param)
-    found = dict(numbers)
-    for (mesh, dims, _), alike in by_sharding.items():
-        reduced = torch.cat([numbers[param] for param in alike])
-        for dim in dims:
-            dist.all_reduce(reduced, dist.ReduceOp.MAX, group=mesh.get_group(dim))
-        found.update(zip(alike, reduced.split([len(numbers[param]) for param in alike]), strict=True))
+            found.setdefault((param.device_mesh, dims, own.device), []).append(param)
     return found
+
+
+def _reduce(numbers: Tensor, mesh: DeviceMesh, dims: Sequence[int]) -> None:
+    for dim in dims:
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=mesh.get_group(dim))
 
 
 def _complete_empty_shards(params: Iterable[Tensor]) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from fused_optim import adapters
 from fused_optim.adapters import Batch, Fractions, Target, Update, adapter_of
 from fused_optim.backends import Backend, Hyper, ShardWork, backend_of, is_capturing, uncounted
-from fused_optim.backends.compiled import same_items, same_objects
+from fused_optim.backends.compiled import increment_versions, same_items, same_objects
 from fused_optim.backends.engine import Watched
 from fused_optim.backends.gradients import unscaled, write_
 from fused_optim.backends.offloaded import OffloadedShards
@@ -41,7 +41,8 @@ class _Part:
     indices: list[int] = field(default_factory=list)  # positions in the param groups
     groups: list[int] = field(default_factory=list)
     watched: list[Watched] = field(default_factory=list)
-    absmax: Tensor | None = None  # one per shard, where some target measures it
+    absmax: Tensor | None = None  # of shards whose targets measure it, memory for as many as there are shards
+    measured: dict[int, int] = field(default_factory=dict)  # where a shard's absmax lies in it
     # Gradients that this step reads from copies, and where their unscaled values come from: those copies or, where the
     # copy is placed in another way, themselves.
     apart: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -52,7 +53,8 @@ class _Part:
     def absmax_of(self, i: int) -> Tensor:
         if self.absmax is None:
             self.absmax = torch.zeros(len(self.indices), dtype=torch.float32, device=self.device)
-        return self.absmax[i : i + 1]
+        slot = self.measured.setdefault(i, len(self.measured))  # side by side: one reduction takes them as they lie
+        return self.absmax[slot : slot + 1]
 
 
 def _is_watchable(param: Tensor) -> bool:
@@ -321,9 +323,9 @@ class Plan:
             batch.write(applies)
         self._passing.clear()
         if updated:
-            torch.autograd.graph.increment_version(updated)
+            increment_versions(updated)
         if updated and per_device[0][0].grad_scale is not None:
-            torch.autograd.graph.increment_version([getattr(param, self._attribute) for param in updated])
+            increment_versions([getattr(param, self._attribute) for param in updated])
         for part in self._parts:
             part.shards.mark(part.watched)
             for i in part.unwatched:

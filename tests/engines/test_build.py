@@ -26,10 +26,11 @@ from fused_optim.tools.info import info
 @pytest.fixture
 def _as_in_a_new_process() -> Iterator[None]:
     """What is said and asked once per process."""
-    for cached in (backends._warn_of_the_reference, backends._unsupported_gpu):
+    caches = backends._warn_of_the_reference, backends._unsupported_gpu, backends._backend_for
+    for cached in caches:
         cached.cache_clear()
     yield
-    for cached in (backends._warn_of_the_reference, backends._unsupported_gpu):
+    for cached in caches:
         cached.cache_clear()
 
 
@@ -165,7 +166,8 @@ def loaded(name: str) -> ModuleType:
 def empty_plan(name: str, groups: list[int]) -> Any:
     """Two param groups, and shards that are not described yet."""
     engine = loaded(name)
-    return engine.Plan(groups, 2, engine.TensorReader(None, Tensor, keys=[], examples=[], copied=[]), DTensor)
+    reader = engine.TensorReader(None, Tensor, keys=[], examples=[], copied=[])
+    return engine.Plan(groups, 2, reader, engine.VersionCounters(Tensor, []), DTensor)
 
 
 @pytest.mark.parametrize("name", COMPILED)

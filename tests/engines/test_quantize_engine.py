@@ -470,6 +470,21 @@ def test_what_is_not_contiguous_is_left_to_the_reference(engine: str) -> None:
     assert torch.equal(decode(recipe, half, x[:, :128], torch.float32), recipe.decode(half, (3, 128)))
 
 
+@recipe_of
+def test_lazily_negated_values_are_read_as_such(recipe: Recipe, engine: str) -> None:
+    """Beside others, which the engine takes."""
+    xs = [torch.randn(2, 256, device=engine) for _ in range(2)]
+    given = [torch._neg_view(xs[0]), xs[1]]
+    found = [reference(recipe, torch.zeros_like(x)) for x in xs]
+    for components, x in zip(found, given, strict=True):
+        recipe.rescale(components, recipe.absmax(x), None, True)
+    quantizer.encode([Encoding(recipe, components, x) for components, x in zip(found, given, strict=True)])
+    for components, x in zip(found, (-xs[0], xs[1]), strict=True):
+        expected = {name: part.clone() for name, part in components.items()}
+        recipe.encode(x, expected)
+        assert_same(components, expected)
+
+
 def test_dispatch_modes_see_operations(device: str) -> None:
     class Seen(TorchDispatchMode):
         count = 0
@@ -507,16 +522,19 @@ def test_written_tensors_know_that_they_were(engine: str) -> None:
     "change, message",
     [
         ({"format": 5}, "known format"),
-        ({"weights": [(64, 0, 64, 64, 2, 2)]}, "addresses"),
-        ({"weights": [(64, 64, 64, 0, 2, 2)]}, "addresses"),
-        ({"weights": [(64, 64, 64, 64, 2, 3)]}, "even"),
-        ({"weights": [(64, 64, 64, 64, 2**32, 2**32)]}, "elements"),
+        ({"data": [0]}, "addresses"),
+        ({"tensor_scales": [0]}, "addresses"),
+        ({"columns": [3]}, "even"),
+        ({"rows": [2**32], "columns": [2**32]}, "elements"),
+        ({"scales": [64, 64]}, "one length"),
+        ({"columns": []}, "one length"),
         ({"roundings": [(0,) * 6] * 2}, "one length"),
     ],
 )
 def test_bad_tables_are_refused(engine: str, change: dict[str, object], message: str) -> None:
     module, _ = load_engine(engine)
-    table = {"weights": [(64, 64, 64, 64, 2, 2)], "roundings": [], "format": 4, "round_up": False, **change}
+    table = {name: [64] for name in ("values", "data", "scales", "tensor_scales")} | {"rows": [2], "columns": [2]}
+    table |= {"roundings": [], "format": 4, "round_up": False, **change}
     where = run_on(torch.device("cuda", 0) if engine == "cuda" else torch.device("cpu"))
     with pytest.raises(ValueError, match=message):
         module.quantize_encode(**table, **where)

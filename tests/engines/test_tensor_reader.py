@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fused_optim.backends import compiled, load_engine
-from fused_optim.backends.engine import EngineTensorReader
+from fused_optim.backends.engine import EngineTensorReader, EngineVersionCounters
 
 API = getattr(Tensor, "__dlpack_c_exchange_api__", None)
 pytestmark = pytest.mark.skipif(
@@ -65,18 +65,23 @@ def test_this_torch_is_known() -> None:
     assert not reader([]).reads_directly
 
 
+def addresses(reader: EngineTensorReader, tensors: list[Tensor | None]) -> list[int] | None:
+    found = reader.addresses(tensors)
+    return None if found is None else found.tolist()
+
+
 @pytest.mark.parametrize("make", [reader, misled])
 def test_addresses(make: Callable[[], EngineTensorReader]) -> None:
     tensors = {name: dense() for name, dense in DENSE.items()}
     expected = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-    assert dict(zip(tensors, make().addresses([*tensors.values()]) or [], strict=True)) == expected
-    assert make().addresses([None, tensors["rows"], None]) == [0, expected["rows"], 0]
+    assert dict(zip(tensors, addresses(make(), [*tensors.values()]) or [], strict=True)) == expected
+    assert addresses(make(), [None, tensors["rows"], None]) == [0, expected["rows"], 0]
 
 
 @pytest.mark.parametrize("make", [reader, misled])
 @pytest.mark.parametrize("kind", UNUSUAL)
 def test_what_has_no_address(make: Callable[[], EngineTensorReader], kind: str) -> None:
-    assert make().addresses([torch.ones(3), UNUSUAL[kind]()]) is None
+    assert addresses(make(), [torch.ones(3), UNUSUAL[kind]()]) is None
 
 
 @pytest.mark.parametrize("make", [reader, misled])
@@ -84,25 +89,66 @@ def test_memory_that_moves_is_followed(make: Callable[[], EngineTensorReader]) -
     """Although the object stays."""
     tensor, other = torch.ones(2, 3), torch.ones(2, 3)
     tensor.data = other
-    assert make().addresses([tensor]) == [other.data_ptr()]
+    assert addresses(make(), [tensor]) == [other.data_ptr()]
     tensor.set_(torch.ones(9)[3:])
-    assert make().addresses([tensor]) == [tensor.data_ptr()]
+    assert addresses(make(), [tensor]) == [tensor.data_ptr()]
     tensor.resize_(3, 2).t_()
-    assert make().addresses([tensor]) is None
+    assert addresses(make(), [tensor]) is None
     tensor.t_().untyped_storage().resize_(0)
-    assert make().addresses([tensor[:0]]) == [0]
+    assert addresses(make(), [tensor[:0]]) == [0]
     freed = torch.ones(4)
     freed.untyped_storage().resize_(0)
-    assert make().addresses([freed]) == [0]
+    assert addresses(make(), [freed]) == [0]
 
 
 @pytest.mark.parametrize("make", [reader, misled])
 def test_lazy_copies_are_made_before_their_memory_is_written(make: Callable[[], EngineTensorReader]) -> None:
     tensor = torch.ones(3)
     copy = torch._lazy_clone(tensor)
-    found = make().addresses([tensor, copy])
+    found = addresses(make(), [tensor, copy])
     assert not torch._C._is_cow_tensor(tensor) and found == [tensor.data_ptr(), copy.data_ptr()]
     assert found[0] != found[1]
+
+
+def counters(*examples: tuple[Tensor, Tensor, Tensor]) -> EngineVersionCounters:
+    engine, _ = load_engine("cpu")
+    assert engine is not None
+    return engine.VersionCounters(Tensor, list(examples))
+
+
+def written(times: int) -> Tensor:
+    tensor = torch.ones(2)
+    for _ in range(times):
+        tensor.zero_()
+    return tensor
+
+
+def test_versions_are_counted_where_torch_counts_them() -> None:
+    tensors = [written(1), torch.nn.Parameter(written(2)), written(3)[:1]]
+    examples = [(x, x.detach(), x.data) for x in (written(3), written(4))]
+    known = counters(*examples)
+    assert known.found and known.increment(tensors) and known.increment(tensors[:1])
+    assert [x._version for x in tensors] == [3, 3, 4]
+    with torch.inference_mode():
+        uncounted = torch.ones(2)
+    assert not known.increment([tensors[0], uncounted])  # where torch counts or raises
+    assert not known.increment([tensors[0], None])  # type: ignore[list-item]
+    assert tensors[0]._version == 3
+
+
+@pytest.mark.parametrize("misleading", [[], [(2, 1, 1)], [(0, 0, 0)], [(0, 1, 1)]])
+def test_versions_that_are_not_found_are_left_to_torch(
+    misleading: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Examples: a tensor, one with its memory and its counter, one with its memory."""
+    tensor = written(3)
+    which = tensor, tensor.detach(), tensor.data
+    lost = counters(*[(which[a], which[b], which[c]) for a, b, c in misleading])
+    other = written(1)
+    assert not lost.found and not lost.increment([other]) and other._version == 1
+    monkeypatch.setattr(compiled, "_version_counters", lambda _: lost)
+    compiled.increment_versions([other])
+    assert other._version == 2 and tensor._version == 3
 
 
 def test_the_same_objects() -> None:

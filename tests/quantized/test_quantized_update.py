@@ -20,7 +20,14 @@ from torch import Tensor, nn
 import distributed
 from distributed import join_all, on_each_device, same_bits
 from fused_optim import FusedAdam, adapters
-from fused_optim.quantized import Float8BlockScaling, Float8DelayedScaling, MXFP8BlockScaling, QuantizedTensor, Recipe
+from fused_optim.quantized import (
+    Float8BlockScaling,
+    Float8DelayedScaling,
+    MXFP8BlockScaling,
+    QuantizedTensor,
+    Recipe,
+    finish_initialization,
+)
 from fused_optim.quantized import engine as quantizer
 from quantized_cases import RECIPES, Run, values
 
@@ -298,6 +305,37 @@ def check_scales_of_zeros(recipe: Float8DelayedScaling, device: str) -> None:
         training.steps(step, step + 1)
         assert weight.components["tensor_scale"].item() == scale
         scale = training.optimizer.state[weight]["master_param"].abs().max().cpu() / 448 * 2.0**recipe.margin
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_components_that_were_replaced_are_written(recipe: str, engine: str) -> None:
+    """Another tensor in a weight's dict, or other memory of the same one, from one step to the next."""
+    straight, replaced = (Training(RECIPES[recipe], engine, shapes=[(4, 128), (130, 384)]) for _ in range(2))
+    for step in range(5):
+        straight.steps(step, step + 1)
+        replaced.steps(step, step + 1)
+        for weight in replaced.params():
+            if isinstance(weight, QuantizedTensor):
+                name = list(weight.components)[step % len(weight.components)]
+                former, weight.components[name] = weight.components[name], weight.components[name].clone()
+                former.fill_(1)
+                if step > 2:
+                    weight.components[name].data = weight.components[name].clone()
+    assert_all_same([straight.found(), replaced.found()])
+
+
+def test_initial_values_that_come_back_are_freed(engine: str) -> None:
+    """As those of shards do into which plain values are copied, of a weight that steps have updated."""
+    training = Training(Float8DelayedScaling(), engine, shapes=[(4, 128), (2, 128)], plain=False)
+    training.steps(0, 2)
+    weight = training.params()[0]
+    assert isinstance(weight, QuantizedTensor) and not weight.has_initial
+    weight.keep_plain(torch.full_like(weight, 2.0))
+    finish_initialization(nn.ParameterList([weight]))
+    assert weight.has_initial
+    training.set_gradients(2)
+    training.optimizer.step()
+    assert not weight.has_initial and not weight.is_stale
 
 
 def test_versions_count_the_codes(engine: str) -> None:

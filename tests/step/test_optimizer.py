@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from cases import FORMAT, FORMATS, MASTER, MASTERS, SHAPES, Format, Master, values
 from fused_optim import FusedAdam, FusedAdamW
@@ -196,6 +197,41 @@ def test_step_hooks(device: str) -> None:
     optimizer.register_step_post_hook(lambda *_: calls.append(f"post {optimizer.param_groups[0]['step']}"))
     train(model, optimizer, range(2))
     assert calls == ["pre 0", "post 1", "pre 1", "post 2"]
+
+
+class Doubled(FusedAdam):
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        super().step(closure, **kwargs)
+        return super().step(closure, **kwargs)
+
+
+@pytest.mark.parametrize("of_all_optimizers", [False, True])
+@pytest.mark.parametrize("kind", [FusedAdam, Doubled])
+def test_hooks_run_once(kind: type[FusedAdam], of_all_optimizers: bool) -> None:
+    """Also of a class with a step of its own, whether or not they are those of all optimizers."""
+    param = torch.nn.Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    optimizer = kind([param])
+    calls: list[str] = []
+    hooks = [lambda *_: calls.append("pre"), lambda *_: calls.append("post")]
+    register = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
+    if not of_all_optimizers:
+        register = optimizer.register_step_pre_hook, optimizer.register_step_post_hook  # type: ignore[assignment]
+    handles = [add(hook) for add, hook in zip(register, hooks, strict=True)]
+    optimizer.step()
+    for handle in handles:
+        handle.remove()
+    optimizer.step()
+    assert calls == ["pre", "post"] and optimizer.param_groups[0]["step"] == (2 if kind is FusedAdam else 4)
+
+
+def test_profiles_show_steps() -> None:
+    param = torch.nn.Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    optimizer = FusedAdam([param])
+    with torch.profiler.profile() as profile:
+        optimizer.step()
+    assert "Optimizer.step#FusedAdam.step" in {event.key for event in profile.key_averages()}
 
 
 def test_version_counters_advance(device: str) -> None:

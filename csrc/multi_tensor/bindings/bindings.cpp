@@ -198,9 +198,6 @@ py::dict written_blocks() {
 }  // namespace
 
 PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
-    register_gradients(m);
-    register_quantize(m);
-    register_cast(m);
     m.attr("NUMBERS") =
         py::dict(py::arg("Element") = numbers<Element>(), py::arg("Master") = numbers<Master>(),
                  py::arg("Format") = numbers<Format>(), py::arg("WeightFormat") = numbers<WeightFormat>(),
@@ -211,6 +208,10 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
 #if defined(FUSED_OPTIM_ENGINE_CUDA)
     m.def("load_kernels", &load_kernels, py::arg("device"));
 #endif
+    py::class_<Numbers>(m, "Numbers", py::module_local(), "A list of addresses or sizes, kept in C++.")
+        .def(py::init<std::vector<uint64_t>>(), py::arg("values"))
+        .def("tolist", [](const Numbers& numbers) { return numbers.values; });
+    py::implicitly_convertible<py::list, Numbers>();
     py::class_<TensorReader>(m, "TensorReader", py::module_local(), "Reads torch's tensors of one device.")
         .def(py::init([](py::object exchange_api, py::object tensor_type,
                          const std::vector<std::pair<py::object, uint64_t>>& keys, const ExampleRows& examples,
@@ -222,11 +223,19 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
         .def_property_readonly("reads_directly", &TensorReader::reads_directly)
         .def("unusual", &TensorReader::unusual, py::arg("tensors"))
         .def("addresses", &TensorReader::addresses, py::arg("tensors"));
+    register_gradients(m);
+    register_quantize(m);
+    register_cast(m);
+    py::class_<VersionCounters>(m, "VersionCounters", py::module_local(), "How often tensors were written.")
+        .def(py::init<const py::object&, const std::vector<VersionCounters::Example>&>(), py::arg("tensor_type"),
+             py::arg("examples"))
+        .def_property_readonly("found", &VersionCounters::found)
+        .def("increment", &VersionCounters::increment, py::arg("tensors"));
     m.def("same_objects", &same_objects, py::arg("left"), py::arg("right"));
     m.def("same_items", &same_items, py::arg("dict"), py::arg("keys"), py::arg("values"));
     py::class_<Plan>(m, "Plan", py::module_local(), "The shards of one device and their param groups, step by step.")
-        .def(py::init<const std::vector<uint32_t>&, size_t, TensorReader, py::object>(), py::arg("groups"),
-             py::arg("group_count"), py::arg("reader"), py::arg("dtensor_type"))
+        .def(py::init<const std::vector<uint32_t>&, size_t, TensorReader, VersionCounters, py::object>(),
+             py::arg("groups"), py::arg("group_count"), py::arg("reader"), py::arg("versions"), py::arg("dtensor_type"))
         .def("refresh", py::overload_cast<py::list, py::str>(&Plan::refresh), py::arg("watched"), py::arg("attribute"))
         .def("watch", &Plan::watch, py::arg("shard"), py::arg("watched"))
         .def("sharing", &Plan::sharing)

@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "bindings/exchange.h"
 #include "quantize.h"
 #include "where.h"
 
@@ -65,21 +66,25 @@ std::vector<Values> values_of(const std::vector<uint64_t>& addresses, const std:
     return values;
 }
 
-std::vector<Weight> weights_of(const std::vector<WeightRow>& rows, const std::vector<RoundingRow>& roundings,
+// One number per weight in each list; addresses are 0 where a format or a rule needs none.
+using Column = std::vector<uint64_t>;
+
+std::vector<Weight> weights_of(const std::array<const Column*, 6>& columns, const std::vector<RoundingRow>& roundings,
                                WeightFormat format) {
-    require(roundings.empty() || roundings.size() == rows.size(), "lists of one length");
+    const size_t count = columns[0]->size();
+    for (const Column* column : columns) require(column->size() == count, "lists of one length");
+    require(roundings.empty() || roundings.size() == count, "lists of one length");
     std::vector<Weight> weights;
-    weights.reserve(rows.size());
-    for (size_t i = 0; i < rows.size(); ++i) {
-        weights.push_back(weight_of(rows[i], roundings.empty() ? RoundingRow{} : roundings[i], format));
+    weights.reserve(count);
+    for (size_t i = 0; i < count; ++i) {
+        WeightRow row;
+        for (size_t k = 0; k < row.size(); ++k) row[k] = (*columns[k])[i];
+        weights.push_back(weight_of(row, roundings.empty() ? RoundingRow{} : roundings[i], format));
     }
     return weights;
 }
 
-// One address per weight in each list; 0 where a rule needs none.
-using Addresses = std::vector<uint64_t>;
-
-std::vector<TensorScale> scales_of(const Addresses& scales, const Addresses& histories, const Addresses& absmaxes,
+std::vector<TensorScale> scales_of(const Column& scales, const Column& histories, const Column& absmaxes,
                                    const ScaleRule& rule) {
     require(histories.size() == scales.size() && absmaxes.size() == scales.size(), "lists of one length");
     std::vector<TensorScale> rows;
@@ -110,17 +115,21 @@ void quantize_absmax(const std::vector<uint64_t>& addresses, const std::vector<u
     (values_of(addresses, numels, result), reinterpret_cast<float*>(result), FUSED_OPTIM_HERE);
 }
 
-void quantize_rescale(const Addresses& scales, const Addresses& histories, const Addresses& absmaxes, float largest,
+void quantize_rescale(const Numbers& scales, const Numbers& histories, const Numbers& absmaxes, float largest,
                       float factor, uint32_t history, bool most_recent, uint32_t stage, uint64_t applies,
                       FUSED_OPTIM_WHERE) {
     const ScaleRule rule = rule_of(largest, factor, history, most_recent, stage, applies);
-    FUSED_OPTIM_ON(rescale)(scales_of(scales, histories, absmaxes, rule), rule, FUSED_OPTIM_HERE);
+    FUSED_OPTIM_ON(rescale)
+    (scales_of(scales.values, histories.values, absmaxes.values, rule), rule, FUSED_OPTIM_HERE);
 }
 
-void quantize_encode(const std::vector<WeightRow>& weights, const std::vector<RoundingRow>& roundings, uint32_t format,
-                     bool round_up, FUSED_OPTIM_WHERE) {
+void quantize_encode(const Numbers& values, const Numbers& data, const Numbers& scales, const Numbers& tensor_scales,
+                     const Numbers& rows, const Numbers& columns, const std::vector<RoundingRow>& roundings,
+                     uint32_t format, bool round_up, FUSED_OPTIM_WHERE) {
     const WeightKind kind{format_of(format), round_up};
-    FUSED_OPTIM_ON(encode)(weights_of(weights, roundings, kind.format), kind, FUSED_OPTIM_HERE);
+    const std::array<const Column*, 6> table = {&values.values,        &data.values, &scales.values,
+                                                &tensor_scales.values, &rows.values, &columns.values};
+    FUSED_OPTIM_ON(encode)(weights_of(table, roundings, kind.format), kind, FUSED_OPTIM_HERE);
 }
 
 void quantize_decode(const WeightRow& weight, uint32_t format, uint32_t type, FUSED_OPTIM_WHERE) {
@@ -135,7 +144,8 @@ void register_quantize(py::module_& m) {
     define(m, "quantize_rescale", &quantize_rescale, py::arg("scales"), py::arg("histories"), py::arg("absmaxes"),
            py::arg("largest"), py::arg("factor"), py::arg("history"), py::arg("most_recent"), py::arg("stage"),
            py::arg("applies"));
-    define(m, "quantize_encode", &quantize_encode, py::arg("weights"), py::arg("roundings"), py::arg("format"),
+    define(m, "quantize_encode", &quantize_encode, py::arg("values"), py::arg("data"), py::arg("scales"),
+           py::arg("tensor_scales"), py::arg("rows"), py::arg("columns"), py::arg("roundings"), py::arg("format"),
            py::arg("round_up"));
     define(m, "quantize_decode", &quantize_decode, py::arg("weight"), py::arg("format"), py::arg("type"));
 }

@@ -54,12 +54,13 @@ class Plan {
 public:
     // `groups`: the param group of each shard, ascending. No Python object but types is kept: Python keeps what is
     // watched, where the garbage collector sees it.
-    Plan(const std::vector<uint32_t>& groups, size_t group_count, TensorReader reader, py::object dtensor_type)
+    Plan(const std::vector<uint32_t>& groups, size_t group_count, TensorReader reader, VersionCounters versions,
+         py::object dtensor_type)
         : reader_(reader),
           dtensor_type_(dtensor_type),
           local_(dtensor_type, "_local_tensor"),
           spec_(dtensor_type, "_spec"),
-          version_of_(reader.tensor_type()),
+          version_of_(versions),
           rows_(groups.size()) {
         if (!std::is_sorted(groups.begin(), groups.end()) || (!groups.empty() && groups.back() >= group_count)) {
             throw std::invalid_argument("fused_optim: shards are ordered by param group");
@@ -134,6 +135,7 @@ public:
         Row& row = rows_.at(i);
         shard.group = row.shard.group;
         row.shard = shard;
+        row.writes_weight = shard.quantized && shard.param;
         row.has_gradient = true;
         row.watched = false;
     }
@@ -207,6 +209,7 @@ public:
 
 private:
     static constexpr int kTensors = static_cast<int>(Watched::kMaster) + 1;
+    static constexpr Py_ssize_t kWritten = 2;          // the first components: codes and scales
     static constexpr uint8_t kFloat = 2, kBfloat = 4;  // DLPack's
 
     // What changes when someone writes a parameter: the version counters of it and of its local tensor, or its memory.
@@ -220,11 +223,13 @@ private:
         Versions versions;
         bool has_gradient = false;
         bool watched = false;
+        bool writes_weight = false;  // the codes of a quantized one
         // What parameter, states and gradient must be like to take the places of those that were checked.
         DLDevice device{};
         std::array<DLDataType, kTensors> types{};
         std::vector<int64_t> shape;
-        std::vector<int64_t> weight_sizes;  // bytes of a quantized weight's codes and scales
+        std::vector<int64_t>
+            weight_sizes;  // bytes of a quantized weight's codes and scales, where the pass writes them
 
         DLDataType& type(Watched which) { return types[static_cast<size_t>(which)]; }
         bool has_form_of(const DLTensor& t) const {
@@ -261,12 +266,18 @@ private:
     void prefetch(PyObject* watched, const std::vector<py::object>& grads, size_t i) const {
         auto tensors = [&](size_t row) {
             PyObject* tuple = item(watched, row);
-            return std::array<PyObject*, 5>{field(tuple, Watched::kParam), field(tuple, Watched::kExpAvg),
-                                            field(tuple, Watched::kExpAvgSq), field(tuple, Watched::kMaster),
+            PyObject* parts = field(tuple, Watched::kParts);
+            const auto read = std::min<size_t>(rows_[row].weight_sizes.size(), PyTuple_GET_SIZE(parts));
+            return std::array<PyObject*, 6>{read > 0 ? PyTuple_GET_ITEM(parts, 0) : field(tuple, Watched::kParam),
+                                            read > 1 ? PyTuple_GET_ITEM(parts, 1) : nullptr,
+                                            field(tuple, Watched::kExpAvg),
+                                            field(tuple, Watched::kExpAvgSq),
+                                            field(tuple, Watched::kMaster),
                                             grads[row].ptr()};
         };
         __builtin_prefetch(item(watched, ahead(i, 10)));
         __builtin_prefetch(field(item(watched, ahead(i, 8)), Watched::kStates));
+        __builtin_prefetch(field(item(watched, ahead(i, 8)), Watched::kComponents));
         for (PyObject* tensor : tensors(ahead(i, 8))) __builtin_prefetch(tensor);
         for (PyObject* tensor : tensors(ahead(i, 6))) __builtin_prefetch(local_.peek(tensor));
         for (PyObject* tensor : tensors(ahead(i, 4))) {
@@ -342,7 +353,8 @@ private:
 
     bool watch_weight(Row& row, PyObject* parts) const {
         row.weight_sizes.clear();
-        for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(parts); ++k) {
+        if (!row.writes_weight) return true;
+        for (Py_ssize_t k = 0; k < std::min<Py_ssize_t>(PyTuple_GET_SIZE(parts), kWritten); ++k) {
             PyObject* part = PyTuple_GET_ITEM(parts, k);
             DLTensor tensor;
             if (!reader_.is_plain_tensor(part) || !reader_.read(part, tensor)) return false;
@@ -366,7 +378,8 @@ private:
         return true;
     }
 
-    // A quantized weight: the same local tensors, and components of the same sizes, wherever their memory is by now.
+    // A quantized weight: the same local tensors and components. Of those that the pass writes the sizes are the same,
+    // and their addresses are taken, wherever their memory is by now.
     bool refresh_weight(Row& row, PyObject* watched, bool sharded) const {
         PyObject* local = field(watched, Watched::kLocal);
         PyObject* param = field(watched, Watched::kParam);
@@ -376,18 +389,19 @@ private:
         PyObject* components = field(watched, Watched::kComponents);
         if (attribute(local, names_.components.ptr()).ptr() != components) return false;
         PyObject *names = field(watched, Watched::kNames), *parts = field(watched, Watched::kParts);
-        const std::array<uint64_t*, 2> targets = {&row.shard.param, &row.shard.weight_scales};  // others are compared
+        const std::array<uint64_t*, kWritten> targets = {&row.shard.param, &row.shard.weight_scales};
         for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(names); ++k) {
             PyObject* expected = PyTuple_GET_ITEM(parts, k);
             DLTensor tensor;
             if (PyDict_GetItemWithError(components, PyTuple_GET_ITEM(names, k)) != expected) {
                 return PyErr_Clear(), false;
             }
+            if (static_cast<size_t>(k) >= row.weight_sizes.size()) continue;
             if (!reader_.is_plain_tensor(expected) || !reader_.read(expected, tensor) || !is_contiguous(tensor))
                 return false;
             if (bytes_of(tensor) != row.weight_sizes[k] || !(tensor.device == row.device)) return false;
             if (!tensor.data && row.shard.numel) return false;
-            if (static_cast<size_t>(k) < targets.size()) *targets[k] = address(tensor);
+            *targets[k] = address(tensor);
         }
         return true;
     }
@@ -444,7 +458,7 @@ private:
     TensorReader reader_;
     py::object dtensor_type_;
     AttributeReader local_, spec_;
-    VersionReader version_of_;
+    VersionCounters version_of_;
     std::vector<Row> rows_;
     std::vector<size_t> written_;
     Step step_;
