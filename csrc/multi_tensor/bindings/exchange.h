@@ -479,7 +479,9 @@ private:
     bool counts(PyObject* tensor) const {
         const int64_t before = ask(tensor);
         __atomic_fetch_add(number_of(tensor), 1, __ATOMIC_SEQ_CST);
-        return ask(tensor) == before + 1;
+        if (ask(tensor) == before + 1) return true;
+        __atomic_fetch_sub(number_of(tensor), 1, __ATOMIC_SEQ_CST);
+        return false;
     }
 
     pybind11::object tensor_type_, descriptor_;
