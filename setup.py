@@ -40,7 +40,12 @@ HOST_FLAGS = ",".join(["-fPIC", "-fvisibility=hidden", *EXACT, "-Wall"])
 NVCC_FLAGS = ["-O3", "-std=c++17", INCLUDE, "--fmad=false", f"-Xcompiler={HOST_FLAGS}", "-Xfatbin=-compress-all"]
 NVCC_FLAGS += ["--threads=0"]
 OLDEST_ARCH = 80  # has BF16 conversions; torch updates parameters on older GPUs
-DEFAULT_ARCHS = {"80", "90", "100"}  # later ones compile the PTX of the newest
+DEFAULT_ARCHS = {"80", "90", "100"}  # later ones compile the newest PTX
+# The code's paths differ below 8.9 alone. From 9.0 on all architectures share one PTX: that of the machine code that was
+# run most, and compiled once.
+PTX_ARCHS = (80, 89, 90)
+# Formats of both moments whose mixes have kernels of their own; FP32 stands for all without scales. As in kernels.h.
+OWN_KERNELS = ("kFloat32", "kFloat16", "kFloat8", "kInt8")
 
 
 class Unavailable(Exception):
@@ -89,17 +94,17 @@ def plan_cuda(cxx: str) -> Engine:
         raise Unavailable("FUSED_OPTIM_CUDA_ARCHS=none asked for none")
     nvcc = find_nvcc()
     archs = cuda_archs(nvcc)
-    codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
-    # Later GPUs run the newest architecture's PTX, which their driver compiles.
-    codes += [f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
     include, library = cuda_folders(nvcc, cxx)
-    compile_kernels = [nvcc, f"-ccbin={cxx}", *NVCC_FLAGS, *codes]
+    compile_kernels = [nvcc, f"-ccbin={cxx}", *NVCC_FLAGS, *codes_of(archs)]
+    one_mix = SOURCES / "cuda/one_mix.cu"
     objects = {
         "bindings": bindings("bindings", "cuda", cxx, f"-isystem{include}"),
         "bindings_norm": bindings("bindings_norm", "cuda", cxx, f"-isystem{include}"),
         "bindings_quantize": bindings("bindings_quantize", "cuda", cxx, f"-isystem{include}"),
         "bindings_cast": bindings("bindings_cast", "cuda", cxx, f"-isystem{include}"),
-        "kernels": (SOURCES / "cuda/apply.cu", compile_kernels),
+        **{f"kernels_{own}": (one_mix, [*compile_kernels, f"-DFUSED_OPTIM_FORMAT={own}"]) for own in OWN_KERNELS},
+        "kernel_any_mix": (SOURCES / "cuda/any_mix.cu", compile_kernels),
+        "apply": (SOURCES / "cuda/apply.cu", compile_kernels),
         "norm": (SOURCES / "cuda/norm.cu", compile_kernels),
         "quantize": (SOURCES / "cuda/quantize.cu", compile_kernels),
         "cast": (SOURCES / "cuda/cast.cu", compile_kernels),
@@ -171,6 +176,20 @@ def cuda_archs(nvcc: str) -> list[str]:
         visible = set() if chosen == "all" else visible_archs()
         archs = supported & visible or supported & DEFAULT_ARCHS or supported
     return sorted(archs, key=lambda arch: int(arch.rstrip("af")))
+
+
+def codes_of(archs: list[str]) -> list[str]:
+    """nvcc's options for machine code of each, and for the newest PTX, which the drivers of later GPUs compile."""
+    pairs = [(ptx_arch(arch), f"sm_{arch}") for arch in archs]
+    pairs += [(ptx_arch(archs[-1]), f"compute_{ptx_arch(archs[-1])}")]
+    return [f"-gencode=arch=compute_{ptx},code={code}" for ptx, code in pairs]
+
+
+def ptx_arch(arch: str) -> str:
+    """The architecture whose PTX becomes its machine code. Those such as 100a keep what only they have."""
+    if not arch.isdigit():
+        return arch
+    return str(max((ptx for ptx in PTX_ARCHS if ptx <= int(arch)), default=arch))
 
 
 def visible_archs() -> set[str]:
