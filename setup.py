@@ -71,10 +71,7 @@ def plan_cpu(cxx: str) -> Engine:
     # Of an inline function that several objects hold, the linker keeps the first: so the one that runs on every
     # processor precedes the others.
     objects = {
-        "bindings": bindings("bindings", "cpu", cxx, *defines),
-        "bindings_norm": bindings("bindings_norm", "cpu", cxx, *defines),
-        "bindings_quantize": bindings("bindings_quantize", "cpu", cxx, *defines),
-        "bindings_cast": bindings("bindings_cast", "cpu", cxx, *defines),
+        "bindings": bindings("cpu", cxx, *defines),
         "launch": (SOURCES / "cpu/launch.cpp", [cxx, *CXX_FLAGS, *defines]),
         "launch_quantize": (SOURCES / "cpu/launch_quantize.cpp", [cxx, *CXX_FLAGS, *defines]),
         "norm": (SOURCES / "cpu/norm.cpp", [cxx, *CXX_FLAGS]),
@@ -98,10 +95,7 @@ def plan_cuda(cxx: str) -> Engine:
     compile_kernels = [nvcc, f"-ccbin={cxx}", *NVCC_FLAGS, *codes_of(archs)]
     one_mix = SOURCES / "cuda/one_mix.cu"
     objects = {
-        "bindings": bindings("bindings", "cuda", cxx, f"-isystem{include}"),
-        "bindings_norm": bindings("bindings_norm", "cuda", cxx, f"-isystem{include}"),
-        "bindings_quantize": bindings("bindings_quantize", "cuda", cxx, f"-isystem{include}"),
-        "bindings_cast": bindings("bindings_cast", "cuda", cxx, f"-isystem{include}"),
+        "bindings": bindings("cuda", cxx, f"-isystem{include}"),
         **{f"kernels_{own}": (one_mix, [*compile_kernels, f"-DFUSED_OPTIM_FORMAT={own}"]) for own in OWN_KERNELS},
         "kernel_any_mix": (SOURCES / "cuda/any_mix.cu", compile_kernels),
         "apply": (SOURCES / "cuda/apply.cu", compile_kernels),
@@ -118,10 +112,10 @@ def plan_cuda(cxx: str) -> Engine:
 PLANS = {"cpu": plan_cpu, "cuda": plan_cuda}
 
 
-def bindings(name: str, engine: str, cxx: str, *flags: str) -> tuple[Path, list[str]]:
+def bindings(engine: str, cxx: str, *flags: str) -> tuple[Path, list[str]]:
     defines = [f"-DFUSED_OPTIM_ENGINE_{engine.upper()}", f"-DFUSED_OPTIM_MODULE=_engine_{engine}"]
     includes = [f"-isystem{sysconfig.get_path('include')}", f"-isystem{pybind11_headers()}"]
-    return SOURCES / "bindings" / f"{name}.cpp", [cxx, *CXX_FLAGS, *defines, *includes, *flags]
+    return SOURCES / "bindings/bindings.cpp", [cxx, *CXX_FLAGS, *defines, *includes, *flags]
 
 
 def pybind11_headers() -> Path:

@@ -6,6 +6,9 @@
 #include <string>
 #include <tuple>
 
+#include "bindings/bindings_cast.h"
+#include "bindings/bindings_norm.h"
+#include "bindings/bindings_quantize.h"
 #include "bindings/plan.h"
 #include "cast.h"
 #include "launch.h"
@@ -14,12 +17,6 @@
 
 namespace py = pybind11;
 using namespace fused_optim;
-
-namespace fused_optim {
-void register_gradients(py::module_& m);  // bindings_norm.cpp
-void register_quantize(py::module_& m);   // bindings_quantize.cpp
-void register_cast(py::module_& m);       // bindings_cast.cpp
-}  // namespace fused_optim
 
 namespace {
 
@@ -198,9 +195,9 @@ py::dict written_blocks() {
 }  // namespace
 
 PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
-    register_gradients(m);
-    register_quantize(m);
-    register_cast(m);
+    gradients::define_all(m);
+    weights::define_all(m);
+    casts::define_all(m);
     m.attr("NUMBERS") =
         py::dict(py::arg("Element") = numbers<Element>(), py::arg("Master") = numbers<Master>(),
                  py::arg("Format") = numbers<Format>(), py::arg("WeightFormat") = numbers<WeightFormat>(),
