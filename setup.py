@@ -16,6 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,15 +115,15 @@ PLANS = {"cpu": plan_cpu, "cuda": plan_cuda}
 
 def bindings(engine: str, cxx: str, *flags: str) -> tuple[Path, list[str]]:
     defines = [f"-DFUSED_OPTIM_ENGINE_{engine.upper()}", f"-DFUSED_OPTIM_MODULE=_engine_{engine}"]
-    includes = [f"-isystem{sysconfig.get_path('include')}", f"-isystem{pybind11_headers()}"]
+    includes = [f"-isystem{sysconfig.get_path('include')}", f"-isystem{pybind11_headers(BUILD / engine)}"]
     return SOURCES / "bindings/bindings.cpp", [cxx, *CXX_FLAGS, *defines, *includes, *flags]
 
 
-def pybind11_headers() -> Path:
+def pybind11_headers(folder: Path) -> Path:
     """A copy: an isolated build has them in a new folder each time, which would make every object stale."""
-    headers = BUILD / f"pybind11-{pybind11.__version__}"
+    headers = folder / f"pybind11-{pybind11.__version__}"
     if not headers.exists():
-        partial = BUILD / "pybind11.partial"
+        partial = folder / "pybind11.partial"
         shutil.copytree(pybind11.get_include(), partial, dirs_exist_ok=True)
         partial.rename(headers)
     return headers
@@ -260,7 +261,8 @@ class BuildEngines(build_ext):
 
     def run(self) -> None:
         self.info().parent.mkdir(parents=True, exist_ok=True)
-        entries = {name: build(name, self.target(name)) for name in PLANS}
+        with ThreadPoolExecutor() as pool:  # side by side: what one engine compiles last leaves processors to the other
+            entries = dict(zip(PLANS, pool.map(build, PLANS, map(self.target, PLANS))))
         self.info().write_text(json.dumps(entries, indent=2) + "\n")
         required = filter(None, os.environ.get("FUSED_OPTIM_REQUIRE", "").replace(" ", "").split(","))
         missing = [name for name in required if not entries.get(name, {}).get("built")]
