@@ -42,8 +42,7 @@ NVCC_FLAGS = ["-O3", "-std=c++17", INCLUDE, "--fmad=false", f"-Xcompiler={HOST_F
 NVCC_FLAGS += ["--threads=0"]
 OLDEST_ARCH = 80  # has BF16 conversions; torch updates parameters on older GPUs
 DEFAULT_ARCHS = {"80", "90", "100"}  # later ones compile the newest PTX
-# The code's paths differ below 8.9 alone. From 9.0 on all architectures share one PTX: that of the machine code that was
-# run most, and compiled once.
+# The code asks for no more than "8.9 or later". So from 9.0 on all architectures share one PTX, which is compiled once.
 PTX_ARCHS = (80, 89, 90)
 # Formats of both moments whose mixes have kernels of their own; FP32 stands for all without scales. As in kernels.h.
 OWN_KERNELS = ("kFloat32", "kFloat16", "kFloat8", "kInt8")
