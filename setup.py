@@ -16,6 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +41,11 @@ HOST_FLAGS = ",".join(["-fPIC", "-fvisibility=hidden", *EXACT, "-Wall"])
 NVCC_FLAGS = ["-O3", "-std=c++17", INCLUDE, "--fmad=false", f"-Xcompiler={HOST_FLAGS}", "-Xfatbin=-compress-all"]
 NVCC_FLAGS += ["--threads=0"]
 OLDEST_ARCH = 80  # has BF16 conversions; torch updates parameters on older GPUs
-DEFAULT_ARCHS = {"80", "90", "100"}  # later ones compile the PTX of the newest
+DEFAULT_ARCHS = {"80", "90", "100"}  # later ones compile the newest PTX
+# The code asks for no more than "8.9 or later". So from 9.0 on all architectures share one PTX, which is compiled once.
+PTX_ARCHS = (80, 89, 90)
+# Formats of both moments whose mixes have kernels of their own; FP32 stands for all without scales. As in kernels.h.
+OWN_KERNELS = ("kFloat32", "kFloat16", "kFloat8", "kInt8")
 
 
 class Unavailable(Exception):
@@ -66,10 +71,7 @@ def plan_cpu(cxx: str) -> Engine:
     # Of an inline function that several objects hold, the linker keeps the first: so the one that runs on every
     # processor precedes the others.
     objects = {
-        "bindings": bindings("bindings", "cpu", cxx, *defines),
-        "bindings_norm": bindings("bindings_norm", "cpu", cxx, *defines),
-        "bindings_quantize": bindings("bindings_quantize", "cpu", cxx, *defines),
-        "bindings_cast": bindings("bindings_cast", "cpu", cxx, *defines),
+        "bindings": bindings("cpu", cxx, *defines),
         "launch": (SOURCES / "cpu/launch.cpp", [cxx, *CXX_FLAGS, *defines]),
         "launch_quantize": (SOURCES / "cpu/launch_quantize.cpp", [cxx, *CXX_FLAGS, *defines]),
         "norm": (SOURCES / "cpu/norm.cpp", [cxx, *CXX_FLAGS]),
@@ -89,17 +91,14 @@ def plan_cuda(cxx: str) -> Engine:
         raise Unavailable("FUSED_OPTIM_CUDA_ARCHS=none asked for none")
     nvcc = find_nvcc()
     archs = cuda_archs(nvcc)
-    codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
-    # Later GPUs run the newest architecture's PTX, which their driver compiles.
-    codes += [f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
     include, library = cuda_folders(nvcc, cxx)
-    compile_kernels = [nvcc, f"-ccbin={cxx}", *NVCC_FLAGS, *codes]
+    compile_kernels = [nvcc, f"-ccbin={cxx}", *NVCC_FLAGS, *codes_of(archs)]
+    one_mix = SOURCES / "cuda/one_mix.cu"
     objects = {
-        "bindings": bindings("bindings", "cuda", cxx, f"-isystem{include}"),
-        "bindings_norm": bindings("bindings_norm", "cuda", cxx, f"-isystem{include}"),
-        "bindings_quantize": bindings("bindings_quantize", "cuda", cxx, f"-isystem{include}"),
-        "bindings_cast": bindings("bindings_cast", "cuda", cxx, f"-isystem{include}"),
-        "kernels": (SOURCES / "cuda/apply.cu", compile_kernels),
+        "bindings": bindings("cuda", cxx, f"-isystem{include}"),
+        **{f"kernels_{own}": (one_mix, [*compile_kernels, f"-DFUSED_OPTIM_FORMAT={own}"]) for own in OWN_KERNELS},
+        "kernel_any_mix": (SOURCES / "cuda/any_mix.cu", compile_kernels),
+        "apply": (SOURCES / "cuda/apply.cu", compile_kernels),
         "norm": (SOURCES / "cuda/norm.cu", compile_kernels),
         "quantize": (SOURCES / "cuda/quantize.cu", compile_kernels),
         "cast": (SOURCES / "cuda/cast.cu", compile_kernels),
@@ -113,17 +112,17 @@ def plan_cuda(cxx: str) -> Engine:
 PLANS = {"cpu": plan_cpu, "cuda": plan_cuda}
 
 
-def bindings(name: str, engine: str, cxx: str, *flags: str) -> tuple[Path, list[str]]:
+def bindings(engine: str, cxx: str, *flags: str) -> tuple[Path, list[str]]:
     defines = [f"-DFUSED_OPTIM_ENGINE_{engine.upper()}", f"-DFUSED_OPTIM_MODULE=_engine_{engine}"]
-    includes = [f"-isystem{sysconfig.get_path('include')}", f"-isystem{pybind11_headers()}"]
-    return SOURCES / "bindings" / f"{name}.cpp", [cxx, *CXX_FLAGS, *defines, *includes, *flags]
+    includes = [f"-isystem{sysconfig.get_path('include')}", f"-isystem{pybind11_headers(BUILD / engine)}"]
+    return SOURCES / "bindings/bindings.cpp", [cxx, *CXX_FLAGS, *defines, *includes, *flags]
 
 
-def pybind11_headers() -> Path:
+def pybind11_headers(folder: Path) -> Path:
     """A copy: an isolated build has them in a new folder each time, which would make every object stale."""
-    headers = BUILD / f"pybind11-{pybind11.__version__}"
+    headers = folder / f"pybind11-{pybind11.__version__}"
     if not headers.exists():
-        partial = BUILD / "pybind11.partial"
+        partial = folder / "pybind11.partial"
         shutil.copytree(pybind11.get_include(), partial, dirs_exist_ok=True)
         partial.rename(headers)
     return headers
@@ -171,6 +170,20 @@ def cuda_archs(nvcc: str) -> list[str]:
         visible = set() if chosen == "all" else visible_archs()
         archs = supported & visible or supported & DEFAULT_ARCHS or supported
     return sorted(archs, key=lambda arch: int(arch.rstrip("af")))
+
+
+def codes_of(archs: list[str]) -> list[str]:
+    """nvcc's options for machine code of each, and for the newest PTX, which the drivers of later GPUs compile."""
+    pairs = [(ptx_arch(arch), f"sm_{arch}") for arch in archs]
+    pairs += [(ptx_arch(archs[-1]), f"compute_{ptx_arch(archs[-1])}")]
+    return [f"-gencode=arch=compute_{ptx},code={code}" for ptx, code in pairs]
+
+
+def ptx_arch(arch: str) -> str:
+    """The architecture whose PTX becomes its machine code. Those such as 100a keep what only they have."""
+    if not arch.isdigit():
+        return arch
+    return str(max((ptx for ptx in PTX_ARCHS if ptx <= int(arch)), default=arch))
 
 
 def visible_archs() -> set[str]:
@@ -247,7 +260,8 @@ class BuildEngines(build_ext):
 
     def run(self) -> None:
         self.info().parent.mkdir(parents=True, exist_ok=True)
-        entries = {name: build(name, self.target(name)) for name in PLANS}
+        with ThreadPoolExecutor() as pool:  # side by side: what one engine compiles last leaves processors to the other
+            entries = dict(zip(PLANS, pool.map(build, PLANS, map(self.target, PLANS))))
         self.info().write_text(json.dumps(entries, indent=2) + "\n")
         required = filter(None, os.environ.get("FUSED_OPTIM_REQUIRE", "").replace(" ", "").split(","))
         missing = [name for name in required if not entries.get(name, {}).get("built")]

@@ -85,47 +85,25 @@ FUSED_OPTIM_FORMATS(FUSED_OPTIM_CHECK)
 // The format by which a mix is known: FP32 for all that have no scales.
 FUSED_OPTIM_HD constexpr Format codec_format(Format format) { return is_scaled(format) ? format : Format::kFloat32; }
 
-// `has_weights_`: parameters may be quantized.
+// What a kernel of one mix knows at compile time. `has_weights_`: parameters may be quantized.
 template <Master master_, class ExpAvgCodec, class ExpAvgSqCodec, bool has_weights_ = false>
 struct Mix {
     static constexpr Master master = master_;
     static constexpr bool has_weights = has_weights_;
     using M = ExpAvgCodec;
     using V = ExpAvgSqCodec;
-    static constexpr bool exp_avg_scaled = !std::is_same_v<M, Unscaled>;
-    static constexpr bool exp_avg_sq_scaled = !std::is_same_v<V, Unscaled>;
-    static constexpr bool scaled = exp_avg_scaled || exp_avg_sq_scaled || is_scaled(master);
+    static constexpr bool prefetches = is_scaled(M::format) || is_scaled(V::format);
+    static constexpr bool scaled = prefetches || is_scaled(master);
+
+    // Of what a shard says at run time.
+    FUSED_OPTIM_HD static constexpr Master master_of(Master) { return master; }
 };
 
-template <Master master, class M, class Visitor>
-struct VisitExpAvgSq {
-    const Visitor& visit;
-    template <class V>
-    FUSED_OPTIM_HD void operator()(V) const {
-        visit(Mix<master, M, V>{});
-    }
-};
-
-template <Master master, class Visitor>
-struct VisitExpAvg {
-    Format exp_avg_sq;
-    const Visitor& visit;
-    template <class M>
-    FUSED_OPTIM_HD void operator()(M) const {
-        dispatch_codec<ExpAvgSq>(exp_avg_sq, VisitExpAvgSq<master, M, Visitor>{visit});
-    }
-};
-
-template <Master master, class Visitor>
-FUSED_OPTIM_HD void dispatch_moments(Format exp_avg, Format exp_avg_sq, const Visitor& visit) {
-    dispatch_codec<ExpAvg>(exp_avg, VisitExpAvg<master, Visitor>{exp_avg_sq, visit});
-}
-
-// Calls visit(Mix<...>{}) with the formats as template arguments.
+// Calls visit(Mix<master, Unscaled, Unscaled>{}).
 template <class Visitor>
-FUSED_OPTIM_HD void dispatch(Master master, Format exp_avg, Format exp_avg_sq, const Visitor& visit) {
+FUSED_OPTIM_HD void dispatch_master(Master master, const Visitor& visit) {
 #define FUSED_OPTIM_VISIT(enumerator, ...) \
-    case Master::enumerator: return dispatch_moments<Master::enumerator>(exp_avg, exp_avg_sq, visit);
+    case Master::enumerator: return visit(Mix<Master::enumerator, Unscaled, Unscaled>{});
     switch (master) { FUSED_OPTIM_MASTERS(FUSED_OPTIM_VISIT) }
 #undef FUSED_OPTIM_VISIT
 }

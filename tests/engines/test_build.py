@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
 import subprocess
 import sys
@@ -143,6 +144,57 @@ def test_who_chooses_the_reference_is_not_warned(use_backend: Any, monkeypatch: 
         assert backend_for("xpu") == "torch"  # no engine is made for it
         use_backend("torch")
         assert {backend_for(name) for name in COMPILED} == {"torch"}
+
+
+# --- what setup.py compiles -------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def setup_script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """setup.py as a module."""
+    setuptools = pytest.importorskip("setuptools")
+    pytest.importorskip("ninja")
+    pytest.importorskip("pybind11")
+    if not (ROOT / "setup.py").exists():
+        pytest.skip("an installed package has no setup.py")
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    monkeypatch.chdir(ROOT)
+    spec = importlib.util.spec_from_file_location("setup_script", ROOT / "setup.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "setup_script", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("archs", "codes"),
+    [
+        ("80 90 100", "80:sm_80 90:sm_90 90:sm_100 90:compute_90"),
+        ("100", "90:sm_100 90:compute_90"),  # a choice changes the code of none
+        ("80", "80:sm_80 80:compute_80"),
+        ("86 89 120", "80:sm_86 89:sm_89 90:sm_120 90:compute_90"),
+        ("90a 100a", "90a:sm_90a 100a:sm_100a 100a:compute_100a"),
+        ("75", "75:sm_75 75:compute_75"),
+    ],
+)
+def test_architectures_from_90_on_share_their_ptx(archs: str, codes: str, setup_script: Any) -> None:
+    options = (option.partition(",code=") for option in setup_script.codes_of(archs.split()))
+    assert [f"{ptx.removeprefix('-gencode=arch=compute_')}:{code}" for ptx, _, code in options] == codes.split()
+
+
+def test_code_that_shares_a_ptx_does_not_tell_its_architectures_apart() -> None:
+    compared = re.compile(r"__CUDA_ARCH__ *([<>=!]+) *(\d+)")
+    sources = [path.read_text() for path in (ROOT / "csrc").rglob("*") if path.is_file()]
+    assert {found for source in sources for found in compared.findall(source)} == {(">=", "890")}
+
+
+def test_formats_with_kernels_of_their_own_are_those_that_the_launch_knows(setup_script: Any) -> None:
+    header = (ROOT / "csrc/multi_tensor/cuda/kernels.h").read_text()
+    known = re.search(r"return kernels_of_formats<(.*?)>", header, re.DOTALL)
+    assert known and tuple(re.findall(r"Format::(\w+)", known[1])) == setup_script.OWN_KERNELS
 
 
 # --- the last check before raw addresses are used ---------------------------------------------------------------------

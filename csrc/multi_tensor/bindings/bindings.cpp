@@ -6,6 +6,9 @@
 #include <string>
 #include <tuple>
 
+#include "bindings/bindings_cast.h"
+#include "bindings/bindings_norm.h"
+#include "bindings/bindings_quantize.h"
 #include "bindings/plan.h"
 #include "cast.h"
 #include "launch.h"
@@ -14,12 +17,6 @@
 
 namespace py = pybind11;
 using namespace fused_optim;
-
-namespace fused_optim {
-void register_gradients(py::module_& m);  // bindings_norm.cpp
-void register_quantize(py::module_& m);   // bindings_quantize.cpp
-void register_cast(py::module_& m);       // bindings_cast.cpp
-}  // namespace fused_optim
 
 namespace {
 
@@ -223,9 +220,9 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
         .def_property_readonly("reads_directly", &TensorReader::reads_directly)
         .def("unusual", &TensorReader::unusual, py::arg("tensors"))
         .def("addresses", &TensorReader::addresses, py::arg("tensors"));
-    register_gradients(m);
-    register_quantize(m);
-    register_cast(m);
+    gradients::define_all(m);
+    weights::define_all(m);
+    casts::define_all(m);
     py::class_<VersionCounters>(m, "VersionCounters", py::module_local(), "How often tensors were written.")
         .def(py::init<const py::object&, const std::vector<VersionCounters::Example>&>(), py::arg("tensor_type"),
              py::arg("examples"))

@@ -1,99 +1,19 @@
-// The CUDA engine: a kernel whose table of shards travels as its parameter, one thread block per chunk of a shard. Two
-// walks share the element math:
-//   * vector walk, one instance per mix of formats: a thread updates 8 consecutive elements at a time. It issues the
-//     loads of all streams, then decodes, updates, finds the block's absmax by warp shuffles, encodes and stores.
-//   * general walk: shard ends and shards whose addresses or offsets are not aligned, one element per thread.
-// Steps that consist of one mix run a kernel made for it, others one that calls the walk of each shard's mix.
+// The launch: steps that consist of one mix of formats run a kernel made for it, others one kernel per mix, and a
+// kernel of any mix for what is left.
 #include <algorithm>
-#include <array>
-#include <atomic>
-#include <cstddef>
 #include <iterator>
 #include <map>
 #include <stdexcept>
-#include <string>
-#include <utility>
+#include <vector>
 
 #include "adam.h"
 #include "cuda/device.h"
-#include "cuda/general_walk.cuh"
-#include "cuda/table.cuh"
-#include "cuda/vector_walk.cuh"
-#include "dispatch.h"
+#include "cuda/kernels.h"
+#include "cuda/table_builder.cuh"
 #include "launch.h"
-#include "quantize.h"
 
 namespace fused_optim {
 namespace {
-
-constexpr int kMaxDevices = 64;
-
-// A kernel for steps that consist of one mix, but for few elements: norms and biases, whose states are FP32.
-template <class MixType>
-struct OneMix {
-    // Measured on an H200. Without scales nothing is gained by more than a tile; more warps hide the loads' latency.
-    // FP8 beside a master that is no tensor of its own leaves registers for more warps, too.
-    static constexpr bool light = MixType::M::format == Format::kFloat8 && MixType::master != Master::kFloat32 &&
-                                  MixType::master != Master::kFloat16;
-    static constexpr int kBlocksPerMultiprocessor = MixType::scaled && !light ? 6 : 7;
-    static constexpr int kTilesPerChunk = MixType::scaled ? kMaxTilesPerChunk : 1;
-    static constexpr bool kScaledMasters = is_scaled(MixType::master);
-    using Table = std::conditional_t<MixType::has_weights, WeightsTable, BasicTable>;
-
-    __device__ __forceinline__ static void vectors() { vector_walk<MixType>(); }
-    __device__ __forceinline__ static void others() {
-        general_walk<OwnCodecs<typename MixType::M, typename MixType::V>, MixType::has_weights, kScaledMasters>();
-    }
-};
-
-template <class MixType>
-__device__ __noinline__ void called_vector_walk() {
-    vector_walk<MixType>();
-}
-
-// Pairs of moment formats that have a vector walk in the kernel for all mixes: those of one scaled format beside one
-// that is not. Pairs of the same format have kernels of their own; others take the general walk.
-FUSED_OPTIM_HD constexpr bool has_vector_walk(Format exp_avg, Format exp_avg_sq) {
-    return is_scaled(exp_avg) != is_scaled(exp_avg_sq);
-}
-
-struct CallVectorWalk {
-    template <class MixType>
-    __device__ __forceinline__ void operator()(MixType) const {
-        if constexpr (has_vector_walk(MixType::M::format, MixType::V::format)) called_vector_walk<MixType>();
-    }
-};
-
-// The kernel for all other steps. Its walks are functions that are called: inlined, they would share their registers.
-struct AnyMix {
-    static constexpr int kBlocksPerMultiprocessor = 4;
-    static constexpr int kTilesPerChunk = kMaxTilesPerChunk;
-    static constexpr bool kScaledMasters = true;
-    using Table = BasicTable;
-
-    __device__ __forceinline__ static void vectors() {
-        const View& view = block->view;
-        dispatch(view.master_kind(), view.exp_avg_format(), view.exp_avg_sq_format(), CallVectorWalk{});
-    }
-    __device__ __forceinline__ static void others() { general_walk<AllCodecs, false, kScaledMasters>(); }
-};
-
-// One thread block per chunk: the hardware hands them out in order, which evens out that some multiprocessors reach
-// memory faster than others, and keeps the addresses in use close together.
-template <class Walks>
-__global__ void __launch_bounds__(kThreads, Walks::kBlocksPerMultiprocessor)
-    multi_tensor_adam(const __grid_constant__ typename Walks::Table table) {
-    if (threadIdx.x == 0) block->prepare(table, blockIdx.x);
-    __syncthreads();
-    if (block->scalars.skipped) return;
-    if (block->view.vector_count > 0) Walks::vectors();
-    if (block->view.vector_count < block->view.count) Walks::others();
-    if constexpr (kHasWeights<typename Walks::Table>) {
-        if (!block->view.absmax) return;
-        __syncthreads();
-        if (threadIdx.x == 0) atomicMax(reinterpret_cast<uint32_t*>(block->view.absmax), block->weight_absmax);
-    }
-}
 
 constexpr int kHypersPerLaunch = 128;
 
@@ -113,125 +33,41 @@ __global__ void multi_tensor_adam_scalars(const __grid_constant__ HyperTable tab
     if (hyper.step_pointer && !scalars.skipped) *hyper.step_pointer += 1;
 }
 
-constexpr const char* kName = "multi_tensor_adam";  // in errors
-
-template <class Table_>
-struct Kernel {
-    using Table = Table_;
-    void (*function)(Table);
-    int tiles_per_chunk;
-    bool scaled_masters;  // there may be some
-    bool any_mix;
-    Master master;  // the mix, where there is one
-    Format exp_avg;
-    Format exp_avg_sq;
-    std::atomic<int> resident[kMaxDevices] = {};  // thread blocks that run at once, by device
-
-    size_t shared_bytes() const { return scaled_masters ? sizeof(Block) : offsetof(Block, master_scales); }
-
-    int resident_blocks(int device) {
-        std::atomic<int>& known = resident[std::min(device, kMaxDevices - 1)];
-        if (int blocks = known.load(std::memory_order_relaxed)) return blocks;
-        int multiprocessors = 0, blocks = 0;
-        check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), kName, device);
-        check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, function, kThreads, shared_bytes()), kName,
-                   device);
-        known.store(std::max(1, multiprocessors * blocks), std::memory_order_relaxed);
-        return known;
-    }
-    bool is_of_formats(Format m, Format v) const { return codec_format(m) == exp_avg && codec_format(v) == exp_avg_sq; }
-    bool is_mix_of(const Shard& s) const {
-        return s.master_kind == master && is_of_formats(s.exp_avg_format, s.exp_avg_sq_format);
-    }
-    bool walks_vectors(const Shard& s) const {
-        return any_mix ? has_vector_walk(s.exp_avg_format, s.exp_avg_sq_format) : is_mix_of(s);
-    }
-    // Whether the general walk can update a shard.
-    bool knows(const Shard& s) const {
-        if (is_scaled(s.master_kind) && !scaled_masters) return false;
-        return any_mix || ((!is_scaled(s.exp_avg_format) || s.exp_avg_format == exp_avg) &&
-                           (!is_scaled(s.exp_avg_sq_format) || s.exp_avg_sq_format == exp_avg_sq));
-    }
-};
-
-template <Master master, class M, class V, bool has_weights>
-auto make_kernel() {
-    using Walks = OneMix<Mix<master, M, V, has_weights>>;
-    return Kernel<typename Walks::Table>{
-        multi_tensor_adam<Walks>, Walks::kTilesPerChunk, Walks::kScaledMasters, false, master, M::format, V::format};
-}
-
-// Formats that both moments may have in a mix with kernels of its own; FP32 stands for all without scales.
-template <Format... formats>
-struct FormatList {
-    static constexpr int count = sizeof...(formats);
-};
-using OwnKernels = FormatList<Format::kFloat32, Format::kFloat16, Format::kFloat8, Format::kInt8>;
-
-template <class Table>
-using KernelsOfMaster = std::array<Kernel<Table>, OwnKernels::count>;
-
-template <Master master, class Table, Format... formats>
-KernelsOfMaster<Table> make_kernels(FormatList<formats...>) {
-    return {make_kernel<master, CodecOf<ExpAvg, formats>, CodecOf<ExpAvgSq, formats>, kHasWeights<Table>>()...};
-}
-
-template <int... masters>
-std::array<KernelsOfMaster<BasicTable>, kCount<Master>> make_kernels(std::integer_sequence<int, masters...>) {
-    return {make_kernels<static_cast<Master>(masters), BasicTable>(OwnKernels{})...};
-}
-
-struct Kernels {
-    std::array<KernelsOfMaster<BasicTable>, kCount<Master>> of_one_mix =
-        make_kernels(std::make_integer_sequence<int, kCount<Master>>{});
-    Kernel<BasicTable> of_any_mix{multi_tensor_adam<AnyMix>, AnyMix::kTilesPerChunk, AnyMix::kScaledMasters, true};
-    std::array<KernelsOfMaster<WeightsTable>, 2> with_weights = {
-        make_kernels<Master::kFloat32, WeightsTable>(OwnKernels{}),
-        make_kernels<Master::kFloat16, WeightsTable>(OwnKernels{})};
-};
-
-Kernels& kernels() {
-    static Kernels all;
-    return all;
-}
-
 using Shards = std::vector<Shard>;
 
-// The kernel made for the mix of nearly all elements, if there is one and it knows the rest.
+// Whether a kernel was made for the mix of nearly all of `total` elements and knows the rest.
 template <class Table>
-Kernel<Table>* find_kernel(KernelsOfMaster<Table>& candidates, const Shards& shards) {
-    uint64_t total = 0;
-    for (const Shard& s : shards) total += s.numel;
-    for (Kernel<Table>& kernel : candidates) {
-        uint64_t others = 0;
-        bool fits = true;
-        for (const Shard& s : shards) {
-            if (kernel.is_mix_of(s)) continue;
-            others += s.numel;
-            fits = fits && kernel.knows(s);
-            if (!fits || others > total / 64) break;
-        }
-        if (fits && others <= total / 64) return &kernel;
+bool serves(const Kernel<Table>& kernel, const Shards& shards, uint64_t total) {
+    uint64_t others = 0;
+    for (const Shard& s : shards) {
+        if (kernel.is_mix_of(s)) continue;
+        others += s.numel;
+        if (!kernel.knows(s) || others > total / 64) return false;
     }
-    return nullptr;
+    return true;
 }
 
-// The kernel of one mix that serves them all, if there is one.
-Kernel<BasicTable>* kernel_of_all(const Shards& shards) {
-    for (auto& of_one_master : kernels().of_one_mix) {
-        if (Kernel<BasicTable>* kernel = find_kernel(of_one_master, shards)) return kernel;
+// The kernel of one mix that serves them all, if there is one. `candidates`: a member of KernelsOfFormat.
+template <class Candidates>
+auto* kernel_of_all(Candidates KernelsOfFormat::* candidates, const Shards& shards) {
+    uint64_t total = 0;
+    for (const Shard& s : shards) total += s.numel;
+    for (KernelsOfFormat* of_format : own_kernels()) {
+        for (auto& kernel : of_format->*candidates) {
+            if (serves(kernel, shards, total)) return &kernel;
+        }
     }
-    return nullptr;
+    return static_cast<typename Candidates::pointer>(nullptr);
 }
 
 // The kernel of a shard's mix; of mixes that have none, the one for all of them.
 Kernel<BasicTable>& kernel_of(const Shard& shard) {
-    for (auto& of_one_master : kernels().of_one_mix) {
-        for (auto& kernel : of_one_master) {
+    for (KernelsOfFormat* of_format : own_kernels()) {
+        for (auto& kernel : of_format->plain) {
             if (kernel.is_mix_of(shard)) return kernel;
         }
     }
-    return kernels().of_any_mix;
+    return kernel_of_any_mix();
 }
 
 bool reads_device(const Hyper& h) {
@@ -255,21 +91,20 @@ void launch_scalars(const std::vector<Hyper>& groups, Scalars* scalars, int devi
 void load_adam_kernels(int device) {
     CudaDeviceGuard guard(kName, device);
     load_kernel(multi_tensor_adam_scalars, kName, device);
-    for (const auto& of_one_master : kernels().of_one_mix) {
-        for (const auto& kernel : of_one_master) load_kernel(kernel.function, kName, device);
+    for (const KernelsOfFormat* of_format : own_kernels()) {
+        for (const auto& kernel : of_format->plain) load_kernel(kernel.function, kName, device);
+        for (const auto& kernel : of_format->with_weights) load_kernel(kernel.function, kName, device);
     }
-    load_kernel(kernels().of_any_mix.function, kName, device);
-    for (const auto& of_one_master : kernels().with_weights) {
-        for (const auto& kernel : of_one_master) load_kernel(kernel.function, kName, device);
-    }
+    load_kernel(kernel_of_any_mix().function, kName, device);
 }
 
 size_t workspace_bytes(const Step& step) { return step.groups.size() * sizeof(Scalars); }
 
 bool writes_weights_cuda(Format exp_avg, Format exp_avg_sq) {
-    const auto& candidates = kernels().with_weights.front();
-    return std::any_of(candidates.begin(), candidates.end(),
-                       [&](const auto& kernel) { return kernel.is_of_formats(exp_avg, exp_avg_sq); });
+    const auto of_formats = own_kernels();
+    return std::any_of(of_formats.begin(), of_formats.end(), [&](const KernelsOfFormat* of_format) {
+        return of_format->with_weights.front().is_of_formats(exp_avg, exp_avg_sq);
+    });
 }
 
 namespace {
@@ -288,7 +123,7 @@ struct Launcher {
         auto flush = [&](size_t next_group) {
             const Table& table = builder.finish(device, device_scalars ? device_scalars + first_group : nullptr);
             if (uint32_t chunks = table.first_chunk[table.shard_count]) {
-                kernel.function<<<chunks, kThreads, kernel.shared_bytes(), stream>>>(table);
+                kernel.function<<<chunks, kThreads, kernel.shared_bytes, stream>>>(table);
                 check_cuda(cudaGetLastError(), kName, device);
             }
             builder.reset();
@@ -316,7 +151,7 @@ bool is_quantized(const Shard& s) { return s.quantized; }
 
 // One launch if one kernel serves all, else one per mix: each at the speed of its own kernel.
 void launch_plain(const Launcher& launch, const Shards& shards) {
-    if (auto* kernel = kernel_of_all(shards)) return launch(*kernel, shards);
+    if (auto* kernel = kernel_of_all(&KernelsOfFormat::plain, shards)) return launch(*kernel, shards);
     std::map<Kernel<BasicTable>*, Shards> by_kernel;
     for (const Shard& shard : shards) by_kernel[&kernel_of(shard)].push_back(shard);
     for (const auto& [kernel, own] : by_kernel) launch(*kernel, own);
@@ -324,11 +159,9 @@ void launch_plain(const Launcher& launch, const Shards& shards) {
 
 // The same of shards of which some have quantized weights, whose kernels are others.
 void launch_with_weights(const Launcher& launch, const Shards& shards) {
-    for (auto& of_one_master : kernels().with_weights) {
-        if (auto* kernel = find_kernel(of_one_master, shards)) return launch(*kernel, shards);
-    }
-    for (auto& of_one_master : kernels().with_weights) {
-        for (auto& kernel : of_one_master) {
+    if (auto* kernel = kernel_of_all(&KernelsOfFormat::with_weights, shards)) return launch(*kernel, shards);
+    for (KernelsOfFormat* of_format : own_kernels()) {
+        for (auto& kernel : of_format->with_weights) {
             Shards own;
             std::copy_if(shards.begin(), shards.end(), std::back_inserter(own),
                          [&](const Shard& s) { return s.quantized && kernel.is_mix_of(s); });

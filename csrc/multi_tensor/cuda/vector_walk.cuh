@@ -221,6 +221,18 @@ __device__ __forceinline__ void store_param(const View& view, uint32_t element, 
     }
 }
 
+template <class MixType>
+__device__ __forceinline__ void load_param(Packet<4>& param, Packet<4>& master, const View& view, uint32_t element) {
+    if constexpr (MixType::master == Master::kParameter) {
+        load(param, view.param_type(), view.param, element);
+    } else if constexpr (!is_remainder(MixType::master)) {
+        load<master_bytes(MixType::master)>(master.words, view.master, element);
+    } else {
+        load<2>(param.words, view.param, element);
+        load<master_bytes(MixType::master)>(master.words, view.master, element);
+    }
+}
+
 // All that a thread reads for eight elements.
 template <class MixType>
 struct Raw {
@@ -230,14 +242,7 @@ struct Raw {
 
     __device__ __forceinline__ void load_all(const View& view, uint32_t element) {
         load(grad, view.grad_type(), view.grad, element);
-        if constexpr (MixType::master == Master::kParameter) {
-            load(param, view.param_type(), view.param, element);
-        } else if constexpr (!is_remainder(MixType::master)) {
-            load<master_bytes(MixType::master)>(master.words, view.master, element);
-        } else {
-            load<2>(param.words, view.param, element);
-            load<master_bytes(MixType::master)>(master.words, view.master, element);
-        }
+        load_param<MixType>(param, master, view, element);
         m.load_raw(view.exp_avg_format(), view.exp_avg, element);
         v.load_raw(view.exp_avg_sq_format(), view.exp_avg_sq, element);
     }
@@ -271,6 +276,36 @@ __device__ __forceinline__ float update_values(float* grad, float* param, float*
     return v_max;
 }
 
+template <class Codec>
+__device__ __forceinline__ void store_exp_avg(const View& view, Format format, uint32_t element, const float* m,
+                                              uint32_t octet, const Rounding& rounding, float* scale) {
+    if constexpr (is_scaled(Codec::format)) {
+        const Rounded<Rounding> rounded{m, octet, rounding};
+        const float inverse =
+            store_scale<Codec>(thread_absmax<kVector>(m), rounded, scale, view.info.block_log2, element).inverse;
+        uint32_t words[2 * sizeof(typename Codec::Bits)];
+        encode_words<Codec>(words, m, inverse);
+        store_codes<sizeof(typename Codec::Bits)>(words, inverse, view.exp_avg, element);
+    } else {
+        store<false>(m, 0, rounding, unscaled_type(format), view.exp_avg, element);
+    }
+}
+
+template <class Codec>
+__device__ __forceinline__ void store_exp_avg_sq(const View& view, Format format, uint32_t element, const float* v,
+                                                 float v_max, const float* root, uint32_t octet,
+                                                 const Rounding& rounding, float* scale) {
+    if constexpr (is_scaled(Codec::format)) {
+        const Rounded<Rounding> rounded{v, octet, rounding};
+        const float inverse = store_scale<Codec>(v_max, rounded, scale, view.info.block_log2, element).inverse;
+        uint32_t words[2 * sizeof(typename Codec::Bits)];
+        encode_words<Codec>(words, v, root, inverse, octet, rounding);
+        store_codes<sizeof(typename Codec::Bits)>(words, inverse, view.exp_avg_sq, element);
+    } else {
+        store<true>(v, octet, rounding, unscaled_type(format), view.exp_avg_sq, element);
+    }
+}
+
 template <class MixType>
 __device__ __forceinline__ void update_vector(const View& view, const Scalars& scalars, Raw<MixType>& raw,
                                               uint32_t element) {
@@ -278,13 +313,14 @@ __device__ __forceinline__ void update_vector(const View& view, const Scalars& s
     using V = typename MixType::V;
     const Format m_format = view.exp_avg_format();
     const Format v_format = view.exp_avg_sq_format();
+    const Master master = MixType::master_of(view.master_kind());
     float* m_scale = &block->exp_avg_scales[element >> view.info.block_log2];
     float* v_scale = &block->exp_avg_sq_scales[element >> view.info.block_log2];
     float* master_scale = &block->master_scales[element >> view.info.block_log2];
 
     float grad[kVector], param[kVector], m[kVector], v[kVector], root[kVector];
     decode(grad, raw.grad, view.grad_type());
-    decode_param<MixType>(param, view, raw.param, raw.master, is_scaled(MixType::master) ? *master_scale : 0.0f);
+    decode_param<MixType>(param, view, raw.param, raw.master, is_scaled(master) ? *master_scale : 0.0f);
     raw.m.decode_all(m, m_format, *m_scale);
     raw.v.decode_all(v, v_format, *v_scale);
     float before[kVector];
@@ -293,30 +329,13 @@ __device__ __forceinline__ void update_vector(const View& view, const Scalars& s
     const float v_max = update_values(grad, param, m, v, root, scalars);
 
     uint32_t octet = 0;
-    if (v_format != Format::kFloat32 || is_scaled(MixType::master) ||
-        (MixType::master == Master::kParameter && view.param_type() != Element::kFloat32)) {
+    if (v_format != Format::kFloat32 || is_scaled(master) ||
+        (master == Master::kParameter && view.param_type() != Element::kFloat32)) {
         octet = scalars.rounding.octet(view.key, view.global_index(element));
     }
     store_param<MixType>(view, element, before, param, octet, scalars.rounding, master_scale);
-    if constexpr (MixType::exp_avg_scaled) {
-        const Rounded<Rounding> rounded{m, octet, scalars.rounding};
-        float inverse =
-            store_scale<M>(thread_absmax<kVector>(m), rounded, m_scale, view.info.block_log2, element).inverse;
-        uint32_t words[2 * sizeof(typename M::Bits)];
-        encode_words<M>(words, m, inverse);
-        store_codes<sizeof(typename M::Bits)>(words, inverse, view.exp_avg, element);
-    } else {
-        store<false>(m, 0, scalars.rounding, unscaled_type(m_format), view.exp_avg, element);
-    }
-    if constexpr (MixType::exp_avg_sq_scaled) {
-        const Rounded<Rounding> rounded{v, octet, scalars.rounding};
-        float inverse = store_scale<V>(v_max, rounded, v_scale, view.info.block_log2, element).inverse;
-        uint32_t words[2 * sizeof(typename V::Bits)];
-        encode_words<V>(words, v, root, inverse, octet, scalars.rounding);
-        store_codes<sizeof(typename V::Bits)>(words, inverse, view.exp_avg_sq, element);
-    } else {
-        store<true>(v, octet, scalars.rounding, unscaled_type(v_format), view.exp_avg_sq, element);
-    }
+    store_exp_avg<M>(view, m_format, element, m, octet, scalars.rounding, m_scale);
+    store_exp_avg_sq<V>(view, v_format, element, v, v_max, root, octet, scalars.rounding, v_scale);
 }
 
 // What the update has read, once more: it is still at hand, and costs fewer registers than to keep it.
@@ -335,6 +354,20 @@ __device__ __forceinline__ void copy_scales(T* target, const T* source, uint32_t
     for (uint32_t i = threadIdx.x; i < count; i += kThreads) target[i] = source[i];
 }
 
+template <class MixType>
+__device__ __forceinline__ void read_scales(const View& view, uint32_t blocks) {
+    if constexpr (is_scaled(MixType::M::format)) copy_scales(block->exp_avg_scales, view.exp_avg_scales, blocks);
+    if constexpr (is_scaled(MixType::V::format)) copy_scales(block->exp_avg_sq_scales, view.exp_avg_sq_scales, blocks);
+    if constexpr (is_scaled(MixType::master)) copy_scales(block->master_scales, view.master_scales, blocks);
+}
+
+template <class MixType>
+__device__ __forceinline__ void write_scales(const View& view, uint32_t blocks) {
+    if constexpr (is_scaled(MixType::M::format)) copy_scales(view.exp_avg_scales, block->exp_avg_scales, blocks);
+    if constexpr (is_scaled(MixType::V::format)) copy_scales(view.exp_avg_sq_scales, block->exp_avg_sq_scales, blocks);
+    if constexpr (is_scaled(MixType::master)) copy_scales(view.master_scales, block->master_scales, blocks);
+}
+
 struct CopyWeightScales {
     const View& view;
 
@@ -351,7 +384,7 @@ struct CopyWeightScales {
 // The loads of the next eight elements are under way while a thread updates the ones before, where registers allow it.
 template <class MixType>
 __device__ __forceinline__ void walk_elements(const View& view, const Scalars& scalars, Raw<MixType>& raw) {
-    constexpr bool prefetches = MixType::exp_avg_scaled || MixType::exp_avg_sq_scaled;
+    constexpr bool prefetches = MixType::prefetches;
     uint32_t element = threadIdx.x * kVector;
     if (element >= view.vector_count) return;
     for (uint32_t next = element + kTile; next < view.vector_count; next += kTile) {
@@ -374,15 +407,11 @@ __device__ __forceinline__ void vector_walk() {
     const uint32_t blocks = view.vector_count >> view.info.block_log2;
     Raw<MixType> raw;
     if (threadIdx.x * kVector < view.vector_count) raw.load_all(view, threadIdx.x * kVector);
-    if constexpr (MixType::exp_avg_scaled) copy_scales(block->exp_avg_scales, view.exp_avg_scales, blocks);
-    if constexpr (MixType::exp_avg_sq_scaled) copy_scales(block->exp_avg_sq_scales, view.exp_avg_sq_scales, blocks);
-    if constexpr (is_scaled(MixType::master)) copy_scales(block->master_scales, view.master_scales, blocks);
+    read_scales<MixType>(view, blocks);
     __syncthreads();
     walk_elements<MixType>(view, scalars, raw);
     __syncthreads();
-    if constexpr (MixType::exp_avg_scaled) copy_scales(view.exp_avg_scales, block->exp_avg_scales, blocks);
-    if constexpr (MixType::exp_avg_sq_scaled) copy_scales(view.exp_avg_sq_scales, block->exp_avg_sq_scales, blocks);
-    if constexpr (is_scaled(MixType::master)) copy_scales(view.master_scales, block->master_scales, blocks);
+    write_scales<MixType>(view, blocks);
     if constexpr (MixType::has_weights) {
         if (view.info.quantized && view.param) dispatch_weight(view.weight_format(), CopyWeightScales{view});
     }

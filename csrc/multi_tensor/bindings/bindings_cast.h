@@ -1,15 +1,17 @@
 // Python's view of casts for products; the same interface for each engine but for where it runs.
+#pragma once
+
 #include <pybind11/pybind11.h>
 
 #include <stdexcept>
 #include <string>
 
+#include "bindings/where.h"
 #include "cast.h"
-#include "where.h"
 
 namespace py = pybind11;
 
-namespace fused_optim {
+namespace fused_optim::casts {
 namespace {
 
 void require(bool condition, const char* expected) {
@@ -62,7 +64,7 @@ void transpose(uint64_t codes, uint64_t transposed, uint64_t rows, uint64_t colu
 
 }  // namespace
 
-void register_cast(py::module_& m) {
+inline void define_all(py::module_& m) {
     define(m, "cast_tensor", &cast_tensor, py::arg("values"), py::arg("codes"), py::arg("transposed"), py::arg("scale"),
            py::arg("absmax"), py::arg("rows"), py::arg("columns"), py::arg("format"), py::arg("measured"));
     define(m, "cast_rows", &cast_rows, py::arg("values"), py::arg("codes"), py::arg("scale"), py::arg("rows"),
@@ -73,4 +75,4 @@ void register_cast(py::module_& m) {
     define(m, "transpose", &transpose, py::arg("codes"), py::arg("transposed"), py::arg("rows"), py::arg("columns"));
 }
 
-}  // namespace fused_optim
+}  // namespace fused_optim::casts

@@ -1,4 +1,6 @@
 // Python's view of quantized weights; the same interface for each engine but for where it runs.
+#pragma once
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -7,12 +9,12 @@
 #include <string>
 
 #include "bindings/exchange.h"
+#include "bindings/where.h"
 #include "quantize.h"
-#include "where.h"
 
 namespace py = pybind11;
 
-namespace fused_optim {
+namespace fused_optim::weights {
 namespace {
 
 // values, data, scales, tensor_scale, rows, columns
@@ -139,7 +141,7 @@ void quantize_decode(const WeightRow& weight, uint32_t format, uint32_t type, FU
 
 }  // namespace
 
-void register_quantize(py::module_& m) {
+inline void define_all(py::module_& m) {
     define(m, "quantize_absmax", &quantize_absmax, py::arg("addresses"), py::arg("numels"), py::arg("result"));
     define(m, "quantize_rescale", &quantize_rescale, py::arg("scales"), py::arg("histories"), py::arg("absmaxes"),
            py::arg("largest"), py::arg("factor"), py::arg("history"), py::arg("most_recent"), py::arg("stage"),
@@ -150,4 +152,4 @@ void register_quantize(py::module_& m) {
     define(m, "quantize_decode", &quantize_decode, py::arg("weight"), py::arg("format"), py::arg("type"));
 }
 
-}  // namespace fused_optim
+}  // namespace fused_optim::weights

@@ -1,4 +1,6 @@
 // Python's view of the gradient norm and scaling; the same interface for each engine but for where it runs.
+#pragma once
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -10,7 +12,7 @@
 
 namespace py = pybind11;
 
-namespace fused_optim {
+namespace fused_optim::gradients {
 namespace {
 
 void require(bool condition, size_t index, const char* expected) {
@@ -81,7 +83,7 @@ void scale(const Gradients& gradients, uint64_t factor, int threads) {
 
 }  // namespace
 
-void register_gradients(py::module_& m) {
+inline void define_all(py::module_& m) {
     using Lists = const std::vector<uint32_t>&;
     using LongLists = const std::vector<uint64_t>&;
     using NoGil = py::call_guard<py::gil_scoped_release>;
@@ -100,4 +102,4 @@ void register_gradients(py::module_& m) {
 #endif
 }
 
-}  // namespace fused_optim
+}  // namespace fused_optim::gradients
