@@ -539,7 +539,8 @@ def test_fp8_weights_are_those_of_the_masters_and_continue(mode: str, on: str, w
         start = list(first.values())
     coarse = {"tensorwise fp8": 0.15, "delayed with fp16 masters": 2e-3}.get(mode, 1e-5)
     for key, value in expected_of_fp8(start, 4, world_size).items():
-        tolerance = coarse if "exp_avg" in key else max(1e-5, 0.1 * coarse)
+        # An FP16 master is one unit of 2^-10 off after a small update, and another after the next ones.
+        tolerance = coarse if "exp_avg" in key or "fp16 masters" in mode else max(1e-5, 0.1 * coarse)
         assert float((straight[key] - value).abs().max()) <= tolerance * float(value.abs().max()), key
         if "param" in key:
             error = (straight[f"{key}eter"] - straight[key]).norm() / straight[key].norm()
