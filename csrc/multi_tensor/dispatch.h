@@ -94,6 +94,7 @@ struct Mix {
     using V = ExpAvgSqCodec;
     static constexpr bool prefetches = is_scaled(M::format) || is_scaled(V::format);
     static constexpr bool scaled = prefetches || is_scaled(master);
+    static constexpr bool has_usual_walk = prefetches;
 
     // Of what a shard says at run time.
     FUSED_OPTIM_HD static constexpr Master master_of(Master) { return master; }

@@ -102,13 +102,17 @@ struct Float4Element {
     FUSED_OPTIM_HD static float saturated(float x) { return is_nan(x) ? 0.0f : clamp_top(fabsf(x), 6.0f); }
     FUSED_OPTIM_HD static uint32_t sign(float x) { return is_nan(x) ? 0u : float_bits(x) >> 28 & 8u; }
 
+    // Adding a power of two whose last place is the gap between levels rounds to a multiple of it. From one power of
+    // two to the next there are two codes.
     FUSED_OPTIM_HD static uint32_t nearest(float x) {
-        const uint32_t b = float_bits(saturated(x));
-        const uint32_t normal = ((b + 0x1FFFFFu + (b >> 22 & 1u)) >> 22) - 252u;  // (127 - 1) << 1 moves the bias
-        const uint32_t subnormal = float_bits(bits_float(b) + 4194304.0f) - 0x4A800000u;  // its last place is 2^-1
-        return (b < 0x3F800000u ? subnormal : normal) | sign(x);
+        const float value = clamp_top(fabsf(x), 6.0f);
+        const float at_least_one = larger(value, 1.0f);  // below it the gap stays the same
+        const uint32_t base = float_bits(at_least_one) & kInfinity;
+        const uint32_t rounder = base + (22u << 23);
+        const uint32_t gaps = float_bits(value + bits_float(rounder)) - rounder;
+        return is_nan(x) ? 0u : (gaps + (base >> 22) - 254u) | (float_bits(x) >> 28 & 8u);
     }
-    // The level below, and the next one if the part of the way to it and u make 1 in double precision.
+    // The level below, and the next one if the part of the way to it and u make 1.
     FUSED_OPTIM_HD static uint32_t rotating(float x, uint32_t u) {
         const float value = saturated(x);
         const uint32_t b = float_bits(value);
@@ -116,8 +120,14 @@ struct Float4Element {
         const uint32_t below = level < 6u ? level : 6u;
         const float inverse_gap = below < 4u ? 2.0f : below < 6u ? 1.0f : 0.5f;
         const float part = (value - magnitude(below)) * inverse_gap;
-        const double sum = static_cast<double>(part) + static_cast<double>(u) * 2.3283064365386963e-10;  // 2^-32
-        return (below + (sum >= 1.0 ? 1u : 0u)) | sign(x);
+        return (below + (reaches_one(part, u) ? 1u : 0u)) | sign(x);
+    }
+    // Whether part + u * 2^-32 >= 1 as a sum in double precision, which rounds up what lacks less than 2^-54, or that
+    // much: of a float only where `part` is below 2^-30.
+    FUSED_OPTIM_HD static bool reaches_one(float part, uint32_t u) {
+        const float exact = part * 4294967296.0f;
+        const float units = exact < 4.0f ? exact + 2.384185791015625e-07f : exact;
+        return part >= 1.0f || u > 0xFFFFFFFFu - static_cast<uint32_t>(units);
     }
     FUSED_OPTIM_HD static float decode(uint32_t code) {
         return bits_float(float_bits(magnitude(code)) | (code & 8u) << 28);

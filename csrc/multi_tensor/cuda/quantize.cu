@@ -1,11 +1,13 @@
 // The CUDA engine's quantized weights. Each kernel serves many of them, whose table travels as a kernel parameter.
-// Every value is read once: a warp takes strips of 128 elements, four to a lane, in which groups of lanes share blocks;
-// a thread block takes a tile of 128 x 128.
+// Every value is read once: a lane takes octets of eight consecutive elements, and groups of lanes share blocks; a
+// thread block takes a tile of 128 x 128. Weights whose addresses or sizes do not allow that are read by strips of 128
+// elements.
 #include <algorithm>
 #include <utility>
 
 #include "cuda/device.h"
 #include "cuda/warp.cuh"
+#include "cuda/weight_octets.cuh"
 #include "quantize.h"
 
 namespace fused_optim {
@@ -16,6 +18,9 @@ constexpr uint32_t kWarps = kThreads / kWarp;
 constexpr uint32_t kPerLane = kStrip / kWarp;  // elements of a strip
 constexpr uint32_t kStripsPerWarp = 4;         // loaded before the first is worked on
 constexpr uint32_t kStripsPerUnit = kWarps * kStripsPerWarp;
+constexpr uint32_t kOctetsPerThread = 4;
+constexpr uint32_t kOctetsPerUnit = kThreads * kOctetsPerThread;
+constexpr uint32_t kEncodeUnit = kOctetsPerUnit * kVector;  // elements
 constexpr uint32_t kTileThreads = 512;
 constexpr uint32_t kTileWarps = kTileThreads / kWarp;
 constexpr uint32_t kRowsPerWarp = kStrip / kTileWarps;  // of a tile
@@ -165,11 +170,9 @@ __device__ __forceinline__ void encode_strip(const Weight& w, bool round_up, flo
 }
 
 template <class Codec>
-__global__ void __launch_bounds__(kThreads) encode_strips(const __grid_constant__ EncodeArguments arguments) {
-    const auto place = arguments.table.find(blockIdx.x);
-    const Weight& w = arguments.table.entries[place.entry];
+__device__ __forceinline__ void encode_strips(const Weight& w, bool round_up, uint64_t begin) {
     const uint64_t count = strip_count(w);
-    const uint64_t first = uint64_t{place.unit} * kStripsPerUnit + threadIdx.x / kWarp;
+    const uint64_t first = begin + threadIdx.x / kWarp;
     Strip strips[kStripsPerWarp];
     float4 x[kStripsPerWarp];
 #pragma unroll
@@ -182,7 +185,106 @@ __global__ void __launch_bounds__(kThreads) encode_strips(const __grid_constant_
     const Rounding rounding = rounding_of(w);
 #pragma unroll
     for (uint32_t k = 0; k < kStripsPerWarp; ++k) {
-        encode_strip<Codec>(w, arguments.round_up, whole, rounding, strips[k], x[k]);
+        encode_strip<Codec>(w, round_up, whole, rounding, strips[k], x[k]);
+    }
+}
+
+// Rounding bits of one octet.
+struct OctetFractions {
+    const Weight& w;
+    const Rounding& rounding;
+    uint64_t element;  // the first one
+    bool hashed_once;  // its octet is an octet of the whole weight
+    uint32_t hashed;
+
+    __device__ __forceinline__ OctetFractions(const Weight& weight, const Rounding& all, uint64_t first)
+        : w(weight), rounding(all), element(first), hashed_once(false), hashed(0) {
+        const bool consecutive = w.geometry.is_consecutive(w.numel());
+        const uint64_t global = global_index(first, w.offset, w.geometry, consecutive);
+        hashed_once = consecutive && global % kVector == 0;
+        hashed = rounding.octet(w.key, global);
+    }
+    __device__ __forceinline__ uint32_t of(uint32_t i) const {
+        return hashed_once ? rounding.bits(hashed, i) : w.fraction(rounding, element + i);
+    }
+};
+
+template <class Codec>
+__device__ __forceinline__ void encode_octet_rotating(uint32_t* words, const float* values, float inverse,
+                                                      const OctetFractions& fractions) {
+    constexpr int kBits = 8 / Codec::kPerByte;
+#pragma unroll
+    for (int k = 0; k < kOctetWords<Codec>; ++k) words[k] = 0;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+        words[kBits * i / 32] |= Codec::rotating(values[i] * inverse, fractions.of(i)) << (kBits * i % 32);
+    }
+}
+
+__device__ __forceinline__ bool fits_octets(const Weight& w, uint32_t per_byte) {
+    return w.rows == 1 && w.columns % (2 * kVector) == 0 && w.values % sizeof(uint4) == 0 &&
+           w.data % (kVector / per_byte) == 0;
+}
+
+// Every lane of the warp calls it; `octet` is beyond the last one where there is none.
+template <class Codec>
+__device__ __forceinline__ void encode_octet_of(const Weight& w, bool round_up, float whole, const Rounding& rounding,
+                                                uint64_t octet, const float* values) {
+    const float absmax = thread_absmax<kVector>(values);
+    Magnitudes block;
+    constexpr bool scaled = !std::is_void_v<typename Codec::Scale>;
+    constexpr uint32_t lanes = Codec::kBlock / kVector;
+    if constexpr (scaled) {
+        block = magnitudes_of<kVector>(values, absmax);
+        block.finite = lanes_max<lanes>(block.finite);
+        if constexpr (Codec::kPoisons) block.largest = lanes_max<lanes>(block.largest);
+    }
+    const WeightBlock fresh = Codec::prepare(block, round_up, whole);
+    if (octet >= w.columns / kVector) return;
+    if (scaled && octet % lanes == 0) store_scale<Codec>(w, octet / lanes, fresh.scale);
+    uint32_t words[2];
+    if (w.rotates()) {
+        encode_octet_rotating<Codec>(words, values, fresh.inverse, {w, rounding, octet * kVector});
+    } else {
+        encode_octet<Codec>(words, values, fresh.inverse, absmax);
+    }
+    if constexpr (kOctetWords<Codec> == 2) {
+        reinterpret_cast<uint2*>(w.data)[octet] = make_uint2(words[0], words[1]);
+    } else {
+        reinterpret_cast<uint32_t*>(w.data)[octet] = words[0];
+    }
+}
+
+template <class Codec>
+__device__ __forceinline__ void encode_octets(const Weight& w, bool round_up, uint64_t begin) {
+    const uint64_t first = begin + threadIdx.x;
+    const uint64_t last = w.columns / kVector - 2 + threadIdx.x % 2;  // an even lane's or an odd lane's
+    Packet<4> raw[kOctetsPerThread];
+#pragma unroll
+    for (uint32_t k = 0; k < kOctetsPerThread; ++k) {
+        load<4>(raw[k].words, w.values, min(first + k * kThreads, last) * kVector);
+    }
+    const float whole = w.whole();
+    const Rounding rounding = rounding_of(w);
+#pragma unroll
+    for (uint32_t k = 0; k < kOctetsPerThread; ++k) {
+        float values[kVector];
+        decode(values, raw[k], Element::kFloat32);
+        encode_octet_of<Codec>(w, round_up, whole, rounding, first + k * kThreads, values);
+    }
+}
+
+template <class Codec>
+__global__ void __launch_bounds__(kThreads) encode_rows(const __grid_constant__ EncodeArguments arguments) {
+    const auto place = arguments.table.find(blockIdx.x);
+    const Weight& w = arguments.table.entries[place.entry];
+    if (fits_octets(w, Codec::kPerByte)) {
+        return encode_octets<Codec>(w, arguments.round_up, uint64_t{place.unit} * kOctetsPerUnit);
+    }
+    constexpr uint32_t kStrips = kEncodeUnit / kStrip;
+#pragma unroll 1
+    for (uint32_t i = 0; i < kStrips; i += kStripsPerUnit) {
+        encode_strips<Codec>(w, arguments.round_up, uint64_t{place.unit} * kStrips + i);
     }
 }
 
@@ -198,31 +300,82 @@ __device__ __forceinline__ uint32_t combine_block(uint32_t value) {
     return value;
 }
 
+// A tile of 128 x 128 elements, of which some may not be there. A warp takes every kTileWarps-th row, a lane four
+// elements of each.
+struct Tile {
+    const Weight& w;
+    uint64_t corner;  // index of its first element
+    uint32_t rows;
+    uint32_t columns;
+
+    __device__ __forceinline__ Tile(const Weight& weight, uint32_t unit) : w(weight) {
+        const uint32_t per_row = static_cast<uint32_t>(ceil_divide(w.columns, kStrip));
+        const uint64_t row = uint64_t{unit / per_row} * kStrip;
+        const uint64_t column = uint64_t{unit % per_row} * kStrip;
+        corner = row * w.columns + column;
+        rows = static_cast<uint32_t>(min(w.rows - row, uint64_t{kStrip}));
+        columns = static_cast<uint32_t>(min(w.columns - column, uint64_t{kStrip}));
+    }
+    __device__ __forceinline__ bool is_full() const {
+        return rows == kStrip && columns == kStrip && w.columns % kPerLane == 0 && w.values % sizeof(float4) == 0 &&
+               w.data % kPerLane == 0;
+    }
+    __device__ __forceinline__ Lane lane(uint32_t k) const {
+        const uint32_t row = threadIdx.x / kWarp + k * kTileWarps;
+        return Lane(row < rows ? Strip{0, 0, corner + row * w.columns, columns} : Strip{});
+    }
+};
+
+template <class Codec>
+__device__ __forceinline__ void encode_partial_rows(const Tile& tile, const float4* x, float inverse) {
+    const Rounding rounding = rounding_of(tile.w);
+#pragma unroll
+    for (uint32_t k = 0; k < kRowsPerWarp; ++k) {
+        const Lane lane = tile.lane(k);
+        if (lane.count > 0) encode_lane<Codec>(tile.w, rounding, lane, x[k], inverse);
+    }
+}
+
+// To nearest even; the elements of two rows make an octet.
+template <class Codec>
+__device__ __forceinline__ void encode_full_rows(const Tile& tile, const float4* x, float inverse, float absmax) {
+    static_assert(Codec::kPerByte == 1, "a word for four elements");
+#pragma unroll
+    for (uint32_t k = 0; k < kRowsPerWarp; k += 2) {
+        const float values[kVector] = {x[k].x, x[k].y, x[k].z, x[k].w, x[k + 1].x, x[k + 1].y, x[k + 1].z, x[k + 1].w};
+        uint32_t words[2];
+        encode_octet<Codec>(words, values, inverse, absmax);
+        *reinterpret_cast<uint32_t*>(tile.w.data + tile.lane(k).element) = words[0];
+        *reinterpret_cast<uint32_t*>(tile.w.data + tile.lane(k + 1).element) = words[1];
+    }
+}
+
 template <class Codec>
 __global__ void __launch_bounds__(kTileThreads, 2) encode_tiles(const __grid_constant__ EncodeArguments arguments) {
     const auto place = arguments.table.find(blockIdx.x);
     const Weight& w = arguments.table.entries[place.entry];
-    const uint32_t per_row = static_cast<uint32_t>(ceil_divide(w.columns, kStrip));
-    const uint64_t first_row = uint64_t{place.unit / per_row} * kStrip + threadIdx.x / kWarp;
-    const uint32_t tile_column = place.unit % per_row;
-    const auto lane_of = [&](uint32_t k) {
-        const uint64_t row = first_row + k * kTileWarps;
-        return Lane(row < w.rows ? strip_at(w, row * per_row + tile_column) : Strip{});
-    };
-    float4 x[kRowsPerWarp];
-    Magnitudes magnitudes;
+    const Tile tile(w, place.unit);
+    const bool full = tile.is_full();
+    alignas(16) float4 x[kRowsPerWarp];
+    if (full) {  // all loads at once
 #pragma unroll
-    for (uint32_t k = 0; k < kRowsPerWarp; ++k) x[k] = lane_of(k).load(w);
+        for (uint32_t k = 0; k < kRowsPerWarp; ++k) {
+            x[k] = __ldcs(reinterpret_cast<const float4*>(w.values) + tile.lane(k).element / kPerLane);
+        }
+    } else {
 #pragma unroll
-    for (uint32_t k = 0; k < kRowsPerWarp; ++k) add(magnitudes, x[k]);
+        for (uint32_t k = 0; k < kRowsPerWarp; ++k) x[k] = tile.lane(k).load(w);
+    }
+    const float* values = reinterpret_cast<const float*>(x);
+    const float absmax = thread_absmax<kPerLane * kRowsPerWarp>(values);
+    Magnitudes magnitudes = magnitudes_of<kPerLane * kRowsPerWarp>(values, absmax);
     magnitudes.finite = combine_block<kTileWarps>(magnitudes.finite);
-    const WeightBlock block = Codec::prepare(magnitudes, arguments.round_up, w.whole());
-    if (threadIdx.x == 0) store_scale<Codec>(w, place.unit, block.scale);
-    const Rounding rounding = rounding_of(w);
-#pragma unroll
-    for (uint32_t k = 0; k < kRowsPerWarp; ++k) {
-        const Lane lane = lane_of(k);
-        if (lane.count > 0) encode_lane<Codec>(w, rounding, lane, x[k], block.inverse);
+    const WeightBlock fresh = Codec::prepare(magnitudes, arguments.round_up, w.whole());
+    if (threadIdx.x == 0) store_scale<Codec>(w, place.unit, fresh.scale);
+    if (full && !w.rotates()) {
+        encode_full_rows<Codec>(tile, x, fresh.inverse, absmax);
+    } else {
+        encode_partial_rows<Codec>(tile, x, fresh.inverse);
     }
 }
 
@@ -335,13 +488,9 @@ __global__ void __launch_bounds__(kThreads) decode_strips(const __grid_constant_
 
 // The same for weights whose rows are whole octets of elements, in which all elements share a scale: with wider
 // accesses, and the loads of several octets under way at once.
-constexpr uint32_t kOctet = 8;
-constexpr uint32_t kOctetsPerThread = 4;
-constexpr uint32_t kOctetsPerUnit = kThreads * kOctetsPerThread;
-
 template <class Codec>
 __device__ __forceinline__ uint64_t octet_scale(const Weight& w, uint64_t octet) {
-    const uint64_t element = octet * kOctet;
+    const uint64_t element = octet * kVector;
     if (w.rows == 1) return scale_index<Codec>(w, 0, element);
     const bool narrow = (element | w.columns) >> 32 == 0;  // the short division
     const uint64_t row =
@@ -352,15 +501,15 @@ __device__ __forceinline__ uint64_t octet_scale(const Weight& w, uint64_t octet)
 struct StoreOctet {
     uint64_t address;  // of the first value
     uint64_t octet;
-    const float (&values)[kOctet];
+    const float (&values)[kVector];
 
     template <class Output>
     __device__ __forceinline__ void operator()(Output) const {
         using Bits = typename Output::Bits;
-        constexpr uint32_t kVectors = kOctet * sizeof(Bits) / sizeof(uint4);
-        alignas(16) Bits raw[kOctet];
+        constexpr uint32_t kVectors = kVector * sizeof(Bits) / sizeof(uint4);
+        alignas(16) Bits raw[kVector];
 #pragma unroll
-        for (uint32_t i = 0; i < kOctet; ++i) raw[i] = Output::encode(values[i]);
+        for (uint32_t i = 0; i < kVector; ++i) raw[i] = Output::encode(values[i]);
         uint4* const target = reinterpret_cast<uint4*>(address) + octet * kVectors;
 #pragma unroll
         for (uint32_t i = 0; i < kVectors; ++i) target[i] = reinterpret_cast<const uint4*>(raw)[i];
@@ -375,7 +524,7 @@ struct DecodeOctets {
         using Codes = std::conditional_t<Codec::kPerByte == 1, uint64_t, uint32_t>;
         constexpr int kBits = 8 / Codec::kPerByte;
         const Weight& w = arguments.weight;
-        const uint64_t count = w.numel() / kOctet;
+        const uint64_t count = w.numel() / kVector;
         const uint64_t first = uint64_t{blockIdx.x} * kOctetsPerUnit + threadIdx.x;
         Codes codes[kOctetsPerThread];
         uint32_t scales[kOctetsPerThread];
@@ -391,9 +540,9 @@ struct DecodeOctets {
             const uint64_t octet = first + k * kThreads;
             if (octet >= count) return;
             const float step = Codec::step(scales[k], whole);
-            float values[kOctet];
+            float values[kVector];
 #pragma unroll
-            for (uint32_t i = 0; i < kOctet; ++i) {
+            for (uint32_t i = 0; i < kVector; ++i) {
                 values[i] = Codec::decode(static_cast<uint32_t>(codes[k] >> (kBits * i)) & ((1u << kBits) - 1u)) * step;
             }
             dispatch_element(arguments.type, StoreOctet{w.values, octet, values});
@@ -406,7 +555,7 @@ __global__ void __launch_bounds__(kThreads) decode_octets(const __grid_constant_
 }
 
 bool has_octets(const Weight& w, const WeightTraits& traits) {
-    return w.columns % kOctet == 0 && w.data % (kOctet / traits.per_byte) == 0 && w.values % sizeof(uint4) == 0;
+    return w.columns % kVector == 0 && w.data % (kVector / traits.per_byte) == 0 && w.values % sizeof(uint4) == 0;
 }
 
 constexpr uint32_t kMostUnits = 0x7FFFFFFFu;  // thread blocks of a launch
@@ -437,7 +586,7 @@ constexpr EncodeKernel kernel_of() {
     if constexpr (Codec::kTiled) {
         return encode_tiles<Codec>;
     } else {
-        return encode_strips<Codec>;
+        return encode_rows<Codec>;
     }
 }
 
@@ -500,7 +649,7 @@ void encode_cuda(const std::vector<Weight>& weights, const WeightKind& kind, int
     flat.reserve(weights.size());
     for (const Weight& weight : weights) flat.push_back(flattened(weight, traits));
     const auto units = [&](const Weight& w) {
-        return traits.tiled ? tile_count(w) : ceil_divide(strip_count(w), kStripsPerUnit);
+        return traits.tiled ? tile_count(w) : ceil_divide(strip_count(w), kEncodeUnit / kStrip);
     };
     EncodeArguments arguments{};
     arguments.round_up = kind.round_up;
@@ -517,7 +666,7 @@ void decode_cuda(const Weight& weight, WeightFormat format, Element type, int de
     const WeightTraits traits = traits_of(format);
     const DecodeArguments arguments{flattened(weight, traits), format, type};
     const bool octets = has_octets(arguments.weight, traits);
-    const uint64_t units = octets ? ceil_divide(arguments.weight.numel() / kOctet, kOctetsPerUnit)
+    const uint64_t units = octets ? ceil_divide(arguments.weight.numel() / kVector, kOctetsPerUnit)
                                   : ceil_divide(strip_count(arguments.weight), kStripsPerUnit);
     if (units > kMostUnits) throw std::runtime_error("fused_optim: a quantized weight is too large");
     if (units == 0) return;

@@ -14,7 +14,8 @@ constexpr int kThreads = 128;
 constexpr int kTile = kThreads * kVector;     // elements per thread block and iteration of the vector walk
 constexpr int kVectorSpan = kWarp * kVector;  // elements per warp in the vector walk
 constexpr int kSmallestBlock = 32;
-constexpr int kLargestBlock = 128;
+constexpr int kLargestBlockLog2 = 7;
+constexpr int kLargestBlock = 1 << kLargestBlockLog2;
 constexpr int kMaxTilesPerChunk = 16;
 constexpr int kChunksPerBlock = 8;  // wanted at least, to balance the load
 constexpr int kMaxShards = 396;
@@ -158,6 +159,15 @@ struct View {
     __device__ __forceinline__ Element param_type() const { return static_cast<Element>(info.param_type); }
     __device__ __forceinline__ Master master_kind() const {
         return static_cast<Master>(info.master_low | info.master_high << 2);
+    }
+    // Gradients and parameters in BF16, and blocks of 128.
+    __device__ __forceinline__ bool is_usual() const {
+        return grad_type() == Element::kBFloat16 && param_type() == Element::kBFloat16 &&
+               info.block_log2 == kLargestBlockLog2;
+    }
+    __device__ __forceinline__ void assume_usual() {
+        info.grad_type = info.param_type = static_cast<uint32_t>(Element::kBFloat16);
+        info.block_log2 = kLargestBlockLog2;
     }
     __device__ __forceinline__ Format exp_avg_format() const { return static_cast<Format>(info.exp_avg); }
     __device__ __forceinline__ Format exp_avg_sq_format() const { return static_cast<Format>(info.exp_avg_sq); }

@@ -6,18 +6,11 @@
 #include "cuda/packets.cuh"
 #include "cuda/table.cuh"
 #include "cuda/warp.cuh"
+#include "cuda/weight_octets.cuh"
 #include "dispatch.h"
 
 namespace fused_optim {
 namespace {
-
-template <int count>
-__device__ __forceinline__ float thread_absmax(const float* values) {
-    float absmax = fabsf(values[0]);
-#pragma unroll
-    for (int i = 1; i < count; ++i) absmax = max_or_nan(absmax, fabsf(values[i]));
-    return absmax;
-}
 
 // A moment between its load and its store.
 template <class Codec>
@@ -121,7 +114,7 @@ struct StoreWeight {
     const View& view;
     uint32_t element;
     const float* values;
-    float largest;    // magnitude; infinity or NaN if some value is
+    float absmax;     // infinity or NaN if some value is
     uint32_t finite;  // bits of the largest finite magnitude
 
     template <class Codec>
@@ -151,40 +144,20 @@ struct StoreWeight {
 
     template <class Codec>
     __device__ __forceinline__ void encode(float inverse) const {
-        float scaled[kVector];
         uint32_t words[2];
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) scaled[i] = values[i] * inverse;
-#if __CUDA_ARCH__ >= 890
-        // Beyond 3e38 some may be NaN.
-        if (std::is_base_of_v<Float8Element, Codec> && largest * inverse < 3.0e38f) {
-            encode_float8_words(words, scaled);
-        } else
-#endif
-        {
-            uint32_t codes[kVector];
-#pragma unroll
-            for (int i = 0; i < kVector; ++i) codes[i] = Codec::nearest(scaled[i]);
-            pack_codes<1>(words, codes);
-        }
+        encode_octet<Codec>(words, values, inverse, absmax);
         store<1>(words, view.param, element);
     }
 };
 
 __device__ __forceinline__ void store_weight(const View& view, uint32_t element, const float* values) {
-    const float largest = thread_absmax<kVector>(values);
-    uint32_t finite = float_bits(largest);
-    if (finite >= kInfinity) {
-        Magnitudes magnitudes;
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) magnitudes.add(rare(values[i]));
-        finite = magnitudes.finite;
-    }
+    const float absmax = thread_absmax<kVector>(values);
+    const uint32_t finite = magnitudes_of<kVector>(values, absmax).finite;
     if (view.absmax) {
         const uint32_t of_warp = __reduce_max_sync(kAllLanes, finite);
         if (threadIdx.x % kWarp == 0) atomicMax(&block->weight_absmax, of_warp);
     }
-    if (view.param) dispatch_weight(view.weight_format(), StoreWeight{view, element, values, largest, finite});
+    if (view.param) dispatch_weight(view.weight_format(), StoreWeight{view, element, values, absmax, finite});
 }
 
 // Writes an FP16 master and leaves in `values` what it is now.
@@ -306,8 +279,23 @@ __device__ __forceinline__ void store_exp_avg_sq(const View& view, Format format
     }
 }
 
+// The eight elements of a thread.
 template <class MixType>
-__device__ __forceinline__ void update_vector(const View& view, const Scalars& scalars, Raw<MixType>& raw,
+struct Values {
+    float grad[kVector], param[kVector], m[kVector], v[kVector];
+
+    __device__ __forceinline__ void decode_all(const View& view, Raw<MixType>& raw, uint32_t element) {
+        const uint32_t scale = element >> view.info.block_log2;
+        decode(grad, raw.grad, view.grad_type());
+        const bool scaled = is_scaled(MixType::master_of(view.master_kind()));
+        decode_param<MixType>(param, view, raw.param, raw.master, scaled ? block->master_scales[scale] : 0.0f);
+        raw.m.decode_all(m, view.exp_avg_format(), block->exp_avg_scales[scale]);
+        raw.v.decode_all(v, view.exp_avg_sq_format(), block->exp_avg_sq_scales[scale]);
+    }
+};
+
+template <class MixType>
+__device__ __forceinline__ void update_vector(const View& view, const Scalars& scalars, Values<MixType>& values,
                                               uint32_t element) {
     using M = typename MixType::M;
     using V = typename MixType::V;
@@ -318,12 +306,8 @@ __device__ __forceinline__ void update_vector(const View& view, const Scalars& s
     float* v_scale = &block->exp_avg_sq_scales[element >> view.info.block_log2];
     float* master_scale = &block->master_scales[element >> view.info.block_log2];
 
-    float grad[kVector], param[kVector], m[kVector], v[kVector], root[kVector];
-    decode(grad, raw.grad, view.grad_type());
-    decode_param<MixType>(param, view, raw.param, raw.master, is_scaled(master) ? *master_scale : 0.0f);
-    raw.m.decode_all(m, m_format, *m_scale);
-    raw.v.decode_all(v, v_format, *v_scale);
-    float before[kVector];
+    auto& [grad, param, m, v] = values;
+    float root[kVector], before[kVector];
 #pragma unroll
     for (int i = 0; i < kVector; ++i) before[i] = param[i];
     const float v_max = update_values(grad, param, m, v, root, scalars);
@@ -384,29 +368,23 @@ struct CopyWeightScales {
 // The loads of the next eight elements are under way while a thread updates the ones before, where registers allow it.
 template <class MixType>
 __device__ __forceinline__ void walk_elements(const View& view, const Scalars& scalars, Raw<MixType>& raw) {
-    constexpr bool prefetches = MixType::prefetches;
-    uint32_t element = threadIdx.x * kVector;
-    if (element >= view.vector_count) return;
-    for (uint32_t next = element + kTile; next < view.vector_count; next += kTile) {
-        Raw<MixType> ahead;
-        if (prefetches) ahead.load_all(view, next);
-        update_vector<MixType>(view, scalars, raw, element);
+    for (uint32_t element = threadIdx.x * kVector; element < view.vector_count; element += kTile) {
+        if (!MixType::prefetches) raw.load_all(view, element);
+        Values<MixType> values;
+        values.decode_all(view, raw, element);
+        const uint32_t next = element + kTile;
+        if (MixType::prefetches && next < view.vector_count) raw.load_all(view, next);
+        update_vector<MixType>(view, scalars, values, element);
         if (block->scalars.writes_gradient) store_unscaled(view, scalars, element);
-        if (!prefetches) ahead.load_all(view, next);
-        raw = ahead;
-        element = next;
     }
-    update_vector<MixType>(view, scalars, raw, element);
-    if (block->scalars.writes_gradient) store_unscaled(view, scalars, element);
 }
 
 template <class MixType>
-__device__ __forceinline__ void vector_walk() {
-    const View view = block->view;
+__device__ __forceinline__ void walk_chunk(const View& view) {
     const Scalars scalars = block->scalars;
     const uint32_t blocks = view.vector_count >> view.info.block_log2;
     Raw<MixType> raw;
-    if (threadIdx.x * kVector < view.vector_count) raw.load_all(view, threadIdx.x * kVector);
+    if (MixType::prefetches && threadIdx.x * kVector < view.vector_count) raw.load_all(view, threadIdx.x * kVector);
     read_scales<MixType>(view, blocks);
     __syncthreads();
     walk_elements<MixType>(view, scalars, raw);
@@ -414,6 +392,19 @@ __device__ __forceinline__ void vector_walk() {
     write_scales<MixType>(view, blocks);
     if constexpr (MixType::has_weights) {
         if (view.info.quantized && view.param) dispatch_weight(view.weight_format(), CopyWeightScales{view});
+    }
+}
+
+// The usual case has code of its own, which looks at neither types nor the size of blocks: to the compiler they are
+// constants there.
+template <class MixType>
+__device__ __forceinline__ void vector_walk() {
+    View view = block->view;
+    if (MixType::has_usual_walk && view.is_usual()) {
+        view.assume_usual();
+        walk_chunk<MixType>(view);
+    } else {
+        walk_chunk<MixType>(view);
     }
 }
 
