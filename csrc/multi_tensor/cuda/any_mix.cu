@@ -13,6 +13,7 @@ struct Any {};
 struct AnyFormats {
     static constexpr bool has_weights = false;
     static constexpr bool prefetches = false;  // for want of registers
+    static constexpr bool has_usual_walk = false;
     using M = Any<ExpAvg>;
     using V = Any<ExpAvgSq>;
 
