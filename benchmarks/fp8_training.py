@@ -1,8 +1,8 @@
 """Forward and backward with FP8 products, beside BF16, torchao's float8 training and TransformerEngine, on one GPU.
 
 A stack of blocks (RMSNorm, two D x D and three D x H linear layers, SwiGLU), in one process, all contenders in turn,
-each of them eager and compiled where it can be. Also the parts alone: the products, casts and transposes, and which
-sizes of linear layers gain.
+each of them eager and compiled where it can be. Also the parts alone: the products, casts and transposes, which sizes
+of linear layers gain, and experts' layers.
 
     python benchmarks/fp8_training.py --output FILE
     python benchmarks/fp8_training.py --device cpu --width 128 --hidden 256 --tokens 128 --blocks 1 --steps 1  # a trial
@@ -31,6 +31,7 @@ from fused_optim.quantized import (
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8DelayedScaling,
+    GroupedLinear,
     Recipe,
     casts,
     products,
@@ -39,7 +40,7 @@ from fused_optim.quantized import (
 from fused_optim.quantized.casts import Codes
 from step import machine, synchronize, write
 
-PARTS = ("stack", "products", "casts", "sizes")
+PARTS = ("stack", "products", "casts", "sizes", "experts")
 RECIPES: dict[str, Recipe] = {
     "FP8, one scale": Float8CurrentScaling(compute="fp8"),
     "FP8, one scale, delayed": Float8DelayedScaling(compute="fp8"),
@@ -394,6 +395,45 @@ def measure_sizes(args: argparse.Namespace, device: torch.device) -> list[dict[s
     return rows
 
 
+def measure_experts(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+    """Forward and backward of one layer of experts, who have about as many rows each."""
+    timer, rows = Timer(device), []
+    recipes = {"BF16": None, "FP8 weights, decoded": Float8CurrentScaling(), "FP8": RECIPES["FP8, one scale"]}
+    for experts, inputs, outputs in EXPERTS if device.type == "cuda" else [(2, 32, 64)]:
+        count = args.tokens * EXPERTS_OF_A_TOKEN
+        offsets = torch.arange(1, experts + 1, device=device, dtype=torch.int32) * (count // experts)
+        for name, recipe in recipes.items():
+            layer = GroupedLinear(experts, inputs, outputs, device=device).bfloat16()
+            if recipe is not None:
+                quantize_model_(layer, recipe, lambda *_: True, keep_initial=False)
+            row = times_of_experts(layer, offsets, timer, args)
+            rows.append({"name": name, "experts": experts, "inputs": inputs, "outputs": outputs, "rows": count, **row})
+            label = f"{experts} x {outputs} x {inputs}, {name}"
+            print(f"{label:<50}" + "".join(f"{ms:>10.2f}" for ms in row.values()), flush=True)
+    return rows
+
+
+def times_of_experts(layer: GroupedLinear, offsets: Tensor, timer: Timer, args: argparse.Namespace) -> dict[str, float]:
+    _, outputs, inputs = layer.weight.shape
+    count = args.tokens * EXPERTS_OF_A_TOKEN
+    x = torch.randn(count, inputs, device=offsets.device).bfloat16().requires_grad_()
+    gradient = torch.randn(count, outputs, device=offsets.device).bfloat16()
+
+    def forward() -> Tensor:
+        out: Tensor = layer(x, offsets)
+        return out
+
+    def both() -> None:
+        layer.weight.grad = x.grad = None
+        forward().backward(gradient)
+
+    both()
+    return {
+        "forward_ms": statistics.median(timer(forward, args.steps)),
+        "both_ms": statistics.median(timer(both, args.steps)),
+    }
+
+
 def replay_of(layer: nn.Linear, tokens: int, device: torch.device) -> Callable[[], None]:
     """Forward and backward of a layer as a CUDA graph."""
     x = torch.randn(tokens, layer.in_features, device=device).bfloat16().requires_grad_()
@@ -417,11 +457,15 @@ def replay_of(layer: nn.Linear, tokens: int, device: torch.device) -> Callable[[
 TOKENS = (2048, 8192, 32768)
 SIZES = [(1024, 1024), (2048, 2048), (4096, 1024), (4096, 4096), (4096, 14336), (8192, 8192)]
 
+EXPERTS = [(8, 4096, 14336), (64, 2048, 1408)]  # Mixtral 8x7B's, DeepSeek-V2-Lite's
+EXPERTS_OF_A_TOKEN = 2
+
 MEASURES: dict[str, Callable[[argparse.Namespace, torch.device], list[dict[str, Any]]]] = {
     "products": measure_products,
     "casts": measure_casts,
     "stack": measure_stack,
     "sizes": measure_sizes,
+    "experts": measure_experts,
 }
 
 

@@ -87,6 +87,15 @@ def _matrices(weight: QuantizedTensor) -> tuple[Tensor, Tensor]:
     return codes.data.view(weight.shape), codes.scale
 
 
+def _transposed(weight: QuantizedTensor, after: Tensor) -> tuple[Tensor, Tensor]:
+    """As above, of the transposed matrices: views of the transpose of all rows."""
+    codes = products.weight_codes(weight)
+    experts, outputs, inputs = weight.shape
+    rows = Codes(codes.data.view(experts * outputs, inputs), codes.scale, codes.scaling)
+    turned = casts.transposed(rows, after=after)
+    return turned.data.view(inputs, experts, outputs).transpose(0, 1), turned.scale
+
+
 def _product(rows: Codes, matrices: Tensor, scale: Tensor, offsets: Tensor) -> Tensor:
     """``rows[of e] @ matrices[e].t()``."""
     if rows.data.device.type == "cpu":
@@ -129,11 +138,7 @@ class _Grouped(torch.autograd.Function):
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
             rows = casts.cast(gradient, torch.float8_e4m3fn, "row", False)
-            matrices, scale = _matrices(weight)
-            turned = torch.stack(
-                [casts.transposed(Codes(matrix, scale, "tensor"), after=gradient).data for matrix in matrices.unbind()]
-            )
-            of_x = _product(rows, turned, scale, offsets)
+            of_x = _product(rows, *_transposed(weight, gradient), offsets)
         if ctx.needs_input_grad[1]:
             of_weight = torch._grouped_mm(gradient.t(), x, offs=offsets)
         return of_x, of_weight, None
