@@ -111,6 +111,21 @@ def observed(step: F) -> F:
     return cast(F, observed_step)
 
 
+def ungraded(function: F) -> F:
+    """``torch.no_grad()`` as a decorator, without the objects that torch's makes at each call."""
+
+    @functools.wraps(function)
+    def ungraded_function(*args: Any, **kwargs: Any) -> Any:
+        before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(before)
+
+    return cast(F, ungraded_function)
+
+
 def _bring_up_to_date(optimizer: Optimizer) -> None:
     """A hook before ``state_dict()``: ``param_group["step"]`` and the states."""
     assert isinstance(optimizer, FusedAdam)
@@ -623,7 +638,7 @@ class FusedAdam(Optimizer):
 
     @observed
     @declared_without("kwargs")
-    @torch.no_grad()
+    @ungraded
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update every parameter that has a gradient. Returns the closure's value.
 

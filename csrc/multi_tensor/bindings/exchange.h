@@ -439,7 +439,8 @@ public:
     }
 
     // Counts a write of each. False, and nothing is counted, where that is left to torch.
-    bool increment(const pybind11::list& tensors) const {
+    template <class Tensors>
+    bool increment(const Tensors& tensors) const {
         if (!found_) return false;
         for (pybind11::handle tensor : tensors) {
             if (!is_tensor(tensor.ptr()) || !body_of(tensor.ptr()) || !number_of(tensor.ptr())) return false;
