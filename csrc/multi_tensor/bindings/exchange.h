@@ -315,7 +315,7 @@ public:
     }
 
     // Of plain contiguous tensors, 0 for None; None where one of them is anything else.
-    pybind11::object addresses(const pybind11::list& tensors) const {
+    [[gnu::flatten]] pybind11::object addresses(const pybind11::list& tensors) const {
         Numbers found;
         found.values.reserve(tensors.size());
         for (size_t i = 0; i < tensors.size(); ++i) {
