@@ -186,7 +186,8 @@ class Plan:
                 return False
         for part, i in stale:
             self._check(part, i, attribute)
-        self._follow([*written, *((part, i) for part, i in stale if self._may_be_written(part, i))])
+        written += [(part, i) for part, i in stale if self._may_be_written(part, i)]
+        self._follow(written)
         for part, i in stale:
             self._set(part, i, attribute)
         for part in self._parts if scaled else []:
