@@ -271,11 +271,14 @@ private:
         if (object) __builtin_prefetch(body_of(object));
     }
 
-    static constexpr size_t kAhead = 10, kStages = 5;  // of these, in rows
+    static constexpr size_t kAhead = 10,
+                            kStages = 5;  // how many rows ahead the first stage is; all are equally far apart
 
-    // The tensors that are read of each row that is being fetched: objects first, then what these point to.
+    // The tensors that are read of a row, as far as it has been fetched: objects, local tensors' objects, torch's own
+    // tensors. And those of the rows that are being fetched.
     using Tensors = std::array<const void*, 6>;
     using Fetched = std::array<Tensors, 16>;
+    static_assert(std::tuple_size_v<Fetched> > kAhead);
 
     // Thousands of parameters' objects lie all over memory: waiting for one after the other would take most of the
     // time. So rows are fetched ahead, each in stages: its tuple, the tensors, DTensors' local tensors, their bodies
@@ -335,6 +338,7 @@ private:
         return local && reader_.is_plain_tensor(local) && reader_.read(local, out);
     }
 
+    // Inlined as a whole: calls would take a sixth of its time.
     [[gnu::flatten]] bool refresh(Row& row, PyObject* watched, PyObject* grad) const {
         if (!row.watched) return false;
         PyObject* spec = field(watched, Watched::kSpec);
