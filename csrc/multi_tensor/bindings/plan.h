@@ -271,8 +271,8 @@ private:
         if (object) __builtin_prefetch(body_of(object));
     }
 
-    static constexpr size_t kAhead = 10,
-                            kStages = 5;  // how many rows ahead the first stage is; all are equally far apart
+    static constexpr size_t kAhead = 10;  // rows, of the first stage
+    static constexpr size_t kStages = 5;  // equally far apart
 
     // The tensors that are read of a row, as far as it has been fetched: objects, local tensors' objects, torch's own
     // tensors. And those of the rows that are being fetched.
