@@ -111,6 +111,25 @@ def observed(step: F) -> F:
     return cast(F, observed_step)
 
 
+def ungraded(function: F) -> F:
+    """``torch.no_grad()`` as a decorator, without the objects that torch's makes at each call."""
+
+    @functools.wraps(function)
+    def ungraded_function(*args: Any, **kwargs: Any) -> Any:
+        before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(before)
+
+    return cast(F, ungraded_function)
+
+
+def _placed(scalar: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if scalar is None else on_device(scalar, device)
+
+
 def _bring_up_to_date(optimizer: Optimizer) -> None:
     """A hook before ``state_dict()``: ``param_group["step"]`` and the states."""
     assert isinstance(optimizer, FusedAdam)
@@ -551,9 +570,8 @@ class FusedAdam(Optimizer):
             self._prepare_capture()
 
         def hypers(device: torch.device) -> list[Hyper]:
-            factor = self._clipping_factor(device)
-            common = {"grad_factor": None if factor is None else on_device(factor, device)}
-            return [self._hyper(number, device, False, common) for number in range(len(self.param_groups))]
+            factor = _placed(self._clipping_factor(device), device)
+            return [self._hyper(number, device, grad_factor=factor) for number in range(len(self.param_groups))]
 
         return diagnose(self.store, hypers, self.seed)
 
@@ -623,7 +641,7 @@ class FusedAdam(Optimizer):
 
     @observed
     @declared_without("kwargs")
-    @torch.no_grad()
+    @ungraded
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update every parameter that has a gradient. Returns the closure's value.
 
@@ -753,9 +771,8 @@ class FusedAdam(Optimizer):
             plan = parts.plans[number]
             plan.refresh(self.store.grad_attribute)
         counting = plan.groups_with_gradients
-        nothing = dict.fromkeys(("grad_scale", "grad_factor", "found_inf"))
         plan.run(
-            lambda device: [self._hyper(i, device, False, nothing) for i in range(len(self.param_groups))],
+            lambda device: [self._hyper(i, device) for i in range(len(self.param_groups))],
             self._scalars.workspaces(plan.backends, self.param_groups),
             None,
         )
@@ -887,10 +904,10 @@ class FusedAdam(Optimizer):
             self._scalars.prepare(devices, self.param_groups, capturing)
 
         def hypers(device: torch.device) -> list[Hyper]:
-            scalars = {"grad_scale": grad_scale, "grad_factor": self._clipping_factor(device), "found_inf": found_inf}
-            common = {key: None if value is None else on_device(value, device) for key, value in scalars.items()}
+            scale, skip = _placed(grad_scale, device), _placed(found_inf, device)
+            factor = _placed(self._clipping_factor(device), device)
             return [
-                self._hyper(number, device, counted_there and number in counting, common)
+                self._hyper(number, device, counted_there and number in counting, scale, factor, skip)
                 for number in range(len(self.param_groups))
             ]
 
@@ -919,7 +936,15 @@ class FusedAdam(Optimizer):
                     "shards share, which each step reduces over ranks; recipes with blocks within rows can be captured"
                 )
 
-    def _hyper(self, number: int, device: torch.device, counted_there: bool, common: dict[str, Tensor | None]) -> Hyper:
+    def _hyper(
+        self,
+        number: int,
+        device: torch.device,
+        counted_there: bool = False,
+        grad_scale: Tensor | None = None,
+        grad_factor: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> Hyper:
         group = self.param_groups[number]
         on_host = host_lr(group)
         lr: float | Tensor
@@ -940,8 +965,10 @@ class FusedAdam(Optimizer):
             bias_correction=group["bias_correction"],
             maximize=group["maximize"],
             stochastic_rounding=self.stochastic_rounding,
+            grad_scale=grad_scale,
+            grad_factor=grad_factor,
+            found_inf=found_inf,
             steps_done=self._scalars.step(device, number) if counted_there else None,
-            **common,
         )
 
     # --- state dict ---------------------------------------------------------------------------------------------

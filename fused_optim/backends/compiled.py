@@ -180,6 +180,10 @@ class CompiledShards:
     def updated(self, watched: list[Watched]) -> list[Tensor]:
         return self._plan.updated(watched)
 
+    def count_writes(self, watched: list[Watched]) -> None:
+        if not self._plan.count_writes(watched):
+            torch.autograd.graph.increment_version(self._plan.updated(watched))
+
     def mark(self, watched: list[Watched]) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             self._plan.mark(watched)

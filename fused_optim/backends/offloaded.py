@@ -161,7 +161,7 @@ class OffloadedShards(ReferenceShards):
         self._known: dict[int, tuple[tuple[int, ...], list[_Part]]] = {}  # by shard: where its states were; its parts
 
     def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
-        works, self._work = self._work, {}
+        works = self._work
         chunks = list(self._chunks(works))
         for chunk in chunks:
             buffer = self._link.buffer(sum(part.nbytes for _, part in chunk))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fused_optim.backends import Backend, GroupWork, Hyper, ShardWork, torch_reference
-from fused_optim.backends.compiled import CompiledShards
+from fused_optim.backends.compiled import CompiledShards, increment_versions
 from fused_optim.backends.engine import Watched
 from fused_optim.slots import Slots
 
@@ -44,6 +44,9 @@ class Shards(Protocol):
 
     def updated(self, watched: list[Watched]) -> list[Tensor]:
         """The parameters that have a gradient in this step."""
+
+    def count_writes(self, watched: list[Watched]) -> None:
+        """After a step: count it in the versions of the parameters that have a gradient."""
 
     def mark(self, watched: list[Watched]) -> None:
         """After a step: watched parameters are what belongs to their masters."""
@@ -100,8 +103,11 @@ class ReferenceShards:
     def updated(self, watched: list[Watched]) -> list[Tensor]:
         return [watched[i].param for i in self._work]
 
+    def count_writes(self, watched: list[Watched]) -> None:
+        increment_versions(self.updated(watched))
+
     def mark(self, watched: list[Watched]) -> None:
-        pass
+        self._work.clear()
 
     def groups_with_gradients(self) -> Sequence[int]:
         return [self._groups[i] for i in self._work]
@@ -110,5 +116,4 @@ class ReferenceShards:
         groups = [GroupWork(hyper, []) for hyper in hypers]
         for i, work in sorted(self._work.items()):
             groups[self._groups[i]].shards.append(work)
-        self._work.clear()
         torch_reference.run(groups)

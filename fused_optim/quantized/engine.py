@@ -61,11 +61,14 @@ def absmax(recipes: Sequence[Recipe], values: Sequence[Tensor | None], device: t
 
 
 class Scales:
-    """The scales of whole weights, of those that have them: which are alike is found out once."""
+    """The scales of whole weights, of those that have them: which are alike is found out once.
 
-    def __init__(self, weights: Sequence[tuple[Recipe, Components]]) -> None:
+    ``absmaxes``: of shape ``(1,)``, one per weight, where these are in the same memory at each :meth:`rescale`.
+    """
+
+    def __init__(self, weights: Sequence[tuple[Recipe, Components]], absmaxes: Sequence[Tensor] | None = None) -> None:
         self._alike = [
-            (members, _AlikeScales(device, recipe, [weights[i][1] for i in members]))
+            (members, _AlikeScales(device, recipe, [weights[i][1] for i in members], _some(absmaxes, members)))
             for (device, recipe), members in _alike(weights).items()
             if recipe.scales_whole_tensor
         ]
@@ -75,51 +78,60 @@ class Scales:
         for _, alike in self._alike:
             alike.prepare(applies)
 
-    def rescale(self, absmaxes: Sequence[Tensor], applies: Tensor | None, advance: bool) -> None:
-        """:meth:`Recipe.rescale` of each; ``absmaxes``: of shape ``(1,)``, one per weight."""
+    def rescale(self, absmaxes: Sequence[Tensor] | None, applies: Tensor | None, advance: bool) -> None:
+        """:meth:`Recipe.rescale` of each; ``absmaxes``: None where the constructor was given them."""
         for members, alike in self._alike:
-            alike.rescale([absmaxes[i] for i in members], applies, advance)
+            alike.rescale(_some(absmaxes, members), applies, advance)
+
+
+def _some(tensors: Sequence[Tensor] | None, members: list[int]) -> list[Tensor] | None:
+    return None if tensors is None else [tensors[i] for i in members]
 
 
 class _AlikeScales:
     """Those of one recipe on one device."""
 
-    def __init__(self, device: torch.device, recipe: Recipe, components: Sequence[Components]) -> None:
-        self._device, self._recipe, self._components = device, recipe, components
-        history = recipe.kernel is not None and recipe.kernel.history > 0
-        self._none: list[Tensor | None] = [None] * len(components)
-        self._scales: list[Tensor | None] = [part.get("tensor_scale") for part in components]
-        self._histories: list[Tensor | None] = [part["amax_history"] for part in components] if history else self._none
+    def __init__(
+        self, device: torch.device, recipe: Recipe, components: Sequence[Components], absmaxes: list[Tensor] | None
+    ) -> None:
+        self._device, self._recipe, self._components, self._absmaxes = device, recipe, components, absmaxes
+        self._engine = _engine_of(device.type, forced_backend())
+        self._scales = [part.get("tensor_scale") for part in components]
+        has_history = recipe.kernel is not None and recipe.kernel.history > 0
+        self._histories = [part["amax_history"] for part in components] if has_history else []
+        self._nothing = _kept(self._engine, [0] * len(components))
+        self._measured = None if absmaxes is None else _kept(self._engine, [x.data_ptr() for x in absmaxes])
         # Addresses of scales and histories, taken before an update and used again after it.
         self._found: tuple[_Column | None, _Column | None] | None = None
         self._countable_scales = countable(x for x in self._scales if x is not None)
-        self._countable_histories = countable(x for x in self._histories if x is not None)
+        self._countable_histories = countable(self._histories)
 
     def prepare(self, applies: Tensor | None) -> None:
         kernel = self._recipe.kernel
         if kernel is not None and kernel.history == 0:
             return
-        if not self._derive(self._none, applies, ScaleStage.BEFORE):
+        if not self._derive(None, applies, ScaleStage.BEFORE):
             for part in self._components:
                 self._recipe.prepare(part, applies)
 
-    def rescale(self, absmaxes: list[Tensor | None], applies: Tensor | None, advance: bool) -> None:
+    def rescale(self, absmaxes: list[Tensor] | None, applies: Tensor | None, advance: bool) -> None:
         if not self._derive(absmaxes, applies, ScaleStage.AFTER if advance else ScaleStage.AGAIN):
-            for part, absmax in zip(self._components, absmaxes, strict=True):
-                assert absmax is not None
+            for part, absmax in zip(self._components, absmaxes or self._absmaxes or (), strict=True):
                 self._recipe.rescale(part, absmax[0], applies, advance)
 
-    def _derive(self, absmaxes: list[Tensor | None], applies: Tensor | None, stage: ScaleStage) -> bool:
+    def _derive(self, absmaxes: list[Tensor] | None, applies: Tensor | None, stage: ScaleStage) -> bool:
         """Whether the engine could do it."""
-        engine, kernel = compiled_engine(self._device), self._recipe.kernel
-        if engine is None or kernel is None:
+        engine, kernel = self._engine, self._recipe.kernel
+        if engine is None or kernel is None or _is_looked_on():
             return False
         if stage is ScaleStage.BEFORE or self._found is None:
-            self._found = _addresses(self._scales, self._device), _addresses(self._histories, self._device)
+            histories = _addresses(self._histories, self._device) if self._histories else self._nothing
+            self._found = _addresses(self._scales, self._device), histories
         scales, histories = self._found
+        largest: _Column | None = self._nothing
         if stage is not ScaleStage.BEFORE:
             self._found = None
-        largest = _addresses(absmaxes, self._device)
+            largest = self._measured if absmaxes is None else _addresses(absmaxes, self._device)
         if scales is None or histories is None or largest is None:
             return False
         applies = applies if applies is None else applies.to(self._device)
@@ -141,12 +153,17 @@ class _AlikeScales:
         return True
 
 
-def _addresses(tensors: list[Tensor | None], device: torch.device) -> _Column | None:
+def _addresses(tensors: list[Any], device: torch.device) -> _Column | None:
     """0 for None; None where not all of them are plain."""
     found = tensor_reader(device).addresses(tensors)
     if found is None and all(x is None or is_plain(x) for x in tensors):  # torch has no way to read them fast
         return [address(x) for x in tensors]
     return found
+
+
+def _kept(engine: Engine | None, numbers: list[int]) -> _Column:
+    """For many calls of an engine: it copies lists at each."""
+    return numbers if engine is None else engine.Numbers(numbers)
 
 
 def encode(weights: Sequence[Encoding]) -> None:
@@ -173,10 +190,12 @@ class _AlikeEncodings:
 
     def __init__(self, device: torch.device, recipe: Recipe, weights: list[Encoding]) -> None:
         self._device, self._recipe, self._weights = device, recipe, weights
+        self._engine = _engine_of(device.type, forced_backend())
         self._columns: list[list[Tensor | None]] = [[x.values for x in weights]]
         self._columns += [[x.components.get(name) for x in weights] for name in _TABLE]
         rows = [x.components["data"].shape[0] for x in weights]
-        self._sizes = rows, [x.values.numel() // count if count else 0 for x, count in zip(weights, rows, strict=True)]
+        widths = [x.values.numel() // count if count else 0 for x, count in zip(weights, rows, strict=True)]
+        self._sizes = _kept(self._engine, rows), _kept(self._engine, widths)
         rotates = any(weight.fractions is not None for weight in weights)
         self._roundings = [_rounding(weight.fractions) for weight in weights] if rotates else []
         self._written = countable(
@@ -185,8 +204,8 @@ class _AlikeEncodings:
         self._has_fp32 = all(x.values.dtype == torch.float32 and x.values.device == device for x in weights)
 
     def encode(self) -> None:
-        engine, kernel = compiled_engine(self._device), self._recipe.kernel
-        if engine is None or kernel is None:
+        engine, kernel = self._engine, self._recipe.kernel
+        if engine is None or kernel is None or _is_looked_on():
             self._encode_by_recipe()
             return
         read = tensor_reader(self._device).addresses
@@ -243,9 +262,11 @@ def decode(recipe: Recipe, components: Components, shape: tuple[int, ...], dtype
 
 
 def compiled_engine(device: torch.device) -> Engine | None:
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-        return None
-    return _engine_of(device.type, forced_backend())
+    return None if _is_looked_on() else _engine_of(device.type, forced_backend())
+
+
+def _is_looked_on() -> bool:
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 @functools.cache

@@ -106,10 +106,12 @@ def prepare(updates: Sequence[Update], applies: Tensor | None) -> None:
     Batch(updates).prepare(applies)
 
 
+@torch.no_grad()
 def write(updates: Sequence[Update], applies: Tensor | None = None, advance: bool = True) -> None:
     Batch(updates).write(applies, advance)
 
 
+@torch.no_grad()
 def quantize(updates: Sequence[Update], applies: Tensor | None = None, advance: bool = True) -> None:
     """:func:`write` of values that initial ones may still be as precise as."""
     weights = Batch(updates)
@@ -126,7 +128,8 @@ class Batch:
         reduced = [(local, update) for local, update in pairs if local.recipe.scales_whole_tensor]
         self._reduced = _Absmaxes([update for _, update in reduced])
         self._rescaled = [i for i, (_, update) in enumerate(reduced) if update.values is not None]
-        self._scales = engine.Scales([(reduced[i][0].recipe, reduced[i][0].components) for i in self._rescaled])
+        weights = [(reduced[i][0].recipe, reduced[i][0].components) for i in self._rescaled]
+        self._scales = engine.Scales(weights, self._of_rescaled(self._reduced.in_place))
         self._initials = Initials([local for local, _ in changed])
         written = [local for local, update in changed if update.written]
         self._written = engine.countable(x.components[name] for x in written for name in x.recipe.of_elements)
@@ -140,6 +143,9 @@ class Batch:
         self._encoded = engine.Encodings(others)
         self._sharing_blocks = [update.param for _, update in pairs if _shares_blocks(update.param)]
 
+    def _of_rescaled(self, absmaxes: list[Tensor] | None) -> list[Tensor] | None:
+        return None if absmaxes is None else [absmaxes[i] for i in self._rescaled]
+
     def prepare(self, applies: Tensor | None) -> None:
         """Before the pass: as :meth:`Adapter.prepare`."""
         self._scales.prepare(applies)
@@ -152,12 +158,11 @@ class Batch:
     def mark_fresh(self) -> None:
         self._initials.mark_fresh()
 
-    @torch.no_grad()
     def quantize(self, applies: Tensor | None, advance: bool) -> None:
         absmax = self._reduced.over_shards()
         if not advance:
             _complete_empty_shards(self._reduced.params)
-        self._scales.rescale([absmax[i] for i in self._rescaled], applies, advance)
+        self._scales.rescale(self._of_rescaled(absmax), applies, advance)
         self._encoded.encode()
         for param in self._begin_in_blocks:  # views, which do not last
             engine.encode(tiles.pieces(self._encodings[param], local_weight(param).rows_before))
@@ -220,30 +225,34 @@ _Sharding = tuple[DeviceMesh, tuple[int, ...], torch.device]  # the mesh's dims 
 
 
 class _Absmaxes:
-    """The largest finite magnitude of each parameter's values."""
+    """The largest finite magnitude of each parameter's values.
+
+    ``in_place``: of shape ``(1,)``, where the update pass has measured all of them and they are reduced where they are.
+    """
 
     def __init__(self, updates: Sequence[Update]) -> None:
         self._updates = updates
         self.params = [update.param for update in updates]
         self._measured = {update.param: update.absmax for update in updates if update.absmax is not None}
         self._are_measured = len(self._measured) == len(updates)
-        self._found = list(self._measured.values())
         by_sharding = _by_sharding(self._measured)
         stacks = [_side_by_side([self._measured[param] for param in alike]) for alike in by_sharding.values()]
-        self._in_place = [
-            (*key[:2], stack) for key, stack in zip(by_sharding, stacks, strict=True) if stack is not None
-        ]
-        self._are_in_place = self._are_measured and len(self._in_place) == len(by_sharding)
+        self._stacks = [(*key[:2], stack) for key, stack in zip(by_sharding, stacks, strict=True) if stack is not None]
+        are_in_place = self._are_measured and len(self._stacks) == len(by_sharding)
+        self.in_place = list(self._measured.values()) if are_in_place else None
 
-    def over_shards(self) -> list[Tensor]:
-        """Over all shards, of shape ``(1,)``: as the update pass has measured it, or by a pass of its own."""
-        if not self._are_in_place:
+    def over_shards(self) -> list[Tensor] | None:
+        """Over all shards, of shape ``(1,)``: as the update pass has measured it, or by a pass of its own.
+
+        None: ``in_place``.
+        """
+        if self.in_place is None:
             own = self._measured if self._are_measured else {**self._measured, **self._of_values()}
             reduced = reduce_over_shards({param: own[param] for param in self.params})
             return [reduced[param] for param in self.params]
-        for mesh, dims, absmaxes in self._in_place:
+        for mesh, dims, absmaxes in self._stacks:
             _reduce(absmaxes, mesh, dims)
-        return self._found
+        return None
 
     def _of_values(self) -> dict[Tensor, Tensor]:
         by_device: dict[torch.device, list[Update]] = {}

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fused_optim import adapters
 from fused_optim.adapters import Batch, Fractions, Target, Update, adapter_of
-from fused_optim.backends import Backend, Hyper, ShardWork, backend_of, is_capturing, uncounted
+from fused_optim.backends import Backend, Hyper, ShardWork, backend_of, forced_backend, is_capturing, uncounted
 from fused_optim.backends.compiled import increment_versions, same_items, same_objects
 from fused_optim.backends.engine import Watched
 from fused_optim.backends.gradients import unscaled, write_
@@ -91,7 +91,7 @@ class Plan:
         own = set(self._params if members is None else members)
         self._names, self._numbers = store.names, store.rounding_numbers()
         self._sizes = [len(group["params"]) for group in groups]
-        self._seed = seed
+        self._seed, self._forced = seed, forced_backend()
         self._in_groups = [list(group["params"]) for group in groups]
         self._state_keys = [param for param in store.state if param in own] if self._is_part else list(store.state)
         self._state_dicts = [store.state[key] for key in self._state_keys]
@@ -126,40 +126,37 @@ class Plan:
             about = (device, part.backend, part.groups, len(groups))
             part.shards = OffloadedShards(*about, store.link(device)) if offloaded else shards_on(*about)
         self._parts = [parts[key] for key in sorted(parts, key=str)]
+        self.backends: dict[torch.device, str] = {part.device: part.backend for part in self._parts}
+        self._last = {part.device: part for part in self._parts}  # to be launched
 
     @property
     def measured(self) -> list[Tensor]:
         """Memory of its own that steps write to."""
         return [part.absmax for part in self._parts if part.absmax is not None]
 
-    @property
-    def backends(self) -> dict[torch.device, str]:
-        return {part.device: part.backend for part in self._parts}
-
     def fits(self, groups: list[dict[str, Any]], store: StateStore, seed: int) -> bool:
-        """Whether parameters, groups, dicts of states, seed and backends are those that the plan was built for.
+        """Whether parameters, groups, dicts of states, seed and backend are those that the plan was built for.
 
         And whether what has no states still has no gradient. Of a plan of some parameters: whether these are as they
         were.
         """
+        if seed != self._seed or forced_backend() != self._forced or self._is_any_awake(store.grad_attribute):
+            return False
         state = store.state
-        with torch._C.DisableTorchFunctionSubclass():  # of a DTensor, reading `.grad` is slow where torch looks for it
-            awake = any(getattr(param, store.grad_attribute, None) is not None for param in self._stateless)
         if self._is_part:
-            dicts = [state.get(param) for param in self._state_keys]
-            alike = not awake and seed == self._seed and same_objects(dicts, self._state_dicts)
-            return alike and self._has_its_backends()
+            return same_objects([state.get(param) for param in self._state_keys], self._state_dicts)
         return (
-            not awake
-            and seed == self._seed
-            and len(groups) == len(self._in_groups)
+            len(groups) == len(self._in_groups)
             and all(same_objects(group["params"], own) for group, own in zip(groups, self._in_groups, strict=True))
             and same_items(state, self._state_keys, self._state_dicts)
-            and self._has_its_backends()
         )
 
-    def _has_its_backends(self) -> bool:
-        return all(backend_of(local_tensor(part.watched[0].param)) == part.backend for part in self._parts)
+    def _is_any_awake(self, attribute: str) -> bool:
+        """Whether a parameter without states has a gradient."""
+        if not self._stateless:
+            return False
+        with torch._C.DisableTorchFunctionSubclass():  # of a DTensor, reading `.grad` is slow where torch looks for it
+            return any(getattr(param, attribute, None) is not None for param in self._stateless)
 
     @property
     def groups_with_gradients(self) -> set[int]:
@@ -171,22 +168,26 @@ class Plan:
 
         ``scaled``: the gradients have a scale, so the pass writes them, too.
 
-        False if a parameter has left its device: the plan does not fit any more. Raises for gradients and states that
-        cannot be used; nothing has been changed then.
+        False if a parameter has left its device or backend: the plan does not fit any more. Raises for gradients and
+        states that cannot be used; nothing has been changed then.
         """
         self._copies.clear()
         self._passing.clear()
         self._attribute = attribute
-        stale = [(part, i) for part in self._parts for i in part.shards.refresh(part.watched, attribute)]
+        stale: list[tuple[_Part, int]] = []
+        written: list[tuple[_Part, int]] = []
+        for part in self._parts:
+            part.apart.clear()
+            stale += [(part, i) for i in part.shards.refresh(part.watched, attribute)]
+            written += [(part, i) for i in part.shards.written()]
         for part, i in stale:
-            if local_tensor(part.watched[i].param).device != part.device:
+            local = local_tensor(part.watched[i].param)
+            if local.device != part.device or backend_of(local) != part.backend:
                 return False
         for part, i in stale:
             self._check(part, i, attribute)
-        for part in self._parts:
-            part.apart.clear()
-        written = [(part, i) for part in self._parts for i in part.shards.written()]
-        self._follow([*written, *((part, i) for part, i in stale if self._may_be_written(part, i))])
+        written += [(part, i) for part, i in stale if self._may_be_written(part, i)]
+        self._follow(written)
         for part, i in stale:
             self._set(part, i, attribute)
         for part in self._parts if scaled else []:
@@ -297,21 +298,19 @@ class Plan:
 
         ``workspaces``: see ``DeviceScalars.workspaces``. ``found_inf``: not 0 skips the step.
         """
-        updated = list(chain.from_iterable(part.shards.updated(part.watched) for part in self._parts))
         per_device = [hypers(part.device) for part in self._parts]
         batches: list[Batch] = []
         applies = None
         if self._quantized:
-            batches = self._batches_of(updated, per_device)
+            batches = self._batches_of(per_device)
             applies = None if found_inf is None else found_inf.reshape(()) == 0
             for batch in batches:
                 batch.prepare(applies)
-        last = {part.device: part for part in self._parts}
         for part, on_device in zip(self._parts, per_device, strict=True):
             if part.absmax is not None:
                 part.absmax.zero_()
             unscaled_apart = _unscaled_apart(part.apart, on_device)
-            counting = on_device if part is last[part.device] else uncounted(on_device)
+            counting = on_device if part is self._last[part.device] else uncounted(on_device)
             part.shards.run(counting, workspaces.get(part.device))
             for grad, value in unscaled_apart:
                 write_(grad, value)
@@ -322,16 +321,21 @@ class Plan:
         for batch in batches:
             batch.write(applies)
         self._passing.clear()
-        if updated:
-            increment_versions(updated)
-        if updated and per_device[0][0].grad_scale is not None:
-            increment_versions([getattr(param, self._attribute) for param in updated])
+        if per_device and per_device[0][0].grad_scale is not None:
+            increment_versions([getattr(param, self._attribute) for param in self._updated()])
         for part in self._parts:
+            part.shards.count_writes(part.watched)
+        for part in self._parts:  # which may share counters
             part.shards.mark(part.watched)
             for i in part.unwatched:
                 self._store[part.watched[i].param].mark()
 
-    def _batches_of(self, updated: list[Tensor], per_device: list[list[Hyper]]) -> list[Batch]:
+    def _updated(self) -> list[Tensor]:
+        """The parameters that have a gradient in this step."""
+        return list(chain.from_iterable(part.shards.updated(part.watched) for part in self._parts))
+
+    def _batches_of(self, per_device: list[list[Hyper]]) -> list[Batch]:
+        updated = self._updated()
         if self._batches is None or not same_objects(updated, self._batched):
             hypers = dict(zip((part.device for part in self._parts), per_device, strict=True))
             self._batches, self._batched = adapters.batches(self._quantized_updates(hypers)), updated

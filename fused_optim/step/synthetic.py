@@ -8,7 +8,7 @@ always real, except of Megatron-FSDP's parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,14 +20,14 @@ from fused_optim.step.scalars import host_lr
 _MEGATRON_FSDP = "_megatron_fsdp_model"  # the attribute by which its parameters know their model
 
 
-def may_be_synthetic(groups: Iterable[dict[str, Any]]) -> bool:
+def may_be_synthetic(groups: Sequence[dict[str, Any]]) -> bool:
     """Whether no step was counted and every learning rate is exactly 0 or parameters are Megatron-FSDP's.
 
     All ranks answer alike.
     """
-    groups = list(groups)
-    if any(int(group["step"]) for group in groups):
-        return False
+    for group in groups:
+        if int(group["step"]):
+            return False
     at_rest = all(host_lr(group) == 0.0 for group in groups)
     return at_rest or any(hasattr(param, _MEGATRON_FSDP) for group in groups for param in group["params"])
 

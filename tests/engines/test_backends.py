@@ -20,8 +20,9 @@ from torch import Tensor
 
 from cases import FLOAT_DTYPES, FORMATS, MASTER, MASTERS, OPTIONS, SHAPES, Master, Shape, misaligned, values
 from fused_optim import FusedAdam
-from fused_optim.backends import torch_reference
+from fused_optim.backends import load_engine, torch_reference
 from fused_optim.formats import join_remainder
+from fused_optim.quantized import Float8CurrentScaling, Float8DelayedScaling, QuantizedTensor, Recipe
 from fused_optim.slots import STATES
 
 UseBackend = Callable[[str], None]
@@ -461,3 +462,22 @@ def test_backend_is_chosen_at_each_step(engine: str, use_backend: UseBackend, mo
     use_backend(engine)
     optimizer.step()
     assert calls == [1] and bool((param < 1).all())
+
+
+@pytest.mark.parametrize("recipe", [Float8DelayedScaling(), Float8CurrentScaling()], ids=repr)
+def test_backend_of_scales_is_chosen_at_each_step(
+    recipe: Recipe, engine: str, use_backend: UseBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lasts of weights from step to step does not outlast the backend."""
+    weight = torch.nn.Parameter(QuantizedTensor.from_values(values((2, 128), torch.bfloat16, engine, seed=0), recipe))
+    weight.grad = torch.ones(2, 128, dtype=torch.bfloat16, device=engine)
+    optimizer = FusedAdam([weight])
+    compiled, calls = load_engine(engine)[0], []
+    for name in ("quantize_rescale", "quantize_encode"):
+        run = getattr(compiled, name)
+        monkeypatch.setattr(compiled, name, lambda run=run, **options: calls.append(run) or run(**options))
+    for backend, expected in ((engine, 2), ("torch", 0), (engine, 2)):
+        use_backend(backend)
+        calls.clear()
+        optimizer.step()
+        assert len(calls) == expected

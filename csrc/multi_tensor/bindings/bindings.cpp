@@ -227,7 +227,7 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
         .def(py::init<const py::object&, const std::vector<VersionCounters::Example>&>(), py::arg("tensor_type"),
              py::arg("examples"))
         .def_property_readonly("found", &VersionCounters::found)
-        .def("increment", &VersionCounters::increment, py::arg("tensors"));
+        .def("increment", &VersionCounters::increment<py::list>, py::arg("tensors"));
     m.def("same_objects", &same_objects, py::arg("left"), py::arg("right"));
     m.def("same_items", &same_items, py::arg("dict"), py::arg("keys"), py::arg("values"));
     py::class_<Plan>(m, "Plan", py::module_local(), "The shards of one device and their param groups, step by step.")
@@ -239,6 +239,7 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
         .def("written", &Plan::written)
         .def("find_written", &Plan::find_written, py::arg("watched"))
         .def("updated", &Plan::updated, py::arg("watched"))
+        .def("count_writes", &Plan::count_writes, py::arg("watched"))
         .def("mark", &Plan::mark, py::arg("watched"))
         .def("groups_with_gradients", &Plan::groups_with_gradients)
         .def("set_group", &set_group, py::arg("group"), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),

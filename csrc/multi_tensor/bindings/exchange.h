@@ -315,7 +315,7 @@ public:
     }
 
     // Of plain contiguous tensors, 0 for None; None where one of them is anything else.
-    pybind11::object addresses(const pybind11::list& tensors) const {
+    [[gnu::flatten]] pybind11::object addresses(const pybind11::list& tensors) const {
         Numbers found;
         found.values.reserve(tensors.size());
         for (size_t i = 0; i < tensors.size(); ++i) {
@@ -439,7 +439,8 @@ public:
     }
 
     // Counts a write of each. False, and nothing is counted, where that is left to torch.
-    bool increment(const pybind11::list& tensors) const {
+    template <class Tensors>
+    bool increment(const Tensors& tensors) const {
         if (!found_) return false;
         for (pybind11::handle tensor : tensors) {
             if (!is_tensor(tensor.ptr()) || !body_of(tensor.ptr()) || !number_of(tensor.ptr())) return false;
