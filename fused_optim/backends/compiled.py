@@ -57,18 +57,19 @@ def load_kernels(device: torch.device) -> None:
         engine.load_kernels(device.index)
 
 
-def tensor_reader(device: torch.device) -> EngineTensorReader:
-    """How the engine of ``device`` looks at tensors there itself.
+def tensor_reader(device: torch.device, backend: Compiled | None = None) -> EngineTensorReader:
+    """How an engine, that of ``device`` unless it is given, looks at tensors there itself.
 
     Without the exchange API of torch >= 2.10 all tensors are unusual, and every shard is set at every step: right, but
     slower.
     """
-    return _tensor_reader(device, getattr(Tensor, "__dlpack_c_exchange_api__", None))
+    api = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+    return _tensor_reader(device, backend or cast(Compiled, device.type), api)
 
 
 @functools.cache
-def _tensor_reader(device: torch.device, api: object) -> EngineTensorReader:
-    engine, _ = load_engine(cast(Compiled, device.type))
+def _tensor_reader(device: torch.device, backend: Compiled, api: object) -> EngineTensorReader:
+    engine, _ = load_engine(backend)
     assert engine is not None
     # By examples the engine finds where torch keeps a tensor's dispatch keys; the first is an ordinary one.
     with torch.inference_mode(False):
@@ -113,19 +114,30 @@ def _version_counters(backend: Compiled) -> EngineVersionCounters | None:
 
 
 class CompiledShards:
-    """The shards of one device in the ``cpu`` or ``cuda`` engine, which looks for changes itself (``plan.h``)."""
+    """The shards of one device in the ``cpu`` or ``cuda`` engine, which looks for changes itself (``plan.h``).
 
-    def __init__(self, device: torch.device, backend: Compiled, groups: list[int], group_count: int) -> None:
+    ``states_on``: where the states are, if not on ``device``.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        backend: Compiled,
+        groups: list[int],
+        group_count: int,
+        states_on: torch.device | None = None,
+    ) -> None:
         engine, _ = load_engine(backend)
         versions = _version_counters(backend)
         assert engine is not None and versions is not None
         self._device, self._backend = device, backend
         self._writes_weights = engine.writes_weights
-        self._plan = engine.Plan(groups, group_count, tensor_reader(device), versions, DTensor)
-        self._alive: list[ShardWork] = []  # contiguous copies of gradients live until the step is launched
+        reader, state_reader = tensor_reader(device), tensor_reader(states_on or device, backend)
+        self._plan = engine.Plan(groups, group_count, reader, state_reader, versions, DTensor)
+        self.works: dict[int, ShardWork] = {}  # contiguous copies of gradients live until the step is launched
 
     def refresh(self, watched: list[Watched], attribute: str) -> Sequence[int]:
-        self._alive.clear()  # of a step that was begun and refused
+        self.works.clear()  # of a step that was begun and refused
         # Reading `.grad` of a DTensor takes three times as long where torch looks for overrides.
         with torch._C.DisableTorchFunctionSubclass():
             return self._plan.refresh(watched, attribute)
@@ -168,7 +180,7 @@ class CompiledShards:
             block_log2=(geometry.block or 128).bit_length() - 1,
             **weight,
         )
-        self._alive.append(work)
+        self.works[shard] = work
         return watched is not None and self._plan.watch(shard, watched)
 
     def sharing(self) -> Sequence[int]:
@@ -176,6 +188,9 @@ class CompiledShards:
 
     def takes_target(self, slots: Slots) -> bool:
         return self._writes_weights(slots.exp_avg.code, slots.exp_avg_sq.code)
+
+    def with_gradients(self) -> Sequence[int]:
+        return self._plan.with_gradients()
 
     def updated(self, watched: list[Watched]) -> list[Tensor]:
         return self._plan.updated(watched)
@@ -212,4 +227,4 @@ class CompiledShards:
             self._plan.launch(workspace=address(workspace), workspace_size=size, **run_on(self._device))
         else:
             self._plan.launch(**run_on(self._device))
-        self._alive.clear()
+        self.works.clear()

@@ -231,13 +231,15 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
     m.def("same_objects", &same_objects, py::arg("left"), py::arg("right"));
     m.def("same_items", &same_items, py::arg("dict"), py::arg("keys"), py::arg("values"));
     py::class_<Plan>(m, "Plan", py::module_local(), "The shards of one device and their param groups, step by step.")
-        .def(py::init<const std::vector<uint32_t>&, size_t, TensorReader, VersionCounters, py::object>(),
-             py::arg("groups"), py::arg("group_count"), py::arg("reader"), py::arg("versions"), py::arg("dtensor_type"))
+        .def(py::init<const std::vector<uint32_t>&, size_t, TensorReader, TensorReader, VersionCounters, py::object>(),
+             py::arg("groups"), py::arg("group_count"), py::arg("reader"), py::arg("state_reader"), py::arg("versions"),
+             py::arg("dtensor_type"))
         .def("refresh", py::overload_cast<py::list, py::str>(&Plan::refresh), py::arg("watched"), py::arg("attribute"))
         .def("watch", &Plan::watch, py::arg("shard"), py::arg("watched"))
         .def("sharing", &Plan::sharing)
         .def("written", &Plan::written)
         .def("find_written", &Plan::find_written, py::arg("watched"))
+        .def("with_gradients", &Plan::with_gradients)
         .def("updated", &Plan::updated, py::arg("watched"))
         .def("mark", &Plan::mark, py::arg("watched"))
         .def("groups_with_gradients", &Plan::groups_with_gradients)
