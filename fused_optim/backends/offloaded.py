@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -157,8 +157,7 @@ def _cut(work: ShardWork, most: int) -> list[_Part]:
 class OffloadedShards:
     """Shards whose states are in host memory. What has changed since the step before is noticed as of resident ones.
 
-    A step plans each chunk while those before are under way: of all shards together it does only what must be done
-    before anything is changed.
+    A step plans each chunk while those before are under way. Before the first one it does only what may raise.
     """
 
     def __init__(self, device: torch.device, backend: Backend, groups: list[int], group_count: int, link: Link) -> None:
@@ -168,7 +167,7 @@ class OffloadedShards:
         self.works = self._whole.works
         self._watched: list[Watched] = []
         self._attribute = ""
-        self._lasting: dict[int, tuple[Slots, int]] = {}  # by shard: its slots and key, until it is set again
+        self._lasting: dict[int, tuple[Slots, int]] = {}  # by shard: its slots and key
         self._known: dict[int, tuple[tuple[int, ...], list[_Part]]] = {}  # by shard: where its states were; its parts
 
     def refresh(self, watched: list[Watched], attribute: str) -> Sequence[int]:
@@ -177,7 +176,7 @@ class OffloadedShards:
         return sorted({*stale, *(i for i in self._whole.with_gradients() if not self._is_locked(watched[i]))})
 
     def _is_locked(self, watched: Watched) -> bool:
-        """Which memory can cease to be while tensors and addresses stay."""
+        """Asked in every step: no other guard sees that the memory of a tensor is not page-locked any more."""
         states = watched.exp_avg, watched.exp_avg_sq, watched.master
         return all(state is None or can_be_streamed(local_tensor(state), self._device) for state in states)
 
@@ -210,8 +209,7 @@ class OffloadedShards:
         return self._whole.groups_with_gradients()
 
     def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
-        for chunk, following in pairwise(chain(self._chunks(), [None])):
-            assert chunk is not None
+        for chunk, is_last in self._chunks():
             buffer = self._link.buffer(sum(part.nbytes for _, _, part in chunk))
             shards = shards_on(self._device, self._backend, [self._groups[i] for i, _, _ in chunk], self._group_count)
             pairs, used = [], 0
@@ -221,22 +219,25 @@ class OffloadedShards:
                 pairs += copied
                 used += part.nbytes
             with self._link.moved(pairs):
-                shards.run(hypers if following is None else uncounted(hypers), workspace)
+                shards.run(hypers if is_last else uncounted(hypers), workspace)
         self.works.clear()
 
-    def _chunks(self) -> Iterator[list[tuple[int, ShardWork, _Part]]]:
-        """All parts with their shards, in their order. One chunk at least: the step is counted."""
+    def _chunks(self) -> Iterator[tuple[list[tuple[int, ShardWork, _Part]], bool]]:
+        """All parts with their shards, in their order; whether it is the last chunk, which is there in any case.
+
+        Planned as they are asked for.
+        """
         chunk: list[tuple[int, ShardWork, _Part]] = []
         size = 0
         for index in self._whole.with_gradients():
             work = self._work(index)
             for part in self._parts(index, work):
                 if chunk and size + part.nbytes > CHUNK_BYTES:
-                    yield chunk
+                    yield chunk, False
                     chunk, size = [], 0
                 chunk.append((index, work, part))
                 size += part.nbytes
-        yield chunk
+        yield chunk, True
 
     def _work(self, index: int) -> ShardWork:
         """What was set for this step; else the tensors that have been found to be as they were."""
