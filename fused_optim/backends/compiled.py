@@ -57,18 +57,21 @@ def load_kernels(device: torch.device) -> None:
         engine.load_kernels(device.index)
 
 
-def tensor_reader(device: torch.device, backend: Compiled | None = None) -> EngineTensorReader:
+def tensor_reader(
+    device: torch.device, backend: Compiled | None = None, checks_ends: bool = False
+) -> EngineTensorReader:
     """How an engine, that of ``device`` unless it is given, looks at tensors there itself.
 
+    ``checks_ends``: and at how many bytes their storages have, which takes longer.
     Without the exchange API of torch >= 2.10 all tensors are unusual, and every shard is set at every step: right, but
     slower.
     """
     api = getattr(Tensor, "__dlpack_c_exchange_api__", None)
-    return _tensor_reader(device, backend or cast(Compiled, device.type), api)
+    return _tensor_reader(device, backend or cast(Compiled, device.type), api, checks_ends)
 
 
 @functools.cache
-def _tensor_reader(device: torch.device, backend: Compiled, api: object) -> EngineTensorReader:
+def _tensor_reader(device: torch.device, backend: Compiled, api: object, checks_ends: bool) -> EngineTensorReader:
     engine, _ = load_engine(backend)
     assert engine is not None
     # By examples the engine finds where torch keeps a tensor's dispatch keys; the first is an ordinary one.
@@ -77,7 +80,7 @@ def _tensor_reader(device: torch.device, backend: Compiled, api: object) -> Engi
         examples = _layout_examples(device)
         copied = [torch._lazy_clone(torch.empty(1, device="cpu")) for _ in range(2)]  # alike on all devices
     keys = [(x, torch._C._dispatch_keys(x).raw_repr()) for x in (ordinary, torch._neg_view(ordinary))]
-    return engine.TensorReader(api, Tensor, keys, [*map(_example, examples)], [*map(_example, copied)])
+    return engine.TensorReader(api, Tensor, keys, [*map(_example, examples)], [*map(_example, copied)], checks_ends)
 
 
 def _layout_examples(device: torch.device) -> list[Tensor]:
@@ -89,8 +92,9 @@ def _layout_examples(device: torch.device) -> list[Tensor]:
     return [*examples, *strided, narrow, torch.empty((), dtype=torch.int8, device=device)]
 
 
-def _example(tensor: Tensor) -> tuple[Tensor, int, int]:
-    return tensor, tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+def _example(tensor: Tensor) -> tuple[Tensor, int, int, int]:
+    storage = tensor.untyped_storage()
+    return tensor, storage._cdata, storage.nbytes(), int(tensor.storage_offset())
 
 
 def increment_versions(tensors: list[Tensor]) -> None:
@@ -116,7 +120,8 @@ def _version_counters(backend: Compiled) -> EngineVersionCounters | None:
 class CompiledShards:
     """The shards of one device in the ``cpu`` or ``cuda`` engine, which looks for changes itself (``plan.h``).
 
-    ``states_on``: where the states are, if not on ``device``.
+    ``states_on``: where the states are, if not on ``device``. Torch cuts such shards into chunks while the step is
+    made, which must not raise then: so storages that were made shorter are noticed, too.
     """
 
     def __init__(
@@ -132,7 +137,8 @@ class CompiledShards:
         assert engine is not None and versions is not None
         self._device, self._backend = device, backend
         self._writes_weights = engine.writes_weights
-        reader, state_reader = tensor_reader(device), tensor_reader(states_on or device, backend)
+        is_apart = states_on is not None
+        reader, state_reader = (tensor_reader(each, backend, is_apart) for each in (device, states_on or device))
         self._plan = engine.Plan(groups, group_count, reader, state_reader, versions, DTensor)
         self.works: dict[int, ShardWork] = {}  # contiguous copies of gradients live until the step is launched
 

@@ -130,8 +130,9 @@ class Engine(Protocol):
         exchange_api: object,
         tensor_type: type,
         keys: list[tuple[Tensor, int]],
-        examples: list[tuple[Tensor, int, int]],
-        copied: list[tuple[Tensor, int, int]],
+        examples: list[tuple[Tensor, int, int, int]],
+        copied: list[tuple[Tensor, int, int, int]],
+        checks_ends: bool = False,
     ) -> EngineTensorReader: ...
     def same_objects(self, left: list[Any], right: list[Any]) -> bool: ...
     def same_items(self, dict: dict[Any, Any], keys: list[Any], values: list[Any]) -> bool: ...

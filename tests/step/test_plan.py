@@ -307,6 +307,22 @@ def wrong_state_device(t: Trainer) -> None:
     t.optimizer.state[t.params[1]]["exp_avg_sq"] = torch.zeros(5, 7, device="meta")
 
 
+def short(tensor: Tensor) -> Tensor:
+    """A tensor like it whose memory ends too early."""
+    found = torch.zeros_like(tensor)
+    found.untyped_storage().resize_(found.nbytes - 1)
+    return found
+
+
+def short_state(t: Trainer) -> None:
+    state = t.optimizer.state[t.params[1]]["exp_avg"]
+    state.data = short(state)
+
+
+def short_gradient(t: Trainer) -> None:
+    t.params[1].decoupled_grad = short(t.params[1].decoupled_grad)
+
+
 def removed_state(t: Trainer) -> None:
     del t.optimizer.state[t.params[1]]["exp_avg_sq"]
 
@@ -328,11 +344,21 @@ def other_shape(t: Trainer) -> None:
     t.optimizer.state[param] |= {name: torch.zeros(6, 7) for name in ("exp_avg", "exp_avg_sq")}
 
 
+REFUSED = [
+    other_shape,
+    wrong_state_dtype,
+    wrong_state_device,
+    removed_state,
+    wrong_gradient_device,
+    wrong_gradient_shape,
+]
+REFUSED_OFFLOADED = [*REFUSED, short_state, short_gradient]
+
+
 @pytest.mark.parametrize(
-    "change",
-    [other_shape, wrong_state_dtype, wrong_state_device, removed_state, wrong_gradient_device, wrong_gradient_shape],
+    ("states", "change"),
+    [*(("", change) for change in REFUSED), *(("offloaded", change) for change in REFUSED_OFFLOADED)],
 )
-@pytest.mark.parametrize("states", ["", "offloaded"])
 def test_refused_before_anything_is_changed(states: str, change: Callable[[Trainer], None]) -> None:
     trainer = Trainer(lambda x: x, FORMAT["float32"], MASTER["float32"], states)
     trainer.train()
@@ -342,7 +368,7 @@ def test_refused_before_anything_is_changed(states: str, change: Callable[[Train
     change(trainer)
     before = [param.detach().clone() for param in trainer.params]
     for _ in range(2):
-        with pytest.raises((TypeError, ValueError), match=r"parameter 1 \(shape \([56], 7\)"):
+        with pytest.raises((TypeError, ValueError, RuntimeError), match=r"parameter 1 \(shape \([56], 7\)"):
             trainer.optimizer.step()
     assert trainer.optimizer.param_groups[0]["step"] == 2
     assert all(torch.equal(a, b) for a, b in zip(trainer.params, before, strict=True))
