@@ -77,6 +77,11 @@ def host_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return flat.view(dtype).view(tuple(shape))
 
 
+def can_be_streamed(tensor: Tensor, device: torch.device) -> bool:
+    """Whether a tensor in host memory is copied to and from ``device`` without the host: for GPUs it is page-locked."""
+    return device.type != "cuda" or not tensor.numel() or tensor.is_pinned()
+
+
 def host_copy(tensor: Tensor) -> Tensor:
     """A copy in such memory."""
     return host_zeros(tensor.shape, tensor.dtype).copy_(tensor)

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fused_optim.adapters import adapter_of
 from fused_optim.formats import ELEMENT_TYPES, STATE_FORMATS, as_dtype
+from fused_optim.host_memory import can_be_streamed
 from fused_optim.sharding.dtensor import is_dense, local_tensor
 
 CheckpointFormat = Literal["unscaled", "native", "torch"]
@@ -245,7 +246,7 @@ def check_states(
             if state.is_neg():
                 expected += " that is negated lazily; use state.resolve_neg()"
             raise TypeError(f"{describe(param, index, name)}: state {key}: expected {expected}")
-        if key in offloaded and local.device.type == "cuda" and state.numel() and not state.is_pinned():
+        if key in offloaded and not can_be_streamed(state, local.device):
             raise TypeError(
                 f"{describe(param, index, name)}: state {key}: expected page-locked memory, as it is offloaded: "
                 "copy into the tensor that is there, or use state.pin_memory()"

@@ -57,18 +57,22 @@ def load_kernels(device: torch.device) -> None:
         engine.load_kernels(device.index)
 
 
-def tensor_reader(device: torch.device) -> EngineTensorReader:
-    """How the engine of ``device`` looks at tensors there itself.
+def tensor_reader(
+    device: torch.device, backend: Compiled | None = None, checks_ends: bool = False
+) -> EngineTensorReader:
+    """How an engine, that of ``device`` unless it is given, looks at tensors there itself.
 
+    ``checks_ends``: and at how many bytes their storages have, which takes longer.
     Without the exchange API of torch >= 2.10 all tensors are unusual, and every shard is set at every step: right, but
     slower.
     """
-    return _tensor_reader(device, getattr(Tensor, "__dlpack_c_exchange_api__", None))
+    api = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+    return _tensor_reader(device, backend or cast(Compiled, device.type), api, checks_ends)
 
 
 @functools.cache
-def _tensor_reader(device: torch.device, api: object) -> EngineTensorReader:
-    engine, _ = load_engine(cast(Compiled, device.type))
+def _tensor_reader(device: torch.device, backend: Compiled, api: object, checks_ends: bool) -> EngineTensorReader:
+    engine, _ = load_engine(backend)
     assert engine is not None
     # By examples the engine finds where torch keeps a tensor's dispatch keys; the first is an ordinary one.
     with torch.inference_mode(False):
@@ -76,7 +80,7 @@ def _tensor_reader(device: torch.device, api: object) -> EngineTensorReader:
         examples = _layout_examples(device)
         copied = [torch._lazy_clone(torch.empty(1, device="cpu")) for _ in range(2)]  # alike on all devices
     keys = [(x, torch._C._dispatch_keys(x).raw_repr()) for x in (ordinary, torch._neg_view(ordinary))]
-    return engine.TensorReader(api, Tensor, keys, [*map(_example, examples)], [*map(_example, copied)])
+    return engine.TensorReader(api, Tensor, keys, [*map(_example, examples)], [*map(_example, copied)], checks_ends)
 
 
 def _layout_examples(device: torch.device) -> list[Tensor]:
@@ -88,8 +92,9 @@ def _layout_examples(device: torch.device) -> list[Tensor]:
     return [*examples, *strided, narrow, torch.empty((), dtype=torch.int8, device=device)]
 
 
-def _example(tensor: Tensor) -> tuple[Tensor, int, int]:
-    return tensor, tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+def _example(tensor: Tensor) -> tuple[Tensor, int, int, int]:
+    storage = tensor.untyped_storage()
+    return tensor, storage._cdata, storage.nbytes(), int(tensor.storage_offset())
 
 
 def increment_versions(tensors: list[Tensor]) -> None:
@@ -113,19 +118,32 @@ def _version_counters(backend: Compiled) -> EngineVersionCounters | None:
 
 
 class CompiledShards:
-    """The shards of one device in the ``cpu`` or ``cuda`` engine, which looks for changes itself (``plan.h``)."""
+    """The shards of one device in the ``cpu`` or ``cuda`` engine, which looks for changes itself (``plan.h``).
 
-    def __init__(self, device: torch.device, backend: Compiled, groups: list[int], group_count: int) -> None:
+    ``states_on``: where the states are, if not on ``device``. Torch cuts such shards into chunks while the step is
+    made, which must not raise then: so storages that were made shorter are noticed, too.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        backend: Compiled,
+        groups: list[int],
+        group_count: int,
+        states_on: torch.device | None = None,
+    ) -> None:
         engine, _ = load_engine(backend)
         versions = _version_counters(backend)
         assert engine is not None and versions is not None
         self._device, self._backend = device, backend
         self._writes_weights = engine.writes_weights
-        self._plan = engine.Plan(groups, group_count, tensor_reader(device), versions, DTensor)
-        self._alive: list[ShardWork] = []  # contiguous copies of gradients live until the step is launched
+        is_apart = states_on is not None
+        reader, state_reader = (tensor_reader(each, backend, is_apart) for each in (device, states_on or device))
+        self._plan = engine.Plan(groups, group_count, reader, state_reader, versions, DTensor)
+        self.works: dict[int, ShardWork] = {}  # contiguous copies of gradients live until the step is launched
 
     def refresh(self, watched: list[Watched], attribute: str) -> Sequence[int]:
-        self._alive.clear()  # of a step that was begun and refused
+        self.works.clear()  # of a step that was begun and refused
         # Reading `.grad` of a DTensor takes three times as long where torch looks for overrides.
         with torch._C.DisableTorchFunctionSubclass():
             return self._plan.refresh(watched, attribute)
@@ -168,7 +186,7 @@ class CompiledShards:
             block_log2=(geometry.block or 128).bit_length() - 1,
             **weight,
         )
-        self._alive.append(work)
+        self.works[shard] = work
         return watched is not None and self._plan.watch(shard, watched)
 
     def sharing(self) -> Sequence[int]:
@@ -176,6 +194,9 @@ class CompiledShards:
 
     def takes_target(self, slots: Slots) -> bool:
         return self._writes_weights(slots.exp_avg.code, slots.exp_avg_sq.code)
+
+    def with_gradients(self) -> Sequence[int]:
+        return self._plan.with_gradients()
 
     def updated(self, watched: list[Watched]) -> list[Tensor]:
         return self._plan.updated(watched)
@@ -216,4 +237,4 @@ class CompiledShards:
             self._plan.launch(workspace=address(workspace), workspace_size=size, **run_on(self._device))
         else:
             self._plan.launch(**run_on(self._device))
-        self._alive.clear()
+        self.works.clear()

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from fused_optim.backends import Backend, Hyper, ShardWork, uncounted
-from fused_optim.backends.shards import ReferenceShards, shards_on
-from fused_optim.sharding.dtensor import Geometry
+from fused_optim.backends.engine import Watched
+from fused_optim.backends.shards import shards_on
+from fused_optim.host_memory import can_be_streamed
+from fused_optim.sharding.dtensor import Geometry, local_tensor
 from fused_optim.slots import STATES, Slots
 
 CHUNK_BYTES = 32 << 20  # of states, in a buffer on the device
@@ -152,41 +154,110 @@ def _cut(work: ShardWork, most: int) -> list[_Part]:
     return [_Part.of(work, start, end) for start, end in pairwise(cuts) if end > start]
 
 
-class OffloadedShards(ReferenceShards):
-    """Shards whose states are in host memory, described anew at every step."""
+class OffloadedShards:
+    """Shards whose states are in host memory. What has changed since the step before is noticed as of resident ones.
+
+    A step plans each chunk while those before are under way. Before the first one it does only what may raise.
+    """
 
     def __init__(self, device: torch.device, backend: Backend, groups: list[int], group_count: int, link: Link) -> None:
-        super().__init__(groups)
-        self._device, self._backend, self._group_count, self._link = device, backend, group_count, link
+        self._device, self._backend, self._link = device, backend, link
+        self._groups, self._group_count = groups, group_count
+        self._whole = shards_on(device, backend, groups, group_count, torch.device("cpu"))
+        self.works = self._whole.works
+        self._watched: list[Watched] = []
+        self._attribute = ""
+        self._lasting: dict[int, tuple[Slots, int]] = {}  # by shard: its slots and key
         self._known: dict[int, tuple[tuple[int, ...], list[_Part]]] = {}  # by shard: where its states were; its parts
 
+    def refresh(self, watched: list[Watched], attribute: str) -> Sequence[int]:
+        self._watched, self._attribute = watched, attribute
+        stale = self._whole.refresh(watched, attribute)
+        return sorted({*stale, *(i for i in self._whole.with_gradients() if not self._is_locked(watched[i]))})
+
+    def _is_locked(self, watched: Watched) -> bool:
+        """Asked in every step: no other guard sees that the memory of a tensor is not page-locked any more."""
+        states = watched.exp_avg, watched.exp_avg_sq, watched.master
+        return all(state is None or can_be_streamed(local_tensor(state), self._device) for state in states)
+
+    def set(self, shard: int, work: ShardWork, watched: Watched | None) -> bool:
+        self._lasting[shard] = work.slots, work.key
+        return self._whole.set(shard, work, watched)
+
+    def written(self) -> Sequence[int]:
+        return self._whole.written()
+
+    def find_written(self, watched: list[Watched]) -> Sequence[int]:
+        return self._whole.find_written(watched)
+
+    def sharing(self) -> Sequence[int]:
+        return self._whole.sharing()
+
+    def takes_target(self, slots: Slots) -> bool:
+        return False
+
+    def with_gradients(self) -> Sequence[int]:
+        return self._whole.with_gradients()
+
+    def updated(self, watched: list[Watched]) -> list[Tensor]:
+        return self._whole.updated(watched)
+
+    def count_writes(self, watched: list[Watched]) -> None:
+        self._whole.count_writes(watched)
+
+    def mark(self, watched: list[Watched]) -> None:
+        self._whole.mark(watched)
+        self.works.clear()
+
+    def groups_with_gradients(self) -> Sequence[int]:
+        return self._whole.groups_with_gradients()
+
     def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
-        works = self._work
-        chunks = list(self._chunks(works))
-        for chunk in chunks:
-            buffer = self._link.buffer(sum(part.nbytes for _, part in chunk))
-            shards = shards_on(self._device, self._backend, [self._groups[i] for i, _ in chunk], self._group_count)
+        for chunk, is_last in self._chunks():
+            buffer = self._link.buffer(sum(part.nbytes for _, _, part in chunk))
+            shards = shards_on(self._device, self._backend, [self._groups[i] for i, _, _ in chunk], self._group_count)
             pairs, used = [], 0
-            for number, (index, part) in enumerate(chunk):
-                work, copied = part.moved_to(buffer[used:], works[index])
-                shards.set(number, work, None)
+            for number, (_, work, part) in enumerate(chunk):
+                moved, copied = part.moved_to(buffer[used:], work)
+                shards.set(number, moved, None)
                 pairs += copied
                 used += part.nbytes
             with self._link.moved(pairs):
-                shards.run(hypers if chunk is chunks[-1] else uncounted(hypers), workspace)
+                shards.run(hypers if is_last else uncounted(hypers), workspace)
 
-    def _chunks(self, works: dict[int, ShardWork]) -> Iterator[list[tuple[int, _Part]]]:
-        """All parts with the numbers of their shards, in their order. One chunk at least: the step is counted."""
-        chunk: list[tuple[int, _Part]] = []
+    def _chunks(self) -> Iterator[tuple[list[tuple[int, ShardWork, _Part]], bool]]:
+        """All parts with their shards, in their order; whether it is the last chunk, which is there in any case.
+
+        Planned as they are asked for.
+        """
+        chunk: list[tuple[int, ShardWork, _Part]] = []
         size = 0
-        for index, work in sorted(works.items()):
+        for index in self._whole.with_gradients():
+            work = self._work(index)
             for part in self._parts(index, work):
                 if chunk and size + part.nbytes > CHUNK_BYTES:
-                    yield chunk
+                    yield chunk, False
                     chunk, size = [], 0
-                chunk.append((index, part))
+                chunk.append((index, work, part))
                 size += part.nbytes
-        yield chunk
+        yield chunk, True
+
+    def _work(self, index: int) -> ShardWork:
+        """What was set for this step; else the tensors that have been found to be as they were."""
+        if index in self.works:
+            return self.works[index]
+        param, exp_avg, exp_avg_sq, master = self._watched[index][:4]
+        assert exp_avg is not None and exp_avg_sq is not None
+        slots, key = self._lasting[index]
+        return ShardWork(
+            grad=local_tensor(getattr(param, self._attribute)),
+            param=local_tensor(param),
+            master=None if master is None else local_tensor(master),
+            exp_avg=local_tensor(exp_avg),
+            exp_avg_sq=local_tensor(exp_avg_sq),
+            slots=slots,
+            key=key,
+        )
 
     def _parts(self, index: int, work: ShardWork) -> list[_Part]:
         """Those of the step before, as long as the states are where they were."""

@@ -19,7 +19,10 @@ class Shards(Protocol):
 
     A step is ``refresh``, ``set`` for each shard that it returns, ``run``. ``watched``: one per shard. Where gradients
     have a scale, ``run`` writes them: those of ``sharing`` must be set again before, to copies.
+    ``works``: what was set for this step, until ``mark`` at the latest.
     """
+
+    works: dict[int, ShardWork]
 
     def refresh(self, watched: list[Watched], attribute: str) -> Sequence[int]:
         """Take this step's gradients; the numbers of the shards that have one and must be set (again)."""
@@ -42,8 +45,11 @@ class Shards(Protocol):
     def takes_target(self, slots: Slots) -> bool:
         """Whether a shard with these states may have a target."""
 
+    def with_gradients(self) -> Sequence[int]:
+        """The numbers of the shards that have a gradient in this step, ascending."""
+
     def updated(self, watched: list[Watched]) -> list[Tensor]:
-        """The parameters that have a gradient in this step."""
+        """Their parameters."""
 
     def count_writes(self, watched: list[Watched]) -> None:
         """After a step: count it in the versions of the parameters that have a gradient."""
@@ -52,17 +58,26 @@ class Shards(Protocol):
         """After a step: watched parameters are what belongs to their masters."""
 
     def groups_with_gradients(self) -> Sequence[int]:
-        """The param groups of these."""
+        """Their param groups."""
 
     def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
         """Update them. ``workspace``: memory of a GPU, needed where hyperparameters lie there."""
 
 
-def shards_on(device: torch.device, backend: Backend, groups: list[int], group_count: int) -> Shards:
-    """The shards of ``device``; ``groups``: the param group of each, ascending."""
+def shards_on(
+    device: torch.device,
+    backend: Backend,
+    groups: list[int],
+    group_count: int,
+    states_on: torch.device | None = None,
+) -> Shards:
+    """The shards of ``device``; ``groups``: the param group of each, ascending.
+
+    Those whose states are elsewhere, ``states_on``, do everything but ``run``.
+    """
     if backend == "torch":
         return ReferenceShards(groups)
-    return CompiledShards(device, backend, groups, group_count)
+    return CompiledShards(device, backend, groups, group_count, states_on)
 
 
 class ReferenceShards:
@@ -70,14 +85,14 @@ class ReferenceShards:
 
     def __init__(self, groups: list[int]) -> None:
         self._groups = groups
-        self._work: dict[int, ShardWork] = {}
+        self.works: dict[int, ShardWork] = {}
 
     def refresh(self, watched: list[Watched], attribute: str) -> Sequence[int]:
-        self._work.clear()
+        self.works.clear()
         return [i for i, shard in enumerate(watched) if getattr(shard.param, attribute, None) is not None]
 
     def set(self, shard: int, work: ShardWork, watched: Watched | None) -> bool:
-        self._work[shard] = work
+        self.works[shard] = work
         return False
 
     def written(self) -> Sequence[int]:
@@ -87,7 +102,7 @@ class ReferenceShards:
         return ()
 
     def sharing(self) -> Sequence[int]:
-        extents = {i: (work.grad.data_ptr(), work.grad.data_ptr() + work.grad.nbytes) for i, work in self._work.items()}
+        extents = {i: (work.grad.data_ptr(), work.grad.data_ptr() + work.grad.nbytes) for i, work in self.works.items()}
         found: set[int] = set()
         last, end = -1, 0  # of those before, the one that ends last
         for i in sorted(extents, key=extents.__getitem__):
@@ -100,20 +115,23 @@ class ReferenceShards:
     def takes_target(self, slots: Slots) -> bool:
         return False
 
+    def with_gradients(self) -> Sequence[int]:
+        return sorted(self.works)
+
     def updated(self, watched: list[Watched]) -> list[Tensor]:
-        return [watched[i].param for i in self._work]
+        return [watched[i].param for i in self.works]
 
     def count_writes(self, watched: list[Watched]) -> None:
         increment_versions(self.updated(watched))
 
     def mark(self, watched: list[Watched]) -> None:
-        self._work.clear()
+        self.works.clear()
 
     def groups_with_gradients(self) -> Sequence[int]:
-        return [self._groups[i] for i in self._work]
+        return [self._groups[i] for i in self.works]
 
     def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
         groups = [GroupWork(hyper, []) for hyper in hypers]
-        for i, work in sorted(self._work.items()):
+        for i, work in sorted(self.works.items()):
             groups[self._groups[i]].shards.append(work)
         torch_reference.run(groups)

@@ -40,7 +40,7 @@ UNUSUAL: dict[str, Callable[[], Tensor]] = {
 }
 
 
-def reader(examples: list[tuple[Tensor, int, int]] | None = None) -> EngineTensorReader:
+def reader(examples: list[tuple[Tensor, int, int, int]] | None = None) -> EngineTensorReader:
     """That of the CPU, or one that is told other things of its examples."""
     if examples is None:
         return compiled.tensor_reader(CPU)
@@ -55,7 +55,7 @@ def reader(examples: list[tuple[Tensor, int, int]] | None = None) -> EngineTenso
 def misled() -> EngineTensorReader:
     """As with a torch whose tensors lie in another way: DLPack has to be asked."""
     examples = [compiled._example(x) for x in compiled._layout_examples(CPU)]
-    return reader([(tensor, storage + 8, offset) for tensor, storage, offset in examples])
+    return reader([(tensor, storage + 8, *others) for tensor, storage, *others in examples])
 
 
 def test_this_torch_is_known() -> None:
@@ -99,6 +99,16 @@ def test_memory_that_moves_is_followed(make: Callable[[], EngineTensorReader]) -
     freed = torch.ones(4)
     freed.untyped_storage().resize_(0)
     assert addresses(make(), [freed]) == [0]
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(3, 5)], ids=["all", "end"])
+def test_memory_that_ends_too_early_is_none(part: slice) -> None:
+    tensor = torch.ones(5, 2)
+    found, before = tensor[part], tensor[:3]
+    checks = compiled.tensor_reader(CPU, "cpu", checks_ends=True)
+    assert addresses(checks, [found]) == [found.data_ptr()]
+    tensor.untyped_storage().resize_(9 * 4)
+    assert addresses(checks, [found, before]) == [0, before.data_ptr()]
 
 
 @pytest.mark.parametrize("make", [reader, misled])

@@ -8,8 +8,9 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +26,7 @@ from torch.distributed.tensor import DTensor
 import distributed
 from cases import FORMAT, FORMATS, MASTER, MASTERS, SHAPES, Format, Master, values
 from distributed import Part, assert_same, join_all, part, same_bits
-from fused_optim import FusedAdam, FusedAdamW, enable_gradient_release, save_master_safetensors
+from fused_optim import FusedAdam, FusedAdamW, enable_gradient_release, save_master_safetensors, validate
 from fused_optim.backends import offloaded
 from fused_optim.checkpoint import PinnedStager
 from fused_optim.quantized import Float8CurrentScaling, MXFP8BlockScaling, quantize_model_
@@ -152,6 +153,61 @@ def test_parts_of_a_shard(inner: tuple[int, int], block: int) -> None:
             assert torch.equal(indices, whole.global_indices(torch.device("cpu")))
             assert not block or all(cut % block == 0 for cut in cuts)
             assert len(parts) > 1 or (most >= 12 and block and inner[0] % block) or most == 60
+
+
+# --- what a step does -----------------------------------------------------------------------------------------------
+
+
+def test_chunks_are_planned_while_others_are_under_way(engine: str) -> None:
+    optimizer = make(True, engine)
+    train(optimizer, range(1))
+    events: list[str] = []
+
+    def noting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (events.append(name), method(*args))[1]
+
+    shards, link = offloaded.OffloadedShards, offloaded.Link
+    with (
+        offloading(1 << 10),
+        mock.patch.object(shards, "_parts", noting("planned", shards._parts)),
+        mock.patch.object(link, "moved", noting("moved", link.moved)),
+    ):
+        train(optimizer, range(1, 2))
+    assert events.index("moved") <= 2 and events.count("planned") > 5
+
+
+def test_gradients_are_not_kept(engine: str) -> None:
+    optimizer = make(True, engine)
+    for step in range(2):  # the first describes all shards, the second none
+        train(optimizer, range(step, step + 1))
+        grads = [weakref.ref(param.grad) for param in optimizer.store.params if param.grad is not None]
+        optimizer.zero_grad()
+        assert all(grad() is None for grad in grads)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_gradients_with_a_scale(shared: bool, device: str) -> None:
+    """Each is divided by it once, whoever has it, too."""
+    ours, theirs = pair(device)
+    for optimizer in (ours, theirs):
+        for step in range(3):
+            train_with_scale(optimizer, step, shared)
+    assert_alike(ours, theirs)
+    for a, b in zip(ours.store.params, theirs.store.params, strict=True):
+        assert same_bits(a.grad.cpu(), b.grad.cpu())
+
+
+def train_with_scale(optimizer: FusedAdam, step: int, shared: bool) -> None:
+    params = optimizer.store.params
+    device = params[0].device
+    flat = values((50000,), params[0].dtype, str(device), seed=step)
+    for i, param in enumerate(params):
+        begin = 5 * i if shared else 0
+        grad = flat[begin : begin + param.numel()].view(param.shape)
+        param.grad = grad if shared else grad.clone()
+    optimizer.grad_scale = torch.tensor(64.0, device=device)
+    optimizer.found_inf = torch.zeros((), device=device)
+    optimizer.step()
 
 
 # --- a share --------------------------------------------------------------------------------------------------------
@@ -332,16 +388,19 @@ def test_a_save_is_the_state_at_the_call(device: str) -> None:
 def test_parameters_that_others_write(master: str, device: str) -> None:
     ours, theirs = pair(device, FORMAT["bfloat16"], MASTER[master])
     for optimizer in (ours, theirs):
-        train(optimizer, range(1))
+        train(optimizer, range(2))
         with torch.no_grad():
             optimizer.store.params[0].mul_(0.5)
-        train(optimizer, range(1, 2))
+        train(optimizer, range(2, 3))
         optimizer.store.params[1].data.add_(1.0)
         optimizer.sync_masters_from_params()
         moment = values(SIZES[0], torch.float32, device, seed=9)
         optimizer.set_scaled_state(optimizer.store.params[0], "exp_avg", moment)
-        train(optimizer, range(2, 3))
+        train(optimizer, range(3, 4))
         optimizer.sync_params_from_master()
+        with torch.no_grad():
+            optimizer.store.params[0].mul_(0.5)
+        optimizer.state_dict()  # reads masters, which follow
     assert_alike(ours, theirs)
     for a, b in zip(ours.store.params, theirs.store.params, strict=True):
         for name in ours.state[a]:
@@ -391,13 +450,32 @@ def test_what_cannot_be_is_refused() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_memory_that_is_not_locked_is_refused() -> None:
+@pytest.mark.parametrize("replaced", [True, False])
+def test_memory_that_is_not_locked_is_refused(replaced: bool) -> None:
     optimizer = make(True, "cuda")
     train(optimizer, range(1))
     states = optimizer.state[optimizer.store.params[0]]
-    states["exp_avg"] = states["exp_avg"].clone()
+    if replaced:
+        states["exp_avg"] = states["exp_avg"].clone()
+    else:
+        states["exp_avg"].data = states["exp_avg"].clone()
     with pytest.raises(TypeError, match="page-locked"):
         train(optimizer, range(1, 2))
+
+
+def test_memory_that_is_unlocked_is_noticed(device: str) -> None:
+    """Under the same tensors, at the same addresses."""
+    optimizer = make(True, device)
+    train(optimizer, range(2))
+    before = [tensor.clone() for tensor in everything(optimizer)]
+    unlocked = optimizer.state[optimizer.store.params[-1]]["exp_avg_sq"]
+    with ExitStack() as patches:
+        for module in (offloaded, validate):
+            patches.enter_context(mock.patch.object(module, "can_be_streamed", lambda state, _: state is not unlocked))
+        with pytest.raises(TypeError, match=r"exp_avg_sq: expected page-locked memory"):
+            train(optimizer, range(2, 3))
+    assert all(map(same_bits, everything(optimizer), before))
+    train(optimizer, range(2, 3))
 
 
 def test_parameters_in_host_memory_have_their_states_there() -> None:

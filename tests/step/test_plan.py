@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -18,27 +19,37 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from cases import FORMAT, MASTER, Format, Master, values
 from fused_optim import FusedAdam, adapters
-from fused_optim.backends import compiled
 from fused_optim.quantized import MXFP8BlockScaling, quantize_model_
 from fused_optim.sharding.dtensor import local_tensor
+from fused_optim.state import store
+from fused_optim.step.plan import Plan
 
 SHAPES = [(4, 128), (5, 7), (0, 32), (300,)]
 VARIANTS = [
-    (FORMAT["float32"], MASTER["float32"]),
-    (FORMAT["int8"], MASTER["bfloat16+rem16"]),
-    (FORMAT["bfloat16"], MASTER["bfloat16+float32"]),
+    (FORMAT["float32"], MASTER["float32"], ""),
+    (FORMAT["int8"], MASTER["bfloat16+rem16"], ""),
+    (FORMAT["bfloat16"], MASTER["bfloat16+float32"], ""),
+    (FORMAT["int8"], MASTER["bfloat16+float16"], "offloaded"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _cpu_plays_a_gpu() -> Iterator[None]:
+    with mock.patch.object(store, "OFFLOADED_FROM", ("cuda", "cpu")):
+        yield
 
 
 class Trainer:
     """An optimizer whose gradients are new tensors at each step."""
 
-    def __init__(self, place: Callable[[Tensor], Tensor], fmt: Format, master: Master, device: str = "cpu") -> None:
+    def __init__(
+        self, place: Callable[[Tensor], Tensor], fmt: Format, master: Master, states: str = "", device: str = "cpu"
+    ) -> None:
         self.place, self.dtype, self.device, self.steps = place, master.param_dtype, device, 0
         self.params = [self.param(shape, i) for i, shape in enumerate(SHAPES)]
-        formats = {"exp_avg_dtype": fmt.dtype, "exp_avg_sq_dtype": fmt.dtype}
+        options = {"exp_avg_dtype": fmt.dtype, "exp_avg_sq_dtype": fmt.dtype, "offload_states": states == "offloaded"}
         groups = [{"params": self.params[:2]}, {"params": self.params[2:], "lr": 0.02}]
-        self.optimizer = FusedAdam(groups, lr=0.01, weight_decay=0.1, **formats, **master.options)
+        self.optimizer = FusedAdam(groups, lr=0.01, weight_decay=0.1, **options, **master.options)
 
     def param(self, shape: tuple[int, ...], seed: int) -> Tensor:
         return torch.nn.Parameter(self.place(values(shape, self.dtype, self.device, seed=seed)))
@@ -79,7 +90,7 @@ def place(request: pytest.FixtureRequest) -> Callable[[Tensor], Tensor]:
     return lambda x: distribute_tensor(x, mesh, [Shard(0)])
 
 
-@pytest.fixture(params=VARIANTS, ids=lambda variant: "-".join(map(str, variant)))
+@pytest.fixture(params=VARIANTS, ids=lambda variant: "-".join(map(str, filter(None, variant))))
 def pair(request: pytest.FixtureRequest, place: Callable[[Tensor], Tensor]) -> tuple[Trainer, Trainer]:
     pair = Trainer(place, *request.param), Trainer(place, *request.param)
     for trainer in pair:
@@ -296,6 +307,22 @@ def wrong_state_device(t: Trainer) -> None:
     t.optimizer.state[t.params[1]]["exp_avg_sq"] = torch.zeros(5, 7, device="meta")
 
 
+def short(tensor: Tensor) -> Tensor:
+    """A tensor like it whose memory ends too early."""
+    found = torch.zeros_like(tensor)
+    found.untyped_storage().resize_(found.nbytes - 1)
+    return found
+
+
+def short_state(t: Trainer) -> None:
+    state = t.optimizer.state[t.params[1]]["exp_avg"]
+    state.data = short(state)
+
+
+def short_gradient(t: Trainer) -> None:
+    t.params[1].decoupled_grad = short(t.params[1].decoupled_grad)
+
+
 def removed_state(t: Trainer) -> None:
     del t.optimizer.state[t.params[1]]["exp_avg_sq"]
 
@@ -317,12 +344,23 @@ def other_shape(t: Trainer) -> None:
     t.optimizer.state[param] |= {name: torch.zeros(6, 7) for name in ("exp_avg", "exp_avg_sq")}
 
 
+REFUSED = [
+    other_shape,
+    wrong_state_dtype,
+    wrong_state_device,
+    removed_state,
+    wrong_gradient_device,
+    wrong_gradient_shape,
+]
+REFUSED_OFFLOADED = [*REFUSED, short_state, short_gradient]
+
+
 @pytest.mark.parametrize(
-    "change",
-    [other_shape, wrong_state_dtype, wrong_state_device, removed_state, wrong_gradient_device, wrong_gradient_shape],
+    ("states", "change"),
+    [*(("", change) for change in REFUSED), *(("offloaded", change) for change in REFUSED_OFFLOADED)],
 )
-def test_refused_before_anything_is_changed(change: Callable[[Trainer], None]) -> None:
-    trainer = Trainer(lambda x: x, FORMAT["float32"], MASTER["float32"])
+def test_refused_before_anything_is_changed(states: str, change: Callable[[Trainer], None]) -> None:
+    trainer = Trainer(lambda x: x, FORMAT["float32"], MASTER["float32"], states)
     trainer.train()
     trainer.optimizer.use_decoupled_grad = True
     for param in trainer.params:
@@ -330,7 +368,7 @@ def test_refused_before_anything_is_changed(change: Callable[[Trainer], None]) -
     change(trainer)
     before = [param.detach().clone() for param in trainer.params]
     for _ in range(2):
-        with pytest.raises((TypeError, ValueError), match=r"parameter 1 \(shape \([56], 7\)"):
+        with pytest.raises((TypeError, ValueError, RuntimeError), match=r"parameter 1 \(shape \([56], 7\)"):
             trainer.optimizer.step()
     assert trainer.optimizer.param_groups[0]["step"] == 2
     assert all(torch.equal(a, b) for a, b in zip(trainer.params, before, strict=True))
@@ -355,7 +393,7 @@ def test_usual_steps_check_nothing_again(pair: tuple[Trainer, Trainer], monkeypa
     trainer = pair[0]
     trainer.train(1)
     set_again: list[int] = []
-    monkeypatch.setattr(compiled.CompiledShards, "set", lambda self, shard, *_: set_again.append(shard))
+    monkeypatch.setattr(Plan, "_set", lambda self, part, shard, *_: set_again.append(shard))
     trainer.train(3)
     moved_parameters(trainer)
     moved_state_data(trainer)
@@ -371,7 +409,9 @@ def test_lazy_copies_stay_as_they_were(pair: tuple[Trainer, Trainer]) -> None:
     """Of parameters and states: their memory is shared until it is written, which engines do behind torch's back."""
     trainer = pair[0]
     trainer.train(1)
-    tensors = [x for param in trainer.params for x in (param, *trainer.optimizer.state[param].values())]
+    tensors = list(trainer.params)
+    if not trainer.optimizer.offload_states:  # in memory that torch cannot copy lazily
+        tensors += [x for param in trainer.params for x in trainer.optimizer.state[param].values()]
     expected = [local_tensor(x).detach().clone() for x in tensors]
     copies = [torch._lazy_clone(local_tensor(x).detach()) for x in tensors]
     trainer.train(1)

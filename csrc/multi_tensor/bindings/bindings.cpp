@@ -143,12 +143,12 @@ void launch(Plan& plan, int threads) {
 }
 #endif
 
-// tensor, address of its storage, offset there in elements
-using ExampleRows = std::vector<std::tuple<py::object, uint64_t, int64_t>>;
+// tensor, address and bytes of its storage, offset there in elements
+using ExampleRows = std::vector<std::tuple<py::object, uint64_t, uint64_t, int64_t>>;
 
 std::vector<TensorReader::Example> examples_of(const ExampleRows& rows) {
     std::vector<TensorReader::Example> examples;
-    for (const auto& [tensor, storage, offset] : rows) examples.push_back({tensor, storage, offset});
+    for (const auto& [tensor, storage, bytes, offset] : rows) examples.push_back({tensor, storage, bytes, offset});
     return examples;
 }
 
@@ -212,11 +212,12 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
     py::class_<TensorReader>(m, "TensorReader", py::module_local(), "Reads torch's tensors of one device.")
         .def(py::init([](py::object exchange_api, py::object tensor_type,
                          const std::vector<std::pair<py::object, uint64_t>>& keys, const ExampleRows& examples,
-                         const ExampleRows& copied) {
+                         const ExampleRows& copied, bool checks_ends) {
                  return TensorReader(exchange_api, tensor_type, DispatchKeys(keys), examples_of(examples),
-                                     examples_of(copied));
+                                     examples_of(copied), checks_ends);
              }),
-             py::arg("exchange_api"), py::arg("tensor_type"), py::arg("keys"), py::arg("examples"), py::arg("copied"))
+             py::arg("exchange_api"), py::arg("tensor_type"), py::arg("keys"), py::arg("examples"), py::arg("copied"),
+             py::arg("checks_ends") = false)
         .def_property_readonly("reads_directly", &TensorReader::reads_directly)
         .def("unusual", &TensorReader::unusual, py::arg("tensors"))
         .def("addresses", &TensorReader::addresses, py::arg("tensors"));
@@ -231,13 +232,15 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
     m.def("same_objects", &same_objects, py::arg("left"), py::arg("right"));
     m.def("same_items", &same_items, py::arg("dict"), py::arg("keys"), py::arg("values"));
     py::class_<Plan>(m, "Plan", py::module_local(), "The shards of one device and their param groups, step by step.")
-        .def(py::init<const std::vector<uint32_t>&, size_t, TensorReader, VersionCounters, py::object>(),
-             py::arg("groups"), py::arg("group_count"), py::arg("reader"), py::arg("versions"), py::arg("dtensor_type"))
+        .def(py::init<const std::vector<uint32_t>&, size_t, TensorReader, TensorReader, VersionCounters, py::object>(),
+             py::arg("groups"), py::arg("group_count"), py::arg("reader"), py::arg("state_reader"), py::arg("versions"),
+             py::arg("dtensor_type"))
         .def("refresh", py::overload_cast<py::list, py::str>(&Plan::refresh), py::arg("watched"), py::arg("attribute"))
         .def("watch", &Plan::watch, py::arg("shard"), py::arg("watched"))
         .def("sharing", &Plan::sharing)
         .def("written", &Plan::written)
         .def("find_written", &Plan::find_written, py::arg("watched"))
+        .def("with_gradients", &Plan::with_gradients)
         .def("updated", &Plan::updated, py::arg("watched"))
         .def("count_writes", &Plan::count_writes, py::arg("watched"))
         .def("mark", &Plan::mark, py::arg("watched"))

@@ -115,10 +115,11 @@ class TensorLayout {
 public:
     using ToTensor = int (*)(void*, DLTensor*);
 
-    // Of an example: the tensor, the address of torch's own storage, and its offset there in elements.
+    // Of an example: the tensor, the address of torch's own storage, how many bytes it has, and the tensor's offset
+    // there in elements.
     struct Example {
         pybind11::object tensor;
-        uint64_t storage;
+        uint64_t storage, bytes;
         int64_t offset;
     };
 
@@ -152,6 +153,12 @@ public:
                      return all([&](Body b, const Example& e, const DLTensor& t) {
                          const uint64_t bytes = static_cast<uint64_t>(e.offset) * (t.type.bits / 8);
                          return load<uint64_t>(storage(b), at) + bytes == address(t);
+                     });
+                 }) &&
+            find(size_, kStorageSize - 8, 8,
+                 [&](size_t at) {
+                     return all([&](Body b, const Example& e, const DLTensor&) {
+                         return load<uint64_t>(storage(b), at) == e.bytes;
                      });
                  }) &&
             find(offset_, kBodySize - 8, 8,
@@ -201,6 +208,13 @@ public:
         const auto offset = static_cast<uint64_t>(load<int64_t>(body, offset_)) * (out.type.bits / 8);
         out.data = empty || !data ? nullptr : reinterpret_cast<void*>(data + offset);
         return true;
+    }
+
+    // Whether the storage of a tensor that was read does not end before the tensor does.
+    bool is_whole(const char* body, const DLTensor& tensor) const {
+        int64_t end = load<int64_t>(body, offset_) + 1;
+        for (int d = 0; d < tensor.dims; ++d) end += (tensor.shape[d] - 1) * tensor.strides[d];
+        return end * (tensor.type.bits / 8) <= load<int64_t>(storage(body), size_);
     }
 
     // What `read` reads of a tensor, and of its storage once its body is there.
@@ -265,7 +279,7 @@ private:
         return true;
     }
 
-    size_t storage_ = 0, data_ = 0, offset_ = 0, shape_ = 0, kind_ = 0, copier_at_ = 0;
+    size_t storage_ = 0, data_ = 0, size_ = 0, offset_ = 0, shape_ = 0, kind_ = 0, copier_at_ = 0;
     uint64_t copier_ = 0;
     bool found_ = false;
 };
@@ -280,9 +294,10 @@ public:
     using Example = TensorLayout::Example;
 
     // `capsule`: torch.Tensor.__dlpack_c_exchange_api__; of anything else, or another major version, nothing is read.
+    // `checks_ends`: a tensor that ends behind its storage has no memory. That takes longer.
     TensorReader(pybind11::object capsule, pybind11::object tensor_type, DispatchKeys keys,
-                 const std::vector<Example>& examples, const std::vector<Example>& copied)
-        : tensor_type_(tensor_type), keys_(keys) {
+                 const std::vector<Example>& examples, const std::vector<Example>& copied, bool checks_ends)
+        : tensor_type_(tensor_type), keys_(keys), checks_ends_(checks_ends) {
         if (!keys.found()) return;
         constexpr const char* name = "dlpack_exchange_api";
         if (!PyCapsule_IsValid(capsule.ptr(), name)) return;
@@ -298,7 +313,10 @@ public:
     // False for what is not a tensor whose values lie in memory of its own, such as sparse ones.
     bool read(PyObject* object, DLTensor& out) const {
         if (to_tensor_ == nullptr || !is_tensor(object) || !keys_.are_ordinary(object)) return false;
-        if (layout_.found() && layout_.read(body_of(object), out)) return true;
+        if (layout_.found() && layout_.read(body_of(object), out)) {
+            if (checks_ends_ && !layout_.is_whole(body_of(object), out)) out.data = nullptr;
+            return true;
+        }
         if (to_tensor_(object, &out) == 0) return true;
         PyErr_Clear();
         return false;
@@ -346,6 +364,7 @@ private:
     pybind11::object tensor_type_;
     DispatchKeys keys_;
     TensorLayout layout_;
+    bool checks_ends_;
     int (*to_tensor_)(void*, DLTensor*) = nullptr;
 };
 

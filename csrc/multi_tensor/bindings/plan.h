@@ -52,11 +52,12 @@ inline py::object attribute(PyObject* object, PyObject* name) {
 
 class Plan {
 public:
-    // `groups`: the param group of each shard, ascending. No Python object but types is kept: Python keeps what is
-    // watched, where the garbage collector sees it.
-    Plan(const std::vector<uint32_t>& groups, size_t group_count, TensorReader reader, VersionCounters versions,
-         py::object dtensor_type)
+    // `groups`: the param group of each shard, ascending. `state_reader`: of the device on which the states are. No
+    // Python object but types is kept: Python keeps what is watched, where the garbage collector sees it.
+    Plan(const std::vector<uint32_t>& groups, size_t group_count, TensorReader reader, TensorReader state_reader,
+         VersionCounters versions, py::object dtensor_type)
         : reader_(reader),
+          state_reader_(state_reader),
           dtensor_type_(dtensor_type),
           local_(dtensor_type, "_local_tensor"),
           spec_(dtensor_type, "_spec"),
@@ -120,13 +121,13 @@ public:
         for (Watched which : {first, Watched::kExpAvg, Watched::kExpAvgSq, Watched::kMaster}) {
             DLTensor tensor;
             if (field(watched, which) == Py_None) continue;
-            if (!read_local(field(watched, which), sharded, tensor)) return false;
+            if (!read_local(reader_of(which), field(watched, which), sharded, tensor)) return false;
             if (which == first) {
                 row.device = tensor.device;
                 row.shape.assign(tensor.shape, tensor.shape + tensor.dims);
             }
             if (!row.has_form_of(tensor)) return false;
-            row.type(which) = tensor.type;
+            row.kind(which) = {tensor.device, tensor.type};
         }
         if (is_quantized(watched) && !watch_weight(row, field(watched, Watched::kParts))) return false;
         if (has_own_master(row, watched)) row.versions = find_versions(row, watched);
@@ -144,6 +145,15 @@ public:
     }
 
     Hyper& group(size_t i) { return step_.groups.at(i); }
+
+    // The numbers of the shards that have a gradient.
+    std::vector<size_t> with_gradients() const {
+        std::vector<size_t> found;
+        for (size_t i = 0; i < rows_.size(); ++i) {
+            if (rows_[i].has_gradient) found.push_back(i);
+        }
+        return found;
+    }
 
     // The parameters that have a gradient.
     py::list updated(py::list watched) const {
@@ -231,6 +241,11 @@ private:
         uint64_t address = 0;
     };
 
+    struct Kind {
+        DLDevice device{};
+        DLDataType type{};
+    };
+
     struct Row {
         Shard shard{};
         Versions versions;
@@ -238,15 +253,15 @@ private:
         bool watched = false;
         bool writes_weight = false;  // the codes of a quantized one
         // What parameter, states and gradient must be like to take the places of those that were checked.
-        DLDevice device{};
-        std::array<DLDataType, kTensors> types{};
+        DLDevice device{};  // the gradient's
+        std::array<Kind, kTensors> kinds{};
         std::vector<int64_t> shape;
         std::vector<int64_t>
             weight_sizes;  // bytes of a quantized weight's codes and scales, where the pass writes them
 
-        DLDataType& type(Watched which) { return types[static_cast<size_t>(which)]; }
+        Kind& kind(Watched which) { return kinds[static_cast<size_t>(which)]; }
         bool has_form_of(const DLTensor& t) const {
-            if (static_cast<size_t>(t.dims) != shape.size() || !(t.device == device)) return false;
+            if (static_cast<size_t>(t.dims) != shape.size()) return false;
             for (size_t d = 0; d < shape.size(); ++d) {
                 if (shape[d] != t.shape[d]) return false;
             }
@@ -329,13 +344,17 @@ private:
                 grad};
     }
 
-    bool read_local(PyObject* object, bool sharded, DLTensor& out) const {
-        if (!sharded) return reader_.read(object, out);
+    const TensorReader& reader_of(Watched which) const { return which == Watched::kParam ? reader_ : state_reader_; }
+
+    static bool is_of(const Kind& kind, const DLTensor& t) { return t.device == kind.device && t.type == kind.type; }
+
+    bool read_local(const TensorReader& reader, PyObject* object, bool sharded, DLTensor& out) const {
+        if (!sharded) return reader.read(object, out);
         if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != dtensor_type_.ptr()) return false;
         py::object found;
         PyObject* local = local_.peek(object);
         if (!local) local = (found = local_.get(object)).ptr();
-        return local && reader_.is_plain_tensor(local) && reader_.read(local, out);
+        return local && reader.is_plain_tensor(local) && reader.read(local, out);
     }
 
     // Inlined as a whole: calls would take a sixth of its time.
@@ -355,7 +374,7 @@ private:
 
     // A float tensor beside the parameter; remainders complete whatever the parameter is.
     static bool has_own_master(Row& row, PyObject* watched) {
-        return field(watched, Watched::kMaster) != Py_None && row.type(Watched::kMaster).code == kFloat;
+        return field(watched, Watched::kMaster) != Py_None && row.kind(Watched::kMaster).type.code == kFloat;
     }
 
     // Of a shard whose addresses were just taken.
@@ -373,7 +392,7 @@ private:
         Versions found = read_versions(row, watched);
         const bool sharded = field(watched, Watched::kSpec) != Py_None;
         DLTensor tensor;
-        if (!is_quantized(watched) && read_local(field(watched, Watched::kParam), sharded, tensor)) {
+        if (!is_quantized(watched) && read_local(reader_, field(watched, Watched::kParam), sharded, tensor)) {
             found.address = address(tensor);
         }
         return found;
@@ -404,11 +423,11 @@ private:
         return bytes;
     }
 
-    // The address of a tensor that has the form and type it had.
+    // The address of a tensor that has the form, device and type it had.
     bool read_as_watched(Row& row, Watched which, PyObject* watched, bool sharded, uint64_t& target) const {
         DLTensor tensor;
-        if (!read_local(field(watched, which), sharded, tensor)) return false;
-        if (!row.has_form_of(tensor) || !(tensor.type == row.type(which))) return false;
+        if (!read_local(reader_of(which), field(watched, which), sharded, tensor)) return false;
+        if (!row.has_form_of(tensor) || !is_of(row.kind(which), tensor)) return false;
         target = address(tensor);
         return true;
     }
@@ -456,11 +475,11 @@ private:
         DLTensor tensor;
         const bool sharded = spec != Py_None;
         if (sharded) {
-            if (!read_local(grad, sharded, tensor) || !is_placed_as(spec, spec_.get(grad))) return false;
+            if (!read_local(reader_, grad, sharded, tensor) || !is_placed_as(spec, spec_.get(grad))) return false;
         } else if (!reader_.is_plain_tensor(grad) || !reader_.read(grad, tensor)) {
             return false;
         }
-        if (!row.has_form_of(tensor)) return false;
+        if (!row.has_form_of(tensor) || !(tensor.device == row.device)) return false;
         row.shard.grad = address(tensor);
         return element_type(tensor.type, row.shard.grad_type);
     }
@@ -490,7 +509,7 @@ private:
     }
 
     Names names_;
-    TensorReader reader_;
+    TensorReader reader_, state_reader_;
     py::object dtensor_type_;
     AttributeReader local_, spec_;
     VersionCounters version_of_;
