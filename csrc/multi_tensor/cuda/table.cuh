@@ -16,7 +16,7 @@ constexpr int kVectorSpan = kWarp * kVector;  // elements per warp in the vector
 constexpr int kSmallestBlock = 32;
 constexpr int kLargestBlockLog2 = 7;
 constexpr int kLargestBlock = 1 << kLargestBlockLog2;
-constexpr int kMaxTilesPerChunk = 8;
+constexpr int kMaxTilesPerChunk = 16;
 constexpr int kChunksPerBlock = 8;  // wanted at least, to balance the load
 constexpr int kMaxShards = 396;
 constexpr int kMaxShardsWithWeights = 334;  // where some may be quantized
@@ -202,9 +202,6 @@ struct Block {
     }
 };
 extern __shared__ Block block[];
-
-template <bool scaled_masters>
-constexpr size_t kBlockBytes = ((scaled_masters ? sizeof(Block) : offsetof(Block, master_scales)) + 15) / 16 * 16;
 
 }  // namespace
 }  // namespace fused_optim
