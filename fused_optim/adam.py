@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.optim.optimizer import Optimizer, ParamsT, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim.optimizer import Optimizer, ParamsT
 
 from fused_optim import adapters, clip, copies
 from fused_optim.backends import Hyper, is_capturing
 from fused_optim.backends.compiled import load_kernels
+from fused_optim.decorators import between_graphs, declared_without, observed, ungraded
 from fused_optim.formats import as_dtype
 from fused_optim.options import IMPLEMENTATIONS, number_of, numbers_of, shows_options_of, spelled_alike
 from fused_optim.sharding.collective import announce_failure, any_rank, parameter_names
@@ -47,8 +46,6 @@ from fused_optim.validate import (
     describe,
 )
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 # Of the whole optimizer: attributes, arguments of the constructor, and no keys of param groups.
 _OPTIONS = (
     "capturable",
@@ -69,61 +66,6 @@ _OPTIONS = (
     "set_grad_none",
     *IMPLEMENTATIONS,
 )
-
-
-def declared_without(*names: str) -> Callable[[F], F]:
-    """A decorator: ``inspect.signature`` does not show these parameters.
-
-    Where a step shows ``grad_scaler``, GradScaler passes itself and warns; where it shows ``**kwargs``, Megatron-FSDP
-    cannot add parameters of its own.
-    """
-
-    def declare(function: F) -> F:
-        signature = inspect.signature(function)
-        shown = [parameter for name, parameter in signature.parameters.items() if name not in names]
-        function.__dict__["__signature__"] = signature.replace(parameters=shown)
-        return function
-
-    return declare
-
-
-def observed(step: F) -> F:
-    """A decorator: torch's own of each ``step``, which runs hooks and shows it in profiles, where either is asked for.
-
-    That one takes a tenth of the host's time. ``hooked`` says that it is there already.
-    """
-    with_hooks = Optimizer.profile_hook_step(step)
-
-    @functools.wraps(step)
-    def observed_step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        outermost = type(self).step
-        if outermost is not observed_step and getattr(outermost, "hooked", False):  # which torch has decorated
-            return step(self, *args, **kwargs)
-        is_observed = torch.autograd._profiler_enabled() or bool(
-            self._optimizer_step_pre_hooks
-            or self._optimizer_step_post_hooks
-            or _global_optimizer_pre_hooks
-            or _global_optimizer_post_hooks
-        )
-        return (with_hooks if is_observed else step)(self, *args, **kwargs)
-
-    observed_step.__dict__["hooked"] = True
-    return cast(F, observed_step)
-
-
-def ungraded(function: F) -> F:
-    """``torch.no_grad()`` as a decorator, without the objects that torch's makes at each call."""
-
-    @functools.wraps(function)
-    def ungraded_function(*args: Any, **kwargs: Any) -> Any:
-        before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            torch._C._set_grad_enabled(before)
-
-    return cast(F, ungraded_function)
 
 
 def _placed(scalar: Tensor | None, device: torch.device) -> Tensor | None:
@@ -604,6 +546,7 @@ class FusedAdam(Optimizer):
             elif grad is not None:
                 grad.zero_()
 
+    @between_graphs
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Clip the next step's gradients by their total norm over all shards, and return that norm.
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from fused_optim.backends.gradients import NormRequest, power_sums, scale_
+from fused_optim.decorators import between_graphs
 from fused_optim.sharding.dtensor import finished_local, local_tensor
 
 
@@ -30,6 +31,7 @@ class Ranks(NamedTuple):
 Sharding = tuple[Ranks, ...]
 
 
+@between_graphs
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],

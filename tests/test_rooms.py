@@ -14,9 +14,9 @@ import fused_optim
 
 # Files and folders of fused_optim/ from the ground up; docs/development.md says what each is for.
 ROOMS = (
-    *("formats", "options", "sharding", "adapters", "host_memory", "slots", "copies", "backends", "validate"),
-    *("quantized", "state", "step", "clip", "skip", "adam", "release", "checkpoint", "compat", "integrations"),
-    *("__init__", "tools", "__main__"),
+    *("decorators", "formats", "options", "sharding", "adapters", "host_memory", "slots", "copies", "backends"),
+    *("validate", "quantized", "state", "step", "clip", "skip", "adam", "release", "checkpoint"),
+    *("compat", "integrations", "__init__", "tools", "__main__"),
 )
 # Who may import while it runs, and what: adapters of parameters that are met, engines if they were built, and
 # quantized code where it is asked for.
@@ -284,10 +284,8 @@ WRONG: dict[str, tuple[Check, dict[str, str], list[str]]] = {
 # What all have: imports that are as they should be.
 RIGHT = {
     **{f"{room}/__init__": "" for room in ("sharding", "backends", "quantized", "state", "step", "integrations")},
-    **{
-        room: ""
-        for room in ("__main__", "options", "host_memory", "slots", "copies", "validate", "clip", "skip", "release")
-    },
+    **dict.fromkeys(("__main__", "decorators", "options", "host_memory", "slots", "copies", "validate"), ""),
+    **dict.fromkeys(("clip", "skip", "release"), ""),
     **{f"{room}/__init__": "" for room in ("checkpoint", "compat", "tools")},
     "__init__": """
 from typing import TYPE_CHECKING

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 import fused_optim.adam
-from fused_optim.adam import declared_without
 from fused_optim.compat._common import put_rates_on_devices, refuse_amsgrad
+from fused_optim.decorators import declared_without
 from fused_optim.sharding.dtensor import local_tensor
 
 
