@@ -14,7 +14,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def between_graphs(function: F) -> F:
-    """In a compiled training loop: run as it is, between two graphs. Traced, a step takes compilers half a minute."""
+    """In a compiled training loop: run as it is, between two graphs. Traced, a step would become dozens of them."""
     untraced = torch._disable_dynamo(function)
 
     @functools.wraps(function)

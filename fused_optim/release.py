@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from fused_optim.adam import FusedAdam
+from fused_optim.decorators import between_graphs
 from fused_optim.sharding.collective import parameter_names
 from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.validate import describe
@@ -177,6 +178,7 @@ class GradientRelease:
                     self._arrive(param)
 
 
+@between_graphs
 def _reduce(
     this: weakref.ref[GradientRelease], group: dist.ProcessGroup, bucket: dist.GradBucket
 ) -> torch.futures.Future[Tensor]:
@@ -193,6 +195,7 @@ def _reduce(
 def _arriving(this: weakref.ref[GradientRelease]) -> Callable[[Tensor], None]:
     """A hook of parameters whose gradient is ready."""
 
+    @between_graphs
     def arrive(param: Tensor) -> None:
         if release := this():
             release._arrive(param)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
-from fused_optim import FusedAdamW
+from fused_optim import FusedAdamW, enable_gradient_release
 
 STEPS = 4
 
@@ -51,3 +51,17 @@ def test_a_compiled_step_is_the_eager_one_and_traces_the_model_alone(clips: bool
     found = train(torch.compile(train_step, backend=graphs), model, clips, hook)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert graphs.frame_count == 1 and len(calls) == (STEPS if hooked else 0)
+
+
+def test_gradient_release_is_not_traced() -> None:
+    torch._dynamo.reset()
+    models = [model_of(2), model_of(2)]
+    losses = []
+    for model, is_compiled in zip(models, (False, True), strict=True):
+        optimizer = FusedAdamW(model.parameters(), lr=1e-2)
+        enable_gradient_release(model, optimizer, bucket_bytes=0)
+        graphs = CompileCounter()
+        step = torch.compile(train_step, backend=graphs) if is_compiled else train_step
+        losses.append([step(model, optimizer, torch.ones(8, 16), False).item() for _ in range(STEPS)])
+        assert graphs.frame_count == int(is_compiled)
+    assert losses[0] == losses[1] and losses[0][0] > losses[0][-1]
