@@ -92,9 +92,8 @@ struct Mix {
     static constexpr bool has_weights = has_weights_;
     using M = ExpAvgCodec;
     using V = ExpAvgSqCodec;
-    static constexpr bool prefetches = is_scaled(M::format) || is_scaled(V::format);
-    static constexpr bool scaled = prefetches || is_scaled(master);
-    static constexpr bool has_usual_walk = prefetches;
+    static constexpr bool staged = is_scaled(M::format) && is_scaled(V::format);  // what is read goes through a Ring
+    static constexpr bool scaled = staged || is_scaled(master);
 
     // Of what a shard says at run time.
     FUSED_OPTIM_HD static constexpr Master master_of(Master) { return master; }

@@ -12,8 +12,7 @@ struct Any {};
 // In place of a Mix.
 struct AnyFormats {
     static constexpr bool has_weights = false;
-    static constexpr bool prefetches = false;  // for want of registers
-    static constexpr bool has_usual_walk = false;
+    static constexpr bool staged = false;
     using M = Any<ExpAvg>;
     using V = Any<ExpAvgSq>;
 
@@ -143,8 +142,8 @@ struct DecodeParam {
 };
 
 template <>
-__device__ __forceinline__ void decode_param<AnyFormats>(float* values, const View& view, Packet<4>& param,
-                                                         Packet<4>& master, float master_scale) {
+__device__ __forceinline__ void decode_param<AnyFormats, Packet<4>>(float* values, const View& view, Packet<4>& param,
+                                                                    Packet<4>& master, float master_scale) {
     dispatch_master(view.master_kind(), DecodeParam{values, view, param, master, master_scale});
 }
 
@@ -188,6 +187,7 @@ struct AnyMix {
     static constexpr int kBlocksPerMultiprocessor = 4;
     static constexpr int kTilesPerChunk = kMaxTilesPerChunk;
     static constexpr bool kScaledMasters = true;
+    static constexpr uint32_t kRingBytes = 0;
     using Table = BasicTable;
 
     __device__ __forceinline__ static void vectors() { vector_walk<AnyFormats>(); }

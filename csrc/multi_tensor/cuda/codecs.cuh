@@ -19,9 +19,10 @@ __device__ __forceinline__ void load(Packet<4>& packet, Element type, uint64_t a
 }
 
 // The type is the same for a whole chunk: branches around the loops, not selects inside.
-__device__ __forceinline__ void decode(float* values, Packet<4>& packet, Element type) {
+template <class Packet4>
+__device__ __forceinline__ void decode(float* values, Packet4& packet, Element type) {
     if (type == Element::kFloat32) {
-        exchange(packet.words);
+        if constexpr (Packet4::kExchanged) exchange(packet.words);
 #pragma unroll
         for (int i = 0; i < kVector; ++i) values[i] = bits_float(packet.words[i]);
     } else if (type == Element::kBFloat16) {

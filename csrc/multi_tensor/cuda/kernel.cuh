@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads, Walks::kBlocksPerMultiprocessor)
 }
 
 template <class Walks>
-constexpr size_t kSharedBytes = Walks::kScaledMasters ? sizeof(Block) : offsetof(Block, master_scales);
+constexpr size_t kSharedBytes = kBlockBytes<Walks::kScaledMasters> + Walks::kRingBytes;
 
 }  // namespace
 }  // namespace fused_optim

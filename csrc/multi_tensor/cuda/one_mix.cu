@@ -16,6 +16,7 @@ struct OneMix {
     static constexpr int kBlocksPerMultiprocessor = MixType::scaled && !light ? 6 : 7;
     static constexpr int kTilesPerChunk = MixType::scaled ? kMaxTilesPerChunk : 1;
     static constexpr bool kScaledMasters = is_scaled(MixType::master);
+    static constexpr uint32_t kRingBytes = ring_bytes<MixType>();
     using Table = std::conditional_t<MixType::has_weights, WeightsTable, BasicTable>;
 
     __device__ __forceinline__ static void vectors() { vector_walk<MixType>(); }

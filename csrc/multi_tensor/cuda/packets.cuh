@@ -12,6 +12,7 @@ constexpr int kVector = 8;  // elements per thread
 // Eight elements of kBytes each, as they lie in memory.
 template <int kBytes>
 struct Packet {
+    static constexpr bool kExchanged = true;  // what load<4>() brings
     uint32_t words[2 * kBytes];
 };
 

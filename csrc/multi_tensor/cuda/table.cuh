@@ -16,13 +16,14 @@ constexpr int kVectorSpan = kWarp * kVector;  // elements per warp in the vector
 constexpr int kSmallestBlock = 32;
 constexpr int kLargestBlockLog2 = 7;
 constexpr int kLargestBlock = 1 << kLargestBlockLog2;
-constexpr int kMaxTilesPerChunk = 16;
+constexpr int kMaxTilesPerChunk = 8;
 constexpr int kChunksPerBlock = 8;  // wanted at least, to balance the load
 constexpr int kMaxShards = 396;
 constexpr int kMaxShardsWithWeights = 334;  // where some may be quantized
 constexpr int kMaxGroups = 16;
 constexpr int kMaxGeometries = 24;
 constexpr int kBuckets = 256;
+constexpr size_t kLine = 128;  // of shared memory: copies that begin elsewhere take twice the requests
 
 template <class Enum>
 constexpr int bits_for() {
@@ -178,7 +179,7 @@ struct View {
 };
 
 // What the threads of a block share, at a place that every function knows.
-struct Block {
+struct alignas(kLine) Block {
     View view;
     Scalars scalars;
     // Of the vector walk. Whole sectors are read before it and written after it: accesses of single scales, each of
@@ -202,6 +203,10 @@ struct Block {
     }
 };
 extern __shared__ Block block[];
+
+template <bool scaled_masters>
+constexpr size_t kBlockBytes =
+    scaled_masters ? sizeof(Block) : (offsetof(Block, master_scales) + kLine - 1) / kLine * kLine;
 
 }  // namespace
 }  // namespace fused_optim

@@ -4,6 +4,7 @@
 
 #include "cuda/codecs.cuh"
 #include "cuda/packets.cuh"
+#include "cuda/ring.cuh"
 #include "cuda/table.cuh"
 #include "cuda/warp.cuh"
 #include "cuda/weight_octets.cuh"
@@ -95,8 +96,8 @@ __device__ __forceinline__ void store_codes(uint32_t* words, float inverse, uint
     store<kBytes>(words, address, element);
 }
 
-template <class MixType>
-__device__ __forceinline__ void decode_param(float* values, const View& view, Packet<4>& param, Packet<4>& master,
+template <class MixType, class Packet4>
+__device__ __forceinline__ void decode_param(float* values, const View& view, Packet4& param, Packet4& master,
                                              float master_scale) {
     if constexpr (MixType::master == Master::kFloat16) {
         decode_words<Float16Master>(values, master.words, master_scale);
@@ -207,9 +208,9 @@ __device__ __forceinline__ void load_param(Packet<4>& param, Packet<4>& master, 
 }
 
 // All that a thread reads for eight elements.
-template <class MixType>
+template <class MixType, class Packet4 = Packet<4>>
 struct Raw {
-    Packet<4> grad{}, param{}, master{};  // zeros: unset words would stay alive across iterations
+    Packet4 grad{}, param{}, master{};  // zeros: unset words would stay alive across iterations
     Moment<typename MixType::M> m;
     Moment<typename MixType::V> v;
 
@@ -284,11 +285,12 @@ template <class MixType>
 struct Values {
     float grad[kVector], param[kVector], m[kVector], v[kVector];
 
-    __device__ __forceinline__ void decode_all(const View& view, Raw<MixType>& raw, uint32_t element) {
+    template <class Packet4>
+    __device__ __forceinline__ void decode_all(const View& view, Raw<MixType, Packet4>& raw, uint32_t element) {
         const uint32_t scale = element >> view.info.block_log2;
         decode(grad, raw.grad, view.grad_type());
         const bool scaled = is_scaled(MixType::master_of(view.master_kind()));
-        decode_param<MixType>(param, view, raw.param, raw.master, scaled ? block->master_scales[scale] : 0.0f);
+        decode_param<MixType, Packet4>(param, view, raw.param, raw.master, scaled ? block->master_scales[scale] : 0.0f);
         raw.m.decode_all(m, view.exp_avg_format(), block->exp_avg_scales[scale]);
         raw.v.decode_all(v, view.exp_avg_sq_format(), block->exp_avg_sq_scales[scale]);
     }
@@ -365,29 +367,58 @@ struct CopyWeightScales {
     }
 };
 
-// The loads of the next eight elements are under way while a thread updates the ones before, where registers allow it.
 template <class MixType>
-__device__ __forceinline__ void walk_elements(const View& view, const Scalars& scalars, Raw<MixType>& raw) {
+__device__ __forceinline__ void update_elements(const View& view, const Scalars& scalars, Values<MixType>& values,
+                                                uint32_t element) {
+    update_vector<MixType>(view, scalars, values, element);
+    if (block->scalars.writes_gradient) store_unscaled(view, scalars, element);
+}
+
+// Each tile is loaded when its turn comes; other thread blocks fill the time.
+template <class MixType>
+__device__ __forceinline__ void walk_loading(const View& view, const Scalars& scalars) {
     for (uint32_t element = threadIdx.x * kVector; element < view.vector_count; element += kTile) {
-        if (!MixType::prefetches) raw.load_all(view, element);
+        Raw<MixType> raw;
+        raw.load_all(view, element);
         Values<MixType> values;
         values.decode_all(view, raw, element);
-        const uint32_t next = element + kTile;
-        if (MixType::prefetches && next < view.vector_count) raw.load_all(view, next);
-        update_vector<MixType>(view, scalars, values, element);
-        if (block->scalars.writes_gradient) store_unscaled(view, scalars, element);
+        update_elements<MixType>(view, scalars, values, element);
     }
 }
 
-template <class MixType>
+// The next tiles are on their way while one is updated.
+template <class MixType, bool usual>
+__device__ __forceinline__ void walk_staged(const View& view, const Scalars& scalars, Ring<MixType, usual> ring) {
+    uint32_t stage = 0;
+#pragma unroll 1
+    for (uint32_t element = threadIdx.x * kVector; element < view.vector_count; element += kTile) {
+        Raw<MixType, OrderedPacket> raw;
+        ring.take_tile(raw, stage);
+        Values<MixType> values;
+        values.decode_all(view, raw, element);
+        ring.fetch_tile(element + ring.kStages * kTile, stage);
+        update_elements<MixType>(view, scalars, values, element);
+        stage = stage + 1 == ring.kStages ? 0 : stage + 1;
+    }
+}
+
+template <class MixType, bool usual>
 __device__ __forceinline__ void walk_chunk(const View& view) {
     const Scalars scalars = block->scalars;
     const uint32_t blocks = view.vector_count >> view.info.block_log2;
-    Raw<MixType> raw;
-    if (MixType::prefetches && threadIdx.x * kVector < view.vector_count) raw.load_all(view, threadIdx.x * kVector);
-    read_scales<MixType>(view, blocks);
-    __syncthreads();
-    walk_elements<MixType>(view, scalars, raw);
+    if constexpr (MixType::staged) {
+        const Ring<MixType, usual> ring{view, reinterpret_cast<char*>(block) + kBlockBytes<is_scaled(MixType::master)>};
+        for (uint32_t stage = 0; stage < ring.kStages; ++stage) {
+            ring.fetch_tile(threadIdx.x * kVector + stage * kTile, stage);
+        }
+        read_scales<MixType>(view, blocks);
+        __syncthreads();
+        walk_staged<MixType, usual>(view, scalars, ring);
+    } else {
+        read_scales<MixType>(view, blocks);
+        __syncthreads();
+        walk_loading<MixType>(view, scalars);
+    }
     __syncthreads();
     write_scales<MixType>(view, blocks);
     if constexpr (MixType::has_weights) {
@@ -400,11 +431,11 @@ __device__ __forceinline__ void walk_chunk(const View& view) {
 template <class MixType>
 __device__ __forceinline__ void vector_walk() {
     View view = block->view;
-    if (MixType::has_usual_walk && view.is_usual()) {
+    if (MixType::staged && view.is_usual()) {
         view.assume_usual();
-        walk_chunk<MixType>(view);
+        walk_chunk<MixType, MixType::staged>(view);
     } else {
-        walk_chunk<MixType>(view);
+        walk_chunk<MixType, false>(view);
     }
 }
 
