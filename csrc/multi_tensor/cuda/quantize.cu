@@ -16,10 +16,11 @@ namespace {
 constexpr uint32_t kThreads = 256;
 constexpr uint32_t kWarps = kThreads / kWarp;
 constexpr uint32_t kPerLane = kStrip / kWarp;  // elements of a strip
-constexpr uint32_t kStripsPerWarp = 4;         // loaded before the first is worked on
+constexpr uint32_t kStripsPerWarp = 2;         // loaded before the first is worked on
 constexpr uint32_t kStripsPerUnit = kWarps * kStripsPerWarp;
 constexpr uint32_t kOctetsPerThread = 4;
-constexpr uint32_t kOctetsPerUnit = kThreads * kOctetsPerThread;
+constexpr uint32_t kOctetsPerRound = kThreads * kOctetsPerThread;
+constexpr uint32_t kOctetsPerUnit = 4 * kOctetsPerRound;
 constexpr uint32_t kEncodeUnit = kOctetsPerUnit * kVector;  // elements
 constexpr uint32_t kTileThreads = 512;
 constexpr uint32_t kTileWarps = kTileThreads / kWarp;
@@ -189,47 +190,16 @@ __device__ __forceinline__ void encode_strips(const Weight& w, bool round_up, ui
     }
 }
 
-// Rounding bits of one octet.
-struct OctetFractions {
-    const Weight& w;
-    const Rounding& rounding;
-    uint64_t element;  // the first one
-    bool hashed_once;  // its octet is an octet of the whole weight
-    uint32_t hashed;
-
-    __device__ __forceinline__ OctetFractions(const Weight& weight, const Rounding& all, uint64_t first)
-        : w(weight), rounding(all), element(first), hashed_once(false), hashed(0) {
-        const bool consecutive = w.geometry.is_consecutive(w.numel());
-        const uint64_t global = global_index(first, w.offset, w.geometry, consecutive);
-        hashed_once = consecutive && global % kVector == 0;
-        hashed = rounding.octet(w.key, global);
-    }
-    __device__ __forceinline__ uint32_t of(uint32_t i) const {
-        return hashed_once ? rounding.bits(hashed, i) : w.fraction(rounding, element + i);
-    }
-};
-
-template <class Codec>
-__device__ __forceinline__ void encode_octet_rotating(uint32_t* words, const float* values, float inverse,
-                                                      const OctetFractions& fractions) {
-    constexpr int kBits = 8 / Codec::kPerByte;
-#pragma unroll
-    for (int k = 0; k < kOctetWords<Codec>; ++k) words[k] = 0;
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-        words[kBits * i / 32] |= Codec::rotating(values[i] * inverse, fractions.of(i)) << (kBits * i % 32);
-    }
-}
-
+// Rotating rounding is left to strips: it would take registers from all.
 __device__ __forceinline__ bool fits_octets(const Weight& w, uint32_t per_byte) {
-    return w.rows == 1 && w.columns % (2 * kVector) == 0 && w.values % sizeof(uint4) == 0 &&
+    return w.rows == 1 && !w.rotates() && w.columns % (2 * kVector) == 0 && w.values % sizeof(uint4) == 0 &&
            w.data % (kVector / per_byte) == 0;
 }
 
 // Every lane of the warp calls it; `octet` is beyond the last one where there is none.
 template <class Codec>
-__device__ __forceinline__ void encode_octet_of(const Weight& w, bool round_up, float whole, const Rounding& rounding,
-                                                uint64_t octet, const float* values) {
+__device__ __forceinline__ void encode_octet_of(const Weight& w, bool round_up, float whole, uint64_t octet,
+                                                const float* values) {
     const float absmax = thread_absmax<kVector>(values);
     Magnitudes block;
     constexpr bool scaled = !std::is_void_v<typename Codec::Scale>;
@@ -243,11 +213,7 @@ __device__ __forceinline__ void encode_octet_of(const Weight& w, bool round_up, 
     if (octet >= w.columns / kVector) return;
     if (scaled && octet % lanes == 0) store_scale<Codec>(w, octet / lanes, fresh.scale);
     uint32_t words[2];
-    if (w.rotates()) {
-        encode_octet_rotating<Codec>(words, values, fresh.inverse, {w, rounding, octet * kVector});
-    } else {
-        encode_octet<Codec>(words, values, fresh.inverse, absmax);
-    }
+    encode_octet<Codec>(words, values, fresh.inverse, absmax);
     if constexpr (kOctetWords<Codec> == 2) {
         reinterpret_cast<uint2*>(w.data)[octet] = make_uint2(words[0], words[1]);
     } else {
@@ -265,12 +231,11 @@ __device__ __forceinline__ void encode_octets(const Weight& w, bool round_up, ui
         load<4>(raw[k].words, w.values, min(first + k * kThreads, last) * kVector);
     }
     const float whole = w.whole();
-    const Rounding rounding = rounding_of(w);
 #pragma unroll
     for (uint32_t k = 0; k < kOctetsPerThread; ++k) {
         float values[kVector];
         decode(values, raw[k], Element::kFloat32);
-        encode_octet_of<Codec>(w, round_up, whole, rounding, first + k * kThreads, values);
+        encode_octet_of<Codec>(w, round_up, whole, first + k * kThreads, values);
     }
 }
 
@@ -279,12 +244,16 @@ __global__ void __launch_bounds__(kThreads) encode_rows(const __grid_constant__ 
     const auto place = arguments.table.find(blockIdx.x);
     const Weight& w = arguments.table.entries[place.entry];
     if (fits_octets(w, Codec::kPerByte)) {
-        return encode_octets<Codec>(w, arguments.round_up, uint64_t{place.unit} * kOctetsPerUnit);
-    }
-    constexpr uint32_t kStrips = kEncodeUnit / kStrip;
+        const uint64_t begin = uint64_t{place.unit} * kOctetsPerUnit;
+        const uint64_t end = min(begin + kOctetsPerUnit, w.columns / kVector);
 #pragma unroll 1
-    for (uint32_t i = 0; i < kStrips; i += kStripsPerUnit) {
-        encode_strips<Codec>(w, arguments.round_up, uint64_t{place.unit} * kStrips + i);
+        for (uint64_t i = begin; i < end; i += kOctetsPerRound) encode_octets<Codec>(w, arguments.round_up, i);
+    } else {
+        constexpr uint32_t kStrips = kEncodeUnit / kStrip;
+        const uint64_t begin = uint64_t{place.unit} * kStrips;
+        const uint64_t end = min(begin + kStrips, strip_count(w));
+#pragma unroll 1
+        for (uint64_t i = begin; i < end; i += kStripsPerUnit) encode_strips<Codec>(w, arguments.round_up, i);
     }
 }
 
@@ -525,7 +494,7 @@ struct DecodeOctets {
         constexpr int kBits = 8 / Codec::kPerByte;
         const Weight& w = arguments.weight;
         const uint64_t count = w.numel() / kVector;
-        const uint64_t first = uint64_t{blockIdx.x} * kOctetsPerUnit + threadIdx.x;
+        const uint64_t first = uint64_t{blockIdx.x} * kOctetsPerRound + threadIdx.x;
         Codes codes[kOctetsPerThread];
         uint32_t scales[kOctetsPerThread];
 #pragma unroll
@@ -666,7 +635,7 @@ void decode_cuda(const Weight& weight, WeightFormat format, Element type, int de
     const WeightTraits traits = traits_of(format);
     const DecodeArguments arguments{flattened(weight, traits), format, type};
     const bool octets = has_octets(arguments.weight, traits);
-    const uint64_t units = octets ? ceil_divide(arguments.weight.numel() / kVector, kOctetsPerUnit)
+    const uint64_t units = octets ? ceil_divide(arguments.weight.numel() / kVector, kOctetsPerRound)
                                   : ceil_divide(strip_count(arguments.weight), kStripsPerUnit);
     if (units > kMostUnits) throw std::runtime_error("fused_optim: a quantized weight is too large");
     if (units == 0) return;
