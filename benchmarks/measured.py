@@ -16,8 +16,7 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 TARGET = Path(__file__).parents[1] / "fused_optim" / "tools" / "measured.json"
 SIZES_TARGET = TARGET.parents[1] / "quantized" / "measured_sizes.json"
-STEPS = "2026-11-21-h200-kernels/step.json"
-SMALL = "2026-11-21-h200-kernels/small.json"
+STEPS = "2026-11-23-h200-kernels/steps.json"
 SAVES = "2026-11-21-h200-checkpoints/checkpoint.json"
 SIZES = "2026-11-22-h200-fp8/sizes.json"
 OFFLOAD = "2026-11-22-h200-offload/offload.json"
@@ -36,21 +35,21 @@ def read(name: str) -> Any:
 
 def measured() -> dict[str, Any]:
     """By machine: shares of the copy bandwidth, host time per parameter, bytes per second of saves."""
-    steps, small = read(STEPS), read(SMALL)
+    steps = read(STEPS)
     shares = {"none/float32": share(steps, "FusedAdamW FP32")}
     for row in steps["workloads"]["llama-1b"]:
         if match := NAME.fullmatch(row["name"]):
             shares[f"{MASTERS[match['master']]}/{STATES[match['states']]}"] = row["share_of_copy"]
     link = {"link_bytes_per_s": read(OFFLOAD)["link"]["both_ways_bytes_per_s"]} if (RESULTS / OFFLOAD).exists() else {}
-    shard = [row for row in small["workloads"]["llama-1b-shard"] if row["name"].startswith("FusedAdamW")]
+    shard = [row for row in steps["workloads"]["llama-1b-shard"] if NAME.fullmatch(row["name"])]
     return {
         "h200": {
             "name": steps["machine"]["gpu"],
-            "sources": [STEPS, SMALL, SAVES, *([OFFLOAD] if link else [])],
+            "sources": [STEPS, SAVES, *([OFFLOAD] if link else [])],
             "copy_bytes_per_s": steps["copy_bytes_per_s"],
             "share_of_copy": shares,
             **link,
-            "host_s_per_parameter": max(row["ms"] for row in shard) / 1e3 / 146,
+            "host_s_per_parameter": max(row["host_ms"] for row in shard) / 1e3 / 146,
             "save_bytes_per_s": rates("save_s"),
             "stall_bytes_per_s": rates("stall_s"),
         }
