@@ -3,7 +3,7 @@
 ``run(4, body, *args)`` calls ``body(*args)`` on four ranks and returns their results in rank order. A body is a
 module-level function; its arguments and results are pickled. It may use ``mesh()``, ``device()`` and collectives. A
 body that raises fails the caller on any rank's error; one that hangs fails it after ``timeout`` seconds, with every
-rank's stack. The workers are then replaced.
+rank's stack. The workers are then replaced. Every body begins with one thread.
 """
 
 from __future__ import annotations
@@ -123,7 +123,6 @@ def part(tensor: Tensor) -> Part:
 def _serve(rank: int, connection: Connection, world_size: int, device_type: str, folder: str) -> None:
     global _device_type
     _device_type = device_type
-    torch.set_num_threads(1)
     options: dict[str, Any] = {"backend": "gloo"}
     if device_type == "cuda":
         torch.cuda.set_device(rank)
@@ -133,6 +132,7 @@ def _serve(rank: int, connection: Connection, world_size: int, device_type: str,
     with Path(folder, f"stack{rank}").open("w") as stack, contextlib.suppress(EOFError):
         while True:
             body, args, timeout = pickle.loads(connection.recv_bytes())
+            torch.set_num_threads(1)  # each time: packages set it, and sums of torch's go by it
             faulthandler.dump_traceback_later(timeout, file=stack)
             try:
                 answer = pickle.dumps((True, body(*args)))

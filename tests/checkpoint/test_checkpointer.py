@@ -490,6 +490,11 @@ def test_fsspec(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
         protocol = "local-checkpoints"
 
+        @classmethod
+        def _strip_protocol(cls, path: str) -> str:
+            """That of fsspec 2026.2 takes off "file" and "local" alone."""
+            return super()._strip_protocol(path.removeprefix("local-checkpoints://"))
+
         def mv(self, *args: Any, **kwargs: Any) -> None:
             raise NotImplementedError
 
