@@ -12,7 +12,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fused_optim.backends import Compiled, Hyper, ShardWork, load_engine
-from fused_optim.backends.engine import Engine, EngineTensorReader, EngineVersionCounters, Watched
+from fused_optim.backends.engine import (
+    Engine,
+    EngineGradientLayout,
+    EngineTensorReader,
+    EngineVersionCounters,
+    Watched,
+)
 from fused_optim.formats import ELEMENT_TYPES
 from fused_optim.slots import Slots
 
@@ -117,6 +123,20 @@ def _version_counters(backend: Compiled) -> EngineVersionCounters | None:
         return engine.VersionCounters(Tensor, [(tensor, tensor.detach(), tensor.data) for tensor in tensors])
 
 
+@functools.cache
+def _gradient_layout(backend: Compiled) -> EngineGradientLayout:
+    engine, _ = load_engine(backend)
+    assert engine is not None
+    with torch.inference_mode(False):
+        tensors = [torch.empty(1, device="cpu") for _ in range(4)]
+        return engine.GradientLayout(
+            [
+                *((tensor, torch.empty(1, device="cpu")) for tensor in tensors[:2]),
+                *((tensor, None) for tensor in tensors[2:]),
+            ]
+        )
+
+
 class CompiledShards:
     """The shards of one device in the ``cpu`` or ``cuda`` engine, which looks for changes itself (``plan.h``).
 
@@ -139,7 +159,9 @@ class CompiledShards:
         self._writes_weights = engine.writes_weights
         is_apart = states_on is not None
         reader, state_reader = (tensor_reader(each, backend, is_apart) for each in (device, states_on or device))
-        self._plan = engine.Plan(groups, group_count, reader, state_reader, versions, DTensor)
+        self._plan = engine.Plan(
+            groups, group_count, reader, state_reader, versions, _gradient_layout(backend), DTensor
+        )
         self.works: dict[int, ShardWork] = {}  # contiguous copies of gradients live until the step is launched
 
     def refresh(self, watched: list[Watched], attribute: str) -> Sequence[int]:

@@ -53,6 +53,13 @@ class EngineVersionCounters(Protocol):
     def increment(self, tensors: list[Tensor]) -> bool: ...
 
 
+class EngineGradientLayout(Protocol):
+    """Where torch keeps gradients; see ``exchange.h``."""
+
+    @property
+    def found(self) -> bool: ...
+
+
 class EnginePlan(Protocol):
     """The shards of one device and their param groups, step by step; see ``plan.h``."""
 
@@ -145,11 +152,13 @@ class Engine(Protocol):
         reader: EngineTensorReader,
         state_reader: EngineTensorReader,
         versions: EngineVersionCounters,
+        gradients: EngineGradientLayout,
         dtensor_type: type,
     ) -> EnginePlan: ...
     def VersionCounters(
         self, tensor_type: type, examples: list[tuple[Tensor, Tensor, Tensor]]
     ) -> EngineVersionCounters: ...
+    def GradientLayout(self, examples: list[tuple[Tensor, Tensor | None]]) -> EngineGradientLayout: ...
     def Gradients(
         self, *, addresses: list[int], numels: list[int], types: list[int], groups: list[int]
     ) -> EngineGradients: ...

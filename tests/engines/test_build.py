@@ -219,7 +219,9 @@ def empty_plan(name: str, groups: list[int]) -> Any:
     """Two param groups, and shards that are not described yet."""
     engine = loaded(name)
     reader = engine.TensorReader(None, Tensor, keys=[], examples=[], copied=[])
-    return engine.Plan(groups, 2, reader, reader, engine.VersionCounters(Tensor, []), DTensor)
+    return engine.Plan(
+        groups, 2, reader, reader, engine.VersionCounters(Tensor, []), engine.GradientLayout([]), DTensor
+    )
 
 
 @pytest.mark.parametrize("name", COMPILED)

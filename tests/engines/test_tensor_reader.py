@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fused_optim.backends import compiled, load_engine
-from fused_optim.backends.engine import EngineTensorReader, EngineVersionCounters
+from fused_optim.backends.engine import EngineGradientLayout, EngineTensorReader, EngineVersionCounters
 
 API = getattr(Tensor, "__dlpack_c_exchange_api__", None)
 pytestmark = pytest.mark.skipif(
@@ -159,6 +159,23 @@ def test_versions_that_are_not_found_are_left_to_torch(
     monkeypatch.setattr(compiled, "_version_counters", lambda _: lost)
     compiled.increment_versions([other])
     assert other._version == 2 and tensor._version == 3
+
+
+def gradient_layout(*examples: tuple[Tensor, Tensor | None]) -> EngineGradientLayout:
+    engine, _ = load_engine("cpu")
+    assert engine is not None
+    return engine.GradientLayout(list(examples))
+
+
+def test_gradients_are_found() -> None:
+    assert compiled._gradient_layout("cpu").found
+    assert gradient_layout((torch.ones(2), torch.ones(2)), (torch.ones(2), None)).found
+
+
+def test_gradients_are_not_found_by_misleading_examples() -> None:
+    assert not gradient_layout().found
+    known = torch.ones(2, requires_grad=True)  # what else would change when it has to have a gradient?
+    assert not gradient_layout((known, torch.ones(2)), (torch.ones(2), None)).found
 
 
 def test_the_same_objects() -> None:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from cases import FORMAT, MASTER, Format, Master, values
 from fused_optim import FusedAdam, adapters
+from fused_optim.backends import compiled, load_engine
 from fused_optim.quantized import MXFP8BlockScaling, quantize_model_
 from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.state import store
@@ -428,6 +429,44 @@ def test_without_the_exchange_api(pair: tuple[Trainer, Trainer], monkeypatch: py
         trainer.train(2)
     for actual, expected in zip(first.everything(), second.everything(), strict=True):
         assert torch.equal(actual, expected)
+
+
+def test_without_knowing_where_gradients_are(pair: tuple[Trainer, Trainer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch is asked for them: slower, and the same."""
+    first, second = pair
+    engine, _ = load_engine("cpu")
+    if engine is None:
+        pytest.skip("no engine")
+    monkeypatch.setattr(compiled, "_gradient_layout", lambda _: engine.GradientLayout([]))
+    first.optimizer._leave_plan()
+    first.train(2)
+    monkeypatch.undo()
+    second.train(2)
+    for actual, expected in zip(first.everything(), second.everything(), strict=True):
+        assert torch.equal(actual, expected)
+
+
+class Subclass(Tensor):
+    """Python's view of an ordinary tensor."""
+
+
+@pytest.mark.parametrize("kind", [Subclass, torch.nn.Parameter, torch._neg_view, torch._lazy_clone])
+def test_gradients_of_other_kinds(kind: Callable[[Tensor], Tensor]) -> None:
+    """One after the other, beside usual ones; those that autograd makes have no Python object before."""
+    found = []
+    for change in (kind, torch.clone):
+        params = [torch.nn.Parameter(values((4, 128), torch.float32, "cpu", seed=i)) for i in range(2)]
+        optimizer = FusedAdam(params, lr=0.01)
+        for step in range(4):
+            sum((param * param).sum() for param in params).backward()  # type: ignore[union-attr]
+            if step % 2:
+                grad = params[0].grad
+                assert grad is not None
+                params[0].grad = kind(-grad if kind is torch._neg_view else grad) if change is kind else grad.clone()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(params)
+    assert all(torch.equal(actual, expected) for actual, expected in zip(*found, strict=True))
 
 
 def test_optimizers_are_collected() -> None:

@@ -229,12 +229,16 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
              py::arg("examples"))
         .def_property_readonly("found", &VersionCounters::found)
         .def("increment", &VersionCounters::increment<py::list>, py::arg("tensors"));
+    py::class_<GradientLayout>(m, "GradientLayout", py::module_local(), "Where torch keeps gradients.")
+        .def(py::init<const std::vector<GradientLayout::Example>&>(), py::arg("examples"))
+        .def_property_readonly("found", &GradientLayout::found);
     m.def("same_objects", &same_objects, py::arg("left"), py::arg("right"));
     m.def("same_items", &same_items, py::arg("dict"), py::arg("keys"), py::arg("values"));
     py::class_<Plan>(m, "Plan", py::module_local(), "The shards of one device and their param groups, step by step.")
-        .def(py::init<const std::vector<uint32_t>&, size_t, TensorReader, TensorReader, VersionCounters, py::object>(),
+        .def(py::init<const std::vector<uint32_t>&, size_t, TensorReader, TensorReader, VersionCounters, GradientLayout,
+                      py::object>(),
              py::arg("groups"), py::arg("group_count"), py::arg("reader"), py::arg("state_reader"), py::arg("versions"),
-             py::arg("dtensor_type"))
+             py::arg("gradients"), py::arg("dtensor_type"))
         .def("refresh", py::overload_cast<py::list, py::str>(&Plan::refresh), py::arg("watched"), py::arg("attribute"))
         .def("watch", &Plan::watch, py::arg("shard"), py::arg("watched"))
         .def("sharing", &Plan::sharing)

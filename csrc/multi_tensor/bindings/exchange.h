@@ -98,7 +98,7 @@ public:
     }
 
     bool found() const { return found_; }
-    bool are_ordinary(PyObject* tensor) const { return of(tensor) == ordinary_; }
+    bool are_ordinary(const char* body) const { return load<uint64_t>(body, offset_) == ordinary_; }
 
 private:
     uint64_t of(PyObject* tensor) const { return load<uint64_t>(body_of(tensor), offset_); }
@@ -312,14 +312,18 @@ public:
 
     // False for what is not a tensor whose values lie in memory of its own, such as sparse ones.
     bool read(PyObject* object, DLTensor& out) const {
-        if (to_tensor_ == nullptr || !is_tensor(object) || !keys_.are_ordinary(object)) return false;
-        if (layout_.found() && layout_.read(body_of(object), out)) {
-            if (checks_ends_ && !layout_.is_whole(body_of(object), out)) out.data = nullptr;
-            return true;
-        }
+        if (to_tensor_ == nullptr || !is_tensor(object) || !keys_.are_ordinary(body_of(object))) return false;
+        if (read_body(body_of(object), out)) return true;
         if (to_tensor_(object, &out) == 0) return true;
         PyErr_Clear();
         return false;
+    }
+
+    // The same of torch's own tensor; also false where DLPack has to be asked, which takes Python's object.
+    bool read_body(const char* body, DLTensor& out) const {
+        if (!layout_.found() || !keys_.are_ordinary(body) || !layout_.read(body, out)) return false;
+        if (checks_ends_ && !layout_.is_whole(body, out)) out.data = nullptr;
+        return true;
     }
 
     // The numbers of those that are not contiguous tensors whose values lie in memory of their own.
@@ -408,12 +412,15 @@ public:
         def_ = reinterpret_cast<PyGetSetDescrObject*>(descriptor_.ptr())->d_getset;
     }
 
+    // Whether it is torch's own attribute.
+    bool is_torchs(PyObject* tensor) const {
+        PyTypeObject* type = Py_TYPE(tensor);
+        return def_ && type->tp_getattro == PyObject_GenericGetAttr && _PyType_Lookup(type, name_) == descriptor_.ptr();
+    }
+
     // Null if there is none.
     pybind11::object operator()(PyObject* tensor) const {
-        PyTypeObject* type = Py_TYPE(tensor);
-        const bool own =
-            def_ && type->tp_getattro == PyObject_GenericGetAttr && _PyType_Lookup(type, name_) == descriptor_.ptr();
-        PyObject* found = own ? def_->get(tensor, def_->closure) : PyObject_GetAttr(tensor, name_);
+        PyObject* found = is_torchs(tensor) ? def_->get(tensor, def_->closure) : PyObject_GetAttr(tensor, name_);
         if (!found) PyErr_Clear();
         return pybind11::reinterpret_steal<pybind11::object>(found);
     }
@@ -422,6 +429,70 @@ private:
     PyObject* name_;
     pybind11::object descriptor_;
     const PyGetSetDef* def_ = nullptr;
+};
+
+// Where torch keeps a tensor's gradient. Asked for it, torch makes a Python object of each that has none, and looks at
+// it even where there is one: most of what new gradients cost. Found out by examples, like the keys.
+class GradientLayout {
+public:
+    // A new tensor, and what becomes its gradient: a tensor or None.
+    using Example = std::pair<pybind11::object, pybind11::object>;
+
+    explicit GradientLayout(const std::vector<Example>& examples) {
+        for (const auto& [tensor, gradient] : examples) {
+            if (!find_record(tensor)) return;
+            tensor.attr("grad") = gradient;
+        }
+        for (; gradient_ < kRecordSize && !examples.empty(); gradient_ += 8) {
+            if ((found_ = shows(examples))) return;
+        }
+    }
+
+    bool found() const { return found_; }
+
+    // What torch keeps of a tensor for autograd; null if nothing.
+    const char* record(const char* body) const { return load<const char*>(body, record_); }
+    void prefetch_record(const char* body) const { __builtin_prefetch(body + record_); }
+
+    // torch's own tensor in such a record; null if there is no gradient.
+    const char* gradient(const char* record) const {
+        const char* body = record ? load<const char*>(record, gradient_) : nullptr;
+        return body == none_ ? nullptr : body;
+    }
+    void prefetch_gradient(const char* record) const { __builtin_prefetch(record + gradient_); }
+
+private:
+    static constexpr size_t kRecordSize = 128;  // not more than torch's has
+
+    // The one word that is zero until the tensor requires a gradient.
+    bool find_record(const pybind11::object& tensor) {
+        std::array<char, kBodySize> before;
+        std::memcpy(before.data(), body_of(tensor.ptr()), kBodySize);
+        tensor.attr("requires_grad_")();
+        size_t changed = 0;
+        for (size_t at = 0; at < kBodySize; at += 8) {
+            const auto was = load<uint64_t>(before.data(), at), is = load<uint64_t>(body_of(tensor.ptr()), at);
+            if (was == is) continue;
+            if (was != 0 || ++changed > 1) return false;
+            record_ = at;
+        }
+        return changed == 1;
+    }
+
+    // The last example has no gradient.
+    bool shows(const std::vector<Example>& examples) {
+        const auto word = [&](const Example& example) {
+            return load<const char*>(record(body_of(example.first.ptr())), gradient_);
+        };
+        none_ = word(examples.back());
+        return std::all_of(examples.begin(), examples.end(), [&](const Example& example) {
+            return word(example) == (example.second.is_none() ? none_ : body_of(example.second.ptr()));
+        });
+    }
+
+    size_t record_ = 0, gradient_ = 0;
+    const char* none_ = nullptr;  // what stands for no gradient
+    bool found_ = false;
 };
 
 // How often tensors were written, which torch counts in a number that a tensor shares with its views. Where it lies is

@@ -55,9 +55,10 @@ public:
     // `groups`: the param group of each shard, ascending. `state_reader`: of the device on which the states are. No
     // Python object but types is kept: Python keeps what is watched, where the garbage collector sees it.
     Plan(const std::vector<uint32_t>& groups, size_t group_count, TensorReader reader, TensorReader state_reader,
-         VersionCounters versions, py::object dtensor_type)
+         VersionCounters versions, GradientLayout gradient_layout, py::object dtensor_type)
         : reader_(reader),
           state_reader_(state_reader),
+          gradient_layout_(gradient_layout),
           dtensor_type_(dtensor_type),
           local_(dtensor_type, "_local_tensor"),
           spec_(dtensor_type, "_spec"),
@@ -74,7 +75,7 @@ public:
     // that are not as they were at `watch`, which Python has to set again.
     std::vector<size_t> refresh(py::list watched, py::str name) {
         if (watched.size() != rows_.size()) throw std::invalid_argument("fused_optim: one watched tuple per shard");
-        const std::vector<py::object> grads = gradients(watched.ptr(), name.ptr());
+        std::vector<Gradient> grads = gradients(watched.ptr(), name.ptr());
         std::vector<size_t> stale;
         written_.clear();
         Fetched fetched;
@@ -82,10 +83,10 @@ public:
             prefetch(watched.ptr(), grads, ahead, fetched);
             if (ahead < kAhead) continue;
             const size_t i = ahead - kAhead;
-            rows_[i].has_gradient = grads[i] && !grads[i].is_none();
+            rows_[i].has_gradient = grads[i].exists();
             if (!rows_[i].has_gradient) continue;
             PyObject* tuple = item(watched.ptr(), i);
-            if (!refresh(rows_[i], tuple, grads[i].ptr())) {
+            if (!refresh(rows_[i], tuple, grads[i], name.ptr())) {
                 stale.push_back(i);
             } else if (has_own_master(rows_[i], tuple) && differs(rows_[i], read_versions(rows_[i], tuple))) {
                 written_.push_back(i);
@@ -271,19 +272,53 @@ private:
 
     static PyObject* item(PyObject* list, size_t i) { return PyList_GET_ITEM(list, static_cast<Py_ssize_t>(i)); }
 
-    std::vector<py::object> gradients(PyObject* watched, PyObject* name) const {
-        std::vector<py::object> grads(rows_.size());
+    // torch's own tensor, which the parameter keeps alive, where that is enough; else Python's object.
+    struct Gradient {
+        const char* body = nullptr;
+        py::object object;
+
+        bool exists() const { return body || (object && !object.is_none()); }
+    };
+
+    std::vector<Gradient> gradients(PyObject* watched, PyObject* name) const {
+        std::vector<Gradient> grads(rows_.size());
         const PropertyReader gradient(reader_.tensor_type(), name);
-        for (size_t i = 0; i < rows_.size(); ++i) {
-            prefetch_body(field(item(watched, std::min(i + 4, rows_.size() - 1)), Watched::kParam));
-            grads[i] = gradient(field(item(watched, i), Watched::kParam));
+        const bool direct = gradient_layout_.found() && PyUnicode_CompareWithASCIIString(name, "grad") == 0;
+        for (size_t ahead = 0; ahead < rows_.size() + kGradientAhead; ++ahead) {
+            prefetch_gradient(watched, ahead);
+            if (ahead < kGradientAhead) continue;
+            const size_t i = ahead - kGradientAhead;
+            PyObject* param = field(item(watched, i), Watched::kParam);
+            if (direct && gradient.is_torchs(param) && !is_dtensor(param)) {
+                grads[i].body = gradient_layout_.gradient(record_of(param));
+            } else {
+                grads[i].object = gradient(param);
+            }
         }
         return grads;
     }
 
-    // What an object's first field points to: of a tensor's, torch's own tensor.
-    static void prefetch_body(PyObject* object) {
-        if (object) __builtin_prefetch(body_of(object));
+    static constexpr size_t kGradientAhead = 16;  // rows, in four stages
+
+    // Fetched ahead, as below: the tuple, the parameter's object, its body, what torch keeps there.
+    void prefetch_gradient(PyObject* watched, size_t ahead) const {
+        constexpr size_t kStep = kGradientAhead / 4;
+        const auto param = [&](size_t stage) -> PyObject* {
+            const size_t row = ahead - stage * kStep;  // beyond all rows where there is none yet
+            return row < rows_.size() ? field(item(watched, row), Watched::kParam) : nullptr;
+        };
+        if (ahead < rows_.size()) __builtin_prefetch(item(watched, ahead));
+        if (PyObject* object = param(1)) __builtin_prefetch(object);
+        if (PyObject* object = param(2)) gradient_layout_.prefetch_record(body_of(object));
+        if (PyObject* object = param(3)) gradient_layout_.prefetch_gradient(record_of(object));
+    }
+
+    const char* record_of(PyObject* param) const {
+        const char* body = body_of(param);
+        return body ? gradient_layout_.record(body) : nullptr;
+    }
+    bool is_dtensor(PyObject* object) const {
+        return reinterpret_cast<PyObject*>(Py_TYPE(object)) == dtensor_type_.ptr();
     }
 
     static constexpr size_t kAhead = 10;  // rows, of the first stage
@@ -298,7 +333,7 @@ private:
     // Thousands of parameters' objects lie all over memory: waiting for one after the other would take most of the
     // time. So rows are fetched ahead, each in stages: its tuple, the tensors, DTensors' local tensors, their bodies
     // and their storages.
-    void prefetch(PyObject* watched, const std::vector<py::object>& grads, size_t ahead, Fetched& fetched) const {
+    void prefetch(PyObject* watched, const std::vector<Gradient>& grads, size_t ahead, Fetched& fetched) const {
         constexpr size_t kStep = kAhead / kStages;
         const auto at_stage = [&](size_t stage, auto fetch) {
             const size_t row = ahead - stage * kStep;  // beyond all rows where there is none yet
@@ -306,7 +341,7 @@ private:
         };
         at_stage(0, [&](size_t row, Tensors&) { __builtin_prefetch(item(watched, row)); });
         at_stage(1, [&](size_t row, Tensors& tensors) {
-            tensors = tensors_of(rows_[row], item(watched, row), grads[row].ptr());
+            tensors = tensors_of(rows_[row], item(watched, row), grads[row].object.ptr());
             __builtin_prefetch(field(item(watched, row), Watched::kStates));
             __builtin_prefetch(field(item(watched, row), Watched::kComponents));
             for (const void* tensor : tensors) __builtin_prefetch(tensor);
@@ -316,14 +351,16 @@ private:
                 if (PyObject* local = local_.peek(object_at(tensor))) __builtin_prefetch(tensor = local);
             }
         });
-        at_stage(3, [&](size_t, Tensors& tensors) {
+        at_stage(3, [&](size_t row, Tensors& tensors) {
+            if (grads[row].body) TensorLayout::prefetch_body(grads[row].body);
             for (const void*& tensor : tensors) {
                 PyObject* object = object_at(tensor);
                 tensor = object && reader_.is_tensor(object) ? body_of(object) : nullptr;
                 if (tensor) TensorLayout::prefetch_body(body_at(tensor));
             }
         });
-        at_stage(4, [&](size_t, Tensors& tensors) {
+        at_stage(4, [&](size_t row, Tensors& tensors) {
+            if (grads[row].body) reader_.layout().prefetch_storage(grads[row].body);
             for (const void* tensor : tensors) {
                 if (tensor) reader_.layout().prefetch_storage(body_at(tensor));
             }
@@ -350,7 +387,7 @@ private:
 
     bool read_local(const TensorReader& reader, PyObject* object, bool sharded, DLTensor& out) const {
         if (!sharded) return reader.read(object, out);
-        if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != dtensor_type_.ptr()) return false;
+        if (!is_dtensor(object)) return false;
         py::object found;
         PyObject* local = local_.peek(object);
         if (!local) local = (found = local_.get(object)).ptr();
@@ -358,7 +395,7 @@ private:
     }
 
     // Inlined as a whole: calls would take a sixth of its time.
-    [[gnu::flatten]] bool refresh(Row& row, PyObject* watched, PyObject* grad) const {
+    [[gnu::flatten]] bool refresh(Row& row, PyObject* watched, Gradient& grad, PyObject* name) const {
         if (!row.watched) return false;
         PyObject* spec = field(watched, Watched::kSpec);
         const bool sharded = spec != Py_None;
@@ -369,7 +406,7 @@ private:
         return found && refresh_state(row, Watched::kExpAvg, watched, names_.exp_avg, sharded, row.shard.exp_avg) &&
                refresh_state(row, Watched::kExpAvgSq, watched, names_.exp_avg_sq, sharded, row.shard.exp_avg_sq) &&
                refresh_state(row, Watched::kMaster, watched, names_.master, sharded, row.shard.master) &&
-               refresh_gradient(row, spec, grad);
+               refresh_gradient(row, watched, grad, name);
     }
 
     // A float tensor beside the parameter; remainders complete whatever the parameter is.
@@ -471,17 +508,20 @@ private:
         return read_as_watched(row, which, watched, sharded, target);
     }
 
-    bool refresh_gradient(Row& row, PyObject* spec, PyObject* grad) const {
+    bool refresh_gradient(Row& row, PyObject* watched, Gradient& grad, PyObject* name) const {
         DLTensor tensor;
-        const bool sharded = spec != Py_None;
-        if (sharded) {
-            if (!read_local(reader_, grad, sharded, tensor) || !is_placed_as(spec, spec_.get(grad))) return false;
-        } else if (!reader_.is_plain_tensor(grad) || !reader_.read(grad, tensor)) {
-            return false;
-        }
+        const bool found = grad.body && reader_.read_body(grad.body, tensor);
+        if (grad.body && !found) grad.object = attribute(field(watched, Watched::kParam), name);
+        if (!found && !read_gradient(field(watched, Watched::kSpec), grad.object.ptr(), tensor)) return false;
         if (!row.has_form_of(tensor) || !(tensor.device == row.device)) return false;
         row.shard.grad = address(tensor);
         return element_type(tensor.type, row.shard.grad_type);
+    }
+
+    bool read_gradient(PyObject* spec, PyObject* grad, DLTensor& tensor) const {
+        if (!grad) return false;
+        if (spec == Py_None) return reader_.is_plain_tensor(grad) && reader_.read(grad, tensor);
+        return read_local(reader_, grad, true, tensor) && is_placed_as(spec, spec_.get(grad));
     }
 
     static bool element_type(DLDataType type, Element& out) {
@@ -510,6 +550,7 @@ private:
 
     Names names_;
     TensorReader reader_, state_reader_;
+    GradientLayout gradient_layout_;
     py::object dtensor_type_;
     AttributeReader local_, spec_;
     VersionCounters version_of_;
