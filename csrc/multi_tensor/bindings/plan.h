@@ -158,10 +158,12 @@ public:
 
     // The parameters that have a gradient.
     py::list updated(py::list watched) const {
-        py::list params;
-        for (size_t i = 0; i < rows_.size(); ++i) {
+        const auto count = std::count_if(rows_.begin(), rows_.end(), [](const Row& row) { return row.has_gradient; });
+        py::list params(static_cast<size_t>(count));
+        for (size_t i = 0, next = 0; i < rows_.size(); ++i) {
             if (!rows_[i].has_gradient) continue;
-            params.append(py::handle(field(item(watched.ptr(), i), Watched::kParam)));
+            PyObject* param = field(item(watched.ptr(), i), Watched::kParam);
+            PyList_SET_ITEM(params.ptr(), static_cast<Py_ssize_t>(next++), py::handle(param).inc_ref().ptr());
         }
         return params;
     }
@@ -403,9 +405,10 @@ private:
         const bool found = is_quantized(watched)
                                ? refresh_weight(row, watched, sharded)
                                : read_as_watched(row, Watched::kParam, watched, sharded, row.shard.param);
-        return found && refresh_state(row, Watched::kExpAvg, watched, names_.exp_avg, sharded, row.shard.exp_avg) &&
-               refresh_state(row, Watched::kExpAvgSq, watched, names_.exp_avg_sq, sharded, row.shard.exp_avg_sq) &&
-               refresh_state(row, Watched::kMaster, watched, names_.master, sharded, row.shard.master) &&
+        return found && has_states(watched) &&
+               refresh_state(row, Watched::kExpAvg, watched, sharded, row.shard.exp_avg) &&
+               refresh_state(row, Watched::kExpAvgSq, watched, sharded, row.shard.exp_avg_sq) &&
+               refresh_state(row, Watched::kMaster, watched, sharded, row.shard.master) &&
                refresh_gradient(row, watched, grad, name);
     }
 
@@ -480,16 +483,13 @@ private:
         PyObject* components = field(watched, Watched::kComponents);
         if (attribute(local, names_.components.ptr()).ptr() != components) return false;
         PyObject *names = field(watched, Watched::kNames), *parts = field(watched, Watched::kParts);
+        if (!holds(components, items_of(names), items_of(parts), static_cast<size_t>(PyTuple_GET_SIZE(names))))
+            return false;
         const std::array<uint64_t*, kWritten> targets = {&row.shard.param, &row.shard.weight_scales};
-        for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(names); ++k) {
-            PyObject* expected = PyTuple_GET_ITEM(parts, k);
+        for (size_t k = 0; k < row.weight_sizes.size(); ++k) {
+            PyObject* part = items_of(parts)[k];
             DLTensor tensor;
-            if (PyDict_GetItemWithError(components, PyTuple_GET_ITEM(names, k)) != expected) {
-                return PyErr_Clear(), false;
-            }
-            if (static_cast<size_t>(k) >= row.weight_sizes.size()) continue;
-            if (!reader_.is_plain_tensor(expected) || !reader_.read(expected, tensor) || !is_contiguous(tensor))
-                return false;
+            if (!reader_.is_plain_tensor(part) || !reader_.read(part, tensor) || !is_contiguous(tensor)) return false;
             if (bytes_of(tensor) != row.weight_sizes[k] || !(tensor.device == row.device)) return false;
             if (!tensor.data && row.shard.numel) return false;
             *targets[k] = address(tensor);
@@ -497,15 +497,40 @@ private:
         return true;
     }
 
+    static PyObject* const* items_of(PyObject* tuple) { return reinterpret_cast<PyTupleObject*>(tuple)->ob_item; }
+
     static bool is_quantized(PyObject* watched) { return field(watched, Watched::kLocal) != Py_None; }
 
-    bool refresh_state(Row& row, Watched which, PyObject* watched, const py::str& name, bool sharded,
-                       uint64_t& target) const {
-        PyObject* expected = field(watched, which);
-        if (expected == Py_None) return true;
-        PyObject* states = field(watched, Watched::kStates);
-        if (PyDict_GetItemWithError(states, name.ptr()) != expected) return PyErr_Clear(), false;
-        return read_as_watched(row, which, watched, sharded, target);
+    bool refresh_state(Row& row, Watched which, PyObject* watched, bool sharded, uint64_t& target) const {
+        return field(watched, which) == Py_None || read_as_watched(row, which, watched, sharded, target);
+    }
+
+    // Whether the states are those of the parameter.
+    bool has_states(PyObject* watched) const {
+        std::array<PyObject*, 3> names, tensors;
+        size_t count = 0;
+        for (const auto& [which, name] :
+             {std::pair{Watched::kExpAvg, names_.exp_avg.ptr()}, std::pair{Watched::kExpAvgSq, names_.exp_avg_sq.ptr()},
+              std::pair{Watched::kMaster, names_.master.ptr()}}) {
+            if (field(watched, which) == Py_None) continue;
+            names[count] = name;
+            tensors[count++] = field(watched, which);
+        }
+        return holds(field(watched, Watched::kStates), names.data(), tensors.data(), count);
+    }
+
+    // Whether a dict has values[k] at names[k], k < count. It is walked, since its order is mostly theirs: looking all
+    // of them up takes twice as long.
+    static bool holds(PyObject* dict, PyObject* const* names, PyObject* const* values, size_t count) {
+        size_t found = 0;
+        PyObject *name, *value;
+        for (Py_ssize_t position = 0; found < count && PyDict_Next(dict, &position, &name, &value);) {
+            if (name == names[found] && value == values[found]) ++found;
+        }
+        for (; found < count; ++found) {
+            if (PyDict_GetItemWithError(dict, names[found]) != values[found]) return PyErr_Clear(), false;
+        }
+        return true;
     }
 
     bool refresh_gradient(Row& row, PyObject* watched, Gradient& grad, PyObject* name) const {
