@@ -341,6 +341,7 @@ public:
         Numbers found;
         found.values.reserve(tensors.size());
         for (size_t i = 0; i < tensors.size(); ++i) {
+            prefetch(tensors.ptr(), i);
             PyObject* object = PyList_GET_ITEM(tensors.ptr(), static_cast<Py_ssize_t>(i));
             DLTensor tensor{};
             const bool fits =
@@ -365,6 +366,17 @@ public:
     }
 
 private:
+    // Of a list that is read from its first tensor to its last: what is read soon.
+    void prefetch(PyObject* list, size_t i) const {
+        const auto plain_tensor = [&](size_t ahead) -> PyObject* {
+            if (i + ahead >= static_cast<size_t>(PyList_GET_SIZE(list))) return nullptr;
+            PyObject* object = PyList_GET_ITEM(list, static_cast<Py_ssize_t>(i + ahead));
+            return is_plain_tensor(object) ? object : nullptr;
+        };
+        if (PyObject* tensor = plain_tensor(8)) layout_.prefetch_body(body_of(tensor));
+        if (PyObject* tensor = plain_tensor(4)) layout_.prefetch_storage(body_of(tensor));
+    }
+
     pybind11::object tensor_type_;
     DispatchKeys keys_;
     TensorLayout layout_;
