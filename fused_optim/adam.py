@@ -14,16 +14,26 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from fused_optim import adapters, clip, copies
 from fused_optim.backends import Hyper, is_capturing
 from fused_optim.backends.compiled import load_kernels
-from fused_optim.decorators import between_graphs, declared_without, observed, ungraded
+from fused_optim.decorators import between_graphs, callers_level, declared_without, observed, ungraded
 from fused_optim.formats import as_dtype
-from fused_optim.options import IMPLEMENTATIONS, number_of, numbers_of, shows_options_of, spelled_alike
+from fused_optim.options import (
+    IMPLEMENTATIONS,
+    flag_of,
+    flags_of,
+    number_of,
+    numbers_of,
+    shows_options_of,
+    spelled_alike,
+    takes_flags,
+    whole_number_of,
+)
 from fused_optim.sharding.collective import announce_failure, any_rank, parameter_names
 from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.skip import Skips
 from fused_optim.slots import MASTER
 from fused_optim.state import state_dict as forms
 from fused_optim.state import torch_form
-from fused_optim.state.groups import DESCRIPTION, TorchGroup, usual_group
+from fused_optim.state.groups import DESCRIPTION, TorchGroup, forget_compilers_key, usual_group
 from fused_optim.state.store import StateStore
 from fused_optim.state.summary import Summary, choices_without_effect, short_description, summarize
 from fused_optim.step.amp import amp_scalars, mark_stepped
@@ -76,6 +86,7 @@ def _bring_up_to_date(optimizer: Optimizer) -> None:
     """A hook before ``state_dict()``: ``param_group["step"]`` and the states."""
     assert isinstance(optimizer, FusedAdam)
     optimizer.check_between_steps()
+    forget_compilers_key(optimizer.param_groups)
     optimizer.pull_steps()
     optimizer.store.adopt()
     optimizer.store.settle()
@@ -173,6 +184,8 @@ class FusedAdam(Optimizer):
 
     _saves_int16_remainders = False  # in the unscaled form, instead of FP32 masters
 
+    @between_graphs
+    @takes_flags
     def __init__(
         self,
         params: ParamsT,
@@ -230,13 +243,13 @@ class FusedAdam(Optimizer):
         self.adam_w_mode = adam_w_mode
         self.stochastic_rounding = stochastic_rounding
         self.capturable = capturable
-        self.seed = int(seed)
+        self.seed = whole_number_of("seed", seed)
         self.use_decoupled_grad = use_decoupled_grad
         self.skip_nonfinite = skip_nonfinite
         self.unscales_gradients = unscales_gradients
         self.offload_states, self.offload_fraction = offload_states, float(number_of(offload_fraction))
         self.checkpoint_device = checkpoint_device
-        self.set_grad_none: bool | None = True if set_grad_none is None else set_grad_none
+        self.set_grad_none: bool | None = True if set_grad_none is None else flag_of("set_grad_none", set_grad_none)
         self.fused, self.foreach = fused, foreach
         self.store = StateStore(self, form=checkpoint_format)
         self._start_anew()
@@ -288,14 +301,15 @@ class FusedAdam(Optimizer):
 
     # --- param groups and pickling ------------------------------------------------------------------------------
 
+    @between_graphs
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as torch.optim does. Raises before the group is added if it cannot be used."""
-        numbers = numbers_of(param_group)
-        check_hyperparameters({**self.defaults, **param_group, **numbers})
+        read = {**numbers_of(param_group), **flags_of(param_group)}
+        check_hyperparameters({**self.defaults, **param_group, **read})
         given = set(param_group) - set(IMPLEMENTATIONS)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        group.update(numbers)
+        group.update(read)
         group.update(spelled_alike({key: group[key] for key in ("exp_avg_dtype", "exp_avg_sq_dtype")}))
         for key in set(_OPTIONS) - given:  # torch puts all defaults there
             group.pop(key, None)
@@ -312,6 +326,7 @@ class FusedAdam(Optimizer):
         adapters.hold(group["params"])
         self._show_groups()
 
+    @between_graphs
     @torch.no_grad()
     def replace_parameters(self, replacements: Mapping[Tensor, Tensor]) -> None:
         """Let other parameters take the places of some, with their states, and write them from the masters.
@@ -368,6 +383,7 @@ class FusedAdam(Optimizer):
 
     def _show_groups(self) -> None:
         """Let param groups have torch.optim.AdamW's keys or our own, by the form of state dicts."""
+        forget_compilers_key(self.param_groups)
         switches = {"fused": self.fused, "foreach": self.foreach}
         for number, group in enumerate(self.param_groups):
             if self.checkpoint_format != "torch":
@@ -387,6 +403,7 @@ class FusedAdam(Optimizer):
 
     # --- states -------------------------------------------------------------------------------------------------
 
+    @between_graphs
     @torch.no_grad()
     def initialize_state(self, param: Tensor | None = None, store_param_remainders: bool | None = None) -> None:
         """Create the states of ``param``, or of all: zero moments, masters equal to the parameters. Idempotent.
@@ -431,6 +448,7 @@ class FusedAdam(Optimizer):
             self.follow_parameters()
         self.store.write(param, state_name, unscaled_state)
 
+    @between_graphs
     @torch.no_grad()
     def master_state_dict(self, model: torch.nn.Module) -> dict[str, Tensor]:
         """The masters by the model's parameter names: FP32, with the parameters' shapes, meshes and placements.
@@ -445,6 +463,7 @@ class FusedAdam(Optimizer):
         names = parameter_names(model)
         return {names[param][0]: self.store.master(param) for param in self.store.params if param in names}
 
+    @between_graphs
     @torch.no_grad()
     def sync_params_from_master(self) -> None:
         """Write every parameter again from its master, rounded to nearest. Histories of scales stay as they are.
@@ -453,6 +472,7 @@ class FusedAdam(Optimizer):
         """
         self.store.sync_params()
 
+    @between_graphs
     @torch.no_grad()
     def sync_masters_from_params(self) -> None:
         """Let every master follow its parameter: what was written into parameters is where the next step starts.
@@ -474,6 +494,7 @@ class FusedAdam(Optimizer):
         if not plans:
             self.store.follow_params()
 
+    @between_graphs
     def state_bytes(self) -> int:
         """Bytes that this rank holds for moments, masters and scales, those in host memory included.
 
@@ -481,6 +502,7 @@ class FusedAdam(Optimizer):
         """
         return self.store.nbytes
 
+    @between_graphs
     def summary(self, rows: int | None = None) -> Summary:
         """What this rank really has: parameters and bytes by actual format, master and backend, fallbacks, and why.
 
@@ -493,6 +515,7 @@ class FusedAdam(Optimizer):
         """
         return summarize(type(self).__name__, self.store, rows)
 
+    @between_graphs
     @torch.no_grad()
     def diagnostics(self) -> Diagnostics:
         """What the next step will do, and what rounding makes of it, by parameter and by param group.
@@ -806,9 +829,10 @@ class FusedAdam(Optimizer):
     def _warn_once(self) -> None:
         if not self._has_warned:
             self._has_warned = True
+            forget_compilers_key(self.param_groups)
             options = {key: getattr(self, key) for key in _OPTIONS if key not in IMPLEMENTATIONS}
             if choices := choices_without_effect(self.store, options):
-                warnings.warn("\n".join(choices), stacklevel=8)
+                warnings.warn("\n".join(choices), stacklevel=callers_level())
 
     def _leave_plan(self) -> None:
         """Without a plan, the store knows which versions of the parameters belong to the masters."""
@@ -916,6 +940,7 @@ class FusedAdam(Optimizer):
 
     # --- state dict ---------------------------------------------------------------------------------------------
 
+    @between_graphs
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states saved from any format into this optimizer's formats; see ``fused_optim.state.state_dict``.

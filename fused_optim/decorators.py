@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -11,6 +13,15 @@ import torch
 from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 F = TypeVar("F", bound=Callable[..., Any])
+_PACKAGES = tuple(os.path.dirname(file) + os.sep for file in (__file__, torch.__file__))
+
+
+def callers_level() -> int:
+    """The ``stacklevel`` of a warning about the user's code: the first line outside of this package and torch."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def between_graphs(function: F) -> F:

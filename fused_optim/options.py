@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -31,6 +32,48 @@ def numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(betas, Sequence) and not isinstance(betas, str):
         found["betas"] = tuple(map(number_of, betas))
     return found
+
+
+FLAGS = ("amsgrad", "bias_correction", "maximize")  # of param groups
+
+
+def flag_of(name: str, value: Any) -> bool:
+    """True or False, also where it is given as a number or, by configs, as text. Raises TypeError for all else."""
+    if isinstance(value, str):
+        value = {"true": True, "false": False}.get(value.lower(), value)
+    if not isinstance(value, (str, torch.Tensor)) and value in (True, False):
+        return bool(value)
+    shown = repr(value) if isinstance(value, str) else type(value).__name__
+    raise TypeError(f"{name}: expected True or False, got {shown}")
+
+
+def flags_of(group: Mapping[str, Any]) -> dict[str, bool]:
+    """The flags of a param group. Raises TypeError for what is none."""
+    return {key: flag_of(key, group[key]) for key in FLAGS if key in group}
+
+
+def takes_flags(function: F) -> F:
+    """A decorator: parameters whose default is True or False are given as one of these, or raise TypeError."""
+    signature = inspect.signature(function)
+    flags = [name for name, each in signature.parameters.items() if isinstance(each.default, bool)]
+
+    @functools.wraps(function)
+    def with_flags(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.arguments.update(
+            {name: flag_of(name, given.arguments[name]) for name in flags if name in given.arguments}
+        )
+        return function(*given.args, **given.kwargs)
+
+    return cast(F, with_flags)
+
+
+def whole_number_of(name: str, value: Any) -> int:
+    """A whole number, also as text. Raises TypeError for all else."""
+    number = number_of(value)
+    if not isinstance(number, (int, float)) or int(number) != number:
+        raise TypeError(f"{name}: expected a whole number, got {value!r}")
+    return int(number)
 
 
 def spelled_alike(dtypes: Mapping[str, Any]) -> dict[str, Any]:

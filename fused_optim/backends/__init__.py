@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fused_optim.adapters import Target
 from fused_optim.backends.engine import CudaEngine, Engine
+from fused_optim.decorators import callers_level
 from fused_optim.slots import Slots
 
 Compiled = Literal["cpu", "cuda"]
@@ -180,4 +181,4 @@ def _warn_of_the_reference(device_type: Compiled, problem: str) -> None:
     slower = "150 to 300 times slower" if device_type == "cuda" else "much slower"
     text = f"fused_optim updates parameters on {device_type} by its PyTorch reference, {slower}, because {problem}"
     hint = "`python -m fused_optim info` shows what is there; FUSED_OPTIM_BACKEND=torch accepts the reference"
-    warnings.warn(f"{text}; {hint}.", stacklevel=3)
+    warnings.warn(f"{text}; {hint}.", stacklevel=callers_level())

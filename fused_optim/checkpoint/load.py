@@ -29,6 +29,7 @@ from fused_optim.checkpoint.sources import (
     read_small,
     some_of,
 )
+from fused_optim.decorators import callers_level
 from fused_optim.host_memory import locked
 from fused_optim.sharding.collective import distinct, on_all_ranks, parameter_names
 from fused_optim.sharding.dtensor import has_own_chunks, local_tensor
@@ -241,7 +242,7 @@ class Loader:
         if behind:
             text = f"{behind} of {len(self.params)} parameters were saved at an earlier step than their group's latest"
             reason = "the step is shared by a param group, so they continue from the latest"
-            warnings.warn(f"{self.source.path}: {text}; {reason}", stacklevel=5)
+            warnings.warn(f"{self.source.path}: {text}; {reason}", stacklevel=callers_level())
         return groups
 
     def _group_settings(self, number: int, group: Mapping[str, Any], members: Iterable[int]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from fused_optim import adapters, copies
 from fused_optim.adapters import Update
+from fused_optim.decorators import callers_level
 from fused_optim.formats import Master, as_dtype
 from fused_optim.sharding.collective import FailedElsewhere, announce_failure, any_rank
 from fused_optim.sharding.dtensor import cut_by_rows, local_tensor, placed_part, rewrap_like
@@ -226,7 +227,8 @@ def _group_step(saved: Mapping[str, Any], state: Mapping[Any, Mapping[str, Any]]
                 f"{behind} of {len(own)} parameters were saved at an earlier step than the group's latest, {max(own)}"
             )
             warnings.warn(
-                f"{text}; the step is shared by a param group, so they continue from the latest", stacklevel=3
+                f"{text}; the step is shared by a param group, so they continue from the latest",
+                stacklevel=callers_level(),
             )
         return max(own)
     if any(_own_names(state.get(id_, {})) for id_ in saved["params"]):

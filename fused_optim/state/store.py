@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 import zlib
 from collections.abc import Iterator
@@ -67,6 +68,7 @@ class StateStore:
         # a checkpoint whose run has counted parameters.
         self.rounds_by_names = rounds_by_names
         self._links: dict[torch.device, Link] = {}
+        self._changing = threading.RLock()  # `state_dict()` may be called in one thread and `step()` in another
         self._chosen: tuple[list[Tensor], set[Tensor]] | None = None  # of these parameters, those to be offloaded
         self.form: CheckpointFormat = form  # of state dicts; here, where copies of the optimizer's attributes share it
 
@@ -182,8 +184,9 @@ class StateStore:
             created.adopt(owner.state.get(param) or {})
         if self.form == "torch":
             created.tensors[STEP] = torch.tensor(0.0)
-        owner.state[param] = created.tensors
-        self.slots[param] = slots
+        with self._changing:
+            owner.state[param] = created.tensors
+            self.slots[param] = slots
         created.mark()
 
     def show_steps(self) -> None:
@@ -197,8 +200,10 @@ class StateStore:
 
     def adopt(self) -> None:
         """Make states of what others have put into ``optimizer.state``, as Megatron-LM does before it loads."""
-        self.prune()
-        for param in [param for param in self._owner.state if self._is_given(param)]:
+        with self._changing:
+            self.prune()
+            given = [param for param in list(self._owner.state) if self._is_given(param)]
+        for param in given:
             self.create(param)
 
     def _is_given(self, param: Tensor) -> bool:
@@ -207,8 +212,9 @@ class StateStore:
 
     def prune(self) -> None:
         """Let go of parameters that were removed from ``optimizer.state``: others may have taken their places."""
-        self.slots = {param: slots for param, slots in self.slots.items() if param in self}
-        self._chosen = None
+        with self._changing:
+            self.slots = {param: slots for param, slots in self.slots.items() if param in self}
+            self._chosen = None
 
     def locate(self) -> None:
         """Find out where uneven shards lie. A collective over the parameters' meshes."""

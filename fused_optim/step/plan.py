@@ -212,7 +212,7 @@ class Plan:
         for part in self._parts:
             for i in sorted(part.unfollowed):
                 self._follow_shard(part, i)
-                part.unfollowed.remove(i)
+                part.unfollowed.discard(i)  # another thread may have followed it
 
     def _follow_shard(self, part: _Part, i: int) -> None:
         states = self._store[part.watched[i].param]

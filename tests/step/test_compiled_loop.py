@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -65,3 +66,67 @@ def test_gradient_release_is_not_traced() -> None:
         losses.append([step(model, optimizer, torch.ones(8, 16), False).item() for _ in range(STEPS)])
         assert graphs.frame_count == int(is_compiled)
     assert losses[0] == losses[1] and losses[0][0] > losses[0][-1]
+
+
+def test_an_optimizer_made_in_a_compiled_function() -> None:
+    def train_anew(x: Tensor, model: nn.Module) -> FusedAdamW:
+        optimizer = FusedAdamW(model.parameters(), lr=1e-2)
+        model(x).square().mean().backward()
+        optimizer.step()
+        return optimizer
+
+    torch._dynamo.reset()
+    models = [model_of(4), model_of(4)]
+    x = torch.ones(2, 16)
+    for step, model in zip((train_anew, torch.compile(train_anew, backend="eager")), models, strict=True):
+        optimizer = step(x, model)
+        assert len(optimizer.state) == 4
+    torch.testing.assert_close(*(list(model.parameters()) for model in models), rtol=0, atol=0)
+
+
+def test_methods_are_not_traced() -> None:
+    """Traced, a load alone is a hundred frames."""
+    torch._dynamo.reset()
+    model = model_of(5)
+    optimizer = FusedAdamW(model.parameters(), exp_avg_dtype="int8", exp_avg_sq_dtype="int8")
+    optimizer.initialize_state()
+    saved = optimizer.state_dict()
+    extra = nn.Parameter(torch.ones(3))
+    graphs = CompileCounter()
+
+    @torch.compile(backend=graphs)
+    def call_all() -> tuple[int, str]:
+        optimizer.load_state_dict(saved)
+        optimizer.add_param_group({"params": [extra]})
+        optimizer.initialize_state()
+        optimizer.sync_params_from_master()
+        optimizer.sync_masters_from_params()
+        return optimizer.state_bytes(), str(optimizer.summary()) + str(optimizer.diagnostics())
+
+    size, shown = call_all()
+    assert graphs.frame_count == 0 and size == optimizer.state_bytes() and "int8" in shown
+
+
+@pytest.mark.parametrize("form", ["unscaled", "native"])
+def test_a_rate_written_in_compiled_code_leaves_no_keys(form: str) -> None:
+    """torch.compile gives such groups ``capturable=True``, which checkpoints of other runs do not have."""
+
+    def train(step: Callable[..., Tensor]) -> FusedAdamW:
+        model = model_of(6)
+        optimizer = FusedAdamW(model.parameters(), lr=1e-2, checkpoint_format=form)  # type: ignore[arg-type]
+        for _ in range(2):
+            step(model, optimizer, torch.ones(2, 16))
+        return optimizer
+
+    def slower_step(model: nn.Module, optimizer: FusedAdamW, x: Tensor) -> Tensor:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+        return train_step(model, optimizer, x, clips=False)
+
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "param group")
+        eager, compiled = train(slower_step), train(torch.compile(slower_step, backend="eager"))
+    assert eager.state_dict()["param_groups"] == compiled.state_dict()["param_groups"]
+    compiled.checkpoint_format = "torch"
+    assert compiled.state_dict()["param_groups"][0]["capturable"] is False

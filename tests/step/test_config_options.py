@@ -110,3 +110,47 @@ def test_the_signature_shows_every_option() -> None:
     assert (adamw["weight_decay"].default, adamw["exp_avg_dtype"].kind) == (0.01, inspect.Parameter.KEYWORD_ONLY)
     with pytest.raises(TypeError, match="no_such_option"):
         FusedAdamW(params(), no_such_option=1)
+
+
+FLAGS = [
+    "master_weights",
+    "stochastic_rounding",
+    "bias_correction",
+    "maximize",
+    "adam_w_mode",
+    "store_param_remainders",
+]
+
+
+@pytest.mark.parametrize("flag", [*FLAGS, "use_decoupled_grad", "skip_nonfinite", "unscales_gradients"])
+@pytest.mark.parametrize("text, value", [("False", False), ("true", True), (0, False), (1.0, True)])
+def test_flags_as_text(flag: str, text: Any, value: bool) -> None:
+    optimizer = FusedAdamW(params(), **{flag: text})
+    found = optimizer.param_groups[0][flag] if flag in optimizer.param_groups[0] else getattr(optimizer, flag)
+    assert found is value
+    assert all(map(same_bits, stepped(optimizer), stepped(FusedAdamW(params(), **{flag: value}))))
+
+
+@pytest.mark.parametrize(
+    "flag", [*FLAGS, "capturable", "offload_states", "use_decoupled_grad", "amsgrad", "set_grad_none"]
+)
+@pytest.mark.parametrize("wrong", ["no", "", 2, [True]], ids=repr)
+def test_what_is_no_flag_is_refused(flag: str, wrong: Any) -> None:
+    with pytest.raises(TypeError, match=f"^{flag}: expected True or False, got"):
+        FusedAdamW(params(), **{flag: wrong})
+
+
+def test_flags_of_param_groups() -> None:
+    first, second = params()
+    optimizer = FusedAdamW([{"params": [first], "maximize": "true", "bias_correction": "False"}, {"params": [second]}])
+    shown = [(group["maximize"], group["bias_correction"]) for group in optimizer.param_groups]
+    assert shown == [(True, False), (False, True)]
+    with pytest.raises(TypeError, match="maximize: expected True or False, got 'yes'"):
+        optimizer.add_param_group({"params": params(), "maximize": "yes"})
+    assert len(optimizer.param_groups) == 2
+
+
+@pytest.mark.parametrize("seed", [1.5, "x", None])
+def test_a_seed_is_a_whole_number(seed: Any) -> None:
+    with pytest.raises(TypeError, match="seed: expected a whole number"):
+        FusedAdamW(params(), seed=seed)
