@@ -33,7 +33,7 @@ from fused_optim.skip import Skips
 from fused_optim.slots import MASTER
 from fused_optim.state import state_dict as forms
 from fused_optim.state import torch_form
-from fused_optim.state.groups import DESCRIPTION, TorchGroup, forget_compilers_key, usual_group
+from fused_optim.state.groups import DESCRIPTION, TorchGroup, usual_group
 from fused_optim.state.store import StateStore
 from fused_optim.state.summary import Summary, choices_without_effect, short_description, summarize
 from fused_optim.step.amp import amp_scalars, mark_stepped
@@ -86,7 +86,7 @@ def _bring_up_to_date(optimizer: Optimizer) -> None:
     """A hook before ``state_dict()``: ``param_group["step"]`` and the states."""
     assert isinstance(optimizer, FusedAdam)
     optimizer.check_between_steps()
-    forget_compilers_key(optimizer.param_groups)
+    optimizer._forget_compilers_key()
     optimizer.pull_steps()
     optimizer.store.adopt()
     optimizer.store.settle()
@@ -249,7 +249,9 @@ class FusedAdam(Optimizer):
         self.unscales_gradients = unscales_gradients
         self.offload_states, self.offload_fraction = offload_states, float(number_of(offload_fraction))
         self.checkpoint_device = checkpoint_device
-        self.set_grad_none: bool | None = True if set_grad_none is None else flag_of("set_grad_none", set_grad_none)
+        if set_grad_none is not None:
+            set_grad_none = flag_of("set_grad_none", set_grad_none)
+        self.set_grad_none: bool | None = True if set_grad_none is None else set_grad_none
         self.fused, self.foreach = fused, foreach
         self.store = StateStore(self, form=checkpoint_format)
         self._start_anew()
@@ -293,6 +295,7 @@ class FusedAdam(Optimizer):
         self._grad_factors: dict[torch.device, Tensor] = {}
         self._is_located = False  # what `StateStore.locate` finds
         self._has_warned = False  # of choices without effect
+        self._groups_ask_for_capture = False  # in vain: a warning says so
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -307,6 +310,7 @@ class FusedAdam(Optimizer):
         read = {**numbers_of(param_group), **flags_of(param_group)}
         check_hyperparameters({**self.defaults, **param_group, **read})
         given = set(param_group) - set(IMPLEMENTATIONS)
+        self._groups_ask_for_capture |= "capturable" in given
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group.update(read)
@@ -383,13 +387,22 @@ class FusedAdam(Optimizer):
 
     def _show_groups(self) -> None:
         """Let param groups have torch.optim.AdamW's keys or our own, by the form of state dicts."""
-        forget_compilers_key(self.param_groups)
+        self._forget_compilers_key()
         switches = {"fused": self.fused, "foreach": self.foreach}
         for number, group in enumerate(self.param_groups):
             if self.checkpoint_format != "torch":
                 self.param_groups[number] = usual_group(group)
             elif not isinstance(group, TorchGroup):
                 self.param_groups[number] = TorchGroup({**switches, **group})
+
+    def _forget_compilers_key(self) -> None:
+        """Where a compiled function writes to a param group, torch.compile gives all of them ``capturable=True``, too.
+
+        It would be in checkpoints, whose loads compare keys, and is an option of the whole optimizer here.
+        """
+        for group in self.param_groups:
+            if not (self._groups_ask_for_capture or isinstance(group, TorchGroup)):
+                group.pop("capturable", None)
 
     @property
     def checkpoint_options(self) -> forms.Options:
@@ -829,7 +842,7 @@ class FusedAdam(Optimizer):
     def _warn_once(self) -> None:
         if not self._has_warned:
             self._has_warned = True
-            forget_compilers_key(self.param_groups)
+            self._forget_compilers_key()
             options = {key: getattr(self, key) for key in _OPTIONS if key not in IMPLEMENTATIONS}
             if choices := choices_without_effect(self.store, options):
                 warnings.warn("\n".join(choices), stacklevel=callers_level())

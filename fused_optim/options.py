@@ -70,10 +70,13 @@ def takes_flags(function: F) -> F:
 
 def whole_number_of(name: str, value: Any) -> int:
     """A whole number, also as text. Raises TypeError for all else."""
-    number = number_of(value)
-    if not isinstance(number, (int, float)) or int(number) != number:
+    try:
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
+        number = None
+    if number is None or not (isinstance(value, str) or number == value):
         raise TypeError(f"{name}: expected a whole number, got {value!r}")
-    return int(number)
+    return number
 
 
 def spelled_alike(dtypes: Mapping[str, Any]) -> dict[str, Any]:

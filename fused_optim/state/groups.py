@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -61,13 +61,3 @@ def usual_group(group: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(group, TorchGroup):
         return group
     return {key: value for key, value in whole(group).items() if key in _SHARED_KEYS or key not in adamw_settings()}
-
-
-def forget_compilers_key(groups: Sequence[dict[str, Any]]) -> None:
-    """Where a compiled function writes to a param group, torch.compile gives all of them ``capturable=True``, too.
-
-    It would be in checkpoints, whose loads compare keys, and no group has such an option here.
-    """
-    if all(type(group) is dict and group.get("capturable") is True for group in groups):
-        for group in groups:
-            del group["capturable"]

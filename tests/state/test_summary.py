@@ -227,6 +227,14 @@ def test_formats_without_effect_warn() -> None:
     assert [text.split()[0] for text in texts] == ["exp_avg_sq_dtype"]
 
 
+def test_groups_that_ask_for_capture_warn() -> None:
+    """The key that torch.compile writes to groups is dropped, a user's is not."""
+    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4))]
+    with warned() as texts:
+        step(FusedAdamW([{"params": [param], "capturable": True} for param in params]))
+    assert len(texts) == 1 and texts[0].startswith("param group 0: capturable has no effect there")
+
+
 def test_options_of_the_whole_optimizer_in_a_group_warn() -> None:
     params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4))]
     groups = [{"params": params[:1], "master_weights": True}, {"params": params[1:], "store_param_remainders": True}]

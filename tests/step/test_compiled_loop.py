@@ -128,5 +128,8 @@ def test_a_rate_written_in_compiled_code_leaves_no_keys(form: str) -> None:
         warnings.filterwarnings("error", "param group")
         eager, compiled = train(slower_step), train(torch.compile(slower_step, backend="eager"))
     assert eager.state_dict()["param_groups"] == compiled.state_dict()["param_groups"]
+    for optimizer in (eager, compiled):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    assert eager.state_dict()["param_groups"] == compiled.state_dict()["param_groups"]
     compiled.checkpoint_format = "torch"
     assert compiled.state_dict()["param_groups"][0]["capturable"] is False

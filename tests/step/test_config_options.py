@@ -150,7 +150,12 @@ def test_flags_of_param_groups() -> None:
     assert len(optimizer.param_groups) == 2
 
 
-@pytest.mark.parametrize("seed", [1.5, "x", None])
+@pytest.mark.parametrize("seed, expected", [(3.0, 3), ("12345678901234567", 12345678901234567), (torch.tensor(4), 4)])
+def test_seeds_that_are_whole_numbers(seed: Any, expected: int) -> None:
+    assert FusedAdamW(params(), seed=seed).seed == expected
+
+
+@pytest.mark.parametrize("seed", [1.5, "x", "1.5", None, float("inf"), float("nan")])
 def test_a_seed_is_a_whole_number(seed: Any) -> None:
     with pytest.raises(TypeError, match="seed: expected a whole number"):
         FusedAdamW(params(), seed=seed)

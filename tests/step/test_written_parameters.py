@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,7 @@ from fused_optim.quantized import (
     NVFP4BlockScaling,
     quantize_model_,
 )
+from fused_optim.step.plan import Plan
 
 INT8 = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8}
 SHAPE = (6, 128)
@@ -246,6 +248,30 @@ def test_a_write_is_noticed_whatever_happens_between(plans: int) -> None:
         late.grad = late.detach().clone()
     step(param, optimizer, 1)
     assert float((param - new).abs().max()) < 0.05
+
+
+def test_a_write_that_another_thread_follows_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save in the background looks for writes, too, here in the midst of a step."""
+    (param, optimizer), (other, expected) = build(torch.bfloat16), build(torch.bfloat16)
+    for each, its in ((param, optimizer), (other, expected)):
+        step(each, its, 0)
+        with torch.no_grad():
+            each.mul_(0.5)
+    follow, threads = Plan._follow_shard, []
+
+    def follow_twice(plan: Plan, *shard: Any) -> None:
+        if not threads:
+            threads.append(threading.Thread(target=optimizer.follow_parameters))
+            threads[0].start()
+            threads[0].join()
+        follow(plan, *shard)
+
+    monkeypatch.setattr(Plan, "_follow_shard", follow_twice)
+    step(param, optimizer, 1)
+    monkeypatch.undo()
+    step(other, expected, 1)
+    assert threads and torch.equal(param, other)
+    assert torch.equal(optimizer.state[param]["master_param"], expected.state[other]["master_param"])
 
 
 def test_a_loaded_state_dict_is_not_undone_by_an_earlier_write() -> None:

@@ -20,6 +20,7 @@ constexpr uint32_t kStripsPerWarp = 2;         // loaded before the first is wor
 constexpr uint32_t kStripsPerUnit = kWarps * kStripsPerWarp;
 constexpr uint32_t kOctetsPerThread = 4;
 constexpr uint32_t kOctetsPerRound = kThreads * kOctetsPerThread;
+// Several rounds to a unit, since finding a unit takes about as long as a round.
 constexpr uint32_t kOctetsPerUnit = 4 * kOctetsPerRound;
 constexpr uint32_t kEncodeUnit = kOctetsPerUnit * kVector;  // elements
 constexpr uint32_t kTileThreads = 512;
