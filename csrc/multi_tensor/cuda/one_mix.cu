@@ -9,11 +9,9 @@ namespace {
 // A kernel for steps that consist of one mix, but for few elements: norms and biases, whose states are FP32.
 template <class MixType>
 struct OneMix {
-    // Measured on an H200. Without scales nothing is gained by more than a tile; where there is little to read,
-    // instructions are the bound, and fewer chunks take fewer of them.
-    static constexpr bool light = MixType::M::format == Format::kInt8 && MixType::master == Master::kParameter;
-    static constexpr int kBlocksPerMultiprocessor = 7;
-    static constexpr int kTilesPerChunk = !MixType::scaled ? 1 : light ? kMaxTilesPerChunk : kMaxTilesPerChunk / 2;
+    // Scaled masters of quantized weights need the registers that one thread block less leaves to each.
+    static constexpr int kBlocksPerMultiprocessor = MixType::has_weights && is_scaled(MixType::master) ? 6 : 7;
+    static constexpr int kTilesPerChunk = Pace<MixType>::kTilesPerChunk;
     static constexpr bool kScaledMasters = is_scaled(MixType::master);
     static constexpr uint32_t kRingBytes = ring_bytes<MixType>();
     using Table = std::conditional_t<MixType::has_weights, WeightsTable, BasicTable>;

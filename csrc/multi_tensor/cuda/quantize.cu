@@ -66,14 +66,16 @@ struct AbsmaxArguments {
     uint32_t* absmax;
 };
 
+template <uint32_t capacity>
 struct RescaleArguments {
-    static constexpr uint32_t capacity = 1344;
     TensorScale scales[capacity];
     uint32_t count;
     ScaleRule rule;
 };
+constexpr uint32_t kMostScales = 1344;
+constexpr uint32_t kFewScales = 160;  // of most models; the launch copies all of its parameters, 4 KB for these
 static_assert(sizeof(EncodeArguments) <= kParameterLimit && sizeof(AbsmaxArguments) <= kParameterLimit &&
-                  sizeof(RescaleArguments) <= kParameterLimit,
+                  sizeof(RescaleArguments<kMostScales>) <= kParameterLimit,
               "the table must fit into the kernel's parameters");
 
 template <class T>
@@ -368,7 +370,9 @@ __global__ void __launch_bounds__(kThreads) absmax(const __grid_constant__ Absma
     if (threadIdx.x == 0 && largest > 0) atomicMax(arguments.absmax + place.entry, largest);
 }
 
-__global__ void __launch_bounds__(kThreads) rescale_weights(const __grid_constant__ RescaleArguments arguments) {
+template <uint32_t capacity>
+__global__ void __launch_bounds__(kThreads)
+    rescale_weights(const __grid_constant__ RescaleArguments<capacity> arguments) {
     const uint32_t i = blockIdx.x * kThreads + threadIdx.x;
     if (i < arguments.count) rescale(arguments.scales[i], arguments.rule);
 }
@@ -570,6 +574,21 @@ EncodeKernel encode_kernel(WeightFormat format) {
     return encode_kernel(static_cast<int>(format), std::make_integer_sequence<int, kCount<WeightFormat>>{});
 }
 
+template <uint32_t capacity>
+void rescale_by(const std::vector<TensorScale>& scales, const ScaleRule& rule, int device, uint64_t stream) {
+    constexpr const char* kernel = "quantize_rescale";
+    CudaDeviceGuard guard(kernel, device);
+    RescaleArguments<capacity> arguments;
+    arguments.rule = rule;
+    for (size_t first = 0; first < scales.size(); first += arguments.count) {
+        arguments.count = static_cast<uint32_t>(std::min<size_t>(scales.size() - first, capacity));
+        std::copy_n(scales.begin() + first, arguments.count, arguments.scales);
+        const uint32_t grid = (arguments.count + kThreads - 1) / kThreads;
+        rescale_weights<capacity><<<grid, kThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(arguments);
+        check_cuda(cudaGetLastError(), kernel, device);
+    }
+}
+
 }  // namespace
 
 void load_quantize_kernels(int device) {
@@ -578,7 +597,8 @@ void load_quantize_kernels(int device) {
         load_kernel(encode_kernel(static_cast<WeightFormat>(format)), "quantize_encode", device);
     }
     load_kernel(absmax, "quantize_absmax", device);
-    load_kernel(rescale_weights, "quantize_rescale", device);
+    load_kernel(rescale_weights<kFewScales>, "quantize_rescale", device);
+    load_kernel(rescale_weights<kMostScales>, "quantize_rescale", device);
     load_kernel(decode_strips, "quantize_decode", device);
     load_kernel(decode_octets, "quantize_decode", device);
 }
@@ -598,17 +618,8 @@ void absmax_cuda(const std::vector<Values>& tensors, float* result, int device, 
 }
 
 void rescale_cuda(const std::vector<TensorScale>& scales, const ScaleRule& rule, int device, uint64_t stream) {
-    constexpr const char* kernel = "quantize_rescale";
-    CudaDeviceGuard guard(kernel, device);
-    RescaleArguments arguments{};
-    arguments.rule = rule;
-    for (size_t first = 0; first < scales.size(); first += arguments.count) {
-        arguments.count = static_cast<uint32_t>(std::min<size_t>(scales.size() - first, RescaleArguments::capacity));
-        std::copy_n(scales.begin() + first, arguments.count, arguments.scales);
-        const uint32_t grid = (arguments.count + kThreads - 1) / kThreads;
-        rescale_weights<<<grid, kThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(arguments);
-        check_cuda(cudaGetLastError(), kernel, device);
-    }
+    const auto rescale = scales.size() <= kFewScales ? rescale_by<kFewScales> : rescale_by<kMostScales>;
+    rescale(scales, rule, device, stream);
 }
 
 void encode_cuda(const std::vector<Weight>& weights, const WeightKind& kind, int device, uint64_t stream) {
