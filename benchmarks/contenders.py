@@ -29,8 +29,8 @@ HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_
 class Contender:
     """``build`` makes the optimizer; ``moved`` counts the bytes per parameter that one step must read and write.
 
-    Where it can run: ``needs`` modules that can be imported, ``cpu`` parameters or only those of GPUs, ``dtensors`` or
-    only plain tensors (kernels that are given a DTensor's address read memory that is not theirs).
+    Where it can run: ``needs`` modules that can be imported, parameters on ``gpu`` or ``cpu``, ``dtensors`` or only plain
+    tensors (kernels that are given a DTensor's address read memory that is not theirs).
     """
 
     name: str
@@ -38,6 +38,7 @@ class Contender:
     moved: float
     build: Callable[[Sequence[Tensor]], Any]
     needs: tuple[str, ...] = field(default=())
+    gpu: bool = True
     cpu: bool = True
     dtensors: bool = True
 
@@ -154,6 +155,13 @@ class ApexMasters:
         self.apply(self.kernel, self.overflow, lists, *hyper, self.inverse_scale)
 
 
+def deepspeed(name: str, dtype: torch.dtype, moved: float, **options: Any) -> Contender:
+    def build(params: Sequence[Tensor]) -> Any:
+        return importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam(params, **HYPER, **options)
+
+    return Contender(f"DeepSpeed CPUAdam {name}", dtype, moved, build, ("deepspeed",), gpu=False, dtensors=False)
+
+
 def torch_adamw(name: str, dtype: torch.dtype, moved: float, **options: Any) -> Contender:
     return Contender(f"torch AdamW {name}", dtype, moved, lambda params: torch.optim.AdamW(params, **HYPER, **options))
 
@@ -203,6 +211,8 @@ PEERS = [
     peer("torchao AdamWFp8, no master", 10 + 2 * 2 * 4 / 256, "torchao.optim:AdamWFp8"),
     peer("torchao AdamW4bit, no master", 8 + 2 * 2 * 4 / 128, "torchao.optim:AdamW4bit"),
     peer("bitsandbytes AdamW8bit, no master", 10 + 2 * 2 * 4 / 256, "bitsandbytes.optim:AdamW8bit", dtensors=False),
+    deepspeed("FP32", FP32, 28),
+    deepspeed("BF16, BF16 states, no master", BF16, 14, fp32_optimizer_states=False),
 ]
 
 
@@ -213,4 +223,6 @@ def obstacle(contender: Contender, device: torch.device, dtensors: bool) -> str:
         return f"needs {' and '.join(missing)}"
     if device.type != "cuda" and not contender.cpu:
         return "runs on GPUs only"
+    if device.type == "cuda" and not contender.gpu:
+        return "runs on CPUs only"
     return "takes no DTensors" if dtensors and not contender.dtensors else ""

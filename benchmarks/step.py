@@ -31,7 +31,7 @@ from contenders import OURS, PEERS, Contender, obstacle
 
 Shapes = list[tuple[int, ...]]
 
-PACKAGES = ("torch", "triton", "flashoptim", "torchao", "bitsandbytes", "transformer_engine")
+PACKAGES = ("torch", "triton", "flashoptim", "torchao", "bitsandbytes", "transformer_engine", "deepspeed")
 WARMUP = 3  # steps: states are created, kernels tuned and compiled
 
 
@@ -119,7 +119,8 @@ def host_bytes(params: Sequence[Tensor], optimizer: Any) -> int:
         states = optimizer.state_bytes()
     else:
         tensors += getattr(optimizer, "masters", [])
-        states = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
+        kept = (value for state in optimizer.state.values() for value in state.values())
+        states = sum(value.nbytes for value in kept if isinstance(value, Tensor))  # steps may be plain numbers
     return states + sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
 
 

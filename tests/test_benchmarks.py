@@ -44,6 +44,10 @@ def test_obstacles() -> None:
     assert obstacle(apex, GPU, dtensors=False) == ""
     assert obstacle(apex, GPU, dtensors=True) == "takes no DTensors"
     assert obstacle(apex, CPU, dtensors=False) == "runs on GPUs only"
+    deepspeed = by_name["DeepSpeed CPUAdam FP32"]
+    assert obstacle(deepspeed, CPU, dtensors=False) == ""
+    assert obstacle(deepspeed, CPU, dtensors=True) == "takes no DTensors"
+    assert obstacle(deepspeed, GPU, dtensors=False) == "runs on CPUs only"
     assert all(not obstacle(contender, CPU, dtensors=False) for contender in OURS)
 
 
