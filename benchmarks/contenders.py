@@ -29,8 +29,8 @@ HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_
 class Contender:
     """``build`` makes the optimizer; ``moved`` counts the bytes per parameter that one step must read and write.
 
-    Where it can run: ``needs`` modules that can be imported, parameters on ``gpu`` or ``cpu``, ``dtensors`` or only plain
-    tensors (kernels that are given a DTensor's address read memory that is not theirs).
+    Where it can run: ``needs`` modules that can be imported, parameters on ``gpu`` or ``cpu``, ``dtensors`` or only
+    plain tensors (kernels that are given a DTensor's address read memory that is not theirs).
     """
 
     name: str

@@ -37,6 +37,7 @@ constexpr Case kCases[] = {
     {"16-bit remainder, int8 states", Element::kBFloat16, Master::kRemainder16, Format::kInt8},
     {"8-bit remainder, FP8 states", Element::kBFloat16, Master::kRemainder8, Format::kFloat8},
     {"8-bit remainder, int8 states", Element::kBFloat16, Master::kRemainder8, Format::kInt8},
+    {"no master, BF16 states", Element::kBFloat16, Master::kParameter, Format::kBFloat16},
     {"no master, FP8 states", Element::kBFloat16, Master::kParameter, Format::kFloat8},
     {"no master, int8 states", Element::kBFloat16, Master::kParameter, Format::kInt8},
 };

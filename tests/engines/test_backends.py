@@ -234,6 +234,29 @@ def test_huge_gradients(size: float, engine: str, use_backend: UseBackend) -> No
         pair.step([grad * size for grad in gradients(pair.reference.store.params, torch.float32, engine, step)])
 
 
+@pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32], ids=str)
+@ALL_MASTERS
+def test_parameters_that_round_to_infinity(
+    master: Master, grad_dtype: torch.dtype, engine: str, use_backend: UseBackend
+) -> None:
+    """One of them is beyond BF16's largest number, but not beyond FP32's; the others, and the other tile, are usual."""
+    shape = Shape("block128", (8, 128), 128)
+
+    def groups() -> list[dict[str, Any]]:
+        made = group_per_format([shape], master, engine, SAME)()
+        for group in made:
+            with torch.no_grad():
+                group["params"][0][1, 7] = torch.finfo(master.param_dtype).max
+        return made
+
+    pair = Pair(groups, engine, use_backend, lr=1e36, weight_decay=0.0, **master.options)
+    for step in range(3):
+        grads = gradients(pair.reference.store.params, grad_dtype, engine, step)
+        for grad in grads:
+            grad[1, 7] = -1.0
+        pair.step(grads)
+
+
 @pytest.mark.parametrize("stochastic", [True, False], ids=["rotating", "nearest"])
 def test_fp16_blocks_at_powers_of_two(stochastic: bool, engine: str, use_backend: UseBackend) -> None:
     """Their scale depends on where the largest values are rounded to: here down, up, or some of them each way."""

@@ -3,6 +3,7 @@
 // templates may be used here: an inline function compiled for AVX-512 could replace the baseline's copy at link time.
 #include "adam.h"
 #include "cpu/codecs.h"
+#include "cpu/streams.h"
 #include "cpu/strip.h"
 #include "dispatch.h"
 
@@ -20,18 +21,14 @@ void load(float* tile, Element type, uint64_t address, uint64_t element, int cou
     }
 }
 
-// Whether no magnitude rounds beyond BF16's largest: most tiles, for which the encoders need no special cases.
-bool is_moderate(const float* tile) { return absmax_of<kTile>(tile) < 0x7F7F0000u; }
+bool is_moderate(const float* tile) { return is_moderate_magnitude(absmax_of<kTile>(tile)); }
 
 void encode_bfloat16(uint16_t* raw, const float* tile, const uint32_t* bits) {
     const bool moderate = is_moderate(tile);
     if (moderate && bits) {
-        for (int i = 0; i < kTile; ++i) raw[i] = static_cast<uint16_t>((float_bits(tile[i]) + (bits[i] >> 16)) >> 16);
+        for (int i = 0; i < kTile; ++i) raw[i] = encode_moderate_bfloat16<true>(tile[i], bits[i]);
     } else if (moderate) {
-        for (int i = 0; i < kTile; ++i) {
-            uint32_t b = float_bits(tile[i]);
-            raw[i] = static_cast<uint16_t>((b + 0x7FFFu + ((b >> 16) & 1u)) >> 16);
-        }
+        for (int i = 0; i < kTile; ++i) raw[i] = encode_moderate_bfloat16<false>(tile[i], 0);
     } else if (bits) {
         for (int i = 0; i < kTile; ++i) raw[i] = bfloat16_rotating(tile[i], bits[i]);
     } else {
@@ -224,18 +221,13 @@ void load_float16_master(float* tile, const Shard& shard, uint64_t element, int 
     LoadMoment{tile, Format::kFloat16, shard.master, element, count, scales}(Float16Master{});
 }
 
-// As join_remainder16 and join_remainder8: the parameter's bits in front of the remainder's, which have a sign.
 template <class Low>
 void load_split(float* tile, const Shard& shard, uint64_t element, int count) {
-    constexpr int shift = 16 - 8 * sizeof(Low);
     alignas(64) uint16_t high[kTile];
     alignas(64) Low low[kTile];
     copy_in(high, shard.param, element, count);
     copy_in(low, shard.master, element, count);
-    for (int i = 0; i < kTile; ++i) {
-        const uint32_t bits = static_cast<uint32_t>(high[i]) << 16 | static_cast<uint32_t>(low[i]) << shift;
-        tile[i] = bits_float((bits ^ 0x8000u) - 0x8000u);
-    }
+    for (int i = 0; i < kTile; ++i) tile[i] = join_split(high[i], low[i]);
     if (absmax_of<kTile>(tile) <= kInfinity) return;
     for (int i = 0; i < kTile; ++i) tile[i] = checked_join(tile[i]);
 }
@@ -252,11 +244,9 @@ template <class Low, Split split(float)>
 void store_split(const float* tile, const Shard& shard, uint64_t element, int count) {
     alignas(64) uint16_t high[kTile];
     alignas(64) Low low[kTile];
-    if (is_moderate(tile)) {  // as `split`, without NaN
-        constexpr uint32_t half = sizeof(Low) == 2 ? 0u : 0x80u;
-        for (int i = 0; i < kTile; ++i) high[i] = static_cast<uint16_t>((float_bits(tile[i]) + half + 0x8000u) >> 16);
-        for (int i = 0; i < kTile; ++i)
-            low[i] = static_cast<Low>((float_bits(tile[i]) + half) >> (16 - 8 * sizeof(Low)));
+    if (is_moderate(tile)) {
+        for (int i = 0; i < kTile; ++i) high[i] = split_moderate<Low>(tile[i]).high;
+        for (int i = 0; i < kTile; ++i) low[i] = split_moderate<Low>(tile[i]).low;
     } else {
         for (int i = 0; i < kTile; ++i) high[i] = split(tile[i]).high;
         for (int i = 0; i < kTile; ++i) low[i] = static_cast<Low>(split(tile[i]).low);
@@ -319,23 +309,10 @@ float* in_place(float* tile, bool is_float32, uint64_t address, uint64_t element
     return is_float32 && count == kTile ? pointer<float>(address, element) : tile;
 }
 
-// The update of a tile's elements, the twin of the CUDA engine's. `grad` is written to unless it stays as it is.
-template <bool keeps_root>
-void update_values(float* __restrict__ grad, float* __restrict__ param, float* __restrict__ m, float* __restrict__ v,
-                   float* __restrict__ root, const Scalars s) {
-    if (!s.unchanged_gradient) {
-        for (int i = 0; i < kTile; ++i) grad[i] = scaled_gradient(grad[i], s);
-        if (s.l2_penalty != 0.0f) {
-            for (int i = 0; i < kTile; ++i) grad[i] = penalized_gradient(grad[i], param[i], s);
-        }
-    }
-    for (int i = 0; i < kTile; ++i) {
-        Moments moments = next_moments(grad[i], m[i], v[i], s);
-        m[i] = moments.exp_avg;
-        v[i] = moments.exp_avg_sq;
-        const float found = root_of(v[i]);
-        if (keeps_root) root[i] = found;
-        param[i] = next_param(param[i], m[i], found, s);
+void scale_gradient(float* grad, const float* param, const Scalars s) {
+    for (int i = 0; i < kTile; ++i) grad[i] = scaled_gradient(grad[i], s);
+    if (s.l2_penalty != 0.0f) {
+        for (int i = 0; i < kTile; ++i) grad[i] = penalized_gradient(grad[i], param[i], s);
     }
 }
 
@@ -343,6 +320,65 @@ void store_unscaled(const Shard& shard, const Scalars& scalars, const float* gra
     alignas(64) float tile[kTile];
     for (int i = 0; i < kTile; ++i) tile[i] = unscaled_gradient(grad[i], scalars);
     store(tile, nullptr, shard.grad_type, shard.grad, element, count);
+}
+
+// Which of a tile's BF16 streams the update reads and writes itself; the others pass through tiles of FP32 values.
+struct Direct {
+    bool grad, param, moments;
+
+    Direct(const Shard& shard, const Scalars& scalars, int count) {
+        const bool whole = count == kTile && scalars.unchanged_gradient && !scalars.writes_gradient;
+        grad = whole && shard.grad_type == Element::kBFloat16;
+        param = grad && shard.param_type == Element::kBFloat16 && !shard.quantized && !is_scaled(shard.master_kind);
+        moments = whole && shard.exp_avg_format == Format::kBFloat16 && shard.exp_avg_sq_format == Format::kBFloat16;
+    }
+};
+
+// The values of a tile's streams, and where they are in memory.
+struct Tile {
+    const Shard& shard;
+    uint64_t element;
+    float *grad, *param, *m, *v, *root;
+    const uint32_t* bits;
+
+    uint16_t* codes(uint64_t address) const { return pointer<uint16_t>(address, element); }
+    template <class Low>
+    SplitStream<Low> split(uint16_t* high, uint64_t low) const {
+        return {high, pointer<Low>(low, element), param};
+    }
+};
+
+template <class Grad, class Param>
+uint32_t update_moments(const Tile& tile, const Scalars& scalars, const Direct& direct, const Grad grad,
+                        const Param param) {
+    if (direct.moments) {
+        const BFloat16Stream<false> m{tile.codes(tile.shard.exp_avg), tile.m};
+        const BFloat16Stream<true> v{tile.codes(tile.shard.exp_avg_sq), tile.v};
+        return update_streams<false>(grad, param, m, v, nullptr, tile.bits, scalars);
+    }
+    const Float32Stream m{tile.m}, v{tile.v};
+    if (!is_scaled(tile.shard.exp_avg_sq_format)) {
+        return update_streams<false>(grad, param, m, v, nullptr, tile.bits, scalars);
+    }
+    return update_streams<true>(grad, param, m, v, tile.root, tile.bits, scalars);
+}
+
+// The bits of the largest magnitude that was rounded to BF16.
+uint32_t update_values(const Tile& tile, const Scalars& scalars, const Direct& direct) {
+    const Float32Stream values{tile.param};
+    if (!direct.grad) return update_moments(tile, scalars, direct, Float32Stream{tile.grad}, values);
+    const BFloat16Stream<false> grad{tile.codes(tile.shard.grad), tile.grad};
+    uint16_t* const codes = tile.codes(tile.shard.param);
+    if (!direct.param) return update_moments(tile, scalars, direct, grad, values);
+    const uint64_t master = tile.shard.master;
+    switch (tile.shard.master_kind) {
+        case Master::kFloat32: return update_moments(tile, scalars, direct, grad, MasterStream{codes, tile.param});
+        case Master::kRemainder16:
+            return update_moments(tile, scalars, direct, grad, tile.split<uint16_t>(codes, master));
+        case Master::kRemainder8:
+            return update_moments(tile, scalars, direct, grad, tile.split<uint8_t>(codes, master));
+        default: return update_moments(tile, scalars, direct, grad, BFloat16Stream<true>{codes, tile.param});
+    }
 }
 
 // Formats are looked at once per tile and stage: no need for an instance per mix of formats. Returns the bits of the
@@ -365,34 +401,39 @@ uint32_t update_tile(const Shard& shard, const Scalars& scalars, uint64_t elemen
     float* const v = in_place(v_tile, v_format == Format::kFloat32, shard.exp_avg_sq, element, count);
     const bool float32_grad = shard.grad_type == Element::kFloat32 && scalars.unchanged_gradient;
     float* const grad = in_place(grad_tile, float32_grad, shard.grad, element, count);  // updates do not write there
+    const Direct direct(shard, scalars, count);
 
-    if (grad == grad_tile) load(grad, shard.grad_type, shard.grad, element, count);
-    if (param == param_tile) load_master(param, shard, element, count, master_scales);
-    if (m == m_tile) dispatch_codec<ExpAvg>(m_format, LoadMoment{m, m_format, shard.exp_avg, element, count, m_scales});
-    if (v == v_tile) {
+    if (grad == grad_tile && !direct.grad) load(grad, shard.grad_type, shard.grad, element, count);
+    if (param == param_tile && !direct.param) load_master(param, shard, element, count, master_scales);
+    if (m == m_tile && !direct.moments) {
+        dispatch_codec<ExpAvg>(m_format, LoadMoment{m, m_format, shard.exp_avg, element, count, m_scales});
+    }
+    if (v == v_tile && !direct.moments) {
         dispatch_codec<ExpAvgSq>(v_format, LoadMoment{v, v_format, shard.exp_avg_sq, element, count, v_scales});
     }
     if (scalars.writes_gradient) store_unscaled(shard, scalars, grad, element, count);
     for (int i = 0; scaled_master && i < kTile; ++i) before[i] = param[i];
-    const auto update = is_scaled(v_format) ? update_values<true> : update_values<false>;
-    update(grad, param, m, v, root, scalars);
+    if ((own_master && !float32_master) || scaled_master || v_format != Format::kFloat32) {
+        fill_rounding(bits, shard, scalars.rounding, element);
+    }
+    if (!scalars.unchanged_gradient) scale_gradient(grad, param, scalars);
+    const uint32_t largest = update_values({shard, element, grad, param, m, v, root, bits}, scalars, direct);
+    const bool rounded = is_moderate_magnitude(largest);  // all of what the update writes itself; else again
     for (int i = count; i < kTile; ++i) {  // a short last block's scales must not see them
         m[i] = v[i] = root[i] = param[i] = 0.0f;
     }
 
-    if ((own_master && !float32_master) || scaled_master || v_format != Format::kFloat32) {
-        fill_rounding(bits, shard, scalars.rounding, element);
-    }
-    if (m == m_tile) {
+    if (m == m_tile && !(direct.moments && rounded)) {
         dispatch_codec<ExpAvg>(m_format, StoreExpAvg{m, m_format, shard.exp_avg, element, count, m_scales});
     }
-    if (v == v_tile) {
+    if (v == v_tile && !(direct.moments && rounded)) {
         dispatch_codec<ExpAvgSq>(v_format,
                                  StoreExpAvgSq{v, root, bits, v_format, shard.exp_avg_sq, element, count, v_scales});
     }
     if (scaled_master) {  // last, since it changes `bits`
         for (int i = 0; i < kTile; ++i) bits[i] = master_rounding(before[i], param[i], bits[i]);
     }
+    if (direct.param && rounded) return shard.absmax ? finite_absmax(param, count) : 0;
     if (param == param_tile) {
         store_master(param, bits, shard, element, count, master_scales);
     } else if (!own_master && !shard.quantized) {
