@@ -1,5 +1,5 @@
-// The update of a tile's elements in one loop: what decodes and encodes BF16 works while divisions and roots wait. Under
-// the same rules as tile.h.
+// The update of a tile's elements in one loop: what decodes and encodes BF16 works while divisions and roots wait.
+// Under the same rules as tile.h.
 #pragma once
 
 #include "adam.h"
@@ -30,7 +30,8 @@ uint16_t encode_moderate_bfloat16(float x, uint32_t bits) {
     return static_cast<uint16_t>((b + (rotates ? bits >> 16 : 0x7FFFu + ((b >> 16) & 1u))) >> 16);
 }
 
-// As join_remainder16() and join_remainder8(), unchecked: the parameter's bits before the remainder's, which have a sign.
+// As join_remainder16() and join_remainder8(), unchecked: the parameter's bits before the remainder's, which have a
+// sign.
 template <class Low>
 float join_split(uint16_t high, Low low) {
     constexpr int shift = 16 - 8 * sizeof(Low);
@@ -95,8 +96,8 @@ struct SplitStream {
     }
 };
 
-// The twin of the CUDA engine's update. Gradients are as they should be. Returns the largest magnitude's bits of what was
-// rounded to BF16. `bits`: what streams round by; `root`: gets the new exp_avg_sq's, unless null.
+// The twin of the CUDA engine's update. Gradients are as they should be. Returns the largest magnitude's bits of what
+// was rounded to BF16. `bits`: what streams round by; `root`: gets the new exp_avg_sq's, unless null.
 template <bool keeps_root, class Grad, class Param, class ExpAvgStream, class ExpAvgSqStream>
 uint32_t update_streams(const Grad grad, const Param param, const ExpAvgStream m, const ExpAvgSqStream v, float* root,
                         const uint32_t* bits, const Scalars s) {

@@ -69,17 +69,18 @@ __device__ __forceinline__ void take(OrderedPacket& packet, Element type, char* 
     type == Element::kFloat32 ? take<4>(packet.words, stream) : take<2>(packet.words, stream);
 }
 
-// How many tiles a thread block takes, and how many are on their way to it: measured on an H200. Without scales nothing is
-// gained by more than a tile. Where instructions are the bound, since there is little to read or much to do, fewer chunks
-// or tiles take fewer of them.
+// How many tiles a thread block takes, and how many are on their way to it: measured on an H200. Without scales nothing
+// is gained by more than a tile. Where instructions are the bound, since there is little to read or much to do, fewer
+// chunks or tiles take fewer of them.
 template <class MixType>
 struct Pace {
     static constexpr bool kInt8 = MixType::M::format == Format::kInt8;
     static constexpr bool kNoMaster = MixType::master == Master::kParameter;
     static constexpr bool kLittleToRead = kInt8 && (kNoMaster || master_bytes(MixType::master) == 1);
 
-    static constexpr int kTilesPerChunk =
-        !MixType::scaled ? 1 : kInt8 && kNoMaster ? kMaxTilesPerChunk : kMaxTilesPerChunk / 2;
+    static constexpr int kTilesPerChunk = !MixType::scaled     ? 1
+                                          : kInt8 && kNoMaster ? kMaxTilesPerChunk
+                                                               : kMaxTilesPerChunk / 2;
     static constexpr uint32_t kTilesAhead = kLittleToRead || MixType::has_weights ? 3 : 4;
 };
 
