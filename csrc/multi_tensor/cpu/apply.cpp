@@ -418,8 +418,9 @@ uint32_t update_tile(const Shard& shard, const Scalars& scalars, uint64_t elemen
     }
     if (!scalars.unchanged_gradient) scale_gradient(grad, param, scalars);
     const uint32_t largest = update_values({shard, element, grad, param, m, v, root, bits}, scalars, direct);
-    const bool rounded = is_moderate_magnitude(largest);  // all of what the update writes itself; else again
-    for (int i = count; i < kTile; ++i) {                 // a short last block's scales must not see them
+    // Else what the update has written itself is written again.
+    const bool rounded = is_moderate_magnitude(largest);
+    for (int i = count; i < kTile; ++i) {  // a short last block's scales must not see them
         m[i] = v[i] = root[i] = param[i] = 0.0f;
     }
 
