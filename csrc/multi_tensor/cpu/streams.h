@@ -97,7 +97,7 @@ struct SplitStream {
 };
 
 // The twin of the CUDA engine's update. Gradients are as they should be. Returns the largest magnitude's bits of what
-// was rounded to BF16. `bits`: what streams round by; `root`: gets the new exp_avg_sq's, unless null.
+// was rounded to BF16. `bits`: what streams round by; `root`: gets the roots of the new exp_avg_sq if it is kept.
 template <bool keeps_root, class Grad, class Param, class ExpAvgStream, class ExpAvgSqStream>
 uint32_t update_streams(const Grad grad, const Param param, const ExpAvgStream m, const ExpAvgSqStream v, float* root,
                         const uint32_t* bits, const Scalars s) {
