@@ -39,8 +39,7 @@ AVX2 = ["-mavx2", "-mf16c", "-mfma"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
 HOST_FLAGS = ",".join(["-fPIC", "-fvisibility=hidden", *EXACT, "-Wall"])
 NVCC_FLAGS = ["-O3", "-std=c++17", INCLUDE, "--fmad=false", f"-Xcompiler={HOST_FLAGS}", "-Xfatbin=-compress-all"]
-if (os.cpu_count() or 1) > 10:  # than there are files to compile: on fewer they are in each other's way
-    NVCC_FLAGS += ["--threads=0"]
+NVCC_FLAGS += ["--threads=0"]
 OLDEST_ARCH = 80  # has BF16 conversions; torch updates parameters on older GPUs
 DEFAULT_ARCHS = {"80", "90", "100"}  # later ones compile the newest PTX
 # The code asks for no more than "8.9 or later". So from 9.0 on all architectures share one PTX, which is compiled once.
