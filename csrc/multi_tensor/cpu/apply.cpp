@@ -323,6 +323,7 @@ void store_unscaled(const Shard& shard, const Scalars& scalars, const float* gra
 }
 
 // Which of a tile's BF16 streams the update reads and writes itself; the others pass through tiles of FP32 values.
+// Parameters only with BF16 gradients, as they usually come: any other pair would be another loop to compile.
 struct Direct {
     bool grad, param, moments;
 
