@@ -46,7 +46,7 @@ from quality import STATE_DTYPES, UNMEASURED, Scratch, rate_share
 from step import machine, synchronize
 
 ERROR_BETA2S = (0.95, 0.99, 0.999)
-ERRORS = "errors"  # a name beside those of the runs
+ERRORS = "errors"  # in the place of a run's name
 STOPPED = 75  # exit status of a run that was stopped and can go on
 WARM_STEPS = 3  # that are not timed: they compile
 
@@ -447,35 +447,57 @@ SUMMARIZED = ("name", "label", "seed", "held_out_loss", "tokens_per_s", "held_by
 SUMMARIZED += ("trained_tokens", "distinct_tokens", "epochs", "finite")
 
 
-def results_in(folders: Sequence[Path]) -> list[dict[str, Any]]:
-    """Of finished runs, in the order of RUNS."""
-    files = [folder / f"{name}.json" for folder in folders for name in RUNS]
+def results_in(folders: Sequence[Path], ending: str = "json") -> list[dict[str, Any]]:
+    """Of finished runs, or of stopped ones ("partial.json"), in the order of RUNS."""
+    files = [folder / f"{name}.{ending}" for folder in folders for name in RUNS]
     return [json.loads(file.read_text()) for file in files if file.exists()]
 
 
 def summary_of(folders: Sequence[Path]) -> dict[str, Any]:
     """All runs of one text, model and number of steps, and how far they end from FP32's first seed."""
-    found = results_in(folders)
+    found, stopped = results_in(folders), results_in(folders, "partial.json")
     if not found:
         return {"runs": []}
     first = found[0]
     for other in found:
-        for key in ("parameters", "steps"):
-            if other[key] != first[key]:
-                raise SystemExit(f"{other['name']} and {first['name']} differ in {key}: {other[key]}, {first[key]}")
+        refuse_difference("steps", other, first)
+    for other in (*found, *stopped):
+        refuse_difference("parameters", other, first)
         if other["text"]["fingerprint"] != first["text"]["fingerprint"]:
             raise SystemExit(f"{other['name']} and {first['name']} have learned different texts")
     losses = {run["name"]: run["held_out_loss"] for run in found}
     rows = []
     for run in found:
-        row = {key: run[key] for key in SUMMARIZED if key in run} | {"commit": run["machine"]["commit"]}
-        row |= percent(run["held_out_loss"], losses.get("fp32"), "fp32")
+        row = row_of(run) | percent(run["held_out_loss"], losses.get("fp32"), "fp32")
         if run["name"].startswith("products"):  # the same optimizer with BF16 products
             row |= percent(run["held_out_loss"], losses.get("int8"), "bf16_products")
         rows.append(row)
     facts = {key: first[key] for key in ("machine", "options", "text", "parameters", "trained_tokens", "epochs")}
+    facts |= {"runs": rows, "stopped": stopped_rows(stopped, found)}
     measured = [json.loads((f / f"{ERRORS}.json").read_text()) for f in folders if (f / f"{ERRORS}.json").exists()]
-    return {**facts, "runs": rows, **({"errors": measured[0]["errors"]} if measured else {})}
+    return facts | ({"errors": measured[0]["errors"]} if measured else {})
+
+
+def refuse_difference(key: str, one: dict[str, Any], other: dict[str, Any]) -> None:
+    if one[key] != other[key]:
+        raise SystemExit(f"{one['name']} and {other['name']} differ in {key}: {one[key]}, {other[key]}")
+
+
+def row_of(run: dict[str, Any]) -> dict[str, Any]:
+    return {key: run[key] for key in SUMMARIZED if key in run} | {"commit": run["machine"]["commit"]}
+
+
+def stopped_rows(stopped: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Their last evaluations, and how far these are from FP32's first seed after as many steps."""
+    exact = next((dict(map(tuple, run["held_out"])) for run in found if run["name"] == "fp32"), {})
+    rows = []
+    for run in stopped:
+        if run["held_out"]:
+            steps, loss = run["held_out"][-1]
+            row = row_of(run) | {"evaluated_steps": steps, "evaluated_loss": loss}
+            row |= {"evaluated_loss_fp32": exact[steps]} if steps in exact else {}
+            rows.append(row | percent(loss, exact.get(steps), "fp32"))
+    return rows
 
 
 def percent(loss: float, other: float | None, name: str) -> dict[str, float]:
@@ -489,12 +511,18 @@ def percent(loss: float, other: float | None, name: str) -> dict[str, float]:
 def report_table(summary: dict[str, Any]) -> str:
     lines = [f"{'run':<64}{'seed':>5}{'held out':>10}{'gap':>9}{'tokens/s':>11}{'bytes/param':>13}{'peak GB':>9}"]
     for row in summary["runs"]:
-        below, above = (row.get(f"percent_{side}_fp32", 0.0) for side in ("below", "above"))
-        gap = f"{above - below:+.3f}%"
         rate = f"{row['tokens_per_s']:,.0f}" if row["tokens_per_s"] else "-"
-        line = f"{row['label']:<64}{row['seed']:>5}{row['held_out_loss']:>10.4f}{gap:>9}{rate:>11}"
+        line = f"{row['label']:<64}{row['seed']:>5}{row['held_out_loss']:>10.4f}{signed_gap(row):>9}{rate:>11}"
         lines.append(f"{line}{row['held_bytes_per_param']:>13.2f}{row.get('peak_bytes', 0) / 1e9:>9.1f}")
+    for row in summary.get("stopped", ()):
+        name = f"{row['label']}, stopped, after {row['evaluated_steps']} steps"
+        lines.append(f"{name:<64}{row['seed']:>5}{row['evaluated_loss']:>10.4f}{signed_gap(row):>9}")
     return "\n".join(lines)
+
+
+def signed_gap(row: dict[str, Any]) -> str:
+    below, above = (row.get(f"percent_{side}_fp32", 0.0) for side in ("below", "above"))
+    return f"{above - below:+.3f}%"
 
 
 def error_table(rows: Sequence[dict[str, Any]]) -> str:

@@ -46,7 +46,7 @@ def gap_of(row: dict[str, Any]) -> tuple[str, str]:
 
 
 def runs_table(summary: dict[str, Any]) -> Table:
-    cells = [["optimizer", "bytes per parameter", "held-out loss", "beside FP32", "tokens/s"]]
+    cells = [["optimizer", "bytes per parameter", "held-out loss", "compared with FP32", "tokens/s"]]
     lines = []
     for row in summary["runs"]:
         gap, key = gap_of(row)
@@ -115,7 +115,7 @@ def draw_gaps(axes: Axes, runs: Sequence[dict[str, Any]], colors: dict[str, Any]
         gaps = [(per_step * step, 100 * (loss / exact[step] - 1)) for step, loss in run["held_out"] if step in exact]
         label = f"{run['label']}, seed {run['seed']}" if run["name"].startswith("fp32") else run["label"]
         axes.plot(*zip(*gaps), color=colors[run["name"]], linewidth=1.2, label=label)
-    axes.set(xlabel="million tokens", ylabel="held-out loss beside FP32's (seed 0), %", ylim=(-1.5, 1.5))
+    axes.set(xlabel="million tokens", ylabel="held-out loss compared with FP32's (seed 0), %", ylim=(-1.5, 1.5))
     axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
@@ -129,17 +129,18 @@ def draw(runs: Sequence[dict[str, Any]]) -> Figure:
     draw_gaps(right, runs, colors)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
-    facts = runs[0]["machine"]
+    facts, commits = runs[0]["machine"], ", ".join(sorted({run["machine"]["commit"] for run in runs}))
     where = f"{facts.get('gpu') or facts.get('cpu')}, torch {facts['torch']}"
-    title = f"{runs[0]['parameters'] / 1e6:.0f} M parameters, {where}"
-    figure.suptitle(f"{title}, commit {facts['commit']}", x=0.01, ha="left", fontsize=9)
+    title = f"{runs[0]['parameters'] / 1e6:.0f} M parameters, {where}, {commits}"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=9)
     return figure
 
 
 def update(folder: Path, page: Path) -> None:
     summary = summary_of([folder])
     write_json(folder / "summary.json", summary)
-    draw(results_in([folder])).savefig(folder / "curves.svg", metadata={"Date": None})
+    runs = results_in([folder]) + results_in([folder], "partial.json")
+    draw(runs).savefig(folder / "curves.svg", metadata={"Date": None})
     source = (folder / "summary.json").resolve()
     name = str(source.relative_to(ROOT)) if source.is_relative_to(ROOT) else source.name
     text = replaced(page.read_text(), "runs", as_text(runs_table(summary), name))

@@ -127,10 +127,10 @@ def fp32(seed: int) -> Run:
 BF16, FP8, INT8 = torch.bfloat16, torch.float8_e4m3fn, torch.int8
 RUNS: dict[str, Run] = {  # in the order of their worth
     "fp32": fp32(0),
+    "fp32-seed1": fp32(1),
     "int8": ours("FP32 master, int8 states", INT8),
     "remainder8-int8": ours("8-bit remainder, int8 states", INT8, store_param_remainders=True, param_remainder_bits=8),
     "fp8": ours("FP32 master, FP8 states", FP8),
-    "fp32-seed1": fp32(1),
     "bf16": ours("FP32 master, BF16 states", BF16),
     "no-master-int8": ours("no master, int8 states", INT8, master_weights=False),
     "flash": peer("FlashAdamW, 24-bit master", "flashoptim:FlashAdamW", copies=False, master_weight_bits=24),

@@ -264,6 +264,29 @@ def test_a_summary_compares_runs_of_one_text(runs: Path, texts: Path) -> None:
             summary_of([runs])
 
 
+def test_a_stopped_run_is_compared_after_as_many_steps(
+    runs: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, steps in {"fp8": 2, "no-master-int8": 4}.items():  # evaluated after 3 and 6 steps
+        with monkeypatch.context() as patch:
+            stop_after(steps, patch)
+            assert pretraining.train(parse_args(["train", name, *arguments(texts)])) == STOPPED
+    summary = summary_of([runs])
+    assert len(summary["runs"]) == 3
+    (row,) = summary["stopped"]
+    ((steps, loss),) = result(texts, "no-master-int8.partial")["held_out"]
+    exact = dict(result(texts, "fp32")["held_out"])[3]
+    assert (steps, row["name"], row["steps"], row["evaluated_steps"]) == (3, "no-master-int8", 4, 3)
+    assert (row["evaluated_loss"], row["evaluated_loss_fp32"]) == (loss, exact)
+    gap = row.get("percent_above_fp32", 0.0) - row.get("percent_below_fp32", 0.0)
+    assert gap == pytest.approx(100 * (loss - exact) / exact) and gap != 0
+    assert f"{loss:.4f}  {gap:+.3f}%" in report_table(summary).splitlines()[-1]
+    file = runs / "no-master-int8.partial.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"text": {"fingerprint": "x"}}))
+    with pytest.raises(SystemExit, match="different texts"):
+        summary_of([runs])
+
+
 def test_the_page_is_brought_up_to_date(runs: Path, texts: Path) -> None:
     """What the comments say of the figures, tests/test_figures.py checks on the page itself."""
     pytest.importorskip("matplotlib")
