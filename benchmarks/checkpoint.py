@@ -1,4 +1,4 @@
-"""What saves cost training, and how long loads take: Checkpointer beside ``dcp.async_save`` with torch's stagers.
+"""What saves cost training, and how long loads take: Checkpointer and ``dcp.async_save`` with torch's stagers.
 
 A model with the shapes of Llama 3.2 1B is trained, eagerly and in BF16; every way of saving saves several times while
 training goes on. ``python benchmarks/checkpoint.py --output DIR`` writes DIR/checkpoint.json, after every way again,

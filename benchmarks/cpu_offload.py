@@ -1,4 +1,4 @@
-"""Optimizer steps on the CPU under FSDP2's ``CPUOffloadPolicy``, beside torch's AdamW.
+"""Optimizer steps on the CPU under FSDP2's ``CPUOffloadPolicy``, compared with torch's AdamW.
 
 ``torchrun --nproc-per-node 2 benchmarks/cpu_offload.py --output F``: a model with the shapes of Llama 3.2 1B, computed
 in BF16 on GPUs; its parameters, gradients and states are in host memory. The cores are shared out over the ranks.

@@ -1,4 +1,4 @@
-"""Forward and backward with FP8 products, beside BF16, torchao's float8 training and TransformerEngine, on one GPU.
+"""Forward and backward with FP8 products, BF16, torchao's float8 training and TransformerEngine, on one GPU.
 
 A stack of blocks (RMSNorm, two D x D and three D x H linear layers, SwiGLU), in one process, all contenders in turn,
 each of them eager and compiled where it can be. Also the parts alone: the products, casts and transposes, which sizes

@@ -1,4 +1,4 @@
-"""Host time of FSDP2 in eager mode, per weight: quantized weights beside BF16 ones, in one process.
+"""Host time of FSDP2 in eager mode, per weight: quantized weights compared with BF16 ones, in one process.
 
 A rank of a process group that sends nothing (torch's ``fake`` backend) and weights so small that all of the time is the
 host's; CPU time, which other processes do not add to. "gather": all-gather and free again (``unshard``, ``reshard``).

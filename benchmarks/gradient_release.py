@@ -1,4 +1,4 @@
-"""Peak memory and time of training steps that update parameters in the backward pass, beside steps that do not.
+"""Peak memory and time of training steps that update parameters in the backward pass, compared with steps that do not.
 
 The model has the shapes of Llama 3.2 1B, in BF16. On one GPU: ``python benchmarks/gradient_release.py --output FILE``;
 under FSDP2 on several: ``torchrun --nproc-per-node 2 benchmarks/gradient_release.py --output FILE``. FlashOptim's

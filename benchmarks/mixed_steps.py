@@ -1,4 +1,4 @@
-"""Steps of several formats or dtypes at once, beside steps of each of them alone.
+"""Steps of several formats or dtypes at once, compared with steps of each of them alone.
 
 The parameters of Llama 3.2 1B are dealt out to the parts of a mix, so that each part has about as many elements.
 ``python benchmarks/mixed_steps.py --output F`` writes F and prints a table. Target: within 3 points of the slowest

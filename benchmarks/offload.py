@@ -1,4 +1,4 @@
-"""Steps with states in host memory: against what the link could carry, and beside a backward pass.
+"""Steps with states in host memory: against what the link could carry, and during a backward pass.
 
 Measures the link between GPU and host memory, in one direction and in both at once; then steps with resident and with
 offloaded states by format, on the parameters of Llama 3.2 1B; then training steps of that model, where gradient release

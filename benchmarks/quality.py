@@ -4,8 +4,8 @@
    used, and each update is compared with that of FP32 states fed the same: their relative RMS difference, mean over all
    steps but the first 15%, and the largest element of any update. Also each moment alone, the other one in FP32.
 2. Losses on held-out text of models trained with each format, and of several seeds of FP32 AdamW.
-3. The same with quantized weights whose layers multiply in FP8, forward and backward, eager and compiled, beside layers
-   in BF16 (``--parts products``); FP32 masters and states.
+3. The same with quantized weights whose layers multiply in FP8, forward and backward, eager and compiled, compared with
+   layers in BF16 (``--parts products``); FP32 masters and states.
 
     python benchmarks/quality.py --output FILE
     python benchmarks/quality.py --device cpu --steps 20 --layers 1 --width 64 --batch 4 --context 64    # a trial
@@ -331,9 +331,9 @@ def measure_products(task: Task, seeds: int) -> list[dict[str, Any]]:
 
 
 def product_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Each loss beside BF16's of the same seed."""
+    """Each loss compared with BF16's of the same seed."""
     reference = next(row["held_out_loss"] for row in rows if row["products"] == "BF16" and row["seed"] == 0)
-    lines = [f"{'held-out loss, nats per byte':<46}{'loss':>9}{'beside BF16':>14}"]
+    lines = [f"{'held-out loss, nats per byte':<46}{'loss':>9}{'from BF16':>14}"]
     for row in rows:
         name = f"{row['products']}, {'compiled' if row['compiled'] else 'eager'}, seed {row['seed']}"
         lines.append(f"{name:<46}{row['held_out_loss']:9.4f}{row['held_out_loss'] / reference - 1:+14.2%}")

@@ -1,4 +1,4 @@
-"""Loads of a checkpoint on other world sizes than it was saved on, beside loads on the same.
+"""Loads of a checkpoint on other world sizes than it was saved on, compared with loads on the same.
 
 ``python benchmarks/resharded_loads.py --output F``: a model with the shapes of Llama 3.2 1B under FSDP2, with int8
 states and 16-bit remainders, is saved natively on each world size and loaded on each. A load on another one should

@@ -1,4 +1,4 @@
-"""torchtitan's llama3 debug model under FSDP2, trained by FusedAdamW beside torchtitan's own AdamW, saved and resumed.
+"""torchtitan's llama3 debug model under FSDP2, trained by FusedAdamW and by torchtitan's own AdamW, saved and resumed.
 
 ``python benchmarks/torchtitan_training.py --output titan.json`` starts torchtitan's trainer for each of ``RUNS``, on
 two GPUs, with this file as the module of its configurations, and compares the losses with those that they should be.

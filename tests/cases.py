@@ -37,7 +37,7 @@ class Format:
     bytes: int  # per element
     exp_avg: Moment
     exp_avg_sq: Moment
-    # Bounds of how rounding exp_avg_sq enlarges an update, and of the updates' relative RMS error beside FP32 states.
+    # Bounds of how rounding exp_avg_sq enlarges an update, and of the relative RMS error of updates that it causes.
     largest_update: float
     update_error: tuple[float, float]  # at beta2 = 0.999 and 0.95
     scaled: bool = True

@@ -1,4 +1,4 @@
-"""Single quantized weights of any shape, beside plain tensors with the same values."""
+"""Single quantized weights of any shape, and plain tensors with the same values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PinnedStager beside training on a GPU: copies that are late, and everything that must wait for them, or does not.
+"""PinnedStager during training on a GPU: copies that are late, and everything that must wait for them, or does not.
 
 The copying stream is kept busy first, so that copies surely lie behind the next steps unless these wait.
 """

@@ -448,7 +448,7 @@ def test_trainer_with_fsdp2_changes_the_optimizer_at_a_checkpoint_and_back(
     assert {float(value) for name, value in third.items() if "step" in name} == {4.0}
 
 
-# --- twenty steps beside AdamW, under FSDP2: Trainer, PEFT's LoRA, TRL's SFTTrainer -----------------------------------
+# --- twenty steps compared with AdamW, under FSDP2: Trainer, PEFT's LoRA, TRL's SFTTrainer ----------------------------
 
 TRAINED, SAVED = 20, 10
 

@@ -161,7 +161,7 @@ def check_bytes(recipe: str, found: float, share: float) -> None:
 
 @pytest.mark.parametrize("ranks, how, on", on_each_device(*CASES))
 def test_a_frozen_base_takes_the_bytes_of_its_format(ranks: int, how: str, on: str) -> None:
-    """On every rank its share of them, after training, too; adapters train as beside its decoded weights."""
+    """On every rank its share of them, after training, too; adapters train as with its decoded weights."""
     recipes = list(RECIPES) if ranks == 2 else ["current", "tiles", "nvfp4"]
     for result in distributed.run(ranks, fine_tune, recipes, how, on=on, timeout=120):
         for recipe, (found, different) in result.items():

@@ -1,4 +1,4 @@
-"""FP8 products of sharded models: FSDP2, HSDP, tensor parallelism and DDP beside one process."""
+"""FP8 products of sharded models: FSDP2, HSDP, tensor parallelism and DDP, compared with one process."""
 
 from __future__ import annotations
 
@@ -324,7 +324,7 @@ def relative_error(value: Tensor, expected: Tensor) -> float:
 
 
 def check_parts(name: str) -> dict[str, tuple[float, float]]:
-    """Errors beside products of each rank's parts, and beside products of whole layers, by formulas."""
+    """Errors compared with products of each rank's parts, and with products of whole layers, by formulas."""
     found = train_tensor_parallel(name, "usual", False)
     torch.manual_seed(0)
     block = quantize_model_(Block().to(distributed.device()), RECIPES[name])

@@ -119,7 +119,7 @@ def test_explicit_initialisation_creates_them() -> None:
 
 
 def resume(form: str) -> dict[str, Any]:
-    """FSDP2 with a frozen base: saved, loaded into fresh objects, trained on, beside a run that went on."""
+    """FSDP2 with a frozen base: saved, loaded into fresh objects, trained on, compared with a run that went on."""
 
     def make() -> tuple[nn.Module, FusedAdamW]:
         model = build()

@@ -462,7 +462,7 @@ def hop(
 def journey(
     worlds: Sequence[tuple[int, str]], master: str, way: str, folder: Path, forms: Sequence[str] | None = None
 ) -> None:
-    """From ranks to ranks, one step on each, beside a run that is never interrupted."""
+    """From ranks to ranks, one step on each, compared with a run that is never interrupted."""
     saved: dict[str, Tensor] = {}
     forms = forms or ["native"] * len(worlds)
     path = None

@@ -1,4 +1,4 @@
-"""The optimizer beside torch.optim.Adam(W) and formulas in float64."""
+"""The optimizer compared with torch.optim.Adam(W) and formulas in float64."""
 
 from __future__ import annotations
 
