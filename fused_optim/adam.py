@@ -700,8 +700,11 @@ class FusedAdam(Optimizer):
             self._is_located = True
 
     def _check_groups(self) -> None:
-        for group in self.param_groups:
-            check_hyperparameters(group, running=True)
+        for number, group in enumerate(self.param_groups):
+            try:
+                check_hyperparameters(group, running=True)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"param group {number}: {error}") from error
 
     def _checked_grads(self) -> list[Tensor]:
         """All gradients, placed as their parameters are."""

@@ -41,8 +41,14 @@ def flag_of(name: str, value: Any) -> bool:
     """True or False, also where it is given as a number or, by configs, as text. Raises TypeError for all else."""
     if isinstance(value, str):
         value = {"true": True, "false": False}.get(value.lower(), value)
-    if not isinstance(value, (str, torch.Tensor)) and value in (True, False):
-        return bool(value)
+    check_flag(name, value)
+    return bool(value)
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise TypeError for what is not True, False or a number equal to one of them. Text is none: it would be true."""
+    if isinstance(value, bool) or (not isinstance(value, (str, torch.Tensor)) and value in (True, False)):
+        return
     shown = repr(value) if isinstance(value, str) else type(value).__name__
     raise TypeError(f"{name}: expected True or False, got {shown}")
 

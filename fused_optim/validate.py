@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fused_optim.adapters import adapter_of
 from fused_optim.formats import ELEMENT_TYPES, STATE_FORMATS, as_dtype
 from fused_optim.host_memory import can_be_streamed
+from fused_optim.options import FLAGS, check_flag
 from fused_optim.sharding.dtensor import is_dense, local_tensor
 
 CheckpointFormat = Literal["unscaled", "native", "torch"]
@@ -41,7 +42,7 @@ def _is_number(value: Any) -> bool:
 
 
 def check_hyperparameters(group: dict[str, Any], running: bool = False) -> None:
-    """Raise ValueError or TypeError for a learning rate, betas, eps or weight decay that make no sense.
+    """Raise ValueError or TypeError for a learning rate, betas, eps, weight decay or flags that make no sense.
 
     ``running``: the learning rate is a scheduler's, which may end a little below zero by rounding: any finite number
     is taken then, as by torch.optim, which checks it in the constructor only.
@@ -66,6 +67,9 @@ def check_hyperparameters(group: dict[str, Any], running: bool = False) -> None:
             raise TypeError(f"betas[{i}]: expected a number, got {type(beta).__name__}")
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"betas[{i}]: expected a number in [0, 1), got {beta}")
+    for key in FLAGS:
+        if key in group:
+            check_flag(key, group[key])
     if group.get("amsgrad"):
         raise ValueError("amsgrad=True is not supported: use torch.optim.AdamW(amsgrad=True), or amsgrad=False")
     for key in ("exp_avg_dtype", "exp_avg_sq_dtype"):
@@ -84,9 +88,6 @@ def check_saved_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
     if _is_number(lr) and -_LR_RESIDUE <= lr < 0.0:
         group = {**group, "lr": 0.0}
     check_hyperparameters(group)
-    for key in ("bias_correction", "maximize"):
-        if group[key] not in (True, False):
-            raise TypeError(f"{key}: expected True or False, got {type(group[key]).__name__}")
     names = {str(dtype).removeprefix("torch.") for dtype in STATE_FORMATS}
     for key in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         if key in saved and str(saved[key]).removeprefix("torch.") not in names:

@@ -97,7 +97,7 @@ FAULTS: dict[str, tuple[Callable[[StateDict], Any], type[Exception], str]] = {
     ),
     "eps": (spoil_group(eps=NAN), ValueError, "group 1 .*eps: expected a finite number >= 0, got nan"),
     "weight decay": (spoil_group(weight_decay=-0.1), ValueError, "group 1 .*weight_decay: expected a finite number"),
-    "maximize": (spoil_group(maximize="no"), TypeError, "group 1 .*maximize: expected True or False, got str"),
+    "maximize": (spoil_group(maximize="no"), TypeError, "group 1 .*maximize: expected True or False, got 'no'"),
     "correction": (spoil_group(bias_correction=None), TypeError, "group 1 .*bias_correction: expected True or False"),
     "dtype": (
         spoil_group(exp_avg_dtype="torch.int3"),

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,6 +31,9 @@ OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"lr": "fast"}, TypeError, "lr: expected a number, got str"),
     ({"lr": None}, TypeError, "lr: expected a number, got NoneType"),
     ({"lr": True}, TypeError, "lr: expected a number, got bool"),
+    ({"maximize": "yes"}, TypeError, "maximize: expected True or False, got 'yes'"),
+    ({"bias_correction": None}, TypeError, "bias_correction: expected True or False, got NoneType"),
+    ({"amsgrad": 2}, TypeError, "amsgrad: expected True or False, got int"),
     ({"lr": torch.ones(2)}, ValueError, r"lr: expected a tensor of one element, got shape \(2,\)"),
     ({"lr": torch.tensor(-1.0)}, ValueError, "lr: expected a finite number >= 0"),
     ({"eps": -1e-8}, ValueError, "eps: expected a finite number >= 0"),
@@ -90,8 +94,24 @@ def test_option_of_a_group(options: dict[str, Any], error: type[Exception], mess
     if message.startswith("lr: expected a finite number >= 0") and float(options["lr"]) < 0.0:
         optimizer.step()
         return
-    with unchanged(optimizer), pytest.raises(error, match=message):
+    with unchanged(optimizer), pytest.raises(error, match=f"^param group 1: {message}"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("flag", ["maximize", "bias_correction"])
+def test_a_flag_written_into_a_group(flag: str) -> None:
+    """Numbers do, as torch takes them. Text, of which the constructor reads "false", would be true here."""
+    first, second = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizers = [FusedAdamW([param]) for param in (first, second)]
+    for value in (np.bool_(False), 1, True, 0.0):
+        for optimizer, written in zip(optimizers, (value, bool(value))):
+            optimizer.param_groups[0][flag] = written
+            optimizer.param_groups[0]["params"][0].grad = torch.full((3,), 0.5)
+            optimizer.step()
+        assert torch.equal(first, second)
+    optimizers[0].param_groups[0][flag] = "false"
+    with unchanged(optimizers[0]), pytest.raises(TypeError, match=f"^param group 0: {flag}: .*, got 'false'"):
+        optimizers[0].step()
 
 
 class unchanged:
