@@ -249,8 +249,6 @@ def _whole_step(value: Any, what: str) -> int:
 def _check_group(
     group: Mapping[str, Any], saved: Mapping[str, Any], present: Mapping[Any, Tensor], step: int, what: str
 ) -> None:
-    if saved.get("amsgrad"):
-        raise ValueError("the state dict was saved with amsgrad=True, which is not supported")
     try:
         check_saved_group({**whole(group), **{key: saved[key] for key in _taken(group, saved)}}, saved)
     except (TypeError, ValueError) as error:
