@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -18,13 +18,16 @@ from fused_optim.decorators import between_graphs, callers_level, declared_witho
 from fused_optim.formats import as_dtype
 from fused_optim.options import (
     IMPLEMENTATIONS,
+    TORCHS_OPTIONS,
+    CheckpointDevice,
+    CheckpointFormat,
+    Options,
     flag_of,
-    flags_of,
     number_of,
-    numbers_of,
+    read_group,
+    reads_arguments,
     shows_options_of,
     spelled_alike,
-    takes_flags,
     whole_number_of,
 )
 from fused_optim.sharding.collective import announce_failure, any_rank, parameter_names
@@ -43,11 +46,10 @@ from fused_optim.step.plan import Plan, check_capturable, placed_as
 from fused_optim.step.scalars import DeviceScalars, host_lr, on_device
 from fused_optim.step.synthetic import any_nonzero, may_be_synthetic
 from fused_optim.validate import (
-    CheckpointDevice,
-    CheckpointFormat,
     check_belongs,
     check_checkpoint_device,
     check_checkpoint_format,
+    check_differentiable,
     check_hyperparameters,
     check_offloading,
     check_param,
@@ -110,8 +112,10 @@ class FusedAdam(Optimizer):
     arithmetic is FP32. ``optimizer.state[p]`` holds ``exp_avg``, ``exp_avg_sq`` and, for parameters that are not FP32,
     ``master_param``: tensors shaped, sharded and placed as ``p``. The step counter is ``param_group["step"]``.
 
-    Configs may give dtypes by their names ("int8", "torch.bfloat16") and numbers as text ("1e-4"). Param groups keep
-    the names that they were given, so that they can be written as JSON.
+    Configs may give dtypes by name ("int8", "torch.bfloat16", "fp32", "bf16", "fp16", "fp8", "8bit") and numbers, betas
+    and flags as text ("1e-4", "(0.9, 0.95)", "false"). Param groups keep the names of dtypes that they were given, so
+    that they can be written as JSON. Numbers and flags may be tensors or NumPy arrays of one element, which are read
+    once, except ``lr``. A flag that is None has its default.
 
     Args:
         params: parameters, named parameters or param groups; FP32, BF16 or FP16, plain tensors or DTensors.
@@ -171,6 +175,9 @@ class FusedAdam(Optimizer):
         set_grad_none: what ``zero_grad()`` does by default; None means True, as in torch.
         fused: which of its implementations torch.optim.AdamW is to take; without effect here.
         foreach: the same.
+        differentiable: not supported, must be False.
+        decoupled_weight_decay: torch's name for ``adam_w_mode``, which it replaces where it is given. So the
+            ``defaults`` of torch.optim.Adam and AdamW are arguments.
 
     Raises:
         ValueError, TypeError: for hyperparameters or parameters that cannot be used; nothing has been changed then.
@@ -185,7 +192,7 @@ class FusedAdam(Optimizer):
     _saves_int16_remainders = False  # in the unscaled form, instead of FP32 masters
 
     @between_graphs
-    @takes_flags
+    @reads_arguments
     def __init__(
         self,
         params: ParamsT,
@@ -217,7 +224,12 @@ class FusedAdam(Optimizer):
         set_grad_none: bool | None = None,
         fused: bool | None = None,
         foreach: bool | None = None,
+        differentiable: bool = False,
+        decoupled_weight_decay: bool | None = None,
     ) -> None:
+        check_differentiable(differentiable)
+        if decoupled_weight_decay is not None:
+            adam_w_mode = flag_of("decoupled_weight_decay", decoupled_weight_decay)
         master_dtype, remainder_bits = as_dtype(master_weight_dtype), number_of(param_remainder_bits)
         if master_dtype not in (torch.float32, torch.float16):
             raise ValueError(
@@ -271,7 +283,8 @@ class FusedAdam(Optimizer):
         }
         options = {key: getattr(self, key) for key in _OPTIONS}
         defaults |= {**options, "set_grad_none": set_grad_none, **spelled_alike(dtypes)}
-        defaults.update(numbers_of(defaults))
+        defaults |= {"differentiable": False, "decoupled_weight_decay": None}
+        defaults.update(read_group(defaults, {}))
         check_hyperparameters(defaults)
         super().__init__(params, defaults)
         self._register_hooks()
@@ -307,15 +320,16 @@ class FusedAdam(Optimizer):
     @between_graphs
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as torch.optim does. Raises before the group is added if it cannot be used."""
-        read = {**numbers_of(param_group), **flags_of(param_group)}
+        read = read_group(param_group, self.defaults)
         check_hyperparameters({**self.defaults, **param_group, **read})
-        given = set(param_group) - set(IMPLEMENTATIONS)
-        self._groups_ask_for_capture |= "capturable" in given
+        self._check_torchs_options(param_group)
+        ignored = {key for key in _OPTIONS if self._is_another_option(param_group, key)}
+        self._groups_ask_for_capture |= "capturable" in ignored
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group.update(read)
         group.update(spelled_alike({key: group[key] for key in ("exp_avg_dtype", "exp_avg_sq_dtype")}))
-        for key in set(_OPTIONS) - given:  # torch puts all defaults there
+        for key in {*_OPTIONS, *TORCHS_OPTIONS} - ignored:  # torch puts all defaults there
             group.pop(key, None)
         for key, value in {"step": 0, **DESCRIPTION}.items():
             group.setdefault(key, value)
@@ -329,6 +343,23 @@ class FusedAdam(Optimizer):
             raise
         adapters.hold(group["params"])
         self._show_groups()
+
+    def _check_torchs_options(self, given: Mapping[str, Any]) -> None:
+        """Raise ValueError for options of torch.optim.AdamW's in a param group that mean another optimizer."""
+        check_differentiable(given.get("differentiable"))
+        decoupled = given.get("decoupled_weight_decay")
+        if decoupled is not None and flag_of("decoupled_weight_decay", decoupled) != self.adam_w_mode:
+            raise ValueError(
+                f"decoupled_weight_decay={decoupled} in a param group: it is an option of the whole optimizer here, "
+                f"which has adam_w_mode={self.adam_w_mode}; use an optimizer for each"
+            )
+
+    def _is_another_option(self, given: Mapping[str, Any], key: str) -> bool:
+        """Whether a param group asks for another value of an option of the whole optimizer, in vain."""
+        if key in IMPLEMENTATIONS or given.get(key) is None:
+            return False
+        own = getattr(self, key)
+        return bool((flag_of(key, given[key]) if isinstance(own, bool) else given[key]) != own)
 
     @between_graphs
     @torch.no_grad()
@@ -367,7 +398,6 @@ class FusedAdam(Optimizer):
         form, skipped = state.pop("checkpoint_format"), state.pop("skipped", 0)
         by_names = state.pop("rounds_by_names", False)
         super().__setstate__({"offload_states": False, "offload_fraction": 1.0, **state})
-        self.defaults.pop("differentiable", None)  # which torch has added, and no constructor takes
         self.store = StateStore(self, slots, pending, form, by_names)
         self.store.settle_in()
         adapters.hold(self.store.params)
@@ -702,7 +732,9 @@ class FusedAdam(Optimizer):
     def _check_groups(self) -> None:
         for number, group in enumerate(self.param_groups):
             try:
-                check_hyperparameters(group, running=True)
+                read = read_group(group, self.defaults)
+                check_hyperparameters({**group, **read} if read else group, running=True)
+                group.update(read)
             except (TypeError, ValueError) as error:
                 raise type(error)(f"param group {number}: {error}") from error
 
@@ -1011,6 +1043,6 @@ class FusedAdamW(FusedAdam):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         amsgrad: bool = False,
-        **options: Any,
+        **options: Unpack[Options],
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)

@@ -423,9 +423,21 @@ FLOAT16 = STATE_FORMATS[torch.float16]
 STATE_FORMATS[torch.uint8] = STATE_FORMATS[torch.float8_e4m3fn]  # TransformerEngine's spelling
 
 
+# What people call them, beside torch's own names.
+SHORT_NAMES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+    "8bit": torch.int8,
+}
+
+
 def as_dtype(given: object) -> torch.dtype | None:
-    """A dtype, also one that is given by its name: "int8", "torch.int8". None for what is none."""
-    found = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
+    """A dtype, also one that is given by a name: "int8", "torch.int8", "8bit". None for what is none."""
+    found = given
+    if isinstance(given, str):
+        found = SHORT_NAMES.get(given) or getattr(torch, given.removeprefix("torch."), None)
     return found if isinstance(found, torch.dtype) else None
 
 

@@ -2,76 +2,122 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypedDict, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+CheckpointFormat = Literal["unscaled", "native", "torch"]
+CheckpointDevice = Literal["cpu", "stager"] | None
+
 # Of torch's optimizers: which of its implementations is to run. Here they say nothing, and are no keys of param groups.
 IMPLEMENTATIONS = ("fused", "foreach")
+TORCHS_OPTIONS = (*IMPLEMENTATIONS, "differentiable", "decoupled_weight_decay")
+FLAGS = ("amsgrad", "bias_correction", "maximize")  # of param groups
+NUMBERS = ("lr", "eps", "weight_decay")  # of param groups, beside the betas
+
+
+# --- for type checkers: the keyword options of FusedAdam, which classes with other signatures pass on -----------------
+
+
+class OptionsBesideTransformerEngine(TypedDict, total=False):
+    """Those of :class:`fused_optim.FusedAdam` that TransformerEngine's FusedAdam does not have."""
+
+    maximize: bool
+    param_remainder_bits: int
+    stochastic_rounding: bool
+    seed: int
+    skip_nonfinite: bool
+    unscales_gradients: bool
+    offload_states: bool
+    offload_fraction: float
+    checkpoint_format: CheckpointFormat
+    checkpoint_device: CheckpointDevice
+    fused: bool | None
+    foreach: bool | None
+    differentiable: bool
+    decoupled_weight_decay: bool | None
+
+
+class OptionsBesideApex(OptionsBesideTransformerEngine, total=False):
+    """Those of :class:`fused_optim.FusedAdam` that Apex's FusedAdam does not have."""
+
+    master_weight_dtype: torch.dtype | str
+    store_param_remainders: bool
+    exp_avg_dtype: torch.dtype | str
+    exp_avg_sq_dtype: torch.dtype | str
+    use_decoupled_grad: bool
+
+
+class Options(OptionsBesideApex, total=False):
+    """All of :class:`fused_optim.FusedAdam` that are given by keyword only."""
+
+    bias_correction: bool
+    adam_w_mode: bool
+    capturable: bool
+    master_weights: bool
+    set_grad_none: bool | None
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
 
 
 def number_of(value: Any) -> Any:
-    """A number that is given as text, such as ``1e-4``, which YAML reads as one. All else as it is, to be checked."""
+    """A number, also as text such as ``1e-4``, which YAML reads as text, or as a tensor or array of one element.
+
+    All else as it is, to be checked.
+    """
     if not isinstance(value, str):
-        return value
+        return _only_element(value)
     try:
         return float(value)
     except ValueError:
         return value
 
 
-def numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of a param group that are numbers, each as one. ``betas`` may be any sequence."""
-    found = {key: number_of(group[key]) for key in ("lr", "eps", "weight_decay") if key in group}
-    betas = group.get("betas")
-    if isinstance(betas, Sequence) and not isinstance(betas, str):
-        found["betas"] = tuple(map(number_of, betas))
-    return found
+def _only_element(value: Any) -> Any:
+    """Of a tensor or a NumPy array or scalar of one element this; all else as it is."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else value
+    return value.item() if getattr(value, "size", None) == 1 and hasattr(value, "item") else value
 
 
-FLAGS = ("amsgrad", "bias_correction", "maximize")  # of param groups
+def read_group(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a param group that are not plain numbers, tuples of these, or bools yet: as such.
+
+    Tensors are read now, but for ``lr``, which schedulers and replays of CUDA graphs fill with other values. A flag
+    that is None has the value of ``defaults``. What cannot be read stays as it is, to be checked. Raises TypeError for
+    flags that are none.
+    """
+    read: dict[str, Any] = {}
+    for key in NUMBERS:
+        if type(group.get(key, 0.0)) not in (float, int) and not (key == "lr" and isinstance(group[key], Tensor)):
+            read[key] = number_of(group[key])
+    if "betas" in group and not _is_plain_pair(group["betas"]):
+        read["betas"] = betas_of(group["betas"])
+    for key in FLAGS:
+        if type(group.get(key, False)) is not bool:
+            read[key] = flag_of(key, defaults[key] if group[key] is None else group[key])
+    return read
 
 
-def flag_of(name: str, value: Any) -> bool:
-    """True or False, also where it is given as a number or, by configs, as text. Raises TypeError for all else."""
-    if isinstance(value, str):
-        value = {"true": True, "false": False}.get(value.lower(), value)
-    check_flag(name, value)
-    return bool(value)
+def _is_plain_pair(betas: Any) -> bool:
+    return type(betas) is tuple and len(betas) == 2 and type(betas[0]) is float and type(betas[1]) is float
 
 
-def check_flag(name: str, value: Any) -> None:
-    """Raise TypeError for what is not True, False or a number equal to one of them. Text is none: it would be true."""
-    if isinstance(value, bool) or (not isinstance(value, (str, torch.Tensor)) and value in (True, False)):
-        return
-    shown = repr(value) if isinstance(value, str) else type(value).__name__
-    raise TypeError(f"{name}: expected True or False, got {shown}")
-
-
-def flags_of(group: Mapping[str, Any]) -> dict[str, bool]:
-    """The flags of a param group. Raises TypeError for what is none."""
-    return {key: flag_of(key, group[key]) for key in FLAGS if key in group}
-
-
-def takes_flags(function: F) -> F:
-    """A decorator: parameters whose default is True or False are given as one of these, or raise TypeError."""
-    signature = inspect.signature(function)
-    flags = [name for name, each in signature.parameters.items() if isinstance(each.default, bool)]
-
-    @functools.wraps(function)
-    def with_flags(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        given.arguments.update(
-            {name: flag_of(name, given.arguments[name]) for name in flags if name in given.arguments}
-        )
-        return function(*given.args, **given.kwargs)
-
-    return cast(F, with_flags)
+def betas_of(given: Any) -> Any:
+    """A tuple of numbers, from any sequence, tensor or array, or from text such as "(0.9, 0.95)"."""
+    if isinstance(given, str):
+        given = given.strip("()[] ").split(",")
+    if hasattr(given, "tolist"):
+        given = given.tolist()
+    return tuple(map(number_of, given)) if isinstance(given, Sequence) else given
 
 
 def whole_number_of(name: str, value: Any) -> int:
@@ -85,14 +131,77 @@ def whole_number_of(name: str, value: Any) -> int:
     return number
 
 
-def spelled_alike(dtypes: Mapping[str, Any]) -> dict[str, Any]:
-    """Dtypes as names where one of them is given by its name: what came from a config can be written as JSON again."""
-    by_name = any(isinstance(dtype, str) for dtype in dtypes.values())
-    return {key: _name_of(dtype) if by_name else dtype for key, dtype in dtypes.items()}
+# --- flags ------------------------------------------------------------------------------------------------------------
 
 
-def _name_of(dtype: Any) -> Any:
-    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+def flag_of(name: str, value: Any) -> bool:
+    """True or False, also as a number, as text, as a tensor or array of one element, or as a list of tensors.
+
+    A list of tensors goes by its truth: callers of Apex's and TransformerEngine's optimizers pass the masters
+    themselves as ``master_weights``. Raises TypeError for all else; other text would be true whatever it says.
+    """
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        found: Any = {"true": True, "false": False}.get(value.lower())
+    elif isinstance(value, (list, tuple)) and all(isinstance(each, Tensor) for each in value):
+        found = bool(value)
+    else:
+        found = _only_element(value)
+    if not isinstance(found, (Tensor, str)) and isinstance(found, (bool, int, float)) and found in (True, False):
+        return bool(found)
+    shown = repr(value) if isinstance(value, str) else type(value).__name__
+    raise TypeError(f"{name}: expected True or False, got {shown}")
+
+
+def truth_of(name: str, value: Any) -> bool:
+    """A flag as Apex's and TransformerEngine's classes read it: by its truth. Text is read as text."""
+    return flag_of(name, value) if isinstance(value, str) else bool(value)
+
+
+# --- constructors -----------------------------------------------------------------------------------------------------
+
+
+def reads_arguments(function: F) -> F:
+    """A decorator of a constructor: reads flags, the parameters with a default of True or False, by :func:`flag_of`.
+
+    None means the default. An unknown argument raises TypeError with the class and the nearest name that there is.
+    """
+    signature = inspect.signature(function)
+    flags = {name: each.default for name, each in signature.parameters.items() if isinstance(each.default, bool)}
+
+    @functools.wraps(function)
+    def with_read_arguments(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_names(type(self).__name__, kwargs, [*signature.parameters][1:])
+        given = signature.bind(self, *args, **kwargs)
+        for name in flags.keys() & given.arguments.keys():
+            value = given.arguments[name]
+            given.arguments[name] = flags[name] if value is None else flag_of(name, value)
+        return function(*given.args, **given.kwargs)
+
+    return cast(F, with_read_arguments)
+
+
+def reads_flags_by_truth(function: F) -> F:
+    """A decorator of a drop-in class's constructor: its own flags go by their truth, as in the original's."""
+    signature = inspect.signature(function)
+    flags = {name for name, each in signature.parameters.items() if isinstance(each.default, bool)}
+
+    @functools.wraps(function)
+    def with_truths(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.arguments.update({name: truth_of(name, given.arguments[name]) for name in flags & given.arguments.keys()})
+        return function(*given.args, **given.kwargs)
+
+    return cast(F, with_truths)
+
+
+def _check_names(owner: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
+    for name in given:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {nearest[0]}?" if nearest else ""
+            raise TypeError(f"{owner}() got an unexpected argument {name!r}{hint}")
 
 
 def shows_options_of(base: Callable[..., Any]) -> Callable[[F], F]:
@@ -110,3 +219,16 @@ def shows_options_of(base: Callable[..., Any]) -> Callable[[F], F]:
         return function
 
     return declare
+
+
+# --- dtypes -----------------------------------------------------------------------------------------------------------
+
+
+def spelled_alike(dtypes: Mapping[str, Any]) -> dict[str, Any]:
+    """Dtypes as names where one of them is given by its name: what came from a config can be written as JSON again."""
+    by_name = any(isinstance(dtype, str) for dtype in dtypes.values())
+    return {key: _name_of(dtype) if by_name else dtype for key, dtype in dtypes.items()}
+
+
+def _name_of(dtype: Any) -> Any:
+    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fused_optim.adapters import adapter_of
 from fused_optim.formats import ELEMENT_TYPES, STATE_FORMATS, as_dtype
 from fused_optim.host_memory import can_be_streamed
-from fused_optim.options import FLAGS, check_flag
+from fused_optim.options import CheckpointDevice, CheckpointFormat, flag_of
 from fused_optim.sharding.dtensor import is_dense, local_tensor
 
-CheckpointFormat = Literal["unscaled", "native", "torch"]
-CheckpointDevice = Literal["cpu", "stager"] | None
 _LR_RESIDUE = 1e-12
 
 
@@ -42,8 +40,9 @@ def _is_number(value: Any) -> bool:
 
 
 def check_hyperparameters(group: dict[str, Any], running: bool = False) -> None:
-    """Raise ValueError or TypeError for a learning rate, betas, eps, weight decay or flags that make no sense.
+    """Raise ValueError or TypeError for a learning rate, betas, eps, weight decay or formats that make no sense.
 
+    They are as ``options.read_group`` gives them.
     ``running``: the learning rate is a scheduler's, which may end a little below zero by rounding: any finite number
     is taken then, as by torch.optim, which checks it in the constructor only.
     """
@@ -67,9 +66,6 @@ def check_hyperparameters(group: dict[str, Any], running: bool = False) -> None:
             raise TypeError(f"betas[{i}]: expected a number, got {type(beta).__name__}")
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"betas[{i}]: expected a number in [0, 1), got {beta}")
-    for key in FLAGS:
-        if key in group:
-            check_flag(key, group[key])
     if group.get("amsgrad"):
         raise ValueError("amsgrad=True is not supported: use torch.optim.AdamW(amsgrad=True), or amsgrad=False")
     for key in ("exp_avg_dtype", "exp_avg_sq_dtype"):
@@ -104,6 +100,12 @@ def check_checkpoint_device(device: CheckpointDevice) -> None:
     """Raise ValueError for a place that state dicts are not converted to."""
     if device not in (None, "cpu", "stager"):
         raise ValueError(f"checkpoint_device: expected None, 'cpu' or 'stager', got {device!r}")
+
+
+def check_differentiable(differentiable: Any) -> None:
+    """Raise ValueError where autograd is to record the step, which no fused one lets it."""
+    if differentiable is not None and flag_of("differentiable", differentiable):
+        raise ValueError("differentiable=True is not supported: use torch.optim.AdamW(differentiable=True)")
 
 
 def check_offloading(offload_states: bool, fraction: Any, capturable: bool) -> None:

@@ -36,10 +36,10 @@ from fused_optim.checkpoint.saving import Saver
 from fused_optim.checkpoint.shelf import Shelf
 from fused_optim.checkpoint.staging import PinnedStager
 from fused_optim.checkpoint.termination import EXIT_STATUS, Termination
+from fused_optim.options import CheckpointFormat
 from fused_optim.sharding.collective import gather, on_all_ranks, this_rank, world_size
 from fused_optim.sharding.dtensor import has_own_chunks
 from fused_optim.slots import MOMENTS
-from fused_optim.validate import CheckpointFormat
 
 logger = logging.getLogger("fused_optim")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.optim.optimizer import ParamsT
 import fused_optim.adam
 from fused_optim.compat._common import put_rates_on_devices, refuse_amsgrad
 from fused_optim.decorators import declared_without
+from fused_optim.options import OptionsBesideApex, reads_flags_by_truth
 from fused_optim.sharding.dtensor import local_tensor
 
 
@@ -26,6 +27,7 @@ class FusedAdam(fused_optim.adam.FusedAdam):
         RuntimeError: for ``amsgrad``, as Apex does. Otherwise as :class:`fused_optim.FusedAdam`.
     """
 
+    @reads_flags_by_truth
     def __init__(
         self,
         params: ParamsT,
@@ -39,7 +41,7 @@ class FusedAdam(fused_optim.adam.FusedAdam):
         set_grad_none: bool = True,
         capturable: bool = False,
         master_weights: bool = False,
-        **options: Any,
+        **options: Unpack[OptionsBesideApex],
     ) -> None:
         refuse_amsgrad(amsgrad)
         super().__init__(

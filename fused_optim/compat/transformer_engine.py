@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch.optim.optimizer import ParamsT
 import fused_optim.adam
 from fused_optim.compat._common import put_rates_on_devices, refuse_amsgrad
 from fused_optim.formats import STATE_FORMATS, as_dtype
+from fused_optim.options import OptionsBesideTransformerEngine, reads_flags_by_truth
 from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.slots import MASTER, MOMENTS
 
@@ -37,6 +38,7 @@ class FusedAdam(fused_optim.adam.FusedAdam):
 
     _saves_int16_remainders = True
 
+    @reads_flags_by_truth
     def __init__(
         self,
         params: ParamsT,
@@ -56,7 +58,7 @@ class FusedAdam(fused_optim.adam.FusedAdam):
         use_decoupled_grad: bool = False,
         store_param_remainders: bool = False,
         set_grad_none: bool | None = None,
-        **options: Any,
+        **options: Unpack[OptionsBesideTransformerEngine],
     ) -> None:
         refuse_amsgrad(amsgrad)
         master_weight_dtype = master_weight_dtype if master_weights else torch.float32

@@ -24,6 +24,7 @@ from fused_optim import adapters, copies
 from fused_optim.adapters import Update
 from fused_optim.decorators import callers_level
 from fused_optim.formats import Master, as_dtype
+from fused_optim.options import FLAGS, CheckpointDevice, CheckpointFormat, read_group
 from fused_optim.sharding.collective import FailedElsewhere, announce_failure, any_rank
 from fused_optim.sharding.dtensor import cut_by_rows, local_tensor, placed_part, rewrap_like
 from fused_optim.slots import MASTER, MOMENTS
@@ -39,8 +40,6 @@ from fused_optim.state.remainders import (
 from fused_optim.state.store import StateStore
 from fused_optim.state.values import given
 from fused_optim.validate import (
-    CheckpointDevice,
-    CheckpointFormat,
     check_checkpoint_device,
     check_checkpoint_format,
     check_saved_group,
@@ -165,7 +164,8 @@ def load(store: StateStore, groups: list[dict[str, Any]], checked: Checked) -> N
     misfit = _any_misfit(loaded, params)
     copies.wait()
     for group, saved, step in zip(groups, checked.groups, checked.steps, strict=True):
-        group.update({key: _copied(saved[key]) for key in _taken(group, saved)})
+        taken = {key: _copied(saved[key]) for key in _taken(group, saved)}
+        group.update({**taken, **read_group(taken, {})})
         group["step"] = step
     if described := _flags(checked.groups):  # goes on as it was; another optimizer has rounded in no way of ours
         store.rounds_by_names = any(flags & KEYED_BY_NAMES for flags in described)
@@ -250,7 +250,8 @@ def _check_group(
     group: Mapping[str, Any], saved: Mapping[str, Any], present: Mapping[Any, Tensor], step: int, what: str
 ) -> None:
     try:
-        check_saved_group({**whole(group), **{key: saved[key] for key in _taken(group, saved)}}, saved)
+        taken = {key: saved[key] for key in _taken(group, saved)}
+        check_saved_group({**whole(group), **taken, **read_group(taken, {})}, saved)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{what}: {error}") from error
     trained = [param for param in group["params"] if param.requires_grad]
@@ -268,7 +269,8 @@ def _taken(group: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     """
     kept = ("params", "param_names", "step", *_OWN_KEYS, *DESCRIPTION)
     known = [key for key in saved if key in group or key in _SCHEDULERS_KEYS or str(key).startswith("initial_")]
-    return [key for key in known if key not in kept]
+    unset = [key for key in FLAGS if saved.get(key) is None]  # as another optimizer's defaults may be
+    return [key for key in known if key not in (*kept, *unset)]
 
 
 def _check_version(saved_groups: list[dict[str, Any]]) -> None:

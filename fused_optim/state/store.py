@@ -18,13 +18,14 @@ from fused_optim.adapters import Update, adapter_of
 from fused_optim.backends.compiled import same_objects
 from fused_optim.backends.offloaded import Link
 from fused_optim.formats import Master
+from fused_optim.options import CheckpointFormat
 from fused_optim.sharding.collective import FailedElsewhere, any_rank, bare_name
 from fused_optim.sharding.dtensor import has_own_chunks, has_values, local_tensor, rewrap_like, shard_geometry
 from fused_optim.sharding.uneven import locate_uneven_shards
 from fused_optim.slots import MASTER, MOMENTS, STATES, STEP, Slots
 from fused_optim.state.param_state import ParamState, discard_initial, initial_master, master_kind
 from fused_optim.state.remainders import MISFIT_ELSEWHERE, LoadedRemainder
-from fused_optim.validate import CheckpointFormat, check_param, describe
+from fused_optim.validate import check_param, describe
 
 OFFLOADED_FROM = ("cuda",)  # kinds of devices
 

@@ -99,8 +99,8 @@ FAULTS: dict[str, tuple[Callable[[StateDict], Any], type[Exception], str]] = {
     "weight decay": (spoil_group(weight_decay=-0.1), ValueError, "group 1 .*weight_decay: expected a finite number"),
     "maximize": (spoil_group(maximize="no"), TypeError, "group 1 .*maximize: expected True or False, got 'no'"),
     "amsgrad": (spoil_group(amsgrad=True), ValueError, "group 1 of the state dict: amsgrad=True is not supported"),
-    "amsgrad text": (spoil_group(amsgrad="false"), TypeError, "group 1 .*amsgrad: expected True or False, got 'false'"),
-    "correction": (spoil_group(bias_correction=None), TypeError, "group 1 .*bias_correction: expected True or False"),
+    "amsgrad text": (spoil_group(amsgrad="no"), TypeError, "group 1 .*amsgrad: expected True or False, got 'no'"),
+    "correction": (spoil_group(bias_correction=[True]), TypeError, "group 1 .*bias_correction: expected True or False"),
     "dtype": (
         spoil_group(exp_avg_dtype="torch.int3"),
         ValueError,

@@ -1,0 +1,286 @@
+"""How other libraries, their suites and their configs call Adam: each call works, and means what it means there."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cases import values
+from distributed import same_bits
+from fused_optim import FusedAdam, FusedAdamW, options
+from fused_optim.compat import apex, transformer_engine
+from fused_optim.integrations import megatron
+
+BF16, F32 = torch.bfloat16, torch.float32
+DROP_INS = [apex.FusedAdam, transformer_engine.FusedAdam]
+EVERY_KIND = [FusedAdam, FusedAdamW, *DROP_INS, megatron.FusedAdam]
+
+
+def params(dtype: torch.dtype = BF16) -> list[nn.Parameter]:
+    return [nn.Parameter(values((6, 128), dtype, "cpu", seed=i)) for i in range(2)]
+
+
+def stepped(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The parameters and states after three steps, under a scheduler."""
+    found = [param for group in optimizer.param_groups for param in group["params"]]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    for step in range(3):
+        for i, param in enumerate(found):
+            param.grad = values(tuple(param.shape), param.dtype, "cpu", seed=10 * step + i)
+        optimizer.step()
+        scheduler.step()
+    return [*found, *(state for param in found for state in optimizer.state[param].values())]
+
+
+def masters() -> list[Tensor]:
+    return [param.detach().float() for param in params()]
+
+
+# By what calls so: the class, what is given, and the same in plain Python objects.
+STYLES: dict[str, tuple[type[FusedAdam], dict[str, Any], dict[str, Any]]] = {
+    "torch: lr as a tensor, switches": (
+        FusedAdamW,
+        {"lr": torch.tensor(1e-2), "fused": True, "foreach": False, "capturable": False, "differentiable": False},
+        {"lr": 1e-2},
+    ),
+    "torch: betas, eps and weight decay as tensors": (
+        FusedAdam,
+        {
+            "betas": (torch.tensor(0.5), torch.tensor([0.75])),
+            "eps": torch.tensor(0.125),
+            "weight_decay": torch.tensor(0.25),
+        },
+        {"betas": (0.5, 0.75), "eps": 0.125, "weight_decay": 0.25},
+    ),
+    "torch: betas as one tensor": (FusedAdam, {"betas": torch.tensor([0.5, 0.75])}, {"betas": (0.5, 0.75)}),
+    "torch: Adam's name for AdamW": (FusedAdam, {"decoupled_weight_decay": False}, {"adam_w_mode": False}),
+    "Apex: by position": (
+        apex.FusedAdam,
+        {"bias_correction": False, "set_grad_none": True, "weight_decay": 0.1, "master_weights": True},
+        {"bias_correction": False, "weight_decay": 0.1, "master_weights": True},
+    ),
+    "Apex: flags as numbers": (
+        apex.FusedAdam,
+        {"bias_correction": 1, "adam_w_mode": 0, "master_weights": 2},
+        {"bias_correction": True, "adam_w_mode": False, "master_weights": True},
+    ),
+    "TransformerEngine: the masters themselves": (
+        transformer_engine.FusedAdam,
+        {"master_weights": masters(), "capturable": True},
+        {"master_weights": True, "capturable": True},
+    ),
+    "TransformerEngine's suite on the base class": (
+        FusedAdam,
+        {"master_weights": masters(), "capturable": True},
+        {"master_weights": True, "capturable": True},
+    ),
+    "TransformerEngine: None goes by its truth": (
+        transformer_engine.FusedAdam,
+        {"master_weights": None, "adam_w_mode": None, "capturable": None, "store_param_remainders": []},
+        {"master_weights": False, "adam_w_mode": False, "capturable": False},
+    ),
+    "Megatron-LM's get_megatron_optimizer": (
+        megatron.FusedAdam,
+        {
+            "lr": 1e-2,
+            "weight_decay": 0.1,
+            "betas": (0.9, 0.95),
+            "eps": 1e-8,
+            "adam_w_mode": True,
+            "use_decoupled_grad": None,
+            "master_weights": np.bool_(True),
+            "store_param_remainders": np.array(True),
+            "exp_avg_dtype": torch.uint8,
+        },
+        {
+            "lr": 1e-2,
+            "weight_decay": 0.1,
+            "betas": (0.9, 0.95),
+            "master_weights": True,
+            "store_param_remainders": True,
+            "exp_avg_dtype": torch.float8_e4m3fn,
+        },
+    ),
+    "None means the default": (
+        FusedAdamW,
+        {
+            "master_weights": None,
+            "adam_w_mode": None,
+            "maximize": None,
+            "amsgrad": None,
+            "capturable": None,
+            "bias_correction": None,
+            "stochastic_rounding": None,
+        },
+        {},
+    ),
+    "flags of one element": (
+        FusedAdamW,
+        {"maximize": torch.tensor(True), "bias_correction": np.array([False]), "capturable": torch.tensor(True)},
+        {"maximize": True, "bias_correction": False, "capturable": True},
+    ),
+    "DeepSpeed's config": (
+        FusedAdam,
+        {"lr": "3e-3", "betas": [0.8, 0.999], "eps": "1e-8", "weight_decay": "3e-7", "adam_w_mode": "true"},
+        {"lr": 3e-3, "betas": (0.8, 0.999), "weight_decay": 3e-7},
+    ),
+    "Trainer's adam_kwargs with fused": (
+        FusedAdamW,
+        {"lr": 5e-5, "betas": (0.9, 0.999), "eps": 1e-8, "fused": True},
+        {"lr": 5e-5},
+    ),
+    "Trainer's optim_args": (
+        FusedAdamW,
+        {"exp_avg_dtype": "8bit", "exp_avg_sq_dtype": "8bit", "maximize": "False", "weight_decay": "0.1"},
+        {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8, "weight_decay": 0.1},
+    ),
+    "Accelerate's DummyOptim": (FusedAdamW, {"lr": 1e-3, "weight_decay": 0}, {"weight_decay": 0.0}),
+    "bitsandbytes: betas as text": (FusedAdamW, {"betas": "(0.9, 0.95)"}, {"betas": (0.9, 0.95)}),
+    "bitsandbytes: betas as text without brackets": (FusedAdamW, {"betas": "0.9,0.95"}, {"betas": (0.9, 0.95)}),
+    "NumPy's numbers": (
+        FusedAdamW,
+        {"lr": np.float32(0.5), "betas": np.array([0.5, 0.75]).tolist(), "eps": np.array([0.125]), "seed": np.int64(3)},
+        {"lr": 0.5, "betas": (0.5, 0.75), "eps": 0.125, "seed": 3},
+    ),
+    "short names of dtypes": (
+        FusedAdamW,
+        {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8", "master_weight_dtype": "fp16"},
+        {
+            "exp_avg_dtype": torch.bfloat16,
+            "exp_avg_sq_dtype": torch.float8_e4m3fn,
+            "master_weight_dtype": torch.float16,
+        },
+    ),
+}
+# Hyperparameters and options of one param group, which AdamW's own groups or saved ones may be.
+GROUPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "torch's AdamW": (torch.optim.AdamW([torch.zeros(1)], lr=1e-2).defaults, {"lr": 1e-2, "weight_decay": 1e-2}),
+    "flags that are None": ({"maximize": None, "amsgrad": None, "bias_correction": None}, {}),
+    "flags of one element": (
+        {"maximize": torch.tensor(True), "bias_correction": np.bool_(False)},
+        {"maximize": True, "bias_correction": False},
+    ),
+    "numbers of one element": (
+        {"betas": (torch.tensor(0.5), 0.75), "eps": torch.tensor(0.125), "weight_decay": np.float32(0.25)},
+        {"betas": (0.5, 0.75), "eps": 0.125, "weight_decay": 0.25},
+    ),
+    "Megatron-LM's extra keys": (
+        {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "max_lr": 1.0, "min_lr": 0.0},
+        {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "max_lr": 1.0, "min_lr": 0.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_style(style: str) -> None:
+    kind, given, plain = STYLES[style]
+    called, expected = kind(params(), **given), kind(params(), **plain)
+    assert all(map(same_bits, stepped(called), stepped(expected)))
+    group = called.param_groups[0]
+    assert all(type(group[key]) is bool for key in options.FLAGS)
+    assert all(type(number) is float for number in group["betas"]) and type(group["eps"]) is float
+    assert group.keys() == expected.param_groups[0].keys()
+
+
+@pytest.mark.parametrize("style", GROUPS)
+@pytest.mark.parametrize("way", ["constructor", "added", "written"])
+def test_style_of_a_group(style: str, way: str) -> None:
+    """The keys of groups, which checkpoints must have, do not depend on it."""
+
+    def built(given: dict[str, Any]) -> FusedAdamW:
+        if way == "constructor":
+            return FusedAdamW([{"params": params(), **given}])
+        if way == "added":
+            optimizer = FusedAdamW(params()[:1])
+            optimizer.add_param_group({"params": params()[1:], **given})
+            return optimizer
+        optimizer = FusedAdamW(params())
+        own = {key: value for key, value in given.items() if key not in (*options.TORCHS_OPTIONS, "capturable")}
+        optimizer.param_groups[0].update(own)
+        return optimizer
+
+    given, plain = GROUPS[style]
+    called, expected = built(given), built(plain)
+    assert all(map(same_bits, stepped(called), stepped(expected)))
+    assert [group.keys() for group in called.param_groups] == [group.keys() for group in expected.param_groups]
+    fresh = FusedAdamW(params()) if way != "added" else built(plain)
+    saved = called.state_dict()
+    fresh.load_state_dict(saved)
+    assert saved["param_groups"] == expected.state_dict()["param_groups"]
+
+
+@pytest.mark.parametrize("theirs, ours", [(torch.optim.AdamW, FusedAdamW), (torch.optim.Adam, FusedAdam)])
+@pytest.mark.parametrize("with_decay", [False, True])
+def test_torchs_defaults_are_arguments(
+    theirs: type[torch.optim.Optimizer], ours: type[FusedAdam], with_decay: bool
+) -> None:
+    """Of Adam, too, whose weight decay is another; with torch's own result."""
+    chosen: dict[str, Any] = {"weight_decay": 0.5} if with_decay else {}
+    reference = theirs(params(F32), lr=1e-2, **chosen)  # type: ignore[call-arg]
+    optimizer = ours(params(F32), **reference.defaults)
+    for mine, expected in zip(stepped(optimizer)[:2], stepped(reference)[:2]):
+        torch.testing.assert_close(mine, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("saved", [None, torch.tensor(False), np.bool_(False), "false", 0])
+def test_saved_groups_of_others(saved: Any) -> None:
+    """A state dict whose groups have flags in another style; None leaves the optimizer's own."""
+    source = FusedAdamW(params())
+    stepped(source)
+    state_dict = source.state_dict()
+    state_dict["param_groups"][0].update(maximize=saved, amsgrad=saved, weight_decay=torch.tensor(0.25))
+    loaded = FusedAdamW(params(), maximize=True)
+    loaded.load_state_dict(state_dict)
+    group = loaded.param_groups[0]
+    assert (group["maximize"], group["amsgrad"], group["weight_decay"]) == (saved is None, False, 0.25)
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
+@pytest.mark.parametrize(
+    "wrong, hint",
+    [
+        ("exp_avg_dtyp", "; did you mean exp_avg_dtype?"),
+        ("master_weight", "; did you mean master_weights?"),
+        ("optim_bits", ""),
+    ],
+)
+def test_an_unknown_argument(kind: Callable[..., FusedAdam], wrong: str, hint: str) -> None:
+    with pytest.raises(TypeError) as raised:
+        kind(params(), **{wrong: 1})
+    assert str(raised.value).startswith(f"{kind.__name__}() got an unexpected argument '{wrong}'{hint}")
+
+
+@pytest.mark.parametrize("kind", DROP_INS, ids=lambda kind: kind.__module__)
+@pytest.mark.parametrize("text", ["no", "off", ""])
+def test_text_that_is_no_flag_is_refused_by_drop_ins_too(kind: type[FusedAdam], text: str) -> None:
+    with pytest.raises(TypeError, match=r"^master_weights: expected True or False, got"):
+        kind(params(), master_weights=text)
+
+
+@pytest.mark.parametrize("wrong", [[True], [torch.ones(1), 1], torch.ones(2), np.ones(2), 2, 0.5, object()], ids=repr)
+def test_what_is_no_flag(wrong: Any) -> None:
+    with pytest.raises(TypeError, match=r"^master_weights: expected True or False, got"):
+        FusedAdamW(params(), master_weights=wrong)
+
+
+@pytest.mark.parametrize("given, decoupled", [(False, True), (True, False)])
+def test_a_group_cannot_mean_another_optimizer(given: bool, decoupled: bool) -> None:
+    with pytest.raises(
+        ValueError, match=f"decoupled_weight_decay={given} in a param group: .* adam_w_mode={decoupled}"
+    ):
+        FusedAdam([{"params": params(), "decoupled_weight_decay": given}], adam_w_mode=decoupled)
+    with pytest.raises(ValueError, match="differentiable=True is not supported"):
+        FusedAdam([{"params": params(), "differentiable": True}])
+
+
+def test_type_checkers_know_every_option() -> None:
+    """Names and types of the keyword options are spelled twice: for FusedAdam, and for classes that pass them on."""
+    spelled, passed = typing.get_type_hints(FusedAdam.__init__), typing.get_type_hints(options.Options)
+    by_position = {"params", "lr", "betas", "eps", "weight_decay", "amsgrad", "return"}
+    assert {name: kind for name, kind in spelled.items() if name not in by_position} == passed
