@@ -274,8 +274,8 @@ def train(params: Sequence[nn.Parameter], numbers: Sequence[Tensor], names: Sequ
 def stored(optimizer: FusedAdamW, param: Tensor) -> dict[str, Tensor]:
     """The bits of its states, its own and those of its scales: one per block in rows of blocks."""
     found = {name: local_tensor(value) for name, value in optimizer.state[param].items()}
-    slots, blocks = optimizer.store.slots[param], optimizer.store.slots[param].geometry.blocks
-    scales = slots.scales.view(-1, blocks) if blocks else slots.scales.view(0, 1)
+    layout, blocks = optimizer.store.layouts[param], optimizer.store.layouts[param].geometry.blocks
+    scales = layout.scales.view(-1, blocks) if blocks else layout.scales.view(0, 1)
     return {**found, "param": local_tensor(param).detach(), **{f"scale {i}": each for i, each in enumerate(scales)}}
 
 

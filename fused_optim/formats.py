@@ -24,9 +24,17 @@ MASK32 = 0xFFFFFFFF
 BLOCKS = (128, 64, 32)
 SMALLEST_NORMAL = 2.0**-126
 
-_SMALLEST_EXP_AVG = 2.0**-100  # blocks whose absmax lies below encode as zeros
-_SMALLEST_EXP_AVG_SQ = 2.0**-120
+_SMALLEST_SIGNED = 2.0**-100  # blocks whose absmax lies below encode as zeros
+_SMALLEST_NONNEGATIVE = 2.0**-120
 _TOP_NUDGE = 1 + 2.0**-20  # lets the block's maximum reach the top code under rotating rounding
+
+
+class Kind(enum.IntEnum):
+    """What the values of a state are, which decides how 8-bit and 16-bit formats encode them."""
+
+    SIGNED = 0  # averages of gradients: of either sign, rounded to nearest even
+    NONNEGATIVE = 1  # averages of squares: what is positive never becomes 0; rounded in the rotating way
+    MASTER = 2  # FP16 masters: of either sign, rounded as `master_rounding` says
 
 
 class Master(enum.IntEnum):
@@ -218,7 +226,7 @@ def split_remainder(master: Tensor, kind: Master) -> tuple[Tensor, Tensor]:
     return param, low.short() if kind is Master.REMAINDER16 else (low >> 8).to(torch.int8)
 
 
-# --- block-scaled moments ---------------------------------------------------------------------------------------
+# --- block-scaled states ----------------------------------------------------------------------------------------
 
 
 def _absmax(blocks: Tensor) -> Tensor:
@@ -234,12 +242,12 @@ def _block_scale(absmax: Tensor, smallest: float, scale: Tensor, inverse: Tensor
 
 
 def _at_least_one(code: Tensor, positive: Tensor) -> Tensor:
-    """No positive exp_avg_sq encodes to zero: a zero denominator is what blows 8-bit Adam up."""
+    """What is positive does not encode to zero: a zero denominator is what blows 8-bit Adam up."""
     return torch.where((code == 0) & positive, 1, code)
 
 
 class Codec(Protocol):
-    """How a scaled format encodes blocks of FP32 moments, shape (blocks, block): m is exp_avg, v is exp_avg_sq.
+    """How a scaled format encodes blocks of FP32 values of each :class:`Kind`, shape (blocks, block).
 
     ``u``: 32-bit rounding fractions of the elements.
 
@@ -247,21 +255,21 @@ class Codec(Protocol):
     decode. An ``inverse`` of 0 marks a block whose codes are all 0.
     """
 
-    def scale_m(self, m: Tensor) -> tuple[Tensor, Tensor]:
+    def scale_signed(self, m: Tensor) -> tuple[Tensor, Tensor]:
         """(scale to store, inverse)."""
 
-    def encode_m(self, m: Tensor, inverse: Tensor) -> Tensor:
+    def encode_signed(self, m: Tensor, inverse: Tensor) -> Tensor:
         """Codes, rounded to nearest even."""
 
-    def decode_m(self, bits: Tensor, scale: Tensor) -> Tensor: ...
+    def decode_signed(self, bits: Tensor, scale: Tensor) -> Tensor: ...
 
-    def scale_v(self, v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    def scale_nonnegative(self, v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """(scale to store, inverse)."""
 
-    def encode_v(self, v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
+    def encode_nonnegative(self, v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
         """Codes, rounded by ``u``; not 0 of what is positive."""
 
-    def decode_v(self, bits: Tensor, scale: Tensor) -> Tensor: ...
+    def decode_nonnegative(self, bits: Tensor, scale: Tensor) -> Tensor: ...
 
 
 class _Float16Codec:
@@ -279,12 +287,12 @@ class _Float16Codec:
         return _block_scale(_absmax(blocks), smallest, _float(exponent << 23), _float(254 - exponent << 23))
 
     @classmethod
-    def scale_m(cls, m: Tensor) -> tuple[Tensor, Tensor]:
+    def scale_signed(cls, m: Tensor) -> tuple[Tensor, Tensor]:
         bits = _bits(m.abs())
-        return cls._scale(m, bits + 0xFFF + (bits >> 13 & 1) >> 13 << 13, _SMALLEST_EXP_AVG)
+        return cls._scale(m, bits + 0xFFF + (bits >> 13 & 1) >> 13 << 13, _SMALLEST_SIGNED)
 
     @staticmethod
-    def encode_m(m: Tensor, inverse: Tensor) -> Tensor:
+    def encode_signed(m: Tensor, inverse: Tensor) -> Tensor:
         return _clamp_top(m.abs() * inverse, 65504.0).copysign(m).to(torch.float16).view(torch.int16)
 
     @classmethod
@@ -297,18 +305,18 @@ class _Float16Codec:
         return _float16_magnitude_rotating(_clamp_top(x.abs() * inverse, 65504.0), u)
 
     @classmethod
-    def scale_v(cls, v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        return cls.scale_rotating(v, u, _SMALLEST_EXP_AVG_SQ)
+    def scale_nonnegative(cls, v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        return cls.scale_rotating(v, u, _SMALLEST_NONNEGATIVE)
 
     @classmethod
-    def encode_v(cls, v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
+    def encode_nonnegative(cls, v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
         return _at_least_one(cls.encode_rotating(v, inverse, u), v > 0)
 
     @staticmethod
-    def decode_m(bits: Tensor, scale: Tensor) -> Tensor:
+    def decode_signed(bits: Tensor, scale: Tensor) -> Tensor:
         return bits.float() * scale
 
-    decode_v = decode_m
+    decode_nonnegative = decode_signed
 
     @classmethod
     def scale_master(cls, x: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -321,73 +329,73 @@ class _Float16Codec:
 
 
 class _Float8Codec:
-    """float8_e4m3fn (OCP 8-bit floating point specification 1.0), kept as uint8; exp_avg_sq as its square root."""
+    """float8_e4m3fn (OCP 8-bit floating point specification 1.0), as uint8; what is not negative as its square root."""
 
     @staticmethod
-    def scale_m(m: Tensor) -> tuple[Tensor, Tensor]:
+    def scale_signed(m: Tensor) -> tuple[Tensor, Tensor]:
         absmax = _absmax(m)
         scale = _divide(absmax, 448.0)
-        return _block_scale(absmax, _SMALLEST_EXP_AVG, scale, 1.0 / scale)
+        return _block_scale(absmax, _SMALLEST_SIGNED, scale, 1.0 / scale)
 
     @staticmethod
-    def encode_m(m: Tensor, inverse: Tensor) -> Tensor:
+    def encode_signed(m: Tensor, inverse: Tensor) -> Tensor:
         x = _clamp_top(m.abs() * inverse, 448.0)
         return x.copysign(m).to(torch.float8_e4m3fn).view(torch.uint8)
 
     @staticmethod
-    def decode_m(bits: Tensor, scale: Tensor) -> Tensor:
+    def decode_signed(bits: Tensor, scale: Tensor) -> Tensor:
         return bits.view(torch.float8_e4m3fn).float() * scale
 
     @staticmethod
-    def scale_v(v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    def scale_nonnegative(v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         absmax = _absmax(v)
         scale = (_divide(sqrt(absmax), 448.0)).clamp_min(2.0**-54)
-        return _block_scale(absmax, _SMALLEST_EXP_AVG_SQ, scale, 1.0 / scale * _TOP_NUDGE)
+        return _block_scale(absmax, _SMALLEST_NONNEGATIVE, scale, 1.0 / scale * _TOP_NUDGE)
 
     @staticmethod
-    def encode_v(v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
+    def encode_nonnegative(v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
         x = _clamp_top(sqrt(v) * inverse, 448.0)
         return _at_least_one((_scaled_bits(x, 120) + (u >> 12)) >> 20, v > 0)
 
     @staticmethod
-    def decode_v(bits: Tensor, scale: Tensor) -> Tensor:
+    def decode_nonnegative(bits: Tensor, scale: Tensor) -> Tensor:
         root = bits.view(torch.float8_e4m3fn).float() * scale
         return root * root
 
 
 class _Int8Codec:
-    """exp_avg as its signed square root in 127 levels; exp_avg_sq as its fourth root in 255."""
+    """The signed square root in 127 levels; of what is not negative, the fourth root in 255."""
 
     @staticmethod
-    def scale_m(m: Tensor) -> tuple[Tensor, Tensor]:
+    def scale_signed(m: Tensor) -> tuple[Tensor, Tensor]:
         absmax = _absmax(m)
         scale = _divide(sqrt(absmax), 127.0)
-        return _block_scale(absmax, _SMALLEST_EXP_AVG, scale, 1.0 / scale)
+        return _block_scale(absmax, _SMALLEST_SIGNED, scale, 1.0 / scale)
 
     @staticmethod
-    def encode_m(m: Tensor, inverse: Tensor) -> Tensor:
+    def encode_signed(m: Tensor, inverse: Tensor) -> Tensor:
         root = sqrt(m.abs() + SMALLEST_NORMAL)  # as the engines, which need a root that is not 0
         return (fused(root.copysign(m), inverse, 1.5 * 2**23) - 1.5 * 2**23).to(torch.int8)
 
     @staticmethod
-    def decode_m(bits: Tensor, scale: Tensor) -> Tensor:
+    def decode_signed(bits: Tensor, scale: Tensor) -> Tensor:
         root = bits.float() * scale
         return root * root.abs()
 
     @staticmethod
-    def scale_v(v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    def scale_nonnegative(v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         absmax = _absmax(v)
         top = sqrt(sqrt(absmax)).clamp_min(255 * 2.0**-31)
-        return _block_scale(absmax, _SMALLEST_EXP_AVG_SQ, _divide(top, 255.0), 1.0 / top * _TOP_NUDGE)
+        return _block_scale(absmax, _SMALLEST_NONNEGATIVE, _divide(top, 255.0), 1.0 / top * _TOP_NUDGE)
 
     @staticmethod
-    def encode_v(v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
+    def encode_nonnegative(v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
         x = (sqrt(sqrt(v)) * inverse).nan_to_num(0.0).clamp(0.0, 1.0)
         threshold = 256.0 + (u >> 17).float() * 2.0**-15
         return _at_least_one(fused(x, 255.0, threshold).long() - 256, v > 0)
 
     @staticmethod
-    def decode_v(bits: Tensor, scale: Tensor) -> Tensor:
+    def decode_nonnegative(bits: Tensor, scale: Tensor) -> Tensor:
         root = bits.float() * scale
         square = root * root
         return square * square
@@ -395,20 +403,20 @@ class _Int8Codec:
 
 @dataclass(frozen=True)
 class StateFormat:
-    """One way to store a moment. ``code`` is the engines' number for it; dtypes are those of the stored tensors."""
+    """One way to store a state. ``code`` is the engines' number for it; dtypes are those of the stored tensors."""
 
     name: str
     code: int
-    exp_avg_dtype: torch.dtype
-    exp_avg_sq_dtype: torch.dtype
+    signed_dtype: torch.dtype
+    nonnegative_dtype: torch.dtype
     codec: Codec | None  # None: stored element by element, without block scales
 
     @property
     def scaled(self) -> bool:
         return self.codec is not None
 
-    def dtype(self, state: str) -> torch.dtype:
-        return self.exp_avg_dtype if state == "exp_avg" else self.exp_avg_sq_dtype
+    def dtype(self, kind: Kind) -> torch.dtype:
+        return self.nonnegative_dtype if kind is Kind.NONNEGATIVE else self.signed_dtype
 
 
 FLOAT32 = StateFormat("float32", 0, torch.float32, torch.float32, None)
@@ -467,35 +475,35 @@ def master_rounding(before: Tensor, after: Tensor, u: Tensor) -> Tensor:
     return torch.where((after - before).abs() >= after.abs() * 2.0**-9, NEAREST, u.view_as(after)).view(-1)
 
 
-def encode_state(x: Tensor, state: str, fmt: StateFormat, block: int, u: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Encode the FP32 values of ``exp_avg``, ``exp_avg_sq`` or, in FP16, ``master_param``.
+def encode_state(x: Tensor, kind: Kind, fmt: StateFormat, block: int, u: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Encode the FP32 values of a state.
 
-    ``u``: flat int64 rounding fractions, ignored by ``exp_avg``, which rounds to nearest even. Returns the stored
+    ``u``: flat int64 rounding fractions, ignored by signed ones, which round to nearest even. Returns the stored
     tensor (shaped as ``x``) and the FP32 scales of shape ``(blocks,)``, None for a format without scales.
     """
     if fmt.codec is None:
-        dtype = fmt.dtype(state)
-        rotates = state == "exp_avg_sq" and dtype in ROTATING
+        dtype = fmt.dtype(kind)
+        rotates = kind is Kind.NONNEGATIVE and dtype in ROTATING
         return (ROTATING[dtype](x.reshape(-1), u).view_as(x) if rotates else x.to(dtype)), None
     blocks, fractions = _to_blocks(x, block), _to_blocks(u, block)
-    if state == "exp_avg":
-        scale, inverse = fmt.codec.scale_m(blocks)
-        codes = fmt.codec.encode_m(blocks, inverse[:, None])
-    elif state == "exp_avg_sq":
-        scale, inverse = fmt.codec.scale_v(blocks, fractions)
-        codes = fmt.codec.encode_v(blocks, inverse[:, None], fractions)
+    if kind is Kind.SIGNED:
+        scale, inverse = fmt.codec.scale_signed(blocks)
+        codes = fmt.codec.encode_signed(blocks, inverse[:, None])
+    elif kind is Kind.NONNEGATIVE:
+        scale, inverse = fmt.codec.scale_nonnegative(blocks, fractions)
+        codes = fmt.codec.encode_nonnegative(blocks, inverse[:, None], fractions)
     else:
         scale, inverse = _Float16Codec.scale_master(blocks, fractions)
         codes = _Float16Codec.encode_master(blocks, inverse[:, None], fractions)
     codes = torch.where(inverse[:, None] > 0, codes, 0)
-    return _stored(codes, fmt.dtype(state)).view(-1)[: x.numel()].view_as(x), scale
+    return _stored(codes, fmt.dtype(kind)).view(-1)[: x.numel()].view_as(x), scale
 
 
-def decode_state(bits: Tensor, scale: Tensor | None, state: str, fmt: StateFormat, block: int) -> Tensor:
+def decode_state(bits: Tensor, scale: Tensor | None, kind: Kind, fmt: StateFormat, block: int) -> Tensor:
     """The FP32 values of a stored state; a new tensor, except for FP32 states, which are returned as they are."""
     if fmt.codec is None:
         return bits.float()
     assert scale is not None  # a format with a codec has scales
-    decode = fmt.codec.decode_m if state == "exp_avg" else fmt.codec.decode_v
+    decode = fmt.codec.decode_nonnegative if kind is Kind.NONNEGATIVE else fmt.codec.decode_signed
     blocks = decode(_to_blocks(bits, block), scale[:, None])
     return blocks.view(-1)[: bits.numel()].view_as(bits)

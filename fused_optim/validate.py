@@ -19,6 +19,7 @@ from fused_optim.adapters import adapter_of
 from fused_optim.formats import ELEMENT_TYPES, STATE_FORMATS, as_dtype
 from fused_optim.host_memory import can_be_streamed
 from fused_optim.options import CheckpointDevice, CheckpointFormat, flag_of
+from fused_optim.rule import Rule
 from fused_optim.sharding.dtensor import is_dense, local_tensor
 
 _LR_RESIDUE = 1e-12
@@ -39,24 +40,37 @@ def _is_number(value: Any) -> bool:
     return type(value) in (float, int) or (isinstance(value, Real) and not isinstance(value, bool))
 
 
-def check_hyperparameters(group: dict[str, Any], running: bool = False) -> None:
-    """Raise ValueError or TypeError for a learning rate, betas, eps, weight decay or formats that make no sense.
+def check_hyperparameters(group: Mapping[str, Any], rule: Rule, running: bool = False) -> None:
+    """Raise ValueError or TypeError for a learning rate, weight decay, formats or what else the rule has.
 
-    They are as ``options.read_group`` gives them.
-    ``running``: the learning rate is a scheduler's, which may end a little below zero by rounding: any finite number
-    is taken then, as by torch.optim, which checks it in the constructor only.
+    They are as ``options.read_group`` gives them. ``running``: the learning rate is a scheduler's, which may end a
+    little below zero by rounding: any finite number is taken then, as by torch.optim, which checks it in the
+    constructor only.
     """
     lr = group["lr"]
     if isinstance(lr, Tensor):
         if lr.numel() != 1:
             raise ValueError(f"lr: expected a tensor of one element, got shape {tuple(lr.shape)}")
         lr = float(lr) if lr.device.type == "cpu" else 0.0  # a value on a GPU is not read: that would synchronise
-    for key, value in (("lr", lr), ("eps", group["eps"]), ("weight_decay", group["weight_decay"])):
-        if not _is_number(value):
-            raise TypeError(f"{key}: expected a number, got {type(value).__name__}")
-        if not math.isfinite(value) or (value < 0.0 and not (running and key == "lr")):
-            raise ValueError(f"{key}: expected a finite number >= 0, got {value}")
-    betas = group["betas"]
+    check_number("lr", lr, least=-math.inf if running else 0.0)
+    check_number("weight_decay", group["weight_decay"])
+    rule.check(group)
+    for spec in rule.states:
+        if as_dtype(group[spec.option]) not in STATE_FORMATS:
+            expected = ", ".join(map(str, STATE_FORMATS))
+            raise ValueError(f"{spec.option}: expected one of {expected}, got {group[spec.option]}")
+
+
+def check_number(key: str, value: Any, least: float = 0.0) -> None:
+    """Raise TypeError or ValueError for what is not a finite number of at least ``least``."""
+    if not _is_number(value):
+        raise TypeError(f"{key}: expected a number, got {type(value).__name__}")
+    if not math.isfinite(value) or value < least:
+        raise ValueError(f"{key}: expected a finite number >= 0, got {value}")
+
+
+def check_decay_rates(betas: Any) -> None:
+    """Raise TypeError or ValueError for what is not two numbers in [0, 1)."""
     if not isinstance(betas, (tuple, list)):
         raise TypeError(f"betas: expected two numbers, got {type(betas).__name__}")
     if len(betas) != 2:
@@ -66,14 +80,9 @@ def check_hyperparameters(group: dict[str, Any], running: bool = False) -> None:
             raise TypeError(f"betas[{i}]: expected a number, got {type(beta).__name__}")
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"betas[{i}]: expected a number in [0, 1), got {beta}")
-    if group.get("amsgrad"):
-        raise ValueError("amsgrad=True is not supported: use torch.optim.AdamW(amsgrad=True), or amsgrad=False")
-    for key in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-        if as_dtype(group[key]) not in STATE_FORMATS:
-            raise ValueError(f"{key}: expected one of {', '.join(map(str, STATE_FORMATS))}, got {group[key]}")
 
 
-def check_saved_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+def check_saved_group(group: dict[str, Any], saved: Mapping[str, Any], rule: Rule) -> None:
     """Raise ValueError or TypeError for a param group that would have the hyperparameters of a state dict's, ``saved``.
 
     A learning rate a little below zero is a scheduler's that should have ended at zero.
@@ -83,9 +92,9 @@ def check_saved_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
         lr = float(lr)
     if _is_number(lr) and -_LR_RESIDUE <= lr < 0.0:
         group = {**group, "lr": 0.0}
-    check_hyperparameters(group)
+    check_hyperparameters(group, rule)
     names = {str(dtype).removeprefix("torch.") for dtype in STATE_FORMATS}
-    for key in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+    for key in (spec.option for spec in rule.states):
         if key in saved and str(saved[key]).removeprefix("torch.") not in names:
             raise ValueError(f"{key}: expected one of {', '.join(sorted(names))}, got {saved[key]}")
 

@@ -71,7 +71,7 @@ def stored(model: nn.ParameterDict, optimizer: FusedAdam) -> dict[str, Tensor]:
         for key, value in optimizer.state.get(param, {}).items():
             found[f"{name}: {key}"] = value.clone()
         if optimizer.state.get(param):
-            found[f"{name}: scales"] = optimizer.store.slots[param].scales.clone()
+            found[f"{name}: scales"] = optimizer.store.layouts[param].scales.clone()
     return found
 
 

@@ -14,7 +14,7 @@ import fused_optim
 
 # Files and folders of fused_optim/ from the ground up; docs/development.md says what each is for.
 ROOMS = (
-    *("decorators", "formats", "options", "sharding", "adapters", "host_memory", "slots", "copies", "backends"),
+    *("decorators", "formats", "options", "sharding", "adapters", "host_memory", "layout", "copies", "backends"),
     *("validate", "quantized", "state", "step", "clip", "skip", "adam", "release", "checkpoint"),
     *("compat", "integrations", "__init__", "tools", "__main__"),
 )
@@ -284,7 +284,7 @@ WRONG: dict[str, tuple[Check, dict[str, str], list[str]]] = {
 # What all have: imports that are as they should be.
 RIGHT = {
     **{f"{room}/__init__": "" for room in ("sharding", "backends", "quantized", "state", "step", "integrations")},
-    **dict.fromkeys(("__main__", "decorators", "options", "host_memory", "slots", "copies", "validate"), ""),
+    **dict.fromkeys(("__main__", "decorators", "options", "host_memory", "layout", "copies", "validate"), ""),
     **dict.fromkeys(("clip", "skip", "release"), ""),
     **{f"{room}/__init__": "" for room in ("checkpoint", "compat", "tools")},
     "__init__": """

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, cast, get_args, overload
+from typing import Literal, cast, get_args, overload
 
 import torch
 from torch import Tensor
@@ -22,31 +22,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fused_optim.adapters import Target
 from fused_optim.backends.engine import CudaEngine, Engine
 from fused_optim.decorators import callers_level
-from fused_optim.slots import Slots
+from fused_optim.layout import StateLayout
+from fused_optim.rule import Hyper
 
 Compiled = Literal["cpu", "cuda"]
 Backend = Literal["torch", "cpu", "cuda"]
 COMPILED: tuple[Compiled, ...] = get_args(Compiled)
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
-
-
-class Hyper(NamedTuple):
-    """Hyperparameters of one param group for one step. Tensors are scalars on the device that runs the step."""
-
-    lr: float | Tensor  # a tensor is FP32
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    step: int  # number of this step, from 1; counts only without `steps_done`
-    adam_w: bool
-    bias_correction: bool
-    maximize: bool
-    stochastic_rounding: bool
-    grad_scale: Tensor | None = None  # FP32: gradients are divided by it, and left so
-    grad_factor: Tensor | None = None  # FP32: gradients are multiplied by it
-    found_inf: Tensor | None = None  # FP32: not 0 skips the step
-    steps_done: Tensor | None = None  # int64: advanced by the backend unless the step is skipped
 
 
 def uncounted(hypers: Sequence[Hyper]) -> list[Hyper]:
@@ -56,7 +38,7 @@ def uncounted(hypers: Sequence[Hyper]) -> list[Hyper]:
 
 @dataclass
 class ShardWork:
-    """One local shard: contiguous local tensors, and how its states are encoded.
+    """One local shard: contiguous local tensors, ``states`` as in ``layout.specs``, and how these are encoded.
 
     With a ``target`` the parameter is a quantized weight, ``param`` is its FP32 master itself, and ``absmax`` (FP32,
     shape ``(1,)``), if the target measures it, is raised to the largest finite magnitude of the new values.
@@ -65,9 +47,8 @@ class ShardWork:
     grad: Tensor
     param: Tensor
     master: Tensor | None
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    slots: Slots
+    states: tuple[Tensor, ...]
+    layout: StateLayout
     key: int
     target: Target | None = None
     absmax: Tensor | None = None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fused_optim.backends import Compiled, Hyper, ShardWork, load_engine
+from fused_optim.backends import Compiled, ShardWork, load_engine
 from fused_optim.backends.engine import (
     Engine,
     EngineGradientLayout,
@@ -20,7 +20,8 @@ from fused_optim.backends.engine import (
     Watched,
 )
 from fused_optim.formats import ELEMENT_TYPES
-from fused_optim.slots import Slots
+from fused_optim.layout import StateLayout
+from fused_optim.rule import Hyper
 
 
 def address(tensor: Tensor | None) -> int:
@@ -178,7 +179,7 @@ class CompiledShards:
             return self._plan.find_written(watched)
 
     def set(self, shard: int, work: ShardWork, watched: Watched | None) -> bool:
-        slots, geometry, target = work.slots, work.slots.geometry, work.target
+        layout, geometry, target = work.layout, work.layout.geometry, work.target
         weight: dict[str, Any] = {}
         if target is not None:
             weight = {
@@ -192,9 +193,9 @@ class CompiledShards:
             grad=work.grad.data_ptr(),
             param=work.param.data_ptr() if target is None else address(target.data),
             master=address(work.master),
-            exp_avg=work.exp_avg.data_ptr(),
-            exp_avg_sq=work.exp_avg_sq.data_ptr(),
-            scales=slots.scales.data_ptr(),
+            exp_avg=work.states[0].data_ptr(),
+            exp_avg_sq=work.states[1].data_ptr(),
+            scales=layout.scales.data_ptr(),
             numel=geometry.numel,
             offset=geometry.offset,
             inner_local=geometry.inner_local,
@@ -202,9 +203,9 @@ class CompiledShards:
             key=work.key,
             grad_type=ELEMENT_TYPES[work.grad.dtype],
             param_type=ELEMENT_TYPES[work.param.dtype],
-            master_kind=int(slots.master),
-            exp_avg_format=slots.exp_avg.code,
-            exp_avg_sq_format=slots.exp_avg_sq.code,
+            master_kind=int(layout.master),
+            exp_avg_format=layout.formats[0].code,
+            exp_avg_sq_format=layout.formats[1].code,
             block_log2=(geometry.block or 128).bit_length() - 1,
             **weight,
         )
@@ -214,8 +215,8 @@ class CompiledShards:
     def sharing(self) -> Sequence[int]:
         return self._plan.sharing()
 
-    def takes_target(self, slots: Slots) -> bool:
-        return self._writes_weights(slots.exp_avg.code, slots.exp_avg_sq.code)
+    def takes_target(self, layout: StateLayout) -> bool:
+        return self._writes_weights(layout.formats[0].code, layout.formats[1].code)
 
     def with_gradients(self) -> Sequence[int]:
         return self._plan.with_gradients()

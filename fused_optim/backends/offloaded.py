@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from fused_optim.backends import Backend, Hyper, ShardWork, uncounted
+from fused_optim.backends import Backend, ShardWork, uncounted
 from fused_optim.backends.engine import Watched
 from fused_optim.backends.shards import shards_on
 from fused_optim.host_memory import can_be_streamed
+from fused_optim.layout import StateLayout
+from fused_optim.rule import Hyper
 from fused_optim.sharding.dtensor import Geometry, local_tensor
-from fused_optim.slots import STATES, Slots
 
 CHUNK_BYTES = 32 << 20  # of states, in a buffer on the device
 _BUFFERS = 3  # on their way in, being updated, on their way out
@@ -90,8 +91,8 @@ class Link:
 class _Part:
     """The elements of a shard from ``start`` to ``end``, and their states in host memory.
 
-    ``values``: moments, and the master if there is one. ``scales``: of each of them that has some. ``nbytes``: what
-    both take in a buffer.
+    ``values``: the rule's states, and the master if there is one. ``scales``: of each of them that has some.
+    ``nbytes``: what both take in a buffer.
     """
 
     start: int
@@ -103,11 +104,11 @@ class _Part:
 
     @staticmethod
     def of(work: ShardWork, start: int, end: int) -> _Part:
-        slots, whole = work.slots, work.slots.geometry
-        states = [state for state in (work.exp_avg, work.exp_avg_sq, work.master) if state is not None]
-        scales = [scale for scale in map(slots.scale, STATES) if scale is not None]
+        layout, whole = work.layout, work.layout.geometry
+        states = [*work.states, *([] if work.master is None else [work.master])]
+        scales = [scale for scale in map(layout.scale, layout.names) if scale is not None]
         if (start, end) == (0, whole.numel):
-            scales = [slots.scales] if scales else []
+            scales = [layout.scales] if scales else []
         else:
             scales = [scale[start // whole.block : -(-end // whole.block)] for scale in scales]
         values = [state.view(-1)[start:end] for state in states]
@@ -121,20 +122,17 @@ class _Part:
             pairs.append((value, buffer[used : used + value.nbytes].view(value.dtype)))
             used += _rounded(value.nbytes)
         first = used
-        for scale in self.scales:  # one after the other, as in slots
+        for scale in self.scales:  # one after the other, as in layouts
             pairs.append((scale, buffer[used : used + scale.nbytes].view(scale.dtype)))
             used += scale.nbytes
-        (_, exp_avg), (_, exp_avg_sq), *others = pairs
-        slots = work.slots
+        layout, count = work.layout, len(work.states)
+        moved_states = tuple(staged for _, staged in pairs[:count])
         moved = ShardWork(
             grad=work.grad.view(-1)[self.start : self.end],
             param=work.param.view(-1)[self.start : self.end],
-            master=None if work.master is None else others[0][1],
-            exp_avg=exp_avg,
-            exp_avg_sq=exp_avg_sq,
-            slots=Slots(
-                self.geometry, slots.master, slots.exp_avg, slots.exp_avg_sq, buffer[first:used].view(torch.float32)
-            ),
+            master=None if work.master is None else pairs[count][1],
+            states=moved_states,
+            layout=replace(layout, geometry=self.geometry, scales=buffer[first:used].view(torch.float32), offloaded=()),
             key=work.key,
         )
         return moved, pairs
@@ -146,11 +144,11 @@ def _rounded(size: int) -> int:
 
 def _cut(work: ShardWork, most: int) -> list[_Part]:
     """All elements, in parts whose states take about ``most`` bytes and not more."""
-    slots = work.slots
-    per_element = sum(dtype.itemsize for dtype in slots.dtypes().values())
-    if scaled := sum(slots.format(name).scaled for name in STATES):
-        per_element += -(-4 * scaled // slots.geometry.block)
-    cuts = slots.geometry.cuts(max(most // per_element, 1))
+    layout = work.layout
+    per_element = sum(dtype.itemsize for dtype in layout.dtypes().values())
+    if scaled := sum(layout.format(name).scaled for name in layout.names):
+        per_element += -(-4 * scaled // layout.geometry.block)
+    cuts = layout.geometry.cuts(max(most // per_element, 1))
     return [_Part.of(work, start, end) for start, end in pairwise(cuts) if end > start]
 
 
@@ -167,7 +165,7 @@ class OffloadedShards:
         self.works = self._whole.works
         self._watched: list[Watched] = []
         self._attribute = ""
-        self._lasting: dict[int, tuple[Slots, int]] = {}  # by shard: its slots and key
+        self._lasting: dict[int, tuple[StateLayout, int]] = {}  # by shard: its layout and key
         self._known: dict[int, tuple[tuple[int, ...], list[_Part]]] = {}  # by shard: where its states were; its parts
 
     def refresh(self, watched: list[Watched], attribute: str) -> Sequence[int]:
@@ -181,7 +179,7 @@ class OffloadedShards:
         return all(state is None or can_be_streamed(local_tensor(state), self._device) for state in states)
 
     def set(self, shard: int, work: ShardWork, watched: Watched | None) -> bool:
-        self._lasting[shard] = work.slots, work.key
+        self._lasting[shard] = work.layout, work.key
         return self._whole.set(shard, work, watched)
 
     def written(self) -> Sequence[int]:
@@ -193,7 +191,7 @@ class OffloadedShards:
     def sharing(self) -> Sequence[int]:
         return self._whole.sharing()
 
-    def takes_target(self, slots: Slots) -> bool:
+    def takes_target(self, layout: StateLayout) -> bool:
         return False
 
     def with_gradients(self) -> Sequence[int]:
@@ -248,20 +246,19 @@ class OffloadedShards:
             return self.works[index]
         param, exp_avg, exp_avg_sq, master = self._watched[index][:4]
         assert exp_avg is not None and exp_avg_sq is not None
-        slots, key = self._lasting[index]
+        layout, key = self._lasting[index]
         return ShardWork(
             grad=local_tensor(getattr(param, self._attribute)),
             param=local_tensor(param),
             master=None if master is None else local_tensor(master),
-            exp_avg=local_tensor(exp_avg),
-            exp_avg_sq=local_tensor(exp_avg_sq),
-            slots=slots,
+            states=(local_tensor(exp_avg), local_tensor(exp_avg_sq)),
+            layout=layout,
             key=key,
         )
 
     def _parts(self, index: int, work: ShardWork) -> list[_Part]:
         """Those of the step before, as long as the states are where they were."""
-        states = (work.exp_avg, work.exp_avg_sq, work.master, work.slots.scales)
+        states = (*work.states, work.master, work.layout.scales)
         places = CHUNK_BYTES, *(0 if state is None else state.data_ptr() for state in states)
         if index not in self._known or self._known[index][0] != places:
             self._known[index] = places, _cut(work, CHUNK_BYTES)

@@ -8,10 +8,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fused_optim.backends import Backend, GroupWork, Hyper, ShardWork, torch_reference
+from fused_optim.backends import Backend, GroupWork, ShardWork, torch_reference
 from fused_optim.backends.compiled import CompiledShards, increment_versions
 from fused_optim.backends.engine import Watched
-from fused_optim.slots import Slots
+from fused_optim.layout import StateLayout
+from fused_optim.rule import Hyper
 
 
 class Shards(Protocol):
@@ -42,7 +43,7 @@ class Shards(Protocol):
     def sharing(self) -> Sequence[int]:
         """The shards whose gradients have memory in common with another's."""
 
-    def takes_target(self, slots: Slots) -> bool:
+    def takes_target(self, layout: StateLayout) -> bool:
         """Whether a shard with these states may have a target."""
 
     def with_gradients(self) -> Sequence[int]:
@@ -112,7 +113,7 @@ class ReferenceShards:
                 last, end = i, extents[i][1]
         return sorted(found)
 
-    def takes_target(self, slots: Slots) -> bool:
+    def takes_target(self, layout: StateLayout) -> bool:
         return False
 
     def with_gradients(self) -> Sequence[int]:

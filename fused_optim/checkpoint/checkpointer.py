@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 
-from fused_optim.adam import FusedAdam
+from fused_optim.adam import MOMENTS, FusedAdam
 from fused_optim.checkpoint import checksums, extras, manifest
 from fused_optim.checkpoint.collect import Collector
 from fused_optim.checkpoint.extras import Stateful, check_extra
@@ -39,7 +39,6 @@ from fused_optim.checkpoint.termination import EXIT_STATUS, Termination
 from fused_optim.options import CheckpointFormat
 from fused_optim.sharding.collective import gather, on_all_ranks, this_rank, world_size
 from fused_optim.sharding.dtensor import has_own_chunks
-from fused_optim.slots import MOMENTS
 
 logger = logging.getLogger("fused_optim")
 

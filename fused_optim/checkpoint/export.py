@@ -14,14 +14,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from fused_optim.adam import FusedAdam
+from fused_optim.adam import MOMENTS, FusedAdam
 from fused_optim.checkpoint.checksums import write_checksums
 from fused_optim.checkpoint.reading import SINGLE_PROCESS
 from fused_optim.checkpoint.sources import some_of
 from fused_optim.sharding.collective import distinct, on_all_ranks, parameter_names, this_rank
 from fused_optim.sharding.dtensor import full_tensor, has_own_chunks, keep_chunks, rewrap_like, rewrap_shaped
 from fused_optim.sharding.replicas import check_replicas
-from fused_optim.slots import MOMENTS
 from fused_optim.validate import check_whole, describe
 
 _FILE_SUFFIXES = (".pt", ".pth")
@@ -49,7 +48,7 @@ def export_optimizer_checkpoint(
             raise ValueError(f"layout: expected 'torch', got {layout!r}")
         check_whole(model, optimizer.store.params)
         optimizer.initialize_state()
-        optimizer.pull_steps()
+        optimizer.stepper.scalars.pull(optimizer.param_groups)
         names = _export_names(model, optimizer)
         groups = [_torch_group(optimizer, group, names) for group in optimizer.param_groups]
     check_replicas(f"exporting to {path}", _plain_moments(optimizer, names))
@@ -79,7 +78,7 @@ def _plain_moments(optimizer: FusedAdam, names: Mapping[Tensor, str]) -> Iterato
     """Of parameters that are plain tensors."""
     for param, name in names.items():
         if not isinstance(param, DTensor):
-            yield name, map(optimizer.store[param].read_moment, MOMENTS)
+            yield name, map(optimizer.store[param].read, MOMENTS)
 
 
 def _torch_group(optimizer: FusedAdam, group: Mapping[str, Any], names: Mapping[Tensor, str]) -> dict[str, Any]:
@@ -97,7 +96,7 @@ def _torch_group(optimizer: FusedAdam, group: Mapping[str, Any], names: Mapping[
 def _torch_states(optimizer: FusedAdam, param: Tensor, step: int) -> dict[str, Tensor]:
     """Moments as FP32, in host memory: one parameter at a time passes through the device's."""
     states = optimizer.store[param]
-    local = {name: states.read_moment(name, "cpu").cpu() for name in MOMENTS}
+    local = {name: states.read(name, "cpu").cpu() for name in MOMENTS}
     moments = {name: keep_chunks(rewrap_shaped(value, param, param.shape), param) for name, value in local.items()}
     return {"step": torch.tensor(float(step)), **moments}
 
@@ -145,5 +144,5 @@ def _export_file(optimizer: FusedAdam, names: Mapping[Tensor, str], groups: list
 def _full_states(optimizer: FusedAdam, param: Tensor) -> dict[str, Tensor]:
     states, full = optimizer.store[param], {}
     for name in MOMENTS:
-        full[name] = full_tensor(rewrap_like(states.read_moment(name), param)).cpu()
+        full[name] = full_tensor(rewrap_like(states.read(name), param)).cpu()
     return full

@@ -31,9 +31,9 @@ from fused_optim.checkpoint.sources import (
 )
 from fused_optim.decorators import callers_level
 from fused_optim.host_memory import locked
+from fused_optim.layout import MASTER
 from fused_optim.sharding.collective import distinct, on_all_ranks, parameter_names
 from fused_optim.sharding.dtensor import has_own_chunks, local_tensor
-from fused_optim.slots import MASTER, MOMENTS
 from fused_optim.state.groups import whole
 from fused_optim.state.remainders import check_remainder, is_remainder, unpack_remainder
 from fused_optim.validate import check_saved_group, check_whole, describe
@@ -200,7 +200,7 @@ class Loader:
         states, param = self.contents.states[self.ids[i]], self.params[i]
         if "max_exp_avg_sq" in states:
             raise ValueError(f"{self._describe(i)}: {self.source.path} was saved with amsgrad=True: not supported")
-        if lacking := [name for name in MOMENTS if name not in states]:
+        if lacking := [name for name in self.optimizer.store.state_names[:-1] if name not in states]:
             raise ValueError(f"{self._describe(i)}: {self.source.path} lacks its {' and '.join(lacking)}")
         if self.ids[i] not in self.saved_steps:
             text = "has its moments but no step, neither its own nor its param group's; it is not guessed"
@@ -208,7 +208,7 @@ class Loader:
                 hint = "where ranks own different parameters, save with flatten_optimizer_state_dict=True"
                 text = f"has its moments but lists it in no param group; {hint}"
             raise ValueError(f"{self._describe(i)}: {self.source.path} {text}")
-        for name in (*MOMENTS, MASTER):
+        for name in self.optimizer.store.state_names:
             if "" in states.get(name, {}):
                 self._check_whole(i, name, self.source.entries[states[name][""]], tuple(param.shape))
             elif name in states and has_own_chunks(param):
@@ -275,8 +275,8 @@ class Loader:
             text = f"is at step {step} but holds no states of its {len(members)} parameters"
             raise ValueError(f"{what}: {self.source.path} {text}")
         try:
-            own = {key: group[key] for key in ("exp_avg_dtype", "exp_avg_sq_dtype")}
-            check_saved_group({**whole(group), **settings, **own}, settings)
+            own = {key: group[key] for key in self.optimizer.store.format_options}
+            check_saved_group({**whole(group), **settings, **own}, settings, self.optimizer.rule)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{what} in {self.source.path}: {error}") from error
 
@@ -284,14 +284,14 @@ class Loader:
         found = {i: self.contents.states[self.ids[i]] for i in loaded}
         buffers: dict[str, Tensor | None] = {}
         for i, states in found.items():
-            for name in (*MOMENTS, MASTER):
+            for name in self.optimizer.store.state_names:
                 for part, key in states.get(name, {}).items():
                     stored, buffer = self.source.entries[key], native_buffer_for if part else buffer_for
                     buffers[key] = None if stored is None else buffer(self.params[i], stored)
         self.memory = [local_tensor(buffer) for buffer in buffers.values() if buffer is not None]
         values = self.source.read(buffers)
         return {
-            i: {name: _value(states[name], values) for name in (*MOMENTS, MASTER) if name in states}
+            i: {name: _value(states[name], values) for name in self.optimizer.store.state_names if name in states}
             for i, states in found.items()
         }
 

@@ -37,7 +37,7 @@ def save_master_safetensors(model: torch.nn.Module, optimizer: FusedAdam, folder
         check_whole(model, optimizer.store.params)
         check_belongs(model, optimizer.store.params)
         optimizer.store.settle()
-        optimizer.follow_parameters()
+        optimizer.stepper.follow_parameters()
         folder.mkdir(parents=True, exist_ok=True)
         params = _named(model, optimizer)
         for name, param in params.items():

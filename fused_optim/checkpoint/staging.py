@@ -175,7 +175,7 @@ def _wait_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _is_captured(optimizer: Optimizer) -> bool:
     """Whether replays of CUDA graphs may step without asking anybody."""
     if isinstance(optimizer, FusedAdam):
-        return optimizer.is_captured
+        return optimizer.stepper.is_captured
     return any(group.get("capturable") for group in optimizer.param_groups)
 
 
@@ -197,7 +197,7 @@ def _memory_of(optimizers: Iterable[Optimizer]) -> set[int]:
         tensors: list[Any] = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
         tensors += chain.from_iterable(states.values() for states in optimizer.state.values())
         if isinstance(optimizer, FusedAdam):
-            tensors += (slots.scales for slots in optimizer.store.slots.values())
+            tensors += (layout.scales for layout in optimizer.store.layouts.values())
         found.update(_address(plain) for tensor in tensors if isinstance(tensor, Tensor) for plain in _plain(tensor))
     return found
 

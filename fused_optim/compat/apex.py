@@ -86,7 +86,7 @@ class FusedAdam(fused_optim.adam.FusedAdam):
         """
         if self.master_weights:
             self.initialize_state()
-            self.follow_parameters()
+            self.stepper.follow_parameters()
         return [{"params": [self._master(param) for param in group["params"]]} for group in self.param_groups]
 
     def _master(self, param: Tensor) -> Tensor | None:

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from fused_optim.adam import MOMENTS
 from fused_optim.compat import transformer_engine
 from fused_optim.formats import Master
+from fused_optim.layout import MASTER
 from fused_optim.sharding.dtensor import local_tensor
-from fused_optim.slots import MASTER, MOMENTS
 
 _IMPORTED_FROM = "transformer_engine.pytorch.optimizers"
 
@@ -30,10 +30,7 @@ class FusedAdam(transformer_engine.FusedAdam):
     """
 
     _saves_int16_remainders = False
-
-    def _is_synthetic(self) -> bool:
-        """Only Megatron-FSDP, whose parameters are DTensors, makes synthetic steps."""
-        return any(isinstance(param, DTensor) for param in self.store.params) and super()._is_synthetic()
+    _synthetic_of_plain = False  # only Megatron-FSDP, whose parameters are DTensors, makes synthetic steps
 
     @torch.no_grad()
     def get_unscaled_state(self, param: Tensor, state_name: str, skip_unscale: bool = False) -> Tensor:
@@ -48,7 +45,7 @@ class FusedAdam(transformer_engine.FusedAdam):
         """As the class for TransformerEngine's; FP32 masters are split where remainders are kept."""
         self.initialize_state(param)
         states = self.store[param]
-        if state_name == MASTER and states.slots.master.is_remainder and unscaled_state.is_floating_point():
+        if state_name == MASTER and states.layout.master.is_remainder and unscaled_state.is_floating_point():
             if unscaled_state.shape != param.shape:
                 expected = f"expected shape {tuple(param.shape)}, got {tuple(unscaled_state.shape)}"
                 raise ValueError(f"{MASTER} of a parameter: {expected}")
@@ -248,8 +245,8 @@ def _refusing(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _needs_encoding(adam: FusedAdam, param: Tensor) -> bool:
-    slots = adam.store[param].slots
-    return slots.master is not Master.PARAMETER or any(slots.format(name).scaled for name in MOMENTS)
+    layout = adam.store[param].layout
+    return layout.master is not Master.PARAMETER or any(layout.format(name).scaled for name in MOMENTS)
 
 
 _METHODS: dict[str, Callable[[Any], Any]] = {

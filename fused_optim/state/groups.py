@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from fused_optim.slots import STEP
+from fused_optim.layout import STEP
 
 VERSION = 1
 # What a checkpoint says of itself, as numbers and in every param group: torch.distributed.checkpoint keeps no metadata,
@@ -27,33 +27,44 @@ def adamw_settings() -> Mapping[str, Any]:
 
 
 class TorchGroup(dict[str, Any]):
-    """A param group with torch.optim.AdamW's keys to all that go through them; our own are read and set by name."""
+    """A param group that shows torch.optim.AdamW's keys to all that go through them; our own are read and set by name.
 
-    def __init__(self, group: Mapping[str, Any]) -> None:
-        given = whole(group)
-        shown = {key: value for key, value in given.items() if key not in OWN_KEYS}
-        super().__init__({**adamw_settings(), **shown})
-        self.own = {key: value for key, value in given.items() if key in OWN_KEYS}
+    Loads of flattened state dicts go through the keys of running groups. Each value is kept once, as in any dict.
+    """
+
+    def __init__(self, group: Mapping[str, Any], switches: Mapping[str, Any] | None = None) -> None:
+        super().__init__(whole(group))
+        for key, value in {**adamw_settings(), **(switches or {})}.items():
+            super().setdefault(key, value)
 
     def __reduce__(self) -> tuple[type[TorchGroup], tuple[dict[str, Any]]]:
         return TorchGroup, (whole(self),)
 
-    def __missing__(self, key: str) -> Any:
-        return self.own[key]
+    def _shown(self) -> dict[str, Any]:
+        return {key: value for key, value in super().items() if key not in OWN_KEYS}
 
-    def __contains__(self, key: object) -> bool:
-        return super().__contains__(key) or key in self.own
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shown())
 
-    def __setitem__(self, key: str, value: Any) -> None:
-        if key in self.own:
-            self.own[key] = value
-        else:
-            super().__setitem__(key, value)
+    def __len__(self) -> int:
+        return len(self._shown())
+
+    def keys(self) -> Any:
+        return self._shown().keys()
+
+    def items(self) -> Any:
+        return self._shown().items()
+
+    def values(self) -> Any:
+        return self._shown().values()
+
+    def copy(self) -> TorchGroup:
+        return TorchGroup(self)
 
 
 def whole(group: Mapping[str, Any]) -> dict[str, Any]:
     """All keys of a param group of either kind."""
-    return {**group, **group.own} if isinstance(group, TorchGroup) else dict(group)
+    return dict(dict.items(group)) if isinstance(group, TorchGroup) else dict(group)
 
 
 def usual_group(group: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The "native" form of states in state dicts: the bits as they are kept, and their scales.
 
-A block-scaled moment or master is a dict of ``bits`` (shaped and placed as the parameter), ``scale`` (FP32, one row per
+A block-scaled state or master is a dict of ``bits`` (shaped and placed as the parameter), ``scale`` (FP32, one row per
 row of the parameter, placed likewise), ``format`` (the number in ``STATE_FORMATS``) and ``block``. Blocks never
 straddle rows, so both reshard on dim 0 together.
 
@@ -14,19 +14,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fused_optim import copies
-from fused_optim.formats import FLOAT16, STATE_FORMATS, Master, StateFormat, decode_state
+from fused_optim.formats import FLOAT16, STATE_FORMATS, Kind, Master
+from fused_optim.layout import MASTER
 from fused_optim.sharding.dtensor import cut_by_rows, local_tensor, placed_part, rewrap_like, rewrap_rows
-from fused_optim.slots import MASTER
 from fused_optim.state.param_state import ParamState
 from fused_optim.state.remainders import check_tensor
-from fused_optim.state.values import STAGER, RowChecks, given
+from fused_optim.state.values import STAGER, RowChecks, Stored, given
 
 _FORMATS = {fmt.code: fmt for fmt in STATE_FORMATS.values()}
 
@@ -34,18 +32,17 @@ _FORMATS = {fmt.code: fmt for fmt in STATE_FORMATS.values()}
 # --- saving -----------------------------------------------------------------------------------------------------
 
 
-def pack_moment(states: ParamState, name: str, device: str | None) -> dict[str, Any]:
+def pack_state(states: ParamState, name: str, device: str | None) -> dict[str, Any]:
     """A block-scaled state as a copy: bits that change under their scales, or the reverse, would be garbage."""
-    param, slots = states.param, states.slots
-    bits = _copied(local_tensor(states.tensors[name]), device)
-    kept = slots.scale(name)
-    assert kept is not None
-    scale = _copied(kept, device).view(bits.shape[0], _row(param) // slots.geometry.block)
+    param, stored = states.param, states.stored(name)
+    assert stored.scale is not None
+    bits = _copied(stored.bits, device)
+    scale = _copied(stored.scale, device).view(bits.shape[0], _row(param) // stored.block)
     return {
         "bits": rewrap_like(bits, param),
         "scale": rewrap_rows(scale, param),
-        "format": slots.format(name).code,
-        "block": slots.geometry.block,
+        "format": stored.format.code,
+        "block": stored.block,
     }
 
 
@@ -54,7 +51,7 @@ def pack_remainder(states: ParamState, device: str | None) -> dict[str, Tensor]:
     param = states.param
     low = _copied(local_tensor(states.tensors[MASTER]), device)
     check = rewrap_rows(given(RowChecks(local_tensor(param).detach()), device), param)
-    if states.slots.master is Master.REMAINDER8:
+    if states.layout.master is Master.REMAINDER8:
         return {"rem8": rewrap_like(low, param), "check": check}
     return {"rem16": rewrap_rows(low.view(torch.uint8), param), "check": check}
 
@@ -70,54 +67,31 @@ def _row(param: Tensor) -> int:
 # --- loading ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class StoredMoment:
-    """This rank's part of a moment or a master in native form."""
-
-    bits: Tensor
-    scale: Tensor
-    format: StateFormat
-    block: int
-
-    def values(self, name: str) -> Tensor:
-        return decode_state(self.bits.contiguous(), self.scale.flatten(), name, self.format, self.block)
-
-    def write(self, states: ParamState, name: str) -> None:
-        """Bit for bit where the parameter's state has this format, else encoded from the values."""
-        copies.wait()
-        slots = states.slots
-        kept = slots.scale(name)
-        if kept is None or (slots.format(name), slots.geometry.block) != (self.format, self.block):
-            states.write_moment(name, self.values(name))
-            return
-        local_tensor(states.tensors[name]).copy_(self.bits)
-        kept.copy_(self.scale.flatten())
-
-
-def unpack_moment(param: Tensor, name: str, saved: Mapping[str, Any]) -> StoredMoment | Tensor:
-    """This rank's part of a moment that was checked: as it is stored, or FP32 values where the cut allows no more.
+def unpack_state(param: Tensor, kind: Kind, saved: Mapping[str, Any]) -> Stored | Tensor:
+    """This rank's part of a state that was checked: as it is stored, or FP32 values where the cut allows no more.
 
     A collective where it is not placed as ``param`` is.
     """
     fmt, block = _FORMATS[int(saved["format"])], int(saved["block"])
-    dtype = fmt.dtype(name)
+    dtype = fmt.dtype(kind)
     bits = saved["bits"] if saved["bits"].dtype == dtype else saved["bits"].view(dtype)
     if cut_by_rows(param):
-        return StoredMoment(placed_part(bits, param), placed_part(saved["scale"], param), fmt, block)
-    stored = StoredMoment(local_tensor(bits), local_tensor(saved["scale"]), fmt, block)
-    return placed_part(rewrap_like(stored.values(name), bits), param)
+        own, scale = placed_part(bits, param), placed_part(saved["scale"], param)
+        return Stored(own.contiguous(), scale.flatten(), kind, fmt, block)
+    stored = Stored(local_tensor(bits).contiguous(), local_tensor(saved["scale"]).flatten(), kind, fmt, block)
+    return placed_part(rewrap_like(stored.read(), bits), param)
 
 
-def check_moment(param: Tensor, name: str, saved: Mapping[str, Any], what: str) -> None:
-    """Raise KeyError, TypeError or ValueError for what is no moment of ``param``. No communication."""
+def check_packed(param: Tensor, kind: Kind, saved: Mapping[str, Any], what: str) -> None:
+    """Raise KeyError, TypeError or ValueError for what is no state of ``param``. No communication."""
     missing = [key for key in ("bits", "scale", "format", "block") if key not in saved]
     if missing:
         raise KeyError(f"{what}: the state dict lacks {' and '.join(missing)} of its native form")
     code, block = int(saved["format"]), int(saved["block"])
     fmt = _FORMATS.get(code)
-    if fmt is None or not fmt.scaled or (name == MASTER and fmt is not FLOAT16):
+    if fmt is None or not fmt.scaled or (kind is Kind.MASTER and fmt is not FLOAT16):
         raise ValueError(f"{what}: unknown state format {code} in the state dict")
     if block <= 0 or _row(param) % block:
         raise ValueError(f"{what}: blocks of {block} elements do not divide rows of {_row(param)}")
-    check_tensor(saved["bits"], tuple(param.shape), fmt.dtype(name), f"{what}: bits of {fmt.name}")
+    check_tensor(saved["bits"], tuple(param.shape), fmt.dtype(kind), f"{what}: bits of {fmt.name}")
     check_tensor(saved["scale"], (param.shape[0], _row(param) // block), torch.float32, f"{what}: scale")

@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor
 
 from fused_optim import copies
 from fused_optim.adapters import Update, adapter_of
-from fused_optim.formats import FLOAT16, FLOAT32, NEAREST, Master, encode_state, split_remainder
+from fused_optim.formats import FLOAT16, FLOAT32, Master, split_remainder
 from fused_optim.host_memory import host_copy
+from fused_optim.layout import MASTER, StateLayout, Versions, state_zeros
 from fused_optim.sharding.dtensor import dense, is_dense, local_tensor, rewrap_like
-from fused_optim.slots import MASTER, MOMENTS, STATES, Slots, Versions, state_zeros
 from fused_optim.state.remainders import LoadedRemainder
-from fused_optim.state.values import Decoded, Joined, given, pieces
+from fused_optim.state.values import Joined, Stored, given, pieces
 
 FOLLOWED = 2**26  # elements compared at a time
 
@@ -61,22 +61,22 @@ class ParamState:
 
     param: Tensor
     tensors: dict[str, Tensor]
-    slots: Slots
+    layout: StateLayout
 
     @staticmethod
-    def create(param: Tensor, slots: Slots) -> ParamState:
+    def create(param: Tensor, layout: StateLayout) -> ParamState:
         """Zero moments and the master of ``param``, each sharded and placed as ``param`` is."""
         local = local_tensor(param.detach())
         tensors = {
-            name: state_zeros(param, local.shape, dtype, name in slots.offloaded)
-            for name, dtype in slots.dtypes().items()
-            if name in MOMENTS or slots.master is not Master.FLOAT32
+            name: state_zeros(param, local.shape, dtype, name in layout.offloaded)
+            for name, dtype in layout.dtypes().items()
+            if name != MASTER or layout.master is not Master.FLOAT32
         }
-        if slots.master is Master.FLOAT32:
+        if layout.master is Master.FLOAT32:
             initial = initial_master(param)
-            tensors[MASTER] = host_copy(initial) if MASTER in slots.offloaded else initial
-        created = ParamState(param, {name: rewrap_like(tensor, param) for name, tensor in tensors.items()}, slots)
-        if slots.master not in (Master.PARAMETER, Master.FLOAT32):
+            tensors[MASTER] = host_copy(initial) if MASTER in layout.offloaded else initial
+        created = ParamState(param, {name: rewrap_like(tensor, param) for name, tensor in tensors.items()}, layout)
+        if layout.master not in (Master.PARAMETER, Master.FLOAT32):
             created.seed_master(initial_master(param))
         discard_initial(param)
         return created
@@ -86,9 +86,9 @@ class ParamState:
 
         An FP16 master may lack bits of elements that are 2^-32 or less of their block's largest.
         """
-        if self.slots.master is Master.FLOAT16:
-            self.write_moment(MASTER, value)
-        elif self.slots.master is not Master.PARAMETER:
+        if self.layout.master is Master.FLOAT16:
+            self.write(MASTER, value)
+        elif self.layout.master is not Master.PARAMETER:
             self.write_master(value)
 
     def adopt(self, given: Mapping[str, Any]) -> None:
@@ -98,15 +98,15 @@ class ParamState:
         another kind, TypeError for moments that are no floating-point tensors of the parameter's local shape.
         """
         for name, value in given.items():
-            if name not in STATES:
+            if name not in self.layout.names:
                 self.tensors[name] = value
                 continue
             if name == MASTER:
                 self._check_adopted_master(value)
-            if self.slots.format(name) is FLOAT32 and (name == MASTER or self._fits(name, value, torch.float32)):
-                self.tensors[name] = self._locked(value) if name in self.slots.offloaded else value
+            if self.layout.format(name) is FLOAT32 and (name == MASTER or self._fits(name, value, torch.float32)):
+                self.tensors[name] = self._locked(value) if name in self.layout.offloaded else value
             else:
-                self.write_moment(name, self._checked_moment(name, value))
+                self.write(name, self._checked_values(name, value))
 
     def _locked(self, state: Tensor) -> Tensor:
         """The state in page-locked memory, without GPU just in host memory."""
@@ -116,18 +116,18 @@ class ParamState:
 
     def settle_in(self, offloaded: bool) -> None:
         """Of states that were copied or unpickled: go into page-locked memory again, or beside the parameter."""
-        slots, own = self.slots, [name for name in STATES if name in self.tensors]
+        layout, own = self.layout, [name for name in self.layout.names if name in self.tensors]
         device = local_tensor(self.param).device
         for name in own:
-            if offloaded and name in slots.offloaded:
+            if offloaded and name in layout.offloaded:
                 self.tensors[name] = self._locked(self.tensors[name])
             else:
                 self.tensors[name] = rewrap_like(local_tensor(self.tensors[name]).to(device), self.param)
-        slots.scales = host_copy(slots.scales) if offloaded else slots.scales.to(device)
-        slots.offloaded = slots.offloaded if offloaded else ()
+        layout.scales = host_copy(layout.scales) if offloaded else layout.scales.to(device)
+        layout.offloaded = layout.offloaded if offloaded else ()
 
     def _check_adopted_master(self, value: Tensor) -> None:
-        dtype = None if self.slots.master is Master.PARAMETER else self.slots.master.dtype
+        dtype = None if self.layout.master is Master.PARAMETER else self.layout.master.dtype
         dtype = torch.float32 if dtype == torch.float16 else dtype
         if not self._fits(MASTER, value, dtype):
             shape, local = tuple(self.param.shape), local_tensor(value)
@@ -141,12 +141,12 @@ class ParamState:
         """Whether a state that was made elsewhere can be kept itself."""
         local, found = local_tensor(self.param), local_tensor(value)
         alike = isinstance(value, DTensor) == isinstance(self.param, DTensor)
-        alike = alike and (name in self.slots.offloaded or found.device == local.device)
+        alike = alike and (name in self.layout.offloaded or found.device == local.device)
         return alike and found.dtype == dtype and found.shape == local.shape and is_dense(found)
 
-    def _checked_moment(self, name: str, value: Tensor) -> Tensor:
+    def _checked_values(self, name: str, value: Tensor) -> Tensor:
         local, found = local_tensor(self.param), local_tensor(value)
-        codes = found.dtype == torch.float16 and self.slots.format(name) is FLOAT16
+        codes = found.dtype == torch.float16 and self.layout.format(name) is FLOAT16
         if found.shape != local.shape or not found.is_floating_point() or codes:
             raise TypeError(
                 f"{name} was made elsewhere: expected a floating-point tensor of local shape {tuple(local.shape)}, got "
@@ -155,48 +155,42 @@ class ParamState:
             )
         return found
 
-    def decoded(self, name: str) -> Decoded:
-        """The local values of a moment, or of an FP16 master."""
-        bits, slots = local_tensor(self.tensors[name]), self.slots
-        return Decoded(bits, slots.scale(name), name, slots.format(name), slots.geometry.block)
+    def stored(self, name: str) -> Stored:
+        """A state, or an FP16 master, as it is kept."""
+        bits, layout = local_tensor(self.tensors[name]), self.layout
+        return Stored(bits, layout.scale(name), layout.kind(name), layout.format(name), layout.geometry.block)
 
     def joined(self) -> Joined:
         """The local values of a master of which remainders are kept; read where these are."""
         return Joined(local_tensor(self.tensors[MASTER]), self._local())
 
-    def read_moment(self, name: str, device: str | None = None) -> Tensor:
-        """Local FP32 values of a moment, or of an FP16 master: a new tensor on ``device`` unless the state is FP32."""
-        stored = self.decoded(name)
+    def read(self, name: str, device: str | None = None) -> Tensor:
+        """Local FP32 values of a state, or of an FP16 master: a new tensor on ``device`` unless the state is FP32."""
+        stored = self.stored(name)
         return stored.bits if stored.bits.dtype == torch.float32 else stored.read(device)
 
-    def unscaled_moment(self, name: str, device: str | None) -> Tensor:
-        """The values of :meth:`read_moment`, placed as the parameter; the state itself if it is FP32."""
-        if self.slots.format(name).dtype(name) == torch.float32:
-            return self.tensors[name]
-        return rewrap_like(given(self.decoded(name), device), self.param)
+    def unscaled(self, name: str, device: str | None) -> Tensor:
+        """The values of :meth:`read`, placed as the parameter; the state itself if it is FP32."""
+        stored = self.stored(name)
+        return self.tensors[name] if stored.format is FLOAT32 else rewrap_like(given(stored, device), self.param)
 
-    def write_moment(self, name: str, value: Tensor) -> None:
-        """Encode local FP32 values into a moment, or into an FP16 master, rounding to nearest."""
+    def write(self, name: str, value: Tensor | Stored) -> None:
+        """Encode local FP32 values into a state, or an FP16 master, rounding to nearest; or copy what is stored."""
         copies.wait()
-        target, value, device = local_tensor(self.tensors[name]).view(-1), dense(value).view(-1), self._local().device
-        fmt, stored, block = self.slots.format(name), self.slots.scale(name), self.slots.geometry.block
-        for piece in pieces(target.numel()):
-            source = value[piece].to(device=device, dtype=torch.float32)
-            nearest = torch.full(source.shape, NEAREST, dtype=torch.int64, device=device)
-            bits, scale = encode_state(source, name, fmt, block, nearest)
-            target[piece] = bits
-            if scale is not None and stored is not None:
-                stored[piece.start // block : -(-piece.stop // block)] = scale
+        if isinstance(value, Stored):
+            self.stored(name).copy_(value, self._local().device)
+        else:
+            self.stored(name).write(value, self._local().device)
 
     def read_master(self, device: str | None = None) -> Tensor:
         """Local FP32 values of the master: itself where it is an FP32 tensor, else a new one on ``device``."""
-        if self.slots.master is Master.PARAMETER:
+        if self.layout.master is Master.PARAMETER:
             return read_parameter(self.param)
         master = local_tensor(self.tensors[MASTER])
-        if self.slots.master is Master.FLOAT32:
+        if self.layout.master is Master.FLOAT32:
             return master
-        if self.slots.master is Master.FLOAT16:
-            return self.read_moment(MASTER, device)
+        if self.layout.master is Master.FLOAT16:
+            return self.read(MASTER, device)
         return self.joined().read(device)
 
     def write_master(self, value: Tensor) -> list[Update]:
@@ -205,16 +199,16 @@ class ParamState:
         Returns what is still to be written, with that of all other parameters at once: quantized parameters.
         """
         copies.wait()
-        if self.slots.master.is_remainder:
+        if self.layout.master.is_remainder:
             self._split_master(value)
             return []
         local = local_tensor(self.param.detach())
         value = dense(value.to(device=local.device, dtype=torch.float32))
-        if self.slots.master is Master.FLOAT32:
+        if self.layout.master is Master.FLOAT32:
             local_tensor(self.tensors[MASTER]).copy_(value)
-        elif self.slots.master is Master.FLOAT16:
-            self.write_moment(MASTER, value)
-            value = self.read_moment(MASTER)
+        elif self.layout.master is Master.FLOAT16:
+            self.write(MASTER, value)
+            value = self.read(MASTER)
         if adapter_of(self.param) is not None:
             return [Update(self.param, value)]
         local.copy_(value)
@@ -226,13 +220,13 @@ class ParamState:
         high, low = torch.empty_like(local, memory_format=torch.contiguous_format), local_tensor(self.tensors[MASTER])
         for piece in pieces(flat.numel()):
             source = flat[piece].to(device=local.device, dtype=torch.float32)
-            high.view(-1)[piece], low.view(-1)[piece] = split_remainder(source, self.slots.master)
+            high.view(-1)[piece], low.view(-1)[piece] = split_remainder(source, self.layout.master)
         local.copy_(high)
 
     def write_remainder(self, loaded: LoadedRemainder) -> None:
         """Set the master from loaded remainders. The parameter has its high bits, or will have where they are kept."""
         copies.wait()
-        if self.slots.master is loaded.kind:
+        if self.layout.master is loaded.kind:
             low = local_tensor(self.tensors[MASTER])
             low.copy_(loaded.bits(low.shape))
         else:
@@ -249,7 +243,7 @@ class ParamState:
         Elementwise: where the parameter is its rounded master, the master stays as it is; elsewhere it becomes the
         parameter. Remainders complete any parameter.
         """
-        if not self.slots.master.is_separate:
+        if not self.layout.master.is_separate:
             return
         copies.wait()
         master, adapter = self.read_master(), adapter_of(self.param)
@@ -264,21 +258,21 @@ class ParamState:
             same = _same(rounded, written) if rounded is not None else _near(master, written)
             master = torch.where(same, master, written)
             adapter.discard_initial(self.param)
-        if self.slots.master is Master.FLOAT16:
-            self.write_moment(MASTER, master)
+        if self.layout.master is Master.FLOAT16:
+            self.write(MASTER, master)
         elif adapter is not None:
             local_tensor(self.tensors[MASTER]).copy_(master)
         self.mark()
 
     def mark(self) -> None:
         """Remember the parameter as what belongs to the master now."""
-        if self.slots.master.is_separate:
-            self.slots.versions = Versions.of(self.param)
+        if self.layout.master.is_separate:
+            self.layout.versions = Versions.of(self.param)
 
     @property
     def is_written(self) -> bool:
         """Whether someone else has written the parameter since :meth:`mark`."""
-        return self.slots.master.is_separate and self.slots.versions != Versions.of(self.param)
+        return self.layout.master.is_separate and self.layout.versions != Versions.of(self.param)
 
     def _local(self) -> Tensor:
         return local_tensor(self.param).detach()
@@ -286,8 +280,8 @@ class ParamState:
     @property
     def nbytes(self) -> int:
         """Bytes that this rank holds: moments, master and scales."""
-        own = [self.tensors[name] for name in self.slots.dtypes() if name in self.tensors]
-        tensors = [*map(local_tensor, own), self.slots.scales]
+        own = [self.tensors[name] for name in self.layout.dtypes() if name in self.tensors]
+        tensors = [*map(local_tensor, own), self.layout.scales]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

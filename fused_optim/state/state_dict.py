@@ -11,7 +11,7 @@ tensors; what is not cut by whole rows, one-dimensional parameters included, as 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
@@ -23,13 +23,14 @@ from torch.utils._pytree import tree_map_only
 from fused_optim import adapters, copies
 from fused_optim.adapters import Update
 from fused_optim.decorators import callers_level
-from fused_optim.formats import Master, as_dtype
+from fused_optim.formats import Kind, Master, as_dtype
+from fused_optim.layout import MASTER, STEP
 from fused_optim.options import FLAGS, CheckpointDevice, CheckpointFormat, read_group
+from fused_optim.rule import StateSpec
 from fused_optim.sharding.collective import FailedElsewhere, announce_failure, any_rank
 from fused_optim.sharding.dtensor import cut_by_rows, local_tensor, placed_part, rewrap_like
-from fused_optim.slots import MASTER, MOMENTS
 from fused_optim.state.groups import DESCRIPTION, KEYED_BY_NAMES, NATIVE, VERSION, whole
-from fused_optim.state.native import StoredMoment, check_moment, pack_moment, pack_remainder, unpack_moment
+from fused_optim.state.native import check_packed, pack_remainder, pack_state, unpack_state
 from fused_optim.state.param_state import ParamState, read_parameter
 from fused_optim.state.remainders import (
     LoadedRemainder,
@@ -38,7 +39,7 @@ from fused_optim.state.remainders import (
     unpack_remainder,
 )
 from fused_optim.state.store import StateStore
-from fused_optim.state.values import given
+from fused_optim.state.values import Stored, given
 from fused_optim.validate import (
     check_checkpoint_device,
     check_checkpoint_format,
@@ -46,9 +47,6 @@ from fused_optim.validate import (
     describe,
 )
 
-# The running optimizer's choices, which a checkpoint does not change. Saved as text: torch.distributed.checkpoint
-# gathers and offloads no torch.dtype.
-_OWN_KEYS = ("exp_avg_dtype", "exp_avg_sq_dtype")
 # What learning-rate schedulers keep in param groups, beside their `initial_...`.
 _SCHEDULERS_KEYS = ("max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 
@@ -80,33 +78,33 @@ def convert(store: StateStore, state_dict: dict[str, Any], options: Options) -> 
         for key, states in state_dict["state"].items()
         if states
     }
-    packed = any(map(_any_packed, state.values()))
+    packed = any(_is_any_packed(states, store.state_names) for states in state.values())
     flags = NATIVE * packed | KEYED_BY_NAMES * store.is_keyed_by_names
     description = {**DESCRIPTION, "fused_optim_native": flags}
     groups = [
-        {**group, **{key: str(as_dtype(group[key])) for key in _OWN_KEYS}, **description}
-        for group in state_dict["param_groups"]
+        {**group, **{key: str(as_dtype(group[key])) for key in store.format_options}, **description}
+        for group in state_dict["param_groups"]  # as text: torch.distributed.checkpoint gathers no torch.dtype
     ]
     return {**state_dict, "state": state, "param_groups": groups}
 
 
 def converted(states: ParamState, options: Options) -> dict[str, Any]:
     """The states of one parameter in the form that was chosen."""
-    slots, native = states.slots, options.form == "native"
+    layout, native = states.layout, options.form == "native"
     packed = native and cut_by_rows(states.param)
     out: dict[str, Any] = dict(states.tensors)
-    for name in MOMENTS:
-        if packed and slots.format(name).scaled:
-            out[name] = pack_moment(states, name, options.device)
-        elif slots.format(name).scaled or not native:
-            out[name] = states.unscaled_moment(name, options.device)
-    if slots.master is Master.FLOAT16:
-        pack = pack_moment if packed else ParamState.unscaled_moment
+    for spec, fmt in zip(layout.specs, layout.formats, strict=True):
+        if packed and fmt.scaled:
+            out[spec.name] = pack_state(states, spec.name, options.device)
+        elif fmt.scaled or not native:
+            out[spec.name] = states.unscaled(spec.name, options.device)
+    if layout.master is Master.FLOAT16:
+        pack = pack_state if packed else ParamState.unscaled
         out[MASTER] = pack(states, MASTER, options.device)
-    elif slots.master.is_remainder:
+    elif layout.master.is_remainder:
         if packed:
             out[MASTER] = pack_remainder(states, options.device)
-        elif slots.master is Master.REMAINDER8 or not options.int16_remainders:
+        elif layout.master is Master.REMAINDER8 or not options.int16_remainders:
             out[MASTER] = rewrap_like(given(states.joined(), options.device), states.param)
     return out
 
@@ -115,8 +113,8 @@ def converted(states: ParamState, options: Options) -> dict[str, Any]:
 class _Loaded:
     """This rank's parts of a parameter's saved states."""
 
-    moments: dict[str, Tensor | StoredMoment] = field(default_factory=dict)  # empty: there are no states
-    master: Tensor | StoredMoment | LoadedRemainder | None = None
+    states: dict[str, Tensor | Stored] = field(default_factory=dict)  # the rule's; empty: there are none
+    master: Tensor | Stored | LoadedRemainder | None = None
     others: dict[str, Any] = field(default_factory=dict)  # what users keep beside the states
 
 
@@ -131,40 +129,42 @@ class Checked:
     who: dict[Any, str]  # the parameters for messages
 
 
-def check(groups: list[dict[str, Any]], state_dict: dict[str, Any], keep: Collection[Tensor] = ()) -> Checked:
-    """Raise for a state dict that does not fit these param groups. No communication, and nothing is changed.
+def check(store: StateStore, state_dict: dict[str, Any], keep: Collection[Tensor] = ()) -> Checked:
+    """Raise for a state dict that does not fit an optimizer. No communication, and nothing is changed.
 
     In either form, torch.optim.Adam(W)'s, TransformerEngine's or Apex's. Parameters in ``keep`` keep their states.
     """
+    groups, names = store.groups, store.state_names
     saved_groups, state = state_dict["param_groups"], state_dict["state"]
     _check_version(saved_groups)
     params = _match_groups(groups, saved_groups)
-    _check_form(saved_groups, state, params.values())
-    present = {id_: param for id_, param in params.items() if _own_names(state.get(id_, {}))}
+    _check_form(saved_groups, state, names, params.values())
+    present = {id_: param for id_, param in params.items() if _has_any(state.get(id_, {}), names)}
     steps = []
     for index, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
         what = f"param group {index} of the state dict"
-        steps.append(_group_step(saved, state, what))
-        _check_group(group, saved, present, steps[-1], what)
+        steps.append(group_step(saved, [state.get(id_, {}) for id_ in saved["params"]], names, what))
+        _check_group(store, group, saved, present, steps[-1], what)
     states = {id_: state.get(id_, {}) for id_, param in params.items() if param not in keep}
     who = _descriptions(groups, saved_groups)
     for id_, saved in states.items():
-        _check_states(params[id_], saved, who[id_])
+        _check_states(params[id_], saved, store.rule.states, who[id_])
     return Checked(saved_groups, steps, params, states, who)
 
 
-def load(store: StateStore, groups: list[dict[str, Any]], checked: Checked) -> None:
+def load(store: StateStore, checked: Checked) -> None:
     """Load a state dict that every rank has checked: a collective over the parameters' meshes.
 
     Its tensors are not changed or kept. Remainders whose parameters are not there yet wait for them in ``store``.
     """
     params = checked.params
     with failing_together(store.params):
-        loaded = {id_: _unpack(params[id_], saved, checked.who[id_]) for id_, saved in checked.states.items()}
+        specs = store.rule.states
+        loaded = {id_: _unpack(params[id_], saved, specs, checked.who[id_]) for id_, saved in checked.states.items()}
     misfit = _any_misfit(loaded, params)
     copies.wait()
-    for group, saved, step in zip(groups, checked.groups, checked.steps, strict=True):
-        taken = {key: _copied(saved[key]) for key in _taken(group, saved)}
+    for group, saved, step in zip(store.groups, checked.groups, checked.steps, strict=True):
+        taken = {key: _copied(saved[key]) for key in _taken(store, group, saved)}
         group.update({**taken, **read_group(taken, {})})
         group["step"] = step
     if described := _flags(checked.groups):  # goes on as it was; another optimizer has rounded in no way of ours
@@ -215,11 +215,14 @@ def _descriptions(groups: list[dict[str, Any]], saved_groups: list[dict[str, Any
     return found
 
 
-def _group_step(saved: Mapping[str, Any], state: Mapping[Any, Mapping[str, Any]], what: str) -> int:
-    """The group's step; from the parameters' own (torch.optim) the largest."""
-    if "step" in saved:
-        return _whole_step(saved["step"], what)
-    own = [_whole_step(state[id_]["step"], what) for id_ in saved["params"] if "step" in state.get(id_, {})]
+def group_step(saved: Mapping[str, Any], states: Sequence[Mapping[str, Any]], names: Collection[str], what: str) -> int:
+    """The group's step; where it has none, the largest of its parameters' own (torch.optim).
+
+    ``states``: of the group's parameters. ``names``: of states that mean nothing without a step.
+    """
+    if STEP in saved:
+        return _whole_step(saved[STEP], what)
+    own = [_whole_step(each[STEP], what) for each in states if STEP in each]
     if own:
         behind = sum(step != max(own) for step in own)
         if behind:
@@ -231,8 +234,8 @@ def _group_step(saved: Mapping[str, Any], state: Mapping[Any, Mapping[str, Any]]
                 stacklevel=callers_level(),
             )
         return max(own)
-    if any(_own_names(state.get(id_, {})) for id_ in saved["params"]):
-        raise ValueError("the state dict has moments but no step, in a param group or per parameter; it is not guessed")
+    if any(_has_any(each, names) for each in states):
+        raise ValueError("the state dict has states but no step, in a param group or per parameter; it is not guessed")
     return 0
 
 
@@ -247,11 +250,16 @@ def _whole_step(value: Any, what: str) -> int:
 
 
 def _check_group(
-    group: Mapping[str, Any], saved: Mapping[str, Any], present: Mapping[Any, Tensor], step: int, what: str
+    store: StateStore,
+    group: Mapping[str, Any],
+    saved: Mapping[str, Any],
+    present: Mapping[Any, Tensor],
+    step: int,
+    what: str,
 ) -> None:
     try:
-        taken = {key: saved[key] for key in _taken(group, saved)}
-        check_saved_group({**whole(group), **taken, **read_group(taken, {})}, saved)
+        taken = {key: saved[key] for key in _taken(store, group, saved)}
+        check_saved_group({**whole(group), **taken, **read_group(taken, {})}, saved, store.rule)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{what}: {error}") from error
     trained = [param for param in group["params"] if param.requires_grad]
@@ -262,12 +270,13 @@ def _check_group(
         )
 
 
-def _taken(group: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+def _taken(store: StateStore, group: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     """The keys of a saved param group that are loaded, not those that only another optimizer knows.
 
-    They would stay in the group, and the next checkpoint to be loaded would have to have them.
+    They would stay in the group, and the next checkpoint to be loaded would have to have them. Formats are the running
+    optimizer's choices.
     """
-    kept = ("params", "param_names", "step", *_OWN_KEYS, *DESCRIPTION)
+    kept = ("params", "param_names", STEP, *store.format_options, *DESCRIPTION)
     known = [key for key in saved if key in group or key in _SCHEDULERS_KEYS or str(key).startswith("initial_")]
     unset = [key for key in FLAGS if saved.get(key) is None]  # as another optimizer's defaults may be
     return [key for key in known if key not in (*kept, *unset)]
@@ -283,11 +292,15 @@ def _check_version(saved_groups: list[dict[str, Any]]) -> None:
 
 
 def _check_form(
-    saved_groups: list[dict[str, Any]], state: Mapping[Any, Mapping[str, Any]], params: Iterable[Tensor]
+    saved_groups: list[dict[str, Any]],
+    state: Mapping[Any, Mapping[str, Any]],
+    names: Collection[str],
+    params: Iterable[Tensor],
 ) -> None:
     """torch may lay a checkpoint against a state dict of another form and leave there what does not match."""
     described = _flags(saved_groups)
-    native, packed = any(flags & NATIVE for flags in described), any(map(_any_packed, state.values()))
+    native = any(flags & NATIVE for flags in described)
+    packed = any(_is_any_packed(states, names) for states in state.values())
     comparable = described and any(state.values()) and any(p.requires_grad and cut_by_rows(p) for p in params)
     if comparable and packed != native:
         forms = ("unscaled", "native")
@@ -301,8 +314,8 @@ def _flags(saved_groups: list[dict[str, Any]]) -> list[int]:
     return [int(saved["fused_optim_native"]) for saved in saved_groups if "fused_optim_native" in saved]
 
 
-def _any_packed(states: Mapping[str, Any]) -> bool:
-    return any(_is_packed(states.get(name)) for name in (*MOMENTS, MASTER))
+def _is_any_packed(states: Mapping[str, Any], names: Collection[str]) -> bool:
+    return any(_is_packed(states.get(name)) for name in names)
 
 
 def _is_packed(value: Any) -> bool:
@@ -313,56 +326,59 @@ def _has(saved: Mapping[str, Any], key: str) -> bool:
     return saved.get(key) is not None and (_is_packed(saved[key]) or not isinstance(saved[key], Mapping))
 
 
-def _own_names(saved: Mapping[str, Any]) -> list[str]:
-    """The names of an optimizer's states; all others are what users keep beside them."""
-    return [name for name in (*MOMENTS, MASTER, "step") if name in saved]
+def _has_any(saved: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Whether there are an optimizer's states; all others are what users keep beside them."""
+    return not saved.keys().isdisjoint((*names, STEP))
 
 
-def _check_states(param: Tensor, saved: Mapping[str, Any], who: str) -> None:
+def _check_states(param: Tensor, saved: Mapping[str, Any], specs: Sequence[StateSpec], who: str) -> None:
     """Raise KeyError, TypeError or ValueError for states that are not those of ``param``. No communication."""
-    if not _own_names(saved):
+    if not _has_any(saved, [*(spec.name for spec in specs), MASTER]):
         return
-    missing = [moment for moment in MOMENTS if not _has(saved, moment)]
+    missing = [spec.name for spec in specs if not _has(saved, spec.name)]
     if missing:
         raise KeyError(f"{who}: the state dict lacks {' and '.join(missing)}")
-    for name in MOMENTS:
-        check = check_moment if _is_packed(saved[name]) else _check_value
-        check(param, name, saved[name], f"{who}: {name}")
+    for spec in specs:
+        check = check_packed if _is_packed(saved[spec.name]) else _check_value
+        check(param, spec.kind, saved[spec.name], f"{who}: {spec.name}")
     if is_remainder(saved.get(MASTER)):
         check_remainder(param, saved[MASTER], f"{who}: {MASTER}")
     elif _has(saved, MASTER):
-        check = check_moment if _is_packed(saved[MASTER]) else _check_value
-        check(param, MASTER, saved[MASTER], f"{who}: {MASTER}")
+        check = check_packed if _is_packed(saved[MASTER]) else _check_value
+        check(param, Kind.MASTER, saved[MASTER], f"{who}: {MASTER}")
 
 
-def _check_value(param: Tensor, name: str, value: Any, what: str) -> None:
+def _check_value(param: Tensor, kind: Kind, value: Any, what: str) -> None:
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.element_size() < 2:
-        kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(f"{what}: expected an unscaled floating-point tensor, got {kind}")
+        got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"{what}: expected an unscaled floating-point tensor, got {got}")
     if value.shape != param.shape:
         raise ValueError(f"{what}: expected shape {tuple(param.shape)}, the state dict has {tuple(value.shape)}")
 
 
-def _unpack(param: Tensor, saved: Mapping[str, Any], who: str) -> _Loaded:
+def _unpack(param: Tensor, saved: Mapping[str, Any], specs: Sequence[StateSpec], who: str) -> _Loaded:
     """This rank's parts of states that were checked. A collective where they are not placed as ``param`` is."""
-    found = _Loaded(others=_others(param, saved))
-    if not _own_names(saved):
+    names = [*(spec.name for spec in specs), MASTER]
+    found = _Loaded(others=_others(param, saved, names))
+    if not _has_any(saved, names):
         return found
-    for name in MOMENTS:
-        packed = _is_packed(saved[name])
-        found.moments[name] = unpack_moment(param, name, saved[name]) if packed else placed_part(saved[name], param)
+    for spec in specs:
+        found.states[spec.name] = _unpack_one(param, spec.kind, saved[spec.name])
     if is_remainder(saved.get(MASTER)):
         found.master = unpack_remainder(param, saved[MASTER], who)
     elif _has(saved, MASTER):
-        packed = _is_packed(saved[MASTER])
-        found.master = unpack_moment(param, MASTER, saved[MASTER]) if packed else placed_part(saved[MASTER], param)
+        found.master = _unpack_one(param, Kind.MASTER, saved[MASTER])
     return found
 
 
-def _others(param: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
+def _unpack_one(param: Tensor, kind: Kind, saved: Any) -> Stored | Tensor:
+    return unpack_state(param, kind, saved) if _is_packed(saved) else placed_part(saved, param)
+
+
+def _others(param: Tensor, saved: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """What users keep beside the states: copies of tensors beside the parameter, other objects themselves."""
     device = local_tensor(param).device
-    others = {name: value for name, value in saved.items() if name not in (*MOMENTS, MASTER, "step")}
+    others = {name: value for name, value in saved.items() if name not in (*names, STEP)}
     copied: dict[str, Any] = tree_map_only(Tensor, lambda value: value.detach().to(device, copy=True), others)
     return copied
 
@@ -381,18 +397,15 @@ def _any_misfit(loaded: Mapping[Any, _Loaded], params: Mapping[Any, Tensor]) -> 
 def _write(store: StateStore, param: Tensor, loaded: _Loaded, misfit: bool) -> list[Update]:
     """Returns what is still to be written; see ``ParamState.write_master``."""
     store.pending.pop(param, None)
-    if not loaded.moments:
+    if not loaded.states:
         store.forget(param)
         store.keep_others(param, loaded.others)
         return []
     store.create(param)
     store.keep_others(param, loaded.others)
     states = store[param]
-    for name, value in loaded.moments.items():
-        if isinstance(value, StoredMoment):
-            value.write(states, name)
-        else:
-            states.write_moment(name, value)
+    for name, value in loaded.states.items():
+        states.write(name, value)
     master = loaded.master
     if master is None:  # seeded from the parameter
         states.seed_master(read_parameter(param).float())
@@ -400,12 +413,12 @@ def _write(store: StateStore, param: Tensor, loaded: _Loaded, misfit: bool) -> l
     if isinstance(master, LoadedRemainder):
         _write_remainder(store, states, master, misfit)
         return []
-    return states.write_master((master.values(MASTER) if isinstance(master, StoredMoment) else master).float())
+    return states.write_master((master.read() if isinstance(master, Stored) else master).float())
 
 
 def _write_remainder(store: StateStore, states: ParamState, loaded: LoadedRemainder, misfit: bool) -> None:
     """Where nothing tells whether the parameter is there, only what needs it waits."""
-    needs_parameter = states.slots.master is not loaded.kind
+    needs_parameter = states.layout.master is not loaded.kind
     waits = needs_parameter if loaded.checks is None else misfit
     if not (waits and needs_parameter):
         states.write_remainder(loaded)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, Protocol
 
@@ -18,11 +18,13 @@ from fused_optim.adapters import Update, adapter_of
 from fused_optim.backends.compiled import same_objects
 from fused_optim.backends.offloaded import Link
 from fused_optim.formats import Master
+from fused_optim.layout import MASTER, STEP, StateLayout
 from fused_optim.options import CheckpointFormat
+from fused_optim.rule import Rule, StateSpec
+from fused_optim.settings import Settings
 from fused_optim.sharding.collective import FailedElsewhere, any_rank, bare_name
 from fused_optim.sharding.dtensor import has_own_chunks, has_values, local_tensor, rewrap_like, shard_geometry
 from fused_optim.sharding.uneven import locate_uneven_shards
-from fused_optim.slots import MASTER, MOMENTS, STATES, STEP, Slots
 from fused_optim.state.param_state import ParamState, discard_initial, initial_master, master_kind
 from fused_optim.state.remainders import MISFIT_ELSEWHERE, LoadedRemainder
 from fused_optim.validate import check_param, describe
@@ -34,13 +36,9 @@ class Owner(Protocol):
     """What a store asks of its optimizer."""
 
     param_groups: list[dict[str, Any]]
-    master_weights: bool
-    master_weight_dtype: torch.dtype
-    store_param_remainders: bool
-    param_remainder_bits: int
-    use_decoupled_grad: bool
-    offload_states: bool
-    offload_fraction: float
+    defaults: dict[str, Any]
+    rule: Rule
+    settings: Settings
 
     @property
     def state(self) -> dict[Tensor, Any]:
@@ -48,22 +46,21 @@ class Owner(Protocol):
 
 
 class StateStore:
-    """Parameter -> states and slots.
+    """Parameter -> states and their layouts.
 
-    The tensors are in ``optimizer.state``, where everyone may look at them, replace or remove them. The slots are here,
+    The tensors are in ``optimizer.state``, where everyone may look at them, replace or remove them. Layouts are here,
     and loaded remainders whose parameters were not there yet; None where this rank has joined them already.
     """
 
     def __init__(
         self,
         owner: Owner,
-        slots: dict[Tensor, Slots] | None = None,
+        layouts: dict[Tensor, StateLayout] | None = None,
         pending: dict[Tensor, LoadedRemainder | None] | None = None,
-        form: CheckpointFormat = "unscaled",
         rounds_by_names: bool = True,
     ) -> None:
         self._owner: Owner = weakref.proxy(owner)  # which holds this, and is freed as soon as nobody else holds it
-        self.slots: dict[Tensor, Slots] = {} if slots is None else slots
+        self.layouts: dict[Tensor, StateLayout] = {} if layouts is None else layouts
         self.pending: dict[Tensor, LoadedRemainder | None] = {} if pending is None else pending
         # Where parameters have names: then the optimizers of parts of a model round as one of all of it does. Not after
         # a checkpoint whose run has counted parameters.
@@ -71,7 +68,34 @@ class StateStore:
         self._links: dict[torch.device, Link] = {}
         self._changing = threading.RLock()  # `state_dict()` may be called in one thread and `step()` in another
         self._chosen: tuple[list[Tensor], set[Tensor]] | None = None  # of these parameters, those to be offloaded
-        self.form: CheckpointFormat = form  # of state dicts; here, where copies of the optimizer's attributes share it
+
+    @property
+    def rule(self) -> Rule:
+        return self._owner.rule
+
+    @property
+    def settings(self) -> Settings:
+        return self._owner.settings
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Of param groups."""
+        return self._owner.defaults
+
+    @property
+    def form(self) -> CheckpointFormat:
+        """Of state dicts."""
+        return self._owner.settings.checkpoint_format
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Of the states that there may be: the rule's, and the master."""
+        return (*(spec.name for spec in self._owner.rule.states), MASTER)
+
+    @property
+    def format_options(self) -> tuple[str, ...]:
+        """The keys of param groups that have the formats of the rule's states."""
+        return tuple(spec.option for spec in self._owner.rule.states)
 
     @property
     def state(self) -> dict[Tensor, dict[str, Any]]:
@@ -112,7 +136,7 @@ class StateStore:
         raise KeyError(f"the optimizer does not hold this parameter of shape {tuple(param.shape)}")
 
     def __contains__(self, param: Tensor) -> bool:
-        return param in self.slots and bool(self._owner.state.get(param))
+        return param in self.layouts and bool(self._owner.state.get(param))
 
     def __iter__(self) -> Iterator[ParamState]:
         """The states of all parameters that have some."""
@@ -125,16 +149,20 @@ class StateStore:
             self.create(param)
         if param not in self:
             raise KeyError(f"{self.describe(param)} has no states yet: call initialize_state() first")
-        return ParamState(param, self._owner.state[param], self.slots[param])
+        return ParamState(param, self._owner.state[param], self.layouts[param])
 
     @property
     def is_empty(self) -> bool:
-        return all(states.keys().isdisjoint(STATES) for states in self._owner.state.values())
+        return all(states.keys().isdisjoint(self.state_names) for states in self._owner.state.values())
+
+    def has_own_states(self, param: Tensor) -> bool:
+        """Whether a parameter has states of the rule's, or others have put some there."""
+        return not self._owner.state.get(param, {}).keys().isdisjoint(self.state_names[:-1])
 
     @property
     def grad_attribute(self) -> str:
         """Where parameters have their gradients."""
-        return "decoupled_grad" if self._owner.use_decoupled_grad else "grad"
+        return "decoupled_grad" if self._owner.settings.use_decoupled_grad else "grad"
 
     def is_frozen(self, param: Tensor) -> bool:
         """Whether a parameter needs no states. Not a plain tensor: Megatron-LM's slices never require gradients."""
@@ -160,43 +188,35 @@ class StateStore:
                 else:
                     self._create(candidate, group, remainders)
 
-    @property
-    def asked_master(self) -> Master | None:
-        """The kind of master that was chosen where a parameter may have it; None for FP32 ones, or no choice."""
-        owner = self._owner
-        if owner.store_param_remainders and owner.master_weights:
-            return Master.REMAINDER16 if owner.param_remainder_bits == 16 else Master.REMAINDER8
-        return Master.FLOAT16 if owner.master_weights and owner.master_weight_dtype == torch.float16 else None
-
-    def new_slots(self, param: Tensor, group: dict[str, Any], remainders: bool | None = None) -> Slots:
+    def new_layout(self, param: Tensor, group: dict[str, Any], remainders: bool | None = None) -> StateLayout:
         """The formats that the states of a parameter of ``group`` would have, with scales of their own."""
-        owner = self._owner
-        remainders = owner.store_param_remainders if remainders is None else remainders
-        bits = owner.param_remainder_bits if remainders else None
-        kind = master_kind(param, owner.master_weights, bits, owner.master_weight_dtype)
-        offloaded = offloadable(param, kind) if self.is_to_be_offloaded(param) else ()
-        return Slots.create(param, kind, group["exp_avg_dtype"], group["exp_avg_sq_dtype"], offloaded=offloaded)
+        settings, specs = self.settings, self.rule.states
+        remainders = settings.keeps_remainders if remainders is None else remainders
+        bits = settings.param_remainder_bits if remainders else None
+        kind = master_kind(param, settings.master_weights, bits, settings.master_weight_dtype)
+        offloaded = offloadable(param, specs, kind) if self.is_to_be_offloaded(param) else ()
+        return StateLayout.create(param, kind, specs, [group[spec.option] for spec in specs], offloaded=offloaded)
 
     def _create(self, param: Tensor, group: dict[str, Any], remainders: bool | None) -> None:
         owner = self._owner
         with torch.inference_mode(False), torch.no_grad():  # a step made in it would leave states for no other
-            slots = self.new_slots(param, group, remainders)
-            created = ParamState.create(param, slots)
+            layout = self.new_layout(param, group, remainders)
+            created = ParamState.create(param, layout)
             created.adopt(owner.state.get(param) or {})
         if self.form == "torch":
             created.tensors[STEP] = torch.tensor(0.0)
         with self._changing:
             owner.state[param] = created.tensors
-            self.slots[param] = slots
+            self.layouts[param] = layout
         created.mark()
 
     def show_steps(self) -> None:
         """Let the parameters' states have the steps of their groups if they are to look like torch.optim.AdamW's."""
         for group in self._owner.param_groups:
             for param in group["params"]:
-                if param in self.slots and self.form == "torch":
+                if param in self.layouts and self.form == "torch":
                     self.state[param][STEP] = torch.tensor(float(group[STEP]))
-                elif param in self.slots:
+                elif param in self.layouts:
                     self.state[param].pop(STEP, None)
 
     def adopt(self) -> None:
@@ -209,12 +229,12 @@ class StateStore:
 
     def _is_given(self, param: Tensor) -> bool:
         """Whether others have made its states. What users keep there beside, such as masks, is none."""
-        return param not in self.slots and not self._owner.state.get(param, {}).keys().isdisjoint(STATES)
+        return param not in self.layouts and not self._owner.state.get(param, {}).keys().isdisjoint(self.state_names)
 
     def prune(self) -> None:
         """Let go of parameters that were removed from ``optimizer.state``: others may have taken their places."""
         with self._changing:
-            self.slots = {param: slots for param, slots in self.slots.items() if param in self}
+            self.layouts = {param: layout for param, layout in self.layouts.items() if param in self}
             self._chosen = None
 
     def locate(self) -> None:
@@ -222,12 +242,12 @@ class StateStore:
         locate_uneven_shards(self.params)
         for states in self:
             if has_own_chunks(states.param):
-                states.slots.geometry = shard_geometry(states.param)
+                states.layout.geometry = shard_geometry(states.param)
 
     def forget(self, param: Tensor) -> None:
         """Drop the states of a parameter."""
         self._owner.state.pop(param, None)
-        self.slots.pop(param, None)
+        self.layouts.pop(param, None)
         self.pending.pop(param, None)
 
     def check_replacement(self, old: Tensor, new: Tensor) -> None:
@@ -247,7 +267,7 @@ class StateStore:
         group = next(group for group in self._owner.param_groups if any(param is old for param in group["params"]))
         group["params"][:] = [new if param is old else param for param in group["params"]]
         updates = self._take_over(old, new, group) if old in self else []
-        others = {name: value for name, value in self._owner.state.get(old, {}).items() if name not in STATES}
+        others = {name: value for name, value in self._owner.state.get(old, {}).items() if name not in self.state_names}
         self.forget(old)
         self.keep_others(new, others)
         return updates
@@ -256,15 +276,15 @@ class StateStore:
         before = self[old]
         self._create(new, group, None)
         after = self[new]
-        for name in MOMENTS:
-            after.write_moment(name, before.read_moment(name))
+        for spec in self.rule.states:
+            after.write(spec.name, before.read(spec.name))
         return after.write_master(before.read_master())
 
     def keep_others(self, param: Tensor, others: dict[str, Any]) -> None:
         """Put what is no state of this optimizer beside the states of ``param``, in place of what was there."""
         if others or param in self._owner.state:
             kept = self._owner.state.setdefault(param, {})
-            for name in kept.keys() - {*STATES, STEP}:
+            for name in kept.keys() - {*self.state_names, STEP}:
                 del kept[name]
             kept.update(others)
 
@@ -273,11 +293,11 @@ class StateStore:
     @property
     def offloads(self) -> bool:
         """Whether states are to be offloaded where they can be."""
-        return self._owner.offload_states and self._owner.offload_fraction > 0.0
+        return self.settings.offload_states and self.settings.offload_fraction > 0.0
 
     def is_to_be_offloaded(self, param: Tensor) -> bool:
         """Whether new states of a parameter go into host memory."""
-        fraction = self._owner.offload_fraction
+        fraction = self.settings.offload_fraction
         if not self.offloads or not may_be_offloaded(param):
             return False
         if fraction >= 1.0:
@@ -310,8 +330,8 @@ class StateStore:
 
     def settle_in(self) -> None:
         """Of states that were copied or unpickled: put those that were offloaded into page-locked memory again."""
-        for param, slots in self.slots.items():
-            if slots.offloaded and param in self:
+        for param, layout in self.layouts.items():
+            if layout.offloaded and param in self:
                 self[param].settle_in(may_be_offloaded(param))
 
     # --- reading and writing --------------------------------------------------------------------------------------
@@ -324,7 +344,7 @@ class StateStore:
         states = self._with_state(param, name)
         if name == MASTER:
             self._join(param)
-        return states.read_moment(name) if _holds_values(states, name) else local_tensor(states.tensors[name])
+        return states.read(name) if _holds_values(states, name) else local_tensor(states.tensors[name])
 
     def write(self, param: Tensor, name: str, value: Tensor) -> None:
         """The inverse of :meth:`read`; creates the states of a parameter that has none, which stays as it is.
@@ -333,8 +353,8 @@ class StateStore:
         of another dtype.
         """
         value, shape = local_tensor(value), local_tensor(param).shape
-        if name not in (*MOMENTS, MASTER):
-            raise KeyError(f"expected one of {', '.join((*MOMENTS, MASTER))}, got {name!r}")
+        if name not in self.state_names:
+            raise KeyError(f"expected one of {', '.join(self.state_names)}, got {name!r}")
         if value.shape != shape:
             expected = f"expected local shape {tuple(shape)}, got {tuple(value.shape)}"
             raise ValueError(f"{self.describe(param)}: {name}: {expected}")
@@ -342,7 +362,7 @@ class StateStore:
         states = self._with_state(param, name)
         target = local_tensor(states.tensors[name])
         if _holds_values(states, name):
-            states.write_moment(name, value)
+            states.write(name, value)
         elif value.dtype != target.dtype:
             raise TypeError(f"{self.describe(param)}: {name}: expected {target.dtype}, got {value.dtype}")
         else:
@@ -372,7 +392,7 @@ class StateStore:
         copies.wait()
         remaining = []
         for states in self:
-            if states.slots.master is not Master.PARAMETER:
+            if states.layout.master is not Master.PARAMETER:
                 remaining += states.write_master(states.read_master().clone())
         adapters.write(remaining, advance=False)
         self.mark()
@@ -433,11 +453,12 @@ def may_be_offloaded(param: Tensor) -> bool:
     return local_tensor(param).device.type in OFFLOADED_FROM and has_values(param)
 
 
-def offloadable(param: Tensor, master: Master) -> tuple[str, ...]:
+def offloadable(param: Tensor, specs: Sequence[StateSpec], master: Master) -> tuple[str, ...]:
     """Those states: masters of quantized weights stay, from which these are encoded, and so do FP16 masters' scales."""
+    own = tuple(spec.name for spec in specs)
     if adapter_of(param) is None:
-        return STATES
-    return () if master is Master.FLOAT16 else MOMENTS
+        return (*own, MASTER)
+    return () if master is Master.FLOAT16 else own
 
 
 def _placement(param: Tensor) -> tuple[object, object] | None:
@@ -446,4 +467,4 @@ def _placement(param: Tensor) -> tuple[object, object] | None:
 
 def _holds_values(states: ParamState, name: str) -> bool:
     """Whether a state stands for FP32 values in some format: all but FP32 masters and remainders."""
-    return name in MOMENTS or states.slots.format(name).scaled
+    return name != MASTER or states.layout.format(name).scaled

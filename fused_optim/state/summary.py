@@ -12,8 +12,9 @@ from torch import Tensor
 from fused_optim.adapters import adapter_of
 from fused_optim.backends import backend_of, why_reference
 from fused_optim.formats import BLOCKS, Master, state_format
+from fused_optim.layout import MASTER, STEP, StateLayout
+from fused_optim.rule import StateSpec
 from fused_optim.sharding.dtensor import SMALLEST_BLOCKED_VECTOR, has_values, local_tensor
-from fused_optim.slots import MASTER, MOMENTS, Slots
 from fused_optim.state.param_state import ParamState
 from fused_optim.state.store import StateStore, may_be_offloaded
 
@@ -40,7 +41,7 @@ class Summary(dict[str, Any]):
     def __str__(self) -> str:
         lines = [f"{self['optimizer']}: {_amount(self)} on this rank, {shown_bytes(self['bytes'])} of states"]
         offloaded = any(row["states"] != row["device"] for row in self["formats"])
-        columns = ("parameter", *MOMENTS, "master", "backend", "device", *(("states",) if offloaded else ()))
+        columns = ("parameter", *self["state_names"], "master", "backend", "device", *["states"] * offloaded)
         table = [(*columns, "parameters", "elements", "bytes")]
         for row in self["formats"]:
             numbers = (f"{row['parameters']:,}", f"{row['elements']:,}", shown_bytes(row["bytes"]))
@@ -98,14 +99,14 @@ class _Described:
 
     param: Tensor
     name: str
-    slots: Slots
+    layout: StateLayout
     asked: dict[str, str]  # names of the formats that its param group asks for
 
     @property
     def bytes_on_host(self) -> int:
         all_there = local_tensor(self.param).device.type == "cpu"
-        there = (*self.slots.offloaded, "scales") if self.slots.offloaded else ()
-        return sum(size for name, size in self.slots.nbytes.items() if all_there or name in there)
+        there = (*self.layout.offloaded, "scales") if self.layout.offloaded else ()
+        return sum(size for name, size in self.layout.nbytes.items() if all_there or name in there)
 
     @property
     def row(self) -> dict[str, str]:
@@ -113,11 +114,11 @@ class _Described:
         quantized = adapter_of(self.param) is not None
         return {
             "parameter": type(local).__name__ if quantized else _name(self.param.dtype),
-            **{name: self.slots.format(name).name for name in MOMENTS},
-            "master": _MASTERS[self.slots.master],
+            **{spec.name: fmt.name for spec, fmt in zip(self.layout.specs, self.layout.formats, strict=True)},
+            "master": _MASTERS[self.layout.master],
             "backend": backend_of(local),
             "device": str(local.device),
-            "states": str(self.slots.scales.device),
+            "states": str(self.layout.scales.device),
         }
 
 
@@ -133,13 +134,14 @@ def summarize(name: str, store: StateStore, rows: int | None = None) -> Summary:
         row = each.row
         counted = formats.setdefault(tuple(row.values()), {**row, "parameters": 0, "elements": 0, "bytes": 0})
         away = each.bytes_on_host
-        size = sum(each.slots.nbytes.values())
+        size = sum(each.layout.nbytes.values())
         counted["parameters"] += 1
         counted["elements"] += local_tensor(each.param).numel()
         counted["bytes"] += size
         host, device = host + away, device + size - away
     return Summary(
         optimizer=name,
+        state_names=[spec.name for spec in store.rule.states],
         **_count(each.param for each in described),
         bytes=host + device,
         formats=sorted(formats.values(), key=lambda row: -row["elements"]),
@@ -166,9 +168,9 @@ def _named(store: StateStore) -> Iterator[tuple[Tensor, str, dict[str, Any]]]:
 def _described(store: StateStore) -> Iterator[_Described]:
     for param, name, group in _named(store):
         if not _is_stateless(store, param):
-            slots = store.slots[param] if param in store else store.new_slots(param, group)
-            asked = {moment: state_format(group[f"{moment}_dtype"]).name for moment in MOMENTS}
-            yield _Described(param, name, slots, asked)
+            layout = store.layouts[param] if param in store else store.new_layout(param, group)
+            asked = {spec.name: state_format(group[spec.option]).name for spec in store.rule.states}
+            yield _Described(param, name, layout, asked)
 
 
 def _count(params: Iterable[Tensor]) -> dict[str, int]:
@@ -194,16 +196,16 @@ def _fallbacks(store: StateStore, described: Iterable[_Described]) -> list[dict[
 
 def _fallbacks_of(store: StateStore, each: _Described) -> Iterator[tuple[str, str, str, str]]:
     """(what, asked, actual, reason) of one parameter."""
-    for name in MOMENTS:
-        actual = each.slots.format(name).name
-        if actual != each.asked[name]:
-            yield name, each.asked[name], actual, _why_unblocked(each.param)
-    asked = store.asked_master
-    if asked is not None and each.slots.master is not asked:
-        yield MASTER, _MASTERS[asked], _MASTERS[each.slots.master], _why_other_master(each.param, asked)
+    for name, wanted in each.asked.items():
+        actual = each.layout.format(name).name
+        if actual != wanted:
+            yield name, wanted, actual, _why_unblocked(each.param)
+    asked = store.settings.asked_master
+    if asked is not None and each.layout.master is not asked:
+        yield MASTER, _MASTERS[asked], _MASTERS[each.layout.master], _why_other_master(each.param, asked)
     device = local_tensor(each.param).device
     if store.offloads and adapter_of(each.param) is not None and may_be_offloaded(each.param):
-        what = MASTER if each.slots.offloaded else "states"
+        what = MASTER if each.layout.offloaded else "states"
         yield what, "host memory", str(device), "it is quantized, and encoded from its master"
     device_type = device.type
     if has_values(each.param) and backend_of(local_tensor(each.param)) == "torch":
@@ -254,12 +256,12 @@ def short_description(name: str, store: StateStore) -> str:
     Nothing is read from a device.
     """
     parts = [_plural(len(store.params)) + f" in {len(store.groups)} groups" * (len(store.groups) > 1)]
-    for key in ("lr", "betas", "eps", "weight_decay", "exp_avg_dtype", "exp_avg_sq_dtype", "step"):
+    for key in ("lr", *store.rule.shown, "weight_decay", *store.format_options, STEP):
         found = list(dict.fromkeys(_short(group[key]) for group in store.groups))
         shown = found if len(found) <= _EXAMPLES else [*found[:_EXAMPLES], "..."]
         parts.append(f"{key}={' | '.join(shown)}")
-    if store.asked_master is not None:
-        parts.append(f"masters={_MASTERS[store.asked_master]}")
+    if (asked := store.settings.asked_master) is not None:
+        parts.append(f"masters={_MASTERS[asked]}")
     return f"{name}({', '.join(parts)})"
 
 
@@ -272,19 +274,18 @@ def _short(value: Any) -> str:
 # --- choices without effect -------------------------------------------------------------------------------------------
 
 
-def choices_without_effect(store: StateStore, options: Mapping[str, Any]) -> list[str]:
+def choices_without_effect(store: StateStore, ignored: Mapping[int, Sequence[str]]) -> list[str]:
     """What was asked for and no parameter has, with what to do. Of states that were created.
 
-    ``options``: of the whole optimizer, which param groups cannot change.
+    ``ignored``: options of the whole optimizer that param groups were given, by their numbers.
     """
     states = list(store)
-    asked, found = store.asked_master, []
-    for number, group in enumerate(store.groups):
-        if others := [key for key, value in options.items() if key in group and group[key] != value]:
-            found.append(
-                f"param group {number}: {', '.join(others)} has no effect there: it is an option of the whole "
-                "optimizer, an argument of its constructor"
-            )
+    asked = store.settings.asked_master
+    found = [
+        f"param group {number}: {', '.join(others)} has no effect there: it is an option of the whole optimizer, an "
+        "argument of its constructor"
+        for number, others in ignored.items()
+    ]
     if states and asked is not None and not any(_may_have(each.param, asked) for each in states):
         option = "store_param_remainders=True" if asked.is_remainder else "master_weight_dtype=torch.float16"
         dtypes = ", ".join(sorted({_name(each.param.dtype) for each in states}))
@@ -293,27 +294,28 @@ def choices_without_effect(store: StateStore, options: Mapping[str, Any]) -> lis
             "parameters are their own masters, and remainders complete BF16 parameters only. Train BF16 parameters to "
             "use it (under Accelerate with mixed_precision='no', since 'bf16' makes them FP32 first), or leave it out"
         )
-    on_host = all(local_tensor(each.param).device.type == "cpu" and not each.slots.offloaded for each in states)
+    on_host = all(local_tensor(each.param).device.type == "cpu" and not each.layout.offloaded for each in states)
     if states and store.offloads and on_host:
         found.append(
             f"offload_states=True has no effect: all of the {_plural(len(states))} are in host memory, where their "
             "states are anyway"
         )
-    lost = [name for name in MOMENTS if states and _is_lost(name, store, states)]
+    lost = [spec for spec in store.rule.states if states and _is_lost(spec, store, states)]
     if lost:
         found.append(
-            f"{' and '.join(f'{name}_dtype' for name in lost)} without effect: all of the {_plural(len(states))} keep "
+            f"{' and '.join(spec.option for spec in lost)} without effect: all of the {_plural(len(states))} keep "
             f"FP32 moments. No block of {', '.join(map(str, BLOCKS))} elements divides their rows, or they have one "
             f"dim and fewer than {SMALLEST_BLOCKED_VECTOR} elements; optimizer.summary() lists them"
         )
     return found
 
 
-def _is_lost(name: str, store: StateStore, states: list[ParamState]) -> bool:
+def _is_lost(spec: StateSpec, store: StateStore, states: list[ParamState]) -> bool:
     """Whether formats with blocks were asked for in all groups and no parameter has one, small vectors apart."""
-    asked = [state_format(group[f"{name}_dtype"]) for group in store.groups if group["params"]]
+    asked = [state_format(group[spec.option]) for group in store.groups if group["params"]]
     has_matrices = any(each.param.dim() > 1 for each in states)
-    return has_matrices and all(f.scaled for f in asked) and not any(each.slots.format(name).scaled for each in states)
+    is_any_scaled = any(each.layout.format(spec.name).scaled for each in states)
+    return has_matrices and all(fmt.scaled for fmt in asked) and not is_any_scaled
 
 
 def _may_have(param: Tensor, master: Master) -> bool:

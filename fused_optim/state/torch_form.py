@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_optim.slots import MASTER, MOMENTS, STEP
-from fused_optim.state.groups import OWN_KEYS, adamw_settings
+from fused_optim.layout import MASTER, STEP
+from fused_optim.state.groups import OWN_KEYS, adamw_settings, whole
 from fused_optim.state.param_state import ParamState
 from fused_optim.state.store import StateStore
 
 
-def convert(store: StateStore, state_dict: dict[str, Any], adam_w_mode: bool, device: str | None) -> dict[str, Any]:
+def convert(store: StateStore, state_dict: dict[str, Any], device: str | None) -> dict[str, Any]:
     """A state dict of torch.optim's in this form. FP32 moments go by reference.
 
     Raises ValueError for a run that torch.optim.AdamW cannot continue.
@@ -33,6 +33,7 @@ def convert(store: StateStore, state_dict: dict[str, Any], adam_w_mode: bool, de
         if states
     }
     packed = zip(store.groups, state_dict["param_groups"], strict=True)
+    adam_w_mode = store.rule.options["adam_w_mode"]
     groups = [{**torch_group(group, adam_w_mode), "params": saved["params"]} for group, saved in packed]
     return {**state_dict, "state": state, "param_groups": groups}
 
@@ -41,13 +42,14 @@ def torch_group(group: Mapping[str, Any], adam_w_mode: bool) -> dict[str, Any]:
     """A param group as torch.optim.AdamW saves it. Raises ValueError where its step is another one."""
     if not group["bias_correction"]:
         raise ValueError("bias_correction=False: torch.optim.AdamW always corrects, so it cannot continue this run")
-    shown = {**adamw_settings(), **{key: value for key, value in group.items() if key not in OWN_KEYS}}
+    shown = {**adamw_settings(), **{key: value for key, value in whole(group).items() if key not in OWN_KEYS}}
     if "decoupled_weight_decay" in shown:
         shown["decoupled_weight_decay"] = adam_w_mode
     return shown
 
 
 def _torch_states(states: ParamState, step: int, device: str | None) -> dict[str, Any]:
-    others = {name: value for name, value in states.tensors.items() if name not in (STEP, *MOMENTS, MASTER)}
-    moments: dict[str, Tensor] = {name: states.unscaled_moment(name, device) for name in MOMENTS}
+    own = [spec.name for spec in states.layout.specs]
+    others = {name: value for name, value in states.tensors.items() if name not in (STEP, *own, MASTER)}
+    moments: dict[str, Tensor] = {name: states.unscaled(name, device) for name in own}
     return {STEP: torch.tensor(float(step)), **moments, **others}

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from fused_optim.formats import StateFormat, decode_state, join_remainder
+from fused_optim.formats import NEAREST, Kind, StateFormat, decode_state, encode_state, join_remainder
+from fused_optim.sharding.dtensor import dense
 from fused_optim.state.remainders import PIECE, row_checks
 
 STAGER = "stager"  # the device of a state dict that is copied by one before anything changes
@@ -36,12 +37,15 @@ class Values(Protocol):
 
 
 @dataclass(frozen=True)
-class Decoded:
-    """FP32 values of a moment, or of an FP16 master, that is kept in some format; see ``formats.decode_state``."""
+class Stored:
+    """A state as it is kept: local bits, one FP32 scale per block of a flat tensor, and how they are decoded.
+
+    What reads and writes states, in whatever format, does so here.
+    """
 
     bits: Tensor
     scale: Tensor | None
-    name: str
+    kind: Kind
     format: StateFormat
     block: int
 
@@ -51,14 +55,39 @@ class Decoded:
     def shape(self) -> torch.Size:
         return self.bits.shape
 
+    @property
+    def nbytes(self) -> int:
+        return self.bits.nbytes + (0 if self.scale is None else self.scale.nbytes)
+
     def read(self, device: str | None = None) -> Tensor:
-        flat, block = self.bits.reshape(-1), self.block
+        """New FP32 values on ``device``; None: where the bits are."""
+        return _in_pieces(self.piece, self.bits, device)
 
-        def decode(piece: slice) -> Tensor:
-            scale = None if self.scale is None else self.scale[piece.start // block : -(-piece.stop // block)]
-            return decode_state(flat[piece], scale, self.name, self.format, block)
+    def piece(self, piece: slice) -> Tensor:
+        """The FP32 values of some elements of the flat tensor, from the first of a block on."""
+        block, scale = self.block, self.scale
+        scales = None if scale is None else scale[piece.start // block : -(-piece.stop // block)]
+        return decode_state(self.bits.reshape(-1)[piece], scales, self.kind, self.format, block)
 
-        return _in_pieces(decode, self.bits, device)
+    def write(self, value: Tensor, device: torch.device) -> None:
+        """Encode values of the same shape, on ``device``, rounding to nearest."""
+        source, target = dense(value).view(-1), self.bits.view(-1)
+        for piece in pieces(target.numel()):
+            part = source[piece].to(device=device, dtype=torch.float32)
+            nearest = torch.full(part.shape, NEAREST, dtype=torch.int64, device=device)
+            bits, scale = encode_state(part, self.kind, self.format, self.block, nearest)
+            target[piece] = bits
+            if scale is not None and self.scale is not None:
+                self.scale[piece.start // self.block : -(-piece.stop // self.block)] = scale
+
+    def copy_(self, other: Stored, device: torch.device) -> None:
+        """Bit for bit where both have one format and scales, else encoded from the values."""
+        alike = (self.format, self.block) == (other.format, other.block)
+        if self.scale is None or other.scale is None or not alike:
+            self.write(other.read(), device)
+            return
+        self.bits.copy_(other.bits)
+        self.scale.copy_(other.scale)
 
 
 @dataclass(frozen=True)

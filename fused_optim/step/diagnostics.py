@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fused_optim.adapters import adapter_of
-from fused_optim.backends import Hyper
-from fused_optim.backends.torch_reference import Scalars, derive, update
+from fused_optim.backends.torch_reference import derive
 from fused_optim.formats import (
     FLOAT16,
     ROTATING,
+    Kind,
     Master,
     StateFormat,
     decode_state,
@@ -32,8 +32,10 @@ from fused_optim.formats import (
     rounding_key,
     split_remainder,
 )
+from fused_optim.layout import MASTER
+from fused_optim.rule import Hyper, Scalars, StateSpec
+from fused_optim.rule import Update as ElementUpdate
 from fused_optim.sharding.dtensor import dense, finished_local, local_tensor, sharding_dims
-from fused_optim.slots import MASTER, MOMENTS
 from fused_optim.state.param_state import ParamState
 from fused_optim.state.remainders import PIECE
 from fused_optim.state.store import StateStore
@@ -42,10 +44,13 @@ from fused_optim.validate import check_update, describe
 
 # What is summed up of a parameter's elements, by shards, ranks and groups. "low": of a moment, values that are not 0
 # and have the smallest code or none.
-_OF_MOMENTS = [f"{name}_{what}" for name in MOMENTS for what in ("value", "error", "coded", "top", "low")]
-_SUMS = ("elements", "update", "weight", "gradient", "moved", "lost", *_OF_MOMENTS)
-_BOUNDS = tuple(f"{name}_scale" for name in MOMENTS)  # of scales other than 0: the least and the largest
-_INDEX = {name: i for i, name in enumerate(_SUMS)}
+_SUMS = ("elements", "update", "weight", "gradient", "moved", "lost")
+_OF_STATES = ("value", "error", "coded", "top", "low")
+
+
+def _sums_of(names: Sequence[str]) -> list[str]:
+    """``names``: of the rule's states."""
+    return [*_SUMS, *(f"{name}_{what}" for name in names for what in _OF_STATES)]
 
 
 class Diagnostics(dict[str, Any]):
@@ -84,25 +89,30 @@ class _Shard:
     states: ParamState
     grad: Tensor  # local, dense
     scalars: Scalars
+    update: ElementUpdate
+    rounding_offset: int | None
     key: int
 
 
-def diagnose(store: StateStore, hypers: Callable[[torch.device], Sequence[Hyper]], seed: int) -> Diagnostics:
+def diagnose(store: StateStore, hypers: Callable[[torch.device], Sequence[Hyper]]) -> Diagnostics:
     """``hypers``: of the next step, by device, one per param group. A collective over the meshes that cut parameters.
 
     Raises RuntimeError where no parameter has states, and for gradients that cannot be used.
     """
     rows: dict[Tensor, tuple[Tensor, Tensor]] = {}
     numbers = store.rounding_numbers()
-    scalars = {device: list(map(derive, hypers(device))) for device in {local_tensor(p).device for p in store.params}}
+    own_names = [spec.name for spec in store.rule.states]
+    derived = {device: list(map(derive, hypers(device))) for device in {local_tensor(p).device for p in store.params}}
     for index, number, param, name in _members(store):
-        sums, bounds = _empty(local_tensor(param).device)
+        sums, bounds = _empty(own_names, local_tensor(param).device)
         grad = getattr(param, store.grad_attribute, None)
         if grad is not None and param in store:
             check_update(param, grad, index, name)
             placed = dense(finished_local(placed_as(grad, param))).view(-1)
-            own = scalars[local_tensor(param).device][number]
-            _add_shard(_Shard(store[param], placed, own, rounding_key(seed, numbers[index])), sums, bounds)
+            scalars, offset = derived[local_tensor(param).device][number]
+            key = rounding_key(store.settings.seed, numbers[index])
+            shard = _Shard(store[param], placed, scalars, store.rule.update(scalars), offset, key)
+            _add_shard(shard, sums, bounds)
         rows[param] = sums, bounds
     if not any(param in store for param in rows):
         raise RuntimeError("diagnostics() looks at the next step of existing states: call step() or initialize_state()")
@@ -120,10 +130,10 @@ def _members(store: StateStore) -> Iterator[tuple[int, int, Tensor, str | None]]
             index += 1
 
 
-def _empty(device: torch.device) -> tuple[Tensor, Tensor]:
+def _empty(names: Sequence[str], device: torch.device) -> tuple[Tensor, Tensor]:
     """Sums, and bounds: rows of least and largest scale, the least with its sign changed, so that both are maxima."""
-    sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
-    return sums, torch.full((len(_BOUNDS), 2), -math.inf, dtype=torch.float64, device=device)
+    sums = torch.zeros(len(_sums_of(names)), dtype=torch.float64, device=device)
+    return sums, torch.full((len(names), 2), -math.inf, dtype=torch.float64, device=device)
 
 
 # --- one shard ----------------------------------------------------------------------------------------------------
@@ -137,37 +147,34 @@ def _add_shard(shard: _Shard, sums: Tensor, bounds: Tensor) -> None:
 
 
 def _add_piece(shard: _Shard, before: Tensor, piece: slice, sums: Tensor, bounds: Tensor) -> None:
-    states, slots, scalars = shard.states, shard.states.slots, shard.scalars
+    states, layout, scalars = shard.states, shard.states.layout, shard.scalars
     grad = shard.grad[piece].float()
-    m, v = (_stored(states, name, piece) for name in MOMENTS)
-    after, m, v = update(grad, before, m, v, scalars)
-    elements = slots.geometry.global_indices(grad.device, piece.start, piece.stop)
-    u = rounding_bits(shard.key, elements, scalars.rounding_offset)
+    names = [spec.name for spec in layout.specs]
+    after, values = shard.update(grad, before, [_stored(states, name, piece) for name in names])
+    elements = layout.geometry.global_indices(grad.device, piece.start, piece.stop)
+    u = rounding_bits(shard.key, elements, shard.rounding_offset)
     found = {"elements": torch.ones_like(before), "update": (after.double() - before.double()).square()}
     found |= {"weight": before.double().square(), "gradient": (grad * scalars.grad_factor).double().square()}
     rounded = _rounded_master(states, before, after, u)
     if rounded is not None:
         decays = (before != 0) if scalars.decay != 1.0 else torch.zeros_like(before, dtype=torch.bool)
-        found["moved"] = ((m != 0) | decays) & (scalars.step_size != 0.0)
+        found["moved"] = ((values[0] != 0) | decays) & (scalars.step_size != 0.0)
         found["lost"] = found["moved"] & (rounded == before)
-    for i, (name, value) in enumerate(zip(MOMENTS, (m, v), strict=True)):
-        found |= _rounding_of(name, value, slots.format(name), slots.geometry.block, u, bounds[i])
-    for name, values in found.items():
-        sums[_INDEX[name]] += values.sum(dtype=torch.float64)
+    for i, (spec, fmt, value) in enumerate(zip(layout.specs, layout.formats, values, strict=True)):
+        found |= _rounding_of(spec, value, fmt, layout.geometry.block, u, bounds[i])
+    index = {name: i for i, name in enumerate(_sums_of(names))}
+    for name, counted in found.items():
+        sums[index[name]] += counted.sum(dtype=torch.float64)
 
 
 def _stored(states: ParamState, name: str, piece: slice) -> Tensor:
-    """A part of a moment, or of an FP16 master, in FP32."""
-    slots, device = states.slots, local_tensor(states.param).device
-    bits = local_tensor(states.tensors[name]).reshape(-1)[piece].to(device)
-    scale, block = slots.scale(name), slots.geometry.block
-    scales = None if scale is None else scale[piece.start // block : -(-piece.stop // block)].to(device)
-    return decode_state(bits, scales, name, slots.format(name), block)
+    """A part of a state, or of an FP16 master, in FP32."""
+    return states.stored(name).piece(piece).to(local_tensor(states.param).device)
 
 
 def _master_reader(states: ParamState) -> Callable[[slice], Tensor]:
     """Reads parts of the master in FP32."""
-    kind, local = states.slots.master, local_tensor(states.param.detach())
+    kind, local = states.layout.master, local_tensor(states.param.detach())
     if kind is Master.FLOAT16:
         return lambda piece: _stored(states, MASTER, piece)
     if kind is Master.FLOAT32:
@@ -183,14 +190,14 @@ def _master_reader(states: ParamState) -> Callable[[slice], Tensor]:
 
 def _rounded_master(states: ParamState, before: Tensor, after: Tensor, u: Tensor) -> Tensor | None:
     """What the step makes of the new master. None for quantized parameters without one: their library knows."""
-    kind, block = states.slots.master, states.slots.geometry.block
+    kind, block = states.layout.master, states.layout.geometry.block
     if kind in (Master.FLOAT32, Master.REMAINDER16):
         return after
     if kind is Master.REMAINDER8:
         return join_remainder(*split_remainder(after, kind))
     if kind is Master.FLOAT16:
-        bits, scale = encode_state(after, MASTER, FLOAT16, block, master_rounding(before, after, u))
-        return decode_state(bits, scale, MASTER, FLOAT16, block)
+        bits, scale = encode_state(after, Kind.MASTER, FLOAT16, block, master_rounding(before, after, u))
+        return decode_state(bits, scale, Kind.MASTER, FLOAT16, block)
     if adapter_of(states.param) is not None:
         return None
     dtype = states.param.dtype
@@ -198,16 +205,17 @@ def _rounded_master(states: ParamState, before: Tensor, after: Tensor, u: Tensor
 
 
 def _rounding_of(
-    name: str, value: Tensor, fmt: StateFormat, block: int, u: Tensor, bounds: Tensor
+    spec: StateSpec, value: Tensor, fmt: StateFormat, block: int, u: Tensor, bounds: Tensor
 ) -> dict[str, Tensor]:
-    """What storing a new moment makes of it. ``bounds``: of the scales, which are widened."""
-    bits, scale = encode_state(value, name, fmt, block, u)
-    kept = decode_state(bits, scale, name, fmt, block)
+    """What storing a new state makes of it. ``bounds``: of the scales, which are widened."""
+    name, kind = spec.name, spec.kind
+    bits, scale = encode_state(value, kind, fmt, block, u)
+    kept = decode_state(bits, scale, kind, fmt, block)
     exact = value.double()
     found = {f"{name}_value": exact.square(), f"{name}_error": (kept.double() - exact).square()}
     if scale is None:
         return found
-    smallest = decode_state(_first_code(bits), scale, name, fmt, block)
+    smallest = decode_state(_first_code(bits), scale, kind, fmt, block)
     blocks = torch.nn.functional.pad(kept.abs(), (0, -kept.numel() % block)).view(-1, block)
     largest = blocks.amax(1).repeat_interleave(block)[: kept.numel()]
     found |= {f"{name}_coded": value != 0, f"{name}_top": (kept != 0) & (kept.abs() == largest)}
@@ -242,23 +250,23 @@ def _reduce(rows: dict[Tensor, tuple[Tensor, Tensor]]) -> None:
 
 
 def _report(store: StateStore, rows: Mapping[Tensor, tuple[Tensor, Tensor]]) -> Diagnostics:
-    parameters = {}
+    parameters, names = {}, [spec.name for spec in store.rule.states]
     for index, _, param, name in _members(store):
-        if values := _values([rows[param]]):
+        if values := _values([rows[param]], names):
             parameters[name or describe(param, index)] = values
     groups = [
-        {"step": int(group["step"]) + 1, **_values([rows[param] for param in group["params"]])}
+        {"step": int(group["step"]) + 1, **_values([rows[param] for param in group["params"]], names)}
         for group in store.groups
     ]
     return Diagnostics(parameters=parameters, groups=groups)
 
 
-def _values(rows: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
+def _values(rows: Iterable[tuple[Tensor, Tensor]], names: Sequence[str]) -> dict[str, float]:
     """The numbers of some parameters together."""
     listed = list(rows)
     if not listed:
         return {}
-    sums = dict(zip(_SUMS, torch.stack([own for own, _ in listed]).sum(0).tolist(), strict=True))
+    sums = dict(zip(_sums_of(names), torch.stack([own for own, _ in listed]).sum(0).tolist(), strict=True))
     bounds = torch.stack([own for _, own in listed]).amax(0).tolist()
     count = sums["elements"]
     if not count:
@@ -266,7 +274,7 @@ def _values(rows: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
     found = {f"{key}_rms": math.sqrt(sums[key] / count) for key in ("update", "weight", "gradient")}
     found |= _ratio("update_to_weight", found["update_rms"], found["weight_rms"])
     found |= _ratio("lost_updates", sums["lost"], sums["moved"])
-    for name, (least, largest) in zip(MOMENTS, bounds, strict=True):
+    for name, (least, largest) in zip(names, bounds, strict=True):
         found |= _ratio(f"{name}_error", math.sqrt(sums[f"{name}_error"]), math.sqrt(sums[f"{name}_value"]))
         found |= _ratio(f"{name}_saturated", sums[f"{name}_top"], sums[f"{name}_coded"])
         found |= _ratio(f"{name}_lowest", sums[f"{name}_low"], sums[f"{name}_coded"])

@@ -17,25 +17,23 @@ class Parts:
     ``done``: the numbers of those that were run for the step to come; ``counting``: the param groups whose step it is.
     """
 
-    def __init__(
-        self, members: Sequence[Sequence[Tensor]], groups: list[dict[str, Any]], store: StateStore, seed: int
-    ) -> None:
+    def __init__(self, members: Sequence[Sequence[Tensor]], groups: list[dict[str, Any]], store: StateStore) -> None:
         self.members = members
         self._params, self._sizes = store.params, [len(group["params"]) for group in groups]
         listed = {param for part in members for param in part}
         others = [param for param in self._params if param not in listed]
-        self.plans = [Plan(groups, store, seed, part) for part in [*members, others]]
+        self.plans = [Plan(groups, store, part) for part in [*members, others]]
         self.done: set[int] = set()
         self.counting: set[int] = set()
 
-    def fits(self, groups: list[dict[str, Any]], store: StateStore, seed: int) -> bool:
+    def fits(self, groups: list[dict[str, Any]], store: StateStore) -> bool:
         """Whether parameters, groups and states are those that the plans were built for."""
         params = store.params
         return (
             len(params) == len(self._params)
             and all(a is b for a, b in zip(params, self._params, strict=True))
             and [len(group["params"]) for group in groups] == self._sizes
-            and all(plan.fits(groups, store, seed) for plan in self.plans)
+            and all(plan.fits(groups, store) for plan in self.plans)
         )
 
     def forget(self) -> None:

@@ -18,15 +18,16 @@ from torch.distributed.tensor import DTensor
 
 from fused_optim import adapters
 from fused_optim.adapters import Batch, Fractions, Target, Update, adapter_of
-from fused_optim.backends import Backend, Hyper, ShardWork, backend_of, forced_backend, is_capturing, uncounted
+from fused_optim.backends import Backend, ShardWork, backend_of, forced_backend, is_capturing, uncounted
 from fused_optim.backends.compiled import increment_versions, same_items, same_objects
 from fused_optim.backends.engine import Watched
 from fused_optim.backends.gradients import unscaled, write_
 from fused_optim.backends.offloaded import OffloadedShards
 from fused_optim.backends.shards import Shards, shards_on
 from fused_optim.formats import Master, rounding_key
+from fused_optim.layout import MASTER
+from fused_optim.rule import Hyper
 from fused_optim.sharding.dtensor import dense, finished_local, is_dense, local_tensor
-from fused_optim.slots import MASTER
 from fused_optim.state.param_state import ParamState, read_parameter
 from fused_optim.state.store import StateStore
 from fused_optim.validate import check_states, check_update, describe
@@ -84,19 +85,19 @@ class Plan:
     """The shards of all parameters that have states, or of ``members`` alone."""
 
     def __init__(
-        self, groups: list[dict[str, Any]], store: StateStore, seed: int, members: Collection[Tensor] | None = None
+        self, groups: list[dict[str, Any]], store: StateStore, members: Collection[Tensor] | None = None
     ) -> None:
         self._params = store.params
         self._is_part = members is not None
         own = set(self._params if members is None else members)
         self._names, self._numbers = store.names, store.rounding_numbers()
         self._sizes = [len(group["params"]) for group in groups]
-        self._seed, self._forced = seed, forced_backend()
+        self._seed, self._forced = store.settings.seed, forced_backend()
         self._in_groups = [list(group["params"]) for group in groups]
         self._state_keys = [param for param in store.state if param in own] if self._is_part else list(store.state)
         self._state_dicts = [store.state[key] for key in self._state_keys]
-        self._slots = {
-            index: store.slots[param] for index, param in enumerate(self._params) if param in own and param in store
+        self._layouts = {
+            index: store.layouts[param] for index, param in enumerate(self._params) if param in own and param in store
         }
         self._stateless = [param for param in self._params if param in own and param not in store]
         self._store = store
@@ -105,7 +106,7 @@ class Plan:
         numbers = [number for number, size in enumerate(self._sizes) for _ in range(size)]
         # Quantized parameters, by position, with their groups; how they are updated: those with targets at every step
         # until they are set again, others in this step.
-        self._quantized = {i: numbers[i] for i in self._slots if adapter_of(self._params[i]) is not None}
+        self._quantized = {i: numbers[i] for i in self._layouts if adapter_of(self._params[i]) is not None}
         self._lasting: dict[int, Update] = {}
         self._passing: dict[int, Update] = {}
         self._resting: dict[int, Update] = {}  # of those without a gradient
@@ -113,15 +114,15 @@ class Plan:
         self._batches: list[Batch] | None = None
         self._batched: list[Tensor] = []
         self._attribute = ""
-        for index in self._slots:
+        for index in self._layouts:
             param = self._params[index]
             local = local_tensor(param)
-            key = local.device, bool(self._slots[index].offloaded)
+            key = local.device, bool(self._layouts[index].offloaded)
             part = parts.get(key) or parts.setdefault(key, _Part(local.device, backend_of(local)))
             part.indices.append(index)
             part.groups.append(numbers[index])
             part.unwatched.add(len(part.watched))
-            part.watched.append(_watched(param, store[param].tensors))
+            part.watched.append(_watched(param, store[param]))
         for (device, offloaded), part in parts.items():
             about = (device, part.backend, part.groups, len(groups))
             part.shards = OffloadedShards(*about, store.link(device)) if offloaded else shards_on(*about)
@@ -134,13 +135,14 @@ class Plan:
         """Memory of its own that steps write to."""
         return [part.absmax for part in self._parts if part.absmax is not None]
 
-    def fits(self, groups: list[dict[str, Any]], store: StateStore, seed: int) -> bool:
+    def fits(self, groups: list[dict[str, Any]], store: StateStore) -> bool:
         """Whether parameters, groups, dicts of states, seed and backend are those that the plan was built for.
 
         And whether what has no states still has no gradient. Of a plan of some parameters: whether these are as they
         were.
         """
-        if seed != self._seed or forced_backend() != self._forced or self._is_any_awake(store.grad_attribute):
+        is_same = store.settings.seed == self._seed and forced_backend() == self._forced
+        if not is_same or self._is_any_awake(store.grad_attribute):
             return False
         state = store.state
         if self._is_part:
@@ -216,7 +218,7 @@ class Plan:
 
     def _follow_shard(self, part: _Part, i: int) -> None:
         states = self._store[part.watched[i].param]
-        if states.slots.master.is_separate and is_capturing():
+        if states.layout.master.is_separate and is_capturing():
             who = describe(states.param, part.indices[i], self._names[part.indices[i]])
             hint = "call sync_masters_from_params() before the capture"
             raise RuntimeError(f"CUDA graph capture: {who} may have been written since the last step; {hint}")
@@ -226,17 +228,17 @@ class Plan:
         index, param, states = part.indices[i], part.watched[i].param, part.watched[i].states
         name = self._names[index]
         check_update(param, getattr(param, attribute), index, name)
-        slots = self._slots[index]
-        check_states(param, states, slots.dtypes(), index, name, slots.offloaded)
-        if local_tensor(param).numel() != slots.geometry.numel:
-            created = slots.geometry.numel
+        layout = self._layouts[index]
+        check_states(param, states, layout.dtypes(), index, name, layout.offloaded)
+        if local_tensor(param).numel() != layout.geometry.numel:
+            created = layout.geometry.numel
             raise ValueError(f"{describe(param, index, name)}: its states were created for {created} local elements")
 
     def _set(self, part: _Part, i: int, attribute: str, shared: bool = False) -> None:
         index, param, states = part.indices[i], part.watched[i].param, part.watched[i].states
-        grad, slots = getattr(param, attribute), self._slots[index]
+        grad, layout = getattr(param, attribute), self._layouts[index]
         master = local_tensor(states[MASTER]) if MASTER in states else None
-        part.watched[i] = _watched(param, states)
+        part.watched[i] = _watched(param, ParamState(param, states, layout))
         adapter, target, absmax = adapter_of(param), None, None
         if adapter is not None:
             self._batches = None
@@ -244,12 +246,12 @@ class Plan:
             updated = self._contiguous_param(param)
         else:
             updated = read_parameter(param) if master is None else master
-            target = adapter.target(param) if master is not None and part.shards.takes_target(slots) else None
-            if slots.master is Master.FLOAT16 and (target is None or target.data is None):
+            target = adapter.target(param) if master is not None and part.shards.takes_target(layout) else None
+            if layout.master is Master.FLOAT16 and (target is None or target.data is None):
                 target = None  # the pass leaves the new values of the master here
-                updated = ParamState(param, states, slots).read_master()
+                updated = ParamState(param, states, layout).read_master()
             elif target is None or master is None:  # the values are updated as an FP32 parameter is, and then encoded
-                master, slots = None, replace(slots, master=Master.PARAMETER)
+                master, layout = None, replace(layout, master=Master.PARAMETER)
             if target is None or master is None:
                 self._lasting.pop(index, None)
                 self._passing[index] = Update(param, updated)
@@ -261,9 +263,8 @@ class Plan:
             grad=self._dense_gradient(part, grad, param, shared),
             param=updated,
             master=master,
-            exp_avg=local_tensor(states["exp_avg"]),
-            exp_avg_sq=local_tensor(states["exp_avg_sq"]),
-            slots=slots,
+            states=tuple(local_tensor(states[spec.name]) for spec in layout.specs),
+            layout=layout,
             key=rounding_key(self._seed, self._numbers[index]),
             target=target,
             absmax=absmax,
@@ -352,7 +353,7 @@ class Plan:
                 update = self._lasting[index]
             else:
                 update = self._passing[index]
-            if self._slots[index].master is Master.PARAMETER:
+            if self._layouts[index].master is Master.PARAMETER:
                 fractions = self._fractions(index, hypers[local_tensor(param).device][group])
                 update = replace(update, fractions=fractions)
             updates.append(update)
@@ -363,7 +364,7 @@ class Plan:
         if not hyper.stochastic_rounding:
             return None
         step = hyper.step if hyper.steps_done is None else hyper.steps_done  # counted already
-        return Fractions(rounding_key(self._seed, self._numbers[index]), self._slots[index].geometry, step)
+        return Fractions(rounding_key(self._seed, self._numbers[index]), self._layouts[index].geometry, step)
 
 
 def _unscaled_apart(apart: list[tuple[Tensor, Tensor]], hypers: list[Hyper]) -> list[tuple[Tensor, Tensor]]:
@@ -376,10 +377,10 @@ def _unscaled_apart(apart: list[tuple[Tensor, Tensor]], hypers: list[Hyper]) -> 
     return [(grad, unscaled(grad, scale) if source is grad else source) for grad, source in apart]
 
 
-def _watched(param: Tensor, states: dict[str, Tensor]) -> Watched:
+def _watched(param: Tensor, states: ParamState) -> Watched:
     spec = param._spec if isinstance(param, DTensor) else None
-    moments = states.get("exp_avg"), states.get("exp_avg_sq")
-    return Watched(param, *moments, master=states.get(MASTER), spec=spec, states=states)
+    own = [states.tensors.get(each.name) for each in states.layout.specs]
+    return Watched(param, own[0], own[1], master=states.tensors.get(MASTER), spec=spec, states=states.tensors)
 
 
 def _watched_weight(watched: Watched, target: Target, master: Tensor) -> Watched:

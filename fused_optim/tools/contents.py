@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_optim.adam import ADAM_STATES
 from fused_optim.adapters import adapter_of
 from fused_optim.checkpoint.sources import Contents, NoStates, Stored, read_contents
-from fused_optim.formats import STATE_FORMATS, StateFormat, decode_state, join_remainder
-from fused_optim.slots import MASTER, STATES
+from fused_optim.formats import STATE_FORMATS, Kind, StateFormat, decode_state, join_remainder
+from fused_optim.layout import MASTER
 from fused_optim.state.groups import VERSION
 from fused_optim.state.remainders import KINDS, row_checks
 from fused_optim.tools.reading import Checkpoint
@@ -114,13 +115,14 @@ class State:
         row = math.prod(self.shape[1:])
         if block <= 0 or row % block or tuple(scale.shape) != (self.shape[0], row // block):
             raise ValueError(f"{self}: scales of shape {tuple(scale.shape)} do not fit blocks of {block}")
-        dtype = fmt.dtype(self.name)
+        kind = next((spec.kind for spec in ADAM_STATES if spec.name == self.name), Kind.MASTER)
+        dtype = fmt.dtype(kind)
         if bits.dtype.itemsize != dtype.itemsize:
             raise ValueError(f"{self}: expected bits of {dtype} for {fmt.name}, found {bits.dtype}")
         flat, scales = bits.reshape(-1).view(dtype), scale.reshape(-1)
         for start in range(0, flat.numel(), PIECE):
             part = scales[start // block : (start + PIECE) // block]
-            yield decode_state(flat[start : start + PIECE], part, self.name, fmt, block)
+            yield decode_state(flat[start : start + PIECE], part, kind, fmt, block)
 
     def _joined(self) -> Iterator[Tensor]:
         low, high = self.low_bits().reshape(-1), self.high_bits().reshape(-1)
@@ -223,7 +225,7 @@ def read_optimizer(checkpoint: Checkpoint, model: Checkpoint | None = None) -> O
     states = {
         names[id_]: {
             name: State(checkpoint, names[id_], name, found[name], weights.get(names[id_]))
-            for name in STATES
+            for name in (*(spec.name for spec in ADAM_STATES), MASTER)
             if name in found
         }
         for id_, found in contents.states.items()

@@ -17,11 +17,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from fused_optim.adam import MOMENTS
 from fused_optim.adapters import adapter_of
 from fused_optim.checkpoint.folders import PathLike
 from fused_optim.checkpoint.sources import read_small
 from fused_optim.formats import STATE_FORMATS, Master, as_dtype, split_remainder, state_format
-from fused_optim.slots import MASTER, MOMENTS, STEP
+from fused_optim.layout import MASTER, STEP
 from fused_optim.state.groups import DESCRIPTION, KEYED_BY_NAMES, NATIVE, TorchGroup, usual_group
 from fused_optim.state.torch_form import torch_group
 from fused_optim.tools.contents import Optimizer, State, joined, pieces_of, read_optimizer

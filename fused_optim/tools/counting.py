@@ -14,13 +14,13 @@ from torch import Tensor
 
 from fused_optim.adam import FusedAdamW
 from fused_optim.formats import Master
+from fused_optim.layout import MASTER, StateLayout
 from fused_optim.sharding.dtensor import cut_by_rows, local_tensor
-from fused_optim.slots import MASTER, MOMENTS, Slots
 from fused_optim.state.store import offloadable
 
 # By name: the constructor's options.
 MASTERS: dict[str, dict[str, Any]] = {
-    "float32": {},
+    "float32": {"store_param_remainders": False},
     "remainder16": {"store_param_remainders": True},
     "remainder8": {"store_param_remainders": True, "param_remainder_bits": 8},
     "float16": {"master_weight_dtype": torch.float16},
@@ -64,15 +64,15 @@ class Counted:
         held: Counter[str] = Counter(dict.fromkeys(HELD, 0))
         saved: Counter[str] = Counter(dict.fromkeys((*FORMS, "model"), 0))
         moved = host = 0
-        for param, slots, count in self._slots(choice):
-            own = _held_bytes(param, slots)
-            away = {key: int(offload * own[key]) for key in _offloaded(param, slots)}
+        for param, layout, count in self._layouts(choice):
+            own = _held_bytes(param, layout)
+            away = {key: int(offload * own[key]) for key in _offloaded(param, layout)}
             host += count * sum(away.values())
             held.update({key: count * (size - away.get(key, 0)) for key, size in own.items()})
             saved["model"] += count * _whole_bytes(param)
-            if slots is not None:
-                saved.update({form: count * _saved_bytes(param, slots, form) for form in FORMS})
-                moved += count * _moved_bytes(own, slots)
+            if layout is not None:
+                saved.update({form: count * _saved_bytes(param, layout, form) for form in FORMS})
+                moved += count * _moved_bytes(own, layout)
         total = sum(held.values())
         row: dict[str, Any] = {"states": choice.states, "master": choice.master, "bytes": {**held, "total": total}}
         row["host_bytes"] = host
@@ -81,12 +81,12 @@ class Counted:
         row["checkpoint"] = dict(saved)
         return row | ({} if rates is None else _seconds(choice, moved, host, self._count, saved, self._share, rates))
 
-    def _slots(self, choice: Choice) -> Iterator[tuple[Tensor, Slots | None, int]]:
+    def _layouts(self, choice: Choice) -> Iterator[tuple[Tensor, StateLayout | None, int]]:
         """What the optimizer would keep of each kind of parameter; nothing of frozen ones."""
         optimizer = FusedAdamW([param for param, _ in self._alike], **choice.options)
         for param, count in self._alike:
             frozen = optimizer.store.is_frozen(param)
-            yield param, None if frozen else optimizer.store.new_slots(param, optimizer.param_groups[0]), count
+            yield param, None if frozen else optimizer.store.new_layout(param, optimizer.param_groups[0]), count
 
     @property
     def _elements(self) -> int:
@@ -112,21 +112,21 @@ def _whole_bytes(param: Tensor) -> int:
     return math.ceil(_nbytes(param) / local * param.numel()) if local else param.numel() * param.element_size()
 
 
-def _held_bytes(param: Tensor, slots: Slots | None) -> dict[str, int]:
+def _held_bytes(param: Tensor, layout: StateLayout | None) -> dict[str, int]:
     """By what they are for; gradients have the parameter's dtype."""
     held = dict.fromkeys(HELD, 0) | {"parameters": _nbytes(param)}
-    if slots is not None:
-        sizes = slots.nbytes
+    if layout is not None:
+        sizes = layout.nbytes
         held["gradients"] = local_tensor(param).numel() * param.element_size()
         held["masters"] = sizes.get(MASTER, 0)
-        held["states"] = sum(sizes[name] for name in MOMENTS)
+        held["states"] = sum(sizes[spec.name] for spec in layout.specs)
         held["scales"] = sizes["scales"]
     return held
 
 
-def _offloaded(param: Tensor, slots: Slots | None) -> Iterator[str]:
+def _offloaded(param: Tensor, layout: StateLayout | None) -> Iterator[str]:
     """What of these may live in host memory."""
-    states = () if slots is None else offloadable(param, slots.master)
+    states = () if layout is None else offloadable(param, layout.specs, layout.master)
     yield from (["masters"] if MASTER in states else []) + (["states", "scales"] if states else [])
 
 
@@ -143,33 +143,32 @@ def _gathered_bytes(params: Sequence[tuple[str, Tensor]]) -> int | None:
     return kept + 2 * max(sizes.values()) if sizes else None
 
 
-def _moved_bytes(own: dict[str, int], slots: Slots) -> int:
+def _moved_bytes(own: dict[str, int], layout: StateLayout) -> int:
     """What a step reads and writes. Parameters are written, and read where they are the master or a part of it."""
-    is_read = slots.master is Master.PARAMETER or slots.master.is_remainder
+    is_read = layout.master is Master.PARAMETER or layout.master.is_remainder
     states = own["masters"] + own["states"] + own["scales"]
     return own["gradients"] + 2 * states + own["parameters"] * (2 if is_read else 1)
 
 
-def _saved_bytes(param: Tensor, slots: Slots, form: str) -> int:
+def _saved_bytes(param: Tensor, layout: StateLayout, form: str) -> int:
     """Of a parameter's states in a checkpoint of all ranks; see ``state_dict.converted``."""
     count, rows = param.numel(), param.shape[0] if param.dim() else 1
     if form == "torch":
         return 8 * count + 4
     packed = form == "native" and cut_by_rows(param)
-    scales = 4 * count // slots.geometry.block if slots.geometry.block else 0
+    scales = 4 * count // layout.geometry.block if layout.geometry.block else 0
     total = 0
-    for name in MOMENTS:
-        fmt = slots.format(name)
-        size = fmt.dtype(name).itemsize
+    for spec, fmt in zip(layout.specs, layout.formats, strict=True):
+        size = fmt.dtype(spec.kind).itemsize
         if fmt.scaled:
             total += size * count + scales if packed else 4 * count
         else:
             total += (size if form == "native" else 4) * count
-    if slots.master.is_remainder and packed:
-        return total + slots.master.dtype.itemsize * count + 4 * rows
-    if slots.master is Master.FLOAT16 and packed:
+    if layout.master.is_remainder and packed:
+        return total + layout.master.dtype.itemsize * count + 4 * rows
+    if layout.master is Master.FLOAT16 and packed:
         return total + 2 * count + scales
-    return total + (0 if slots.master is Master.PARAMETER else 4 * count)
+    return total + (0 if layout.master is Master.PARAMETER else 4 * count)
 
 
 def _seconds(

@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
+from fused_optim.adam import MOMENTS
 from fused_optim.adapters import adapter_of
 from fused_optim.checkpoint import checksums
 from fused_optim.checkpoint.folders import PathLike
 from fused_optim.checkpoint.sources import read_small
-from fused_optim.slots import MASTER, MOMENTS, STATES
+from fused_optim.layout import MASTER
 from fused_optim.state.groups import DESCRIPTION
 from fused_optim.state.summary import aligned, shown_bytes
 from fused_optim.tools.contents import Optimizer, pieces_of, read_optimizer
@@ -150,7 +151,7 @@ def _formats(parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
         row = rows.setdefault(mix, {**names, "parameters": 0, "elements": 0, "bytes": 0})
         row["parameters"] += 1
         row["elements"] += _product(found["shape"])
-        row["bytes"] += sum(found[name]["bytes"] for name in (PARAMETER, *STATES) if name in found)
+        row["bytes"] += sum(found[name]["bytes"] for name in (PARAMETER, *MOMENTS, MASTER) if name in found)
     return sorted(rows.values(), key=lambda row: -int(row["elements"]))
 
 
@@ -163,7 +164,7 @@ def _product(shape: list[int]) -> int:
 
 def _all_tensors(report: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, found in report["parameters"].items():
-        yield from ((f"{key} of {name}", found[key]) for key in (PARAMETER, *STATES) if key in found)
+        yield from ((f"{key} of {name}", found[key]) for key in (PARAMETER, *MOMENTS, MASTER) if key in found)
     yield from report["others"].items()
 
 
@@ -194,7 +195,7 @@ def _head(report: Mapping[str, Any]) -> Iterator[str]:
 def _table(report: Mapping[str, Any]) -> Iterator[str]:
     table = []
     for name, found in report["parameters"].items():
-        rows = [(key, found[key]) for key in (PARAMETER, *STATES) if key in found]
+        rows = [(key, found[key]) for key in (PARAMETER, *MOMENTS, MASTER) if key in found]
         table += [(name if i == 0 else "", _shape(found) if i == 0 else "", *_row(*row)) for i, row in enumerate(rows)]
     table += [(key, _shape(found), *_row("other", found)) for key, found in report["others"].items()]
     if table:

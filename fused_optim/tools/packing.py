@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_optim.adam import EXP_AVG, EXP_AVG_SQ, MOMENTS
 from fused_optim.formats import Master
-from fused_optim.slots import MASTER, MOMENTS, Slots
+from fused_optim.layout import MASTER, StateLayout
 from fused_optim.state.param_state import ParamState
 from fused_optim.state.state_dict import Options, converted
 from fused_optim.tools.contents import State
@@ -40,13 +41,13 @@ class Packed:
         shape = self._states[MOMENTS[0]].shape
         dtype = torch.bfloat16 if self._master.is_remainder else torch.float32
         param = torch.zeros(shape, dtype=dtype, device=device)
-        return ParamState.create(param, Slots.create(param, self._master, *self._formats))
+        return ParamState.create(param, StateLayout.create(param, self._master, (EXP_AVG, EXP_AVG_SQ), self._formats))
 
     def encoded(self) -> dict[tuple[str, ...], Any]:
         """All parts, by place."""
         created = self._created("cpu")
         for name in MOMENTS:
-            created.write_moment(name, self._states[name].values())
+            created.write(name, self._states[name].values())
         if MASTER in self._states:
             created.write_master(self._states[MASTER].values())
         return dict(_flat(converted(created, _NATIVE)))

@@ -65,7 +65,7 @@ def bits(model: nn.Module, optimizer: FusedAdam) -> dict[str, Tensor]:
     """This rank's part of all that a load may change, as it is kept."""
     found = {}
     for name, param in model.named_parameters():
-        states = optimizer.state[param] | {"parameter": param, "scales": optimizer.store.slots[param].scales}
+        states = optimizer.state[param] | {"parameter": param, "scales": optimizer.store.layouts[param].scales}
         found |= {f"{name}: {key}": local_tensor(value.detach()).clone() for key, value in states.items()}
     for i, group in enumerate(optimizer.param_groups):
         numbers = [group[key] for key in ("step", "lr", "eps", "weight_decay")] + list(group["betas"])

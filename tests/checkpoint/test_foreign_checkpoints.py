@@ -28,9 +28,10 @@ from cases import values
 from distributed import Part, assert_same, join_all, one_thread, part, shard_like, two_gpus
 from foreign_cases import SETTINGS, Model, build, groups_of, train
 from fused_optim import FusedAdam, export_optimizer_checkpoint, load_optimizer_checkpoint
+from fused_optim.adam import MOMENTS
 from fused_optim.formats import Master, split_remainder
+from fused_optim.layout import MASTER
 from fused_optim.sharding.dtensor import local_tensor
-from fused_optim.slots import MASTER, MOMENTS
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp.save in one process
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)

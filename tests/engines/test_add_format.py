@@ -60,32 +60,32 @@ class _Toy8Codec:
     """Linear, in 127 and 255 levels."""
 
     @staticmethod
-    def scale_m(m: Tensor) -> tuple[Tensor, Tensor]:
+    def scale_signed(m: Tensor) -> tuple[Tensor, Tensor]:
         absmax = _absmax(m)
         scale = _divide(absmax, 127.0)
-        return _block_scale(absmax, _SMALLEST_EXP_AVG, scale, 1.0 / scale)
+        return _block_scale(absmax, _SMALLEST_SIGNED, scale, 1.0 / scale)
 
     @staticmethod
-    def encode_m(m: Tensor, inverse: Tensor) -> Tensor:
+    def encode_signed(m: Tensor, inverse: Tensor) -> Tensor:
         return (fused(m, inverse, 1.5 * 2**23) - 1.5 * 2**23).to(torch.int8)
 
     @staticmethod
-    def decode_m(bits: Tensor, scale: Tensor) -> Tensor:
+    def decode_signed(bits: Tensor, scale: Tensor) -> Tensor:
         return bits.float() * scale
 
     @staticmethod
-    def scale_v(v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    def scale_nonnegative(v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         absmax = _absmax(v)
         top = absmax.clamp_min(2.0**-100)
-        return _block_scale(absmax, _SMALLEST_EXP_AVG_SQ, _divide(top, 255.0), 1.0 / top * _TOP_NUDGE)
+        return _block_scale(absmax, _SMALLEST_NONNEGATIVE, _divide(top, 255.0), 1.0 / top * _TOP_NUDGE)
 
     @staticmethod
-    def encode_v(v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
+    def encode_nonnegative(v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
         x = (v * inverse).nan_to_num(0.0).clamp(0.0, 1.0)
         threshold = 256.0 + (u >> 17).float() * 2.0**-15
         return _at_least_one(fused(x, 255.0, threshold).long() - 256, v > 0)
 
-    decode_v = decode_m
+    decode_nonnegative = decode_signed
 ''',
     ),
     (

@@ -23,7 +23,6 @@ from fused_optim import FusedAdam
 from fused_optim.backends import load_engine, torch_reference
 from fused_optim.formats import join_remainder
 from fused_optim.quantized import Float8CurrentScaling, Float8DelayedScaling, QuantizedTensor, Recipe
-from fused_optim.slots import STATES
 
 UseBackend = Callable[[str], None]
 ALL_MASTERS = pytest.mark.parametrize("master", MASTERS, ids=str)
@@ -79,10 +78,12 @@ class Pair:
             assert torch.equal(self.compiled.get_unscaled_state(b, name).isnan(), poisoned)
             assert_same_bits(actual[name].masked_fill(poisoned, 0), expected[name].masked_fill(poisoned, 0), name)
         for optimizer, param in ((self.reference, a), (self.compiled, b)):
-            if optimizer.store.slots[param].format("master_param").scaled:
+            if optimizer.store.layouts[param].format("master_param").scaled:
                 assert_same_bits(param, master_of(optimizer, param).to(param.dtype), "rounded master")
-        scales = [optimizer.store.slots[param].scale for optimizer, param in ((self.compiled, b), (self.reference, a))]
-        for name in ("exp_avg", "exp_avg_sq") if self.engine == "cuda" else STATES:
+        scales = [
+            optimizer.store.layouts[param].scale for optimizer, param in ((self.compiled, b), (self.reference, a))
+        ]
+        for name in ("exp_avg", "exp_avg_sq") if self.engine == "cuda" else ("exp_avg", "exp_avg_sq", "master_param"):
             actual_scale, expected_scale = (scale(name) for scale in scales)
             assert (actual_scale is None) == (expected_scale is None)
             if actual_scale is not None and expected_scale is not None:
@@ -97,7 +98,7 @@ class Pair:
             b.copy_(a)
             if "master_param" in expected:
                 actual["master_param"].copy_(expected["master_param"])
-            self.compiled.store.slots[b].scales.copy_(self.reference.store.slots[a].scales)
+            self.compiled.store.layouts[b].scales.copy_(self.reference.store.layouts[a].scales)
 
 
 def master_of(optimizer: FusedAdam, param: Tensor) -> Tensor:
@@ -277,7 +278,7 @@ def test_fp16_blocks_at_powers_of_two(stochastic: bool, engine: str, use_backend
             grads[-1][:, 1::2] *= 2.0**-9
             grads[-1][::2, 2:] *= 0.75
         pair.step(grads)
-    scales = torch.cat([pair.compiled.store.slots[p].scale("exp_avg_sq") for p in pair.compiled.store.params])
+    scales = torch.cat([pair.compiled.store.layouts[p].scale("exp_avg_sq") for p in pair.compiled.store.params])
     assert len(scales.unique()) == 2
 
 

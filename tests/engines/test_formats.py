@@ -13,6 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 from cases import BLOCKS, FORMAT, FORMATS, SCALED_FORMATS, STATES, Format, Moment
 from fused_optim import FusedAdam, formats
+from fused_optim.formats import Kind
 from reference import (
     GOLDEN_RATIO,
     MASK32,
@@ -27,6 +28,7 @@ from reference import (
 )
 
 pytestmark = pytest.mark.filterwarnings("error")
+KINDS = {"exp_avg": Kind.SIGNED, "exp_avg_sq": Kind.NONNEGATIVE, "master_param": Kind.MASTER}
 ALL_STATES = pytest.mark.parametrize("state", STATES)
 ALL_FORMATS = pytest.mark.parametrize("fmt", FORMATS, ids=str)
 ALL_SCALED = pytest.mark.parametrize("fmt", SCALED_FORMATS, ids=str)
@@ -89,13 +91,13 @@ def encode(
     """Stored bits and scales."""
     fractions = torch.from_numpy(np.broadcast_to(u, x.shape).astype(np.int64)).to(device)
     source = torch.from_numpy(x.copy()).to(device)
-    bits, scale = formats.encode_state(source, state, formats.STATE_FORMATS[fmt.dtype], block, fractions)
+    bits, scale = formats.encode_state(source, KINDS[state], formats.STATE_FORMATS[fmt.dtype], block, fractions)
     return bits, scale
 
 
 def round_trip(x: Array, state: str, fmt: Format, block: int, u: Array | int, device: str) -> Array:
     bits, scale = encode(x, state, fmt, block, u, device)
-    return formats.decode_state(bits, scale, state, formats.STATE_FORMATS[fmt.dtype], block).cpu().numpy()
+    return formats.decode_state(bits, scale, KINDS[state], formats.STATE_FORMATS[fmt.dtype], block).cpu().numpy()
 
 
 def block_maxima(x: Array, block: int) -> Array:
@@ -303,7 +305,7 @@ def test_rotating_fp16_values_are_loaded_exactly(state: str, device: str, data: 
     x = data.array(state)
     x[::block] *= np.float32(1 + 2.0**-12)  # many of the largest are just above a power of two
     bits, scale = encode(x, state, FORMAT["float16"], block, u.array(data.count), device)
-    stored = formats.decode_state(bits, scale, state, fmt, block)
+    stored = formats.decode_state(bits, scale, KINDS[state], fmt, block)
     again, scale_again = encode(stored.cpu().numpy(), state, FORMAT["float16"], block, NEAREST, device)
     assert torch.equal(again, bits) and torch.equal(scale_again, scale)
 
@@ -314,8 +316,8 @@ def test_the_largest_fp16_second_moment_grows_through_powers_of_two(device: str)
     state = torch.full((32,), float(v), device=device)
     for step in range(1, 2001):
         u = torch.from_numpy(rounding_fractions(0, 0, 32, step)).to(device)
-        bits, scale = formats.encode_state(state * 0.999 + 0.0013, "exp_avg_sq", fmt, 32, u)
-        state = formats.decode_state(bits, scale, "exp_avg_sq", fmt, 32)
+        bits, scale = formats.encode_state(state * 0.999 + 0.0013, Kind.NONNEGATIVE, fmt, 32, u)
+        state = formats.decode_state(bits, scale, Kind.NONNEGATIVE, fmt, 32)
     np.testing.assert_allclose(state.cpu().numpy(), 1.3 - 0.4 * 0.999**2000, rtol=2e-3)
 
 
@@ -333,7 +335,7 @@ def test_fp16_masters_equal_numpy(device: str, data: Numbers, u: Fractions) -> N
     lowest, highest = (np.floor(position + sign * fuzz).clip(0, len(code.levels) - 1) for sign in (-1, 1))
     lowest, highest = (np.where(scales > 0, bound, 0) for bound in (lowest, highest))
     assert np.all((lowest <= codes) & (codes <= highest))
-    decoded = formats.decode_state(bits, scale, "master_param", fmt, block)
+    decoded = formats.decode_state(bits, scale, Kind.MASTER, fmt, block)
     np.testing.assert_array_equal(decoded.cpu().numpy(), np.copysign(code.decode(codes, scales), x))
     again, scale_again = encode(decoded.cpu().numpy(), "master_param", FORMAT["float16"], block, NEAREST, device)
     assert torch.equal(again, bits) and torch.equal(scale_again, scale)
@@ -345,7 +347,7 @@ def test_poison_stays_in_its_block_of_a_master(poison: float, device: str) -> No
     x[40] = poison
     fmt = formats.STATE_FORMATS[torch.float16]
     bits, scale = encode(x, "master_param", FORMAT["float16"], 32, NEAREST, device)
-    decoded = formats.decode_state(bits, scale, "master_param", fmt, 32).cpu().numpy()
+    decoded = formats.decode_state(bits, scale, Kind.MASTER, fmt, 32).cpu().numpy()
     assert np.all(np.isnan(decoded[32:64]))
     np.testing.assert_allclose(decoded[[*range(32), *range(64, 96)]], x[[*range(32), *range(64, 96)]], rtol=2.0**-11)
 
@@ -390,7 +392,7 @@ def test_float8_codes_equal_torch_cast(device: str) -> None:
     x = torch.nn.functional.pad(x, (0, -len(x) % 127)).view(-1, 127)
     x = torch.nn.functional.pad(x, (0, 1), value=448.0)  # so every scale is 1
     u = torch.full((x.numel(),), NEAREST, device=device)
-    bits, scale = formats.encode_state(x, "exp_avg", formats.STATE_FORMATS[torch.float8_e4m3fn], 128, u)
+    bits, scale = formats.encode_state(x, Kind.SIGNED, formats.STATE_FORMATS[torch.float8_e4m3fn], 128, u)
     assert torch.equal(scale, torch.ones_like(scale))
     assert torch.equal(bits, x.to(torch.float8_e4m3fn).view(torch.uint8))
 
@@ -402,9 +404,9 @@ def test_every_scale_is_a_fixed_point(fmt: Format, state: str, device: str) -> N
     x = torch.arange(0x3F800000, 0x40800000, 61, dtype=torch.int32).view(torch.float32)[:, None].repeat(1, 2)
     stored = formats.STATE_FORMATS[fmt.dtype]
     u = torch.full((x.numel(),), NEAREST, device=device)
-    first, scale = formats.encode_state(x.to(device), state, stored, 2, u)
-    decoded = formats.decode_state(first, scale, state, stored, 2)
-    second, again = formats.encode_state(decoded, state, stored, 2, u)
+    first, scale = formats.encode_state(x.to(device), KINDS[state], stored, 2, u)
+    decoded = formats.decode_state(first, scale, KINDS[state], stored, 2)
+    second, again = formats.encode_state(decoded, KINDS[state], stored, 2, u)
     assert torch.equal(second, first)
     assert torch.equal(again, scale)
 

@@ -33,8 +33,8 @@ for master in MASTERS[::2]:
             param.decoupled_grad = values(tuple(param.shape), torch.float32, "cpu", seed=100 * step + i, spread=2.0)
         optimizer.step()
     for param in optimizer.store.params:
-        slots = optimizer.store.slots[param]
-        for tensor in (param, slots.scales, *optimizer.state[param].values()):
+        layout = optimizer.store.layouts[param]
+        for tensor in (param, layout.scales, *optimizer.state[param].values()):
             if tensor is not None:
                 digest.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
 print(digest.hexdigest())

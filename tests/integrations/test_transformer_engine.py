@@ -227,7 +227,7 @@ class Rounding:
         for param, plain in zip(self.params, self.plain, strict=True):
             assert "master_param" not in self.optimizer.state[param]
             key = rounding_key(self.optimizer.seed, index_of[param])
-            geometry = self.optimizer.store.slots[param].geometry
+            geometry = self.optimizer.store.layouts[param].geometry
             assert_rounded(param, plain.data, adapters.Fractions(key, geometry, self.steps).tensor(plain.device))
 
 

@@ -399,7 +399,7 @@ def test_freed_weights_are_refused(engine: str) -> None:
         others.grad = values((256, 8), step).to(engine, BF16).t()  # is made contiguous for the step
         with pytest.raises(RuntimeError, match="has been freed"):
             training.optimizer.step()
-        (part,) = training.optimizer._plan._parts
+        (part,) = training.optimizer.stepper._plan._parts
         assert not part.shards.works, "memory of refused steps is kept"
 
 
@@ -419,8 +419,8 @@ def test_torchs_default_dtype_does_not_matter(recipe: str, dtype: torch.dtype, e
 def test_absmaxes_keep_their_memory_for_captured_graphs(engine: str) -> None:
     training = Training(ALL["current"], engine, capturable=True)
     training.steps(0, 1)
-    kept = weakref.ref(training.optimizer._plan.measured[0])
-    training.optimizer._scalars.count(training.optimizer.param_groups, capturing=True)
+    kept = weakref.ref(training.optimizer.stepper._plan.measured[0])
+    training.optimizer.stepper.scalars.count(training.optimizer.param_groups, capturing=True)
     training.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3, dtype=BF16, device=engine))]})
     training.steps(1, 2)
     assert kept() is not None
@@ -445,6 +445,6 @@ def test_masters_whose_local_tensors_were_replaced_are_found(ranks: int, on: str
 def test_unchanged_weights_are_not_described_again(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(ALL["delayed"], engine)
     training.steps(0, 2)
-    monkeypatch.setattr(training.optimizer._plan, "_set", lambda *_: pytest.fail("described again"))
+    monkeypatch.setattr(training.optimizer.stepper._plan, "_set", lambda *_: pytest.fail("described again"))
     monkeypatch.setattr(adapters, "batches", lambda *_: pytest.fail("batched again"))
     training.steps(2, 4)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import distributed
 from checkpoint_cases import WAYS
 from distributed import assert_same, join_all, on_each_device
+from fused_optim.layout import MASTER
 from fused_optim.quantized import Float8BlockScaling, MXFP8BlockScaling, QuantizedTensor, quantize_model_
-from fused_optim.slots import MASTER
 from quantized_cases import Run, parameter_parts, plain_model, quantized_model, saved
 
 OLD, NEW = MXFP8BlockScaling(round_up=False), MXFP8BlockScaling()

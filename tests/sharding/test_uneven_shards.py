@@ -18,7 +18,7 @@ import distributed
 from checkpoint_cases import values
 from distributed import assert_same
 from fused_optim import FusedAdam, export_optimizer_checkpoint, load_optimizer_checkpoint, save_master_safetensors
-from fused_optim.slots import MOMENTS
+from fused_optim.adam import MOMENTS
 
 SHAPES = {"matrix": (9, 64), "vector": (11,), "few": (3, 32)}
 ROWS = {"matrix": (7, 2), "vector": (1, 10), "few": (3, 0)}  # of two ranks; FSDP2 would cut them otherwise

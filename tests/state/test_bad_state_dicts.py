@@ -53,8 +53,8 @@ def everything(model: nn.ParameterList, optimizer: FusedAdam) -> dict[str, Tenso
         found[f"{i}"] = local_tensor(param.detach()).clone()
         for key, value in optimizer.state.get(param, {}).items():
             found[f"{i}: {key}"] = local_tensor(value).clone()
-        if param in optimizer.store.slots:
-            found[f"{i}: scales"] = optimizer.store.slots[param].scales.clone()
+        if param in optimizer.store.layouts:
+            found[f"{i}: scales"] = optimizer.store.layouts[param].scales.clone()
     for i, group in enumerate(optimizer.param_groups):
         numbers = [*group["betas"], group["lr"], group["eps"], group["weight_decay"], group["step"]]
         found[f"group {i}"] = torch.tensor(numbers, dtype=torch.float64)

@@ -33,8 +33,8 @@ import distributed
 from checkpoint_cases import FORMATS, WAYS, Run, trained_states
 from distributed import Part, assert_same, join_all, same_bits
 from fused_optim import FusedAdam
+from fused_optim.adam import MOMENTS
 from fused_optim.sharding.dtensor import local_tensor
-from fused_optim.slots import MOMENTS
 from native_cases import (
     EVERY_FORMAT,
     EVERY_MASTER,
@@ -147,7 +147,7 @@ def test_fp16_moments_of_older_checkpoints_keep_their_values(
         blocks = np.abs(before[name]).reshape(-1, 64).max(1).repeat(64).reshape(before[name].shape)
         error = 2.0**-10 * np.abs(before[name]) + 2.0**-38 * blocks
         assert np.all(np.abs(actual - beta * before[name]) <= error)
-    scale = fresh.store.slots[param].scales
+    scale = fresh.store.layouts[param].scales
     assert torch.equal(torch.frexp(scale).mantissa, torch.full_like(scale, 0.5))
 
 
@@ -393,7 +393,7 @@ def test_tied_parameters(flat: bool, tmp_path: Path) -> None:
     set_optimizer_state_dict(other, fresh, state, options=options)
     for param, expected in zip(other.parameters(), model.parameters(), strict=True):
         assert_same(fresh.state[param], optimizer.state[expected])
-        assert torch.equal(fresh.store.slots[param].scales, optimizer.store.slots[expected].scales)
+        assert torch.equal(fresh.store.layouts[param].scales, optimizer.store.layouts[expected].scales)
 
 
 def test_documented_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

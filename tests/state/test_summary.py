@@ -40,7 +40,7 @@ def step(optimizer: torch.optim.Optimizer) -> None:
 def state_bytes(optimizer: FusedAdam) -> int:
     """Of all tensors that are kept for states."""
     tensors = [state for states in optimizer.state.values() for state in states.values()]
-    tensors += [optimizer.store.slots[param].scales for param in optimizer.state]
+    tensors += [optimizer.store.layouts[param].scales for param in optimizer.state]
     return sum(tensor.nbytes for tensor in tensors)
 
 

@@ -373,14 +373,14 @@ def test_grad_factor_is_used_once(device: str, use_backend: Callable[[str], None
             give_gradients(params, number)
             give_gradients(others, number, 0.25 if number == 1 else 1.0)
             if number == 1:
-                optimizer._grad_factors[where] = torch.tensor(0.25, device=where)
+                optimizer.stepper._grad_factors[where] = torch.tensor(0.25, device=where)
             optimizer.step()
             expected.step()
-            assert not optimizer._grad_factors
+            assert not optimizer.stepper._grad_factors
         assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
-        optimizer._grad_factors[where] = torch.tensor(0.25, device=where)
+        optimizer.stepper._grad_factors[where] = torch.tensor(0.25, device=where)
         optimizer.zero_grad()
-        assert not optimizer._grad_factors
+        assert not optimizer.stepper._grad_factors
 
 
 def test_scale_and_factor_go_together(device: str) -> None:
@@ -390,7 +390,7 @@ def test_scale_and_factor_go_together(device: str) -> None:
     scaler.scale(torch.ones((), device=device))
     give_gradients(params, 0, 256.0)
     give_gradients(others, 0, 0.5)
-    optimizer._grad_factors[params[0].device] = torch.tensor(0.5, device=device)
+    optimizer.stepper._grad_factors[params[0].device] = torch.tensor(0.5, device=device)
     scaler.step(optimizer)
     expected.step()
     assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
@@ -417,7 +417,10 @@ def test_two_devices() -> None:
     assert shown_step(optimizer) == 3
     assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
     with torch.cuda.device(1):
-        assert [counter.tolist() for counter in (s.steps for s in optimizer._scalars._devices.values())] == [[3], [3]]
+        assert [counter.tolist() for counter in (s.steps for s in optimizer.stepper.scalars._devices.values())] == [
+            [3],
+            [3],
+        ]
 
 
 def test_a_synthetic_first_step_is_noted_by_the_scaler() -> None:

@@ -91,7 +91,7 @@ class Training:
         for param in self.params:
             states = self.optimizer.state[param]
             found += [param.detach().clone(), *(state.clone() for state in states.values())]
-            found.append(self.optimizer.store.slots[param].scales.clone())
+            found.append(self.optimizer.store.layouts[param].scales.clone())
         return found
 
     def shown_step(self) -> int:

@@ -52,7 +52,7 @@ def snapshot(params: list[nn.Parameter], optimizer: FusedAdamW) -> dict[str, Ten
     """All that a step changes, and the gradients."""
     found = {}
     for i, param in enumerate(params):
-        states = {**optimizer.state[param], "scales": optimizer.store.slots[param].scales}
+        states = {**optimizer.state[param], "scales": optimizer.store.layouts[param].scales}
         tensors = {"parameter": param.detach(), "gradient": param.grad, **states}
         found |= {f"{i} {name}": tensor.clone() for name, tensor in tensors.items()}
     return found
@@ -80,7 +80,7 @@ def codes(optimizer: FusedAdamW, param: Tensor, name: str) -> Tensor:
     bits = local_tensor(optimizer.state[param][name])
     if bits.dtype == torch.float16:
         return bits.view(torch.int16).int() & 0x7FFF
-    float8 = optimizer.store.slots[param].format(name).name == "float8_e4m3fn"
+    float8 = optimizer.store.layouts[param].format(name).name == "float8_e4m3fn"
     return bits.int() & 0x7F if float8 else bits.int().abs()
 
 
@@ -126,7 +126,7 @@ def check_moment(found: dict[str, float], optimizer: FusedAdamW, param: Tensor, 
     kept = optimizer.get_unscaled_state(param, name).double()
     error = rms(kept - exact) / rms(exact)
     assert close(found[f"{name}_error"], error, 0.01) or max(found[f"{name}_error"], error) < 1e-6
-    fmt, scales = optimizer.store.slots[param].format(name), optimizer.store.slots[param].scale(name)
+    fmt, scales = optimizer.store.layouts[param].format(name), optimizer.store.layouts[param].scale(name)
     assert (f"{name}_saturated" in found) == fmt.scaled
     if scales is None:
         return

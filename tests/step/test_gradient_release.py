@@ -66,7 +66,7 @@ def train(model: nn.Module, optimizer: FusedAdamW, steps: range, rank: int = 0) 
 def everything(optimizer: FusedAdamW) -> list[Tensor]:
     found = [torch.tensor([group["step"] for group in optimizer.param_groups])]
     for param in optimizer.store.params:
-        found += [param.detach(), *optimizer.state[param].values(), optimizer.store.slots[param].scales]
+        found += [param.detach(), *optimizer.state[param].values(), optimizer.store.layouts[param].scales]
     return found
 
 

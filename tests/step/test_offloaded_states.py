@@ -29,11 +29,10 @@ from distributed import Part, assert_same, join_all, part, same_bits
 from fused_optim import FusedAdam, FusedAdamW, enable_gradient_release, save_master_safetensors, validate
 from fused_optim.backends import offloaded
 from fused_optim.checkpoint import PinnedStager
+from fused_optim.layout import MASTER as MASTER_PARAM
 from fused_optim.quantized import Float8CurrentScaling, MXFP8BlockScaling, quantize_model_
 from fused_optim.quantized.recipes import Recipe
 from fused_optim.sharding.dtensor import Geometry, local_tensor
-from fused_optim.slots import MASTER as MASTER_PARAM
-from fused_optim.slots import STATES
 from fused_optim.state import store
 
 INT8 = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8}
@@ -86,7 +85,7 @@ def everything(optimizer: FusedAdam) -> list[Tensor]:
     found = [torch.tensor([group["step"] for group in optimizer.param_groups])]
     for param in optimizer.store.params:
         states = [local_tensor(state) for _, state in sorted(optimizer.state[param].items())]
-        found += [local_tensor(param.detach()), *states, optimizer.store.slots[param].scales]
+        found += [local_tensor(param.detach()), *states, optimizer.store.layouts[param].scales]
     return [tensor.cpu() for tensor in found]
 
 
@@ -99,9 +98,9 @@ def homes(optimizer: FusedAdam) -> list[bool]:
     """Of each parameter, whether its states are offloaded, as they say themselves."""
     found = []
     for states in optimizer.store:
-        home, names = local_tensor(states.param).device, states.slots.offloaded
-        tensors = {name: local_tensor(states.tensors[name]) for name in STATES if name in states.tensors}
-        there = [tensors[name] for name in names if name in tensors] + [states.slots.scales] * bool(names)
+        home, names = local_tensor(states.param).device, states.layout.offloaded
+        tensors = {name: local_tensor(states.tensors[name]) for name in states.layout.names if name in states.tensors}
+        there = [tensors[name] for name in names if name in tensors] + [states.layout.scales] * bool(names)
         assert all(tensor.device.type == "cpu" for tensor in there)
         assert home.type == "cpu" or all(tensor.is_pinned() for tensor in there if tensor.numel())
         assert all(tensors[name].device == home for name in tensors.keys() - set(names))
@@ -518,7 +517,7 @@ def test_masters_of_quantized_weights_stay(master: str, recipe: Recipe, device: 
     assert_alike_quantized(*found)
     moved = [name != "0.weight" or master != "float16" for name in found[0].store.names]
     assert homes(found[0]) == moved
-    assert found[0].store[found[0].store.params[0]].slots.offloaded == (("exp_avg", "exp_avg_sq") if moved[0] else ())
+    assert found[0].store[found[0].store.params[0]].layout.offloaded == (("exp_avg", "exp_avg_sq") if moved[0] else ())
     summary = found[0].summary()
     (fallback,) = (each for each in summary["fallbacks"] if each["asked"] == "host memory")
     assert fallback["examples"] == ["0.weight"] and fallback["what"] == (MASTER_PARAM if moved[0] else "states")

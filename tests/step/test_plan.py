@@ -205,7 +205,7 @@ def test_changes_between_steps(change: Callable[[Trainer], None], pair: tuple[Tr
     change(fresh)
     for _ in range(2):
         planned.train(1)
-        fresh.optimizer._leave_plan()
+        fresh.optimizer.stepper.leave_plan()
         fresh.train(1)
     for actual, expected in zip(planned.everything(), fresh.everything(), strict=True):
         assert torch.equal(actual, expected)
@@ -256,7 +256,7 @@ def test_unusual_gradients(
                 grad, param.grad = param.grad, None
                 param.grad_dtype = None
                 param.grad = change(grad)
-        fresh.optimizer._leave_plan()
+        fresh.optimizer.stepper.leave_plan()
         for trainer in pair:
             before = [param._version for param in trainer.params]
             updated = [param.grad is not None for param in trainer.params]
@@ -424,7 +424,7 @@ def test_without_the_exchange_api(pair: tuple[Trainer, Trainer], monkeypatch: py
     """Of older releases of torch: slower, and the same."""
     first, second = pair
     monkeypatch.delattr(Tensor, "__dlpack_c_exchange_api__")
-    first.optimizer._leave_plan()
+    first.optimizer.stepper.leave_plan()
     for trainer in pair:
         trainer.train(2)
     for actual, expected in zip(first.everything(), second.everything(), strict=True):
@@ -438,7 +438,7 @@ def test_without_knowing_where_gradients_are(pair: tuple[Trainer, Trainer], monk
     if engine is None:
         pytest.skip("no engine")
     monkeypatch.setattr(compiled, "_gradient_layout", lambda _: engine.GradientLayout([]))
-    first.optimizer._leave_plan()
+    first.optimizer.stepper.leave_plan()
     first.train(2)
     monkeypatch.undo()
     second.train(2)

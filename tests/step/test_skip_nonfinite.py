@@ -56,7 +56,7 @@ def everything(optimizer: FusedAdam) -> list[Tensor]:
     found = []
     for param in optimizer.store.params:
         found += [param.detach().clone(), *(state.clone() for state in optimizer.state[param].values())]
-        found.append(optimizer.store.slots[param].scales.clone() if param in optimizer.store else torch.zeros(0))
+        found.append(optimizer.store.layouts[param].scales.clone() if param in optimizer.store else torch.zeros(0))
     return found
 
 

@@ -261,7 +261,7 @@ def test_a_write_that_another_thread_follows_meanwhile(monkeypatch: pytest.Monke
 
     def follow_twice(plan: Plan, *shard: Any) -> None:
         if not threads:
-            threads.append(threading.Thread(target=optimizer.follow_parameters))
+            threads.append(threading.Thread(target=optimizer.stepper.follow_parameters))
             threads[0].start()
             threads[0].join()
         follow(plan, *shard)

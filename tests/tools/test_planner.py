@@ -94,7 +94,7 @@ def allocate(choices: list[tuple[str, str]], width: int) -> list[dict[str, int]]
         held = {"parameters": [param.detach() for param in params], "gradients": [param.grad for param in params]}
         held["masters"] = [tensors["master_param"] for tensors in kept if "master_param" in tensors]
         held["states"] = [tensors[name] for tensors in kept for name in ("exp_avg", "exp_avg_sq")]
-        held["scales"] = [optimizer.store.slots[param].scales for param in params]
+        held["scales"] = [optimizer.store.layouts[param].scales for param in params]
         found.append({key: storage_bytes(tensors) for key, tensors in held.items()})
     return found
 

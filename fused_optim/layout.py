@@ -1,4 +1,4 @@
-"""What an engine needs to know of a parameter's states beyond their tensors: formats, scales, and where they lie."""
+"""How the states of one parameter are laid out: their formats, scales, master, and where they lie."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_optim.formats import FLOAT16, FLOAT32, Master, StateFormat, state_format
+from fused_optim.formats import FLOAT16, FLOAT32, Kind, Master, StateFormat, state_format
 from fused_optim.host_memory import host_zeros
+from fused_optim.rule import StateSpec
 from fused_optim.sharding.dtensor import Geometry, has_values, local_tensor, shard_geometry
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master_param"
 STEP = "step"  # of a param group; of each parameter where states are as torch.optim.AdamW's
-STATES = (*MOMENTS, MASTER)
 
 
 class Versions(NamedTuple):
@@ -46,18 +45,19 @@ def state_zeros(param: Tensor, shape: Sequence[int], dtype: torch.dtype, offload
 
 
 @dataclass
-class Slots:
+class StateLayout:
     """Formats of one parameter's states and their block scales.
 
-    ``scales``: FP32, one per block of each scaled state, in the order exp_avg, exp_avg_sq, master_param. ``versions``:
-    of the parameter when it was last known to be its rounded master, if it has a master of its own. ``offloaded``:
-    the states that are in host memory, and so are the scales, while the parameter is on a GPU.
+    ``formats``: of the rule's states, in the order of ``specs``. ``scales``: FP32, one per block of each scaled state
+    in that order, then of the master. ``versions``: of the parameter when it was last known to be its rounded master,
+    if it has a master of its own. ``offloaded``: the states that are in host memory, and so are the scales, while the
+    parameter is on a GPU.
     """
 
+    specs: tuple[StateSpec, ...]
     geometry: Geometry
     master: Master
-    exp_avg: StateFormat
-    exp_avg_sq: StateFormat
+    formats: tuple[StateFormat, ...]
     scales: Tensor
     versions: Versions | None = None
     offloaded: tuple[str, ...] = ()
@@ -66,30 +66,38 @@ class Slots:
     def create(
         param: Tensor,
         master: Master,
-        exp_avg: torch.dtype | str,
-        exp_avg_sq: torch.dtype | str,
+        specs: tuple[StateSpec, ...],
+        dtypes: Sequence[torch.dtype | str],
         *,
         offloaded: tuple[str, ...] = (),
-    ) -> Slots:
+    ) -> StateLayout:
         """Choose formats (FP32 where no block fits) and allocate zero scales."""
         geometry = shard_geometry(param)
-        chosen = [state_format(exp_avg), state_format(exp_avg_sq)]
-        chosen = [FLOAT32 if fmt.scaled and not geometry.block else fmt for fmt in chosen]
+        chosen = map(state_format, dtypes)
+        formats = tuple(FLOAT32 if fmt.scaled and not geometry.block else fmt for fmt in chosen)
         if master is Master.FLOAT16 and not geometry.block:
             master = Master.FLOAT32
-        count = geometry.blocks * (sum(fmt.scaled for fmt in chosen) + (master is Master.FLOAT16))
+        count = geometry.blocks * (sum(fmt.scaled for fmt in formats) + (master is Master.FLOAT16))
         scales = state_zeros(param, (count,), torch.float32, bool(offloaded))
-        return Slots(geometry, master, chosen[0], chosen[1], scales, offloaded=offloaded)
+        return StateLayout(specs, geometry, master, formats, scales, offloaded=offloaded)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the states that there may be: the rule's, and the master."""
+        return (*(spec.name for spec in self.specs), MASTER)
 
     def format(self, state: str) -> StateFormat:
         """Of masters, only FP16 ones have one of these; it is FLOAT32 for all others."""
         if state == MASTER:
             return FLOAT16 if self.master is Master.FLOAT16 else FLOAT32
-        return self.exp_avg if state == "exp_avg" else self.exp_avg_sq
+        return next(fmt for spec, fmt in zip(self.specs, self.formats, strict=True) if spec.name == state)
+
+    def kind(self, state: str) -> Kind:
+        return next((spec.kind for spec in self.specs if spec.name == state), Kind.MASTER)
 
     def scale(self, state: str) -> Tensor | None:
         """The scales of one state, as a view; None where it has none."""
-        scaled = [name for name in STATES if self.format(name).scaled]
+        scaled = [name for name in self.names if self.format(name).scaled]
         if state not in scaled:
             return None
         first = self.geometry.blocks * scaled.index(state)
@@ -103,5 +111,5 @@ class Slots:
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtype that each stored state must have."""
-        dtypes = {name: self.format(name).dtype(name) for name in MOMENTS}
+        dtypes = {spec.name: fmt.dtype(spec.kind) for spec, fmt in zip(self.specs, self.formats, strict=True)}
         return dtypes if self.master is Master.PARAMETER else {**dtypes, MASTER: self.master.dtype}

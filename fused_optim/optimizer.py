@@ -1,0 +1,487 @@
+"""The base of all optimizers here: param groups, states, steps and state dicts, whatever the update rule is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from fused_optim import adapters
+from fused_optim.decorators import between_graphs, declared_without, observed, ungraded
+from fused_optim.layout import MASTER, STEP
+from fused_optim.options import (
+    IMPLEMENTATIONS,
+    TORCHS_OPTIONS,
+    CheckpointDevice,
+    CheckpointFormat,
+    flag_of,
+    read_group,
+    spelled_alike,
+)
+from fused_optim.rule import Rule
+from fused_optim.settings import Setting, Settings
+from fused_optim.sharding.collective import parameter_names
+from fused_optim.state import state_dict as forms
+from fused_optim.state import torch_form
+from fused_optim.state.groups import DESCRIPTION, TorchGroup, usual_group
+from fused_optim.state.store import StateStore
+from fused_optim.state.summary import Summary, short_description, summarize
+from fused_optim.step.amp import amp_scalars, mark_stepped
+from fused_optim.step.diagnostics import Diagnostics, diagnose
+from fused_optim.step.run import Stepper
+from fused_optim.validate import check_belongs, check_differentiable, check_hyperparameters, check_param, check_whole
+
+
+def _before_state_dict(optimizer: Optimizer) -> None:
+    """A hook before ``state_dict()``: what it is made from is brought up to date."""
+    assert isinstance(optimizer, ShardedOptimizer)
+    optimizer.stepper.check_between_steps()
+    optimizer._forget_compilers_key()
+    optimizer._reconcile()
+    optimizer.store.show_steps()
+
+
+def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A hook after ``state_dict()``: the states in the form that was chosen."""
+    assert isinstance(optimizer, ShardedOptimizer)
+    options = optimizer.checkpoint_options
+    if options.form == "torch":
+        return torch_form.convert(optimizer.store, state_dict, options.device)
+    return forms.convert(optimizer.store, state_dict, options)
+
+
+class ShardedOptimizer(Optimizer):
+    """What all optimizers of this package share. It knows no update rule: subclasses give it one.
+
+    Each fact has one owner. ``param_groups`` have the hyperparameters and the ``step``; ``settings`` the options of the
+    whole optimizer, which attributes show; ``state`` the tensors and ``store`` how they are laid out; ``stepper`` what
+    steps share: the plan, scalars on devices, clipping.
+
+    Args:
+        params: as of torch's optimizers.
+        rule: the update rule.
+        hyperparameters: the defaults of param groups: lr, weight_decay, maximize, and those of ``rule.defaults``.
+        dtypes: the formats of the rule's states, by the names of their options. None: ``state_dtype``.
+        state_dtype: the format of all states that have none of their own; None: FP32.
+        options: those of :class:`fused_optim.settings.Settings`, and ``master_bits``.
+    """
+
+    settings: Settings
+
+    capturable = Setting[bool]()
+    master_weights = Setting[bool]()
+    master_weight_dtype = Setting[torch.dtype]()
+    store_param_remainders = Setting[bool | None]()
+    param_remainder_bits = Setting[int]()
+    stochastic_rounding = Setting[bool]()
+    seed = Setting[int]()
+    use_decoupled_grad = Setting[bool]()
+    skip_nonfinite = Setting[bool]()
+    unscales_gradients = Setting[bool]()
+    offload_states = Setting[bool]()
+    offload_fraction = Setting[float]()
+    checkpoint_device = Setting[CheckpointDevice]()
+    set_grad_none = Setting[bool | None]()
+    fused = Setting[bool | None]()
+    foreach = Setting[bool | None]()
+
+    _saves_int16_remainders = False  # in the unscaled form, instead of FP32 masters
+    _synthetic_of_plain = True  # whether first steps of plain tensors may be synthetic
+
+    def __init__(
+        self,
+        params: ParamsT,
+        rule: Rule,
+        hyperparameters: Mapping[str, Any],
+        dtypes: Mapping[str, torch.dtype | str | None],
+        state_dtype: torch.dtype | str | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.rule = rule
+        self.settings = Settings.read(**options)
+        self.store = StateStore(self)
+        self.stepper = Stepper(self.store, 0, self._synthetic_of_plain)
+        chosen = {key: dtype or state_dtype or torch.float32 for key, dtype in dtypes.items()}
+        chosen = spelled_alike({**chosen, "master_weight_dtype": options["master_weight_dtype"]})
+        own = {**rule.options, **self.settings.as_dict(), **dict.fromkeys(("state_dtype", "master_bits"))}
+        defaults = {**hyperparameters, **own, **chosen, "differentiable": False, "decoupled_weight_decay": None}
+        defaults |= read_group(defaults, {})
+        check_hyperparameters(defaults, rule)
+        super().__init__(params, defaults)
+        self._register_hooks()
+
+    def _register_hooks(self) -> None:
+        """Once, also in an optimizer that was copied together with its hooks."""
+        if _before_state_dict not in self._optimizer_state_dict_pre_hooks.values():
+            self.register_state_dict_pre_hook(_before_state_dict)
+        if _after_state_dict not in self._optimizer_state_dict_post_hooks.values():
+            self.register_state_dict_post_hook(_after_state_dict)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Where True, torch.amp.GradScaler leaves the gradients scaled, and sets ``grad_scale`` and ``found_inf``."""
+        return self.settings.unscales_gradients
+
+    @property
+    def skip_nonfinite_group(self) -> ProcessGroup | None:
+        """The ranks that skip steps together; None: those of the default process group."""
+        return self.stepper.skip_group
+
+    @skip_nonfinite_group.setter
+    def skip_nonfinite_group(self, group: ProcessGroup | None) -> None:
+        self.stepper.skip_group = group
+
+    def _reconcile(self, alone: bool = False) -> None:
+        """Take in what others may have changed since this was last asked, before anything is read.
+
+        In this order: steps that a device has counted, which groups show; remainders that were loaded before their
+        parameters, which then have their masters again (a collective where some are pending, left out if a rank is
+        ``alone`` in this); then parameters that others have written, since these are compared with whole masters. What
+        others have put into ``state`` is noticed by ``store`` whenever it is asked.
+        """
+        if not alone:
+            self.stepper.scalars.pull(self.param_groups)
+            self.store.adopt()
+            self.store.settle()
+        self.stepper.follow_parameters()
+
+    # --- param groups and pickling ------------------------------------------------------------------------------
+
+    @between_graphs
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group, as torch.optim does. Raises before the group is added if it cannot be used."""
+        read = read_group(param_group, self.defaults)
+        check_hyperparameters({**self.defaults, **param_group, **read}, self.rule)
+        self._check_torchs_options(param_group)
+        number, whole = len(self.param_groups), {**self.rule.options, **self.settings.as_dict()}
+        if ignored := [key for key in whole if _is_another(param_group.get(key), whole[key], key)]:
+            self.stepper.ignored[number] = ignored
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        group.update(read)
+        group.update(spelled_alike({spec.option: group[spec.option] for spec in self.rule.states}))
+        for key in (*whole, "state_dtype", "master_bits", *TORCHS_OPTIONS):  # torch puts all defaults there
+            group.pop(key, None)
+        for key, value in {STEP: 0, **DESCRIPTION}.items():
+            group.setdefault(key, value)
+        first = sum(len(g["params"]) for g in self.param_groups[:-1])
+        names = group.get("param_names", [None] * len(group["params"]))
+        try:
+            for i, (param, name) in enumerate(zip(group["params"], names, strict=True)):
+                check_param(param, first + i, name)
+        except TypeError:
+            self.param_groups.pop()
+            raise
+        adapters.hold(group["params"])
+        self._show_groups()
+
+    def _check_torchs_options(self, given: Mapping[str, Any]) -> None:
+        """Raise ValueError for options of torch.optim.AdamW's in a param group that mean another optimizer."""
+        check_differentiable(given.get("differentiable"))
+        decoupled, own = given.get("decoupled_weight_decay"), self.rule.options.get("adam_w_mode", True)
+        if decoupled is not None and flag_of("decoupled_weight_decay", decoupled) != own:
+            raise ValueError(
+                f"decoupled_weight_decay={decoupled} in a param group: it is an option of the whole optimizer here, "
+                f"which has adam_w_mode={own}; use an optimizer for each"
+            )
+
+    @between_graphs
+    @torch.no_grad()
+    def replace_parameters(self, replacements: Mapping[Tensor, Tensor]) -> None:
+        """Let other parameters take the places of some, with their states, and write them from the masters.
+
+        ``replacements``: old -> new, which has the same shape, mesh and placements. Masters are kept as the constructor
+        would for the new ones. A collective where a new one has a scale for all of its shards.
+
+        Raises KeyError for a parameter that the optimizer does not hold, ValueError for one placed differently,
+        TypeError for one that cannot be used. Nothing has been changed then.
+        """
+        for old, new in replacements.items():
+            self.store.check_replacement(old, new)
+        self._reconcile()
+        self.stepper.leave_plan()
+        adapters.write([update for pair in replacements.items() for update in self.store.replace(*pair)], advance=False)
+        adapters.hold(replacements.values())
+        self.store.mark()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.stepper.scalars.pull(self.param_groups)
+        self.stepper.follow_parameters()
+        return {
+            **super().__getstate__(),
+            "rule": self.rule,
+            "settings": replace(self.settings),
+            "layouts": self.store.layouts,
+            "pending": self.store.pending,
+            "skipped": self.skipped_steps,
+            "rounds_by_names": self.store.rounds_by_names,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        layouts, pending, by_names, skipped = map(state.pop, ("layouts", "pending", "rounds_by_names", "skipped"))
+        super().__setstate__(state)
+        self.store = StateStore(self, layouts, pending, by_names)
+        self.store.settle_in()
+        adapters.hold(self.store.params)
+        self.stepper = Stepper(self.store, skipped, self._synthetic_of_plain)
+        self._register_hooks()
+
+    @property
+    def checkpoint_format(self) -> CheckpointFormat:
+        """The form of ``state_dict()``; with "torch" the running param groups and states show AdamW's keys, too."""
+        return self.settings.checkpoint_format
+
+    @checkpoint_format.setter
+    def checkpoint_format(self, form: CheckpointFormat) -> None:
+        self.settings.checkpoint_format = form
+        self._show_groups()
+        self.store.show_steps()
+
+    def _show_groups(self) -> None:
+        """Let param groups have torch.optim.AdamW's keys or our own, by the form of state dicts."""
+        self._forget_compilers_key()
+        switches = {key: getattr(self.settings, key) for key in IMPLEMENTATIONS}
+        for number, group in enumerate(self.param_groups):
+            if self.checkpoint_format != "torch":
+                self.param_groups[number] = usual_group(group)
+            elif not isinstance(group, TorchGroup):
+                self.param_groups[number] = TorchGroup(group, switches)
+
+    def _forget_compilers_key(self) -> None:
+        """Where a compiled function writes to a param group, torch.compile gives all of them ``capturable=True``, too.
+
+        It would be in checkpoints, whose loads compare keys, and is an option of the whole optimizer here.
+        """
+        for group in self.param_groups:
+            dict.pop(group, "capturable", None)
+
+    @property
+    def checkpoint_options(self) -> forms.Options:
+        """How ``state_dict()`` converts the states."""
+        settings = self.settings
+        return forms.Options(settings.checkpoint_format, settings.checkpoint_device, self._saves_int16_remainders)
+
+    # --- states -------------------------------------------------------------------------------------------------
+
+    @between_graphs
+    @torch.no_grad()
+    def initialize_state(self, param: Tensor | None = None, store_param_remainders: bool | None = None) -> None:
+        """Create the states of ``param``, or of all: zero moments, masters equal to the parameters. Idempotent.
+
+        ``store_param_remainders`` overrides the optimizer's option for states that this call creates.
+        """
+        self.store.create(param, store_param_remainders)
+        if param is None:
+            self.stepper.prepare_capture()
+
+    @torch.no_grad()
+    def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
+        """A state's local values: FP32, shaped as the parameter's local shard.
+
+        ``master_param`` with remainders gives the stored remainders (int16 or int8), as in TransformerEngine. FP32
+        states are returned themselves, others as a copy. Raises KeyError for a state that the parameter does not have.
+        """
+        if state_name == MASTER:
+            self._reconcile(alone=True)
+        return self.store.read(param, state_name)
+
+    @torch.no_grad()
+    def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
+        """Encode local FP32 values (the parameter's local shape) into a state; remainders are taken as they are.
+
+        The states of a parameter that has none are created first. Raises KeyError for an unknown state, ValueError for
+        a wrong shape, TypeError for remainders of another dtype.
+        """
+        if state_name == MASTER:
+            self._reconcile(alone=True)
+        self.store.write(param, state_name, unscaled_state)
+
+    @between_graphs
+    @torch.no_grad()
+    def master_state_dict(self, model: torch.nn.Module) -> dict[str, Tensor]:
+        """The masters by the model's parameter names: FP32, with the parameters' shapes, meshes and placements.
+
+        The names are those that torch.distributed.checkpoint writes: without ``torch.compile``'s and other wrappers'.
+        Raises TypeError for flat shards of FSDP1, KeyError if the model has none of the optimizer's parameters.
+        """
+        check_whole(model, self.store.params)
+        check_belongs(model, self.store.params)
+        self._reconcile()
+        names = parameter_names(model)
+        return {names[param][0]: self.store.master(param) for param in self.store.params if param in names}
+
+    @between_graphs
+    @torch.no_grad()
+    def sync_params_from_master(self) -> None:
+        """Write every parameter again from its master, rounded to nearest. Histories of scales stay as they are.
+
+        A collective where quantized parameters have a scale for all of their shards.
+        """
+        self.store.sync_params()
+
+    @between_graphs
+    @torch.no_grad()
+    def sync_masters_from_params(self) -> None:
+        """Let every master follow its parameter: what was written into parameters is where the next step starts.
+
+        Elementwise: where a parameter is its rounded master, the master stays as it is. Writes that move a parameter's
+        version counter (``load_state_dict``, ``torch.nn.init``, in-place operations, broadcasts) are noticed by
+        ``step()`` and ``state_dict()`` themselves. Those through ``.data``, and those between replays of a CUDA graph,
+        are not: call this after them. Remainders complete whatever the parameter is.
+        """
+        self._reconcile()
+        self.store.follow_params(written_only=False)
+
+    @between_graphs
+    def state_bytes(self) -> int:
+        """Bytes that this rank holds for moments, masters and scales, those in host memory included.
+
+        Parameters and gradients are not counted. ``summary()`` tells the bytes on the host and on devices apart.
+        """
+        return self.store.nbytes
+
+    @between_graphs
+    def summary(self, rows: int | None = None) -> Summary:
+        """What this rank really has: parameters and bytes by actual format, master and backend, fallbacks, and why.
+
+        A dict, see :class:`fused_optim.state.summary.Summary`, that prints as a table. No communication; of parameters
+        that have no states yet: what they will have.
+
+        Args:
+            rows: of activations that layers with quantized weights are called with (batch times sequence): for some
+                numbers products decode their weights instead of running in FP8. None: a number that suits all.
+        """
+        return summarize(type(self).__name__, self.store, rows)
+
+    @between_graphs
+    @torch.no_grad()
+    def diagnostics(self) -> Diagnostics:
+        """What the next step will do, and what rounding makes of it, by parameter and by param group.
+
+        Call it between ``backward()`` (and clipping; under a GradScaler, ``unscale_``) and ``step()``. It is an extra
+        pass by the reference backend, in PyTorch, and changes nothing; a step without it does nothing for it. A dict
+        that can be written as JSON, see :class:`fused_optim.step.diagnostics.Diagnostics`; its ``scalars()`` are for
+        TensorBoard.
+
+        A collective over the meshes that cut parameters. Waits for the device. Raises RuntimeError before states exist.
+        """
+        self._reconcile()
+        self.stepper.check_groups()
+        self.stepper.prepare_capture()
+        return diagnose(self.store, self.stepper.next_hypers())
+
+    def __repr__(self) -> str:
+        return short_description(type(self).__name__, self.store)
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps ``skip_nonfinite`` has skipped, those included that a GradScaler had. Waits for the device."""
+        return self.stepper.skips.count
+
+    # --- step ---------------------------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Reset the gradients, ``decoupled_grad`` included where it is used, and drop the clipping of the next step."""
+        asked = self.set_grad_none if set_to_none is None else set_to_none
+        set_to_none = True if asked is None else asked
+        super().zero_grad(set_to_none=set_to_none)
+        self.stepper.drop_clipping()
+        if not self.use_decoupled_grad:
+            return
+        for param in self.store.params:
+            grad = getattr(param, "decoupled_grad", None)
+            if grad is not None and set_to_none:
+                setattr(param, self.store.grad_attribute, None)
+            elif grad is not None:
+                grad.zero_()
+
+    @between_graphs
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Clip the next step's gradients by their total norm over all shards, and return that norm.
+
+        As :func:`fused_optim.clip_grad_norm_` for all parameters of the optimizer, except that the gradients stay as
+        they are: the next ``step()`` multiplies them by ``min(1, max_norm / (norm + 1e-6))`` as it reads them, once. A
+        second call replaces the factor and ``zero_grad()`` drops it. With a GradScaler, call ``scaler.unscale_`` first:
+        the norm is that of the gradients as they are. Without host synchronisation unless ``error_if_nonfinite``.
+        """
+        return self.stepper.clip(max_norm, norm_type, error_if_nonfinite)
+
+    @observed
+    @declared_without("kwargs")
+    @ungraded
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Update every parameter that has a gradient. Returns the closure's value.
+
+        ``step(grad_scaler=scaler)`` is the same as ``scaler.step(optimizer)``, as in TransformerEngine and Apex.
+
+        A first step whose gradients are all zero, on every rank, creates the states and changes nothing else if every
+        learning rate is 0 or the parameters are Megatron-FSDP's.
+        Raises before anything is changed for gradients that do not fit their parameters, and RuntimeError for what a
+        CUDA graph that is being captured cannot hold.
+        """
+        scaler = kwargs.pop("grad_scaler", None)
+        if kwargs:
+            raise TypeError(f"step() got unexpected arguments: {', '.join(kwargs)}")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.stepper.step(lambda: amp_scalars(self, scaler))
+        mark_stepped(self, scaler)
+        return loss
+
+    # --- state dict ---------------------------------------------------------------------------------------------
+
+    @between_graphs
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load states saved from any format into this optimizer's formats; see ``fused_optim.state.state_dict``.
+
+        torch's own loader is not used because it casts every state to the parameter's dtype. Hooks run as there, and
+        ``state_dict`` is not changed. Masters are loaded where both sides have them; parameters are written from them.
+        Remainders may be loaded before or after the parameters that they belong to: what needs a master next, such as
+        ``step()`` or ``state_dict()``, raises ValueError where these are others.
+
+        A collective where parameters are DTensors: all ranks of their meshes call it. Raises on every rank if it fails
+        on one; nothing has been changed then. Raises KeyError, TypeError, ValueError or RuntimeError, by the fault.
+        """
+        with forms.failing_together(self.store.params):
+            state_dict = self._passed_through_hooks(state_dict.copy())
+            checked = forms.check(self.store, state_dict, self._keeping(state_dict))
+        self.stepper.leave_plan()
+        rates = [group["lr"] for group in self.param_groups]
+        forms.load(self.store, checked)
+        if self.capturable:
+            self._keep_lr_tensors(rates)
+        self.stepper.scalars.write(self.param_groups)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _passed_through_hooks(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = pre_hook(self, state_dict)
+            if replaced is not None:
+                state_dict = replaced
+        return state_dict
+
+    def _keeping(self, state_dict: dict[str, Any]) -> Collection[Tensor]:
+        """Parameters whose states stay as they are."""
+        return ()
+
+    def _keep_lr_tensors(self, rates: list[float | Tensor]) -> None:
+        """Captured graphs read these tensors: loaded values go into them."""
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            if isinstance(rate, Tensor):
+                group["lr"] = rate.copy_(torch.as_tensor(group["lr"]).reshape(rate.shape))
+
+
+def _is_another(asked: Any, own: Any, key: str) -> bool:
+    """Whether a param group asks for another value of an option of the whole optimizer, in vain."""
+    if key in IMPLEMENTATIONS or asked is None:
+        return False
+    return bool((flag_of(key, asked) if isinstance(own, bool) else asked) != own)

@@ -1,0 +1,448 @@
+"""Makes an optimizer's steps: whole ones, in parts, captured ones; knows its plan and all scalars that steps share."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from fused_optim import adapters, clip, copies
+from fused_optim.backends import is_capturing
+from fused_optim.backends.compiled import load_kernels
+from fused_optim.decorators import callers_level
+from fused_optim.options import read_group
+from fused_optim.rule import Hyper
+from fused_optim.sharding.collective import announce_failure, any_rank
+from fused_optim.sharding.dtensor import local_tensor
+from fused_optim.skip import Skips
+from fused_optim.state.store import StateStore
+from fused_optim.state.summary import choices_without_effect
+from fused_optim.step.parts import Parts
+from fused_optim.step.plan import Plan, check_capturable, placed_as
+from fused_optim.step.scalars import DeviceScalars, host_lr, on_device
+from fused_optim.step.synthetic import any_nonzero, may_be_synthetic
+from fused_optim.validate import check_hyperparameters, check_update, describe
+
+Scaling = tuple[Tensor | None, Tensor | None]  # what gradients are divided by, whether to skip the step
+
+
+class Stepper:
+    """The steps of one optimizer. Nothing of it is copied or pickled but how many steps were skipped."""
+
+    def __init__(self, store: StateStore, skipped: int = 0, synthetic_of_plain: bool = True) -> None:
+        self._store = store
+        self._synthetic_of_plain = synthetic_of_plain  # whether steps of plain tensors may be synthetic
+        self.skips = Skips(skipped)
+        self.skip_group: ProcessGroup | None = None  # whose ranks skip together; None: the default one
+        self.scalars = DeviceScalars()
+        self._plan: Plan | None = None
+        self._members: Sequence[Sequence[Tensor]] | None = None  # of the parts of a step; None: it is made at once
+        self._parts: Parts | None = None
+        # FP32 scalars that the gradients are multiplied by in the next step: deferred clipping.
+        self._grad_factors: dict[torch.device, Tensor] = {}
+        self._is_located = False  # what `StateStore.locate` finds
+        self._has_warned = False  # of choices without effect
+        self.ignored: dict[int, list[str]] = {}  # by param group: options of the whole optimizer that it was given
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether a CUDA graph holds a step: a replay asks nobody whether it may write."""
+        return self.scalars.captured
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self._store.groups
+
+    def _gradient(self, param: Tensor) -> Tensor | None:
+        grad: Tensor | None = getattr(param, self._store.grad_attribute, None)
+        return grad
+
+    # --- masters and parameters ------------------------------------------------------------------------------------
+
+    def follow_parameters(self) -> None:
+        """Let masters follow the parameters whose version counters say that someone has written them."""
+        plans = self._plans()
+        for plan in plans:
+            plan.follow_parameters()
+        if not plans:
+            self._store.follow_params()
+
+    def leave_plan(self) -> None:
+        """Without a plan, the store knows which versions of the parameters belong to the masters."""
+        plans = self._plans()
+        for plan in plans:
+            plan.follow_parameters()
+        if plans:
+            self._plan = self._parts = None
+            self._store.mark()
+
+    def _plans(self) -> list[Plan]:
+        if self._parts is not None:
+            return self._parts.plans
+        return [] if self._plan is None else [self._plan]
+
+    # --- clipping ---------------------------------------------------------------------------------------------------
+
+    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        """Clip the next step's gradients; see ``ShardedOptimizer.clip_grad_norm_``."""
+        self._refuse_in_parts("clip_grad_norm_()", "the norm of all gradients")
+        params = self._store.params
+        measured = clip.measure(params, list(map(self._gradient, params)), max_norm, norm_type, error_if_nonfinite)
+        self._grad_factors = measured.factors
+        if self._store.settings.skip_nonfinite:
+            self.skips.note(measured)
+        for device, factor in measured.factors.items():
+            if self._is_capturable_on(device):
+                self.scalars.factor(device).copy_(factor)
+        return measured.norm
+
+    def drop_clipping(self) -> None:
+        for device in self._grad_factors:
+            if self._is_capturable_on(device):
+                self.scalars.factor(device).fill_(1.0)
+        self._grad_factors = {}
+        self.skips.forget()
+
+    def _is_capturable_on(self, device: torch.device) -> bool:
+        return self._store.settings.capturable and device.type == "cuda"
+
+    def _clipping_factor(self, device: torch.device) -> Tensor | None:
+        """A graph reads the optimizer's own scalar, into which every call of :meth:`clip` writes."""
+        return self.scalars.factor(device) if self._is_capturable_on(device) else self._grad_factors.get(device)
+
+    # --- a step -----------------------------------------------------------------------------------------------------
+
+    def step(self, ask_scaler: Callable[[], Scaling]) -> None:
+        """Update every parameter that has a gradient. Raises before anything is changed."""
+        copies.wait()
+        capturing = is_capturing()
+        if capturing:
+            self._check_capture()
+        self._store.settle()
+        scaling = ask_scaler()
+        if self._members is not None:
+            self._finish_parts(scaling)
+        elif not capturing and self._is_synthetic():
+            self._store.create()
+            self.prepare_capture()
+            self.drop_clipping()
+        else:
+            self._update(self._checked_plan(scaling[0] is not None), scaling, capturing)
+        self._store.synchronize()
+
+    def prepare_capture(self) -> None:
+        """What a captured step cannot do itself; nothing without ``capturable`` or during a capture."""
+        if not self._store.settings.capturable or is_capturing():
+            return
+        devices = {local_tensor(param).device for param in self._store.params}
+        gpus = [device for device in devices if device.type == "cuda"]
+        if gpus:
+            self.scalars.prepare(devices, self._groups, capturing=False)
+            self.scalars.workspaces(devices, self._groups)
+        for device in gpus:
+            self.scalars.factor(device)
+            self.skips.prepare(device)
+            load_kernels(device)
+
+    def _check_capture(self) -> None:
+        store = self._store
+        if not store.settings.capturable:
+            raise RuntimeError("CUDA graph capture of step() needs capturable=True")
+        if store.settings.offload_states:
+            raise RuntimeError(
+                "CUDA graph capture: offload_states=True has states in host memory; no graph waits for it"
+            )
+        if store.pending:
+            raise RuntimeError("CUDA graph capture: remainders were loaded since the last step; run one before capture")
+        for index, (param, name) in enumerate(zip(store.params, store.names, strict=True)):
+            if param not in store and not store.is_frozen(param):
+                hint = "run one warm-up step or initialize_state() before capture"
+                raise RuntimeError(f"CUDA graph capture: {describe(param, index, name)} has no states yet; {hint}")
+
+    def _is_synthetic(self) -> bool:
+        """Whether this first step is to create states only.
+
+        What only all ranks together know is asked before the first step, by all of them whatever they did before: where
+        uneven shards lie and, if every learning rate is 0, whether there is a gradient. Where a rank refuses its
+        gradients, it tells the others.
+        """
+        if not (self._synthetic_of_plain or any(isinstance(param, DTensor) for param in self._store.params)):
+            return False
+        resting = may_be_synthetic(self._groups)
+        if self._is_located and not resting:
+            return False
+        params = self._store.params
+        if not params:  # a rank that owns none has nobody to ask
+            return resting
+        try:
+            grads = self._checked_grads()
+        except Exception:
+            announce_failure(params)
+            raise
+        is_real = resting and (not self._store.is_empty or any_nonzero(grads))
+        is_real, failed = any_rank(params, is_real, False)
+        if failed:
+            raise RuntimeError("another rank refused its gradients before the first step; its error says why")
+        self._locate()
+        return resting and not is_real
+
+    def _locate(self) -> None:
+        if not self._is_located:
+            self._store.locate()
+            self._is_located = True
+
+    def check_groups(self) -> None:
+        """Read what was written into running param groups as plain values. Raises ValueError or TypeError."""
+        for number, group in enumerate(self._groups):
+            try:
+                read = read_group(group, self._store.defaults)
+                check_hyperparameters({**group, **read} if read else group, self._store.rule, running=True)
+                group.update(read)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"param group {number}: {error}") from error
+
+    def _checked_grads(self) -> list[Tensor]:
+        """All gradients, placed as their parameters are."""
+        self.check_groups()
+        grads = []
+        for index, (param, name) in enumerate(zip(self._store.params, self._store.names, strict=True)):
+            grad = self._gradient(param)
+            if grad is not None:
+                check_update(param, grad, index, name)
+                grads.append((param, grad))
+        return [placed_as(grad, param) for param, grad in grads]
+
+    # --- steps in parts ---------------------------------------------------------------------------------------------
+
+    def in_parts(self, members: Sequence[Sequence[Tensor]] | None) -> None:
+        """From now on, :meth:`update_part` updates the parameters of one list, and ``step()`` all others, and counts.
+
+        None: whole steps again. Creates the states: a collective where shards have chunk lists of their own. Raises
+        RuntimeError for options that need all gradients at once.
+        """
+        self.leave_plan()
+        self._members = None
+        if members is None:
+            return
+        for option in ("skip_nonfinite", "capturable"):
+            if getattr(self._store.settings, option):
+                raise RuntimeError(f"{option}=True needs all gradients at once; a step in parts has them one by one")
+        self.scalars.pull(self._groups)
+        self._store.create()
+        self._locate()
+        self._warn_once()
+        self._members = members
+
+    def update_part(self, number: int) -> None:
+        """Update those parameters of a part that have gradients, as ``step()`` would; it is still to be called.
+
+        Raises before anything is changed for gradients that do not fit their parameters.
+        """
+        copies.wait()
+        parts = self._fitting_parts()
+        plan = parts.plans[number]
+        if not plan.refresh(self._store.grad_attribute):  # a parameter was moved to another device
+            parts = self._new_parts()
+            plan = parts.plans[number]
+            plan.refresh(self._store.grad_attribute)
+        counting = plan.groups_with_gradients
+        plan.run(
+            lambda device: [self._hyper(i, device) for i in range(len(self._groups))],
+            self.scalars.workspaces(plan.backends, self._groups),
+            None,
+        )
+        parts.done.add(number)
+        parts.counting |= counting
+
+    def _finish_parts(self, scaling: Scaling) -> None:
+        if scaling != (None, None):
+            raise RuntimeError(
+                "torch.amp.GradScaler looks for overflows in all gradients before a step; this one is made in parts "
+                "(gradient release), which use gradients as they come: train without a GradScaler"
+            )
+        parts = self._fitting_parts()
+        for number in set(range(len(parts.plans))) - parts.done:
+            self.update_part(number)
+        parts = self._fitting_parts()
+        for number, group in enumerate(self._groups):
+            if number in parts.counting or not group["params"]:
+                group["step"] = int(group["step"]) + 1
+        parts.forget()
+
+    def _fitting_parts(self) -> Parts:
+        parts = self._parts
+        if parts is None or not parts.done:
+            self.check_groups()
+            if parts is None or not parts.fits(self._groups, self._store):
+                return self._new_parts()
+        return parts
+
+    def _new_parts(self) -> Parts:
+        former = self._parts
+        self._store.create()
+        self._store.prune()
+        self.leave_plan()
+        assert self._members is not None
+        parts = self._parts = Parts(self._members, self._groups, self._store)
+        if former is not None:
+            parts.done, parts.counting = former.done, former.counting
+        return parts
+
+    def check_between_steps(self) -> None:
+        """Raise RuntimeError where some parameters are a step ahead of the others."""
+        if self._parts is not None and self._parts.done:
+            raise RuntimeError(
+                "some parameters were updated in the backward pass and others were not: call step() first"
+            )
+
+    def _refuse_in_parts(self, what: str, need: str) -> None:
+        if self._members is not None:
+            raise RuntimeError(
+                f"{what} needs {need}, and this optimizer makes its steps in parts (gradient release), which free "
+                "gradients as they come: do without one of the two"
+            )
+
+    # --- a whole step -----------------------------------------------------------------------------------------------
+
+    def _checked_plan(self, scaled: bool) -> Plan:
+        try:
+            return self._refreshed_plan(scaled)
+        except Exception:
+            if self._store.settings.skip_nonfinite:
+                self.skips.abandon(self.skip_group)
+            raise
+
+    def _refreshed_plan(self, scaled: bool) -> Plan:
+        self.check_groups()
+        plan = self._plan
+        if plan is None or not plan.fits(self._groups, self._store):
+            plan = self._new_plan()
+        if not plan.refresh(self._store.grad_attribute, scaled):  # a parameter was moved to another device
+            plan = self._new_plan()
+            plan.refresh(self._store.grad_attribute, scaled)
+        return plan
+
+    def _new_plan(self) -> Plan:
+        store = self._store
+        if not all(param in store or store.is_frozen(param) for param in store.params):
+            self._checked_grads()  # states are created only for a step that will be made
+            self._restart_counters()
+            store.create()
+            self.prepare_capture()
+        self._warn_once()
+        if self._plan is not None:
+            self.scalars.retire(self._plan.measured)
+        store.prune()
+        self.leave_plan()
+        self._plan = Plan(self._groups, store)
+        return self._plan
+
+    def _warn_once(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            if choices := choices_without_effect(self._store, self.ignored):
+                warnings.warn("\n".join(choices), stacklevel=callers_level())
+
+    def _restart_counters(self) -> None:
+        """States that start at zero are corrected from step 1 on, whatever was counted for others before."""
+        for group in self._groups:
+            if group["params"] and not any(map(self._store.has_own_states, group["params"])):
+                group["step"] = 0
+
+    def _update(self, plan: Plan, scaling: Scaling, capturing: bool) -> None:
+        grad_scale, found_inf = scaling
+        settings, groups, devices = self._store.settings, self._groups, plan.backends
+        counting = self._counting(plan)
+        if capturing:
+            check_capturable(devices)
+            self._check_no_collective()
+        if settings.skip_nonfinite:
+            params = self._store.params
+            found_inf = self.skips.decide(params, list(map(self._gradient, params)), found_inf, self.skip_group)
+        on_gpu = any(device.type == "cuda" for device in devices)
+        counted_there = found_inf is not None or self.scalars.ahead or (settings.capturable and on_gpu)
+        if counted_there:
+            self.scalars.prepare(devices, groups, capturing)
+
+        def hypers(device: torch.device) -> list[Hyper]:
+            scale, skip = _placed(grad_scale, device), _placed(found_inf, device)
+            factor = _placed(self._clipping_factor(device), device)
+            return [
+                self._hyper(number, device, counted_there and number in counting, scale, factor, skip)
+                for number in range(len(groups))
+            ]
+
+        plan.run(hypers, self.scalars.workspaces(devices, groups), found_inf)
+        for device in devices:
+            if self._is_capturable_on(device):
+                self.scalars.factor(device).fill_(1.0)  # in a graph too: each clipping serves one step
+        self._grad_factors = {}
+        if not capturing:
+            for number in counting:
+                groups[number]["step"] = int(groups[number]["step"]) + 1
+        if counted_there:
+            self.scalars.count(groups, capturing)
+            if not on_gpu:  # reading costs nothing
+                self.scalars.pull(groups)
+
+    def _counting(self, plan: Plan) -> set[int]:
+        """The param groups whose step this is: with a gradient, or without parameters on this rank only."""
+        return plan.groups_with_gradients | {n for n, group in enumerate(self._groups) if not group["params"]}
+
+    def _check_no_collective(self) -> None:
+        for index, (param, name) in enumerate(zip(self._store.params, self._store.names, strict=True)):
+            if adapters.needs_collective(param):
+                raise RuntimeError(
+                    f"CUDA graph capture: {describe(param, index, name)} is quantized with scales that its "
+                    "shards share, which each step reduces over ranks; recipes with blocks within rows can be captured"
+                )
+
+    def next_hypers(self) -> Callable[[torch.device], list[Hyper]]:
+        """Of a step that would be made now, without a GradScaler's scale."""
+
+        def hypers(device: torch.device) -> list[Hyper]:
+            factor = _placed(self._clipping_factor(device), device)
+            return [self._hyper(number, device, grad_factor=factor) for number in range(len(self._groups))]
+
+        return hypers
+
+    def _hyper(
+        self,
+        number: int,
+        device: torch.device,
+        counted_there: bool = False,
+        grad_scale: Tensor | None = None,
+        grad_factor: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> Hyper:
+        group, rule = self._groups[number], self._store.rule
+        on_host = host_lr(group)
+        lr: float | Tensor
+        if on_host is None:
+            lr = on_device(group["lr"], device)
+        elif self._is_capturable_on(device):
+            lr = self.scalars.lr(device, number)
+        else:
+            lr = on_host
+        return Hyper(
+            rule=rule,
+            lr=lr,
+            weight_decay=float(group["weight_decay"]),
+            step=int(group["step"]) + 1,
+            maximize=group["maximize"],
+            stochastic_rounding=self._store.settings.stochastic_rounding,
+            grad_scale=grad_scale,
+            grad_factor=grad_factor,
+            found_inf=found_inf,
+            steps_done=self.scalars.step(device, number) if counted_there else None,
+            **rule.numbers(group),
+        )
+
+
+def _placed(scalar: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if scalar is None else on_device(scalar, device)
