@@ -52,5 +52,6 @@ class Record:
             message = crash.message if crash else report.longreprtext
             self.write(test=report.nodeid, outcome=outcome, message=message.strip()[:MESSAGE])
 
-    def pytest_sessionfinish(self, exitstatus: int) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         self.write(exitstatus=int(exitstatus))
+        session.exitstatus = 0  # torchrun ends all other ranks when one fails
