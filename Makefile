@@ -12,9 +12,9 @@ export FUSED_OPTIM_CUDA_ARCHS ?= $(if $(HAS_GPU),,none)
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
-SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+ENGINE_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test test-gpu test-integrations bench lint format docs wheel wheel-test release-check clean FORCE
+.PHONY: demo test test-gpu test-integrations peer-suites bench lint format docs wheel wheel-test release-check clean FORCE
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py --output demo_output $(if $(QUANTIZE),--quantize $(QUANTIZE))
@@ -33,6 +33,10 @@ test-integrations: $(VENV)/.installed $(VENV)/.integrations
 	    lightning, compressed_tensors, torchtitan.components.optimizer, torchao, triton'
 	$(BIN)/python -m pytest $(INTEGRATIONS:%=tests/integrations/test_%.py)
 
+# The tests that TransformerEngine and Apex have of their FusedAdam, with ours; docs/development.md says what SOURCES holds.
+peer-suites: $(VENV)/.installed
+	$(BIN)/python benchmarks/peer_suites.py $(SOURCES) --output build/peer_suites.json
+
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/step.py
 
@@ -40,12 +44,12 @@ lint: $(VENV)/.lint $(VENV)/.torch
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run -Werror $(SOURCES)
+	$(BIN)/clang-format --dry-run -Werror $(ENGINE_SOURCES)
 
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(SOURCES)
+	$(BIN)/clang-format -i $(ENGINE_SOURCES)
 
 # What docs/ and the README link to, where it lies as in the repository: mkdocs.yml says why.
 PAGES := $(wildcard *.md) LICENSE CITATION.cff docs benchmarks examples fused_optim tests
@@ -89,7 +93,7 @@ clean:
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 # The build is isolated, hence independent of the torch beside it. The last line shows which engines were built.
-$(VENV)/.installed: $(VENV)/.torch $(SOURCES) setup.py pyproject.toml
+$(VENV)/.installed: $(VENV)/.torch $(ENGINE_SOURCES) setup.py pyproject.toml
 	$(PIP) install -e '.[test,examples]'
 	@cat fused_optim/_build_info.json
 	@touch $@

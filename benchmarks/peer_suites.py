@@ -1,0 +1,222 @@
+"""The tests that peers have of their fused Adam, run with this package's optimizers in its place, and with theirs.
+
+``python benchmarks/peer_suites.py SOURCES --output peer_suites.json`` writes the outcomes, and pytest's output to
+``peer_suites.log`` beside them. docs/development.md says what lies in SOURCES. The exit status is 1 if a test fails
+that ``EXPECTED`` does not name, or if a suite does not come to its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peer_plugin import OPTIMIZERS
+from step import machine, write
+
+EXPECTED = {
+    "test_fp16_master": "by design: docs/numerics.md, on FP16 masters",
+    "test_dcp_resharding_load[Float8BlockScaling]": "TransformerEngine's test_torch_fsdp2.py expects it",
+}
+OUTCOMES = ("passed", "xpassed", "skipped", "xfailed", "failed", "error")  # where ranks differ, the last one counts
+FAILURES = ("failed", "error")
+SECONDS_PER_TEST = 120
+
+
+@dataclass(frozen=True)
+class Part:
+    """``tests``: pytest's -k. Without ``ranks`` torchrun starts none."""
+
+    tests: str
+    ranks: int = 0
+
+
+@dataclass(frozen=True)
+class Suite:
+    name: str
+    peer: str
+    files: tuple[str, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def ranks(self) -> int:
+        return max(part.ranks for part in self.parts)
+
+
+TE_TESTS = "TransformerEngine/tests/pytorch"
+FSDP2 = f"{TE_TESTS}/distributed/fsdp2_tests/run_fsdp2_fused_adam.py"
+APEX_TESTS = "apex/tests/L0/run_optimizers"
+SUITES = (
+    Suite("TransformerEngine", "transformer_engine", (f"{TE_TESTS}/test_fused_optimizer.py",), (Part("not SGD"),)),
+    Suite("TransformerEngine FSDP2", "transformer_engine", (FSDP2,), (Part("not hybrid and not dcp_resharding", 2),)),
+    Suite(
+        "TransformerEngine FSDP2, 2 ranks to 1",
+        "transformer_engine",
+        (FSDP2,),
+        (Part("dcp_resharding_save and not hybrid", 2), Part("dcp_resharding_load and not hybrid", 1)),
+    ),
+    Suite(
+        "Apex",
+        "apex",
+        (f"{APEX_TESTS}/test_adam.py", f"{APEX_TESTS}/test_fused_optimizer.py"),
+        (Part("Adam and not Large"),),
+    ),
+)
+
+
+# --- one suite with one optimizer -------------------------------------------------------------------------------------
+
+
+def outcomes(suite: Suite, optimizer: str, sources: Path, log: Path) -> dict[str, Any]:
+    start = time.perf_counter()
+    tests: dict[str, dict[str, str]] = {}
+    classes, unfinished = set(), []
+    for part in suite.parts:
+        ranks = run(suite, part, optimizer, sources, log)
+        for line in (line for lines in ranks for line in lines):
+            if "optimizer" in line:
+                classes.add(line["optimizer"])
+            elif "test" in line:
+                tests[line["test"]] = worst(line, tests.get(line["test"], line))
+        if not all(map(finished, ranks)):
+            unfinished.append(part.tests)
+    counts = Counter(line["outcome"] for line in tests.values())
+    failures = {test: line["message"] for test, line in tests.items() if line["outcome"] in FAILURES}
+    return {
+        "class": ", ".join(sorted(classes)),
+        **{outcome: counts[outcome] for outcome in OUTCOMES},
+        "failures": failures,
+        "unexpected": [test for test in failures if test.split("::")[-1] not in EXPECTED],
+        "unfinished": unfinished,
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+
+
+def run(suite: Suite, part: Part, optimizer: str, sources: Path, log: Path) -> list[list[dict[str, Any]]]:
+    """What each rank's pytest has recorded."""
+    files = [sources / name for name in suite.files]
+    paths = [str(Path(__file__).parent), str(sources / "apex"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, *launcher(part.ranks), "-m", "pytest", "-v", "--tb=short"]
+        # Neither this project's configuration, nor other conftest.py than those beside the tests.
+        command += ["-c", os.devnull, f"--rootdir={files[0].parent}", f"--confcutdir={files[0].parent}"]
+        command += ["-p", "no:cacheprovider", f"--timeout={SECONDS_PER_TEST}", "--timeout-method=thread"]
+        command += ["-p", "peer_plugin", f"--peer={suite.peer}", f"--optimizer={optimizer}", f"--record={folder}"]
+        command += [*map(str, files), "-k", part.tests]
+        done = subprocess.run(
+            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        ranks = [lines_of(Path(folder, f"rank{rank}")) for rank in range(part.ranks or 1)]
+    with log.open("a") as file:
+        file.write(f"=== {suite.name}, {optimizer}: {part.tests}\n{done.stdout}\n=== {done.returncode}\n\n")
+    return ranks
+
+
+def launcher(ranks: int) -> list[str]:
+    if not ranks:
+        return []
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    flags = [f"--nproc-per-node={ranks}", f"--master-port={port}", "--local-ranks-filter=0"]
+    return ["-m", "torch.distributed.run", *flags]
+
+
+def lines_of(record: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+
+
+def finished(lines: list[dict[str, Any]]) -> bool:
+    """Whether pytest came to its end, and had tests to run."""
+    return bool(lines) and lines[-1].get("exitstatus") in (0, 1)
+
+
+def worst(*lines: dict[str, str]) -> dict[str, str]:
+    return max(lines, key=lambda line: OUTCOMES.index(line["outcome"]))
+
+
+# --- all of them ------------------------------------------------------------------------------------------------------
+
+
+def blob(path: Path) -> str:
+    """As git names the file's content: `git log --find-object` finds the commits that have it."""
+    content = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+def lanes(suites: list[Suite]) -> Iterator[list[tuple[Suite, str]]]:
+    """What runs side by side. The tests of several ranks write the same files, so they follow one another."""
+    for launched in (False, True):
+        yield [(suite, optimizer) for optimizer in OPTIMIZERS for suite in suites if bool(suite.ranks) == launched]
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("sources", type=Path, help="the folder with TransformerEngine/ and apex/")
+    parser.add_argument("--output", type=Path, required=True, help="a JSON file; the log has its name with .log")
+    parser.add_argument("--commit", default="", help="what the results are of, where the tree is no git checkout")
+    options = parser.parse_args(arguments)
+    options.sources = options.sources.resolve()
+    missing = [name for suite in SUITES for name in suite.files if not (options.sources / name).is_file()]
+    if missing:
+        parser.error(f"{options.sources / missing[0]} is missing; docs/development.md says what belongs there")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    gpus = torch.cuda.device_count()
+    suites = [suite for suite in SUITES if suite.ranks <= gpus]
+    results: dict[str, dict[str, Any]] = {suite.name: {} for suite in suites}
+    report = {
+        "machine": {**machine(torch.device("cuda" if gpus else "cpu"), options.commit), "gpus": gpus},
+        "tests": {name: blob(options.sources / name) for suite in SUITES for name in suite.files},
+        "expected_failures": EXPECTED,
+        "not_run": [suite.name for suite in SUITES if suite not in suites],
+        "suites": results,
+    }
+    log = options.output.with_suffix(".log")
+    write(report, options.output)
+    log.write_text("")
+    lock = threading.Lock()
+
+    def run_lane(lane: list[tuple[Suite, str]]) -> None:
+        for suite, optimizer in lane:
+            found = outcomes(suite, optimizer, options.sources, log)
+            with lock:
+                results[suite.name][optimizer] = found
+                write(report, options.output)
+                show(suite.name, optimizer, found)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(run_lane, lanes(suites)))
+    found = [found for by_optimizer in results.values() for found in by_optimizer.values()]
+    return int(any(each["unexpected"] or each["unfinished"] for each in found))
+
+
+def show(suite: str, optimizer: str, found: dict[str, Any]) -> None:
+    counts = [f"{found[outcome]} {outcome}" for outcome in OUTCOMES if found[outcome]]
+    counts += [f"not finished: {tests}" for tests in found["unfinished"]]
+    print(f"{suite}, {optimizer}: {', '.join(counts)} ({found['seconds']} s)", flush=True)
+    for test, message in found["failures"].items():
+        print(f"  {test}: {' '.join(message.split())}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
