@@ -199,6 +199,7 @@ class FusedAdam(ShardedOptimizer):
     """
 
     rule: Adam
+    _default_remainders: bool | None = None  # what `store_param_remainders=None` stands for
 
     @between_graphs
     @reads_arguments
@@ -217,7 +218,7 @@ class FusedAdam(ShardedOptimizer):
         capturable: bool = False,
         master_weights: bool = True,
         master_weight_dtype: torch.dtype | str = torch.float32,
-        store_param_remainders: bool | None = False,
+        store_param_remainders: bool | None = None,
         param_remainder_bits: int | None = None,
         exp_avg_dtype: torch.dtype | str | None = None,
         exp_avg_sq_dtype: torch.dtype | str | None = None,
@@ -259,7 +260,9 @@ class FusedAdam(ShardedOptimizer):
                 "capturable": capturable,
                 "master_weights": master_weights,
                 "master_weight_dtype": master_weight_dtype,
-                "store_param_remainders": store_param_remainders,
+                "store_param_remainders": self._default_remainders
+                if store_param_remainders is None
+                else store_param_remainders,
                 "param_remainder_bits": param_remainder_bits,
                 "master_bits": master_bits,
                 "stochastic_rounding": stochastic_rounding,

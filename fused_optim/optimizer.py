@@ -37,6 +37,9 @@ from fused_optim.step.run import Stepper
 from fused_optim.validate import check_belongs, check_differentiable, check_hyperparameters, check_param, check_whole
 
 
+_WORDS = ("state_dtype", "master_bits")  # short words of the constructor, which stand for other options
+
+
 def _before_state_dict(optimizer: Optimizer) -> None:
     """A hook before ``state_dict()``: what it is made from is brought up to date."""
     assert isinstance(optimizer, ShardedOptimizer)
@@ -108,7 +111,7 @@ class ShardedOptimizer(Optimizer):
         self.stepper = Stepper(self.store, 0, self._synthetic_of_plain)
         chosen = {key: dtype or state_dtype or torch.float32 for key, dtype in dtypes.items()}
         chosen = spelled_alike({**chosen, "master_weight_dtype": options["master_weight_dtype"]})
-        own = {**rule.options, **self.settings.as_dict(), **dict.fromkeys(("state_dtype", "master_bits"))}
+        own = {**rule.options, **self.settings.as_dict(), **dict.fromkeys(_WORDS)}
         defaults = {**hyperparameters, **own, **chosen, "differentiable": False, "decoupled_weight_decay": None}
         defaults |= read_group(defaults, {})
         check_hyperparameters(defaults, rule)
@@ -156,16 +159,18 @@ class ShardedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as torch.optim does. Raises before the group is added if it cannot be used."""
         read = read_group(param_group, self.defaults)
+        if param_group.get("state_dtype") is not None:
+            read |= {key: param_group["state_dtype"] for key in self.store.format_options if key not in param_group}
         check_hyperparameters({**self.defaults, **param_group, **read}, self.rule)
         self._check_torchs_options(param_group)
         number, whole = len(self.param_groups), {**self.rule.options, **self.settings.as_dict()}
-        if ignored := [key for key in whole if _is_another(param_group.get(key), whole[key], key)]:
-            self.stepper.ignored[number] = ignored
+        ignored = [key for key in whole if _is_another(param_group.get(key), whole[key], key)]
+        self.stepper.ignored[number] = ignored
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group.update(read)
         group.update(spelled_alike({spec.option: group[spec.option] for spec in self.rule.states}))
-        for key in (*whole, "state_dtype", "master_bits", *TORCHS_OPTIONS):  # torch puts all defaults there
+        for key in {*whole, *_WORDS, *TORCHS_OPTIONS} - {*ignored}:  # torch puts all defaults there
             group.pop(key, None)
         for key, value in {STEP: 0, **DESCRIPTION}.items():
             group.setdefault(key, value)
@@ -257,8 +262,9 @@ class ShardedOptimizer(Optimizer):
 
         It would be in checkpoints, whose loads compare keys, and is an option of the whole optimizer here.
         """
-        for group in self.param_groups:
-            dict.pop(group, "capturable", None)
+        for number, group in enumerate(self.param_groups):
+            if "capturable" not in self.stepper.ignored.get(number, ()) and not isinstance(group, TorchGroup):
+                group.pop("capturable", None)
 
     @property
     def checkpoint_options(self) -> forms.Options:

@@ -30,7 +30,9 @@ class OptionsBesideTransformerEngine(TypedDict, total=False):
     """Those of :class:`fused_optim.FusedAdam` that TransformerEngine's FusedAdam does not have."""
 
     maximize: bool
-    param_remainder_bits: int
+    param_remainder_bits: int | None
+    state_dtype: torch.dtype | str | None
+    master_bits: int | None
     stochastic_rounding: bool
     seed: int
     skip_nonfinite: bool
@@ -49,9 +51,9 @@ class OptionsBesideApex(OptionsBesideTransformerEngine, total=False):
     """Those of :class:`fused_optim.FusedAdam` that Apex's FusedAdam does not have."""
 
     master_weight_dtype: torch.dtype | str
-    store_param_remainders: bool
-    exp_avg_dtype: torch.dtype | str
-    exp_avg_sq_dtype: torch.dtype | str
+    store_param_remainders: bool | None
+    exp_avg_dtype: torch.dtype | str | None
+    exp_avg_sq_dtype: torch.dtype | str | None
     use_decoupled_grad: bool
 
 

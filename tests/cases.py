@@ -114,7 +114,7 @@ HALF = {"master_weight_dtype": torch.float16}
 MASTERS = [
     Master("float32", torch.float32, {}, None, 24),
     Master("bfloat16", torch.bfloat16, {"master_weights": False}, None, 8),
-    Master("bfloat16+float32", torch.bfloat16, {}, torch.float32, 24),
+    Master("bfloat16+float32", torch.bfloat16, {"store_param_remainders": False}, torch.float32, 24),
     Master("bfloat16+rem16", torch.bfloat16, REMAINDERS, torch.int16, 24),
     Master("bfloat16+rem8", torch.bfloat16, {**REMAINDERS, "param_remainder_bits": 8}, torch.int8, 16),
     Master("bfloat16+float16", torch.bfloat16, HALF, torch.float16, 11),

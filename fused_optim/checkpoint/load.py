@@ -203,10 +203,10 @@ class Loader:
         if lacking := [name for name in self.optimizer.store.state_names[:-1] if name not in states]:
             raise ValueError(f"{self._describe(i)}: {self.source.path} lacks its {' and '.join(lacking)}")
         if self.ids[i] not in self.saved_steps:
-            text = "has its moments but no step, neither its own nor its param group's; it is not guessed"
+            text = "has its states but no step, neither its own nor its param group's; it is not guessed"
             if self.contents.settings and self.ids[i] not in self.contents.settings:
                 hint = "where ranks own different parameters, save with flatten_optimizer_state_dict=True"
-                text = f"has its moments but lists it in no param group; {hint}"
+                text = f"has its states but lists it in no param group; {hint}"
             raise ValueError(f"{self._describe(i)}: {self.source.path} {text}")
         for name in self.optimizer.store.state_names:
             if "" in states.get(name, {}):

@@ -27,6 +27,8 @@ class FusedAdam(fused_optim.adam.FusedAdam):
         RuntimeError: for ``amsgrad``, as Apex does. Otherwise as :class:`fused_optim.FusedAdam`.
     """
 
+    _default_remainders = False
+
     @reads_flags_by_truth
     def __init__(
         self,

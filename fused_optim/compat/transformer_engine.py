@@ -38,6 +38,7 @@ class FusedAdam(fused_optim.adam.FusedAdam):
     """
 
     _saves_int16_remainders = True
+    _default_remainders = False
 
     @reads_flags_by_truth
     def __init__(

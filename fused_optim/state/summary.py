@@ -285,6 +285,7 @@ def choices_without_effect(store: StateStore, ignored: Mapping[int, Sequence[str
         f"param group {number}: {', '.join(others)} has no effect there: it is an option of the whole optimizer, an "
         "argument of its constructor"
         for number, others in ignored.items()
+        if others
     ]
     if states and asked is not None and not any(_may_have(each.param, asked) for each in states):
         option = "store_param_remainders=True" if asked.is_remainder else "master_weight_dtype=torch.float16"

@@ -492,7 +492,7 @@ DTYPE = r"'second\.weight'.*: {state}.*expected .*, (found|got) torch\.int32"
 WRONG = [
     ("names", r"another model: .*lacks .* 6 of 6 .*'first\.weight'.*lacks 6 of its .*other\.first\.weight"),
     ("version", "version 99, .*up to 1"),
-    ("step", r"'(first|second)\.weight'.*moments but no step"),
+    ("step", r"'(first|second)\.weight'.*states but no step"),
     ("moment", r"'second\.weight'.* lacks its exp_avg_sq"),
     *[(f"shape {state} whole", SHAPE.format(state=state)) for state in ("exp_avg", "exp_avg_sq", "master_param")],
     *[(f"dtype {state} whole", DTYPE.format(state=state)) for state in ("exp_avg", "exp_avg_sq", "master_param")],

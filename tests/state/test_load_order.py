@@ -184,7 +184,7 @@ def test_moments_are_read_and_another_state_dict_is_loaded_meanwhile() -> None:
 
 def test_a_master_that_is_set_waits_no_more() -> None:
     saved, model = trained(), build(seed=5)
-    optimizer = FusedAdam(model.parameters())
+    optimizer = FusedAdam(model.parameters(), store_param_remainders=False)
     optimizer.load_state_dict(saved[1].state_dict())
     for param in model.parameters():
         optimizer.set_scaled_state(param, "master_param", torch.full(param.shape, 1.5))
@@ -378,7 +378,7 @@ def test_a_wrong_parameter_is_refused_on_all_ranks(use: str, ranks: int, wrong: 
 def read_on_one_rank() -> None:
     """No other rank has to take part, and none waits for this one afterwards."""
     saved, model = trained(), build(seed=5)
-    optimizer = FusedAdam(model.parameters())
+    optimizer = FusedAdam(model.parameters(), store_param_remainders=False)
     optimizer.load_state_dict(saved[1].state_dict())
     copy_model_parts(saved[0], model)
     if dist.get_rank() == 0:

@@ -169,7 +169,7 @@ def summary_of_shards() -> dict[str, Any]:
 def test_shards_are_counted_where_they_are() -> None:
     found = distributed.run(2, summary_of_shards)
     assert [summary["elements"] for summary in found] == [3 * 256, 2 * 256]
-    assert [summary["bytes"] for summary in found] == [rows * (256 * 6 + 2 * 2 * 4) for rows in (3, 2)]
+    assert [summary["bytes"] for summary in found] == [rows * (256 * 4 + 2 * 2 * 4) for rows in (3, 2)]
 
 
 # --- choices without effect ---------------------------------------------------------------------------------------

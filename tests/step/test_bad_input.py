@@ -402,7 +402,7 @@ def test_states() -> None:
 STATE_DICTS: list[tuple[str, Callable[[dict[str, Any]], Any], type[Exception], str]] = [
     ("groups", lambda d: d["param_groups"].append({}), ValueError, "has 2 param groups, the optimizer 1"),
     ("params", lambda d: d["param_groups"][0]["params"].pop(), ValueError, "has 1 parameters, the optimizer 2"),
-    ("no_step", lambda d: d["param_groups"][0].pop("step"), ValueError, "moments but no step"),
+    ("no_step", lambda d: d["param_groups"][0].pop("step"), ValueError, "states but no step"),
     ("no_states", lambda d: d["state"].clear(), RuntimeError, "at step 1 but holds no states"),
     ("no_moment", lambda d: d["state"][1].pop("exp_avg_sq"), KeyError, r"parameter 1 \('last', .*lacks exp_avg_sq"),
     ("shape", lambda d: d["state"][1].update(exp_avg=secret(3)), ValueError, r"\(4, 128\), the state dict has \(3,\)"),

@@ -83,10 +83,12 @@ def test_signature() -> None:
         "capturable": False,
         "master_weights": True,
         "master_weight_dtype": torch.float32,
-        "store_param_remainders": False,
-        "param_remainder_bits": 16,
-        "exp_avg_dtype": torch.float32,
-        "exp_avg_sq_dtype": torch.float32,
+        "store_param_remainders": None,
+        "param_remainder_bits": None,
+        "exp_avg_dtype": None,
+        "exp_avg_sq_dtype": None,
+        "state_dtype": None,
+        "master_bits": None,
         "stochastic_rounding": True,
         "seed": 0,
         "use_decoupled_grad": False,
@@ -99,6 +101,8 @@ def test_signature() -> None:
         "set_grad_none": None,
         "fused": None,
         "foreach": None,
+        "differentiable": False,
+        "decoupled_weight_decay": None,
     }
     assert list(parameters)[1:7] == ["params", "lr", "betas", "eps", "weight_decay", "amsgrad"]  # also positional
 

@@ -53,7 +53,7 @@ def values(seed: int, dtype: torch.dtype = torch.float32, shape: tuple[int, ...]
 
 def build(dtype: torch.dtype, device: str = "cpu", **options: Any) -> tuple[nn.Parameter, FusedAdamW]:
     param = nn.Parameter(values(0, dtype).to(device))
-    return param, FusedAdamW([param], lr=1e-3, **{"weight_decay": 0.0, **options})
+    return param, FusedAdamW([param], lr=1e-3, **{"weight_decay": 0.0, "store_param_remainders": False, **options})
 
 
 def step(param: Tensor, optimizer: torch.optim.Optimizer, seed: int) -> None:
@@ -167,7 +167,7 @@ def test_slices_of_one_tensor_share_a_counter(any_backend: str, monkeypatch: pyt
 
     whole = values(0, torch.bfloat16, (8, 512)).to(any_backend)
     slices = [row[:500].detach() for row in whole]
-    optimizer = FusedAdamW(slices, lr=1e-3, **INT8)
+    optimizer = FusedAdamW(slices, lr=1e-3, store_param_remainders=False, **INT8)
     follow, compared = ParamState.follow_parameter, []
     monkeypatch.setattr(ParamState, "follow_parameter", lambda self: compared.append(self.param) or follow(self))
     for seed in range(4):
@@ -322,7 +322,7 @@ def test_quantized_weights(recipe: Any, any_backend: str) -> None:
     """Loaded plain values start the masters where they differ; a write of the same bytes changes no master."""
     layer = nn.Linear(128, 128, bias=False, device=any_backend).bfloat16()
     quantize_model_(layer, recipe)
-    optimizer = FusedAdamW(layer.parameters(), lr=1e-3, **INT8)
+    optimizer = FusedAdamW(layer.parameters(), lr=1e-3, store_param_remainders=False, **INT8)
     for seed in range(3):
         layer.weight.grad = values(seed, torch.bfloat16, (128, 128)).to(any_backend)
         optimizer.step()
@@ -351,7 +351,7 @@ def load_into_fsdp(write: str) -> dict[str, Any]:
     for layer in model:
         fully_shard(layer, mesh=distributed.mesh())
     fully_shard(model, mesh=distributed.mesh())
-    optimizer = FusedAdamW(model.parameters(), lr=1e-4, **INT8)
+    optimizer = FusedAdamW(model.parameters(), lr=1e-4, store_param_remainders=False, **INT8)
     get_optimizer_state_dict(model, optimizer)
     if write == "after a step":
         model(torch.ones(4, 64, dtype=torch.bfloat16)).sum().backward()
@@ -394,7 +394,7 @@ def broadcast_by_ddp() -> Tensor:
     """Ranks begin with other weights, and states exist before DDP sends the first rank's."""
     torch.manual_seed(dist.get_rank())
     model = nn.Linear(32, 32, bias=False).bfloat16()
-    optimizer = FusedAdamW(model.parameters(), lr=1e-3)
+    optimizer = FusedAdamW(model.parameters(), lr=1e-3, store_param_remainders=False)
     optimizer.initialize_state()
     wrapped = DistributedDataParallel(model)
     for seed in range(3):
