@@ -127,8 +127,9 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path
 
 
+# What is refused, and what is not there, of which the first is named.
 COMMANDS = {
-    "convert saved.pt new --to masters": ("convert --to masters", "safetensors"),
+    "convert saved.pt new --to masters": ("convert --to masters", "safetensors", "numpy"),
     "convert saved.pt new --to safetensors": ("convert --to safetensors", "safetensors"),
     "convert saved.pt another --to masters": ("convert --to masters", "numpy"),
     "convert model.safetensors new --to torch": ("reading model.safetensors", "safetensors"),
@@ -143,8 +144,9 @@ COMMANDS = {
 def test_commands_name_the_extra(
     command: str, saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    what, package = COMMANDS[command]
-    block(monkeypatch, package)
+    what, package, *others = COMMANDS[command]
+    for name in (package, *others):
+        block(monkeypatch, name)
     monkeypatch.chdir(saved)
     before = sorted(saved.iterdir())
     monkeypatch.setattr(sys, "argv", ["fused_optim", *command.split()])
@@ -152,6 +154,13 @@ def test_commands_name_the_extra(
         main()
     assert stopped.value.code == f"error: {what} needs {package}: pip install 'fused_optim[tools]'"
     assert capsys.readouterr().out == "" and sorted(saved.iterdir()) == before
+
+
+def test_it_is_one_line(saved: Path) -> None:
+    """Torch's own warning that there is no numpy is not shown."""
+    done = python(saved, "-m", "fused_optim", "convert", "saved.pt", "new", "--to", "masters")
+    error = "error: convert --to masters needs safetensors: pip install 'fused_optim[tools]'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", error)
 
 
 def masters(folder: Path) -> None:

@@ -82,8 +82,8 @@ def read_index(index: Path) -> dict[str, Path]:
 
 def safetensors_writer(doing: str, extra: str = "safetensors") -> Callable[..., None]:
     """``save_file`` of safetensors. Raises ImportError where that is missing, or numpy, which it writes with."""
-    optional("numpy", doing, extra)
     save_file: Callable[..., None] = optional("safetensors.torch", doing, extra).save_file
+    optional("numpy", doing, extra)
     return save_file
 
 
