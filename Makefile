@@ -68,7 +68,8 @@ wheel: $(VENV)/.release
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/python .ci/check_dist.py contents dist
 
-# The same wheel under each torch, without this tree: an empty folder, then tests of the sdist (WHEEL_TESTS=tests: all of them).
+# The same wheel under each torch, without this tree: in an empty folder with torch alone, then tests of the sdist
+# (WHEEL_TESTS=tests: all of them).
 WHEEL_TORCHES ?= torch==2.11.0 torch==2.13.0
 WHEEL_TESTS ?= tests/engines/test_build.py tests/engines/test_formats.py tests/step/test_optimizer.py tests/step/test_bad_input.py
 
@@ -76,8 +77,9 @@ wheel-test: $(WHEEL_TORCHES:%=wheel-test-%)
 
 wheel-test-%:
 	rm -rf build/$@ && mkdir -p build/$@/empty && $(PYTHON) -m venv build/$@/venv
-	build/$@/venv/bin/pip install -q '$*' "$$(echo dist/*.whl)[test]"
+	build/$@/venv/bin/pip install -q '$*' "$$(echo dist/*.whl)"
 	cd build/$@/empty && ../venv/bin/python $(CURDIR)/.ci/check_dist.py smoke
+	build/$@/venv/bin/pip install -q '$*' "$$(echo dist/*.whl)[test]"
 	tar -xzf dist/*.tar.gz -C build/$@ --strip-components=1 && rm -r build/$@/fused_optim
 	cd build/$@ && venv/bin/python -m pytest -q $(WHEEL_TESTS)
 

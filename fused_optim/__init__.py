@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
+# `python -m fused_optim` imports this first, then what its command needs: `info` and `--help` do without most of it.
+# That is when Python, which looks for the module to run, has put "-m" in the place of its file.
+_IS_COMMAND = sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == __name__
 
-from fused_optim.adam import FusedAdam, FusedAdamW
-from fused_optim.checkpoint.checksums import verify_checksums, write_checksums
-from fused_optim.checkpoint.export import export_optimizer_checkpoint
-from fused_optim.checkpoint.load import LoadReport, load_optimizer_checkpoint
-from fused_optim.checkpoint.masters import save_master_safetensors
-from fused_optim.clip import clip_grad_norm_
-from fused_optim.release import enable_gradient_release
+if not _IS_COMMAND:
+    from fused_optim import rebuild as _rebuild  # noqa: F401  for torch.load of quantized weights
+    from fused_optim.adam import FusedAdam, FusedAdamW
+    from fused_optim.checkpoint.checksums import verify_checksums, write_checksums
+    from fused_optim.checkpoint.export import export_optimizer_checkpoint
+    from fused_optim.checkpoint.load import LoadReport, load_optimizer_checkpoint
+    from fused_optim.checkpoint.masters import save_master_safetensors
+    from fused_optim.clip import clip_grad_norm_
+    from fused_optim.release import enable_gradient_release
 
 if TYPE_CHECKING:
     from fused_optim import quantized as quantized
@@ -44,14 +49,3 @@ def __getattr__(name: str) -> ModuleType:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), "quantized"})
-
-
-def _rebuild_quantized(*description: Any) -> torch.Tensor:
-    """What ``torch.load(weights_only=True)`` calls for a quantized weight: only then is the code for it imported."""
-    rebuilt: torch.Tensor = importlib.import_module("fused_optim.quantized.tensor").rebuild(*description)
-    return rebuilt
-
-
-# Under the name that files hold. Nothing else may be registered under it: torch would take one of the two to read a
-# file and refuse it in the middle, if the name comes to mean the other meanwhile.
-torch.serialization.add_safe_globals([(_rebuild_quantized, "fused_optim.quantized.tensor.rebuild")])

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 
+import fused_optim
 from fused_optim.tools.commands import add_commands
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m fused_optim", description="Tools around the fused optimizer.")
+    parser.add_argument("--version", action="version", version=f"fused_optim {fused_optim.__version__}")
     add_commands(parser.add_subparsers(dest="command", required=True))
     args = parser.parse_args()
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch says so where it is not installed
     try:
         status: int = args.run(args)
     except (OSError, ValueError, ImportError) as error:

@@ -36,7 +36,6 @@ from fused_optim.step.diagnostics import Diagnostics, diagnose
 from fused_optim.step.run import Stepper
 from fused_optim.validate import check_belongs, check_differentiable, check_hyperparameters, check_param, check_whole
 
-
 _WORDS = ("state_dtype", "master_bits")  # short words of the constructor, which stand for other options
 
 

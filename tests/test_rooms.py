@@ -14,13 +14,28 @@ import fused_optim
 
 # Files and folders of fused_optim/ from the ground up; docs/development.md says what each is for.
 ROOMS = (
-    *("decorators", "formats", "options", "sharding", "adapters", "host_memory", "layout", "copies", "backends"),
-    *("validate", "quantized", "state", "step", "clip", "skip", "adam", "release", "checkpoint"),
+    *(
+        "decorators",
+        "optional",
+        "formats",
+        "options",
+        "rule",
+        "sharding",
+        "adapters",
+        "host_memory",
+        "layout",
+        "copies",
+    ),
+    *("backends", "validate", "quantized", "rebuild", "settings", "clip", "skip", "state", "step", "optimizer", "adam"),
+    *("release", "checkpoint"),
     *("compat", "integrations", "__init__", "tools", "__main__"),
 )
-# Who may import while it runs, and what: adapters of parameters that are met, engines if they were built, and
-# quantized code where it is asked for.
-LAZY = {"adapters": "", "backends": "fused_optim._engine_", "__init__": "fused_optim.quantized"}
+# Rooms, or files in them, that may import while they run, and what: adapters of parameters that are met, packages and
+# engines that may be missing, quantized code where it is asked for, and what a command needs.
+LAZY = {
+    **{"adapters": "", "optional": "", "backends": "fused_optim._engine_", "tools.commands": "fused_optim."},
+    **{"__init__": "fused_optim.quantized", "rebuild": "fused_optim.quantized"},
+}
 
 
 @dataclass(frozen=True)
@@ -123,18 +138,19 @@ def circles(package: Package) -> list[str]:
 def lazy_imports(package: Package) -> list[str]:
     """Imports while the code runs, elsewhere than ``LAZY`` says."""
     called = [each for each in package.imports if each.when == "called"]
-    allowed = {each: LAZY.get(package.room_of(each.source)) for each in called}
+    allowed = {each: LAZY.get(each.source.partition(".")[2], LAZY.get(package.room_of(each.source))) for each in called}
     return [f"{each} when called" for each, of in allowed.items() if of is None or not each.target.startswith(of)]
 
 
 def imports_of_quantized(package: Package) -> list[str]:
-    """Imports from outside, but for the lazy attribute of the package itself. Adapters have names only."""
+    """Imports from outside, but for the package's lazy attribute and weights in files. Adapters have names only."""
     from_outside = [
         each
         for each in package.imports
         if package.room_of(each.target) == "quantized" and package.room_of(each.source) != "quantized"
     ]
-    return [str(each) for each in from_outside if each.source != package.name or each.when == "always"]
+    may = (package.name, f"{package.name}.rebuild")
+    return [str(each) for each in from_outside if each.source not in may or each.when == "always"]
 
 
 def private_attributes(package: Package) -> list[str]:
@@ -142,7 +158,11 @@ def private_attributes(package: Package) -> list[str]:
     found = []
     for module, tree in package.trees.items():
         attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-        for node in sorted(attributes, key=lambda node: node.lineno) if package.room_of(module) != "adam" else ():
+        for node in (
+            sorted(attributes, key=lambda node: node.lineno)
+            if package.room_of(module) not in ("optimizer", "adam")
+            else ()
+        ):
             private = node.attr.startswith("_") and not node.attr.endswith("__")
             if private and ast.unparse(node.value).split(".")[-1] in ("optimizer", "adam"):
                 found.append(f"{module}:{node.lineno} uses {ast.unparse(node)}")
@@ -253,10 +273,12 @@ WRONG: dict[str, tuple[Check, dict[str, str], list[str]]] = {
             "backends/__init__": "def f():\n    import fused_optim.backends.one",
             "backends/one": "",
             "__init__": "def f():\n    from fused_optim import adam",
+            "tools/inspector": "def f():\n    import fused_optim.adam",
         },
         [
             "fused_optim:2 imports fused_optim.adam when called",
             "fused_optim.backends:2 imports fused_optim.backends.one when called",
+            "fused_optim.tools.inspector:2 imports fused_optim.adam when called",
         ],
     ),
     "quantized code": (
@@ -284,8 +306,8 @@ WRONG: dict[str, tuple[Check, dict[str, str], list[str]]] = {
 # What all have: imports that are as they should be.
 RIGHT = {
     **{f"{room}/__init__": "" for room in ("sharding", "backends", "quantized", "state", "step", "integrations")},
-    **dict.fromkeys(("__main__", "decorators", "options", "host_memory", "layout", "copies", "validate"), ""),
-    **dict.fromkeys(("clip", "skip", "release"), ""),
+    **dict.fromkeys(("__main__", "decorators", "options", "rule", "host_memory", "layout", "copies", "validate"), ""),
+    **dict.fromkeys(("settings", "clip", "skip", "optimizer", "release"), ""),
     **{f"{room}/__init__": "" for room in ("checkpoint", "compat", "tools")},
     "__init__": """
 from typing import TYPE_CHECKING
@@ -300,6 +322,9 @@ def __getattr__(name):
     "sharding/dtensor": "from fused_optim.formats import X\nfrom torch import Tensor",
     "adapters": "import importlib\ndef adapter(module):\n    return importlib.import_module(module)",
     "backends/engines": "import importlib\nf = lambda name: importlib.import_module(f'fused_optim._engine_{name}')",
+    "optional": "from importlib import import_module\noptional = lambda module: import_module(module)",
+    "rebuild": "def f():\n    from fused_optim.quantized import tensor",
+    "tools/commands": "def f():\n    from fused_optim.adam import A",
     "quantized/tensor": "from . import recipes\nfrom ..sharding import dtensor",
     "quantized/recipes": "from fused_optim.formats import X",
     "adam": "class A:\n    def f(self, optimizer):\n        return self._slots, optimizer._slots",

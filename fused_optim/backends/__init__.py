@@ -13,17 +13,19 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast, get_args, overload
+from typing import TYPE_CHECKING, Literal, cast, get_args, overload
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fused_optim.adapters import Target
-from fused_optim.backends.engine import CudaEngine, Engine
 from fused_optim.decorators import callers_level
-from fused_optim.layout import StateLayout
-from fused_optim.rule import Hyper
+
+if TYPE_CHECKING:  # torch's code for DTensors comes with them, and `python -m fused_optim info` does without it
+    from fused_optim.adapters import Target
+    from fused_optim.backends.engine import CudaEngine, Engine
+    from fused_optim.layout import StateLayout
+    from fused_optim.rule import Hyper
 
 Compiled = Literal["cpu", "cuda"]
 Backend = Literal["torch", "cpu", "cuda"]
@@ -78,7 +80,7 @@ def load_engine(name: Compiled) -> tuple[Engine | None, str]: ...
 def load_engine(name: Compiled) -> tuple[Engine | None, str]:
     """The compiled engine ``cpu`` or ``cuda``, or None with the reason why there is none."""
     try:
-        return cast(Engine, importlib.import_module(f"fused_optim._engine_{name}")), ""
+        return cast("Engine", importlib.import_module(f"fused_optim._engine_{name}")), ""
     except ImportError as error:
         reason = build_info().get(name, {}).get("reason")
         return None, str(reason or error)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from fused_optim.adam import FusedAdam
 from fused_optim.sharding.collective import on_all_ranks, parameter_names
 from fused_optim.sharding.dtensor import full_tensor, has_own_chunks
-from fused_optim.sharding.model_files import Entry, check_safetensors, write_model_files
+from fused_optim.sharding.model_files import Entry, safetensors_writer, write_model_files
 from fused_optim.sharding.replicas import check_replicas
 from fused_optim.validate import check_belongs, check_whole
 
@@ -32,8 +32,9 @@ def save_master_safetensors(model: torch.nn.Module, optimizer: FusedAdam, folder
     """
     folder = Path(folder)
     optimizer.store.locate()
-    with on_all_ranks(f"saving masters to {folder}"):
-        check_safetensors()
+    doing = f"saving masters to {folder}"
+    with on_all_ranks(doing):
+        safetensors_writer(doing)
         check_whole(model, optimizer.store.params)
         check_belongs(model, optimizer.store.params)
         optimizer.store.settle()
@@ -44,9 +45,9 @@ def save_master_safetensors(model: torch.nn.Module, optimizer: FusedAdam, folder
             if has_own_chunks(param):  # gathering goes by placements, and would mix up rows
                 raise TypeError(f"{name}: shards with chunk lists of their own are not gathered")
     plain = ((name, [optimizer.store.master(p)]) for name, p in params.items() if not isinstance(p, DTensor))
-    check_replicas(f"saving masters to {folder}", plain)
+    check_replicas(doing, plain)
     entries = {name: Entry({name: 4 * p.numel()}, partial(_whole, optimizer, name, p)) for name, p in params.items()}
-    write_model_files(folder, entries, f"saving masters to {folder}")
+    write_model_files(folder, entries, doing)
 
 
 def _named(model: torch.nn.Module, optimizer: FusedAdam) -> dict[str, Tensor]:

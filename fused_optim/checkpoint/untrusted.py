@@ -11,6 +11,8 @@ from typing import IO, Any
 
 import torch
 
+from fused_optim import rebuild as _rebuild  # noqa: F401  such files may hold quantized weights
+
 
 class Refused(ValueError):
     """Raised for what might run code if it were read."""

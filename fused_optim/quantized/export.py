@@ -20,7 +20,7 @@ from fused_optim.quantized.recipes import Recipe
 from fused_optim.quantized.tensor import QuantizedTensor, local_weight
 from fused_optim.sharding.collective import gather, on_all_ranks, this_rank
 from fused_optim.sharding.dtensor import full_tensor, has_own_chunks, local_tensor, rewrap_like
-from fused_optim.sharding.model_files import Entry, check_safetensors, write_json, write_model_files
+from fused_optim.sharding.model_files import Entry, safetensors_writer, write_json, write_model_files
 from fused_optim.sharding.replicas import check_replicas
 
 CONFIG = "config.json"
@@ -46,7 +46,7 @@ def save_quantized_safetensors(
     folder = Path(folder)
     doing = f"saving quantized weights to {folder}"
     with on_all_ranks(doing):
-        check_safetensors()
+        safetensors_writer(doing)
         layouts.check_layout(layout)
         named = named_tensors(model)
         for name, tensor in named.items():

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import _get_fqns
 
+from fused_optim.optional import optional
 from fused_optim.quantized import layouts
 from fused_optim.quantized.init import finish_initialization
 from fused_optim.quantized.tensor import QuantizedTensor
 from fused_optim.sharding.collective import on_all_ranks
 from fused_optim.sharding.dtensor import local_tensor, placed_part, rewrap_like
-from fused_optim.sharding.model_files import INDEX, check_safetensors, read_index
+from fused_optim.sharding.model_files import INDEX, read_index
 
 _SINGLE = "model.safetensors"
 
@@ -38,9 +39,8 @@ def load_quantized_safetensors(model: nn.Module, path: str | os.PathLike[str], s
     path = Path(path)
     doing = f"loading {path}"
     with on_all_ranks(doing):
-        check_safetensors()
         targets = _targets(model)
-        with _opened(path) as (keys, read):
+        with _opened(path, doing) as (keys, read):
             names = {name: found for name in targets if (found := _found(targets[name].names, keys)) is not None}
             if strict:
                 _check_names(targets, names, keys)
@@ -112,10 +112,9 @@ def _placed(source: QuantizedTensor, like: Tensor) -> Tensor | None:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[Collection[str], Callable[[str], Tensor]]]:
+def _opened(path: Path, doing: str) -> Iterator[tuple[Collection[str], Callable[[str], Tensor]]]:
     """The keys, and what reads a tensor into host memory."""
-    from safetensors import safe_open
-
+    safe_open = optional("safetensors", doing, "safetensors").safe_open
     files: dict[Path, Any] = {}
 
     def opened(file: Path) -> Any:

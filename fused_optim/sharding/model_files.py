@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from fused_optim.optional import optional
 from fused_optim.sharding.collective import gather, on_all_ranks, this_rank
 
 INDEX = "model.safetensors.index.json"
@@ -48,7 +49,7 @@ def write_model_files(folder: Path, entries: Mapping[str, Entry], doing: str) ->
     try:
         with on_all_ranks(doing):
             if name:
-                _save_file(own, temporary)
+                safetensors_writer(doing)(own, temporary, metadata={"format": "pt"})
             if this_rank() == 0:  # an older export is not to be taken for this one
                 (folder / INDEX).unlink(missing_ok=True)
         with on_all_ranks(doing):
@@ -79,15 +80,11 @@ def read_index(index: Path) -> dict[str, Path]:
     return files
 
 
-def check_safetensors() -> None:
-    """Raise ImportError where the package is missing."""
-    import safetensors.torch  # noqa: F401
-
-
-def _save_file(tensors: dict[str, Tensor], path: Path) -> None:
-    from safetensors.torch import save_file
-
-    save_file(tensors, path, metadata={"format": "pt"})
+def safetensors_writer(doing: str, extra: str = "safetensors") -> Callable[..., None]:
+    """``save_file`` of safetensors. Raises ImportError where that is missing, or numpy, which it writes with."""
+    save_file: Callable[..., None] = optional("safetensors.torch", doing, extra).save_file
+    optional("numpy", doing, extra)
+    return save_file
 
 
 def _share_out(sizes: Mapping[str, int], held: Sequence[Collection[str]]) -> dict[str, int]:

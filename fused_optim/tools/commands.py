@@ -1,4 +1,7 @@
-"""The commands of ``python -m fused_optim``: their arguments, and what they print."""
+"""The commands of ``python -m fused_optim``: their arguments, and what they print.
+
+Each imports what it needs when it runs: ``--help`` does without torch, ``info`` without the optimizer.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from fused_optim.checkpoint.checksums import verify_checksums, write_checksums
-from fused_optim.tools import counting
-from fused_optim.tools.comparison import compare_checkpoints
-from fused_optim.tools.conversion import LAYOUTS, MASTERS, convert_checkpoint
-from fused_optim.tools.info import info
-from fused_optim.tools.inspector import inspect_checkpoint
-from fused_optim.tools.models import of_config, of_number, of_safetensors
-from fused_optim.tools.planner import ALIASES, STATES, draw, machines, plan_shapes
+from fused_optim.optional import optional
+from fused_optim.tools.names import ALIASES, LAYOUTS, MASTERS, STATES, STORED_MASTERS, machines
 
 Arguments = argparse.Namespace
 Commands = Any  # of argparse, which gives its type no name
@@ -44,6 +41,8 @@ def _add_info(commands: Commands) -> None:
 
 
 def _info(_: Arguments) -> int:
+    from fused_optim.tools.info import info
+
     print(info())
     return 0
 
@@ -57,12 +56,16 @@ def _add_checksums(commands: Commands) -> None:
 
 
 def _verify(args: Arguments) -> int:
+    from fused_optim.checkpoint.checksums import verify_checksums
+
     verify_checksums(args.path)
     print(f"{args.path}: all bytes as written")
     return 0
 
 
 def _checksum(args: Arguments) -> int:
+    from fused_optim.checkpoint.checksums import write_checksums
+
     write_checksums(args.path)
     print(f"{args.path}: checksums written")
     return 0
@@ -83,6 +86,9 @@ def _add_inspect(commands: Commands) -> None:
 
 
 def _inspect(args: Arguments) -> int:
+    from fused_optim.tools.comparison import compare_checkpoints
+    from fused_optim.tools.inspector import inspect_checkpoint
+
     if args.compare is None:
         _show(inspect_checkpoint(args.path, model=args.model, values=not args.no_values), args.json)
         return 0
@@ -98,11 +104,13 @@ def _add_convert(commands: Commands) -> None:
     parser.add_argument("--to", required=True, choices=LAYOUTS, help="see docs/tools.md")
     for name in ("exp-avg", "exp-avg-sq"):
         parser.add_argument(f"--{name}-dtype", metavar="DTYPE", help="of the native form; as in the source by default")
-    parser.add_argument("--master", choices=MASTERS, help="of the native form; as in the source by default")
+    parser.add_argument("--master", choices=STORED_MASTERS, help="of the native form; as in the source by default")
     parser.add_argument("--model", metavar="PATH", help=_MODEL)
 
 
 def _convert(args: Arguments) -> int:
+    from fused_optim.tools.conversion import convert_checkpoint
+
     formats = {"exp_avg_dtype": args.exp_avg_dtype, "exp_avg_sq_dtype": args.exp_avg_sq_dtype, "master": args.master}
     convert_checkpoint(args.source, args.target, args.to, model=args.model, **formats)
     print(f"{args.target}: {args.to}")
@@ -123,7 +131,7 @@ def _add_plan(commands: Commands) -> None:
     parser.add_argument("--world-size", type=int, default=1, metavar="RANKS", help="that shard each parameter by rows")
     parser.add_argument("--param-dtype", default="bfloat16", metavar="DTYPE", help="or bf16, float16, float32")
     parser.add_argument("--state", default="int8", choices=STATES, help="format of both moments")
-    masters = (*counting.MASTERS, *ALIASES)
+    masters = (*MASTERS, *ALIASES)
     parser.add_argument("--master", default="remainder16", choices=masters, help="24: remainder8, 32: float32")
     offload = "share of the states that lives in host memory (offload_fraction)"
     parser.add_argument("--offload", type=float, default=0.0, metavar="SHARE", help=offload)
@@ -133,6 +141,11 @@ def _add_plan(commands: Commands) -> None:
 
 
 def _plan(args: Arguments) -> int:
+    from fused_optim.tools.models import of_config, of_number, of_safetensors
+    from fused_optim.tools.planner import draw, plan_shapes
+
+    if args.picture is not None:
+        optional("matplotlib", "plan --picture", "tools")  # before the work, not after it
     if args.params is not None:
         shapes = of_number(args.params)
     else:

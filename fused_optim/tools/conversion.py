@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,23 +23,16 @@ from fused_optim.checkpoint.folders import PathLike
 from fused_optim.checkpoint.sources import read_small
 from fused_optim.formats import STATE_FORMATS, Master, as_dtype, split_remainder, state_format
 from fused_optim.layout import MASTER, STEP
+from fused_optim.sharding.model_files import safetensors_writer
 from fused_optim.state.groups import DESCRIPTION, KEYED_BY_NAMES, NATIVE, TorchGroup, usual_group
 from fused_optim.state.torch_form import torch_group
 from fused_optim.tools.contents import Optimizer, State, joined, pieces_of, read_optimizer
+from fused_optim.tools.names import LAYOUTS, STORED_MASTERS, Layout
 from fused_optim.tools.packing import Packed, let_go
 from fused_optim.tools.reading import FolderCheckpoint, open_checkpoint
 from fused_optim.tools.writing import Entry, write_folder, write_safetensors
 
-Layout = Literal["unscaled", "native", "torch", "safetensors", "masters"]
-LAYOUTS: tuple[Layout, ...] = get_args(Layout)
-MASTERS = {
-    "float32": Master.FLOAT32,
-    "float16": Master.FLOAT16,
-    "remainder16": Master.REMAINDER16,
-    "remainder8": Master.REMAINDER8,
-}
-_STORED_MASTERS = {"16-bit remainder": Master.REMAINDER16, "8-bit remainder": Master.REMAINDER8}
-_STORED_MASTERS |= {"float16": Master.FLOAT16}
+_MASTERS = {"16-bit remainder": Master.REMAINDER16, "8-bit remainder": Master.REMAINDER8, "float16": Master.FLOAT16}
 _NOT_SETTINGS = ("params", "param_names", STEP)
 
 _Place = tuple[str, ...]  # in the state dict of the optimizer
@@ -75,7 +68,8 @@ def convert_checkpoint(
     remainders need the parameters. Whatever is in the source beside the optimizer's states goes with it.
 
     The memory that this takes is a few times that of the largest tensor. Raises FileExistsError where there is
-    something in ``target``, and ValueError or OSError for what cannot be converted; then nothing is left behind.
+    something in ``target``, ImportError where safetensors is needed and missing, and ValueError or OSError for what
+    cannot be converted; then nothing is left behind.
     """
     moments = dict(zip(MOMENTS, (exp_avg_dtype, exp_avg_sq_dtype), strict=True))
     wanted = _Wanted(layout, {name: _checked_dtype(name, value) for name, value in moments.items()}, _master(master))
@@ -104,6 +98,8 @@ def _check(wanted: _Wanted, target: PathLike) -> None:
     folder = Path(target)
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise FileExistsError(f"{target} is there already: give a new folder")
+    if wanted.layout in ("safetensors", "masters"):
+        safetensors_writer(f"convert --to {wanted.layout}", "tools")
 
 
 def _checked_dtype(name: str, given: torch.dtype | str | None) -> torch.dtype | None:
@@ -117,9 +113,9 @@ def _checked_dtype(name: str, given: torch.dtype | str | None) -> torch.dtype | 
 
 
 def _master(given: str | None) -> Master | None:
-    if given is not None and given not in MASTERS:
-        raise ValueError(f"master: expected one of {', '.join(MASTERS)}, got {given!r}")
-    return None if given is None else MASTERS[given]
+    if given is not None and given not in STORED_MASTERS:
+        raise ValueError(f"master: expected one of {', '.join(STORED_MASTERS)}, got {given!r}")
+    return None if given is None else Master[given.upper()]
 
 
 class _Conversion:
@@ -223,7 +219,7 @@ class _Conversion:
     def _master(self, name: str, states: Mapping[str, State]) -> Master:
         if MASTER not in states:
             return Master.PARAMETER
-        stored = _STORED_MASTERS.get(states[MASTER].format, Master.FLOAT32)
+        stored = _MASTERS.get(states[MASTER].format, Master.FLOAT32)
         chosen = stored if self._wanted.master is None else self._wanted.master
         weight = self._optimizer.weights.get(name)
         if not chosen.is_remainder:

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fused_optim.adam import FusedAdamW
@@ -17,15 +16,8 @@ from fused_optim.formats import Master
 from fused_optim.layout import MASTER, StateLayout
 from fused_optim.sharding.dtensor import cut_by_rows, local_tensor
 from fused_optim.state.store import offloadable
+from fused_optim.tools.names import MASTERS
 
-# By name: the constructor's options.
-MASTERS: dict[str, dict[str, Any]] = {
-    "float32": {"store_param_remainders": False},
-    "remainder16": {"store_param_remainders": True},
-    "remainder8": {"store_param_remainders": True, "param_remainder_bits": 8},
-    "float16": {"master_weight_dtype": torch.float16},
-    "none": {"master_weights": False},
-}
 FORMS = ("unscaled", "native", "torch")
 HELD = ("parameters", "gradients", "masters", "states", "scales")
 _LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.)")  # "model.layers.3", "3"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+
 import torch
 
 import fused_optim
@@ -11,6 +13,7 @@ from fused_optim.backends import build_info, forced_backend, load_engine
 def info() -> str:
     """Which backends exist here, and why one does not."""
     lines = [f"fused_optim {fused_optim.__version__}, torch {torch.__version__}"]
+    lines.append(f"Python {platform.python_version()}, {platform.platform()}")
     lines.append("torch  available: the reference, and the fallback on any device")
     for name in ("cpu", "cuda"):
         engine, reason = load_engine(name)

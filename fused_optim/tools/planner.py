@@ -6,10 +6,7 @@ for them is what is counted.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
-from importlib.resources import files
 from typing import Any
 
 import torch
@@ -19,13 +16,12 @@ from torch.distributed.tensor import Shard
 
 from fused_optim.adam import FusedAdamW
 from fused_optim.formats import as_dtype
+from fused_optim.optional import optional
 from fused_optim.state.summary import aligned, shown_bytes
-from fused_optim.tools.counting import FORMS, HELD, MASTERS, Choice, Counted
+from fused_optim.tools.counting import FORMS, HELD, Choice, Counted
 from fused_optim.tools.models import Named
+from fused_optim.tools.names import ALIASES, MASTERS, STATES, machines
 from fused_optim.tools.simulation import sharded_parameter, simulated
-
-ALIASES = {"32": "float32", "24": "remainder8", "16": "float16"}  # bits of the masters
-STATES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int8")
 
 
 class Plan(dict[str, Any]):
@@ -124,13 +120,6 @@ def _choices(params: Sequence[tuple[str, Tensor]], chosen: Choice) -> list[Choic
     return found if chosen in found else [*found, chosen]
 
 
-@cache
-def machines() -> dict[str, Any]:
-    """Whose measurements there are, by name."""
-    found: dict[str, Any] = json.loads(files("fused_optim.tools").joinpath("measured.json").read_text())
-    return found
-
-
 def _rates(machine: str) -> dict[str, Any]:
     found: dict[str, Any] = machines()[_known("machine", machine, tuple(machines()))]
     return found
@@ -180,10 +169,9 @@ def _time(seconds: float | None) -> str:
 
 def draw(plan: Plan, path: str) -> None:
     """A picture of the bytes by choice. Raises ImportError without matplotlib."""
-    from matplotlib.figure import Figure
-
+    figure_class = optional("matplotlib.figure", f"drawing {path}", "tools").Figure
     rows = list(reversed(plan["choices"]))
-    figure = Figure(figsize=(8, 0.8 + 0.3 * len(rows)), layout="constrained")
+    figure = figure_class(figsize=(8, 0.8 + 0.3 * len(rows)), layout="constrained")
     axes = figure.subplots()
     labels = [f"{row['states']}, masters {row['master']}{' *' * (row is plan['chosen'])}" for row in rows]
     left = [0.0] * len(rows)

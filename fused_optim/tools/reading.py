@@ -23,6 +23,7 @@ from fused_optim.checkpoint.folders import Folder, LocalFolder, PathLike, folder
 from fused_optim.checkpoint.metadata import check_files, part_sizes, read_metadata
 from fused_optim.checkpoint.sources import Stored, open_source
 from fused_optim.checkpoint.untrusted import load_json, load_object
+from fused_optim.optional import optional
 from fused_optim.sharding.model_files import read_index
 
 OBJECTS = "fused_optim_objects"  # in the header of safetensors files: what is no tensor, as JSON
@@ -213,17 +214,16 @@ class SafetensorsCheckpoint(_Reading):
     ranks = None
 
     def __init__(self, path: Path, files: list[Path]) -> None:
-        from safetensors import SafetensorError, safe_open
-
+        safetensors = optional("safetensors", f"reading {path}", "tools")
         self.path = path
         self._files: dict[str, Any] = {}
         self._objects: dict[str, Any] = {}
         self.entries: dict[str, Stored | None] = {}
         for file in files:
             try:
-                opened: Any = safe_open(file, framework="pt")
+                opened: Any = safetensors.safe_open(file, framework="pt")
                 self._objects |= load_json((opened.metadata() or {}).get(OBJECTS, "{}").encode(), str(file))
-            except (SafetensorError, ValueError) as error:
+            except (safetensors.SafetensorError, ValueError) as error:
                 text = f"{file} cannot be read as safetensors ({error}); it is truncated or damaged"
                 raise ValueError(text) from error
             for key in opened.keys():  # noqa: SIM118

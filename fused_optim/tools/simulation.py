@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, debug
+from torch.distributed.tensor import DTensor, Placement
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fused_optim.sharding.dtensor import forget_meshes, placed_part_of
@@ -28,8 +28,7 @@ def simulated(world_size: int, rank: int = 0) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        forget_meshes()
-        debug._clear_sharding_prop_cache()  # which has meshes, equal to those of another rank
+        forget_meshes()  # they are equal to those of another rank
 
 
 def sharded_parameter(

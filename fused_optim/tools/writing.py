@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 
 from fused_optim.adapters import adapter_of
 from fused_optim.checkpoint.checksums import write_checksums
-from fused_optim.sharding.model_files import write_json
+from fused_optim.sharding.model_files import safetensors_writer, write_json
 from fused_optim.tools.progress import progress
 from fused_optim.tools.reading import OBJECTS
 
@@ -87,8 +87,7 @@ def write_safetensors(entries: Mapping[str, Entry], folder: Path, stem: str) -> 
 
     Raises ImportError without safetensors, ValueError for an object that JSON does not know.
     """
-    from safetensors.torch import save_file
-
+    save_file = safetensors_writer(f"writing {folder}", "tools")
     tensors = {key: entry for key, entry in entries.items() if entry.shape is not None}
     objects = {key: _as_json(key, entry.read()) for key, entry in entries.items() if entry.shape is None}
     parts = _parts({key: entry.nbytes for key, entry in tensors.items()})
