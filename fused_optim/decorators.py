@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -25,12 +26,16 @@ def callers_level() -> int:
 
 
 def between_graphs(function: F) -> F:
-    """In a compiled training loop: run as it is, between two graphs. Traced, a step would become dozens of them."""
+    """In a compiled training loop: run as it is, between two graphs. Traced, a step would become dozens of them.
+
+    Where torch gives the caller up, as it does with some arguments, it would still trace what that calls.
+    """
     untraced = torch._disable_dynamo(function)
 
     @functools.wraps(function)
     def untraced_or_not(*args: Any, **kwargs: Any) -> Any:
-        return (untraced if torch.compiler.is_dynamo_compiling() else function)(*args, **kwargs)
+        is_watched = torch.compiler.is_dynamo_compiling() or get_eval_frame_callback() is not None
+        return (untraced if is_watched else function)(*args, **kwargs)
 
     return cast(F, untraced_or_not)
 

@@ -271,16 +271,18 @@ class Checkpointer:
         whatever :meth:`load` does.
         """
         self.wait()
-        listed = self._list()
+        listed, errors = self._list(), []
         for found in listed:
             try:
                 self._verify(found, verify)
             except (OSError, RuntimeError, ValueError) as error:
                 logger.warning("checkpoint passed over: %s", error)
+                errors.append(error)
             else:
                 return self._load(found, without)
         if listed:
-            raise ValueError(f"{self._shelf.folder} has {len(listed)} checkpoints, of which none is whole")
+            none = f"{self._shelf.folder} has {len(listed)} checkpoints, of which none is whole"
+            raise ValueError(f"{none}; the newest: {errors[0]}")
         return None
 
     def load(self, step: int, *, without: Collection[str] = (), verify: bool = True) -> int:

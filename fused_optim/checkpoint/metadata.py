@@ -2,6 +2,11 @@
 
 It may name the classes that torch's own writers put into it. What it says of them is noted, checked, and made into
 torch's objects here.
+
+A newer torch may say more than is known here: name a class, or give an object a field. The bytes may then mean
+something else, so the error says that a newer torch wrote them, not that they are damaged. Unknown fields pass where
+they cannot change that: in a ``StorageMeta``, which says where a checkpoint was written to, and where they hold nothing
+(None, False, an empty text or container), as fields do of what was not used.
 """
 
 from __future__ import annotations
@@ -12,7 +17,6 @@ from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -25,16 +29,29 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fused_optim.checkpoint.folders import Folder
-from fused_optim.checkpoint.pickles import Given, read_pickle, stand_in
+from fused_optim.checkpoint.pickles import Given, UnknownName, read_pickle, stand_in
 
 FILE = ".metadata"
 
-_CLASSES = {name: stand_in(name) for name in (*metadata.__all__, "_MEM_FORMAT_ENCODING")}
-_STORAGE_INFO, _SIZE, _LAYOUT, _PATH = map(stand_in, ("_StorageInfo", "Size", "_get_layout", "Path"))
+# The fields of torch's classes, of all supported releases; in the order of a state that is a tuple.
+_FIELDS = {
+    "Metadata": ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"),
+    "BytesStorageMetadata": (),
+    "TensorStorageMetadata": ("properties", "size", "chunks"),
+    "TensorProperties": ("dtype", "layout", "requires_grad", "memory_format", "pin_memory", "strides"),
+    "ChunkStorageMetadata": ("offsets", "sizes"),
+    "MetadataIndex": ("fqn", "offset", "index"),
+    "_StorageInfo": ("relative_path", "offset", "length", "transform_descriptors"),
+    "StorageMeta": ("checkpoint_id", "save_id", "load_id", "modules"),
+}
+_VERSION = "1."  # of the format, as far as it matters: "1.0.0"
+
+_CLASSES = {name: stand_in(name) for name in (*_FIELDS, "_MEM_FORMAT_ENCODING")}
+_SIZE, _LAYOUT, _PATH = map(stand_in, ("Size", "_get_layout", "Path"))
 _PATHS = ("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath")
 _NAMES: dict[tuple[str, str], Any] = {
     **{("torch.distributed.checkpoint.metadata", name): value for name, value in _CLASSES.items()},
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _STORAGE_INFO,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _CLASSES["_StorageInfo"],
     ("torch", "Size"): _SIZE,
     ("torch.serialization", "_get_layout"): _LAYOUT,
     **{(module, name): _PATH for module in ("pathlib", "pathlib._local") for name in _PATHS},  # where it was written to
@@ -49,10 +66,17 @@ _MEMORY_FORMATS = {
 _LARGEST = (1 << 63) - 1
 
 
+class _Newer(ValueError):
+    """Raised for what only a newer torch can have written."""
+
+
 def read_metadata(folder: Folder) -> Metadata:
     """What a checkpoint holds and where. Runs no code of it. Raises ValueError if it cannot be read."""
     try:
-        return _metadata(read_pickle(folder.read(FILE), _NAMES))
+        return _metadata(_given(folder.read(FILE)))
+    except _Newer as error:
+        text = f"{folder}/{FILE} was written by a newer torch: {error}: update torch and fused_optim"
+        raise ValueError(text) from error
     except Exception as error:
         raise ValueError(f"{folder}/{FILE} cannot be read ({error}); it is truncated or damaged") from error
 
@@ -90,18 +114,30 @@ def part_sizes(described: Metadata) -> dict[tuple[str, tuple[int, ...]], torch.S
 # --- from what is given to torch's objects ------------------------------------------------------------------------
 
 
+def _given(content: bytes) -> Any:
+    try:
+        return read_pickle(content, _NAMES)
+    except UnknownName as error:
+        own = f"{error.module}.".startswith("torch.distributed.checkpoint.")
+        if error.name.isidentifier() and (own or (error.module == "torch" and not hasattr(torch, error.name))):
+            raise _Newer(f"{error.module}.{error.name} is unknown") from error
+        raise
+
+
 def _metadata(given: Any) -> Metadata:
     if type(given) is not _CLASSES["Metadata"]:
         raise ValueError("it does not describe a checkpoint")
     fields = _fields("it", given, "Metadata")
+    version = fields.get("version")
+    if version is not None and not _text("its version", version).startswith(_VERSION):
+        raise _Newer(f"expected version {_VERSION}x of its format, found {version[:100]}")
     described = fields.get("state_dict_metadata")
     if not isinstance(described, dict):
         raise _unexpected("what it describes", "a dict", described)
     entries = {_text("a key", key): _entry(key, value) for key, value in described.items()}
     found = Metadata(entries, _planner_data(fields.get("planner_data")), _storage_data(fields, entries))
     found.storage_meta = _storage_meta(fields.get("storage_meta"))
-    if fields.get("version") is not None:
-        found.version = _text("its version", fields["version"])
+    found.version = version
     _check_parts(found)
     return found
 
@@ -123,6 +159,7 @@ def _check_parts(found: Metadata) -> None:
 
 def _entry(key: str, given: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     if type(given) is _CLASSES["BytesStorageMetadata"]:
+        _fields(key, given, "BytesStorageMetadata")
         return BytesStorageMetadata()
     fields = _fields(key, given, "TensorStorageMetadata")
     properties, size = _properties(key, fields.get("properties")), _size(key, fields.get("size"))
@@ -132,24 +169,34 @@ def _entry(key: str, given: Any) -> TensorStorageMetadata | BytesStorageMetadata
 
 
 def _properties(key: str, given: Any) -> TensorProperties:
-    state = given.state if type(given) is _CLASSES["TensorProperties"] else None
-    if not isinstance(state, tuple) or len(state) != 5:
-        raise _unexpected(f"the properties of {key}", "TensorProperties", given)
-    dtype, layout, requires_grad, memory_format, pinned = state
+    what = f"the properties of {key}"
+    fields = _fields(what, given, "TensorProperties")
+    dtype, requires_grad, pinned = (fields.get(name) for name in ("dtype", "requires_grad", "pin_memory"))
     if not isinstance(dtype, torch.dtype):
         raise _unexpected(f"the dtype of {key}", "a torch.dtype", dtype)
     if not isinstance(requires_grad, bool) or not isinstance(pinned, bool):
-        raise _unexpected(f"the properties of {key}", "bools", requires_grad)
-    layout = _choice(key, layout, _LAYOUT, _LAYOUTS)
-    memory_format = _choice(key, memory_format, _CLASSES["_MEM_FORMAT_ENCODING"], _MEMORY_FORMATS)
-    return TensorProperties(dtype, layout, requires_grad, memory_format, pinned)
+        raise _unexpected(what, "bools", requires_grad)
+    layout = _choice(what, fields.get("layout"), _LAYOUT, _LAYOUTS)
+    memory_format = _choice(what, fields.get("memory_format"), _CLASSES["_MEM_FORMAT_ENCODING"], _MEMORY_FORMATS)
+    found = TensorProperties(dtype, layout, requires_grad, memory_format, pinned)
+    strides = _strides(key, fields.get("strides"))
+    if hasattr(found, "strides"):
+        found.strides = strides
+    return found
 
 
-def _choice(key: str, given: Any, kind: type[Given], choices: Mapping[Any, Any]) -> Any:
-    if type(given) is not kind or len(given.args) != 1 or type(given.args[0]) not in (int, str):
-        raise _unexpected(f"the properties of {key}", kind.__name__, given)
+def _strides(key: str, given: Any) -> tuple[int, ...] | None:
+    """Those that the tensor had for whoever saved it. The bytes have strides of their own beside them."""
+    if given is not None and not isinstance(given, tuple):
+        raise _unexpected(f"the strides of {key}", "a tuple", given)
+    return None if given is None else tuple(_number(f"a stride of {key}", each) for each in given)
+
+
+def _choice(what: str, given: Any, kind: type[Given], choices: Mapping[Any, Any]) -> Any:
+    if type(given) is not kind or len(given.args) != 1 or type(given.args[0]) is not type(next(iter(choices))):
+        raise _unexpected(what, kind.__name__, given)
     if given.args[0] not in choices:
-        raise ValueError(f"the properties of {key}: {kind.__name__} knows no such value")
+        raise _Newer(f"{what}: {kind.__name__} knows no such value")
     return choices[given.args[0]]
 
 
@@ -196,7 +243,7 @@ def _storage_data(fields: Mapping[str, Any], entries: Container[str]) -> dict[Me
 
 def _storage_items(given: Mapping[Any, Any], entries: Container[str]) -> Iterator[tuple[MetadataIndex, _StorageInfo]]:
     for index, info in given.items():
-        if type(index) is not _CLASSES["MetadataIndex"] or type(info) is not _STORAGE_INFO:
+        if type(index) is not _CLASSES["MetadataIndex"] or type(info) is not _CLASSES["_StorageInfo"]:
             raise ValueError("it describes a checkpoint of another kind of storage")
         fields = _fields("an index", index, "MetadataIndex")
         key, offset, hint = _text("a key", fields.get("fqn")), fields.get("offset"), fields.get("index")
@@ -240,13 +287,24 @@ def _storage_meta(given: Any) -> StorageMeta | None:
 
 
 def _fields(what: str, given: Any, kind: str) -> dict[str, Any]:
-    """The attributes that an object of a class is given."""
-    expected = _STORAGE_INFO if kind == "_StorageInfo" else _CLASSES[kind]
-    if type(given) is not expected or given.args:
+    """The attributes that an object of a class is given, all of them known or without a meaning."""
+    if type(given) is not _CLASSES[kind] or given.args:
         raise _unexpected(what, kind, given)
-    if not isinstance(given.state, dict):
-        raise _unexpected(f"{what}: the attributes of a {kind}", "a dict", given.state)
-    return given.state
+    state = {} if given.state is None else given.state
+    if isinstance(state, tuple):
+        further = map(str, range(len(_FIELDS[kind]) + 1, len(state) + 1))
+        state = dict(zip((*_FIELDS[kind], *further), state))
+    if not isinstance(state, dict):
+        raise _unexpected(f"{what}: the attributes of a {kind}", "a dict", state)
+    for name, value in state.items():
+        unknown = _text(f"{what}: the name of an attribute", name) not in _FIELDS[kind]
+        if unknown and kind != "StorageMeta" and not _holds_nothing(value):
+            raise _Newer(f"field {name[:100]} of {kind} is unknown")
+    return state
+
+
+def _holds_nothing(given: Any) -> bool:
+    return given is None or given is False or (type(given) in (str, bytes, tuple, list, dict, set) and not given)
 
 
 def _text(what: str, given: Any) -> str:

@@ -35,6 +35,14 @@ class Outside(Given):
     __slots__ = ()
 
 
+class UnknownName(ValueError):
+    """Raised for a pickle that names what it may not."""
+
+    def __init__(self, module: str, name: str) -> None:
+        super().__init__(f"it names {module}.{name}, which it has no use for")
+        self.module, self.name = module, name
+
+
 def stand_in(name: str) -> type[Given]:
     return type(name, (Given,), {"__slots__": ()})
 
@@ -61,20 +69,21 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self._names:
-            raise ValueError(f"it names {module}.{name}, which it has no use for")
+            raise UnknownName(module, name)
         return self._names[module, name]
 
     def persistent_load(self, key: Any) -> Outside:
         return Outside(key)
 
 
-# What protocols 2 to 5 have for None, bools, integers of 64 bits, tuples, lists, dicts, values that were there before,
-# names, calls and states. Left out are long integers, bytes, and numbers at which values are kept: these may be any.
+# What protocols 2 to 5 have for None, bools, integers of 64 bits, floats, tuples, lists, dicts, sets, values that were
+# there before, names, calls and states. Left out are long integers and numbers at which values are kept, which may be
+# any.
 _PLAIN = re.compile(
-    rb"(?s:[N\x88\x89()\x85\x86\x87t\]ae}su\x94\x93R\x81bQ]|[Kq\x80h].|M..|[Jj].{4}|\x95.{8}|c[^\n]*\n[^\n]*\n"
-    rb"|\x8a(?:\x00|\x01.|\x02..|\x03.{3}|\x04.{4}|\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8}|\x09.{9}))*+"
+    rb"(?s:[N\x88\x89()\x85\x86\x87t\]ae}su\x8f-\x91\x94\x93R\x81bQ]|[Kq\x80h].|M..|[Jj].{4}|[\x95G].{8}"
+    rb"|c[^\n]*\n[^\n]*\n|\x8a(?:\x00|\x01.|\x02..|\x03.{3}|\x04.{4}|\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8}|\x09.{9}))*+"
 )
-_TEXTS = {0x8C: 1, ord("X"): 4}  # bytes of their lengths
+_TEXTS = {0x8C: 1, ord("X"): 4, ord("C"): 1, ord("B"): 4}  # and bytes: how many bytes their lengths take
 _STOP = ord(".")
 
 

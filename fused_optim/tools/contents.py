@@ -150,7 +150,7 @@ class State:
         name = self._remainder
         assert name is not None
         stored: Tensor = self.part(name)
-        return stored.clone().view(KINDS[name].dtype) if name else stored
+        return stored.reshape(-1).clone().view(KINDS[name].dtype).view(self.shape) if name else stored
 
     def values(self) -> Tensor:
         """All of it: a new FP32 tensor of the parameter's shape."""

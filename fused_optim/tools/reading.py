@@ -30,7 +30,6 @@ OBJECTS = "fused_optim_objects"  # in the header of safetensors files: what is n
 _INDEX = ".safetensors.index.json"
 _SUFFIX = ".safetensors"
 _WRITER = re.compile(r"__(?P<rank>\d+)_\d+\.distcp")
-_DCP_VERSION = 1  # of torch.distributed.checkpoint's format, before the point: "1.0.0"
 
 
 class Checkpoint(Protocol):
@@ -101,7 +100,6 @@ class FolderCheckpoint(_Reading):
     def __init__(self, folder: Folder) -> None:
         self.path = folder
         self.metadata = read_metadata(folder)
-        _check_version(folder, getattr(self.metadata, "version", None))
         self._sizes = part_sizes(self.metadata)
         self._parts: dict[str, list[tuple[MetadataIndex, Any]]] = {}
         for index, info in self.metadata.storage_data.items():
@@ -164,12 +162,6 @@ class FolderCheckpoint(_Reading):
             filled += math.prod(size)
         if filled != math.prod(entry.size):
             raise ValueError(f"{key} in {self.path}: {filled} of its {math.prod(entry.size)} elements were saved")
-
-
-def _check_version(folder: Folder, version: str | None) -> None:
-    if version is not None and not str(version).startswith(f"{_DCP_VERSION}."):
-        text = f"expected version {_DCP_VERSION} of torch.distributed.checkpoint's format, found {version}"
-        raise ValueError(f"{folder}/{dcp_metadata.FILE}: {text}: update torch and fused_optim")
 
 
 # --- torch.save ---------------------------------------------------------------------------------------------------

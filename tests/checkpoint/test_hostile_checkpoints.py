@@ -19,6 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -159,6 +160,12 @@ def place_of(metadata: Any) -> Any:
     return metadata.storage_data[index]
 
 
+def stated_properties(strides: Any) -> Call:
+    """As torch 2.15 writes them."""
+    layout, encoding = Call(torch.serialization._get_layout, "torch.strided"), _MEM_FORMAT_ENCODING(0)
+    return Call(TensorProperties, state=(torch.int8, layout, False, encoding, False, strides))
+
+
 def without_check(kind: type, **attributes: Any) -> Any:
     """An object of torch's with any attributes."""
     made = kind.__new__(kind)
@@ -182,7 +189,7 @@ HOSTILE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a size beyond 64 bits": (lambda m: setattr(tensor_of(m), "size", Call(torch.Size, (2**63, 1))), "from 0 to 2"),
     "an integer of a kilobyte": (lambda m: setattr(place_of(m), "offset", 1 << 8000), "code 0x8b"),
     "a bool as a number": (lambda m: setattr(place_of(m), "length", True), "found bool"),
-    "bytes": (lambda m: setattr(place_of(m), "relative_path", b"x" * 1000), "code 0x42"),
+    "bytes": (lambda m: setattr(place_of(m), "relative_path", b"x" * 1000), "found bytes"),
     "a negative offset": (lambda m: setattr(place_of(m), "offset", -5), "from 0 to 2"),
     "an offset beyond the file": (lambda m: setattr(place_of(m), "offset", 1 << 40), "is truncated: expected at"),
     "a length beyond the file": (lambda m: setattr(place_of(m), "length", 1 << 60), "is truncated: expected at"),
@@ -205,6 +212,18 @@ HOSTILE: dict[str, tuple[Callable[[Any], Any], str]] = {
             )
         ),
         "knows no such value",
+    ),
+    "strides that are no numbers": (
+        lambda m: vars(tensor_of(m)).update(properties=stated_properties(("1",))),
+        "a stride of .*: expected a number from 0 to 2",
+    ),
+    "strides that are no tuple": (
+        lambda m: vars(tensor_of(m)).update(properties=stated_properties(5)),
+        "the strides of .*: expected a tuple, found int",
+    ),
+    "an attribute that has no name": (
+        lambda m: vars(m).update({5: None}),
+        "the name of an attribute: expected a text, found int.*damaged",
     ),
     "arguments": (
         lambda m: m.state_dict_metadata.update(x=Call(TensorStorageMetadata, m, m, m)),

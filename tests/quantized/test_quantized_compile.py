@@ -133,12 +133,28 @@ def test_autocast_within_and_around() -> None:
 
 
 def test_what_stays_eager_compiles_nothing_of_the_weight() -> None:
-    """torch leaves a compiled layer of its own to eager mode, but would compile Python code that this calls."""
+    """torch leaves such a function to eager mode, but would compile Python code that this calls."""
+    layer = blocks("mxfp8").get_submodule("0.up")
+    expected = layer(activations())
+    counter = CompileCounterWithBackend("aot_eager")
+
+    @torch.compiler.disable(recursive=False)
+    def eager(x: Tensor) -> Tensor:
+        return nn.functional.linear(x, layer.weight, layer.bias)
+
+    around = torch.compile(lambda x: eager(x), backend=counter)
+    assert torch.equal(around(activations()), expected) and counter.frame_count == 0
+
+
+def test_a_layer_alone_compiles_nothing_of_the_weight() -> None:
+    """The layer is torch's: it stays eager, or is a graph of its product (since torch 2.14)."""
     layer = blocks("mxfp8").get_submodule("0.up")
     expected = layer(activations())
     counter = CompileCounterWithBackend("aot_eager")
     layer.compile(backend=counter)
-    assert torch.equal(layer(activations()), expected) and counter.frame_count == 0
+    assert torch.equal(layer(activations()), expected)
+    calls = [node.target for graph in counter.graphs for node in graph.graph.nodes if node.op.startswith("call")]
+    assert calls in ([], [torch._C._nn.linear])
 
 
 def train_sharded(recipe: str, compile_blocks: bool) -> list[Tensor]:
