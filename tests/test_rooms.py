@@ -12,12 +12,16 @@ import pytest
 
 import fused_optim
 
-# Files and folders of fused_optim/ from the ground up; docs/development.md says what each is for.
+# Files and folders of fused_optim/ from the ground up; docs/development.md says what each is for. A folder whose rooms
+# have an order of their own is given room by room, its own ``__init__`` last.
 ROOMS = (
     *("decorators", "formats", "options", "sharding", "adapters", "host_memory", "slots", "copies", "backends"),
-    *("validate", "quantized", "state", "step", "clip", "skip", "adam", "release", "checkpoint"),
+    "validate",
+    *(f"quantized.{room}" for room in ("recipes", "tensor", "compute", "adapters", "model", "files", "__init__")),
+    *("state", "step", "clip", "skip", "adam", "release", "checkpoint"),
     *("compat", "integrations", "__init__", "tools", "__main__"),
 )
+HOUSES = {room.split(".")[0] for room in ROOMS if "." in room}  # folders that are given room by room
 # Who may import while it runs, and what: adapters of parameters that are met, engines if they were built, and
 # quantized code where it is asked for.
 LAZY = {"adapters": "", "backends": "fused_optim._engine_", "__init__": "fused_optim.quantized"}
@@ -54,8 +58,9 @@ class Package:
         return [each for each in found if f"{each.target}.".startswith(f"{self.name}.") or not each.target]
 
     def room_of(self, module: str) -> str:
-        """The first name below the package, or ``__init__``."""
-        return f"{module}.__init__".split(".")[1]
+        """The first name below the package, or ``__init__``; two names where a folder is given room by room."""
+        _, first, *others = f"{module}.__init__".split(".")
+        return f"{first}.{others[0]}" if first in HOUSES else first
 
     def _imports_of(self, module: str, node: ast.AST, when: str) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
@@ -129,10 +134,11 @@ def lazy_imports(package: Package) -> list[str]:
 
 def imports_of_quantized(package: Package) -> list[str]:
     """Imports from outside, but for the lazy attribute of the package itself. Adapters have names only."""
+    inside = f"{package.name}.quantized"
     from_outside = [
         each
         for each in package.imports
-        if package.room_of(each.target) == "quantized" and package.room_of(each.source) != "quantized"
+        if f"{each.target}.".startswith(f"{inside}.") and not f"{each.source}.".startswith(f"{inside}.")
     ]
     return [str(each) for each in from_outside if each.source != package.name or each.when == "always"]
 
@@ -279,13 +285,31 @@ WRONG: dict[str, tuple[Check, dict[str, str], list[str]]] = {
             "fused_optim.integrations.megatron:2 uses adam._x",
         ],
     ),
-    "a room that nobody knows": (other_rooms, {"cellar/wine": ""}, ["cellar"]),
+    "upwards, within a folder": (
+        upward_imports,
+        {"quantized/recipes/a": "from fused_optim.quantized.tensor import b", "quantized/tensor/b": ""},
+        [
+            "fused_optim.quantized.recipes.a:1 imports fused_optim.quantized.tensor.b: "
+            "quantized.recipes is below quantized.tensor"
+        ],
+    ),
+    "upwards, to a folder's own": (
+        upward_imports,
+        {"quantized/model/a": "from fused_optim.quantized import quantize_model_"},
+        ["fused_optim.quantized.model.a:1 imports fused_optim.quantized: quantized.model is below quantized.__init__"],
+    ),
+    "rooms that nobody knows": (
+        other_rooms,
+        {"cellar/wine": "", "quantized/attic/a": "", "quantized/loft": ""},
+        ["cellar", "quantized.attic", "quantized.loft"],
+    ),
 }
 # What all have: imports that are as they should be.
 RIGHT = {
     **{f"{room}/__init__": "" for room in ("sharding", "backends", "quantized", "state", "step", "integrations")},
     **dict.fromkeys(("__main__", "decorators", "options", "host_memory", "slots", "copies", "validate"), ""),
     **dict.fromkeys(("clip", "skip", "release"), ""),
+    **{f"quantized/{room}/__init__": "" for room in ("recipes", "tensor", "compute", "adapters", "model", "files")},
     **{f"{room}/__init__": "" for room in ("checkpoint", "compat", "tools")},
     "__init__": """
 from typing import TYPE_CHECKING
@@ -300,8 +324,9 @@ def __getattr__(name):
     "sharding/dtensor": "from fused_optim.formats import X\nfrom torch import Tensor",
     "adapters": "import importlib\ndef adapter(module):\n    return importlib.import_module(module)",
     "backends/engines": "import importlib\nf = lambda name: importlib.import_module(f'fused_optim._engine_{name}')",
-    "quantized/tensor": "from . import recipes\nfrom ..sharding import dtensor",
-    "quantized/recipes": "from fused_optim.formats import X",
+    "quantized/tensor/a": "from ..recipes import b\nfrom ...sharding import dtensor",
+    "quantized/recipes/b": "from fused_optim.formats import X",
+    "quantized/__init__": "from .tensor import a",
     "adam": "class A:\n    def f(self, optimizer):\n        return self._slots, optimizer._slots",
     "compat/apex": "import fused_optim.adam\nclass A(fused_optim.adam.A):\n    x = lambda self: self._slots",
     "integrations/megatron": """

@@ -17,8 +17,8 @@ from hypothesis import given
 from torch import Tensor
 
 from distributed import on_each_device
-from fused_optim.quantized import Recipe, elements
-from fused_optim.quantized.recipes import RECIPES, Component
+from fused_optim.quantized import Recipe
+from fused_optim.quantized.recipes import RECIPES, Component, elements
 from quantized_cases import encoded, matrices
 from recipe_checks import (
     WAYS,

@@ -20,13 +20,11 @@ from fused_optim.quantized import (
     NVFP4BlockScaling,
     QuantizedTensor,
     Recipe,
-    casts,
-    elements,
-    products,
     quantize_model_,
-    shared_casts,
 )
-from fused_optim.quantized.linear import QuantizedLinear
+from fused_optim.quantized.compute import casts, products, shared_casts
+from fused_optim.quantized.compute.linear import QuantizedLinear
+from fused_optim.quantized.recipes import elements
 from product_cases import RECIPES, Reference, code_error, decoded_recipe, layer_of, matrix, results, rounded, sums
 
 EACH = pytest.mark.parametrize("name", RECIPES)

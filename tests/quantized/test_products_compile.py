@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import distributed
 from distributed import on_each_device
 from fused_optim import FusedAdam
-from fused_optim.quantized import casts, dequantize_model_, products, quantize_model_
+from fused_optim.quantized import dequantize_model_, quantize_model_
+from fused_optim.quantized.compute import casts, products
 from product_cases import RECIPES, matrix, results
 
 NAMES = ["tensor", "row", "row, FP8 weight gradients", "block"]

@@ -16,7 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import distributed
 from fused_optim import FusedAdamW
-from fused_optim.quantized import GroupedLinear, QuantizedTensor, grouped, products, quantize_model_
+from fused_optim.quantized import GroupedLinear, QuantizedTensor, quantize_model_
+from fused_optim.quantized.compute import grouped, products
 from fused_optim.sharding.dtensor import local_tensor
 from product_cases import RECIPES
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fused_optim.quantized import Float8CurrentScaling, Float8DelayedScaling, casts, products, quantize_model_
-from fused_optim.quantized.linear import QuantizedLinear
+from fused_optim.quantized import Float8CurrentScaling, Float8DelayedScaling, quantize_model_
+from fused_optim.quantized.compute import casts, products
+from fused_optim.quantized.compute.linear import QuantizedLinear
 from product_cases import RECIPES, layer_of, matrix
 
 

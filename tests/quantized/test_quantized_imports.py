@@ -17,6 +17,8 @@ from quantized_cases import RECIPES, plain_model, quantize_model_
 REBUILD = "fused_optim.quantized.tensor.rebuild"  # what files name
 # Several weights of each recipe, one of them as a parameter, and what they decode to; written by version 0.1.
 WRITTEN = Path(__file__).with_name("weights_0.1.pt")
+# A pickled model with layers of two classes, what its weights decode to, recipes and a filter; written by version 0.2.
+MODEL = Path(__file__).with_name("model_0.2.pt")
 LOADED = "any(name.startswith('fused_optim.quantized') for name in sys.modules)"
 
 
@@ -121,6 +123,36 @@ assert [isinstance(weight, torch.nn.Parameter) for weight in found["weights"][:3
 assert [weight.requires_grad for weight in found["weights"][:3]] == [False, True, False]
 """,
         WRITTEN,
+    )
+
+
+def test_pickled_models_of_earlier_versions_are_read() -> None:
+    """Which name functions and classes by the modules that these were in."""
+    run(
+        """
+found = torch.load(sys.argv[1], weights_only=False)
+import fused_optim
+from fused_optim import quantized
+model, values = found["model"], found["values"]
+assert {name: type(module).__name__ for name, module in model.items()} == {
+    "layer": "QuantizedLinear", "experts": "GroupedLinear"
+}
+assert type(model["experts"]) is quantized.GroupedLinear and type(found["filter"]) is quantized.UsualLayers
+for name, weight in model.named_parameters():
+    if name in values:
+        assert type(weight) is quantized.QuantizedTensor and torch.equal(weight.dequantize(), values[name])
+assert len(values) == 2 and all(each.any() for each in values.values())
+assert found["recipes"] == [
+    quantized.Float8CurrentScaling(), quantized.Float8DelayedScaling(margin=1),
+    quantized.Float8BlockScaling(power_of_two=True), quantized.MXFP8BlockScaling(), quantized.NVFP4BlockScaling(),
+]
+# The hook that loads plain values into quantized weights came along.
+plain = {name: torch.full_like(each, 2.0) for name, each in values.items()}
+model.load_state_dict(plain, strict=False, assign=True)
+assert all(type(model.get_parameter(name)) is quantized.QuantizedTensor for name in plain)
+assert (model["experts"].weight.dequantize() == 2.0).all()
+""",
+        MODEL,
     )
 
 

@@ -16,7 +16,8 @@ from torch.distributed.tensor import Shard
 import distributed
 from distributed import Part, assert_same, join_all, on_each_device, part, shard
 from fused_optim import FusedAdam
-from fused_optim.quantized import QuantizedTensor, coverage, finish_initialization, quantize_model_
+from fused_optim.quantized import QuantizedTensor, finish_initialization, quantize_model_
+from fused_optim.quantized.tensor import coverage
 from fused_optim.sharding.dtensor import local_tensor
 from quantized_cases import RECIPES, WHOLE, component_parts, parameter_parts, values
 

@@ -28,7 +28,7 @@ from fused_optim.quantized import (
     Recipe,
     finish_initialization,
 )
-from fused_optim.quantized import engine as quantizer
+from fused_optim.quantized.recipes import engine as quantizer
 from quantized_cases import RECIPES, Run, values
 
 F32, BF16, F16, E4M3, INT8 = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
