@@ -1,6 +1,5 @@
 """Quantizes the weights of models, and makes them plain again."""
 
-from fused_optim.quantized.model import averages as _averages  # noqa: F401  refuses what averages weights
 from fused_optim.quantized.model.dequantize import dequantize_model_
 from fused_optim.quantized.model.init import (
     discard_high_precision_init,

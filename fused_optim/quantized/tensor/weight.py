@@ -23,7 +23,7 @@ from fused_optim.quantized.recipes import (
     matrix_range,
     tiles,
 )
-from fused_optim.quantized.tensor import all_gather
+from fused_optim.quantized.tensor import all_gather, patches
 from fused_optim.quantized.tensor.coverage import Part, joined
 from fused_optim.quantized.tensor.dispatch import Decodable, view_of
 
@@ -90,6 +90,7 @@ class Weight(Decodable):
         start: int = 0,
         split: Position | None = None,
     ) -> Self:
+        patches.install()
         size = (math.prod(shape),) if flat else (shape[1], shape[0]) if transposed else shape
         strides = (1, shape[1]) if transposed else None
         device = components["data"].device
