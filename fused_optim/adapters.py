@@ -87,7 +87,7 @@ class Adapter(Protocol):
         All ranks answer alike.
         """
 
-    def hold(self, param: Tensor) -> None:
+    def retain_initial(self, param: Tensor) -> None:
         """An optimizer holds this parameter: :meth:`initial_values` are wanted until :meth:`discard_initial`."""
 
     def initial_values(self, param: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ def hold(params: Iterable[Tensor]) -> None:
     for param in params:
         adapter = adapter_of(param)
         if adapter is not None:
-            adapter.hold(param)
+            adapter.retain_initial(param)
 
 
 def needs_collective(param: Tensor) -> bool:

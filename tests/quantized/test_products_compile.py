@@ -73,7 +73,7 @@ def test_fused_graphs_are_as_exact_as_eager_mode(name: str, device: str) -> None
     """
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no GPU")
-    if products.device_obstacle(torch.device(device), RECIPES[name].products) is not None:
+    if products.device_unsupported_reason(torch.device(device), RECIPES[name].products) is not None:
         pytest.skip("not on this GPU")
     model = model_of(name, device)
     x, gradient = matrix(256, 128), matrix(256, 128, 2)

@@ -149,7 +149,7 @@ def test_parameters_are_replaced_by_empty_weights(recipe: str) -> None:
     for replace in (lambda model: model.to_empty(device="cpu"), lambda model: model._apply(torch.empty_like)):
         model = quantized_model(recipe)
         replace(model)
-        assert type(model.uneven.weight) is QuantizedTensor and model.uneven.weight.is_stale
+        assert type(model.uneven.weight) is QuantizedTensor and model.uneven.weight.is_pending
         nn.init.ones_(model.uneven.weight)
         finish_initialization(model)
         assert torch.allclose(model.uneven.weight.values(), torch.ones(()), rtol=2**-4)

@@ -335,7 +335,7 @@ def test_initial_values_that_come_back_are_freed(engine: str) -> None:
     assert weight.has_initial
     training.set_gradients(2)
     training.optimizer.step()
-    assert not weight.has_initial and not weight.is_stale
+    assert not weight.has_initial and not weight.is_pending
 
 
 def test_versions_count_the_codes(engine: str) -> None:

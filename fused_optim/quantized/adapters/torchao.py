@@ -18,7 +18,7 @@ def needs_master(param: Tensor) -> None:
     return None
 
 
-def hold(param: Tensor) -> None:
+def retain_initial(param: Tensor) -> None:
     pass
 
 

@@ -64,7 +64,7 @@ def needs_master(param: Tensor) -> str | None:
     return transformer_engine_codes.problem(local_tensor(param))
 
 
-def hold(param: Tensor) -> None:
+def retain_initial(param: Tensor) -> None:
     pass
 
 

@@ -32,13 +32,13 @@ def needs_master(param: Tensor) -> None:
     return None
 
 
-def hold(param: Tensor) -> None:
-    local_weight(param)._shared.held = True
+def retain_initial(param: Tensor) -> None:
+    local_weight(param)._shared.has_optimizer = True
 
 
 def initial_values(param: Tensor) -> Tensor:
     local = local_weight(param)
-    local.check_fresh()
+    local.check_quantized()
     return local.initial_values().clone()
 
 
@@ -52,7 +52,7 @@ def values(local: Tensor) -> Tensor:
 
 def rounded(param: Tensor, master: Tensor) -> Tensor:
     local = local_weight(param)
-    local.check_fresh()
+    local.check_quantized()
     local.check_components([part.name for part in local.recipe.components])
     # With the blocks' scales that the weight has: a checkpoint may have rounded them in another way than the recipe.
     pieces = tiles.pieces(Encoding(local.recipe, local.components, master), local.rows_before)
@@ -74,7 +74,7 @@ def keeps(param: Tensor, master: Tensor) -> bool:
 
 
 def products(param: Tensor, rows: int | None) -> dict[str, str | None]:
-    return usage.obstacles(param, rows)
+    return usage.unsupported_reasons(param, rows)
 
 
 def needs_collective(param: Tensor) -> bool:
@@ -115,7 +115,7 @@ def quantize(updates: Sequence[Update], applies: Tensor | None = None, advance: 
     """:func:`write` of values that initial ones may still be as precise as."""
     weights = Batch(updates)
     weights.quantize(applies, advance)
-    weights.mark_fresh()
+    weights.mark_quantized()
 
 
 class Batch:
@@ -154,8 +154,8 @@ class Batch:
         self.quantize(applies, advance)
         self._initials.mark_updated()  # whose initial values are not wanted any more
 
-    def mark_fresh(self) -> None:
-        self._initials.mark_fresh()
+    def mark_quantized(self) -> None:
+        self._initials.mark_quantized()
 
     def quantize(self, applies: Tensor | None, advance: bool) -> None:
         absmax = self._reduced.over_shards()
@@ -175,8 +175,8 @@ class Batch:
 
 def _shares_blocks(param: Tensor) -> bool:
     """Whether ranks share blocks of this parameter; all of them answer alike."""
-    tall = local_weight(param).recipe.block_rows
-    return tall > 1 and isinstance(param, DTensor) and _rows_cut(param._spec)[1] % tall > 0
+    block_rows = local_weight(param).recipe.block_rows
+    return block_rows > 1 and isinstance(param, DTensor) and _rows_cut(param._spec)[1] % block_rows > 0
 
 
 def _first_row(param: Tensor) -> int:

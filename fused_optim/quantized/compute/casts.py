@@ -68,7 +68,7 @@ class Codes(NamedTuple):
         scale = self.scale
         if self.scaling in ("block", "tile"):
             tile = (BLOCK if self.scaling == "tile" else 1, BLOCK)
-            scale = elements.spread(scale, tile, tuple(self.data.shape))
+            scale = elements.expand_scales(scale, tile, tuple(self.data.shape))
         return self.data.float() * scale
 
 
@@ -95,19 +95,19 @@ def cast_both(
         return None, None
     x = x.contiguous()
     if scaling in AS_WEIGHTS:
-        return _as_weight(x, scaling) if rows else None, _turned(x, scaling) if columns else None
+        return _as_weight(x, scaling) if rows else None, _cast_columns(x, scaling) if columns else None
     if scaling == "row":
         return _rows(x, dtype) if rows else None, _rows(x.t().contiguous(), dtype) if columns else None
     if scaling == "block":
         run: Any = _ops.fp8_cast_blocks if is_observed(x) else cast_blocks
-        data, scale, turned, turned_scale = run(x, dtype, power_of_two, rows, columns)
+        data, scale, transposed_data, transposed_scale = run(x, dtype, power_of_two, rows, columns)
         return (
             Codes(data, scale.t(), scaling) if rows else None,
-            Codes(turned, turned_scale.t(), scaling) if columns else None,
+            Codes(transposed_data, transposed_scale.t(), scaling) if columns else None,
         )
     cast_one_scale: Any = _ops.fp8_cast_tensor if is_observed(x) else cast_tensor
-    data, turned, scale = cast_one_scale(x, _absmax(x) if _is_traced() else None, dtype, rows, columns)
-    return Codes(data, scale, scaling) if rows else None, Codes(turned, scale, scaling) if columns else None
+    data, transposed_data, scale = cast_one_scale(x, _absmax(x) if _is_traced() else None, dtype, rows, columns)
+    return Codes(data, scale, scaling) if rows else None, Codes(transposed_data, scale, scaling) if columns else None
 
 
 def _as_weight(x: Tensor, scaling: Scaling) -> Codes:
@@ -119,12 +119,12 @@ def _as_weight(x: Tensor, scaling: Scaling) -> Codes:
     return Codes(parts["data"], parts["scale"], scaling, parts.get("tensor_scale"))
 
 
-def _turned(x: Tensor, scaling: Scaling) -> Codes:
+def _cast_columns(x: Tensor, scaling: Scaling) -> Codes:
     if scaling != "mxfp8":
         return _as_weight(x.t(), scaling)
     run: Any = _ops.mxfp8_cast_columns if is_observed(x) else cast_columns_mxfp8
-    turned, turned_scale = run(x)
-    return Codes(turned, turned_scale, scaling)
+    transposed_data, transposed_scale = run(x)
+    return Codes(transposed_data, transposed_scale, scaling)
 
 
 def _rows(x: Tensor, dtype: torch.dtype) -> Codes:
@@ -140,8 +140,8 @@ def transposed(codes: Codes, after: Tensor | None = None) -> Codes:
     """
     if codes.scaling == "mxfp8":
         turn: Any = _ops.mxfp8_transpose if is_observed(codes.data) else transpose_mxfp8
-        turned, turned_scale = turn(codes.data, codes.scale, after)
-        return Codes(turned, turned_scale, codes.scaling)
+        transposed_data, transposed_scale = turn(codes.data, codes.scale, after)
+        return Codes(transposed_data, transposed_scale, codes.scaling)
     if codes.scaling not in ("tensor", "tile"):
         raise ValueError(f"codes with scales per {codes.scaling} have other scales when they are transposed")
     scale = codes.scale if codes.scaling == "tensor" else codes.scale.t().contiguous()
@@ -223,13 +223,13 @@ def cast_tensor(
         return codes if rows else None, codes.t().contiguous() if columns else None, scale
     m, n = x.shape
     data = _room(x, (m, n), dtype) if rows else None
-    turned = _room(x, (n, m), dtype) if columns else None
+    transposed_data = _room(x, (n, m), dtype) if columns else None
     scale = _room(x, (1,), torch.float32)
     largest = torch.empty_like(scale) if absmax is None else absmax
     engine.cast_tensor(
         values=x.data_ptr(),
         codes=address(data),
-        transposed=address(turned),
+        transposed=address(transposed_data),
         scale=scale.data_ptr(),
         absmax=largest.data_ptr(),
         rows=m,
@@ -238,7 +238,7 @@ def cast_tensor(
         measured=absmax is not None,
         **run_on(x.device),
     )
-    return data, turned, scale
+    return data, transposed_data, scale
 
 
 def cast_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -271,24 +271,24 @@ def cast_blocks(
             *(_cast_blocks(x.t().contiguous(), dtype, power_of_two) if columns else (None, None)),
         )
     m, n = x.shape
-    data = scale = turned = turned_scale = None
+    data = scale = transposed_data = transposed_scale = None
     if rows:
         data, scale = _room(x, (m, n), dtype), _room(x, (n // BLOCK, m), torch.float32)
     if columns:
-        turned, turned_scale = _room(x, (n, m), dtype), _room(x, (m // BLOCK, n), torch.float32)
+        transposed_data, transposed_scale = _room(x, (n, m), dtype), _room(x, (m // BLOCK, n), torch.float32)
     engine.cast_blocks(
         values=x.data_ptr(),
         codes=address(data),
         scale=address(scale),
-        transposed=address(turned),
-        transposed_scale=address(turned_scale),
+        transposed=address(transposed_data),
+        transposed_scale=address(transposed_scale),
         rows=m,
         columns=n,
         power_of_two=power_of_two,
         format=_FORMATS[dtype],
         **run_on(x.device),
     )
-    return data, scale, turned, turned_scale
+    return data, scale, transposed_data, transposed_scale
 
 
 def transpose(codes: Tensor, after: Tensor | None = None) -> Tensor:
@@ -297,15 +297,15 @@ def transpose(codes: Tensor, after: Tensor | None = None) -> Tensor:
     if engine is None or not codes.is_contiguous():
         return codes.t().contiguous()
     m, n = codes.shape
-    turned = _room(codes, (n, m), codes.dtype)
-    engine.transpose(codes=codes.data_ptr(), transposed=turned.data_ptr(), rows=m, columns=n, **run_on(codes.device))
-    return turned
+    result = _room(codes, (n, m), codes.dtype)
+    engine.transpose(codes=codes.data_ptr(), transposed=result.data_ptr(), rows=m, columns=n, **run_on(codes.device))
+    return result
 
 
 def cast_columns_mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scales of the transpose."""
-    turned = _as_weight(x.t(), "mxfp8")
-    return turned.data, turned.scale
+    codes = _as_weight(x.t(), "mxfp8")
+    return codes.data, codes.scale
 
 
 def transpose_mxfp8(codes: Tensor, scale: Tensor, after: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -64,10 +64,11 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _runs(x: Tensor, weight: QuantizedTensor) -> bool:
-    return products.fits(x, weight) and obstacle("output", weight.recipe, weight.device, tuple(weight.shape)) is None
+    shape = tuple(weight.shape)
+    return products.fits(x, weight) and unsupported_reason("output", weight.recipe, weight.device, shape) is None
 
 
-def obstacle(product: Product, recipe: Recipe, device: torch.device, weight: tuple[int, ...]) -> str | None:
+def unsupported_reason(product: Product, recipe: Recipe, device: torch.device, weight: tuple[int, ...]) -> str | None:
     """Why a product with experts' weights of this shape does not run in FP8, or None."""
     if recipe.products is None or recipe.products.scaling not in ("tensor", "row"):
         return "experts' products in FP8 need a recipe with one scale per weight"
@@ -78,7 +79,7 @@ def obstacle(product: Product, recipe: Recipe, device: torch.device, weight: tup
     for name, size in zip(("out_features", "in_features"), weight[1:], strict=True):
         if size % products.ALIGNMENT:
             return f"{name} = {size} is no multiple of {products.ALIGNMENT}"
-    return products.device_obstacle(device, recipe.products)
+    return products.device_unsupported_reason(device, recipe.products)
 
 
 def _matrices(weight: QuantizedTensor) -> tuple[Tensor, Tensor]:
@@ -92,8 +93,8 @@ def _transposed(weight: QuantizedTensor, after: Tensor) -> tuple[Tensor, Tensor]
     codes = products.weight_codes(weight)
     experts, outputs, inputs = weight.shape
     rows = Codes(codes.data.view(experts * outputs, inputs), codes.scale, codes.scaling)
-    turned = casts.transposed(rows, after=after)
-    return turned.data.view(inputs, experts, outputs).transpose(0, 1), turned.scale
+    transposed = casts.transposed(rows, after=after)
+    return transposed.data.view(inputs, experts, outputs).transpose(0, 1), transposed.scale
 
 
 def _product(rows: Codes, matrices: Tensor, scale: Tensor, offsets: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ class QuantizedLinear(nn.Linear):
         return linear(input, self.weight, self.bias)
 
 
-def adopt(module: nn.Module) -> None:
+def convert(module: nn.Module) -> None:
     """Make a module that has a quantized weight compute with it, where that is more than decoding it."""
     weight = getattr(module, "weight", None)
     local = weight._local_tensor if isinstance(weight, DTensor) else weight

@@ -4,8 +4,8 @@
     input gradient = dy @ weight    gradients E5M2 or E4M3; the weight's own codes, transposed
     weight gradient = dy.t() @ x    both transposed
 
-With ``compute="fp4"`` the first one in FP4. Which of them run so is decided one by one (:func:`obstacle`); the others
-decode the weight, or stay in BF16. CPUs compute the same products of the same codes in FP32.
+With ``compute="fp4"`` the first one in FP4. Which of them run so is decided one by one (:func:`unsupported_reason`).
+The others decode the weight, or stay in BF16. CPUs compute the same products of the same codes in FP32.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def device_obstacle(device: torch.device, format: ProductFormat) -> str | None:
+def device_unsupported_reason(device: torch.device, format: ProductFormat) -> str | None:
     """Why a device has no such products, or None."""
     if device.type == "cpu":
         return None
@@ -82,14 +82,14 @@ def device_obstacle(device: torch.device, format: ProductFormat) -> str | None:
     return f"{needs.name} need compute capability {needs.capability}, {has}"
 
 
-def obstacle(product: Product, recipe: Recipe, rows: int, weight: tuple[int, ...]) -> str | None:
+def unsupported_reason(product: Product, recipe: Recipe, rows: int, weight: tuple[int, ...]) -> str | None:
     """Why a product of so many rows of activations with a weight of this shape does not run in FP8, or None."""
     if recipe.products is None:
         return "the recipe decodes"
-    return _obstacle(product, recipe.products, rows, weight)
+    return _unsupported_reason(product, recipe.products, rows, weight)
 
 
-def _obstacle(product: Product, format: ProductFormat, rows: int, weight: tuple[int, ...]) -> str | None:
+def _unsupported_reason(product: Product, format: ProductFormat, rows: int, weight: tuple[int, ...]) -> str | None:
     if len(weight) != 2:
         return "the weight is no matrix"
     outputs, inputs = weight
@@ -124,9 +124,9 @@ def plan(recipe: Recipe, device: torch.device, rows: int, weight: tuple[int, ...
 
 
 def _plan(format: ProductFormat, device: torch.device, rows: int, weight: tuple[int, ...]) -> Plan:
-    if device_obstacle(device, format) is not None:
+    if device_unsupported_reason(device, format) is not None:
         return Plan(False, False, False)
-    return Plan(*(_obstacle(product, format, rows, weight) is None for product in PRODUCTS))
+    return Plan(*(_unsupported_reason(product, format, rows, weight) is None for product in PRODUCTS))
 
 
 _known_plan = functools.lru_cache(maxsize=4096)(_plan)
@@ -137,7 +137,7 @@ def fits(x: Tensor, weight: QuantizedTensor) -> bool:
     if isinstance(x, QuantizedTensor) or weight.recipe.products is None or x.numel() == 0:
         return False
     # Plain values that were written and not quantized since have no codes, and tiles that begin elsewhere no products.
-    return x.dtype == weight.dtype == torch.bfloat16 and not weight.is_stale and weight.rows_before == 0
+    return x.dtype == weight.dtype == torch.bfloat16 and not weight.is_pending and weight.rows_before == 0
 
 
 # --- products of codes ------------------------------------------------------------------------------------------

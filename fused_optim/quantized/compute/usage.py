@@ -13,7 +13,7 @@ from fused_optim.quantized.compute.products import PRODUCTS, Product
 from fused_optim.quantized.tensor import QuantizedTensor, local_weight
 
 
-def obstacles(param: Tensor, rows: int | None = None) -> dict[str, str | None]:
+def unsupported_reasons(param: Tensor, rows: int | None = None) -> dict[str, str | None]:
     """By product of a layer with this weight: why it does not run in FP8, None where it does. Empty if none is to.
 
     ``param`` may be a shard: FSDP2 gathers it, tensor parallelism does not. Weights of three dims are taken for those
@@ -23,19 +23,19 @@ def obstacles(param: Tensor, rows: int | None = None) -> dict[str, str | None]:
     if local.recipe.products is None:
         return {}
     shape, device = _shape_in_layers(param), _device_in_layers(param)
-    always = _obstacle_to_all(local) or products.device_obstacle(device, local.recipe.products)
+    always = _unsupported_at_all(local) or products.device_unsupported_reason(device, local.recipe.products)
     found: dict[str, str | None] = {}
     for product in PRODUCTS:
         if len(shape) == 3:
-            why = grouped.obstacle(product, local.recipe, device, shape)
+            why = grouped.unsupported_reason(product, local.recipe, device, shape)
         else:
-            why = products.obstacle(product, local.recipe, BLOCK if rows is None else rows, shape)
-            why = _obstacle_outside_layers(product, local) or why
+            why = products.unsupported_reason(product, local.recipe, BLOCK if rows is None else rows, shape)
+            why = _unsupported_outside_layers(product, local) or why
         found[product] = always or why
     return found
 
 
-def _obstacle_to_all(local: QuantizedTensor) -> str | None:
+def _unsupported_at_all(local: QuantizedTensor) -> str | None:
     if local.dtype != torch.bfloat16:
         dtype = str(local.dtype).removeprefix("torch.")
         return f"it is {dtype}: only autocast or FSDP2's mixed precision to bfloat16 make its products FP8"
@@ -45,7 +45,7 @@ def _obstacle_to_all(local: QuantizedTensor) -> str | None:
     return None
 
 
-def _obstacle_outside_layers(product: Product, local: QuantizedTensor) -> str | None:
+def _unsupported_outside_layers(product: Product, local: QuantizedTensor) -> str | None:
     if product == "output" or local._shared.in_layer:
         return None
     return "no nn.Linear holds it: gradients are those of decoded weights"

@@ -79,7 +79,7 @@ def _check(name: str, tensor: Tensor, layout: Layout) -> None:
     if has_own_chunks(tensor):  # gathering goes by placements, and would mix up rows
         raise TypeError(f"{name}: shards with chunk lists of their own are not gathered")
     if isinstance(local, QuantizedTensor):
-        local.check_fresh()
+        local.check_quantized()
         problem = layouts.problem(local.recipe, tuple(tensor.shape), layout)
         if problem is not None:
             raise ValueError(f"{name}: {problem}")

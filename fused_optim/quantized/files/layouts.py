@@ -233,11 +233,11 @@ def _spread(scale: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
     misfit = f"{name}: scales of shape {tuple(scale.shape)} fit no blocks of a weight of shape {shape}"
     if scale.dim() != len(shape) or scale.shape[:-2] != shape[:-2]:
         raise ValueError(misfit)
-    spread = _as_float(scale)
+    expanded = _as_float(scale)
     for dim in (-2, -1):
         blocks, size = scale.shape[dim], shape[dim]
         length = 128 if -(-size // 128) == blocks else size // max(blocks, 1)
         if length * blocks < size:
             raise ValueError(misfit)
-        spread = spread.repeat_interleave(length, dim).narrow(dim, 0, size)
-    return spread
+        expanded = expanded.repeat_interleave(length, dim).narrow(dim, 0, size)
+    return expanded

@@ -86,18 +86,18 @@ def _check_names(targets: dict[str, _Target], names: dict[str, str], keys: Colle
 
 def _load(tensor: Tensor, found: list[Tensor], name: str) -> None:
     local = local_tensor(tensor)
-    given = layouts.read(found, name, tensor.dtype if isinstance(local, QuantizedTensor) else torch.float32)
-    if tuple(given.shape) != tuple(tensor.shape):
-        raise ValueError(f"{name}: expected shape {tuple(tensor.shape)}, the files have {tuple(given.shape)}")
-    if isinstance(given, QuantizedTensor):
-        if isinstance(local, QuantizedTensor) and local.recipe.same_format(given.recipe):
-            placed = _placed(given, tensor)
+    loaded = layouts.read(found, name, tensor.dtype if isinstance(local, QuantizedTensor) else torch.float32)
+    if tuple(loaded.shape) != tuple(tensor.shape):
+        raise ValueError(f"{name}: expected shape {tuple(tensor.shape)}, the files have {tuple(loaded.shape)}")
+    if isinstance(loaded, QuantizedTensor):
+        if isinstance(local, QuantizedTensor) and local.recipe.same_format(loaded.recipe):
+            placed = _placed(loaded, tensor)
             if placed is not None:
                 tensor.copy_(rewrap_like(placed, tensor))
                 local.discard_high_precision_init()  # masters start from what the bytes decode to
                 return
-        given = given.values()
-    tensor.copy_(rewrap_like(placed_part(given, tensor), tensor))
+        loaded = loaded.values()
+    tensor.copy_(rewrap_like(placed_part(loaded, tensor), tensor))
 
 
 def _placed(source: QuantizedTensor, like: Tensor) -> Tensor | None:

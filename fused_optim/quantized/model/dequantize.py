@@ -40,8 +40,8 @@ def dequantize_model_(model: nn.Module, optimizer: Optimizer | None = None) -> n
     quantized = [param for param in model.parameters() if isinstance(local_tensor(param), QuantizedTensor)]
     replaced: dict[Tensor, Tensor] = {param: _plain(param) for param in quantized}
     if optimizer is not None:
-        held = {param for group in optimizer.param_groups for param in group["params"]}
-        optimizer.replace_parameters({old: new for old, new in replaced.items() if old in held})
+        updated = {param for group in optimizer.param_groups for param in group["params"]}
+        optimizer.replace_parameters({old: new for old, new in replaced.items() if old in updated})
     for module in model.modules():
         for key, param in module._parameters.items():
             if param is not None and param in replaced:

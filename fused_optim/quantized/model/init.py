@@ -83,7 +83,7 @@ def quantize_model_(
             module._parameters[key] = replaced[param]
         if tied:
             module.register_load_state_dict_pre_hook(_quantize_assigned)
-            linear.adopt(module)
+            linear.convert(module)
     finish_initialization(model)
     return model
 
@@ -150,7 +150,7 @@ def _position(weight: Tensor, recipe: Recipe) -> Position:
 def _quantized(weight: Tensor, recipe: Recipe, keep_initial: bool, name: str) -> nn.Parameter:
     values = local_tensor(weight.detach())
     shared = Shared(
-        stale=values.device.type != "meta",
+        pending=values.device.type != "meta",
         discard=not (keep_initial and weight.requires_grad),
         shard=bool(sharding_dims(weight)),
         in_layer=False,
@@ -175,10 +175,10 @@ def finish_initialization(model: nn.Module) -> None:
     for param in params:
         if not param.requires_grad:
             local_weight(param).release()
-    updates = [Update(param, local_weight(param).initial_values()) for param in _stale(params)]
+    updates = [Update(param, local_weight(param).initial_values()) for param in _pending(params)]
     copies.wait()
-    for stale in updates:
-        local_weight(stale.param).forget_scales()
+    for pending in updates:
+        local_weight(pending.param).forget_scales()
     update.quantize(updates)
 
 
@@ -197,9 +197,9 @@ def discard_high_precision_init(model: nn.Module) -> None:
             local.discard_high_precision_init()
 
 
-def _stale(params: Sequence[Tensor]) -> list[Tensor]:
+def _pending(params: Sequence[Tensor]) -> list[Tensor]:
     """What any rank has to quantize: ranks without rows have nothing, and the others' values count for all."""
-    flags = {param: torch.tensor([float(local_weight(param).is_stale)]) for param in params}
+    flags = {param: torch.tensor([float(local_weight(param).is_pending)]) for param in params}
     flags = {param: flag.to(local_tensor(param).device) for param, flag in flags.items()}
     return [param for param, flag in update.reduce_over_shards(flags).items() if flag.item()]
 

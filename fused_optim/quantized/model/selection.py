@@ -150,7 +150,7 @@ def gains(recipe: Recipe, rows: int, table: str | os.PathLike[str] | None = None
             return False
         shape = module.out_features, module.in_features
         size = (rows, module.in_features, module.out_features)
-        in_fp8 = products.obstacle("output", recipe, rows, shape) is None
+        in_fp8 = products.unsupported_reason("output", recipe, rows, shape) is None
         return in_fp8 and any(all(a <= b for a, b in zip(known, size, strict=True)) for known in gained)
 
     return picks

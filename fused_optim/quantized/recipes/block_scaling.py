@@ -89,7 +89,7 @@ class Float8BlockScaling(Float8Recipe):
         data.copy_(self._codes(x, scale, elements.shaped(fractions, data.shape)))
 
     def _codes(self, x: Tensor, scale: Tensor, fractions: Tensor | None) -> Tensor:
-        return elements.float8_encode(x * elements.spread(1.0 / scale, self.block, tuple(x.shape)), fractions)
+        return elements.float8_encode(x * elements.expand_scales(1.0 / scale, self.block, tuple(x.shape)), fractions)
 
     def rounded(self, x: Tensor, components: Mapping[str, Tensor]) -> Tensor | None:
         if self.block[0] > 1:  # whose rows may lie anywhere in a tile
@@ -99,7 +99,7 @@ class Float8BlockScaling(Float8Recipe):
 
     def decode(self, components: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
         data = components["data"]
-        scale = elements.spread(components["scale"], self.block, data.shape)
+        scale = elements.expand_scales(components["scale"], self.block, data.shape)
         return (elements.float8_decode(data) * scale).view(shape)
 
 
@@ -143,7 +143,7 @@ class MXFP8BlockScaling(Float8Recipe):
         data.copy_(self._codes(x, exponent, elements.shaped(fractions, data.shape)))
 
     def _codes(self, x: Tensor, exponent: Tensor, fractions: Tensor | None) -> Tensor:
-        inverse = elements.spread(elements.power_of_two(254 - exponent), (1, 32), tuple(x.shape))
+        inverse = elements.expand_scales(elements.power_of_two(254 - exponent), (1, 32), tuple(x.shape))
         return elements.float8_encode(x * inverse, fractions)
 
     def rounded(self, x: Tensor, components: Mapping[str, Tensor]) -> Tensor:
@@ -153,7 +153,7 @@ class MXFP8BlockScaling(Float8Recipe):
     def decode(self, components: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
         data = components["data"]
         scale = elements.power_of_two(components["scale"].int())
-        return (elements.float8_decode(data) * elements.spread(scale, (1, 32), data.shape)).view(shape)
+        return (elements.float8_decode(data) * elements.expand_scales(scale, (1, 32), data.shape)).view(shape)
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class NVFP4BlockScaling(Recipe):
         step = elements.float8_decode(code) * whole
         inverse = torch.where(step > 0, 1.0 / step, 0.0)
         codes = elements.float4_encode(
-            x * elements.spread(inverse, (1, 16), x.shape), elements.shaped(fractions, x.shape)
+            x * elements.expand_scales(inverse, (1, 16), x.shape), elements.shaped(fractions, x.shape)
         )
         data.copy_(codes[:, 0::2] | codes[:, 1::2] << 4)
 
@@ -216,4 +216,4 @@ class NVFP4BlockScaling(Recipe):
         data = components["data"]
         step = elements.float8_decode(components["scale"]) * components["tensor_scale"]
         codes = torch.stack([data & 0xF, data >> 4], dim=2).view(data.shape[0], 2 * data.shape[1])
-        return (elements.float4_decode(codes) * elements.spread(step, (1, 16), codes.shape)).view(shape)
+        return (elements.float4_decode(codes) * elements.expand_scales(step, (1, 16), codes.shape)).view(shape)

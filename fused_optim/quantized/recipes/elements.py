@@ -76,7 +76,7 @@ def tile_absmax(x: Tensor, tile: tuple[int, int]) -> Tensor:
     )
 
 
-def spread(values: Tensor, tile: tuple[int, int], shape: tuple[int, ...]) -> Tensor:
+def expand_scales(values: Tensor, tile: tuple[int, int], shape: tuple[int, ...]) -> Tensor:
     """Each tile's value at each of its elements: a matrix of ``shape``."""
     values = values.repeat_interleave(tile[1], dim=1)[:, : shape[1]]
     return values if tile[0] == 1 else values.repeat_interleave(tile[0], dim=0)[: shape[0]]

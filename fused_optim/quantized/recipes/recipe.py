@@ -159,8 +159,8 @@ class Recipe:
         """The shape of a component. ``rows_before``: how many rows of the first block come before the weight's."""
         if component.tile is None:
             return component.shape
-        (rows, columns), (tall, wide) = as_matrix(shape), component.tile
-        return (-(-(rows_before % tall + rows) // tall) if rows else 0), -(-columns // wide)
+        (rows, columns), (block_rows, block_columns) = as_matrix(shape), component.tile
+        return (-(-(rows_before % block_rows + rows) // block_rows) if rows else 0), -(-columns // block_columns)
 
     def problem(self, shape: tuple[int, ...]) -> str | None:
         """Why a weight of this shape, or a part of one, cannot be quantized; None if it can."""

@@ -79,9 +79,9 @@ def pieces(weight: Encoding, rows_before: int) -> list[Encoding]:
 
 def edges(weight: Encoding, rows_before: int, ends: bool) -> list[Encoding]:
     """What a part has of blocks that it has not all of. ``ends``: it is the last one of its weight."""
-    rows, tall = weight.values.shape[0], weight.recipe.block_rows
-    head = min(-rows_before % tall, rows)
-    tail = max((rows_before + rows) // tall * tall - rows_before, head)
+    rows, block_rows = weight.values.shape[0], weight.recipe.block_rows
+    head = min(-rows_before % block_rows, rows)
+    tail = max((rows_before + rows) // block_rows * block_rows - rows_before, head)
     found = [slice(0, head)] if head else []
     if tail < rows and not ends:
         found.append(slice(tail, rows))
@@ -110,17 +110,17 @@ def encode_under_scales(parts: Sequence[Encoding]) -> None:
 
 def _encode_under_scales(recipe: Recipe, parts: Sequence[Encoding]) -> None:
     """In as many launches as for one."""
-    (wide,) = (part.tile[1] for part in recipe.components if part.name == SCALE and part.tile is not None)
+    (block_columns,) = (part.tile[1] for part in recipe.components if part.name == SCALE and part.tile is not None)
     scales = [part.components[SCALE].reshape(-1) for part in parts]
-    largest = recipe.largest_in_block(torch.cat(scales)).repeat_interleave(wide)
+    largest = recipe.largest_in_block(torch.cat(scales)).repeat_interleave(block_columns)
     copies = [_with_another_row(part) for part in parts]
     rows = [row for copy in copies for row in (copy.values[:-1], copy.values[-1])]
-    given = [
+    values = [
         row
-        for part, of_blocks in zip(parts, largest.split([wide * len(each) for each in scales]), strict=True)
+        for part, of_blocks in zip(parts, largest.split([block_columns * len(each) for each in scales]), strict=True)
         for row in (part.values.view(part.values.shape[0], -1), of_blocks[: as_matrix(part.values.shape)[1]])
     ]
-    torch._foreach_copy_(rows, given)
+    torch._foreach_copy_(rows, values)
     engine.encode(copies)
     targets = [part.components[name] for part in parts for name in recipe.of_elements]
     sources = [copy.components[name] for copy in copies for name in recipe.of_elements]

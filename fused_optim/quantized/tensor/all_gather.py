@@ -68,15 +68,15 @@ def _gathered(recipe: Recipe, shard_shape: tuple[int, ...], ranks: int, rows_bef
 def _part(component: Component, shape: tuple[int, ...], rows: int, ranks: int, rows_before: int) -> _Part:
     if component.tile is None:
         return _Part(component, 1, shape, None)
-    tall, before = component.tile[0], rows_before % component.tile[0]
+    block_rows, before = component.tile[0], rows_before % component.tile[0]
     starts = [before + rank * rows for rank in range(ranks)]
-    sent = max(-(-(start + rows) // tall) - start // tall for start in starts) if rows else 0
-    if ranks == 1 or not any(start % tall for start in starts):
+    sent = max(-(-(start + rows) // block_rows) - start // block_rows for start in starts) if rows else 0
+    if ranks == 1 or not any(start % block_rows for start in starts):
         return _Part(component, sent, shape, None)
     # Scales of a block that several shards touch are those of the first. The first of a shard's own:
-    firsts = [0, *(-(-start // tall) for start in starts[1:]), shape[0]]
+    firsts = [0, *(-(-start // block_rows) for start in starts[1:]), shape[0]]
     taken = [
-        slice(rank * sent + firsts[rank] - start // tall, rank * sent + firsts[rank + 1] - start // tall)
+        slice(rank * sent + firsts[rank] - start // block_rows, rank * sent + firsts[rank + 1] - start // block_rows)
         for rank, start in enumerate(starts)
     ]
     return _Part(component, sent, shape, tuple(taken))

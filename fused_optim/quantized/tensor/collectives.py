@@ -30,28 +30,28 @@ class _Sent(NamedTuple):
     """What the root sends beside codes and scales: initial values of a dtype, and whether these are to be quantized."""
 
     initial: torch.dtype | None
-    stale: bool
+    pending: bool
 
 
-def _agree(func: OpOverload, own: QuantizedTensor, given: Sequence[Any], group: Any) -> _Sent:
-    """What is sent, on every rank. ``given``: the root's tensors, none elsewhere. Raises RuntimeError on all ranks."""
+def _agree(func: OpOverload, own: QuantizedTensor, sources: Sequence[Any], group: Any) -> _Sent:
+    """What is sent, on every rank. ``sources``: the root's tensors, elsewhere none. RuntimeErrors are raised on all."""
     kind = zlib.crc32(_kind(own).encode())
     replaceable = own._cut_from is None or func is torch.ops.c10d.broadcast_.default
-    alike = all(isinstance(x, QuantizedTensor) and _kind(x) == _kind(own) for x in given)
+    alike = all(isinstance(x, QuantizedTensor) and _kind(x) == _kind(own) for x in sources)
     fits = replaceable and alike and not own.is_freed
-    initial, stale = None, False
-    if fits and given:
-        initial, stale = _dtype_of_initial(given[0]), given[0].is_stale
-    facts = [int(not fits), kind, -kind, _INITIAL_DTYPES.index(initial), int(stale)]
+    initial, pending = None, False
+    if fits and sources:
+        initial, pending = _dtype_of_initial(sources[0]), sources[0].is_pending
+    facts = [int(not fits), kind, -kind, _INITIAL_DTYPES.index(initial), int(pending)]
     agreed = torch.tensor(facts, dtype=torch.int64, device=own.device)
     dist.all_reduce(agreed, dist.ReduceOp.MAX, group=ProcessGroup.unbox(group))
-    failed, highest, lowest, number, stale = agreed.tolist()
+    failed, highest, lowest, number, pending = agreed.tolist()
     if failed or highest != -lowest:
         raise RuntimeError(
             f"{own.prefix}{func}: all ranks need quantized weights of one recipe, shape and dtype, in memory that was "
             f"not freed; this rank's is {_kind(own)}. dequantize() gives plain copies"
         )
-    return _Sent(_INITIAL_DTYPES[number], bool(stale))
+    return _Sent(_INITIAL_DTYPES[number], bool(pending))
 
 
 def _kind(tensor: QuantizedTensor) -> str:
@@ -95,22 +95,22 @@ def _scatter(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     (output,), inputs, group, root = args[:4]
     sent = _agree(func, output, [tensor for row in inputs for tensor in row], group)
 
-    def receive(buffer: Tensor, given: list[list[Tensor]]) -> Any:
-        _, work = func([buffer], given, group, root, True, *args[5:], **kwargs)
+    def receive(buffer: Tensor, sources: list[list[Tensor]]) -> Any:
+        _, work = func([buffer], sources, group, root, True, *args[5:], **kwargs)
         work.wait()
         return work
 
-    tall, shape = output.recipe.block_rows, tuple(output._weight_shape)
-    if tall > 1:  # shards of the same size may touch more blocks, or fewer
+    block_rows, shape = output.recipe.block_rows, tuple(output._weight_shape)
+    if block_rows > 1:  # shards of the same size may touch more blocks, or fewer
         position = _as_numbers(WHOLE, output.device)
         receive(position, [[_as_numbers(x.position, output.device) for x in row] for row in inputs])
         _lay_out(output, _as_position(position))
     for component in _sent_components(output.recipe, sent):
         dtype = component.dtype if component is not INITIAL_COMPONENT else sent.initial
-        most = output.recipe.component_shape(component, shape, tall - 1)
+        most = output.recipe.component_shape(component, shape, block_rows - 1)
         buffer = torch.empty(most, dtype=dtype, device=output.device)
-        given = [[padded_rows(x.parts[component.name], most[0]).to(dtype) for x in row] for row in inputs]
-        work = receive(buffer, given)
+        sources = [[padded_rows(x.parts[component.name], most[0]).to(dtype) for x in row] for row in inputs]
+        work = receive(buffer, sources)
         _receive(output, component, buffer, sent)
     _finish(output, sent)
     output._shared.shard = ProcessGroup.unbox(group).size() > 1
@@ -139,10 +139,10 @@ def _finish(tensor: QuantizedTensor, sent: _Sent) -> None:
         tensor.components.pop(INITIAL, None)
     elif sent.initial is None and tensor.initial is not None:
         tensor.initial.copy_(tensor.values().view(tensor.initial.shape))
-    if sent.stale:
-        tensor.mark_stale()
+    if sent.pending:
+        tensor.mark_pending()
     elif tensor._cut_from is None:
-        tensor._shared.stale = False
+        tensor._shared.pending = False
 
 
 def _as_numbers(position: Position, device: torch.device) -> Tensor:

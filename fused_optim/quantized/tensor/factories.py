@@ -37,7 +37,7 @@ def _empty_like(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         return _plain(func, args, kwargs)
     device = kwargs.get("device") or source.device
     result = source._copied(lambda part: torch.empty(part.shape, dtype=part.dtype, device=device))
-    result._shared.stale = source.has_initial  # to be initialised
+    result._shared.pending = source.has_initial  # to be initialised
     return result
 
 
@@ -47,7 +47,7 @@ def _zeros_like(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     device = kwargs.get("device")  # checkpoints give it, who make gradients do not
     if device is None or kwargs.get("dtype") not in (None, source.dtype) or not wants_weight():
         return _plain(func, args, kwargs)
-    shared = replace(source.shared_of_copy(), stale=False)
+    shared = replace(source.shared_of_copy(), pending=False)
     return QuantizedTensor.empty(source.recipe, source._weight_shape, source.dtype, torch.device(device), shared=shared)
 
 

@@ -33,7 +33,7 @@ class Place:
     def finish(self) -> None:
         for source, into in self.copies:
             into.copy_(source)
-        located(self.target).weight.mark_stale()
+        located(self.target).weight.mark_pending()
 
 
 def place_of(target: Decodable, is_result: bool = False) -> Place:

@@ -44,7 +44,7 @@ def _detach(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 def _clone(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     source: QuantizedTensor = args[0]
     result = source._copied(lambda part: part.clone(memory_format=torch.contiguous_format))
-    result._shared.held = False
+    result._shared.has_optimizer = False
     return result
 
 
@@ -88,7 +88,7 @@ def shared_of_shard(source: QuantizedTensor, shape: tuple[int, ...]) -> Shared:
         known=size == rows,
     )
     columns_cut = shape[1:] != source._weight_shape[1:] and 0 not in shape
-    known_state = replace(source._shared, stale=False, loaded=(), source=None)
+    known_state = replace(source._shared, pending=False, loaded=(), source=None)
     return replace(known_state, shard=True, columns_cut=columns_cut, position=position)
 
 
@@ -124,19 +124,19 @@ def _same_bytes(source: Tensor, target: QuantizedTensor) -> TypeGuard[QuantizedT
         and source._weight_shape == target._weight_shape
         and source.rows_before == target.rows_before
         and not source._transposed
-        and (target.has_initial or not source.is_stale)
+        and (target.has_initial or not source.is_pending)
     )
 
 
 def _copy_components(target: QuantizedTensor, source: QuantizedTensor) -> None:
     for part in target.recipe.components:
         target.components[part.name].copy_(source.components[part.name])
-    given = source.initial
-    if target.has_initial or (target._shared.held and given is not None):
-        initial = target.ensure_initial(target.dtype if given is None else given.dtype)
-        initial.copy_(source.values().view(initial.shape) if given is None else given)
-    if source.is_stale:
-        target.mark_stale()
+    values = source.initial
+    if target.has_initial or (target._shared.has_optimizer and values is not None):
+        initial = target.ensure_initial(target.dtype if values is None else values.dtype)
+        initial.copy_(source.values().view(initial.shape) if values is None else values)
+    if source.is_pending:
+        target.mark_pending()
     else:
         target.mark_loaded()
 
@@ -146,10 +146,10 @@ def _copy_values(target: QuantizedTensor, source: Tensor) -> None:
     values = source.dequantize(torch.float32) if isinstance(source, QuantizedTensor) else source
     values = dense(values.to(target.device))
     partial = target._cut_from is not None or target._shared.shard
-    if target.is_stale or (target.recipe.scales_whole_tensor and partial) or not target.has_whole_blocks:
+    if target.is_pending or (target.recipe.scales_whole_tensor and partial) or not target.has_whole_blocks:
         target.keep_plain(values)
         return
-    if target.has_initial or target._shared.held:  # an optimizer's masters will start, or go on, from these
+    if target.has_initial or target._shared.has_optimizer:  # an optimizer's masters will start, or go on, from these
         initial = target.ensure_initial(values.dtype if values.is_floating_point() else torch.float32)
         initial.copy_(values.reshape(initial.shape))
     target.write(values)
@@ -236,9 +236,9 @@ def _split_at(func: OpOverload, args: Args, kwargs: Kwargs, starts: Sequence[int
         if tensor.is_rearranged or dim > 1 or any(_cut_problem(tensor, dim, *cut, trims=False) for cut in cuts):
             return call_default(func, args, kwargs)
         return [cut(tensor, dim, start, end) for start, end in cuts]
-    known, tall = tensor.position, tensor.recipe.block_rows
+    known, block_rows = tensor.position, tensor.recipe.block_rows
     shares = known.shares_blocks or (dim == 0 and shares_blocks(tensor.recipe, known.rows_before, starts))
-    befores = [(known.rows_before + start) % tall if dim == 0 else known.rows_before for start in starts]
+    befores = [(known.rows_before + start) % block_rows if dim == 0 else known.rows_before for start in starts]
     return [
         cut(tensor, dim, start, end, split=Position(before, shares))
         for (start, end), before in zip(cuts, befores, strict=True)
@@ -317,7 +317,7 @@ def _embedding(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     indices: Tensor = args[1]
     tiles = [part.tile[0] for part in weight.recipe.components if part.tile is not None]
     weight.release_if_frozen()
-    if max(tiles) > 1 or weight.is_rearranged or weight.is_stale:
+    if max(tiles) > 1 or weight.is_rearranged or weight.is_pending:
         return func(weight.dequantize(), indices, *args[2:], **kwargs)
     weight.check_not_freed()
     rows = indices.reshape(-1)

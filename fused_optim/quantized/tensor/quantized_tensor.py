@@ -116,7 +116,7 @@ class QuantizedTensor(Weight):
     def __reduce_ex__(self, proto: SupportsIndex) -> tuple[Any, ...]:
         if self.is_rearranged:
             raise TypeError("views of a quantized weight cannot be pickled")
-        self.check_fresh()
+        self.check_quantized()
         kept = {name: part for name, part in self.components.items() if name != INITIAL}
         if self.is_freed:
             kept = {name: part.to("meta") for name, part in kept.items()}
@@ -151,17 +151,17 @@ class QuantizedTensor(Weight):
     def __metadata_guard__(cls, compiled: Context, other: Context) -> bool:
         """Whether a graph that was compiled for one weight can be used for another, in terms of ``__tensor_flatten__``.
 
-        Names do not matter. How recipes compute does, though they compare equal, and so does that stale ones raise.
+        Names do not matter. How recipes compute does, though they compare equal, and so does that pending ones raise.
         """
         same_recipe = repr(compiled[0]) == repr(other[0])
-        same_state = compiled[-1].stale == other[-1].stale and compiled[-1].position == other[-1].position
+        same_state = compiled[-1].pending == other[-1].pending and compiled[-1].position == other[-1].position
         return same_recipe and same_state and compiled[1:-1] == other[1:-1]
 
     def _stable_hash_for_caching(self) -> str:
         """What torch's caches of compiled graphs know a weight by. Names do not matter, the code of the graphs does."""
         recipe, *others, shared = self.__tensor_flatten__()[1]
         parts = [(name, part.dtype, tuple(part.shape), str(part.device)) for name, part in self.components.items()]
-        described = (repr(recipe), others, shared.stale, parts, self.requires_grad, _sources())
+        described = (repr(recipe), others, shared.pending, parts, self.requires_grad, _sources())
         return hashlib.sha256(repr(described).encode()).hexdigest()
 
     # --- FSDP2 ----------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class QuantizedTensor(Weight):
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], all_gather.Gathered]:
         """FSDP2's hook: what is gathered of this shard. Bytes of data and scales, padded as FSDP2 pads shards."""
         self.check_cut_by_rows()
-        self.check_fresh()
+        self.check_quantized()
         rows, ranks, before = self._padded_rows, mesh.size(), self._shared.position.gathered or 0
         if self._sent is None or not self._sent.sends(self.components, rows, ranks, before):
             shape = (rows, *self._weight_shape[1:])
@@ -206,12 +206,12 @@ class Initials:
     def mark_updated(self) -> None:
         """:meth:`QuantizedTensor.mark_updated` of each."""
         for weight, shared, components in self._weights:
-            if shared.stale or shared.discard or INITIAL in components:
+            if shared.pending or shared.discard or INITIAL in components:
                 weight.mark_updated()
 
-    def mark_fresh(self) -> None:
+    def mark_quantized(self) -> None:
         for weight, _, _ in self._weights:
-            weight.mark_fresh()
+            weight.mark_quantized()
 
 
 @functools.cache

@@ -35,17 +35,17 @@ INITIAL_COMPONENT = Component(INITIAL, torch.float32, (1, 1))
 class Shared:
     """What all views of a weight know together.
 
-    ``stale``: initial values were changed and not quantized since. ``discard``: they are to be freed once quantized.
-    ``held``: an optimizer holds the parameter. ``shard``: other ranks hold parts of the weight. ``columns_cut``: FSDP2
-    has cut it by columns. ``in_layer``: a ``QuantizedLinear`` has it, as far as is known. ``name``: of the parameter,
-    for messages. ``source``: the shard, where this was gathered. ``position``: where all that shares this lies in the
-    weight. ``loaded``: the parts of a stale weight that bytes were copied into since; once these are all of it, it is
-    not stale any more.
+    ``pending``: initial values were changed and not quantized since. ``discard``: they are to be freed once quantized.
+    ``has_optimizer``: one updates the parameter. ``shard``: other ranks hold parts of the weight. ``columns_cut``:
+    FSDP2 has cut it by columns. ``in_layer``: a ``QuantizedLinear`` has it, as far as is known. ``name``: of the
+    parameter, for messages. ``source``: the shard, where this was gathered. ``position``: where all that shares this
+    lies in the weight. ``loaded``: the parts of a pending weight that bytes were copied into since; once these are all
+    of it, it is pending no more.
     """
 
-    stale: bool = False
+    pending: bool = False
     discard: bool = False
-    held: bool = False
+    has_optimizer: bool = False
     shard: bool = False
     columns_cut: bool = False
     in_layer: bool = True
@@ -206,11 +206,11 @@ class Weight(Decodable):
     @property
     def has_whole_blocks(self) -> bool:
         """Whether no row of its blocks lies elsewhere: on other ranks, or in the weight that it is cut from."""
-        tall, position = self.recipe.block_rows, self._shared.position
-        if tall == 1 or self.rows_before or position.shares_blocks:
-            return tall == 1
+        block_rows, position = self.recipe.block_rows, self._shared.position
+        if block_rows == 1 or self.rows_before or position.shares_blocks:
+            return block_rows == 1
         end = self._start + self._weight_shape[0]
-        return end % tall == 0 or end == self._rows_of_whole
+        return end % block_rows == 0 or end == self._rows_of_whole
 
     @property
     def _rows_of_whole(self) -> int:
@@ -273,7 +273,7 @@ class Weight(Decodable):
 
     def discard_high_precision_init(self) -> None:
         """Free the high-precision initial values. Raises RuntimeError where they were changed and not quantized yet."""
-        self.check_fresh()
+        self.check_quantized()
         self._shared.discard = False
         self._whole.components.pop(INITIAL, None)
 
@@ -287,9 +287,9 @@ class Weight(Decodable):
 
         Except where an optimizer holds the parameter, and on the meta device, where they are still to be made.
         """
-        if self._shared.held or self.is_meta:
+        if self._shared.has_optimizer or self.is_meta:
             return
-        if self.is_stale:
+        if self.is_pending:
             self._shared.discard = True
         elif self.has_initial:
             self.discard_high_precision_init()
@@ -310,10 +310,10 @@ class Weight(Decodable):
 
     def _decode(self, dtype: torch.dtype) -> Tensor:
         self.release_if_frozen()
-        if self.is_stale and self.initial is not None:
+        if self.is_pending and self.initial is not None:
             return self.initial.to(dtype, copy=True, memory_format=torch.contiguous_format).view(self._weight_shape)
         self.check_not_freed()
-        self.check_fresh()
+        self.check_quantized()
         return tiles.decode(self.recipe, self.components, self._weight_shape, dtype, self.rows_before)
 
     def of_whole_weight(self) -> list[Tensor]:
@@ -332,7 +332,7 @@ class Weight(Decodable):
             absmax = engine.absmax([self.recipe], [weight.values], self.device)
             engine.Scales([(self.recipe, self.components)]).rescale([absmax], None, advance=True)
         engine.encode(tiles.pieces(weight, self.rows_before))
-        self.mark_fresh()
+        self.mark_quantized()
 
     def forget_scales(self) -> None:
         """Before values that have nothing to do with the earlier ones: histories of scales start anew."""
@@ -349,37 +349,37 @@ class Weight(Decodable):
         """The parameter's name, where it is known, as the beginning of a message."""
         return f"{self._shared.name}: " if self._shared.name else ""
 
-    def mark_fresh(self) -> None:
+    def mark_quantized(self) -> None:
         """The data was quantized from the initial values as they are, or from later ones."""
-        self._shared.stale, self._shared.loaded = False, ()
+        self._shared.pending, self._shared.loaded = False, ()
         if self._shared.discard:
             self.discard_high_precision_init()
 
     def mark_updated(self) -> None:
         """Later values than the initial ones were quantized, which are not wanted any more."""
-        self.mark_fresh()
+        self.mark_quantized()
         self.discard_high_precision_init()
 
-    def mark_stale(self) -> None:
+    def mark_pending(self) -> None:
         """Initial values were changed: they are what the weight decodes to until they are quantized."""
-        self._shared.stale, self._shared.loaded = True, ()
+        self._shared.pending, self._shared.loaded = True, ()
 
     def mark_loaded(self) -> None:
         """Bytes were copied here, and into the initial values if there are any."""
-        if not self.is_stale:
+        if not self.is_pending:
             return
         self._shared.loaded = joined(self._shared.loaded, self._part)
         everything = Part((0, self._rows_of_whole), (0, as_matrix(self._whole._weight_shape)[1]))
         if self._shared.loaded == (everything,):
-            self.mark_fresh()
+            self.mark_quantized()
 
     @property
-    def is_stale(self) -> bool:
+    def is_pending(self) -> bool:
         """Whether plain values were written and not quantized since."""
-        return self._shared.stale and self.numel() > 0 and not self.is_meta
+        return self._shared.pending and self.numel() > 0 and not self.is_meta
 
-    def check_fresh(self) -> None:
-        if self.is_stale:
+    def check_quantized(self) -> None:
+        if self.is_pending:
             raise RuntimeError(
                 f"{self.prefix}plain values were written into a quantized weight but not quantized yet: call "
                 "fused_optim.quantized.finish_initialization(model) on all ranks after initialising or loading it"
@@ -419,7 +419,7 @@ class Weight(Decodable):
         """
         initial = self.ensure_initial(values.dtype if values.is_floating_point() else torch.float32)
         initial.copy_(values.detach().reshape(as_matrix(tuple(self._weight_shape))))
-        self.mark_stale()
+        self.mark_pending()
         self.forget_scales()
 
     def ensure_initial(self, dtype: torch.dtype) -> Tensor:
@@ -433,9 +433,10 @@ class Weight(Decodable):
             )
         whole = self._whole
         if INITIAL not in whole.components:
-            dtype = torch.float32 if self._shared.held else dtype  # masters tell what was written from what was not
+            if self._shared.has_optimizer:
+                dtype = torch.float32  # masters tell what was written from what was not
             whole.components[INITIAL] = whole.values().to(dtype).view(as_matrix(tuple(whole._weight_shape)))
-            self._shared.discard = not self._shared.held
+            self._shared.discard = not self._shared.has_optimizer
         initial = self.initial
         assert initial is not None
         return initial
