@@ -1,7 +1,11 @@
-"""Who calls: parts of torch that make a weight's own shards and copies, or a user.
+"""Who calls: torch, which makes a weight's own shards and copies, safetensors, or a user. The only place that looks.
 
-``w.new_zeros(rank, columns)`` may be FSDP2 that pads a shard, or a user who makes an adapter's weight, and
-``w.chunk(2, 1)`` a cut between ranks, or between gates. No argument tells them apart, so the stack is looked at.
+``w.new_zeros(rows, columns)`` may be FSDP2 that pads a shard, or a user who makes an adapter's weight.
+``w.chunk(2, 1)`` may be a cut between ranks, which has to be possible, or between gates, which may be any view.
+``torch.empty_like(w)`` may be memory that a collective scatters into, or anything. FSDP2, DTensor and the stagers of
+checkpoints have no hook there, and pass the same arguments, in the same modes, as users do. To be told by a flag, about
+ten private functions of torch would have to be replaced, others in each version. So the stack is read, which changes
+nothing.
 """
 
 from __future__ import annotations
@@ -26,6 +30,15 @@ def wants_weight() -> bool:
     while frame is not None and _module(frame).startswith(_MESSENGERS) and not _module(frame).startswith(_MAKERS):
         frame = frame.f_back
     return _module(frame).startswith(_MAKERS) or _replaces_parameters(frame)
+
+
+def is_safetensors() -> bool:
+    """Whether it is safetensors that calls the function which asks this, for an error that says what to do.
+
+    It takes an address for the data, and refuses 0 itself, without a name. To torch's stagers 0 says that a tensor has
+    no memory of its own, and that they are to copy what it consists of.
+    """
+    return _module(sys._getframe(2)).startswith("safetensors.")
 
 
 def _module(frame: FrameType | None) -> str:

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import hashlib
 import inspect
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 
 from fused_optim.quantized.recipes import RECIPES, Components, Position, Recipe
-from fused_optim.quantized.tensor import all_gather
+from fused_optim.quantized.tensor import all_gather, callers
 from fused_optim.quantized.tensor.dispatch import Decodable, Handler
 from fused_optim.quantized.tensor.weight import INITIAL, Shared, Weight
 from fused_optim.sharding.dtensor import dense, local_tensor
@@ -92,8 +91,8 @@ class QuantizedTensor(Weight):
         self._start, self._split, self._sent = other._start, other._split, None
 
     def data_ptr(self) -> int:
-        """0: torch's stagers copy what has no memory of its own as tensors. safetensors would write no bytes for it."""
-        if str(sys._getframe(1).f_globals.get("__name__")).startswith("safetensors"):
+        """0, as of what has no memory of its own: torch's stagers then copy the tensors that it consists of."""
+        if callers.is_safetensors():
             raise TypeError(
                 f"{self.prefix}safetensors cannot hold a quantized weight as one tensor: save_quantized_safetensors "
                 "writes codes and scales, dequantize_model_ makes plain weights, and save_master_safetensors writes "
