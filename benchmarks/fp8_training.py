@@ -33,11 +33,10 @@ from fused_optim.quantized import (
     Float8DelayedScaling,
     GroupedLinear,
     Recipe,
-    casts,
-    products,
     quantize_model_,
 )
-from fused_optim.quantized.casts import Codes
+from fused_optim.quantized.compute import casts, products
+from fused_optim.quantized.compute.casts import Codes
 from step import machine, synchronize, write
 
 PARTS = ("stack", "products", "casts", "sizes", "experts")

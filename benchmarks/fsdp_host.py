@@ -36,10 +36,10 @@ from fused_optim.quantized import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     Recipe,
-    products,
     quantize_model_,
 )
-from fused_optim.quantized.casts import Codes
+from fused_optim.quantized.compute import products
+from fused_optim.quantized.compute.casts import Codes
 from step import machine, write
 
 GATHERED: dict[str, Recipe | None] = {

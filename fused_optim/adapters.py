@@ -1,6 +1,7 @@
 """How the optimizer speaks to quantized parameters: one module per kind of tensor, imported when one is met.
 
-Such a module has the functions of :class:`Adapter`. To add a kind, write the module and name its type here.
+Such a module has the functions of :class:`Adapter`. To add a kind, write the module in ``quantized/adapters/`` and name
+its type here.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from torch import Tensor
 from fused_optim.formats import GOLDEN_RATIO, MASK32, rounding_bits
 from fused_optim.sharding.dtensor import Geometry, local_tensor
 
-# Qualified names of tensor types (their subclasses are meant, too), and the modules that know them.
+# Qualified names of tensor types (their subclasses are meant, too), and the modules that know them, of this package.
+PACKAGE = "fused_optim.quantized.adapters"
 ADAPTERS = {
-    "fused_optim.quantized.tensor.QuantizedTensor": "fused_optim.quantized.update",
-    "transformer_engine.pytorch.quantized_tensor.QuantizedTensor": "fused_optim.quantized.transformer_engine",
-    "transformer_engine.pytorch.tensor.quantized_tensor.QuantizedTensor": "fused_optim.quantized.transformer_engine",
-    "torchao.prototype.quantized_training.int8.Int8QuantizedTrainingLinearWeight": "fused_optim.quantized.torchao",
+    "fused_optim.quantized.tensor.quantized_tensor.QuantizedTensor": "update",
+    "transformer_engine.pytorch.quantized_tensor.QuantizedTensor": "transformer_engine",
+    "transformer_engine.pytorch.tensor.quantized_tensor.QuantizedTensor": "transformer_engine",
+    "torchao.prototype.quantized_training.int8.Int8QuantizedTrainingLinearWeight": "torchao",
 }
 
 
@@ -85,7 +87,7 @@ class Adapter(Protocol):
         All ranks answer alike.
         """
 
-    def hold(self, param: Tensor) -> None:
+    def retain_initial(self, param: Tensor) -> None:
         """An optimizer holds this parameter: :meth:`initial_values` are wanted until :meth:`discard_initial`."""
 
     def initial_values(self, param: Tensor) -> Tensor:
@@ -168,7 +170,7 @@ def _adapter_of_type(kind: type) -> Adapter | None:
     for base in kind.__mro__:
         module = ADAPTERS.get(f"{base.__module__}.{base.__qualname__}")
         if module is not None:
-            return cast(Adapter, importlib.import_module(module))
+            return cast(Adapter, importlib.import_module(f"{PACKAGE}.{module}"))
     return None
 
 
@@ -177,7 +179,7 @@ def hold(params: Iterable[Tensor]) -> None:
     for param in params:
         adapter = adapter_of(param)
         if adapter is not None:
-            adapter.hold(param)
+            adapter.retain_initial(param)
 
 
 def needs_collective(param: Tensor) -> bool:

@@ -12,24 +12,16 @@ import pytest
 
 import fused_optim
 
-# Files and folders of fused_optim/ from the ground up; docs/development.md says what each is for.
+# Files and folders of fused_optim/ from the ground up; docs/development.md says what each is for. A folder whose rooms
+# have an order of their own is given room by room, its own ``__init__`` last.
 ROOMS = (
-    *(
-        "decorators",
-        "optional",
-        "formats",
-        "options",
-        "rule",
-        "sharding",
-        "adapters",
-        "host_memory",
-        "layout",
-        "copies",
-    ),
-    *("backends", "validate", "quantized", "rebuild", "settings", "clip", "skip", "state", "step", "optimizer", "adam"),
-    *("release", "checkpoint"),
+    *("decorators", "optional", "formats", "options", "rule", "sharding", "adapters", "host_memory", "layout"),
+    *("copies", "backends", "validate"),
+    *(f"quantized.{room}" for room in ("recipes", "tensor", "compute", "adapters", "model", "files", "__init__")),
+    *("rebuild", "settings", "clip", "skip", "state", "step", "optimizer", "adam", "release", "checkpoint"),
     *("compat", "integrations", "__init__", "tools", "__main__"),
 )
+HOUSES = {room.split(".")[0] for room in ROOMS if "." in room}  # folders that are given room by room
 # Rooms, or files in them, that may import while they run, and what: adapters of parameters that are met, packages and
 # engines that may be missing, quantized code where it is asked for, and what a command needs.
 LAZY = {
@@ -69,8 +61,9 @@ class Package:
         return [each for each in found if f"{each.target}.".startswith(f"{self.name}.") or not each.target]
 
     def room_of(self, module: str) -> str:
-        """The first name below the package, or ``__init__``."""
-        return f"{module}.__init__".split(".")[1]
+        """The first name below the package, or ``__init__``; two names where a folder is given room by room."""
+        _, first, *others = f"{module}.__init__".split(".")
+        return f"{first}.{others[0]}" if first in HOUSES else first
 
     def _imports_of(self, module: str, node: ast.AST, when: str) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
@@ -144,10 +137,11 @@ def lazy_imports(package: Package) -> list[str]:
 
 def imports_of_quantized(package: Package) -> list[str]:
     """Imports from outside, but for the package's lazy attribute and weights in files. Adapters have names only."""
+    inside = f"{package.name}.quantized"
     from_outside = [
         each
         for each in package.imports
-        if package.room_of(each.target) == "quantized" and package.room_of(each.source) != "quantized"
+        if f"{each.target}.".startswith(f"{inside}.") and not f"{each.source}.".startswith(f"{inside}.")
     ]
     may = (package.name, f"{package.name}.rebuild")
     return [str(each) for each in from_outside if each.source not in may or each.when == "always"]
@@ -158,11 +152,8 @@ def private_attributes(package: Package) -> list[str]:
     found = []
     for module, tree in package.trees.items():
         attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-        for node in (
-            sorted(attributes, key=lambda node: node.lineno)
-            if package.room_of(module) not in ("optimizer", "adam")
-            else ()
-        ):
+        is_own = package.room_of(module) in ("optimizer", "adam")
+        for node in () if is_own else sorted(attributes, key=lambda node: node.lineno):
             private = node.attr.startswith("_") and not node.attr.endswith("__")
             if private and ast.unparse(node.value).split(".")[-1] in ("optimizer", "adam"):
                 found.append(f"{module}:{node.lineno} uses {ast.unparse(node)}")
@@ -301,13 +292,31 @@ WRONG: dict[str, tuple[Check, dict[str, str], list[str]]] = {
             "fused_optim.integrations.megatron:2 uses adam._x",
         ],
     ),
-    "a room that nobody knows": (other_rooms, {"cellar/wine": ""}, ["cellar"]),
+    "upwards, within a folder": (
+        upward_imports,
+        {"quantized/recipes/a": "from fused_optim.quantized.tensor import b", "quantized/tensor/b": ""},
+        [
+            "fused_optim.quantized.recipes.a:1 imports fused_optim.quantized.tensor.b: "
+            "quantized.recipes is below quantized.tensor"
+        ],
+    ),
+    "upwards, to a folder's own": (
+        upward_imports,
+        {"quantized/model/a": "from fused_optim.quantized import quantize_model_"},
+        ["fused_optim.quantized.model.a:1 imports fused_optim.quantized: quantized.model is below quantized.__init__"],
+    ),
+    "rooms that nobody knows": (
+        other_rooms,
+        {"cellar/wine": "", "quantized/attic/a": "", "quantized/loft": ""},
+        ["cellar", "quantized.attic", "quantized.loft"],
+    ),
 }
 # What all have: imports that are as they should be.
 RIGHT = {
     **{f"{room}/__init__": "" for room in ("sharding", "backends", "quantized", "state", "step", "integrations")},
     **dict.fromkeys(("__main__", "decorators", "options", "rule", "host_memory", "layout", "copies", "validate"), ""),
     **dict.fromkeys(("settings", "clip", "skip", "optimizer", "release"), ""),
+    **{f"quantized/{room}/__init__": "" for room in ("recipes", "tensor", "compute", "adapters", "model", "files")},
     **{f"{room}/__init__": "" for room in ("checkpoint", "compat", "tools")},
     "__init__": """
 from typing import TYPE_CHECKING
@@ -325,8 +334,9 @@ def __getattr__(name):
     "optional": "from importlib import import_module\noptional = lambda module: import_module(module)",
     "rebuild": "def f():\n    from fused_optim.quantized import tensor",
     "tools/commands": "def f():\n    from fused_optim.adam import A",
-    "quantized/tensor": "from . import recipes\nfrom ..sharding import dtensor",
-    "quantized/recipes": "from fused_optim.formats import X",
+    "quantized/tensor/a": "from ..recipes import b\nfrom ...sharding import dtensor",
+    "quantized/recipes/b": "from fused_optim.formats import X",
+    "quantized/__init__": "from .tensor import a",
     "adam": "class A:\n    def f(self, optimizer):\n        return self._slots, optimizer._slots",
     "compat/apex": "import fused_optim.adam\nclass A(fused_optim.adam.A):\n    x = lambda self: self._slots",
     "integrations/megatron": """

@@ -41,7 +41,7 @@ def pair(
 
 def check_values(model: Weight, expected: Tensor, recipe: str) -> None:
     """That an unfinished weight decodes to them, a finished one is quantized from them, and masters start from them."""
-    assert not model.weight.is_stale or torch.equal(model.weight.values(), expected)
+    assert not model.weight.is_pending or torch.equal(model.weight.values(), expected)
     finish_initialization(model)
     assert same_components(model.weight, QuantizedTensor.from_values(expected.to(model.weight.dtype), RECIPES[recipe]))
     optimizer = FusedAdam(model.parameters())

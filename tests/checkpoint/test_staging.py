@@ -92,7 +92,7 @@ def test_quantized_weights_are_copied_as_codes(recipe: str) -> None:
     run.train(2, 4)
     run.model.uneven.weight.data.keep_plain(torch.ones(run.model.uneven.weight.shape))  # which makes it stale
     weight = staged.result()["model"]["uneven.weight"]
-    assert same_components(weight, before) and not weight.is_stale
+    assert same_components(weight, before) and not weight.is_pending
     assert_same(values_of(staged.result()), expected)
 
 

@@ -9,9 +9,9 @@ import pytest
 from fused_optim.backends import load_engine
 from fused_optim.backends.engine import Watched
 from fused_optim.formats import STATE_FORMATS, Element, Master
-from fused_optim.quantized.casts import CastFormat
-from fused_optim.quantized.engine import ScaleStage
+from fused_optim.quantized.compute.casts import CastFormat
 from fused_optim.quantized.recipes import RECIPES, Float8BlockScaling, Recipe, WeightFormat
+from fused_optim.quantized.recipes.engine import ScaleStage
 
 NUMBERS: dict[str, dict[str, int]] = {
     "Format": {fmt.name: fmt.code for fmt in STATE_FORMATS.values()},

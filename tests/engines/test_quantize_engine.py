@@ -29,12 +29,11 @@ from fused_optim.quantized import (
     NVFP4BlockScaling,
     QuantizedTensor,
     Recipe,
-    elements,
     quantize_model_,
 )
-from fused_optim.quantized import engine as quantizer
-from fused_optim.quantized.engine import Encoding
-from fused_optim.quantized.recipes import RECIPES
+from fused_optim.quantized.recipes import RECIPES, elements
+from fused_optim.quantized.recipes import engine as quantizer
+from fused_optim.quantized.recipes.engine import Encoding
 from fused_optim.sharding.dtensor import Geometry
 
 ALL = [

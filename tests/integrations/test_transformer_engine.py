@@ -26,7 +26,9 @@ import distributed
 from distributed import Part, assert_same, join_all, needs_gpus, part, shard_like, two_gpus
 from fused_optim import FusedAdamW, adapters
 from fused_optim.formats import rounding_key
-from fused_optim.quantized import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling, elements, transformer_engine
+from fused_optim.quantized import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from fused_optim.quantized.adapters import transformer_engine
+from fused_optim.quantized.recipes import elements
 from fused_optim.sharding.dtensor import local_tensor, rewrap_like, sharding_dims
 from quantized_cases import gradient
 

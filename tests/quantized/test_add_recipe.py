@@ -17,8 +17,8 @@ from hypothesis import given
 from torch import Tensor
 
 from distributed import on_each_device
-from fused_optim.quantized import Recipe, elements
-from fused_optim.quantized.recipes import RECIPES, Component
+from fused_optim.quantized import Recipe
+from fused_optim.quantized.recipes import RECIPES, Component, elements
 from quantized_cases import encoded, matrices
 from recipe_checks import (
     WAYS,
@@ -71,11 +71,11 @@ class Int8BlockScaling(Recipe):
         data, scale = components["data"], components["scale"]
         x = x.reshape(data.shape)
         scale.copy_(scale_for(elements.tile_absmax(x, (1, 16))))
-        data.copy_(round_to_int8(x / elements.spread(scale, (1, 16), data.shape), fractions))
+        data.copy_(round_to_int8(x / elements.expand_scales(scale, (1, 16), data.shape), fractions))
 
     def decode(self, components: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
         data = components["data"]
-        return (int8_values(data) * elements.spread(components["scale"], (1, 16), data.shape)).view(shape)
+        return (int8_values(data) * elements.expand_scales(components["scale"], (1, 16), data.shape)).view(shape)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.functional import ScalingType, SwizzleType
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fused_optim.quantized import QuantizedTensor, casts, microscaling, products
+from fused_optim.quantized import QuantizedTensor
+from fused_optim.quantized.compute import casts, microscaling, products
 from product_cases import RECIPES, layer_of, matrix, results
 
 FORMATS = pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])

@@ -20,13 +20,11 @@ from fused_optim.quantized import (
     NVFP4BlockScaling,
     QuantizedTensor,
     Recipe,
-    casts,
-    elements,
-    products,
     quantize_model_,
-    shared_casts,
 )
-from fused_optim.quantized.linear import QuantizedLinear
+from fused_optim.quantized.compute import casts, products, shared_casts
+from fused_optim.quantized.compute.linear import QuantizedLinear
+from fused_optim.quantized.recipes import elements
 from product_cases import RECIPES, Reference, code_error, decoded_recipe, layer_of, matrix, results, rounded, sums
 
 EACH = pytest.mark.parametrize("name", RECIPES)
@@ -45,7 +43,7 @@ def fp8_device(device: str) -> str:
 def recipe(name: str, fp8_device: str) -> Recipe:
     """The one of that name, if the device has its products."""
     recipe = RECIPES[name]
-    if products.device_obstacle(torch.device(fp8_device, 0), recipe.products) is not None:
+    if products.device_unsupported_reason(torch.device(fp8_device, 0), recipe.products) is not None:
         pytest.skip("not on this GPU")
     return recipe
 
@@ -211,7 +209,7 @@ def test_sizes_that_fp8_refuses_are_decoded(
     rows, inputs, outputs = sizes
     assert products.plan(recipe, torch.device(fp8_device, 0), rows, (outputs, inputs)) == expected
     for product, runs in zip(products.PRODUCTS, expected, strict=True):
-        assert (products.obstacle(product, recipe, rows, (outputs, inputs)) is None) == runs
+        assert (products.unsupported_reason(product, recipe, rows, (outputs, inputs)) is None) == runs
     fp8, decoded = (layer_of(each, fp8_device, inputs, outputs) for each in (recipe, decoded_recipe(name)))
     x, gradient = matrix(rows, inputs), matrix(rows, outputs, seed=2)
     found, others = results(fp8, x, gradient), results(decoded, x, gradient)
@@ -221,14 +219,14 @@ def test_sizes_that_fp8_refuses_are_decoded(
         assert torch.equal(fp8(x.to(fp8_device)).cpu(), found["output"])
 
 
-def test_obstacles_are_named() -> None:
+def test_unsupported_reasons_are_named() -> None:
     recipe = RECIPES["block"]
-    assert products.obstacle("output", recipe, 128, (256, 144)) == "in_features = 144 is no multiple of 128"
-    assert products.obstacle("weight gradient", recipe, 100, (256, 256)) == "rows = 100 is no multiple of 128"
-    assert "BF16" in products.obstacle("weight gradient", RECIPES["row"], 128, (256, 256))
-    assert "transposed" in products.obstacle("input gradient", RECIPES["block (1, 128)"], 128, (256, 256))
-    assert "FP4" in products.obstacle("input gradient", RECIPES["nvfp4"], 128, (256, 256))
-    assert products.obstacle("output", Float8CurrentScaling(), 128, (256, 256)) == "the recipe decodes"
+    assert products.unsupported_reason("output", recipe, 128, (256, 144)) == "in_features = 144 is no multiple of 128"
+    assert products.unsupported_reason("weight gradient", recipe, 100, (256, 256)) == "rows = 100 is no multiple of 128"
+    assert "BF16" in products.unsupported_reason("weight gradient", RECIPES["row"], 128, (256, 256))
+    assert "transposed" in products.unsupported_reason("input gradient", RECIPES["block (1, 128)"], 128, (256, 256))
+    assert "FP4" in products.unsupported_reason("input gradient", RECIPES["nvfp4"], 128, (256, 256))
+    assert products.unsupported_reason("output", Float8CurrentScaling(), 128, (256, 256)) == "the recipe decodes"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

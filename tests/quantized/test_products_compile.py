@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import distributed
 from distributed import on_each_device
 from fused_optim import FusedAdam
-from fused_optim.quantized import casts, dequantize_model_, products, quantize_model_
+from fused_optim.quantized import dequantize_model_, quantize_model_
+from fused_optim.quantized.compute import casts, products
 from product_cases import RECIPES, matrix, results
 
 NAMES = ["tensor", "row", "row, FP8 weight gradients", "block"]
@@ -72,7 +73,7 @@ def test_fused_graphs_are_as_exact_as_eager_mode(name: str, device: str) -> None
     """
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no GPU")
-    if products.device_obstacle(torch.device(device), RECIPES[name].products) is not None:
+    if products.device_unsupported_reason(torch.device(device), RECIPES[name].products) is not None:
         pytest.skip("not on this GPU")
     model = model_of(name, device)
     x, gradient = matrix(256, 128), matrix(256, 128, 2)

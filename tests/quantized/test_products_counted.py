@@ -16,7 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import distributed
 from fused_optim import FusedAdamW
-from fused_optim.quantized import GroupedLinear, QuantizedTensor, grouped, products, quantize_model_
+from fused_optim.quantized import GroupedLinear, QuantizedTensor, quantize_model_
+from fused_optim.quantized.compute import grouped, products
 from fused_optim.sharding.dtensor import local_tensor
 from product_cases import RECIPES
 
@@ -147,12 +148,12 @@ def test_gpus_without_such_products_are_named(monkeypatch: pytest.MonkeyPatch) -
     for name, working in {"tensor": {1, 2}, "block": {1}, "mxfp8": {2}, "nvfp4": {2}}.items():
         format = RECIPES[name].products
         assert format is not None
-        obstacles = [products.device_obstacle(torch.device("cuda", i), format) for i in range(3)]
-        assert {i for i, why in enumerate(obstacles) if why is None} == working
-    why = products.device_obstacle(torch.device("cuda", 1), RECIPES["mxfp8"].products)
+        reasons = [products.device_unsupported_reason(torch.device("cuda", i), format) for i in range(3)]
+        assert {i for i, why in enumerate(reasons) if why is None} == working
+    why = products.device_unsupported_reason(torch.device("cuda", 1), RECIPES["mxfp8"].products)
     assert why == "products in MXFP8 need compute capability 10.x, this GPU has 9.0"
     shape = (2, 128, 128)
-    experts = [grouped.obstacle("output", RECIPES["row"], torch.device("cuda", i), shape) for i in range(3)]
+    experts = [grouped.unsupported_reason("output", RECIPES["row"], torch.device("cuda", i), shape) for i in range(3)]
     assert [why is None for why in experts] == [False, True, False]
     products._capability.cache_clear()
 

@@ -19,8 +19,9 @@ from torch.utils.checkpoint import checkpoint
 import distributed
 from distributed import on_each_device
 from fused_optim import FusedAdam
-from fused_optim.quantized import Recipe, casts, products, quantize_model_
-from fused_optim.quantized.linear import QuantizedLinear
+from fused_optim.quantized import Recipe, quantize_model_
+from fused_optim.quantized.compute import casts, products
+from fused_optim.quantized.compute.linear import QuantizedLinear
 from product_cases import RECIPES, matrix
 
 TOKENS, WIDTH, HIDDEN = 128, 128, 768  # 768 rows are whole tiles on 1, 2 and 3 ranks; 128 are one

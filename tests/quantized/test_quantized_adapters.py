@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import distributed
 from distributed import shard, shard_like
 from fused_optim import FusedAdamW, adapters
-from fused_optim.quantized import transformer_engine
+from fused_optim.quantized.adapters import transformer_engine
 from fused_optim.sharding.dtensor import local_tensor, rewrap_like
 from quantized_cases import gradient
 from transformer_engine_doubles import (

@@ -38,7 +38,7 @@ def test_torchs_optimizers_are_refused(recipe: str, keep_initial: bool) -> None:
         before = copy.deepcopy(model.weight)
         with pytest.raises(RuntimeError, match=r"weight: .*cannot change a quantized weight.* FusedAdam"):
             build(list(model.parameters())).step()
-        assert same_components(model.weight, before) and not model.weight.is_stale, name
+        assert same_components(model.weight, before) and not model.weight.is_pending, name
         assert torch.equal(model.weight.initial_values(), plain), name
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fused_optim.quantized import Float8CurrentScaling, Float8DelayedScaling, casts, products, quantize_model_
-from fused_optim.quantized.linear import QuantizedLinear
+from fused_optim.quantized import Float8CurrentScaling, Float8DelayedScaling, quantize_model_
+from fused_optim.quantized.compute import casts, products
+from fused_optim.quantized.compute.linear import QuantizedLinear
 from product_cases import RECIPES, layer_of, matrix
 
 
@@ -64,7 +65,7 @@ def test_activations_of_another_dtype_than_the_weight_raise(fp8_device: str) -> 
 
 
 def test_products_are_decoded_where_fp8_is_not_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "device_obstacle", lambda *_: "none here")
+    monkeypatch.setattr(products, "device_unsupported_reason", lambda *_: "none here")
     products._known_plan.cache_clear()
     monkeypatch.setattr(casts, "cast", None)
     x = matrix(32, 256)
@@ -84,9 +85,9 @@ def test_what_gpus_lack_is_named(
     capability: tuple[int, int], scaling: str, text: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(products, "_capability", lambda _: capability)
-    found = products.device_obstacle(torch.device("cuda", 0), RECIPES[scaling].products)
+    found = products.device_unsupported_reason(torch.device("cuda", 0), RECIPES[scaling].products)
     assert found is None if text is None else text in found
-    assert "mps" in products.device_obstacle(torch.device("mps"), RECIPES[scaling].products)
+    assert "mps" in products.device_unsupported_reason(torch.device("mps"), RECIPES[scaling].products)
 
 
 def test_compute_is_no_part_of_the_format() -> None:

@@ -262,7 +262,7 @@ def build_on_meta(recipes: list[str], how: str) -> dict[str, dict[str, Part]]:
         with torch.no_grad():
             for name, param in model.named_parameters():
                 fill(local_tensor(param), local_tensor(shard_like(plain_model(recipe).get_parameter(name), param)))
-        has_rows = any(local_tensor(param).is_stale for param in model.parameters() if is_quantized(param))
+        has_rows = any(local_tensor(param).is_pending for param in model.parameters() if is_quantized(param))
         if has_rows:
             with pytest.raises(RuntimeError, match="finish_initialization"):
                 FusedAdam(model.parameters()).initialize_state()

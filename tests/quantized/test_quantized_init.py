@@ -261,7 +261,7 @@ def test_masters_go_on_from_values_that_are_loaded_later(recipe: str) -> None:
             for weight in (model.weight.detach(), plain):
                 weight[at].copy_(new[at])
         model.weight.grad = torch.zeros(MATRIX)
-        if model.weight.is_stale:  # which is not forgotten for it
+        if model.weight.is_pending:  # which is not forgotten for it
             with pytest.raises(RuntimeError, match="finish_initialization"):
                 optimizer.step()
         finish_initialization(model)
@@ -326,7 +326,7 @@ def test_frozen_weights_free_initial_values_when_they_are_finished(recipe: str) 
     frozen(model)
     nn.init.normal_(model.weight)
     new = model.weight.initial_values().clone()
-    assert torch.equal(USES["linear"](model.weight), torch.ones(1, 256) @ new.t()) and model.weight.is_stale
+    assert torch.equal(USES["linear"](model.weight), torch.ones(1, 256) @ new.t()) and model.weight.is_pending
     finish_initialization(model)
     assert not model.weight.has_initial
     assert same_components(model.weight, QuantizedTensor.from_values(new, RECIPES[recipe]))

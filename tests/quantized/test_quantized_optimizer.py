@@ -14,7 +14,7 @@ import distributed
 from distributed import Part, assert_same, join_all, on_each_device, shard_like
 from fused_optim import FusedAdam
 from fused_optim.quantized import Float8DelayedScaling, quantize_model_
-from fused_optim.quantized.update import needs_collective
+from fused_optim.quantized.adapters.update import needs_collective
 from fused_optim.sharding.dtensor import full_tensor, local_tensor
 from quantized_cases import RECIPES, WHOLE, Run, gradient, parameter_parts, perceptron, plain_model, values
 from recipe_checks import (

@@ -106,7 +106,7 @@ def broadcast(recipes: list[str]) -> dict[str, list[Any]]:
         for weight in (kept, dropped, changed):
             dist.broadcast(weight, root)
         after = [weight.values().cpu() for weight in weights]
-        found[recipe] = [after, [weight.has_initial for weight in weights], [weight.is_stale for weight in weights]]
+        found[recipe] = [after, [weight.has_initial for weight in weights], [weight.is_pending for weight in weights]]
     return found
 
 

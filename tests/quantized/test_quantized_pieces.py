@@ -16,7 +16,8 @@ from torch.distributed.tensor import Shard
 import distributed
 from distributed import Part, assert_same, join_all, on_each_device, part, shard
 from fused_optim import FusedAdam
-from fused_optim.quantized import QuantizedTensor, coverage, finish_initialization, quantize_model_
+from fused_optim.quantized import QuantizedTensor, finish_initialization, quantize_model_
+from fused_optim.quantized.tensor import coverage
 from fused_optim.sharding.dtensor import local_tensor
 from quantized_cases import RECIPES, WHOLE, component_parts, parameter_parts, values
 
@@ -118,7 +119,7 @@ def load_bytes(folder: str) -> dict[tuple[str, str], tuple[dict[str, Part], bool
         for how, build in MODELS.items():
             model = build(recipe)
             load(model, f"{folder}/{recipe}")
-            found[recipe, how] = parameter_parts(model), local_tensor(model[0].weight.detach()).is_stale
+            found[recipe, how] = parameter_parts(model), local_tensor(model[0].weight.detach()).is_pending
     return found
 
 
@@ -199,11 +200,11 @@ def test_weights_are_initialised_once_all_of_them_was_loaded(recipe: str, pieces
     source = QuantizedTensor.from_values(values((384, 256), 17).bfloat16(), RECIPES[recipe])
     target = unfinished(recipe)
     for at in pieces:
-        assert target.is_stale
+        assert target.is_pending
         with pytest.raises(RuntimeError, match="finish_initialization"):
-            target.check_fresh()
+            target.check_quantized()
         target[at].copy_(source[at])
-    assert not target.is_stale and torch.equal(target.values(), source.values())
+    assert not target.is_pending and torch.equal(target.values(), source.values())
     assert torch.equal(target.initial_values(), source.dequantize().float())
 
 
@@ -214,12 +215,12 @@ def test_what_is_written_between_pieces_counts(recipe: str) -> None:
     target[:128].copy_(source[:128])
     target[:128].copy_(new)
     target[128:].copy_(source[128:])
-    assert target.is_stale
+    assert target.is_pending
     expected = torch.cat([new, source.dequantize()[128:]])
     assert torch.equal(target.dequantize(), expected)
     target[:128].copy_(source[:128])
     target[128:].copy_(source[128:])
-    assert not target.is_stale and torch.equal(target.values(), source.values())
+    assert not target.is_pending and torch.equal(target.values(), source.values())
 
 
 def test_pieces_of_a_grid_become_one_in_any_order() -> None:

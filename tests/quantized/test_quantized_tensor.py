@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fused_optim import FusedAdam
 from fused_optim.quantized import QuantizedTensor, finish_initialization, quantize_model_, quantized_model_init
+from fused_optim.quantized.recipes import RECIPES as RECIPES_BY_NAME
 from quantized_cases import (
     RECIPES,
     TILED_SHAPES,
@@ -148,7 +149,7 @@ def test_parameters_are_replaced_by_empty_weights(recipe: str) -> None:
     for replace in (lambda model: model.to_empty(device="cpu"), lambda model: model._apply(torch.empty_like)):
         model = quantized_model(recipe)
         replace(model)
-        assert type(model.uneven.weight) is QuantizedTensor and model.uneven.weight.is_stale
+        assert type(model.uneven.weight) is QuantizedTensor and model.uneven.weight.is_pending
         nn.init.ones_(model.uneven.weight)
         finish_initialization(model)
         assert torch.allclose(model.uneven.weight.values(), torch.ones(()), rtol=2**-4)
@@ -325,7 +326,7 @@ def test_assigned_state_dicts_of_another_recipe_are_quantized_anew() -> None:
 
 def test_unknown_recipes_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     text = pickle.dumps(weight_of("mxfp8"))
-    monkeypatch.delitem(__import__("fused_optim.quantized.tensor", fromlist=["RECIPES"]).RECIPES, "MXFP8BlockScaling")
+    monkeypatch.delitem(RECIPES_BY_NAME, "MXFP8BlockScaling")
     with pytest.raises(ValueError, match="unknown recipe 'MXFP8BlockScaling'"):
         pickle.loads(text)
 

@@ -28,7 +28,7 @@ from fused_optim.quantized import (
     Recipe,
     finish_initialization,
 )
-from fused_optim.quantized import engine as quantizer
+from fused_optim.quantized.recipes import engine as quantizer
 from quantized_cases import RECIPES, Run, values
 
 F32, BF16, F16, E4M3, INT8 = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
@@ -335,7 +335,7 @@ def test_initial_values_that_come_back_are_freed(engine: str) -> None:
     assert weight.has_initial
     training.set_gradients(2)
     training.optimizer.step()
-    assert not weight.has_initial and not weight.is_stale
+    assert not weight.has_initial and not weight.is_pending
 
 
 def test_versions_count_the_codes(engine: str) -> None:

@@ -105,7 +105,7 @@ def test_writes_through_views_change_initial_values(recipe: str, device: str) ->
                     WRITES[how](view(weight))
                 try:
                     assert torch.equal(model.weight.initial_values(), plain)
-                    assert model.weight.is_stale or "copy" in how or not view(plain).numel()
+                    assert model.weight.is_pending or "copy" in how or not view(plain).numel()
                     check_values(model, plain, recipe)
                 except AssertionError as error:
                     raise AssertionError(f"{how} into {name} of {shape}") from error
@@ -119,7 +119,7 @@ def test_writes_through_views_without_initial_values_take_effect_or_raise(recipe
             before = copy.deepcopy(model.weight)
             with pytest.raises(RuntimeError, match="cannot change a quantized weight in place: its initial values"):
                 view(model.weight.detach()).fill_(7.0)
-            assert same_components(model.weight, before) and not model.weight.is_stale, name
+            assert same_components(model.weight, before) and not model.weight.is_pending, name
             for weight in (model.weight.detach(), plain):
                 view(weight).copy_(values(view(plain).shape, 5))
             finish_initialization(model)
@@ -141,7 +141,7 @@ def test_experts_are_initialised_and_loaded_one_by_one(recipe: str, device: str)
                     nn.init.xavier_uniform_(weight[expert])
                 weight.data[expert].copy_(values(weight[expert].shape, expert))
         if not keep_initial and not RECIPES[recipe].scales_whole_tensor:  # whole rows of blocks are quantized at once
-            assert not model.weight.is_stale
+            assert not model.weight.is_pending
         finish_initialization(model)
         assert same_components(model.weight, QuantizedTensor.from_values(plain, RECIPES[recipe]))
 
@@ -194,7 +194,7 @@ def test_views_cannot_change_shapes_and_dtypes_of_weights() -> None:
             change()
     with pytest.raises(TypeError, match=r"weight: .*torch\.int32"):
         weight.view(torch.int32)
-    assert torch.equal(model.weight.initial_values(), plain) and not model.weight.is_stale
+    assert torch.equal(model.weight.initial_values(), plain) and not model.weight.is_pending
 
 
 @EACH
@@ -225,4 +225,4 @@ def test_compiled_code_changes_no_weights() -> None:
             compiled = torch.compile(change, backend="aot_eager")
             with pytest.raises(Exception, match="compiled code"):
                 compiled(model.weight.detach())
-        assert not model.weight.is_stale and torch.equal(model.weight.values(), before)
+        assert not model.weight.is_pending and torch.equal(model.weight.values(), before)

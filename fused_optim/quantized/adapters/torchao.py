@@ -1,0 +1,65 @@
+"""The optimizer's adapter (``fused_optim/adapters.py``) for torchao's INT8 training weights.
+
+These round stochastically.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fused_optim.adapters import Update
+from fused_optim.sharding.dtensor import local_tensor
+
+
+def needs_master(param: Tensor) -> None:
+    return None
+
+
+def retain_initial(param: Tensor) -> None:
+    pass
+
+
+def initial_values(param: Tensor) -> Tensor:
+    return values(local_tensor(param.detach()))
+
+
+def discard_initial(param: Tensor) -> None:
+    pass
+
+
+def values(local: Tensor) -> Tensor:
+    return local.dequantize().to(torch.float32, copy=True)
+
+
+def keeps(param: Tensor, master: Tensor) -> bool:
+    return False
+
+
+def rounded(param: Tensor, master: Tensor) -> None:
+    return None
+
+
+def products(param: Tensor, rows: int | None) -> dict[str, str | None]:
+    return {}  # its own library decides
+
+
+def needs_collective(param: Tensor) -> bool:
+    return False  # one scale per row
+
+
+def target(param: Tensor) -> None:
+    return None
+
+
+def prepare(updates: Sequence[Update], applies: Tensor | None) -> None:
+    pass
+
+
+@torch.no_grad()
+def write(updates: Sequence[Update], applies: Tensor | None = None, advance: bool = True) -> None:
+    for update in updates:
+        if update.values is not None:
+            local_tensor(update.param).copy_(update.values)

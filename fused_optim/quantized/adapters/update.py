@@ -1,0 +1,318 @@
+"""The optimizer's adapter (``fused_optim/adapters.py``) for :class:`QuantizedTensor`.
+
+Quantizes many weights at once: every weight's absmax, one reduction over the ranks that share weights, the codes.
+
+Scales that depend on a whole weight are the same on all of its shards, over every mesh dim that shards it and none that
+replicates it: otherwise a checkpoint could not be resharded.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from fused_optim.adapters import Target, Update
+from fused_optim.backends.compiled import increment_versions
+from fused_optim.quantized.compute import usage
+from fused_optim.quantized.recipes import SCALE, Encoding, engine, tiles
+from fused_optim.quantized.tensor import INITIAL, Initials, local_weight
+from fused_optim.sharding.dtensor import shard_ranges, sharded_dim, sharding_dims
+
+
+def needs_master(param: Tensor) -> None:
+    return None
+
+
+def retain_initial(param: Tensor) -> None:
+    local_weight(param)._shared.has_optimizer = True
+
+
+def initial_values(param: Tensor) -> Tensor:
+    local = local_weight(param)
+    local.check_quantized()
+    return local.initial_values().clone()
+
+
+def discard_initial(param: Tensor) -> None:
+    local_weight(param).discard_high_precision_init()
+
+
+def values(local: Tensor) -> Tensor:
+    return local_weight(local).values()
+
+
+def rounded(param: Tensor, master: Tensor) -> Tensor:
+    local = local_weight(param)
+    local.check_quantized()
+    local.check_components([part.name for part in local.recipe.components])
+    # With the blocks' scales that the weight has: a checkpoint may have rounded them in another way than the recipe.
+    pieces = tiles.pieces(Encoding(local.recipe, local.components, master), local.rows_before)
+    rounded = [local.recipe.rounded(piece.values, piece.components) for piece in pieces]
+    found = [piece for piece in rounded if piece is not None]
+    if found:
+        return torch.cat(found) if len(found) > 1 else found[0]
+    copies = {name: part.clone() for name, part in local.components.items() if name != INITIAL}
+    weight = Encoding(local.recipe, copies, master)
+    engine.encode(tiles.pieces(weight, local.rows_before))
+    if _shares_blocks(param):
+        copies[SCALE].copy_(local.components[SCALE])
+        tiles.encode_under_scales(_edges(param, weight))
+    return tiles.decode(local.recipe, copies, tuple(master.shape), torch.float32, local.rows_before)
+
+
+def keeps(param: Tensor, master: Tensor) -> bool:
+    return False  # checkpoints have all scales
+
+
+def products(param: Tensor, rows: int | None) -> dict[str, str | None]:
+    return usage.unsupported_reasons(param, rows)
+
+
+def needs_collective(param: Tensor) -> bool:
+    """Whether new values of this parameter need a reduction over ranks."""
+    return (local_weight(param).recipe.scales_whole_tensor and bool(sharding_dims(param))) or _shares_blocks(param)
+
+
+def target(param: Tensor) -> Target | None:
+    local = local_weight(param)
+    kernel, parts = local.recipe.kernel, local.components
+    if kernel is None:
+        return None
+    measures = local.recipe.scales_whole_tensor
+    names = tuple(part.name for part in local.recipe.components)
+    local.check_components(names)
+    data, scale = parts["data"], parts["scale" if "scale" in parts else "tensor_scale"]
+    fits = kernel.block is not None and data.shape[1] % kernel.block == 0
+    if not (fits and engine.is_plain(data) and engine.is_plain(scale)):
+        return Target(kernel.format, kernel.round_up, None, None, measures, names, parts)
+    return Target(kernel.format, kernel.round_up, data, scale, measures, names, parts)
+
+
+def batch(updates: Sequence[Update]) -> Batch:
+    return Batch(updates)
+
+
+def prepare(updates: Sequence[Update], applies: Tensor | None) -> None:
+    Batch(updates).prepare(applies)
+
+
+@torch.no_grad()
+def write(updates: Sequence[Update], applies: Tensor | None = None, advance: bool = True) -> None:
+    Batch(updates).write(applies, advance)
+
+
+@torch.no_grad()
+def quantize(updates: Sequence[Update], applies: Tensor | None = None, advance: bool = True) -> None:
+    """:func:`write` of values that initial ones may still be as precise as."""
+    weights = Batch(updates)
+    weights.quantize(applies, advance)
+    weights.mark_quantized()
+
+
+class Batch:
+    """Updates of many weights, made once or step by step: what lasts as long as their parameters is found out once."""
+
+    def __init__(self, updates: Sequence[Update]) -> None:
+        pairs = [(local_weight(update.param), update) for update in updates]
+        changed = [(local, update) for local, update in pairs if update.values is not None]
+        reduced = [(local, update) for local, update in pairs if local.recipe.scales_whole_tensor]
+        self._reduced = _Absmaxes([update for _, update in reduced])
+        self._rescaled = [i for i, (_, update) in enumerate(reduced) if update.values is not None]
+        weights = [(reduced[i][0].recipe, reduced[i][0].components) for i in self._rescaled]
+        self._scales = engine.Scales(weights, self._of_rescaled(self._reduced.in_place))
+        self._initials = Initials([local for local, _ in changed])
+        written = [local for local, update in changed if update.written]
+        self._written = engine.countable(x.components[name] for x in written for name in x.recipe.of_elements)
+        self._encodings = {
+            update.param: Encoding(local.recipe, local.components, update.values, update.fractions)
+            for local, update in changed
+            if not update.written and update.values is not None
+        }
+        self._begin_in_blocks = [param for param in self._encodings if local_weight(param).rows_before]
+        others = [weight for param, weight in self._encodings.items() if not local_weight(param).rows_before]
+        self._encoded = engine.Encodings(others)
+        self._sharing_blocks = [update.param for _, update in pairs if _shares_blocks(update.param)]
+
+    def _of_rescaled(self, absmaxes: list[Tensor] | None) -> list[Tensor] | None:
+        return None if absmaxes is None else [absmaxes[i] for i in self._rescaled]
+
+    def prepare(self, applies: Tensor | None) -> None:
+        """Before the pass: as :meth:`Adapter.prepare`."""
+        self._scales.prepare(applies)
+
+    def write(self, applies: Tensor | None, advance: bool = True) -> None:
+        """After it: as :meth:`Adapter.write`."""
+        self.quantize(applies, advance)
+        self._initials.mark_updated()  # whose initial values are not wanted any more
+
+    def mark_quantized(self) -> None:
+        self._initials.mark_quantized()
+
+    def quantize(self, applies: Tensor | None, advance: bool) -> None:
+        absmax = self._reduced.over_shards()
+        if not advance:
+            _complete_empty_shards(self._reduced.params)
+        self._scales.rescale(self._of_rescaled(absmax), applies, advance)
+        self._encoded.encode()
+        for param in self._begin_in_blocks:  # views, which do not last
+            engine.encode(tiles.pieces(self._encodings[param], local_weight(param).rows_before))
+        if self._sharing_blocks:
+            _agree_on_blocks(self._sharing_blocks, self._encodings)
+        increment_versions(self._written)
+
+
+# --- blocks of several rows -------------------------------------------------------------------------------------
+
+
+def _shares_blocks(param: Tensor) -> bool:
+    """Whether ranks share blocks of this parameter; all of them answer alike."""
+    block_rows = local_weight(param).recipe.block_rows
+    return block_rows > 1 and isinstance(param, DTensor) and _rows_cut(param._spec)[1] % block_rows > 0
+
+
+def _first_row(param: Tensor) -> int:
+    assert isinstance(param, DTensor)
+    return _rows_cut(param._spec)[0]
+
+
+@functools.cache  # torch takes longer to find it than a step may
+def _rows_cut(spec: DTensorSpec) -> tuple[int, int]:
+    """Where this rank's rows begin, and the largest number that those of all ranks begin at multiples of."""
+    shape, placements = tuple(spec.shape), spec.placements
+    _, offsets = compute_local_shape_and_global_offset(shape, spec.mesh, placements)
+    return offsets[0], math.gcd(*(start for start, _ in shard_ranges(shape, spec.mesh, placements, 0)))
+
+
+def _edges(param: Tensor, weight: Encoding) -> list[Encoding]:
+    """The rows in blocks that other ranks may share."""
+    local = local_weight(param)
+    ends = _first_row(param) + local.shape[0] == param.shape[0]
+    return tiles.edges(weight, local.rows_before, ends) if local.numel() else []
+
+
+def _agree_on_blocks(params: Sequence[Tensor], encodings: Mapping[Tensor, Encoding]) -> None:
+    """Give shared blocks the largest scale that a rank has found; all ranks pass the same parameters."""
+    scales: dict[Tensor, Tensor] = {}  # of all blocks of the weight in these columns; 0 of those on other ranks
+    own: dict[Tensor, slice] = {}
+    for param in params:
+        recipe, here = local_weight(param).recipe, local_weight(param).components[SCALE]
+        blocks, first = -(-param.shape[0] // recipe.block_rows), _first_row(param) // recipe.block_rows
+        scales[param] = here.new_zeros(blocks * here.shape[1])
+        own[param] = slice(first * here.shape[1], first * here.shape[1] + here.numel())
+        if param in encodings:
+            scales[param][own[param]] = here.reshape(-1)
+    for param, largest in reduce_over_shards(scales, rows_only=True).items():
+        if param in encodings:
+            here = local_weight(param).components[SCALE]
+            here.copy_(largest[own[param]].view(here.shape))
+    shared = {param: encodings[param] for param in params if param in encodings}
+    tiles.encode_under_scales([edge for param, weight in shared.items() for edge in _edges(param, weight)])
+
+
+# --- reductions -------------------------------------------------------------------------------------------------
+
+_Sharding = tuple[DeviceMesh, tuple[int, ...], torch.device]  # the mesh's dims that shard; where the numbers are
+
+
+class _Absmaxes:
+    """The largest finite magnitude of each parameter's values.
+
+    ``in_place``: of shape ``(1,)``, where the update pass has measured all of them and they are reduced where they are.
+    """
+
+    def __init__(self, updates: Sequence[Update]) -> None:
+        self._updates = updates
+        self.params = [update.param for update in updates]
+        self._measured = {update.param: update.absmax for update in updates if update.absmax is not None}
+        self._are_measured = len(self._measured) == len(updates)
+        by_sharding = _by_sharding(self._measured)
+        stacks = [_side_by_side([self._measured[param] for param in alike]) for alike in by_sharding.values()]
+        self._stacks = [(*key[:2], stack) for key, stack in zip(by_sharding, stacks, strict=True) if stack is not None]
+        are_in_place = self._are_measured and len(self._stacks) == len(by_sharding)
+        self.in_place = list(self._measured.values()) if are_in_place else None
+
+    def over_shards(self) -> list[Tensor] | None:
+        """Over all shards, of shape ``(1,)``: as the update pass has measured it, or by a pass of its own.
+
+        None: ``in_place``.
+        """
+        if self.in_place is None:
+            own = self._measured if self._are_measured else {**self._measured, **self._of_values()}
+            reduced = reduce_over_shards({param: own[param] for param in self.params})
+            return [reduced[param] for param in self.params]
+        for mesh, dims, absmaxes in self._stacks:
+            _reduce(absmaxes, mesh, dims)
+        return None
+
+    def _of_values(self) -> dict[Tensor, Tensor]:
+        by_device: dict[torch.device, list[Update]] = {}
+        for update in self._updates:
+            if update.absmax is None:
+                by_device.setdefault(local_weight(update.param).device, []).append(update)
+        found: dict[Tensor, Tensor] = {}
+        for device, there in by_device.items():
+            recipes = [local_weight(update.param).recipe for update in there]
+            absmax = engine.absmax(recipes, [update.values for update in there], device)
+            found.update(zip((update.param for update in there), absmax.split(1), strict=True))
+        return found
+
+
+def _side_by_side(entries: Sequence[Tensor]) -> Tensor | None:
+    """Tensors of shape ``(1,)`` as one that is their memory; None where they do not follow each other in it."""
+    first = entries[0]
+    memory, begin = first.untyped_storage().data_ptr(), first.storage_offset()
+    for i, entry in enumerate(entries):
+        if entry.untyped_storage().data_ptr() != memory or entry.storage_offset() != begin + i:
+            return None
+    return first.as_strided((len(entries),), (1,))
+
+
+def reduce_over_shards(numbers: Mapping[Tensor, Tensor], rows_only: bool = False) -> dict[Tensor, Tensor]:
+    """The largest of the ranks' numbers of each parameter, element by element; all ranks pass the same parameters.
+
+    ``rows_only``: of those that have the same columns.
+    """
+    found = dict(numbers)
+    for (mesh, dims, _), alike in _by_sharding(numbers, rows_only).items():
+        reduced = torch.cat([numbers[param] for param in alike])
+        _reduce(reduced, mesh, dims)
+        found.update(zip(alike, reduced.split([len(numbers[param]) for param in alike]), strict=True))
+    return found
+
+
+def _by_sharding(numbers: Mapping[Tensor, Tensor], rows_only: bool = False) -> dict[_Sharding, list[Tensor]]:
+    """The parameters whose shards are on several ranks."""
+    found: dict[_Sharding, list[Tensor]] = {}
+    for param, own in numbers.items():
+        dims = sharding_dims(param)
+        if isinstance(param, DTensor) and rows_only:
+            dims = tuple(dim for dim in dims if sharded_dim(param.placements[dim]) == 0)
+        if isinstance(param, DTensor) and dims:
+            found.setdefault((param.device_mesh, dims, own.device), []).append(param)
+    return found
+
+
+def _reduce(numbers: Tensor, mesh: DeviceMesh, dims: Sequence[int]) -> None:
+    for dim in dims:
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+
+
+def _complete_empty_shards(params: Iterable[Tensor]) -> None:
+    """Ranks that hold no rows take over scales and histories, of which a checkpoint neither saves nor loads theirs."""
+    locals_ = {param: local_weight(param) for param in params}
+    own = {param: torch.cat(local.of_whole_weight()) for param, local in locals_.items()}
+    own = {param: value if locals_[param].numel() else torch.zeros_like(value) for param, value in own.items()}
+    for param, numbers in reduce_over_shards(own).items():
+        if not locals_[param].numel():
+            parts = locals_[param].of_whole_weight()
+            for part, value in zip(parts, numbers.split([len(part) for part in parts]), strict=True):
+                part.copy_(value)

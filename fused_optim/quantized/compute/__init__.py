@@ -1,0 +1,9 @@
+"""Products with quantized weights, in FP8 where the recipe wants it."""
+
+from fused_optim.quantized.compute import mm as _mm  # noqa: F401  registers matrix products
+from fused_optim.quantized.compute.grouped import GroupedLinear, grouped_linear
+
+__all__ = [
+    "GroupedLinear",
+    "grouped_linear",
+]

@@ -1,0 +1,386 @@
+"""How activations and gradients become FP8, and the transposed copies that products on GPUs need.
+
+Matrices only. A scale is what codes are multiplied by: the largest magnitude that shares it, over the format's largest.
+What is not finite counts for the largest, so all that shares a scale with it becomes NaN.
+
+The functions that begin with an underscore and a verb define the bits in PyTorch. The compiled engines do the same for
+BF16, in fewer passes, as operators (``torch.ops.fused_optim.fp8_*``) that compilers know. Where something traces, it
+measures what has one scale, and casts rows, so that it can fuse that with what surrounds it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_optim.backends.compiled import address, run_on
+from fused_optim.backends.engine import Engine
+from fused_optim.quantized.recipes import Encoding, MXFP8BlockScaling, NVFP4BlockScaling, Recipe, Scaling, elements
+from fused_optim.quantized.recipes.engine import absmax, compiled_engine, decode, encode
+
+LARGEST = {torch.float8_e4m3fn: elements.FLOAT8_LARGEST, torch.float8_e5m2: 57344.0}
+BLOCK = 128
+_MULTIPLE = 16  # of the sizes of what the engines cast
+
+# What is quantized as weights are.
+AS_WEIGHTS: dict[Scaling, Recipe] = {"mxfp8": MXFP8BlockScaling(), "nvfp4": NVFP4BlockScaling()}
+
+LIBRARY = torch.library.Library("fused_optim", "DEF")
+_ops = torch.ops.fused_optim
+
+
+class CastFormat(enum.IntEnum):
+    """Formats of codes, as the engines number them."""
+
+    E4M3 = 0
+    E5M2 = 1
+
+
+_FORMATS = {torch.float8_e4m3fn: CastFormat.E4M3, torch.float8_e5m2: CastFormat.E5M2}
+
+
+class Codes(NamedTuple):
+    """A matrix in FP8, or FP4: the codes, contiguous, and their scales, which are FP32 but for the last two.
+
+    ``scaling`` "tensor": the scale has shape ``(1,)``; "row": ``(rows, 1)``; "block": ``(rows, columns / 128)``, one
+    column after the other in memory, as products read it; "tile": ``(rows / 128, columns / 128)``, rounded up; "mxfp8"
+    and "nvfp4": bytes and scales as weights have them, the latter with a scale of the ``whole``, too.
+    """
+
+    data: Tensor
+    scale: Tensor
+    scaling: Scaling
+    whole: Tensor | None = None
+
+    def values(self) -> Tensor:
+        """FP32."""
+        if self.scaling in AS_WEIGHTS:
+            parts = {"data": self.data, "scale": self.scale}
+            if self.whole is not None:
+                parts["tensor_scale"] = self.whole
+            rows, columns = self.data.shape
+            shape = (rows, 2 * columns if self.scaling == "nvfp4" else columns)
+            return decode(AS_WEIGHTS[self.scaling], parts, shape, torch.float32)
+        scale = self.scale
+        if self.scaling in ("block", "tile"):
+            tile = (BLOCK if self.scaling == "tile" else 1, BLOCK)
+            scale = elements.expand_scales(scale, tile, tuple(self.data.shape))
+        return self.data.float() * scale
+
+
+def matrix_of(x: Tensor) -> Tensor:
+    """Rows of activations."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+# --- what products ask for ----------------------------------------------------------------------------------------
+
+
+def cast(x: Tensor, dtype: torch.dtype, scaling: Scaling, power_of_two: bool) -> Codes:
+    """``x`` in FP8. Blocks need columns that are multiples of 128."""
+    codes, _ = cast_both(x, dtype, scaling, power_of_two, columns=False)
+    assert codes is not None
+    return codes
+
+
+def cast_both(
+    x: Tensor, dtype: torch.dtype, scaling: Scaling, power_of_two: bool, rows: bool = True, columns: bool = True
+) -> tuple[Codes | None, Codes | None]:
+    """:func:`cast` of ``x`` and of its transpose, as far as they are wanted."""
+    if not rows and not columns:
+        return None, None
+    x = x.contiguous()
+    if scaling in AS_WEIGHTS:
+        return _as_weight(x, scaling) if rows else None, _cast_columns(x, scaling) if columns else None
+    if scaling == "row":
+        return _rows(x, dtype) if rows else None, _rows(x.t().contiguous(), dtype) if columns else None
+    if scaling == "block":
+        run: Any = _ops.fp8_cast_blocks if is_observed(x) else cast_blocks
+        data, scale, transposed_data, transposed_scale = run(x, dtype, power_of_two, rows, columns)
+        return (
+            Codes(data, scale.t(), scaling) if rows else None,
+            Codes(transposed_data, transposed_scale.t(), scaling) if columns else None,
+        )
+    cast_one_scale: Any = _ops.fp8_cast_tensor if is_observed(x) else cast_tensor
+    data, transposed_data, scale = cast_one_scale(x, _absmax(x) if _is_traced() else None, dtype, rows, columns)
+    return Codes(data, scale, scaling) if rows else None, Codes(transposed_data, scale, scaling) if columns else None
+
+
+def _as_weight(x: Tensor, scaling: Scaling) -> Codes:
+    recipe, values = AS_WEIGHTS[scaling], x.float().contiguous()
+    parts = recipe.empty(tuple(x.shape), x.device)
+    if recipe.scales_whole_tensor:
+        recipe.rescale(parts, absmax([recipe], [values], x.device)[0], None, True)
+    encode([Encoding(recipe, parts, values)])
+    return Codes(parts["data"], parts["scale"], scaling, parts.get("tensor_scale"))
+
+
+def _cast_columns(x: Tensor, scaling: Scaling) -> Codes:
+    if scaling != "mxfp8":
+        return _as_weight(x.t(), scaling)
+    run: Any = _ops.mxfp8_cast_columns if is_observed(x) else cast_columns_mxfp8
+    transposed_data, transposed_scale = run(x)
+    return Codes(transposed_data, transposed_scale, scaling)
+
+
+def _rows(x: Tensor, dtype: torch.dtype) -> Codes:
+    run: Any = _cast_rows if _is_traced() else _ops.fp8_cast_rows if is_observed(x) else cast_rows
+    data, scale = run(x, dtype)
+    return Codes(data, scale, "row")
+
+
+def transposed(codes: Codes, after: Tensor | None = None) -> Codes:
+    """The same values. Of one scale, or of tiles: without rounding; of MXFP8: see :class:`MXFP8BlockScaling`.
+
+    ``after``: a tensor that exists before. Without one, compilers may transpose weights in forward and keep the copies.
+    """
+    if codes.scaling == "mxfp8":
+        turn: Any = _ops.mxfp8_transpose if is_observed(codes.data) else transpose_mxfp8
+        transposed_data, transposed_scale = turn(codes.data, codes.scale, after)
+        return Codes(transposed_data, transposed_scale, codes.scaling)
+    if codes.scaling not in ("tensor", "tile"):
+        raise ValueError(f"codes with scales per {codes.scaling} have other scales when they are transposed")
+    scale = codes.scale if codes.scaling == "tensor" else codes.scale.t().contiguous()
+    data = (_ops.fp8_transpose if is_observed(codes.data) else transpose)(codes.data, after)
+    return Codes(data, scale, codes.scaling)
+
+
+_MODES = torch._C._TorchDispatchModeKey
+
+
+def is_observed(x: Tensor) -> bool:
+    """Whether something looks on that must see an operator: a compiler, a dispatch mode, a subclass."""
+    return type(x) is not Tensor or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def _is_traced() -> bool:
+    """Whether operations are recorded, or done without values, and not just watched."""
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return False
+    tracers = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
+    return any(torch._C._get_dispatch_mode(mode) is not None for mode in tracers)
+
+
+# --- the bits -----------------------------------------------------------------------------------------------------
+
+
+def _encode(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """No clamp: no product rounds to more than the largest code."""
+    return (x.float() * (1.0 / scale)).to(dtype)
+
+
+def _absmax(x: Tensor) -> Tensor:
+    """By rows first: so compilers measure where they compute the rows."""
+    return x.abs().amax(1).amax(0, keepdim=True).float()
+
+
+def _cast_tensor(x: Tensor, absmax: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    scale = elements.scale_for(_absmax(x) if absmax is None else absmax, LARGEST[dtype])
+    return _encode(x, scale, dtype), scale
+
+
+def _cast_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    scale = elements.scale_for(x.abs().amax(1, keepdim=True).float(), LARGEST[dtype])
+    return _encode(x, scale, dtype), scale
+
+
+def _cast_blocks(x: Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """The scales transposed."""
+    blocks = x.view(x.shape[0], -1, BLOCK)
+    scale = elements.scale_for(blocks.abs().amax(2).float(), LARGEST[dtype])
+    if power_of_two:
+        scale = torch.where(scale.isfinite(), elements.next_power_of_two(scale), scale)
+    return _encode(blocks, scale[:, :, None], dtype).view(x.shape), scale.t().contiguous()
+
+
+# --- operators ----------------------------------------------------------------------------------------------------
+
+
+def _engine_for(x: Tensor, dtype: torch.dtype) -> Engine | None:
+    if x.dtype != dtype or x.numel() == 0 or x.shape[0] % _MULTIPLE or x.shape[1] % _MULTIPLE:
+        return None
+    return compiled_engine(x.device)
+
+
+def _room(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return x.new_empty(shape, dtype=dtype)  # cheaper for the host than torch.empty(device=)
+
+
+def cast_tensor(
+    x: Tensor, absmax: Tensor | None, dtype: torch.dtype, rows: bool, columns: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """Codes, those of the transpose, and the scale of shape ``(1,)``.
+
+    ``absmax``: the largest magnitude, FP32 of shape ``(1,)``, where it is known.
+    """
+    engine = _engine_for(x, torch.bfloat16)
+    if engine is None:
+        codes, scale = _cast_tensor(x, absmax, dtype)
+        return codes if rows else None, codes.t().contiguous() if columns else None, scale
+    m, n = x.shape
+    data = _room(x, (m, n), dtype) if rows else None
+    transposed_data = _room(x, (n, m), dtype) if columns else None
+    scale = _room(x, (1,), torch.float32)
+    largest = torch.empty_like(scale) if absmax is None else absmax
+    engine.cast_tensor(
+        values=x.data_ptr(),
+        codes=address(data),
+        transposed=address(transposed_data),
+        scale=scale.data_ptr(),
+        absmax=largest.data_ptr(),
+        rows=m,
+        columns=n,
+        format=_FORMATS[dtype],
+        measured=absmax is not None,
+        **run_on(x.device),
+    )
+    return data, transposed_data, scale
+
+
+def cast_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes, and scales of shape ``(rows, 1)``."""
+    engine = _engine_for(x, torch.bfloat16)
+    if engine is None:
+        return _cast_rows(x, dtype)
+    m, n = x.shape
+    data, scale = _room(x, (m, n), dtype), _room(x, (m, 1), torch.float32)
+    engine.cast_rows(
+        values=x.data_ptr(),
+        codes=data.data_ptr(),
+        scale=scale.data_ptr(),
+        rows=m,
+        columns=n,
+        format=_FORMATS[dtype],
+        **run_on(x.device),
+    )
+    return data, scale
+
+
+def cast_blocks(
+    x: Tensor, dtype: torch.dtype, power_of_two: bool, rows: bool, columns: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Codes and scales of shape ``(columns / 128, rows)``, and both of the transpose."""
+    engine = _engine_for(x, torch.bfloat16)
+    if engine is None:
+        return (
+            *(_cast_blocks(x, dtype, power_of_two) if rows else (None, None)),
+            *(_cast_blocks(x.t().contiguous(), dtype, power_of_two) if columns else (None, None)),
+        )
+    m, n = x.shape
+    data = scale = transposed_data = transposed_scale = None
+    if rows:
+        data, scale = _room(x, (m, n), dtype), _room(x, (n // BLOCK, m), torch.float32)
+    if columns:
+        transposed_data, transposed_scale = _room(x, (n, m), dtype), _room(x, (m // BLOCK, n), torch.float32)
+    engine.cast_blocks(
+        values=x.data_ptr(),
+        codes=address(data),
+        scale=address(scale),
+        transposed=address(transposed_data),
+        transposed_scale=address(transposed_scale),
+        rows=m,
+        columns=n,
+        power_of_two=power_of_two,
+        format=_FORMATS[dtype],
+        **run_on(x.device),
+    )
+    return data, scale, transposed_data, transposed_scale
+
+
+def transpose(codes: Tensor, after: Tensor | None = None) -> Tensor:
+    """A contiguous transpose of a contiguous matrix in FP8. ``after``: see :func:`transposed`."""
+    engine = _engine_for(codes, codes.dtype)
+    if engine is None or not codes.is_contiguous():
+        return codes.t().contiguous()
+    m, n = codes.shape
+    result = _room(codes, (n, m), codes.dtype)
+    engine.transpose(codes=codes.data_ptr(), transposed=result.data_ptr(), rows=m, columns=n, **run_on(codes.device))
+    return result
+
+
+def cast_columns_mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of the transpose."""
+    codes = _as_weight(x.t(), "mxfp8")
+    return codes.data, codes.scale
+
+
+def transpose_mxfp8(codes: Tensor, scale: Tensor, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Codes and scales of the transpose of an MXFP8 matrix. ``after``: see :func:`transposed`."""
+    return cast_columns_mxfp8(Codes(codes, scale, "mxfp8").values())
+
+
+# Operators have no missing results: what is not wanted is empty.
+
+
+def _define(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    def run(x: Tensor, *args: Any) -> Any:
+        found = function(x, *args)
+        return found if isinstance(found, Tensor) else tuple(x.new_empty(0) if y is None else y for y in found)
+
+    name = schema.split("(")[0]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for key in ("CPU", "CUDA"):
+        LIBRARY.impl(name, run, key)
+    torch.library.register_fake(f"fused_optim::{name}", fake, lib=LIBRARY)
+
+
+def _fake_tensor(
+    x: Tensor, absmax: Tensor | None, dtype: torch.dtype, rows: bool, columns: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    m, n = x.shape
+    return (
+        _room(x, (m, n), dtype) if rows else x.new_empty(0),
+        _room(x, (n, m), dtype) if columns else x.new_empty(0),
+        _room(x, (1,), torch.float32),
+    )
+
+
+def _fake_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    m, n = x.shape
+    return _room(x, (m, n), dtype), _room(x, (m, 1), torch.float32)
+
+
+def _fake_blocks(
+    x: Tensor, dtype: torch.dtype, power_of_two: bool, rows: bool, columns: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    m, n = x.shape
+    none = x.new_empty(0), x.new_empty(0)
+    return (
+        *((_room(x, (m, n), dtype), _room(x, (n // BLOCK, m), torch.float32)) if rows else none),
+        *((_room(x, (n, m), dtype), _room(x, (m // BLOCK, n), torch.float32)) if columns else none),
+    )
+
+
+def _fake_transpose(codes: Tensor, after: Tensor | None = None) -> Tensor:
+    m, n = codes.shape
+    return _room(codes, (n, m), codes.dtype)
+
+
+def _fake_columns_mxfp8(x: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor]:
+    m, n = x.shape
+    return _room(x, (n, m), torch.uint8), _room(x, (n, -(-m // 32)), torch.uint8)
+
+
+_define(
+    "fp8_cast_tensor(Tensor x, Tensor? absmax, ScalarType dtype, bool rows, bool columns) -> (Tensor, Tensor, Tensor)",
+    cast_tensor,
+    _fake_tensor,
+)
+_define("fp8_cast_rows(Tensor x, ScalarType dtype) -> (Tensor, Tensor)", cast_rows, _fake_rows)
+_define(
+    "fp8_cast_blocks(Tensor x, ScalarType dtype, bool power_of_two, bool rows, bool columns)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    cast_blocks,
+    _fake_blocks,
+)
+_define("fp8_transpose(Tensor codes, Tensor? after=None) -> Tensor", transpose, _fake_transpose)
+_define(
+    "mxfp8_transpose(Tensor codes, Tensor scale, Tensor? after=None) -> (Tensor, Tensor)",
+    transpose_mxfp8,
+    _fake_columns_mxfp8,
+)
+_define("mxfp8_cast_columns(Tensor x) -> (Tensor, Tensor)", cast_columns_mxfp8, _fake_columns_mxfp8)

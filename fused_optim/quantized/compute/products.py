@@ -1,0 +1,231 @@
+"""The three products of a linear layer in FP8, for weights whose recipe has ``compute="fp8"``.
+
+    output = x @ weight.t()         activations E4M3
+    input gradient = dy @ weight    gradients E5M2 or E4M3; the weight's own codes, transposed
+    weight gradient = dy.t() @ x    both transposed
+
+With ``compute="fp4"`` the first one in FP4. Which of them run so is decided one by one (:func:`unsupported_reason`).
+The others decode the weight, or stay in BF16. CPUs compute the same products of the same codes in FP32.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import ScalingType, scaled_mm
+
+from fused_optim.quantized.compute import casts, microscaling
+from fused_optim.quantized.compute.casts import BLOCK, Codes
+from fused_optim.quantized.recipes import ProductFormat, Recipe, Scaling
+from fused_optim.quantized.tensor import QuantizedTensor
+
+Product = Literal["output", "input gradient", "weight gradient"]
+PRODUCTS: tuple[Product, ...] = ("output", "input gradient", "weight gradient")
+ALIGNMENT = 16  # of all sizes of FP8 products, but for the rows of the first matrix
+
+_BLOCKS = {"block": ScalingType.BlockWise1x128, "tile": ScalingType.BlockWise128x128}
+
+
+class Needs(NamedTuple):
+    """What products with scales of a kind need.
+
+    ``summed``: of the size that is summed over, a multiple; ``rows``: of the rows of activations. ``lowest``,
+    ``below``: the compute capabilities, which ``name`` and ``capability`` tell of.
+    """
+
+    name: str = "FP8 products"
+    capability: str = "8.9"
+    lowest: tuple[int, int] = (8, 9)
+    below: tuple[int, int] = (1000, 0)
+    summed: int = ALIGNMENT
+    rows: int = 1
+
+
+NEEDS: dict[Scaling, Needs] = {
+    "tensor": Needs(),
+    "row": Needs(),
+    "block": Needs("products of blocks", "9.x", (9, 0), (10, 0), summed=BLOCK, rows=4),
+    "mxfp8": Needs("products in MXFP8", "10.x", (10, 0), (11, 0), summed=32),
+    "nvfp4": Needs("products in NVFP4", "10.x", (10, 0), (11, 0), summed=32),
+}
+
+
+class Plan(NamedTuple):
+    """Which products run in FP8."""
+
+    output: bool
+    input_gradient: bool
+    weight_gradient: bool
+
+
+# --- what can run -----------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def device_unsupported_reason(device: torch.device, format: ProductFormat) -> str | None:
+    """Why a device has no such products, or None."""
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        return f"no FP8 products on {device.type}"
+    needs, capability = NEEDS[format.scaling], _capability(device)
+    if needs.lowest <= capability < needs.below:
+        return None
+    has = f"this GPU has {capability[0]}.{capability[1]}"
+    return f"{needs.name} need compute capability {needs.capability}, {has}"
+
+
+def unsupported_reason(product: Product, recipe: Recipe, rows: int, weight: tuple[int, ...]) -> str | None:
+    """Why a product of so many rows of activations with a weight of this shape does not run in FP8, or None."""
+    if recipe.products is None:
+        return "the recipe decodes"
+    return _unsupported_reason(product, recipe.products, rows, weight)
+
+
+def _unsupported_reason(product: Product, format: ProductFormat, rows: int, weight: tuple[int, ...]) -> str | None:
+    if len(weight) != 2:
+        return "the weight is no matrix"
+    outputs, inputs = weight
+    sizes = {"in_features": inputs, "out_features": outputs}
+    if product == "weight gradient":
+        if not format.weight_gradients:
+            return "the recipe has weight gradients in BF16"
+        sizes["rows"] = rows
+    if product == "input gradient" and format.no_input_gradients is not None:
+        return format.no_input_gradients
+    needs = NEEDS[format.scaling]
+    summed = {"output": "in_features", "input gradient": "out_features", "weight gradient": "rows"}[product]
+    for name, size in sizes.items():
+        multiple = needs.summed if name == summed else ALIGNMENT
+        if size % multiple:
+            return f"{name} = {size} is no multiple of {multiple}"
+    if rows % needs.rows:
+        return f"rows = {rows} is no multiple of {needs.rows}"
+    return None
+
+
+def kind_of(format: ProductFormat) -> str:
+    """What tables of measured times call such products."""
+    return format.scaling + ("" if format.weight_gradients else ", weight gradients in BF16")
+
+
+def plan(recipe: Recipe, device: torch.device, rows: int, weight: tuple[int, ...]) -> Plan:
+    if recipe.products is None:
+        return Plan(False, False, False)
+    find = _known_plan if type(rows) is int else _plan  # compilers have rows whose number is not known
+    return find(recipe.products, device, rows, weight)
+
+
+def _plan(format: ProductFormat, device: torch.device, rows: int, weight: tuple[int, ...]) -> Plan:
+    if device_unsupported_reason(device, format) is not None:
+        return Plan(False, False, False)
+    return Plan(*(_unsupported_reason(product, format, rows, weight) is None for product in PRODUCTS))
+
+
+_known_plan = functools.lru_cache(maxsize=4096)(_plan)
+
+
+def fits(x: Tensor, weight: QuantizedTensor) -> bool:
+    """Whether products of these tensors are considered at all."""
+    if isinstance(x, QuantizedTensor) or weight.recipe.products is None or x.numel() == 0:
+        return False
+    # Plain values that were written and not quantized since have no codes, and tiles that begin elsewhere no products.
+    return x.dtype == weight.dtype == torch.bfloat16 and not weight.is_pending and weight.rows_before == 0
+
+
+# --- products of codes ------------------------------------------------------------------------------------------
+
+
+def product(a: Codes, b: Codes, *, bias: Tensor | None = None, fast: bool = False) -> Tensor:
+    """``a @ b.t() + bias`` in BF16.
+
+    ``fast``: the GPU adds up with 14 bits, which costs accuracy in long sums and saves time.
+    """
+    if a.data.device.type == "cpu":
+        return _emulated(a, b, bias)
+    if a.scaling not in ("tensor", "row"):
+        out = microscaling.product(a, b) if a.scaling in casts.AS_WEIGHTS else _product_of_blocks(a, b)
+        return out if bias is None else out.add_(bias)
+    scale_a, scale_b = _alike(a, b)
+    return torch._scaled_mm(
+        a.data, b.data.t(), scale_a, scale_b.t(), bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast
+    )
+
+
+def _emulated(a: Codes, b: Codes, bias: Tensor | None) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        out = a.values() @ b.values().t()
+        return (out if bias is None else out + bias.float()).to(torch.bfloat16)
+
+
+def _alike(a: Codes, b: Codes) -> tuple[Tensor, Tensor]:
+    """Their scales: where one has them by rows, for the other as well."""
+    if a.scaling == b.scaling:
+        return a.scale, b.scale
+    by_rows = (c.scale if c.scaling == "row" else c.scale.expand(c.data.shape[0])[:, None].contiguous() for c in (a, b))
+    return tuple(by_rows)  # type: ignore[return-value]
+
+
+def _product_of_blocks(a: Codes, b: Codes) -> Tensor:
+    return scaled_mm(
+        a.data,
+        b.data.t(),
+        _scale_operand(a),
+        _BLOCKS[a.scaling],
+        _scale_operand(b),
+        _BLOCKS[b.scaling],
+        output_dtype=torch.bfloat16,
+    )
+
+
+def _scale_operand(codes: Codes) -> Tensor:
+    """Scales of tiles as cuBLAS wants them: along the sum first, padded to multiples of four."""
+    if codes.scaling == "block":
+        return codes.scale
+    missing = -codes.scale.shape[1] % 4
+    scale = torch.nn.functional.pad(codes.scale, (0, missing)) if missing else codes.scale
+    return scale.t()
+
+
+# --- products with a weight -------------------------------------------------------------------------------------
+
+# What scales a weight has, by how many of its rows and columns share one.
+_KINDS: dict[tuple[int, int] | None, Scaling] = {
+    None: "tensor",
+    (BLOCK, BLOCK): "tile",
+    (1, BLOCK): "block",
+    (1, 32): "mxfp8",
+    (1, 16): "nvfp4",
+}
+
+
+def weight_codes(weight: QuantizedTensor) -> Codes:
+    """The codes of a weight, whether or not it is a transposed view: rows are outputs. No copy."""
+    weight.check_not_freed()
+    parts, kind = weight.components, _KINDS[weight.recipe.tile]
+    if kind in casts.AS_WEIGHTS:
+        return Codes(parts["data"], parts["scale"], kind, parts.get("tensor_scale"))
+    data = parts["data"].view(torch.float8_e4m3fn)
+    if kind == "tensor":
+        return Codes(data, parts["tensor_scale"], kind)
+    return Codes(data, parts["scale"] if kind == "tile" else parts["scale"].t().contiguous().t(), kind)
+
+
+def output(codes: Codes, weight: QuantizedTensor, bias: Tensor | None = None) -> Tensor:
+    return product(codes, weight_codes(weight), bias=bias, fast=codes.scaling in ("tensor", "row"))
+
+
+def input_gradient(gradient: Codes, weight: QuantizedTensor) -> Tensor:
+    return product(gradient, casts.transposed(weight_codes(weight), after=gradient.data))
+
+
+def weight_gradient(gradient: Codes, activations: Codes) -> Tensor:
+    """Of the transposes of both."""
+    return product(gradient, activations)

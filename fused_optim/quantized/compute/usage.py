@@ -1,0 +1,75 @@
+"""Which products with a weight run in FP8, and why the others do not: from sizes, recipe and device alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from fused_optim.quantized.compute import grouped, products
+from fused_optim.quantized.compute.casts import BLOCK
+from fused_optim.quantized.compute.products import PRODUCTS, Product
+from fused_optim.quantized.tensor import QuantizedTensor, local_weight
+
+
+def unsupported_reasons(param: Tensor, rows: int | None = None) -> dict[str, str | None]:
+    """By product of a layer with this weight: why it does not run in FP8, None where it does. Empty if none is to.
+
+    ``param`` may be a shard: FSDP2 gathers it, tensor parallelism does not. Weights of three dims are taken for those
+    of experts (``grouped.py``). ``rows``: of activations; None: a number that suits all products.
+    """
+    local = local_weight(param)
+    if local.recipe.products is None:
+        return {}
+    shape, device = _shape_in_layers(param), _device_in_layers(param)
+    always = _unsupported_at_all(local) or products.device_unsupported_reason(device, local.recipe.products)
+    found: dict[str, str | None] = {}
+    for product in PRODUCTS:
+        if len(shape) == 3:
+            why = grouped.unsupported_reason(product, local.recipe, device, shape)
+        else:
+            why = products.unsupported_reason(product, local.recipe, BLOCK if rows is None else rows, shape)
+            why = _unsupported_outside_layers(product, local) or why
+        found[product] = always or why
+    return found
+
+
+def _unsupported_at_all(local: QuantizedTensor) -> str | None:
+    if local.dtype != torch.bfloat16:
+        dtype = str(local.dtype).removeprefix("torch.")
+        return f"it is {dtype}: only autocast or FSDP2's mixed precision to bfloat16 make its products FP8"
+    before = local._shared.position.gathered
+    if (local.rows_before if before is None else before) != 0:
+        return "tensor parallelism has cut it within a tile"
+    return None
+
+
+def _unsupported_outside_layers(product: Product, local: QuantizedTensor) -> str | None:
+    if product == "output" or local._shared.in_layer:
+        return None
+    return "no nn.Linear holds it: gradients are those of decoded weights"
+
+
+def _shape_in_layers(param: Tensor) -> tuple[int, ...]:
+    """Of what a rank multiplies with: the parts that tensor parallelism makes, gathered by FSDP2."""
+    local = local_weight(param)
+    if not isinstance(param, DTensor):
+        return tuple(param.shape)
+    placements = list(param.placements)
+    if local._shared.position.gathered is not None:
+        rows = [i for i, placement in enumerate(placements) if placement.is_shard(0)]
+        strided = [
+            i for i in rows if type(placements[i]) is not Shard
+        ]  # FSDP2's, where tensor parallelism cuts rows, too
+        for i in (strided or rows)[:1]:
+            placements[i] = Replicate()
+    shape, _ = compute_local_shape_and_global_offset(param.shape, param.device_mesh, placements)
+    return tuple(shape)
+
+
+def _device_in_layers(param: Tensor) -> torch.device:
+    """Offloaded weights are multiplied on their mesh's devices."""
+    if isinstance(param, DTensor) and param.device_mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return param.device

@@ -1,0 +1,20 @@
+"""Quantizes the weights of models, and makes them plain again."""
+
+from fused_optim.quantized.model.dequantize import dequantize_model_
+from fused_optim.quantized.model.init import (
+    discard_high_precision_init,
+    finish_initialization,
+    quantize_model_,
+    quantized_model_init,
+)
+from fused_optim.quantized.model.selection import UsualLayers, gains
+
+__all__ = [
+    "UsualLayers",
+    "dequantize_model_",
+    "discard_high_precision_init",
+    "finish_initialization",
+    "gains",
+    "quantize_model_",
+    "quantized_model_init",
+]

@@ -1,0 +1,63 @@
+"""The way out: makes quantized parameters of a model plain ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fused_optim.quantized.tensor import QuantizedTensor, local_weight
+from fused_optim.sharding import fsdp
+from fused_optim.sharding.dtensor import local_tensor, rewrap_like
+
+
+class Optimizer(Protocol):
+    """What is asked of an optimizer: ``FusedAdam`` can do it."""
+
+    param_groups: list[dict[str, Any]]
+
+    def replace_parameters(self, replacements: Mapping[Tensor, Tensor]) -> None:
+        """Let others take the places of parameters, with their states, and write them from the masters."""
+
+
+@torch.no_grad()
+def dequantize_model_(model: nn.Module, optimizer: Optimizer | None = None) -> nn.Module:
+    """Replace quantized parameters by plain ones of the same shape, dtype and placements; return ``model``.
+
+    They become the masters of ``optimizer``, which goes on with them and its states; where there is none, the initial
+    values that are still kept; else the decoded values. Modules of FSDP2 stay as they are: call it on all ranks. Tied
+    parameters stay tied. An optimizer that is not given holds the quantized parameters further on, as captured graphs
+    and DistributedDataParallel do.
+
+    Raises TypeError for an optimizer that is no ``FusedAdam``, RuntimeError while FSDP2 has gradients to reduce.
+    Nothing has been changed then.
+    """
+    if optimizer is not None and not hasattr(optimizer, "replace_parameters"):
+        raise TypeError(f"optimizer: expected a FusedAdam, got a {type(optimizer).__name__}")
+    fsdp.reshard(model)
+    quantized = [param for param in model.parameters() if isinstance(local_tensor(param), QuantizedTensor)]
+    replaced: dict[Tensor, Tensor] = {param: _plain(param) for param in quantized}
+    if optimizer is not None:
+        updated = {param for group in optimizer.param_groups for param in group["params"]}
+        optimizer.replace_parameters({old: new for old, new in replaced.items() if old in updated})
+    for module in model.modules():
+        for key, param in module._parameters.items():
+            if param is not None and param in replaced:
+                module._parameters[key] = replaced[param]  # type: ignore[assignment]
+    fsdp.follow_replaced(model)
+    return model
+
+
+def _plain(param: Tensor) -> nn.Parameter:
+    local = local_weight(param)
+    if local.is_meta:
+        values = torch.empty(local.shape, dtype=local.dtype, device="meta")
+    else:
+        values = local.initial_values().to(local.dtype)
+    plain = nn.Parameter(rewrap_like(values, param), requires_grad=param.requires_grad)
+    for gradient in ("grad", "decoupled_grad"):
+        if getattr(param, gradient, None) is not None:
+            setattr(plain, gradient, getattr(param, gradient))
+    return plain

@@ -1,0 +1,249 @@
+"""Makes weights of modules quantized, after or while they are built."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fused_optim import copies
+from fused_optim.adapters import Update
+from fused_optim.quantized.adapters import update
+from fused_optim.quantized.compute import linear
+from fused_optim.quantized.model.selection import Filter, ParamFilter, check_arguments, chosen_parameters
+from fused_optim.quantized.recipes import WHOLE, Position, Recipe, as_matrix, matrix_range, shares_blocks
+from fused_optim.quantized.tensor import (
+    INITIAL,
+    QuantizedTensor,
+    Shared,
+    as_initial,
+    check_dtype,
+    check_shape,
+    local_weight,
+)
+from fused_optim.sharding.dtensor import (
+    dense,
+    local_tensor,
+    rewrap_like,
+    shard_offsets,
+    shard_ranges,
+    sharded_dim,
+    sharding_dims,
+)
+
+
+@torch.no_grad()
+def quantize_model_(
+    model: nn.Module,
+    recipe: Recipe,
+    filter_fn: Filter | None = None,
+    *,
+    param_filter: ParamFilter | None = None,
+    keep_initial: bool = True,
+) -> nn.Module:
+    """Replace weights of modules by quantized parameters, in place, and return ``model``.
+
+    After tensor parallelism and before ``fully_shard``. Weights may be on the meta device. Tied weights stay tied.
+
+    Args:
+        filter_fn: ``filter_fn(module, name) -> bool``: the modules whose ``weight`` is quantized. Default: every
+            ``nn.Linear``.
+        param_filter: instead, ``param_filter(param, name) -> bool``: the parameters, by their names in the model, such
+            as the weights of experts (three dims: the first counts rows, as of all weights) and ``in_proj_weight``.
+        keep_initial: keep the values that weights have now, until the optimizer has started its FP32 masters from them,
+            or until they are used as frozen ones. Those of weights that are frozen now are not kept.
+
+    Raises:
+        TypeError: for what is no recipe, for parameters that are not float32, bfloat16 or float16.
+        ValueError: for a weight that the recipe cannot quantize, or that is no parameter (parametrized modules), for a
+            module without a weight, or a model that is sharded already. Nothing has been changed then.
+    """
+    check_arguments(recipe, filter_fn, param_filter)
+    chosen = chosen_parameters(model, filter_fn, param_filter)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            raise ValueError("quantize_model_ after fully_shard: the order is tensor parallelism, quantization, FSDP")
+    for each in chosen:
+        _check(each.param, recipe, each.name)
+    replaced: dict[Tensor, nn.Parameter] = {}
+    for each in chosen:
+        if each.param not in replaced:
+            replaced[each.param] = _quantized(each.param, recipe, keep_initial, each.name)
+    for module in model.modules():  # tied weights have the same parameter in modules that were not chosen, too
+        tied = {key: param for key, param in module._parameters.items() if param is not None and param in replaced}
+        for key, param in tied.items():
+            module._parameters[key] = replaced[param]
+        if tied:
+            module.register_load_state_dict_pre_hook(_quantize_assigned)
+            linear.convert(module)
+    finish_initialization(model)
+    return model
+
+
+@torch.no_grad()
+def _quantize_assigned(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
+) -> None:
+    """``load_state_dict(assign=True)`` would make weights plain, or of another recipe, where the state dict's are."""
+    if not local_metadata.get("assign_to_params_buffers"):
+        return
+    for key, param in module._parameters.items():
+        value, current = state_dict.get(prefix + key), None if param is None else local_tensor(param)
+        if not isinstance(value, Tensor) or not isinstance(current, QuantizedTensor):
+            continue
+        local = local_tensor(value.detach())
+        if not isinstance(local, QuantizedTensor) or local.recipe != current.recipe:
+            position = replace(current.position, rows=None) if local.shape == current.shape else WHOLE
+            shared = Shared(shard=isinstance(value, DTensor), name=prefix + key, position=position)
+            target = QuantizedTensor.empty(current.recipe, local.shape, current.dtype, local.device, shared=shared)
+            if current.has_initial and not current._shared.discard:
+                initial = as_initial(local)
+                target.components[INITIAL] = initial.view(as_matrix(tuple(local.shape)))
+                if not isinstance(local, QuantizedTensor) or not current.recipe.same_format(local.recipe):
+                    local = initial
+            target.copy_(local)
+            state_dict[prefix + key] = rewrap_like(target, value)
+
+
+def _check(weight: Tensor, recipe: Recipe, name: str) -> None:
+    local = local_tensor(weight)
+    if isinstance(local, QuantizedTensor):
+        raise ValueError(f"{name} is quantized already: {local.recipe}")
+    try:
+        check_dtype(weight.dtype)
+        check_shape(recipe, local.shape)
+        _check_cuts(weight, recipe)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}, shape {tuple(weight.shape)}: {error}") from None
+
+
+def _check_cuts(weight: Tensor, recipe: Recipe) -> None:
+    """Raise ValueError where tensor parallelism has cut a block, or what cannot be cut, on every rank."""
+    if not isinstance(weight, DTensor):
+        return
+    for dim in sorted({dim for dim in map(sharded_dim, weight.placements) if dim is not None}):
+        if dim > 1:
+            raise ValueError(f"quantized weights can be cut in dims 0 and 1 only, got {tuple(weight.placements)}")
+        shape = tuple(weight.shape)
+        for start, end in shard_ranges(shape, weight.device_mesh, weight.placements, dim):
+            problem = recipe.cut_problem(*matrix_range(shape, dim, start, end), as_matrix(shape)[dim], dim)
+            if problem is not None:
+                ranks = ", ".join(map(str, recipe.fitting_ranks(shape, dim)))
+                raise ValueError(f"{problem} (placements {tuple(weight.placements)}). It can be cut on {ranks} ranks")
+
+
+def _position(weight: Tensor, recipe: Recipe) -> Position:
+    if not isinstance(weight, DTensor) or recipe.block_rows == 1:
+        return WHOLE
+    starts = [start for start, _ in shard_ranges(tuple(weight.shape), weight.device_mesh, weight.placements, 0)]
+    return Position(shard_offsets(weight)[0] % recipe.block_rows, shares_blocks(recipe, 0, starts))
+
+
+def _quantized(weight: Tensor, recipe: Recipe, keep_initial: bool, name: str) -> nn.Parameter:
+    values = local_tensor(weight.detach())
+    shared = Shared(
+        pending=values.device.type != "meta",
+        discard=not (keep_initial and weight.requires_grad),
+        shard=bool(sharding_dims(weight)),
+        in_layer=False,
+        name=name,
+        position=_position(weight, recipe),
+    )
+    local = QuantizedTensor.empty(recipe, values.shape, values.dtype, values.device, shared=shared)
+    local.components[INITIAL] = dense(values).view(as_matrix(tuple(values.shape)))
+    return nn.Parameter(rewrap_like(local, weight), requires_grad=weight.requires_grad)
+
+
+@torch.no_grad()
+def finish_initialization(model: nn.Module) -> None:
+    """Quantize the weights that plain values were written into since, with one reduction for all.
+
+    To be called on all ranks after sharded weights got plain values: after ``model.to_empty(device=...)`` and
+    ``model.apply(initialise)``, and after a state dict that is not quantized was loaded into weights whose recipe has a
+    scale for all of a weight. Until then such weights raise where they are used.
+    """
+    params = [param for param in dict.fromkeys(model.parameters()) if isinstance(local_tensor(param), QuantizedTensor)]
+    params = [param for param in params if not local_tensor(param).is_meta]
+    for param in params:
+        if not param.requires_grad:
+            local_weight(param).release()
+    updates = [Update(param, local_weight(param).initial_values()) for param in _pending(params)]
+    copies.wait()
+    for pending in updates:
+        local_weight(pending.param).forget_scales()
+    update.quantize(updates)
+
+
+def discard_high_precision_init(model: nn.Module) -> None:
+    """Free the values that weights had before they were quantized, also those of sharded ones.
+
+    They are three quarters of a quantized model's memory, or more, and only an optimizer's masters start from them:
+    FusedAdam frees them itself, as frozen weights do when they are used. A model that is never trained needs none.
+
+    Raises:
+        RuntimeError: where they were changed, and ``finish_initialization(model)`` has not quantized them yet.
+    """
+    for param in model.parameters():
+        local = local_tensor(param)
+        if isinstance(local, QuantizedTensor):
+            local.discard_high_precision_init()
+
+
+def _pending(params: Sequence[Tensor]) -> list[Tensor]:
+    """What any rank has to quantize: ranks without rows have nothing, and the others' values count for all."""
+    flags = {param: torch.tensor([float(local_weight(param).is_pending)]) for param in params}
+    flags = {param: flag.to(local_tensor(param).device) for param, flag in flags.items()}
+    return [param for param, flag in update.reduce_over_shards(flags).items() if flag.item()]
+
+
+@contextmanager
+def quantized_model_init(
+    recipe: Recipe, filter_fn: Filter | None = None, *, param_filter: ParamFilter | None = None
+) -> Iterator[None]:
+    """Within this context every ``nn.Linear`` is built with a quantized weight, also on the meta device.
+
+    With a filter, as :func:`quantize_model_` has them, weights are quantized when the context ends, since names are
+    known only then: those within the outermost module that was built in it. So shard it, and give its parameters to an
+    optimizer, afterwards. Initial values are kept until the optimizer has started its FP32 masters from them.
+    """
+    check_arguments(recipe, filter_fn, param_filter)
+    if filter_fn is None and param_filter is None:
+        with _after_each(nn.Linear, lambda module: quantize_model_(module, recipe, lambda other, _: other is module)):
+            yield
+        return
+    built: list[weakref.ref[nn.Module]] = []
+    with _after_each(nn.Module, lambda module: built.append(weakref.ref(module))):
+        yield
+    for module in _outermost([module for reference in built if (module := reference()) is not None]):
+        quantize_model_(module, recipe, filter_fn, param_filter=param_filter)
+
+
+@contextmanager
+def _after_each(kind: type[nn.Module], then: Callable[[nn.Module], object]) -> Iterator[None]:
+    """Call ``then`` with every module of a kind after its ``__init__``."""
+    build = kind.__init__
+
+    @functools.wraps(build)
+    def build_and_then(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        build(module, *args, **kwargs)
+        then(module)
+
+    kind.__init__ = build_and_then  # type: ignore[method-assign, assignment]  # for as long as the context lasts
+    try:
+        yield
+    finally:
+        kind.__init__ = build  # type: ignore[method-assign]
+
+
+def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those that none of the others contains."""
+    contained = {child for module in modules for child in module.children()}
+    return [module for module in modules if module not in contained]

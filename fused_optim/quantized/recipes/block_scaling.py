@@ -1,0 +1,219 @@
+"""Recipes with a scale per block of elements: FP8 with FP32 scales, MXFP8 and NVFP4."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from fused_optim.quantized.recipes import elements
+from fused_optim.quantized.recipes.recipe import (
+    FLOAT8_DATA,
+    TENSOR_SCALE,
+    Component,
+    KernelFormat,
+    ProductFormat,
+    Recipe,
+    WeightFormat,
+    as_matrix,
+    check_choice,
+    set_where,
+)
+from fused_optim.quantized.recipes.tensor_scaling import Float8Recipe
+
+Compute4 = Literal["dequantize", "fp4"]
+
+
+@dataclass(frozen=True)
+class Float8BlockScaling(Float8Recipe):
+    """float8_e4m3fn with one FP32 scale, absmax / 448, per block of rows x columns.
+
+    Args:
+        block: ``(128, 128)`` or ``(1, 128)``.
+        power_of_two: scales are powers of two, rounded up; those of activations and gradients, too.
+
+    With ``compute="fp8"`` activations and gradients have a scale per 128 elements of a row, all in E4M3, as in
+    DeepSeek-V3 (technical report, section 3.3.2). Weights with blocks of (1, 128) are decoded for input gradients.
+    """
+
+    shares_blocks: ClassVar[bool] = True
+    block: tuple[int, int] = (128, 128)
+    power_of_two: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if tuple(self.block) not in ((128, 128), (1, 128)):
+            raise ValueError(f"block: expected (128, 128) or (1, 128), got {self.block}")
+        object.__setattr__(self, "block", tuple(self.block))  # configurations have lists, which cannot be hashed
+        self._check_e4m3_gradients()
+
+    @functools.cached_property
+    def components(self) -> tuple[Component, ...]:
+        rows, columns = self.block
+        return (FLOAT8_DATA, Component("scale", torch.float32, (rows, columns)))
+
+    @functools.cached_property
+    def products(self) -> ProductFormat | None:
+        why = "blocks of (1, 128) cannot be transposed" if self.block[0] == 1 else None
+        return self._products("block", self.power_of_two, why)
+
+    @functools.cached_property
+    def kernel(self) -> KernelFormat | None:
+        if self.block[0] == 1:
+            return KernelFormat(WeightFormat.FLOAT8_BLOCKS, block=128, round_up=self.power_of_two)
+        return KernelFormat(WeightFormat.FLOAT8_TILES, round_up=self.power_of_two)
+
+    def same_format(self, other: Recipe) -> bool:
+        return isinstance(other, Float8BlockScaling) and tuple(other.block) == tuple(self.block)
+
+    def problem(self, shape: tuple[int, ...]) -> str | None:
+        if len(shape) != 2 and self.block[0] > 1:
+            return f"{self.name} with blocks of {self.block} needs two dims, got shape {tuple(shape)}"
+        return super().problem(shape)
+
+    def _scales(self, absmax: Tensor) -> Tensor:
+        scales = elements.float8_scale(absmax)
+        return elements.next_power_of_two(scales) if self.power_of_two else scales
+
+    def largest_in_block(self, scale: Tensor) -> Tensor:
+        return (scale * elements.FLOAT8_LARGEST).clamp_max(torch.finfo(torch.float32).max)
+
+    def encode(self, x: Tensor, components: Mapping[str, Tensor], fractions: Tensor | None = None) -> None:
+        data, scale = components["data"], components["scale"]
+        x = x.reshape(data.shape)
+        scale.copy_(self._scales(elements.tile_absmax(x, self.block)))
+        data.copy_(self._codes(x, scale, elements.shaped(fractions, data.shape)))
+
+    def _codes(self, x: Tensor, scale: Tensor, fractions: Tensor | None) -> Tensor:
+        return elements.float8_encode(x * elements.expand_scales(1.0 / scale, self.block, tuple(x.shape)), fractions)
+
+    def rounded(self, x: Tensor, components: Mapping[str, Tensor]) -> Tensor | None:
+        if self.block[0] > 1:  # whose rows may lie anywhere in a tile
+            return None
+        codes = self._codes(x.reshape(components["data"].shape), components["scale"], None)
+        return self.decode({**components, "data": codes}, tuple(x.shape))
+
+    def decode(self, components: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+        data = components["data"]
+        scale = elements.expand_scales(components["scale"], self.block, data.shape)
+        return (elements.float8_decode(data) * scale).view(shape)
+
+
+@dataclass(frozen=True)
+class MXFP8BlockScaling(Float8Recipe):
+    """float8_e4m3fn with one E8M0 scale per 32 elements of a row (OCP Microscaling Formats specification 1.0).
+
+    Args:
+        round_up: True for the smallest power of two with which no element saturates, as TransformerEngine and NVIDIA's
+            recipes have it; False for the specification's scale, ``2 ** (floor(log2(absmax)) - 8)``, with which the
+            largest elements of a block may. Weights that were saved with either keep their bytes when they are loaded.
+
+    With ``compute="fp8"`` activations and gradients are MXFP8, too, rounded up; scaled along what each product sums
+    over. For input gradients the weight's codes get scales along its other dim, which are powers of two as well: that
+    changes none but elements below 2 ** -13 of the largest of their new block, by at most 2 ** -17 of it.
+    """
+
+    round_up: bool = True
+    components: ClassVar[tuple[Component, ...]] = (FLOAT8_DATA, Component("scale", torch.uint8, (1, 32)))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_e4m3_gradients()
+
+    @functools.cached_property
+    def products(self) -> ProductFormat | None:
+        return self._products("mxfp8")
+
+    @functools.cached_property
+    def kernel(self) -> KernelFormat:
+        return KernelFormat(WeightFormat.MXFLOAT8, block=32, round_up=self.round_up)
+
+    def same_format(self, other: Recipe) -> bool:
+        return isinstance(other, MXFP8BlockScaling)
+
+    def encode(self, x: Tensor, components: Mapping[str, Tensor], fractions: Tensor | None = None) -> None:
+        data, scale = components["data"], components["scale"]
+        x = x.reshape(data.shape)
+        exponent = elements.e8m0_exponent(elements.tile_absmax(x, (1, 32)), self.round_up)
+        scale.copy_(exponent)
+        data.copy_(self._codes(x, exponent, elements.shaped(fractions, data.shape)))
+
+    def _codes(self, x: Tensor, exponent: Tensor, fractions: Tensor | None) -> Tensor:
+        inverse = elements.expand_scales(elements.power_of_two(254 - exponent), (1, 32), tuple(x.shape))
+        return elements.float8_encode(x * inverse, fractions)
+
+    def rounded(self, x: Tensor, components: Mapping[str, Tensor]) -> Tensor:
+        codes = self._codes(x.reshape(components["data"].shape), components["scale"].int(), None)
+        return self.decode({**components, "data": codes}, tuple(x.shape))
+
+    def decode(self, components: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+        data = components["data"]
+        scale = elements.power_of_two(components["scale"].int())
+        return (elements.float8_decode(data) * elements.expand_scales(scale, (1, 32), data.shape)).view(shape)
+
+
+@dataclass(frozen=True)
+class NVFP4BlockScaling(Recipe):
+    """E2M1 with one E4M3 scale per 16 elements of a row, and one FP32 scale per weight: its absmax / (6 * 448).
+
+    Two elements share a byte, the first in its low half, as in ``torch.float4_e2m1fn_x2``. Rows need an even number of
+    elements.
+
+    Args:
+        compute: ``"dequantize"``, or ``"fp4"`` for outputs from activations in NVFP4, too, where the GPU can; gradients
+            are those of decoded weights and of activations in BF16. No part of the format.
+    """
+
+    compute: Compute4 = field(default="dequantize", compare=False, kw_only=True)
+
+    components: ClassVar[tuple[Component, ...]] = (
+        Component("data", torch.uint8, (1, 2)),
+        Component("scale", torch.uint8, (1, 16)),
+        TENSOR_SCALE,
+    )
+    scales_whole_tensor: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_choice("compute", self.compute, Compute4)
+
+    @functools.cached_property
+    def products(self) -> ProductFormat | None:
+        if self.compute != "fp4":
+            return None
+        return ProductFormat("nvfp4", torch.bfloat16, False, no_input_gradients="FP4 rounds gradients too coarsely")
+
+    @functools.cached_property
+    def kernel(self) -> KernelFormat:
+        return KernelFormat(WeightFormat.NVFLOAT4, largest=6.0 * 448.0)
+
+    def problem(self, shape: tuple[int, ...]) -> str | None:
+        if len(shape) >= 2 and as_matrix(shape)[1] % 2:
+            return f"{self.name} needs an even number of elements per row, got shape {tuple(shape)}"
+        return super().problem(shape)
+
+    def rescale(self, components: Mapping[str, Tensor], absmax: Tensor, applies: Tensor | None, advance: bool) -> None:
+        set_where(components["tensor_scale"], elements.scale_for(absmax, 6.0 * 448.0), applies)
+
+    def encode(self, x: Tensor, components: Mapping[str, Tensor], fractions: Tensor | None = None) -> None:
+        data, scale, whole = components["data"], components["scale"], components["tensor_scale"]
+        x = x.reshape(data.shape[0], 2 * data.shape[1])
+        absmax = elements.tile_absmax(x, (1, 16))
+        code = elements.float8_encode(elements.divide(absmax, 6.0) / whole, None)
+        poisoned = elements.tile_absmax(torch.where(x.isfinite(), 0.0, 1.0), (1, 16)) > 0
+        scale.copy_(torch.where(poisoned, elements.FLOAT8_NAN, code))
+        step = elements.float8_decode(code) * whole
+        inverse = torch.where(step > 0, 1.0 / step, 0.0)
+        codes = elements.float4_encode(
+            x * elements.expand_scales(inverse, (1, 16), x.shape), elements.shaped(fractions, x.shape)
+        )
+        data.copy_(codes[:, 0::2] | codes[:, 1::2] << 4)
+
+    def decode(self, components: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+        data = components["data"]
+        step = elements.float8_decode(components["scale"]) * components["tensor_scale"]
+        codes = torch.stack([data & 0xF, data >> 4], dim=2).view(data.shape[0], 2 * data.shape[1])
+        return (elements.float4_decode(codes) * elements.expand_scales(step, (1, 16), codes.shape)).view(shape)

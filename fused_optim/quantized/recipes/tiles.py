@@ -1,0 +1,139 @@
+"""Blocks of several rows, which shards may cut: every rank has the scales of all blocks that it touches.
+
+Ranks encode their own rows first. One reduction then finds the largest scale of each block, and what lies in shared
+blocks is encoded again under that: elements and scales do not depend on the cuts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fused_optim.adapters import Fractions
+from fused_optim.quantized.recipes import engine
+from fused_optim.quantized.recipes.engine import Encoding
+from fused_optim.quantized.recipes.recipe import Components, Recipe, as_matrix, cut_component
+
+SCALE = "scale"  # the component with a scale per block
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a part of a weight lies, as far as blocks of several rows go.
+
+    ``rows_before``: how many rows of its first block come before it. ``shares_blocks``: ranks share blocks of the
+    weight, though perhaps not this one. ``gathered``: ``rows_before`` of what FSDP2 has cut this from; None if it has
+    not. ``rows``: how many it has, where padding follows them. ``known``: False where memory was made for a part that
+    touches as many blocks as one of this size can, before it is known which.
+    """
+
+    rows_before: int = 0
+    shares_blocks: bool = False
+    gathered: int | None = None
+    rows: int | None = None
+    known: bool = True
+
+
+WHOLE = Position()
+
+
+def shares_blocks(recipe: Recipe, rows_before: int, starts: Sequence[int]) -> bool:
+    """Whether cuts at these rows of a weight, or of a part of one, go through blocks."""
+    return any((rows_before + start) % recipe.block_rows for start in starts if start)
+
+
+def _rows_of(components: Components, recipe: Recipe, rows: slice, rows_before: int) -> Components:
+    return {
+        part.name: cut_component(components[part.name], part, 0, rows.start, rows.stop, rows_before)
+        for part in recipe.components
+    }
+
+
+def decode(
+    recipe: Recipe, components: Components, shape: tuple[int, ...], dtype: torch.dtype, rows_before: int
+) -> Tensor:
+    """:func:`engine.decode` of a part that may begin within a block."""
+    if not rows_before:
+        return engine.decode(recipe, components, shape, dtype)
+    head = min(recipe.block_rows - rows_before, shape[0])
+    parts = [
+        engine.decode(
+            recipe, _rows_of(components, recipe, rows, rows_before), (rows.stop - rows.start, *shape[1:]), dtype
+        )
+        for rows in (slice(0, head), slice(head, shape[0]))
+    ]
+    return torch.cat(parts)
+
+
+def pieces(weight: Encoding, rows_before: int) -> list[Encoding]:
+    """What an engine can encode of a part that may begin within a block: the rest of that block, and the others."""
+    if not rows_before:
+        return [weight]
+    rows = weight.values.shape[0]
+    head = min(weight.recipe.block_rows - rows_before, rows)
+    return [_piece(weight, slice(0, head), rows_before), _piece(weight, slice(head, rows), rows_before)]
+
+
+def edges(weight: Encoding, rows_before: int, ends: bool) -> list[Encoding]:
+    """What a part has of blocks that it has not all of. ``ends``: it is the last one of its weight."""
+    rows, block_rows = weight.values.shape[0], weight.recipe.block_rows
+    head = min(-rows_before % block_rows, rows)
+    tail = max((rows_before + rows) // block_rows * block_rows - rows_before, head)
+    found = [slice(0, head)] if head else []
+    if tail < rows and not ends:
+        found.append(slice(tail, rows))
+    return [_piece(weight, each, rows_before) for each in found]
+
+
+def _piece(weight: Encoding, rows: slice, rows_before: int) -> Encoding:
+    components = _rows_of(weight.components, weight.recipe, rows, rows_before)
+    columns = as_matrix(weight.values.shape)[1]
+    fractions = _fractions_of(weight.fractions, rows.start * columns, (rows.stop - rows.start) * columns)
+    return Encoding(weight.recipe, components, weight.values[rows], fractions)
+
+
+def _fractions_of(fractions: Fractions | None, start: int, numel: int) -> Fractions | None:
+    return None if fractions is None else replace(fractions, geometry=fractions.geometry.of_rows(start, numel))
+
+
+def encode_under_scales(parts: Sequence[Encoding]) -> None:
+    """Encode rows of single blocks under the scales that their components have: with a row that gives these scales."""
+    groups: dict[tuple[Recipe, torch.device], list[Encoding]] = {}
+    for part in parts:
+        groups.setdefault((part.recipe, part.values.device), []).append(part)
+    for (recipe, _), alike in groups.items():
+        _encode_under_scales(recipe, alike)
+
+
+def _encode_under_scales(recipe: Recipe, parts: Sequence[Encoding]) -> None:
+    """In as many launches as for one."""
+    (block_columns,) = (part.tile[1] for part in recipe.components if part.name == SCALE and part.tile is not None)
+    scales = [part.components[SCALE].reshape(-1) for part in parts]
+    largest = recipe.largest_in_block(torch.cat(scales)).repeat_interleave(block_columns)
+    copies = [_with_another_row(part) for part in parts]
+    rows = [row for copy in copies for row in (copy.values[:-1], copy.values[-1])]
+    values = [
+        row
+        for part, of_blocks in zip(parts, largest.split([block_columns * len(each) for each in scales]), strict=True)
+        for row in (part.values.view(part.values.shape[0], -1), of_blocks[: as_matrix(part.values.shape)[1]])
+    ]
+    torch._foreach_copy_(rows, values)
+    engine.encode(copies)
+    targets = [part.components[name] for part in parts for name in recipe.of_elements]
+    sources = [copy.components[name] for copy in copies for name in recipe.of_elements]
+    torch._foreach_copy_(targets, [source[: len(target)] for source, target in zip(sources, targets, strict=True)])
+
+
+def _with_another_row(weight: Encoding) -> Encoding:
+    """Memory for the weight's values and components, and for those of a row more, in the same block."""
+    rows, columns = as_matrix(weight.values.shape)
+    assert rows < weight.recipe.block_rows
+    values = weight.values.new_empty(rows + 1, columns)
+    components = {
+        part.name: values.new_empty(weight.recipe.component_shape(part, (rows + 1, columns)), dtype=part.dtype)
+        for part in weight.recipe.components
+    }
+    return Encoding(weight.recipe, components, values, _fractions_of(weight.fractions, 0, values.numel()))

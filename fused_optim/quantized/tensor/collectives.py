@@ -1,0 +1,191 @@
+"""What torch's collectives do with quantized weights: broadcasts and scatters move bytes, component by component.
+
+Others see decoded values, or raise. Ranks first agree on what is sent: what one of them cannot do raises on all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.distributed import ProcessGroup
+
+from fused_optim.quantized.recipes import WHOLE, Component, Position, Recipe, as_matrix
+from fused_optim.quantized.tensor.all_gather import padded_rows
+from fused_optim.quantized.tensor.dispatch import Args, Kwargs, decoded
+from fused_optim.quantized.tensor.quantized_tensor import QuantizedTensor, implements
+from fused_optim.quantized.tensor.weight import INITIAL, INITIAL_COMPONENT
+
+aten = torch.ops.aten
+_INITIAL_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
+
+
+class _Sent(NamedTuple):
+    """What the root sends beside codes and scales: initial values of a dtype, and whether these are to be quantized."""
+
+    initial: torch.dtype | None
+    pending: bool
+
+
+def _agree(func: OpOverload, own: QuantizedTensor, sources: Sequence[Any], group: Any) -> _Sent:
+    """What is sent, on every rank. ``sources``: the root's tensors, elsewhere none. RuntimeErrors are raised on all."""
+    kind = zlib.crc32(_kind(own).encode())
+    replaceable = own._cut_from is None or func is torch.ops.c10d.broadcast_.default
+    alike = all(isinstance(x, QuantizedTensor) and _kind(x) == _kind(own) for x in sources)
+    fits = replaceable and alike and not own.is_freed
+    initial, pending = None, False
+    if fits and sources:
+        initial, pending = _dtype_of_initial(sources[0]), sources[0].is_pending
+    facts = [int(not fits), kind, -kind, _INITIAL_DTYPES.index(initial), int(pending)]
+    agreed = torch.tensor(facts, dtype=torch.int64, device=own.device)
+    dist.all_reduce(agreed, dist.ReduceOp.MAX, group=ProcessGroup.unbox(group))
+    failed, highest, lowest, number, pending = agreed.tolist()
+    if failed or highest != -lowest:
+        raise RuntimeError(
+            f"{own.prefix}{func}: all ranks need quantized weights of one recipe, shape and dtype, in memory that was "
+            f"not freed; this rank's is {_kind(own)}. dequantize() gives plain copies"
+        )
+    return _Sent(_INITIAL_DTYPES[number], bool(pending))
+
+
+def _kind(tensor: QuantizedTensor) -> str:
+    compared = [field.name for field in dataclasses.fields(tensor.recipe) if field.compare]
+    options = ", ".join(f"{name}={getattr(tensor.recipe, name)}" for name in compared)
+    layout = ("transposed " if tensor._transposed else "") + ("flat " if tensor._flat else "")
+    return f"{layout}{tensor.recipe.name}({options}) of shape {tuple(tensor._weight_shape)} and {tensor.dtype}"
+
+
+def _dtype_of_initial(tensor: QuantizedTensor) -> torch.dtype | None:
+    if tensor.initial is None:
+        return None
+    return tensor.initial.dtype if tensor.initial.dtype in _INITIAL_DTYPES else torch.float32
+
+
+@implements(torch.ops.c10d.broadcast_.default)
+def _broadcast(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """As DistributedDataParallel does with the first rank's weights."""
+    tensor: QuantizedTensor
+    (tensor,), group, root, root_tensor = args[:4]
+    is_root = ProcessGroup.unbox(group).rank() == root
+    sent = _agree(func, tensor, [tensor] if is_root else [], group)
+    for component in _sent_components(tensor.recipe, sent):
+        part = tensor.parts.get(component.name) if is_root or component is not INITIAL_COMPONENT else None
+        if part is None:
+            part = torch.empty(as_matrix(tuple(tensor._weight_shape)), dtype=sent.initial, device=tensor.device)
+        dense = part.contiguous()  # columns of a weight are not
+        _, work = func([dense], group, root, root_tensor, True, *args[5:], **kwargs)
+        work.wait()  # where callers do not ask for asynchronous collectives, NCCL gives no work to wait for
+        if not is_root:
+            _receive(tensor, component, dense, sent)
+    if not is_root:
+        _finish(tensor, sent)
+    return [tensor], work
+
+
+@implements(torch.ops.c10d.scatter_.default)
+def _scatter(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """As tensor parallelism does with the first rank's weights."""
+    output: QuantizedTensor
+    (output,), inputs, group, root = args[:4]
+    sent = _agree(func, output, [tensor for row in inputs for tensor in row], group)
+
+    def receive(buffer: Tensor, sources: list[list[Tensor]]) -> Any:
+        _, work = func([buffer], sources, group, root, True, *args[5:], **kwargs)
+        work.wait()
+        return work
+
+    block_rows, shape = output.recipe.block_rows, tuple(output._weight_shape)
+    if block_rows > 1:  # shards of the same size may touch more blocks, or fewer
+        position = _as_numbers(WHOLE, output.device)
+        receive(position, [[_as_numbers(x.position, output.device) for x in row] for row in inputs])
+        _lay_out(output, _as_position(position))
+    for component in _sent_components(output.recipe, sent):
+        dtype = component.dtype if component is not INITIAL_COMPONENT else sent.initial
+        most = output.recipe.component_shape(component, shape, block_rows - 1)
+        buffer = torch.empty(most, dtype=dtype, device=output.device)
+        sources = [[padded_rows(x.parts[component.name], most[0]).to(dtype) for x in row] for row in inputs]
+        work = receive(buffer, sources)
+        _receive(output, component, buffer, sent)
+    _finish(output, sent)
+    output._shared.shard = ProcessGroup.unbox(group).size() > 1
+    return [output], work
+
+
+def _sent_components(recipe: Recipe, sent: _Sent) -> list[Component]:
+    return [*recipe.components, *([] if sent.initial is None else [INITIAL_COMPONENT])]
+
+
+def _receive(tensor: QuantizedTensor, component: Component, buffer: Tensor, sent: _Sent) -> None:
+    """``buffer`` may have more rows."""
+    if component is not INITIAL_COMPONENT:
+        part = tensor.components[component.name]
+        if buffer is not part:
+            part.copy_(buffer[: part.shape[0]])
+    elif tensor._cut_from is None:
+        tensor.components[INITIAL] = buffer
+    else:
+        tensor.ensure_initial(torch.float32).copy_(buffer)
+
+
+def _finish(tensor: QuantizedTensor, sent: _Sent) -> None:
+    """Leave a rank that has received everything in the root's state."""
+    if sent.initial is None and tensor._cut_from is None:
+        tensor.components.pop(INITIAL, None)
+    elif sent.initial is None and tensor.initial is not None:
+        tensor.initial.copy_(tensor.values().view(tensor.initial.shape))
+    if sent.pending:
+        tensor.mark_pending()
+    elif tensor._cut_from is None:
+        tensor._shared.pending = False
+
+
+def _as_numbers(position: Position, device: torch.device) -> Tensor:
+    rows = -1 if position.rows is None else position.rows
+    return torch.tensor([position.rows_before, position.shares_blocks, rows], dtype=torch.int64, device=device)
+
+
+def _as_position(numbers: Tensor) -> Position:
+    rows_before, shares_blocks, rows = numbers.tolist()
+    return Position(rows_before, bool(shares_blocks), rows=None if rows < 0 else rows)
+
+
+def _lay_out(output: QuantizedTensor, position: Position) -> None:
+    """Let it lie there, with memory for the scales of the blocks that it touches."""
+    output._shared.position = position
+    for component in output.recipe.components:
+        shape = output.recipe.component_shape(component, tuple(output._weight_shape), position.rows_before)
+        part = output.components[component.name]
+        if part.shape != shape:
+            output.components[component.name] = part.new_empty(shape)
+
+
+@implements(aten.constant_pad_nd.default)
+def _pad(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """Shards of different sizes are padded before they are scattered."""
+    source: QuantizedTensor = args[0]
+    shape = _padded_shape(source, args[1]) if source.is_shard and args[2:] in ((), (0,), (0.0,)) else None
+    if shape is None or source.recipe.problem(shape) is not None:
+        return func(*decoded(args), **kwargs)
+    shared = source.shared_of_copy()
+    shared.position = dataclasses.replace(shared.position, rows=source._weight_shape[0])
+    initial = None if source.initial is None else source.initial.dtype
+    result = QuantizedTensor.empty(source.recipe, shape, source.dtype, source.device, initial, shared)
+    for name, part in source.parts.items():
+        result.components[name][tuple(map(slice, part.shape))].copy_(part)
+    return result
+
+
+def _padded_shape(source: QuantizedTensor, padding: Sequence[int]) -> tuple[int, ...] | None:
+    """With more rows, or columns, at the end; None for anything else."""
+    shape = list(source._weight_shape)
+    after = list(padding[1::2])[::-1]  # of the last dims
+    after = [0] * (len(shape) - len(after)) + after
+    if any(padding[::2]) or any(after[2:]) or source.is_rearranged:
+        return None
+    return tuple(size + more for size, more in zip(shape, after, strict=True))

@@ -1,0 +1,111 @@
+"""What torch's operations find in place of a plain tensor: what is registered for them, or decoded values."""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+# What torch calls with a function of ``torch.ops`` and its arguments, which are whatever that function takes.
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Handler = Callable[[OpOverload, Args, Kwargs], Any]
+
+
+class Kind(enum.Enum):
+    """What functions without a handler of their own are told apart by."""
+
+    VIEW = enum.auto()  # gives views of its argument
+    MUTABLE = enum.auto()  # writes into its arguments
+
+
+_BY_KIND: dict[Kind, Handler] = {}
+
+
+class Decodable(torch.Tensor):
+    """What most of torch's operations see as a plain tensor that is decoded for them: a quantized weight, or a view."""
+
+    handlers: ClassVar[dict[OpOverload, Handler]]  # of functions whose first tensors of this kind are of this class
+
+    # As torch's own subclasses have it; only its stubs know another signature.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values as a plain tensor of ``dtype``, or of the tensor's own; wherever the data lies."""
+        raise NotImplementedError
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.dequantize().__dlpack__(**options)
+
+    @classmethod
+    # Else what a graph break leaves to it would be compiled, handler by handler. As in torch.optim, and unlike
+    # torch.compiler.disable, this imports the compiler only when it is called.
+    @torch._disable_dynamo
+    def __torch_dispatch__(  # type: ignore[override]  # which torch's stubs take for a static method
+        cls, func: OpOverload, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
+        handler = cls.handlers.get(func)
+        return (_default_handler(func) if handler is None else handler)(func, args, kwargs or {})
+
+
+Made = TypeVar("Made")
+
+
+def view_of(source: Tensor, make: Callable[..., Made], *args: Any) -> Made:
+    """``make(*args)``: no inference tensor where ``source`` is none, as torch counts the versions of both together."""
+    if torch.is_inference_mode_enabled() and not source.is_inference():
+        with torch.inference_mode(False):
+            return make(*args)
+    return make(*args)
+
+
+# --- operations -------------------------------------------------------------------------------------------------
+
+
+def decoded(value: Any) -> Any:
+    """Arguments with plain tensors in the places of quantized ones. torch's pytree would take longer than decoding."""
+    if isinstance(value, Decodable):
+        return value.dequantize()
+    if type(value) in (list, tuple):
+        return type(value)(map(decoded, value))
+    if type(value) is dict:
+        return {key: decoded(item) for key, item in value.items()}
+    return value
+
+
+@functools.cache
+def _default_handler(func: OpOverload) -> Handler:
+    if func.namespace == "c10d":  # these write into their arguments, but their schemas do not say so
+        return _refuse
+    if func._schema.is_mutable:
+        return _BY_KIND[Kind.MUTABLE]
+    is_view = any(result.alias_info is not None for result in func._schema.returns)
+    return _BY_KIND[Kind.VIEW] if is_view else call_decoded
+
+
+def call_default(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """What is done with functions of a kind."""
+    return _default_handler(func)(func, args, kwargs)
+
+
+def _refuse(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    raise RuntimeError(f"{func} takes no quantized weights; dequantize() gives a plain copy")
+
+
+def call_decoded(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    return func(*decoded(args), **decoded(kwargs))
+
+
+def implements_kind(kind: Kind) -> Callable[[Handler], Handler]:
+    """Registers what is done with functions of this kind that have no handler of their own."""
+
+    def register(handler: Handler) -> Handler:
+        _BY_KIND[kind] = handler
+        return handler
+
+    return register

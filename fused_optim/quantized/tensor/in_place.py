@@ -1,0 +1,133 @@
+"""What in-place operations do to quantized weights: they change the initial values, or raise.
+
+Also those that write into several tensors or into ``out``, and those on views. ``copy_`` works without initial values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+
+from fused_optim.quantized.tensor.dispatch import Args, Decodable, Kind, Kwargs, decoded, implements_kind
+from fused_optim.quantized.tensor.quantized_tensor import implements
+from fused_optim.quantized.tensor.strided import WeightView, located
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the values of ``target`` are written: plain ``memory``.
+
+    ``copies``: what is copied into what afterwards, until it has arrived in the weight's initial values.
+    """
+
+    target: Decodable
+    memory: Tensor
+    copies: list[tuple[Tensor, Tensor]]
+
+    def finish(self) -> None:
+        for source, into in self.copies:
+            into.copy_(source)
+        located(self.target).weight.mark_pending()
+
+
+def place_of(target: Decodable, is_result: bool = False) -> Place:
+    """The place of a tensor whose weight has initial values. torch may resize ``is_result``, hence has its own."""
+    shown = located(target)
+    initial = shown.weight.initial
+    assert initial is not None
+    copies = []
+    if initial.is_contiguous():
+        memory = shown.of(initial.view(shown.weight.shape))
+    elif shown.covers_weight and shown.shape == shown.weight.shape:  # all of some columns
+        memory = initial.view(shown.shape)
+    else:  # some of them
+        whole = initial.contiguous()
+        memory, copies = shown.of(whole.view(shown.weight.shape)), [(whole, initial)]
+    if is_result:
+        result = torch.empty_like(memory)
+        memory, copies = result, [(result, memory), *copies]
+    return Place(target, memory, copies)
+
+
+@implements_kind(Kind.MUTABLE)
+def change(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """Any function of torch that writes into its arguments. Raises RuntimeError before it has changed a weight."""
+    places: list[Place] = []
+    arguments = func._schema.arguments
+    by_position = [_given(func, *pair, places) for pair in zip(arguments, args, strict=False)]
+    by_name = {each.name: _given(func, each, kwargs[each.name], places) for each in arguments if each.name in kwargs}
+    result = func(*by_position, **by_name)
+    for place in places:
+        if place.memory.shape != place.target.shape:
+            shapes = f"{tuple(place.memory.shape)} into a quantized weight of shape {tuple(place.target.shape)}"
+            raise RuntimeError(f"{located(place.target).weight.prefix}{func} cannot write a result of shape {shapes}")
+    for place in places:
+        place.finish()
+    return _with_targets(result, {id(place.memory): place.target for place in places})
+
+
+def _given(func: OpOverload, argument: torch.Argument, value: Any, places: list[Place]) -> Any:
+    """What ``func`` gets for a value: places, which are noted, for weights that it writes into."""
+    if argument.alias_info is None or not argument.alias_info.is_write:
+        return decoded(value)
+    if isinstance(value, list | tuple):
+        return [_given(func, argument, item, places) for item in value]
+    if not isinstance(value, Decodable):
+        return value
+    _check(func, value)
+    places.append(place_of(value, argument.is_out))
+    return places[-1].memory
+
+
+def _check(func: OpOverload, target: Decodable) -> None:
+    weight = located(target).weight
+    if torch.Tag.inplace_view in func.tags:
+        raise RuntimeError(f"{weight.prefix}{func} cannot change the shape of a quantized weight in place")
+    what = f"{weight.prefix}{func} cannot change a quantized weight in place"
+    if isinstance(weight, nn.Parameter) and weight.grad is not None:
+        raise RuntimeError(f"{what} that has a gradient: it is updated by FusedAdam")
+    if torch.compiler.is_compiling():
+        raise RuntimeError(f"{what} in compiled code, whose graphs decode it only")
+    if not weight.has_initial:
+        raise RuntimeError(
+            f"{what}: its initial values are not kept any more. dequantize() gives a plain copy, copy_() writes one"
+        )
+
+
+@implements(aten.copy_.default, of=WeightView)
+def _copy(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """Quantizes whole rows of blocks at once; other parts are kept as initial values, to be quantized later."""
+    target, source = args[:2]
+    if not isinstance(target, WeightView):
+        dtype = target.dtype if target.dtype.is_floating_point else None
+        return func(target, source.dequantize(dtype), *args[2:], **kwargs)
+    values = source.dequantize(torch.float32) if isinstance(source, Decodable) else source
+    values = values.expand(target.shape)
+    if target.covers_weight:
+        target.weight.copy_(values.reshape(target.weight.shape))
+        return target
+    target.weight.check_cut_by_rows()
+    target.weight.ensure_initial(torch.float32)
+    place = place_of(target)
+    place.memory.copy_(values)
+    place.finish()
+    return target
+
+
+@implements(aten._foreach_copy_.default)
+@implements(aten._foreach_copy_.default, of=WeightView)
+def _copy_each(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
+    for target, source in zip(*args[:2], strict=True):
+        target.copy_(source)
+
+
+def _with_targets(result: Any, targets: dict[int, Decodable]) -> Any:
+    if isinstance(result, list | tuple):
+        return type(result)(_with_targets(item, targets) for item in result)
+    return targets.get(id(result), result)

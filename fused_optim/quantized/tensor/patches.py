@@ -1,0 +1,82 @@
+"""What is replaced in torch, from the first quantized weight on. Importing this package replaces nothing.
+
+Each serves a case in which torch asks no tensor: where it takes a tensor for what it is to gather, or waits for plain
+ones. Full tensors and full state dicts are plain, on any number of ranks. What ranks gather of quantized weights is
+decoded for them, but torch takes shortcuts where nothing is to be gathered: one rank has all of a weight, or every rank
+has. And state dicts of models that are not sharded may be broadcast, to ranks that wait for plain tensors.
+
+Averages move by small parts of a format's steps, which rounding would take away: they would stay what they were first.
+
+docs/quantized.md lists all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed import _state_dict_utils
+from torch.distributed.checkpoint import state_dict
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel
+
+from fused_optim.quantized.tensor.dispatch import Decodable, decoded
+from fused_optim.sharding.dtensor import local_tensor
+
+
+@functools.cache
+def install() -> None:
+    """Replace them, once."""
+    DTensor.redistribute = _redistribute(DTensor.redistribute)  # type: ignore[method-assign]
+    state_dict._gather_state_dict = _gather_state_dict(state_dict._gather_state_dict)
+    _state_dict_utils._broadcast_tensors = _broadcast_tensors(_state_dict_utils._broadcast_tensors)
+    AveragedModel.__init__ = _average(AveragedModel.__init__)  # type: ignore[method-assign]
+
+
+def _redistribute(original: Callable[..., DTensor]) -> Callable[..., DTensor]:
+    @functools.wraps(original)
+    def redistribute(self: DTensor, *args: Any, **kwargs: Any) -> DTensor:
+        result = original(self, *args, **kwargs)
+        if isinstance(result._local_tensor, Decodable) and _gathers(self, result):
+            result._local_tensor = result._local_tensor.dequantize()
+        return result
+
+    return redistribute
+
+
+def _gathers(before: DTensor, after: DTensor) -> bool:
+    pairs = zip(before.placements, after.placements, strict=True)
+    return any(new.is_replicate() and not old.is_replicate() for old, new in pairs)
+
+
+def _gather_state_dict(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    @functools.wraps(original)
+    def gather_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        gathered: dict[str, Any] = decoded(original(*args, **kwargs))
+        return gathered
+
+    return gather_state_dict
+
+
+def _broadcast_tensors(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def broadcast_tensors(full: dict[str, Any], local: dict[str, Any], keys: Sequence[str], *rest: Any) -> None:
+        original({key: decoded(full[key]) for key in keys}, local, keys, *rest)
+
+    return broadcast_tensors
+
+
+def _average(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def initialise(self: AveragedModel, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        for name, param in model.named_parameters():
+            if isinstance(local_tensor(param), Decodable):
+                raise TypeError(
+                    f"{name}: AveragedModel would round the average to a quantized format at every update; "
+                    "average the masters, optimizer.master_state_dict(model), as docs/quantized.md shows"
+                )
+        original(self, model, *args, **kwargs)
+
+    return initialise

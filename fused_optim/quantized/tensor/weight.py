@@ -1,0 +1,455 @@
+"""A quantized weight: its components, where it lies in the whole, its values and what is pending of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from fused_optim.quantized.recipes import (
+    WHOLE,
+    Component,
+    Components,
+    Encoding,
+    Position,
+    Recipe,
+    as_matrix,
+    cut_component,
+    engine,
+    matrix_range,
+    tiles,
+)
+from fused_optim.quantized.tensor import all_gather, patches
+from fused_optim.quantized.tensor.coverage import Part, joined
+from fused_optim.quantized.tensor.dispatch import Decodable, view_of
+
+INITIAL = "initial"  # the component with high-precision initial values, until the optimizer has seeded its master
+INITIAL_COMPONENT = Component(INITIAL, torch.float32, (1, 1))
+
+
+@dataclass(slots=True)
+class Shared:
+    """What all views of a weight know together.
+
+    ``pending``: initial values were changed and not quantized since. ``discard``: they are to be freed once quantized.
+    ``has_optimizer``: one updates the parameter. ``shard``: other ranks hold parts of the weight. ``columns_cut``:
+    FSDP2 has cut it by columns. ``in_layer``: a ``QuantizedLinear`` has it, as far as is known. ``name``: of the
+    parameter, for messages. ``source``: the shard, where this was gathered. ``position``: where all that shares this
+    lies in the weight. ``loaded``: the parts of a pending weight that bytes were copied into since; once these are all
+    of it, it is pending no more.
+    """
+
+    pending: bool = False
+    discard: bool = False
+    has_optimizer: bool = False
+    shard: bool = False
+    columns_cut: bool = False
+    in_layer: bool = True
+    name: str | None = None
+    source: Weight | None = field(default=None, compare=False)
+    position: Position = WHOLE
+    loaded: tuple[Part, ...] = ()
+
+
+class Weight(Decodable):
+    """What a :class:`QuantizedTensor` consists of and knows of itself. No other class is made of this."""
+
+    recipe: Recipe
+    components: Components  # initial values are those of what this is a part of
+    _weight_shape: torch.Size
+    # A view with its dims swapped, or of all elements in one dim. Neither can be cut.
+    _transposed: bool
+    _flat: bool
+    _shared: Shared
+    # What it is a part of: the tensor, the dim, and from where to where.
+    _cut_from: tuple[Weight, int, int, int] | None
+    # Rows of the tensor whose first rows these are: FSDP2 pads shards so, and gathers them padded.
+    _padded_rows: int
+    # The first of its rows in what shares its memory, and, if it was split off for a rank, what its copies will know.
+    _start: int
+    _split: Position | None
+    _sent: all_gather.Shard | None  # to FSDP2, the last time
+
+    # All in __new__, and no keyword arguments below: views are made by every matrix product, and these calls cost most.
+    @staticmethod
+    def __new__(
+        cls,
+        components: Components,
+        recipe: Recipe,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        transposed: bool = False,
+        flat: bool = False,
+        cut_from: tuple[Weight, int, int, int] | None = None,
+        shared: Shared | None = None,
+        padded_rows: int = 0,
+        start: int = 0,
+        split: Position | None = None,
+    ) -> Self:
+        patches.install()
+        size = (math.prod(shape),) if flat else (shape[1], shape[0]) if transposed else shape
+        strides = (1, shape[1]) if transposed else None
+        device = components["data"].device
+        self = torch.Tensor._make_wrapper_subclass(cls, size, strides, None, None, dtype, torch.strided, device)
+        self.components = components
+        self.recipe = recipe
+        self._weight_shape = torch.Size(shape)
+        self._transposed, self._flat, self._cut_from = transposed, flat, cut_from
+        self._shared = Shared() if shared is None else shared
+        self._padded_rows = max(padded_rows, shape[0])
+        self._start, self._split, self._sent = start, split, None
+        return self
+
+    # --- making -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def empty(
+        cls,
+        recipe: Recipe,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        initial: torch.dtype | None = None,
+        shared: Shared | None = None,
+    ) -> Self:
+        """One that decodes to zeros; with initial values of dtype ``initial`` if that is given."""
+        check_shape(recipe, shape)
+        check_dtype(dtype)
+        components = recipe.empty(tuple(shape), device, 0 if shared is None else shared.position.rows_before)
+        if initial is not None:
+            components[INITIAL] = torch.zeros(as_matrix(tuple(shape)), dtype=initial, device=device)
+        return cls(components, recipe, shape, dtype, shared=shared)
+
+    @classmethod
+    def from_values(cls, values: Tensor, recipe: Recipe, keep_initial: bool = False) -> Self:
+        """Quantize a plain tensor; with ``keep_initial`` it keeps ``values`` themselves (no copy) for the optimizer.
+
+        Raises ValueError for a shape that the recipe cannot quantize, TypeError for dtypes other than float32, bfloat16
+        and float16.
+        """
+        result = cls.empty(recipe, values.shape, values.dtype, values.device)
+        if values.device.type != "meta":
+            result.write(values)
+        if keep_initial:
+            result.components[INITIAL] = values.detach().reshape(as_matrix(tuple(values.shape)))
+        return result
+
+    def _view(
+        self,
+        components: Components,
+        shape: Sequence[int] | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        transposed: bool | None = None,
+        flat: bool | None = None,
+        cut_from: tuple[Weight, int, int, int] | None = None,
+        padded_rows: int = 0,
+        split: Position | None = None,
+    ) -> Self:
+        """A tensor that shares memory with this one."""
+        start = self._start + (cut_from[2] if cut_from is not None and cut_from[1] == 0 else 0)
+        return view_of(
+            self,
+            type(self),
+            components,
+            self.recipe,
+            self._weight_shape if shape is None else shape,
+            self.dtype if dtype is None else dtype,
+            self._transposed if transposed is None else transposed,
+            self._flat if flat is None else flat,
+            self._cut_from if cut_from is None else cut_from,
+            self._shared,
+            padded_rows,
+            start,
+            self._split if cut_from is None else split,
+        )
+
+    def _copied(self, function: Callable[[Tensor], Tensor], padded_rows: int = 0) -> Self:
+        """The same tensor with copies of the components."""
+        self.check_not_freed()
+        return type(self)(
+            {name: function(part) for name, part in self.parts.items()},
+            self.recipe,
+            self._weight_shape,
+            self.dtype,
+            transposed=self._transposed,
+            flat=self._flat,
+            shared=self.shared_of_copy(),
+            padded_rows=padded_rows,
+        )
+
+    def shared_of_copy(self) -> Shared:
+        """A copy of what was split off for a rank is a shard."""
+        position = replace(self.position, rows=None)
+        return replace(self._shared, source=None, position=position, shard=self.is_shard, loaded=())
+
+    # --- where it lies ------------------------------------------------------------------------------------------
+
+    @property
+    def rows_before(self) -> int:
+        """How many rows of its first block of several rows come before it."""
+        return (self._shared.position.rows_before + self._start) % self.recipe.block_rows
+
+    @property
+    def position(self) -> Position:
+        return replace(self._shared.position, rows_before=self.rows_before) if self._split is None else self._split
+
+    @property
+    def is_shard(self) -> bool:
+        """Whether other ranks hold, or are to hold, parts of the weight."""
+        return self._shared.shard or self._split is not None
+
+    @property
+    def has_whole_blocks(self) -> bool:
+        """Whether no row of its blocks lies elsewhere: on other ranks, or in the weight that it is cut from."""
+        block_rows, position = self.recipe.block_rows, self._shared.position
+        if block_rows == 1 or self.rows_before or position.shares_blocks:
+            return block_rows == 1
+        end = self._start + self._weight_shape[0]
+        return end % block_rows == 0 or end == self._rows_of_whole
+
+    @property
+    def _rows_of_whole(self) -> int:
+        """Of what this is a part of, without padding."""
+        rows = self._shared.position.rows
+        return self._whole._weight_shape[0] if rows is None else rows
+
+    @property
+    def _part(self) -> Part:
+        """Which part of that it is, as a matrix."""
+        first, last, cut = 0, as_matrix(self._weight_shape)[1], self._cut_from
+        while cut is not None:
+            of, dim, start, _ = cut
+            offset = matrix_range(tuple(of._weight_shape), dim, start, start)[0] if dim == 1 else 0
+            first, last, cut = first + offset, last + offset, of._cut_from
+        return Part((self._start, self._start + self._weight_shape[0]), (first, last))
+
+    def take_position(self, position: Position) -> None:
+        """Become the shard that lies there; its memory was made for one that touches as many blocks as possible."""
+        whole, known = self._whole, self._shared.position
+        assert not known.known and self._start == 0
+        self._shared.position = replace(position, gathered=known.gathered, rows=self._weight_shape[0])
+        for tensor in (whole, self):
+            for part in self.recipe.components:
+                rows, *_ = self.recipe.component_shape(part, tensor._weight_shape, position.rows_before)
+                if part.tile is not None:
+                    tensor.components[part.name] = whole.components[part.name][:rows]
+
+    # --- values -------------------------------------------------------------------------------------------------
+
+    @property
+    def initial(self) -> Tensor | None:
+        """The high-precision initial values, as a matrix; None where they were freed, or never kept.
+
+        A part has those of the whole: FSDP2 keeps the padded tensor that its shard is a part of.
+        """
+        if self._cut_from is None:
+            return self.components.get(INITIAL)
+        whole, dim, start, end = self._cut_from
+        initial = whole.initial
+        if initial is None:
+            return None
+        start, end = matrix_range(tuple(whole._weight_shape), dim, start, end)
+        return cut_component(initial, INITIAL_COMPONENT, dim, start, end)
+
+    @property
+    def has_initial(self) -> bool:
+        return INITIAL in self._whole.components
+
+    @property
+    def parts(self) -> Components:
+        """The components, and the initial values where there are any."""
+        initial = self.initial
+        return self.components if initial is None else {**self.components, INITIAL: initial}
+
+    @property
+    def stored_bytes(self) -> int:
+        """What the components and initial values take; ``nbytes`` is what plain values would."""
+        return sum(part.nbytes for part in self.parts.values())
+
+    def discard_high_precision_init(self) -> None:
+        """Free the high-precision initial values. Raises RuntimeError where they were changed and not quantized yet."""
+        self.check_quantized()
+        self._shared.discard = False
+        self._whole.components.pop(INITIAL, None)
+
+    @property
+    def _whole(self) -> Weight:
+        """What this is a part of; itself if it is none."""
+        return self if self._cut_from is None else self._cut_from[0]._whole
+
+    def release(self) -> None:
+        """No master is going to start from the initial values: free them as soon as they are quantized.
+
+        Except where an optimizer holds the parameter, and on the meta device, where they are still to be made.
+        """
+        if self._shared.has_optimizer or self.is_meta:
+            return
+        if self.is_pending:
+            self._shared.discard = True
+        elif self.has_initial:
+            self.discard_high_precision_init()
+
+    def release_if_frozen(self) -> None:
+        """:meth:`release` where this is used as a parameter that is frozen."""
+        weight = self if self._shared.source is None else self._shared.source
+        if weight.has_initial and isinstance(self, torch.nn.Parameter) and not self.requires_grad:
+            weight.release()
+
+    def initial_values(self) -> Tensor:
+        """FP32 values to start a master from: the initial ones if they are still there, else the decoded ones."""
+        return self.values() if self.initial is None else self.initial.float().reshape(self._weight_shape)
+
+    def values(self) -> Tensor:
+        """FP32 values, in the shape of the weight. A new tensor."""
+        return self._decode(torch.float32)
+
+    def _decode(self, dtype: torch.dtype) -> Tensor:
+        self.release_if_frozen()
+        if self.is_pending and self.initial is not None:
+            return self.initial.to(dtype, copy=True, memory_format=torch.contiguous_format).view(self._weight_shape)
+        self.check_not_freed()
+        self.check_quantized()
+        return tiles.decode(self.recipe, self.components, self._weight_shape, dtype, self.rows_before)
+
+    def of_whole_weight(self) -> list[Tensor]:
+        """The components, all FP32, that are the same however the weight is cut."""
+        return [self.components[part.name] for part in self.recipe.components if part.tile is None]
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        values = self._decode(self.dtype if dtype is None else dtype)
+        return values.view(-1) if self._flat else values.t() if self._transposed else values
+
+    def write(self, values: Tensor) -> None:
+        """Quantize plain values of this tensor's shape, with a new tensor-wide scale from these values alone."""
+        self.forget_scales()
+        weight = Encoding(self.recipe, self.components, values.detach().float())
+        if self.recipe.scales_whole_tensor:
+            absmax = engine.absmax([self.recipe], [weight.values], self.device)
+            engine.Scales([(self.recipe, self.components)]).rescale([absmax], None, advance=True)
+        engine.encode(tiles.pieces(weight, self.rows_before))
+        self.mark_quantized()
+
+    def forget_scales(self) -> None:
+        """Before values that have nothing to do with the earlier ones: histories of scales start anew."""
+        for part in self.of_whole_weight():
+            part.zero_()
+
+    @property
+    def is_rearranged(self) -> bool:
+        """Whether this is a view with its dims swapped, or of all elements in one dim."""
+        return self._transposed or self._flat
+
+    @property
+    def prefix(self) -> str:
+        """The parameter's name, where it is known, as the beginning of a message."""
+        return f"{self._shared.name}: " if self._shared.name else ""
+
+    def mark_quantized(self) -> None:
+        """The data was quantized from the initial values as they are, or from later ones."""
+        self._shared.pending, self._shared.loaded = False, ()
+        if self._shared.discard:
+            self.discard_high_precision_init()
+
+    def mark_updated(self) -> None:
+        """Later values than the initial ones were quantized, which are not wanted any more."""
+        self.mark_quantized()
+        self.discard_high_precision_init()
+
+    def mark_pending(self) -> None:
+        """Initial values were changed: they are what the weight decodes to until they are quantized."""
+        self._shared.pending, self._shared.loaded = True, ()
+
+    def mark_loaded(self) -> None:
+        """Bytes were copied here, and into the initial values if there are any."""
+        if not self.is_pending:
+            return
+        self._shared.loaded = joined(self._shared.loaded, self._part)
+        everything = Part((0, self._rows_of_whole), (0, as_matrix(self._whole._weight_shape)[1]))
+        if self._shared.loaded == (everything,):
+            self.mark_quantized()
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether plain values were written and not quantized since."""
+        return self._shared.pending and self.numel() > 0 and not self.is_meta
+
+    def check_quantized(self) -> None:
+        if self.is_pending:
+            raise RuntimeError(
+                f"{self.prefix}plain values were written into a quantized weight but not quantized yet: call "
+                "fused_optim.quantized.finish_initialization(model) on all ranks after initialising or loading it"
+            )
+
+    def check_cut_by_rows(self) -> None:
+        if self._shared.columns_cut:
+            raise RuntimeError(f"{self.prefix}FSDP2 can shard quantized weights by rows only: placement Shard(0)")
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether its memory was given back, as FSDP2 does with gathered weights after their use."""
+        data = self.components["data"]
+        return data.numel() > 0 and not data.is_meta and data.untyped_storage().size() == 0
+
+    def check_not_freed(self) -> None:
+        if self.is_freed:
+            raise RuntimeError(f"{self.prefix}the data of this quantized weight has been freed")
+
+    def check_components(self, names: Sequence[str]) -> None:
+        """Raise where these were freed or replaced, and their memory is no place for this weight any more."""
+        self.check_not_freed()
+        for component in self.recipe.components if self.numel() else ():
+            part = self.components[component.name]
+            shape = self.recipe.component_shape(component, self._weight_shape, self.rows_before)
+            fits = tuple(part.shape) == shape and part.dtype == component.dtype and part.device == self.device
+            if component.name in names and not fits:
+                raise ValueError(
+                    f"{self.prefix}component {component.name!r} of a quantized weight: expected {component.dtype} of "
+                    f"shape {shape} on {self.device}, got {part.dtype} of shape {tuple(part.shape)} on {part.device}"
+                )
+
+    def keep_plain(self, values: Tensor) -> None:
+        """Take plain values of this tensor's shape as initial values, to be quantized by ``finish_initialization``.
+
+        Where the tensor has none, they are freed then.
+        """
+        initial = self.ensure_initial(values.dtype if values.is_floating_point() else torch.float32)
+        initial.copy_(values.detach().reshape(as_matrix(tuple(self._weight_shape))))
+        self.mark_pending()
+        self.forget_scales()
+
+    def ensure_initial(self, dtype: torch.dtype) -> Tensor:
+        """The initial values; where there are none, the decoded ones in ``dtype`` become them.
+
+        These are freed once they are quantized or, where there is an optimizer, when its masters have followed them.
+        """
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"{self.prefix}compiled code cannot change a quantized weight: its graphs decode it only"
+            )
+        whole = self._whole
+        if INITIAL not in whole.components:
+            if self._shared.has_optimizer:
+                dtype = torch.float32  # masters tell what was written from what was not
+            whole.components[INITIAL] = whole.values().to(dtype).view(as_matrix(tuple(whole._weight_shape)))
+            self._shared.discard = not self._shared.has_optimizer
+        initial = self.initial
+        assert initial is not None
+        return initial
+
+
+def check_shape(recipe: Recipe, shape: Sequence[int]) -> None:
+    """Raise ValueError for a shape that the recipe cannot quantize."""
+    problem = recipe.problem(tuple(shape))
+    if problem is not None:
+        raise ValueError(problem)
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Raise TypeError for values that quantized weights do not decode to."""
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"quantized weights are float32, bfloat16 or float16, got {dtype}; convert it first")
