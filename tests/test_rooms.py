@@ -372,7 +372,7 @@ def test_what_is_right_is_not(check: Check, tmp_path: Path) -> None:
 
 
 def test_tests_import_no_tests() -> None:
-    """What they share stands beside this file, where it is found from everywhere."""
+    """What they share stands in tests/support, where it is found from everywhere."""
     for path in Path(__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []

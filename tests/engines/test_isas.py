@@ -42,7 +42,7 @@ print(digest.hexdigest())
 
 
 def start(isa: str) -> subprocess.Popen[str]:
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
     environment = {**os.environ, "PYTHONPATH": paths, "FUSED_OPTIM_CPU_ISA": isa, "FUSED_OPTIM_BACKEND": "cpu"}
     command = [sys.executable, "-c", STEPS]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import fused_optim
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
 
