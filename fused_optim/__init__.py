@@ -19,6 +19,7 @@ if not _IS_COMMAND:
     from fused_optim.checkpoint.load import LoadReport, load_optimizer_checkpoint
     from fused_optim.checkpoint.masters import save_master_safetensors
     from fused_optim.clip import clip_grad_norm_
+    from fused_optim.lion import FusedLion
     from fused_optim.release import enable_gradient_release
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ __version__ = "0.2.0"
 __all__ = [
     "FusedAdam",
     "FusedAdamW",
+    "FusedLion",
     "LoadReport",
     "__version__",
     "clip_grad_norm_",

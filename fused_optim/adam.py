@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from fused_optim.options import (
     reads_arguments,
     shows_options_of,
 )
-from fused_optim.rule import Hyper, StateSpec, Update, integer_power
+from fused_optim.rule import Hyper, StateSpec, Update, float32, integer_power
 from fused_optim.validate import check_decay_rates, check_differentiable, check_number
 
 EXP_AVG = StateSpec("exp_avg", Kind.SIGNED)
@@ -48,10 +47,6 @@ class AdamScalars:
     l2_penalty: float
 
 
-def _float32(x: float) -> float:
-    return ctypes.c_float(x).value
-
-
 @dataclass
 class Adam:
     """The update rule of Adam (Kingma & Ba, 2015) and AdamW (Loshchilov & Hutter, 2019)."""
@@ -61,6 +56,7 @@ class Adam:
     code: int = field(default=0, init=False)
     states: tuple[StateSpec, ...] = field(default=ADAM_STATES, init=False)
     shown: tuple[str, ...] = field(default=("betas", "eps"), init=False)
+    has_torch_form: bool = field(default=True, init=False)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -86,16 +82,16 @@ class Adam:
         correction1 = 1.0 - integer_power(hyper.beta1, step) if hyper.bias_correction else 1.0
         correction2 = 1.0 - integer_power(hyper.beta2, step) if hyper.bias_correction else 1.0
         return AdamScalars(
-            grad_factor=_float32(grad_factor),
-            beta1=_float32(hyper.beta1),
-            one_minus_beta1=_float32(1.0 - hyper.beta1),
-            beta2=_float32(hyper.beta2),
-            one_minus_beta2=_float32(1.0 - hyper.beta2),
-            inverse_sqrt_correction2=_float32(1.0 / math.sqrt(correction2)),
-            eps=_float32(hyper.eps),
-            step_size=_float32(lr / correction1),
-            decay=_float32(1.0 - lr * hyper.weight_decay) if hyper.adam_w else 1.0,
-            l2_penalty=0.0 if hyper.adam_w else _float32(hyper.weight_decay),
+            grad_factor=float32(grad_factor),
+            beta1=float32(hyper.beta1),
+            one_minus_beta1=float32(1.0 - hyper.beta1),
+            beta2=float32(hyper.beta2),
+            one_minus_beta2=float32(1.0 - hyper.beta2),
+            inverse_sqrt_correction2=float32(1.0 / math.sqrt(correction2)),
+            eps=float32(hyper.eps),
+            step_size=float32(lr / correction1),
+            decay=float32(1.0 - lr * hyper.weight_decay) if hyper.adam_w else 1.0,
+            l2_penalty=0.0 if hyper.adam_w else float32(hyper.weight_decay),
         )
 
     def update(self, scalars: AdamScalars) -> Update:

@@ -34,7 +34,14 @@ from fused_optim.state.summary import Summary, short_description, summarize
 from fused_optim.step.amp import amp_scalars, mark_stepped
 from fused_optim.step.diagnostics import Diagnostics, diagnose
 from fused_optim.step.run import Stepper
-from fused_optim.validate import check_belongs, check_differentiable, check_hyperparameters, check_param, check_whole
+from fused_optim.validate import (
+    check_belongs,
+    check_checkpoint_format,
+    check_differentiable,
+    check_hyperparameters,
+    check_param,
+    check_whole,
+)
 
 _WORDS = ("state_dtype", "master_bits")  # short words of the constructor, which stand for other options
 
@@ -106,10 +113,11 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         self.rule = rule
         self.settings = Settings.read(**options)
+        self._check_form(self.settings.checkpoint_format)
         self.store = StateStore(self)
         self.stepper = Stepper(self.store, 0, self._synthetic_of_plain)
         chosen = {key: dtype or state_dtype or torch.float32 for key, dtype in dtypes.items()}
-        chosen = spelled_alike({**chosen, "master_weight_dtype": options["master_weight_dtype"]})
+        chosen = spelled_alike({**chosen, "master_weight_dtype": options.get("master_weight_dtype", torch.float32)})
         own = {**rule.options, **self.settings.as_dict(), **dict.fromkeys(_WORDS)}
         defaults = {**hyperparameters, **own, **chosen, "differentiable": False, "decoupled_weight_decay": None}
         defaults |= read_group(defaults, {})
@@ -242,9 +250,15 @@ class ShardedOptimizer(Optimizer):
 
     @checkpoint_format.setter
     def checkpoint_format(self, form: CheckpointFormat) -> None:
+        self._check_form(form)
         self.settings.checkpoint_format = form
         self._show_groups()
         self.store.show_steps()
+
+    def _check_form(self, form: CheckpointFormat) -> None:
+        check_checkpoint_format(form)
+        if form == "torch" and not self.rule.has_torch_form:
+            raise ValueError("checkpoint_format='torch' is torch.optim.AdamW's layout, which this update rule has not")
 
     def _show_groups(self) -> None:
         """Let param groups have torch.optim.AdamW's keys or our own, by the form of state dicts."""

@@ -23,13 +23,12 @@ FLAGS = ("amsgrad", "bias_correction", "maximize")  # of param groups
 NUMBERS = ("lr", "eps", "weight_decay")  # of param groups, beside the betas
 
 
-# --- for type checkers: the keyword options of FusedAdam, which classes with other signatures pass on -----------------
+# --- for type checkers: keyword options, by the classes that have them ------------------------------------------------
 
 
-class OptionsBesideTransformerEngine(TypedDict, total=False):
-    """Those of :class:`fused_optim.FusedAdam` that TransformerEngine's FusedAdam does not have."""
+class CommonOptions(TypedDict, total=False):
+    """Of every optimizer here, and of neither Apex's nor TransformerEngine's FusedAdam."""
 
-    maximize: bool
     param_remainder_bits: int | None
     state_dtype: torch.dtype | str | None
     master_bits: int | None
@@ -44,11 +43,30 @@ class OptionsBesideTransformerEngine(TypedDict, total=False):
     fused: bool | None
     foreach: bool | None
     differentiable: bool
+
+
+class SharedOptions(CommonOptions, total=False):
+    """Of every optimizer here."""
+
+    capturable: bool
+    master_weights: bool
+    master_weight_dtype: torch.dtype | str
+    store_param_remainders: bool | None
+    use_decoupled_grad: bool
+    set_grad_none: bool | None
+    maximize: bool
+    exp_avg_dtype: torch.dtype | str | None
+
+
+class OptionsBesideTransformerEngine(CommonOptions, total=False):
+    """Of :class:`fused_optim.FusedAdam`, and not of TransformerEngine's FusedAdam."""
+
+    maximize: bool
     decoupled_weight_decay: bool | None
 
 
 class OptionsBesideApex(OptionsBesideTransformerEngine, total=False):
-    """Those of :class:`fused_optim.FusedAdam` that Apex's FusedAdam does not have."""
+    """Of :class:`fused_optim.FusedAdam`, and not of Apex's FusedAdam."""
 
     master_weight_dtype: torch.dtype | str
     store_param_remainders: bool | None
@@ -57,14 +75,11 @@ class OptionsBesideApex(OptionsBesideTransformerEngine, total=False):
     use_decoupled_grad: bool
 
 
-class Options(OptionsBesideApex, total=False):
+class Options(OptionsBesideApex, SharedOptions, total=False):
     """All of :class:`fused_optim.FusedAdam` that are given by keyword only."""
 
     bias_correction: bool
     adam_w_mode: bool
-    capturable: bool
-    master_weights: bool
-    set_grad_none: bool | None
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
@@ -174,7 +189,7 @@ def reads_arguments(function: F) -> F:
 
     @functools.wraps(function)
     def with_read_arguments(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _check_names(type(self).__name__, kwargs, [*signature.parameters][1:])
+        check_names(type(self).__name__, kwargs, [*signature.parameters][1:])
         given = signature.bind(self, *args, **kwargs)
         for name in flags.keys() & given.arguments.keys():
             value = given.arguments[name]
@@ -198,7 +213,7 @@ def reads_flags_by_truth(function: F) -> F:
     return cast(F, with_truths)
 
 
-def _check_names(owner: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
+def check_names(owner: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
     for name in given:
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=1)

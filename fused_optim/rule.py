@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -68,6 +69,7 @@ class Rule(Protocol):
     code: int
     states: tuple[StateSpec, ...]
     shown: tuple[str, ...]  # its hyperparameters that the optimizer's text shows
+    has_torch_form: bool  # whether state dicts may have torch.optim.AdamW's form
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -95,3 +97,8 @@ def integer_power(base: float, exponent: int) -> float:
         base *= base
         exponent >>= 1
     return result
+
+
+def float32(x: float) -> float:
+    """A number as FP32 has it."""
+    return ctypes.c_float(x).value

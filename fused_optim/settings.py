@@ -9,7 +9,7 @@ import torch
 
 from fused_optim.formats import Master, as_dtype
 from fused_optim.options import CheckpointDevice, CheckpointFormat, flag_of, number_of, whole_number_of
-from fused_optim.validate import check_checkpoint_device, check_checkpoint_format, check_offloading
+from fused_optim.validate import check_checkpoint_device, check_offloading
 
 T = TypeVar("T")
 
@@ -38,7 +38,10 @@ class Settings:
 
     @staticmethod
     def read(*, master_bits: Any = None, **given: Any) -> Settings:
-        """Raises ValueError or TypeError for what makes no sense."""
+        """What is not given has its default. Raises ValueError or TypeError for what makes no sense."""
+        defaults = {each.name: each.default for each in fields(Settings)} | {"param_remainder_bits": None}
+        given = {key: default if given.get(key) is None else given[key] for key, default in defaults.items()}
+        given |= {key: flag_of(key, given[key]) for key, default in defaults.items() if isinstance(default, bool)}
         given |= _masters_of_bits(master_bits, given)
         remainders = given["store_param_remainders"]
         given["store_param_remainders"] = remainders = _flag_or_none("store_param_remainders", remainders)
@@ -50,7 +53,6 @@ class Settings:
         fraction = number_of(given["offload_fraction"])
         check_offloading(given["offload_states"], fraction, given["capturable"])
         given["offload_fraction"] = float(fraction)
-        check_checkpoint_format(given["checkpoint_format"])
         check_checkpoint_device(given["checkpoint_device"])
         given["set_grad_none"] = _flag_or_none("set_grad_none", given["set_grad_none"])
         return Settings(**given)
@@ -73,9 +75,6 @@ class Settings:
         if self.store_param_remainders:
             return Master.REMAINDER16 if self.param_remainder_bits == 16 else Master.REMAINDER8
         return Master.FLOAT16 if self.master_weight_dtype == torch.float16 else None
-
-
-NAMES = tuple(each.name for each in fields(Settings))
 
 
 class Setting(Generic[T]):

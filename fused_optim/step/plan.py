@@ -379,8 +379,8 @@ def _unscaled_apart(apart: list[tuple[Tensor, Tensor]], hypers: list[Hyper]) -> 
 
 def _watched(param: Tensor, states: ParamState) -> Watched:
     spec = param._spec if isinstance(param, DTensor) else None
-    own = [states.tensors.get(each.name) for each in states.layout.specs]
-    return Watched(param, own[0], own[1], master=states.tensors.get(MASTER), spec=spec, states=states.tensors)
+    state0, state1, *_ = (*(states.tensors.get(each.name) for each in states.layout.specs), None)
+    return Watched(param, state0, state1, master=states.tensors.get(MASTER), spec=spec, states=states.tensors)
 
 
 def _watched_weight(watched: Watched, target: Target, master: Tensor) -> Watched:

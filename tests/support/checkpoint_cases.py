@@ -48,7 +48,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }
 MASTERS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "float32": (torch.float32, {}),
-    "bfloat16": (torch.bfloat16, {}),
+    "bfloat16": (torch.bfloat16, {"store_param_remainders": False}),
     "remainder16": (torch.bfloat16, {"store_param_remainders": True}),
     "remainder8": (torch.bfloat16, {"store_param_remainders": True, "param_remainder_bits": 8}),
     "float16": (torch.bfloat16, {"master_weight_dtype": torch.float16}),

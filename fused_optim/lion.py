@@ -1,0 +1,126 @@
+"""FusedLion: Lion for sharded parameters, with one low-precision state and FP32 master weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Unpack
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from fused_optim.decorators import between_graphs
+from fused_optim.formats import Kind, fused
+from fused_optim.optimizer import ShardedOptimizer
+from fused_optim.options import SharedOptions, check_names, flag_of
+from fused_optim.rule import Hyper, StateSpec, Update, float32
+from fused_optim.validate import check_decay_rates, check_differentiable
+
+EXP_AVG = StateSpec("exp_avg", Kind.SIGNED)
+
+
+@dataclass(frozen=True)
+class LionScalars:
+    """What the update of an element reads; every float is rounded to FP32."""
+
+    grad_factor: float
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    step_size: float
+    decay: float
+
+
+@dataclass
+class Lion:
+    """The update rule of Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023)."""
+
+    code: int = field(default=1, init=False)
+    states: tuple[StateSpec, ...] = field(default=(EXP_AVG,), init=False)
+    shown: tuple[str, ...] = field(default=("betas",), init=False)
+    has_torch_form: bool = field(default=False, init=False)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {}
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        check_decay_rates(group["betas"])
+
+    def numbers(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        beta1, beta2 = map(float, group["betas"])
+        return {"beta1": beta1, "beta2": beta2, "eps": 0.0, "adam_w": True, "bias_correction": False}
+
+    def derive(self, hyper: Hyper, lr: float, step: int, grad_factor: float) -> LionScalars:
+        return LionScalars(
+            grad_factor=float32(grad_factor),
+            beta1=float32(hyper.beta1),
+            one_minus_beta1=float32(1.0 - hyper.beta1),
+            beta2=float32(hyper.beta2),
+            one_minus_beta2=float32(1.0 - hyper.beta2),
+            step_size=float32(lr),
+            decay=float32(1.0 - lr * hyper.weight_decay),
+        )
+
+    def update(self, scalars: LionScalars) -> Update:
+        s = scalars
+
+        def update(grad: Tensor, param: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+            (m,) = states
+            grad = grad * s.grad_factor
+            direction = fused(m, s.beta1, s.one_minus_beta1 * grad).sign()
+            return fused(direction, -s.step_size, param * s.decay), [fused(m, s.beta2, s.one_minus_beta2 * grad)]
+
+        return update
+
+
+class FusedLion(ShardedOptimizer):
+    """Lion (Chen et al., 2023), one pass per step over all local shards: the sign of an average, one state.
+
+    All of :class:`fused_optim.FusedAdam` holds here, too: formats, masters, sharding, checkpoints, quantized weights,
+    clipping. ``optimizer.state[p]`` has ``exp_avg`` and, for parameters that are not FP32, ``master_param``. Every
+    element moves by ``lr``, so the learning rate is 3 to 10 times smaller than AdamW's, and ``weight_decay`` larger.
+
+    Args:
+        params: as of :class:`fused_optim.FusedAdam`.
+        lr: learning rate, a number or a tensor of one element.
+        betas: the update is the sign of ``betas[0] * exp_avg + (1 - betas[0]) * grad``; ``exp_avg`` itself decays by
+            ``betas[1]``. Both in [0, 1).
+        weight_decay: decoupled: the parameter is multiplied by ``1 - lr * weight_decay``.
+        options: those of :class:`fused_optim.FusedAdam` but for Adam's own; ``exp_avg_dtype`` or ``state_dtype`` is the
+            format of the state.
+
+    Raises:
+        ValueError, TypeError: for hyperparameters or parameters that cannot be used; nothing has been changed then.
+    """
+
+    rule: Lion
+
+    @between_graphs
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-4,
+        betas: Sequence[float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        **options: Unpack[SharedOptions],
+    ) -> None:
+        given: dict[str, Any] = {**options}
+        known = ("lr", "betas", "weight_decay", *SharedOptions.__annotations__)
+        check_names(type(self).__name__, given, known)
+        check_differentiable(given.pop("differentiable", None))
+        maximize = given.pop("maximize", None)
+        super().__init__(
+            params,
+            Lion(),
+            {
+                "lr": lr,
+                "betas": betas,
+                "weight_decay": weight_decay,
+                "maximize": maximize is not None and flag_of("maximize", maximize),
+            },
+            {EXP_AVG.option: given.pop("exp_avg_dtype", None)},
+            given.pop("state_dtype", None),
+            given,
+        )
