@@ -26,7 +26,7 @@ from fused_optim.checkpoint.sources import (
     open_source,
     optimizer_keys,
     read_contents,
-    read_small,
+    read_steps,
     some_of,
 )
 from fused_optim.decorators import callers_level
@@ -125,7 +125,7 @@ class Loader:
         self.params = optimizer.store.params
         self.contents = read_contents(source, everyone)
         self.ids = self._match(everyone)
-        self.saved_steps = self._read_steps()
+        self.saved_steps = read_steps(self.source, self.contents)
         self.memory: list[Tensor] = []  # that states are read into
 
     def prepare(self) -> tuple[dict[str, Any], LoadReport]:
@@ -184,17 +184,6 @@ class Loader:
         if unexpected := sorted(set(self.contents.states) - set(ids)):
             self._refuse_other_model([], unexpected)
         return ids
-
-    def _read_steps(self) -> dict[str, int]:
-        """The step of every id that has one: its group's, or its own as torch.optim keeps it."""
-        keys = {
-            id_: self.contents.states[id_]["step"][""]
-            for id_ in self.ids
-            if "" in self.contents.states.get(id_, {}).get("step", {})
-        }
-        values = read_small(self.source, keys.values())
-        steps = {id_: int(values[key]) for id_, key in keys.items()}
-        return steps | {id_: int(s["step"]) for id_, s in self.contents.settings.items() if "step" in s}
 
     def _check_states(self, i: int) -> None:
         states, param = self.contents.states[self.ids[i]], self.params[i]

@@ -225,6 +225,14 @@ def read_small(source: Source, keys: Iterable[str]) -> dict[str, Any]:
     return source.read(wanted)
 
 
+def read_steps(source: Source, contents: Contents) -> dict[str, int]:
+    """The step of every id that has one: its param group's; where that has none its own, as torch.optim keeps it."""
+    own = {id_: states["step"][""] for id_, states in contents.states.items() if "" in states.get("step", {})}
+    values = read_small(source, own.values())
+    steps = {id_: int(values[key]) for id_, key in own.items()}
+    return steps | {id_: int(settings["step"]) for id_, settings in contents.settings.items() if "step" in settings}
+
+
 def _state_of(key: str, prefix: str) -> re.Match[str] | None:
     first = f"{prefix}state."
     match = _STATE_KEY.fullmatch(key, len(first)) if key.startswith(first) else None

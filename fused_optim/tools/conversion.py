@@ -20,7 +20,7 @@ from torch import Tensor
 from fused_optim.adam import MOMENTS
 from fused_optim.adapters import adapter_of
 from fused_optim.checkpoint.folders import PathLike
-from fused_optim.checkpoint.sources import read_small
+from fused_optim.checkpoint.sources import read_steps
 from fused_optim.formats import STATE_FORMATS, Master, as_dtype, split_remainder, state_format
 from fused_optim.layout import MASTER, STEP
 from fused_optim.sharding.model_files import safetensors_writer
@@ -126,7 +126,7 @@ class _Conversion:
         self._contents = optimizer.contents
         self._wanted = wanted
         self._ids = {name: id_ for id_, name in optimizer.names.items()}
-        self._steps = self._read_steps()
+        self._steps = read_steps(self._optimizer.checkpoint, self._contents)
         groups = f"{optimizer.prefix}param_groups."
         self._first_id = f"{groups}{next(iter(self._contents.settings), '')}."
         self._is_flat = any(key.startswith(self._first_id) for key in optimizer.checkpoint.entries)
@@ -242,13 +242,6 @@ class _Conversion:
             entries[weight.key] = replace(entries[weight.key], read=partial(_high_bits, states[MASTER], kind))
 
     # --- param groups -------------------------------------------------------------------------------------------
-
-    def _read_steps(self) -> dict[str, int]:
-        """By parameter's id: its own, or its param group's."""
-        own = {id_: found["step"][""] for id_, found in self._contents.states.items() if "step" in found}
-        values = read_small(self._optimizer.checkpoint, own.values())
-        steps = {id_: int(of[STEP]) for id_, of in self._contents.settings.items() if STEP in of}
-        return steps | {id_: int(values[key]) for id_, key in own.items()}
 
     def _groups(self) -> Iterator[tuple[_Place, Any]]:
         """As the source has them, numbered or by parameter."""

@@ -221,8 +221,8 @@ def test_every_form_loads_in_every_form(saved_as: str, loaded_by: str) -> None:
     for param, other in zip(model.parameters(), source.parameters(), strict=True):
         for name in MOMENTS:
             assert same_bits(loaded.get_unscaled_state(param, name), saved.get_unscaled_state(other, name))
-        master = other.float() if saved_as == "torch" else saved.get_unscaled_state(other, "master_param")
-        assert same_bits(loaded.get_unscaled_state(param, "master_param"), master)
+        master = other.detach().float() if saved_as == "torch" else saved.store.master(other)
+        assert same_bits(loaded.store.master(param), master)
     train(model, loaded, STEPS, STEPS + 1)
 
 
@@ -374,3 +374,25 @@ def test_documented_way_there_and_back_runs(tmp_path: Path, monkeypatch: pytest.
     model, fused, adamw = (names[name] for name in ("model", "fused", "adamw"))
     assert fused.state[model.weight]["exp_avg"].dtype == torch.int8 and fused.param_groups[0]["step"] == 2
     assert float(adamw.state[model.weight]["step"]) == 3 and adamw.param_groups[0]["lr"] == 1e-3
+
+
+# --- running param groups keep each value once ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copied", ["itself", "deepcopy", "pickle"])
+def test_what_is_written_into_a_group_stays(copied: str) -> None:
+    optimizer = ours(build())
+    optimizer.checkpoint_format = "torch"
+    optimizer.param_groups[0]["bias_correction"] = False
+    optimizer.param_groups[0].update(step=7)
+    optimizer.param_groups[1].setdefault("step", 3)
+    copies = {"deepcopy": copy.deepcopy, "pickle": lambda each: pickle.loads(pickle.dumps(each))}
+    optimizer = copies.get(copied, lambda each: each)(optimizer)
+    first, second = optimizer.param_groups
+    assert (first["step"], first.get("step"), second.get("step"), first.get("nothing", 1)) == (7, 7, 0, 1)
+    assert first.get("bias_correction") is False and "bias_correction" in first
+    assert not {"step", "bias_correction", "exp_avg_dtype", "fused_optim_version"} & set(first)
+    assert set(first) == set(dict(first)) == set({**first}) == set(first.keys()) == {key for key, _ in first.items()}
+    optimizer.checkpoint_format = "unscaled"
+    first = optimizer.param_groups[0]
+    assert (first["step"], first["bias_correction"]) == (7, False) and type(first) is dict

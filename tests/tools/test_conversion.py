@@ -270,3 +270,26 @@ def test_remainders_need_their_parameters(tmp_path: Path) -> None:
         main()
     master = stored(tmp_path / "target")["optim.state.first.weight.master_param"]
     assert torch.equal(master, optimizer.master_state_dict(model)["first.weight"])
+
+
+@pytest.mark.parametrize("has_group_step", [True, False])
+def test_the_groups_step_counts_and_a_parameters_own_where_there_is_none(has_group_step: bool, tmp_path: Path) -> None:
+    """For loads and conversions alike; both numbers come from files that others have edited or merged."""
+    model, optimizer = trained()
+    state = optimizer.state_dict()
+    for group in state["param_groups"]:
+        group["step"] = 5
+        if not has_group_step:
+            group.pop("step")
+    for states in state["state"].values():
+        states["step"] = torch.tensor(7.0)
+    torch.save(state, tmp_path / "both.pt")
+    expected = 5 if has_group_step else 7
+    fresh = FusedAdam(groups_of(again := build(torch.float32, seed=5)))
+    assert load_optimizer_checkpoint(again, fresh, tmp_path / "both.pt").steps == (expected, expected)
+    convert_checkpoint(tmp_path / "both.pt", tmp_path / "converted", "unscaled")
+    report = load_optimizer_checkpoint(again, FusedAdam(groups_of(again)), tmp_path / "converted")
+    assert report.steps == (expected, expected)
+    loaded = FusedAdam(groups_of(again))
+    loaded.load_state_dict(state)
+    assert [group["step"] for group in loaded.param_groups] == [expected, expected]
