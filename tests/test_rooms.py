@@ -14,8 +14,8 @@ import fused_optim
 
 # Files and folders of fused_optim/ from the ground up; docs/development.md says what each is for.
 ROOMS = (
-    *("decorators", "formats", "options", "sharding", "adapters", "host_memory", "slots", "copies", "backends"),
-    *("validate", "quantized", "state", "step", "clip", "skip", "adam", "release", "checkpoint"),
+    *("torch_versions", "decorators", "formats", "options", "sharding", "adapters", "host_memory", "slots", "copies"),
+    *("backends", "validate", "quantized", "state", "step", "clip", "skip", "adam", "release", "checkpoint"),
     *("compat", "integrations", "__init__", "tools", "__main__"),
 )
 # Who may import while it runs, and what: adapters of parameters that are met, engines if they were built, and
@@ -285,7 +285,7 @@ WRONG: dict[str, tuple[Check, dict[str, str], list[str]]] = {
 RIGHT = {
     **{f"{room}/__init__": "" for room in ("sharding", "backends", "quantized", "state", "step", "integrations")},
     **dict.fromkeys(("__main__", "decorators", "options", "host_memory", "slots", "copies", "validate"), ""),
-    **dict.fromkeys(("clip", "skip", "release"), ""),
+    **dict.fromkeys(("clip", "skip", "release", "torch_versions"), ""),
     **{f"{room}/__init__": "" for room in ("checkpoint", "compat", "tools")},
     "__init__": """
 from typing import TYPE_CHECKING
