@@ -14,7 +14,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 ENGINE_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test test-gpu test-integrations peer-suites bench lint format docs wheel wheel-test release-check clean FORCE
+.PHONY: demo test test-gpu test-integrations test-torches test-newest-torch peer-suites bench lint format docs wheel wheel-test \
+    release-check clean FORCE
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py --output demo_output $(if $(QUANTIZE),--quantize $(QUANTIZE))
@@ -36,6 +37,29 @@ test-integrations: $(VENV)/.installed $(VENV)/.integrations
 # The tests that TransformerEngine and Apex have of their FusedAdam, with ours; docs/development.md says what SOURCES holds.
 peer-suites: $(VENV)/.installed
 	$(BIN)/python benchmarks/peer_suites.py $(SOURCES) --output build/peer_suites.json
+
+# Other releases of torch, each in an environment of its own, with the engines that are there: these fit all of them.
+TORCHES ?= torch==2.11.0 torch==2.13.0 torch==2.14.1
+NEWEST_TORCH := -r tests/requirements-newest-torch.txt
+# Tests of what fused_optim/torch_versions.py names: checkpoints, FSDP2, DTensors, subclasses, compiled code, engines.
+TORCH_TESTS := tests/test_torch_versions.py tests/sharding tests/quantized/test_quantized_checkpoint.py \
+    $(patsubst %,tests/checkpoint/test_%.py,written_by newer_torch reading saving wrapped_models) \
+    $(patsubst %,tests/step/test_%.py,compiled_loop tensor_properties amp) \
+    $(patsubst %,tests/engines/test_%.py,tensor_reader interface) \
+    $(patsubst %,tests/quantized/test_quantized_%.py,tensor fsdp compile full_tensors)
+
+test-torches: $(TORCHES:%=test-with-%) test-with-newest
+
+test-newest-torch: TORCH_TESTED := $(TORCH_TESTS)
+test-newest-torch: test-with-newest
+
+test-with-%: $(VENV)/.installed
+	$(BIN)/python -m venv '.venvs/$*'
+	'.venvs/$*/bin/pip' --disable-pip-version-check -q install --upgrade $(if $(filter newest,$*),$(NEWEST_TORCH),'$*') \
+	    $$($(BIN)/python -c 'import tomllib; \
+	    extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+	    print(*extras["test"], *extras["examples"])')
+	PYTHONPATH=$(CURDIR) '.venvs/$*/bin/python' -m pytest $(TORCH_TESTED)
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/step.py
@@ -70,7 +94,7 @@ wheel: $(VENV)/.release
 
 # The same wheel under each torch, without this tree: in an empty folder with torch alone, then tests of the sdist
 # (WHEEL_TESTS=tests: all of them).
-WHEEL_TORCHES ?= torch==2.11.0 torch==2.13.0
+WHEEL_TORCHES ?= torch==2.11.0 torch==2.13.0 torch==2.15.0
 WHEEL_TESTS ?= tests/engines/test_build.py tests/engines/test_formats.py tests/step/test_optimizer.py tests/step/test_bad_input.py
 
 wheel-test: $(WHEEL_TORCHES:%=wheel-test-%)
@@ -92,7 +116,7 @@ release-check: lint test docs wheel
 clean:
 	rm -rf build dist *.egg-info demo_output .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	rm -f fused_optim/*.so fused_optim/_build_info.json $(VENV)/.installed $(VENV)/.integrations
-	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './.venvs/*' -prune -exec rm -rf {} +
 
 # The build is isolated, hence independent of the torch beside it. The last line shows which engines were built.
 $(VENV)/.installed: $(VENV)/.torch $(ENGINE_SOURCES) setup.py pyproject.toml

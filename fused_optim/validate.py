@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp._common_utils import FSDP_FLATTENED
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -276,7 +277,7 @@ def check_whole(model: nn.Module, params: Sequence[Tensor]) -> None:
     names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
     for index, param in enumerate(params):
         # FSDP1's own marks. With use_orig_params=False an optimizer has flat parameters, each of several of the model.
-        is_flat = getattr(param, "_fsdp_flattened", False)
+        is_flat = getattr(param, FSDP_FLATTENED, False)
         is_several = getattr(param, "_is_flat_param", False)
         if is_several or (is_flat and not (unsharded and param in names)):
             raise TypeError(

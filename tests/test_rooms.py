@@ -15,7 +15,18 @@ import fused_optim
 # Files and folders of fused_optim/ from the ground up; docs/development.md says what each is for. A folder whose rooms
 # have an order of their own is given room by room, its own ``__init__`` last.
 ROOMS = (
-    *("decorators", "optional", "formats", "options", "rule", "sharding", "adapters", "host_memory", "layout"),
+    *(
+        "torch_versions",
+        "decorators",
+        "optional",
+        "formats",
+        "options",
+        "rule",
+        "sharding",
+        "adapters",
+        "host_memory",
+        "layout",
+    ),
     *("copies", "backends", "validate"),
     *(f"quantized.{room}" for room in ("recipes", "tensor", "compute", "adapters", "model", "files", "__init__")),
     *("rebuild", "settings", "clip", "skip", "state", "step", "optimizer", "adam", "release", "checkpoint"),
@@ -315,7 +326,7 @@ WRONG: dict[str, tuple[Check, dict[str, str], list[str]]] = {
 RIGHT = {
     **{f"{room}/__init__": "" for room in ("sharding", "backends", "quantized", "state", "step", "integrations")},
     **dict.fromkeys(("__main__", "decorators", "options", "rule", "host_memory", "layout", "copies", "validate"), ""),
-    **dict.fromkeys(("settings", "clip", "skip", "optimizer", "release"), ""),
+    **dict.fromkeys(("settings", "torch_versions", "clip", "skip", "optimizer", "release"), ""),
     **{f"quantized/{room}/__init__": "" for room in ("recipes", "tensor", "compute", "adapters", "model", "files")},
     **{f"{room}/__init__": "" for room in ("checkpoint", "compat", "tools")},
     "__init__": """

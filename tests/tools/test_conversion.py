@@ -275,7 +275,7 @@ def test_remainders_need_their_parameters(tmp_path: Path) -> None:
 @pytest.mark.parametrize("has_group_step", [True, False])
 def test_the_groups_step_counts_and_a_parameters_own_where_there_is_none(has_group_step: bool, tmp_path: Path) -> None:
     """For loads and conversions alike; both numbers come from files that others have edited or merged."""
-    model, optimizer = trained()
+    _, optimizer = trained()
     state = optimizer.state_dict()
     for group in state["param_groups"]:
         group["step"] = 5

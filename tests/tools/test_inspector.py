@@ -28,11 +28,12 @@ from distributed import Part, join_all
 from foreign_cases import SETTINGS, build, groups_of, train
 from fused_optim import FusedAdam, FusedAdamW, write_checksums
 from fused_optim.__main__ import main
+from fused_optim.checkpoint import Checkpointer
 from fused_optim.quantized import MXFP8BlockScaling, quantize_model_
 from fused_optim.tools import progress
 from fused_optim.tools.comparison import compare_checkpoints
 from fused_optim.tools.inspector import inspect_checkpoint
-from native_cases import NativeRun
+from native_cases import REM16, SAVED_AT, SHAPES, NativeRun, trained
 from snippets import run_section
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp.save in one process
@@ -139,6 +140,18 @@ def test_values_that_are_not_finite_are_counted(tmp_path: Path) -> None:
     assert report["parameters"]["second.weight"]["exp_avg"]["values"]["nan"] == 7 * 256
     assert "NOT FINITE: exp_avg of first.odd, parameter of first.bias, exp_avg of second.weight" in str(report)
     assert "1 NaN, 2 infinite" in str(report)
+
+
+def test_parameters_without_elements_are_described(tmp_path: Path) -> None:
+    """With remainders, too, whose bytes are joined to others."""
+    model, optimizer = trained(REM16, torch.int8)
+    with Checkpointer(model, optimizer, tmp_path, format="native", sigterm=False) as checkpointer:
+        checkpointer.save(SAVED_AT)
+    found = inspect_checkpoint(tmp_path / f"step-{SAVED_AT:08}")["parameters"]
+    for name in ("void", "vacant"):
+        assert found[name]["shape"] == list(SHAPES[name])
+        states = [state for key, state in found[name].items() if key != "shape"]
+        assert len(states) == 4 and all(state["values"]["elements"] == 0 for state in states)
 
 
 def test_the_report_can_be_read(saved: Path) -> None:

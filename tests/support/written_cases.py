@@ -24,7 +24,7 @@ import distributed
 from fused_optim import FusedAdam
 from fused_optim.checkpoint import Checkpointer
 
-FOLDER = Path(__file__).with_name("checkpoint") / "written_by"
+FOLDER = Path(__file__).parents[1] / "checkpoint" / "written_by"
 VERSIONS = sorted(path.name.removesuffix(".tar.xz") for path in FOLDER.iterdir())
 FORMS = ("native", "unscaled")
 CHECKPOINTER = "run"  # a folder of Checkpointer's, beside those named after forms
