@@ -45,7 +45,7 @@ moments_of = pytest.mark.parametrize("moments", MOMENTS + MIXED, ids=lambda pair
 
 @contextmanager
 def refused(monkeypatch: pytest.MonkeyPatch, *names: str) -> Iterator[None]:
-    """These functions of ``quantized.engine``, which run after an update, may have nothing to do."""
+    """These functions of ``recipes.engine``, which run after an update, may have nothing to do."""
 
     def refuse(weights: Any, *_: object) -> Tensor:
         assert not list(weights), "a pass of its own"

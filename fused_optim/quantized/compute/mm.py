@@ -1,7 +1,7 @@
 """What ``mm`` and ``addmm`` do with quantized weights: products in FP8 where the recipe wants them and they can run.
 
-This is how every use of a weight gets its forward product; :class:`~fused_optim.quantized.linear.QuantizedLinear` has
-gradients in FP8, too. All else decodes.
+This is how every use of a weight gets its forward product; ``QuantizedLinear`` (``linear.py``) has gradients in
+FP8, too. All else decodes.
 """
 
 from __future__ import annotations

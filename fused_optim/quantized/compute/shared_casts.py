@@ -29,7 +29,7 @@ _last: _Cast | None = None
 
 
 def cast_activations(x: Tensor, format: ProductFormat, rows: bool, columns: bool) -> Both:
-    """:func:`~fused_optim.quantized.casts.cast_both` of ``x``, seen as a matrix, in E4M3."""
+    """:func:`~fused_optim.quantized.compute.casts.cast_both` of ``x``, seen as a matrix, in E4M3."""
     global _last
     shares = _can_share(x)
     circumstances = _circumstances(x, format) if shares else ()
