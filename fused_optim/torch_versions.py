@@ -68,7 +68,8 @@ _ALWAYS = (
     "torch.distributed.tensor._dtensor_spec.DTensorSpec",
     "torch.distributed.tensor._dtensor_spec.TensorMeta",
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
-    "torch.distributed.tensor.debug._clear_sharding_prop_cache",
+    "torch._C._clear_DTensor_sharding_propagator_cache",
+    "torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear",
     "torch.testing._internal.distributed.fake_pg.FakeStore",
     # FSDP2's records of parameters, and FSDP1's marks on them
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state",

@@ -15,21 +15,10 @@ import fused_optim
 # Files and folders of fused_optim/ from the ground up; docs/development.md says what each is for. A folder whose rooms
 # have an order of their own is given room by room, its own ``__init__`` last.
 ROOMS = (
-    *(
-        "torch_versions",
-        "decorators",
-        "optional",
-        "formats",
-        "options",
-        "rule",
-        "sharding",
-        "adapters",
-        "host_memory",
-        "layout",
-    ),
-    *("copies", "backends", "validate"),
+    *("torch_versions", "decorators", "optional", "formats", "options", "rule", "sharding", "adapters"),
+    *("host_memory", "layout", "copies", "backends", "validate"),
     *(f"quantized.{room}" for room in ("recipes", "tensor", "compute", "adapters", "model", "files", "__init__")),
-    *("rebuild", "settings", "clip", "skip", "state", "step", "optimizer", "adam", "release", "checkpoint"),
+    *("rebuild", "settings", "clip", "skip", "state", "step", "optimizer", "adam", "lion", "release", "checkpoint"),
     *("compat", "integrations", "__init__", "tools", "__main__"),
 )
 HOUSES = {room.split(".")[0] for room in ROOMS if "." in room}  # folders that are given room by room
@@ -326,7 +315,7 @@ WRONG: dict[str, tuple[Check, dict[str, str], list[str]]] = {
 RIGHT = {
     **{f"{room}/__init__": "" for room in ("sharding", "backends", "quantized", "state", "step", "integrations")},
     **dict.fromkeys(("__main__", "decorators", "options", "rule", "host_memory", "layout", "copies", "validate"), ""),
-    **dict.fromkeys(("settings", "torch_versions", "clip", "skip", "optimizer", "release"), ""),
+    **dict.fromkeys(("settings", "torch_versions", "clip", "skip", "optimizer", "lion", "release"), ""),
     **{f"quantized/{room}/__init__": "" for room in ("recipes", "tensor", "compute", "adapters", "model", "files")},
     **{f"{room}/__init__": "" for room in ("checkpoint", "compat", "tools")},
     "__init__": """
