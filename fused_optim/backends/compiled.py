@@ -17,10 +17,11 @@ from fused_optim.backends.engine import (
     EngineGradientLayout,
     EngineTensorReader,
     EngineVersionCounters,
+    Rule,
     Watched,
 )
 from fused_optim.formats import ELEMENT_TYPES
-from fused_optim.slots import Slots
+from fused_optim.slots import MOMENTS, Slots
 
 
 def address(tensor: Tensor | None) -> int:
@@ -60,7 +61,7 @@ def load_kernels(device: torch.device) -> None:
     """Load the CUDA engine's kernels: a later CUDA graph capture is no time for it."""
     engine, _ = load_engine("cuda")
     if engine is not None:
-        engine.load_kernels(device.index)
+        engine.load_kernels(Rule.ADAM, device.index)
 
 
 def tensor_reader(
@@ -160,7 +161,7 @@ class CompiledShards:
         is_apart = states_on is not None
         reader, state_reader = (tensor_reader(each, backend, is_apart) for each in (device, states_on or device))
         self._plan = engine.Plan(
-            groups, group_count, reader, state_reader, versions, _gradient_layout(backend), DTensor
+            Rule.ADAM, MOMENTS, groups, group_count, reader, state_reader, versions, _gradient_layout(backend), DTensor
         )
         self.works: dict[int, ShardWork] = {}  # contiguous copies of gradients live until the step is launched
 
@@ -192,8 +193,7 @@ class CompiledShards:
             grad=work.grad.data_ptr(),
             param=work.param.data_ptr() if target is None else address(target.data),
             master=address(work.master),
-            exp_avg=work.exp_avg.data_ptr(),
-            exp_avg_sq=work.exp_avg_sq.data_ptr(),
+            states=(work.exp_avg.data_ptr(), work.exp_avg_sq.data_ptr()),
             scales=slots.scales.data_ptr(),
             numel=geometry.numel,
             offset=geometry.offset,
@@ -203,8 +203,7 @@ class CompiledShards:
             grad_type=ELEMENT_TYPES[work.grad.dtype],
             param_type=ELEMENT_TYPES[work.param.dtype],
             master_kind=int(slots.master),
-            exp_avg_format=slots.exp_avg.code,
-            exp_avg_sq_format=slots.exp_avg_sq.code,
+            state_formats=(slots.exp_avg.code, slots.exp_avg_sq.code),
             block_log2=(geometry.block or 128).bit_length() - 1,
             **weight,
         )
@@ -215,7 +214,7 @@ class CompiledShards:
         return self._plan.sharing()
 
     def takes_target(self, slots: Slots) -> bool:
-        return self._writes_weights(slots.exp_avg.code, slots.exp_avg_sq.code)
+        return self._writes_weights(Rule.ADAM, (slots.exp_avg.code, slots.exp_avg_sq.code))
 
     def with_gradients(self) -> Sequence[int]:
         return self._plan.with_gradients()

@@ -177,7 +177,7 @@ class OffloadedShards:
 
     def _is_locked(self, watched: Watched) -> bool:
         """Asked in every step: no other guard sees that the memory of a tensor is not page-locked any more."""
-        states = watched.exp_avg, watched.exp_avg_sq, watched.master
+        states = watched.state0, watched.state1, watched.master
         return all(state is None or can_be_streamed(local_tensor(state), self._device) for state in states)
 
     def set(self, shard: int, work: ShardWork, watched: Watched | None) -> bool:

@@ -24,25 +24,25 @@ STEPS = [
         "        return at_least_one((placed(root, inverse, u) >> kPlace) & 0xFFu, root);\n    }\n};\n",
         """
 template <>
-struct ExpAvg<Format::kToy8> {
+struct SignedCodec<Format::kToy8> {
     static constexpr Format format = Format::kToy8;
     using Bits = int8_t;
     FUSED_OPTIM_HD static float decode(uint32_t bits, float scale) { return signed_byte(bits) * scale; }
     FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
         float scale = divide(bits_float(absmax), 127.0f);
-        return block_scale(absmax, kSmallestExpAvg, scale, reciprocal(scale));
+        return block_scale(absmax, kSmallestSigned, scale, reciprocal(scale));
     }
     FUSED_OPTIM_HD static uint32_t encode(float m, float inverse) { return float_bits(fused(m, inverse, 12582912.0f)); }
 };
 
 template <>
-struct ExpAvgSq<Format::kToy8> {
+struct SquareCodec<Format::kToy8> {
     static constexpr Format format = Format::kToy8;
     using Bits = uint8_t;
     FUSED_OPTIM_HD static float decode(uint32_t bits, float scale) { return unsigned_byte(bits) * scale; }
     FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
         float top = larger(bits_float(absmax), 7.888609052210118e-31f);
-        return block_scale(absmax, kSmallestExpAvgSq, divide(top, 255.0f), reciprocal(top) * kTopNudge);
+        return block_scale(absmax, kSmallestSquare, divide(top, 255.0f), reciprocal(top) * kTopNudge);
     }
     FUSED_OPTIM_HD static uint32_t encode(float v, float, float inverse, uint32_t u) {
         float code = fused(clamp_one(v * inverse), 255.0f, bits_float(0x43800000u + (u >> 17)));

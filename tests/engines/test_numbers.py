@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 from fused_optim.backends import load_engine
-from fused_optim.backends.engine import Watched
+from fused_optim.backends.engine import Rule, Watched
 from fused_optim.formats import STATE_FORMATS, Element, Master
 from fused_optim.quantized.casts import CastFormat
 from fused_optim.quantized.engine import ScaleStage
@@ -18,7 +18,7 @@ NUMBERS: dict[str, dict[str, int]] = {
     "Watched": {name: place for place, name in enumerate(Watched._fields)},
     **{
         enum.__name__: {member.name: member.value for member in enum}
-        for enum in (Element, Master, WeightFormat, ScaleStage, CastFormat)
+        for enum in (Element, Master, Rule, WeightFormat, ScaleStage, CastFormat)
     },
 }
 
