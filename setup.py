@@ -44,9 +44,9 @@ OLDEST_ARCH = 80  # has BF16 conversions; torch updates parameters on older GPUs
 DEFAULT_ARCHS = {"80", "90", "100"}  # later ones compile the newest PTX
 # The code asks for no more than "8.9 or later". So from 9.0 on all architectures share one PTX, which is compiled once.
 PTX_ARCHS = (80, 89, 90)
-# By update rule: the formats of its states whose mixes have kernels of their own. FP32 stands for all without scales. As
-# in kernels.h.
-OWN_KERNELS = {"kAdam": ("kFloat32", "kFloat16", "kFloat8", "kInt8")}
+# By update rule: formats of states whose mixes have kernels of their own. FP32 stands for all without scales. As in
+# kernels.h.
+OWN_KERNELS = {"kAdam": ("kFloat32", "kFloat16", "kFloat8", "kInt8"), "kLion": ("kFloat32", "kFloat8", "kInt8")}
 
 
 class Unavailable(Exception):

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "adam.h"
+#include "lion.h"
 
 namespace fused_optim {
 

@@ -63,7 +63,9 @@ FUSED_OPTIM_ENUM(Format, FUSED_OPTIM_FORMATS);
 FUSED_OPTIM_ENUM(StateKind, FUSED_OPTIM_STATE_KINDS);
 
 // Update rules: the kinds of their states. Each has a header of its name.
-#define FUSED_OPTIM_RULES(ROW) ROW(kAdam, "ADAM", kSigned, kSquare)
+#define FUSED_OPTIM_RULES(ROW)           \
+    ROW(kAdam, "ADAM", kSigned, kSquare) \
+    ROW(kLion, "LION", kSigned, kNone)
 FUSED_OPTIM_ENUM(Rule, FUSED_OPTIM_RULES);
 
 constexpr int kMaxStates = 2;

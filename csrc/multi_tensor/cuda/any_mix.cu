@@ -54,6 +54,7 @@ template <StateKind kind>
 struct StoreOctet {
     const View& view;
     int state;
+    Format format;
     uint32_t element;
     const float* values;
     float largest;
@@ -63,7 +64,7 @@ struct StoreOctet {
 
     template <class Codec>
     __device__ __forceinline__ void operator()(Codec) const {
-        StateAccess<kind, Codec>::store_all(view, state, element, values, largest, root, octet, rounding);
+        StateAccess<kind, Codec>::store_all(view, state, format, element, values, largest, root, octet, rounding);
     }
 };
 
@@ -75,11 +76,11 @@ struct StateAccess<kind, Any> {
     __device__ __forceinline__ static void decode_all(float* values, Packet<4>& raw, Format format, float scale) {
         dispatch_codec<kind>(format, DecodeOctet<kind>{values, raw, format, scale});
     }
-    __device__ __forceinline__ static void store_all(const View& view, int state, uint32_t element, const float* values,
-                                                     float largest, const float* root, uint32_t octet,
-                                                     const Rounding& rounding) {
-        dispatch_codec<kind>(view.state_format(state),
-                             StoreOctet<kind>{view, state, element, values, largest, root, octet, rounding});
+    __device__ __forceinline__ static void store_all(const View& view, int state, Format format, uint32_t element,
+                                                     const float* values, float largest, const float* root,
+                                                     uint32_t octet, const Rounding& rounding) {
+        dispatch_codec<kind>(format,
+                             StoreOctet<kind>{view, state, format, element, values, largest, root, octet, rounding});
     }
 };
 

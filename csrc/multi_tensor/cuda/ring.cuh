@@ -92,13 +92,14 @@ struct Ring {
     static constexpr bool kHasMaster = master != Master::kParameter;
     static constexpr int kMasterBytes = kHasMaster ? master_bytes(master) : 0;
     static constexpr int kStateBytes = format_bytes(MixType::format);
+    static constexpr int kStateCount = state_count(MixType::rule);
     static constexpr int kMostBytes = usual ? 2 : 4;  // of an element whose type is known at run time
     static constexpr int kParamBytes = is_remainder(master) ? 2 : kHasParam ? kMostBytes : 0;
 
     static constexpr uint32_t kParam = kTile * kMostBytes;  // where streams begin; gradients come first
     static constexpr uint32_t kMaster = kParam + kTile * kParamBytes;
     static constexpr uint32_t kStates = kMaster + kTile * kMasterBytes;  // one after the other
-    static constexpr uint32_t kTileBytes = kStates + state_count(MixType::rule) * kTile * kStateBytes;
+    static constexpr uint32_t kTileBytes = kStates + kStateCount * kTile * kStateBytes;
     static constexpr uint32_t kStages = usual ? Pace<MixType>::kTilesAhead : 2;
     static constexpr uint32_t kBytes = kStages * kTileBytes;
 
@@ -113,10 +114,9 @@ struct Ring {
             if constexpr (master == Master::kParameter) fetch(tile + kParam, view.param_type(), view.param, element);
             if constexpr (is_remainder(master)) fetch<2>(tile + kParam, view.param, element);
             if constexpr (kHasMaster) fetch<kMasterBytes>(tile + kMaster, view.master, element);
-            each_state<MixType::rule>([&](auto state) {
-                constexpr int i = decltype(state)::value;
-                fetch<kStateBytes>(tile + kStates + i * kTile * kStateBytes, view.states[i], element);
-            });
+            fetch<kStateBytes>(tile + kStates, view.states[0], element);
+            if constexpr (kStateCount > 1)
+                fetch<kStateBytes>(tile + kStates + kTile * kStateBytes, view.states[1], element);
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
     }

@@ -134,13 +134,10 @@ struct View {
         for (int i = 0; i < kMaxStates; ++i) {
             states[i] = table.states[i][shard] + begin * format_bytes(state_format(i));
         }
-        float* scales = reinterpret_cast<float*>(table.scales[shard]) + (begin >> info.block_log2);
+        state_scales[0] = reinterpret_cast<float*>(table.scales[shard]) + (begin >> info.block_log2);
         const uint64_t blocks = (numel + (1u << info.block_log2) - 1) >> info.block_log2;
-        for (int i = 0; i < kMaxStates; ++i) {
-            state_scales[i] = scales;
-            scales += is_scaled(state_format(i)) ? blocks : 0;
-        }
-        master_scales = scales;
+        state_scales[1] = state_scales[0] + (is_scaled(state_format(0)) ? blocks : 0);
+        master_scales = state_scales[1] + (is_scaled(state_format(1)) ? blocks : 0);
         offset = table.offset[shard];
         first = begin;
         geometry = table.geometries[info.geometry];

@@ -204,9 +204,9 @@ struct StateAccess {
     }
 
     // `largest` and `root`: of a square, what the update has found.
-    __device__ __forceinline__ static void store_all(const View& view, int state, uint32_t element, const float* values,
-                                                     float largest, const float* root, uint32_t octet,
-                                                     const Rounding& rounding) {
+    __device__ __forceinline__ static void store_all(const View& view, int state, Format format, uint32_t element,
+                                                     const float* values, float largest, const float* root,
+                                                     uint32_t octet, const Rounding& rounding) {
         constexpr bool rotates = kind == StateKind::kSquare;
         if constexpr (is_scaled(Codec::format)) {
             constexpr int bytes = format_bytes(Codec::format);
@@ -222,8 +222,7 @@ struct StateAccess {
             }
             store_codes<bytes>(words, inverse, view.states[state], element);
         } else {
-            store<rotates>(values, octet, rounding, unscaled_type(view.state_format(state)), view.states[state],
-                           element);
+            store<rotates>(values, octet, rounding, unscaled_type(format), view.states[state], element);
         }
     }
 };
@@ -307,7 +306,10 @@ struct Values {
 template <class MixType>
 __device__ __forceinline__ void update_vector(const View& view, const Scalars& scalars, Values<MixType>& values,
                                               uint32_t element) {
-    constexpr int square = square_state(MixType::rule);
+    constexpr int count = state_count(MixType::rule), square = square_state(MixType::rule);
+    Format formats[count];
+    each_state<MixType::rule>(
+        [&](auto state) { formats[decltype(state)::value] = view.state_format(decltype(state)::value); });
     const Master master = MixType::master_of(view.master_kind());
     float* master_scale = &block->master_scales[element >> view.info.block_log2];
 
@@ -318,14 +320,15 @@ __device__ __forceinline__ void update_vector(const View& view, const Scalars& s
     const float largest = update_values<MixType::rule>(grad, param, states, root, scalars);
 
     uint32_t octet = 0;
-    if ((square >= 0 && view.state_format(square) != Format::kFloat32) || is_scaled(master) ||
+    if ((square >= 0 && formats[max(square, 0)] != Format::kFloat32) || is_scaled(master) ||
         (master == Master::kParameter && view.param_type() != Element::kFloat32)) {
         octet = scalars.rounding.octet(view.key, view.global_index(element));
     }
     store_param<MixType>(view, element, before, param, octet, scalars.rounding, master_scale);
     each_state<MixType::rule>([&](auto state) {
         constexpr int i = decltype(state)::value;
-        AccessOf<MixType, i>::store_all(view, i, element, values.states[i], largest, root, octet, scalars.rounding);
+        AccessOf<MixType, i>::store_all(view, i, formats[i], element, values.states[i], largest, root, octet,
+                                        scalars.rounding);
     });
 }
 
