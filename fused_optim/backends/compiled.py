@@ -17,9 +17,9 @@ from fused_optim.backends.engine import (
     EngineGradientLayout,
     EngineTensorReader,
     EngineVersionCounters,
-    Rule,
     Watched,
 )
+from fused_optim.backends.tables import Rule
 from fused_optim.formats import ELEMENT_TYPES
 from fused_optim.slots import MOMENTS, Slots
 

@@ -6,18 +6,11 @@ them. ``where``: ``device`` and ``stream`` of the CUDA engine, ``threads`` of th
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-
-
-class Rule(enum.IntEnum):
-    """Update rules, as the engines number them."""
-
-    ADAM = 0
 
 
 class Watched(NamedTuple):

@@ -116,7 +116,7 @@ import torch
 from fused_optim import FusedAdam
 from fused_optim.backends import load_engine
 
-assert load_engine("cpu")[0].NUMBERS["Format"]["toy8"] == 5
+assert load_engine("cpu")[0].TABLES["Format"][5] == ("toy8", 1, True)
 
 
 def steps(backend, shape, other):
@@ -138,6 +138,17 @@ for shape in ((6, 256), (3, 192), (3, 96), (4133,), (0, 128)):
         pairs = zip(*(steps(backend, shape, {"exp_avg_sq_dtype": dtype}) for backend in ("cpu", "torch")), strict=True)
         for ours, reference in pairs:
             assert ours.dtype == reference.dtype and torch.equal(ours, reference), (shape, dtype)
+"""
+
+
+WITHOUT_THE_ROW = """
+import torch
+from fused_optim import formats
+
+del formats.STATE_FORMATS[torch.float8_e5m2]
+from fused_optim.backends import load_engine
+
+assert load_engine("cpu") == (None, "built for other tables of formats: install fused_optim again")
 """
 
 
@@ -163,3 +174,4 @@ def test_a_format_is_added_in_the_documented_places(tmp_path: Path) -> None:
         (tree / name).write_text(text.replace(anchor, anchor + addition))
     run(BUILD, tree)
     run(STEP, tree)
+    run(WITHOUT_THE_ROW, tree)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 import fused_optim
 from fused_optim import FusedAdam, backends
 from fused_optim.backends import COMPILED, backend_for, build_info, load_engine
-from fused_optim.backends.engine import Rule
+from fused_optim.backends.tables import Rule, tables
 from fused_optim.tools.info import info
 
 
@@ -80,7 +80,9 @@ def test_missing_backend(use_backend: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_backend_of_another_device(use_backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "fused_optim._engine_cuda", ModuleType("_engine_cuda"))
+    engine = ModuleType("_engine_cuda")
+    monkeypatch.setattr(engine, "TABLES", tables(), raising=False)
+    monkeypatch.setitem(sys.modules, "fused_optim._engine_cuda", engine)
     use_backend("cuda")
     with pytest.raises(RuntimeError, match="FUSED_OPTIM_BACKEND=cuda cannot update parameters on cpu"):
         backend_for("cpu")

@@ -190,12 +190,26 @@ bool same_items(const py::dict& dict, const py::list& keys, const py::list& valu
     return true;
 }
 
-// Names and numbers of an enum, for the test that compares them with Python's.
-template <class Enum>
-py::dict numbers() {
-    py::dict numbers;
-    for (int i = 0; i < kCount<Enum>; ++i) numbers[EnumNames<Enum>::all[i]] = i;
-    return numbers;
+// The tables as Python spells them in backends/tables.py: rows without their enumerators.
+py::dict tables() {
+#define FUSED_OPTIM_TUPLE(enumerator, ...) py::make_tuple(__VA_ARGS__),
+#define FUSED_OPTIM_KINDS(enumerator, name, first, second)                              \
+    py::make_tuple(name, EnumNames<StateKind>::all[static_cast<int>(StateKind::first)], \
+                   EnumNames<StateKind>::all[static_cast<int>(StateKind::second)]),
+    using Rows = std::vector<py::tuple>;
+    const std::pair<const char*, Rows> all[] = {
+        {"Element", {FUSED_OPTIM_ELEMENTS(FUSED_OPTIM_TUPLE)}},
+        {"Master", {FUSED_OPTIM_MASTERS(FUSED_OPTIM_TUPLE)}},
+        {"Format", {FUSED_OPTIM_FORMATS(FUSED_OPTIM_TUPLE)}},
+        {"Rule", {FUSED_OPTIM_RULES(FUSED_OPTIM_KINDS)}},
+        {"Watched", {FUSED_OPTIM_WATCHED(FUSED_OPTIM_TUPLE)}},
+        {"WeightFormat", {FUSED_OPTIM_WEIGHT_FORMATS(FUSED_OPTIM_TUPLE)}},
+        {"ScaleStage", {FUSED_OPTIM_SCALE_STAGES(FUSED_OPTIM_TUPLE)}},
+        {"CastFormat", {FUSED_OPTIM_CAST_FORMATS(FUSED_OPTIM_TUPLE)}},
+    };
+    py::dict found;
+    for (const auto& [name, rows] : all) found[name] = py::tuple(py::cast(rows));
+    return found;
 }
 
 // How many elements of a row share a scale, of the formats of weights that the update can write; 1: any number does.
@@ -212,11 +226,7 @@ py::dict written_blocks() {
 }  // namespace
 
 PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
-    m.attr("NUMBERS") =
-        py::dict(py::arg("Element") = numbers<Element>(), py::arg("Master") = numbers<Master>(),
-                 py::arg("Format") = numbers<Format>(), py::arg("Rule") = numbers<Rule>(),
-                 py::arg("WeightFormat") = numbers<WeightFormat>(), py::arg("ScaleStage") = numbers<ScaleStage>(),
-                 py::arg("CastFormat") = numbers<CastFormat>(), py::arg("Watched") = numbers<Watched>());
+    m.attr("TABLES") = tables();
     m.attr("WRITTEN_BLOCKS") = written_blocks();
     m.def("writes_weights", &writes_weights, py::arg("rule"), py::arg("state_formats"));
 #if defined(FUSED_OPTIM_ENGINE_CUDA)
