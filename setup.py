@@ -44,8 +44,9 @@ OLDEST_ARCH = 80  # has BF16 conversions; torch updates parameters on older GPUs
 DEFAULT_ARCHS = {"80", "90", "100"}  # later ones compile the newest PTX
 # The code asks for no more than "8.9 or later". So from 9.0 on all architectures share one PTX, which is compiled once.
 PTX_ARCHS = (80, 89, 90)
-# Formats of both moments whose mixes have kernels of their own; FP32 stands for all without scales. As in kernels.h.
-OWN_KERNELS = ("kFloat32", "kFloat16", "kFloat8", "kInt8")
+# By update rule: formats of states whose mixes have kernels of their own. FP32 stands for all without scales. As in
+# kernels.h.
+OWN_KERNELS = {"kAdam": ("kFloat32", "kFloat16", "kFloat8", "kInt8"), "kLion": ("kFloat32", "kFloat8", "kInt8")}
 
 
 class Unavailable(Exception):
@@ -93,11 +94,15 @@ def plan_cuda(cxx: str) -> Engine:
     archs = cuda_archs(nvcc)
     include, library = cuda_folders(nvcc, cxx)
     compile_kernels = [nvcc, f"-ccbin={cxx}", *NVCC_FLAGS, *codes_of(archs)]
-    one_mix = SOURCES / "cuda/one_mix.cu"
+    one_mix, any_mix = SOURCES / "cuda/one_mix.cu", SOURCES / "cuda/any_mix.cu"
     objects = {
         "bindings": bindings("cuda", cxx, f"-isystem{include}"),
-        **{f"kernels_{own}": (one_mix, [*compile_kernels, f"-DFUSED_OPTIM_FORMAT={own}"]) for own in OWN_KERNELS},
-        "kernel_any_mix": (SOURCES / "cuda/any_mix.cu", compile_kernels),
+        **{
+            f"kernels_{rule}_{own}": (one_mix, [*of_rule(compile_kernels, rule), f"-DFUSED_OPTIM_FORMAT={own}"])
+            for rule, formats in OWN_KERNELS.items()
+            for own in formats
+        },
+        **{f"kernel_any_mix_{rule}": (any_mix, of_rule(compile_kernels, rule)) for rule in OWN_KERNELS},
         "apply": (SOURCES / "cuda/apply.cu", compile_kernels),
         "norm": (SOURCES / "cuda/norm.cu", compile_kernels),
         "quantize": (SOURCES / "cuda/quantize.cu", compile_kernels),
@@ -107,6 +112,10 @@ def plan_cuda(cxx: str) -> Engine:
     # The static runtime imports without a driver, and beside whichever runtime torch brings.
     link = [f"-L{library}", "-lcudart_static", "-ldl", "-lrt"]
     return Engine(" ".join(["nvcc", *release]), {"archs": archs}, objects, link)
+
+
+def of_rule(command: list[str], rule: str) -> list[str]:
+    return [*command, f"-DFUSED_OPTIM_RULE={rule}"]
 
 
 PLANS = {"cpu": plan_cpu, "cuda": plan_cuda}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from fused_optim.backends.tables import Rule as RuleNumber
 from fused_optim.decorators import between_graphs
 from fused_optim.formats import Kind, fused, normal, sqrt
 from fused_optim.optimizer import ShardedOptimizer
@@ -26,7 +27,7 @@ from fused_optim.rule import Hyper, StateSpec, Update, float32, integer_power
 from fused_optim.validate import check_decay_rates, check_differentiable, check_number
 
 EXP_AVG = StateSpec("exp_avg", Kind.SIGNED)
-EXP_AVG_SQ = StateSpec("exp_avg_sq", Kind.NONNEGATIVE)
+EXP_AVG_SQ = StateSpec("exp_avg_sq", Kind.SQUARE)
 ADAM_STATES = (EXP_AVG, EXP_AVG_SQ)
 MOMENTS = (EXP_AVG.name, EXP_AVG_SQ.name)
 
@@ -53,7 +54,7 @@ class Adam:
 
     adam_w_mode: bool = True
 
-    code: int = field(default=0, init=False)
+    code: int = field(default=RuleNumber.ADAM, init=False)
     states: tuple[StateSpec, ...] = field(default=ADAM_STATES, init=False)
     shown: tuple[str, ...] = field(default=("betas", "eps"), init=False)
     has_torch_form: bool = field(default=True, init=False)

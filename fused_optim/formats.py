@@ -25,7 +25,7 @@ BLOCKS = (128, 64, 32)
 SMALLEST_NORMAL = 2.0**-126
 
 _SMALLEST_SIGNED = 2.0**-100  # blocks whose absmax lies below encode as zeros
-_SMALLEST_NONNEGATIVE = 2.0**-120
+_SMALLEST_SQUARE = 2.0**-120
 _TOP_NUDGE = 1 + 2.0**-20  # lets the block's maximum reach the top code under rotating rounding
 
 
@@ -33,7 +33,7 @@ class Kind(enum.IntEnum):
     """What the values of a state are, which decides how 8-bit and 16-bit formats encode them."""
 
     SIGNED = 0  # averages of gradients: of either sign, rounded to nearest even
-    NONNEGATIVE = 1  # averages of squares: what is positive never becomes 0; rounded in the rotating way
+    SQUARE = 1  # averages of squares: what is positive never becomes 0; rounded in the rotating way
     MASTER = 2  # FP16 masters: of either sign, rounded as `master_rounding` says
 
 
@@ -263,13 +263,13 @@ class Codec(Protocol):
 
     def decode_signed(self, bits: Tensor, scale: Tensor) -> Tensor: ...
 
-    def scale_nonnegative(self, v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    def scale_square(self, v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """(scale to store, inverse)."""
 
-    def encode_nonnegative(self, v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
+    def encode_square(self, v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
         """Codes, rounded by ``u``; not 0 of what is positive."""
 
-    def decode_nonnegative(self, bits: Tensor, scale: Tensor) -> Tensor: ...
+    def decode_square(self, bits: Tensor, scale: Tensor) -> Tensor: ...
 
 
 class _Float16Codec:
@@ -305,18 +305,18 @@ class _Float16Codec:
         return _float16_magnitude_rotating(_clamp_top(x.abs() * inverse, 65504.0), u)
 
     @classmethod
-    def scale_nonnegative(cls, v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        return cls.scale_rotating(v, u, _SMALLEST_NONNEGATIVE)
+    def scale_square(cls, v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        return cls.scale_rotating(v, u, _SMALLEST_SQUARE)
 
     @classmethod
-    def encode_nonnegative(cls, v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
+    def encode_square(cls, v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
         return _at_least_one(cls.encode_rotating(v, inverse, u), v > 0)
 
     @staticmethod
     def decode_signed(bits: Tensor, scale: Tensor) -> Tensor:
         return bits.float() * scale
 
-    decode_nonnegative = decode_signed
+    decode_square = decode_signed
 
     @classmethod
     def scale_master(cls, x: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -347,18 +347,18 @@ class _Float8Codec:
         return bits.view(torch.float8_e4m3fn).float() * scale
 
     @staticmethod
-    def scale_nonnegative(v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    def scale_square(v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         absmax = _absmax(v)
         scale = (_divide(sqrt(absmax), 448.0)).clamp_min(2.0**-54)
-        return _block_scale(absmax, _SMALLEST_NONNEGATIVE, scale, 1.0 / scale * _TOP_NUDGE)
+        return _block_scale(absmax, _SMALLEST_SQUARE, scale, 1.0 / scale * _TOP_NUDGE)
 
     @staticmethod
-    def encode_nonnegative(v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
+    def encode_square(v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
         x = _clamp_top(sqrt(v) * inverse, 448.0)
         return _at_least_one((_scaled_bits(x, 120) + (u >> 12)) >> 20, v > 0)
 
     @staticmethod
-    def decode_nonnegative(bits: Tensor, scale: Tensor) -> Tensor:
+    def decode_square(bits: Tensor, scale: Tensor) -> Tensor:
         root = bits.view(torch.float8_e4m3fn).float() * scale
         return root * root
 
@@ -383,19 +383,19 @@ class _Int8Codec:
         return root * root.abs()
 
     @staticmethod
-    def scale_nonnegative(v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    def scale_square(v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         absmax = _absmax(v)
         top = sqrt(sqrt(absmax)).clamp_min(255 * 2.0**-31)
-        return _block_scale(absmax, _SMALLEST_NONNEGATIVE, _divide(top, 255.0), 1.0 / top * _TOP_NUDGE)
+        return _block_scale(absmax, _SMALLEST_SQUARE, _divide(top, 255.0), 1.0 / top * _TOP_NUDGE)
 
     @staticmethod
-    def encode_nonnegative(v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
+    def encode_square(v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
         x = (sqrt(sqrt(v)) * inverse).nan_to_num(0.0).clamp(0.0, 1.0)
         threshold = 256.0 + (u >> 17).float() * 2.0**-15
         return _at_least_one(fused(x, 255.0, threshold).long() - 256, v > 0)
 
     @staticmethod
-    def decode_nonnegative(bits: Tensor, scale: Tensor) -> Tensor:
+    def decode_square(bits: Tensor, scale: Tensor) -> Tensor:
         root = bits.float() * scale
         square = root * root
         return square * square
@@ -408,7 +408,7 @@ class StateFormat:
     name: str
     code: int
     signed_dtype: torch.dtype
-    nonnegative_dtype: torch.dtype
+    square_dtype: torch.dtype
     codec: Codec | None  # None: stored element by element, without block scales
 
     @property
@@ -416,7 +416,7 @@ class StateFormat:
         return self.codec is not None
 
     def dtype(self, kind: Kind) -> torch.dtype:
-        return self.nonnegative_dtype if kind is Kind.NONNEGATIVE else self.signed_dtype
+        return self.square_dtype if kind is Kind.SQUARE else self.signed_dtype
 
 
 FLOAT32 = StateFormat("float32", 0, torch.float32, torch.float32, None)
@@ -483,15 +483,15 @@ def encode_state(x: Tensor, kind: Kind, fmt: StateFormat, block: int, u: Tensor)
     """
     if fmt.codec is None:
         dtype = fmt.dtype(kind)
-        rotates = kind is Kind.NONNEGATIVE and dtype in ROTATING
+        rotates = kind is Kind.SQUARE and dtype in ROTATING
         return (ROTATING[dtype](x.reshape(-1), u).view_as(x) if rotates else x.to(dtype)), None
     blocks, fractions = _to_blocks(x, block), _to_blocks(u, block)
     if kind is Kind.SIGNED:
         scale, inverse = fmt.codec.scale_signed(blocks)
         codes = fmt.codec.encode_signed(blocks, inverse[:, None])
-    elif kind is Kind.NONNEGATIVE:
-        scale, inverse = fmt.codec.scale_nonnegative(blocks, fractions)
-        codes = fmt.codec.encode_nonnegative(blocks, inverse[:, None], fractions)
+    elif kind is Kind.SQUARE:
+        scale, inverse = fmt.codec.scale_square(blocks, fractions)
+        codes = fmt.codec.encode_square(blocks, inverse[:, None], fractions)
     else:
         scale, inverse = _Float16Codec.scale_master(blocks, fractions)
         codes = _Float16Codec.encode_master(blocks, inverse[:, None], fractions)
@@ -504,6 +504,6 @@ def decode_state(bits: Tensor, scale: Tensor | None, kind: Kind, fmt: StateForma
     if fmt.codec is None:
         return bits.float()
     assert scale is not None  # a format with a codec has scales
-    decode = fmt.codec.decode_nonnegative if kind is Kind.NONNEGATIVE else fmt.codec.decode_signed
+    decode = fmt.codec.decode_square if kind is Kind.SQUARE else fmt.codec.decode_signed
     blocks = decode(_to_blocks(bits, block), scale[:, None])
     return blocks.view(-1)[: bits.numel()].view_as(bits)

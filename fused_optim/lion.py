@@ -9,6 +9,7 @@ from typing import Any, Unpack
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from fused_optim.backends.tables import Rule as RuleNumber
 from fused_optim.decorators import between_graphs
 from fused_optim.formats import Kind, fused
 from fused_optim.optimizer import ShardedOptimizer
@@ -36,7 +37,7 @@ class LionScalars:
 class Lion:
     """The update rule of Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023)."""
 
-    code: int = field(default=1, init=False)
+    code: int = field(default=RuleNumber.LION, init=False)
     states: tuple[StateSpec, ...] = field(default=(EXP_AVG,), init=False)
     shown: tuple[str, ...] = field(default=("betas",), init=False)
     has_torch_form: bool = field(default=False, init=False)

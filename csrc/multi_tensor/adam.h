@@ -1,113 +1,31 @@
-// The Adam(W) update of one element, in FP32, and the scalars that it needs. Follows torch.optim.Adam(W)
-// (Kingma & Ba 2015; Loshchilov & Hutter 2019); the fused operations are written out. Denormal second moments become
-// zero: their roots lie 11 orders of magnitude below the usual eps.
+// Adam(W), following torch.optim.Adam(W) (Kingma & Ba 2015; Loshchilov & Hutter 2019); the fused operations are written
+// out. Denormal second moments become zero: their roots lie 11 orders of magnitude below the usual eps.
 #pragma once
 
-#include "formats.h"
+#include "update.h"
 
 namespace fused_optim {
 
-// What the update of an element reads, derived once per step and group.
-struct Scalars {
-    float grad_factor;
-    float beta1;
-    float one_minus_beta1;
-    float beta2;
-    float one_minus_beta2;
-    float inverse_sqrt_correction2;
-    float eps;
-    float step_size;
-    float decay;       // decoupled: the parameter is multiplied by it
-    float l2_penalty;  // coupled: added to the gradient, times the parameter
-    float grad_scale;  // what gradients that are written back were multiplied by
-    float inverse_grad_scale;
-    bool writes_gradient;
-    bool unchanged_gradient;  // neither scaled nor penalized nor written
-    bool skipped;
-    Rounding rounding;
-};
-
-// base^exponent by squaring: the same bits on host and device, which library pow does not promise.
-FUSED_OPTIM_HD double integer_power(double base, int64_t exponent) {
-    double result = 1.0;
-    for (; exponent > 0; exponent >>= 1) {
-        if (exponent & 1) result *= base;
-        base *= base;
+// States: the first moment, and the second.
+template <>
+struct Update<Rule::kAdam> {
+    FUSED_OPTIM_HD static void correct(Scalars& s, const Hyper& hyper, double lr, int64_t step) {
+        double correction1 = hyper.bias_correction ? 1.0 - integer_power(hyper.beta1, step) : 1.0;
+        double correction2 = hyper.bias_correction ? 1.0 - integer_power(hyper.beta2, step) : 1.0;
+        s.inverse_sqrt_correction2 = static_cast<float>(1.0 / sqrt(correction2));
+        s.step_size = static_cast<float>(lr / correction1);
     }
-    return result;
-}
 
-FUSED_OPTIM_HD bool is_skipped(const Hyper& hyper) { return hyper.found_inf != nullptr && *hyper.found_inf != 0.0f; }
+    FUSED_OPTIM_HD static float advance(float grad, float (&states)[2], const Scalars& s) {
+        states[0] = fused(s.beta1, states[0], s.one_minus_beta1 * grad);
+        states[1] = fused_normal(s.one_minus_beta2 * grad, grad, product_normal(s.beta2, states[1]));
+        return states[0];
+    }
 
-FUSED_OPTIM_HD Scalars derive(const Hyper& hyper) {
-    int64_t step = hyper.step_pointer ? *hyper.step_pointer + 1 : hyper.step;
-    double lr = hyper.lr_pointer ? static_cast<double>(*hyper.lr_pointer) : hyper.lr;
-    double correction1 = hyper.bias_correction ? 1.0 - integer_power(hyper.beta1, step) : 1.0;
-    double correction2 = hyper.bias_correction ? 1.0 - integer_power(hyper.beta2, step) : 1.0;
-    double factor = hyper.grad_factor ? static_cast<double>(*hyper.grad_factor) : 1.0;
-    if (hyper.grad_scale) factor /= static_cast<double>(*hyper.grad_scale);
-    Scalars scalars;
-    scalars.grad_factor = static_cast<float>(hyper.maximize ? -factor : factor);
-    scalars.beta1 = static_cast<float>(hyper.beta1);
-    scalars.one_minus_beta1 = static_cast<float>(1.0 - hyper.beta1);
-    scalars.beta2 = static_cast<float>(hyper.beta2);
-    scalars.one_minus_beta2 = static_cast<float>(1.0 - hyper.beta2);
-    scalars.inverse_sqrt_correction2 = static_cast<float>(1.0 / sqrt(correction2));
-    scalars.eps = static_cast<float>(hyper.eps);
-    scalars.step_size = static_cast<float>(lr / correction1);
-    scalars.decay = hyper.adam_w ? static_cast<float>(1.0 - lr * hyper.weight_decay) : 1.0f;
-    scalars.l2_penalty = hyper.adam_w ? 0.0f : static_cast<float>(hyper.weight_decay);
-    scalars.skipped = is_skipped(hyper);
-    scalars.grad_scale = hyper.grad_scale ? *hyper.grad_scale : 1.0f;
-    scalars.inverse_grad_scale = static_cast<float>(1.0 / static_cast<double>(scalars.grad_scale));
-    scalars.writes_gradient = scalars.grad_scale != 1.0f;
-    scalars.unchanged_gradient = scalars.grad_factor == 1.0f && scalars.l2_penalty == 0.0f && !scalars.writes_gradient;
-    scalars.rounding.mask = hyper.stochastic_rounding ? 0xFFFFFFFFu : 0u;
-    scalars.rounding.offset = hyper.stochastic_rounding ? static_cast<uint32_t>(step) * kGoldenRatio : kNearest;
-    return scalars;
-}
-
-struct Moments {
-    float exp_avg;
-    float exp_avg_sq;
+    FUSED_OPTIM_HD static float next_param(float param, float direction, float root, const Scalars& s) {
+        float denominator = fused(root, s.inverse_sqrt_correction2, s.eps);
+        return fused(-s.step_size, quotient(direction, denominator), param * s.decay);
+    }
 };
-
-// What is left in the gradient's place: grad / grad_scale, as torch's fused optimizers leave it. The device corrects a
-// product with the inverse by its remainder: the same bits, but for the last place of denormal quotients, and no
-// branch.
-FUSED_OPTIM_HD float unscaled_gradient(float grad, const Scalars& s) {
-#if defined(__CUDA_ARCH__)
-    const float near = grad * s.inverse_grad_scale;
-    const float exact = fused(fused(-near, s.grad_scale, grad), s.inverse_grad_scale, near);
-    return exact == exact ? exact : near;  // what is infinite has no remainder
-#else
-    return grad / s.grad_scale;
-#endif
-}
-
-// The gradient that the moments see. The L2 penalty is the same for a whole group: hoist it out of loops.
-FUSED_OPTIM_HD float scaled_gradient(float grad, const Scalars& s) { return grad * s.grad_factor; }
-FUSED_OPTIM_HD float penalized_gradient(float grad, float param, const Scalars& s) {
-    return fused(s.l2_penalty, param, grad);
-}
-
-FUSED_OPTIM_HD Moments next_moments(float grad, float exp_avg, float exp_avg_sq, const Scalars& s) {
-    return {fused(s.beta1, exp_avg, s.one_minus_beta1 * grad),
-            fused_normal(s.one_minus_beta2 * grad, grad, product_normal(s.beta2, exp_avg_sq))};
-}
-
-// sqrt(exp_avg_sq) for every value; square_root() alone serves finite ones.
-FUSED_OPTIM_HD float root_of(float exp_avg_sq) {
-#if defined(__CUDA_ARCH__)
-    return float_bits(exp_avg_sq) < kInfinity ? square_root(exp_avg_sq) : exp_avg_sq;
-#else
-    return sqrtf(exp_avg_sq);
-#endif
-}
-
-FUSED_OPTIM_HD float next_param(float param, float exp_avg, float root, const Scalars& s) {
-    float denominator = fused(root, s.inverse_sqrt_correction2, s.eps);
-    return fused(-s.step_size, quotient(exp_avg, denominator), param * s.decay);
-}
 
 }  // namespace fused_optim

@@ -1,5 +1,5 @@
-// From run-time formats to compile-time ones. Masters and block-scaled moments are template parameters, because their
-// codecs sit in the inner loop; element types (gradient, parameter, moment without scales) only change a load and a
+// From run-time formats to compile-time ones. Masters and block-scaled states are template parameters, because their
+// codecs sit in the inner loop; element types (gradient, parameter, state without scales) only change a load and a
 // store.
 #pragma once
 
@@ -42,21 +42,25 @@ FUSED_OPTIM_HD void dispatch_element(Element type, const Visit& visit) {
     }
 }
 
-// The codec of a moment without block scales: an Element whose type is read at run time, as a gradient's.
+// The codec of a state without block scales: an Element whose type is read at run time, as a gradient's.
 struct Unscaled {
     static constexpr Format format = Format::kFloat32;
 };
 
-template <template <Format> class Codec, Format format>
-using CodecOf = std::conditional_t<is_scaled(format), Codec<format>, Unscaled>;
+// The codec of a state of some kind.
+template <StateKind kind, Format format>
+using CodecOf =
+    std::conditional_t<is_scaled(format),
+                       std::conditional_t<kind == StateKind::kSquare, SquareCodec<format>, SignedCodec<format>>,
+                       Unscaled>;
 
-// Calls visit(Codec<format>{}), or visit(Unscaled{}).
-template <template <Format> class Codec, class Visitor>
+// Calls visit(CodecOf<kind, format>{}).
+template <StateKind kind, class Visitor>
 FUSED_OPTIM_HD void dispatch_codec(Format format, const Visitor& visit) {
     if (!is_scaled(format)) return visit(Unscaled{});
-#define FUSED_OPTIM_VISIT(enumerator, name, bytes, scaled)               \
-    case Format::enumerator:                                             \
-        if constexpr (scaled) return visit(Codec<Format::enumerator>{}); \
+#define FUSED_OPTIM_VISIT(enumerator, name, bytes, scaled)                       \
+    case Format::enumerator:                                                     \
+        if constexpr (scaled) return visit(CodecOf<kind, Format::enumerator>{}); \
         return;
     switch (format) { FUSED_OPTIM_FORMATS(FUSED_OPTIM_VISIT) }
 #undef FUSED_OPTIM_VISIT
@@ -70,8 +74,8 @@ FUSED_OPTIM_HD constexpr Element unscaled_type(Format format) {
 template <Format format>
 constexpr bool has_listed_bytes() {
     if constexpr (is_scaled(format)) {
-        return sizeof(typename ExpAvg<format>::Bits) == format_bytes(format) &&
-               sizeof(typename ExpAvgSq<format>::Bits) == format_bytes(format);
+        return sizeof(typename SignedCodec<format>::Bits) == format_bytes(format) &&
+               sizeof(typename SquareCodec<format>::Bits) == format_bytes(format);
     } else {
         return (format == Format::kFloat32 || format == Format::kBFloat16) &&  // those that unscaled_type() knows
                element_bytes(unscaled_type(format)) == format_bytes(format);
@@ -85,27 +89,47 @@ FUSED_OPTIM_FORMATS(FUSED_OPTIM_CHECK)
 // The format by which a mix is known: FP32 for all that have no scales.
 FUSED_OPTIM_HD constexpr Format codec_format(Format format) { return is_scaled(format) ? format : Format::kFloat32; }
 
-// What a kernel of one mix knows at compile time. `has_weights_`: parameters may be quantized.
-template <Master master_, class ExpAvgCodec, class ExpAvgSqCodec, bool has_weights_ = false>
+// What a kernel of one mix knows at compile time: the update rule, and the format of all states. `has_weights_`:
+// parameters may be quantized.
+template <Rule rule_, Master master_, Format format_, bool has_weights_ = false>
 struct Mix {
+    static constexpr Rule rule = rule_;
     static constexpr Master master = master_;
+    static constexpr Format format = format_;
     static constexpr bool has_weights = has_weights_;
-    using M = ExpAvgCodec;
-    using V = ExpAvgSqCodec;
-    static constexpr bool staged = is_scaled(M::format) && is_scaled(V::format);  // what is read goes through a Ring
+    static constexpr bool staged = is_scaled(format);  // what is read goes through a Ring
     static constexpr bool scaled = staged || is_scaled(master);
+
+    template <StateKind kind>
+    using Codec = CodecOf<kind, format>;
 
     // Of what a shard says at run time.
     FUSED_OPTIM_HD static constexpr Master master_of(Master) { return master; }
+    FUSED_OPTIM_HD static constexpr bool has_scales(Format) { return is_scaled(format); }
 };
 
-// Calls visit(Mix<master, Unscaled, Unscaled>{}).
+// The same of the parameter alone.
+template <Master master_>
+struct MasterAlone {
+    static constexpr Master master = master_;
+    static constexpr bool has_weights = false;
+};
+
+// Calls visit(MasterAlone<master>{}).
 template <class Visitor>
 FUSED_OPTIM_HD void dispatch_master(Master master, const Visitor& visit) {
 #define FUSED_OPTIM_VISIT(enumerator, ...) \
-    case Master::enumerator: return visit(Mix<Master::enumerator, Unscaled, Unscaled>{});
+    case Master::enumerator: return visit(MasterAlone<Master::enumerator>{});
     switch (master) { FUSED_OPTIM_MASTERS(FUSED_OPTIM_VISIT) }
 #undef FUSED_OPTIM_VISIT
+}
+
+// Calls visit(std::integral_constant<int, i>{}) for each state of a rule.
+template <Rule rule, class Visitor>
+FUSED_OPTIM_HD void each_state(const Visitor& visit) {
+    static_assert(kMaxStates == 2);
+    visit(std::integral_constant<int, 0>{});
+    if constexpr (state_count(rule) > 1) visit(std::integral_constant<int, 1>{});
 }
 
 }  // namespace fused_optim

@@ -1,4 +1,4 @@
-// Codecs: how parameters, masters and moments are encoded. Every function here is exact IEEE arithmetic without
+// Codecs: how parameters, masters and states are encoded. Every function here is exact IEEE arithmetic without
 // contraction, so that CPU, CUDA and the PyTorch reference (fused_optim/formats.py) produce the same bits.
 #pragma once
 
@@ -146,23 +146,24 @@ FUSED_OPTIM_HD Split split_remainder8(float master) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// Block-scaled moments. A codec has: Bits, decode(bits, scale), scale(absmax bits) and encode(...). The encoders of
-// exp_avg round to nearest even; those of exp_avg_sq add the fraction u. exp_avg_sq's also receive its square root,
-// which the update has computed anyway, and give no positive value the code 0. A block that holds a NaN or an infinity
-// gets a NaN scale and decodes to NaN. Blocks whose `inverse` is 0 have zero codes, whatever encode() would give.
-// Moments without block scales are stored as elements: exp_avg to nearest even, exp_avg_sq rotating.
+// Block-scaled states. A codec has: Bits, decode(bits, scale), scale(absmax bits) and encode(...). Which one depends on
+// what the state holds (StateKind). SignedCodec rounds to nearest even. SquareCodec, of averages of squares, adds the
+// fraction u. It also receives the square root, which the update has computed anyway, and gives no positive value the
+// code 0. A block that holds a NaN or an infinity gets a NaN scale and decodes to NaN. Blocks whose `inverse` is 0 have
+// zero codes, whatever encode() would give. States without block scales are stored as elements: signed ones to nearest
+// even, squares rotating.
 //
-// An encoder of exp_avg_sq with one-byte codes may also offer placed(): the code, before it is made at least 1, stands
-// in the eight bits from kPlace on. The CUDA engine packs such codes four at a time.
+// A SquareCodec with one-byte codes may also offer placed(): the code, before it is made at least 1, stands in the
+// eight bits from kPlace on. The CUDA engine packs such codes four at a time.
 
 struct BlockScale {
     float scale;    // stored
     float inverse;  // what encode multiplies by
 };
 
-constexpr float kSmallestExpAvg = 7.888609052210118e-31f;   // 2^-100: blocks below encode as zeros
-constexpr float kSmallestExpAvgSq = 7.52316384526264e-37f;  // 2^-120
-constexpr float kTopNudge = 1.00000095367431640625f;        // 1 + 2^-20: the block's maximum gets the top code
+constexpr float kSmallestSigned = 7.888609052210118e-31f;  // 2^-100: blocks below encode as zeros
+constexpr float kSmallestSquare = 7.52316384526264e-37f;   // 2^-120
+constexpr float kTopNudge = 1.00000095367431640625f;       // 1 + 2^-20: the block's maximum gets the top code
 
 // Selects instead of branches: a warp's blocks differ.
 FUSED_OPTIM_HD BlockScale block_scale(uint32_t absmax, float smallest, float scale, float inverse) {
@@ -174,10 +175,10 @@ FUSED_OPTIM_HD BlockScale block_scale(uint32_t absmax, float smallest, float sca
 FUSED_OPTIM_HD uint32_t at_least_one(uint32_t code, float positive) { return code == 0 && positive > 0.0f ? 1u : code; }
 
 template <Format format>
-struct ExpAvg;
+struct SignedCodec;
 
 template <Format format>
-struct ExpAvgSq;
+struct SquareCodec;
 
 // float16: value / a power of two that puts the block's largest, as it is rounded, into (2^14, 2^15]. So the exponents
 // below serve the small elements, and what was decoded has the same scale again. From 2^127 on, 2^15 would decode to
@@ -205,33 +206,33 @@ FUSED_OPTIM_HD uint32_t float16_largest(uint32_t absmax, uint32_t rounded) {
 }
 
 template <>
-struct ExpAvg<Format::kFloat16> {
+struct SignedCodec<Format::kFloat16> {
     static constexpr Format format = Format::kFloat16;
     using Bits = uint16_t;
     FUSED_OPTIM_HD static float decode(uint32_t bits, float scale) {
         return float16_decode(static_cast<Bits>(bits)) * scale;
     }
     FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
-        return float16_scale(absmax, (absmax + kMantissa - 0x1000u) >> 23, kSmallestExpAvg);
+        return float16_scale(absmax, (absmax + kMantissa - 0x1000u) >> 23, kSmallestSigned);
     }
-    FUSED_OPTIM_HD static uint32_t encode(float m, float inverse) {
-        float x = clamp_top(fabsf(m) * inverse, kFloat16Top);
-        return float16_magnitude_nearest_even(float_bits(x)) | ((float_bits(m) >> 16) & 0x8000u);
+    FUSED_OPTIM_HD static uint32_t encode(float x, float inverse) {
+        float magnitude = clamp_top(fabsf(x) * inverse, kFloat16Top);
+        return float16_magnitude_nearest_even(float_bits(magnitude)) | ((float_bits(x) >> 16) & 0x8000u);
     }
 };
 
 template <>
-struct ExpAvgSq<Format::kFloat16> {
+struct SquareCodec<Format::kFloat16> {
     static constexpr Format format = Format::kFloat16;
     using Bits = uint16_t;
     FUSED_OPTIM_HD static float decode(uint32_t bits, float scale) {
         return float16_decode(static_cast<Bits>(bits)) * scale;
     }
     FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
-        return float16_scale(absmax, (absmax + kMantissa) >> 23, kSmallestExpAvgSq);
+        return float16_scale(absmax, (absmax + kMantissa) >> 23, kSmallestSquare);
     }
-    FUSED_OPTIM_HD static uint32_t encode(float v, float, float inverse, uint32_t u) {
-        return at_least_one(float16_magnitude_rotating(clamp_top(v * inverse, kFloat16Top), u), v);
+    FUSED_OPTIM_HD static uint32_t encode(float x, float, float inverse, uint32_t u) {
+        return at_least_one(float16_magnitude_rotating(clamp_top(x * inverse, kFloat16Top), u), x);
     }
 };
 
@@ -241,8 +242,8 @@ FUSED_OPTIM_HD uint32_t master_rounding(float before, float after, uint32_t bits
     return fabsf(after - before) >= fabsf(after) * 0.001953125f ? kNearest : bits;  // 2^-9
 }
 
-// A master in FP16 rounds as exp_avg_sq does, but to zero as well. Only blocks of denormals encode as zeros.
-struct Float16Master : ExpAvgSq<Format::kFloat16> {
+// A master in FP16 rounds as squares do, but to zero as well. Only blocks of denormals encode as zeros.
+struct Float16Master : SquareCodec<Format::kFloat16> {
     FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
         return float16_scale(absmax, (absmax + kMantissa) >> 23, kSmallestNormal);
     }
@@ -256,7 +257,7 @@ struct Float16Master : ExpAvgSq<Format::kFloat16> {
 template <class Codec>
 constexpr bool kFollowsRounding = false;
 template <>
-constexpr bool kFollowsRounding<ExpAvgSq<Format::kFloat16>> = true;
+constexpr bool kFollowsRounding<SquareCodec<Format::kFloat16>> = true;
 template <>
 constexpr bool kFollowsRounding<Float16Master> = true;
 
@@ -282,21 +283,21 @@ FUSED_OPTIM_HD uint32_t float8_nearest_even(float x) {
 }
 
 template <>
-struct ExpAvg<Format::kFloat8> {
+struct SignedCodec<Format::kFloat8> {
     static constexpr Format format = Format::kFloat8;
     using Bits = uint8_t;
     FUSED_OPTIM_HD static float expand(float x) { return x; }
     FUSED_OPTIM_HD static float decode(uint32_t bits, float scale) { return expand(float8_decode(bits) * scale); }
     FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
         float scale = divide(bits_float(absmax), kFloat8Top);
-        return block_scale(absmax, kSmallestExpAvg, scale, reciprocal(scale));
+        return block_scale(absmax, kSmallestSigned, scale, reciprocal(scale));
     }
-    FUSED_OPTIM_HD static uint32_t encode(float m, float inverse) { return float8_nearest_even(m * inverse); }
+    FUSED_OPTIM_HD static uint32_t encode(float x, float inverse) { return float8_nearest_even(x * inverse); }
 };
 
-// The square root of exp_avg_sq is what is stored.
+// The square root is what is stored.
 template <>
-struct ExpAvgSq<Format::kFloat8> {
+struct SquareCodec<Format::kFloat8> {
     static constexpr Format format = Format::kFloat8;
     using Bits = uint8_t;
     FUSED_OPTIM_HD static float expand(float root) { return root * root; }
@@ -304,7 +305,7 @@ struct ExpAvgSq<Format::kFloat8> {
     // The floor of 2^-54 keeps the smallest code's value a normal number.
     FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
         float scale = larger(divide(square_root(bits_float(absmax)), kFloat8Top), 5.551115123125783e-17f);
-        return block_scale(absmax, kSmallestExpAvgSq, scale, reciprocal(scale) * kTopNudge);
+        return block_scale(absmax, kSmallestSquare, scale, reciprocal(scale) * kTopNudge);
     }
     static constexpr int kPlace = 20;
     FUSED_OPTIM_HD static uint32_t placed(float root, float inverse, uint32_t u) {
@@ -315,27 +316,27 @@ struct ExpAvgSq<Format::kFloat8> {
     }
 };
 
-// int8: exp_avg as its signed square root in 127 levels, exp_avg_sq as its fourth root in 255.
+// int8: signed values as their signed square root in 127 levels, squares as their fourth root in 255.
 template <>
-struct ExpAvg<Format::kInt8> {
+struct SignedCodec<Format::kInt8> {
     static constexpr Format format = Format::kInt8;
     using Bits = int8_t;
     FUSED_OPTIM_HD static float expand(float root) { return root * fabsf(root); }
     FUSED_OPTIM_HD static float decode(uint32_t bits, float scale) { return expand(signed_byte(bits) * scale); }
     FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
         float scale = divide(square_root(bits_float(absmax)), 127.0f);
-        return block_scale(absmax, kSmallestExpAvg, scale, reciprocal(scale));
+        return block_scale(absmax, kSmallestSigned, scale, reciprocal(scale));
     }
     // The code stands in the low byte: 1.5 * 2^23 puts a float's last place at 1. The smallest normal number changes no
     // code; it keeps 0 from the root.
-    FUSED_OPTIM_HD static uint32_t encode(float m, float inverse) {
-        float root = positive_square_root(fabsf(m) + kSmallestNormal);
-        return float_bits(fused(copysignf(root, m), inverse, 12582912.0f));
+    FUSED_OPTIM_HD static uint32_t encode(float x, float inverse) {
+        float root = positive_square_root(fabsf(x) + kSmallestNormal);
+        return float_bits(fused(copysignf(root, x), inverse, 12582912.0f));
     }
 };
 
 template <>
-struct ExpAvgSq<Format::kInt8> {
+struct SquareCodec<Format::kInt8> {
     static constexpr Format format = Format::kInt8;
     using Bits = uint8_t;
     FUSED_OPTIM_HD static float expand(float root) {
@@ -346,7 +347,7 @@ struct ExpAvgSq<Format::kInt8> {
     // The floor of 2^-31 keeps the smallest code's value a normal number. `inverse` maps the block's largest to 1.
     FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
         float top = larger(square_root(square_root(bits_float(absmax))), 1.1874362826347351e-07f);
-        return block_scale(absmax, kSmallestExpAvgSq, divide(top, 255.0f), reciprocal(top) * kTopNudge);
+        return block_scale(absmax, kSmallestSquare, divide(top, 255.0f), reciprocal(top) * kTopNudge);
     }
     static constexpr int kPlace = 15;  // the last place of 256 is 2^-15
     FUSED_OPTIM_HD static uint32_t placed(float root, float inverse, uint32_t u) {

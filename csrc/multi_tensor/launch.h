@@ -10,6 +10,7 @@ namespace fused_optim {
 
 // Shards are ordered by group. Every group's step counter (Hyper::step_pointer) advances, also without any shard.
 struct Step {
+    Rule rule;
     std::vector<Shard> shards;
     std::vector<Hyper> groups;
 };
@@ -22,10 +23,10 @@ void launch_cpu(const Step& step, int threads);
 void launch_cuda(const Step& step, int device, uint64_t stream, uint64_t workspace);
 size_t workspace_bytes(const Step& step);
 
-// Whether quantized weights whose moments have these formats can be written by the update.
-bool writes_weights_cuda(Format exp_avg, Format exp_avg_sq);
+// Whether quantized weights whose states have these formats can be written by the update.
+bool writes_weights_cuda(Rule rule, const State* states);
 
 // Loads every kernel that a step may launch. A graph capture is no time for it.
-void load_adam_kernels(int device);
+void load_update_kernels(Rule rule, int device);
 
 }  // namespace fused_optim

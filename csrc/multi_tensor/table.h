@@ -46,7 +46,7 @@ FUSED_OPTIM_ENUM(Element, FUSED_OPTIM_ELEMENTS);
     ROW(kFloat16, "FLOAT16", 2)         /* an FP16 tensor, scaled by blocks; the parameter is its rounded value */
 FUSED_OPTIM_ENUM(Master, FUSED_OPTIM_MASTERS);
 
-// How a moment is stored: bytes per element, and whether blocks have scales; else elements are stored as they are.
+// How a state is stored: bytes per element, and whether blocks have scales; else elements are stored as they are.
 #define FUSED_OPTIM_FORMATS(ROW)           \
     ROW(kFloat32, "float32", 4, false)     \
     ROW(kBFloat16, "bfloat16", 2, false)   \
@@ -54,6 +54,21 @@ FUSED_OPTIM_ENUM(Master, FUSED_OPTIM_MASTERS);
     ROW(kFloat8, "float8_e4m3fn", 1, true) \
     ROW(kInt8, "int8", 1, true)
 FUSED_OPTIM_ENUM(Format, FUSED_OPTIM_FORMATS);
+
+// What a state holds, which decides how it is encoded: see formats.h.
+#define FUSED_OPTIM_STATE_KINDS(ROW)                                                \
+    ROW(kSigned, "SIGNED") /* rounded to nearest */                                 \
+    ROW(kSquare, "SQUARE") /* not negative: an average of squares, which rotates */ \
+    ROW(kNone, "NONE")     /* the rule has fewer states */
+FUSED_OPTIM_ENUM(StateKind, FUSED_OPTIM_STATE_KINDS);
+
+// Update rules: the kinds of their states. Each has a header of its name.
+#define FUSED_OPTIM_RULES(ROW)           \
+    ROW(kAdam, "ADAM", kSigned, kSquare) \
+    ROW(kLion, "LION", kSigned, kNone)
+FUSED_OPTIM_ENUM(Rule, FUSED_OPTIM_RULES);
+
+constexpr int kMaxStates = 2;
 
 // How a weight is quantized.
 #define FUSED_OPTIM_WEIGHT_FORMATS(ROW)                                                     \
@@ -77,14 +92,19 @@ FUSED_OPTIM_HD uint64_t global_index(uint64_t element, uint64_t offset, const Ge
     return offset + element / geometry.inner_local * geometry.inner_global + element % geometry.inner_local;
 }
 
+// A state of one shard. One that the rule does not have is all zeros: without an address, and without scales.
+struct State {
+    uint64_t address;
+    Format format;
+};
+
 // One local shard of one parameter, with everything that the update touches.
 struct Shard {
     uint64_t grad;
     uint64_t param;
     uint64_t master;
-    uint64_t exp_avg;
-    uint64_t exp_avg_sq;
-    uint64_t scales;         // FP32: block scales of exp_avg, exp_avg_sq and the master, as far as they are scaled
+    State states[kMaxStates];
+    uint64_t scales;         // FP32: block scales of the states and the master, as far as they are scaled
     uint64_t weight_scales;  // of a quantized parameter: those of its blocks, or the whole one's, which is read
     uint64_t absmax;         // of a quantized parameter, FP32: raised to the new values' largest finite magnitude; or 0
     uint64_t numel;
@@ -95,8 +115,6 @@ struct Shard {
     Element grad_type;
     Element param_type;  // unless it is quantized
     Master master_kind;
-    Format exp_avg_format;
-    Format exp_avg_sq_format;
     uint8_t block_log2;  // 5, 6 or 7
     // A quantized weight beside a master of its own, whose blocks divide its rows. `param` are its codes, or 0 if only
     // `absmax` is wanted.
@@ -121,7 +139,7 @@ struct Hyper {
     const float* grad_factor;  // gradients are multiplied by it (deferred clipping)
     const float* found_inf;    // not 0: the step is skipped
     int64_t* step_pointer;     // steps done so far; advanced by the engine unless the step is skipped
-    uint8_t adam_w;            // decoupled weight decay
+    uint8_t decoupled;         // weight decay: of the parameter itself, else by way of the gradient
     uint8_t bias_correction;
     uint8_t maximize;
     uint8_t stochastic_rounding;
@@ -148,10 +166,25 @@ constexpr uint32_t kMasterBytes = pack_digits({FUSED_OPTIM_MASTERS(FUSED_OPTIM_B
 constexpr uint32_t kFormatBytes = pack_digits({FUSED_OPTIM_FORMATS(FUSED_OPTIM_BYTES)});
 constexpr uint32_t kScaledFormats = pack_digits({FUSED_OPTIM_FORMATS(FUSED_OPTIM_SCALED)});
 
+#define FUSED_OPTIM_KIND_0(enumerator, name, first, second) static_cast<int>(StateKind::first),
+#define FUSED_OPTIM_KIND_1(enumerator, name, first, second) static_cast<int>(StateKind::second),
+constexpr uint32_t kStateKinds0 = pack_digits({FUSED_OPTIM_RULES(FUSED_OPTIM_KIND_0)});
+constexpr uint32_t kStateKinds1 = pack_digits({FUSED_OPTIM_RULES(FUSED_OPTIM_KIND_1)});
+
 FUSED_OPTIM_HD constexpr int element_bytes(Element type) { return digit(kElementBytes, type); }
 FUSED_OPTIM_HD constexpr int master_bytes(Master master) { return digit(kMasterBytes, master); }
 FUSED_OPTIM_HD constexpr int format_bytes(Format format) { return digit(kFormatBytes, format); }
 FUSED_OPTIM_HD constexpr bool is_scaled(Format format) { return digit(kScaledFormats, format) != 0; }
+
+FUSED_OPTIM_HD constexpr StateKind state_kind(Rule rule, int state) {
+    return static_cast<StateKind>(digit(state == 0 ? kStateKinds0 : kStateKinds1, rule));
+}
+FUSED_OPTIM_HD constexpr int state_count(Rule rule) { return state_kind(rule, 1) == StateKind::kNone ? 1 : 2; }
+
+// Which state is a square; -1: none.
+FUSED_OPTIM_HD constexpr int square_state(Rule rule) {
+    return state_kind(rule, 0) == StateKind::kSquare ? 0 : state_kind(rule, 1) == StateKind::kSquare ? 1 : -1;
+}
 
 FUSED_OPTIM_HD constexpr bool is_remainder(Master master) {
     return master == Master::kRemainder16 || master == Master::kRemainder8;

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fused_optim.backends.tables import problem_of
 from fused_optim.decorators import callers_level
 
 if TYPE_CHECKING:  # torch's code for DTensors comes with them, and `python -m fused_optim info` does without it
@@ -80,10 +81,12 @@ def load_engine(name: Compiled) -> tuple[Engine | None, str]: ...
 def load_engine(name: Compiled) -> tuple[Engine | None, str]:
     """The compiled engine ``cpu`` or ``cuda``, or None with the reason why there is none."""
     try:
-        return cast("Engine", importlib.import_module(f"fused_optim._engine_{name}")), ""
+        engine = importlib.import_module(f"fused_optim._engine_{name}")
     except ImportError as error:
         reason = build_info().get(name, {}).get("reason")
         return None, str(reason or error)
+    problem = problem_of(engine)
+    return (None, problem) if problem else (cast("Engine", engine), "")
 
 
 def forced_backend() -> Backend | None:

@@ -21,7 +21,7 @@ from fused_optim.backends.engine import (
 )
 from fused_optim.formats import ELEMENT_TYPES
 from fused_optim.layout import StateLayout
-from fused_optim.rule import Hyper
+from fused_optim.rule import Hyper, Rule
 
 
 def address(tensor: Tensor | None) -> int:
@@ -57,11 +57,11 @@ def same_items(mapping: Mapping[Any, Any], keys: list[Any], values: list[Any]) -
     return same_objects(list(mapping), keys) and same_objects(list(mapping.values()), values)
 
 
-def load_kernels(device: torch.device) -> None:
+def load_kernels(rule: Rule, device: torch.device) -> None:
     """Load the CUDA engine's kernels: a later CUDA graph capture is no time for it."""
     engine, _ = load_engine("cuda")
     if engine is not None:
-        engine.load_kernels(device.index)
+        engine.load_kernels(rule.code, device.index)
 
 
 def tensor_reader(
@@ -151,17 +151,19 @@ class CompiledShards:
         backend: Compiled,
         groups: list[int],
         group_count: int,
+        rule: Rule,
         states_on: torch.device | None = None,
     ) -> None:
         engine, _ = load_engine(backend)
         versions = _version_counters(backend)
         assert engine is not None and versions is not None
-        self._device, self._backend = device, backend
+        self._device, self._backend, self._rule = device, backend, rule
         self._writes_weights = engine.writes_weights
         is_apart = states_on is not None
         reader, state_reader = (tensor_reader(each, backend, is_apart) for each in (device, states_on or device))
+        names, gradients = [spec.name for spec in rule.states], _gradient_layout(backend)
         self._plan = engine.Plan(
-            groups, group_count, reader, state_reader, versions, _gradient_layout(backend), DTensor
+            rule.code, names, groups, group_count, reader, state_reader, versions, gradients, DTensor
         )
         self.works: dict[int, ShardWork] = {}  # contiguous copies of gradients live until the step is launched
 
@@ -193,8 +195,7 @@ class CompiledShards:
             grad=work.grad.data_ptr(),
             param=work.param.data_ptr() if target is None else address(target.data),
             master=address(work.master),
-            exp_avg=work.states[0].data_ptr(),
-            exp_avg_sq=work.states[1].data_ptr(),
+            states=[state.data_ptr() for state in work.states],
             scales=layout.scales.data_ptr(),
             numel=geometry.numel,
             offset=geometry.offset,
@@ -204,8 +205,7 @@ class CompiledShards:
             grad_type=ELEMENT_TYPES[work.grad.dtype],
             param_type=ELEMENT_TYPES[work.param.dtype],
             master_kind=int(layout.master),
-            exp_avg_format=layout.formats[0].code,
-            exp_avg_sq_format=layout.formats[1].code,
+            state_formats=[fmt.code for fmt in layout.formats],
             block_log2=(geometry.block or 128).bit_length() - 1,
             **weight,
         )
@@ -216,7 +216,7 @@ class CompiledShards:
         return self._plan.sharing()
 
     def takes_target(self, layout: StateLayout) -> bool:
-        return self._writes_weights(layout.formats[0].code, layout.formats[1].code)
+        return self._writes_weights(self._rule.code, [fmt.code for fmt in layout.formats])
 
     def with_gradients(self) -> Sequence[int]:
         return self._plan.with_gradients()

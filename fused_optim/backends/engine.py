@@ -7,21 +7,23 @@ them. ``where``: ``device`` and ``stream`` of the CUDA engine, ``threads`` of th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 
 class Watched(NamedTuple):
     """What an engine compares to see whether a shard is as it was; the fields are those of ``plan.h``."""
 
     param: Tensor
-    exp_avg: Tensor | None
-    exp_avg_sq: Tensor | None
+    state0: Tensor | None
+    state1: Tensor | None  # None where the update rule has one state
     master: Tensor | None
     spec: DTensorSpec | None  # the parameter's
-    states: dict[str, Tensor]  # where the three tensors were found
+    states: dict[str, Tensor]  # where the tensors beside the parameter were found
     # Of a quantized weight that an engine can watch:
     local: Tensor | None = None  # the parameter's local tensor
     components: Mapping[str, Tensor] | None = None  # that one's
@@ -80,8 +82,7 @@ class EnginePlan(Protocol):
         grad: int,
         param: int,
         master: int,
-        exp_avg: int,
-        exp_avg_sq: int,
+        states: Sequence[int],
         scales: int,
         numel: int,
         offset: int,
@@ -91,8 +92,7 @@ class EnginePlan(Protocol):
         grad_type: int,
         param_type: int,
         master_kind: int,
-        exp_avg_format: int,
-        exp_avg_sq_format: int,
+        state_formats: Sequence[int],
         block_log2: int,
         weight_format: int = -1,
         round_up: bool = False,
@@ -108,7 +108,7 @@ class EnginePlan(Protocol):
         eps: float,
         weight_decay: float,
         step: int,
-        adam_w: bool,
+        decoupled: bool,
         bias_correction: bool,
         maximize: bool,
         stochastic_rounding: bool,
@@ -147,6 +147,8 @@ class Engine(Protocol):
     def same_items(self, dict: dict[Any, Any], keys: list[Any], values: list[Any]) -> bool: ...
     def Plan(
         self,
+        rule: int,
+        state_names: Sequence[str],
         groups: list[int],
         group_count: int,
         reader: EngineTensorReader,
@@ -162,7 +164,7 @@ class Engine(Protocol):
     def Gradients(
         self, *, addresses: list[int], numels: list[int], types: list[int], groups: list[int]
     ) -> EngineGradients: ...
-    def writes_weights(self, exp_avg_format: int, exp_avg_sq_format: int) -> bool: ...
+    def writes_weights(self, rule: int, state_formats: Sequence[int]) -> bool: ...
     def quantize_absmax(self, *, addresses: list[int], numels: list[int], result: int, **where: int) -> None: ...
     def quantize_rescale(
         self,
@@ -230,5 +232,5 @@ class Engine(Protocol):
 class CudaEngine(Engine, Protocol):
     """What only the CUDA engine has."""
 
-    def load_kernels(self, device: int) -> None: ...
+    def load_kernels(self, rule: int, device: int) -> None: ...
     def norm_workspace_bytes(self, device: int) -> int: ...

@@ -19,7 +19,7 @@ from fused_optim.backends.engine import Watched
 from fused_optim.backends.shards import shards_on
 from fused_optim.host_memory import can_be_streamed
 from fused_optim.layout import StateLayout
-from fused_optim.rule import Hyper
+from fused_optim.rule import Hyper, Rule
 from fused_optim.sharding.dtensor import Geometry, local_tensor
 
 CHUNK_BYTES = 32 << 20  # of states, in a buffer on the device
@@ -158,10 +158,12 @@ class OffloadedShards:
     A step plans each chunk while those before are under way. Before the first one it does only what may raise.
     """
 
-    def __init__(self, device: torch.device, backend: Backend, groups: list[int], group_count: int, link: Link) -> None:
-        self._device, self._backend, self._link = device, backend, link
+    def __init__(
+        self, device: torch.device, backend: Backend, groups: list[int], group_count: int, rule: Rule, link: Link
+    ) -> None:
+        self._device, self._backend, self._rule, self._link = device, backend, rule, link
         self._groups, self._group_count = groups, group_count
-        self._whole = shards_on(device, backend, groups, group_count, torch.device("cpu"))
+        self._whole = shards_on(device, backend, groups, group_count, rule, torch.device("cpu"))
         self.works = self._whole.works
         self._watched: list[Watched] = []
         self._attribute = ""
@@ -175,7 +177,7 @@ class OffloadedShards:
 
     def _is_locked(self, watched: Watched) -> bool:
         """Asked in every step: no other guard sees that the memory of a tensor is not page-locked any more."""
-        states = watched.exp_avg, watched.exp_avg_sq, watched.master
+        states = watched.state0, watched.state1, watched.master
         return all(state is None or can_be_streamed(local_tensor(state), self._device) for state in states)
 
     def set(self, shard: int, work: ShardWork, watched: Watched | None) -> bool:
@@ -213,7 +215,8 @@ class OffloadedShards:
     def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
         for chunk, is_last in self._chunks():
             buffer = self._link.buffer(sum(part.nbytes for _, _, part in chunk))
-            shards = shards_on(self._device, self._backend, [self._groups[i] for i, _, _ in chunk], self._group_count)
+            groups = [self._groups[i] for i, _, _ in chunk]
+            shards = shards_on(self._device, self._backend, groups, self._group_count, self._rule)
             pairs, used = [], 0
             for number, (_, work, part) in enumerate(chunk):
                 moved, copied = part.moved_to(buffer[used:], work)
@@ -244,14 +247,13 @@ class OffloadedShards:
         """What was set for this step; else the tensors that have been found to be as they were."""
         if index in self.works:
             return self.works[index]
-        param, exp_avg, exp_avg_sq, master = self._watched[index][:4]
-        assert exp_avg is not None and exp_avg_sq is not None
+        param, *states, master = self._watched[index][:4]
         layout, key = self._lasting[index]
         return ShardWork(
             grad=local_tensor(getattr(param, self._attribute)),
             param=local_tensor(param),
             master=None if master is None else local_tensor(master),
-            states=(local_tensor(exp_avg), local_tensor(exp_avg_sq)),
+            states=tuple(local_tensor(state) for state in states if state is not None),
             layout=layout,
             key=key,
         )

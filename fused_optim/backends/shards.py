@@ -12,7 +12,7 @@ from fused_optim.backends import Backend, GroupWork, ShardWork, torch_reference
 from fused_optim.backends.compiled import CompiledShards, increment_versions
 from fused_optim.backends.engine import Watched
 from fused_optim.layout import StateLayout
-from fused_optim.rule import Hyper
+from fused_optim.rule import Hyper, Rule
 
 
 class Shards(Protocol):
@@ -70,6 +70,7 @@ def shards_on(
     backend: Backend,
     groups: list[int],
     group_count: int,
+    rule: Rule,
     states_on: torch.device | None = None,
 ) -> Shards:
     """The shards of ``device``; ``groups``: the param group of each, ascending.
@@ -78,7 +79,7 @@ def shards_on(
     """
     if backend == "torch":
         return ReferenceShards(groups)
-    return CompiledShards(device, backend, groups, group_count, states_on)
+    return CompiledShards(device, backend, groups, group_count, rule, states_on)
 
 
 class ReferenceShards:

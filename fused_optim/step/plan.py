@@ -124,7 +124,7 @@ class Plan:
             part.unwatched.add(len(part.watched))
             part.watched.append(_watched(param, store[param]))
         for (device, offloaded), part in parts.items():
-            about = (device, part.backend, part.groups, len(groups))
+            about = (device, part.backend, part.groups, len(groups), store.rule)
             part.shards = OffloadedShards(*about, store.link(device)) if offloaded else shards_on(*about)
         self._parts = [parts[key] for key in sorted(parts, key=str)]
         self.backends: dict[torch.device, str] = {part.device: part.backend for part in self._parts}

@@ -147,7 +147,7 @@ class Stepper:
         for device in gpus:
             self.scalars.factor(device)
             self.skips.prepare(device)
-            load_kernels(device)
+            load_kernels(self._store.rule, device)
 
     def _check_capture(self) -> None:
         store = self._store

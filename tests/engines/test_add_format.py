@@ -24,25 +24,25 @@ STEPS = [
         "        return at_least_one((placed(root, inverse, u) >> kPlace) & 0xFFu, root);\n    }\n};\n",
         """
 template <>
-struct ExpAvg<Format::kToy8> {
+struct SignedCodec<Format::kToy8> {
     static constexpr Format format = Format::kToy8;
     using Bits = int8_t;
     FUSED_OPTIM_HD static float decode(uint32_t bits, float scale) { return signed_byte(bits) * scale; }
     FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
         float scale = divide(bits_float(absmax), 127.0f);
-        return block_scale(absmax, kSmallestExpAvg, scale, reciprocal(scale));
+        return block_scale(absmax, kSmallestSigned, scale, reciprocal(scale));
     }
     FUSED_OPTIM_HD static uint32_t encode(float m, float inverse) { return float_bits(fused(m, inverse, 12582912.0f)); }
 };
 
 template <>
-struct ExpAvgSq<Format::kToy8> {
+struct SquareCodec<Format::kToy8> {
     static constexpr Format format = Format::kToy8;
     using Bits = uint8_t;
     FUSED_OPTIM_HD static float decode(uint32_t bits, float scale) { return unsigned_byte(bits) * scale; }
     FUSED_OPTIM_HD static BlockScale scale(uint32_t absmax) {
         float top = larger(bits_float(absmax), 7.888609052210118e-31f);
-        return block_scale(absmax, kSmallestExpAvgSq, divide(top, 255.0f), reciprocal(top) * kTopNudge);
+        return block_scale(absmax, kSmallestSquare, divide(top, 255.0f), reciprocal(top) * kTopNudge);
     }
     FUSED_OPTIM_HD static uint32_t encode(float v, float, float inverse, uint32_t u) {
         float code = fused(clamp_one(v * inverse), 255.0f, bits_float(0x43800000u + (u >> 17)));
@@ -74,18 +74,18 @@ class _Toy8Codec:
         return bits.float() * scale
 
     @staticmethod
-    def scale_nonnegative(v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    def scale_square(v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         absmax = _absmax(v)
         top = absmax.clamp_min(2.0**-100)
-        return _block_scale(absmax, _SMALLEST_NONNEGATIVE, _divide(top, 255.0), 1.0 / top * _TOP_NUDGE)
+        return _block_scale(absmax, _SMALLEST_SQUARE, _divide(top, 255.0), 1.0 / top * _TOP_NUDGE)
 
     @staticmethod
-    def encode_nonnegative(v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
+    def encode_square(v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
         x = (v * inverse).nan_to_num(0.0).clamp(0.0, 1.0)
         threshold = 256.0 + (u >> 17).float() * 2.0**-15
         return _at_least_one(fused(x, 255.0, threshold).long() - 256, v > 0)
 
-    decode_nonnegative = decode_signed
+    decode_square = decode_signed
 ''',
     ),
     (
@@ -116,7 +116,7 @@ import torch
 from fused_optim import FusedAdam
 from fused_optim.backends import load_engine
 
-assert load_engine("cpu")[0].NUMBERS["Format"]["toy8"] == 5
+assert load_engine("cpu")[0].TABLES["Format"][5] == ("toy8", 1, True)
 
 
 def steps(backend, shape, other):
@@ -138,6 +138,17 @@ for shape in ((6, 256), (3, 192), (3, 96), (4133,), (0, 128)):
         pairs = zip(*(steps(backend, shape, {"exp_avg_sq_dtype": dtype}) for backend in ("cpu", "torch")), strict=True)
         for ours, reference in pairs:
             assert ours.dtype == reference.dtype and torch.equal(ours, reference), (shape, dtype)
+"""
+
+
+WITHOUT_THE_ROW = """
+import torch
+from fused_optim import formats
+
+del formats.STATE_FORMATS[torch.float8_e5m2]
+from fused_optim.backends import load_engine
+
+assert load_engine("cpu") == (None, "built for other tables of formats: install fused_optim again")
 """
 
 
@@ -163,3 +174,4 @@ def test_a_format_is_added_in_the_documented_places(tmp_path: Path) -> None:
         (tree / name).write_text(text.replace(anchor, anchor + addition))
     run(BUILD, tree)
     run(STEP, tree)
+    run(WITHOUT_THE_ROW, tree)

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 import fused_optim
 from fused_optim import FusedAdam, backends
 from fused_optim.backends import COMPILED, backend_for, build_info, load_engine
+from fused_optim.backends.tables import Rule, tables
 from fused_optim.tools.info import info
 
 
@@ -79,7 +80,9 @@ def test_missing_backend(use_backend: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_backend_of_another_device(use_backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "fused_optim._engine_cuda", ModuleType("_engine_cuda"))
+    engine = ModuleType("_engine_cuda")
+    monkeypatch.setattr(engine, "TABLES", tables(), raising=False)
+    monkeypatch.setitem(sys.modules, "fused_optim._engine_cuda", engine)
     use_backend("cuda")
     with pytest.raises(RuntimeError, match="FUSED_OPTIM_BACKEND=cuda cannot update parameters on cpu"):
         backend_for("cpu")
@@ -193,20 +196,20 @@ def test_code_that_shares_a_ptx_does_not_tell_its_architectures_apart() -> None:
 
 def test_formats_with_kernels_of_their_own_are_those_that_the_launch_knows(setup_script: Any) -> None:
     header = (ROOT / "csrc/multi_tensor/cuda/kernels.h").read_text()
-    known = re.search(r"return kernels_of_formats<(.*?)>", header, re.DOTALL)
-    assert known and tuple(re.findall(r"Format::(\w+)", known[1])) == setup_script.OWN_KERNELS
+    known = re.findall(r"kernels_of_formats<Rule::(\w+), (.*?)>\(\)", header, re.DOTALL)
+    assert {rule: tuple(re.findall(r"Format::(\w+)", formats)) for rule, formats in known} == setup_script.OWN_KERNELS
 
 
 # --- the last check before raw addresses are used ---------------------------------------------------------------------
 
 GROUP: dict[str, Any] = {
     **{"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0, "step": 1},
-    **{"adam_w": True, "bias_correction": True, "maximize": False, "stochastic_rounding": True},
+    **{"decoupled": True, "bias_correction": True, "maximize": False, "stochastic_rounding": True},
 }
 SHARD: dict[str, Any] = {
-    **{"grad": 64, "param": 64, "master": 0, "exp_avg": 64, "exp_avg_sq": 64, "scales": 0, "numel": 8, "offset": 0},
+    **{"grad": 64, "param": 64, "master": 0, "states": (64, 64), "scales": 0, "numel": 8, "offset": 0},
     **{"inner_local": 8, "inner_global": 8, "key": 0, "grad_type": 0, "param_type": 0, "master_kind": 0},
-    **{"exp_avg_format": 0, "exp_avg_sq_format": 0, "block_log2": 7},
+    **{"state_formats": (0, 0), "block_log2": 7},
 }
 
 
@@ -215,12 +218,12 @@ def loaded(name: str) -> ModuleType:
     return engine if engine is not None else pytest.skip(f"no {name} engine")
 
 
-def empty_plan(name: str, groups: list[int]) -> Any:
+def empty_plan(name: str, groups: list[int], rule: int = Rule.ADAM, names: Sequence[str] = ("m", "v")) -> Any:
     """Two param groups, and shards that are not described yet."""
     engine = loaded(name)
     reader = engine.TensorReader(None, Tensor, keys=[], examples=[], copied=[])
     return engine.Plan(
-        groups, 2, reader, reader, engine.VersionCounters(Tensor, []), engine.GradientLayout([]), DTensor
+        rule, names, groups, 2, reader, reader, engine.VersionCounters(Tensor, []), engine.GradientLayout([]), DTensor
     )
 
 
@@ -230,26 +233,28 @@ def empty_plan(name: str, groups: list[int]) -> Any:
     [
         ({"grad": 0}, "addresses of all tensors"),
         ({"param": 0}, "the address of the parameter"),
-        ({"exp_avg": 0}, "addresses of all tensors"),
-        ({"exp_avg_sq": 0}, "addresses of all tensors"),
+        ({"states": (0, 64)}, "addresses of all tensors"),
+        ({"states": (64, 0)}, "addresses of all tensors"),
+        ({"states": (64,)}, "as many states as the rule has"),
+        ({"state_formats": (0, 0, 0)}, "as many states as the rule has"),
         ({"master_kind": 1}, "the address of the master"),
-        ({"exp_avg_format": 4}, "the address of the scales"),
-        ({"exp_avg_sq_format": 2}, "the address of the scales"),
+        ({"state_formats": (4, 0)}, "the address of the scales"),
+        ({"state_formats": (0, 2)}, "the address of the scales"),
         ({"block_log2": 4}, "blocks of 32, 64 or 128"),
         ({"block_log2": 8}, "blocks of 32, 64 or 128"),
         ({"inner_local": 0}, "inner_local > 0"),
         ({"grad_type": 3}, "a known element type"),
         ({"param_type": -1}, "a known element type"),
-        ({"exp_avg_format": 5}, "a known state format"),
-        ({"exp_avg_sq_format": 5}, "a known state format"),
+        ({"state_formats": (5, 0)}, "a known state format"),
+        ({"state_formats": (0, 5)}, "a known state format"),
         ({"master_kind": 5, "master": 64}, "a known master"),
         ({"master_kind": 4}, "the address of the master"),
         ({"master_kind": 4, "master": 64, "scales": 0}, "the address of the scales"),
         ({"master_kind": 256}, "a known master"),  # 0 in its low 8 bits
         ({"grad_type": 256}, "a known element type"),
         ({"param_type": 256}, "a known element type"),
-        ({"exp_avg_format": 256}, "a known state format"),
-        ({"exp_avg_sq_format": 256}, "a known state format"),
+        ({"state_formats": (256, 0)}, "a known state format"),
+        ({"state_formats": (0, 256)}, "a known state format"),
         ({"master_kind": 2, "master": 64}, "a BF16 parameter"),
         ({"weight_format": 0, "weight_scales": 64}, "an FP32 or FP16 master of a quantized parameter"),
         ({"weight_format": 0, "master_kind": 1, "master": 64}, "the scales of a quantized parameter"),
@@ -274,6 +279,11 @@ def test_engine_refuses_other_types_and_numbers(name: str) -> None:
         empty_plan(name, [1, 0])
     with pytest.raises(ValueError, match="shards are ordered by param group"):
         empty_plan(name, [0, 2])
+    for rule in (-1, len(Rule), 256):
+        with pytest.raises(ValueError, match="expected a known update rule"):
+            empty_plan(name, [0], rule)
+    with pytest.raises(ValueError, match="expected a name of each state"):
+        empty_plan(name, [0], names=["m"])
     plan = empty_plan(name, [0, 1])
     with pytest.raises(IndexError):
         plan.set_group(2, **GROUP)

@@ -28,7 +28,7 @@ from reference import (
 )
 
 pytestmark = pytest.mark.filterwarnings("error")
-KINDS = {"exp_avg": Kind.SIGNED, "exp_avg_sq": Kind.NONNEGATIVE, "master_param": Kind.MASTER}
+KINDS = {"exp_avg": Kind.SIGNED, "exp_avg_sq": Kind.SQUARE, "master_param": Kind.MASTER}
 ALL_STATES = pytest.mark.parametrize("state", STATES)
 ALL_FORMATS = pytest.mark.parametrize("fmt", FORMATS, ids=str)
 ALL_SCALED = pytest.mark.parametrize("fmt", SCALED_FORMATS, ids=str)
@@ -316,8 +316,8 @@ def test_the_largest_fp16_second_moment_grows_through_powers_of_two(device: str)
     state = torch.full((32,), float(v), device=device)
     for step in range(1, 2001):
         u = torch.from_numpy(rounding_fractions(0, 0, 32, step)).to(device)
-        bits, scale = formats.encode_state(state * 0.999 + 0.0013, Kind.NONNEGATIVE, fmt, 32, u)
-        state = formats.decode_state(bits, scale, Kind.NONNEGATIVE, fmt, 32)
+        bits, scale = formats.encode_state(state * 0.999 + 0.0013, Kind.SQUARE, fmt, 32, u)
+        state = formats.decode_state(bits, scale, Kind.SQUARE, fmt, 32)
     np.testing.assert_allclose(state.cpu().numpy(), 1.3 - 0.4 * 0.999**2000, rtol=2e-3)
 
 

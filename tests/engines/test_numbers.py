@@ -1,41 +1,72 @@
-"""Numbers and places that Python and the engines both name: the lists of ``csrc/multi_tensor``."""
+"""The tables that Python and the engines both spell: an engine whose tables are others is refused."""
 
 from __future__ import annotations
 
+import importlib
 from types import ModuleType
+from typing import Any
 
 import pytest
 
-from fused_optim.backends import load_engine
-from fused_optim.backends.engine import Watched
-from fused_optim.formats import STATE_FORMATS, Element, Master
-from fused_optim.quantized.compute.casts import CastFormat
-from fused_optim.quantized.recipes import RECIPES, Float8BlockScaling, Recipe, WeightFormat
-from fused_optim.quantized.recipes.engine import ScaleStage
-
-NUMBERS: dict[str, dict[str, int]] = {
-    "Format": {fmt.name: fmt.code for fmt in STATE_FORMATS.values()},
-    "Watched": {name: place for place, name in enumerate(Watched._fields)},
-    **{
-        enum.__name__: {member.name: member.value for member in enum}
-        for enum in (Element, Master, WeightFormat, ScaleStage, CastFormat)
-    },
-}
+from fused_optim.backends import COMPILED, load_engine
+from fused_optim.backends.tables import problem_of, tables
+from fused_optim.quantized.recipes import RECIPES, Float8BlockScaling, Recipe
 
 
 def load(name: str) -> ModuleType:
-    engine, reason = load_engine(name)
-    if engine is None:
-        pytest.skip(reason)
-    return engine
+    """The engine itself, whatever its tables are."""
+    try:
+        return importlib.import_module(f"fused_optim._engine_{name}")
+    except ImportError as error:
+        pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("name", ["cpu", "cuda"])
-def test_engines_and_python_number_alike(name: str) -> None:
-    assert load(name).NUMBERS == NUMBERS
+@pytest.mark.parametrize("name", COMPILED)
+def test_engines_and_python_have_the_same_tables(name: str) -> None:
+    engine = load(name)
+    assert tables() == engine.TABLES
+    assert load_engine(name) == (engine, "")
 
 
-@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def changed(name: str, row: int, *others: object) -> dict[str, Any]:
+    """Tables with another row; without ``others`` with one less."""
+    rows = list(tables()[name])
+    rows[row : row + 1] = [others] if others else []
+    return {**tables(), name: tuple(rows)}
+
+
+OTHER_TABLES = {
+    "a new format": {**tables(), "Format": (*tables()["Format"], ("toy8", 1, True))},
+    "a format less": changed("Format", 2),
+    "another name": changed("Format", 3, "float8_e5m2", 1, True),
+    "other bytes": changed("Master", 4, "FLOAT16", 4),
+    "scales": changed("Format", 1, "bfloat16", 2, True),
+    "another order": {**tables(), "Rule": tables()["Rule"][::-1]},
+    "states of another kind": changed("Rule", 1, "LION", "SQUARE", "NONE"),
+    "another field": changed("Watched", 1, "exp_avg"),
+    "one table less": {name: rows for name, rows in tables().items() if name != "CastFormat"},
+    "none": None,
+}
+
+
+@pytest.mark.parametrize("other", OTHER_TABLES)
+@pytest.mark.parametrize("name", COMPILED)
+def test_engines_with_other_tables_are_refused(name: str, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load(name)
+    monkeypatch.setattr(engine, "TABLES", OTHER_TABLES[other])
+    problem_of.cache_clear()
+    try:
+        assert load_engine(name) == (None, "built for other tables of formats: install fused_optim again")
+    finally:
+        problem_of.cache_clear()
+
+
+def test_engines_without_tables_are_refused() -> None:
+    """Those of earlier versions."""
+    assert "install fused_optim again" in problem_of(ModuleType("_engine_cpu"))
+
+
+@pytest.mark.parametrize("name", COMPILED)
 @pytest.mark.parametrize("recipe", [*(cls() for cls in RECIPES.values()), Float8BlockScaling(block=(1, 128))], ids=repr)
 def test_updates_write_the_blocks_of_the_recipe(name: str, recipe: Recipe) -> None:
     kernel = recipe.kernel

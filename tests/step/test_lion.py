@@ -24,6 +24,7 @@ import distributed
 from cases import FORMATS, MASTERS, Format, Master, values
 from distributed import join_all, part, same_bits
 from fused_optim import FusedLion
+from fused_optim.formats import STATE_FORMATS
 from fused_optim.quantized import MXFP8BlockScaling, quantize_model_
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -91,9 +92,10 @@ def test_the_papers_update(options: dict[str, Any], name: str) -> None:
                 param.grad = gradient(param, number, i)
                 papers[i].step(-param.grad if maximize else param.grad)
             optimizer.step()
+    bound = 100 * 2.0**-23  # a step rounds the parameter twice
     for param, paper in zip(optimizer.param_groups[0]["params"], papers):
-        np.testing.assert_allclose(param.detach().numpy(), paper.param, rtol=2e-6, atol=2e-6)
-        np.testing.assert_allclose(optimizer.state[param]["exp_avg"].numpy(), paper.average, rtol=2e-6, atol=1e-6)
+        np.testing.assert_allclose(param.detach().numpy(), paper.param, rtol=bound, atol=1e-6)
+        np.testing.assert_allclose(optimizer.state[param]["exp_avg"].numpy(), paper.average, rtol=bound, atol=1e-6)
 
 
 @ALL_FORMATS
@@ -114,7 +116,7 @@ def test_one_state_in_every_format(fmt: Format) -> None:
     steps(optimizer, range(1))
     wide = optimizer.param_groups[0]["params"][0]
     assert list(optimizer.state[wide]) == ["exp_avg", "master_param"]
-    assert optimizer.summary()["formats"][0]["exp_avg"] == fmt.name
+    assert optimizer.summary()["formats"][0]["exp_avg"] == STATE_FORMATS[fmt.dtype].name
     assert "exp_avg_sq" not in str(optimizer.summary()) + repr(optimizer)
 
 

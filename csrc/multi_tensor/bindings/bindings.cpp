@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -14,6 +15,7 @@
 #include "launch.h"
 #include "norm.h"
 #include "quantize.h"
+#include "rules.h"
 
 namespace py = pybind11;
 using namespace fused_optim;
@@ -32,9 +34,26 @@ Enum enumerator(int number, size_t index, const char* expected) {
     return static_cast<Enum>(number);
 }
 
+Rule rule_of(int number) {
+    if (number >= 0 && number < kCount<Rule>) return static_cast<Rule>(number);
+    throw std::invalid_argument("fused_optim: expected a known update rule");
+}
+
+// Into the first places of `states`.
+void set_states(State* states, Rule rule, const std::vector<uint64_t>& addresses, const std::vector<int>& formats,
+                size_t i) {
+    const auto count = static_cast<size_t>(state_count(rule));
+    require(addresses.size() == count && formats.size() == count, i, "as many states as the rule has");
+    for (size_t k = 0; k < count; ++k) {
+        states[k] = {addresses[k], enumerator<Format>(formats[k], i, "a known state format")};
+    }
+}
+
 // The last check before raw addresses are used; Python has validated tensors by name already.
-void check(const Shard& s, size_t i) {
-    require(s.numel == 0 || (s.grad && s.exp_avg && s.exp_avg_sq), i, "addresses of all tensors");
+void check(Rule rule, const Shard& s, size_t i) {
+    const auto states = s.states, end = states + state_count(rule);
+    const bool complete = s.grad && std::all_of(states, end, [](const State& state) { return state.address != 0; });
+    require(s.numel == 0 || complete, i, "addresses of all tensors");
     require(s.numel == 0 || s.param || s.quantized, i, "the address of the parameter");
     require(s.master_kind == Master::kParameter || s.numel == 0 || s.master, i, "the address of the master");
     require(s.numel == 0 || !s.quantized || !s.param || s.weight_scales, i, "the scales of a quantized parameter");
@@ -44,7 +63,8 @@ void check(const Shard& s, size_t i) {
     require(!s.quantized || !s.param || traits_of(s.weight_format).written_by_update, i,
             "a format of weights that the update can write");
     require(!is_remainder(s.master_kind) || s.param_type == Element::kBFloat16, i, "a BF16 parameter");
-    const bool scaled = is_scaled(s.exp_avg_format) || is_scaled(s.exp_avg_sq_format) || is_scaled(s.master_kind);
+    const bool scaled = is_scaled(s.master_kind) ||
+                        std::any_of(states, end, [](const State& state) { return is_scaled(state.format); });
     require(s.numel == 0 || s.scales || !scaled, i, "the address of the scales");
 }
 
@@ -54,7 +74,7 @@ const T* pointer(uint64_t address) {
 }
 
 void set_group(Plan& plan, size_t i, double lr, double beta1, double beta2, double eps, double weight_decay,
-               int64_t number, bool adam_w, bool bias_correction, bool maximize, bool stochastic_rounding,
+               int64_t number, bool decoupled, bool bias_correction, bool maximize, bool stochastic_rounding,
                uint64_t lr_pointer, uint64_t grad_scale, uint64_t grad_factor, uint64_t found_inf,
                uint64_t step_pointer) {
     Hyper hyper{};
@@ -69,24 +89,23 @@ void set_group(Plan& plan, size_t i, double lr, double beta1, double beta2, doub
     hyper.grad_factor = pointer<float>(grad_factor);
     hyper.found_inf = pointer<float>(found_inf);
     hyper.step_pointer = reinterpret_cast<int64_t*>(step_pointer);
-    hyper.adam_w = adam_w;
+    hyper.decoupled = decoupled;
     hyper.bias_correction = bias_correction;
     hyper.maximize = maximize;
     hyper.stochastic_rounding = stochastic_rounding;
     plan.group(i) = hyper;
 }
 
-void set_shard(Plan& plan, size_t i, uint64_t grad, uint64_t param, uint64_t master, uint64_t exp_avg,
-               uint64_t exp_avg_sq, uint64_t scales, uint64_t numel, uint64_t offset, uint64_t inner_local,
-               uint64_t inner_global, uint32_t key, int grad_type, int param_type, int master_kind, int exp_avg_format,
-               int exp_avg_sq_format, int block_log2, int weight_format, bool round_up, uint64_t weight_scales,
-               uint64_t absmax) {
+void set_shard(Plan& plan, size_t i, uint64_t grad, uint64_t param, uint64_t master,
+               const std::vector<uint64_t>& states, uint64_t scales, uint64_t numel, uint64_t offset,
+               uint64_t inner_local, uint64_t inner_global, uint32_t key, int grad_type, int param_type,
+               int master_kind, const std::vector<int>& state_formats, int block_log2, int weight_format, bool round_up,
+               uint64_t weight_scales, uint64_t absmax) {
     Shard s{};
     s.grad = grad;
     s.param = param;
     s.master = master;
-    s.exp_avg = exp_avg;
-    s.exp_avg_sq = exp_avg_sq;
+    set_states(s.states, plan.rule(), states, state_formats, i);
     s.scales = scales;
     s.numel = numel;
     s.offset = offset;
@@ -95,8 +114,6 @@ void set_shard(Plan& plan, size_t i, uint64_t grad, uint64_t param, uint64_t mas
     s.grad_type = enumerator<Element>(grad_type, i, "a known element type");
     s.param_type = enumerator<Element>(param_type, i, "a known element type");
     s.master_kind = enumerator<Master>(master_kind, i, "a known master");
-    s.exp_avg_format = enumerator<Format>(exp_avg_format, i, "a known state format");
-    s.exp_avg_sq_format = enumerator<Format>(exp_avg_sq_format, i, "a known state format");
     require(block_log2 >= 5 && block_log2 <= 7, i, "blocks of 32, 64 or 128");
     s.block_log2 = static_cast<uint8_t>(block_log2);
     s.quantized = weight_format >= 0;
@@ -106,24 +123,24 @@ void set_shard(Plan& plan, size_t i, uint64_t grad, uint64_t param, uint64_t mas
         s.weight_scales = weight_scales;
         s.absmax = absmax;
     }
-    check(s, i);
+    check(plan.rule(), s, i);
     plan.set_shard(i, s);
 }
 
-// Whether quantized weights whose moments have these formats can be written by the update.
-bool writes_weights(int exp_avg_format, int exp_avg_sq_format) {
+// Whether quantized weights whose states have these formats can be written by the update.
+bool writes_weights(int rule, const std::vector<int>& state_formats) {
+    State states[kMaxStates]{};
+    set_states(states, rule_of(rule), std::vector<uint64_t>(state_formats.size()), state_formats, 0);
 #if defined(FUSED_OPTIM_ENGINE_CUDA)
-    return writes_weights_cuda(enumerator<Format>(exp_avg_format, 0, "a known state format"),
-                               enumerator<Format>(exp_avg_sq_format, 0, "a known state format"));
+    return writes_weights_cuda(rule_of(rule), states);
 #else
-    (void)exp_avg_format, (void)exp_avg_sq_format;
     return true;
 #endif
 }
 
 #if defined(FUSED_OPTIM_ENGINE_CUDA)
-void load_kernels(int device) {
-    load_adam_kernels(device);
+void load_kernels(int rule, int device) {
+    load_update_kernels(rule_of(rule), device);
     load_norm_kernels(device);
     load_quantize_kernels(device);
     load_cast_kernels(device);
@@ -173,12 +190,26 @@ bool same_items(const py::dict& dict, const py::list& keys, const py::list& valu
     return true;
 }
 
-// Names and numbers of an enum, for the test that compares them with Python's.
-template <class Enum>
-py::dict numbers() {
-    py::dict numbers;
-    for (int i = 0; i < kCount<Enum>; ++i) numbers[EnumNames<Enum>::all[i]] = i;
-    return numbers;
+// The tables as Python spells them in backends/tables.py: rows without their enumerators.
+py::dict tables() {
+#define FUSED_OPTIM_TUPLE(enumerator, ...) py::make_tuple(__VA_ARGS__),
+#define FUSED_OPTIM_KINDS(enumerator, name, first, second)                              \
+    py::make_tuple(name, EnumNames<StateKind>::all[static_cast<int>(StateKind::first)], \
+                   EnumNames<StateKind>::all[static_cast<int>(StateKind::second)]),
+    using Rows = std::vector<py::tuple>;
+    const std::pair<const char*, Rows> all[] = {
+        {"Element", {FUSED_OPTIM_ELEMENTS(FUSED_OPTIM_TUPLE)}},
+        {"Master", {FUSED_OPTIM_MASTERS(FUSED_OPTIM_TUPLE)}},
+        {"Format", {FUSED_OPTIM_FORMATS(FUSED_OPTIM_TUPLE)}},
+        {"Rule", {FUSED_OPTIM_RULES(FUSED_OPTIM_KINDS)}},
+        {"Watched", {FUSED_OPTIM_WATCHED(FUSED_OPTIM_TUPLE)}},
+        {"WeightFormat", {FUSED_OPTIM_WEIGHT_FORMATS(FUSED_OPTIM_TUPLE)}},
+        {"ScaleStage", {FUSED_OPTIM_SCALE_STAGES(FUSED_OPTIM_TUPLE)}},
+        {"CastFormat", {FUSED_OPTIM_CAST_FORMATS(FUSED_OPTIM_TUPLE)}},
+    };
+    py::dict found;
+    for (const auto& [name, rows] : all) found[name] = py::tuple(py::cast(rows));
+    return found;
 }
 
 // How many elements of a row share a scale, of the formats of weights that the update can write; 1: any number does.
@@ -195,15 +226,11 @@ py::dict written_blocks() {
 }  // namespace
 
 PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
-    m.attr("NUMBERS") =
-        py::dict(py::arg("Element") = numbers<Element>(), py::arg("Master") = numbers<Master>(),
-                 py::arg("Format") = numbers<Format>(), py::arg("WeightFormat") = numbers<WeightFormat>(),
-                 py::arg("ScaleStage") = numbers<ScaleStage>(), py::arg("CastFormat") = numbers<CastFormat>(),
-                 py::arg("Watched") = numbers<Watched>());
+    m.attr("TABLES") = tables();
     m.attr("WRITTEN_BLOCKS") = written_blocks();
-    m.def("writes_weights", &writes_weights, py::arg("exp_avg_format"), py::arg("exp_avg_sq_format"));
+    m.def("writes_weights", &writes_weights, py::arg("rule"), py::arg("state_formats"));
 #if defined(FUSED_OPTIM_ENGINE_CUDA)
-    m.def("load_kernels", &load_kernels, py::arg("device"));
+    m.def("load_kernels", &load_kernels, py::arg("rule"), py::arg("device"));
 #endif
     py::class_<Numbers>(m, "Numbers", py::module_local(), "A list of addresses or sizes, kept in C++.")
         .def(py::init<std::vector<uint64_t>>(), py::arg("values"))
@@ -235,10 +262,14 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
     m.def("same_objects", &same_objects, py::arg("left"), py::arg("right"));
     m.def("same_items", &same_items, py::arg("dict"), py::arg("keys"), py::arg("values"));
     py::class_<Plan>(m, "Plan", py::module_local(), "The shards of one device and their param groups, step by step.")
-        .def(py::init<const std::vector<uint32_t>&, size_t, TensorReader, TensorReader, VersionCounters, GradientLayout,
-                      py::object>(),
-             py::arg("groups"), py::arg("group_count"), py::arg("reader"), py::arg("state_reader"), py::arg("versions"),
-             py::arg("gradients"), py::arg("dtensor_type"))
+        .def(py::init([](int rule, const std::vector<py::str>& state_names, const std::vector<uint32_t>& groups,
+                         size_t group_count, TensorReader reader, TensorReader state_reader, VersionCounters versions,
+                         GradientLayout gradients, py::object dtensor_type) {
+                 return Plan(rule_of(rule), state_names, groups, group_count, reader, state_reader, versions, gradients,
+                             dtensor_type);
+             }),
+             py::arg("rule"), py::arg("state_names"), py::arg("groups"), py::arg("group_count"), py::arg("reader"),
+             py::arg("state_reader"), py::arg("versions"), py::arg("gradients"), py::arg("dtensor_type"))
         .def("refresh", py::overload_cast<py::list, py::str>(&Plan::refresh), py::arg("watched"), py::arg("attribute"))
         .def("watch", &Plan::watch, py::arg("shard"), py::arg("watched"))
         .def("sharing", &Plan::sharing)
@@ -250,15 +281,14 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
         .def("mark", &Plan::mark, py::arg("watched"))
         .def("groups_with_gradients", &Plan::groups_with_gradients)
         .def("set_group", &set_group, py::arg("group"), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
-             py::arg("eps"), py::arg("weight_decay"), py::arg("step"), py::arg("adam_w"), py::arg("bias_correction"),
+             py::arg("eps"), py::arg("weight_decay"), py::arg("step"), py::arg("decoupled"), py::arg("bias_correction"),
              py::arg("maximize"), py::arg("stochastic_rounding"), py::arg("lr_pointer") = 0, py::arg("grad_scale") = 0,
              py::arg("grad_factor") = 0, py::arg("found_inf") = 0, py::arg("step_pointer") = 0)
         .def("set_shard", &set_shard, py::arg("shard"), py::arg("grad"), py::arg("param"), py::arg("master"),
-             py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("scales"), py::arg("numel"), py::arg("offset"),
-             py::arg("inner_local"), py::arg("inner_global"), py::arg("key"), py::arg("grad_type"),
-             py::arg("param_type"), py::arg("master_kind"), py::arg("exp_avg_format"), py::arg("exp_avg_sq_format"),
-             py::arg("block_log2"), py::arg("weight_format") = -1, py::arg("round_up") = false,
-             py::arg("weight_scales") = 0, py::arg("absmax") = 0)
+             py::arg("states"), py::arg("scales"), py::arg("numel"), py::arg("offset"), py::arg("inner_local"),
+             py::arg("inner_global"), py::arg("key"), py::arg("grad_type"), py::arg("param_type"),
+             py::arg("master_kind"), py::arg("state_formats"), py::arg("block_log2"), py::arg("weight_format") = -1,
+             py::arg("round_up") = false, py::arg("weight_scales") = 0, py::arg("absmax") = 0)
 #if defined(FUSED_OPTIM_ENGINE_CUDA)
         .def("launch", &launch, py::arg("device"), py::arg("stream"), py::arg("workspace") = 0,
              py::arg("workspace_size") = 0)

@@ -20,8 +20,8 @@ namespace py = pybind11;
 // master are tensors of one form.
 #define FUSED_OPTIM_WATCHED(ROW)   \
     ROW(kParam, "param")           \
-    ROW(kExpAvg, "exp_avg")        \
-    ROW(kExpAvgSq, "exp_avg_sq")   \
+    ROW(kState0, "state0")         \
+    ROW(kState1, "state1")         \
     ROW(kMaster, "master")         \
     ROW(kSpec, "spec")             \
     ROW(kStates, "states")         \
@@ -36,10 +36,14 @@ inline PyObject* field(PyObject* watched, Watched which) {
     return PyTuple_GET_ITEM(watched, static_cast<Py_ssize_t>(which));
 }
 
+inline Watched watched_state(int state) {
+    static_assert(static_cast<int>(Watched::kMaster) - static_cast<int>(Watched::kState0) == kMaxStates);
+    return static_cast<Watched>(static_cast<int>(Watched::kState0) + state);
+}
+
 struct Names {
-    py::str exp_avg = intern("exp_avg"), exp_avg_sq = intern("exp_avg_sq"), master = intern("master_param");
-    py::str mesh = intern("mesh"), placements = intern("placements"), meta = intern("tensor_meta"),
-            shape = intern("shape"), components = intern("components");
+    py::str master = intern("master_param"), mesh = intern("mesh"), placements = intern("placements"),
+            meta = intern("tensor_meta"), shape = intern("shape"), components = intern("components");
 
     static py::str intern(const char* name) { return py::reinterpret_steal<py::str>(PyUnicode_InternFromString(name)); }
 };
@@ -52,11 +56,14 @@ inline py::object attribute(PyObject* object, PyObject* name) {
 
 class Plan {
 public:
-    // `groups`: the param group of each shard, ascending. `state_reader`: of the device on which the states are. No
-    // Python object but types is kept: Python keeps what is watched, where the garbage collector sees it.
-    Plan(const std::vector<uint32_t>& groups, size_t group_count, TensorReader reader, TensorReader state_reader,
-         VersionCounters versions, GradientLayout gradient_layout, py::object dtensor_type)
-        : reader_(reader),
+    // `state_names`: the keys of the rule's states. `groups`: the param group of each shard, ascending. `state_reader`:
+    // of the device on which the states are. No Python object but types and names is kept: Python keeps what is
+    // watched, where the garbage collector sees it.
+    Plan(Rule rule, const std::vector<py::str>& state_names, const std::vector<uint32_t>& groups, size_t group_count,
+         TensorReader reader, TensorReader state_reader, VersionCounters versions, GradientLayout gradient_layout,
+         py::object dtensor_type)
+        : state_names_(state_names),
+          reader_(reader),
           state_reader_(state_reader),
           gradient_layout_(gradient_layout),
           dtensor_type_(dtensor_type),
@@ -64,12 +71,18 @@ public:
           spec_(dtensor_type, "_spec"),
           version_of_(versions),
           rows_(groups.size()) {
+        if (static_cast<int>(state_names.size()) != state_count(rule)) {
+            throw std::invalid_argument("fused_optim: expected a name of each state");
+        }
         if (!std::is_sorted(groups.begin(), groups.end()) || (!groups.empty() && groups.back() >= group_count)) {
             throw std::invalid_argument("fused_optim: shards are ordered by param group");
         }
         for (size_t i = 0; i < groups.size(); ++i) rows_[i].shard.group = groups[i];
+        step_.rule = rule;
         step_.groups.resize(group_count);
     }
+
+    Rule rule() const { return step_.rule; }
 
     // Takes the gradients, `param.<name>`, and the addresses of all shards that have one. Returns the numbers of those
     // that are not as they were at `watch`, which Python has to set again.
@@ -119,7 +132,7 @@ public:
         const bool sharded = field(watched, Watched::kSpec) != Py_None;
         const Watched first = is_quantized(watched) ? Watched::kMaster : Watched::kParam;  // gives the form
         row.watched = false;
-        for (Watched which : {first, Watched::kExpAvg, Watched::kExpAvgSq, Watched::kMaster}) {
+        for (Watched which : {first, Watched::kState0, Watched::kState1, Watched::kMaster}) {
             DLTensor tensor;
             if (field(watched, which) == Py_None) continue;
             if (!read_local(reader_of(which), field(watched, which), sharded, tensor)) return false;
@@ -377,8 +390,8 @@ private:
         const auto read = std::min<size_t>(row.weight_sizes.size(), PyTuple_GET_SIZE(parts));
         return {read > 0 ? PyTuple_GET_ITEM(parts, 0) : field(tuple, Watched::kParam),
                 read > 1 ? PyTuple_GET_ITEM(parts, 1) : nullptr,
-                field(tuple, Watched::kExpAvg),
-                field(tuple, Watched::kExpAvgSq),
+                field(tuple, Watched::kState0),
+                field(tuple, Watched::kState1),
                 field(tuple, Watched::kMaster),
                 grad};
     }
@@ -406,8 +419,8 @@ private:
                                ? refresh_weight(row, watched, sharded)
                                : read_as_watched(row, Watched::kParam, watched, sharded, row.shard.param);
         return found && has_states(watched) &&
-               refresh_state(row, Watched::kExpAvg, watched, sharded, row.shard.exp_avg) &&
-               refresh_state(row, Watched::kExpAvgSq, watched, sharded, row.shard.exp_avg_sq) &&
+               refresh_state(row, Watched::kState0, watched, sharded, row.shard.states[0].address) &&
+               refresh_state(row, Watched::kState1, watched, sharded, row.shard.states[1].address) &&
                refresh_state(row, Watched::kMaster, watched, sharded, row.shard.master) &&
                refresh_gradient(row, watched, grad, name);
     }
@@ -507,15 +520,17 @@ private:
 
     // Whether the states are those of the parameter.
     bool has_states(PyObject* watched) const {
-        std::array<PyObject*, 3> names, tensors;
+        std::array<PyObject*, kMaxStates + 1> names, tensors;
         size_t count = 0;
-        for (const auto& [which, name] :
-             {std::pair{Watched::kExpAvg, names_.exp_avg.ptr()}, std::pair{Watched::kExpAvgSq, names_.exp_avg_sq.ptr()},
-              std::pair{Watched::kMaster, names_.master.ptr()}}) {
-            if (field(watched, which) == Py_None) continue;
-            names[count] = name;
-            tensors[count++] = field(watched, which);
+        const auto add = [&](const py::str& name, PyObject* tensor) {
+            if (tensor == Py_None) return;
+            names[count] = name.ptr();
+            tensors[count++] = tensor;
+        };
+        for (size_t i = 0; i < state_names_.size(); ++i) {
+            add(state_names_[i], field(watched, watched_state(static_cast<int>(i))));
         }
+        add(names_.master, field(watched, Watched::kMaster));
         return holds(field(watched, Watched::kStates), names.data(), tensors.data(), count);
     }
 
@@ -574,6 +589,7 @@ private:
     }
 
     Names names_;
+    std::vector<py::str> state_names_;
     TensorReader reader_, state_reader_;
     GradientLayout gradient_layout_;
     py::object dtensor_type_;

@@ -1,11 +1,11 @@
 // The CPU engine's inner part: updates elements [begin, end) of one shard. Compiled once per instruction set; the loops
 // have constant trip counts over small arrays, which the compiler vectorises. Nothing of the standard library's
 // templates may be used here: an inline function compiled for AVX-512 could replace the baseline's copy at link time.
-#include "adam.h"
 #include "cpu/codecs.h"
 #include "cpu/streams.h"
 #include "cpu/strip.h"
 #include "dispatch.h"
+#include "rules.h"
 
 namespace fused_optim {
 namespace {
@@ -97,7 +97,7 @@ void dispatch_block(int block, const Visit& visit) {
     visit(std::integral_constant<int, kSmallestBlock>{});
 }
 
-struct LoadMoment {
+struct LoadState {
     float* tile;
     Format format;
     uint64_t address;
@@ -178,25 +178,9 @@ void store_scaled(const float* tile, const uint32_t* bits, uint64_t address, uin
     copy_out(raw, address, element, count);
 }
 
-struct StoreExpAvg {
-    const float* tile;
-    Format format;
-    uint64_t address;
-    uint64_t element;
-    int count;
-    Scales scales;
-
-    void operator()(Unscaled) const { store(tile, nullptr, unscaled_type(format), address, element, count); }
-    template <class Codec>
-    void operator()(Codec codec) const {
-        store_scaled<Codec>(tile, nullptr, address, element, count, scales,
-                            [&](auto size, typename Codec::Bits* codes, int first, float inverse) {
-                                encode_block<decltype(size)::value>(codec, codes, tile + first, inverse);
-                            });
-    }
-};
-
-struct StoreExpAvgSq {
+// `root` and `bits`: of a square.
+template <StateKind kind>
+struct StoreState {
     const float* tile;
     const float* root;
     const uint32_t* bits;
@@ -206,19 +190,27 @@ struct StoreExpAvgSq {
     int count;
     Scales scales;
 
-    void operator()(Unscaled) const { store(tile, bits, unscaled_type(format), address, element, count); }
+    void operator()(Unscaled) const {
+        const uint32_t* const rotation = kind == StateKind::kSquare ? bits : nullptr;
+        store(tile, rotation, unscaled_type(format), address, element, count);
+    }
     template <class Codec>
     void operator()(Codec codec) const {
         store_scaled<Codec>(tile, bits, address, element, count, scales,
                             [&](auto size, typename Codec::Bits* codes, int first, float inverse) {
-                                encode_block<decltype(size)::value>(codec, codes, tile + first, root + first,
-                                                                    bits + first, inverse);
+                                constexpr int block = decltype(size)::value;
+                                if constexpr (kind == StateKind::kSquare) {
+                                    encode_block<block>(codec, codes, tile + first, root + first, bits + first,
+                                                        inverse);
+                                } else {
+                                    encode_block<block>(codec, codes, tile + first, inverse);
+                                }
                             });
     }
 };
 
 void load_float16_master(float* tile, const Shard& shard, uint64_t element, int count, const Scales& scales) {
-    LoadMoment{tile, Format::kFloat16, shard.master, element, count, scales}(Float16Master{});
+    LoadState{tile, Format::kFloat16, shard.master, element, count, scales}(Float16Master{});
 }
 
 template <class Low>
@@ -297,7 +289,8 @@ void store_master(float* tile, const uint32_t* bits, const Shard& shard, uint64_
         case Master::kRemainder16: return store_split<int16_t, split_remainder16>(tile, shard, element, count);
         case Master::kRemainder8: return store_split<int8_t, split_remainder8>(tile, shard, element, count);
         case Master::kFloat16:
-            StoreExpAvgSq{tile, tile, bits, Format::kFloat16, shard.master, element, count, scales}(Float16Master{});
+            StoreState<StateKind::kSquare>{
+                tile, tile, bits, Format::kFloat16, shard.master, element, count, scales}(Float16Master{});
             load_float16_master(tile, shard, element, count, scales);
             if (!shard.quantized) store(tile, nullptr, shard.param_type, shard.param, element, count);
             return;
@@ -325,21 +318,23 @@ void store_unscaled(const Shard& shard, const Scalars& scalars, const float* gra
 // Which of a tile's BF16 streams the update reads and writes itself; the others pass through tiles of FP32 values.
 // Parameters only with BF16 gradients, as they usually come: any other pair would be another loop to compile.
 struct Direct {
-    bool grad, param, moments;
+    bool grad, param, states;
 
-    Direct(const Shard& shard, const Scalars& scalars, int count) {
+    Direct(int state_count, const Shard& shard, const Scalars& scalars, int count) {
         const bool whole = count == kTile && scalars.unchanged_gradient && !scalars.writes_gradient;
         grad = whole && shard.grad_type == Element::kBFloat16;
         param = grad && shard.param_type == Element::kBFloat16 && !shard.quantized && !is_scaled(shard.master_kind);
-        moments = whole && shard.exp_avg_format == Format::kBFloat16 && shard.exp_avg_sq_format == Format::kBFloat16;
+        states = whole;
+        for (int i = 0; i < state_count; ++i) states = states && shard.states[i].format == Format::kBFloat16;
     }
 };
 
 // The values of a tile's streams, and where they are in memory.
+template <Rule rule>
 struct Tile {
     const Shard& shard;
     uint64_t element;
-    float *grad, *param, *m, *v, *root;
+    float *grad, *param, *states[state_count(rule)], *root;
     const uint32_t* bits;
 
     uint16_t* codes(uint64_t address) const { return pointer<uint16_t>(address, element); }
@@ -347,91 +342,108 @@ struct Tile {
     SplitStream<Low> split(uint16_t* high, uint64_t low) const {
         return {high, pointer<Low>(low, element), param};
     }
+    template <int i>
+    auto direct_state() const {
+        constexpr bool rotates = state_kind(rule, i) == StateKind::kSquare;
+        return BFloat16Stream<rotates>{codes(shard.states[i].address), states[i]};
+    }
 };
 
-template <class Grad, class Param>
-uint32_t update_moments(const Tile& tile, const Scalars& scalars, const Direct& direct, const Grad grad,
-                        const Param param) {
-    if (direct.moments) {
-        const BFloat16Stream<false> m{tile.codes(tile.shard.exp_avg), tile.m};
-        const BFloat16Stream<true> v{tile.codes(tile.shard.exp_avg_sq), tile.v};
-        return update_streams<false>(grad, param, m, v, nullptr, tile.bits, scalars);
+template <Rule rule, class Grad, class Param, int... i>
+uint32_t update_states(const Tile<rule>& tile, const Scalars& scalars, const Direct& direct, const Grad grad,
+                       const Param param, std::integer_sequence<int, i...>) {
+    constexpr int square = square_state(rule);
+    if (direct.states) {
+        return update_streams<rule, false>(grad, param, nullptr, tile.bits, scalars,
+                                           tile.template direct_state<i>()...);
     }
-    const Float32Stream m{tile.m}, v{tile.v};
-    if (!is_scaled(tile.shard.exp_avg_sq_format)) {
-        return update_streams<false>(grad, param, m, v, nullptr, tile.bits, scalars);
+    if constexpr (square >= 0) {
+        if (is_scaled(tile.shard.states[square].format)) {
+            return update_streams<rule, true>(grad, param, tile.root, tile.bits, scalars,
+                                              Float32Stream{tile.states[i]}...);
+        }
     }
-    return update_streams<true>(grad, param, m, v, tile.root, tile.bits, scalars);
+    return update_streams<rule, false>(grad, param, nullptr, tile.bits, scalars, Float32Stream{tile.states[i]}...);
 }
 
 // The bits of the largest magnitude that was rounded to BF16.
-uint32_t update_values(const Tile& tile, const Scalars& scalars, const Direct& direct) {
+template <Rule rule>
+uint32_t update_values(const Tile<rule>& tile, const Scalars& scalars, const Direct& direct) {
+    const auto update = [&](auto grad, auto param) {
+        return update_states(tile, scalars, direct, grad, param, std::make_integer_sequence<int, state_count(rule)>{});
+    };
     const Float32Stream values{tile.param};
-    if (!direct.grad) return update_moments(tile, scalars, direct, Float32Stream{tile.grad}, values);
+    if (!direct.grad) return update(Float32Stream{tile.grad}, values);
     const BFloat16Stream<false> grad{tile.codes(tile.shard.grad), tile.grad};
     uint16_t* const codes = tile.codes(tile.shard.param);
-    if (!direct.param) return update_moments(tile, scalars, direct, grad, values);
+    if (!direct.param) return update(grad, values);
     const uint64_t master = tile.shard.master;
     switch (tile.shard.master_kind) {
-        case Master::kFloat32: return update_moments(tile, scalars, direct, grad, MasterStream{codes, tile.param});
-        case Master::kRemainder16:
-            return update_moments(tile, scalars, direct, grad, tile.split<uint16_t>(codes, master));
-        case Master::kRemainder8:
-            return update_moments(tile, scalars, direct, grad, tile.split<uint8_t>(codes, master));
-        default: return update_moments(tile, scalars, direct, grad, BFloat16Stream<true>{codes, tile.param});
+        case Master::kFloat32: return update(grad, MasterStream{codes, tile.param});
+        case Master::kRemainder16: return update(grad, tile.template split<uint16_t>(codes, master));
+        case Master::kRemainder8: return update(grad, tile.template split<uint8_t>(codes, master));
+        default: return update(grad, BFloat16Stream<true>{codes, tile.param});
     }
 }
 
 // Formats are looked at once per tile and stage: no need for an instance per mix of formats. Returns the bits of the
 // largest finite magnitude of a quantized weight.
+template <Rule rule>
 uint32_t update_tile(const Shard& shard, const Scalars& scalars, uint64_t element, int count) {
-    alignas(64) float grad_tile[kTile], param_tile[kTile], m_tile[kTile], v_tile[kTile], root[kTile], before[kTile];
+    constexpr int states = state_count(rule), square = square_state(rule);
+    alignas(64) float grad_tile[kTile], param_tile[kTile], state_tiles[states][kTile], root[kTile], before[kTile];
     alignas(64) uint32_t bits[kTile];
-    const Format m_format = shard.exp_avg_format, v_format = shard.exp_avg_sq_format;
-    float* const scales = pointer<float>(shard.scales, element >> shard.block_log2);
-    const Scales m_scales{scales, 1 << shard.block_log2};
-    const Scales v_scales{scales + (is_scaled(m_format) ? block_count(shard) : 0), m_scales.block};
-    const Scales master_scales{v_scales.values + (is_scaled(v_format) ? block_count(shard) : 0), m_scales.block};
 
     const bool own_master = shard.master_kind == Master::kParameter, scaled_master = is_scaled(shard.master_kind);
     const uint64_t master = own_master ? shard.param : shard.master;
     const bool float32_master =
         own_master ? shard.param_type == Element::kFloat32 : shard.master_kind == Master::kFloat32;
     float* const param = in_place(param_tile, float32_master, master, element, count);
-    float* const m = in_place(m_tile, m_format == Format::kFloat32, shard.exp_avg, element, count);
-    float* const v = in_place(v_tile, v_format == Format::kFloat32, shard.exp_avg_sq, element, count);
     const bool float32_grad = shard.grad_type == Element::kFloat32 && scalars.unchanged_gradient;
     float* const grad = in_place(grad_tile, float32_grad, shard.grad, element, count);  // updates do not write there
-    const Direct direct(shard, scalars, count);
+    const Direct direct(states, shard, scalars, count);
+    Tile<rule> tile{shard, element, grad, param, {}, root, bits};
+    Scales scales[states + 1];  // the last: the master's
+    scales[0] = {pointer<float>(shard.scales, element >> shard.block_log2), 1 << shard.block_log2};
+    for (int i = 0; i < states; ++i) {
+        const auto& [address, format] = shard.states[i];
+        tile.states[i] = in_place(state_tiles[i], format == Format::kFloat32, address, element, count);
+        scales[i + 1] = {scales[i].values + (is_scaled(format) ? block_count(shard) : 0), scales[0].block};
+    }
+    const Scales& master_scales = scales[states];
 
     if (grad == grad_tile && !direct.grad) load(grad, shard.grad_type, shard.grad, element, count);
     if (param == param_tile && !direct.param) load_master(param, shard, element, count, master_scales);
-    if (m == m_tile && !direct.moments) {
-        dispatch_codec<ExpAvg>(m_format, LoadMoment{m, m_format, shard.exp_avg, element, count, m_scales});
-    }
-    if (v == v_tile && !direct.moments) {
-        dispatch_codec<ExpAvgSq>(v_format, LoadMoment{v, v_format, shard.exp_avg_sq, element, count, v_scales});
-    }
+    each_state<rule>([&](auto state) {
+        constexpr int i = decltype(state)::value;
+        const auto& [address, format] = shard.states[i];
+        if (tile.states[i] != state_tiles[i] || direct.states) return;
+        dispatch_codec<state_kind(rule, i)>(format,
+                                            LoadState{tile.states[i], format, address, element, count, scales[i]});
+    });
     if (scalars.writes_gradient) store_unscaled(shard, scalars, grad, element, count);
     for (int i = 0; scaled_master && i < kTile; ++i) before[i] = param[i];
-    if ((own_master && !float32_master) || scaled_master || v_format != Format::kFloat32) {
+    const bool rotates = square >= 0 && shard.states[square < 0 ? 0 : square].format != Format::kFloat32;
+    if ((own_master && !float32_master) || scaled_master || rotates) {
         fill_rounding(bits, shard, scalars.rounding, element);
     }
     if (!scalars.unchanged_gradient) scale_gradient(grad, param, scalars);
-    const uint32_t largest = update_values({shard, element, grad, param, m, v, root, bits}, scalars, direct);
+    const uint32_t largest = update_values(tile, scalars, direct);
     // Else what the update has written itself is written again.
     const bool rounded = is_moderate_magnitude(largest);
     for (int i = count; i < kTile; ++i) {  // a short last block's scales must not see them
-        m[i] = v[i] = root[i] = param[i] = 0.0f;
+        for (int k = 0; k < states; ++k) tile.states[k][i] = 0.0f;
+        root[i] = param[i] = 0.0f;
     }
 
-    if (m == m_tile && !(direct.moments && rounded)) {
-        dispatch_codec<ExpAvg>(m_format, StoreExpAvg{m, m_format, shard.exp_avg, element, count, m_scales});
-    }
-    if (v == v_tile && !(direct.moments && rounded)) {
-        dispatch_codec<ExpAvgSq>(v_format,
-                                 StoreExpAvgSq{v, root, bits, v_format, shard.exp_avg_sq, element, count, v_scales});
-    }
+    each_state<rule>([&](auto state) {
+        constexpr int i = decltype(state)::value;
+        const auto& [address, format] = shard.states[i];
+        if (tile.states[i] != state_tiles[i] || (direct.states && rounded)) return;
+        dispatch_codec<state_kind(rule, i)>(
+            format,
+            StoreState<state_kind(rule, i)>{tile.states[i], root, bits, format, address, element, count, scales[i]});
+    });
     if (scaled_master) {  // last, since it changes `bits`
         for (int i = 0; i < kTile; ++i) bits[i] = master_rounding(before[i], param[i], bits[i]);
     }
@@ -445,20 +457,26 @@ uint32_t update_tile(const Shard& shard, const Scalars& scalars, uint64_t elemen
     return shard.absmax ? finite_absmax(param, count) : 0;
 }
 
+template <Rule rule>
+uint32_t update_range(const Shard& shard, const Scalars& scalars, uint64_t begin, uint64_t end) {
+    uint32_t largest = 0;
+    for (uint64_t element = begin; element < end; element += kTile) {
+        const int count = static_cast<int>(end - element < kTile ? end - element : kTile);
+        const uint32_t found = update_tile<rule>(shard, scalars, element, count);
+        largest = found > largest ? found : largest;
+    }
+    return largest;
+}
+
 }  // namespace
 
 // `begin` is a multiple of kTile, `end` too unless it is the shard's end. Returns the bits of the largest finite
 // magnitude of a quantized weight.
-uint32_t FUSED_OPTIM_JOIN(update_range_, FUSED_OPTIM_ISA)(const Shard& shard, const Scalars& scalars, uint64_t begin,
-                                                          uint64_t end) {
+uint32_t FUSED_OPTIM_JOIN(update_range_, FUSED_OPTIM_ISA)(Rule rule, const Shard& shard, const Scalars& scalars,
+                                                          uint64_t begin, uint64_t end) {
     DenormalsOn guard;
-    uint32_t largest = 0;
-    for (uint64_t element = begin; element < end; element += kTile) {
-        const int count = static_cast<int>(end - element < kTile ? end - element : kTile);
-        const uint32_t found = update_tile(shard, scalars, element, count);
-        largest = found > largest ? found : largest;
-    }
-    return largest;
+    return dispatch_rule(rule,
+                         [&](auto known) { return update_range<decltype(known)::value>(shard, scalars, begin, end); });
 }
 
 }  // namespace fused_optim

@@ -27,10 +27,10 @@ void decode_block(Codec, float* values, const typename Codec::Bits* codes, float
     for (int i = 0; i < block; ++i) values[i] = Codec::decode(codes[i], scale);
 }
 
-// exp_avg. `inverse` is not 0: the block's values are finite, and the scale is that of their largest.
+// Signed states. `inverse` is not 0: the block's values are finite, and the scale is that of their largest.
 template <int block, class Codec>
-void encode_block(Codec, typename Codec::Bits* codes, const float* m, float inverse) {
-    for (int i = 0; i < block; ++i) codes[i] = static_cast<typename Codec::Bits>(Codec::encode(m[i], inverse));
+void encode_block(Codec, typename Codec::Bits* codes, const float* values, float inverse) {
+    for (int i = 0; i < block; ++i) codes[i] = static_cast<typename Codec::Bits>(Codec::encode(values[i], inverse));
 }
 
 // As float8_nearest_even(), without telling subnormal codes apart. Added to x, a power of two, 2^20 times x's or 2^-6,
@@ -38,10 +38,10 @@ void encode_block(Codec, typename Codec::Bits* codes, const float* m, float inve
 // exponent, less 968; 56 is -968 in the low byte, which is what is kept. A shift comes last: what comes after it would
 // be vectorised for bytes, and every operand converted.
 template <int block>
-void encode_block(ExpAvg<Format::kFloat8>, uint8_t* codes, const float* m, float inverse) {
+void encode_block(SignedCodec<Format::kFloat8>, uint8_t* codes, const float* values, float inverse) {
     constexpr uint32_t smallest = 121u << 23;  // 2^-6
     for (int i = 0; i < block; ++i) {
-        const uint32_t bits = float_bits(m[i] * inverse);
+        const uint32_t bits = float_bits(values[i] * inverse);
         const uint32_t exponent = (bits & kInfinity) > smallest ? bits & kInfinity : smallest;
         const float sum = bits_float(bits & kMagnitude) + bits_float(exponent + (20u << 23 | 56u));
         const uint32_t code = (float_bits(sum) + (exponent >> 20)) << 24;
@@ -59,11 +59,11 @@ void decode_halves(float* values, const uint16_t* codes, float scale) {
     }
 }
 template <int block>
-void decode_block(ExpAvg<Format::kFloat16>, float* values, const uint16_t* codes, float scale) {
+void decode_block(SignedCodec<Format::kFloat16>, float* values, const uint16_t* codes, float scale) {
     decode_halves<block>(values, codes, scale);
 }
 template <int block>
-void decode_block(ExpAvgSq<Format::kFloat16>, float* values, const uint16_t* codes, float scale) {
+void decode_block(SquareCodec<Format::kFloat16>, float* values, const uint16_t* codes, float scale) {
     decode_halves<block>(values, codes, scale);
 }
 template <int block>
@@ -72,11 +72,11 @@ void decode_block(Float16Master, float* values, const uint16_t* codes, float sca
 }
 
 template <int block>
-void encode_block(ExpAvg<Format::kFloat16>, uint16_t* codes, const float* m, float inverse) {
+void encode_block(SignedCodec<Format::kFloat16>, uint16_t* codes, const float* values, float inverse) {
     const __m256 scale = _mm256_set1_ps(inverse), top = _mm256_set1_ps(kFloat16Top),
                  least = _mm256_set1_ps(-kFloat16Top);
     for (int i = 0; i < block; i += 8) {
-        const __m256 x = _mm256_mul_ps(_mm256_loadu_ps(m + i), scale);
+        const __m256 x = _mm256_mul_ps(_mm256_loadu_ps(values + i), scale);
         const __m256 clamped = _mm256_max_ps(_mm256_min_ps(x, top), least);
         const __m128i code = _mm256_cvtps_ph(clamped, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
         _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + i), code);
@@ -84,19 +84,19 @@ void encode_block(ExpAvg<Format::kFloat16>, uint16_t* codes, const float* m, flo
 }
 #endif
 
-// exp_avg_sq and FP16 masters, under the same condition. `u`: the fractions.
+// Squares and FP16 masters, under the same condition. `u`: the fractions.
 template <int block, class Codec>
-void encode_block(Codec, typename Codec::Bits* codes, const float* v, const float* root, const uint32_t* u,
+void encode_block(Codec, typename Codec::Bits* codes, const float* values, const float* root, const uint32_t* u,
                   float inverse) {
     for (int i = 0; i < block; ++i) {
-        codes[i] = static_cast<typename Codec::Bits>(Codec::encode(v[i], root[i], inverse, u[i]));
+        codes[i] = static_cast<typename Codec::Bits>(Codec::encode(values[i], root[i], inverse, u[i]));
     }
 }
 
 // Neither subnormal codes nor zeros, in most blocks.
 template <int block>
-void encode_block(ExpAvgSq<Format::kFloat8> codec, uint8_t* codes, const float* v, const float* root, const uint32_t* u,
-                  float inverse) {
+void encode_block(SquareCodec<Format::kFloat8> codec, uint8_t* codes, const float* values, const float* root,
+                  const uint32_t* u, float inverse) {
     int32_t smallest = 0x7FFFFFFF;
     for (int i = 0; i < block; ++i) {
         const float x = clamp_top(root[i] * inverse, kFloat8Top);
@@ -105,28 +105,28 @@ void encode_block(ExpAvgSq<Format::kFloat8> codec, uint8_t* codes, const float* 
         codes[i] = static_cast<uint8_t>(placed >> codec.kPlace);
     }
     if (smallest >= 9 << codec.kPlace) return;
-    encode_block<block, ExpAvgSq<Format::kFloat8>>(codec, codes, v, root, u, inverse);
+    encode_block<block, SquareCodec<Format::kFloat8>>(codec, codes, values, root, u, inverse);
 }
 
 // As FP8's.
 template <int block>
-void encode_block(ExpAvgSq<Format::kFloat16> codec, uint16_t* codes, const float* v, const float* root,
+void encode_block(SquareCodec<Format::kFloat16> codec, uint16_t* codes, const float* values, const float* root,
                   const uint32_t* u, float inverse) {
     int32_t smallest = 0x7FFFFFFF;
     for (int i = 0; i < block; ++i) {
-        const float x = clamp_top(v[i] * inverse, kFloat16Top);
+        const float x = clamp_top(values[i] * inverse, kFloat16Top);
         const int32_t placed = static_cast<int32_t>(float_bits(x) - (112u << 23) + (u[i] >> 19));
         smallest = placed < smallest ? placed : smallest;
         codes[i] = static_cast<uint16_t>(placed >> 13);
     }
     if (smallest >= 1025 << 13) return;
-    encode_block<block, ExpAvgSq<Format::kFloat16>>(codec, codes, v, root, u, inverse);
+    encode_block<block, SquareCodec<Format::kFloat16>>(codec, codes, values, root, u, inverse);
 }
 
 // No zeros, in most blocks.
 template <int block>
-void encode_block(ExpAvgSq<Format::kInt8> codec, uint8_t* codes, const float* v, const float* root, const uint32_t* u,
-                  float inverse) {
+void encode_block(SquareCodec<Format::kInt8> codec, uint8_t* codes, const float* values, const float* root,
+                  const uint32_t* u, float inverse) {
     uint32_t smallest = 0xFFFFFFFFu;
     for (int i = 0; i < block; ++i) {
         const uint32_t placed = codec.placed(root[i], inverse, u[i]);
@@ -134,7 +134,7 @@ void encode_block(ExpAvgSq<Format::kInt8> codec, uint8_t* codes, const float* v,
         codes[i] = static_cast<uint8_t>(placed >> codec.kPlace);
     }
     if (smallest >= 0x43800000u + (1u << codec.kPlace)) return;
-    encode_block<block, ExpAvgSq<Format::kInt8>>(codec, codes, v, root, u, inverse);
+    encode_block<block, SquareCodec<Format::kInt8>>(codec, codes, values, root, u, inverse);
 }
 
 }  // namespace

@@ -3,13 +3,13 @@
 
 #include <algorithm>
 
-#include "adam.h"
 #include "cpu/isa.h"
 #include "cpu/threads.h"
+#include "rules.h"
 
 namespace fused_optim {
 
-using UpdateRange = uint32_t(const Shard&, const Scalars&, uint64_t, uint64_t);
+using UpdateRange = uint32_t(Rule, const Shard&, const Scalars&, uint64_t, uint64_t);
 UpdateRange update_range_baseline;
 #if defined(FUSED_OPTIM_X86_ISAS)
 UpdateRange update_range_avx2;
@@ -46,7 +46,7 @@ void raise_absmax(const Chunk& chunk) {
 void launch_cpu(const Step& step, int threads) {
     static UpdateRange* const update_range = best_update_range();
     std::vector<Scalars> scalars;
-    for (const Hyper& hyper : step.groups) scalars.push_back(derive(hyper));
+    for (const Hyper& hyper : step.groups) scalars.push_back(derive(step.rule, hyper));
     std::vector<Chunk> chunks;
     uint64_t elements = 0;
     for (const Shard& shard : step.shards) {
@@ -58,7 +58,7 @@ void launch_cpu(const Step& step, int threads) {
     for_each_index(chunks.size(), useful, [&](size_t i) {
         const Shard& shard = *chunks[i].shard;
         uint64_t end = std::min(chunks[i].begin + kChunk, shard.numel);
-        chunks[i].largest = update_range(shard, scalars[shard.group], chunks[i].begin, end);
+        chunks[i].largest = update_range(step.rule, shard, scalars[shard.group], chunks[i].begin, end);
     });
     std::for_each(chunks.begin(), chunks.end(), raise_absmax);
     for (const Hyper& hyper : step.groups) {

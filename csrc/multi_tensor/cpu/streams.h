@@ -2,8 +2,8 @@
 // Under the same rules as tile.h.
 #pragma once
 
-#include "adam.h"
 #include "cpu/codecs.h"
+#include "update.h"
 
 namespace fused_optim {
 namespace {
@@ -97,23 +97,24 @@ struct SplitStream {
 };
 
 // The twin of the CUDA engine's update. Gradients are as they should be. Returns the largest magnitude's bits of what
-// was rounded to BF16. `bits`: what streams round by; `root`: gets the roots of the new exp_avg_sq if it is kept.
-template <bool keeps_root, class Grad, class Param, class ExpAvgStream, class ExpAvgSqStream>
-uint32_t update_streams(const Grad grad, const Param param, const ExpAvgStream m, const ExpAvgSqStream v, float* root,
-                        const uint32_t* bits, const Scalars s) {
+// was rounded to BF16. `bits`: what streams round by; `root`: gets the roots of the new squares if they are kept.
+template <Rule rule, bool keeps_root, class Grad, class Param, class... States>
+uint32_t update_streams(const Grad grad, const Param param, float* root, const uint32_t* bits, const Scalars s,
+                        const States... states) {
+    constexpr int square = square_state(rule);
     uint32_t largest = 0;
 #pragma GCC ivdep
     for (int i = 0; i < kTile; ++i) {
-        const Moments moments = next_moments(grad.read(i), m.read(i), v.read(i), s);
-        const float found = root_of(moments.exp_avg_sq);
+        float values[] = {states.read(i)...};
+        const float direction = Update<rule>::advance(grad.read(i), values, s);
+        float found = 0.0f;
+        if constexpr (square >= 0) found = root_of(values[square]);
         if (keeps_root) root[i] = found;
-        const float next = next_param(param.read(i), moments.exp_avg, found, s);
-        const uint32_t of_m = m.write(i, moments.exp_avg, bits[i]);
-        const uint32_t of_v = v.write(i, moments.exp_avg_sq, bits[i]);
-        const uint32_t of_param = param.write(i, next, bits[i]);
-        const uint32_t of_moments = of_m > of_v ? of_m : of_v;
-        const uint32_t of_all = of_moments > of_param ? of_moments : of_param;
-        largest = largest > of_all ? largest : of_all;
+        const float next = Update<rule>::next_param(param.read(i), direction, found, s);
+        const float* value = values;
+        const auto keep = [&](uint32_t rounded) { largest = largest > rounded ? largest : rounded; };
+        (keep(states.write(i, *value++, bits[i])), ...);
+        keep(param.write(i, next, bits[i]));
     }
     return largest;
 }

@@ -1,25 +1,31 @@
-// The kernel of shards whose mix has none of its own. Masters and formats are branches, taken alike by all threads of a
-// thread block.
+// The kernel of shards whose mix has none of its own, compiled once per update rule, FUSED_OPTIM_RULE. Masters and
+// formats are branches, taken alike by all threads of a thread block.
 #include "cuda/kernel.cuh"
 
 namespace fused_optim {
 namespace {
 
-// In place of Codec<format>.
-template <template <Format> class Codec>
-struct Any {};
+// In place of a codec.
+struct Any {
+    static constexpr Format format = Format::kFloat32;  // elements of as many bytes fit
+};
 
 // In place of a Mix.
 struct AnyFormats {
+    static constexpr Rule rule = Rule::FUSED_OPTIM_RULE;
+    static constexpr Format format = Any::format;
     static constexpr bool has_weights = false;
     static constexpr bool staged = false;
-    using M = Any<ExpAvg>;
-    using V = Any<ExpAvgSq>;
+
+    template <StateKind>
+    using Codec = Any;
 
     __device__ __forceinline__ static Master master_of(Master master) { return master; }
+    __device__ __forceinline__ static bool has_scales(Format format) { return is_scaled(format); }
 };
 
-struct LoadWords {
+template <StateKind kind>
+struct LoadOctet {
     Packet<4>& raw;
     Format format;
     uint64_t address;
@@ -27,88 +33,56 @@ struct LoadWords {
 
     template <class Codec>
     __device__ __forceinline__ void operator()(Codec) const {
-        if constexpr (is_scaled(Codec::format)) {
-            load<sizeof(typename Codec::Bits)>(raw.words, address, element);
-        } else {
-            load(raw, unscaled_type(format), address, element);
-        }
+        StateAccess<kind, Codec>::load_raw(raw, format, address, element);
     }
 };
 
-struct DecodeWords {
+template <StateKind kind>
+struct DecodeOctet {
+    float* values;
     Packet<4>& raw;
     Format format;
     float scale;
-    float* values;
 
     template <class Codec>
     __device__ __forceinline__ void operator()(Codec) const {
-        if constexpr (is_scaled(Codec::format)) {
-            decode_words<Codec>(values, raw.words, scale);
-        } else {
-            decode(values, raw, unscaled_type(format));
-        }
+        StateAccess<kind, Codec>::decode_all(values, raw, format, scale);
     }
 };
 
-template <template <Format> class Codec>
-struct Moment<Any<Codec>> {
-    Packet<4> raw{};
-
-    __device__ __forceinline__ void load_raw(Format format, uint64_t address, uint32_t element) {
-        dispatch_codec<Codec>(format, LoadWords{raw, format, address, element});
-    }
-    __device__ __forceinline__ void decode_all(float* values, Format format, float scale) {
-        dispatch_codec<Codec>(format, DecodeWords{raw, format, scale, values});
-    }
-};
-
-struct StoreExpAvg {
+template <StateKind kind>
+struct StoreOctet {
     const View& view;
+    int state;
     Format format;
     uint32_t element;
-    const float* m;
-    uint32_t octet;
-    const Rounding& rounding;
-    float* scale;
-
-    template <class Codec>
-    __device__ __forceinline__ void operator()(Codec) const {
-        store_exp_avg<Codec>(view, format, element, m, octet, rounding, scale);
-    }
-};
-
-template <>
-__device__ __forceinline__ void store_exp_avg<Any<ExpAvg>>(const View& view, Format format, uint32_t element,
-                                                           const float* m, uint32_t octet, const Rounding& rounding,
-                                                           float* scale) {
-    dispatch_codec<ExpAvg>(format, StoreExpAvg{view, format, element, m, octet, rounding, scale});
-}
-
-struct StoreExpAvgSq {
-    const View& view;
-    Format format;
-    uint32_t element;
-    const float* v;
-    float v_max;
+    const float* values;
+    float largest;
     const float* root;
     uint32_t octet;
     const Rounding& rounding;
-    float* scale;
 
     template <class Codec>
     __device__ __forceinline__ void operator()(Codec) const {
-        store_exp_avg_sq<Codec>(view, format, element, v, v_max, root, octet, rounding, scale);
+        StateAccess<kind, Codec>::store_all(view, state, format, element, values, largest, root, octet, rounding);
     }
 };
 
-template <>
-__device__ __forceinline__ void store_exp_avg_sq<Any<ExpAvgSq>>(const View& view, Format format, uint32_t element,
-                                                                const float* v, float v_max, const float* root,
-                                                                uint32_t octet, const Rounding& rounding,
-                                                                float* scale) {
-    dispatch_codec<ExpAvgSq>(format, StoreExpAvgSq{view, format, element, v, v_max, root, octet, rounding, scale});
-}
+template <StateKind kind>
+struct StateAccess<kind, Any> {
+    __device__ __forceinline__ static void load_raw(Packet<4>& raw, Format format, uint64_t address, uint32_t element) {
+        dispatch_codec<kind>(format, LoadOctet<kind>{raw, format, address, element});
+    }
+    __device__ __forceinline__ static void decode_all(float* values, Packet<4>& raw, Format format, float scale) {
+        dispatch_codec<kind>(format, DecodeOctet<kind>{values, raw, format, scale});
+    }
+    __device__ __forceinline__ static void store_all(const View& view, int state, Format format, uint32_t element,
+                                                     const float* values, float largest, const float* root,
+                                                     uint32_t octet, const Rounding& rounding) {
+        dispatch_codec<kind>(format,
+                             StoreOctet<kind>{view, state, format, element, values, largest, root, octet, rounding});
+    }
+};
 
 struct LoadParam {
     Packet<4>& param;
@@ -169,20 +143,6 @@ __device__ __forceinline__ void store_param<AnyFormats>(const View& view, uint32
     dispatch_master(view.master_kind(), StoreParam{view, element, before, values, octet, rounding, master_scale});
 }
 
-template <>
-__device__ __forceinline__ void read_scales<AnyFormats>(const View& view, uint32_t blocks) {
-    if (is_scaled(view.exp_avg_format())) copy_scales(block->exp_avg_scales, view.exp_avg_scales, blocks);
-    if (is_scaled(view.exp_avg_sq_format())) copy_scales(block->exp_avg_sq_scales, view.exp_avg_sq_scales, blocks);
-    if (is_scaled(view.master_kind())) copy_scales(block->master_scales, view.master_scales, blocks);
-}
-
-template <>
-__device__ __forceinline__ void write_scales<AnyFormats>(const View& view, uint32_t blocks) {
-    if (is_scaled(view.exp_avg_format())) copy_scales(view.exp_avg_scales, block->exp_avg_scales, blocks);
-    if (is_scaled(view.exp_avg_sq_format())) copy_scales(view.exp_avg_sq_scales, block->exp_avg_sq_scales, blocks);
-    if (is_scaled(view.master_kind())) copy_scales(view.master_scales, block->master_scales, blocks);
-}
-
 struct AnyMix {
     static constexpr int kBlocksPerMultiprocessor = 4;
     static constexpr int kTilesPerChunk = kMaxTilesPerChunk;
@@ -191,14 +151,17 @@ struct AnyMix {
     using Table = BasicTable;
 
     __device__ __forceinline__ static void vectors() { vector_walk<AnyFormats>(); }
-    __device__ __forceinline__ static void others() { general_walk<AllCodecs, false, kScaledMasters>(); }
+    __device__ __forceinline__ static void others() {
+        general_walk<AnyFormats::rule, AllCodecs, false, kScaledMasters>();
+    }
 };
 
 }  // namespace
 
-Kernel<BasicTable>& kernel_of_any_mix() {
-    static Kernel<BasicTable> kernel{multi_tensor_adam<AnyMix>, kSharedBytes<AnyMix>, AnyMix::kTilesPerChunk,
-                                     AnyMix::kScaledMasters, true};
+template <>
+Kernel<BasicTable>& kernel_of_any_mix<AnyFormats::rule>() {
+    static Kernel<BasicTable> kernel{multi_tensor_update<AnyMix>, kSharedBytes<AnyMix>, AnyMix::kTilesPerChunk,
+                                     AnyMix::kScaledMasters,      AnyFormats::rule,     true};
     return kernel;
 }
 

@@ -6,11 +6,11 @@
 #include <stdexcept>
 #include <vector>
 
-#include "adam.h"
 #include "cuda/device.h"
 #include "cuda/kernels.h"
 #include "cuda/table_builder.cuh"
 #include "launch.h"
+#include "rules.h"
 
 namespace fused_optim {
 namespace {
@@ -24,11 +24,12 @@ struct HyperTable {
 };
 static_assert(sizeof(HyperTable) <= kParameterLimit, "the table must fit into the kernel's parameters");
 
-// Where hyperparameters lie in device memory: derives what multi_tensor_adam reads and counts the step.
-__global__ void multi_tensor_adam_scalars(const __grid_constant__ HyperTable table) {
+// Where hyperparameters lie in device memory: derives what multi_tensor_update reads and counts the step.
+template <Rule rule>
+__global__ void multi_tensor_update_scalars(const __grid_constant__ HyperTable table) {
     if (threadIdx.x >= table.count) return;
     const Hyper& hyper = table.groups[threadIdx.x];
-    const Scalars scalars = derive(hyper);
+    const Scalars scalars = derive<rule>(hyper);
     table.scalars[threadIdx.x] = scalars;
     if (hyper.step_pointer && !scalars.skipped) *hyper.step_pointer += 1;
 }
@@ -49,10 +50,10 @@ bool serves(const Kernel<Table>& kernel, const Shards& shards, uint64_t total) {
 
 // The kernel of one mix that serves them all, if there is one. `candidates`: a member of KernelsOfFormat.
 template <class Candidates>
-auto* kernel_of_all(Candidates KernelsOfFormat::* candidates, const Shards& shards) {
+auto* kernel_of_all(Rule rule, Candidates KernelsOfFormat::* candidates, const Shards& shards) {
     uint64_t total = 0;
     for (const Shard& s : shards) total += s.numel;
-    for (KernelsOfFormat* of_format : own_kernels()) {
+    for (KernelsOfFormat* of_format : own_kernels(rule)) {
         for (auto& kernel : of_format->*candidates) {
             if (serves(kernel, shards, total)) return &kernel;
         }
@@ -60,14 +61,18 @@ auto* kernel_of_all(Candidates KernelsOfFormat::* candidates, const Shards& shar
     return static_cast<typename Candidates::pointer>(nullptr);
 }
 
+Kernel<BasicTable>& any_mix(Rule rule) {
+    return dispatch_rule(rule, [](auto known) -> auto& { return kernel_of_any_mix<decltype(known)::value>(); });
+}
+
 // The kernel of a shard's mix; of mixes that have none, the one for all of them.
-Kernel<BasicTable>& kernel_of(const Shard& shard) {
-    for (KernelsOfFormat* of_format : own_kernels()) {
+Kernel<BasicTable>& kernel_of(Rule rule, const Shard& shard) {
+    for (KernelsOfFormat* of_format : own_kernels(rule)) {
         for (auto& kernel : of_format->plain) {
             if (kernel.is_mix_of(shard)) return kernel;
         }
     }
-    return kernel_of_any_mix();
+    return any_mix(rule);
 }
 
 bool reads_device(const Hyper& h) {
@@ -75,35 +80,37 @@ bool reads_device(const Hyper& h) {
 }
 
 // Writes the scalars of all groups to device memory.
+template <Rule rule>
 void launch_scalars(const std::vector<Hyper>& groups, Scalars* scalars, int device, cudaStream_t stream) {
     for (size_t first = 0; first < groups.size(); first += kHypersPerLaunch) {
         HyperTable table{};
         table.count = static_cast<uint32_t>(std::min<size_t>(groups.size() - first, kHypersPerLaunch));
         std::copy_n(groups.begin() + static_cast<int64_t>(first), table.count, table.groups);
         table.scalars = scalars + first;
-        multi_tensor_adam_scalars<<<1, kHypersPerLaunch, 0, stream>>>(table);
-        check_cuda(cudaGetLastError(), "multi_tensor_adam_scalars", device);
+        multi_tensor_update_scalars<rule><<<1, kHypersPerLaunch, 0, stream>>>(table);
+        check_cuda(cudaGetLastError(), "multi_tensor_update_scalars", device);
     }
 }
 
 }  // namespace
 
-void load_adam_kernels(int device) {
+void load_update_kernels(Rule rule, int device) {
     CudaDeviceGuard guard(kName, device);
-    load_kernel(multi_tensor_adam_scalars, kName, device);
-    for (const KernelsOfFormat* of_format : own_kernels()) {
+    dispatch_rule(rule,
+                  [&](auto known) { load_kernel(multi_tensor_update_scalars<decltype(known)::value>, kName, device); });
+    for (const KernelsOfFormat* of_format : own_kernels(rule)) {
         for (const auto& kernel : of_format->plain) load_kernel(kernel.function, kName, device);
         for (const auto& kernel : of_format->with_weights) load_kernel(kernel.function, kName, device);
     }
-    load_kernel(kernel_of_any_mix().function, kName, device);
+    load_kernel(any_mix(rule).function, kName, device);
 }
 
 size_t workspace_bytes(const Step& step) { return step.groups.size() * sizeof(Scalars); }
 
-bool writes_weights_cuda(Format exp_avg, Format exp_avg_sq) {
-    const auto of_formats = own_kernels();
+bool writes_weights_cuda(Rule rule, const State* states) {
+    const auto& of_formats = own_kernels(rule);
     return std::any_of(of_formats.begin(), of_formats.end(), [&](const KernelsOfFormat* of_format) {
-        return of_format->with_weights.front().is_of_formats(exp_avg, exp_avg_sq);
+        return of_format->with_weights.front().is_of_format(states);
     });
 }
 
@@ -111,6 +118,7 @@ namespace {
 
 // Launches over some of a step's shards.
 struct Launcher {
+    Rule rule;
     const std::vector<Hyper>& groups;
     const Scalars* device_scalars;  // null: they are derived here
     int device;
@@ -131,7 +139,7 @@ struct Launcher {
         };
         size_t next = 0;
         for (size_t g = 0; g < groups.size(); ++g) {
-            const Scalars scalars = device_scalars ? Scalars{} : derive(groups[g]);
+            const Scalars scalars = device_scalars ? Scalars{} : derive(rule, groups[g]);
             if (!builder.add_group(scalars)) {
                 flush(g);
                 builder.add_group(scalars);
@@ -151,16 +159,17 @@ bool is_quantized(const Shard& s) { return s.quantized; }
 
 // One launch if one kernel serves all, else one per mix: each at the speed of its own kernel.
 void launch_plain(const Launcher& launch, const Shards& shards) {
-    if (auto* kernel = kernel_of_all(&KernelsOfFormat::plain, shards)) return launch(*kernel, shards);
+    if (auto* kernel = kernel_of_all(launch.rule, &KernelsOfFormat::plain, shards)) return launch(*kernel, shards);
     std::map<Kernel<BasicTable>*, Shards> by_kernel;
-    for (const Shard& shard : shards) by_kernel[&kernel_of(shard)].push_back(shard);
+    for (const Shard& shard : shards) by_kernel[&kernel_of(launch.rule, shard)].push_back(shard);
     for (const auto& [kernel, own] : by_kernel) launch(*kernel, own);
 }
 
 // The same of shards of which some have quantized weights, whose kernels are others.
 void launch_with_weights(const Launcher& launch, const Shards& shards) {
-    if (auto* kernel = kernel_of_all(&KernelsOfFormat::with_weights, shards)) return launch(*kernel, shards);
-    for (KernelsOfFormat* of_format : own_kernels()) {
+    if (auto* kernel = kernel_of_all(launch.rule, &KernelsOfFormat::with_weights, shards))
+        return launch(*kernel, shards);
+    for (KernelsOfFormat* of_format : own_kernels(launch.rule)) {
         for (auto& kernel : of_format->with_weights) {
             Shards own;
             std::copy_if(shards.begin(), shards.end(), std::back_inserter(own),
@@ -182,8 +191,12 @@ void launch_cuda(const Step& step, int device, uint64_t stream_handle, uint64_t 
     Scalars* const device_scalars = on_device ? reinterpret_cast<Scalars*>(workspace) : nullptr;
     if (on_device && workspace == 0)
         throw std::invalid_argument("fused_optim: hyperparameters on the device need a workspace");
-    if (on_device) launch_scalars(step.groups, device_scalars, device, stream);
-    const Launcher launch{step.groups, device_scalars, device, stream};
+    if (on_device) {
+        dispatch_rule(step.rule, [&](auto rule) {
+            launch_scalars<decltype(rule)::value>(step.groups, device_scalars, device, stream);
+        });
+    }
+    const Launcher launch{step.rule, step.groups, device_scalars, device, stream};
     if (std::any_of(step.shards.begin(), step.shards.end(), is_quantized)) {
         launch_with_weights(launch, step.shards);
     } else {

@@ -110,7 +110,7 @@ __device__ __forceinline__ void store(const float* values, uint32_t octet, const
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// Split masters and block-scaled moments
+// Split masters and block-scaled states
 
 template <int kBytes>
 __device__ __forceinline__ void pack_codes(uint32_t* words, const uint32_t* codes) {
@@ -216,21 +216,21 @@ __device__ __forceinline__ void encode_float8_words(uint32_t* words, const float
 }
 #endif
 
-// exp_avg
+// Signed states
 template <class Codec>
-__device__ __forceinline__ void encode_words(uint32_t* words, const float* m, float inverse) {
+__device__ __forceinline__ void encode_words(uint32_t* words, const float* values, float inverse) {
 #if __CUDA_ARCH__ >= 890
     if constexpr (Codec::format == Format::kFloat8) {
         float scaled[kVector];
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) scaled[i] = m[i] * inverse;
+        for (int i = 0; i < kVector; ++i) scaled[i] = values[i] * inverse;
         encode_float8_words(words, scaled);
     } else
 #endif
     {
         uint32_t codes[kVector];
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) codes[i] = Codec::encode(m[i], inverse);
+        for (int i = 0; i < kVector; ++i) codes[i] = Codec::encode(values[i], inverse);
         pack_codes<sizeof(typename Codec::Bits)>(words, codes);
     }
 }
@@ -240,15 +240,15 @@ constexpr bool kIsPlaced = false;
 template <class Codec>
 constexpr bool kIsPlaced<Codec, std::void_t<decltype(Codec::kPlace)>> = true;
 
-// exp_avg_sq, and FP16 masters
+// Squares, and FP16 masters
 template <class Codec, class R>
-__device__ __forceinline__ void encode_words(uint32_t* words, const float* v, const float* root, float inverse,
+__device__ __forceinline__ void encode_words(uint32_t* words, const float* values, const float* root, float inverse,
                                              uint32_t octet, const R& rounding) {
     uint32_t codes[kVector];
     if constexpr (!kIsPlaced<Codec>) {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
-            codes[i] = Codec::encode(v[i], root[i], inverse, rounding.bits(octet, i));
+            codes[i] = Codec::encode(values[i], root[i], inverse, rounding.bits(octet, i));
         }
         pack_codes<sizeof(typename Codec::Bits)>(words, codes);
     } else {

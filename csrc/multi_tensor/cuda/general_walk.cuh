@@ -5,6 +5,7 @@
 #include "cuda/table.cuh"
 #include "cuda/warp.cuh"
 #include "dispatch.h"
+#include "update.h"
 
 namespace fused_optim {
 namespace {
@@ -59,31 +60,23 @@ __device__ __forceinline__ void store_master(const View& view, uint64_t element,
     }
 }
 
-// The codecs that a kernel's general walk knows beside elements: those of one mix, or all.
-template <class M, class V>
+// The codecs that a kernel's general walk knows beside elements: those of one format, or all.
+template <Format own>
 struct OwnCodecs {
-    template <class Visitor>
-    __device__ __forceinline__ static void exp_avg(Format format, const Visitor& visit) {
-        is_scaled(format) ? visit(M{}) : visit(Unscaled{});
-    }
-    template <class Visitor>
-    __device__ __forceinline__ static void exp_avg_sq(Format format, const Visitor& visit) {
-        is_scaled(format) ? visit(V{}) : visit(Unscaled{});
+    template <StateKind kind, class Visitor>
+    __device__ __forceinline__ static void visit(Format format, const Visitor& visitor) {
+        is_scaled(format) ? visitor(CodecOf<kind, own>{}) : visitor(Unscaled{});
     }
 };
 
 struct AllCodecs {
-    template <class Visitor>
-    __device__ __forceinline__ static void exp_avg(Format format, const Visitor& visit) {
-        dispatch_codec<ExpAvg>(format, visit);
-    }
-    template <class Visitor>
-    __device__ __forceinline__ static void exp_avg_sq(Format format, const Visitor& visit) {
-        dispatch_codec<ExpAvgSq>(format, visit);
+    template <StateKind kind, class Visitor>
+    __device__ __forceinline__ static void visit(Format format, const Visitor& visitor) {
+        dispatch_codec<kind>(format, visitor);
     }
 };
 
-struct LoadMoment {
+struct LoadState {
     Format format;
     uint64_t address;
     uint32_t element;
@@ -112,17 +105,17 @@ __device__ __forceinline__ float neighbours_max(float x, int block_log2, float* 
 }
 
 template <class Codec>
-struct IsExpAvg : std::false_type {};
+constexpr bool kIsSigned = false;
 template <Format format>
-struct IsExpAvg<ExpAvg<format>> : std::true_type {};
+constexpr bool kIsSigned<SignedCodec<format>> = true;
 
 // Called by all threads; those beyond the end, which are not `inside`, hold a zero.
-struct StoreMoment {
+struct StoreState {
     Format format;
     uint64_t address;
     uint32_t element;
     bool inside;
-    bool rotates;  // exp_avg_sq
+    bool rotates;  // a square, and an FP16 master
     float value;
     float root;
     uint32_t bits;
@@ -149,7 +142,7 @@ struct StoreMoment {
         if (!inside) return;
         if ((element & ((1u << block_log2) - 1)) == 0) scales[element >> block_log2] = fresh.scale;
         uint32_t code;
-        if constexpr (IsExpAvg<Codec>::value) {
+        if constexpr (kIsSigned<Codec>) {
             code = Codec::encode(value, fresh.inverse);
         } else {
             code = Codec::encode(value, root, fresh.inverse, bits);
@@ -213,17 +206,17 @@ __device__ __forceinline__ float load_float16_master(const View& view, uint32_t 
 // Called by all threads; those that are not `inside` hold a zero. Returns the value of the master as it is now.
 __device__ __forceinline__ float store_float16_master(const View& view, uint32_t element, bool inside, float value,
                                                       uint32_t bits) {
-    StoreMoment{Format::kFloat16,
-                view.master,
-                element,
-                inside,
-                true,
-                value,
-                value,
-                bits,
-                view.master_scales,
-                static_cast<int>(view.info.block_log2),
-                block->master_scales}(Float16Master{});
+    StoreState{Format::kFloat16,
+               view.master,
+               element,
+               inside,
+               true,
+               value,
+               value,
+               bits,
+               view.master_scales,
+               static_cast<int>(view.info.block_log2),
+               block->master_scales}(Float16Master{});
     __syncthreads();  // the scale is another thread's
     if (!inside) return 0.0f;
     value = load_float16_master(view, element);
@@ -232,22 +225,28 @@ __device__ __forceinline__ float store_float16_master(const View& view, uint32_t
 }
 
 // Elements that the vector walk leaves: each thread of the block updates one. `scaled_masters`: there may be some.
-template <class Codecs, bool has_weights, bool scaled_masters>
+template <Rule rule, class Codecs, bool has_weights, bool scaled_masters>
 __device__ __noinline__ void general_walk() {
+    constexpr int count = state_count(rule), square = square_state(rule);
     const View& view = block->view;
     const Scalars& scalars = block->scalars;
     const int block_log2 = view.info.block_log2;
-    const Format m_format = view.exp_avg_format(), v_format = view.exp_avg_sq_format();
+    Format formats[count];
+#pragma unroll
+    for (int i = 0; i < count; ++i) formats[i] = view.state_format(i);
     const bool scaled_master = scaled_masters && is_scaled(view.master_kind());
     for (uint32_t first = view.vector_count; first < view.count; first += kThreads) {
         const uint32_t element = first + threadIdx.x;
         const bool inside = element < view.count;
-        float m = 0.0f, v = 0.0f, root = 0.0f, param = 0.0f;
+        float states[count] = {}, root = 0.0f, param = 0.0f;
         uint32_t bits = 0, master_bits = 0;
         if (inside) {
-            Codecs::exp_avg(m_format, LoadMoment{m_format, view.exp_avg, element, view.exp_avg_scales, block_log2, m});
-            Codecs::exp_avg_sq(v_format,
-                               LoadMoment{v_format, view.exp_avg_sq, element, view.exp_avg_sq_scales, block_log2, v});
+            each_state<rule>([&](auto state) {
+                constexpr int i = decltype(state)::value;
+                Codecs::template visit<state_kind(rule, i)>(
+                    formats[i],
+                    LoadState{formats[i], view.states[i], element, view.state_scales[i], block_log2, states[i]});
+            });
             float grad = load_element(view.grad_type(), view.grad, element);
             if (scalars.writes_gradient) {
                 store_element<false>(view.grad_type(), view.grad, element, unscaled_gradient(grad, scalars), 0);
@@ -255,25 +254,25 @@ __device__ __noinline__ void general_walk() {
             grad = scaled_gradient(grad, scalars);
             param = scaled_master ? load_float16_master(view, element) : load_master(view, element);
             if (scalars.l2_penalty != 0.0f) grad = penalized_gradient(grad, param, scalars);
-            Moments moments = next_moments(grad, m, v, scalars);
-            m = moments.exp_avg;
-            v = moments.exp_avg_sq;
-            root = root_of(v);
+            const float direction = Update<rule>::advance(grad, states, scalars);
+            if constexpr (square >= 0) root = root_of(states[square]);
             const uint64_t global = view.global_index(element);
             const uint32_t octet = scalars.rounding.octet(view.key, global);
             bits = scalars.rounding.bits(octet, static_cast<uint32_t>(global));
             const float before = param;
-            param = next_param(param, m, root, scalars);
+            param = Update<rule>::next_param(param, direction, root, scalars);
             if (scaled_master) master_bits = master_rounding(before, param, bits);
             if (!scaled_master) store_master(view, element, param, bits);
         }
         __syncthreads();  // every thread has read the old scales, and the partial maxima of the round before
         if (scaled_master) param = store_float16_master(view, element, inside, param, master_bits);
         if (has_weights && view.info.quantized) store_weight_element(view, element, inside, param);
-        Codecs::exp_avg(m_format, StoreMoment{m_format, view.exp_avg, element, inside, false, m, root, bits,
-                                              view.exp_avg_scales, block_log2, block->exp_avg_scales});
-        Codecs::exp_avg_sq(v_format, StoreMoment{v_format, view.exp_avg_sq, element, inside, true, v, root, bits,
-                                                 view.exp_avg_sq_scales, block_log2, block->exp_avg_sq_scales});
+        each_state<rule>([&](auto state) {
+            constexpr int i = decltype(state)::value;
+            Codecs::template visit<state_kind(rule, i)>(
+                formats[i], StoreState{formats[i], view.states[i], element, inside, i == square, states[i], root, bits,
+                                       view.state_scales[i], block_log2, block->state_scales[i]});
+        });
     }
 }
 

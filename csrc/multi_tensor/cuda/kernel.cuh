@@ -5,11 +5,11 @@
 //   * general walk: shard ends and shards whose addresses or offsets are not aligned, one element per thread.
 #pragma once
 
-#include "adam.h"
 #include "cuda/general_walk.cuh"
 #include "cuda/kernels.h"
 #include "cuda/table.cuh"
 #include "cuda/vector_walk.cuh"
+#include "rules.h"
 
 namespace fused_optim {
 namespace {
@@ -18,7 +18,7 @@ namespace {
 // others, and keeps the addresses in use close together.
 template <class Walks>
 __global__ void __launch_bounds__(kThreads, Walks::kBlocksPerMultiprocessor)
-    multi_tensor_adam(const __grid_constant__ typename Walks::Table table) {
+    multi_tensor_update(const __grid_constant__ typename Walks::Table table) {
     if (threadIdx.x == 0) block->prepare(table, blockIdx.x);
     __syncthreads();
     if (block->scalars.skipped) return;

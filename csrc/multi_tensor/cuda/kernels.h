@@ -1,10 +1,12 @@
-// The kernels of the update, as the launch sees them: made by one_mix.cu, compiled once per format of moments, and by
-// any_mix.cu. So they compile side by side.
+// The kernels of the update, as the launch sees them: made by one_mix.cu, compiled once per update rule and format of
+// states, and by any_mix.cu, once per rule. So they compile side by side.
 #pragma once
 
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <iterator>
+#include <vector>
 
 #include "cuda/device.h"
 #include "cuda/table.cuh"
@@ -13,7 +15,7 @@
 namespace fused_optim {
 
 constexpr int kMaxDevices = 64;
-constexpr const char* kName = "multi_tensor_adam";  // in errors
+constexpr const char* kName = "multi_tensor_update";  // in errors
 
 template <class Table_>
 struct Kernel {
@@ -22,10 +24,10 @@ struct Kernel {
     size_t shared_bytes;
     int tiles_per_chunk;
     bool scaled_masters;  // there may be some
+    Rule rule;
     bool any_mix;
     Master master;  // the mix, where there is one
-    Format exp_avg;
-    Format exp_avg_sq;
+    Format format;
     std::atomic<int> resident[kMaxDevices] = {};  // thread blocks that run at once, by device
 
     int resident_blocks(int device) {
@@ -38,39 +40,48 @@ struct Kernel {
         known.store(std::max(1, multiprocessors * blocks), std::memory_order_relaxed);
         return known;
     }
-    bool is_of_formats(Format m, Format v) const { return codec_format(m) == exp_avg && codec_format(v) == exp_avg_sq; }
-    bool is_mix_of(const Shard& s) const {
-        return s.master_kind == master && is_of_formats(s.exp_avg_format, s.exp_avg_sq_format);
+    bool is_of_format(const State* states) const {
+        return std::all_of(states, states + state_count(rule),
+                           [this](const State& state) { return codec_format(state.format) == format; });
     }
+    bool is_mix_of(const Shard& s) const { return s.master_kind == master && is_of_format(s.states); }
     bool walks_vectors(const Shard& s) const { return any_mix || is_mix_of(s); }
     // Whether the general walk can update a shard.
     bool knows(const Shard& s) const {
         if (is_scaled(s.master_kind) && !scaled_masters) return false;
-        return any_mix || ((!is_scaled(s.exp_avg_format) || s.exp_avg_format == exp_avg) &&
-                           (!is_scaled(s.exp_avg_sq_format) || s.exp_avg_sq_format == exp_avg_sq));
+        return any_mix || std::all_of(std::begin(s.states), std::end(s.states), [this](const State& state) {
+                   return !is_scaled(state.format) || state.format == format;
+               });
     }
 };
 
-// Those of the mixes in which both moments have one format.
+// Those of the mixes in which all states have one format.
 struct KernelsOfFormat {
     std::array<Kernel<BasicTable>, kCount<Master>> plain;
     std::array<Kernel<WeightsTable>, 2> with_weights;  // of masters that quantized weights may have
 };
 
-// Defined in one_mix.cu, for the formats that setup.py compiles it for.
-template <Format format>
+// Defined in one_mix.cu, for the rules and formats that setup.py compiles it for.
+template <Rule rule, Format format>
 KernelsOfFormat& kernels_of();
 
-template <Format... formats>
-std::array<KernelsOfFormat*, sizeof...(formats)> kernels_of_formats() {
-    return {&kernels_of<formats>()...};
+template <Rule rule, Format... formats>
+std::vector<KernelsOfFormat*> kernels_of_formats() {
+    return {&kernels_of<rule, formats>()...};
 }
 
 // FP32 stands for all formats without scales.
-inline auto own_kernels() {
-    return kernels_of_formats<Format::kFloat32, Format::kFloat16, Format::kFloat8, Format::kInt8>();
+inline const std::vector<KernelsOfFormat*>& own_kernels(Rule rule) {
+    static const std::vector<KernelsOfFormat*> all[] = {
+        kernels_of_formats<Rule::kAdam, Format::kFloat32, Format::kFloat16, Format::kFloat8, Format::kInt8>(),
+        kernels_of_formats<Rule::kLion, Format::kFloat32, Format::kFloat8, Format::kInt8>(),
+    };
+    static_assert(std::size(all) == kCount<Rule>, "kernels of every rule");
+    return all[static_cast<int>(rule)];
 }
 
+// Defined in any_mix.cu.
+template <Rule rule>
 Kernel<BasicTable>& kernel_of_any_mix();
 
 }  // namespace fused_optim

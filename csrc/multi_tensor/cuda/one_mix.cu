@@ -1,4 +1,5 @@
-// The kernels of the mixes in which both moments have one format, FUSED_OPTIM_FORMAT: compiled once per format.
+// The kernels of the mixes in which all states have one format: compiled once per update rule, FUSED_OPTIM_RULE, and
+// format, FUSED_OPTIM_FORMAT.
 #include <utility>
 
 #include "cuda/kernel.cuh"
@@ -18,22 +19,23 @@ struct OneMix {
 
     __device__ __forceinline__ static void vectors() { vector_walk<MixType>(); }
     __device__ __forceinline__ static void others() {
-        general_walk<OwnCodecs<typename MixType::M, typename MixType::V>, MixType::has_weights, kScaledMasters>();
+        general_walk<MixType::rule, OwnCodecs<MixType::format>, MixType::has_weights, kScaledMasters>();
     }
 };
 
+constexpr Rule kRule = Rule::FUSED_OPTIM_RULE;
 constexpr Format kFormat = Format::FUSED_OPTIM_FORMAT;
 
 template <Master master, bool has_weights>
 auto make_kernel() {
-    using Walks = OneMix<Mix<master, CodecOf<ExpAvg, kFormat>, CodecOf<ExpAvgSq, kFormat>, has_weights>>;
-    return Kernel<typename Walks::Table>{multi_tensor_adam<Walks>,
+    using Walks = OneMix<Mix<kRule, master, kFormat, has_weights>>;
+    return Kernel<typename Walks::Table>{multi_tensor_update<Walks>,
                                          kSharedBytes<Walks>,
                                          Walks::kTilesPerChunk,
                                          Walks::kScaledMasters,
+                                         kRule,
                                          false,
                                          master,
-                                         kFormat,
                                          kFormat};
 }
 
@@ -46,7 +48,7 @@ KernelsOfFormat make_kernels(std::integer_sequence<int, masters...>) {
 }  // namespace
 
 template <>
-KernelsOfFormat& kernels_of<kFormat>() {
+KernelsOfFormat& kernels_of<kRule, kFormat>() {
     static KernelsOfFormat all = make_kernels(std::make_integer_sequence<int, kCount<Master>>{});
     return all;
 }

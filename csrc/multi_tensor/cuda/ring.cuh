@@ -74,7 +74,7 @@ __device__ __forceinline__ void take(OrderedPacket& packet, Element type, char* 
 // chunks or tiles take fewer of them.
 template <class MixType>
 struct Pace {
-    static constexpr bool kInt8 = MixType::M::format == Format::kInt8;
+    static constexpr bool kInt8 = MixType::format == Format::kInt8;
     static constexpr bool kNoMaster = MixType::master == Master::kParameter;
     static constexpr bool kLittleToRead = kInt8 && (kNoMaster || master_bytes(MixType::master) == 1);
 
@@ -91,16 +91,15 @@ struct Ring {
     static constexpr bool kHasParam = master == Master::kParameter || is_remainder(master);
     static constexpr bool kHasMaster = master != Master::kParameter;
     static constexpr int kMasterBytes = kHasMaster ? master_bytes(master) : 0;
-    static constexpr int kExpAvgBytes = sizeof(typename MixType::M::Bits);
-    static constexpr int kExpAvgSqBytes = sizeof(typename MixType::V::Bits);
+    static constexpr int kStateBytes = format_bytes(MixType::format);
+    static constexpr int kStateCount = state_count(MixType::rule);
     static constexpr int kMostBytes = usual ? 2 : 4;  // of an element whose type is known at run time
     static constexpr int kParamBytes = is_remainder(master) ? 2 : kHasParam ? kMostBytes : 0;
 
     static constexpr uint32_t kParam = kTile * kMostBytes;  // where streams begin; gradients come first
     static constexpr uint32_t kMaster = kParam + kTile * kParamBytes;
-    static constexpr uint32_t kExpAvg = kMaster + kTile * kMasterBytes;
-    static constexpr uint32_t kExpAvgSq = kExpAvg + kTile * kExpAvgBytes;
-    static constexpr uint32_t kTileBytes = kExpAvgSq + kTile * kExpAvgSqBytes;
+    static constexpr uint32_t kStates = kMaster + kTile * kMasterBytes;  // one after the other
+    static constexpr uint32_t kTileBytes = kStates + kStateCount * kTile * kStateBytes;
     static constexpr uint32_t kStages = usual ? Pace<MixType>::kTilesAhead : 2;
     static constexpr uint32_t kBytes = kStages * kTileBytes;
 
@@ -115,8 +114,9 @@ struct Ring {
             if constexpr (master == Master::kParameter) fetch(tile + kParam, view.param_type(), view.param, element);
             if constexpr (is_remainder(master)) fetch<2>(tile + kParam, view.param, element);
             if constexpr (kHasMaster) fetch<kMasterBytes>(tile + kMaster, view.master, element);
-            fetch<kExpAvgBytes>(tile + kExpAvg, view.exp_avg, element);
-            fetch<kExpAvgSqBytes>(tile + kExpAvgSq, view.exp_avg_sq, element);
+            fetch<kStateBytes>(tile + kStates, view.states[0], element);
+            if constexpr (kStateCount > 1)
+                fetch<kStateBytes>(tile + kStates + kTile * kStateBytes, view.states[1], element);
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
     }
@@ -131,8 +131,10 @@ struct Ring {
         if constexpr (master == Master::kParameter) take(raw.param, view.param_type(), tile + kParam);
         if constexpr (is_remainder(master)) take<2>(raw.param.words, tile + kParam);
         if constexpr (kHasMaster) take<kMasterBytes>(raw.master.words, tile + kMaster);
-        take<kExpAvgBytes>(raw.m.raw.words, tile + kExpAvg);
-        take<kExpAvgSqBytes>(raw.v.raw.words, tile + kExpAvgSq);
+        each_state<MixType::rule>([&](auto state) {
+            constexpr int i = decltype(state)::value;
+            take<kStateBytes>(raw.states[i].words, tile + kStates + i * kTile * kStateBytes);
+        });
         __syncwarp();
     }
 };

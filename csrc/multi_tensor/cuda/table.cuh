@@ -1,12 +1,12 @@
 // The table of shards that travels as the kernel's parameter, and what a thread block takes from it.
 #pragma once
 
-#include "adam.h"
 #include "cuda/device.h"
 #include "cuda/packets.cuh"
 #include "cuda/warp.cuh"
 #include "launch.h"
 #include "quantize.h"
+#include "update.h"
 
 namespace fused_optim {
 
@@ -34,8 +34,8 @@ constexpr int bits_for() {
 
 struct ShardInfo {
     uint32_t master_low : 2;
-    uint32_t exp_avg : bits_for<Format>();
-    uint32_t exp_avg_sq : bits_for<Format>();
+    uint32_t state0 : bits_for<Format>();
+    uint32_t state1 : bits_for<Format>();
     uint32_t grad_type : bits_for<Element>();
     uint32_t param_type : bits_for<Element>();
     uint32_t block_log2 : 3;
@@ -47,7 +47,10 @@ struct ShardInfo {
     uint32_t quantized : 1;
     uint32_t round_up : 1;
     uint32_t weight_format : bits_for<WeightFormat>();
+
+    FUSED_OPTIM_HD Format state_format(int state) const { return static_cast<Format>(state == 0 ? state0 : state1); }
 };
+static_assert(kMaxStates == 2, "as many formats");
 static_assert(sizeof(ShardInfo) == sizeof(uint32_t), "one word");
 static_assert(kMaxGroups <= 1 << 4 && kMaxGeometries <= 1 << 6, "numbers that fit");
 
@@ -58,8 +61,7 @@ struct KernelTable {
     uint64_t grad[capacity];
     uint64_t param[capacity];
     uint64_t master[capacity];
-    uint64_t exp_avg[capacity];
-    uint64_t exp_avg_sq[capacity];
+    uint64_t states[kMaxStates][capacity];
     uint64_t scales[capacity];
     uint64_t numel[capacity];
     uint64_t offset[capacity];
@@ -108,10 +110,8 @@ struct View {
     uint64_t grad;
     uint64_t param;
     uint64_t master;
-    uint64_t exp_avg;
-    uint64_t exp_avg_sq;
-    float* exp_avg_scales;
-    float* exp_avg_sq_scales;
+    uint64_t states[kMaxStates];
+    float* state_scales[kMaxStates];
     float* master_scales;
     uint64_t weight_scales;  // those of the chunk's blocks, or the whole weight's
     uint64_t absmax;
@@ -131,12 +131,13 @@ struct View {
         param = table.param[shard] + begin * element_bytes(param_type());
         if constexpr (kHasWeights<Table>) prepare_weight(table, shard, begin);
         master = table.master[shard] + begin * master_bytes(master_kind());
-        exp_avg = table.exp_avg[shard] + begin * format_bytes(exp_avg_format());
-        exp_avg_sq = table.exp_avg_sq[shard] + begin * format_bytes(exp_avg_sq_format());
-        exp_avg_scales = reinterpret_cast<float*>(table.scales[shard]) + (begin >> info.block_log2);
+        for (int i = 0; i < kMaxStates; ++i) {
+            states[i] = table.states[i][shard] + begin * format_bytes(state_format(i));
+        }
+        state_scales[0] = reinterpret_cast<float*>(table.scales[shard]) + (begin >> info.block_log2);
         const uint64_t blocks = (numel + (1u << info.block_log2) - 1) >> info.block_log2;
-        exp_avg_sq_scales = exp_avg_scales + (is_scaled(exp_avg_format()) ? blocks : 0);
-        master_scales = exp_avg_sq_scales + (is_scaled(exp_avg_sq_format()) ? blocks : 0);
+        state_scales[1] = state_scales[0] + (is_scaled(state_format(0)) ? blocks : 0);
+        master_scales = state_scales[1] + (is_scaled(state_format(1)) ? blocks : 0);
         offset = table.offset[shard];
         first = begin;
         geometry = table.geometries[info.geometry];
@@ -170,8 +171,7 @@ struct View {
         info.grad_type = info.param_type = static_cast<uint32_t>(Element::kBFloat16);
         info.block_log2 = kLargestBlockLog2;
     }
-    __device__ __forceinline__ Format exp_avg_format() const { return static_cast<Format>(info.exp_avg); }
-    __device__ __forceinline__ Format exp_avg_sq_format() const { return static_cast<Format>(info.exp_avg_sq); }
+    __device__ __forceinline__ Format state_format(int state) const { return info.state_format(state); }
 
     __device__ __forceinline__ uint64_t global_index(uint64_t element) const {
         return fused_optim::global_index(first + element, offset, geometry, info.geometry == 0);
@@ -184,8 +184,7 @@ struct alignas(kLine) Block {
     Scalars scalars;
     // Of the vector walk. Whole sectors are read before it and written after it: accesses of single scales, each of
     // which opens a DRAM page, would cost a fifth of the bandwidth.
-    float exp_avg_scales[kMaxTilesPerChunk * kTile / kSmallestBlock];
-    float exp_avg_sq_scales[kMaxTilesPerChunk * kTile / kSmallestBlock];
+    float state_scales[kMaxStates][kMaxTilesPerChunk * kTile / kSmallestBlock];
     uint32_t weight_scales[kMaxTilesPerChunk * kTile / kLargestBlock];  // as kWrittenByUpdate says
     uint32_t weight_absmax;                                             // bits
     float weight_partial[kThreads / kWarp];                             // of the general walk

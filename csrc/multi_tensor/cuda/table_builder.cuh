@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <iterator>
 
 #include "cuda/table.cuh"
 
@@ -13,8 +14,8 @@ bool is_aligned(uint64_t address, int bytes_per_element) { return address % (byt
 bool is_aligned(const Shard& s) {
     return is_aligned(s.grad, element_bytes(s.grad_type)) &&
            is_aligned(s.param, s.quantized ? 1 : element_bytes(s.param_type)) &&
-           is_aligned(s.exp_avg, format_bytes(s.exp_avg_format)) &&
-           is_aligned(s.exp_avg_sq, format_bytes(s.exp_avg_sq_format)) &&
+           std::all_of(std::begin(s.states), std::end(s.states),
+                       [](const State& state) { return is_aligned(state.address, format_bytes(state.format)); }) &&
            (s.master_kind == Master::kParameter || is_aligned(s.master, master_bytes(s.master_kind)));
 }
 
@@ -24,8 +25,10 @@ bool has_octets(const Shard& s) {
     return s.offset % kVector == 0 && (s.is_consecutive() || whole_rows);
 }
 
-bool rounds(const Shard& s) {
-    return s.exp_avg_sq_format != Format::kFloat32 || is_scaled(s.master_kind) ||
+// Whether anything rotates.
+bool rounds(Rule rule, const Shard& s) {
+    const int square = square_state(rule);
+    return (square >= 0 && s.states[square].format != Format::kFloat32) || is_scaled(s.master_kind) ||
            (s.master_kind == Master::kParameter && s.param_type != Element::kFloat32);
 }
 
@@ -50,8 +53,7 @@ public:
         table_.grad[i] = s.grad;
         table_.param[i] = s.param;
         table_.master[i] = s.master;
-        table_.exp_avg[i] = s.exp_avg;
-        table_.exp_avg_sq[i] = s.exp_avg_sq;
+        for (int k = 0; k < kMaxStates; ++k) table_.states[k][i] = s.states[k].address;
         table_.scales[i] = s.scales;
         table_.numel[i] = s.numel;
         table_.offset[i] = s.offset;
@@ -63,15 +65,15 @@ public:
         ShardInfo info{};
         info.master_low = static_cast<uint32_t>(s.master_kind) & 3u;
         info.master_high = static_cast<uint32_t>(s.master_kind) >> 2;
-        info.exp_avg = static_cast<uint32_t>(s.exp_avg_format);
-        info.exp_avg_sq = static_cast<uint32_t>(s.exp_avg_sq_format);
+        info.state0 = static_cast<uint32_t>(s.states[0].format);
+        info.state1 = static_cast<uint32_t>(s.states[1].format);
         info.grad_type = static_cast<uint32_t>(s.grad_type);
         info.param_type = static_cast<uint32_t>(s.param_type);
         info.block_log2 = s.block_log2;
         info.quantized = s.quantized;
         info.round_up = s.round_up;
         info.weight_format = static_cast<uint32_t>(s.weight_format);
-        info.vectors = is_aligned(s) && (has_octets(s) || !rounds(s)) && kernel_.walks_vectors(s);
+        info.vectors = is_aligned(s) && (has_octets(s) || !rounds(kernel_.rule, s)) && kernel_.walks_vectors(s);
         info.group = table_.group_count - 1;
         info.geometry = static_cast<uint32_t>(geometry);
         table_.info[i] = info;

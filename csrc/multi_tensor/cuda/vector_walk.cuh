@@ -9,35 +9,10 @@
 #include "cuda/warp.cuh"
 #include "cuda/weight_octets.cuh"
 #include "dispatch.h"
+#include "update.h"
 
 namespace fused_optim {
 namespace {
-
-// A moment between its load and its store.
-template <class Codec>
-struct Moment {
-    static constexpr int kBytes = sizeof(typename Codec::Bits);
-    Packet<kBytes> raw;
-
-    __device__ __forceinline__ void load_raw(Format, uint64_t address, uint32_t element) {
-        load<kBytes>(raw.words, address, element);
-    }
-    __device__ __forceinline__ void decode_all(float* values, Format, float scale) const {
-        decode_words<Codec>(values, raw.words, scale);
-    }
-};
-
-template <>
-struct Moment<Unscaled> {
-    Packet<4> raw{};
-
-    __device__ __forceinline__ void load_raw(Format format, uint64_t address, uint32_t element) {
-        load(raw, unscaled_type(format), address, element);
-    }
-    __device__ __forceinline__ void decode_all(float* values, Format format, float) {
-        decode(values, raw, unscaled_type(format));
-    }
-};
 
 // As Rounding, of an FP16 master: bit i of `nearest` says that the octet's element i rounds to nearest.
 struct MasterRounding {
@@ -207,24 +182,76 @@ __device__ __forceinline__ void load_param(Packet<4>& param, Packet<4>& master, 
     }
 }
 
+// How eight elements of a state come and go.
+template <StateKind kind, class Codec>
+struct StateAccess {
+    template <class Raw>
+    __device__ __forceinline__ static void load_raw(Raw& raw, Format format, uint64_t address, uint32_t element) {
+        if constexpr (is_scaled(Codec::format)) {
+            load<format_bytes(Codec::format)>(raw.words, address, element);
+        } else {
+            load(raw, unscaled_type(format), address, element);
+        }
+    }
+
+    template <class Raw>
+    __device__ __forceinline__ static void decode_all(float* values, Raw& raw, Format format, float scale) {
+        if constexpr (is_scaled(Codec::format)) {
+            decode_words<Codec>(values, raw.words, scale);
+        } else {
+            decode(values, raw, unscaled_type(format));
+        }
+    }
+
+    // `largest` and `root`: of a square, what the update has found.
+    __device__ __forceinline__ static void store_all(const View& view, int state, Format format, uint32_t element,
+                                                     const float* values, float largest, const float* root,
+                                                     uint32_t octet, const Rounding& rounding) {
+        constexpr bool rotates = kind == StateKind::kSquare;
+        if constexpr (is_scaled(Codec::format)) {
+            constexpr int bytes = format_bytes(Codec::format);
+            if constexpr (!rotates) largest = thread_absmax<kVector>(values);
+            const Rounded<Rounding> rounded{values, octet, rounding};
+            float* scale = &block->state_scales[state][element >> view.info.block_log2];
+            const float inverse = store_scale<Codec>(largest, rounded, scale, view.info.block_log2, element).inverse;
+            uint32_t words[2 * bytes];
+            if constexpr (rotates) {
+                encode_words<Codec>(words, values, root, inverse, octet, rounding);
+            } else {
+                encode_words<Codec>(words, values, inverse);
+            }
+            store_codes<bytes>(words, inverse, view.states[state], element);
+        } else {
+            store<rotates>(values, octet, rounding, unscaled_type(format), view.states[state], element);
+        }
+    }
+};
+
+template <class MixType, int state>
+using AccessOf =
+    StateAccess<state_kind(MixType::rule, state), typename MixType::template Codec<state_kind(MixType::rule, state)>>;
+
 // All that a thread reads for eight elements.
 template <class MixType, class Packet4 = Packet<4>>
 struct Raw {
     Packet4 grad{}, param{}, master{};  // zeros: unset words would stay alive across iterations
-    Moment<typename MixType::M> m;
-    Moment<typename MixType::V> v;
+    Packet<format_bytes(MixType::format)> states[state_count(MixType::rule)]{};
 
     __device__ __forceinline__ void load_all(const View& view, uint32_t element) {
         load(grad, view.grad_type(), view.grad, element);
         load_param<MixType>(param, master, view, element);
-        m.load_raw(view.exp_avg_format(), view.exp_avg, element);
-        v.load_raw(view.exp_avg_sq_format(), view.exp_avg_sq, element);
+        each_state<MixType::rule>([&](auto state) {
+            constexpr int i = decltype(state)::value;
+            AccessOf<MixType, i>::load_raw(states[i], view.state_format(i), view.states[i], element);
+        });
     }
 };
 
-// The update of a thread's elements, the twin of the CPU engine's. Returns the largest new exp_avg_sq, NaN if one is.
-__device__ __forceinline__ float update_values(float* grad, float* param, float* m, float* v, float* root,
+// The update of a thread's elements, the twin of the CPU engine's. Returns the largest new square, NaN if one is.
+template <Rule rule, int count = state_count(rule)>
+__device__ __forceinline__ float update_values(float* grad, float* param, float (&states)[count][kVector], float* root,
                                                const Scalars& s) {
+    constexpr int square = square_state(rule);
     if (!s.unchanged_gradient) {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) grad[i] = scaled_gradient(grad[i], s);
@@ -233,57 +260,34 @@ __device__ __forceinline__ float update_values(float* grad, float* param, float*
             for (int i = 0; i < kVector; ++i) grad[i] = penalized_gradient(grad[i], param[i], s);
         }
     }
+    float direction[kVector];
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
-        Moments moments = next_moments(grad[i], m[i], v[i], s);
-        m[i] = moments.exp_avg;
-        v[i] = moments.exp_avg_sq;
-        root[i] = square_root(v[i]);
-    }
-    const float v_max = thread_absmax<kVector>(v);
-    if (float_bits(v_max) >= kInfinity) {
+        float own[count];
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) root[i] = root_of(rare(v[i]));
+        for (int k = 0; k < count; ++k) own[k] = states[k][i];
+        direction[i] = Update<rule>::advance(grad[i], own, s);
+#pragma unroll
+        for (int k = 0; k < count; ++k) states[k][i] = own[k];
+        if constexpr (square >= 0) root[i] = square_root(own[square]);
+    }
+    float largest = 0.0f;
+    if constexpr (square >= 0) {
+        largest = thread_absmax<kVector>(states[square]);
+        if (float_bits(largest) >= kInfinity) {
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) root[i] = root_of(rare(states[square][i]));
+        }
     }
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) param[i] = next_param(param[i], m[i], root[i], s);
-    return v_max;
-}
-
-template <class Codec>
-__device__ __forceinline__ void store_exp_avg(const View& view, Format format, uint32_t element, const float* m,
-                                              uint32_t octet, const Rounding& rounding, float* scale) {
-    if constexpr (is_scaled(Codec::format)) {
-        const Rounded<Rounding> rounded{m, octet, rounding};
-        const float inverse =
-            store_scale<Codec>(thread_absmax<kVector>(m), rounded, scale, view.info.block_log2, element).inverse;
-        uint32_t words[2 * sizeof(typename Codec::Bits)];
-        encode_words<Codec>(words, m, inverse);
-        store_codes<sizeof(typename Codec::Bits)>(words, inverse, view.exp_avg, element);
-    } else {
-        store<false>(m, 0, rounding, unscaled_type(format), view.exp_avg, element);
-    }
-}
-
-template <class Codec>
-__device__ __forceinline__ void store_exp_avg_sq(const View& view, Format format, uint32_t element, const float* v,
-                                                 float v_max, const float* root, uint32_t octet,
-                                                 const Rounding& rounding, float* scale) {
-    if constexpr (is_scaled(Codec::format)) {
-        const Rounded<Rounding> rounded{v, octet, rounding};
-        const float inverse = store_scale<Codec>(v_max, rounded, scale, view.info.block_log2, element).inverse;
-        uint32_t words[2 * sizeof(typename Codec::Bits)];
-        encode_words<Codec>(words, v, root, inverse, octet, rounding);
-        store_codes<sizeof(typename Codec::Bits)>(words, inverse, view.exp_avg_sq, element);
-    } else {
-        store<true>(v, octet, rounding, unscaled_type(format), view.exp_avg_sq, element);
-    }
+    for (int i = 0; i < kVector; ++i) param[i] = Update<rule>::next_param(param[i], direction[i], root[i], s);
+    return largest;
 }
 
 // The eight elements of a thread.
 template <class MixType>
 struct Values {
-    float grad[kVector], param[kVector], m[kVector], v[kVector];
+    float grad[kVector], param[kVector], states[state_count(MixType::rule)][kVector];
 
     template <class Packet4>
     __device__ __forceinline__ void decode_all(const View& view, Raw<MixType, Packet4>& raw, uint32_t element) {
@@ -291,37 +295,41 @@ struct Values {
         decode(grad, raw.grad, view.grad_type());
         const bool scaled = is_scaled(MixType::master_of(view.master_kind()));
         decode_param<MixType, Packet4>(param, view, raw.param, raw.master, scaled ? block->master_scales[scale] : 0.0f);
-        raw.m.decode_all(m, view.exp_avg_format(), block->exp_avg_scales[scale]);
-        raw.v.decode_all(v, view.exp_avg_sq_format(), block->exp_avg_sq_scales[scale]);
+        each_state<MixType::rule>([&](auto state) {
+            constexpr int i = decltype(state)::value;
+            AccessOf<MixType, i>::decode_all(states[i], raw.states[i], view.state_format(i),
+                                             block->state_scales[i][scale]);
+        });
     }
 };
 
 template <class MixType>
 __device__ __forceinline__ void update_vector(const View& view, const Scalars& scalars, Values<MixType>& values,
                                               uint32_t element) {
-    using M = typename MixType::M;
-    using V = typename MixType::V;
-    const Format m_format = view.exp_avg_format();
-    const Format v_format = view.exp_avg_sq_format();
+    constexpr int count = state_count(MixType::rule), square = square_state(MixType::rule);
+    Format formats[count];
+    each_state<MixType::rule>(
+        [&](auto state) { formats[decltype(state)::value] = view.state_format(decltype(state)::value); });
     const Master master = MixType::master_of(view.master_kind());
-    float* m_scale = &block->exp_avg_scales[element >> view.info.block_log2];
-    float* v_scale = &block->exp_avg_sq_scales[element >> view.info.block_log2];
     float* master_scale = &block->master_scales[element >> view.info.block_log2];
 
-    auto& [grad, param, m, v] = values;
-    float root[kVector], before[kVector];
+    auto& [grad, param, states] = values;
+    float root[kVector]{}, before[kVector];
 #pragma unroll
     for (int i = 0; i < kVector; ++i) before[i] = param[i];
-    const float v_max = update_values(grad, param, m, v, root, scalars);
+    const float largest = update_values<MixType::rule>(grad, param, states, root, scalars);
 
     uint32_t octet = 0;
-    if (v_format != Format::kFloat32 || is_scaled(master) ||
+    if ((square >= 0 && formats[max(square, 0)] != Format::kFloat32) || is_scaled(master) ||
         (master == Master::kParameter && view.param_type() != Element::kFloat32)) {
         octet = scalars.rounding.octet(view.key, view.global_index(element));
     }
     store_param<MixType>(view, element, before, param, octet, scalars.rounding, master_scale);
-    store_exp_avg<M>(view, m_format, element, m, octet, scalars.rounding, m_scale);
-    store_exp_avg_sq<V>(view, v_format, element, v, v_max, root, octet, scalars.rounding, v_scale);
+    each_state<MixType::rule>([&](auto state) {
+        constexpr int i = decltype(state)::value;
+        AccessOf<MixType, i>::store_all(view, i, formats[i], element, values.states[i], largest, root, octet,
+                                        scalars.rounding);
+    });
 }
 
 // What the update has read, once more: it is still at hand, and costs fewer registers than to keep it.
@@ -342,16 +350,26 @@ __device__ __forceinline__ void copy_scales(T* target, const T* source, uint32_t
 
 template <class MixType>
 __device__ __forceinline__ void read_scales(const View& view, uint32_t blocks) {
-    if constexpr (is_scaled(MixType::M::format)) copy_scales(block->exp_avg_scales, view.exp_avg_scales, blocks);
-    if constexpr (is_scaled(MixType::V::format)) copy_scales(block->exp_avg_sq_scales, view.exp_avg_sq_scales, blocks);
-    if constexpr (is_scaled(MixType::master)) copy_scales(block->master_scales, view.master_scales, blocks);
+    each_state<MixType::rule>([&](auto state) {
+        constexpr int i = decltype(state)::value;
+        if (MixType::has_scales(view.state_format(i)))
+            copy_scales(block->state_scales[i], view.state_scales[i], blocks);
+    });
+    if (is_scaled(MixType::master_of(view.master_kind()))) {
+        copy_scales(block->master_scales, view.master_scales, blocks);
+    }
 }
 
 template <class MixType>
 __device__ __forceinline__ void write_scales(const View& view, uint32_t blocks) {
-    if constexpr (is_scaled(MixType::M::format)) copy_scales(view.exp_avg_scales, block->exp_avg_scales, blocks);
-    if constexpr (is_scaled(MixType::V::format)) copy_scales(view.exp_avg_sq_scales, block->exp_avg_sq_scales, blocks);
-    if constexpr (is_scaled(MixType::master)) copy_scales(view.master_scales, block->master_scales, blocks);
+    each_state<MixType::rule>([&](auto state) {
+        constexpr int i = decltype(state)::value;
+        if (MixType::has_scales(view.state_format(i)))
+            copy_scales(view.state_scales[i], block->state_scales[i], blocks);
+    });
+    if (is_scaled(MixType::master_of(view.master_kind()))) {
+        copy_scales(view.master_scales, block->master_scales, blocks);
+    }
 }
 
 struct CopyWeightScales {

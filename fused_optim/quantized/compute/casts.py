@@ -10,7 +10,6 @@ measures what has one scale, and casts rows, so that it can fuse that with what 
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from fused_optim.backends.compiled import address, run_on
 from fused_optim.backends.engine import Engine
+from fused_optim.backends.tables import CastFormat
 from fused_optim.quantized.recipes import Encoding, MXFP8BlockScaling, NVFP4BlockScaling, Recipe, Scaling, elements
 from fused_optim.quantized.recipes.engine import absmax, compiled_engine, decode, encode
 
@@ -31,13 +31,6 @@ AS_WEIGHTS: dict[Scaling, Recipe] = {"mxfp8": MXFP8BlockScaling(), "nvfp4": NVFP
 
 LIBRARY = torch.library.Library("fused_optim", "DEF")
 _ops = torch.ops.fused_optim
-
-
-class CastFormat(enum.IntEnum):
-    """Formats of codes, as the engines number them."""
-
-    E4M3 = 0
-    E5M2 = 1
 
 
 _FORMATS = {torch.float8_e4m3fn: CastFormat.E4M3, torch.float8_e5m2: CastFormat.E5M2}

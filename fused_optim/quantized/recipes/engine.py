@@ -6,7 +6,6 @@ looks on: a compiler or a dispatch mode would not see what the engine does.
 
 from __future__ import annotations
 
-import enum
 import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -18,20 +17,13 @@ from fused_optim.adapters import Fractions
 from fused_optim.backends import backend_for, forced_backend, load_engine
 from fused_optim.backends.compiled import address, increment_versions, run_on, tensor_reader
 from fused_optim.backends.engine import Engine, EngineNumbers
+from fused_optim.backends.tables import ScaleStage
 from fused_optim.formats import ELEMENT_TYPES
 from fused_optim.quantized.recipes.recipe import Components, KernelFormat, Recipe
 
 _NEAREST = (0, 0, 0, 0, 0, 0)
 _TABLE = ("data", "scale", "tensor_scale")
 _Column = EngineNumbers | list[int]  # of the engines' tables
-
-
-class ScaleStage(enum.IntEnum):
-    """When scales of whole weights are derived, as the engines number it."""
-
-    BEFORE = 0  # an update: from earlier absmaxes
-    AFTER = 1  # an update: with the absmax of its values
-    AGAIN = 2  # for the values of the last update: likewise
 
 
 class Encoding(NamedTuple):

@@ -8,7 +8,6 @@ elements have no NaN) and do not count for scales.
 
 from __future__ import annotations
 
-import enum
 import functools
 import math
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from fused_optim.backends.tables import WeightFormat
 from fused_optim.quantized.recipes import elements
 
 Components = dict[str, Tensor]
@@ -36,16 +36,6 @@ class Component:
     dtype: torch.dtype
     tile: tuple[int, int] | None
     shape: tuple[int, ...] = (1,)
-
-
-class WeightFormat(enum.IntEnum):
-    """Formats of weights, as the engines number them; their elements and scales are in ``table.h``."""
-
-    FLOAT8 = 0
-    FLOAT8_BLOCKS = 1
-    FLOAT8_TILES = 2
-    MXFLOAT8 = 3
-    NVFLOAT4 = 4
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from fused_optim.backends.tables import WeightFormat
 from fused_optim.quantized.recipes import elements
 from fused_optim.quantized.recipes.recipe import (
     FLOAT8_DATA,
@@ -19,7 +20,6 @@ from fused_optim.quantized.recipes.recipe import (
     ProductFormat,
     Recipe,
     Scaling,
-    WeightFormat,
     check_choice,
     set_where,
 )

@@ -1,0 +1,76 @@
+"""The tables that Python and the engines both spell: numbers, names and sizes, as in ``csrc/multi_tensor/table.h``.
+
+An engine carries its own; one whose tables are others is not loaded.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from types import ModuleType
+
+from fused_optim.backends.engine import Watched
+from fused_optim.formats import ELEMENT_TYPES, STATE_FORMATS, Element, Master
+
+Rows = tuple[tuple[object, ...], ...]
+
+
+class Rule(enum.IntEnum):
+    """Update rules, as the engines number them."""
+
+    ADAM = 0
+    LION = 1
+
+
+STATE_KINDS = {Rule.ADAM: ("SIGNED", "SQUARE"), Rule.LION: ("SIGNED", "NONE")}
+
+
+class WeightFormat(enum.IntEnum):
+    """Formats of weights, as the engines number them; their elements and scales are in ``table.h``."""
+
+    FLOAT8 = 0
+    FLOAT8_BLOCKS = 1
+    FLOAT8_TILES = 2
+    MXFLOAT8 = 3
+    NVFLOAT4 = 4
+
+
+class ScaleStage(enum.IntEnum):
+    """When scales of whole weights are derived, as the engines number it."""
+
+    BEFORE = 0  # an update: from earlier absmaxes
+    AFTER = 1  # an update: with the absmax of its values
+    AGAIN = 2  # for the values of the last update: likewise
+
+
+class CastFormat(enum.IntEnum):
+    """Formats of codes, as the engines number them."""
+
+    E4M3 = 0
+    E5M2 = 1
+
+
+_LARGEST = {CastFormat.E4M3: 448.0, CastFormat.E5M2: 57344.0}
+
+
+def tables() -> dict[str, Rows]:
+    """By name; a row's place is its number."""
+    sizes = {element: dtype.itemsize for dtype, element in ELEMENT_TYPES.items()}
+    formats = sorted(set(STATE_FORMATS.values()), key=lambda fmt: fmt.code)
+    return {
+        "Element": tuple((element.name, sizes[element]) for element in Element),
+        "Master": tuple((kind.name, kind.dtype.itemsize if kind else 0) for kind in Master),
+        "Format": tuple((fmt.name, fmt.signed_dtype.itemsize, fmt.scaled) for fmt in formats),
+        "Rule": tuple((rule.name, *STATE_KINDS[rule]) for rule in Rule),
+        "Watched": tuple((name,) for name in Watched._fields),
+        "CastFormat": tuple((kind.name, _LARGEST[kind]) for kind in CastFormat),
+        **{kind.__name__: tuple((each.name,) for each in kind) for kind in (WeightFormat, ScaleStage)},
+    }
+
+
+@functools.cache  # an engine is asked for at every step
+def problem_of(engine: ModuleType) -> str:
+    """Why an engine cannot be used; empty if it can."""
+    if getattr(engine, "TABLES", None) == tables():
+        return ""
+    return "built for other tables of formats: install fused_optim again"
