@@ -302,8 +302,9 @@ class ShardedOptimizer(Optimizer):
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
         """A state's local values: FP32, shaped as the parameter's local shard.
 
-        ``master_param`` with remainders gives the stored remainders (int16 or int8), as in TransformerEngine. FP32
-        states are returned themselves, others as a copy. Raises KeyError for a state that the parameter does not have.
+        With ``store_param_remainders=True`` ``master_param`` gives the stored remainders (int16 or int8), as in
+        TransformerEngine. FP32 states are returned themselves, others as a copy. Raises KeyError for a state that the
+        parameter does not have.
         """
         if state_name == MASTER:
             self._reconcile(alone=True)
@@ -312,6 +313,8 @@ class ShardedOptimizer(Optimizer):
     @torch.no_grad()
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
         """Encode local FP32 values (the parameter's local shape) into a state; remainders are taken as they are.
+
+        A master whose upper bits are the parameter is written into both.
 
         The states of a parameter that has none are created first. Raises KeyError for an unknown state, ValueError for
         a wrong shape, TypeError for remainders of another dtype.

@@ -337,17 +337,21 @@ class StateStore:
     # --- reading and writing --------------------------------------------------------------------------------------
 
     def read(self, param: Tensor, name: str) -> Tensor:
-        """A state's local values: moments and masters in FP32, remainders as they are kept.
+        """A state's local values: FP32; remainders that were asked for by name as they are kept.
 
         Raises KeyError for a state that the parameter does not have.
         """
         states = self._with_state(param, name)
         if name == MASTER:
             self._join(param)
+            if self._hides_remainders(states):
+                return states.read_master()
         return states.read(name) if _holds_values(states, name) else local_tensor(states.tensors[name])
 
     def write(self, param: Tensor, name: str, value: Tensor) -> None:
-        """The inverse of :meth:`read`; creates the states of a parameter that has none, which stays as it is.
+        """The inverse of :meth:`read`; creates the states of a parameter that has none.
+
+        The parameter stays as it is, unless it has a master's upper bits.
 
         Raises KeyError for an unknown state, ValueError for a wrong local shape, TypeError for a master or remainders
         of another dtype.
@@ -363,6 +367,8 @@ class StateStore:
         target = local_tensor(states.tensors[name])
         if _holds_values(states, name):
             states.write(name, value)
+        elif name == MASTER and self._hides_remainders(states) and value.dtype == torch.float32:
+            states.write_master(value)
         elif value.dtype != target.dtype:
             raise TypeError(f"{self.describe(param)}: {name}: expected {target.dtype}, got {value.dtype}")
         else:
@@ -371,6 +377,10 @@ class StateStore:
         if name == MASTER:
             states.mark()
             self.drop_pending(param)
+
+    def _hides_remainders(self, states: ParamState) -> bool:
+        """Whether a master is spoken of as FP32 values, though remainders are kept: nobody asked for these by name."""
+        return states.layout.master.is_remainder and self.settings.store_param_remainders is None
 
     def _with_state(self, param: Tensor, name: str) -> ParamState:
         states = self[param]

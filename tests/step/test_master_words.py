@@ -221,3 +221,23 @@ def broadcast_on_ranks() -> Tensor:
 def test_a_broadcast_through_data(ranks: int) -> None:
     for found in distributed.run(ranks, broadcast_on_ranks):
         assert torch.equal(found, torch.full(SHAPE, 2.0).bfloat16())
+
+
+# --- what is read and set ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [32, 24])
+def test_masters_are_spoken_of_in_fp32(bits: int) -> None:
+    """Remainders only where they were asked for by name, as TransformerEngine's users do."""
+    each, optimizer = (first := param()), FusedAdamW([first], lr=1e-2, master_bits=bits)
+    step(optimizer, 1)
+    joined = join_remainder(each.detach(), optimizer.state[each]["master_param"])
+    assert same_bits(optimizer.get_unscaled_state(each, "master_param"), joined)
+    wanted = values(SHAPE, F32, "cpu", seed=4)
+    optimizer.set_scaled_state(each, "master_param", wanted)
+    found = optimizer.get_unscaled_state(each, "master_param")
+    torch.testing.assert_close(found, wanted, rtol=0.0 if bits == 32 else 2.0**-16, atol=0.0)
+    torch.testing.assert_close(each.detach().float(), wanted, rtol=2.0**-8, atol=0.0)
+    asked = FusedAdamW([param()], store_param_remainders=True)
+    step(asked, 1)
+    assert asked.get_unscaled_state(asked.param_groups[0]["params"][0], "master_param").dtype == torch.int16
