@@ -120,7 +120,7 @@ def _given(content: bytes) -> Any:
     except UnknownName as error:
         own = f"{error.module}.".startswith("torch.distributed.checkpoint.")
         if error.name.isidentifier() and (own or (error.module == "torch" and not hasattr(torch, error.name))):
-            raise _Newer(f"{error.module}.{error.name} is unknown") from error
+            raise _Newer(f"{error.module[:100]}.{error.name[:100]} is unknown") from error
         raise
 
 

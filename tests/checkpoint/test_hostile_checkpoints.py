@@ -279,6 +279,8 @@ BOMBS = {
     "a long integer": b"\x80\x02\x8b\xff\xff\xff\x7f.",
     "a long text": b"\x80\x04\x8d" + (1 << 40).to_bytes(8, "little") + b".",
     "a text beyond the end": b"\x80\x04X\xff\xff\xff\x7f.",
+    "bytes beyond the end": b"\x80\x04B\xff\xff\xff\x7f.",
+    "many bytes": b"\x80\x04\x8e" + (1 << 40).to_bytes(8, "little") + b".",
     "a frame beyond the end": b"\x80\x04\x95" + (1 << 62).to_bytes(8, "little") + b".",
     "nothing": b"\x80\x04.",
 }
