@@ -14,13 +14,19 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test test-gpu test-integrations bench lint format docs wheel wheel-test release-check clean FORCE
+.PHONY: demo test test-long test-gpu test-integrations bench lint format docs wheel wheel-test release-check clean FORCE
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py --output demo_output $(if $(QUANTIZE),--quantize $(QUANTIZE))
 
+# Two processes, as CI has two cores. A file's tests stay together: groups of ranks and what was compiled are used again.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest
+	$(PYTEST) -m 'not long'
+
+test-long: $(VENV)/.installed
+	$(PYTEST) -m long
 
 test-gpu: $(VENV)/.installed
 	$(BIN)/python -m pytest -m cuda
