@@ -8,7 +8,8 @@ from typing import Any
 
 
 def pairwise(*parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Each case begins with two values that have not met; the others are those that meet most of it for the first time."""
+    """Each case begins with two values that have not met, and goes on with those that meet most for the first time."""
+    assert len(parameters) > 1 and all(map(len, parameters))
     options = [[(place, index) for index in range(len(values))] for place, values in enumerate(parameters)]
     unmet = dict.fromkeys(frozenset(two) for some, others in combinations(options, 2) for two in product(some, others))
     cases = []
