@@ -25,6 +25,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 test: $(VENV)/.installed
 	$(PYTEST) -m 'not long'
 
+test-long: export FUSED_OPTIM_TEST_KILLS ?= 5
 test-long: $(VENV)/.installed
 	$(PYTEST) -m long
 
@@ -86,7 +87,7 @@ wheel-test-%:
 # All that a release must pass; hours on a small machine, most of it for the tests. Needs nvcc, not a GPU.
 release-check: export FUSED_OPTIM_CUDA_ARCHS := all
 release-check: export FUSED_OPTIM_REQUIRE := cpu,cuda
-release-check: lint test docs wheel
+release-check: lint test test-long docs wheel
 	$(MAKE) wheel-test
 
 clean:
