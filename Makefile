@@ -14,14 +14,21 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 ENGINE_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test test-gpu test-integrations test-torches test-newest-torch peer-suites bench lint format docs wheel wheel-test \
-    release-check clean FORCE
+.PHONY: demo test test-long test-gpu test-integrations test-torches test-newest-torch peer-suites bench lint format docs wheel \
+    wheel-test release-check clean FORCE
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py --output demo_output $(if $(QUANTIZE),--quantize $(QUANTIZE))
 
+# Two processes, as CI has two cores. A file's tests stay together: groups of ranks and what was compiled are used again.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest
+	$(PYTEST) -m 'not long'
+
+test-long: export FUSED_OPTIM_TEST_KILLS ?= 5
+test-long: $(VENV)/.installed
+	$(PYTEST) -m long
 
 test-gpu: $(VENV)/.installed
 	$(BIN)/python -m pytest -m cuda
@@ -110,7 +117,7 @@ wheel-test-%:
 # All that a release must pass; hours on a small machine, most of it for the tests. Needs nvcc, not a GPU.
 release-check: export FUSED_OPTIM_CUDA_ARCHS := all
 release-check: export FUSED_OPTIM_REQUIRE := cpu,cuda
-release-check: lint test docs wheel
+release-check: lint test test-long docs wheel
 	$(MAKE) wheel-test
 
 clean:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -21,6 +22,12 @@ settings.register_profile(
 )
 settings.load_profile("fused_optim")
 pytest.register_assert_rewrite("recipe_checks")  # which shows the values that differ, as in tests
+
+
+def pytest_collection_finish() -> None:
+    """What is imported and collected stays: garbage is looked for in what tests make."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])

@@ -132,8 +132,9 @@ def _serve(rank: int, ranks: int, cases: list[tuple[Any, ...]], folder: str) -> 
         dist.destroy_process_group()
 
 
+@pytest.mark.long
 def test_in_a_process() -> None:
-    """All at once: starting the processes takes longest."""
+    """All at once: starting the processes takes longest. test_quantized_checkpoint.py has a shorter one."""
     kind = AsyncCheckpointerType.PROCESS
     cases = [(form, None, kind, name) for form in FORMS for name in ("default", "shared memory")]
     cases += [("unscaled", "stager", kind, "ours, shared memory"), ("native", "stager", kind, "ours")]

@@ -384,7 +384,7 @@ def check_newest(folders: list[Path]) -> list[int]:
     return steps
 
 
-@pytest.mark.parametrize("form", ["native", "unscaled"])
+@pytest.mark.parametrize("form", ["native", pytest.param("unscaled", marks=pytest.mark.long)])
 def test_kills_of_one_rank(form: str, tmp_path: Path) -> None:
     """At any moment; the other one is ended a little later."""
     chance, folders = random.Random(form), []

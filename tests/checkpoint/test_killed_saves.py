@@ -28,6 +28,9 @@ from fused_optim import FusedAdamW, load_optimizer_checkpoint, write_checksums
 from fused_optim.checkpoint import checksums
 
 KILLS = int(os.environ.get("FUSED_OPTIM_TEST_KILLS", "2"))
+ASYNCHRONOUS = pytest.mark.parametrize(
+    "asynchronous", [False, pytest.param(True, marks=pytest.mark.long)], ids=["sync", "async"]
+)
 FORMATS = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8, "store_param_remainders": True}
 
 
@@ -82,7 +85,7 @@ def assert_is_step(loaded: tuple[nn.Module, FusedAdamW], step: int) -> None:
         assert all(torch.equal(states[0][name], states[1][name]) for name in states[1])
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@ASYNCHRONOUS
 def test_saves_may_be_killed(asynchronous: bool, tmp_path: Path) -> None:
     moments = random.Random(0)
     for kill in range(KILLS):
@@ -176,7 +179,7 @@ def load_all(paths: list[str]) -> list[dict[str, Part] | str]:
     return found
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@ASYNCHRONOUS
 def test_one_rank_may_be_killed(asynchronous: bool, tmp_path: Path) -> None:
     chance = random.Random(1)
     last: list[Path] = []  # of each kill the checkpoint before the last, and the last

@@ -140,6 +140,21 @@ for shape in ((6, 256), (3, 192), (3, 96), (4133,), (0, 128)):
             assert ours.dtype == reference.dtype and torch.equal(ours, reference), (shape, dtype)
 """
 
+REFERENCE = """
+import os
+import torch
+from fused_optim import FusedAdam
+
+os.environ["FUSED_OPTIM_BACKEND"] = "torch"
+param = torch.nn.Parameter(torch.ones(2, 128))
+param.grad = torch.linspace(-1, 1, 256).view(2, 128)
+optimizer = FusedAdam([param], exp_avg_dtype=torch.float8_e5m2)
+optimizer.step()
+assert optimizer.state[param]["exp_avg"].dtype == torch.int8
+error = optimizer.get_unscaled_state(param, "exp_avg") - 0.1 * param.grad
+assert 0 < error.abs().max() <= 0.1 / 127
+"""
+
 
 WITHOUT_THE_ROW = """
 import torch
@@ -161,9 +176,9 @@ def run(code: str, tree: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_format_is_added_in_the_documented_places(tmp_path: Path) -> None:
-    if os.environ.get("CXX") is None and not any(map(shutil.which, ("g++", "c++", "clang++"))):
-        pytest.skip("no C++ compiler")
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """The sources with the steps done."""
     tree = tmp_path / "tree"
     shutil.copytree(ROOT / "csrc", tree / "csrc")
     shutil.copytree(ROOT / "fused_optim", tree / "fused_optim", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
@@ -172,6 +187,18 @@ def test_a_format_is_added_in_the_documented_places(tmp_path: Path) -> None:
         text = (tree / name).read_text()
         assert text.count(anchor) == 1, f"{name}: {anchor!r}"
         (tree / name).write_text(text.replace(anchor, anchor + addition))
+    return tree
+
+
+def test_the_reference_keeps_states_in_the_format(tree: Path) -> None:
+    """Which takes no engine."""
+    run(REFERENCE, tree)
+
+
+@pytest.mark.long
+def test_a_format_is_added_in_the_documented_places(tree: Path) -> None:
+    if os.environ.get("CXX") is None and not any(map(shutil.which, ("g++", "c++", "clang++"))):
+        pytest.skip("no C++ compiler")
     run(BUILD, tree)
     run(STEP, tree)
     run(WITHOUT_THE_ROW, tree)

@@ -23,6 +23,7 @@ from fused_optim import FusedAdam
 from fused_optim.backends import load_engine, torch_reference
 from fused_optim.formats import join_remainder
 from fused_optim.quantized import Float8CurrentScaling, Float8DelayedScaling, QuantizedTensor, Recipe
+from pairwise import pairwise
 
 UseBackend = Callable[[str], None]
 ALL_MASTERS = pytest.mark.parametrize("master", MASTERS, ids=str)
@@ -145,9 +146,8 @@ def gradients(params: list[Tensor], dtype: torch.dtype, device: str, seed: int) 
 # --- every combination ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stochastic", [True, False], ids=["rotating", "nearest"])
-@pytest.mark.parametrize("grad_dtype", FLOAT_DTYPES, ids=str)
-@ALL_MASTERS
+# Not all masters x gradients x kinds of rounding: each two of them.
+@pytest.mark.parametrize("master, grad_dtype, stochastic", pairwise(MASTERS, FLOAT_DTYPES, [True, False]), ids=str)
 def test_every_pair_of_formats(
     master: Master, grad_dtype: torch.dtype, stochastic: bool, engine: str, use_backend: UseBackend
 ) -> None:

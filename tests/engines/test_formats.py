@@ -14,6 +14,7 @@ from hypothesis.extra import numpy as hnp
 from cases import BLOCKS, FORMAT, FORMATS, SCALED_FORMATS, STATES, Format, Moment
 from fused_optim import FusedAdam, formats
 from fused_optim.formats import Kind
+from pairwise import pairwise
 from reference import (
     GOLDEN_RATIO,
     MASK32,
@@ -205,9 +206,7 @@ def test_largest_numbers_saturate(fmt: Format, state: str, device: str) -> None:
         np.testing.assert_allclose(decoded, x, rtol=error if u == NEAREST else 2 * error)
 
 
-@ALL_STATES
-@ALL_FORMATS
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("state, fmt, block", pairwise(STATES, FORMATS, BLOCKS), ids=str)  # not the product: each two
 def test_poison_stays_in_its_block(fmt: Format, state: str, device: str, block: int) -> None:
     x = np.random.default_rng(0).standard_normal(3 * block + 5).astype(np.float32)
     x = np.abs(x) if state == "exp_avg_sq" else x

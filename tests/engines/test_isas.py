@@ -48,6 +48,7 @@ def start(isa: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(load_engine("cpu")[0] is None, reason="no cpu engine")
 def test_instruction_sets_give_the_same_bits() -> None:
     isas = json.loads(INFO.read_text())["cpu"]["isas"]

@@ -35,6 +35,7 @@ from fused_optim.quantized.recipes import RECIPES, elements
 from fused_optim.quantized.recipes import engine as quantizer
 from fused_optim.quantized.recipes.engine import Encoding
 from fused_optim.sharding.dtensor import Geometry
+from pairwise import pairwise
 
 ALL = [
     Float8CurrentScaling(),
@@ -255,9 +256,7 @@ def test_more_weights_than_fit_into_one_table(engine: str, monkeypatch: pytest.M
         assert_same(found, reference(recipe, x))
 
 
-@recipe_of
-@pytest.mark.parametrize("columns", [256, 260])
-@pytest.mark.parametrize("offset", [1, 2, 3, 4])
+@pytest.mark.parametrize("recipe, columns, offset", pairwise(ALL, [256, 260], [1, 2, 3, 4]), ids=str)  # not the product
 def test_addresses_that_are_not_aligned(
     recipe: Recipe, offset: int, columns: int, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

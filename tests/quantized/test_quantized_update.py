@@ -248,7 +248,10 @@ def shift(weight: QuantizedTensor, offset: int) -> None:
     weight.components["data"] = moved.copy_(data)
 
 
-@pytest.mark.parametrize("recipe", [*DIRECT, "current"])
+@pytest.mark.parametrize(
+    "recipe",
+    ["mxfp8", *(pytest.param(each, marks=pytest.mark.long) for each in [*DIRECT, "current"] if each != "mxfp8")],
+)
 def test_more_weights_than_a_launch_takes(recipe: str, engine: str, use_backend: Callable[[str], None]) -> None:
     compare(ALL[recipe], engine, use_backend, shapes=[(2, 128), (1, 32)] * 200, last=2)
 

@@ -17,6 +17,7 @@ from distributed import same_bits
 from fused_optim import FusedAdam, FusedAdamW
 from fused_optim.compat import apex, transformer_engine
 from fused_optim.integrations import megatron
+from pairwise import pairwise
 
 KINDS = [FusedAdam, FusedAdamW, apex.FusedAdam, transformer_engine.FusedAdam, megatron.FusedAdam]
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
@@ -50,9 +51,7 @@ def stepped(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return optimizer.param_groups[0]["params"]
 
 
-@EVERY_KIND
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("copied", COPIES)
+@pytest.mark.parametrize("kind, options, copied", pairwise(KINDS, OPTIONS, list(COPIES)))  # not the product: each two
 def test_the_same_optimizer_is_built_again(kind: type[FusedAdam], options: dict[str, Any], copied: str) -> None:
     original = kind(params(), **options)
     again = kind(params(), **COPIES[copied](original).defaults)

@@ -20,10 +20,14 @@ from cases import FORMATS, MASTER, MASTERS, Format, Master, values
 from distributed import Part, assert_same, join_all, mesh, part, same_bits, two_gpus
 from fused_optim import FusedAdamW, enable_gradient_release
 from fused_optim.quantized import Float8CurrentScaling, MXFP8BlockScaling, quantize_model_
+from pairwise import pairwise
 
 STEPS = 4
 BUCKETS = pytest.mark.parametrize("bucket_bytes", [0, 3000, 1 << 20], ids=["each", "some", "all"])
-BACKENDS = pytest.mark.parametrize("backend", ["", "torch"], ids=["engine", "torch"])
+# Not all masters x formats x backends: each two of them.
+COMBINATIONS = pytest.mark.parametrize(
+    "master, fmt, backend", pairwise(MASTERS, FORMATS, ["", "torch"]), ids=lambda value: str(value) or "engine"
+)
 
 
 class Layers(nn.Module):
@@ -73,9 +77,7 @@ def everything(optimizer: FusedAdamW) -> list[Tensor]:
 # --- the same bits --------------------------------------------------------------------------------------------------
 
 
-@BACKENDS
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
-@pytest.mark.parametrize("master", MASTERS, ids=str)
+@COMBINATIONS
 def test_equals_whole_steps(
     master: Master, fmt: Format, backend: str, device: str, use_backend: Callable[[str], None]
 ) -> None:

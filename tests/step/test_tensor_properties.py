@@ -5,7 +5,7 @@ Every way into an engine gives what the same values in an ordinary tensor give.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from cases import FORMAT, MASTER, Format, Master, misaligned, transposed, values
 from fused_optim import FusedAdam, clip_grad_norm_
 from fused_optim.backends import load_engine
 from fused_optim.quantized import Float8CurrentScaling, MXFP8BlockScaling, quantize_model_
+from pairwise import pairwise
 
 SHAPES = [(4, 128), (5, 7), (1,), (300,)]
 VARIANTS = [
@@ -25,7 +26,17 @@ VARIANTS = [
     (FORMAT["int8"], MASTER["bfloat16+rem16"]),
     (FORMAT["float8_e4m3fn"], MASTER["bfloat16+float32"]),
 ]
-ALL_VARIANTS = pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(map(str, variant)))
+PLACES, BACKENDS = ["plain", "sharded"], ["engine", "torch"]
+
+
+def named(value: object) -> str:
+    return "-".join(map(str, value)) if isinstance(value, tuple) else getattr(value, "__name__", str(value))
+
+
+def every_pair(names: str, *parameters: Sequence[object]) -> pytest.MarkDecorator:
+    """Not the product of these with all variants, places and backends: each two of them."""
+    rows = pairwise(*parameters, VARIANTS, PLACES, BACKENDS)
+    return pytest.mark.parametrize(f"{names}, variant, place, backend", rows, indirect=["place", "backend"], ids=named)
 
 
 # --- properties: each keeps a tensor's values ------------------------------------------------------------------------
@@ -135,7 +146,7 @@ def mesh(device: str) -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-@pytest.fixture(params=["plain", "sharded"])
+@pytest.fixture(params=PLACES)
 def place(request: pytest.FixtureRequest) -> Property:
     """Keeps tensors plain, or makes them the local tensors of DTensors, as they are."""
     if request.param == "plain":
@@ -144,7 +155,7 @@ def place(request: pytest.FixtureRequest) -> Property:
     return lambda x: DTensor.from_local(x, mesh, [Shard(0)], run_check=False)
 
 
-@pytest.fixture(params=["engine", "torch"])
+@pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest, device: str, use_backend: Callable[[str], None]) -> str:
     if request.param == "torch":
         use_backend("torch")
@@ -161,8 +172,7 @@ def pair(place: Property, variant: tuple[Format, Master], backend: str, device: 
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
-@ALL_VARIANTS
-@pytest.mark.parametrize("change", PROPERTIES)
+@every_pair("change", PROPERTIES)
 def test_gradients(change: Property, pair: tuple[Trainer, Trainer]) -> None:
     """They come, stay for a step, and go."""
     unusual, usual = pair
@@ -174,8 +184,7 @@ def test_gradients(change: Property, pair: tuple[Trainer, Trainer]) -> None:
     assert_same(unusual, usual)
 
 
-@ALL_VARIANTS
-@pytest.mark.parametrize("change", PROPERTIES)
+@every_pair("change", PROPERTIES)
 def test_deferred_clipping(change: Property, pair: tuple[Trainer, Trainer]) -> None:
     pair[0].give_gradients(change)
     pair[1].give_gradients()
@@ -187,8 +196,7 @@ def test_deferred_clipping(change: Property, pair: tuple[Trainer, Trainer]) -> N
     assert_same(*pair)
 
 
-@ALL_VARIANTS
-@pytest.mark.parametrize("change", PROPERTIES)
+@every_pair("change", PROPERTIES)
 def test_clipping_in_place(change: Property, pair: tuple[Trainer, Trainer]) -> None:
     """The gradients themselves are scaled, and have the right sign then."""
     pair[0].give_gradients(change)
@@ -199,8 +207,7 @@ def test_clipping_in_place(change: Property, pair: tuple[Trainer, Trainer]) -> N
         torch.testing.assert_close(_local(actual.grad), _local(expected.grad), check_dtype=False)
 
 
-@ALL_VARIANTS
-@pytest.mark.parametrize("change", PROPERTIES)
+@every_pair("change", PROPERTIES)
 def test_unscaling(change: Property, pair: tuple[Trainer, Trainer]) -> None:
     """What a step with a gradient scale leaves in the gradients."""
     for trainer, changes in zip(pair, (change, None), strict=True):
@@ -266,9 +273,7 @@ def test_gradients_with_less_memory_than_elements(change: Property, backend: str
 # --- parameters, states, scalars -------------------------------------------------------------------------------------
 
 
-@ALL_VARIANTS
-@pytest.mark.parametrize("later", [True, False], ids=["later", "first"])
-@pytest.mark.parametrize("change", [negated, strided, misaligned, shared_memory, lazily_cloned])
+@every_pair("change, later", [negated, strided, misaligned, shared_memory, lazily_cloned], [True, False])
 def test_parameters(change: Property, later: bool, pair: tuple[Trainer, Trainer]) -> None:
     """Updated, and their states saved, as if their values were in an ordinary tensor."""
     unusual, usual = pair
@@ -300,7 +305,7 @@ def test_parameters(change: Property, later: bool, pair: tuple[Trainer, Trainer]
         assert torch.equal(before, old)
 
 
-@ALL_VARIANTS
+@pytest.mark.parametrize("variant", VARIANTS, ids=named)
 def test_states_from_elsewhere(pair: tuple[Trainer, Trainer]) -> None:
     """Written, adopted or loaded."""
     unusual, usual = pair

@@ -34,6 +34,7 @@ from fused_optim.quantized import (
     quantize_model_,
 )
 from fused_optim.step.plan import Plan
+from pairwise import pairwise
 
 INT8 = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8}
 SHAPE = (6, 128)
@@ -95,10 +96,11 @@ def any_backend(request: pytest.FixtureRequest, device: str, use_backend: Callab
 EVERY_BACKEND = pytest.mark.parametrize("any_backend", ["torch", "engine"], indirect=True)
 
 
-@EVERY_BACKEND
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("master", MASTERS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(  # not the product: each two
+    "dtype, master, write, any_backend",
+    pairwise(DTYPES, MASTERS, WRITES, ["torch", "engine"]),
+    indirect=["any_backend"],
+)
 def test_the_next_step_starts_there(
     dtype: torch.dtype, master: dict[str, Any], write: Callable[[nn.Parameter, Tensor], None], any_backend: str
 ) -> None:
