@@ -77,7 +77,9 @@ def test_functions_of_lists_change_initial_values_or_raise(recipe: str) -> None:
 
 @EACH
 @pytest.mark.parametrize(
-    "average", [{}, {"avg_fn": get_ema_avg_fn(0.99)}, {"multi_avg_fn": get_ema_multi_avg_fn(0.99)}], ids=str
+    "average",
+    [{}, {"avg_fn": get_ema_avg_fn(0.99)}, {"multi_avg_fn": get_ema_multi_avg_fn(0.99)}],
+    ids=["mean", "avg_fn", "multi_avg_fn"],
 )
 def test_averages_of_quantized_weights_are_refused(recipe: str, average: dict[str, Any]) -> None:
     model, _ = pair(recipe)
