@@ -177,19 +177,17 @@ class Plan:
         self._passing.clear()
         self._attribute = attribute
         stale: list[tuple[_Part, int]] = []
-        written: list[tuple[_Part, int]] = []
         for part in self._parts:
             part.apart.clear()
             stale += [(part, i) for i in part.shards.refresh(part.watched, attribute)]
-            written += [(part, i) for i in part.shards.written()]
+            part.unfollowed.update(part.shards.written())  # also of a step that is refused below
         for part, i in stale:
             local = local_tensor(part.watched[i].param)
             if local.device != part.device or backend_of(local) != part.backend:
                 return False
         for part, i in stale:
             self._check(part, i, attribute)
-        written += [(part, i) for part, i in stale if self._may_be_written(part, i)]
-        self._follow(written)
+        self._follow([(part, i) for part, i in stale if self._may_be_written(part, i)])
         for part, i in stale:
             self._set(part, i, attribute)
         for part in self._parts if scaled else []:
@@ -327,8 +325,9 @@ class Plan:
         for part in self._parts:
             part.shards.count_writes(part.watched)
         for part in self._parts:  # which may share counters
+            updated = part.unwatched.intersection(part.shards.with_gradients())
             part.shards.mark(part.watched)
-            for i in part.unwatched:
+            for i in updated:  # of the others nobody has looked whether they were written
                 self._store[part.watched[i].param].mark()
 
     def _updated(self) -> list[Tensor]:

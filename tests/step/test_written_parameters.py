@@ -410,3 +410,67 @@ def test_ranks_train_one_model_after_ddp_has_sent_it() -> None:
     first, second = distributed.run(2, broadcast_by_ddp)
     assert torch.equal(first, second)
     assert_same({"first": first}, {"first": second})
+
+
+# --- writes that come before a step that does not look at them --------------------------------------------------------
+
+
+def before_any_step(optimizer: FusedAdamW) -> FusedAdamW:
+    optimizer.initialize_state()
+    return optimizer
+
+
+def after_a_load(optimizer: FusedAdamW) -> FusedAdamW:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return optimizer
+
+
+def after_a_copy(optimizer: FusedAdamW) -> FusedAdamW:
+    return copy.deepcopy(optimizer)
+
+
+@pytest.mark.parametrize("dtype, options", [(torch.bfloat16, {"store_param_remainders": False}), (torch.float16, {})])
+@pytest.mark.parametrize("prepare", [before_any_step, after_a_load, after_a_copy])
+@pytest.mark.parametrize("name", ["torch", "cpu"])
+def test_a_write_before_steps_of_others(
+    dtype: torch.dtype, options: dict[str, Any], prepare: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parameter has no gradient in the next steps; the write is where its own next step starts."""
+    monkeypatch.setenv("FUSED_OPTIM_BACKEND", name)
+    written, other = (nn.Parameter(torch.randn(4, 128, dtype=dtype)) for _ in range(2))
+    optimizer = FusedAdamW([written, other], lr=1e-3, weight_decay=0.0, **options)
+    if prepare is not before_any_step:
+        for param in (written, other):
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+    optimizer = prepare(optimizer)
+    written, other = optimizer.param_groups[0]["params"]
+    with torch.no_grad():
+        written.fill_(5.0)
+    for _ in range(2):
+        written.grad, other.grad = None, torch.randn_like(other)
+        optimizer.step()
+    written.grad = torch.ones_like(written)
+    optimizer.step()
+    assert ((written.detach().float() - 5.0).abs() < 0.1).all()
+    assert ((optimizer.get_unscaled_state(written, "master_param") - 5.0).abs() < 0.1).all()
+
+
+@pytest.mark.parametrize("name", ["torch", "cpu"])
+def test_a_write_before_a_step_that_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSED_OPTIM_BACKEND", name)
+    params = [nn.Parameter(torch.randn(4, 128, dtype=torch.float16)) for _ in range(2)]
+    optimizer = FusedAdamW(params, lr=1e-3, weight_decay=0.0)
+    for _ in range(3):
+        for param in params:
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+    with torch.no_grad():
+        params[0].fill_(5.0)
+    params[0].grad = torch.ones_like(params[0])
+    params[1].grad = torch.ones_like(params[1]).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse gradients"):
+        optimizer.step()
+    params[1].grad = None
+    optimizer.step()
+    assert ((params[0].detach().float() - 5.0).abs() < 0.1).all()
