@@ -146,6 +146,12 @@ def test_versions_are_counted_where_torch_counts_them() -> None:
     assert tensors[0]._version == 3
 
 
+def test_what_is_no_address_of_versions_is_not_followed() -> None:
+    """Sizes may be shared as addresses are: by a tensor and its first companion, not by the second."""
+    lost = counters(*((x, x, x.detach()[:1]) for x in (written(3), written(4))))
+    assert not lost.found
+
+
 @pytest.mark.parametrize("misleading", [[], [(2, 1, 1)], [(0, 0, 0)], [(0, 1, 1)]])
 def test_versions_that_are_not_found_are_left_to_torch(
     misleading: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch

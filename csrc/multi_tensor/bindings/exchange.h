@@ -519,9 +519,13 @@ public:
         if (!PyObject_TypeCheck(descriptor_.ptr(), &PyGetSetDescr_Type)) return;
         def_ = reinterpret_cast<PyGetSetDescrObject*>(descriptor_.ptr())->d_getset;
         for (counter_ = 0; counter_ < kBodySize && !examples.empty(); counter_ += sizeof(uint64_t)) {
+            if (!may_be_counters(examples)) continue;
             for (size_t number : {16, 24}) {  // behind the counts of its owners, of which there were one or two
                 number_ = number;
-                const auto shows = [&](const Example& example) { return is_counter_of(example); };
+                const auto shows = [&](const Example& example) {
+                    PyObject* tensor = example[0].ptr();
+                    return *number_of(tensor) == ask(tensor);
+                };
                 if (std::all_of(examples.begin(), examples.end(), shows)) {
                     found_ = counts(examples.front()[0].ptr());
                     return;
@@ -570,12 +574,19 @@ private:
         return counter ? reinterpret_cast<uint32_t*>(counter + number_) : nullptr;
     }
 
-    bool is_counter_of(const Example& example) const {
-        PyObject* tensor = example[0].ptr();
-        const char* counter = counter_of(tensor);
-        if (!counter || counter != counter_of(example[1].ptr()) || counter == counter_of(example[2].ptr()))
-            return false;
-        return *number_of(tensor) == ask(tensor);
+    // Whether each example has an address of its own here, which it shares with what counts with it alone. All of it is
+    // asked before one is read: what else lies here, flags or no part of the tensor, may be alike by chance.
+    bool may_be_counters(const std::vector<Example>& examples) const {
+        std::vector<const char*> found;
+        for (const Example& example : examples) {
+            const char* counter = counter_of(example[0].ptr());
+            const bool is_address = counter && reinterpret_cast<uintptr_t>(counter) % alignof(uint64_t) == 0;
+            if (!is_address || counter != counter_of(example[1].ptr()) || counter == counter_of(example[2].ptr()) ||
+                std::find(found.begin(), found.end(), counter) != found.end())
+                return false;
+            found.push_back(counter);
+        }
+        return true;
     }
 
     // Whether torch sees what is counted here.
