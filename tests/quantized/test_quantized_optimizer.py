@@ -162,7 +162,7 @@ def which_need_collectives(how: str) -> dict[str, Any]:
         run = Run(recipe, how, build=perceptron)
         found[recipe] = [needs_collective(param) for param in run.model.parameters()]
         try:
-            run.optimizer._check_no_collective()
+            run.optimizer.stepper._check_no_collective()
         except RuntimeError as error:
             found[recipe].append(str(error))
     return found
