@@ -40,8 +40,9 @@ class Settings:
     def read(*, master_bits: Any = None, **given: Any) -> Settings:
         """What is not given has its default. Raises ValueError or TypeError for what makes no sense."""
         defaults = {each.name: each.default for each in fields(Settings)} | {"param_remainder_bits": None}
-        given = {key: default if given.get(key) is None else given[key] for key, default in defaults.items()}
-        given |= {key: flag_of(key, given[key]) for key, default in defaults.items() if isinstance(default, bool)}
+        given = defaults | given
+        flags = {key: default for key, default in defaults.items() if isinstance(default, bool)}
+        given |= {key: flag_of(key, default if given[key] is None else given[key]) for key, default in flags.items()}
         given |= _masters_of_bits(master_bits, given)
         remainders = given["store_param_remainders"]
         given["store_param_remainders"] = remainders = _flag_or_none("store_param_remainders", remainders)

@@ -1,6 +1,6 @@
 // Quantized weights: the table, the math of their scales and elements, and what both engines offer. The PyTorch
-// reference (fused_optim/quantized/recipes/) defines the bits. Divisions are IEEE divisions: scales reach 2^-126, beyond
-// what arithmetic.h's divide() and reciprocal() take.
+// reference (fused_optim/quantized/recipes/) defines the bits. Divisions are IEEE divisions: scales reach 2^-126,
+// beyond what arithmetic.h's divide() and reciprocal() take.
 #pragma once
 
 #include <cstdint>

@@ -151,7 +151,7 @@ def save_replicas(folder: str) -> int:
     torch.manual_seed(0)
     model = Wide().bfloat16()
     fully_shard(model, mesh=distributed.mesh(2, 2, names=("replicate", "shard")))
-    optimizer = FusedAdam(model.parameters(), exp_avg_dtype=torch.int8, exp_avg_sq_dtype=torch.int8)
+    optimizer = FusedAdam(model.parameters(), state_dtype="int8", store_param_remainders=False)
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     optimizer.step()

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import written_cases as written
 from torch import Tensor, nn
 
 import cases
 import distributed
+import written_cases as written
 from distributed import Part, join_all, part, same_bits
 from fused_optim import FusedAdam, load_optimizer_checkpoint, verify_checksums
 from fused_optim.checkpoint import Checkpointer

@@ -280,9 +280,9 @@ def test_the_form_may_be_changed_and_is_checked() -> None:
     assert isinstance(optimizer.state_dict()["state"][2]["exp_avg"], dict)
     optimizer.checkpoint_format = "unscaled"
     assert isinstance(optimizer.state_dict()["state"][2]["exp_avg"], Tensor)
-    optimizer.checkpoint_format = "raw"
     with pytest.raises(ValueError, match="checkpoint_format: expected 'unscaled', 'native' or 'torch', got 'raw'"):
-        optimizer.state_dict()
+        optimizer.checkpoint_format = "raw"
+    assert optimizer.checkpoint_format == "unscaled"
     constructed = FusedAdam(model.parameters(), checkpoint_format="native")
     assert copy.deepcopy(constructed).checkpoint_format == "native"
 
