@@ -223,6 +223,7 @@ def test_compiled_code_changes_no_weights() -> None:
             lambda weight: weight[:, 3].copy_(torch.ones(128)),
         ):
             compiled = torch.compile(change, backend="aot_eager")
-            with pytest.raises(Exception, match="compiled code"):
+            # torch 2.11 comes to the second reason first: in-place operations need initial values.
+            with pytest.raises(Exception, match="compiled code|cannot change a quantized weight in place"):
                 compiled(model.weight.detach())
         assert not model.weight.is_pending and torch.equal(model.weight.values(), before)
