@@ -223,7 +223,8 @@ def test_compiled_code_changes_no_weights() -> None:
             lambda weight: weight[:, 3].copy_(torch.ones(128)),
         ):
             compiled = torch.compile(change, backend="aot_eager")
-            # torch 2.11 comes to the second reason first: in-place operations need initial values.
-            with pytest.raises(Exception, match="compiled code|cannot change a quantized weight in place"):
+            # torch 2.11 meets other obstacles first: initial values that are gone, and its own as to views.
+            refusals = r"compiled code|cannot change a quantized weight in place|mutation on a view chain"
+            with pytest.raises(Exception, match=refusals):
                 compiled(model.weight.detach())
         assert not model.weight.is_pending and torch.equal(model.weight.values(), before)
