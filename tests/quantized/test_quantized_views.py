@@ -224,7 +224,8 @@ def test_compiled_code_changes_no_weights() -> None:
         ):
             compiled = torch.compile(change, backend="aot_eager")
             # torch 2.11 meets other obstacles first: initial values that are gone, and its own as to views.
-            refusals = r"compiled code|cannot change a quantized weight in place|mutation on a view chain"
+            others = "|cannot change a quantized weight in place|mutation on a view chain"
+            refusals = "compiled code" + (others if torch.__version__.startswith("2.11.") else "")
             with pytest.raises(Exception, match=refusals):
                 compiled(model.weight.detach())
         assert not model.weight.is_pending and torch.equal(model.weight.values(), before)
