@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +20,15 @@ STEP = "step"  # of a param group; of each parameter where states are as torch.o
 
 
 class Versions(NamedTuple):
-    """What changes when someone writes a parameter, but not through ``.data``: version counters, or its memory."""
+    """What changes when someone writes a parameter, but not through ``.data``: version counters, or its memory.
+
+    A weak reference tells memory from other memory that has its address by now.
+    """
 
     param: int
     local: int
-    memory: int
+    address: int
+    memory: weakref.ref[torch.UntypedStorage] | None
 
     @staticmethod
     def of(param: Tensor) -> Versions:
@@ -33,8 +38,21 @@ class Versions(NamedTuple):
             counters = [0 if tensor.is_inference() else tensor._version for tensor in (param, local)]
         components = getattr(local, "components", None)
         if components is not None:
-            return Versions(counters[0], counters[1], id(components))
-        return Versions(counters[0], counters[1], local.data_ptr() if has_values(local) else 0)
+            address = id(components)
+        else:
+            address = local.data_ptr() if has_values(local) else 0
+        return Versions(counters[0], counters[1], address, memory_of(param))
+
+
+def memory_of(
+    param: Tensor, when_freed: Callable[[object], object] | None = None
+) -> weakref.ref[torch.UntypedStorage] | None:
+    """The memory of a parameter's shard, of a quantized one that of its first component; None without values."""
+    with torch._C.DisableTorchFunctionSubclass():
+        local = local_tensor(param)
+        components = getattr(local, "components", None)
+        first = local if components is None else next(iter(components.values()))
+        return weakref.ref(first.untyped_storage(), when_freed) if has_values(first) else None
 
 
 def state_zeros(param: Tensor, shape: Sequence[int], dtype: torch.dtype, offloaded: bool) -> Tensor:
@@ -80,6 +98,10 @@ class StateLayout:
         count = geometry.blocks * (sum(fmt.scaled for fmt in formats) + (master is Master.FLOAT16))
         scales = state_zeros(param, (count,), torch.float32, bool(offloaded))
         return StateLayout(specs, geometry, master, formats, scales, offloaded=offloaded)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Versions are those of a parameter in this process: a copy's master is compared with the copy once."""
+        return {**self.__dict__, "versions": None}
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from fused_optim.backends.gradients import unscaled, write_
 from fused_optim.backends.offloaded import OffloadedShards
 from fused_optim.backends.shards import Shards, shards_on
 from fused_optim.formats import Master, rounding_key
-from fused_optim.layout import MASTER
+from fused_optim.layout import MASTER, memory_of
 from fused_optim.rule import Hyper
 from fused_optim.sharding.dtensor import dense, finished_local, is_dense, local_tensor
 from fused_optim.state.param_state import ParamState, read_parameter
@@ -49,6 +49,9 @@ class _Part:
     apart: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     unwatched: set[int] = field(default_factory=set)  # shards that are described at every step
     unfollowed: set[int] = field(default_factory=set)  # shards that others have written, which is told once
+    # Of watched shards beside masters: their memory. Where it was freed, others have written, whatever is there now.
+    memory: dict[int, object] = field(default_factory=dict)
+    freed: set[int] = field(default_factory=set)
     shards: Shards = field(init=False)
 
     def absmax_of(self, i: int) -> Tensor:
@@ -56,6 +59,14 @@ class _Part:
             self.absmax = torch.zeros(len(self.indices), dtype=torch.float32, device=self.device)
         slot = self.measured.setdefault(i, len(self.measured))  # side by side: one reduction takes them as they lie
         return self.absmax[slot : slot + 1]
+
+    def watch_memory(self, i: int) -> None:
+        freed = self.freed  # not the plan itself, which would live as long as the memory
+        self.memory[i] = memory_of(self.watched[i].param, lambda _: freed.add(i))
+
+    def find_freed(self) -> None:
+        while self.freed:
+            self.unfollowed.add(self.freed.pop())
 
 
 def _is_watchable(param: Tensor) -> bool:
@@ -181,6 +192,7 @@ class Plan:
             part.apart.clear()
             stale += [(part, i) for i in part.shards.refresh(part.watched, attribute)]
             part.unfollowed.update(part.shards.written())  # also of a step that is refused below
+            part.find_freed()
         for part, i in stale:
             local = local_tensor(part.watched[i].param)
             if local.device != part.device or backend_of(local) != part.backend:
@@ -198,6 +210,7 @@ class Plan:
     def follow_parameters(self) -> None:
         """Let masters follow parameters that others have written since the last step."""
         for part in self._parts:
+            part.find_freed()
             self._follow([(part, i) for i in part.shards.find_written(part.watched)])
             self._follow([(part, i) for i in part.unwatched if self._may_be_written(part, i)])
 
@@ -221,6 +234,8 @@ class Plan:
             hint = "call sync_masters_from_params() before the capture"
             raise RuntimeError(f"CUDA graph capture: {who} may have been written since the last step; {hint}")
         states.follow_parameter()
+        if i in part.memory:
+            part.watch_memory(i)
 
     def _check(self, part: _Part, i: int, attribute: str) -> None:
         index, param, states = part.indices[i], part.watched[i].param, part.watched[i].states
@@ -270,6 +285,8 @@ class Plan:
         can_be_watched = not shared and (_is_watchable(param) if target is None else target.names is not None)
         is_watched = part.shards.set(i, work, part.watched[i] if can_be_watched else None)
         (part.unwatched.discard if is_watched else part.unwatched.add)(i)
+        if is_watched and self._layouts[index].master.is_separate:
+            part.watch_memory(i)
 
     @staticmethod
     def _dense_gradient(part: _Part, grad: Tensor, param: Tensor, shared: bool) -> Tensor:

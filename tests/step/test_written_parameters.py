@@ -33,6 +33,7 @@ from fused_optim.quantized import (
     NVFP4BlockScaling,
     quantize_model_,
 )
+from fused_optim.state.param_state import ParamState
 from fused_optim.step.plan import Plan
 from pairwise import pairwise
 
@@ -148,8 +149,6 @@ def test_elements_that_were_not_written_keep_their_masters(dtype: torch.dtype, a
 @EVERY_BACKEND
 def test_without_a_write_nothing_is_compared(any_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps, state dicts, gradients, views, forward and backward passes move nothing that counts."""
-    from fused_optim.state.param_state import ParamState
-
     param, optimizer = build(torch.bfloat16, any_backend)
     step(param, optimizer, 0)
     monkeypatch.setattr(ParamState, "follow_parameter", lambda self: pytest.fail("compared"))
@@ -165,8 +164,6 @@ def test_without_a_write_nothing_is_compared(any_backend: str, monkeypatch: pyte
 @EVERY_BACKEND
 def test_slices_of_one_tensor_share_a_counter(any_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Megatron-LM's, which are views of its buffers: the steps of the others are no writes."""
-    from fused_optim.state.param_state import ParamState
-
     whole = values(0, torch.bfloat16, (8, 512)).to(any_backend)
     slices = [row[:500].detach() for row in whole]
     optimizer = FusedAdamW(slices, lr=1e-3, store_param_remainders=False, **INT8)
@@ -183,6 +180,62 @@ def test_slices_of_one_tensor_share_a_counter(any_backend: str, monkeypatch: pyt
         optimizer.get_unscaled_state(slices[3], "master_param"), torch.full((500,), 2.0, device=any_backend)
     )
     assert len(compared) == 8
+
+
+@EVERY_BACKEND
+@pytest.mark.parametrize("master", [{}, {"master_weight_dtype": torch.float16}], ids=str)
+@pytest.mark.parametrize("when", ["before a gradient", "before a step", "before a save"])
+def test_new_memory_at_the_first_address(
+    any_backend: str, master: dict[str, Any], when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two replacements in a row may end where the first began: the allocator gives the same memory again."""
+    if any_backend != "cpu":
+        pytest.skip("places tensors in memory of Python's")
+    memory = bytearray(values(0, torch.float16).numpy().tobytes())
+    param, optimizer = build(torch.float16, **master)
+    param.data = torch.frombuffer(memory, dtype=torch.float16).view(SHAPE)
+    for seed in range(3):
+        step(param, optimizer, seed)
+    if when == "before a gradient":
+        optimizer.zero_grad()
+        optimizer.step()
+    before, new = param.data_ptr(), values(1, torch.float16)
+    param.data = new.clone()
+    memory[:] = new.numpy().tobytes()
+    param.data = torch.frombuffer(memory, dtype=torch.float16).view(SHAPE)
+    assert param.data_ptr() == before
+    if when == "before a step":
+        param.grad = torch.zeros_like(param)
+        optimizer.step()
+        assert float((param - new).abs().max()) < 0.05
+    else:
+        check_follows(optimizer.state_dict()["state"][0]["master_param"], new)
+    follow, compared = ParamState.follow_parameter, []
+    monkeypatch.setattr(ParamState, "follow_parameter", lambda self: compared.append(self.param) or follow(self))
+    step(param, optimizer, 4)
+    optimizer.state_dict()
+    assert not compared
+
+
+@EVERY_BACKEND
+@pytest.mark.parametrize("master", [{}, {"master_weight_dtype": torch.float16}], ids=str)
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("has_gradient", [True, False])
+def test_parameters_that_are_not_contiguous(
+    any_backend: str, master: dict[str, Any], write: Callable[[nn.Parameter, Tensor], None], has_gradient: bool
+) -> None:
+    param = nn.Parameter(values(0, torch.float16, SHAPE[::-1]).to(any_backend).t())
+    optimizer = FusedAdamW([param], lr=1e-3, weight_decay=0.0, store_param_remainders=False, **master)
+    for seed in range(3):
+        step(param, optimizer, seed)
+    new = values(1, torch.float16, SHAPE[::-1]).to(any_backend).t()
+    write(param, new)
+    if not has_gradient:
+        optimizer.zero_grad()
+        optimizer.step()
+        check_follows(optimizer.get_unscaled_state(param, "master_param"), new)
+    step(param, optimizer, 4)
+    assert not param.is_contiguous() and float((param - new).abs().max()) < 0.05
 
 
 @EVERY_BACKEND
