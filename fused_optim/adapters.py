@@ -174,7 +174,7 @@ def _adapter_of_type(kind: type) -> Adapter | None:
     return None
 
 
-def hold(params: Iterable[Tensor]) -> None:
+def retain_initial_values(params: Iterable[Tensor]) -> None:
     """Tell quantized parameters that an optimizer holds them."""
     for param in params:
         adapter = adapter_of(param)

@@ -19,7 +19,7 @@ from fused_optim.options import (
     TORCHS_OPTIONS,
     CheckpointDevice,
     CheckpointFormat,
-    flag_of,
+    asks_for_another,
     read_group,
     spelled_alike,
 )
@@ -28,7 +28,7 @@ from fused_optim.settings import Setting, Settings
 from fused_optim.sharding.collective import parameter_names
 from fused_optim.state import state_dict as forms
 from fused_optim.state import torch_form
-from fused_optim.state.groups import DESCRIPTION, TorchGroup, usual_group
+from fused_optim.state.groups import DESCRIPTION, TorchGroup, shown
 from fused_optim.state.store import StateStore
 from fused_optim.state.summary import Summary, short_description, summarize
 from fused_optim.step.amp import amp_scalars, mark_stepped
@@ -37,9 +37,9 @@ from fused_optim.step.run import Stepper
 from fused_optim.validate import (
     check_belongs,
     check_checkpoint_format,
-    check_differentiable,
     check_hyperparameters,
     check_param,
+    check_torchs_options,
     check_whole,
 )
 
@@ -156,9 +156,9 @@ class ShardedOptimizer(Optimizer):
         """
         if not alone:
             self.stepper.scalars.pull(self.param_groups)
-            self.store.adopt()
-            self.store.settle()
-        self.stepper.follow_parameters()
+            self.store.import_external()
+            self.store.resolve_pending()
+        self.stepper.sync_written_masters()
 
     # --- param groups and pickling ------------------------------------------------------------------------------
 
@@ -169,9 +169,9 @@ class ShardedOptimizer(Optimizer):
         if param_group.get("state_dtype") is not None:
             read |= {key: param_group["state_dtype"] for key in self.store.format_options if key not in param_group}
         check_hyperparameters({**self.defaults, **param_group, **read}, self.rule)
-        self._check_torchs_options(param_group)
+        check_torchs_options(param_group, self.rule)
         number, whole = len(self.param_groups), {**self.rule.options, **self.settings.as_dict()}
-        ignored = [key for key in whole if _is_another(param_group.get(key), whole[key], key)]
+        ignored = [key for key in whole if asks_for_another(key, param_group.get(key), whole[key])]
         self.stepper.ignored[number] = ignored
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -189,18 +189,8 @@ class ShardedOptimizer(Optimizer):
         except TypeError:
             self.param_groups.pop()
             raise
-        adapters.hold(group["params"])
+        adapters.retain_initial_values(group["params"])
         self._show_groups()
-
-    def _check_torchs_options(self, given: Mapping[str, Any]) -> None:
-        """Raise ValueError for options of torch.optim.AdamW's in a param group that mean another optimizer."""
-        check_differentiable(given.get("differentiable"))
-        decoupled, own = given.get("decoupled_weight_decay"), self.rule.options.get("adam_w_mode", True)
-        if decoupled is not None and flag_of("decoupled_weight_decay", decoupled) != own:
-            raise ValueError(
-                f"decoupled_weight_decay={decoupled} in a param group: it is an option of the whole optimizer here, "
-                f"which has adam_w_mode={own}; use an optimizer for each"
-            )
 
     @between_graphs
     @torch.no_grad()
@@ -218,12 +208,12 @@ class ShardedOptimizer(Optimizer):
         self._reconcile()
         self.stepper.leave_plan()
         adapters.write([update for pair in replacements.items() for update in self.store.replace(*pair)], advance=False)
-        adapters.hold(replacements.values())
-        self.store.mark()
+        adapters.retain_initial_values(replacements.values())
+        self.store.record_versions()
 
     def __getstate__(self) -> dict[str, Any]:
         self.stepper.scalars.pull(self.param_groups)
-        self.stepper.follow_parameters()
+        self.stepper.sync_written_masters()
         return {
             **super().__getstate__(),
             "rule": self.rule,
@@ -238,8 +228,8 @@ class ShardedOptimizer(Optimizer):
         layouts, pending, by_names, skipped = map(state.pop, ("layouts", "pending", "rounds_by_names", "skipped"))
         super().__setstate__(state)
         self.store = StateStore(self, layouts, pending, by_names)
-        self.store.settle_in()
-        adapters.hold(self.store.params)
+        self.store.place_states()
+        adapters.retain_initial_values(self.store.params)
         self.stepper = Stepper(self.store, skipped, self._synthetic_of_plain)
         self._register_hooks()
 
@@ -265,10 +255,7 @@ class ShardedOptimizer(Optimizer):
         self._forget_compilers_key()
         switches = {key: getattr(self.settings, key) for key in IMPLEMENTATIONS}
         for number, group in enumerate(self.param_groups):
-            if self.checkpoint_format != "torch":
-                self.param_groups[number] = usual_group(group)
-            elif not isinstance(group, TorchGroup):
-                self.param_groups[number] = TorchGroup(group, switches)
+            self.param_groups[number] = shown(group, self.checkpoint_format == "torch", switches)
 
     def _forget_compilers_key(self) -> None:
         """Where a compiled function writes to a param group, torch.compile gives all of them ``capturable=True``, too.
@@ -357,7 +344,7 @@ class ShardedOptimizer(Optimizer):
         are not: call this after them. Remainders complete whatever the parameter is.
         """
         self._reconcile()
-        self.store.follow_params(written_only=False)
+        self.store.sync_masters_from_params(written_only=False)
 
     @between_graphs
     def state_bytes(self) -> int:
@@ -500,10 +487,3 @@ class ShardedOptimizer(Optimizer):
         for group, rate in zip(self.param_groups, rates, strict=True):
             if isinstance(rate, Tensor):
                 group["lr"] = rate.copy_(torch.as_tensor(group["lr"]).reshape(rate.shape))
-
-
-def _is_another(asked: Any, own: Any, key: str) -> bool:
-    """Whether a param group asks for another value of an option of the whole optimizer, in vain."""
-    if key in IMPLEMENTATIONS or asked is None:
-        return False
-    return bool((flag_of(key, asked) if isinstance(own, bool) else asked) != own)

@@ -249,3 +249,10 @@ def spelled_alike(dtypes: Mapping[str, Any]) -> dict[str, Any]:
 
 def _name_of(dtype: Any) -> Any:
     return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+
+
+def asks_for_another(key: str, asked: Any, own: Any) -> bool:
+    """Whether a param group asks for another value of an option of the whole optimizer, in vain."""
+    if key in IMPLEMENTATIONS or asked is None:
+        return False
+    return bool((flag_of(key, asked) if isinstance(own, bool) else asked) != own)

@@ -81,7 +81,7 @@ class GradientRelease:
         self._arrived: set[Tensor] = set()
         self._sharded = _holds(model, FSDPModule)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        optimizer.stepper.in_parts(self._buckets)
+        optimizer.stepper.in_buckets(self._buckets)
         self._begin()
         self._handles: list[RemovableHandle] = [
             optimizer.register_step_pre_hook(lambda *_: self._finish()),
@@ -101,7 +101,7 @@ class GradientRelease:
     def disable(self) -> None:
         """Make whole steps again, from the next one on. Raises RuntimeError between a backward pass and ``step()``."""
         self._optimizer.stepper.check_between_steps()
-        self._optimizer.stepper.in_parts(None)
+        self._optimizer.stepper.in_buckets(None)
         for handle in self._handles:
             handle.remove()
         self._is_enabled = False
@@ -141,7 +141,7 @@ class GradientRelease:
     def _update(self, number: int) -> None:
         self._await_offloaded(self._buckets[number])
         with self._on_own_stream(self._buckets[number]):
-            self._optimizer.stepper.update_part(number)
+            self._optimizer.stepper.update_bucket(number)
         _free(self._buckets[number])
 
     def _await_offloaded(self, params: Sequence[Tensor]) -> None:

@@ -118,6 +118,17 @@ def check_differentiable(differentiable: Any) -> None:
         raise ValueError("differentiable=True is not supported: use torch.optim.AdamW(differentiable=True)")
 
 
+def check_torchs_options(group: Mapping[str, Any], rule: Rule) -> None:
+    """Raise ValueError for options of torch.optim.AdamW's in a param group that mean another optimizer."""
+    check_differentiable(group.get("differentiable"))
+    decoupled, own = group.get("decoupled_weight_decay"), rule.options.get("adam_w_mode", True)
+    if decoupled is not None and flag_of("decoupled_weight_decay", decoupled) != own:
+        raise ValueError(
+            f"decoupled_weight_decay={decoupled} in a param group: it is an option of the whole optimizer here, "
+            f"which has adam_w_mode={own}; use an optimizer for each"
+        )
+
+
 def check_offloading(offload_states: bool, fraction: Any, capturable: bool) -> None:
     """Raise ValueError or TypeError for states that cannot be in host memory as they are asked to."""
     if not _is_number(fraction):

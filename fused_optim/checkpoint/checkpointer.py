@@ -121,7 +121,7 @@ class Checkpointer:
 
     def _check_form(self) -> None:
         if isinstance(self._optimizer, FusedAdam):
-            self._optimizer.store.locate()
+            self._optimizer.store.exchange_offsets()
             if self._form == "native" and any(map(has_own_chunks, self._optimizer.store.params)):
                 raise ValueError("shards with chunk lists of their own load from format='unscaled' only")
 

@@ -42,7 +42,7 @@ def export_optimizer_checkpoint(
     shards of FSDP1.
     """
     path = Path(path)
-    optimizer.store.locate()
+    optimizer.store.exchange_offsets()
     with on_all_ranks(f"exporting to {path}"):
         if layout != "torch":
             raise ValueError(f"layout: expected 'torch', got {layout!r}")

@@ -91,7 +91,7 @@ def load_from(
     metadata: Metadata | None = None,
 ) -> LoadReport:
     """:func:`load_optimizer_checkpoint` of a folder whose metadata may be known already."""
-    optimizer.store.locate()
+    optimizer.store.exchange_offsets()
     everyone = {name for names in distinct(_all_names(model)) for name in names}
     with on_all_ranks(f"loading {path}"):
         check_whole(model, optimizer.store.params)
@@ -107,7 +107,7 @@ def load_from(
     on_gpu = any(param.is_cuda for param in optimizer.store.params)
     with on_all_ranks(f"loading {path}"), locked(loader.memory if on_gpu else ()):
         optimizer.load_state_dict(state_dict)
-        optimizer.store.settle()
+        optimizer.store.resolve_pending()
     return report
 
 

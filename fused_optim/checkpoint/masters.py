@@ -31,14 +31,14 @@ def save_master_safetensors(model: torch.nn.Module, optimizer: FusedAdam, folder
     ValueError for plain tensors that differ between ranks.
     """
     folder = Path(folder)
-    optimizer.store.locate()
+    optimizer.store.exchange_offsets()
     doing = f"saving masters to {folder}"
     with on_all_ranks(doing):
         safetensors_writer(doing)
         check_whole(model, optimizer.store.params)
         check_belongs(model, optimizer.store.params)
-        optimizer.store.settle()
-        optimizer.stepper.follow_parameters()
+        optimizer.store.resolve_pending()
+        optimizer.stepper.sync_written_masters()
         folder.mkdir(parents=True, exist_ok=True)
         params = _named(model, optimizer)
         for name, param in params.items():

@@ -88,7 +88,7 @@ class FusedAdam(fused_optim.adam.FusedAdam):
         """
         if self.master_weights:
             self.initialize_state()
-            self.stepper.follow_parameters()
+            self.stepper.sync_written_masters()
         return [{"params": [self._master(param) for param in group["params"]]} for group in self.param_groups]
 
     def _master(self, param: Tensor) -> Tensor | None:

@@ -72,3 +72,10 @@ def usual_group(group: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(group, TorchGroup):
         return group
     return {key: value for key, value in whole(group).items() if key in _SHARED_KEYS or key not in adamw_settings()}
+
+
+def shown(group: dict[str, Any], as_adamw: bool, switches: Mapping[str, Any]) -> dict[str, Any]:
+    """The group with torch.optim.AdamW's keys or our own: itself where it has these already."""
+    if not as_adamw or isinstance(group, TorchGroup):
+        return group if as_adamw else usual_group(group)
+    return TorchGroup(group, switches)

@@ -19,7 +19,7 @@ from fused_optim.sharding.dtensor import dense, is_dense, local_tensor, rewrap_l
 from fused_optim.state.remainders import LoadedRemainder
 from fused_optim.state.values import Joined, Stored, given, pieces
 
-FOLLOWED = 2**26  # elements compared at a time
+COMPARED = 2**26  # elements compared at a time
 
 
 def master_kind(param: Tensor, master_weights: bool, remainder_bits: int | None, dtype: torch.dtype) -> Master:
@@ -91,7 +91,7 @@ class ParamState:
         elif self.layout.master is not Master.PARAMETER:
             self.write_master(value)
 
-    def adopt(self, given: Mapping[str, Any]) -> None:
+    def import_external(self, given: Mapping[str, Any]) -> None:
         """Fill these new states with those that someone else has made, or has moved here from another parameter.
 
         What fits is kept itself, and so is what is no state of this optimizer. Raises ValueError for a master of
@@ -102,7 +102,7 @@ class ParamState:
                 self.tensors[name] = value
                 continue
             if name == MASTER:
-                self._check_adopted_master(value)
+                self._check_external_master(value)
             if self.layout.format(name) is FLOAT32 and (name == MASTER or self._fits(name, value, torch.float32)):
                 self.tensors[name] = self._locked(value) if name in self.layout.offloaded else value
             else:
@@ -114,7 +114,7 @@ class ParamState:
         is_there = local.device.type == "cpu" and (local.is_pinned() or not torch.cuda.is_available())
         return state if is_there else rewrap_like(host_copy(local), self.param)
 
-    def settle_in(self, offloaded: bool) -> None:
+    def place_states(self, offloaded: bool) -> None:
         """Of states that were copied or unpickled: go into page-locked memory again, or beside the parameter."""
         layout, own = self.layout, [name for name in self.layout.names if name in self.tensors]
         device = local_tensor(self.param).device
@@ -126,7 +126,7 @@ class ParamState:
         layout.scales = host_copy(layout.scales) if offloaded else layout.scales.to(device)
         layout.offloaded = layout.offloaded if offloaded else ()
 
-    def _check_adopted_master(self, value: Tensor) -> None:
+    def _check_external_master(self, value: Tensor) -> None:
         dtype = None if self.layout.master is Master.PARAMETER else self.layout.master.dtype
         dtype = torch.float32 if dtype == torch.float16 else dtype
         if not self._fits(MASTER, value, dtype):
@@ -237,7 +237,7 @@ class ParamState:
         low = loaded.bits(local_tensor(self.param).shape).clone()
         return replace(loaded, low=low, checks=None if loaded.checks is None else loaded.checks.clone())
 
-    def follow_parameter(self) -> None:
+    def sync_master_from_param(self) -> None:
         """Take over what others have written into the parameter: the next step starts from there.
 
         Elementwise: where the parameter is its rounded master, the master stays as it is; elsewhere it becomes the
@@ -248,7 +248,7 @@ class ParamState:
         copies.wait()
         master, adapter = self.read_master(), adapter_of(self.param)
         if adapter is None:
-            parts = zip(*(x.reshape(-1).split(FOLLOWED) for x in (master, self._local())), strict=True)
+            parts = zip(*(x.reshape(-1).split(COMPARED) for x in (master, self._local())), strict=True)
             for kept, written in parts:
                 own = kept.to(written.device)
                 rounded = own.to(written.dtype)
@@ -262,16 +262,16 @@ class ParamState:
             self.write(MASTER, master)
         elif adapter is not None:
             local_tensor(self.tensors[MASTER]).copy_(master)
-        self.mark()
+        self.record_versions()
 
-    def mark(self) -> None:
+    def record_versions(self) -> None:
         """Remember the parameter as what belongs to the master now."""
         if self.layout.master.is_separate:
             self.layout.versions = Versions.of(self.param)
 
     @property
     def is_written(self) -> bool:
-        """Whether someone else has written the parameter since :meth:`mark`."""
+        """Whether someone else has written the parameter since :meth:`record_versions`."""
         return self.layout.master.is_separate and self.layout.versions != Versions.of(self.param)
 
     def _local(self) -> Tensor:

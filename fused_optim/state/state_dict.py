@@ -173,7 +173,7 @@ def load(store: StateStore, checked: Checked) -> None:
     for id_, found in loaded.items():
         remaining += _write(store, params[id_], found, misfit)
     adapters.write_loaded(remaining)
-    store.mark()
+    store.record_versions()
 
 
 @contextmanager

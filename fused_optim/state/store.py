@@ -140,7 +140,7 @@ class StateStore:
 
     def __iter__(self) -> Iterator[ParamState]:
         """The states of all parameters that have some."""
-        self.adopt()
+        self.import_external()
         return (self[param] for param in self.params if param in self)
 
     def __getitem__(self, param: Tensor) -> ParamState:
@@ -202,13 +202,13 @@ class StateStore:
         with torch.inference_mode(False), torch.no_grad():  # a step made in it would leave states for no other
             layout = self.new_layout(param, group, remainders)
             created = ParamState.create(param, layout)
-            created.adopt(owner.state.get(param) or {})
+            created.import_external(owner.state.get(param) or {})
         if self.form == "torch":
             created.tensors[STEP] = torch.tensor(0.0)
         with self._changing:
             owner.state[param] = created.tensors
             self.layouts[param] = layout
-        created.mark()
+        created.record_versions()
 
     def show_steps(self) -> None:
         """Let the parameters' states have the steps of their groups if they are to look like torch.optim.AdamW's."""
@@ -219,7 +219,7 @@ class StateStore:
                 elif param in self.layouts:
                     self.state[param].pop(STEP, None)
 
-    def adopt(self) -> None:
+    def import_external(self) -> None:
         """Make states of what others have put into ``optimizer.state``, as Megatron-LM does before it loads."""
         with self._changing:
             self.prune()
@@ -237,7 +237,7 @@ class StateStore:
             self.layouts = {param: layout for param, layout in self.layouts.items() if param in self}
             self._chosen = None
 
-    def locate(self) -> None:
+    def exchange_offsets(self) -> None:
         """Find out where uneven shards lie. A collective over the parameters' meshes."""
         locate_uneven_shards(self.params)
         for states in self:
@@ -328,11 +328,11 @@ class StateStore:
         for link in self._links.values():
             link.synchronize()
 
-    def settle_in(self) -> None:
+    def place_states(self) -> None:
         """Of states that were copied or unpickled: put those that were offloaded into page-locked memory again."""
         for param, layout in self.layouts.items():
             if layout.offloaded and param in self:
-                self[param].settle_in(may_be_offloaded(param))
+                self[param].place_states(may_be_offloaded(param))
 
     # --- reading and writing --------------------------------------------------------------------------------------
 
@@ -375,7 +375,7 @@ class StateStore:
             copies.wait()
             target.copy_(value)
         if name == MASTER:
-            states.mark()
+            states.record_versions()
             self.drop_pending(param)
 
     def _hides_remainders(self, states: ParamState) -> bool:
@@ -398,29 +398,29 @@ class StateStore:
 
     def sync_params(self) -> None:
         """Write every parameter again from its master. A collective where weights have a scale for all their shards."""
-        self.settle()
+        self.resolve_pending()
         copies.wait()
         remaining = []
         for states in self:
             if states.layout.master is not Master.PARAMETER:
                 remaining += states.write_master(states.read_master().clone())
         adapters.write(remaining, advance=False)
-        self.mark()
+        self.record_versions()
 
-    def mark(self) -> None:
+    def record_versions(self) -> None:
         """Remember all parameters as what belongs to their masters now."""
         for states in self:
-            states.mark()
+            states.record_versions()
 
-    def follow_params(self, written_only: bool = True) -> None:
-        """Let masters follow parameters that others have written; see ``ParamState.follow_parameter``."""
+    def sync_masters_from_params(self, written_only: bool = True) -> None:
+        """Let masters follow parameters that others have written; see ``ParamState.sync_master_from_param``."""
         for states in self:
             if states.is_written or not written_only:
-                states.follow_parameter()
+                states.sync_master_from_param()
 
     # --- remainders that were loaded before their parameters ----------------------------------------------------------
 
-    def settle(self) -> None:
+    def resolve_pending(self) -> None:
         """Join what is pending with the parameters, which must be there now: a collective over their meshes.
 
         Nothing, and no communication, where nothing is pending. Raises ValueError on every rank if some parameter is
@@ -434,21 +434,21 @@ class StateStore:
             raise misfits[0].misfit() if misfits else FailedElsewhere(MISFIT_ELSEWHERE)
         for param, loaded in waiting.items():
             self[param].write_remainder(loaded)
-            self[param].mark()
+            self[param].record_versions()
         self.pending.clear()
 
     def _join(self, param: Tensor) -> None:
-        """:meth:`settle` for one parameter, which one rank alone may be asked for. Raises ValueError as it does."""
+        """:meth:`resolve_pending` for one parameter; one rank alone may be asked for it. Raises ValueError likewise."""
         loaded = self.pending.get(param)
         if loaded is not None and param in self:
             if not loaded.fits(param):
                 raise loaded.misfit()
             self[param].write_remainder(loaded)
-            self[param].mark()
+            self[param].record_versions()
             self.drop_pending(param)
 
     def drop_pending(self, param: Tensor) -> None:
-        """The others may still wait for this rank in :meth:`settle`."""
+        """The others may still wait for this rank in :meth:`resolve_pending`."""
         if param in self.pending:
             self.pending[param] = None
 

@@ -48,7 +48,7 @@ class _Part:
     # copy is placed in another way, themselves.
     apart: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     unwatched: set[int] = field(default_factory=set)  # shards that are described at every step
-    unfollowed: set[int] = field(default_factory=set)  # shards that others have written, which is told once
+    written: set[int] = field(default_factory=set)  # shards that others have written, which is told once
     # Of watched shards beside masters: their memory. Where it was freed, others have written, whatever is there now.
     memory: dict[int, object] = field(default_factory=dict)
     freed: set[int] = field(default_factory=set)
@@ -66,7 +66,7 @@ class _Part:
 
     def find_freed(self) -> None:
         while self.freed:
-            self.unfollowed.add(self.freed.pop())
+            self.written.add(self.freed.pop())
 
 
 def _is_watchable(param: Tensor) -> bool:
@@ -153,7 +153,7 @@ class Plan:
         were.
         """
         is_same = store.settings.seed == self._seed and forced_backend() == self._forced
-        if not is_same or self._is_any_awake(store.grad_attribute):
+        if not is_same or self._has_new_gradient(store.grad_attribute):
             return False
         state = store.state
         if self._is_part:
@@ -164,7 +164,7 @@ class Plan:
             and same_items(state, self._state_keys, self._state_dicts)
         )
 
-    def _is_any_awake(self, attribute: str) -> bool:
+    def _has_new_gradient(self, attribute: str) -> bool:
         """Whether a parameter without states has a gradient."""
         if not self._stateless:
             return False
@@ -191,7 +191,7 @@ class Plan:
         for part in self._parts:
             part.apart.clear()
             stale += [(part, i) for i in part.shards.refresh(part.watched, attribute)]
-            part.unfollowed.update(part.shards.written())  # also of a step that is refused below
+            part.written.update(part.shards.written())  # also of a step that is refused below
             part.find_freed()
         for part, i in stale:
             local = local_tensor(part.watched[i].param)
@@ -199,7 +199,7 @@ class Plan:
                 return False
         for part, i in stale:
             self._check(part, i, attribute)
-        self._follow([(part, i) for part, i in stale if self._may_be_written(part, i)])
+        self._sync([(part, i) for part, i in stale if self._may_be_written(part, i)])
         for part, i in stale:
             self._set(part, i, attribute)
         for part in self._parts if scaled else []:
@@ -207,33 +207,33 @@ class Plan:
                 self._set(part, i, attribute, shared=True)
         return True
 
-    def follow_parameters(self) -> None:
+    def sync_written_masters(self) -> None:
         """Let masters follow parameters that others have written since the last step."""
         for part in self._parts:
             part.find_freed()
-            self._follow([(part, i) for i in part.shards.find_written(part.watched)])
-            self._follow([(part, i) for i in part.unwatched if self._may_be_written(part, i)])
+            self._sync([(part, i) for i in part.shards.find_written(part.watched)])
+            self._sync([(part, i) for i in part.unwatched if self._may_be_written(part, i)])
 
     def _may_be_written(self, part: _Part, i: int) -> bool:
         """Of a shard that is not watched; or not any more, when nobody has looked at the parameter's versions."""
         return i not in part.unwatched or self._store[part.watched[i].param].is_written
 
-    def _follow(self, shards: Sequence[tuple[_Part, int]]) -> None:
+    def _sync(self, shards: Sequence[tuple[_Part, int]]) -> None:
         """Those that raise are followed when this is called again."""
         for part, i in shards:
-            part.unfollowed.add(i)
+            part.written.add(i)
         for part in self._parts:
-            for i in sorted(part.unfollowed):
-                self._follow_shard(part, i)
-                part.unfollowed.discard(i)  # another thread may have followed it
+            for i in sorted(part.written):
+                self._sync_shard(part, i)
+                part.written.discard(i)  # another thread may have followed it
 
-    def _follow_shard(self, part: _Part, i: int) -> None:
+    def _sync_shard(self, part: _Part, i: int) -> None:
         states = self._store[part.watched[i].param]
         if states.layout.master.is_separate and is_capturing():
             who = describe(states.param, part.indices[i], self._names[part.indices[i]])
             hint = "call sync_masters_from_params() before the capture"
             raise RuntimeError(f"CUDA graph capture: {who} may have been written since the last step; {hint}")
-        states.follow_parameter()
+        states.sync_master_from_param()
         if i in part.memory:
             part.watch_memory(i)
 
@@ -345,7 +345,7 @@ class Plan:
             updated = part.unwatched.intersection(part.shards.with_gradients())
             part.shards.mark(part.watched)
             for i in updated:  # of the others nobody has looked whether they were written
-                self._store[part.watched[i].param].mark()
+                self._store[part.watched[i].param].record_versions()
 
     def _updated(self) -> list[Tensor]:
         """The parameters that have a gradient in this step."""

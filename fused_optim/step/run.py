@@ -1,4 +1,4 @@
-"""Makes an optimizer's steps: whole ones, in parts, captured ones; knows its plan and all scalars that steps share."""
+"""Makes an optimizer's steps: whole, in buckets, captured; knows its plan and all scalars that steps share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.skip import Skips
 from fused_optim.state.store import StateStore
 from fused_optim.state.summary import choices_without_effect
-from fused_optim.step.parts import Parts
+from fused_optim.step.buckets import Buckets
 from fused_optim.step.plan import Plan, check_capturable, placed_as
 from fused_optim.step.scalars import DeviceScalars, host_lr, on_device
 from fused_optim.step.synthetic import any_nonzero, may_be_synthetic
@@ -41,11 +41,11 @@ class Stepper:
         self.skip_group: ProcessGroup | None = None  # whose ranks skip together; None: the default one
         self.scalars = DeviceScalars()
         self._plan: Plan | None = None
-        self._members: Sequence[Sequence[Tensor]] | None = None  # of the parts of a step; None: it is made at once
-        self._parts: Parts | None = None
+        self._members: Sequence[Sequence[Tensor]] | None = None  # of the buckets of a step; None: it is made at once
+        self._buckets: Buckets | None = None
         # FP32 scalars that the gradients are multiplied by in the next step: deferred clipping.
         self._grad_factors: dict[torch.device, Tensor] = {}
-        self._is_located = False  # what `StateStore.locate` finds
+        self._knows_offsets = False  # what `StateStore.exchange_offsets` finds
         self._has_warned = False  # of choices without effect
         self.ignored: dict[int, list[str]] = {}  # by param group: options of the whole optimizer that it was given
 
@@ -64,33 +64,33 @@ class Stepper:
 
     # --- masters and parameters ------------------------------------------------------------------------------------
 
-    def follow_parameters(self) -> None:
+    def sync_written_masters(self) -> None:
         """Let masters follow the parameters whose version counters say that someone has written them."""
         plans = self._plans()
         for plan in plans:
-            plan.follow_parameters()
+            plan.sync_written_masters()
         if not plans:
-            self._store.follow_params()
+            self._store.sync_masters_from_params()
 
     def leave_plan(self) -> None:
         """Without a plan, the store knows which versions of the parameters belong to the masters."""
         plans = self._plans()
         for plan in plans:
-            plan.follow_parameters()
+            plan.sync_written_masters()
         if plans:
-            self._plan = self._parts = None
-            self._store.mark()
+            self._plan = self._buckets = None
+            self._store.record_versions()
 
     def _plans(self) -> list[Plan]:
-        if self._parts is not None:
-            return self._parts.plans
+        if self._buckets is not None:
+            return self._buckets.plans
         return [] if self._plan is None else [self._plan]
 
     # --- clipping ---------------------------------------------------------------------------------------------------
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Clip the next step's gradients; see ``ShardedOptimizer.clip_grad_norm_``."""
-        self._refuse_in_parts("clip_grad_norm_()", "the norm of all gradients")
+        self._refuse_in_buckets("clip_grad_norm_()", "the norm of all gradients")
         params = self._store.params
         measured = clip.measure(params, list(map(self._gradient, params)), max_norm, norm_type, error_if_nonfinite)
         self._grad_factors = measured.factors
@@ -123,10 +123,10 @@ class Stepper:
         capturing = is_capturing()
         if capturing:
             self._check_capture()
-        self._store.settle()
+        self._store.resolve_pending()
         scaling = ask_scaler()
         if self._members is not None:
-            self._finish_parts(scaling)
+            self._finish_buckets(scaling)
         elif not capturing and self._is_synthetic():
             self._store.create()
             self.prepare_capture()
@@ -174,7 +174,7 @@ class Stepper:
         if not (self._synthetic_of_plain or any(isinstance(param, DTensor) for param in self._store.params)):
             return False
         resting = may_be_synthetic(self._groups)
-        if self._is_located and not resting:
+        if self._knows_offsets and not resting:
             return False
         params = self._store.params
         if not params:  # a rank that owns none has nobody to ask
@@ -188,13 +188,13 @@ class Stepper:
         is_real, failed = any_rank(params, is_real, False)
         if failed:
             raise RuntimeError("another rank refused its gradients before the first step; its error says why")
-        self._locate()
+        self._exchange_offsets()
         return resting and not is_real
 
-    def _locate(self) -> None:
-        if not self._is_located:
-            self._store.locate()
-            self._is_located = True
+    def _exchange_offsets(self) -> None:
+        if not self._knows_offsets:
+            self._store.exchange_offsets()
+            self._knows_offsets = True
 
     def check_groups(self) -> None:
         """Read what was written into running param groups as plain values. Raises ValueError or TypeError."""
@@ -217,10 +217,10 @@ class Stepper:
                 grads.append((param, grad))
         return [placed_as(grad, param) for param, grad in grads]
 
-    # --- steps in parts ---------------------------------------------------------------------------------------------
+    # --- steps in buckets ---------------------------------------------------------------------------------------------
 
-    def in_parts(self, members: Sequence[Sequence[Tensor]] | None) -> None:
-        """From now on, :meth:`update_part` updates the parameters of one list, and ``step()`` all others, and counts.
+    def in_buckets(self, members: Sequence[Sequence[Tensor]] | None) -> None:
+        """From now on, :meth:`update_bucket` updates the parameters of one list, and ``step()`` all others, and counts.
 
         None: whole steps again. Creates the states: a collective where shards have chunk lists of their own. Raises
         RuntimeError for options that need all gradients at once.
@@ -231,24 +231,24 @@ class Stepper:
             return
         for option in ("skip_nonfinite", "capturable"):
             if getattr(self._store.settings, option):
-                raise RuntimeError(f"{option}=True needs all gradients at once; a step in parts has them one by one")
+                raise RuntimeError(f"{option}=True needs all gradients at once; a step in buckets has them one by one")
         self.scalars.pull(self._groups)
         self._store.create()
-        self._locate()
+        self._exchange_offsets()
         self._warn_once()
         self._members = members
 
-    def update_part(self, number: int) -> None:
+    def update_bucket(self, number: int) -> None:
         """Update those parameters of a part that have gradients, as ``step()`` would; it is still to be called.
 
         Raises before anything is changed for gradients that do not fit their parameters.
         """
         copies.wait()
-        parts = self._fitting_parts()
-        plan = parts.plans[number]
+        buckets = self._fitting_buckets()
+        plan = buckets.plans[number]
         if not plan.refresh(self._store.grad_attribute):  # a parameter was moved to another device
-            parts = self._new_parts()
-            plan = parts.plans[number]
+            buckets = self._new_buckets()
+            plan = buckets.plans[number]
             plan.refresh(self._store.grad_attribute)
         counting = plan.groups_with_gradients
         plan.run(
@@ -256,54 +256,54 @@ class Stepper:
             self.scalars.workspaces(plan.backends, self._groups),
             None,
         )
-        parts.done.add(number)
-        parts.counting |= counting
+        buckets.done.add(number)
+        buckets.counting |= counting
 
-    def _finish_parts(self, scaling: Scaling) -> None:
+    def _finish_buckets(self, scaling: Scaling) -> None:
         if scaling != (None, None):
             raise RuntimeError(
-                "torch.amp.GradScaler looks for overflows in all gradients before a step; this one is made in parts "
+                "torch.amp.GradScaler looks for overflows in all gradients before a step; this one is made in buckets "
                 "(gradient release), which use gradients as they come: train without a GradScaler"
             )
-        parts = self._fitting_parts()
-        for number in set(range(len(parts.plans))) - parts.done:
-            self.update_part(number)
-        parts = self._fitting_parts()
+        buckets = self._fitting_buckets()
+        for number in set(range(len(buckets.plans))) - buckets.done:
+            self.update_bucket(number)
+        buckets = self._fitting_buckets()
         for number, group in enumerate(self._groups):
-            if number in parts.counting or not group["params"]:
+            if number in buckets.counting or not group["params"]:
                 group["step"] = int(group["step"]) + 1
-        parts.forget()
+        buckets.forget()
 
-    def _fitting_parts(self) -> Parts:
-        parts = self._parts
-        if parts is None or not parts.done:
+    def _fitting_buckets(self) -> Buckets:
+        buckets = self._buckets
+        if buckets is None or not buckets.done:
             self.check_groups()
-            if parts is None or not parts.fits(self._groups, self._store):
-                return self._new_parts()
-        return parts
+            if buckets is None or not buckets.fits(self._groups, self._store):
+                return self._new_buckets()
+        return buckets
 
-    def _new_parts(self) -> Parts:
-        former = self._parts
+    def _new_buckets(self) -> Buckets:
+        former = self._buckets
         self._store.create()
         self._store.prune()
         self.leave_plan()
         assert self._members is not None
-        parts = self._parts = Parts(self._members, self._groups, self._store)
+        buckets = self._buckets = Buckets(self._members, self._groups, self._store)
         if former is not None:
-            parts.done, parts.counting = former.done, former.counting
-        return parts
+            buckets.done, buckets.counting = former.done, former.counting
+        return buckets
 
     def check_between_steps(self) -> None:
         """Raise RuntimeError where some parameters are a step ahead of the others."""
-        if self._parts is not None and self._parts.done:
+        if self._buckets is not None and self._buckets.done:
             raise RuntimeError(
                 "some parameters were updated in the backward pass and others were not: call step() first"
             )
 
-    def _refuse_in_parts(self, what: str, need: str) -> None:
+    def _refuse_in_buckets(self, what: str, need: str) -> None:
         if self._members is not None:
             raise RuntimeError(
-                f"{what} needs {need}, and this optimizer makes its steps in parts (gradient release), which free "
+                f"{what} needs {need}, and this optimizer makes its steps in buckets (gradient release), which free "
                 "gradients as they come: do without one of the two"
             )
 

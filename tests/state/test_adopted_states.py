@@ -99,7 +99,7 @@ def test_states_that_a_step_makes_meanwhile_are_not_taken_for_given_ones() -> No
 
     def look() -> None:
         try:
-            optimizer.store.adopt()
+            optimizer.store.import_external()
             looked.append(None)
         except TypeError as error:
             looked.append(error)

@@ -356,7 +356,7 @@ def wrong_on_one_rank(use: str, wrong: int) -> tuple[str, str]:
     assert_same({name: local_tensor(param.detach()) for name, param in model.named_parameters()}, before)
     assert optimizer.param_groups[0]["step"] == 3
     copy_model_parts(saved[0], model)
-    assert use == "one master" or not optimizer.store.settle()
+    assert use == "one master" or not optimizer.store.resolve_pending()
     same(contents(model, optimizer), contents(*saved))
     train(model, optimizer, range(3, 4))
     return type(error.value).__name__, str(error.value)

@@ -251,7 +251,7 @@ def test_what_was_loaded_may_be_changed(model_first: bool) -> None:
         tensor.zero_()
     if not model_first:
         other.load_state_dict(model.state_dict())
-        fresh.store.settle()
+        fresh.store.resolve_pending()
     assert_same(stored(other, fresh), stored(model, optimizer))
 
 

@@ -151,7 +151,7 @@ def test_without_a_write_nothing_is_compared(any_backend: str, monkeypatch: pyte
     """Steps, state dicts, gradients, views, forward and backward passes move nothing that counts."""
     param, optimizer = build(torch.bfloat16, any_backend)
     step(param, optimizer, 0)
-    monkeypatch.setattr(ParamState, "follow_parameter", lambda self: pytest.fail("compared"))
+    monkeypatch.setattr(ParamState, "sync_master_from_param", lambda self: pytest.fail("compared"))
     for seed in range(1, 4):
         (param * 2).sum().backward()
         param.detach(), param.view(-1), param[1:].float(), list(param.unbind())
@@ -167,8 +167,8 @@ def test_slices_of_one_tensor_share_a_counter(any_backend: str, monkeypatch: pyt
     whole = values(0, torch.bfloat16, (8, 512)).to(any_backend)
     slices = [row[:500].detach() for row in whole]
     optimizer = FusedAdamW(slices, lr=1e-3, store_param_remainders=False, **INT8)
-    follow, compared = ParamState.follow_parameter, []
-    monkeypatch.setattr(ParamState, "follow_parameter", lambda self: compared.append(self.param) or follow(self))
+    follow, compared = ParamState.sync_master_from_param, []
+    monkeypatch.setattr(ParamState, "sync_master_from_param", lambda self: compared.append(self.param) or follow(self))
     for seed in range(4):
         for index, param in enumerate(slices):
             param.grad = values(10 * seed + index, torch.bfloat16, (500,)).to(any_backend)
@@ -210,8 +210,8 @@ def test_new_memory_at_the_first_address(
         assert float((param - new).abs().max()) < 0.05
     else:
         check_follows(optimizer.state_dict()["state"][0]["master_param"], new)
-    follow, compared = ParamState.follow_parameter, []
-    monkeypatch.setattr(ParamState, "follow_parameter", lambda self: compared.append(self.param) or follow(self))
+    follow, compared = ParamState.sync_master_from_param, []
+    monkeypatch.setattr(ParamState, "sync_master_from_param", lambda self: compared.append(self.param) or follow(self))
     step(param, optimizer, 4)
     optimizer.state_dict()
     assert not compared
@@ -312,16 +312,16 @@ def test_a_write_that_another_thread_follows_meanwhile(monkeypatch: pytest.Monke
         step(each, its, 0)
         with torch.no_grad():
             each.mul_(0.5)
-    follow, threads = Plan._follow_shard, []
+    follow, threads = Plan._sync_shard, []
 
     def follow_twice(plan: Plan, *shard: Any) -> None:
         if not threads:
-            threads.append(threading.Thread(target=optimizer.stepper.follow_parameters))
+            threads.append(threading.Thread(target=optimizer.stepper.sync_written_masters))
             threads[0].start()
             threads[0].join()
         follow(plan, *shard)
 
-    monkeypatch.setattr(Plan, "_follow_shard", follow_twice)
+    monkeypatch.setattr(Plan, "_sync_shard", follow_twice)
     step(param, optimizer, 1)
     monkeypatch.undo()
     step(other, expected, 1)

@@ -1,4 +1,4 @@
-"""A step in parts: some parameters are updated before others have gradients, and all of it counts as one step."""
+"""A step in buckets: some parameters are updated before others have gradients, and all of it counts as one step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fused_optim.state.store import StateStore
 from fused_optim.step.plan import Plan
 
 
-class Parts:
+class Buckets:
     """A plan for each list of parameters, and one for all others.
 
     ``done``: the numbers of those that were run for the step to come; ``counting``: the param groups whose step it is.
@@ -20,9 +20,9 @@ class Parts:
     def __init__(self, members: Sequence[Sequence[Tensor]], groups: list[dict[str, Any]], store: StateStore) -> None:
         self.members = members
         self._params, self._sizes = store.params, [len(group["params"]) for group in groups]
-        listed = {param for part in members for param in part}
+        listed = {param for bucket in members for param in bucket}
         others = [param for param in self._params if param not in listed]
-        self.plans = [Plan(groups, store, part) for part in [*members, others]]
+        self.plans = [Plan(groups, store, bucket) for bucket in [*members, others]]
         self.done: set[int] = set()
         self.counting: set[int] = set()
 
