@@ -14,10 +14,10 @@ _IS_COMMAND = sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)] == __name
 if not _IS_COMMAND:
     from fused_optim import rebuild as _rebuild  # noqa: F401  for torch.load of quantized weights
     from fused_optim.adam import FusedAdam, FusedAdamW
-    from fused_optim.checkpoint.checksums import verify_checksums, write_checksums
-    from fused_optim.checkpoint.export import export_optimizer_checkpoint
-    from fused_optim.checkpoint.load import LoadReport, load_optimizer_checkpoint
-    from fused_optim.checkpoint.masters import save_master_safetensors
+    from fused_optim.checkpoint.reading.load import LoadReport, load_optimizer_checkpoint
+    from fused_optim.checkpoint.storage.checksums import verify_checksums, write_checksums
+    from fused_optim.checkpoint.writing.export import export_optimizer_checkpoint
+    from fused_optim.checkpoint.writing.masters import save_master_safetensors
     from fused_optim.clip import clip_grad_norm_
     from fused_optim.lion import FusedLion
     from fused_optim.release import enable_gradient_release

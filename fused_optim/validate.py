@@ -36,6 +36,12 @@ def describe(param: Tensor, index: int, name: str | None = None) -> str:
     return f"parameter {index} ({', '.join(parts)})"
 
 
+def some_of(items: list[str]) -> str:
+    """The first few of a list, and how many more there are."""
+    shown = "; ".join(items[:5])
+    return shown if len(items) <= 5 else f"{shown}; and {len(items) - 5} more"
+
+
 def _is_number(value: Any) -> bool:
     # The usual types first: asking whether a type is registered as Real takes longer than all other checks.
     return type(value) in (float, int) or (isinstance(value, Real) and not isinstance(value, bool))

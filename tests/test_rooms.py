@@ -18,7 +18,9 @@ ROOMS = (
     *("torch_versions", "decorators", "optional", "formats", "options", "rule", "sharding", "adapters"),
     *("host_memory", "layout", "copies", "backends", "validate"),
     *(f"quantized.{room}" for room in ("recipes", "tensor", "compute", "adapters", "model", "files", "__init__")),
-    *("rebuild", "settings", "clip", "skip", "state", "step", "optimizer", "adam", "lion", "release", "checkpoint"),
+    *("rebuild", "settings", "clip", "skip", "state", "step", "optimizer", "adam", "lion", "release"),
+    *(f"checkpoint.{room}" for room in ("storage", "reading", "writing")),
+    *(f"checkpoint.{room}" for room in ("termination", "collect", "extras", "checkpointer", "__init__")),
     *("compat", "integrations", "__init__", "tools", "__main__"),
 )
 HOUSES = {room.split(".")[0] for room in ROOMS if "." in room}  # folders that are given room by room
@@ -211,10 +213,10 @@ WRONG: dict[str, tuple[Check, dict[str, str], list[str]]] = {
     ),
     "upwards, the package": (
         upward_imports,
-        {"checkpoint/files": "from fused_optim import FusedAdam\nimport fused_optim"},
+        {"checkpoint/extras": "from fused_optim import FusedAdam\nimport fused_optim"},
         [
-            "fused_optim.checkpoint.files:1 imports fused_optim: checkpoint is below __init__",
-            "fused_optim.checkpoint.files:2 imports fused_optim: checkpoint is below __init__",
+            "fused_optim.checkpoint.extras:1 imports fused_optim: checkpoint.extras is below __init__",
+            "fused_optim.checkpoint.extras:2 imports fused_optim: checkpoint.extras is below __init__",
         ],
     ),
     "a circle of two": (
@@ -283,12 +285,12 @@ WRONG: dict[str, tuple[Check, dict[str, str], list[str]]] = {
     "the optimizer's own": (
         private_attributes,
         {
-            "checkpoint/files": "def f(self, optimizer):\n    return optimizer._slots, self.optimizer._params()",
+            "checkpoint/extras": "def f(self, optimizer):\n    return optimizer._slots, self.optimizer._params()",
             "integrations/megatron": "def f(adam):\n    adam._x = 1",
         },
         [
-            "fused_optim.checkpoint.files:2 uses optimizer._slots",
-            "fused_optim.checkpoint.files:2 uses self.optimizer._params",
+            "fused_optim.checkpoint.extras:2 uses optimizer._slots",
+            "fused_optim.checkpoint.extras:2 uses self.optimizer._params",
             "fused_optim.integrations.megatron:2 uses adam._x",
         ],
     ),
@@ -317,7 +319,9 @@ RIGHT = {
     **dict.fromkeys(("__main__", "decorators", "options", "rule", "host_memory", "layout", "copies", "validate"), ""),
     **dict.fromkeys(("settings", "torch_versions", "clip", "skip", "optimizer", "lion", "release"), ""),
     **{f"quantized/{room}/__init__": "" for room in ("recipes", "tensor", "compute", "adapters", "model", "files")},
-    **{f"{room}/__init__": "" for room in ("checkpoint", "compat", "tools")},
+    **{f"checkpoint/{room}/__init__": "" for room in ("storage", "reading", "writing")},
+    **{f"checkpoint/{room}": "" for room in ("termination", "collect", "extras", "checkpointer", "__init__")},
+    **{f"{room}/__init__": "" for room in ("compat", "tools")},
     "__init__": """
 from typing import TYPE_CHECKING
 from fused_optim.adam import FusedAdam

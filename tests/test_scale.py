@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
 import scale
-from fused_optim.checkpoint.planning import Planner
+from fused_optim.checkpoint.writing.planner import Planner
 from fused_optim.tools.simulation import simulated
 from scale import Model, Weight
 

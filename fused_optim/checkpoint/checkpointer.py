@@ -24,18 +24,20 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_op
 from torch.optim import Optimizer
 
 from fused_optim.adam import MOMENTS, FusedAdam
-from fused_optim.checkpoint import checksums, extras, manifest
+from fused_optim.checkpoint import extras
 from fused_optim.checkpoint.collect import Collector
 from fused_optim.checkpoint.extras import Stateful, check_extra
-from fused_optim.checkpoint.folders import Folder, PathLike, folder_at
-from fused_optim.checkpoint.load import load_from
-from fused_optim.checkpoint.manifest import Manifest
-from fused_optim.checkpoint.metadata import read_metadata
-from fused_optim.checkpoint.reading import SINGLE_PROCESS, load
-from fused_optim.checkpoint.saving import Saver
-from fused_optim.checkpoint.shelf import Shelf
-from fused_optim.checkpoint.staging import PinnedStager
+from fused_optim.checkpoint.reading.load import load_from
+from fused_optim.checkpoint.reading.reader import load
+from fused_optim.checkpoint.storage import checksums, manifest
+from fused_optim.checkpoint.storage.directory import CheckpointDirectory
+from fused_optim.checkpoint.storage.folders import Folder, PathLike, folder_at
+from fused_optim.checkpoint.storage.manifest import Manifest
+from fused_optim.checkpoint.storage.metadata import read_metadata
+from fused_optim.checkpoint.storage.torch_errors import SINGLE_PROCESS
 from fused_optim.checkpoint.termination import EXIT_STATUS, Termination
+from fused_optim.checkpoint.writing.saver import Saver
+from fused_optim.checkpoint.writing.staging import PinnedStager
 from fused_optim.options import CheckpointFormat
 from fused_optim.sharding.collective import gather, on_all_ranks, this_rank, world_size
 from fused_optim.sharding.dtensor import has_own_chunks
@@ -102,7 +104,7 @@ class Checkpointer:
         self._every, self._progress = every, progress
         self._states = Collector(model, optimizer)
         self._check_form()
-        self._shelf = Shelf(folder_at(folder), keep)
+        self._directory = CheckpointDirectory(folder_at(folder), keep)
         self._stager = PinnedStager(optimizer)
         # Of their own: the thread that writes makes collectives while this one and training make others.
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
@@ -115,9 +117,9 @@ class Checkpointer:
         self._saver = Saver(self._group)
         if self._group is None:
             warnings.filterwarnings("ignore", SINGLE_PROCESS)
-        with on_all_ranks(f"opening {self._shelf.folder}", group=self._group):
+        with on_all_ranks(f"opening {self._directory.folder}", group=self._group):
             if this_rank() == 0:
-                self._shelf.tidy()
+                self._directory.recover()
 
     def _check_form(self) -> None:
         if isinstance(self._optimizer, FusedAdam):
@@ -197,13 +199,13 @@ class Checkpointer:
 
     def _save(self, step: int, staged: Future[dict[str, Any]], started: float) -> str | None:
         """What went wrong, on every rank if it did on one."""
-        doing = f"saving step {step} to {self._shelf.folder}"
+        doing = f"saving step {step} to {self._directory.folder}"
         try:
             nbytes = self._write(step, staged, doing)
         except (Exception, CheckpointException) as error:
             if this_rank() == 0:
                 with suppress(OSError):
-                    self._shelf.discard(step)
+                    self._directory.discard(step)
             cause = str(error).removeprefix(f"{doing}: ")
             failure = f"{doing} failed: {cause}"
             logger.error("%s", failure, exc_info=True)
@@ -223,21 +225,21 @@ class Checkpointer:
             state = staged.result()
             packed = {name: extras.pack(name, each) for name, each in state.pop("extra").items()}
             if this_rank() == 0:
-                self._shelf.begin(step)
+                self._directory.begin(step)
         owners = extras.owners_of(gather({name: each.digest for name, each in packed.items()}, group=group))
         state.update(extras.own_entries(packed, owners, this_rank()))
-        sums = self._saver.save(state, self._shelf.draft(step), doing)
+        sums = self._saver.save(state, self._directory.draft(step), doing)
         with on_all_ranks(doing, group=group):
             if this_rank() == 0:
                 self._publish(step, {range_: crc for each in sums for range_, crc in each.items()}, owners)
         return sum(length for each in sums for _, _, length in each)
 
     def _publish(self, step: int, sums: dict[checksums.Range, str], owners: dict[str, list[int]]) -> None:
-        draft = self._shelf.draft(step)
+        draft = self._directory.draft(step)
         checksums.write_file(draft, sums)
         found = Manifest(
             step=step,
-            number=self._shelf.next_number(),
+            number=self._directory.next_number(),
             world_size=world_size(),
             form=self._form if isinstance(self._optimizer, FusedAdam) else None,
             formats=self._formats(),
@@ -246,7 +248,7 @@ class Checkpointer:
             extra=owners,
             versions={"torch": torch.__version__},
         )
-        self._shelf.finish(step, found)
+        self._directory.finish(step, found)
 
     def _formats(self) -> dict[str, list[str]]:
         groups = self._optimizer.param_groups
@@ -260,8 +262,8 @@ class Checkpointer:
         return [found.step for found in self._list()]
 
     def _list(self) -> list[Manifest]:
-        with on_all_ranks(f"opening {self._shelf.folder}", group=self._group):
-            found = list(self._shelf.newest_first()) if this_rank() == 0 else []
+        with on_all_ranks(f"opening {self._directory.folder}", group=self._group):
+            found = list(self._directory.newest_first()) if this_rank() == 0 else []
         return gather(found, group=self._group)[0]
 
     def load_latest(self, *, without: Collection[str] = (), verify: bool = True) -> int | None:
@@ -281,7 +283,7 @@ class Checkpointer:
             else:
                 return self._load(found, without)
         if listed:
-            none = f"{self._shelf.folder} has {len(listed)} checkpoints, of which none is whole"
+            none = f"{self._directory.folder} has {len(listed)} checkpoints, of which none is whole"
             raise ValueError(f"{none}; the newest: {errors[0]}")
         return None
 
@@ -295,16 +297,16 @@ class Checkpointer:
         self.wait()
         found = next((each for each in self._list() if each.step == step), None)
         if found is None:
-            raise FileNotFoundError(f"{self._shelf.folder} has no whole checkpoint of step {step}")
+            raise FileNotFoundError(f"{self._directory.folder} has no whole checkpoint of step {step}")
         self._verify(found, verify)
         return self._load(found, without)
 
     def _verify(self, found: Manifest, verify: bool) -> None:
         if verify:
-            checksums.verify_items(self._shelf.place(found.step), None, required=True)
+            checksums.verify_items(self._directory.folder_of(found.step), None, required=True)
 
     def _load(self, found: Manifest, without: Collection[str]) -> int:
-        folder = self._shelf.place(found.step)
+        folder = self._directory.folder_of(found.step)
         doing = f"loading {folder}"
         with on_all_ranks(doing, group=self._group):
             metadata = read_metadata(folder)

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from fused_optim.checkpoint.folders import Folder
-from fused_optim.checkpoint.reading import load, memory_of
-from fused_optim.checkpoint.sources import Stored, buffer_for
-from fused_optim.checkpoint.untrusted import load_object
+from fused_optim.checkpoint.reading.reader import load, memory_of
+from fused_optim.checkpoint.reading.sources import Stored, buffer_for
+from fused_optim.checkpoint.storage.folders import Folder
+from fused_optim.checkpoint.storage.untrusted import load_object
 
 _SHARDED = "fused_optim_sharded"  # the key, in a state, of where a sharded tensor's own is
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fused_optim.checkpoint.folders import PathLike
+from fused_optim.checkpoint.storage.folders import PathLike
 from fused_optim.state.groups import DESCRIPTION
 from fused_optim.tools.contents import Optimizer, pieces_of, read_optimizer
 from fused_optim.tools.inspector import PARAMETER, groups_of, steps_of

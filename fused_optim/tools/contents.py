@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fused_optim.adam import ADAM_STATES
 from fused_optim.adapters import adapter_of
-from fused_optim.checkpoint.sources import Contents, NoStates, Stored, read_contents
+from fused_optim.checkpoint.reading.sources import Contents, NoStates, Stored, read_contents
 from fused_optim.formats import STATE_FORMATS, Kind, StateFormat, decode_state, join_remainder
 from fused_optim.layout import MASTER
 from fused_optim.state.groups import VERSION

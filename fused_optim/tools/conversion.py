@@ -19,8 +19,8 @@ from torch import Tensor
 
 from fused_optim.adam import MOMENTS
 from fused_optim.adapters import adapter_of
-from fused_optim.checkpoint.folders import PathLike
-from fused_optim.checkpoint.sources import read_steps
+from fused_optim.checkpoint.reading.sources import read_steps
+from fused_optim.checkpoint.storage.folders import PathLike
 from fused_optim.formats import STATE_FORMATS, Master, as_dtype, split_remainder, state_format
 from fused_optim.layout import MASTER, STEP
 from fused_optim.sharding.model_files import safetensors_writer

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fused_optim.adam import MOMENTS
 from fused_optim.adapters import adapter_of
-from fused_optim.checkpoint import checksums
-from fused_optim.checkpoint.folders import PathLike
-from fused_optim.checkpoint.sources import read_small
+from fused_optim.checkpoint.reading.sources import read_small
+from fused_optim.checkpoint.storage import checksums
+from fused_optim.checkpoint.storage.folders import PathLike
 from fused_optim.layout import MASTER
 from fused_optim.state.groups import DESCRIPTION
 from fused_optim.state.summary import aligned, shown_bytes

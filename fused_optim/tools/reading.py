@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from fused_optim.checkpoint import metadata as dcp_metadata
-from fused_optim.checkpoint.folders import Folder, LocalFolder, PathLike, folder_at
-from fused_optim.checkpoint.metadata import check_files, part_sizes, read_metadata
-from fused_optim.checkpoint.sources import Stored, open_source
-from fused_optim.checkpoint.untrusted import load_json, load_object
+from fused_optim.checkpoint.reading.sources import Stored, open_source
+from fused_optim.checkpoint.storage import metadata as dcp_metadata
+from fused_optim.checkpoint.storage.folders import Folder, LocalFolder, PathLike, folder_at
+from fused_optim.checkpoint.storage.metadata import check_files, chunk_sizes, read_metadata
+from fused_optim.checkpoint.storage.untrusted import load_json, load_object
 from fused_optim.optional import optional
 from fused_optim.sharding.model_files import read_index
 
@@ -100,7 +100,7 @@ class FolderCheckpoint(_Reading):
     def __init__(self, folder: Folder) -> None:
         self.path = folder
         self.metadata = read_metadata(folder)
-        self._sizes = part_sizes(self.metadata)
+        self._sizes = chunk_sizes(self.metadata)
         self._parts: dict[str, list[tuple[MetadataIndex, Any]]] = {}
         for index, info in self.metadata.storage_data.items():
             self._parts.setdefault(index.fqn, []).append((index, info))

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 
 from fused_optim.adapters import adapter_of
-from fused_optim.checkpoint.checksums import write_checksums
+from fused_optim.checkpoint.storage.checksums import write_checksums
 from fused_optim.sharding.model_files import safetensors_writer, write_json
 from fused_optim.tools.progress import progress
 from fused_optim.tools.reading import OBJECTS

@@ -24,9 +24,10 @@ import distributed
 from checkpoint_cases import FORMATS, Run
 from distributed import Part, assert_same, join_all, part
 from fused_optim import FusedAdam, load_optimizer_checkpoint, verify_checksums
-from fused_optim.checkpoint import Checkpointer, checksums
-from fused_optim.checkpoint.manifest import FILE as MANIFEST
-from fused_optim.checkpoint.saving import Saver
+from fused_optim.checkpoint import Checkpointer
+from fused_optim.checkpoint.storage import checksums
+from fused_optim.checkpoint.storage.manifest import FILE as MANIFEST
+from fused_optim.checkpoint.writing.saver import Saver
 from native_cases import build, tensors_of, train, trained
 from quantized_cases import Run as QuantizedRun
 
@@ -204,8 +205,8 @@ def test_others_read_it(tmp_path: Path) -> None:
 
 
 def test_large_states_have_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fused_optim.checkpoint.writing._FILE_BYTES", 1 << 12)
-    monkeypatch.setattr("fused_optim.checkpoint.writing.threads", lambda: 4)
+    monkeypatch.setattr("fused_optim.checkpoint.writing.writer._FILE_BYTES", 1 << 12)
+    monkeypatch.setattr("fused_optim.checkpoint.writing.writer.threads", lambda: 4)
     model, optimizer = trained(REM16, torch.int8)
     with Checkpointer(model, optimizer, tmp_path) as checkpointer:
         checkpointer.save(1)

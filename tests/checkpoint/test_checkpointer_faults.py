@@ -30,8 +30,8 @@ from checkpoint_cases import kill_one_of_two, wait_for
 from distributed import Part, Workers, assert_same, join_all, part, shard_like
 from fused_optim import FusedAdamW
 from fused_optim.checkpoint import Checkpointer
-from fused_optim.checkpoint.folders import LocalFolder
-from fused_optim.checkpoint.manifest import FILE as MANIFEST
+from fused_optim.checkpoint.storage.folders import LocalFolder
+from fused_optim.checkpoint.storage.manifest import FILE as MANIFEST
 from native_cases import build, train, trained
 
 KILLS = int(os.environ.get("FUSED_OPTIM_TEST_KILLS", "2"))
@@ -219,7 +219,7 @@ def fail_on_one_rank(folder: str, failing: str) -> list[str]:
     messages = []
     if dist.get_rank() == 1:
         if failing == "writing":
-            checkpointer._shelf.folder = Full(Path(folder))
+            checkpointer._directory.folder = Full(Path(folder))
         else:
             model.register_state_dict_pre_hook(raise_here)
     step_sharded(model, optimizer, 2)
@@ -231,7 +231,7 @@ def fail_on_one_rank(folder: str, failing: str) -> list[str]:
     checkpointer.wait()  # said once
     if failing != "writing":
         return messages
-    checkpointer._shelf.folder = LocalFolder(Path(folder))
+    checkpointer._directory.folder = LocalFolder(Path(folder))
     checkpointer.save(3)
     checkpointer.close()
     assert checkpointer.steps() == [3, 1]

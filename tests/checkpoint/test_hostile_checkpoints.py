@@ -30,10 +30,10 @@ from torch.distributed.checkpoint.metadata import (
 
 import cases
 from fused_optim import load_optimizer_checkpoint, verify_checksums, write_checksums
-from fused_optim.checkpoint import manifest
-from fused_optim.checkpoint.folders import folder_at
-from fused_optim.checkpoint.metadata import read_metadata
-from fused_optim.checkpoint.pickles import read_pickle, stand_in
+from fused_optim.checkpoint.storage import manifest
+from fused_optim.checkpoint.storage.folders import folder_at
+from fused_optim.checkpoint.storage.metadata import read_metadata
+from fused_optim.checkpoint.storage.pickles import read_pickle, stand_in
 from fused_optim.quantized import load_quantized_safetensors
 from fused_optim.sharding.model_files import INDEX
 from fused_optim.tools.reading import open_checkpoint

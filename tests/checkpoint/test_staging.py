@@ -188,7 +188,7 @@ def test_buffers_are_used_again_once_nobody_has_them() -> None:
 def test_memory_is_allocated_before_the_first_save(monkeypatch: pytest.MonkeyPatch) -> None:
     stager, state = PinnedStager(), {"x": torch.ones(5000), "y": [torch.ones(3)]}
     stager.prepare(state).result()
-    monkeypatch.setattr("fused_optim.checkpoint.staging.HostBuffers", None)
+    monkeypatch.setattr("fused_optim.checkpoint.writing.staging.HostBuffers", None)
     assert torch.equal(stager.stage(state).result()["x"], state["x"])
     with pytest.raises(TypeError):  # of another size
         stager.stage({"x": torch.ones(5001)})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from fused_optim.adam import MOMENTS, FusedAdam
-from fused_optim.checkpoint.checksums import write_checksums
-from fused_optim.checkpoint.reading import SINGLE_PROCESS
-from fused_optim.checkpoint.sources import some_of
+from fused_optim.checkpoint.storage.checksums import write_checksums
+from fused_optim.checkpoint.storage.torch_errors import cause, in_one_process
 from fused_optim.sharding.collective import distinct, on_all_ranks, parameter_names, this_rank
 from fused_optim.sharding.dtensor import full_tensor, has_own_chunks, keep_chunks, rewrap_like, rewrap_shaped
 from fused_optim.sharding.replicas import check_replicas
-from fused_optim.validate import check_whole, describe
+from fused_optim.validate import check_whole, describe, some_of
 
 _FILE_SUFFIXES = (".pt", ".pth")
 
@@ -116,11 +114,10 @@ def _export_folder(optimizer: FusedAdam, names: Mapping[Tensor, str], groups: li
             if key != "params"
         }
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", SINGLE_PROCESS)
+        with in_one_process():
             dcp.save({"optimizer": {"state": state, "param_groups": groups, **flat}}, checkpoint_id=path)
     except CheckpointException as error:  # on all ranks; no Exception, so that callers rarely catch it
-        raise RuntimeError(f"exporting to {path}: {next(iter(error.failures.values()))[0]}") from error
+        raise RuntimeError(f"exporting to {path}: {cause(error)}") from error
     write_checksums(path)
 
 

@@ -23,19 +23,19 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from fused_optim.checkpoint.archives import Archives
-from fused_optim.checkpoint.checksums import Range
-from fused_optim.checkpoint.folders import Folder
-from fused_optim.checkpoint.planning import size_of
-from fused_optim.checkpoint.threads import threads
+from fused_optim.checkpoint.storage.checksums import Range
+from fused_optim.checkpoint.storage.folders import Folder
+from fused_optim.checkpoint.storage.threads import threads
+from fused_optim.checkpoint.writing.archives import Archives
+from fused_optim.checkpoint.writing.planner import size_of
 
 _FILE_BYTES = 1 << 24  # that make one more file worth while
 _TOGETHER = 1 << 20  # bytes of small writes that are gathered
 
 
 @dataclass(frozen=True)
-class Part:
-    """Of one rank: its files are ``<prefix>0.distcp`` and so on. ``total``: bytes that all ranks write."""
+class RankFiles:
+    """Of one rank: they are ``<prefix>0.distcp`` and so on. ``total``: bytes that all ranks write."""
 
     prefix: str
     total: int
@@ -58,31 +58,31 @@ class Writer:
     def nbytes(self) -> int:
         return sum(length for _, _, length in self.checksums)
 
-    def write(self, plan: SavePlan, planner: SavePlanner, part: Part) -> list[WriteResult]:
+    def write(self, plan: SavePlan, planner: SavePlanner, files: RankFiles) -> list[WriteResult]:
         """What is planned for this rank. Where each item is then, in the same order for the same plan."""
         needed, free = sum(map(size_of, plan.items)), self._folder.free()
         if free is not None and needed > free:
-            raise self._no_room(part, needed)
-        files = _shares(plan.items, min(threads(), 1 + needed // _FILE_BYTES))
+            raise self._no_room(files, needed)
+        shares = _shares(plan.items, min(threads(), 1 + needed // _FILE_BYTES))
         self._folder.create()
         stop = threading.Event()
 
         def write(number: int) -> list[WriteResult]:
             try:
-                return self._write_file(f"{part.prefix}{number}.distcp", files[number], planner, stop)
+                return self._write_file(f"{files.prefix}{number}.distcp", shares[number], planner, stop)
             except OSError as error:
                 stop.set()
                 full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-                raise self._no_room(part, needed) if full else error from error
+                raise self._no_room(files, needed) if full else error from error
             except BaseException:
                 stop.set()
                 raise
 
-        with ThreadPoolExecutor(len(files)) as pool:
-            return [result for written in pool.map(write, range(len(files))) for result in written]
+        with ThreadPoolExecutor(len(shares)) as pool:
+            return [result for written in pool.map(write, range(len(shares))) for result in written]
 
-    def _no_room(self, part: Part, needed: int) -> OSError:
-        takes = f"the checkpoint takes about {part.total} bytes, of which this rank writes {needed}"
+    def _no_room(self, files: RankFiles, needed: int) -> OSError:
+        takes = f"the checkpoint takes about {files.total} bytes, of which this rank writes {needed}"
         return OSError(errno.ENOSPC, f"no room in {self._folder}: {takes}; {self._folder.free()} are free")
 
     def _write_file(

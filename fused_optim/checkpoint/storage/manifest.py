@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
 from typing import Any
 
-from fused_optim.checkpoint import checksums
-from fused_optim.checkpoint.folders import Folder
-from fused_optim.checkpoint.untrusted import load_json
+from fused_optim.checkpoint.storage import checksums
+from fused_optim.checkpoint.storage.folders import Folder
+from fused_optim.checkpoint.storage.untrusted import load_json
 
 FILE = "fused_optim_checkpoint.json"
-MARK = "fused_optim_unfinished"  # is there as long as a checkpoint of an object store has no manifest
+UNFINISHED = "fused_optim_unfinished"  # a file that is there as long as a checkpoint of an object store has no manifest
 VERSION = 1
 
 
@@ -43,7 +43,7 @@ def write(folder: Folder, manifest: Manifest) -> None:
 
 def list_files(folder: Folder) -> dict[str, int]:
     """The sizes of the files that are there."""
-    sizes = {name: folder.size(name) for name in folder.names() if name not in (FILE, MARK)}
+    sizes = {name: folder.size(name) for name in folder.names() if name not in (FILE, UNFINISHED)}
     return {name: size for name, size in sorted(sizes.items()) if size is not None}
 
 

@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from fused_optim.checkpoint.folders import Folder
-from fused_optim.checkpoint.pickles import Given, UnknownName, read_pickle, stand_in
+from fused_optim.checkpoint.storage.folders import Folder
+from fused_optim.checkpoint.storage.pickles import Given, UnknownName, read_pickle, stand_in
 
 FILE = ".metadata"
 
@@ -101,8 +101,8 @@ def check_files(folder: Folder, described: Metadata, keys: Container[str] | None
             raise ValueError(f"{index.fqn}: its file {folder}/{name} is truncated: {expected}")
 
 
-def part_sizes(described: Metadata) -> dict[tuple[str, tuple[int, ...]], torch.Size]:
-    """The sizes of the tensors' parts, by key and offsets: none for a tensor of no dims."""
+def chunk_sizes(described: Metadata) -> dict[tuple[str, tuple[int, ...]], torch.Size]:
+    """The sizes of the tensors' chunks, by key and offsets: none for a tensor of no dims."""
     return {
         (key, tuple(chunk.offsets)): chunk.sizes
         for key, entry in described.state_dict_metadata.items()
@@ -138,13 +138,13 @@ def _metadata(given: Any) -> Metadata:
     found = Metadata(entries, _planner_data(fields.get("planner_data")), _storage_data(fields, entries))
     found.storage_meta = _storage_meta(fields.get("storage_meta"))
     found.version = version
-    _check_parts(found)
+    _check_chunks(found)
     return found
 
 
-def _check_parts(found: Metadata) -> None:
+def _check_chunks(found: Metadata) -> None:
     """So that nobody reserves memory that the files cannot fill."""
-    sizes = part_sizes(found)
+    sizes = chunk_sizes(found)
     for index, info in found.storage_data.items():
         is_compressed = bool(getattr(info, "transform_descriptors", None))
         if is_compressed or isinstance(found.state_dict_metadata[index.fqn], BytesStorageMetadata):

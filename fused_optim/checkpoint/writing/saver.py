@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from fused_optim.checkpoint.archives import Archives
-from fused_optim.checkpoint.checksums import Range
-from fused_optim.checkpoint.folders import Folder
-from fused_optim.checkpoint.metadata import FILE
-from fused_optim.checkpoint.planning import Planner, layout_of, size_of
-from fused_optim.checkpoint.writing import Part, Writer
+from fused_optim.checkpoint.storage.checksums import Range
+from fused_optim.checkpoint.storage.folders import Folder
+from fused_optim.checkpoint.storage.metadata import FILE
+from fused_optim.checkpoint.writing.archives import Archives
+from fused_optim.checkpoint.writing.planner import Planner, layout_of, size_of
+from fused_optim.checkpoint.writing.writer import RankFiles, Writer
 from fused_optim.sharding.collective import (
     distinct,
     gather_at_first,
@@ -44,7 +44,7 @@ class _Agreed:
 
     layout: dict[str, Any] | None
     plan: SavePlan  # of this rank
-    part: Part
+    files: RankFiles
     metadata: bytes  # of all ranks, with the places of their items; on the first rank
     results: list[WriteResult] = field(default_factory=list)  # of the last save, of this rank
 
@@ -70,7 +70,7 @@ class Saver:
         if agreed is None or on_any(layout is None or layout != agreed.layout, self._group):
             agreed = self._agree(planner, layout, doing)
         with on_all_ranks(doing, group=self._group):
-            results = writer.write(planner.finish_plan(agreed.plan), planner, agreed.part)
+            results = writer.write(planner.finish_plan(agreed.plan), planner, agreed.files)
         moved = self._moved(agreed, results)
         with on_all_ranks(doing, group=self._group):
             if this_rank() == 0:
@@ -85,15 +85,15 @@ class Saver:
         with on_all_ranks(doing, group=self._group):
             own = planner.create_local_plan()
         plans = gather_at_first(own, self._group)
-        parts: list[tuple[SavePlan, Part]] = []
+        shares: list[tuple[SavePlan, RankFiles]] = []
         described = b""
         with on_all_ranks(doing, group=self._group):
             if this_rank() == 0:
                 plans, metadata = planner.create_global_plan(plans)
                 total = sum(size_of(item) for plan in plans for item in plan.items)
-                parts = [(plan, Part(f"__{rank}_", total)) for rank, plan in enumerate(plans)]
+                shares = [(plan, RankFiles(f"__{rank}_", total)) for rank, plan in enumerate(plans)]
                 described = pickle.dumps(metadata)
-        return _Agreed(layout, *scatter_from_first(parts, self._group), described)
+        return _Agreed(layout, *scatter_from_first(shares, self._group), described)
 
     def _moved(self, agreed: _Agreed, results: list[WriteResult]) -> list[list[WriteResult]]:
         """What differs from the last save, by rank, on the first rank: numbers take more bytes as they grow."""

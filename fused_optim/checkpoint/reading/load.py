@@ -16,9 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from fused_optim.adam import FusedAdam
-from fused_optim.checkpoint.checksums import verify_items
-from fused_optim.checkpoint.folders import Folder, PathLike, folder_at
-from fused_optim.checkpoint.sources import (
+from fused_optim.checkpoint.reading.sources import (
     Source,
     Stored,
     buffer_for,
@@ -27,8 +25,9 @@ from fused_optim.checkpoint.sources import (
     optimizer_keys,
     read_contents,
     read_steps,
-    some_of,
 )
+from fused_optim.checkpoint.storage.checksums import verify_items
+from fused_optim.checkpoint.storage.folders import Folder, PathLike, folder_at
 from fused_optim.decorators import callers_level
 from fused_optim.host_memory import locked
 from fused_optim.layout import MASTER
@@ -36,7 +35,7 @@ from fused_optim.sharding.collective import distinct, on_all_ranks, parameter_na
 from fused_optim.sharding.dtensor import has_own_chunks, local_tensor
 from fused_optim.state.groups import whole
 from fused_optim.state.remainders import check_remainder, is_remainder, unpack_remainder
-from fused_optim.validate import check_saved_group, check_whole, describe
+from fused_optim.validate import check_saved_group, check_whole, describe, some_of
 
 _REQUIRED_SETTINGS = ("lr", "betas", "eps", "weight_decay")
 _NOT_SETTINGS = ("params", "param_names", "step")

@@ -21,11 +21,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from fused_optim.checkpoint.checksums import check_finished
-from fused_optim.checkpoint.folders import Folder, LocalFolder, PathLike, folder_at
-from fused_optim.checkpoint.metadata import check_files, read_metadata
-from fused_optim.checkpoint.reading import load
-from fused_optim.checkpoint.untrusted import Refused, load_object
+from fused_optim.checkpoint.reading.reader import load
+from fused_optim.checkpoint.storage.checksums import check_finished
+from fused_optim.checkpoint.storage.folders import Folder, LocalFolder, PathLike, folder_at
+from fused_optim.checkpoint.storage.metadata import check_files, read_metadata
+from fused_optim.checkpoint.storage.torch_errors import cause
+from fused_optim.checkpoint.storage.untrusted import Refused, load_object
 from fused_optim.host_memory import room
 from fused_optim.sharding.collective import unwrapped_name
 from fused_optim.sharding.dtensor import has_own_chunks, keep_chunks, local_tensor, placed_part_of, rewrap_shaped
@@ -89,10 +90,10 @@ class _Folder:
                 try:
                     self._load({key: buffer})
                 except (Exception, CheckpointException) as error:
-                    if isinstance(_cause(error), Refused):
-                        raise _cause(error) from None
+                    if isinstance(cause(error), Refused):
+                        raise cause(error) from None
                     raise ValueError(f"{key} in {self.path} cannot be read; its file is damaged") from error
-            raise _cause(failure) from None
+            raise cause(failure) from None
 
     def _load(self, wanted: Mapping[str, Tensor | None]) -> dict[str, Any]:
         values = dict(wanted)
@@ -134,12 +135,6 @@ class _File:
             if buffer is not None:
                 _copy_part(buffer, self.values[key])
         return {key: self.values[key] if buffer is None else buffer for key, buffer in wanted.items()}
-
-
-def _cause(error: BaseException) -> BaseException:
-    """What went wrong, without torch's wrapping."""
-    failures = getattr(error, "failures", {})
-    return next((cause for cause, _ in failures.values()), error)
 
 
 def _copy_part(buffer: Tensor, full: Tensor) -> None:
@@ -265,8 +260,3 @@ def optimizer_keys(source: Source, names: Iterable[str]) -> set[str]:
     """All that is read of the source."""
     prefix = _find_prefix(source, set(names))
     return {key for key in source.entries if key.startswith((f"{prefix}state.", f"{prefix}param_groups."))}
-
-
-def some_of(items: list[str]) -> str:
-    shown = "; ".join(items[:5])
-    return shown if len(items) <= 5 else f"{shown}; and {len(items) - 5} more"

@@ -10,9 +10,9 @@ import logging
 import re
 from collections.abc import Iterator
 
-from fused_optim.checkpoint import manifest
-from fused_optim.checkpoint.folders import Folder
-from fused_optim.checkpoint.manifest import Manifest
+from fused_optim.checkpoint.storage import manifest
+from fused_optim.checkpoint.storage.folders import Folder
+from fused_optim.checkpoint.storage.manifest import Manifest
 
 logger = logging.getLogger("fused_optim")
 
@@ -20,20 +20,20 @@ _VISIBLE = re.compile(r"step-(\d{8,})")
 _UNFINISHED, _DELETED = ".unfinished-", ".deleted-"
 
 
-class Shelf:
+class CheckpointDirectory:
     """Only one rank changes it; all of them read. ``keep``: how many of the newest stay, None for all."""
 
     def __init__(self, folder: Folder, keep: int | None) -> None:
         self.folder = folder
         self._keep = keep
 
-    def place(self, step: int) -> Folder:
+    def folder_of(self, step: int) -> Folder:
         """Where the checkpoint of a step is."""
         return self.folder.child(_name(step))
 
     def draft(self, step: int) -> Folder:
         """Where it is written."""
-        return self.folder.child(_UNFINISHED + _name(step)) if self.folder.is_local else self.place(step)
+        return self.folder.child(_UNFINISHED + _name(step)) if self.folder.is_local else self.folder_of(step)
 
     def begin(self, step: int) -> None:
         """Make room for a draft: of one that was not finished, nothing stays."""
@@ -42,7 +42,7 @@ class Shelf:
         self._remove(draft.name)
         draft.create()
         if not self.folder.is_local:
-            draft.write(manifest.MARK, b"")
+            draft.write(manifest.UNFINISHED, b"")
 
     def finish(self, step: int, found: Manifest) -> None:
         """Make a draft, whose other files are written and synced, the newest checkpoint; drop the oldest."""
@@ -52,7 +52,7 @@ class Shelf:
         if self.folder.is_local:
             self._publish(draft.name)
         else:
-            draft.remove(manifest.MARK)
+            draft.remove(manifest.UNFINISHED)
         self._prune()
 
     def _publish(self, name: str) -> None:
@@ -69,7 +69,7 @@ class Shelf:
         """Remove a draft that could not be finished."""
         self._remove(self.draft(step).name)
 
-    def tidy(self) -> None:
+    def recover(self) -> None:
         """Finish what an interrupted run left behind: drafts that are whole are published, others removed."""
         for name in self.folder.names():
             if name.startswith(_DELETED):
@@ -117,14 +117,14 @@ class Shelf:
         else:
             place = self.folder.child(name)
             if place.size(manifest.FILE) is not None:
-                place.write(manifest.MARK, b"")
+                place.write(manifest.UNFINISHED, b"")
                 place.remove(manifest.FILE)
             self.folder.remove(name)
 
 
 def _is_unfinished(place: Folder) -> bool:
     """Whether it is visible only because an object store cannot hide it."""
-    return not place.is_local and place.size(manifest.FILE) is None and place.size(manifest.MARK) is not None
+    return not place.is_local and place.size(manifest.FILE) is None and place.size(manifest.UNFINISHED) is not None
 
 
 def _name(step: int) -> str:

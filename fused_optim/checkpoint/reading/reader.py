@@ -11,7 +11,6 @@ import io
 import math
 import os
 import threading
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,13 +27,13 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from fused_optim.checkpoint.folders import Folder
-from fused_optim.checkpoint.metadata import check_files, read_metadata
-from fused_optim.checkpoint.pickles import Outside, read_pickle, stand_in
-from fused_optim.checkpoint.threads import threads_to_read
-from fused_optim.checkpoint.untrusted import load_object
+from fused_optim.checkpoint.storage.folders import Folder
+from fused_optim.checkpoint.storage.metadata import check_files, read_metadata
+from fused_optim.checkpoint.storage.pickles import Outside, read_pickle, stand_in
+from fused_optim.checkpoint.storage.threads import threads_to_read
+from fused_optim.checkpoint.storage.torch_errors import in_one_process
+from fused_optim.checkpoint.storage.untrusted import load_object
 
-SINGLE_PROCESS = "torch.distributed is disabled"  # a warning of torch.distributed.checkpoint
 _PIECE = 1 << 24  # bytes that one thread reads at a time
 _HEAD = 4096  # bytes of a stored tensor in which its description is
 
@@ -46,8 +45,7 @@ def load(state_dict: dict[str, Any], folder: Folder, metadata: Metadata | None =
     """
     metadata = read_metadata(folder) if metadata is None else metadata
     check_files(folder, metadata, flatten_state_dict(state_dict)[0].keys())
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", SINGLE_PROCESS)
+    with in_one_process():
         dcp.load(state_dict, storage_reader=Reader(folder, metadata), planner=Planner(), no_dist=True)
 
 

@@ -14,11 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from fused_optim.checkpoint import metadata
-from fused_optim.checkpoint.folders import Folder, PathLike, folder_at
-from fused_optim.checkpoint.metadata import read_metadata
-from fused_optim.checkpoint.threads import threads_to_read
-from fused_optim.checkpoint.untrusted import load_json
+from fused_optim.checkpoint.storage import metadata
+from fused_optim.checkpoint.storage.folders import Folder, PathLike, folder_at
+from fused_optim.checkpoint.storage.metadata import read_metadata
+from fused_optim.checkpoint.storage.threads import threads_to_read
+from fused_optim.checkpoint.storage.untrusted import load_json
 from fused_optim.sharding.collective import gather, gather_at_first, on_all_ranks, on_any, this_rank, world_size
 
 FILE = "fused_optim_checksums.json"

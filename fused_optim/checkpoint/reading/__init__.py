@@ -1,0 +1,1 @@
+"""Checkpoints as they are read: ours and other optimizers', of any kind of file."""

@@ -1,0 +1,1 @@
+"""Checkpoints as they are written: saves during training, exports for others."""
