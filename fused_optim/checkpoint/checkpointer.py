@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import signal
 import sys
 import time
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -25,12 +27,14 @@ from torch.optim import Optimizer
 
 from fused_optim.adam import MOMENTS, FusedAdam
 from fused_optim.checkpoint import extras
+from fused_optim.checkpoint.background import Background, outcome
 from fused_optim.checkpoint.collect import Collector
 from fused_optim.checkpoint.extras import Stateful, check_extra
 from fused_optim.checkpoint.reading.load import load_from
 from fused_optim.checkpoint.reading.reader import load
 from fused_optim.checkpoint.storage import checksums, manifest
-from fused_optim.checkpoint.storage.directory import CheckpointDirectory
+from fused_optim.checkpoint.storage.damage import Damaged, is_damage
+from fused_optim.checkpoint.storage.directory import CheckpointDirectory, Found
 from fused_optim.checkpoint.storage.folders import Folder, PathLike, folder_at
 from fused_optim.checkpoint.storage.manifest import Manifest
 from fused_optim.checkpoint.storage.metadata import read_metadata
@@ -38,13 +42,15 @@ from fused_optim.checkpoint.storage.torch_errors import SINGLE_PROCESS
 from fused_optim.checkpoint.termination import EXIT_STATUS, Termination
 from fused_optim.checkpoint.writing.saver import Saver
 from fused_optim.checkpoint.writing.staging import PinnedStager
+from fused_optim.checkpoint.writing.writer import Written
 from fused_optim.options import CheckpointFormat
-from fused_optim.sharding.collective import gather, on_all_ranks, this_rank, world_size
+from fused_optim.sharding.collective import RaisedElsewhere, gather, on_all_ranks, on_any, this_rank, world_size
 from fused_optim.sharding.dtensor import has_own_chunks
 
 logger = logging.getLogger("fused_optim")
 
 _UNDER_WAY = 2  # saves: one is written, another one copied
+_writers: weakref.WeakValueDictionary[str, Checkpointer] = weakref.WeakValueDictionary()  # by folder, of this process
 
 
 class Checkpointer:
@@ -74,11 +80,16 @@ class Checkpointer:
         format: the form of a FusedAdam's states, "native" or "unscaled"; see ``docs/checkpoints.md``. Either loads.
         progress: the first rank prints a line for each checkpoint, to stderr.
         sigterm: SIGTERM, by which clusters announce that they take the machine away, lets the next :meth:`save` on all
-            ranks save, wait for it and raise SystemExit(143). So call it after every step. Signals are Python's main
-            thread's: in another one this does nothing.
+            ranks save, wait for it and raise SystemExit(143). So call it after every step. Of several Checkpointers
+            that save, the last one raises. Repeats of the signal are ignored for two minutes; then it ends the process.
+            Signals are Python's main thread's: in another one this does nothing.
+        readonly: only load; nothing in ``folder`` is changed, and SIGTERM is left alone.
 
     What writing raises is raised by the next call of any method, as a RuntimeError on every rank; the checkpoints that
-    are there stay. All methods are collectives: all ranks call them.
+    are there stay, and the step can be saved again. A process that ends waits for its saves; where one has failed, and
+    nobody was told, it ends with an error and status 1. All methods are collectives: all ranks call them.
+
+    Nothing in ``folder`` is changed before the first save, which removes what interrupted runs have left there.
     """
 
     def __init__(
@@ -93,10 +104,11 @@ class Checkpointer:
         format: CheckpointFormat = "native",
         progress: bool = False,
         sigterm: bool = True,
+        readonly: bool = False,
     ) -> None:
-        for name, number in (("keep", keep), ("every", every)):
-            if number is not None and number < 1:
-                raise ValueError(f"{name}: expected a number of at least 1 or None, got {number}")
+        keep, every = (
+            None if n is None else _whole_number(name, n, 1) for name, n in (("keep", keep), ("every", every))
+        )
         if format not in ("native", "unscaled"):
             raise ValueError(f"format: expected 'native' or 'unscaled', got {format!r}")
         self._model, self._optimizer, self._form = model, optimizer, format
@@ -109,17 +121,16 @@ class Checkpointer:
         # Of their own: the thread that writes makes collectives while this one and training make others.
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._signals = dist.new_group(backend="gloo") if world_size() > 1 else None
-        self._termination = Termination() if sigterm else None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="Checkpointer")
-        self._saves: deque[Future[str | None]] = deque()
-        self._last: int | None = None
-        self._ended = False
+        self._termination = Termination() if sigterm and not readonly else None
+        self._background = Background("Checkpointer")
+        self._saves: deque[tuple[int, Future[str | None]]] = deque()
+        self._last: int | None = None  # the step that was saved last, is being saved, or was loaded
+        self._readonly, self._is_tidy, self._is_closed = readonly, False, False
         self._saver = Saver(self._group)
+        if self._termination is not None:
+            weakref.finalize(self, self._termination.close).atexit = False
         if self._group is None:
             warnings.filterwarnings("ignore", SINGLE_PROCESS)
-        with on_all_ranks(f"opening {self._directory.folder}", group=self._group):
-            if this_rank() == 0:
-                self._directory.recover()
 
     def _check_form(self) -> None:
         if isinstance(self._optimizer, FusedAdam):
@@ -140,33 +151,56 @@ class Checkpointer:
         """Start to save what there is after ``step`` steps, unless ``every`` says otherwise; ``force``: even then.
 
         Returns at once; if two saves are under way, when the first of them is done. A step that was just saved, or
-        loaded, is not saved again. Raises RuntimeError where an earlier save has failed, and SystemExit after a last
-        save where SIGTERM came.
+        loaded, is not saved again. Raises RuntimeError where an earlier save has failed, once this one was started, and
+        SystemExit after a last save where SIGTERM came. TypeError or ValueError for what is no step, and ValueError
+        where another Checkpointer of this process saves in the same folder.
         """
+        step = _whole_number("step", step, 0)
+        self._claim()
         due = force or self._every is None or step % self._every == 0
         if not due and self._termination is None:
             return
-        ending = self._agree()
+        ending, failures = self._agree()
         if (due or ending) and step != self._last:
             while len(self._saves) >= _UNDER_WAY:
-                self._finish_oldest()
+                failures += self._finish_oldest()
             self._start(step)
         if ending:
-            self._ended = True
-            self.close()
-            raise SystemExit(EXIT_STATUS)
+            self._end(failures)
+        elif failures:
+            raise RuntimeError("; ".join(failures))
 
-    def _agree(self) -> bool:
-        """Whether some rank is to end. Takes leave of saves that have ended on all ranks, and raises if one failed."""
-        asked = self._termination is not None and self._termination.asked
-        ended = sum(1 for save in self._saves if save.done())
+    def _claim(self) -> None:
+        if self._readonly:
+            raise ValueError(f"{self._directory.folder} was opened with readonly=True: nothing is saved there")
+        if self._is_closed:
+            raise ValueError(f"the Checkpointer of {self._directory.folder} was closed: nothing is saved any more")
+        writer = _writers.setdefault(str(self._directory.folder), self)
+        if writer is not self:
+            raise ValueError(f"another Checkpointer saves in {self._directory.folder}: give each a folder of its own")
+
+    def _agree(self) -> tuple[bool, list[str]]:
+        """Whether some rank is to end. Takes leave of saves that have ended on all ranks: what has failed of them."""
+        asked, ended = False, sum(1 for _, save in self._saves if save.done())
+        if self._termination is not None:
+            self._termination.is_used = True
+            asked = self._termination.asked and not self._termination.has_ended
         if self._signals is not None:
             flags = torch.tensor([int(asked), -ended], dtype=torch.int32)
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._signals)
             asked, ended = bool(flags[0]), -int(flags[1])
-        for _ in range(ended):
-            self._finish_oldest()
-        return asked
+        if asked and self._termination is not None:
+            self._termination.note()
+        return asked, [failure for _ in range(ended) for failure in self._finish_oldest()]
+
+    def _end(self, earlier: list[str]) -> None:
+        """The last save is under way. Raises SystemExit once no other Checkpointer is to make its own."""
+        for failure in earlier:
+            logger.error("%s", failure)
+        self.wait()
+        assert self._termination is not None
+        if self._termination.end():
+            raise SystemExit(EXIT_STATUS)
 
     def _start(self, step: int) -> None:
         started = time.perf_counter()
@@ -176,7 +210,7 @@ class Checkpointer:
         except Exception as error:  # the other ranks have to know
             staged.set_exception(error)
         self._last = step
-        self._saves.append(self._thread.submit(self._save, step, staged, started))
+        self._saves.append((step, self._background.submit(lambda: self._save(step, staged, started))))
 
     def _collect(self) -> dict[str, Any]:
         return {
@@ -187,13 +221,21 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Until all saves are on the disk. Raises RuntimeError if one has failed."""
+        failures = []
         while self._saves:
-            self._finish_oldest()
+            failures += self._finish_oldest()
+        if failures:
+            raise RuntimeError("; ".join(failures))
 
-    def _finish_oldest(self) -> None:
-        failure = self._saves.popleft().result()
-        if failure is not None:
-            raise RuntimeError(failure)
+    def _finish_oldest(self) -> list[str]:
+        """Wait for it. What went wrong, after which its step can be saved again."""
+        step, save = self._saves.popleft()
+        failure = outcome(save)
+        if failure is None:
+            return []
+        if self._last == step:
+            self._last = None
+        return [failure]
 
     # --- in the thread that writes, on all ranks ------------------------------------------------------------------
 
@@ -203,11 +245,7 @@ class Checkpointer:
         try:
             nbytes = self._write(step, staged, doing)
         except (Exception, CheckpointException) as error:
-            if this_rank() == 0:
-                with suppress(OSError):
-                    self._directory.discard(step)
-            cause = str(error).removeprefix(f"{doing}: ")
-            failure = f"{doing} failed: {cause}"
+            failure = f"{doing} failed: {str(error).removeprefix(f'{doing}: ')}"
             logger.error("%s", failure, exc_info=True)
             return failure
         if self._progress and this_rank() == 0:
@@ -220,35 +258,57 @@ class Checkpointer:
         return None
 
     def _write(self, step: int, staged: Future[dict[str, Any]], doing: str) -> int:
+        attempt = self._begin(step, doing)
+        try:
+            written = self._write_draft(step, attempt, staged, doing)
+        except (Exception, CheckpointException):
+            if this_rank() == 0:
+                with suppress(OSError):
+                    self._directory.discard(step, attempt)
+            raise
+        return sum(size for each in written for size in each.sizes.values())
+
+    def _begin(self, step: int, doing: str) -> str:
+        """The attempt's name, the same on all ranks."""
+        attempt = ""
+        with on_all_ranks(doing, group=self._group):
+            if this_rank() == 0:
+                if not self._is_tidy:
+                    self._directory.tidy()
+                    self._is_tidy = True
+                attempt = self._directory.begin(step)
+        return gather(attempt, group=self._group)[0]
+
+    def _write_draft(self, step: int, attempt: str, staged: Future[dict[str, Any]], doing: str) -> list[Written]:
         group = self._group
         with on_all_ranks(doing, group=group):
             state = staged.result()
             packed = {name: extras.pack(name, each) for name, each in state.pop("extra").items()}
-            if this_rank() == 0:
-                self._directory.begin(step)
         owners = extras.owners_of(gather({name: each.digest for name, each in packed.items()}, group=group))
         state.update(extras.own_entries(packed, owners, this_rank()))
-        sums = self._saver.save(state, self._directory.draft(step), doing)
+        written = self._saver.save(state, self._directory.draft(step, attempt), doing)
         with on_all_ranks(doing, group=group):
             if this_rank() == 0:
-                self._publish(step, {range_: crc for each in sums for range_, crc in each.items()}, owners)
-        return sum(length for each in sums for _, _, length in each)
+                self._publish(step, attempt, written, owners)
+        return written
 
-    def _publish(self, step: int, sums: dict[checksums.Range, str], owners: dict[str, list[int]]) -> None:
-        draft = self._directory.draft(step)
-        checksums.write_file(draft, sums)
+    def _publish(self, step: int, attempt: str, written: list[Written], owners: dict[str, list[int]]) -> None:
+        draft = self._directory.draft(step, attempt)
+        sizes = {name: size for each in written for name, size in each.sizes.items()}
+        sums = {range_: crc for each in written for range_, crc in each.checksums.items()}
+        sizes |= checksums.write_file(draft, sums)
         found = Manifest(
             step=step,
             number=self._directory.next_number(),
             world_size=world_size(),
             form=self._form if isinstance(self._optimizer, FusedAdam) else None,
             formats=self._formats(),
-            files=manifest.list_files(draft),
+            files=dict(sorted(sizes.items())),
             checksums=manifest.crc_of_checksums(draft),
             extra=owners,
             versions={"torch": torch.__version__},
         )
-        self._directory.finish(step, found)
+        self._directory.finish(step, attempt, found)
 
     def _formats(self) -> dict[str, list[str]]:
         groups = self._optimizer.param_groups
@@ -258,33 +318,54 @@ class Checkpointer:
     # --- loading ------------------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """The steps of the checkpoints that are there, the newest first."""
-        return [found.step for found in self._list()]
-
-    def _list(self) -> list[Manifest]:
+        """The steps of the checkpoints that are there and whole, as far as file sizes tell, the newest first."""
         with on_all_ranks(f"opening {self._directory.folder}", group=self._group):
-            found = list(self._directory.newest_first()) if this_rank() == 0 else []
+            steps = []
+            for found in self._directory.newest_first() if this_rank() == 0 else []:
+                try:
+                    self._check(found)
+                    steps.append(found.step)
+                except (OSError, ValueError) as error:
+                    if not is_damage(error):
+                        raise
+        return gather(steps, group=self._group)[0]
+
+    def path(self, step: int) -> str:
+        """Where the checkpoint of a step is, for ``load_optimizer_checkpoint`` and other readers.
+
+        Raises FileNotFoundError if there is none.
+        """
+        return str(self._directory.folder_of(self._find(step)))
+
+    def _list(self) -> list[Found]:
+        with on_all_ranks(f"opening {self._directory.folder}", group=self._group):
+            found = self._directory.newest_first() if this_rank() == 0 else []
         return gather(found, group=self._group)[0]
 
-    def load_latest(self, *, without: Collection[str] = (), verify: bool = True) -> int | None:
-        """Load the newest checkpoint that is whole, and return its step; None if there is none.
+    def _find(self, step: int) -> Found:
+        found = next((each for each in self._list() if each.step == step), None)
+        if found is None:
+            raise FileNotFoundError(f"{self._directory.folder} has no whole checkpoint of step {step}")
+        return found
 
-        One of which a byte has changed is passed over with a warning. Raises ValueError if that leaves none, and
-        whatever :meth:`load` does.
+    def load_latest(self, *, without: Collection[str] = (), verify: bool = True) -> int | None:
+        """Load the newest checkpoint that is whole, and return its step; None if there is none at all.
+
+        One that is torn, or of which a byte has changed, is passed over with a warning. Folders of ``dcp.save`` and
+        ``convert`` that are named as checkpoints are loaded, too; they have no extras. Raises ValueError if none is
+        whole, and for one of a newer version; OSError for what cannot be opened; and whatever :meth:`load` does.
         """
         self.wait()
-        listed, errors = self._list(), []
+        listed, problems = self._list(), []
         for found in listed:
-            try:
-                self._verify(found, verify)
-            except (OSError, RuntimeError, ValueError) as error:
-                logger.warning("checkpoint passed over: %s", error)
-                errors.append(error)
-            else:
+            problem = self._problem(found, verify)
+            if problem is None:
                 return self._load(found, without)
+            logger.warning("checkpoint passed over: %s", problem)
+            problems.append(problem)
         if listed:
             none = f"{self._directory.folder} has {len(listed)} checkpoints, of which none is whole"
-            raise ValueError(f"{none}; the newest: {errors[0]}")
+            raise ValueError(f"{none}; the newest: {problems[0]}")
         return None
 
     def load(self, step: int, *, without: Collection[str] = (), verify: bool = True) -> int:
@@ -295,18 +376,45 @@ class Checkpointer:
         no such checkpoint, ValueError if it is damaged or of another model.
         """
         self.wait()
-        found = next((each for each in self._list() if each.step == step), None)
-        if found is None:
-            raise FileNotFoundError(f"{self._directory.folder} has no whole checkpoint of step {step}")
-        self._verify(found, verify)
+        found = self._find(step)
+        with on_all_ranks(f"opening {self._directory.folder_of(found)}", group=self._group):
+            self._check(found)
+        if verify:
+            self._verify(found)
         return self._load(found, without)
 
-    def _verify(self, found: Manifest, verify: bool) -> None:
-        if verify:
-            checksums.verify_items(self._directory.folder_of(found.step), None, required=True)
+    def _problem(self, found: Found, verify: bool) -> str | None:
+        """Why a checkpoint is passed over, the same on all ranks. Raises what says nothing of the checkpoint itself."""
+        folder, problem = self._directory.folder_of(found), found.problem
+        with on_all_ranks(f"opening {folder}", group=self._group):
+            try:
+                if problem is None:
+                    self._check(found)
+                    read_metadata(folder)
+            except (OSError, ValueError) as error:
+                if not is_damage(error):
+                    raise
+                problem = f"{folder}: {error}"
+        if verify and not on_any(problem is not None, self._group):
+            try:
+                self._verify(found)
+            except (OSError, ValueError, RaisedElsewhere) as error:
+                problem = str(error)
+                if on_any(not is_damage(error) and not isinstance(error, RaisedElsewhere), self._group):
+                    raise
+        return next((each for each in gather(problem, group=self._group) if each is not None), None)
 
-    def _load(self, found: Manifest, without: Collection[str]) -> int:
-        folder = self._directory.folder_of(found.step)
+    def _check(self, found: Found) -> None:
+        if found.problem is not None:
+            raise Damaged(found.problem)
+        self._directory.check_whole(found)
+
+    def _verify(self, found: Found) -> None:
+        """What others wrote has checksums if they saw to it."""
+        checksums.verify_items(self._directory.folder_of(found), None, required=found.manifest is not None)
+
+    def _load(self, found: Found, without: Collection[str]) -> int:
+        folder = self._directory.folder_of(found)
         doing = f"loading {folder}"
         with on_all_ranks(doing, group=self._group):
             metadata = read_metadata(folder)
@@ -332,24 +440,37 @@ class Checkpointer:
         load(state, folder, metadata)
         set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"], options=self._states.options)
 
-    def _read_extra(self, name: str, found: Manifest, folder: Folder, metadata: Metadata) -> dict[str, Any]:
-        if name not in found.extra:
+    def _read_extra(self, name: str, found: Found, folder: Folder, metadata: Metadata) -> dict[str, Any]:
+        owners = {} if found.manifest is None else found.manifest.extra
+        if name not in owners:
             raise ValueError(f"{folder} has no extra {name!r}: load without it: load(step, without=[{name!r}])")
-        owner = extras.owner_for(name, found.extra[name], this_rank(), world_size())
+        owner = extras.owner_for(name, owners[name], this_rank(), world_size())
         return extras.read(name, owner, self._extra[name], folder, metadata)
 
     # --- the end ------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Wait for all saves, and let SIGTERM do what it did before; one that came after the last save does so now."""
+        """Wait for all saves, and let SIGTERM do what it did before; one that came after the last save does so now.
+
+        Raises RuntimeError if a save has failed.
+        """
         try:
             self.wait()
         finally:
-            self._thread.shutdown(wait=False)
-            if self._termination is not None:
-                self._termination.restore()
-        if self._termination is not None and self._termination.asked and not self._ended:
-            self._ended = True
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Whatever the process has for this Checkpointer."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if _writers.get(str(self._directory.folder)) is self:
+            del _writers[str(self._directory.folder)]
+        for group in (self._group, self._signals):
+            if group is not None and dist.is_initialized():
+                dist.destroy_process_group(group)
+        self._group = self._signals = None
+        if self._termination is not None and self._termination.close():
             os.kill(os.getpid(), signal.SIGTERM)
 
     def __enter__(self) -> Checkpointer:
@@ -365,5 +486,19 @@ class Checkpointer:
             self.wait()
         except RuntimeError as failure:
             logger.error("%s", failure)
-        if self._termination is not None:
-            self._termination.restore()
+        if not isinstance(error, SystemExit) and self._termination is not None and self._termination.asked:
+            logger.error("SIGTERM ends this process after", exc_info=error)
+        self._let_go()
+
+
+def _whole_number(name: str, given: Any, least: int) -> int:
+    """Integers of any library; no truth values. Raises TypeError or ValueError."""
+    try:
+        number = operator.index(given)
+    except TypeError:
+        raise TypeError(f"{name}: expected a whole number, got {type(given).__name__}") from None
+    if isinstance(given, bool) or str(getattr(given, "dtype", "")).endswith("bool"):
+        raise TypeError(f"{name}: expected a whole number, got a truth value")
+    if number < least:
+        raise ValueError(f"{name}: expected a whole number of at least {least}, got {number}")
+    return number

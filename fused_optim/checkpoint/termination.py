@@ -5,33 +5,93 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any
 
 EXIT_STATUS = 128 + signal.SIGTERM  # of a process that the signal has ended
+PATIENCE = 120.0  # seconds after the first signal in which others are repeats: schedulers and launchers both send it
+
+
+class _Handler:
+    """The process's handler of SIGTERM, installed as long as somebody listens."""
+
+    def __init__(self) -> None:
+        self.listeners: list[Termination] = []
+        self.asked: float | None = None  # when
+        self.is_over = False  # the last saves are made, and the process ends
+        self._previous: Any = None
+
+    def add(self, listener: Termination) -> None:
+        """Only the main thread can receive signals: in another one, nothing."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if not self.listeners:
+            self.asked, self.is_over = None, False
+            self._previous = signal.signal(signal.SIGTERM, self._note)
+        self.listeners.append(listener)
+
+    def remove(self, listener: Termination) -> bool:
+        """Whether it was the last one, so that SIGTERM does again what it did before."""
+        if listener not in self.listeners:
+            return False
+        self.listeners.remove(listener)
+        if self.listeners:
+            return False
+        self._restore()
+        return True
+
+    def _restore(self) -> None:
+        is_ours = signal.getsignal(signal.SIGTERM) == self._note
+        if is_ours and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if not self.listeners or (self.asked is not None and time.monotonic() - self.asked > PATIENCE):
+            self._restore()
+            os.kill(os.getpid(), number)
+        elif self.asked is None:
+            self.asked = time.monotonic()
+
+    def forget(self) -> None:
+        """In a child that was forked: it saves nothing, and SIGTERM is to end it."""
+        if self.listeners:
+            self.listeners.clear()
+            self._restore()
+        self.asked = None
+
+
+_handler = _Handler()
+os.register_at_fork(after_in_child=_handler.forget)
 
 
 class Termination:
-    """From now on the first SIGTERM is noted; a second one does what it would have done before.
+    """From now on the first SIGTERM is noted, and repeats are ignored for :data:`PATIENCE` seconds.
 
-    Only the main thread can receive signals: made in another one, this notes none.
+    All of a process's share one handler: ``asked`` is true of all of them.
     """
 
     def __init__(self) -> None:
-        self.asked = False
-        self._previous: Any = None
-        self._installed = threading.current_thread() is threading.main_thread()
-        if self._installed:
-            self._previous = signal.signal(signal.SIGTERM, self._note)
+        self.is_used = False  # whether its owner saves at all
+        self.has_ended = False  # its owner has made the last save
+        _handler.add(self)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
-            self.restore()
-            os.kill(os.getpid(), number)
-        self.asked = True
+    @property
+    def asked(self) -> bool:
+        return _handler.asked is not None and self in _handler.listeners
 
-    def restore(self) -> None:
-        """SIGTERM does again what it did before."""
-        if self._installed:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)
-            self._installed = False
+    def note(self) -> None:
+        """Another rank was asked to end."""
+        if _handler.asked is None:
+            _handler.asked = time.monotonic()
+
+    def end(self) -> bool:
+        """The last save is made. Whether all others that save have made theirs, too."""
+        self.has_ended = True
+        _handler.is_over = all(each.has_ended for each in _handler.listeners if each.is_used)
+        return _handler.is_over
+
+    def close(self) -> bool:
+        """Whether a signal is left that nobody listens to any more: it is to do what it did before."""
+        was_asked = self.asked
+        return _handler.remove(self) and was_asked and not _handler.is_over

@@ -84,6 +84,10 @@ class FailedElsewhere(ValueError):
     """Raised where nothing is wrong because another rank failed, whose error says what is."""
 
 
+class RaisedElsewhere(RuntimeError):
+    """Quotes what another rank has raised."""
+
+
 @contextmanager
 def on_all_ranks(doing: str, no_dist: bool = False, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Where the body fails on one rank, raise on all: its own error there, a RuntimeError that quotes it elsewhere."""
@@ -97,7 +101,7 @@ def on_all_ranks(doing: str, no_dist: bool = False, group: dist.ProcessGroup | N
         texts = gather(None if own is None else f"{type(own).__name__}: {own}", group=group)
         if own is None:
             rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
-            raise RuntimeError(f"{doing}: rank {rank} failed: {text}")
+            raise RaisedElsewhere(f"{doing}: rank {rank} failed: {text}")
     if own is not None:
         raise own
     if error is not None:

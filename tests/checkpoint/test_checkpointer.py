@@ -472,12 +472,14 @@ def test_threads_share_no_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     model, optimizer = trained(REM16, torch.int8)
     with Checkpointer(model, optimizer, memory_folder(tmp_path)) as checkpointer:
         checkpointer.save(2)
+        checkpointer.wait()
+        path = checkpointer.path(2)
     interval = sys.getswitchinterval()
     monkeypatch.setattr(checksums, "threads_to_read", lambda: 8)
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(5):
-            verify_checksums(f"{memory_folder(tmp_path)}/step-00000002")
+            verify_checksums(path)
     finally:
         sys.setswitchinterval(interval)
 
@@ -511,7 +513,7 @@ def test_fsspec(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     other, other_optimizer = build(REM16, torch.int8, fresh=True)
     with Checkpointer(other, other_optimizer, folder, extra={"loader": Loader()}) as checkpointer:
         assert checkpointer.load_latest() == 4
-        load_optimizer_checkpoint(other, other_optimizer, f"{folder}/step-00000004", verify=True)
+        load_optimizer_checkpoint(other, other_optimizer, checkpointer.path(4), verify=True)
         train(other, other_optimizer, range(4, 5))
     assert_same(
         {name: param.detach() for name, param in other.items()}, {name: param.detach() for name, param in model.items()}

@@ -51,7 +51,7 @@ def save(saver: Saver, state: dict[str, Any], path: Path) -> None:
     folder = folder_at(path)
     folder.create()
     sums = saver.save(state, folder, "saving")
-    write_file(folder, {range_: crc for each in sums for range_, crc in each.items()})
+    write_file(folder, {range_: crc for each in sums for range_, crc in each.checksums.items()})
     verify_items(folder, None, required=True)
     check(state, path)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fused_optim.checkpoint.storage import metadata
+from fused_optim.checkpoint.storage.damage import Damaged
 from fused_optim.checkpoint.storage.folders import Folder, PathLike, folder_at
 from fused_optim.checkpoint.storage.metadata import read_metadata
 from fused_optim.checkpoint.storage.threads import threads_to_read
@@ -69,7 +70,8 @@ def verify_checksums(path: PathLike, *, no_dist: bool = False) -> None:
 
     A collective as :func:`write_checksums` is. Raises the same ValueError on every rank if any byte differs or is
     missing: it names the state, its offsets in the tensor and both checksums. Raises on every rank if it fails on one:
-    FileNotFoundError for a checkpoint without checksums or ``.metadata``, ValueError for damaged ones.
+    FileNotFoundError for a checkpoint without checksums or ``.metadata``, ValueError for damaged ones, OSError for
+    files that cannot be read.
     """
     verify_items(folder_at(path), None, True, no_dist)
 
@@ -90,7 +92,7 @@ def verify_items(folder: Folder, keys: Container[str] | None, required: bool, no
     found = gather((damages[:1], len(damages)), no_dist)
     if first := next((text for texts, _ in found for text in texts), None):
         more = sum(count for _, count in found) - 1
-        raise ValueError(f"{folder} is damaged: {first}" + (f"; and {more} more" if more else ""))
+        raise Damaged(f"{folder} is damaged: {first}" + (f"; and {more} more" if more else ""))
 
 
 def _damages(folder: Folder, items: Iterable[_Item], expected: Mapping[Range, str]) -> Iterator[str]:
@@ -128,8 +130,6 @@ def _crc(folder: Folder, item: _Item, memory: memoryview) -> str | ValueError:
         return _lacking(item, f"none: {error.strerror or 'no such file'}")
     except EOFError:
         return _lacking(item, f"{max((folder.size(file) or 0) - item.range[1], 0)}: the file is truncated")
-    except OSError as error:
-        return _lacking(item, f"an error: {error.strerror or error}")
     return f"{crc:08x}"
 
 
@@ -165,13 +165,15 @@ def _share(items: Iterable[_Item], no_dist: bool) -> Iterator[_Item]:
 # --- the file ---------------------------------------------------------------------------------------------------
 
 
-def write_file(folder: Folder, checksums: Mapping[Range, str]) -> None:
-    """The checksums of all ranges of a checkpoint whose ``.metadata`` is there."""
+def write_file(folder: Folder, checksums: Mapping[Range, str]) -> dict[str, int]:
+    """The checksums of all ranges of a checkpoint whose ``.metadata`` is there. Returns the file's name and bytes."""
     files: dict[str, list[list[int | str]]] = {}
     for (file, start, length), crc in sorted(checksums.items()):
         files.setdefault(file, []).append([start, length, crc])
     content = {"version": VERSION, "checksum": "CRC-32", "metadata": _metadata_crc(folder), "files": files}
-    folder.write(FILE, json.dumps(content).encode())
+    encoded = json.dumps(content).encode()
+    folder.write(FILE, encoded)
+    return {FILE: len(encoded)}
 
 
 def _read(folder: Folder) -> dict[Range, str]:
@@ -184,12 +186,12 @@ def _read(folder: Folder) -> dict[Range, str]:
                 (name, start, length): crc for name, rows in content["files"].items() for start, length, crc in rows
             }
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} cannot be read ({type(error).__name__}); it is truncated or damaged") from error
+        raise Damaged(f"{file} cannot be read ({type(error).__name__}); it is truncated or damaged") from error
     if version > VERSION:
         raise ValueError(f"{file}: expected version {VERSION} at most, found {version}: update fused_optim")
     if (found := _metadata_crc(folder)) != expected:
         text = "it is damaged, or the checkpoint was saved again without new checksums"
-        raise ValueError(f"{folder}/{metadata.FILE}: expected CRC-32 {expected}, found {found}: {text}")
+        raise Damaged(f"{folder}/{metadata.FILE}: expected CRC-32 {expected}, found {found}: {text}")
     return ranges
 
 

@@ -1,23 +1,36 @@
 """The folder that a run's checkpoints are in: one folder each, visible once it is whole.
 
-On a disk a checkpoint is written beside, synced and renamed. Object stores cannot rename: there it is written in place
-and is visible once it has its manifest.
+On a disk a checkpoint is written beside, synced and renamed. Object stores cannot rename: there every attempt has a
+folder of its own, ``step-00000100.1f3a9c20``, which is a checkpoint once it has its manifest.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-from fused_optim.checkpoint.storage import manifest
+from fused_optim.checkpoint.storage import manifest, metadata, owners
+from fused_optim.checkpoint.storage.damage import is_damage
 from fused_optim.checkpoint.storage.folders import Folder
 from fused_optim.checkpoint.storage.manifest import Manifest
 
 logger = logging.getLogger("fused_optim")
 
-_VISIBLE = re.compile(r"step-(\d{8,})")
+_VISIBLE = re.compile(r"step-(\d{8,})(?:\.([0-9a-f]{8}))?")
 _UNFINISHED, _DELETED = ".unfinished-", ".deleted-"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that is there. ``problem``: why it cannot be whole; ``manifest``: None of one that others wrote."""
+
+    name: str
+    step: int
+    manifest: Manifest | None = None
+    problem: str | None = None
 
 
 class CheckpointDirectory:
@@ -26,87 +39,170 @@ class CheckpointDirectory:
     def __init__(self, folder: Folder, keep: int | None) -> None:
         self.folder = folder
         self._keep = keep
+        self._manifests: dict[str, Manifest] = {}  # by name, of the rank that alone changes them
 
-    def folder_of(self, step: int) -> Folder:
-        """Where the checkpoint of a step is."""
-        return self.folder.child(_name(step))
+    # --- reading ------------------------------------------------------------------------------------------------
 
-    def draft(self, step: int) -> Folder:
-        """Where it is written."""
-        return self.folder.child(_UNFINISHED + _name(step)) if self.folder.is_local else self.folder_of(step)
+    def newest_first(self) -> list[Found]:
+        """What is there, from manifests alone; of attempts at the same step only the last. Changes nothing.
 
-    def begin(self, step: int) -> None:
-        """Make room for a draft: of one that was not finished, nothing stays."""
-        draft = self.draft(step)
+        Raises OSError for what cannot be read now and may be read later, ValueError for what is newer than this code.
+        """
+        self._manifests.clear()
+        newest: dict[int, Found] = {}
+        for each in self._list():
+            if each.step not in newest or newest[each.step].problem is not None:
+                newest[each.step] = each
+        return sorted(newest.values(), key=lambda each: _age(each, newest.values()), reverse=True)
+
+    def _list(self) -> list[Found]:
+        """All attempts, the newest first. Manifests that are known are not read again."""
+        found = [each for name in self.folder.names() if (each := self._found(name)) is not None]
+        return sorted(found, key=lambda each: _age(each, found), reverse=True)
+
+    def _found(self, name: str) -> Found | None:
+        match = _VISIBLE.fullmatch(name)
+        if match is None:
+            return None
+        step, place = int(match[1]), self.folder.child(name)
+        try:
+            found = self._manifests.get(name) or manifest.read(place)
+        except FileNotFoundError:
+            return self._without_manifest(name, step, is_attempt=match[2] is not None)
+        except ValueError as error:
+            if is_damage(error):
+                return Found(name, step, problem=str(error))
+            raise
+        if found.step != step:
+            raise ValueError(
+                f"{place}: its manifest is of step {found.step}; was the folder renamed? Name it as it was"
+            )
+        self._manifests[name] = found
+        return Found(name, step, found)
+
+    def _without_manifest(self, name: str, step: int, is_attempt: bool) -> Found | None:
+        """What ``dcp.save`` or ``convert`` has written under this name; on object stores perhaps an attempt."""
+        place = self.folder.child(name)
+        if is_attempt or place.size(manifest.UNFINISHED) is not None:
+            return None
+        if place.size(metadata.FILE) is not None:
+            return Found(name, step)
+        return Found(name, step, problem=f"{place} has neither {manifest.FILE} nor {metadata.FILE}: it is not whole")
+
+    def folder_of(self, found: Found) -> Folder:
+        """Where a checkpoint is."""
+        return self.folder.child(found.name)
+
+    def check_whole(self, found: Found) -> None:
+        """Raise Damaged where it is not, as far as can be told without reading tensors' bytes."""
+        if found.manifest is not None:
+            manifest.check_whole(self.folder_of(found), found.manifest)
+
+    # --- writing ------------------------------------------------------------------------------------------------
+
+    def draft(self, step: int, attempt: str) -> Folder:
+        """Where an attempt to save a step is written."""
+        prefix = _UNFINISHED if self.folder.is_local else ""
+        return self.folder.child(f"{prefix}{_name(step)}.{attempt}")
+
+    def begin(self, step: int) -> str:
+        """Make room for a draft. Returns the attempt's name."""
         self.folder.create()
-        self._remove(draft.name)
+        attempt = secrets.token_hex(4)
+        draft = self.draft(step, attempt)
         draft.create()
-        if not self.folder.is_local:
-            draft.write(manifest.UNFINISHED, b"")
+        owners.write(draft)
+        return attempt
 
-    def finish(self, step: int, found: Manifest) -> None:
-        """Make a draft, whose other files are written and synced, the newest checkpoint; drop the oldest."""
-        draft = self.draft(step)
+    def finish(self, step: int, attempt: str, found: Manifest) -> None:
+        """Make a draft, whose other files are written and synced, the newest checkpoint; drop the oldest.
+
+        Raises Damaged, before anything is changed, where a file is not as it was written.
+        """
+        draft = self.draft(step, attempt)
+        manifest.check_files(draft, found.files)
+        if self.folder.is_local:
+            draft.remove(owners.FILE)
         manifest.write(draft, found)
         draft.sync()
+        manifest.check_whole(draft, manifest.read(draft))
         if self.folder.is_local:
             self._publish(draft.name)
         else:
-            draft.remove(manifest.UNFINISHED)
+            draft.remove(owners.FILE)
         self._prune()
 
     def _publish(self, name: str) -> None:
-        visible = name.removeprefix(_UNFINISHED)
-        replaced = self.folder.child(visible).exists()  # of the same step, before training went back
-        if replaced:
-            self.folder.rename(visible, _DELETED + visible)
-        self.folder.rename(name, visible)
+        """Rename a draft. One of the same step, from before training went back, goes only then."""
+        attempt = name.removeprefix(_UNFINISHED)
+        visible = attempt.partition(".")[0]
+        if self.folder.child(visible).exists():
+            attempt = attempt if attempt != visible else f"{visible}.{secrets.token_hex(4)}"
+            self.folder.rename(name, attempt)
+            self.folder.sync()
+            self._remove(visible)
+            self.folder.rename(attempt, visible)
+        else:
+            self.folder.rename(name, visible)
         self.folder.sync()
-        if replaced:
-            self.folder.remove(_DELETED + visible)
+        self._manifests.pop(visible, None)
 
-    def discard(self, step: int) -> None:
+    def discard(self, step: int, attempt: str) -> None:
         """Remove a draft that could not be finished."""
-        self._remove(self.draft(step).name)
+        self._remove(self.draft(step, attempt).name)
 
-    def recover(self) -> None:
-        """Finish what an interrupted run left behind: drafts that are whole are published, others removed."""
+    def tidy(self) -> None:
+        """Finish what interrupted runs left behind: drafts that are whole are published, others removed.
+
+        Raises ValueError, before anything is changed, where another process that lives writes checkpoints here.
+        """
+        drafts = [name for name in self.folder.names() if self._is_draft(name)]
+        for name in drafts:
+            if writer := owners.other_writer(self.folder.child(name)):
+                raise ValueError(
+                    f"{self.folder}: {writer} writes {name.removeprefix(_UNFINISHED)} there: every run needs a folder "
+                    "of its own; to only read this one, open it with readonly=True"
+                )
+        for name in drafts:
+            try:
+                manifest.check_whole(place := self.folder.child(name), manifest.read(place))
+            except (OSError, ValueError) as error:
+                if not is_damage(error):
+                    raise
+                self._remove(name)
+            else:
+                self._publish(name)
         for name in self.folder.names():
             if name.startswith(_DELETED):
                 self.folder.remove(name)
-            elif name.startswith(_UNFINISHED) and _VISIBLE.fullmatch(name.removeprefix(_UNFINISHED)):
-                try:
-                    manifest.read(self.folder.child(name))
-                except (OSError, ValueError):
-                    self.folder.remove(name)
-                else:
-                    self._publish(name)
-            elif _VISIBLE.fullmatch(name) and _is_unfinished(self.folder.child(name)):
-                self._remove(name)
 
-    def newest_first(self) -> Iterator[Manifest]:
-        """The checkpoints that are whole, as far as can be told without reading all of their bytes."""
-        found = []
-        for name in self.folder.names():
-            if _VISIBLE.fullmatch(name) and not _is_unfinished(self.folder.child(name)):
-                try:
-                    found.append(manifest.read(self.folder.child(name)))
-                except (OSError, ValueError) as error:
-                    logger.warning("checkpoint skipped: %s", error)
-        yield from sorted(found, key=lambda each: each.number, reverse=True)
+    def _is_draft(self, name: str) -> bool:
+        if name.startswith(_UNFINISHED):
+            return _VISIBLE.fullmatch(name.removeprefix(_UNFINISHED)) is not None
+        place, match = self.folder.child(name), _VISIBLE.fullmatch(name)
+        if self.folder.is_local or match is None or place.size(manifest.FILE) is not None:
+            return False
+        return match[2] is not None or place.size(manifest.UNFINISHED) is not None
 
     def next_number(self) -> int:
-        return 1 + max((each.number for each in self.newest_first()), default=0)
+        return 1 + max((each.manifest.number for each in self._list() if each.manifest is not None), default=0)
 
     def _prune(self) -> None:
-        """A checkpoint disappears at once, and is deleted then."""
-        if self._keep is None:
-            return
-        for old in list(self.newest_first())[self._keep :]:
+        """Remove all but the newest, and earlier attempts at these. What is not whole, or not ours, stays.
+
+        A checkpoint disappears at once, and is deleted then.
+        """
+        kept: set[int] = set()
+        for each in self._list():
+            if each.manifest is None:
+                continue
+            if each.step not in kept and (self._keep is None or len(kept) < self._keep):
+                kept.add(each.step)
+                continue
             try:
-                self._remove(_name(old.step))
+                self._remove(each.name)
             except OSError as error:
-                logger.warning("checkpoint of step %d cannot be removed: %s", old.step, error)
+                logger.warning("checkpoint of step %d cannot be removed: %s", each.step, error)
 
     def _remove(self, name: str) -> None:
         if self.folder.is_local:
@@ -116,15 +212,19 @@ class CheckpointDirectory:
                 self.folder.remove(_DELETED + name)
         else:
             place = self.folder.child(name)
-            if place.size(manifest.FILE) is not None:
-                place.write(manifest.UNFINISHED, b"")
-                place.remove(manifest.FILE)
+            if "." not in name and place.size(manifest.FILE) is not None:
+                place.write(manifest.UNFINISHED, b"")  # without its manifest it would look like one of dcp.save
+            place.remove(manifest.FILE)
             self.folder.remove(name)
+        self._manifests.pop(name, None)
 
 
-def _is_unfinished(place: Folder) -> bool:
-    """Whether it is visible only because an object store cannot hide it."""
-    return not place.is_local and place.size(manifest.FILE) is None and place.size(manifest.UNFINISHED) is not None
+def _age(found: Found, others: Iterable[Found]) -> tuple[int, int]:
+    """A number that grows with the time of writing. What has no manifest is as old as its neighbours by step."""
+    if found.manifest is not None:
+        return found.manifest.number, 0
+    before = (each.manifest.number for each in others if each.manifest is not None and each.step <= found.step)
+    return max(before, default=0), found.step + 1
 
 
 def _name(step: int) -> str:

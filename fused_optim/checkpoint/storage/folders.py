@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import posixpath
+import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -35,6 +36,9 @@ class Folder(Protocol):
     def size(self, name: str) -> int | None:
         """Bytes of a file; None where there is none."""
 
+    def sizes(self) -> dict[str, int]:
+        """Those of all files in it, from one listing."""
+
     def open(self, name: str, mode: str) -> BinaryIO: ...
 
     def read(self, name: str, start: int = 0, length: int | None = None) -> bytes: ...
@@ -58,14 +62,16 @@ class Folder(Protocol):
 
 
 def folder_at(path: PathLike | Folder) -> Folder:
-    """Raises ImportError or ValueError for what fsspec cannot open."""
+    """Raises ImportError or ValueError for what fsspec cannot open, and for a URL that was made a ``Path``."""
     if not isinstance(path, str | os.PathLike):
         return path
     text = os.fspath(path)
+    if not isinstance(path, str) and re.match(r"[a-z][a-z0-9+.-]+:/[^/]", text):
+        raise ValueError(f"{text}: a Path takes one of the slashes from a URL: pass the text itself")
     if text.startswith("file://"):
         text = text.removeprefix("file://")
     if "://" not in text:
-        return LocalFolder(Path(text))
+        return LocalFolder(Path(text).absolute())  # wherever the process goes
     from fsspec.core import url_to_fs
 
     system, inner = url_to_fs(text)
@@ -104,6 +110,11 @@ class LocalFolder:
     def size(self, name: str) -> int | None:
         file = self.path / name
         return file.stat().st_size if file.is_file() else None
+
+    def sizes(self) -> dict[str, int]:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return {entry.name: entry.stat().st_size for entry in os.scandir(self.path) if entry.is_file()}
+        return {}
 
     def open(self, name: str, mode: str) -> BinaryIO:
         file: Any = (self.path / name).open(mode, buffering=0 if "w" in mode else -1)
@@ -196,6 +207,13 @@ class RemoteFolder:
             info = self._system.info(self._at(name))
             return int(info["size"]) if info["type"] == "file" else None
         return None
+
+    def sizes(self) -> dict[str, int]:
+        self._system.invalidate_cache()
+        with suppress(FileNotFoundError):
+            found = self._system.ls(self._path, detail=True)
+            return {posixpath.basename(each["name"]): int(each["size"]) for each in found if each["type"] == "file"}
+        return {}
 
     def open(self, name: str, mode: str) -> BinaryIO:
         stream: BinaryIO = self._system.open(self._at(name), mode)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
 from typing import Any
 
 from fused_optim.checkpoint.storage import checksums
+from fused_optim.checkpoint.storage.damage import Damaged
 from fused_optim.checkpoint.storage.folders import Folder
 from fused_optim.checkpoint.storage.untrusted import load_json
 
 FILE = "fused_optim_checkpoint.json"
-UNFINISHED = "fused_optim_unfinished"  # a file that is there as long as a checkpoint of an object store has no manifest
+UNFINISHED = "fused_optim_unfinished"  # of 0.2 on object stores: there as long as a checkpoint had no manifest
 VERSION = 1
 
 
@@ -41,52 +43,60 @@ def write(folder: Folder, manifest: Manifest) -> None:
     folder.write(FILE, json.dumps({**content, "crc": _crc(content)}, indent=1).encode())
 
 
-def list_files(folder: Folder) -> dict[str, int]:
-    """The sizes of the files that are there."""
-    sizes = {name: folder.size(name) for name in folder.names() if name not in (FILE, UNFINISHED)}
-    return {name: size for name, size in sorted(sizes.items()) if size is not None}
-
-
 def crc_of_checksums(folder: Folder) -> str:
     return f"{zlib.crc32(folder.read(checksums.FILE)):08x}"
 
 
 def read(folder: Folder) -> Manifest:
-    """Raises ValueError for a checkpoint that is not whole, or of a newer version. Tensors' bytes are not read."""
-    if folder.size(FILE) is None:
-        raise ValueError(f"{folder} has no {FILE}, which is written last: it is not whole")
+    """What a manifest says, without a look at other files.
+
+    Raises FileNotFoundError where there is none, Damaged for one that is torn, ValueError for one of a newer version,
+    OSError.
+    """
     try:
         content = load_json(folder.read(FILE), f"{folder}/{FILE}")
         version, crc = int(content.pop("version")), content.pop("crc")
         torn = crc != _crc({"version": version, **content})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder}/{FILE} is torn ({type(error).__name__})") from error
+        raise Damaged(f"{folder}/{FILE} is torn ({type(error).__name__})") from error
     if version > VERSION:
         raise ValueError(f"{folder}: expected version {VERSION} at most, found {version}: update fused_optim")
     if torn:
-        raise ValueError(f"{folder}/{FILE} is damaged: its checksum differs")
-    manifest = _manifest(folder, content)
-    for name, expected in manifest.files.items():
-        if (found := folder.size(name)) != expected:
-            raise ValueError(f"{folder}/{name}: expected {expected} bytes, found {'none' if found is None else found}")
+        raise Damaged(f"{folder}/{FILE} is damaged: its checksum differs")
+    return _manifest(folder, content)
+
+
+def check_files(folder: Folder, files: Mapping[str, int]) -> None:
+    """Raise Damaged where a file is missing or has another length."""
+    found = folder.sizes()
+    for name, expected in files.items():
+        size = found.get(name)
+        if size != expected:
+            size = folder.size(name)  # listings of object stores may be late
+        if size != expected:
+            raise Damaged(f"{folder}/{name}: expected {expected} bytes, found {'none' if size is None else size}")
+
+
+def check_whole(folder: Folder, manifest: Manifest) -> None:
+    """Raise Damaged where files are not those of the manifest, as far as can be told without reading tensors' bytes."""
+    check_files(folder, manifest.files)
     if crc_of_checksums(folder) != manifest.checksums:
-        raise ValueError(f"{folder}/{checksums.FILE} is damaged: its checksum differs")
-    return manifest
+        raise Damaged(f"{folder}/{checksums.FILE} is damaged: its checksum differs")
 
 
 def _manifest(folder: Folder, content: dict[str, Any]) -> Manifest:
-    """Raises ValueError for one that is not as :func:`write` writes it, or names files of other folders."""
+    """Raises Damaged for one that is not as :func:`write` writes it, or names files of other folders."""
     try:
         found = Manifest(**content)
         numbers = [found.step, found.number, found.world_size, *found.files.values()]
         numbers += [rank for ranks in found.extra.values() for rank in ranks]
         outside = next((name for name in found.files if name != PurePath(name).name), None)
     except (TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{folder}/{FILE} is damaged: {error}") from error
+        raise Damaged(f"{folder}/{FILE} is damaged: {error}") from error
     if not all(type(number) is int and number >= 0 for number in numbers):
-        raise ValueError(f"{folder}/{FILE} is damaged: expected numbers of at least 0")
+        raise Damaged(f"{folder}/{FILE} is damaged: expected numbers of at least 0")
     if outside is not None:
-        raise ValueError(f"{folder}/{FILE} is damaged: {outside!r} is outside of its folder")
+        raise Damaged(f"{folder}/{FILE} is damaged: {outside!r} is outside of its folder")
     return found
 
 

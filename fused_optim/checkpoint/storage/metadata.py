@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from fused_optim.checkpoint.storage.damage import Damaged
 from fused_optim.checkpoint.storage.folders import Folder
 from fused_optim.checkpoint.storage.pickles import Given, UnknownName, read_pickle, stand_in
 
@@ -71,20 +72,24 @@ class _Newer(ValueError):
 
 
 def read_metadata(folder: Folder) -> Metadata:
-    """What a checkpoint holds and where. Runs no code of it. Raises ValueError if it cannot be read."""
+    """What a checkpoint holds and where. Runs no code of it.
+
+    Raises Damaged, a ValueError, for what is none; ValueError for what only a newer torch can have written; OSError.
+    """
+    content = folder.read(FILE)
     try:
-        return _metadata(_given(folder.read(FILE)))
+        return _metadata(_given(content))
     except _Newer as error:
         text = f"{folder}/{FILE} was written by a newer torch: {error}: update torch and fused_optim"
         raise ValueError(text) from error
     except Exception as error:
-        raise ValueError(f"{folder}/{FILE} cannot be read ({error}); it is truncated or damaged") from error
+        raise Damaged(f"{folder}/{FILE} cannot be read ({error}); it is truncated or damaged") from error
 
 
 def check_files(folder: Folder, described: Metadata, keys: Container[str] | None = None) -> None:
     """Compare the files with what the metadata says of some keys, or of all.
 
-    Raises FileNotFoundError for one that is missing, ValueError for one that is too short.
+    Raises FileNotFoundError for one that is missing, Damaged for one that is too short.
     """
     sizes: dict[str, int | None] = {}
     for index, info in described.storage_data.items():
@@ -98,7 +103,7 @@ def check_files(folder: Folder, described: Metadata, keys: Container[str] | None
             raise FileNotFoundError(f"{index.fqn}: its file {name} is missing from {folder}")
         if size < end:
             expected = f"expected at least {end} bytes, found {size}"
-            raise ValueError(f"{index.fqn}: its file {folder}/{name} is truncated: {expected}")
+            raise Damaged(f"{index.fqn}: its file {folder}/{name} is truncated: {expected}")
 
 
 def chunk_sizes(described: Metadata) -> dict[tuple[str, tuple[int, ...]], torch.Size]:

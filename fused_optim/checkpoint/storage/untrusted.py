@@ -12,6 +12,7 @@ from typing import IO, Any
 import torch
 
 from fused_optim import rebuild as _rebuild  # noqa: F401  such files may hold quantized weights
+from fused_optim.checkpoint.storage.damage import Damaged
 
 
 class Refused(ValueError):
@@ -21,8 +22,8 @@ class Refused(ValueError):
 def load_object(file: Path | IO[bytes], what: str) -> Any:
     """``torch.load(weights_only=True)`` into host memory, of a path mapped into it.
 
-    ``what`` it is, for messages. Raises :class:`Refused` for what torch does not admit, ValueError for what cannot be
-    read.
+    ``what`` it is, for messages. Raises :class:`Refused` for what torch does not admit, Damaged (a ValueError) for
+    what cannot be read.
     """
     try:
         is_archive = zipfile.is_zipfile(file)
@@ -38,7 +39,7 @@ def load_object(file: Path | IO[bytes], what: str) -> Any:
             hint = "if you trust it, admit it by torch.serialization.add_safe_globals"
             raise Refused(f"{what} names {named[1]}, which might run code, and is not read; {hint}") from error
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"{what} cannot be read by torch.load ({reason}); it is truncated or damaged") from error
+        raise Damaged(f"{what} cannot be read by torch.load ({reason}); it is truncated or damaged") from error
 
 
 def _check_sizes(file: Path | IO[bytes]) -> None:
@@ -54,7 +55,7 @@ def load_json(content: bytes, what: str) -> dict[str, Any]:
     try:
         found = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{what} cannot be read ({type(error).__name__}); it is truncated or damaged") from error
+        raise Damaged(f"{what} cannot be read ({type(error).__name__}); it is truncated or damaged") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{what} cannot be read (found a {type(found).__name__}); it is truncated or damaged")
+        raise Damaged(f"{what} cannot be read (found a {type(found).__name__}); it is truncated or damaged")
     return found

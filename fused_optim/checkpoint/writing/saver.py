@@ -18,12 +18,11 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from fused_optim.checkpoint.storage.checksums import Range
 from fused_optim.checkpoint.storage.folders import Folder
 from fused_optim.checkpoint.storage.metadata import FILE
 from fused_optim.checkpoint.writing.archives import Archives
 from fused_optim.checkpoint.writing.planner import Planner, layout_of, size_of
-from fused_optim.checkpoint.writing.writer import RankFiles, Writer
+from fused_optim.checkpoint.writing.writer import RankFiles, Writer, Written
 from fused_optim.sharding.collective import (
     distinct,
     gather_at_first,
@@ -57,8 +56,8 @@ class Saver:
         self._archives = Archives()
         self._agreed: _Agreed | None = None
 
-    def save(self, state: Mapping[str, Any], folder: Folder, doing: str) -> list[dict[Range, str]]:
-        """Write a checkpoint into ``folder``. Returns the checksums of each rank's files, on the first rank.
+    def save(self, state: Mapping[str, Any], folder: Folder, doing: str) -> list[Written]:
+        """Write a checkpoint into ``folder``. Returns what each rank has written, on the first rank.
 
         Raises on every rank where it fails on one; ``doing`` is what the message begins with.
         """
@@ -76,8 +75,9 @@ class Saver:
             if this_rank() == 0:
                 agreed.metadata = _described(agreed.metadata, moved)
                 folder.write(FILE, agreed.metadata)
+                writer.written.sizes[FILE] = len(agreed.metadata)
         self._agreed = agreed
-        return gather_at_first(writer.checksums, self._group)
+        return gather_at_first(writer.written, self._group)
 
     def _agree(self, planner: Planner, layout: dict[str, Any] | None, doing: str) -> _Agreed:
         shared = sorted(key for key in planner.state_dict if key.startswith(Planner.SAME))

@@ -13,8 +13,7 @@ import os
 import threading
 import zlib
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 import torch
@@ -25,7 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from fused_optim.checkpoint.storage.checksums import Range
 from fused_optim.checkpoint.storage.folders import Folder
-from fused_optim.checkpoint.storage.threads import threads
+from fused_optim.checkpoint.storage.threads import in_threads, threads
 from fused_optim.checkpoint.writing.archives import Archives
 from fused_optim.checkpoint.writing.planner import size_of
 
@@ -41,22 +40,26 @@ class RankFiles:
     total: int
 
 
+@dataclass
+class Written:
+    """What a rank has written: the checksums of its items, and the bytes of its files by name."""
+
+    checksums: dict[Range, str] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+
+
 class Writer:
     """Writes a rank's files. Raises OSError that names the bytes needed where the disk is full.
 
-    ``archives``: those of earlier saves. ``checksums``: of what this rank has written. ``nbytes``: how much that is.
+    ``archives``: those of earlier saves.
     """
 
     def __init__(self, folder: Folder, archives: Archives) -> None:
         self._folder = folder
         self._archives = archives
-        self.checksums: dict[Range, str] = {}
+        self.written = Written()
         # Conversions run on torch's threads themselves, and only so many at a time as there are cores for.
         self._converting = threading.Semaphore(max(1, threads() // torch.get_num_threads()))
-
-    @property
-    def nbytes(self) -> int:
-        return sum(length for _, _, length in self.checksums)
 
     def write(self, plan: SavePlan, planner: SavePlanner, files: RankFiles) -> list[WriteResult]:
         """What is planned for this rank. Where each item is then, in the same order for the same plan."""
@@ -78,8 +81,7 @@ class Writer:
                 stop.set()
                 raise
 
-        with ThreadPoolExecutor(len(shares)) as pool:
-            return [result for written in pool.map(write, range(len(shares))) for result in written]
+        return [result for written in in_threads(write, range(len(shares))) for result in written]
 
     def _no_room(self, files: RankFiles, needed: int) -> OSError:
         takes = f"the checkpoint takes about {files.total} bytes, of which this rank writes {needed}"
@@ -98,10 +100,11 @@ class Writer:
                 self._write_item(item, planner, stream)
                 stream.flush()
                 length = stream.position - start
-                self.checksums[name, start, length] = f"{stream.crc:08x}"
+                self.written.checksums[name, start, length] = f"{stream.crc:08x}"
                 results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
             if self._folder.is_local:
                 os.fsync(raw.fileno())
+        self.written.sizes[name] = stream.position
         return results
 
     def _write_item(self, item: WriteItem, planner: SavePlanner, stream: _Stream) -> None:

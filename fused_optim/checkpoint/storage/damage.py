@@ -1,0 +1,12 @@
+"""What is said of checkpoints that are not whole."""
+
+from __future__ import annotations
+
+
+class Damaged(ValueError):
+    """Something that a checkpoint should hold is missing, torn or changed. Another checkpoint may be whole."""
+
+
+def is_damage(error: BaseException) -> bool:
+    """Whether an error says that a checkpoint is not whole, not that it cannot be opened or is newer than the code."""
+    return isinstance(error, Damaged | FileNotFoundError | EOFError)
