@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from fused_optim.checkpoint.reading.buffers import buffer_for
 from fused_optim.checkpoint.reading.reader import load, memory_of
-from fused_optim.checkpoint.reading.sources import Stored, buffer_for
+from fused_optim.checkpoint.reading.source import TensorInfo
 from fused_optim.checkpoint.storage.folders import Folder
 from fused_optim.checkpoint.storage.untrusted import load_object
 
@@ -116,7 +117,7 @@ def read(name: str, owner: int, current: Stateful, folder: Folder, metadata: Met
     def note(path: str, tensor: DTensor) -> Any:
         stored = metadata.state_dict_metadata.get(path)
         if isinstance(stored, TensorStorageMetadata):
-            placed[path] = buffer_for(tensor, Stored(tuple(stored.size), stored.properties.dtype))
+            placed[path] = buffer_for(tensor, TensorInfo(tuple(stored.size), stored.properties.dtype))
         return None
 
     _with_sharded(current.state_dict(), f"extra.{name}.sharded", note)

@@ -26,9 +26,9 @@ from distributed import Part, assert_same, join_all
 from foreign_cases import SETTINGS, build, groups_of, train
 from fused_optim import FusedAdam, load_optimizer_checkpoint, save_master_safetensors, verify_checksums
 from fused_optim.__main__ import main
+from fused_optim.checkpoint.reading.opening import open_checked
 from fused_optim.quantized import MXFP8BlockScaling, quantize_model_
 from fused_optim.tools.conversion import convert_checkpoint
-from fused_optim.tools.reading import open_checkpoint
 from native_cases import NativeRun
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp.save in one process
@@ -59,7 +59,7 @@ def load(paths: list[str], master: str) -> list[dict[str, Part]]:
 
 def stored(path: Path) -> dict[str, Any]:
     """All that a checkpoint holds."""
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checked(path)
     return {key: checkpoint.value(key) for key in sorted(checkpoint.entries)}
 
 

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from fused_optim.checkpoint.storage.folders import Folder
-from fused_optim.checkpoint.storage.metadata import check_files, read_metadata
+from fused_optim.checkpoint.storage.metadata import check_files, range_of, read_metadata
 from fused_optim.checkpoint.storage.pickles import Outside, read_pickle, stand_in
 from fused_optim.checkpoint.storage.threads import threads_to_read
 from fused_optim.checkpoint.storage.torch_errors import in_one_process
@@ -114,10 +114,7 @@ class Reader(StorageReader):
         return done
 
     def _place(self, item: ReadItem) -> tuple[str, int, int]:
-        info = self._stored[item.storage_index]
-        if getattr(info, "transform_descriptors", None):
-            raise ValueError(f"{item.storage_index.fqn} was transformed as it was written: not supported")
-        return info.relative_path, info.offset, info.length
+        return range_of(item.storage_index.fqn, self._stored[item.storage_index])
 
     def _prepare(self, item: ReadItem, target: Tensor) -> list[_Piece]:
         """What is still to be read into ``target``: nothing, where the stored tensor had to be read as a whole."""
