@@ -224,20 +224,20 @@ def group_step(saved: Mapping[str, Any], states: Sequence[Mapping[str, Any]], na
         return _whole_step(saved[STEP], what)
     own = [_whole_step(each[STEP], what) for each in states if STEP in each]
     if own:
-        return latest_step(own, what)
+        latest = max(own)
+        warn_of_earlier_steps(sum(step != latest for step in own), len(own), f"{what}, at step {latest}")
+        return latest
     if any(_has_any(each, names) for each in states):
         raise ValueError("the state dict has states but no step, in a param group or per parameter; it is not guessed")
     return 0
 
 
-def latest_step(steps: Sequence[int], what: str) -> int:
-    """Of a param group's parameters, with a warning where they differ."""
-    latest = max(steps, default=0)
-    if behind := sum(step != latest for step in steps):
-        text = f"{what}: {behind} of {len(steps)} parameters were saved at an earlier step than the group's latest"
+def warn_of_earlier_steps(behind: int, count: int, what: str) -> None:
+    """Where some of the parameters were saved at other steps than those that they continue from."""
+    if behind:
+        text = f"{what}: {behind} of {count} parameters were saved at an earlier step than their group's latest"
         reason = "the step is shared by a param group, so they continue from the latest"
-        warnings.warn(f"{text}, {latest}; {reason}", stacklevel=callers_level())
-    return latest
+        warnings.warn(f"{text}; {reason}", stacklevel=callers_level())
 
 
 def _whole_step(value: Any, what: str) -> int:

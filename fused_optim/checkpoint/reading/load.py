@@ -27,7 +27,7 @@ from fused_optim.layout import MASTER, STEP
 from fused_optim.sharding.collective import distinct, on_all_ranks, parameter_names
 from fused_optim.sharding.dtensor import has_own_chunks, local_tensor
 from fused_optim.state.remainders import is_remainder, unpack_remainder
-from fused_optim.state.state_dict import check, latest_step
+from fused_optim.state.state_dict import check, warn_of_earlier_steps
 from fused_optim.validate import check_whole, describe, some_of
 
 _REQUIRED_SETTINGS = ("lr", "betas", "eps", "weight_decay")
@@ -126,6 +126,9 @@ class Loader:
         for i in loaded:
             self._check_states(i)
         groups = [self._group(number, members) for number, members in enumerate(self._members())]
+        latest = {i: group["step"] for group in groups for i in group["params"]}
+        behind = sum(self.saved_steps.get(self.ids[i], step) != step for i, step in latest.items())
+        warn_of_earlier_steps(behind, len(latest), str(self.source.path))
         names = self.optimizer.store.state_names
         keys = {i: {name: states[name] for name in names if name in states} for i, states in loaded.items()}
         values = self._read_objects(keys)
@@ -209,8 +212,7 @@ class Loader:
         lacking = [key for key in _REQUIRED_SETTINGS if key not in settings]
         if lacking and any(self.params[i].requires_grad for i in members):
             raise ValueError(f"{what}: {self.source.path} lacks its {', '.join(lacking)}")
-        steps = [self.saved_steps[self.ids[i]] for i in members if self.ids[i] in self.saved_steps]
-        step = latest_step(steps, f"{self.source.path}: {what}")
+        step = max((self.saved_steps.get(self.ids[i], 0) for i in members), default=0)
         names = [self._name(i) for i in members]  # for messages
         return {**settings, "step": step, "params": list(members), "param_names": names}
 

@@ -250,11 +250,19 @@ def memory_of(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
+class _OfThread(threading.local):
+    """What each thread has of its own, from the first time on that it needs it."""
+
+    def __init__(self) -> None:
+        self.memory: Tensor | None = None
+        self.streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
 class _Upload:
     """Copies to GPUs through pinned memory: each thread has a piece of it, and a stream of its own for each GPU."""
 
     def __init__(self) -> None:
-        self._own = threading.local()
+        self._own = _OfThread()
         self._before: dict[torch.device, torch.cuda.Event] = {}
         if torch.cuda.is_initialized():  # what is queued may still write the tensors
             for index in range(torch.cuda.device_count()):
@@ -263,8 +271,8 @@ class _Upload:
 
     def read(self, folder: Folder, piece: _Piece) -> None:
         device = piece.target.device
-        if not hasattr(self._own, "memory"):
-            self._own.memory, self._own.streams = torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True), {}
+        if self._own.memory is None:
+            self._own.memory = torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True)
         if device not in self._own.streams:
             self._own.streams[device] = torch.cuda.Stream(device)
             self._own.streams[device].wait_event(self._before[device])

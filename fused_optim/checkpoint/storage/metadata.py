@@ -186,8 +186,9 @@ def _properties(key: str, given: Any) -> TensorProperties:
         raise _unexpected(what, "bools", requires_grad)
     layout = _choice(what, given_fields.get("layout"), _LAYOUT, _LAYOUTS)
     memory_format = _choice(what, given_fields.get("memory_format"), _CLASSES["_MEM_FORMAT_ENCODING"], _MEMORY_FORMATS)
-    strides: dict[str, Any] = {"strides": _strides(key, given_fields.get("strides"))} if _HAS_STRIDES else {}
-    return TensorProperties(dtype, layout, requires_grad, memory_format, pinned, **strides)
+    strides = _strides(key, given_fields.get("strides"))
+    known: dict[str, Any] = {"strides": strides} if _HAS_STRIDES else {}
+    return TensorProperties(dtype, layout, requires_grad, memory_format, pinned, **known)
 
 
 def _strides(key: str, given: Any) -> tuple[int, ...] | None:
