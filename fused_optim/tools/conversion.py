@@ -18,7 +18,7 @@ import torch
 
 from fused_optim.adam import MOMENTS
 from fused_optim.adapters import adapter_of
-from fused_optim.checkpoint.reading.contents import read_steps
+from fused_optim.checkpoint.reading.contents import NOT_SETTINGS, read_steps
 from fused_optim.checkpoint.reading.opening import open_checked
 from fused_optim.checkpoint.reading.saved_optimizer import SavedOptimizer, SavedState, read_optimizer
 from fused_optim.checkpoint.reading.source import TensorInfo
@@ -34,8 +34,6 @@ from fused_optim.state.torch_form import torch_group, torch_states
 from fused_optim.tools.encoding import Encoded, Form, Place, forget
 from fused_optim.tools.names import LAYOUTS, STORED_MASTERS, Layout
 from fused_optim.tools.progress import progress
-
-_NOT_SETTINGS = ("params", "param_names", STEP)
 
 
 @dataclass(frozen=True)
@@ -246,7 +244,7 @@ class _Conversion:
 
     def _settings(self, ids: list[str]) -> dict[str, Any]:
         found = self._contents.settings.get(ids[0], {}) if ids else {}
-        given = {key: value for key, value in found.items() if key not in _NOT_SETTINGS}
+        given = {key: value for key, value in found.items() if key not in NOT_SETTINGS}
         names = {"param_names": found["param_names"]} if "param_names" in found else {}
         if self._wanted.layout == "torch":
             group = {"bias_correction": True, **given}

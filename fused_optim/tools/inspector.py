@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from fused_optim.adam import MOMENTS
 from fused_optim.adapters import adapter_of
-from fused_optim.checkpoint.reading.contents import read_steps
+from fused_optim.checkpoint.reading.contents import NOT_SETTINGS, read_steps
 from fused_optim.checkpoint.reading.opening import open_checked
 from fused_optim.checkpoint.reading.saved_optimizer import SavedOptimizer, SavedTensor, pieces_of, read_optimizer
 from fused_optim.checkpoint.reading.source import Source
@@ -24,7 +25,6 @@ from fused_optim.tools.progress import progress
 from fused_optim.tools.values import Values
 
 PARAMETER = "parameter"
-_NOT_SETTINGS = ("params", "param_names", "step")
 _NOT_SHOWN = ("parameters", *DESCRIPTION)
 _EXAMPLES = 5
 
@@ -86,7 +86,7 @@ def groups_of(optimizer: SavedOptimizer) -> list[dict[str, Any]]:
     """Settings that are alike, with the number of parameters that have them."""
     found: dict[str, dict[str, Any]] = {}
     for settings in optimizer.contents.settings.values():
-        shown = {key: _plain(value) for key, value in settings.items() if key not in _NOT_SETTINGS}
+        shown = {key: _plain(value) for key, value in settings.items() if key not in NOT_SETTINGS}
         counted = found.setdefault(json.dumps(shown, sort_keys=True), {"parameters": 0, **shown})
         counted["parameters"] += 1
     return list(found.values())
@@ -156,16 +156,9 @@ def _formats(parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
         names = dict(zip((PARAMETER, *MOMENTS, "master"), mix, strict=True))
         row = rows.setdefault(mix, {**names, "parameters": 0, "elements": 0, "bytes": 0})
         row["parameters"] += 1
-        row["elements"] += _product(found["shape"])
+        row["elements"] += math.prod(found["shape"])
         row["bytes"] += sum(found[name]["bytes"] for name in (PARAMETER, *MOMENTS, MASTER) if name in found)
     return sorted(rows.values(), key=lambda row: -int(row["elements"]))
-
-
-def _product(shape: list[int]) -> int:
-    size = 1
-    for each in shape:
-        size *= each
-    return size
 
 
 def _all_tensors(report: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -146,6 +146,20 @@ def test_to_torch_and_back(tmp_path: Path) -> None:
             assert_same(flat(states[name]), flat(fresh["state"][i][name]))
 
 
+def test_safetensors_load_into_an_optimizer(tmp_path: Path) -> None:
+    model, optimizer = trained(checkpoint_format="native")
+    save(tmp_path / "native", model, optimizer)
+    convert_checkpoint(tmp_path / "native", tmp_path / "safetensors", "safetensors")
+    again = build(torch.float32, seed=5)
+    resumed = FusedAdam(groups_of(again), exp_avg_dtype="int8", exp_avg_sq_dtype="int8")
+    report = load_optimizer_checkpoint(again, resumed, tmp_path / "safetensors")
+    assert (report.source, report.parameters, report.steps) == ("fused_optim", 6, (3, 3))
+    assert [group["lr"] for group in resumed.param_groups] == [0.02, 0.02]
+    for ours, theirs in zip(again.parameters(), model.parameters(), strict=True):
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(resumed.get_unscaled_state(ours, name), optimizer.get_unscaled_state(theirs, name))
+
+
 def flat(state: Any) -> dict[str, Tensor]:
     """The parts of a state, which is one tensor where it has no scales."""
     parts = state if isinstance(state, dict) else {"": state}

@@ -22,6 +22,7 @@ from fused_optim.sharding.collective import unwrapped_name
 _STATE_KEY = re.compile(
     r"(?P<id>.+)\.(?P<name>exp_avg|exp_avg_sq|max_exp_avg_sq|master_param|step)(\.(?P<component>\w+))?"
 )
+NOT_SETTINGS = ("params", "param_names", "step")  # of a param group
 _COMPONENTS = ("bits", "scale", "format", "block", "rem16", "rem8", "check")
 
 
@@ -34,6 +35,7 @@ class Contents:
     """An optimizer's flat keys, sorted by parameter; ids are names or positions, as text."""
 
     prefix: str  # of the keys: what is before ``state.``
+    names: set[str]  # that parameters are known to have
     # id -> state -> component ("": whole) -> key
     states: dict[str, dict[str, dict[str, str]]] = field(default_factory=dict)
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)  # id -> setting -> value
@@ -56,13 +58,33 @@ class Contents:
 
 
 def read_contents(source: Source, names: Iterable[str]) -> Contents:
-    """``names``: that parameters are known to have. Raises :class:`NoStates` where there is no optimizer of ours."""
+    """:func:`find_contents` with the settings."""
+    contents = find_contents(source, names)
+    read_settings(source, contents)
+    return contents
+
+
+def find_contents(source: Source, names: Iterable[str]) -> Contents:
+    """What the keys say; nothing is read. Raises :class:`NoStates` where there are none of Adam's.
+
+    ``names``: that parameters are known to have.
+    """
     names = set(names)
-    contents = Contents(_find_prefix(source, names))
+    contents = Contents(_find_prefix(source, names), names)
     for key in source.entries:
         if match := _state_of(key, contents.prefix):
             states = contents.states.setdefault(_unwrapped(match["id"], names), {})
             states.setdefault(match["name"], {})[match["component"] or ""] = key
+    return contents
+
+
+def optimizer_keys(source: Source, prefix: str) -> set[str]:
+    """All that is the optimizer's."""
+    return {key for key in source.entries if key.startswith((f"{prefix}state.", f"{prefix}param_groups."))}
+
+
+def read_settings(source: Source, contents: Contents) -> None:
+    """Of the param groups."""
     first = f"{contents.prefix}param_groups."
     values = read_small(source, [key for key in source.entries if key.startswith(first)])
     groups: dict[str, dict[str, Any]] = {}
@@ -72,11 +94,10 @@ def read_contents(source: Source, names: Iterable[str]) -> Contents:
     numbered = [group for group in groups if "params" in groups[group]]
     for group in sorted(numbered, key=int):
         settings = groups.pop(group)
-        contents.order.append([_unwrapped(str(id_), names) for id_ in settings.pop("params")])
+        contents.order.append([_unwrapped(str(id_), contents.names) for id_ in settings.pop("params")])
         contents.settings.update({id_: settings for id_ in contents.order[-1]})
     # The flattened form has a group per parameter.
-    contents.settings.update({_unwrapped(id_, names): settings for id_, settings in groups.items()})
-    return contents
+    contents.settings.update({_unwrapped(id_, contents.names): settings for id_, settings in groups.items()})
 
 
 def _unwrapped(id_: str, names: set[str]) -> str:
@@ -135,9 +156,3 @@ def _find_prefix(source: Source, names: set[str]) -> str:
             f"{source.path} holds several optimizers for these parameters: under {ranked[0]!r} and {ranked[1]!r}"
         )
     return ranked[0]
-
-
-def optimizer_keys(source: Source, names: Iterable[str]) -> set[str]:
-    """All that is read of the source."""
-    prefix = _find_prefix(source, set(names))
-    return {key for key in source.entries if key.startswith((f"{prefix}state.", f"{prefix}param_groups."))}

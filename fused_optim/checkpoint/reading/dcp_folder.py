@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fused_optim.checkpoint.reading.reader import load
 from fused_optim.checkpoint.reading.source import Source, TensorInfo
 from fused_optim.checkpoint.storage.folders import Folder
-from fused_optim.checkpoint.storage.metadata import check_files, chunk_sizes, range_of
+from fused_optim.checkpoint.storage.metadata import check_files, chunk_sizes, range_of, read_metadata
 from fused_optim.checkpoint.storage.torch_errors import cause
 from fused_optim.checkpoint.storage.untrusted import Refused, load_object
 
@@ -31,9 +31,9 @@ class DcpFolder(Source):
 
     kind = "torch.distributed.checkpoint"
 
-    def __init__(self, folder: Folder, metadata: Metadata) -> None:
+    def __init__(self, folder: Folder) -> None:
         self.path: Folder = folder
-        self._metadata = metadata
+        self._metadata = metadata = read_metadata(folder)
         self.entries = {}
         for key, entry in metadata.state_dict_metadata.items():
             self.entries[key] = None
@@ -88,6 +88,10 @@ class DcpFolder(Source):
             whole[tuple(slice(o, o + n) for o, n in zip(at, size, strict=True))].copy_(chunk)
         return torch.empty(info.shape, dtype=info.dtype) if whole is None else whole
 
+    def load(self, state_dict: dict[str, Any]) -> None:
+        """``dcp.load`` by this rank alone. Raises what went wrong."""
+        load(state_dict, self.path, self._metadata)
+
     def _load(self, key: str, stored: _StorageInfo) -> Any:
         content = io.BytesIO(self.path.read(*range_of(key, stored)))
         return load_object(content, f"{key} in {self.path}/{stored.relative_path}")
@@ -110,5 +114,5 @@ class DcpFolder(Source):
 
     def _read(self, wanted: Mapping[str, Tensor | None]) -> dict[str, Any]:
         values = dict(wanted)
-        load(values, self.path, self._metadata)
+        self.load(values)
         return values

@@ -13,11 +13,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
 
 from fused_optim.adam import FusedAdam
 from fused_optim.checkpoint.reading.buffers import buffer_for, native_buffer_for
-from fused_optim.checkpoint.reading.contents import nested, optimizer_keys, read_contents, read_small, read_steps
+from fused_optim.checkpoint.reading.contents import (
+    NOT_SETTINGS,
+    Contents,
+    find_contents,
+    nested,
+    optimizer_keys,
+    read_settings,
+    read_small,
+    read_steps,
+)
 from fused_optim.checkpoint.reading.opening import open_source
 from fused_optim.checkpoint.reading.source import Source
 from fused_optim.checkpoint.storage.checksums import verify_items
@@ -32,7 +40,6 @@ from fused_optim.validate import check_whole, describe, some_of
 
 _REQUIRED_SETTINGS = ("lr", "betas", "eps", "weight_decay")
 _Keys = Mapping[int, Mapping[str, Mapping[str, str]]]  # parameter's position -> state -> component -> key
-_NOT_SETTINGS = ("params", "param_names", "step")
 
 
 @dataclass(frozen=True)
@@ -59,11 +66,12 @@ def load_optimizer_checkpoint(
 ) -> LoadReport:
     """Load this library's, torch.optim.Adam(W)'s, TransformerEngine's or Apex's optimizer checkpoint.
 
-    ``path`` is a folder of torch.distributed.checkpoint, also one that fsspec opens (``s3://...``), or a file of
-    torch.save with full tensors; see ``docs/foreign_checkpoints.md``. Code that it might hold is not run. Load the
-    model's parameters first: masters that the checkpoint lacks are seeded from them, and 16-bit remainders complete
-    them. Learning rate, betas, eps, weight decay and step become the checkpoint's; state formats and seed stay the
-    optimizer's. A group whose parameters were saved at different steps continues from the largest, with a warning.
+    ``path`` is a folder of torch.distributed.checkpoint, also one that fsspec opens (``s3://...``), a file of
+    torch.save with full tensors, or what ``convert`` writes as safetensors; see ``docs/foreign_checkpoints.md``. Code
+    that it might hold is not run. Load the model's parameters first: masters that the checkpoint lacks are seeded from
+    them, and 16-bit remainders complete them. Learning rate, betas, eps, weight decay and step become the checkpoint's;
+    state formats and seed stay the optimizer's. A group whose parameters were saved at different steps continues from
+    the largest, with a warning.
 
     ``verify``: compare what belongs to the optimizer with the checksums of ``write_checksums``, each rank a share,
     before any of it is read. None: where there are checksums; True: their absence is an error; False: no.
@@ -71,34 +79,30 @@ def load_optimizer_checkpoint(
     A collective: all ranks call it. Raises on every rank if it fails on one; nothing has been changed then. Raises
     TypeError for flat shards of FSDP1.
     """
-    return load_from(model, optimizer, path, verify=verify)
+    with on_all_ranks(f"loading {path}"):
+        check_whole(model, optimizer.store.params)
+        source = open_source(path)
+    return load_from(model, optimizer, source, verify=verify)
 
 
 @torch.no_grad()
-def load_from(
-    model: torch.nn.Module,
-    optimizer: FusedAdam,
-    path: PathLike | Folder,
-    *,
-    verify: bool | None,
-    metadata: Metadata | None = None,
-) -> LoadReport:
-    """:func:`load_optimizer_checkpoint` of a folder whose metadata may be known already."""
+def load_from(model: torch.nn.Module, optimizer: FusedAdam, source: Source, *, verify: bool | None) -> LoadReport:
+    """:func:`load_optimizer_checkpoint` of one that is open."""
+    doing = f"loading {source.path}"
     optimizer.store.locate()
     everyone = {name for names in distinct(_all_names(model)) for name in names}
-    with on_all_ranks(f"loading {path}"):
-        check_whole(model, optimizer.store.params)
-        source = open_source(path, metadata)
-        keys = optimizer_keys(source, everyone)
+    with on_all_ranks(doing):
+        contents = find_contents(source, everyone)
     if verify is not False:
-        verify_items(folder_at(path), keys, required=bool(verify))
-    with on_all_ranks(f"loading {path}"):
-        loader = Loader(model, optimizer, source, everyone)
+        verify_items(folder_at(source.path), optimizer_keys(source, contents.prefix), required=bool(verify))
+    with on_all_ranks(doing):
+        read_settings(source, contents)
+        loader = Loader(model, optimizer, source, contents)
         state_dict, report = loader.prepare()
-    with on_all_ranks(f"loading {path}"):
+    with on_all_ranks(doing):
         loader.check_parameters(state_dict["state"])
     on_gpu = any(param.is_cuda for param in optimizer.store.params)
-    with on_all_ranks(f"loading {path}"), locked(loader.memory if on_gpu else ()):
+    with on_all_ranks(doing), locked(loader.memory if on_gpu else ()):
         optimizer.load_state_dict(state_dict)
         optimizer.store.settle()
     return report
@@ -111,13 +115,13 @@ def _all_names(model: torch.nn.Module) -> list[str]:
 class Loader:
     """Turns a checkpoint into a state dict of one optimizer, checked in full; changes nothing."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: FusedAdam, source: Source, everyone: set[str]) -> None:
+    def __init__(self, model: torch.nn.Module, optimizer: FusedAdam, source: Source, contents: Contents) -> None:
         self.optimizer = optimizer
         self.source = source
         self.names = parameter_names(model)
         self.params = optimizer.store.params
-        self.contents = read_contents(source, everyone)
-        self.ids = self._match(everyone)
+        self.contents = contents
+        self.ids = self._match(contents.names)
         self.saved_steps = read_steps(self.source, self.contents)
         self.memory: list[Tensor] = []  # that states are read into
 
@@ -222,7 +226,7 @@ class Loader:
         owner: dict[str, int] = {}
         for i in members:
             for key, value in self.contents.settings.get(self.ids[i], {}).items():
-                if key in _NOT_SETTINGS or (key not in group and key != "initial_lr"):
+                if key in NOT_SETTINGS or (key not in group and key != "initial_lr"):
                     continue
                 if key in found and not _equal(found[key], value):
                     both = f"{self._describe(owner[key])} and {self._describe(i)}"

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from torch.distributed.checkpoint.metadata import Metadata
-
 from fused_optim.checkpoint.reading.dcp_folder import DcpFolder
 from fused_optim.checkpoint.reading.files import SafetensorsFiles, TorchFile, safetensors_files
 from fused_optim.checkpoint.reading.source import Source
 from fused_optim.checkpoint.storage.folders import Folder, LocalFolder, PathLike, folder_at
-from fused_optim.checkpoint.storage.metadata import FILE, read_metadata
+from fused_optim.checkpoint.storage.metadata import FILE
 
 
-def open_source(path: PathLike | Folder, metadata: Metadata | None = None) -> Source:
+def open_source(path: PathLike | Folder) -> Source:
     """A folder of torch.distributed.checkpoint, a file of torch.save, or safetensors files. Runs no code of them.
 
-    ``metadata``: of a folder, where somebody has read it. Raises FileNotFoundError for what is not there or not whole,
-    ValueError for what is none of these or is damaged.
+    Raises FileNotFoundError for what is not there or not whole, ValueError for what is none of these or is damaged.
     """
     folder = folder_at(path)
-    if metadata is not None or folder.size(FILE) is not None:
-        return DcpFolder(folder, read_metadata(folder) if metadata is None else metadata)
+    if folder.size(FILE) is not None:
+        return DcpFolder(folder)
     if isinstance(folder, LocalFolder):
         if files := safetensors_files(folder.path):
             return SafetensorsFiles(folder.path, files)

@@ -6,7 +6,6 @@ Runs no code that a checkpoint might hold: metadata and tensors are unpickled by
 
 from __future__ import annotations
 
-import ctypes
 import io
 import math
 import os
@@ -33,6 +32,7 @@ from fused_optim.checkpoint.storage.pickles import Outside, read_pickle, stand_i
 from fused_optim.checkpoint.storage.threads import threads_to_read
 from fused_optim.checkpoint.storage.torch_errors import in_one_process
 from fused_optim.checkpoint.storage.untrusted import load_object
+from fused_optim.host_memory import memory_of
 
 _PIECE = 1 << 24  # bytes that one thread reads at a time
 _HEAD = 4096  # bytes of a stored tensor in which its description is
@@ -243,11 +243,6 @@ def _pieces(file: str, start: int, target: Tensor, size: int) -> Iterator[_Piece
     flat = target.reshape(-1).view(torch.uint8)
     for first in range(0, size, _PIECE):
         yield _Piece(file, start + first, flat[first : min(first + _PIECE, size)])
-
-
-def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory."""
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 class _OfThread(threading.local):
