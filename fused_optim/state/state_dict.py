@@ -266,7 +266,7 @@ def _check_group(
     trained = [param for param in group["params"] if param.requires_grad]
     if step and trained and not any(id_ in present for id_ in saved["params"]):
         raise RuntimeError(
-            f"the state dict is at step {step} but holds no states for a param group of {len(group['params'])} "
+            f"{what}: the state dict is at step {step} but holds no states for a param group of {len(group['params'])} "
             "parameters; if it came through torch.distributed.checkpoint, call optimizer.zero_grad() before loading it"
         )
 
