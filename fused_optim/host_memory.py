@@ -3,6 +3,7 @@ directly; and that files are read into, page-locked while GPUs copy from it."""
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import sys
@@ -75,6 +76,11 @@ def host_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.zeros(tuple(shape), dtype=dtype)
     flat = HostBuffers([size], locked=torch.cuda.is_available(), shared=False).tensors[0]
     return flat.view(dtype).view(tuple(shape))
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory, as long as it lives. NumPy would know no bfloat16."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def can_be_streamed(tensor: Tensor, device: torch.device) -> bool:

@@ -21,25 +21,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 
 from fused_optim.adam import MOMENTS, FusedAdam
 from fused_optim.checkpoint import extras
-from fused_optim.checkpoint.background import Background, outcome
 from fused_optim.checkpoint.collect import Collector
 from fused_optim.checkpoint.extras import Stateful, check_extra
+from fused_optim.checkpoint.reading.dcp_folder import DcpFolder
 from fused_optim.checkpoint.reading.load import load_from
-from fused_optim.checkpoint.reading.reader import load
 from fused_optim.checkpoint.storage import checksums, manifest
 from fused_optim.checkpoint.storage.damage import Damaged, is_damage
 from fused_optim.checkpoint.storage.directory import CheckpointDirectory, Found
-from fused_optim.checkpoint.storage.folders import Folder, PathLike, folder_at
+from fused_optim.checkpoint.storage.folders import PathLike, folder_at
 from fused_optim.checkpoint.storage.manifest import Manifest
 from fused_optim.checkpoint.storage.metadata import read_metadata
 from fused_optim.checkpoint.storage.torch_errors import SINGLE_PROCESS
 from fused_optim.checkpoint.termination import EXIT_STATUS, Termination
+from fused_optim.checkpoint.writing.background import Background, outcome
 from fused_optim.checkpoint.writing.saver import Saver
 from fused_optim.checkpoint.writing.staging import PinnedStager
 from fused_optim.checkpoint.writing.writer import Written
@@ -417,35 +416,33 @@ class Checkpointer:
         folder = self._directory.folder_of(found)
         doing = f"loading {folder}"
         with on_all_ranks(doing, group=self._group):
-            metadata = read_metadata(folder)
-            states = {
-                name: self._read_extra(name, found, folder, metadata) for name in self._extra if name not in without
-            }
+            source = DcpFolder(folder)
+            states = {name: self._read_extra(name, found, source) for name in self._extra if name not in without}
             model = {"model": self._states.model_state()}
-            load(model, folder, metadata)
+            source.load(model)
             set_model_state_dict(self._model, model["model"])
         if isinstance(self._optimizer, FusedAdam):
-            load_from(self._model, self._optimizer, folder, verify=False, metadata=metadata)
+            load_from(self._model, self._optimizer, source, verify=False)
         else:
             with on_all_ranks(doing, group=self._group):
-                self._load_other_optimizer(folder, metadata)
+                self._load_other_optimizer(source)
         with on_all_ranks(doing, group=self._group):
             for name, state in states.items():
                 self._extra[name].load_state_dict(state)
         self._last = found.step
         return found.step
 
-    def _load_other_optimizer(self, folder: Folder, metadata: Metadata) -> None:
+    def _load_other_optimizer(self, source: DcpFolder) -> None:
         state = {"optimizer": self._states.optimizer_state(self._form, None)}
-        load(state, folder, metadata)
+        source.load(state)
         set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"], options=self._states.options)
 
-    def _read_extra(self, name: str, found: Found, folder: Folder, metadata: Metadata) -> dict[str, Any]:
+    def _read_extra(self, name: str, found: Found, source: DcpFolder) -> dict[str, Any]:
         owners = {} if found.manifest is None else found.manifest.extra
         if name not in owners:
-            raise ValueError(f"{folder} has no extra {name!r}: load without it: load(step, without=[{name!r}])")
+            raise ValueError(f"{source.path} has no extra {name!r}: load without it: load(step, without=[{name!r}])")
         owner = extras.owner_for(name, owners[name], this_rank(), world_size())
-        return extras.read(name, owner, self._extra[name], folder, metadata)
+        return extras.read(name, owner, self._extra[name], source)
 
     # --- the end ------------------------------------------------------------------------------------------------
 

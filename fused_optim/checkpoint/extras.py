@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import io
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from fused_optim.checkpoint.reading.reader import load, memory_of
-from fused_optim.checkpoint.reading.sources import Stored, buffer_for
-from fused_optim.checkpoint.storage.folders import Folder
+from fused_optim.checkpoint.reading.buffers import buffer_for
+from fused_optim.checkpoint.reading.source import Source
 from fused_optim.checkpoint.storage.untrusted import load_object
+from fused_optim.host_memory import memory_of
 
 _SHARDED = "fused_optim_sharded"  # the key, in a state, of where a sharded tensor's own is
 
@@ -100,35 +98,29 @@ def owner_for(name: str, owners: Sequence[int], rank: int, ranks: int) -> int:
     return owners[0]
 
 
-def read(name: str, owner: int, current: Stateful, folder: Folder, metadata: Metadata) -> dict[str, Any]:
+def read(name: str, owner: int, current: Stateful, source: Source) -> dict[str, Any]:
     """The state to be loaded. Sharded tensors are placed as those that ``current`` has at the same places now."""
-    entry = metadata.state_dict_metadata.get(_key(name, owner))
-    if not isinstance(entry, TensorStorageMetadata) or math.prod(entry.size) > sum(_bytes_of(name, owner, metadata)):
-        raise ValueError(f"{folder} does not hold extra {name!r} of rank {owner}, which its manifest has")
-    content = torch.empty(math.prod(entry.size), dtype=torch.uint8)
-    load({_key(name, owner): content}, folder, metadata)
-    state = load_object(io.BytesIO(memory_of(content)), f"extra {name!r} in {folder}")
+    key = _key(name, owner)
+    info = source.entries.get(key)
+    if info is None:
+        raise ValueError(f"{source.path} does not hold extra {name!r} of rank {owner}, which its manifest has")
+    source.check([key])  # before memory is reserved
+    content = source.read({key: torch.empty(info.shape, dtype=torch.uint8)})[key]
+    state = load_object(io.BytesIO(memory_of(content)), f"extra {name!r} in {source.path}")
     wanted = _paths(state)
-    if not wanted:
-        return cast(dict[str, Any], state)
-    placed: dict[str, Tensor] = {}
+    placed: dict[str, Tensor | None] = {}
 
     def note(path: str, tensor: DTensor) -> Any:
-        stored = metadata.state_dict_metadata.get(path)
-        if isinstance(stored, TensorStorageMetadata):
-            placed[path] = buffer_for(tensor, Stored(tuple(stored.size), stored.properties.dtype))
+        stored = source.entries.get(path)
+        if stored is not None and path in wanted:
+            placed[path] = buffer_for(tensor, stored)
         return None
 
-    _with_sharded(current.state_dict(), f"extra.{name}.sharded", note)
+    if wanted:
+        _with_sharded(current.state_dict(), f"extra.{name}.sharded", note)
     if lacking := sorted(wanted - placed.keys()):
         raise ValueError(f"extra {name!r} has no sharded tensor for {lacking[0]} yet: give it its state before loading")
-    wanted_tensors: dict[str, Any] = {path: placed[path] for path in wanted}
-    load(wanted_tensors, folder, metadata)
-    return cast(dict[str, Any], _filled(state, wanted_tensors))
-
-
-def _bytes_of(name: str, owner: int, metadata: Metadata) -> list[int]:
-    return [info.length for index, info in metadata.storage_data.items() if index.fqn == _key(name, owner)]
+    return cast(dict[str, Any], _filled(state, source.read(placed)) if wanted else state)
 
 
 def _key(name: str, owner: int) -> str:

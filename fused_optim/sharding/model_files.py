@@ -61,7 +61,7 @@ def write_model_files(folder: Path, entries: Mapping[str, Entry], doing: str) ->
         if this_rank() == 0:
             weight_map = {key: files[owners[name]] for name, of_entry in sizes.items() for key in of_entry}
             total = sum(sum(of_entry.values()) for of_entry in sizes.values())
-            write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+            write_index(folder / INDEX, weight_map, total)
 
 
 def read_index(index: Path) -> dict[str, Path]:
@@ -100,6 +100,11 @@ def _share_out(sizes: Mapping[str, int], held: Sequence[Collection[str]]) -> dic
 def _file_names(owners: Mapping[str, int]) -> dict[int, str]:
     writers = sorted(set(owners.values()))
     return {rank: f"model-{i:05d}-of-{len(writers):05d}.safetensors" for i, rank in enumerate(writers, start=1)}
+
+
+def write_index(path: Path, weight_map: Mapping[str, str], total: int) -> None:
+    """The file of each key, and the bytes of all."""
+    write_json(path, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def write_json(path: Path, value: Mapping[str, object]) -> None:

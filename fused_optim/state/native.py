@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_optim.formats import FLOAT16, STATE_FORMATS, Kind, Master
+from fused_optim.formats import FLOAT16, STATE_FORMATS, Kind, Master, StateFormat
 from fused_optim.layout import MASTER
 from fused_optim.sharding.dtensor import cut_by_rows, local_tensor, placed_part, rewrap_like, rewrap_rows
 from fused_optim.state.param_state import ParamState
@@ -82,15 +82,22 @@ def unpack_state(param: Tensor, kind: Kind, saved: Mapping[str, Any]) -> Stored 
     return placed_part(rewrap_like(stored.read(), bits), param)
 
 
+def scaled_format(code: Any, what: str) -> StateFormat:
+    """A format of states with scales, by its number. Raises ValueError for one that is not known."""
+    fmt = _FORMATS.get(int(code))
+    if fmt is None or not fmt.scaled:
+        raise ValueError(f"{what}: unknown state format {int(code)}: update fused_optim")
+    return fmt
+
+
 def check_packed(param: Tensor, kind: Kind, saved: Mapping[str, Any], what: str) -> None:
     """Raise KeyError, TypeError or ValueError for what is no state of ``param``. No communication."""
     missing = [key for key in ("bits", "scale", "format", "block") if key not in saved]
     if missing:
         raise KeyError(f"{what}: the state dict lacks {' and '.join(missing)} of its native form")
-    code, block = int(saved["format"]), int(saved["block"])
-    fmt = _FORMATS.get(code)
-    if fmt is None or not fmt.scaled or (kind is Kind.MASTER and fmt is not FLOAT16):
-        raise ValueError(f"{what}: unknown state format {code} in the state dict")
+    fmt, block = scaled_format(saved["format"], what), int(saved["block"])
+    if kind is Kind.MASTER and fmt is not FLOAT16:
+        raise ValueError(f"{what}: unknown state format {fmt.code} of masters: update fused_optim")
     if block <= 0 or _row(param) % block:
         raise ValueError(f"{what}: blocks of {block} elements do not divide rows of {_row(param)}")
     check_tensor(saved["bits"], tuple(param.shape), fmt.dtype(kind), f"{what}: bits of {fmt.name}")

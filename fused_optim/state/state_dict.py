@@ -136,7 +136,7 @@ def check(store: StateStore, state_dict: dict[str, Any], keep: Collection[Tensor
     """
     groups, names = store.groups, store.state_names
     saved_groups, state = state_dict["param_groups"], state_dict["state"]
-    _check_version(saved_groups)
+    check_version(saved_groups, "the state dict")
     params = _match_groups(groups, saved_groups)
     _check_form(saved_groups, state, names, params.values())
     present = {id_: param for id_, param in params.items() if _has_any(state.get(id_, {}), names)}
@@ -224,19 +224,20 @@ def group_step(saved: Mapping[str, Any], states: Sequence[Mapping[str, Any]], na
         return _whole_step(saved[STEP], what)
     own = [_whole_step(each[STEP], what) for each in states if STEP in each]
     if own:
-        behind = sum(step != max(own) for step in own)
-        if behind:
-            text = (
-                f"{behind} of {len(own)} parameters were saved at an earlier step than the group's latest, {max(own)}"
-            )
-            warnings.warn(
-                f"{text}; the step is shared by a param group, so they continue from the latest",
-                stacklevel=callers_level(),
-            )
-        return max(own)
+        latest = max(own)
+        warn_of_earlier_steps(sum(step != latest for step in own), len(own), f"{what}, at step {latest}")
+        return latest
     if any(_has_any(each, names) for each in states):
         raise ValueError("the state dict has states but no step, in a param group or per parameter; it is not guessed")
     return 0
+
+
+def warn_of_earlier_steps(behind: int, count: int, what: str) -> None:
+    """Where some of the parameters were saved at other steps than those that they continue from."""
+    if behind:
+        text = f"{what}: {behind} of {count} parameters were saved at an earlier step than their group's latest"
+        reason = "the step is shared by a param group, so they continue from the latest"
+        warnings.warn(f"{text}; {reason}", stacklevel=callers_level())
 
 
 def _whole_step(value: Any, what: str) -> int:
@@ -265,7 +266,7 @@ def _check_group(
     trained = [param for param in group["params"] if param.requires_grad]
     if step and trained and not any(id_ in present for id_ in saved["params"]):
         raise RuntimeError(
-            f"the state dict is at step {step} but holds no states for a param group of {len(group['params'])} "
+            f"{what}: the state dict is at step {step} but holds no states for a param group of {len(group['params'])} "
             "parameters; if it came through torch.distributed.checkpoint, call optimizer.zero_grad() before loading it"
         )
 
@@ -282,13 +283,12 @@ def _taken(store: StateStore, group: Mapping[str, Any], saved: Mapping[str, Any]
     return [key for key in known if key not in (*kept, *unset)]
 
 
-def _check_version(saved_groups: list[dict[str, Any]]) -> None:
-    """A state dict without description is accepted: it is another optimizer's or an older one's."""
+def check_version(saved_groups: Iterable[Mapping[str, Any]], what: str) -> None:
+    """Raise ValueError for a newer version. One without description is another optimizer's or an older one's."""
     version = max((int(saved.get("fused_optim_version", VERSION)) for saved in saved_groups), default=VERSION)
     if version > VERSION:
-        raise ValueError(
-            f"the state dict has version {version}, this fused_optim reads versions up to {VERSION}: update fused_optim"
-        )
+        text = f"{what} has version {version}, this fused_optim reads versions up to {VERSION}: update fused_optim"
+        raise ValueError(text)
 
 
 def _check_form(
@@ -339,16 +339,22 @@ def _check_states(param: Tensor, saved: Mapping[str, Any], specs: Sequence[State
     if missing:
         raise KeyError(f"{who}: the state dict lacks {' and '.join(missing)}")
     for spec in specs:
-        check = check_packed if _is_packed(saved[spec.name]) else _check_value
-        check(param, spec.kind, saved[spec.name], f"{who}: {spec.name}")
-    if is_remainder(saved.get(MASTER)):
-        check_remainder(param, saved[MASTER], f"{who}: {MASTER}")
-    elif _has(saved, MASTER):
-        check = check_packed if _is_packed(saved[MASTER]) else _check_value
-        check(param, Kind.MASTER, saved[MASTER], f"{who}: {MASTER}")
+        check_state(param, spec.kind, saved[spec.name], f"{who}: {spec.name}")
+    if _has(saved, MASTER):
+        check_state(param, Kind.MASTER, saved[MASTER], f"{who}: {MASTER}")
 
 
-def _check_value(param: Tensor, kind: Kind, value: Any, what: str) -> None:
+def check_state(param: Tensor, kind: Kind, saved: Any, what: str) -> None:
+    """Raise KeyError, TypeError or ValueError for what is no saved state, or master, of ``param``."""
+    if kind is Kind.MASTER and is_remainder(saved):
+        check_remainder(param, saved, what)
+    elif _is_packed(saved):
+        check_packed(param, kind, saved, what)
+    else:
+        _check_value(param, saved, what)
+
+
+def _check_value(param: Tensor, value: Any, what: str) -> None:
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.element_size() < 2:
         got = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"{what}: expected an unscaled floating-point tensor, got {got}")
@@ -363,15 +369,16 @@ def _unpack(param: Tensor, saved: Mapping[str, Any], specs: Sequence[StateSpec],
     if not _has_any(saved, names):
         return found
     for spec in specs:
-        found.states[spec.name] = _unpack_one(param, spec.kind, saved[spec.name])
+        found.states[spec.name] = read_state(param, spec.kind, saved[spec.name])
     if is_remainder(saved.get(MASTER)):
         found.master = unpack_remainder(param, saved[MASTER], who)
     elif _has(saved, MASTER):
-        found.master = _unpack_one(param, Kind.MASTER, saved[MASTER])
+        found.master = read_state(param, Kind.MASTER, saved[MASTER])
     return found
 
 
-def _unpack_one(param: Tensor, kind: Kind, saved: Any) -> Stored | Tensor:
+def read_state(param: Tensor, kind: Kind, saved: Any) -> Stored | Tensor:
+    """This rank's part of a state, or of a master other than remainders, that was checked."""
     return unpack_state(param, kind, saved) if _is_packed(saved) else placed_part(saved, param)
 
 

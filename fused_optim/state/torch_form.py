@@ -28,7 +28,7 @@ def convert(store: StateStore, state_dict: dict[str, Any], device: str | None) -
     steps = {param: group[STEP] for group in store.groups for param in group["params"]}
     params = store.params
     state = {
-        key: _torch_states(store[params[key]], steps[params[key]], device) if params[key] in store else states
+        key: torch_states(store[params[key]], steps[params[key]], device) if params[key] in store else states
         for key, states in state_dict["state"].items()
         if states
     }
@@ -48,7 +48,8 @@ def torch_group(group: Mapping[str, Any], adam_w_mode: bool) -> dict[str, Any]:
     return shown
 
 
-def _torch_states(states: ParamState, step: int, device: str | None) -> dict[str, Any]:
+def torch_states(states: ParamState, step: int, device: str | None) -> dict[str, Any]:
+    """A parameter's states as torch.optim.AdamW saves them: FP32 moments, by reference where they are, and a step."""
     own = [spec.name for spec in states.layout.specs]
     others = {name: value for name, value in states.tensors.items() if name not in (STEP, *own, MASTER)}
     moments: dict[str, Tensor] = {name: states.unscaled(name, device) for name in own}

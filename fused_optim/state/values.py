@@ -104,8 +104,12 @@ class Joined:
         return self.high.shape
 
     def read(self, device: str | None = None) -> Tensor:
-        high, low = self.high.reshape(-1), self.low.reshape(-1)
-        return _in_pieces(lambda piece: join_remainder(high[piece], low[piece].to(high.device)), self.low, device)
+        return _in_pieces(self.piece, self.low, device)
+
+    def piece(self, piece: slice) -> Tensor:
+        """The FP32 values of some elements of the flat tensor."""
+        high = self.high.reshape(-1)[piece]
+        return join_remainder(high, self.low.reshape(-1)[piece].to(high.device))
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
+from fused_optim.checkpoint.reading.opening import open_checked
+from fused_optim.checkpoint.reading.saved_optimizer import SavedOptimizer, read_optimizer
+from fused_optim.checkpoint.reading.source import Source
 from fused_optim.checkpoint.storage.folders import PathLike
 from fused_optim.state.groups import DESCRIPTION
-from fused_optim.tools.contents import Optimizer, pieces_of, read_optimizer
-from fused_optim.tools.inspector import PARAMETER, groups_of, steps_of
+from fused_optim.tools.inspector import PARAMETER, groups_of, other_tensors, steps_of
 from fused_optim.tools.progress import progress
-from fused_optim.tools.reading import Checkpoint, open_checkpoint
 from fused_optim.tools.values import Difference
 
 _Readable = tuple[tuple[int, ...], Callable[[], Iterator[Tensor]]]  # shape, how to read its pieces
@@ -39,10 +40,10 @@ def compare_checkpoints(first: PathLike, second: PathLike, *, model: PathLike | 
 
     States are compared in FP32, as they decode. Raises as :func:`inspect_checkpoint` does.
     """
-    both = [open_checkpoint(path) for path in (first, second)]
-    weights = None if model is None else open_checkpoint(model)
-    optimizers = [read_optimizer(checkpoint, weights) for checkpoint in both]
-    tensors = [dict(_tensors(checkpoint, of)) for checkpoint, of in zip(both, optimizers, strict=True)]
+    sources = [open_checked(path) for path in (first, second)]
+    weights = None if model is None else open_checked(model)
+    optimizers = [read_optimizer(source, weights) for source in sources]
+    tensors = [dict(_tensors(*each)) for each in zip(sources, optimizers, strict=True)]
     shared = [name for name in tensors[0] if name in tensors[1]]
     different: dict[str, str] = {}
     for name in progress(shared, "comparing", lambda name: 1):
@@ -66,34 +67,27 @@ def compare_checkpoints(first: PathLike, second: PathLike, *, model: PathLike | 
     )
 
 
-def _tensors(checkpoint: Checkpoint, optimizer: Optimizer | None) -> Iterator[tuple[str, _Readable]]:
+def _tensors(source: Source, optimizer: SavedOptimizer | None) -> Iterator[tuple[str, _Readable]]:
     """By name: parameters and states by the parameters' names, all else by key."""
-    known: set[str] = set()
     if optimizer is not None:
-        known = set(optimizer.own_keys)
         for name, states in optimizer.states.items():
             yield from ((f"{key} of {name}", (state.shape, state.pieces)) for key, state in states.items())
         for name, weight in optimizer.weights.items():
-            if weight.checkpoint is checkpoint:
-                known.add(weight.key)
-                yield f"{PARAMETER} of {name}", (weight.stored.shape, _reader(checkpoint, weight.key))
-    for key, stored in checkpoint.entries.items():
-        if stored is not None and key not in known and not stored.dtype.is_complex:
-            yield key, (stored.shape, _reader(checkpoint, key))
+            if weight.source is source:
+                yield f"{PARAMETER} of {name}", (weight.info.shape, weight.pieces)
+    for tensor in other_tensors(source, optimizer):
+        if not tensor.info.dtype.is_complex:
+            yield tensor.key, (tensor.info.shape, tensor.pieces)
 
 
-def _reader(checkpoint: Checkpoint, key: str) -> Callable[[], Iterator[Tensor]]:
-    return lambda: pieces_of(checkpoint.value(key))
-
-
-def _different_settings(first: Optimizer | None, second: Optimizer | None) -> dict[str, tuple[str, str]]:
+def _different_settings(first: SavedOptimizer | None, second: SavedOptimizer | None) -> dict[str, tuple[str, str]]:
     if first is None or second is None:
         return {}
     one, other = (_settings(optimizer) for optimizer in (first, second))
     return {key: (one[key], other[key]) for key in one if key in other and one[key] != other[key]}
 
 
-def _settings(optimizer: Optimizer) -> dict[str, str]:
+def _settings(optimizer: SavedOptimizer) -> dict[str, str]:
     """Of all param groups, as text."""
     groups = groups_of(optimizer)
     keys = {key: None for group in groups for key in group if key not in ("parameters", *DESCRIPTION)}

@@ -15,27 +15,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fused_optim.adam import MOMENTS
 from fused_optim.adapters import adapter_of
-from fused_optim.checkpoint.reading.sources import read_steps
+from fused_optim.checkpoint.reading.contents import NOT_SETTINGS, read_steps
+from fused_optim.checkpoint.reading.opening import open_checked
+from fused_optim.checkpoint.reading.saved_optimizer import SavedOptimizer, SavedState, read_optimizer
+from fused_optim.checkpoint.reading.source import TensorInfo
 from fused_optim.checkpoint.storage.folders import PathLike
-from fused_optim.formats import STATE_FORMATS, Master, as_dtype, split_remainder, state_format
+from fused_optim.checkpoint.writing.entries import Entry, write_folder, write_safetensors
+from fused_optim.formats import STATE_FORMATS, Master, as_dtype, state_format
 from fused_optim.layout import MASTER, STEP
+from fused_optim.options import CheckpointFormat
 from fused_optim.sharding.model_files import safetensors_writer
 from fused_optim.state.groups import DESCRIPTION, KEYED_BY_NAMES, NATIVE, TorchGroup, usual_group
-from fused_optim.state.torch_form import torch_group
-from fused_optim.tools.contents import Optimizer, State, joined, pieces_of, read_optimizer
+from fused_optim.state.state_dict import Options, converted
+from fused_optim.state.torch_form import torch_group, torch_states
+from fused_optim.tools.encoding import Encoded, Form, Place, forget
 from fused_optim.tools.names import LAYOUTS, STORED_MASTERS, Layout
-from fused_optim.tools.packing import Packed, let_go
-from fused_optim.tools.reading import FolderCheckpoint, open_checkpoint
-from fused_optim.tools.writing import Entry, write_folder, write_safetensors
-
-_MASTERS = {"16-bit remainder": Master.REMAINDER16, "8-bit remainder": Master.REMAINDER8, "float16": Master.FLOAT16}
-_NOT_SETTINGS = ("params", "param_names", STEP)
-
-_Place = tuple[str, ...]  # in the state dict of the optimizer
+from fused_optim.tools.progress import progress
 
 
 @dataclass(frozen=True)
@@ -74,8 +72,7 @@ def convert_checkpoint(
     moments = dict(zip(MOMENTS, (exp_avg_dtype, exp_avg_sq_dtype), strict=True))
     wanted = _Wanted(layout, {name: _checked_dtype(name, value) for name, value in moments.items()}, _master(master))
     _check(wanted, target)
-    checkpoint = open_checkpoint(source)
-    optimizer = read_optimizer(checkpoint, None if model is None else open_checkpoint(model))
+    optimizer = read_optimizer(open_checked(source), None if model is None else open_checked(model))
     if optimizer is None:
         raise ValueError(f"{source} holds no states of Adam, so there is nothing to convert")
     folder = Path(target)
@@ -87,7 +84,7 @@ def convert_checkpoint(
         unfinished.replace(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-        let_go()
+        forget()
 
 
 def _check(wanted: _Wanted, target: PathLike) -> None:
@@ -121,23 +118,22 @@ def _master(given: str | None) -> Master | None:
 class _Conversion:
     """Plans the entries of a target, and writes them."""
 
-    def __init__(self, optimizer: Optimizer, wanted: _Wanted) -> None:
+    def __init__(self, optimizer: SavedOptimizer, wanted: _Wanted) -> None:
         self._optimizer = optimizer
+        self._source = optimizer.source
         self._contents = optimizer.contents
         self._wanted = wanted
         self._ids = {name: id_ for id_, name in optimizer.names.items()}
-        self._steps = read_steps(self._optimizer.checkpoint, self._contents)
-        groups = f"{optimizer.prefix}param_groups."
-        self._first_id = f"{groups}{next(iter(self._contents.settings), '')}."
-        self._is_flat = any(key.startswith(self._first_id) for key in optimizer.checkpoint.entries)
+        self._steps = read_steps(self._source, self._contents)
+        self._groups_prefix = f"{self._contents.prefix}param_groups."
 
     def write(self, folder: Path) -> None:
         if self._wanted.layout == "masters":
-            write_safetensors(self._masters(), folder, "model")
+            write_safetensors(_with_progress(self._masters()), folder, "model")
         elif self._wanted.layout == "safetensors":
-            write_safetensors(self._entries(), folder, "checkpoint")
+            write_safetensors(_with_progress(self._entries()), folder, "checkpoint")
         else:
-            write_folder(self._entries(), folder)
+            write_folder(_with_progress(self._entries()), folder)
 
     def _masters(self) -> dict[str, Entry]:
         """Of parameters without master the parameters themselves, in FP32."""
@@ -146,11 +142,9 @@ class _Conversion:
             state = self._optimizer.states.get(name, {}).get(MASTER)
             weight = self._optimizer.weights.get(name)
             if state is not None:
-                found[name] = Entry((name,), state.values, state.shape, torch.float32)
+                found[name] = Entry((name,), state.values, TensorInfo(state.shape, torch.float32))
             elif weight is not None:
-                shape = weight.stored.shape
-                read = partial(lambda weight, shape: joined(pieces_of(weight.value()), shape), weight, shape)
-                found[name] = Entry((name,), read, shape, torch.float32)
+                found[name] = Entry((name,), weight.values, TensorInfo(weight.info.shape, torch.float32))
             else:
                 raise ValueError(f"{name}: neither its master nor itself is there; give the model's checkpoint, too")
         return found
@@ -160,55 +154,49 @@ class _Conversion:
         entries = self._others()
         for name, states in self._optimizer.states.items():
             self._check_moments(name, states)
-            for inner, entry in self._states(name, states):
+            encoded = Encoded(states, self._master(name, states), self._formats(name, states), self._form(name))
+            for inner, entry in encoded.entries():
                 entries.update([self._placed(("state", self._ids[name], *inner), entry)])
-            self._replace_weight(entries, name, states)
+            self._replace_weight(entries, name, encoded)
         for place, value in self._groups():
             entries.update([self._placed(place, Entry((), partial(_itself, value)))])
         return entries
 
-    def _placed(self, place: _Place, entry: Entry) -> tuple[str, Entry]:
+    def _placed(self, place: Place, entry: Entry) -> tuple[str, Entry]:
         """An entry and its key."""
-        before = tuple(self._optimizer.prefix.split(".")[:-1])
+        before = tuple(self._contents.prefix.split(".")[:-1])
         id_ = int(place[1]) if place[1].isdigit() else place[1]
         inner = (place[0], id_, *place[2:]) if self._contents.order else (".".join(place),)
-        return self._optimizer.prefix + ".".join(place), replace(entry, path=(*before, *inner))
+        return self._contents.prefix + ".".join(place), replace(entry, place=(*before, *inner))
 
     def _others(self) -> dict[str, Entry]:
         """What is beside the optimizer's states, and goes with them."""
-        checkpoint = self._optimizer.checkpoint
-        places = checkpoint.metadata.planner_data if isinstance(checkpoint, FolderCheckpoint) else None
-        places = places if isinstance(places, dict) else {}
-        own, groups = self._optimizer.own_keys, f"{self._optimizer.prefix}param_groups."
-        found = {}
-        for key, stored in checkpoint.entries.items():
-            if key not in own and not key.startswith(groups):
-                shape, dtype = (None, None) if stored is None else (stored.shape, stored.dtype)
-                found[key] = Entry(places.get(key, (key,)), partial(checkpoint.value, key), shape, dtype)
-        return found
+        own = self._contents.state_keys
+        return {
+            key: Entry(self._source.place(key), partial(self._source.value, key), info)
+            for key, info in self._source.entries.items()
+            if key not in own and not key.startswith(self._groups_prefix)
+        }
 
     # --- states -------------------------------------------------------------------------------------------------
 
-    def _states(self, name: str, states: Mapping[str, State]) -> Iterator[tuple[_Place, Entry]]:
-        if self._wanted.layout == "native":
-            yield from Packed(states, self._master(name, states), self._formats(name, states)).entries()
-            return
-        kept = MOMENTS if self._wanted.layout == "torch" else tuple(states)
-        for key in kept:
-            yield (key,), Entry((), states[key].values, states[key].shape, torch.float32)
+    def _form(self, name: str) -> Form:
         if self._wanted.layout == "torch":
-            step = torch.tensor(float(self._steps[self._ids[name]]))
-            yield (STEP,), Entry((), partial(_itself, step), (), torch.float32)
+            return partial(torch_states, step=self._steps[self._ids[name]], device=None)
+        form: CheckpointFormat = "native" if self._wanted.layout == "native" else "unscaled"
+        return partial(converted, options=Options(form, None, False))
 
-    def _check_moments(self, name: str, states: Mapping[str, State]) -> None:
-        where = self._optimizer.checkpoint.path
+    def _check_moments(self, name: str, states: Mapping[str, SavedState]) -> None:
+        where = self._source.path
         if lacking := [moment for moment in MOMENTS if moment not in states]:
             raise ValueError(f"{name}: {where} lacks its {' and '.join(lacking)}")
         if self._ids[name] not in self._steps:
             raise ValueError(f"{name}: {where} has its moments but no step, neither its own nor its param group's")
 
-    def _formats(self, name: str, states: Mapping[str, State]) -> list[torch.dtype]:
-        """Of both moments: what is asked for, what the run was asked for, or what is there."""
+    def _formats(self, name: str, states: Mapping[str, SavedState]) -> list[torch.dtype]:
+        """Of both moments: what is asked for, what the run was asked for, or what is there; FP32 in other forms."""
+        if self._wanted.layout != "native":
+            return [torch.float32] * len(MOMENTS)
         settings, found = self._contents.settings.get(self._ids[name], {}), []
         for moment in MOMENTS:
             chosen = self._wanted.moments[moment] or as_dtype(settings.get(f"{moment}_dtype"))
@@ -216,11 +204,13 @@ class _Conversion:
             found.append(chosen if chosen in STATE_FORMATS else torch.float32)
         return found
 
-    def _master(self, name: str, states: Mapping[str, State]) -> Master:
-        if MASTER not in states:
+    def _master(self, name: str, states: Mapping[str, SavedState]) -> Master:
+        if MASTER not in states or self._wanted.layout == "torch":
             return Master.PARAMETER
-        stored = _MASTERS.get(states[MASTER].format, Master.FLOAT32)
-        chosen = stored if self._wanted.master is None else self._wanted.master
+        if self._wanted.layout != "native":
+            return Master.FLOAT32
+        stored = states[MASTER].remainder or (Master.FLOAT16 if states[MASTER].format == "float16" else Master.FLOAT32)
+        chosen = self._wanted.master or stored
         weight = self._optimizer.weights.get(name)
         if not chosen.is_remainder:
             return chosen
@@ -229,33 +219,32 @@ class _Conversion:
                 "remainders complete BF16 parameters, and the parameter is not there; give the model's checkpoint, too"
             )
             raise ValueError(f"{states[MASTER]}: {text}")
-        plain = weight.stored.dtype == torch.bfloat16 and adapter_of(weight.value()) is None
+        plain = weight.info.dtype == torch.bfloat16 and adapter_of(weight.value()) is None
         return chosen if plain else Master.FLOAT32
 
-    def _replace_weight(self, entries: dict[str, Entry], name: str, states: Mapping[str, State]) -> None:
+    def _replace_weight(self, entries: dict[str, Entry], name: str, encoded: Encoded) -> None:
         """Remainders are beside the parameter that they were split from, also where that was rounded differently."""
         weight = self._optimizer.weights.get(name)
-        if self._wanted.layout != "native" or weight is None or weight.checkpoint is not self._optimizer.checkpoint:
-            return
-        kind = self._master(name, states)
-        if kind.is_remainder:
-            entries[weight.key] = replace(entries[weight.key], read=partial(_high_bits, states[MASTER], kind))
+        if encoded.master.is_remainder and weight is not None and weight.source is self._source:
+            entries[weight.key] = replace(entries[weight.key], read=encoded.parameter)
 
     # --- param groups -------------------------------------------------------------------------------------------
 
-    def _groups(self) -> Iterator[tuple[_Place, Any]]:
+    def _groups(self) -> Iterator[tuple[Place, Any]]:
         """As the source has them, numbered or by parameter."""
         for number, ids in enumerate(self._contents.order):
             for key, value in self._settings(ids).items():
                 yield ("param_groups", str(number), key), value
             yield ("param_groups", str(number), "params"), [int(id_) if id_.isdigit() else id_ for id_ in ids]
-        for id_ in self._contents.settings if self._is_flat else ():
+        first = f"{self._groups_prefix}{next(iter(self._contents.settings), '')}."
+        is_flat = any(key.startswith(first) for key in self._source.entries)
+        for id_ in self._contents.settings if is_flat else ():
             for key, value in self._settings([id_]).items():
                 yield ("param_groups", id_, key), value
 
     def _settings(self, ids: list[str]) -> dict[str, Any]:
         found = self._contents.settings.get(ids[0], {}) if ids else {}
-        given = {key: value for key, value in found.items() if key not in _NOT_SETTINGS}
+        given = {key: value for key, value in found.items() if key not in NOT_SETTINGS}
         names = {"param_names": found["param_names"]} if "param_names" in found else {}
         if self._wanted.layout == "torch":
             group = {"bias_correction": True, **given}
@@ -279,5 +268,11 @@ def _itself(value: Any) -> Any:
     return value
 
 
-def _high_bits(state: State, kind: Master) -> Tensor:
-    return split_remainder(state.values(), kind)[0]
+def _with_progress(entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    left = progress(entries, "converting", lambda key: entries[key].nbytes)
+
+    def read(entry: Entry) -> Any:
+        next(left, None)
+        return entry.read()
+
+    return {key: replace(entry, read=partial(read, entry)) for key, entry in entries.items()}

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fused_optim.adam import FusedAdamW
 from fused_optim.formats import Master
@@ -41,7 +43,7 @@ class Counted:
     def __init__(self, params: Sequence[tuple[str, Tensor]]) -> None:
         alike: dict[Any, list[Tensor]] = {}
         for _, param in params:
-            placement = getattr(param, "placements", None), getattr(param, "device_mesh", None)
+            placement = (param.placements, param.device_mesh) if isinstance(param, DTensor) else ()
             kind = param.dtype, param.requires_grad, type(local_tensor(param))
             alike.setdefault((tuple(param.shape), *kind, *placement), []).append(param)
         self._alike = [(members[0], len(members)) for members in alike.values()]
@@ -92,10 +94,10 @@ class Counted:
 
 
 def _nbytes(param: Tensor) -> int:
-    """Of this rank's shard; of a quantized one all components."""
-    local = local_tensor(param.detach())
-    components = getattr(local, "components", None)
-    parts = [local] if components is None else components.values()
+    """Of this rank's shard; of a wrapper, such as a quantized one, all tensors in it."""
+    local: Any = local_tensor(param.detach())
+    is_wrapper = is_traceable_wrapper_subclass(local)
+    parts = [getattr(local, name) for name in local.__tensor_flatten__()[0]] if is_wrapper else [local]
     return sum(part.numel() * part.element_size() for part in parts)
 
 

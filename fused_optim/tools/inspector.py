@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -11,19 +12,19 @@ from torch import Tensor
 
 from fused_optim.adam import MOMENTS
 from fused_optim.adapters import adapter_of
-from fused_optim.checkpoint.reading.sources import read_small
+from fused_optim.checkpoint.reading.contents import NOT_SETTINGS, read_steps
+from fused_optim.checkpoint.reading.opening import open_checked
+from fused_optim.checkpoint.reading.saved_optimizer import SavedOptimizer, SavedTensor, pieces_of, read_optimizer
+from fused_optim.checkpoint.reading.source import Source
 from fused_optim.checkpoint.storage import checksums
-from fused_optim.checkpoint.storage.folders import PathLike
+from fused_optim.checkpoint.storage.folders import PathLike, folder_at
 from fused_optim.layout import MASTER
 from fused_optim.state.groups import DESCRIPTION
 from fused_optim.state.summary import aligned, shown_bytes
-from fused_optim.tools.contents import Optimizer, pieces_of, read_optimizer
 from fused_optim.tools.progress import progress
-from fused_optim.tools.reading import Checkpoint, FolderCheckpoint, open_checkpoint
 from fused_optim.tools.values import Values
 
 PARAMETER = "parameter"
-_NOT_SETTINGS = ("params", "param_names", "step")
 _NOT_SHOWN = ("parameters", *DESCRIPTION)
 _EXAMPLES = 5
 
@@ -49,25 +50,25 @@ def inspect_checkpoint(path: PathLike, *, model: PathLike | None = None, values:
 
     Raises FileNotFoundError and ValueError for what is missing, truncated, damaged, newer, or no checkpoint.
     """
-    checkpoint = open_checkpoint(path)
-    optimizer = read_optimizer(checkpoint, None if model is None else open_checkpoint(model))
-    summed = isinstance(checkpoint, FolderCheckpoint) and checkpoint.path.size(checksums.FILE) is not None
+    source = open_checked(path)
+    optimizer = read_optimizer(source, None if model is None else open_checked(model))
+    summed = folder_at(path).size(checksums.FILE) is not None
     if summed and values:
         checksums.verify_checksums(path, no_dist=True)
     report = Report(
         path=str(path),
-        kind=checkpoint.kind,
+        kind=source.kind,
         layout="no states of Adam" if optimizer is None else optimizer.layout,
-        ranks=checkpoint.ranks,
-        entries=len(checkpoint.entries),
-        bytes=sum(map(checkpoint.nbytes, checkpoint.entries)),
+        ranks=source.ranks,
+        entries=len(source.entries),
+        bytes=sum(map(source.nbytes, source.entries)),
         steps=[] if optimizer is None else steps_of(optimizer),
         groups=[] if optimizer is None else groups_of(optimizer),
         checksums=("compared: all bytes as written" if values else "there, not compared") if summed else "none",
         values=values,
     )
     report["parameters"] = {} if optimizer is None else _parameters(optimizer, values)
-    report["others"] = _others(checkpoint, optimizer, values)
+    report["others"] = _others(source, optimizer, values)
     report["formats"] = _formats(report["parameters"])
     report["not_finite"] = [
         name
@@ -77,17 +78,15 @@ def inspect_checkpoint(path: PathLike, *, model: PathLike | None = None, values:
     return report
 
 
-def steps_of(optimizer: Optimizer) -> list[int]:
-    own = [parts["step"][""] for parts in optimizer.contents.states.values() if "step" in parts]
-    steps = {int(step) for step in read_small(optimizer.checkpoint, own).values()}
-    return sorted(steps | {int(of["step"]) for of in optimizer.contents.settings.values() if "step" in of})
+def steps_of(optimizer: SavedOptimizer) -> list[int]:
+    return sorted(set(read_steps(optimizer.source, optimizer.contents).values()))
 
 
-def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+def groups_of(optimizer: SavedOptimizer) -> list[dict[str, Any]]:
     """Settings that are alike, with the number of parameters that have them."""
     found: dict[str, dict[str, Any]] = {}
     for settings in optimizer.contents.settings.values():
-        shown = {key: _plain(value) for key, value in settings.items() if key not in _NOT_SETTINGS}
+        shown = {key: _plain(value) for key, value in settings.items() if key not in NOT_SETTINGS}
         counted = found.setdefault(json.dumps(shown, sort_keys=True), {"parameters": 0, **shown})
         counted["parameters"] += 1
     return list(found.values())
@@ -101,42 +100,49 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str | None) else str(value)
 
 
-def _parameters(optimizer: Optimizer, values: bool) -> dict[str, Any]:
+def _parameters(optimizer: SavedOptimizer, values: bool) -> dict[str, Any]:
     names = [*optimizer.states, *(name for name in optimizer.weights if name not in optimizer.states)]
-    checkpoint, found = optimizer.checkpoint, {}
+    found = {}
     sizes = {name: sum(state.nbytes for state in optimizer.states.get(name, {}).values()) for name in names}
     for name in progress(names, "reading", sizes.__getitem__):
         states, weight, row = optimizer.states.get(name, {}), optimizer.weights.get(name), {}
-        if weight is not None and weight.checkpoint is checkpoint:
-            row[PARAMETER] = _described(checkpoint, weight.key, values)
+        if weight is not None and weight.source is optimizer.source:
+            row[PARAMETER] = _described(weight, values)
         for key, state in states.items():
             row[key] = {"format": state.format, "bytes": state.nbytes}
             if values and state.is_complete:
                 row[key]["values"] = asdict(Values.of(state.pieces()))
-        shape = next(iter(states.values())).shape if states else weight.stored.shape if weight else ()
+        shape = next(iter(states.values())).shape if states else weight.info.shape if weight else ()
         found[name] = {"shape": list(shape), **row}
     return found
 
 
-def _others(checkpoint: Checkpoint, optimizer: Optimizer | None, values: bool) -> dict[str, Any]:
+def _others(source: Source, optimizer: SavedOptimizer | None, values: bool) -> dict[str, Any]:
+    tensors = {tensor.key: tensor for tensor in other_tensors(source, optimizer)}
+    return {
+        key: {"shape": list(tensors[key].info.shape), **_described(tensors[key], values)}
+        for key in progress(tensors, "reading", source.nbytes)
+    }
+
+
+def other_tensors(source: Source, optimizer: SavedOptimizer | None) -> Iterator[SavedTensor]:
+    """Those that are neither parameters nor states."""
     known: set[str] = set()
     if optimizer is not None:
-        known = optimizer.own_keys | {of.key for of in optimizer.weights.values() if of.checkpoint is checkpoint}
-    keys = [key for key, stored in checkpoint.entries.items() if stored is not None and key not in known]
-    found = {}
-    for key in progress(keys, "reading", checkpoint.nbytes):
-        stored = checkpoint.entries[key]
-        assert stored is not None
-        found[key] = {"shape": list(stored.shape), **_described(checkpoint, key, values)}
-    return found
+        known = optimizer.contents.state_keys | {of.key for of in optimizer.weights.values() if of.source is source}
+    for key, info in source.entries.items():
+        if info is not None and key not in known:
+            yield SavedTensor(source, key)
 
 
-def _described(checkpoint: Checkpoint, key: str, values: bool) -> dict[str, Any]:
-    stored = checkpoint.entries[key]
-    assert stored is not None
-    row: dict[str, Any] = {"format": str(stored.dtype).removeprefix("torch."), "bytes": checkpoint.nbytes(key)}
-    if values and not stored.dtype.is_complex:
-        value = checkpoint.value(key)
+def _described(tensor: SavedTensor, values: bool) -> dict[str, Any]:
+    dtype = tensor.info.dtype
+    row: dict[str, Any] = {
+        "format": str(dtype).removeprefix("torch."),
+        "bytes": tensor.source.nbytes(tensor.key),
+    }
+    if values and not dtype.is_complex:
+        value = tensor.value()
         if adapter_of(value) is not None:
             row["format"] = type(value).__name__
         row["values"] = asdict(Values.of(pieces_of(value)))
@@ -150,16 +156,9 @@ def _formats(parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
         names = dict(zip((PARAMETER, *MOMENTS, "master"), mix, strict=True))
         row = rows.setdefault(mix, {**names, "parameters": 0, "elements": 0, "bytes": 0})
         row["parameters"] += 1
-        row["elements"] += _product(found["shape"])
+        row["elements"] += math.prod(found["shape"])
         row["bytes"] += sum(found[name]["bytes"] for name in (PARAMETER, *MOMENTS, MASTER) if name in found)
     return sorted(rows.values(), key=lambda row: -int(row["elements"]))
-
-
-def _product(shape: list[int]) -> int:
-    size = 1
-    for each in shape:
-        size *= each
-    return size
 
 
 def _all_tensors(report: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

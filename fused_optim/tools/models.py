@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fused_optim.tools.reading import open_checkpoint
+from fused_optim.checkpoint.reading.opening import open_source
 
 Named = list[tuple[str, tuple[int, ...]]]
 _ROW = 4096
@@ -24,10 +24,10 @@ def of_number(count: float) -> Named:
 
 def of_safetensors(path: str) -> Named:
     """Of safetensors files or their index, from the files' headers."""
-    found = open_checkpoint(path)
+    found = open_source(path)
     if found.kind != "safetensors":
         raise ValueError(f"{path}: expected safetensors files or their index, found {found.kind}")
-    return [(key, stored.shape) for key, stored in found.entries.items() if stored is not None]
+    return [(key, info.shape) for key, info in found.entries.items() if info is not None]
 
 
 def of_config(path: str) -> Named:

@@ -493,7 +493,7 @@ WRONG = [
     ("names", r"another model: .*lacks .* 6 of 6 .*'first\.weight'.*lacks 6 of its .*other\.first\.weight"),
     ("version", "version 99, .*up to 1"),
     ("step", r"'(first|second)\.weight'.*states but no step"),
-    ("moment", r"'second\.weight'.* lacks its exp_avg_sq"),
+    ("moment", r"'second\.weight'.* lacks exp_avg_sq"),
     *[(f"shape {state} whole", SHAPE.format(state=state)) for state in ("exp_avg", "exp_avg_sq", "master_param")],
     *[(f"dtype {state} whole", DTYPE.format(state=state)) for state in ("exp_avg", "exp_avg_sq", "master_param")],
 ]

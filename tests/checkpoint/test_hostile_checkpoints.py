@@ -30,13 +30,13 @@ from torch.distributed.checkpoint.metadata import (
 
 import cases
 from fused_optim import load_optimizer_checkpoint, verify_checksums, write_checksums
+from fused_optim.checkpoint.reading.opening import open_checked
 from fused_optim.checkpoint.storage import manifest
 from fused_optim.checkpoint.storage.folders import folder_at
 from fused_optim.checkpoint.storage.metadata import read_metadata
 from fused_optim.checkpoint.storage.pickles import read_pickle, stand_in
 from fused_optim.quantized import load_quantized_safetensors
 from fused_optim.sharding.model_files import INDEX
-from fused_optim.tools.reading import open_checkpoint
 from native_cases import build, trained
 
 REM16 = cases.MASTER["bfloat16+rem16"]
@@ -251,7 +251,7 @@ def test_hostile_metadata_is_refused(change: Callable[[Any], Any], message: str,
     metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
     change(metadata)
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
-    for entry in (ENTRIES["load"], open_checkpoint):
+    for entry in (ENTRIES["load"], open_checked):
         with pytest.raises(ValueError, match=message):
             entry(checkpoint)
 
@@ -318,7 +318,7 @@ def test_archives_that_grow_are_refused(tmp_path: Path) -> None:
             packed.writestr(name, plain.read(name))
     assert torch.load(tmp_path / "packed.pt", weights_only=True)["x"].numel() == 1 << 16  # torch does unpack it
     with pytest.raises(ValueError, match=r"packed\.pt cannot be read .* is compressed"):
-        open_checkpoint(tmp_path / "packed.pt")
+        open_checked(tmp_path / "packed.pt")
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ def test_indexes_name_files_beside_them(name: str, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="named by"):
         load_quantized_safetensors(torch.nn.Linear(2, 2), index.parent)
     with pytest.raises(FileNotFoundError, match="named by"):
-        open_checkpoint(index.parent)
+        open_checked(index.parent)
 
 
 @pytest.mark.parametrize("content", [b"", pickle.dumps({}), pickle.dumps(Metadata({}))])

@@ -26,9 +26,9 @@ from distributed import Part, assert_same, join_all
 from foreign_cases import SETTINGS, build, groups_of, train
 from fused_optim import FusedAdam, load_optimizer_checkpoint, save_master_safetensors, verify_checksums
 from fused_optim.__main__ import main
+from fused_optim.checkpoint.reading.opening import open_checked
 from fused_optim.quantized import MXFP8BlockScaling, quantize_model_
 from fused_optim.tools.conversion import convert_checkpoint
-from fused_optim.tools.reading import open_checkpoint
 from native_cases import NativeRun
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp.save in one process
@@ -59,7 +59,7 @@ def load(paths: list[str], master: str) -> list[dict[str, Part]]:
 
 def stored(path: Path) -> dict[str, Any]:
     """All that a checkpoint holds."""
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checked(path)
     return {key: checkpoint.value(key) for key in sorted(checkpoint.entries)}
 
 
@@ -144,6 +144,20 @@ def test_to_torch_and_back(tmp_path: Path) -> None:
     for i, states in resumed.state_dict()["state"].items():
         for name in ("exp_avg", "exp_avg_sq"):
             assert_same(flat(states[name]), flat(fresh["state"][i][name]))
+
+
+def test_safetensors_load_into_an_optimizer(tmp_path: Path) -> None:
+    model, optimizer = trained(checkpoint_format="native")
+    save(tmp_path / "native", model, optimizer)
+    convert_checkpoint(tmp_path / "native", tmp_path / "safetensors", "safetensors")
+    again = build(torch.float32, seed=5)
+    resumed = FusedAdam(groups_of(again), exp_avg_dtype="int8", exp_avg_sq_dtype="int8")
+    report = load_optimizer_checkpoint(again, resumed, tmp_path / "safetensors")
+    assert (report.source, report.parameters, report.steps) == ("fused_optim", 6, (3, 3))
+    assert [group["lr"] for group in resumed.param_groups] == [0.02, 0.02]
+    for ours, theirs in zip(again.parameters(), model.parameters(), strict=True):
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(resumed.get_unscaled_state(ours, name), optimizer.get_unscaled_state(theirs, name))
 
 
 def flat(state: Any) -> dict[str, Tensor]:

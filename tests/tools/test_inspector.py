@@ -334,15 +334,15 @@ def newer_states(path: Path) -> None:
 
 SPOILT: dict[str, tuple[Callable[[Path], None], str]] = {
     "metadata truncated": (lambda path: truncate(path / ".metadata", 3000), r"\.metadata cannot be read .* truncated"),
-    "no metadata": (lambda path: (path / ".metadata").unlink(), "expected a folder with .metadata"),
+    "no metadata": (lambda path: (path / ".metadata").unlink(), r"expected a folder .* with a file \.metadata"),
     "file truncated": (lambda path: truncate(path / "__0_0.distcp", 9000), "__0_0.distcp is truncated: expected at l"),
     "file missing": (lambda path: (path / "__0_0.distcp").unlink(), "its file __0_0.distcp is missing"),
     "file damaged": (
         lambda path: (path / "__0_0.distcp").write_bytes(b"?" * (path / "__0_0.distcp").stat().st_size),
-        "__0_0.distcp cannot be read by torch.load .* damaged",
+        "cannot be read; its file is damaged: __0_0.distcp",
     ),
     "newer torch": (lambda path: rewrite(path, lambda m: setattr(m, "version", "2.0.0")), "found 2.0.0: update torch"),
-    "newer states": (newer_states, "it has version 2, this fused_optim reads versions up to 1"),
+    "newer states": (newer_states, "has version 2, this fused_optim reads versions up to 1"),
     "another class": (lambda path: (path / ".metadata").write_bytes(pickle.dumps({"a": 1})), "does not describe"),
     "outside": (lie(lambda entry: setattr(entry.chunks[0], "sizes", torch.Size([9, 256]))), "outside of the tensor"),
     "huge": (lie(grow), r"bytes of __0_0.distcp cannot hold \(7, 1000000000000000\)"),
@@ -353,7 +353,10 @@ SPOILT: dict[str, tuple[Callable[[Path], None], str]] = {
     "not a list": (lie(lambda entry: setattr(entry, "chunks", 3)), "expected a list, found int"),
     "elements missing": (lie(lambda entry: setattr(entry, "size", torch.Size([8, 256]))), "1792 of its 2048 elements"),
     "unknown format": (lambda path: replace_stored(path, f"{WEIGHT}.format", 77), "unknown state format 77: update"),
-    "another block": (lambda path: replace_stored(path, f"{WEIGHT}.block", 96), "do not fit blocks of 96"),
+    "another block": (
+        lambda path: replace_stored(path, f"{WEIGHT}.block", 96),
+        "blocks of 96 elements do not divide rows of 256",
+    ),
     "another parameter": (
         lambda path: replace_stored(path, "model.first.weight", torch.zeros(7, 256, dtype=torch.bfloat16)),
         "model.first.weight in .* is not what it was split from",
@@ -393,7 +396,7 @@ def test_files_that_pretend_are_refused(tmp_path: Path) -> None:
     refused(tmp_path / "f.pt", "cannot be read by torch.load")
     (tmp_path / "folder").mkdir()
     refused(tmp_path / "folder", "found none of them")
-    refused(tmp_path / "nothing", "found none of them")
+    refused(tmp_path / "nothing", "found nothing")
     index = {"weight_map": {"a": "../d.safetensors"}}
     (tmp_path / "folder" / "model.safetensors.index.json").write_text(json.dumps(index))
     refused(tmp_path / "folder", "named by model.safetensors.index.json, but not there")

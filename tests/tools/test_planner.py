@@ -333,7 +333,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ("--hf-config", tmp_path / "config.json"): "not mystery|mystery",
         ("--hf-config", tmp_path / "lacking.json"): "lacks 'intermediate_size', which a llama model has",
         ("--hf-config", tmp_path / "no.json"): "is no config of a model",
-        ("--safetensors", tmp_path / "nothing"): "found none of them",
+        ("--safetensors", tmp_path / "nothing"): "found nothing",
         ("--params", "1e6", "--world-size", "0"): "world_size: expected 1 or more, got 0",
         ("--params", "1e6", "--param-dtype", "int8"): "param_dtype: expected float32, bfloat16 or float16, got int8",
     }.items():

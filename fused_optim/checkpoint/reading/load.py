@@ -6,39 +6,40 @@ it, and hands it to ``optimizer.load_state_dict`` only when every rank has succe
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
 
 from fused_optim.adam import FusedAdam
-from fused_optim.checkpoint.reading.sources import (
-    Source,
-    Stored,
-    buffer_for,
-    native_buffer_for,
-    open_source,
+from fused_optim.checkpoint.reading.buffers import buffer_for, native_buffer_for
+from fused_optim.checkpoint.reading.contents import (
+    NOT_SETTINGS,
+    Contents,
+    find_contents,
+    nested,
     optimizer_keys,
-    read_contents,
+    read_settings,
+    read_small,
     read_steps,
 )
+from fused_optim.checkpoint.reading.opening import open_source
+from fused_optim.checkpoint.reading.source import Source
 from fused_optim.checkpoint.storage.checksums import verify_items
 from fused_optim.checkpoint.storage.folders import Folder, PathLike, folder_at
-from fused_optim.decorators import callers_level
 from fused_optim.host_memory import locked
-from fused_optim.layout import MASTER
+from fused_optim.layout import MASTER, STEP
 from fused_optim.sharding.collective import distinct, on_all_ranks, parameter_names
 from fused_optim.sharding.dtensor import has_own_chunks, local_tensor
-from fused_optim.state.groups import whole
-from fused_optim.state.remainders import check_remainder, is_remainder, unpack_remainder
-from fused_optim.validate import check_saved_group, check_whole, describe, some_of
+from fused_optim.state.remainders import is_remainder, unpack_remainder
+from fused_optim.state.state_dict import check, warn_of_earlier_steps
+from fused_optim.validate import check_whole, describe, some_of
 
 _REQUIRED_SETTINGS = ("lr", "betas", "eps", "weight_decay")
-_NOT_SETTINGS = ("params", "param_names", "step")
+_Keys = Mapping[int, Mapping[str, Mapping[str, str]]]  # parameter's position -> state -> component -> key
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,12 @@ def load_optimizer_checkpoint(
 ) -> LoadReport:
     """Load this library's, torch.optim.Adam(W)'s, TransformerEngine's or Apex's optimizer checkpoint.
 
-    ``path`` is a folder of torch.distributed.checkpoint, also one that fsspec opens (``s3://...``), or a file of
-    torch.save with full tensors; see ``docs/foreign_checkpoints.md``. Code that it might hold is not run. Load the
-    model's parameters first: masters that the checkpoint lacks are seeded from them, and 16-bit remainders complete
-    them. Learning rate, betas, eps, weight decay and step become the checkpoint's; state formats and seed stay the
-    optimizer's. A group whose parameters were saved at different steps continues from the largest, with a warning.
+    ``path`` is a folder of torch.distributed.checkpoint, also one that fsspec opens (``s3://...``), a file of
+    torch.save with full tensors, or what ``convert`` writes as safetensors; see ``docs/foreign_checkpoints.md``. Code
+    that it might hold is not run. Load the model's parameters first: masters that the checkpoint lacks are seeded from
+    them, and 16-bit remainders complete them. Learning rate, betas, eps, weight decay and step become the checkpoint's;
+    state formats and seed stay the optimizer's. A group whose parameters were saved at different steps continues from
+    the largest, with a warning.
 
     ``verify``: compare what belongs to the optimizer with the checksums of ``write_checksums``, each rank a share,
     before any of it is read. None: where there are checksums; True: their absence is an error; False: no.
@@ -77,34 +79,30 @@ def load_optimizer_checkpoint(
     A collective: all ranks call it. Raises on every rank if it fails on one; nothing has been changed then. Raises
     TypeError for flat shards of FSDP1.
     """
-    return load_from(model, optimizer, path, verify=verify)
+    with on_all_ranks(f"loading {path}"):
+        check_whole(model, optimizer.store.params)
+        source = open_source(path)
+    return load_from(model, optimizer, source, verify=verify)
 
 
 @torch.no_grad()
-def load_from(
-    model: torch.nn.Module,
-    optimizer: FusedAdam,
-    path: PathLike | Folder,
-    *,
-    verify: bool | None,
-    metadata: Metadata | None = None,
-) -> LoadReport:
-    """:func:`load_optimizer_checkpoint` of a folder whose metadata may be known already."""
+def load_from(model: torch.nn.Module, optimizer: FusedAdam, source: Source, *, verify: bool | None) -> LoadReport:
+    """:func:`load_optimizer_checkpoint` of one that is open."""
+    doing = f"loading {source.path}"
     optimizer.store.exchange_offsets()
     everyone = {name for names in distinct(_all_names(model)) for name in names}
-    with on_all_ranks(f"loading {path}"):
-        check_whole(model, optimizer.store.params)
-        source = open_source(path, metadata)
-        keys = optimizer_keys(source, everyone)
+    with on_all_ranks(doing):
+        contents = find_contents(source, everyone)
     if verify is not False:
-        verify_items(folder_at(path), keys, required=bool(verify))
-    with on_all_ranks(f"loading {path}"):
-        loader = Loader(model, optimizer, source, everyone)
+        verify_items(folder_at(source.path), optimizer_keys(source, contents.prefix), required=bool(verify))
+    with on_all_ranks(doing):
+        read_settings(source, contents)
+        loader = Loader(model, optimizer, source, contents)
         state_dict, report = loader.prepare()
-    with on_all_ranks(f"loading {path}"):
+    with on_all_ranks(doing):
         loader.check_parameters(state_dict["state"])
     on_gpu = any(param.is_cuda for param in optimizer.store.params)
-    with on_all_ranks(f"loading {path}"), locked(loader.memory if on_gpu else ()):
+    with on_all_ranks(doing), locked(loader.memory if on_gpu else ()):
         optimizer.load_state_dict(state_dict)
         optimizer.store.resolve_pending()
     return report
@@ -117,25 +115,31 @@ def _all_names(model: torch.nn.Module) -> list[str]:
 class Loader:
     """Turns a checkpoint into a state dict of one optimizer, checked in full; changes nothing."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: FusedAdam, source: Source, everyone: set[str]) -> None:
+    def __init__(self, model: torch.nn.Module, optimizer: FusedAdam, source: Source, contents: Contents) -> None:
         self.optimizer = optimizer
         self.source = source
         self.names = parameter_names(model)
         self.params = optimizer.store.params
-        self.contents = read_contents(source, everyone)
-        self.ids = self._match(everyone)
+        self.contents = contents
+        self.ids = self._match(contents.names)
         self.saved_steps = read_steps(self.source, self.contents)
         self.memory: list[Tensor] = []  # that states are read into
 
     def prepare(self) -> tuple[dict[str, Any], LoadReport]:
-        states = self.contents.states
-        loaded = [i for i, id_ in enumerate(self.ids) if id_ in states]
+        loaded = {i: self.contents.states[id_] for i, id_ in enumerate(self.ids) if id_ in self.contents.states}
         for i in loaded:
             self._check_states(i)
-        groups = self._groups()
-        state = self._read_states(loaded)
+        groups = [self._group(number, members) for number, members in enumerate(self._members())]
+        latest = {i: group["step"] for group in groups for i in group["params"]}
+        behind = sum(self.saved_steps.get(self.ids[i], step) != step for i, step in latest.items())
+        warn_of_earlier_steps(behind, len(latest), str(self.source.path))
+        names = self.optimizer.store.state_names
+        keys = {i: {name: states[name] for name in names if name in states} for i, states in loaded.items()}
+        values = self._read_objects(keys)
+        self._check(groups, keys, values)
+        state = _nested(keys, values | self._read_tensors(keys))
         report = LoadReport(
-            source=self._writer(),
+            source=self.contents.writer,
             parameters=len(loaded),
             without_states=len(self.ids) - len(loaded),
             steps=tuple(group["step"] for group in groups),
@@ -188,50 +192,33 @@ class Loader:
         states, param = self.contents.states[self.ids[i]], self.params[i]
         if "max_exp_avg_sq" in states:
             raise ValueError(f"{self._describe(i)}: {self.source.path} was saved with amsgrad=True: not supported")
-        if lacking := [name for name in self.optimizer.store.state_names[:-1] if name not in states]:
-            raise ValueError(f"{self._describe(i)}: {self.source.path} lacks its {' and '.join(lacking)}")
         if self.ids[i] not in self.saved_steps:
             text = "has its states but no step, neither its own nor its param group's; it is not guessed"
             if self.contents.settings and self.ids[i] not in self.contents.settings:
                 hint = "where ranks own different parameters, save with flatten_optimizer_state_dict=True"
                 text = f"has its states but lists it in no param group; {hint}"
             raise ValueError(f"{self._describe(i)}: {self.source.path} {text}")
-        for name in self.optimizer.store.state_names:
-            if "" in states.get(name, {}):
-                self._check_whole(i, name, self.source.entries[states[name][""]], tuple(param.shape))
-            elif name in states and has_own_chunks(param):
-                text = "does not load into shards with chunk lists of their own; save with checkpoint_format='unscaled'"
-                raise TypeError(f"{self._describe(i)}: the native form of {name} in {self.source.path} {text}")
+        native = [name for name in self.optimizer.store.state_names if "" not in states.get(name, {"": ""})]
+        if native and has_own_chunks(param):
+            text = "does not load into shards with chunk lists of their own; save with checkpoint_format='unscaled'"
+            raise TypeError(f"{self._describe(i)}: the native form of {native[0]} in {self.source.path} {text}")
 
-    def _check_whole(self, i: int, name: str, stored: Stored | None, shape: tuple[int, ...]) -> None:
-        what = f"{self._describe(i)}: {name} in {self.source.path}"
-        if stored is None:
-            raise TypeError(f"{what}: expected a tensor, found another object")
-        if stored.shape != shape:
-            raise ValueError(f"{what}: expected shape {shape}, found {stored.shape}")
-        if name == MASTER and stored.dtype == torch.int16:
-            if self.params[i].dtype != torch.bfloat16:
-                raise TypeError(f"{what}: int16 remainders belong to a torch.bfloat16 parameter")
-        elif not stored.dtype.is_floating_point or stored.dtype.itemsize < 2:
-            raise TypeError(f"{what}: expected a floating-point tensor of at least 16 bits, found {stored.dtype}")
+    def _members(self) -> Iterator[range]:
+        """The positions of each group's parameters."""
+        first = 0
+        for group in self.optimizer.param_groups:
+            yield range(first, first + len(group["params"]))
+            first += len(group["params"])
 
-    def _groups(self) -> list[dict[str, Any]]:
-        groups, first, behind = [], 0, 0
-        for number, group in enumerate(self.optimizer.param_groups):
-            members = range(first, first + len(group["params"]))
-            first += len(members)
-            settings = self._group_settings(number, group, members)
-            steps = [self.saved_steps[self.ids[i]] for i in members if self.ids[i] in self.saved_steps]
-            step = max(steps, default=0)
-            behind += sum(s != step for s in steps)
-            self._check_group(number, group, settings, members, step)
-            names = [self._name(i) for i in members]  # for messages
-            groups.append({**settings, "step": step, "params": list(members), "param_names": names})
-        if behind:
-            text = f"{behind} of {len(self.params)} parameters were saved at an earlier step than their group's latest"
-            reason = "the step is shared by a param group, so they continue from the latest"
-            warnings.warn(f"{self.source.path}: {text}; {reason}", stacklevel=callers_level())
-        return groups
+    def _group(self, number: int, members: range) -> dict[str, Any]:
+        what = f"param group {number}"
+        settings = self._group_settings(number, self.optimizer.param_groups[number], members)
+        lacking = [key for key in _REQUIRED_SETTINGS if key not in settings]
+        if lacking and any(self.params[i].requires_grad for i in members):
+            raise ValueError(f"{what}: {self.source.path} lacks its {', '.join(lacking)}")
+        step = max((self.saved_steps.get(self.ids[i], 0) for i in members), default=0)
+        names = [self._name(i) for i in members]  # for messages
+        return {**settings, "step": step, "params": list(members), "param_names": names}
 
     def _group_settings(self, number: int, group: Mapping[str, Any], members: Iterable[int]) -> dict[str, Any]:
         """What the checkpoint has for all members alike."""
@@ -239,7 +226,7 @@ class Loader:
         owner: dict[str, int] = {}
         for i in members:
             for key, value in self.contents.settings.get(self.ids[i], {}).items():
-                if key in _NOT_SETTINGS or (key not in group and key != "initial_lr"):
+                if key in NOT_SETTINGS or (key not in group and key != "initial_lr"):
                     continue
                 if key in found and not _equal(found[key], value):
                     both = f"{self._describe(owner[key])} and {self._describe(i)}"
@@ -251,37 +238,35 @@ class Loader:
                 owner.setdefault(key, i)
         return found
 
-    def _check_group(
-        self, number: int, group: Mapping[str, Any], settings: Mapping[str, Any], members: range, step: int
-    ) -> None:
-        what = f"param group {number}"
-        lacking = [key for key in _REQUIRED_SETTINGS if key not in settings]
-        trained = [i for i in members if self.params[i].requires_grad]
-        if lacking and trained:
-            raise ValueError(f"{what}: {self.source.path} lacks its {', '.join(lacking)}")
-        if step and trained and not any(self.ids[i] in self.contents.states for i in members):
-            text = f"is at step {step} but holds no states of its {len(members)} parameters"
-            raise ValueError(f"{what}: {self.source.path} {text}")
-        try:
-            own = {key: group[key] for key in self.optimizer.store.format_options}
-            check_saved_group({**whole(group), **settings, **own}, settings, self.optimizer.rule)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{what} in {self.source.path}: {error}") from error
+    def _read_objects(self, keys: _Keys) -> dict[str, Any]:
+        """What is no tensor."""
+        return read_small(self.source, [key for key in _all_keys(keys) if self.source.entries[key] is None])
 
-    def _read_states(self, loaded: Iterable[int]) -> dict[int, dict[str, Any]]:
-        found = {i: self.contents.states[self.ids[i]] for i in loaded}
-        buffers: dict[str, Tensor | None] = {}
-        for i, states in found.items():
-            for name in self.optimizer.store.state_names:
-                for part, key in states.get(name, {}).items():
-                    stored, buffer = self.source.entries[key], native_buffer_for if part else buffer_for
-                    buffers[key] = None if stored is None else buffer(self.params[i], stored)
-        self.memory = [local_tensor(buffer) for buffer in buffers.values() if buffer is not None]
-        values = self.source.read(buffers)
-        return {
-            i: {name: _value(states[name], values) for name in self.optimizer.store.state_names if name in states}
-            for i, states in found.items()
+    def _check(self, groups: list[dict[str, Any]], keys: _Keys, objects: Mapping[str, Any]) -> None:
+        """Raise TypeError or ValueError for what does not fit, by shapes and dtypes alone: tensors are read later."""
+        described = {
+            key: torch.empty(info.shape, dtype=info.dtype, device="meta")
+            for key in _all_keys(keys)
+            if (info := self.source.entries[key]) is not None
         }
+        state = _nested(keys, {**objects, **described})
+        for i, states in state.items():
+            states[STEP] = self.saved_steps[self.ids[i]]
+        try:
+            check(self.optimizer.store, {"state": state, "param_groups": groups})
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"{self.source.path}: {error.args[0]}") from error
+
+    def _read_tensors(self, keys: _Keys) -> dict[str, Any]:
+        buffers: dict[str, Tensor | None] = {}
+        for i, states in keys.items():
+            for component, key in chain.from_iterable(components.items() for components in states.values()):
+                buffer = native_buffer_for if component else buffer_for
+                if (info := self.source.entries[key]) is not None:
+                    buffers[key] = buffer(self.params[i], info)
+        self.memory = [local_tensor(buffer) for buffer in buffers.values() if buffer is not None]
+        return self.source.read(buffers)
 
     def check_parameters(self, state: Mapping[int, Mapping[str, Any]]) -> None:
         """Raise ValueError for parameters that are not those that their remainders belong to. A collective."""
@@ -289,20 +274,10 @@ class Loader:
         for i, states in state.items():
             saved, param = states.get(MASTER), self.params[i]
             if is_remainder(saved):
-                check_remainder(param, saved, f"{self._describe(i)}: {MASTER}")
                 loaded = unpack_remainder(param, saved, self._describe(i))
                 misfits += [] if loaded.fits(param) else [loaded.misfit()]
         if misfits:  # not before all of them were looked at together
             raise misfits[0]
-
-    def _writer(self) -> str:
-        settings = next(iter(self.contents.settings.values()), {})
-        if "exp_avg_dtype" in settings:
-            return "fused_optim"
-        if any("step" in states for states in self.contents.states.values()):
-            decoupled = settings.get("decoupled_weight_decay")
-            return "torch.optim.Adam(W)" if decoupled is None else f"torch.optim.Adam{'W' * bool(decoupled)}"
-        return "TransformerEngine or Apex FusedAdam"
 
     def _masters(self, state: Mapping[int, Mapping[str, Any]]) -> str:
         if all(param.dtype == torch.float32 for param in self.params):
@@ -312,9 +287,13 @@ class Loader:
         return "masters loaded" if self.optimizer.master_weights else "parameters written from masters"
 
 
-def _value(parts: Mapping[str, str], values: Mapping[str, Any]) -> Any:
-    """A state as ``optimizer.load_state_dict`` takes it, which checks the native form before it writes."""
-    return values[parts[""]] if "" in parts else {part: values[key] for part, key in parts.items()}
+def _all_keys(keys: _Keys) -> Iterator[str]:
+    return (key for states in keys.values() for components in states.values() for key in components.values())
+
+
+def _nested(keys: _Keys, values: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """States as ``optimizer.load_state_dict`` takes them: a tensor each or, in the native form, a dict."""
+    return {i: {name: nested(own, values) for name, own in states.items()} for i, states in keys.items()}
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -6,7 +6,6 @@ Runs no code that a checkpoint might hold: metadata and tensors are unpickled by
 
 from __future__ import annotations
 
-import ctypes
 import io
 import math
 import os
@@ -28,11 +27,12 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from fused_optim.checkpoint.storage.folders import Folder
-from fused_optim.checkpoint.storage.metadata import check_files, read_metadata
+from fused_optim.checkpoint.storage.metadata import check_files, range_of, read_metadata
 from fused_optim.checkpoint.storage.pickles import Outside, read_pickle, stand_in
 from fused_optim.checkpoint.storage.threads import threads_to_read
 from fused_optim.checkpoint.storage.torch_errors import in_one_process
 from fused_optim.checkpoint.storage.untrusted import load_object
+from fused_optim.host_memory import memory_of
 
 _PIECE = 1 << 24  # bytes that one thread reads at a time
 _HEAD = 4096  # bytes of a stored tensor in which its description is
@@ -114,10 +114,7 @@ class Reader(StorageReader):
         return done
 
     def _place(self, item: ReadItem) -> tuple[str, int, int]:
-        info = self._stored[item.storage_index]
-        if getattr(info, "transform_descriptors", None):
-            raise ValueError(f"{item.storage_index.fqn} was transformed as it was written: not supported")
-        return info.relative_path, info.offset, info.length
+        return range_of(item.storage_index.fqn, self._stored[item.storage_index])
 
     def _prepare(self, item: ReadItem, target: Tensor) -> list[_Piece]:
         """What is still to be read into ``target``: nothing, where the stored tensor had to be read as a whole."""
@@ -248,16 +245,19 @@ def _pieces(file: str, start: int, target: Tensor, size: int) -> Iterator[_Piece
         yield _Piece(file, start + first, flat[first : min(first + _PIECE, size)])
 
 
-def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory."""
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+class _OfThread(threading.local):
+    """What each thread has of its own, from the first time on that it needs it."""
+
+    def __init__(self) -> None:
+        self.memory: Tensor | None = None
+        self.streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 class _Upload:
     """Copies to GPUs through pinned memory: each thread has a piece of it, and a stream of its own for each GPU."""
 
     def __init__(self) -> None:
-        self._own = threading.local()
+        self._own = _OfThread()
         self._before: dict[torch.device, torch.cuda.Event] = {}
         if torch.cuda.is_initialized():  # what is queued may still write the tensors
             for index in range(torch.cuda.device_count()):
@@ -266,8 +266,8 @@ class _Upload:
 
     def read(self, folder: Folder, piece: _Piece) -> None:
         device = piece.target.device
-        if not hasattr(self._own, "memory"):
-            self._own.memory, self._own.streams = torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True), {}
+        if self._own.memory is None:
+            self._own.memory = torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True)
         if device not in self._own.streams:
             self._own.streams[device] = torch.cuda.Stream(device)
             self._own.streams[device].wait_event(self._before[device])

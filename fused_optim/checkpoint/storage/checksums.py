@@ -104,13 +104,19 @@ def _damages(folder: Folder, items: Iterable[_Item], expected: Mapping[Range, st
             yield f"{item}: expected CRC-32 {wanted}, found {found}"
 
 
+class _OfThread(threading.local):
+    """Each thread has a buffer, whose pages are made once."""
+
+    memory: memoryview | None = None
+
+
 def _sum_up(folder: Folder, items: Iterable[_Item]) -> Iterator[tuple[_Item, str | ValueError]]:
     """The checksums of items, or what is wrong with their bytes."""
     listed = list(items)
-    own = threading.local()  # of each thread: a buffer, whose pages are made once
+    own = _OfThread()
 
     def sum_up(item: _Item) -> str | ValueError:
-        if not hasattr(own, "memory"):
+        if own.memory is None:
             own.memory = memoryview(bytearray(_NEAR if folder.is_local else _FAR))
         return _crc(folder, item, own.memory)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterator, Mapping
+from dataclasses import fields
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -64,6 +65,7 @@ _MEMORY_FORMATS = {
     1: torch.channels_last,
     2: torch.preserve_format,
 }  # as torch numbers them
+_HAS_STRIDES = any(field.name == "strides" for field in fields(TensorProperties))  # torch 2.15
 _LARGEST = (1 << 63) - 1
 
 
@@ -116,6 +118,13 @@ def chunk_sizes(described: Metadata) -> dict[tuple[str, tuple[int, ...]], torch.
     }
 
 
+def range_of(key: str, info: _StorageInfo) -> tuple[str, int, int]:
+    """File, start and length of what is stored under a key. Raises ValueError where its writer transformed it."""
+    if info.transform_descriptors:
+        raise ValueError(f"{key} was transformed as it was written ({info.transform_descriptors}): not supported")
+    return info.relative_path, info.offset, info.length
+
+
 # --- from what is given to torch's objects ------------------------------------------------------------------------
 
 
@@ -151,8 +160,7 @@ def _check_chunks(found: Metadata) -> None:
     """So that nobody reserves memory that the files cannot fill."""
     sizes = chunk_sizes(found)
     for index, info in found.storage_data.items():
-        is_compressed = bool(getattr(info, "transform_descriptors", None))
-        if is_compressed or isinstance(found.state_dict_metadata[index.fqn], BytesStorageMetadata):
+        if info.transform_descriptors or isinstance(found.state_dict_metadata[index.fqn], BytesStorageMetadata):
             continue
         at = tuple(index.offset or ())
         size = sizes.get((index.fqn, at))
@@ -175,19 +183,17 @@ def _entry(key: str, given: Any) -> TensorStorageMetadata | BytesStorageMetadata
 
 def _properties(key: str, given: Any) -> TensorProperties:
     what = f"the properties of {key}"
-    fields = _fields(what, given, "TensorProperties")
-    dtype, requires_grad, pinned = (fields.get(name) for name in ("dtype", "requires_grad", "pin_memory"))
+    given_fields = _fields(what, given, "TensorProperties")
+    dtype, requires_grad, pinned = (given_fields.get(name) for name in ("dtype", "requires_grad", "pin_memory"))
     if not isinstance(dtype, torch.dtype):
         raise _unexpected(f"the dtype of {key}", "a torch.dtype", dtype)
     if not isinstance(requires_grad, bool) or not isinstance(pinned, bool):
         raise _unexpected(what, "bools", requires_grad)
-    layout = _choice(what, fields.get("layout"), _LAYOUT, _LAYOUTS)
-    memory_format = _choice(what, fields.get("memory_format"), _CLASSES["_MEM_FORMAT_ENCODING"], _MEMORY_FORMATS)
-    found = TensorProperties(dtype, layout, requires_grad, memory_format, pinned)
-    strides = _strides(key, fields.get("strides"))
-    if hasattr(found, "strides"):
-        found.strides = strides
-    return found
+    layout = _choice(what, given_fields.get("layout"), _LAYOUT, _LAYOUTS)
+    memory_format = _choice(what, given_fields.get("memory_format"), _CLASSES["_MEM_FORMAT_ENCODING"], _MEMORY_FORMATS)
+    strides = _strides(key, given_fields.get("strides"))
+    known: dict[str, Any] = {"strides": strides} if _HAS_STRIDES else {}
+    return TensorProperties(dtype, layout, requires_grad, memory_format, pinned, **known)
 
 
 def _strides(key: str, given: Any) -> tuple[int, ...] | None:
@@ -282,13 +288,13 @@ def _inner_path(text: str) -> str:
 def _storage_meta(given: Any) -> StorageMeta | None:
     if given is None:
         return None
-    found = StorageMeta()
+    found: dict[str, Any] = {}
     for name, value in _fields("where it was written to", given, "StorageMeta").items():
         if type(value) is _PATH:
             value = str(PurePosixPath(*(_text("a path", part) for part in value.args)))
         if name in ("checkpoint_id", "save_id", "load_id") and value is not None:
-            setattr(found, name, _text(name, value))
-    return found
+            found[name] = _text(name, value)
+    return StorageMeta(**found)
 
 
 def _fields(what: str, given: Any, kind: str) -> dict[str, Any]:

@@ -7,7 +7,6 @@ then takes little of the interpreter's time, which training needs for itself.
 
 from __future__ import annotations
 
-import ctypes
 import struct
 import zlib
 from collections.abc import Callable
@@ -16,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from fused_optim.host_memory import memory_of
 
 Write = Callable[[Any], object]
 
@@ -59,7 +60,7 @@ class Archives:
         kind = tensor.dtype, tensor.shape, tensor.stride()
         frame = self._frames.get(kind)
         if frame is not None:
-            frame.write(_bytes_of(tensor), write)
+            frame.write(memory_of(tensor), write)
         elif kind in self._frames:
             torch.save(tensor, _Writer(write))  # type: ignore[arg-type]
         else:
@@ -84,11 +85,6 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """Without NumPy, which knows no bfloat16. Valid as long as the tensor."""
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
-
-
 class _Writer:
     """As much of a file as ``torch.save`` needs."""
 
@@ -107,7 +103,7 @@ class _Recorder(_Writer):
 
     def __init__(self, tensor: Tensor, write: Write) -> None:
         super().__init__(write)
-        self._values = _bytes_of(tensor)
+        self._values = memory_of(tensor)
         self._before, self._after = bytearray(), bytearray()
         self._seen = False
 

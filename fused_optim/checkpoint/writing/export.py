@@ -12,13 +12,15 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from fused_optim.adam import MOMENTS, FusedAdam
 from fused_optim.checkpoint.storage.checksums import write_checksums
 from fused_optim.checkpoint.storage.torch_errors import cause, in_one_process
 from fused_optim.sharding.collective import distinct, on_all_ranks, parameter_names, this_rank
-from fused_optim.sharding.dtensor import full_tensor, has_own_chunks, keep_chunks, rewrap_like, rewrap_shaped
+from fused_optim.sharding.dtensor import full_tensor, has_own_chunks, keep_chunks, local_tensor, rewrap_like
 from fused_optim.sharding.replicas import check_replicas
+from fused_optim.state.torch_form import torch_group, torch_states
 from fused_optim.validate import check_whole, describe, some_of
 
 _FILE_SUFFIXES = (".pt", ".pth")
@@ -48,7 +50,7 @@ def export_optimizer_checkpoint(
         optimizer.initialize_state()
         optimizer.stepper.scalars.pull(optimizer.param_groups)
         names = _export_names(model, optimizer)
-        groups = [_torch_group(optimizer, group, names) for group in optimizer.param_groups]
+        groups = [_group(optimizer, group, names) for group in optimizer.param_groups]
     check_replicas(f"exporting to {path}", _plain_moments(optimizer, names))
     everyone = distinct(list(names.values()))
     if path.suffix in _FILE_SUFFIXES:
@@ -79,32 +81,28 @@ def _plain_moments(optimizer: FusedAdam, names: Mapping[Tensor, str]) -> Iterato
             yield name, map(optimizer.store[param].read, MOMENTS)
 
 
-def _torch_group(optimizer: FusedAdam, group: Mapping[str, Any], names: Mapping[Tensor, str]) -> dict[str, Any]:
-    if not group["bias_correction"]:
-        raise ValueError("bias_correction=False: torch.optim.AdamW always corrects, so it cannot continue this run")
-    expected = torch.optim.AdamW([torch.zeros(1)]).param_groups[0]
-    exported = {key: group.get(key, value) for key, value in expected.items() if key != "params"}
-    if "decoupled_weight_decay" in exported:
-        exported["decoupled_weight_decay"] = optimizer.adam_w_mode
-    if "initial_lr" in group:  # of learning-rate schedulers
-        exported["initial_lr"] = group["initial_lr"]
-    return {**exported, "params": [names[param] for param in group["params"]]}
+def _group(optimizer: FusedAdam, group: Mapping[str, Any], names: Mapping[Tensor, str]) -> dict[str, Any]:
+    shown = torch_group(group, optimizer.adam_w_mode)
+    shown.pop("param_names", None)  # the parameters have their names here
+    return {**shown, "params": [names[param] for param in group["params"]]}
 
 
-def _torch_states(optimizer: FusedAdam, param: Tensor, step: int) -> dict[str, Tensor]:
-    """Moments as FP32, in host memory: one parameter at a time passes through the device's."""
-    states = optimizer.store[param]
-    local = {name: states.read(name, "cpu").cpu() for name in MOMENTS}
-    moments = {name: keep_chunks(rewrap_shaped(value, param, param.shape), param) for name, value in local.items()}
-    return {"step": torch.tensor(float(step)), **moments}
+def _states(optimizer: FusedAdam, device: str | None) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            yield param, torch_states(optimizer.store[param], group["step"], device)
+
+
+def _placed(state: Tensor, param: Tensor) -> Tensor:
+    """The same memory, which says by itself where it lies where ``param`` does."""
+    return keep_chunks(rewrap_like(local_tensor(state).detach(), param), param)
 
 
 def _export_folder(optimizer: FusedAdam, names: Mapping[Tensor, str], groups: list[dict[str, Any]], path: Path) -> None:
     with on_all_ranks(f"exporting to {path}"):
         state = {
-            names[param]: _torch_states(optimizer, param, group["step"])
-            for group in optimizer.param_groups
-            for param in group["params"]
+            names[param]: {name: _placed(value, param) if name in MOMENTS else value for name, value in own.items()}
+            for param, own in _states(optimizer, "cpu")
         }
         flat = {
             f"param_groups.{name}.{key}": value
@@ -122,12 +120,11 @@ def _export_folder(optimizer: FusedAdam, names: Mapping[Tensor, str], groups: li
 
 
 def _export_file(optimizer: FusedAdam, names: Mapping[Tensor, str], groups: list[dict[str, Any]], path: Path) -> None:
-    state: dict[str, dict[str, Tensor]] = {}
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            full = _full_states(optimizer, param)
-            if this_rank() == 0:
-                state[names[param]] = {"step": torch.tensor(float(group["step"])), **full}
+    state: dict[str, dict[str, Any]] = {}
+    for param, own in _states(optimizer, None):
+        whole = tree_map_only(Tensor, lambda value: full_tensor(value).cpu(), own)
+        if this_rank() == 0:
+            state[names[param]] = whole
     temporary = path.with_name(f".{path.name}.tmp")
     with on_all_ranks(f"exporting to {path}"):
         if this_rank() == 0:
@@ -136,10 +133,3 @@ def _export_file(optimizer: FusedAdam, names: Mapping[Tensor, str], groups: list
                 temporary.replace(path)
             finally:
                 temporary.unlink(missing_ok=True)
-
-
-def _full_states(optimizer: FusedAdam, param: Tensor) -> dict[str, Tensor]:
-    states, full = optimizer.store[param], {}
-    for name in MOMENTS:
-        full[name] = full_tensor(rewrap_like(states.read(name), param)).cpu()
-    return full

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
@@ -108,9 +108,12 @@ def _described(pickled: bytes, moved: list[list[WriteResult]]) -> bytes:
     if not moved:
         return pickled
     metadata: Metadata = pickle.loads(pickled)
-    places = {each.index: each.storage_data for of_rank in moved for each in of_rank}
-    metadata.storage_data = (metadata.storage_data or {}) | places
-    metadata.storage_meta = StorageMeta()
-    if hasattr(filesystem, "CURRENT_DCP_VERSION"):
-        metadata.version = filesystem.CURRENT_DCP_VERSION
+    set_places(metadata, itertools.chain.from_iterable(moved))
     return pickle.dumps(metadata)
+
+
+def set_places(metadata: Metadata, results: Iterable[WriteResult]) -> None:
+    """Note where items have been written."""
+    metadata.storage_data = (metadata.storage_data or {}) | {each.index: each.storage_data for each in results}
+    metadata.storage_meta = StorageMeta()
+    metadata.version = CURRENT_DCP_VERSION

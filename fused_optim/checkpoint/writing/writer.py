@@ -51,11 +51,12 @@ class Written:
 class Writer:
     """Writes a rank's files. Raises OSError that names the bytes needed where the disk is full.
 
-    ``archives``: those of earlier saves.
+    ``archives``: those of earlier saves. ``files``: how many at most, each by a thread and in the order of the plan.
     """
 
-    def __init__(self, folder: Folder, archives: Archives) -> None:
+    def __init__(self, folder: Folder, archives: Archives, files: int | None = None) -> None:
         self._folder = folder
+        self._most_files = threads() if files is None else files
         self._archives = archives
         self.written = Written()
         # Conversions run on torch's threads themselves, and only so many at a time as there are cores for.
@@ -66,7 +67,7 @@ class Writer:
         needed, free = sum(map(size_of, plan.items)), self._folder.free()
         if free is not None and needed > free:
             raise self._no_room(files, needed)
-        shares = _shares(plan.items, min(threads(), 1 + needed // _FILE_BYTES))
+        shares = _shares(plan.items, min(self._most_files, 1 + needed // _FILE_BYTES))
         self._folder.create()
         stop = threading.Event()
 
@@ -122,15 +123,15 @@ class Writer:
 
 
 def _shares(items: Sequence[WriteItem], files: int) -> list[list[WriteItem]]:
-    """As many bytes for each file: the largest first, each to the file that has least."""
-    shares: list[list[WriteItem]] = [[] for _ in range(files)]
+    """As many bytes for each file: the largest first, each to the file that has least. In their order in each."""
+    shares: list[list[int]] = [[] for _ in range(files)]
     least = [(0, i) for i in range(files)]
     sizes = list(map(size_of, items))
     for number in sorted(range(len(items)), key=sizes.__getitem__, reverse=True):
         size, i = heapq.heappop(least)
-        shares[i].append(items[number])
+        shares[i].append(number)
         heapq.heappush(least, (size + sizes[number], i))
-    return shares
+    return [[items[number] for number in sorted(share)] for share in shares]
 
 
 class _Stream:

@@ -1,0 +1,28 @@
+"""The memory that states are read into, in host memory and placed as their parameters are."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fused_optim.checkpoint.reading.source import TensorInfo
+from fused_optim.host_memory import room
+from fused_optim.sharding.dtensor import has_own_chunks, keep_chunks, local_tensor, placed_part_of, rewrap_shaped
+
+
+def buffer_for(param: Tensor, info: TensorInfo) -> Tensor:
+    """Placed as ``param`` is."""
+    if not isinstance(param, DTensor):
+        return room(info.shape, info.dtype)
+    if has_own_chunks(param):
+        local = room(local_tensor(param).shape, info.dtype)
+        return keep_chunks(rewrap_shaped(local, param, info.shape), param)
+    shape, _ = placed_part_of(info.shape, param.device_mesh, param.placements)
+    return rewrap_shaped(room(shape, info.dtype), param, info.shape)
+
+
+def native_buffer_for(param: Tensor, info: TensorInfo) -> Tensor:
+    """For a part of a state in the native form, which can be cut by rows only: otherwise every rank reads all of it."""
+    if isinstance(param, DTensor) and all(p.is_replicate() or p.is_shard(0) for p in param.placements):
+        return buffer_for(param, info)
+    return room(info.shape, info.dtype)

@@ -1,0 +1,158 @@
+"""An optimizer's part of a checkpoint: its keys, sorted by parameter, and who wrote it.
+
+Keys are ``state.<id>.exp_avg`` and ``param_groups...``, where the id is a parameter's name or its position.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_optim.checkpoint.reading.source import Source
+from fused_optim.sharding.collective import unwrapped_name
+
+# `exp_avg.bits` and the like: the components of a state in the native form
+_STATE_KEY = re.compile(
+    r"(?P<id>.+)\.(?P<name>exp_avg|exp_avg_sq|max_exp_avg_sq|master_param|step)(\.(?P<component>\w+))?"
+)
+NOT_SETTINGS = ("params", "param_names", "step")  # of a param group
+_COMPONENTS = ("bits", "scale", "format", "block", "rem16", "rem8", "check")
+
+
+class NoStates(ValueError):
+    """Raised for a checkpoint without states of Adam."""
+
+
+@dataclass
+class Contents:
+    """An optimizer's flat keys, sorted by parameter; ids are names or positions, as text."""
+
+    prefix: str  # of the keys: what is before ``state.``
+    names: set[str]  # that parameters are known to have
+    # id -> state -> component ("": whole) -> key
+    states: dict[str, dict[str, dict[str, str]]] = field(default_factory=dict)
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)  # id -> setting -> value
+    order: list[list[str]] = field(default_factory=list)  # ids by group, where the checkpoint has groups
+
+    @property
+    def state_keys(self) -> set[str]:
+        return {key for states in self.states.values() for components in states.values() for key in components.values()}
+
+    @property
+    def writer(self) -> str:
+        """The optimizer that wrote it, as far as that is known."""
+        settings = next(iter(self.settings.values()), {})
+        if "fused_optim_version" in settings or "exp_avg_dtype" in settings:
+            return "fused_optim"
+        if any("step" in states for states in self.states.values()):
+            decoupled = settings.get("decoupled_weight_decay")
+            return "torch.optim.Adam(W)" if decoupled is None else f"torch.optim.Adam{'W' * bool(decoupled)}"
+        return "TransformerEngine or Apex FusedAdam"
+
+
+def read_contents(source: Source, names: Iterable[str]) -> Contents:
+    """:func:`find_contents` with the settings."""
+    contents = find_contents(source, names)
+    read_settings(source, contents)
+    return contents
+
+
+def find_contents(source: Source, names: Iterable[str]) -> Contents:
+    """What the keys say; nothing is read. Raises :class:`NoStates` where there are none of Adam's.
+
+    ``names``: that parameters are known to have.
+    """
+    names = set(names)
+    contents = Contents(_find_prefix(source, names), names)
+    for key in source.entries:
+        if match := _state_of(key, contents.prefix):
+            states = contents.states.setdefault(_unwrapped(match["id"], names), {})
+            states.setdefault(match["name"], {})[match["component"] or ""] = key
+    return contents
+
+
+def optimizer_keys(source: Source, prefix: str) -> set[str]:
+    """All that is the optimizer's."""
+    return {key for key in source.entries if key.startswith((f"{prefix}state.", f"{prefix}param_groups."))}
+
+
+def read_settings(source: Source, contents: Contents) -> None:
+    """Of the param groups."""
+    first = f"{contents.prefix}param_groups."
+    values = read_small(source, [key for key in source.entries if key.startswith(first)])
+    groups: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        owner, _, name = key.removeprefix(first).rpartition(".")
+        groups.setdefault(owner, {})[name] = value
+    numbered = [group for group in groups if "params" in groups[group]]
+    for group in sorted(numbered, key=int):
+        settings = groups.pop(group)
+        contents.order.append([_unwrapped(str(id_), contents.names) for id_ in settings.pop("params")])
+        contents.settings.update({id_: settings for id_ in contents.order[-1]})
+    # The flattened form has a group per parameter.
+    contents.settings.update({_unwrapped(id_, contents.names): settings for id_, settings in groups.items()})
+
+
+def _unwrapped(id_: str, names: set[str]) -> str:
+    """The model's name for a parameter that was saved from a wrapped or compiled model under its name there."""
+    bare = unwrapped_name(id_)
+    return next((name for name in (id_, bare, bare.removeprefix("module.")) if name in names), id_)
+
+
+def read_small(source: Source, keys: Iterable[str]) -> dict[str, Any]:
+    """Settings and steps: numbers, texts, tensors of one element."""
+    wanted: dict[str, Tensor | None] = {}
+    for key in keys:
+        info = source.entries[key]
+        if info is not None and math.prod(info.shape) != 1:
+            raise ValueError(f"{key} in {source.path}: expected one number, found a tensor of shape {info.shape}")
+        wanted[key] = None if info is None else torch.empty(info.shape, dtype=info.dtype)
+    return source.read(wanted)
+
+
+def nested(components: Mapping[str, str], values: Mapping[str, Any]) -> Any:
+    """A state of the values of its keys: one tensor or, in the native form, a dict."""
+    return values[components[""]] if "" in components else {name: values[key] for name, key in components.items()}
+
+
+def read_steps(source: Source, contents: Contents) -> dict[str, int]:
+    """The step of every id that has one: its param group's; where that has none its own, as torch.optim keeps it."""
+    own = {id_: states["step"][""] for id_, states in contents.states.items() if "" in states.get("step", {})}
+    values = read_small(source, own.values())
+    steps = {id_: int(values[key]) for id_, key in own.items()}
+    return steps | {id_: int(settings["step"]) for id_, settings in contents.settings.items() if "step" in settings}
+
+
+def _state_of(key: str, prefix: str) -> re.Match[str] | None:
+    first = f"{prefix}state."
+    match = _STATE_KEY.fullmatch(key, len(first)) if key.startswith(first) else None
+    return match if match and match["component"] in (None, *_COMPONENTS) else None
+
+
+def _find_prefix(source: Source, names: set[str]) -> str:
+    """What comes before ``state.`` and ``param_groups.``: the one under which most of the names are known."""
+    known: Counter[str] = Counter()
+    total: Counter[str] = Counter()
+    for key in source.entries:
+        for start in re.finditer(r"(?:^|(?<=\.))(?:state\.|param_groups\.)", key):
+            prefix = key[: start.start()]
+            match = _state_of(key, prefix)
+            total[prefix] += bool(match) or start[0] == "param_groups."
+            known[prefix] += bool(match and (match["id"] in names or match["id"].isdigit()))
+    ranked = sorted(total, key=lambda prefix: (known[prefix], total[prefix]), reverse=True)
+    if not ranked or not total[ranked[0]]:
+        found = ", ".join(list(source.entries)[:4]) or "nothing"
+        expected = "expected keys such as state.<parameter>.exp_avg and param_groups.0.lr"
+        raise NoStates(f"{source.path} holds no Adam states: {expected}, found {found}")
+    if len(ranked) > 1 and known[ranked[1]] and known[ranked[0]] == known[ranked[1]]:
+        raise ValueError(
+            f"{source.path} holds several optimizers for these parameters: under {ranked[0]!r} and {ranked[1]!r}"
+        )
+    return ranked[0]

@@ -1,0 +1,123 @@
+"""Writes checkpoints entry by entry: the values of each are asked for when they are written, and let go then."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+
+from fused_optim.adapters import adapter_of
+from fused_optim.checkpoint.reading.files import OBJECTS
+from fused_optim.checkpoint.reading.source import TensorInfo
+from fused_optim.checkpoint.storage.checksums import write_file
+from fused_optim.checkpoint.storage.folders import LocalFolder
+from fused_optim.checkpoint.storage.metadata import FILE
+from fused_optim.checkpoint.writing.archives import Archives
+from fused_optim.checkpoint.writing.planner import Planner, size_of
+from fused_optim.checkpoint.writing.saver import set_places
+from fused_optim.checkpoint.writing.writer import RankFiles, Writer
+from fused_optim.sharding.model_files import safetensors_writer, write_index
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is to be written, and its place in the nested state dict. ``info``: None where it is no tensor."""
+
+    place: tuple[str | int, ...]
+    read: Callable[[], Any]
+    info: TensorInfo | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.info is None else self.info.nbytes
+
+
+class _Planner(Planner):
+    """Plans tensors without values, and reads these one by one as the writer asks for them."""
+
+    def __init__(self, entries: Mapping[str, Entry]) -> None:
+        super().__init__()
+        self._entries = entries
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.state_dict = {key: _without_values(entry.info) for key, entry in self._entries.items()}
+        self.mappings = {key: entry.place for key, entry in self._entries.items()}
+        self.is_coordinator = is_coordinator
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self._entries[index.fqn].read()
+
+
+def _without_values(info: TensorInfo | None) -> Tensor | None:
+    return None if info is None else torch.empty(info.shape, dtype=info.dtype, device="meta")
+
+
+def write_folder(entries: Mapping[str, Entry], path: Path) -> None:
+    """A folder of torch.distributed.checkpoint, by this process alone, and its checksums.
+
+    Raises what reading an entry raises.
+    """
+    folder, planner = LocalFolder(path), _Planner(entries)
+    planner.set_up_planner({}, StorageMeta(), is_coordinator=True)
+    (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
+    writer = Writer(folder, Archives(), files=1)
+    results = writer.write(planner.finish_plan(plan), planner, RankFiles("__0_", sum(map(size_of, plan.items))))
+    set_places(metadata, results)
+    folder.write(FILE, pickle.dumps(metadata))
+    write_file(folder, writer.written.checksums)
+
+
+def write_safetensors(entries: Mapping[str, Entry], folder: Path, stem: str) -> None:
+    """Safetensors files, each no larger than the largest tensor, and their index.
+
+    What is no tensor goes into the first file's header, as JSON. Quantized weights are decoded.
+
+    Raises ImportError without safetensors, ValueError for an object that JSON does not know.
+    """
+    save_file = safetensors_writer(f"writing {folder}", "tools")
+    tensors = {key: entry for key, entry in entries.items() if entry.info is not None}
+    objects = {key: _as_json(key, entry.read()) for key, entry in entries.items() if entry.info is None}
+    files = _files({key: entry.nbytes for key, entry in tensors.items()})
+    weight_map: dict[str, str] = {}
+    for number, keys in enumerate(files, 1):
+        name = f"{stem}-{number:05d}-of-{len(files):05d}.safetensors"
+        header = {"format": "pt", **({OBJECTS: json.dumps(objects)} if objects and number == 1 else {})}
+        save_file({key: _decoded(tensors[key].read()) for key in keys}, folder / name, metadata=header)
+        weight_map |= dict.fromkeys(keys, name)
+    total = sum(entry.nbytes for entry in tensors.values())
+    write_index(folder / f"{stem}.safetensors.index.json", weight_map, total)
+
+
+def _files(sizes: Mapping[str, int]) -> list[list[str]]:
+    """Neighbours together, as long as they are no larger than the largest."""
+    files: list[list[str]] = [[]]
+    limit, size = max(sizes.values(), default=0), 0
+    for key, own in sizes.items():
+        if files[-1] and size + own > limit:
+            files.append([])
+            size = 0
+        files[-1].append(key)
+        size += own
+    return files
+
+
+def _decoded(value: Tensor) -> Tensor:
+    adapter = adapter_of(value)
+    return (value if adapter is None else adapter.values(value).to(value.dtype)).contiguous()
+
+
+def _as_json(key: str, value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_as_json(key, each) for each in value]
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    raise ValueError(f"{key}: safetensors files hold tensors, numbers, texts and lists, not {type(value).__name__}")

@@ -1,0 +1,86 @@
+"""A parameter's states in another form, encoded from a checkpoint's values as by an optimizer that loads them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_optim.adam import ADAM_STATES, MOMENTS
+from fused_optim.checkpoint.reading.saved_optimizer import SavedState
+from fused_optim.checkpoint.reading.source import TensorInfo
+from fused_optim.checkpoint.writing.entries import Entry
+from fused_optim.formats import Master
+from fused_optim.layout import MASTER, StateLayout
+from fused_optim.state.param_state import ParamState
+
+Place = tuple[str, ...]  # in the state dict of the optimizer
+Form = Callable[[ParamState], Mapping[str, Any]]  # a parameter's states as state dicts have them
+
+
+class Encoded:
+    """The states of one parameter. ``formats``: dtypes of both moments, where blocks fit."""
+
+    def __init__(
+        self, states: Mapping[str, SavedState], master: Master, formats: Sequence[torch.dtype], form: Form
+    ) -> None:
+        self._states = states
+        self.master = master
+        self._formats = formats
+        self._form = form
+
+    def entries(self) -> Iterator[tuple[Place, Entry]]:
+        """What is to be written, by its place in the parameter's states. Nothing is read yet."""
+        for place, value in _flat(self._form(self._created("meta"))):
+            if isinstance(value, Tensor):
+                yield place, Entry((), partial(self._value, place), TensorInfo(tuple(value.shape), value.dtype))
+            else:
+                yield place, Entry((), partial(int, value))
+
+    def parameter(self) -> Tensor:
+        """As it belongs to the master."""
+        created = self._created("cpu")
+        created.write_master(self._states[MASTER].values())
+        return created.param
+
+    def values(self) -> dict[Place, Any]:
+        """All states, by place."""
+        created = self._created("cpu")
+        for name in MOMENTS:
+            created.write(name, self._states[name].values())
+        if self.master is not Master.PARAMETER:
+            created.write_master(self._states[MASTER].values())
+        return dict(_flat(self._form(created)))
+
+    def _created(self, device: str) -> ParamState:
+        shape = self._states[MOMENTS[0]].shape
+        dtype = torch.bfloat16 if self.master.is_remainder else torch.float32
+        param = torch.zeros(shape, dtype=dtype, device=device)
+        return ParamState.create(param, StateLayout.create(param, self.master, ADAM_STATES, self._formats))
+
+    def _value(self, place: Place) -> Tensor:
+        value: Tensor = _values_of(self)[place]
+        return value
+
+
+@functools.lru_cache(maxsize=1)
+def _values_of(encoded: Encoded) -> dict[Place, Any]:
+    """The last one's are kept: they are written one after the other."""
+    return encoded.values()
+
+
+def forget() -> None:
+    """Free what is kept."""
+    _values_of.cache_clear()
+
+
+def _flat(states: Mapping[str, Any]) -> Iterator[tuple[Place, Any]]:
+    for name, value in states.items():
+        if isinstance(value, Mapping):
+            yield from (((name, component), inner) for component, inner in value.items())
+        else:
+            yield (name,), value
