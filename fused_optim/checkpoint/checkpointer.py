@@ -125,6 +125,7 @@ class Checkpointer:
         self._saves: deque[tuple[int, Future[str | None]]] = deque()
         self._last: int | None = None  # the step that was saved last, is being saved, or was loaded
         self._readonly, self._is_tidy, self._is_closed = readonly, False, False
+        self._ranks = world_size()
         self._saver = Saver(self._group)
         if self._termination is not None:
             weakref.finalize(self, self._termination.close).atexit = False
@@ -269,6 +270,7 @@ class Checkpointer:
 
     def _begin(self, step: int, doing: str) -> str:
         """The attempt's name, the same on all ranks."""
+        self._check_ranks()
         attempt = ""
         with on_all_ranks(doing, group=self._group):
             if this_rank() == 0:
@@ -291,7 +293,15 @@ class Checkpointer:
                 self._publish(step, attempt, written, owners)
         return written
 
+    def _check_ranks(self) -> None:
+        """Raise RuntimeError where the ranks cannot talk any more: each would take itself for the only one."""
+        if world_size() != self._ranks:
+            hint = "call wait() or close() before destroy_process_group()"
+            raise RuntimeError(f"the process group of {self._ranks} ranks was destroyed before the save ended: {hint}")
+
     def _publish(self, step: int, attempt: str, written: list[Written], owners: dict[str, list[int]]) -> None:
+        self._check_ranks()
+        assert len(written) == self._ranks
         draft = self._directory.draft(step, attempt)
         sizes = {name: size for each in written for name, size in each.sizes.items()}
         sums = {range_: crc for each in written for range_, crc in each.checksums.items()}

@@ -53,16 +53,26 @@ class _Handler:
         elif self.asked is None:
             self.asked = time.monotonic()
 
-    def forget(self) -> None:
-        """In a child that was forked: it saves nothing, and SIGTERM is to end it."""
+    # --- children that are forked: they save nothing, and SIGTERM is to end them, from the first moment on ----------
+
+    def hold_back(self) -> None:
         if self.listeners:
-            self.listeners.clear()
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def let_through(self) -> None:
+        if self.listeners:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+    def forget(self) -> None:
+        if self.listeners:
             self._restore()
+            self.let_through()
+            self.listeners.clear()
         self.asked = None
 
 
 _handler = _Handler()
-os.register_at_fork(after_in_child=_handler.forget)
+os.register_at_fork(before=_handler.hold_back, after_in_parent=_handler.let_through, after_in_child=_handler.forget)
 
 
 class Termination:

@@ -10,6 +10,7 @@ import logging
 import re
 import secrets
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from fused_optim.checkpoint.storage import manifest, metadata, owners
@@ -110,8 +111,13 @@ class CheckpointDirectory:
         self.folder.create()
         attempt = secrets.token_hex(4)
         draft = self.draft(step, attempt)
-        draft.create()
-        owners.write(draft)
+        try:
+            draft.create()
+            owners.write(draft)
+        except BaseException:
+            with suppress(OSError):
+                self._remove(draft.name)
+            raise
         return attempt
 
     def finish(self, step: int, attempt: str, found: Manifest) -> None:

@@ -1,0 +1,642 @@
+"""What was saved is there, and what was not is said: retries, readers beside writers, ends of processes, signals."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import fully_shard
+
+import cases
+import distributed
+from checkpoint_cases import wait_for
+from fused_optim import FusedAdamW
+from fused_optim.checkpoint import Checkpointer
+from fused_optim.checkpoint.storage import checksums, manifest, metadata, owners
+from fused_optim.checkpoint.storage.folders import LocalFolder, RemoteFolder, folder_at
+from fused_optim.checkpoint.storage.manifest import FILE as MANIFEST
+from native_cases import build, train, trained
+
+REM16 = cases.MASTER["bfloat16+rem16"]
+
+
+def opened(folder: Path | str, **options: Any) -> Checkpointer:
+    return Checkpointer(*trained(REM16, torch.int8), folder, **{"sigterm": False, **options})
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+class Broken(LocalFolder):
+    """Raises ``error`` where something is done with files whose names end so."""
+
+    def __init__(self, path: Path, error: OSError, suffix: str, reading: bool) -> None:
+        super().__init__(path)
+        self.how = error, suffix, reading
+
+    def child(self, name: str) -> LocalFolder:
+        return Broken(self.path / name, *self.how)
+
+    def open(self, name: str, mode: str) -> BinaryIO:
+        self._raise(name, "w" not in mode)
+        return super().open(name, mode)
+
+    def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
+        self._raise(name, True)
+        return super().read(name, start, length)
+
+    def read_into(self, name: str, start: int, memory: memoryview) -> None:
+        self._raise(name, True)
+        super().read_into(name, start, memory)
+
+    def _raise(self, name: str, reading: bool) -> None:
+        error, suffix, when = self.how
+        if reading == when and name.endswith(suffix):
+            raise error
+
+
+# --- failed saves ---------------------------------------------------------------------------------------------------
+
+
+def full(folder: Path) -> Broken:
+    return Broken(folder, OSError(errno.ENOSPC, "No space left on device"), ".distcp", reading=False)
+
+
+@pytest.mark.parametrize("force", [True, False])
+def test_a_failed_save_can_be_repeated(force: bool, tmp_path: Path) -> None:
+    checkpointer = opened(tmp_path, every=1)
+    checkpointer._directory.folder = full(tmp_path)
+    checkpointer.save(1, force=force)
+    with pytest.raises(RuntimeError, match=r"saving step 1 to .* failed: .*no room"):
+        checkpointer.wait()
+    assert names(tmp_path) == []
+    checkpointer._directory.folder = LocalFolder(tmp_path)
+    checkpointer.save(1, force=force)
+    checkpointer.save(1, force=True)  # nothing to do: it is under way
+    checkpointer.close()
+    assert checkpointer.steps() == [1] and names(tmp_path) == ["step-00000001"]
+
+
+def test_an_earlier_failure_does_not_swallow_the_save_that_is_due(tmp_path: Path) -> None:
+    checkpointer = opened(tmp_path)
+    checkpointer._directory.folder = full(tmp_path)
+    checkpointer.save(1)
+    while not checkpointer._saves[0][1].done():
+        pass
+    checkpointer._directory.folder = LocalFolder(tmp_path)
+    with pytest.raises(RuntimeError, match="saving step 1"):
+        checkpointer.save(2)
+    checkpointer.close()
+    assert checkpointer.steps() == [2]
+
+
+def test_a_step_that_is_saved_again_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    checkpointer = opened(tmp_path)
+    checkpointer.save(1)
+    checkpointer.save(2)
+    checkpointer.wait()
+    checkpointer.load(1)
+    train(checkpointer._model, checkpointer._optimizer, range(3))  # type: ignore[arg-type]
+    checkpointer._directory.folder = full(tmp_path)
+    checkpointer.save(2)
+    with pytest.raises(RuntimeError, match="saving step 2"):
+        checkpointer.wait()
+    checkpointer._directory.folder = LocalFolder(tmp_path)
+    assert checkpointer.steps() == [2, 1]
+    before = (tmp_path / "step-00000002" / ".metadata").stat().st_ino
+    checkpointer.save(2)
+    checkpointer.close()
+    assert checkpointer.steps() == [2, 1] and names(tmp_path) == ["step-00000001", "step-00000002"]
+    assert (tmp_path / "step-00000002" / ".metadata").stat().st_ino != before
+
+
+# --- resuming -------------------------------------------------------------------------------------------------------
+
+
+def newer_manifest(folder: Path) -> None:
+    content = json.loads((folder / MANIFEST).read_text()) | {"version": 99}
+    (folder / MANIFEST).write_text(json.dumps(content))
+
+
+def newer_torch(folder: Path) -> None:
+    """And checksums of it."""
+    content = (folder / metadata.FILE).read_bytes()
+    (folder / metadata.FILE).write_bytes(content.replace(b"TensorProperties", b"TensorPropertieZ"))
+    sums = json.loads((folder / checksums.FILE).read_text())
+    sums["metadata"] = f"{zlib.crc32((folder / metadata.FILE).read_bytes()):08x}"
+    (folder / checksums.FILE).write_text(json.dumps(sums))
+    found = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).unlink()
+    del found["crc"], found["version"]
+    place = LocalFolder(folder)
+    found |= {"files": place.sizes(), "checksums": manifest.crc_of_checksums(place)}
+    manifest.write(place, manifest.Manifest(**found))
+
+
+@pytest.mark.parametrize("change, match", [(newer_manifest, "update fused_optim"), (newer_torch, "by a newer torch")])
+def test_what_is_newer_is_not_passed_over(change: Any, match: str, tmp_path: Path) -> None:
+    checkpointer = opened(tmp_path)
+    for step in (1, 2):
+        checkpointer.save(step)
+    checkpointer.close()
+    change(tmp_path / "step-00000002")
+    with pytest.raises(ValueError, match=match):
+        opened(tmp_path).load_latest()
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("file", [MANIFEST, ".metadata", "__0_0.distcp", checksums.FILE])
+def test_what_cannot_be_opened_now_is_not_passed_over(code: int, file: str, tmp_path: Path) -> None:
+    """It may be there again in a moment: training does not start from an earlier step, or from none."""
+    checkpointer = opened(tmp_path)
+    checkpointer.save(1)
+    checkpointer.close()
+    reader = opened(tmp_path)
+    reader._directory.folder = Broken(tmp_path, OSError(code, os.strerror(code)), file, reading=True)
+    with pytest.raises(OSError, match=os.strerror(code)):
+        reader.load_latest()
+
+
+def raise_on_one_rank(folder: str) -> str:
+    reader = opened(folder)
+    if torch.distributed.get_rank() == 1:
+        reader._directory.folder = Broken(Path(folder), OSError(errno.EIO, "input/output"), ".distcp", reading=True)
+    with pytest.raises((OSError, RuntimeError), match="input/output") as error:
+        reader.load_latest()
+    return str(error.value)
+
+
+def test_what_one_rank_cannot_open_is_an_error_of_all(tmp_path: Path) -> None:
+    checkpointer = opened(tmp_path)
+    checkpointer.save(1)
+    checkpointer.close()
+    first, second = distributed.run(2, raise_on_one_rank, str(tmp_path))
+    assert "rank 1 failed" in first and "rank 1 failed" not in second
+
+
+@pytest.mark.parametrize("summed", [True, False])
+def test_folders_of_other_writers_are_resumed_from(summed: bool, tmp_path: Path) -> None:
+    """Of ``dcp.save`` or ``convert``, under a checkpoint's name. They have no extras."""
+    model, optimizer = trained(REM16, torch.int8)
+    with Checkpointer(model, optimizer, tmp_path, sigterm=False) as checkpointer:
+        checkpointer.save(7)
+    train(model, optimizer, range(2, 4))
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.save(state, checkpoint_id=tmp_path / "step-00000012")
+    if summed:
+        checksums.write_checksums(tmp_path / "step-00000012")
+    other, fresh = build(REM16, torch.int8, fresh=True)
+    reader = Checkpointer(other, fresh, tmp_path, sigterm=False, extra={"scheduler": Counter()})
+    assert reader.steps() == [12, 7]
+    with pytest.raises(ValueError, match="has no extra 'scheduler'"):
+        reader.load_latest()
+    assert reader.load_latest(without=["scheduler"]) == 12
+    assert all(torch.equal(other[name], param) for name, param in model.items())
+    assert fresh.param_groups[0]["step"] == 4
+    train(other, fresh, range(4, 5))
+    reader.save(13)
+    reader.close()
+    assert reader.steps() == [13, 12, 7]
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def test_none_is_said_only_where_nothing_is(tmp_path: Path) -> None:
+    assert opened(tmp_path).load_latest() is None
+    (tmp_path / ".unfinished-step-00000001.0123abcd").mkdir()
+    (tmp_path / "logs").mkdir()
+    assert opened(tmp_path).load_latest() is None
+    (tmp_path / "step-00000001").mkdir()
+    with pytest.raises(ValueError, match="has 1 checkpoints, of which none is whole"):
+        opened(tmp_path).load_latest()
+
+
+def test_a_renamed_folder_is_named(tmp_path: Path) -> None:
+    checkpointer = opened(tmp_path)
+    checkpointer.save(1)
+    checkpointer.close()
+    (tmp_path / "step-00000001").rename(tmp_path / "step-00000009")
+    with pytest.raises(ValueError, match="step-00000009: its manifest is of step 1; was the folder renamed"):
+        opened(tmp_path).load_latest()
+
+
+# --- object stores --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[str]:
+    yield f"memory://{tmp_path.name}/run"
+    if fsspec.filesystem("memory").exists(f"/{tmp_path.name}"):
+        fsspec.filesystem("memory").rm(f"/{tmp_path.name}", recursive=True)
+
+
+def test_a_save_that_fails_leaves_the_good_one_of_its_step(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpointer = opened(store)
+    checkpointer.save(1)
+    checkpointer.wait()
+    good = checkpointer.path(1)
+    checkpointer._last = None
+    for method in ("open", "create", "write"):
+        with monkeypatch.context() as patch:
+            patch.setattr(RemoteFolder, method, raise_timeout)
+            checkpointer.save(1)
+            with pytest.raises(RuntimeError, match=r"saving step 1 to .* failed: timed out"):
+                checkpointer.wait()
+        assert checkpointer.steps() == [1] and checkpointer.path(1) == good
+    checkpointer.save(1)
+    checkpointer.close()
+    assert checkpointer.path(1) != good and not folder_at(good).exists()
+    assert len(folder_at(store).names()) == 1
+    assert opened(store).load_latest() == 1
+
+
+def raise_timeout(*_: Any) -> None:
+    raise TimeoutError("timed out")
+
+
+@pytest.mark.parametrize("lose", ["remove", "shorten"])
+@pytest.mark.parametrize("kind", ["disk", "store"])
+def test_what_vanishes_during_the_save_is_not_published(
+    kind: str, lose: str, store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing is pruned for it."""
+    folder = store if kind == "store" else str(tmp_path / "run")
+    checkpointer = opened(folder, keep=1)
+    checkpointer.save(1)
+    checkpointer.wait()
+    write_file = checksums.write_file
+
+    def lose_a_file(draft: Any, sums: Any) -> dict[str, int]:
+        content = draft.read("__0_0.distcp")
+        draft.remove("__0_0.distcp")
+        if lose == "shorten":
+            draft.write("__0_0.distcp", content[:-1])
+        return write_file(draft, sums)
+
+    monkeypatch.setattr(checksums, "write_file", lose_a_file)
+    checkpointer.save(2)
+    with pytest.raises(RuntimeError, match=r"saving step 2 to .* failed: .*__0_0.distcp: expected \d+ bytes, found"):
+        checkpointer.close()
+    assert checkpointer.steps() == [1] and opened(folder).load_latest() == 1
+    assert len(folder_at(folder).names()) == 1
+
+
+def test_a_save_reads_no_more_of_older_checkpoints_than_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in range(1, 6):
+        with opened(tmp_path, keep=None) as each:
+            each.save(step)
+    checkpointer = opened(tmp_path, keep=None)
+    checkpointer.save(6)
+    checkpointer.wait()
+    touched: list[str] = []
+    for method in ("read", "size", "sizes"):
+        own = getattr(LocalFolder, method)
+        monkeypatch.setattr(
+            LocalFolder, method, lambda self, *args, own=own: touched.append(self.name) or own(self, *args)
+        )
+    checkpointer.save(7)
+    checkpointer.wait()
+    assert not {f"step-{step:08d}" for step in range(1, 7)} & {*touched}
+    checkpointer.close()
+    assert checkpointer.steps() == [7, 6, 5, 4, 3, 2, 1]
+
+
+# --- readers and writers ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def another_process() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "600"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def begun_by(process: subprocess.Popen[bytes], draft: Path) -> None:
+    draft.mkdir(parents=True)
+    owners.write(LocalFolder(draft))
+    content = json.loads((draft / owners.FILE).read_text())
+    content |= {"pid": process.pid, "started": owners._started(process.pid)}
+    (draft / owners.FILE).write_text(json.dumps(content))
+    (draft / "__0_0.distcp").write_bytes(b"half")
+
+
+def test_readers_leave_a_running_save_alone(another_process: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    """Writers say whose it is, until that process has ended."""
+    with opened(tmp_path) as checkpointer:
+        checkpointer.save(1)
+    draft = tmp_path / ".unfinished-step-00000002.0123abcd"
+    begun_by(another_process, draft)
+    for options in ({}, {"readonly": True}):
+        with opened(tmp_path, **options) as reader:
+            assert reader.load_latest() == 1 and reader.steps() == [1]
+    assert names(draft) == ["__0_0.distcp", owners.FILE]
+    writer = opened(tmp_path)
+    writer.save(3)
+    with pytest.raises(RuntimeError, match=rf"process {another_process.pid} on .* writes step-00000002.*readonly=True"):
+        writer.wait()
+    assert names(draft) == ["__0_0.distcp", owners.FILE]
+    another_process.kill()
+    another_process.wait()
+    writer.save(3)
+    writer.close()
+    assert names(tmp_path) == ["step-00000001", "step-00000003"]
+
+
+def test_a_draft_of_another_machine_is_forsaken_after_a_day(tmp_path: Path) -> None:
+    draft = tmp_path / ".unfinished-step-00000002.0123abcd"
+    draft.mkdir()
+    owners.write(LocalFolder(draft))
+    content = json.loads((draft / owners.FILE).read_text()) | {"host": "elsewhere 1 2"}
+    (draft / owners.FILE).write_text(json.dumps(content))
+    writer = opened(tmp_path)
+    writer.save(3)
+    with pytest.raises(RuntimeError, match="on elsewhere writes step-00000002"):
+        writer.wait()
+    (draft / owners.FILE).write_text(json.dumps(content | {"time": content["time"] - owners.FORSAKEN - 1}))
+    writer.save(3)
+    writer.close()
+    assert names(tmp_path) == ["step-00000003"]
+
+
+def test_readonly(tmp_path: Path) -> None:
+    reader = opened(tmp_path / "run", readonly=True, sigterm=True)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert reader.load_latest() is None and not (tmp_path / "run").exists()
+    with pytest.raises(ValueError, match="readonly=True"):
+        reader.save(1)
+
+
+def test_two_that_save_need_two_folders(tmp_path: Path) -> None:
+    first, second = opened(tmp_path), opened(str(tmp_path))
+    first.save(1)
+    assert second.load_latest() in (1, None)
+    with pytest.raises(ValueError, match="another Checkpointer saves in"):
+        second.save(2)
+    first.close()
+    second.save(2)
+    second.close()
+    assert second.steps() == [2, 1]
+    with pytest.raises(ValueError, match="was closed"):
+        first.save(3)
+
+
+# --- arguments ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [-1, True, np.bool_(True), 2.0, "2", torch.tensor(1.5), None])
+def test_what_is_no_step_is_refused(step: Any, tmp_path: Path) -> None:
+    checkpointer = opened(tmp_path / "run")
+    with pytest.raises((TypeError, ValueError), match="step: expected a whole number"):
+        checkpointer.save(step)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("step", [3, np.int64(3), torch.tensor(3)])
+def test_steps_of_other_libraries(step: Any, tmp_path: Path) -> None:
+    with opened(tmp_path, every=3) as checkpointer:
+        checkpointer.save(step)
+    assert checkpointer.steps() == [3] and checkpointer.path(3) == str(tmp_path / "step-00000003")
+
+
+@pytest.mark.parametrize("options", [{"keep": 2.5}, {"keep": True}, {"keep": 0}, {"every": -1}, {"every": "3"}])
+def test_other_numbers(options: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"{next(iter(options))}: expected a whole number"):
+        opened(tmp_path, **options)
+
+
+def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative one stays where it was meant, whatever the process does."""
+    monkeypatch.chdir(tmp_path)
+    checkpointer = opened("run")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    checkpointer.save(1)
+    checkpointer.close()
+    assert names(tmp_path / "run") == ["step-00000001"] and names(tmp_path / "elsewhere") == []
+    with pytest.raises(ValueError, match=r"s3:/bucket/run: a Path takes one of the slashes"):
+        opened(Path("s3://bucket/run"))
+
+
+# --- the end of the process -----------------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, signal, sys, threading, time
+import torch
+import torch.distributed as dist
+from fused_optim import FusedAdamW
+from fused_optim.checkpoint import Checkpointer
+from fused_optim.checkpoint.writing.saver import Saver
+
+folder, how = sys.argv[1:]
+if "ranks" in how:
+    dist.init_process_group("gloo", init_method=f"file://{folder}.store", rank=0, world_size=1)
+
+
+def made(name, **options):
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(8, 128)) for _ in range(20)])
+    return Checkpointer(model, FusedAdamW(model.parameters()), f"{folder}/{name}", **options)
+
+
+save = Saver.save
+
+
+def late(*args):
+    time.sleep(1.0)
+    return save(*args)
+
+
+Saver.save = late
+"""
+ENDS: dict[str, tuple[str, int, list[str]]] = {
+    "exit": ("made('a').save(1)", 0, ["a"]),
+    "exit, several": ("a, b = made('a'), made('b')\na.save(1); b.save(1)", 0, ["a", "b"]),
+    "exit of ranks": ("made('a').save(1)", 0, ["a"]),
+    "an error": ("made('a').save(1)\nraise KeyError('mine')", 1, ["a"]),
+    "sys.exit": ("made('a').save(1)\nsys.exit(3)", 3, ["a"]),
+    "a failure": ("open(f'{folder}/b', 'w').close()\nmade('b').save(1)", 1, []),
+    "a failure that was told": (
+        "open(f'{folder}/b', 'w').close()\nc = made('b')\nc.save(1)\ntry:\n    c.wait()\nexcept RuntimeError: pass",
+        0,
+        [],
+    ),
+    "SIGTERM, two that save": (
+        "a, b = made('a', every=100), made('b', every=100)\nfor i in range(1, 5):\n"
+        "    if i == 2: os.kill(os.getpid(), signal.SIGTERM)\n    a.save(i)\n    b.save(i)",
+        143,
+        ["a", "b"],
+    ),
+    "SIGTERM, one of them closed": (
+        "a, b = made('a', every=100), made('b', every=100)\na.save(1)\nb.save(1)\nb.close()\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\na.save(2)",
+        143,
+        ["a"],
+    ),
+    "SIGTERM, one that only loads": (
+        "a, b = made('a', every=100), made('b', every=100)\n"
+        "with b:\n    os.kill(os.getpid(), signal.SIGTERM)\n    a.save(2)",
+        143,
+        ["a"],
+    ),
+    "SIGTERM and an error": (
+        "try:\n    with made('a') as a:\n        a.save(1)\n        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        raise KeyError('mine')\nexcept KeyError: pass\nprint('goes on')",
+        -15,
+        ["a"],
+    ),
+    "SIGTERM after an earlier failure": (
+        "open(f'{folder}/b', 'w').close()\nc = made('b', every=1)\nc.save(1)\ntime.sleep(2)\n"
+        "os.remove(f'{folder}/b')\nos.kill(os.getpid(), signal.SIGTERM)\nc.save(2)",
+        143,
+        ["b"],
+    ),
+    "SIGTERM of a forked child": (
+        "a = made('a')\nchild = os.fork()\nif not child:\n    time.sleep(60)\n    os._exit(0)\n"
+        "os.kill(child, signal.SIGTERM)\nassert os.waitpid(child, 0)[1] == 15\na.save(1)",
+        0,
+        ["a"],
+    ),
+    "SIGTERM when nobody listens any more": (
+        "a = made('a')\na.save(1)\na.close()\nos.kill(os.getpid(), signal.SIGTERM)\nprint('goes on')",
+        -15,
+        ["a"],
+    ),
+    "SIGTERM when a Checkpointer was forgotten": (
+        "made('a', every=10)\nimport gc; gc.collect()\nos.kill(os.getpid(), signal.SIGTERM)\nprint('goes on')",
+        -15,
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_the_end_of_the_process(how: str, tmp_path: Path) -> None:
+    code, status, saved = ENDS[how]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT + code, str(folder), how], env=environment, capture_output=True, timeout=120
+    )
+    text = done.stderr.decode()
+    assert done.returncode == status and b"goes on" not in done.stdout, text
+    found = [name for name in names(folder) if (folder / name).is_dir() and list((folder / name).glob("step-*"))]
+    assert found == saved, text
+    for name in found:
+        model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(8, 128)) for _ in range(20)])
+        with Checkpointer(model, FusedAdamW(model.parameters()), folder / name, sigterm=False) as reader:
+            assert reader.load_latest() in (1, 2) and all(bool((param == 1).all()) for param in model)
+    if status == 1 and not saved:
+        assert "fused_optim: saving step 1 to" in text and "failed" in text
+
+
+def destroy_before_the_end(folder: str, when: str) -> str:
+    """A group that is destroyed while a save is under way. Each rank would then take itself for the only one."""
+    model = nn.Linear(64, 64, bias=False)
+    fully_shard(model, mesh=distributed.mesh())
+    optimizer = FusedAdamW(model.parameters())
+    checkpointer = Checkpointer(model, optimizer, folder, sigterm=False)
+    reached, go = Path(folder) / "reached", threading.Event()
+    method = {"at first": "_begin", "in the middle": "_write_draft"}[when]
+    own = getattr(checkpointer, method)
+
+    def wait_before(*args: Any) -> Any:
+        reached.touch()
+        assert go.wait(30)
+        return own(*args)
+
+    setattr(checkpointer, method, wait_before)
+    checkpointer.save(1)
+    wait_for(reached)
+    dist.destroy_process_group()
+    go.set()
+    with pytest.raises(RuntimeError, match=r"saving step 1 to .* failed") as error:
+        checkpointer.close()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("when", ["at first", "in the middle"])
+def test_a_group_that_is_destroyed_before_the_save_ended(when: str, tmp_path: Path) -> None:
+    """Nothing is published that only some ranks have written."""
+    workers = distributed.Workers(2, "cpu")
+    try:
+        errors = workers.run(destroy_before_the_end, (str(tmp_path), when), 60)
+    finally:
+        workers.stop()
+    assert not list(tmp_path.glob("step-*")), errors
+    assert any("destroy_process_group()" in error for error in errors)
+
+
+def close_leaves_nothing(folder: str) -> tuple[int, int, int]:
+    def count() -> tuple[int, int, int]:
+        groups = len(torch.distributed.distributed_c10d._world.pg_map)
+        return groups, threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    def run(step: int) -> None:
+        checkpointer = opened(folder)
+        checkpointer.save(step)
+        checkpointer.close()
+
+    run(1)
+    before = count()
+    for step in range(2, 6):
+        run(step)
+    after = count()
+    return tuple(b - a for a, b in zip(before, after, strict=True))  # type: ignore[return-value]
+
+
+def test_close_leaves_nothing(tmp_path: Path) -> None:
+    """No process groups, and not more threads and descriptors with every Checkpointer."""
+    for groups, threads, descriptors in distributed.run(2, close_leaves_nothing, str(tmp_path)):
+        assert groups == 0 and threads <= 1 and descriptors <= 2
+
+
+def test_a_killed_writer_leaves_what_was_saved(tmp_path: Path) -> None:
+    """At the first save of the next run its draft is gone."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    code = SCRIPT + "c = made('a')\nc.save(1)\nc.wait()\nc.save(2)\ntime.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), "killed"], env=environment)
+    try:
+        wait_for(tmp_path / "a" / "step-00000001")
+        draft: list[Path] = []
+        while not draft:
+            draft = list((tmp_path / "a").glob(".unfinished-step-00000002.*"))
+    finally:
+        process.kill()
+        process.wait()
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(8, 128)) for _ in range(20)])
+    with Checkpointer(model, FusedAdamW(model.parameters()), tmp_path / "a", sigterm=False) as checkpointer:
+        assert checkpointer.load_latest() == 1
+        checkpointer.save(5)
+    assert names(tmp_path / "a") == ["step-00000001", "step-00000005"]
+    shutil.rmtree(tmp_path / "a")
