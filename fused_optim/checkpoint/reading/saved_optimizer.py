@@ -77,7 +77,9 @@ class SavedState:
     @property
     def shape(self) -> tuple[int, ...]:
         """The parameter's."""
-        component = next(each for each in ("", "bits", *KINDS) if each in self.keys)
+        component = next((each for each in ("", "bits", *KINDS) if each in self.keys), None)
+        if component is None:
+            raise ValueError(f"{self}: expected a tensor, bits or remainders, found {', '.join(self.keys)} alone")
         shape = self._info(component).shape
         return (*shape[:-1], shape[-1] // 2) if component == "rem16" else shape  # two bytes of each
 
