@@ -16,8 +16,8 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from fused_optim.quantized.recipes import WHOLE, Position, as_matrix, cut_component, engine, matrix_range, shares_blocks
-from fused_optim.quantized.tensor.callers import wants_weight
 from fused_optim.quantized.tensor.dispatch import Args, Decodable, Kwargs, call_default
+from fused_optim.quantized.tensor.patches import torch_makes_weights
 from fused_optim.quantized.tensor.quantized_tensor import QuantizedTensor, implements, local_weight
 from fused_optim.quantized.tensor.weight import Shared
 from fused_optim.sharding.dtensor import dense
@@ -232,7 +232,7 @@ def _split_at(func: OpOverload, args: Args, kwargs: Kwargs, starts: Sequence[int
     """For ranks as their shards, or an error; for users as views of any kind."""
     tensor: QuantizedTensor = args[0]
     cuts = list(zip(starts, [*starts[1:], tensor.shape[dim]], strict=True))
-    if not wants_weight():
+    if not torch_makes_weights():
         if tensor.is_rearranged or dim > 1 or any(_cut_problem(tensor, dim, *cut, trims=False) for cut in cuts):
             return call_default(func, args, kwargs)
         return [cut(tensor, dim, start, end) for start, end in cuts]
