@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from fused_optim.adapters import Target, Update
+from fused_optim.adapters import SimpleBatch, Target, Update
 from fused_optim.backends import is_capturing
 from fused_optim.quantized.adapters import transformer_engine_codes
 from fused_optim.quantized.adapters.transformer_engine_codes import (
@@ -223,6 +223,10 @@ def _quantize(param: Tensor, new: Tensor | None) -> None:
         _quantized(local).quantize_(new)
     elif reduces:
         _quantized(local).quantize_(values(local))
+
+
+def batch(updates: Sequence[Update]) -> SimpleBatch:
+    return SimpleBatch(prepare, write, updates)
 
 
 @torch.no_grad()

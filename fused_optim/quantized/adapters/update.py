@@ -33,7 +33,7 @@ def needs_master(param: Tensor) -> None:
 
 
 def retain_initial(param: Tensor) -> None:
-    local_weight(param)._shared.has_optimizer = True
+    local_weight(param).shared.has_optimizer = True
 
 
 def initial_values(param: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from fused_optim.quantized.compute.products import Plan
 from fused_optim.quantized.compute.shared_casts import cast_activations
 from fused_optim.quantized.recipes import ProductFormat
 from fused_optim.quantized.tensor import Args, Kwargs, QuantizedTensor, implements
+from fused_optim.sharding.dtensor import local_tensor
 
 
 class QuantizedLinear(nn.Linear):
@@ -34,12 +35,12 @@ class QuantizedLinear(nn.Linear):
 
 def convert(module: nn.Module) -> None:
     """Make a module that has a quantized weight compute with it, where that is more than decoding it."""
-    weight = getattr(module, "weight", None)
-    local = weight._local_tensor if isinstance(weight, DTensor) else weight
-    # A class of its own may do anything in forward(); its products are those of mm.py.
-    if type(module) is nn.Linear and isinstance(local, QuantizedTensor) and local.recipe.products is not None:
+    if type(module) is not nn.Linear:  # which may do anything in forward(); its products are those of mm.py
+        return
+    local = local_tensor(module.weight)
+    if isinstance(local, QuantizedTensor) and local.recipe.products is not None:
         module.__class__ = QuantizedLinear
-        local._shared.in_layer = True
+        local.shared.in_layer = True
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -83,11 +84,11 @@ def _as_autocast_wants(
 
 def _plan(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Plan | None:
     """None where torch does it all."""
-    if weight._transposed or weight._flat or not products.fits(x, weight):
+    if weight.is_transposed or weight.is_flat or not products.fits(x, weight):
         return None
     if x.shape[-1] != weight.shape[-1] or (bias is not None and bias.dtype != x.dtype):
         return None
-    plan = products.plan(weight.recipe, weight.device, x.numel() // x.shape[-1], weight._weight_shape)
+    plan = products.plan(weight.recipe, weight.device, x.numel() // x.shape[-1], weight.weight_shape)
     return plan if any(plan) else None
 
 

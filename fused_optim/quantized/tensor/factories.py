@@ -33,12 +33,12 @@ for _class in (QuantizedTensor, WeightView):
 @implements(aten.empty_like.default)
 def _empty_like(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     source: QuantizedTensor = args[0]
-    split_for_rank = source._split is not None  # which DTensor scatters into one like it
+    split_for_rank = source.rank_position is not None  # which DTensor scatters into one like it
     if kwargs.get("dtype") not in (None, source.dtype) or not (torch_makes_weights() or split_for_rank):
         return _plain(func, args, kwargs)
     device = kwargs.get("device") or source.device
-    result = source._copied(lambda part: torch.empty(part.shape, dtype=part.dtype, device=device))
-    result._shared.pending = source.has_initial  # to be initialised
+    result = source.copied(lambda part: torch.empty(part.shape, dtype=part.dtype, device=device))
+    result.shared.pending = source.has_initial  # to be initialised
     return result
 
 
@@ -49,7 +49,7 @@ def _zeros_like(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         return _plain(func, args, kwargs)
     device = kwargs.get("device") or source.device
     shared = replace(source.shared_of_copy(), pending=False)
-    return QuantizedTensor.empty(source.recipe, source._weight_shape, source.dtype, torch.device(device), shared=shared)
+    return QuantizedTensor.empty(source.recipe, source.weight_shape, source.dtype, torch.device(device), shared=shared)
 
 
 @implements(aten.new_zeros.default, aten.new_empty.default)
@@ -58,7 +58,7 @@ def _new(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     source: QuantizedTensor = args[0]
     shape: tuple[int, ...] = tuple(args[1])
     device = torch.device(kwargs.get("device") or source.device)
-    rows, *columns = source._weight_shape
+    rows, *columns = source.weight_shape
     similar = len(shape) == 1 + len(columns) and (shape[0] == rows or [*shape[1:]] == columns)
     fits = similar and source.recipe.problem(shape) is None and kwargs.get("dtype") in (None, source.dtype)
     if not fits or source.is_rearranged or not torch_makes_weights():
@@ -69,4 +69,4 @@ def _new(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     if not result.is_meta and not source.is_meta:  # FSDP2 copies no rows into empty shards
         for part, value in zip(result.of_whole_weight(), source.of_whole_weight(), strict=True):
             part.copy_(value)
-    return result._copied(lambda part: part.pin_memory()) if kwargs.get("pin_memory") else result
+    return result.copied(lambda part: part.pin_memory()) if kwargs.get("pin_memory") else result

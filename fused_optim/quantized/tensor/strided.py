@@ -100,7 +100,7 @@ def located(tensor: Decodable) -> WeightView:
     if isinstance(tensor, WeightView):
         return tensor
     assert isinstance(tensor, QuantizedTensor)
-    weight = tensor._view(tensor.components, transposed=False, flat=False) if tensor.is_rearranged else tensor
+    weight = tensor.view_with(tensor.components, transposed=False, flat=False) if tensor.is_rearranged else tensor
     return WeightView(weight, tensor.shape, tensor.stride(), 0)
 
 
