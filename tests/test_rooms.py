@@ -51,8 +51,9 @@ BY_NAME = {
     "sharding.uneven": {"_shard_order": "Megatron-FSDP's note on a mesh"},
     "validate": {"_is_flat_param": "FSDP1's mark on parameters"},
 }
-# TO BE MENDED: rooms that are not looked at yet, and what is known to be there. Nothing is to be added.
-BY_NAME_ROOMS_TO_BE_MENDED = ("checkpoint", "tools")
+# TO BE MENDED: rooms where attributes by name and tables are not looked at yet, and what is known to be elsewhere.
+# Nothing is to be added.
+ROOMS_TO_BE_MENDED = ("checkpoint", "tools")
 BY_NAME_TO_BE_MENDED = {
     "backends.compiled": {"__dlpack_c_exchange_api__"},
     "backends.tables": {"TABLES"},
@@ -220,7 +221,7 @@ def attributes_by_name(package: Package) -> list[str]:
     for module, tree in package.trees.items():
         inner = module.partition(".")[2]
         allowed = {*BY_NAME.get(inner, ()), *BY_NAME_TO_BE_MENDED.get(inner, ())}
-        is_looked_at = package.room_of(module) not in BY_NAME_ROOMS_TO_BE_MENDED
+        is_looked_at = package.room_of(module) not in ROOMS_TO_BE_MENDED
         for node in _in_order(tree) if is_looked_at else ():
             name = _asked_for(node)
             if name is not None and name not in allowed:
@@ -237,10 +238,41 @@ def _asked_for(node: ast.AST) -> str | None:
     return _beginning(node.args[1]) or None if isinstance(node.args[1], ast.Constant) else None
 
 
+def tables_spelled_twice(package: Package) -> list[str]:
+    """Tables of modules and classes with the same three or more strings, or names: one can be made of the other."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for module, tree in package.trees.items():
+        if package.room_of(module) not in ROOMS_TO_BE_MENDED:
+            for table in _tables(tree):
+                elements = table.keys if isinstance(table, ast.Dict) else table.elts
+                key = tuple(sorted({ast.unparse(each) for each in elements if each is not None}))
+                if len(key) >= 3 and all(map(_is_spelled, elements)):
+                    found.setdefault(key, []).append(f"{module}:{table.lineno}")
+    return [f"{' and '.join(places)} spell {', '.join(key)}" for key, places in found.items() if len(places) > 1]
+
+
+def _tables(node: ast.AST) -> Iterator[ast.Dict | ast.Tuple | ast.List | ast.Set]:
+    """Outside of functions, but for what a module exports."""
+    for child in ast.iter_child_nodes(node):
+        exports = isinstance(child, ast.Assign) and ast.unparse(child.targets[0]) == "__all__"
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or exports:
+            continue
+        if isinstance(child, ast.Dict | ast.Tuple | ast.List | ast.Set):
+            yield child
+        yield from _tables(child)
+
+
+def _is_spelled(element: ast.expr | None) -> bool:
+    """A string, or a name of another module's."""
+    if isinstance(element, ast.Constant):
+        return isinstance(element.value, str)
+    return isinstance(element, ast.Attribute) and ast.unparse(element).replace(".", "").isidentifier()
+
+
 Check = Callable[[Package], list[str]]
 CHECKS: list[Check] = [
     *(other_rooms, upward_imports, circles, lazy_imports, imports_of_quantized),
-    *(private_attributes, attributes_by_name),
+    *(private_attributes, attributes_by_name, tables_spelled_twice),
 ]
 
 
@@ -394,6 +426,18 @@ WRONG: dict[str, tuple[Check, dict[str, str], list[str]]] = {
             "fused_optim.clip:4 has hasattr(x, 'b')",
             "fused_optim.clip:4 has delattr(x, 'c')",
             "fused_optim.validate:2 has getattr(x, 'step')",
+        ],
+    ),
+    "tables": (
+        tables_spelled_twice,
+        {
+            "clip": "A = ('a', 'b', 'c')\nB = {t.x: 1, t.y: 2, t.z: 3}\nC = ('a', 'b')\nF = f(t.x, t.y, t.z)",
+            "validate": "class V:\n    k: Literal['c', 'a', 'b']\n    C = 'a', 'b'\n    def f(): return 'a', 'b', 'c'",
+            "rule": "D = [t.z, t.x, t.y]\nN = (1, 2, 3)\nM = (1, 2, 3)",
+        },
+        [
+            "fused_optim.clip:1 and fused_optim.validate:2 spell 'a', 'b', 'c'",
+            "fused_optim.clip:2 and fused_optim.rule:1 spell t.x, t.y, t.z",
         ],
     ),
     "upwards, within a folder": (

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed import ProcessGroup
 
+from fused_optim.formats import ELEMENT_TYPES
 from fused_optim.quantized.recipes import WHOLE, Component, Position, Recipe, as_matrix
 from fused_optim.quantized.tensor.all_gather import padded_rows
 from fused_optim.quantized.tensor.dispatch import Args, Kwargs, decoded
@@ -23,7 +24,7 @@ from fused_optim.quantized.tensor.quantized_tensor import QuantizedTensor, imple
 from fused_optim.quantized.tensor.weight import INITIAL, INITIAL_COMPONENT
 
 aten = torch.ops.aten
-_INITIAL_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
+_INITIAL_DTYPES = (None, *ELEMENT_TYPES)
 
 
 class _Sent(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from fused_optim.quantized.recipes import WHOLE, Position, as_matrix, cut_component, engine, matrix_range, shares_blocks
+from fused_optim.quantized.recipes import WHOLE, Position, as_matrix, codec, cut_component, matrix_range, shares_blocks
 from fused_optim.quantized.tensor.dispatch import Args, Decodable, Kwargs, call_default
 from fused_optim.quantized.tensor.patches import torch_makes_weights
 from fused_optim.quantized.tensor.quantized_tensor import QuantizedTensor, implements, local_weight
@@ -188,7 +188,7 @@ def _cut_problem(tensor: QuantizedTensor, dim: int, start: int, end: int, trims:
     shape = tuple(tensor.weight_shape)
     size, (first, last) = as_matrix(shape)[dim], matrix_range(shape, dim, start, end)
     if trims and start == 0:
-        block = max(part.tile[dim] for part in tensor.recipe.components if part.tile is not None)
+        block = tensor.recipe.block_shape[dim]
         if -(-last // block) == -(-size // block):
             return None
     return tensor.recipe.cut_problem(first, last, size, dim)
@@ -315,9 +315,8 @@ def _embedding(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Decodes only the rows that are looked up, where blocks lie within rows."""
     weight: QuantizedTensor = args[0]
     indices: Tensor = args[1]
-    tiles = [part.tile[0] for part in weight.recipe.components if part.tile is not None]
     weight.release_if_frozen()
-    if max(tiles) > 1 or weight.is_rearranged or weight.is_pending:
+    if weight.recipe.block_rows > 1 or weight.is_rearranged or weight.is_pending:
         return func(weight.dequantize(), indices, *args[2:], **kwargs)
     weight.check_not_freed()
     rows = indices.reshape(-1)
@@ -328,4 +327,4 @@ def _embedding(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         for part in weight.recipe.components
     }
     shape = (len(rows), *weight.weight_shape[1:])
-    return engine.decode(weight.recipe, components, shape, weight.dtype).view(*indices.shape, *shape[1:])
+    return codec.decode(weight.recipe, components, shape, weight.dtype).view(*indices.shape, *shape[1:])

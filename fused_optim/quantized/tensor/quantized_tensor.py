@@ -22,9 +22,10 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 
+from fused_optim.formats import ELEMENT_TYPES
 from fused_optim.quantized.recipes import RECIPES, Components, Position, Recipe
 from fused_optim.quantized.tensor import all_gather
-from fused_optim.quantized.tensor.dispatch import Decodable, Handler
+from fused_optim.quantized.tensor.dispatch import Decodable, Handler, OperatorKind
 from fused_optim.quantized.tensor.weight import INITIAL, Shared, Weight
 from fused_optim.sharding.dtensor import dense, local_tensor
 
@@ -67,7 +68,7 @@ class QuantizedTensor(Weight):
     which gives the same elements and scales that differ by no more than the dtype's rounding.
     """
 
-    handlers: ClassVar[dict[OpOverload, Handler]] = {}
+    handlers: ClassVar[dict[OpOverload | OperatorKind, Handler]] = {}
 
     # --- what torch asks tensors without memory of their own ------------------------------------------------------
 
@@ -178,7 +179,7 @@ class QuantizedTensor(Weight):
         rows, ranks, before = self.padded_rows, mesh.size(), self.shared.position.gathered or 0
         if self._sent is None or not self._sent.sends(self.components, rows, ranks, before):
             shape = (rows, *self.weight_shape[1:])
-            self._sent = all_gather.Shard(self.recipe, self.components, shape, ranks, before)
+            self._sent = all_gather.SentShard(self.recipe, self.components, shape, ranks, before)
         return self._sent.inputs, self._sent.metadata
 
     def fsdp_post_all_gather(
@@ -264,10 +265,12 @@ def as_initial(values: Tensor) -> Tensor:
     """Values to start a master from: dense, and themselves where they are plain ones that FP32 does not round."""
     if isinstance(values, QuantizedTensor):
         return values.initial_values().clone()
-    return dense(values if values.dtype in (torch.float32, torch.bfloat16, torch.float16) else values.float())
+    return dense(values if values.dtype in ELEMENT_TYPES else values.float())
 
 
-def implements(*functions: OpOverload, of: type[Decodable] = QuantizedTensor) -> Callable[[Handler], Handler]:
+def implements(
+    *functions: OpOverload | OperatorKind, of: type[Decodable] = QuantizedTensor
+) -> Callable[[Handler], Handler]:
     """Registers what a class does with these functions."""
 
     def register(handler: Handler) -> Handler:

@@ -10,6 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from fused_optim.formats import ELEMENT_TYPES
 from fused_optim.quantized.recipes import (
     WHOLE,
     Component,
@@ -18,13 +19,13 @@ from fused_optim.quantized.recipes import (
     Position,
     Recipe,
     as_matrix,
+    codec,
     cut_component,
-    engine,
     matrix_range,
     tiles,
 )
 from fused_optim.quantized.tensor import all_gather, patches
-from fused_optim.quantized.tensor.coverage import Part, joined
+from fused_optim.quantized.tensor.coverage import Region, joined
 from fused_optim.quantized.tensor.dispatch import Decodable, view_of
 
 INITIAL = "initial"  # the component with high-precision initial values, until the optimizer has seeded its master
@@ -52,7 +53,7 @@ class Shared:
     name: str | None = None
     source: Weight | None = field(default=None, compare=False)
     position: Position = WHOLE
-    loaded: tuple[Part, ...] = ()
+    loaded: tuple[Region, ...] = ()
 
 
 class Weight(Decodable):
@@ -72,7 +73,7 @@ class Weight(Decodable):
     # The first of its rows in what shares its memory, and, if it was split off for a rank, what its copies will know.
     _start: int
     rank_position: Position | None
-    _sent: all_gather.Shard | None  # to FSDP2, the last time
+    _sent: all_gather.SentShard | None  # to FSDP2, the last time
 
     # All in __new__, and no keyword arguments below: views are made by every matrix product, and these calls cost most.
     @staticmethod
@@ -223,14 +224,14 @@ class Weight(Decodable):
         return self.whole.weight_shape[0] if rows is None else rows
 
     @property
-    def _part(self) -> Part:
+    def _region(self) -> Region:
         """Which part of that it is, as a matrix."""
         first, last, cut = 0, as_matrix(self.weight_shape)[1], self.cut_from
         while cut is not None:
             of, dim, start, _ = cut
             offset = matrix_range(tuple(of.weight_shape), dim, start, start)[0] if dim == 1 else 0
             first, last, cut = first + offset, last + offset, of.cut_from
-        return Part((self._start, self._start + self.weight_shape[0]), (first, last))
+        return Region((self._start, self._start + self.weight_shape[0]), (first, last))
 
     def take_position(self, position: Position) -> None:
         """Become the shard that lies there; its memory was made for one that touches as many blocks as possible."""
@@ -333,9 +334,9 @@ class Weight(Decodable):
         self.forget_scales()
         weight = Encoding(self.recipe, self.components, values.detach().float())
         if self.recipe.scales_whole_tensor:
-            absmax = engine.absmax([self.recipe], [weight.values], self.device)
-            engine.Scales([(self.recipe, self.components)]).rescale([absmax], None, advance=True)
-        engine.encode(tiles.pieces(weight, self.rows_before))
+            absmax = codec.absmax([self.recipe], [weight.values], self.device)
+            codec.Scales([(self.recipe, self.components)]).rescale([absmax], None, advance=True)
+        codec.encode(tiles.pieces(weight, self.rows_before))
         self.mark_quantized()
 
     def forget_scales(self) -> None:
@@ -372,8 +373,8 @@ class Weight(Decodable):
         """Bytes were copied here, and into the initial values if there are any."""
         if not self.is_pending:
             return
-        self.shared.loaded = joined(self.shared.loaded, self._part)
-        everything = Part((0, self._rows_of_whole), (0, as_matrix(self.whole.weight_shape)[1]))
+        self.shared.loaded = joined(self.shared.loaded, self._region)
+        everything = Region((0, self._rows_of_whole), (0, as_matrix(self.whole.weight_shape)[1]))
         if self.shared.loaded == (everything,):
             self.mark_quantized()
 
@@ -455,5 +456,5 @@ def check_shape(recipe: Recipe, shape: Sequence[int]) -> None:
 
 def check_dtype(dtype: torch.dtype) -> None:
     """Raise TypeError for values that quantized weights do not decode to."""
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if dtype not in ELEMENT_TYPES:
         raise TypeError(f"quantized weights are float32, bfloat16 or float16, got {dtype}; convert it first")
