@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -134,6 +134,9 @@ class Adapter(Protocol):
         ``advance``: False if the values are those of the last update again, so that no history moves on.
         """
 
+    def batch(self, updates: Sequence[Update]) -> Batch:
+        """These updates for one step, or for several."""
+
 
 class Batch(Protocol):
     """Updates that are made in one step, or in several as long as they and their parameters are the same objects."""
@@ -145,19 +148,22 @@ class Batch(Protocol):
         """See :meth:`Adapter.write`."""
 
 
-class _Anew:
-    """A batch of an adapter that looks at all of it each time."""
+Prepare = Callable[[Sequence[Update], Tensor | None], None]
 
-    def __init__(self, adapter: Adapter, updates: Sequence[Update]) -> None:
-        self._adapter, self._updates = adapter, updates
+
+class SimpleBatch:
+    """A batch of an adapter that finds out everything at each step, by its functions ``prepare`` and ``write``."""
+
+    def __init__(self, prepare: Prepare, write: Prepare, updates: Sequence[Update]) -> None:
+        self._prepare, self._write, self._updates = prepare, write, updates
         self._changed = [update for update in updates if update.values is not None]
 
     def prepare(self, applies: Tensor | None) -> None:
         if self._changed:
-            self._adapter.prepare(self._changed, applies)
+            self._prepare(self._changed, applies)
 
     def write(self, applies: Tensor | None) -> None:
-        self._adapter.write(self._updates, applies, True)
+        self._write(self._updates, applies)
 
 
 def adapter_of(param: Tensor) -> Adapter | None:
@@ -198,11 +204,8 @@ def _by_adapter(updates: Sequence[Update]) -> dict[Adapter, list[Update]]:
 
 
 def batches(updates: Sequence[Update]) -> list[Batch]:
-    """The updates by adapter. One that has a function ``batch`` makes a batch of its own."""
-    return [
-        adapter.batch(alike) if hasattr(adapter, "batch") else _Anew(adapter, alike)
-        for adapter, alike in _by_adapter(updates).items()
-    ]
+    """The updates by adapter."""
+    return [adapter.batch(alike) for adapter, alike in _by_adapter(updates).items()]
 
 
 def write_loaded(updates: Sequence[Update]) -> None:

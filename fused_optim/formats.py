@@ -173,14 +173,14 @@ def bfloat16_rotating(x: Tensor, u: Tensor) -> Tensor:
     return _float(rounded << 16).to(torch.bfloat16)
 
 
-def _scaled_bits(x: Tensor, exponent: int) -> Tensor:
+def scaled_bits(x: Tensor, exponent: int) -> Tensor:
     """The bits of ``x * 2**-exponent`` for ``0 <= x < 2**exponent``, denormals rounded to nearest even."""
     subnormal = (x * 2.0 ** (149 - exponent)).round().clamp_max(2.0**23).long()
     return torch.where(x < 2.0 ** (exponent - 126), subnormal, _bits(x) - (exponent << 23))
 
 
 def _float16_magnitude_rotating(x: Tensor, u: Tensor) -> Tensor:
-    return (_scaled_bits(x, 112) + (u >> 19)) >> 13
+    return (scaled_bits(x, 112) + (u >> 19)) >> 13
 
 
 def float16_rotating(x: Tensor, u: Tensor) -> Tensor:
@@ -355,7 +355,7 @@ class _Float8Codec:
     @staticmethod
     def encode_square(v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
         x = _clamp_top(sqrt(v) * inverse, 448.0)
-        return _at_least_one((_scaled_bits(x, 120) + (u >> 12)) >> 20, v > 0)
+        return _at_least_one((scaled_bits(x, 120) + (u >> 12)) >> 20, v > 0)
 
     @staticmethod
     def decode_square(bits: Tensor, scale: Tensor) -> Tensor:

@@ -17,10 +17,10 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from fused_optim.formats import BLOCKS
 
@@ -144,8 +144,12 @@ def sharding_dims(param: Tensor) -> tuple[int, ...]:
 
 def sharded_dim(placement: Placement) -> int | None:
     """The dim of a tensor that a placement cuts, strided or not; None where it cuts none."""
-    dim: int | None = getattr(placement, "dim", None)
-    return dim
+    return placement.dim if isinstance(placement, Shard | _StridedShard) else None
+
+
+def is_strided(placement: Placement) -> bool:
+    """Whether it cuts what other placements have cut already."""
+    return isinstance(placement, _StridedShard)
 
 
 def cut_by_rows(tensor: Tensor) -> bool:
@@ -331,7 +335,7 @@ def shard_ranges(
 ) -> tuple[tuple[int, int], ...]:
     """Where the shards of all ranks that have elements begin and end in a dim, by placements alone."""
     cutting = [
-        (hasattr(placement, "split_factor"), ranks)
+        (is_strided(placement), ranks)
         for ranks, placement in zip(mesh.shape, placements, strict=True)
         if sharded_dim(placement) == dim
     ]

@@ -18,7 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fused_optim.sharding.collective import any_rank
-from fused_optim.sharding.dtensor import has_own_chunks, local_tensor, placed_part_of, set_chunks, sharded_dim
+from fused_optim.sharding.dtensor import (
+    has_own_chunks,
+    is_strided,
+    local_tensor,
+    placed_part_of,
+    set_chunks,
+    sharded_dim,
+)
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,7 @@ def _innermost_first(param: DTensor) -> tuple[int, ...]:
     if said is not None:
         return tuple(reversed(said))
     dims = range(len(param.placements))
-    return tuple(sorted(dims, key=lambda dim: not hasattr(param.placements[dim], "split_factor")))
+    return tuple(sorted(dims, key=lambda dim: not is_strided(param.placements[dim])))
 
 
 def _cut_order(param: DTensor) -> list[int] | None:

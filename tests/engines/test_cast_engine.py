@@ -70,12 +70,12 @@ def engine_alone(engine: str, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_one_scale(dtype: torch.dtype, engine_alone: str, data: st.DataObject) -> None:
     x = data.draw(matrices(SIZES, SIZES))
     codes, scale = casts.expected_cast_tensor(x, None, dtype)
-    turned, empty = codes.t().contiguous(), None
+    transposed, empty = codes.t().contiguous(), None
     x = x.to(engine_alone)
-    assert_same(casts.cast_tensor(x, None, dtype, True, True), (codes, turned, scale))
+    assert_same(casts.cast_tensor(x, None, dtype, True, True), (codes, transposed, scale))
     assert_same(casts.cast_tensor(x, None, dtype, True, False), (codes, empty, scale))
-    assert_same(casts.cast_tensor(x, None, dtype, False, True), (empty, turned, scale))
-    assert_same(casts.cast_tensor(x, casts._absmax(x), dtype, True, True), (codes, turned, scale))
+    assert_same(casts.cast_tensor(x, None, dtype, False, True), (empty, transposed, scale))
+    assert_same(casts.cast_tensor(x, casts._absmax(x), dtype, True, True), (codes, transposed, scale))
 
 
 @DTYPES
@@ -124,9 +124,9 @@ def test_what_the_engines_cannot_take_is_left_to_pytorch(device: str) -> None:
     for shape in ((7, 64), (32, 63), (0, 64)):
         x = torch.randn(shape).bfloat16().to(device)
         if x.numel():
-            codes, turned, scale = casts.cast_tensor(x, None, torch.float8_e4m3fn, True, True)
+            codes, transposed, scale = casts.cast_tensor(x, None, torch.float8_e4m3fn, True, True)
             expected, expected_scale = casts._cast_tensor(x, None, torch.float8_e4m3fn)
-            assert_same((codes, turned, scale), (expected, expected.t().contiguous(), expected_scale))
+            assert_same((codes, transposed, scale), (expected, expected.t().contiguous(), expected_scale))
         data = torch.zeros(shape, dtype=torch.float8_e4m3fn, device=device)
         assert casts.transpose(data).shape == shape[::-1]
 

@@ -32,8 +32,8 @@ from fused_optim.quantized import (
     quantize_model_,
 )
 from fused_optim.quantized.recipes import RECIPES, elements
-from fused_optim.quantized.recipes import engine as quantizer
-from fused_optim.quantized.recipes.engine import Encoding
+from fused_optim.quantized.recipes import codec as quantizer
+from fused_optim.quantized.recipes.codec import Encoding
 from fused_optim.sharding.dtensor import Geometry
 from pairwise import pairwise
 

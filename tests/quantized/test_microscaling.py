@@ -110,18 +110,19 @@ def test_products_are_those_of_the_values(name: str, request: pytest.FixtureRequ
 @pytest.fixture
 def blackwell(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    for cached in (products._capability, products._known_plan):
+    for cached in (products._capability, products._known_products_in_fp8):
         cached.cache_clear()
     yield
-    for cached in (products._capability, products._known_plan):
+    for cached in (products._capability, products._known_products_in_fp8):
         cached.cache_clear()
 
 
 @FORMATS
 def test_torch_takes_the_arguments_on_such_gpus(name: str, blackwell: None) -> None:
     """Its fake implementation checks dtypes, sizes, strides and types of scales."""
-    device, plan = torch.device("cuda", 0), products.plan(RECIPES[name], torch.device("cuda", 0), 160, (96, 192))
-    assert plan == {"mxfp8": (True, True, True), "nvfp4": (True, False, False)}[name]
+    device = torch.device("cuda", 0)
+    in_fp8 = products.products_in_fp8(RECIPES[name], device, 160, (96, 192))
+    assert in_fp8 == {"mxfp8": (True, True, True), "nvfp4": (True, False, False)}[name]
     with FakeTensorMode(), Operators() as operators:
         weight = QuantizedTensor.empty(RECIPES[name], (96, 192), torch.bfloat16, device)
         like_x = QuantizedTensor.empty(RECIPES[name], (160, 192), torch.bfloat16, device)
@@ -154,8 +155,8 @@ def test_graphs_compute_as_eager_mode_does(name: str, monkeypatch: pytest.Monkey
 
     def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
         nodes = graph.graph.find_nodes(op="call_function", target=torch.ops.aten._scaled_mm_v2.default)
-        turned = graph.graph.find_nodes(op="call_function", target=torch.ops.fused_optim.mxfp8_transpose.default)
-        made.append((len(nodes), len(turned)))
+        transposed = graph.graph.find_nodes(op="call_function", target=torch.ops.fused_optim.mxfp8_transpose.default)
+        made.append((len(nodes), len(transposed)))
         for node in nodes:
             node.target = emulated
         graph.recompile()
@@ -178,9 +179,9 @@ def test_transposed_weights_keep_their_values() -> None:
     torch.manual_seed(0)
     values = torch.randn(256, 192) * 2.0 ** torch.randint(-9, 4, (256, 192))
     weight = QuantizedTensor.from_values(values, RECIPES["mxfp8"])
-    turned = casts.transposed(products.weight_codes(weight))
-    assert turned.data.shape == (192, 256) and turned.scale.shape == (192, 8)
-    before, after = weight.values().t(), turned.values()
+    transposed = casts.transposed(products.weight_codes(weight))
+    assert transposed.data.shape == (192, 256) and transposed.scale.shape == (192, 8)
+    before, after = weight.values().t(), transposed.values()
     largest = before.abs().unflatten(1, (-1, 32)).amax(2).repeat_interleave(32, 1)
     small = before.abs() < 2.0**-13 * largest
     assert torch.equal(before[~small], after[~small])

@@ -158,7 +158,7 @@ def test_products_are_in_fp8(name: str, recipe: Recipe, fp8_device: str) -> None
     x, gradient = matrix(256, 256), matrix(256, 128, seed=2)
     found, others = results(layer, x, gradient), results(decoded, x, gradient)
     exact = Reference(layer, recipe, x, gradient).of_codes()
-    plan = products.plan(recipe, torch.device(fp8_device, 0), 256, (128, 256))
+    plan = products.products_in_fp8(recipe, torch.device(fp8_device, 0), 256, (128, 256))
     assert plan == (True, name not in ("block (1, 128)", "nvfp4"), name not in ("row", "nvfp4"))
     for key, in_fp8 in zip(exact, plan, strict=True):
         errors = [(each[key].double() - exact[key]).norm() for each in (found, others)]
@@ -207,7 +207,7 @@ def test_sizes_that_fp8_refuses_are_decoded(
 ) -> None:
     """Product by product."""
     rows, inputs, outputs = sizes
-    assert products.plan(recipe, torch.device(fp8_device, 0), rows, (outputs, inputs)) == expected
+    assert products.products_in_fp8(recipe, torch.device(fp8_device, 0), rows, (outputs, inputs)) == expected
     for product, runs in zip(products.PRODUCTS, expected, strict=True):
         assert (products.unsupported_reason(product, recipe, rows, (outputs, inputs)) is None) == runs
     fp8, decoded = (layer_of(each, fp8_device, inputs, outputs) for each in (recipe, decoded_recipe(name)))

@@ -267,7 +267,7 @@ def test_the_pass_writes_no_codes_where_there_is_no_memory(data: Tensor | None) 
 
 
 def test_captured_steps_give_delayed_scaling_to_quantize_(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transposes are filled, as no replay could mark them as stale."""
+    """Transposes are filled, as no replay could mark them as invalid."""
     optimizer = delayed_training(engine, [(8, 64)])
     (param,) = params_of(optimizer)
     quantized = param.calls

@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint.format_utils import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.fsdp import fully_shard
 
@@ -21,8 +22,8 @@ from checkpoint_cases import STAGERS, WAYS, let_write, start_save
 from distributed import Part, assert_same, join_all, on_each_device
 from fused_optim import export_optimizer_checkpoint, load_optimizer_checkpoint, save_master_safetensors
 from fused_optim.layout import MASTER
-from fused_optim.quantized import finish_initialization, quantize_model_
-from quantized_cases import RECIPES, Run, parameter_parts, perceptron, plain_model
+from fused_optim.quantized import QuantizedTensor, finish_initialization, quantize_model_
+from quantized_cases import RECIPES, Run, parameter_parts, perceptron, plain_model, same_components, weight_of
 from recipe_checks import END, SAVED_AT, check_checkpoints, load, save, straight
 
 ALL = tuple(RECIPES)
@@ -58,6 +59,29 @@ def load_each_way(recipes: list[str], ways: list[str], folder: str) -> dict[str,
             run.train(SAVED_AT, END)
             found[f"{recipe}-{way}"] = [loaded, run.snapshot()]
     return found
+
+
+def load_whole(recipes: list[str], folder: str) -> list[bool]:
+    """Weights that are not sharded, into ones on the meta device and from a file that the first rank broadcasts."""
+    same = []
+    for recipe in recipes:
+        weight = weight_of(recipe).detach()
+        zero = QuantizedTensor.empty(weight.recipe, weight.shape, weight.dtype, weight.device)
+        on_meta, zeros = {"weight": weight.to("meta")}, {"weight": zero}
+        dcp.save({"weight": weight}, checkpoint_id=f"{folder}/{recipe}")
+        dcp.load(on_meta, checkpoint_id=f"{folder}/{recipe}")
+        if dist.get_rank() == 0:
+            torch.save({"weight": weight}, f"{folder}/{recipe}.pt")
+        dist.barrier()
+        reader, planner = BroadcastingTorchSaveReader(), DynamicMetaLoadPlanner()
+        dcp.load(zeros, checkpoint_id=f"{folder}/{recipe}.pt", storage_reader=reader, planner=planner)
+        same += [same_components(state["weight"], weight) for state in (on_meta, zeros)]
+    return same
+
+
+@pytest.mark.parametrize("ranks, on", on_each_device((2,)))
+def test_whole_weights_are_loaded_as_their_bytes(ranks: int, on: str, tmp_path: Path) -> None:
+    assert distributed.run(ranks, load_whole, SAVED, str(tmp_path), on=on) == [[True, True] * len(SAVED)] * ranks
 
 
 OTHER_RANKS = pytest.mark.parametrize("ranks, on", on_each_device(((2, 3),), nccl=[((2, 1),), ((1, 2),)]))

@@ -66,12 +66,12 @@ def test_activations_of_another_dtype_than_the_weight_raise(fp8_device: str) -> 
 
 def test_products_are_decoded_where_fp8_is_not_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "device_unsupported_reason", lambda *_: "none here")
-    products._known_plan.cache_clear()
+    products._known_products_in_fp8.cache_clear()
     monkeypatch.setattr(casts, "cast", None)
     x = matrix(32, 256)
     fp8, decoded = (layer_of(recipe, "cpu") for recipe in (RECIPES["tensor"], Float8CurrentScaling()))
     assert torch.equal(fp8(x), decoded(x))
-    products._known_plan.cache_clear()
+    products._known_products_in_fp8.cache_clear()
 
 
 @pytest.mark.parametrize("capability, scaling, text", [

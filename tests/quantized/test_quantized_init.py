@@ -363,7 +363,7 @@ def free_shards(recipes: list[str], how: str) -> dict[str, list[bool]]:
                 model.requires_grad_(False)
                 model(x)
             local = local_tensor(model.uneven.weight)
-            has += [local.has_initial, INITIAL in local._whole.components]
+            has += [local.has_initial, INITIAL in local.whole.components]
             with_rows.append(has)
         model = sharded(quantized_model(recipe), "resharded", how)
         optimizer = FusedAdam(model.parameters())  # whose parameters may be frozen for a while

@@ -115,14 +115,14 @@ def test_broadcasts_leave_all_ranks_as_the_root_is(ranks: int, on: str) -> None:
     results = distributed.run(ranks, broadcast, list(RECIPES), on=on)
     for recipe in RECIPES:
         root = weight_of(recipe, 130, 256, ranks - 1)
-        for rank, (after, initial, stale) in enumerate(result[recipe] for result in results):
+        for rank, (after, initial, pending) in enumerate(result[recipe] for result in results):
             columns, kept, dropped, changed = after
             assert torch.equal(columns[:, 128:], root.values()[:, 128:])
             if recipe not in WHOLE:  # whose other columns are decoded with the scale that came
                 assert torch.equal(columns[:, :128], weight_of(recipe, 130, 256, rank).values()[:, :128])
             assert torch.equal(kept, root.values()) and torch.equal(dropped, root.values())
             assert torch.equal(changed, (root.initial_values().bfloat16() * 3).float())
-            assert initial == [True, True, False, True] and stale == [False, False, False, True]
+            assert initial == [True, True, False, True] and pending == [False, False, False, True]
 
 
 def send_unlike(recipe: str, other: str) -> list[tuple[str, list[str], bool]]:

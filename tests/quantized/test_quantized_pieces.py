@@ -224,16 +224,16 @@ def test_what_is_written_between_pieces_counts(recipe: str) -> None:
 
 
 def test_pieces_of_a_grid_become_one_in_any_order() -> None:
-    cells = [coverage.Part((r, r + 2), (c, c + 3)) for r in range(0, 8, 2) for c in range(0, 9, 3)]
+    cells = [coverage.Region((r, r + 2), (c, c + 3)) for r in range(0, 8, 2) for c in range(0, 9, 3)]
     for seed in range(50):
         order = random.Random(seed).sample(cells, len(cells))
-        found: tuple[coverage.Part, ...] = ()
+        found: tuple[coverage.Region, ...] = ()
         for number, cell in enumerate(order):
-            assert found != (coverage.Part((0, 8), (0, 9)),)
+            assert found != (coverage.Region((0, 8), (0, 9)),)
             found = coverage.joined(found, cell)
             assert sum(_area(each) for each in found) == 6 * (number + 1)
-        assert found == (coverage.Part((0, 8), (0, 9)),)
+        assert found == (coverage.Region((0, 8), (0, 9)),)
 
 
-def _area(part: coverage.Part) -> int:
+def _area(part: coverage.Region) -> int:
     return (part.rows[1] - part.rows[0]) * (part.columns[1] - part.columns[0])

@@ -28,7 +28,7 @@ from fused_optim.quantized import (
     Recipe,
     finish_initialization,
 )
-from fused_optim.quantized.recipes import engine as quantizer
+from fused_optim.quantized.recipes import codec as quantizer
 from quantized_cases import RECIPES, Run, values
 
 F32, BF16, F16, E4M3, INT8 = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
@@ -45,7 +45,7 @@ moments_of = pytest.mark.parametrize("moments", MOMENTS + MIXED, ids=lambda pair
 
 @contextmanager
 def refused(monkeypatch: pytest.MonkeyPatch, *names: str) -> Iterator[None]:
-    """These functions of ``recipes.engine``, which run after an update, may have nothing to do."""
+    """These functions of ``recipes.codec``, which run after an update, may have nothing to do."""
 
     def refuse(weights: Any, *_: object) -> Tensor:
         assert not list(weights), "a pass of its own"

@@ -223,7 +223,7 @@ def test_compiled_code_changes_no_weights() -> None:
             lambda weight: weight[:, 3].copy_(torch.ones(128)),
         ):
             compiled = torch.compile(change, backend="aot_eager")
-            # torch 2.11 meets other obstacles first: initial values that are gone, and its own as to views.
+            # torch 2.11 refuses for other reasons first: initial values that are gone, and its own as to views.
             others = "|cannot change a quantized weight in place|mutation on a view chain"
             refusals = "compiled code" + (others if torch.__version__.startswith("2.11.") else "")
             with pytest.raises(Exception, match=refusals):

@@ -204,7 +204,7 @@ def test_rounding_to_nearest_is_left_to_quantize_(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["delayed", "current"])
 def test_captured_steps_fill_the_transposes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No replay could mark them as stale."""
+    """No replay could mark them as invalid."""
     param = KINDS[kind](values((8, 64), 1)).requires_grad_()
     optimizer = FusedAdamW([param], **OPTIONS)
     monkeypatch.setattr(transformer_engine_codes, "is_capturing", lambda: True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fused_optim.adapters import Update
+from fused_optim.adapters import SimpleBatch, Update
 from fused_optim.sharding.dtensor import local_tensor
 
 
@@ -56,6 +56,10 @@ def target(param: Tensor) -> None:
 
 def prepare(updates: Sequence[Update], applies: Tensor | None) -> None:
     pass
+
+
+def batch(updates: Sequence[Update]) -> SimpleBatch:
+    return SimpleBatch(prepare, write, updates)
 
 
 @torch.no_grad()

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from fused_optim.adapters import Target, Update
+from fused_optim.adapters import SimpleBatch, Target, Update
 from fused_optim.backends import is_capturing
+from fused_optim.formats import SMALLEST_NORMAL
 from fused_optim.quantized.adapters import transformer_engine_codes
 from fused_optim.quantized.adapters.transformer_engine_codes import (
     DELAYED,
@@ -27,11 +28,10 @@ from fused_optim.quantized.adapters.transformer_engine_codes import (
     scaling_of,
     set_numbers,
 )
-from fused_optim.quantized.recipes import Float8DelayedScaling, engine
+from fused_optim.quantized.recipes import Float8DelayedScaling, codec
 from fused_optim.sharding.dtensor import local_tensor, sharded_dim, sharding_dims
 
 _E4M3 = Float8DelayedScaling().kernel
-_SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
 
 
 class _HasInitialValues(Protocol):
@@ -115,7 +115,7 @@ def keeps(param: Tensor, master: Tensor) -> bool:
 
 def target(param: Tensor) -> Target | None:
     local = _delayed_scaling(local_tensor(param))
-    if is_capturing() or local is None:  # replays could not mark transposes as stale: quantize_ fills them
+    if is_capturing() or local is None:  # replays could not mark transposes as invalid: quantize_ fills them
         return None
     return Target(_E4M3.format, _E4M3.round_up, local._data, local._scale_inv, measures=True)
 
@@ -128,7 +128,7 @@ def _delayed_scaling(tensor: Tensor) -> Float8Weight | None:
     if not quantizer.rowwise_usage or local._data is None:
         return None
     parts = (local._data, local._scale_inv, quantizer.scale, quantizer.amax)
-    plain = all(engine.is_plain(part) and part.device == local.device for part in parts)
+    plain = all(codec.is_plain(part) and part.device == local.device for part in parts)
     return local if plain and local._data.numel() == local.numel() else None
 
 
@@ -144,7 +144,7 @@ def prepare(updates: Sequence[Update], applies: Tensor | None) -> None:
         current = [local._scale_inv.view(()) for local in locals_]
         scales = torch.stack([local._quantizer.scale.view(()) for local in locals_])
         # That of a weight of tiny values is the largest FP32 number, whose inverse has no finite inverse.
-        inverse = scales.reciprocal_().clamp_min_(_SMALLEST_NORMAL)
+        inverse = scales.reciprocal_().clamp_min_(SMALLEST_NORMAL)
         set_numbers(current, inverse, applies)
 
 
@@ -157,7 +157,7 @@ def _finish(updates: Sequence[Update]) -> None:
     if locals_:
         amaxes = [local._quantizer.amax.view(1) for local in locals_]
         torch._foreach_maximum_(amaxes, [update.absmax for update in updates if update.absmax is not None])
-    engine.written(local._data for local in locals_ if local._data is not None)
+    codec.written(local._data for local in locals_ if local._data is not None)
     for local in locals_:
         local._reset_caches()
 
@@ -223,6 +223,10 @@ def _quantize(param: Tensor, new: Tensor | None) -> None:
         _quantized(local).quantize_(new)
     elif reduces:
         _quantized(local).quantize_(values(local))
+
+
+def batch(updates: Sequence[Update]) -> SimpleBatch:
+    return SimpleBatch(prepare, write, updates)
 
 
 @torch.no_grad()

@@ -25,8 +25,9 @@ from fused_optim.quantized.recipes import (
     Float8BlockScaling,
     Float8CurrentScaling,
     KernelFormat,
+    codec,
     elements,
-    engine,
+    set_where,
 )
 from fused_optim.sharding.dtensor import local_tensor
 
@@ -135,8 +136,8 @@ def rounded(param: Tensor, values: Tensor) -> Tensor | None:
         return None
     encoding = _copies(Update(param, values))[0].encoding
     components = {name: part.clone() for name, part in encoding.components.items()}
-    engine.encode([encoding._replace(components=components)])
-    return engine.decode(encoding.recipe, components, tuple(local.shape), torch.float32)
+    codec.encode([encoding._replace(components=components)])
+    return codec.decode(encoding.recipe, components, tuple(local.shape), torch.float32)
 
 
 @torch.no_grad()
@@ -149,13 +150,13 @@ def write(updates: Sequence[Update], applies: Tensor | None) -> None:
     encodings = [copy.encoding for copy in copies]
     codes = [encoding.components["data"] for encoding in encodings]
     before = codes if applies is None else [each.clone() for each in codes]
-    engine.encode(encodings)
+    codec.encode(encodings)
     if applies is not None:
         for each, old in zip(codes, before, strict=True):
-            _set_where(each, old, applies.logical_not())
+            set_where(each, old, applies.logical_not())
     for copy in copies:
         if copy.scales is not None:
-            _set_where(copy.scales, copy.encoding.components["scale"], applies)
+            set_where(copy.scales, copy.encoding.components["scale"], applies)
     for update in updates:
         _follow(local_tensor(update.param))
 
@@ -168,12 +169,8 @@ def _follows_others(update: Update) -> bool:
 def _again(update: Update) -> Update:
     """To nearest, so that nothing moves without need."""
     local = local_tensor(update.param)
-    values = engine.decode(_ONE_SCALE, _one_scale(local), tuple(local.shape), torch.float32)
+    values = codec.decode(_ONE_SCALE, _one_scale(local), tuple(local.shape), torch.float32)
     return replace(update, values=values, fractions=None)
-
-
-def _set_where(target: Tensor, value: Tensor, applies: Tensor | None) -> None:
-    target.copy_(value if applies is None else torch.where(applies.to(target.device), value, target))
 
 
 # --- one scale per weight ---------------------------------------------------------------------------------------
@@ -207,15 +204,8 @@ def _rescale(updates: Iterable[Update], applies: Tensor | None) -> None:
 
 def _absmaxes(updates: Sequence[Update], applies: Tensor | None) -> dict[Tensor, Tensor]:
     """The largest finite magnitude of each weight's local values, 0 in skipped steps: shape ``(1,)``."""
-    by_device: dict[torch.device, list[Update]] = {}
-    for update in updates:
-        by_device.setdefault(local_tensor(update.param).device, []).append(update)
-    found: dict[Tensor, Tensor] = {}
-    for device, there in by_device.items():
-        absmax = engine.absmax([_ONE_SCALE] * len(there), [update.values for update in there], device)
-        absmax = absmax if applies is None else torch.where(applies.to(device), absmax, 0.0)
-        found.update(zip((update.param for update in there), absmax.split(1), strict=True))
-    return {update.param: found[update.param] for update in updates}  # in the order in which all ranks reduce
+    weights = {update.param: (_ONE_SCALE, update.values, local_tensor(update.param).device) for update in updates}
+    return codec.absmaxes(weights, applies)
 
 
 def _inverse_scale(absmax: Tensor, power_of_two: bool, epsilon: float) -> Tensor:
@@ -282,7 +272,7 @@ def _of_blocks(
 
 
 def _follow(local: Tensor) -> None:
-    """Transposed codes: those of blocks are made anew, others marked as stale, which no replay of a graph could do."""
+    """Transposed codes: those of blocks are made anew, others marked as invalid, as no replay of a graph could do."""
     if scaling_of(local) == BLOCKS:
         if blocks(local)._is_2D_scaled and blocks(local)._columnwise_data is not None:
             blocks(local)._create_columnwise()

@@ -23,7 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from fused_optim.adapters import Target, Update
 from fused_optim.backends.compiled import increment_versions
 from fused_optim.quantized.compute import usage
-from fused_optim.quantized.recipes import SCALE, Encoding, engine, tiles
+from fused_optim.quantized.recipes import Encoding, codec, tiles
 from fused_optim.quantized.tensor import INITIAL, Initials, local_weight
 from fused_optim.sharding.dtensor import shard_ranges, sharded_dim, sharding_dims
 
@@ -33,7 +33,7 @@ def needs_master(param: Tensor) -> None:
 
 
 def retain_initial(param: Tensor) -> None:
-    local_weight(param)._shared.has_optimizer = True
+    local_weight(param).shared.has_optimizer = True
 
 
 def initial_values(param: Tensor) -> Tensor:
@@ -62,9 +62,9 @@ def rounded(param: Tensor, master: Tensor) -> Tensor:
         return torch.cat(found) if len(found) > 1 else found[0]
     copies = {name: part.clone() for name, part in local.components.items() if name != INITIAL}
     weight = Encoding(local.recipe, copies, master)
-    engine.encode(tiles.pieces(weight, local.rows_before))
+    codec.encode(tiles.pieces(weight, local.rows_before))
     if _shares_blocks(param):
-        copies[SCALE].copy_(local.components[SCALE])
+        copies["scale"].copy_(local.components["scale"])
         tiles.encode_under_scales(_edges(param, weight))
     return tiles.decode(local.recipe, copies, tuple(master.shape), torch.float32, local.rows_before)
 
@@ -92,7 +92,7 @@ def target(param: Tensor) -> Target | None:
     local.check_components(names)
     data, scale = parts["data"], parts["scale" if "scale" in parts else "tensor_scale"]
     fits = kernel.block is not None and data.shape[1] % kernel.block == 0
-    if not (fits and engine.is_plain(data) and engine.is_plain(scale)):
+    if not (fits and codec.is_plain(data) and codec.is_plain(scale)):
         return Target(kernel.format, kernel.round_up, None, None, measures, names, parts)
     return Target(kernel.format, kernel.round_up, data, scale, measures, names, parts)
 
@@ -128,10 +128,10 @@ class Batch:
         self._reduced = _Absmaxes([update for _, update in reduced])
         self._rescaled = [i for i, (_, update) in enumerate(reduced) if update.values is not None]
         weights = [(reduced[i][0].recipe, reduced[i][0].components) for i in self._rescaled]
-        self._scales = engine.Scales(weights, self._of_rescaled(self._reduced.in_place))
+        self._scales = codec.Scales(weights, self._of_rescaled(self._reduced.in_place))
         self._initials = Initials([local for local, _ in changed])
         written = [local for local, update in changed if update.written]
-        self._written = engine.countable(x.components[name] for x in written for name in x.recipe.of_elements)
+        self._written = codec.countable(x.components[name] for x in written for name in x.recipe.of_elements)
         self._encodings = {
             update.param: Encoding(local.recipe, local.components, update.values, update.fractions)
             for local, update in changed
@@ -139,7 +139,7 @@ class Batch:
         }
         self._begin_in_blocks = [param for param in self._encodings if local_weight(param).rows_before]
         others = [weight for param, weight in self._encodings.items() if not local_weight(param).rows_before]
-        self._encoded = engine.Encodings(others)
+        self._encoded = codec.Encodings(others)
         self._sharing_blocks = [update.param for _, update in pairs if _shares_blocks(update.param)]
 
     def _of_rescaled(self, absmaxes: list[Tensor] | None) -> list[Tensor] | None:
@@ -164,7 +164,7 @@ class Batch:
         self._scales.rescale(self._of_rescaled(absmax), applies, advance)
         self._encoded.encode()
         for param in self._begin_in_blocks:  # views, which do not last
-            engine.encode(tiles.pieces(self._encodings[param], local_weight(param).rows_before))
+            codec.encode(tiles.pieces(self._encodings[param], local_weight(param).rows_before))
         if self._sharing_blocks:
             _agree_on_blocks(self._sharing_blocks, self._encodings)
         increment_versions(self._written)
@@ -204,7 +204,7 @@ def _agree_on_blocks(params: Sequence[Tensor], encodings: Mapping[Tensor, Encodi
     scales: dict[Tensor, Tensor] = {}  # of all blocks of the weight in these columns; 0 of those on other ranks
     own: dict[Tensor, slice] = {}
     for param in params:
-        recipe, here = local_weight(param).recipe, local_weight(param).components[SCALE]
+        recipe, here = local_weight(param).recipe, local_weight(param).components["scale"]
         blocks, first = -(-param.shape[0] // recipe.block_rows), _first_row(param) // recipe.block_rows
         scales[param] = here.new_zeros(blocks * here.shape[1])
         own[param] = slice(first * here.shape[1], first * here.shape[1] + here.numel())
@@ -212,7 +212,7 @@ def _agree_on_blocks(params: Sequence[Tensor], encodings: Mapping[Tensor, Encodi
             scales[param][own[param]] = here.reshape(-1)
     for param, largest in reduce_over_shards(scales, rows_only=True).items():
         if param in encodings:
-            here = local_weight(param).components[SCALE]
+            here = local_weight(param).components["scale"]
             here.copy_(largest[own[param]].view(here.shape))
     shared = {param: encodings[param] for param in params if param in encodings}
     tiles.encode_under_scales([edge for param, weight in shared.items() for edge in _edges(param, weight)])
@@ -254,16 +254,8 @@ class _Absmaxes:
         return None
 
     def _of_values(self) -> dict[Tensor, Tensor]:
-        by_device: dict[torch.device, list[Update]] = {}
-        for update in self._updates:
-            if update.absmax is None:
-                by_device.setdefault(local_weight(update.param).device, []).append(update)
-        found: dict[Tensor, Tensor] = {}
-        for device, there in by_device.items():
-            recipes = [local_weight(update.param).recipe for update in there]
-            absmax = engine.absmax(recipes, [update.values for update in there], device)
-            found.update(zip((update.param for update in there), absmax.split(1), strict=True))
-        return found
+        others = [(local_weight(update.param), update) for update in self._updates if update.absmax is None]
+        return codec.absmaxes({update.param: (local.recipe, update.values, local.device) for local, update in others})
 
 
 def _side_by_side(entries: Sequence[Tensor]) -> Tensor | None:

@@ -10,6 +10,7 @@ measures what has one scale, and casts rows, so that it can fuse that with what 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from fused_optim.backends.compiled import address, run_on
 from fused_optim.backends.engine import Engine
 from fused_optim.backends.tables import CastFormat
 from fused_optim.quantized.recipes import Encoding, MXFP8BlockScaling, NVFP4BlockScaling, Recipe, Scaling, elements
-from fused_optim.quantized.recipes.engine import absmax, compiled_engine, decode, encode
+from fused_optim.quantized.recipes.codec import absmax, compiled_engine, decode, encode
 
 LARGEST = {torch.float8_e4m3fn: elements.FLOAT8_LARGEST, torch.float8_e5m2: 57344.0}
 BLOCK = 128
@@ -30,7 +31,6 @@ _MULTIPLE = 16  # of the sizes of what the engines cast
 AS_WEIGHTS: dict[Scaling, Recipe] = {"mxfp8": MXFP8BlockScaling(), "nvfp4": NVFP4BlockScaling()}
 
 LIBRARY = torch.library.Library("fused_optim", "DEF")
-_ops = torch.ops.fused_optim
 
 
 _FORMATS = {torch.float8_e4m3fn: CastFormat.E4M3, torch.float8_e5m2: CastFormat.E5M2}
@@ -92,14 +92,12 @@ def cast_both(
     if scaling == "row":
         return _rows(x, dtype) if rows else None, _rows(x.t().contiguous(), dtype) if columns else None
     if scaling == "block":
-        run: Any = _ops.fp8_cast_blocks if is_observed(x) else cast_blocks
-        data, scale, transposed_data, transposed_scale = run(x, dtype, power_of_two, rows, columns)
+        data, scale, transposed_data, transposed_scale = cast_blocks(x, dtype, power_of_two, rows, columns)
         return (
             Codes(data, scale.t(), scaling) if rows else None,
             Codes(transposed_data, transposed_scale.t(), scaling) if columns else None,
         )
-    cast_one_scale: Any = _ops.fp8_cast_tensor if is_observed(x) else cast_tensor
-    data, transposed_data, scale = cast_one_scale(x, _absmax(x) if _is_traced() else None, dtype, rows, columns)
+    data, transposed_data, scale = cast_tensor(x, _absmax(x) if _is_traced() else None, dtype, rows, columns)
     return Codes(data, scale, scaling) if rows else None, Codes(transposed_data, scale, scaling) if columns else None
 
 
@@ -115,14 +113,12 @@ def _as_weight(x: Tensor, scaling: Scaling) -> Codes:
 def _cast_columns(x: Tensor, scaling: Scaling) -> Codes:
     if scaling != "mxfp8":
         return _as_weight(x.t(), scaling)
-    run: Any = _ops.mxfp8_cast_columns if is_observed(x) else cast_columns_mxfp8
-    transposed_data, transposed_scale = run(x)
+    transposed_data, transposed_scale = cast_columns_mxfp8(x)
     return Codes(transposed_data, transposed_scale, scaling)
 
 
 def _rows(x: Tensor, dtype: torch.dtype) -> Codes:
-    run: Any = _cast_rows if _is_traced() else _ops.fp8_cast_rows if is_observed(x) else cast_rows
-    data, scale = run(x, dtype)
+    data, scale = _cast_rows(x, dtype) if _is_traced() else cast_rows(x, dtype)
     return Codes(data, scale, "row")
 
 
@@ -132,14 +128,12 @@ def transposed(codes: Codes, after: Tensor | None = None) -> Codes:
     ``after``: a tensor that exists before. Without one, compilers may transpose weights in forward and keep the copies.
     """
     if codes.scaling == "mxfp8":
-        turn: Any = _ops.mxfp8_transpose if is_observed(codes.data) else transpose_mxfp8
-        transposed_data, transposed_scale = turn(codes.data, codes.scale, after)
+        transposed_data, transposed_scale = transpose_mxfp8(codes.data, codes.scale, after)
         return Codes(transposed_data, transposed_scale, codes.scaling)
     if codes.scaling not in ("tensor", "tile"):
         raise ValueError(f"codes with scales per {codes.scaling} have other scales when they are transposed")
     scale = codes.scale if codes.scaling == "tensor" else codes.scale.t().contiguous()
-    data = (_ops.fp8_transpose if is_observed(codes.data) else transpose)(codes.data, after)
-    return Codes(data, scale, codes.scaling)
+    return Codes(transpose(codes.data, after), scale, codes.scaling)
 
 
 _MODES = torch._C._TorchDispatchModeKey
@@ -193,6 +187,39 @@ def _cast_blocks(x: Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple[Ten
 # --- operators ----------------------------------------------------------------------------------------------------
 
 
+def _operator(schema: str, results: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes a function an operator, too, which runs where something looks on: see :func:`is_observed`.
+
+    ``results``: makes the memory of its results.
+    """
+    name = schema.split("(")[0]
+
+    def define(function: Callable[..., Any]) -> Callable[..., Any]:
+        LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        for key in ("CPU", "CUDA"):
+            LIBRARY.impl(name, _without_missing(function), key)
+        torch.library.register_fake(f"fused_optim::{name}", _without_missing(results), lib=LIBRARY)
+        operator = getattr(torch.ops.fused_optim, name)
+
+        @functools.wraps(function)
+        def run(x: Tensor, *args: Any) -> Any:
+            return operator(x, *args) if is_observed(x) else function(x, *args)
+
+        return run
+
+    return define
+
+
+def _without_missing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Operators have no missing results: what is not wanted is empty."""
+
+    def run(x: Tensor, *args: Any) -> Any:
+        found = function(x, *args)
+        return found if isinstance(found, Tensor) else tuple(x.new_empty(0) if y is None else y for y in found)
+
+    return run
+
+
 def _engine_for(x: Tensor, dtype: torch.dtype) -> Engine | None:
     if x.dtype != dtype or x.numel() == 0 or x.shape[0] % _MULTIPLE or x.shape[1] % _MULTIPLE:
         return None
@@ -203,6 +230,21 @@ def _room(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return x.new_empty(shape, dtype=dtype)  # cheaper for the host than torch.empty(device=)
 
 
+def _room_of_tensor(
+    x: Tensor, absmax: Tensor | None, dtype: torch.dtype, rows: bool, columns: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    m, n = x.shape
+    return (
+        _room(x, (m, n), dtype) if rows else None,
+        _room(x, (n, m), dtype) if columns else None,
+        _room(x, (1,), torch.float32),
+    )
+
+
+@_operator(
+    "fp8_cast_tensor(Tensor x, Tensor? absmax, ScalarType dtype, bool rows, bool columns) -> (Tensor, Tensor, Tensor)",
+    _room_of_tensor,
+)
 def cast_tensor(
     x: Tensor, absmax: Tensor | None, dtype: torch.dtype, rows: bool, columns: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
@@ -214,10 +256,7 @@ def cast_tensor(
     if engine is None:
         codes, scale = _cast_tensor(x, absmax, dtype)
         return codes if rows else None, codes.t().contiguous() if columns else None, scale
-    m, n = x.shape
-    data = _room(x, (m, n), dtype) if rows else None
-    transposed_data = _room(x, (n, m), dtype) if columns else None
-    scale = _room(x, (1,), torch.float32)
+    data, transposed_data, scale = _room_of_tensor(x, absmax, dtype, rows, columns)
     largest = torch.empty_like(scale) if absmax is None else absmax
     engine.cast_tensor(
         values=x.data_ptr(),
@@ -225,8 +264,8 @@ def cast_tensor(
         transposed=address(transposed_data),
         scale=scale.data_ptr(),
         absmax=largest.data_ptr(),
-        rows=m,
-        columns=n,
+        rows=x.shape[0],
+        columns=x.shape[1],
         format=_FORMATS[dtype],
         measured=absmax is not None,
         **run_on(x.device),
@@ -234,25 +273,48 @@ def cast_tensor(
     return data, transposed_data, scale
 
 
+def _room_of_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    m, n = x.shape
+    return _room(x, (m, n), dtype), _room(x, (m, 1), torch.float32)
+
+
+@_operator(
+    "fp8_cast_rows(Tensor x, ScalarType dtype) -> (Tensor, Tensor)",
+    _room_of_rows,
+)
 def cast_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Codes, and scales of shape ``(rows, 1)``."""
     engine = _engine_for(x, torch.bfloat16)
     if engine is None:
         return _cast_rows(x, dtype)
-    m, n = x.shape
-    data, scale = _room(x, (m, n), dtype), _room(x, (m, 1), torch.float32)
+    data, scale = _room_of_rows(x, dtype)
     engine.cast_rows(
         values=x.data_ptr(),
         codes=data.data_ptr(),
         scale=scale.data_ptr(),
-        rows=m,
-        columns=n,
+        rows=x.shape[0],
+        columns=x.shape[1],
         format=_FORMATS[dtype],
         **run_on(x.device),
     )
     return data, scale
 
 
+def _room_of_blocks(
+    x: Tensor, dtype: torch.dtype, power_of_two: bool, rows: bool, columns: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    m, n = x.shape
+    return (
+        *((_room(x, (m, n), dtype), _room(x, (n // BLOCK, m), torch.float32)) if rows else (None, None)),
+        *((_room(x, (n, m), dtype), _room(x, (m // BLOCK, n), torch.float32)) if columns else (None, None)),
+    )
+
+
+@_operator(
+    "fp8_cast_blocks(Tensor x, ScalarType dtype, bool power_of_two, bool rows, bool columns)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _room_of_blocks,
+)
 def cast_blocks(
     x: Tensor, dtype: torch.dtype, power_of_two: bool, rows: bool, columns: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
@@ -263,20 +325,15 @@ def cast_blocks(
             *(_cast_blocks(x, dtype, power_of_two) if rows else (None, None)),
             *(_cast_blocks(x.t().contiguous(), dtype, power_of_two) if columns else (None, None)),
         )
-    m, n = x.shape
-    data = scale = transposed_data = transposed_scale = None
-    if rows:
-        data, scale = _room(x, (m, n), dtype), _room(x, (n // BLOCK, m), torch.float32)
-    if columns:
-        transposed_data, transposed_scale = _room(x, (n, m), dtype), _room(x, (m // BLOCK, n), torch.float32)
+    data, scale, transposed_data, transposed_scale = _room_of_blocks(x, dtype, power_of_two, rows, columns)
     engine.cast_blocks(
         values=x.data_ptr(),
         codes=address(data),
         scale=address(scale),
         transposed=address(transposed_data),
         transposed_scale=address(transposed_scale),
-        rows=m,
-        columns=n,
+        rows=x.shape[0],
+        columns=x.shape[1],
         power_of_two=power_of_two,
         format=_FORMATS[dtype],
         **run_on(x.device),
@@ -284,96 +341,52 @@ def cast_blocks(
     return data, scale, transposed_data, transposed_scale
 
 
+def _room_of_transpose(codes: Tensor, after: Tensor | None = None) -> Tensor:
+    m, n = codes.shape
+    return _room(codes, (n, m), codes.dtype)
+
+
+@_operator(
+    "fp8_transpose(Tensor codes, Tensor? after=None) -> Tensor",
+    _room_of_transpose,
+)
 def transpose(codes: Tensor, after: Tensor | None = None) -> Tensor:
     """A contiguous transpose of a contiguous matrix in FP8. ``after``: see :func:`transposed`."""
     engine = _engine_for(codes, codes.dtype)
     if engine is None or not codes.is_contiguous():
         return codes.t().contiguous()
-    m, n = codes.shape
-    result = _room(codes, (n, m), codes.dtype)
-    engine.transpose(codes=codes.data_ptr(), transposed=result.data_ptr(), rows=m, columns=n, **run_on(codes.device))
+    result = _room_of_transpose(codes)
+    engine.transpose(
+        codes=codes.data_ptr(),
+        transposed=result.data_ptr(),
+        rows=codes.shape[0],
+        columns=codes.shape[1],
+        **run_on(codes.device),
+    )
     return result
 
 
+def _room_of_columns_mxfp8(x: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor]:
+    m, n = x.shape
+    block = AS_WEIGHTS["mxfp8"].block_shape[1]
+    return _room(x, (n, m), torch.uint8), _room(x, (n, -(-m // block)), torch.uint8)
+
+
+@_operator(
+    "mxfp8_cast_columns(Tensor x) -> (Tensor, Tensor)",
+    _room_of_columns_mxfp8,
+)
 def cast_columns_mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scales of the transpose."""
     codes = _as_weight(x.t(), "mxfp8")
     return codes.data, codes.scale
 
 
+@_operator(
+    "mxfp8_transpose(Tensor codes, Tensor scale, Tensor? after=None) -> (Tensor, Tensor)",
+    _room_of_columns_mxfp8,
+)
 def transpose_mxfp8(codes: Tensor, scale: Tensor, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Codes and scales of the transpose of an MXFP8 matrix. ``after``: see :func:`transposed`."""
-    return cast_columns_mxfp8(Codes(codes, scale, "mxfp8").values())
-
-
-# Operators have no missing results: what is not wanted is empty.
-
-
-def _define(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    def run(x: Tensor, *args: Any) -> Any:
-        found = function(x, *args)
-        return found if isinstance(found, Tensor) else tuple(x.new_empty(0) if y is None else y for y in found)
-
-    name = schema.split("(")[0]
-    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    for key in ("CPU", "CUDA"):
-        LIBRARY.impl(name, run, key)
-    torch.library.register_fake(f"fused_optim::{name}", fake, lib=LIBRARY)
-
-
-def _fake_tensor(
-    x: Tensor, absmax: Tensor | None, dtype: torch.dtype, rows: bool, columns: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    m, n = x.shape
-    return (
-        _room(x, (m, n), dtype) if rows else x.new_empty(0),
-        _room(x, (n, m), dtype) if columns else x.new_empty(0),
-        _room(x, (1,), torch.float32),
-    )
-
-
-def _fake_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    m, n = x.shape
-    return _room(x, (m, n), dtype), _room(x, (m, 1), torch.float32)
-
-
-def _fake_blocks(
-    x: Tensor, dtype: torch.dtype, power_of_two: bool, rows: bool, columns: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    m, n = x.shape
-    none = x.new_empty(0), x.new_empty(0)
-    return (
-        *((_room(x, (m, n), dtype), _room(x, (n // BLOCK, m), torch.float32)) if rows else none),
-        *((_room(x, (n, m), dtype), _room(x, (m // BLOCK, n), torch.float32)) if columns else none),
-    )
-
-
-def _fake_transpose(codes: Tensor, after: Tensor | None = None) -> Tensor:
-    m, n = codes.shape
-    return _room(codes, (n, m), codes.dtype)
-
-
-def _fake_columns_mxfp8(x: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor]:
-    m, n = x.shape
-    return _room(x, (n, m), torch.uint8), _room(x, (n, -(-m // 32)), torch.uint8)
-
-
-_define(
-    "fp8_cast_tensor(Tensor x, Tensor? absmax, ScalarType dtype, bool rows, bool columns) -> (Tensor, Tensor, Tensor)",
-    cast_tensor,
-    _fake_tensor,
-)
-_define("fp8_cast_rows(Tensor x, ScalarType dtype) -> (Tensor, Tensor)", cast_rows, _fake_rows)
-_define(
-    "fp8_cast_blocks(Tensor x, ScalarType dtype, bool power_of_two, bool rows, bool columns)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    cast_blocks,
-    _fake_blocks,
-)
-_define("fp8_transpose(Tensor codes, Tensor? after=None) -> Tensor", transpose, _fake_transpose)
-_define(
-    "mxfp8_transpose(Tensor codes, Tensor scale, Tensor? after=None) -> (Tensor, Tensor)",
-    transpose_mxfp8,
-    _fake_columns_mxfp8,
-)
-_define("mxfp8_cast_columns(Tensor x) -> (Tensor, Tensor)", cast_columns_mxfp8, _fake_columns_mxfp8)
+    found: tuple[Tensor, Tensor] = cast_columns_mxfp8(Codes(codes, scale, "mxfp8").values())
+    return found

@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from fused_optim.quantized.compute import casts, products
 from fused_optim.quantized.compute.casts import Codes
-from fused_optim.quantized.compute.products import Plan
+from fused_optim.quantized.compute.products import InFP8
 from fused_optim.quantized.compute.shared_casts import cast_activations
 from fused_optim.quantized.recipes import ProductFormat
 from fused_optim.quantized.tensor import Args, Kwargs, QuantizedTensor, implements
+from fused_optim.sharding.dtensor import local_tensor
 
 
 class QuantizedLinear(nn.Linear):
@@ -34,12 +35,12 @@ class QuantizedLinear(nn.Linear):
 
 def convert(module: nn.Module) -> None:
     """Make a module that has a quantized weight compute with it, where that is more than decoding it."""
-    weight = getattr(module, "weight", None)
-    local = weight._local_tensor if isinstance(weight, DTensor) else weight
-    # A class of its own may do anything in forward(); its products are those of mm.py.
-    if type(module) is nn.Linear and isinstance(local, QuantizedTensor) and local.recipe.products is not None:
+    if type(module) is not nn.Linear:  # which may do anything in forward(); its products are those of mm.py
+        return
+    local = local_tensor(module.weight)
+    if isinstance(local, QuantizedTensor) and local.recipe.products is not None:
         module.__class__ = QuantizedLinear
-        local._shared.in_layer = True
+        local.shared.in_layer = True
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -49,13 +50,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not isinstance(weight, QuantizedTensor) or isinstance(x, DTensor):
         return nn.functional.linear(x, weight, bias)
     x, weight, bias = _as_autocast_wants(x, weight, bias)
-    plan = _plan(x, weight, bias)
-    if plan is None:
+    in_fp8 = _products_in_fp8(x, weight, bias)
+    if in_fp8 is None:
         return nn.functional.linear(x, weight, bias)
     if torch.is_grad_enabled():
-        out: Tensor = _Linear.apply(x, weight, bias, plan)  # type: ignore[no-untyped-call]
+        out: Tensor = _Linear.apply(x, weight, bias, in_fp8)  # type: ignore[no-untyped-call]
         return out
-    out, _ = _forward(x, weight, bias, plan, False)
+    out, _ = _forward(x, weight, bias, in_fp8, False)
     return _shaped(out, (*x.shape[:-1], weight.shape[0]))
 
 
@@ -81,26 +82,26 @@ def _as_autocast_wants(
     return x.to(dtype), cast_weight, None if bias is None else bias.to(dtype)
 
 
-def _plan(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Plan | None:
+def _products_in_fp8(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> InFP8 | None:
     """None where torch does it all."""
-    if weight._transposed or weight._flat or not products.fits(x, weight):
+    if weight.is_transposed or weight.is_flat or not products.fits(x, weight):
         return None
     if x.shape[-1] != weight.shape[-1] or (bias is not None and bias.dtype != x.dtype):
         return None
-    plan = products.plan(weight.recipe, weight.device, x.numel() // x.shape[-1], weight._weight_shape)
-    return plan if any(plan) else None
+    in_fp8 = products.products_in_fp8(weight.recipe, weight.device, x.numel() // x.shape[-1], weight.weight_shape)
+    return in_fp8 if any(in_fp8) else None
 
 
 def _forward(
-    x: Tensor, weight: QuantizedTensor, bias: Tensor | None, plan: Plan, keep: bool
+    x: Tensor, weight: QuantizedTensor, bias: Tensor | None, in_fp8: InFP8, keep: bool
 ) -> tuple[Tensor, Codes | None]:
     """The output, a matrix, and what weight gradients in FP8 will take of ``x``: the codes of its transpose.
 
     Both are cast at once: a transpose of the codes, later on, would read them and write as much.
     """
     format = _format(weight)
-    keep = keep and plan.weight_gradient
-    codes, kept = cast_activations(x, format, rows=plan.output, columns=keep)
+    keep = keep and in_fp8.weight_gradient
+    codes, kept = cast_activations(x, format, rows=in_fp8.output, columns=keep)
     if codes is None:
         return nn.functional.linear(casts.matrix_of(x), weight.dequantize(), bias), kept
     return products.output(codes, weight, bias), kept
@@ -119,10 +120,10 @@ def _shaped(matrix: Tensor, shape: Sequence[int]) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: QuantizedTensor, bias: Tensor | None, plan: Plan) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: QuantizedTensor, bias: Tensor | None, in_fp8: InFP8) -> Tensor:
         need_x, need_weight, _, _ = ctx.needs_input_grad
-        out, kept = _forward(x, weight, bias, plan, need_weight)
-        ctx.plan, ctx.shape, ctx.kept = plan, x.shape, kept is not None
+        out, kept = _forward(x, weight, bias, in_fp8, need_weight)
+        ctx.in_fp8, ctx.shape, ctx.kept = in_fp8, x.shape, kept is not None
         activations = () if not need_weight else (casts.matrix_of(x),) if kept is None else (kept.data, kept.scale)
         ctx.save_for_backward(weight if need_x or need_weight else None, *activations)
         return _shaped(out, (*x.shape[:-1], out.shape[1]))
@@ -135,7 +136,7 @@ class _Linear(torch.autograd.Function):
         gradient = casts.matrix_of(gradient).contiguous()
         format = _format(weight)
         rows, columns = None, None
-        fp8_x, fp8_weight = need_x and ctx.plan.input_gradient, need_weight and ctx.kept
+        fp8_x, fp8_weight = need_x and ctx.in_fp8.input_gradient, need_weight and ctx.kept
         if fp8_x or fp8_weight:
             rows, columns = casts.cast_both(
                 gradient, format.gradients, format.scaling, format.power_of_two, rows=fp8_x, columns=fp8_weight

@@ -35,9 +35,9 @@ def _addmm(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 
 def _can_scale(x: Tensor, weight: Tensor) -> bool:
     """Whether this is ``activations @ weight.t()`` with a weight whose recipe asks for FP8."""
-    if not isinstance(weight, QuantizedTensor) or not weight._transposed or not products.fits(x, weight):
+    if not isinstance(weight, QuantizedTensor) or not weight.is_transposed or not products.fits(x, weight):
         return False
-    return products.plan(weight.recipe, weight.device, x.shape[0], weight._weight_shape).output
+    return products.products_in_fp8(weight.recipe, weight.device, x.shape[0], weight.weight_shape).output
 
 
 def _product(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:

@@ -11,7 +11,7 @@ The others decode the weight, or stay in BF16. CPUs compute the same products of
 from __future__ import annotations
 
 import functools
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from fused_optim.quantized.recipes import ProductFormat, Recipe, Scaling
 from fused_optim.quantized.tensor import QuantizedTensor
 
 Product = Literal["output", "input gradient", "weight gradient"]
-PRODUCTS: tuple[Product, ...] = ("output", "input gradient", "weight gradient")
+PRODUCTS: tuple[Product, ...] = get_args(Product)
 ALIGNMENT = 16  # of all sizes of FP8 products, but for the rows of the first matrix
 
 _BLOCKS = {"block": ScalingType.BlockWise1x128, "tile": ScalingType.BlockWise128x128}
@@ -53,7 +53,7 @@ NEEDS: dict[Scaling, Needs] = {
 }
 
 
-class Plan(NamedTuple):
+class InFP8(NamedTuple):
     """Which products run in FP8."""
 
     output: bool
@@ -116,20 +116,22 @@ def kind_of(format: ProductFormat) -> str:
     return format.scaling + ("" if format.weight_gradients else ", weight gradients in BF16")
 
 
-def plan(recipe: Recipe, device: torch.device, rows: int, weight: tuple[int, ...]) -> Plan:
+def products_in_fp8(recipe: Recipe, device: torch.device, rows: int, weight: tuple[int, ...]) -> InFP8:
     if recipe.products is None:
-        return Plan(False, False, False)
-    find = _known_plan if type(rows) is int else _plan  # compilers have rows whose number is not known
+        return InFP8(False, False, False)
+    find = (
+        _known_products_in_fp8 if type(rows) is int else _products_in_fp8
+    )  # compilers have rows whose number is not known
     return find(recipe.products, device, rows, weight)
 
 
-def _plan(format: ProductFormat, device: torch.device, rows: int, weight: tuple[int, ...]) -> Plan:
+def _products_in_fp8(format: ProductFormat, device: torch.device, rows: int, weight: tuple[int, ...]) -> InFP8:
     if device_unsupported_reason(device, format) is not None:
-        return Plan(False, False, False)
-    return Plan(*(_unsupported_reason(product, format, rows, weight) is None for product in PRODUCTS))
+        return InFP8(False, False, False)
+    return InFP8(*(_unsupported_reason(product, format, rows, weight) is None for product in PRODUCTS))
 
 
-_known_plan = functools.lru_cache(maxsize=4096)(_plan)
+_known_products_in_fp8 = functools.lru_cache(maxsize=4096)(_products_in_fp8)
 
 
 def fits(x: Tensor, weight: QuantizedTensor) -> bool:
@@ -201,8 +203,7 @@ _KINDS: dict[tuple[int, int] | None, Scaling] = {
     None: "tensor",
     (BLOCK, BLOCK): "tile",
     (1, BLOCK): "block",
-    (1, 32): "mxfp8",
-    (1, 16): "nvfp4",
+    **{recipe.tile: scaling for scaling, recipe in casts.AS_WEIGHTS.items()},
 }
 
 

@@ -39,14 +39,14 @@ def _unsupported_at_all(local: QuantizedTensor) -> str | None:
     if local.dtype != torch.bfloat16:
         dtype = str(local.dtype).removeprefix("torch.")
         return f"it is {dtype}: only autocast or FSDP2's mixed precision to bfloat16 make its products FP8"
-    before = local._shared.position.gathered
+    before = local.shared.position.gathered
     if (local.rows_before if before is None else before) != 0:
         return "tensor parallelism has cut it within a tile"
     return None
 
 
 def _unsupported_outside_layers(product: Product, local: QuantizedTensor) -> str | None:
-    if product == "output" or local._shared.in_layer:
+    if product == "output" or local.shared.in_layer:
         return None
     return "no nn.Linear holds it: gradients are those of decoded weights"
 
@@ -57,7 +57,7 @@ def _shape_in_layers(param: Tensor) -> tuple[int, ...]:
     if not isinstance(param, DTensor):
         return tuple(param.shape)
     placements = list(param.placements)
-    if local._shared.position.gathered is not None:
+    if local.shared.position.gathered is not None:
         rows = [i for i, placement in enumerate(placements) if placement.is_shard(0)]
         strided = [
             i for i in rows if type(placements[i]) is not Shard

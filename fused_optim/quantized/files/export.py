@@ -140,7 +140,7 @@ def _whole(param: Tensor, component: str) -> Tensor:
         part.name: local.components[part.name] if part.name == component else _ones(local, part.name)
         for part in local.recipe.components
     }
-    values = local._view(parts).values()
+    values = local.view_with(parts).values()
     return full_tensor(rewrap_like(values, param))
 
 

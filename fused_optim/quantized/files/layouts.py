@@ -62,7 +62,7 @@ def tensors(recipe: Recipe, whole: Callable[[str], Tensor], layout: Layout) -> d
         codes = elements.float4_encode(whole("data"), None)
         return {
             _PACKED: codes[..., 0::2] | codes[..., 1::2] << 4,
-            scale: whole("scale")[..., ::16].to(torch.float8_e4m3fn),
+            scale: whole("scale")[..., :: recipe.block_shape[1]].to(torch.float8_e4m3fn),
             _GLOBAL: whole("tensor_scale").reshape(-1)[:1].reciprocal(),
         }
     found = {"": whole("data").to(torch.float8_e4m3fn)}
@@ -86,9 +86,8 @@ def one(recipe: Recipe, component: str) -> int:
 
 def _block(recipe: Recipe) -> tuple[int, int] | None:
     """Rows and columns that share a scale; None where a whole weight does, or no layout has them."""
-    if isinstance(recipe, Float8BlockScaling):
-        return recipe.block
-    return {MXFP8BlockScaling: (1, 32), NVFP4BlockScaling: (1, 16)}.get(type(recipe))
+    known = isinstance(recipe, Float8BlockScaling) or type(recipe) in (MXFP8BlockScaling, NVFP4BlockScaling)
+    return recipe.tile if known else None
 
 
 # --- configurations -----------------------------------------------------------------------------------------------
@@ -132,14 +131,14 @@ def _scheme(recipe: Recipe) -> dict[str, Any]:
     arguments: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True}
     block = _block(recipe)
     if isinstance(recipe, NVFP4BlockScaling):
-        group = {**arguments, "num_bits": 4, "strategy": "tensor_group", "group_size": 16}
+        group = {**arguments, "num_bits": 4, "strategy": "tensor_group", "group_size": recipe.block_shape[1]}
         return _scheme_of("nvfp4-pack-quantized", {**group, "scale_dtype": "torch.float8_e4m3fn"}, None)
     if isinstance(recipe, MXFP8BlockScaling):
-        group = {**arguments, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+        group = {**arguments, "strategy": "group", "group_size": recipe.block_shape[1], "scale_dtype": "torch.uint8"}
         return _scheme_of("mxfp8-quantized", group, group)
     if block is None:
         return _scheme_of("float-quantized", {**arguments, "strategy": "tensor"}, {**arguments, "strategy": "token"})
-    group = {**arguments, "strategy": "group", "group_size": 128}
+    group = {**arguments, "strategy": "group", "group_size": block[1]}
     if block[0] == 1:
         return _scheme_of("float-quantized", group, group)
     return _scheme_of("float-quantized", {**arguments, "strategy": "block", "block_structure": list(block)}, group)
@@ -192,7 +191,7 @@ def read(found: list[Tensor], name: str, dtype: torch.dtype) -> Tensor:
     codes, scale = found
     known = _recipe_of(tuple(codes.shape), scale)
     if known is None:
-        return codes.float() * _spread(scale, tuple(codes.shape), name)
+        return codes.float() * _expand_scales(scale, tuple(codes.shape), name)
     recipe, part = known
     return QuantizedTensor({"data": _matrix(codes), **part}, recipe, tuple(codes.shape), dtype)
 
@@ -205,8 +204,9 @@ def _matrix(part: Tensor) -> Tensor:
 def _recipe_of(shape: tuple[int, ...], scale: Tensor) -> tuple[Recipe, Components] | None:
     if scale.numel() == 1:
         return Float8CurrentScaling(), {"tensor_scale": _as_float(scale).view(1)}
-    if _are_exponents(scale) and _fits(shape, scale, (1, 32)):
-        return MXFP8BlockScaling(), {"scale": _matrix(scale)}
+    mxfp8 = MXFP8BlockScaling()
+    if _are_exponents(scale) and _fits(shape, scale, mxfp8.block_shape):
+        return mxfp8, {"scale": _matrix(scale)}
     for recipe in (Float8BlockScaling(), Float8BlockScaling((1, 128))):
         if _fits(shape, scale, recipe.block):
             return recipe, {"scale": _matrix(_as_float(scale))}
@@ -228,7 +228,7 @@ def _as_float(scale: Tensor) -> Tensor:
     return elements.power_of_two(scale.view(torch.uint8).int()) if _are_exponents(scale) else scale.float()
 
 
-def _spread(scale: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
+def _expand_scales(scale: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
     """Scales at every element of the last two dims: of blocks of 128, the last of which may be short, or others."""
     misfit = f"{name}: scales of shape {tuple(scale.shape)} fit no blocks of a weight of shape {shape}"
     if scale.dim() != len(shape) or scale.shape[:-2] != shape[:-2]:

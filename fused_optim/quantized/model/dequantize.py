@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from fused_optim.sharding import fsdp
 from fused_optim.sharding.dtensor import local_tensor, rewrap_like
 
 
+@runtime_checkable
 class Optimizer(Protocol):
     """What is asked of an optimizer: ``FusedAdam`` can do it."""
 
@@ -34,7 +35,7 @@ def dequantize_model_(model: nn.Module, optimizer: Optimizer | None = None) -> n
     Raises TypeError for an optimizer that is no ``FusedAdam``, RuntimeError while FSDP2 has gradients to reduce.
     Nothing has been changed then.
     """
-    if optimizer is not None and not hasattr(optimizer, "replace_parameters"):
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer: expected a FusedAdam, got a {type(optimizer).__name__}")
     fsdp.reshard(model)
     quantized = [param for param in model.parameters() if isinstance(local_tensor(param), QuantizedTensor)]

@@ -104,7 +104,7 @@ def _quantize_assigned(
             position = replace(current.position, rows=None) if local.shape == current.shape else WHOLE
             shared = Shared(shard=isinstance(value, DTensor), name=prefix + key, position=position)
             target = QuantizedTensor.empty(current.recipe, local.shape, current.dtype, local.device, shared=shared)
-            if current.has_initial and not current._shared.discard:
+            if current.has_initial and not current.shared.discard:
                 initial = as_initial(local)
                 target.components[INITIAL] = initial.view(as_matrix(tuple(local.shape)))
                 if not isinstance(local, QuantizedTensor) or not current.recipe.same_format(local.recipe):

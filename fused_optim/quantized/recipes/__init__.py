@@ -1,7 +1,7 @@
 """Formats of quantized weights, and their codecs: in PyTorch, and by the compiled engines."""
 
 from fused_optim.quantized.recipes.block_scaling import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
-from fused_optim.quantized.recipes.engine import Encoding
+from fused_optim.quantized.recipes.codec import Encoding
 from fused_optim.quantized.recipes.recipe import (
     Component,
     Components,
@@ -12,14 +12,14 @@ from fused_optim.quantized.recipes.recipe import (
     as_matrix,
     cut_component,
     matrix_range,
+    set_where,
 )
 from fused_optim.quantized.recipes.table import RECIPES
 from fused_optim.quantized.recipes.tensor_scaling import Float8CurrentScaling, Float8DelayedScaling, Float8TensorScaling
-from fused_optim.quantized.recipes.tiles import SCALE, WHOLE, Position, shares_blocks
+from fused_optim.quantized.recipes.tiles import WHOLE, Position, shares_blocks
 
 __all__ = [
     "RECIPES",
-    "SCALE",
     "WHOLE",
     "Component",
     "Components",
@@ -38,5 +38,6 @@ __all__ = [
     "as_matrix",
     "cut_component",
     "matrix_range",
+    "set_where",
     "shares_blocks",
 ]

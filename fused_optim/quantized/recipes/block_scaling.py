@@ -27,6 +27,10 @@ from fused_optim.quantized.recipes.tensor_scaling import Float8Recipe
 
 Compute4 = Literal["dequantize", "fp4"]
 
+_MXFP8_TILE = (1, 32)
+_NVFP4_TILE = (1, 16)
+_NVFP4_LARGEST = elements.FLOAT4_LEVELS[-1] * elements.FLOAT8_LARGEST
+
 
 @dataclass(frozen=True)
 class Float8BlockScaling(Float8Recipe):
@@ -118,7 +122,7 @@ class MXFP8BlockScaling(Float8Recipe):
     """
 
     round_up: bool = True
-    components: ClassVar[tuple[Component, ...]] = (FLOAT8_DATA, Component("scale", torch.uint8, (1, 32)))
+    components: ClassVar[tuple[Component, ...]] = (FLOAT8_DATA, Component("scale", torch.uint8, _MXFP8_TILE))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -130,7 +134,7 @@ class MXFP8BlockScaling(Float8Recipe):
 
     @functools.cached_property
     def kernel(self) -> KernelFormat:
-        return KernelFormat(WeightFormat.MXFLOAT8, block=32, round_up=self.round_up)
+        return KernelFormat(WeightFormat.MXFLOAT8, block=_MXFP8_TILE[1], round_up=self.round_up)
 
     def same_format(self, other: Recipe) -> bool:
         return isinstance(other, MXFP8BlockScaling)
@@ -138,12 +142,12 @@ class MXFP8BlockScaling(Float8Recipe):
     def encode(self, x: Tensor, components: Mapping[str, Tensor], fractions: Tensor | None = None) -> None:
         data, scale = components["data"], components["scale"]
         x = x.reshape(data.shape)
-        exponent = elements.e8m0_exponent(elements.tile_absmax(x, (1, 32)), self.round_up)
+        exponent = elements.e8m0_exponent(elements.tile_absmax(x, _MXFP8_TILE), self.round_up)
         scale.copy_(exponent)
         data.copy_(self._codes(x, exponent, elements.shaped(fractions, data.shape)))
 
     def _codes(self, x: Tensor, exponent: Tensor, fractions: Tensor | None) -> Tensor:
-        inverse = elements.expand_scales(elements.power_of_two(254 - exponent), (1, 32), tuple(x.shape))
+        inverse = elements.expand_scales(elements.power_of_two(254 - exponent), _MXFP8_TILE, tuple(x.shape))
         return elements.float8_encode(x * inverse, fractions)
 
     def rounded(self, x: Tensor, components: Mapping[str, Tensor]) -> Tensor:
@@ -153,7 +157,7 @@ class MXFP8BlockScaling(Float8Recipe):
     def decode(self, components: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
         data = components["data"]
         scale = elements.power_of_two(components["scale"].int())
-        return (elements.float8_decode(data) * elements.expand_scales(scale, (1, 32), data.shape)).view(shape)
+        return (elements.float8_decode(data) * elements.expand_scales(scale, _MXFP8_TILE, data.shape)).view(shape)
 
 
 @dataclass(frozen=True)
@@ -172,7 +176,7 @@ class NVFP4BlockScaling(Recipe):
 
     components: ClassVar[tuple[Component, ...]] = (
         Component("data", torch.uint8, (1, 2)),
-        Component("scale", torch.uint8, (1, 16)),
+        Component("scale", torch.uint8, _NVFP4_TILE),
         TENSOR_SCALE,
     )
     scales_whole_tensor: ClassVar[bool] = True
@@ -188,7 +192,7 @@ class NVFP4BlockScaling(Recipe):
 
     @functools.cached_property
     def kernel(self) -> KernelFormat:
-        return KernelFormat(WeightFormat.NVFLOAT4, largest=6.0 * 448.0)
+        return KernelFormat(WeightFormat.NVFLOAT4, largest=_NVFP4_LARGEST)
 
     def problem(self, shape: tuple[int, ...]) -> str | None:
         if len(shape) >= 2 and as_matrix(shape)[1] % 2:
@@ -196,19 +200,19 @@ class NVFP4BlockScaling(Recipe):
         return super().problem(shape)
 
     def rescale(self, components: Mapping[str, Tensor], absmax: Tensor, applies: Tensor | None, advance: bool) -> None:
-        set_where(components["tensor_scale"], elements.scale_for(absmax, 6.0 * 448.0), applies)
+        set_where(components["tensor_scale"], elements.scale_for(absmax, _NVFP4_LARGEST), applies)
 
     def encode(self, x: Tensor, components: Mapping[str, Tensor], fractions: Tensor | None = None) -> None:
         data, scale, whole = components["data"], components["scale"], components["tensor_scale"]
         x = x.reshape(data.shape[0], 2 * data.shape[1])
-        absmax = elements.tile_absmax(x, (1, 16))
-        code = elements.float8_encode(elements.divide(absmax, 6.0) / whole, None)
-        poisoned = elements.tile_absmax(torch.where(x.isfinite(), 0.0, 1.0), (1, 16)) > 0
+        absmax = elements.tile_absmax(x, _NVFP4_TILE)
+        code = elements.float8_encode(elements.divide(absmax, elements.FLOAT4_LEVELS[-1]) / whole, None)
+        poisoned = elements.tile_absmax(torch.where(x.isfinite(), 0.0, 1.0), _NVFP4_TILE) > 0
         scale.copy_(torch.where(poisoned, elements.FLOAT8_NAN, code))
         step = elements.float8_decode(code) * whole
         inverse = torch.where(step > 0, 1.0 / step, 0.0)
         codes = elements.float4_encode(
-            x * elements.expand_scales(inverse, (1, 16), x.shape), elements.shaped(fractions, x.shape)
+            x * elements.expand_scales(inverse, _NVFP4_TILE, x.shape), elements.shaped(fractions, x.shape)
         )
         data.copy_(codes[:, 0::2] | codes[:, 1::2] << 4)
 
@@ -216,4 +220,4 @@ class NVFP4BlockScaling(Recipe):
         data = components["data"]
         step = elements.float8_decode(components["scale"]) * components["tensor_scale"]
         codes = torch.stack([data & 0xF, data >> 4], dim=2).view(data.shape[0], 2 * data.shape[1])
-        return (elements.float4_decode(codes) * elements.expand_scales(step, (1, 16), codes.shape)).view(shape)
+        return (elements.float4_decode(codes) * elements.expand_scales(step, _NVFP4_TILE, codes.shape)).view(shape)

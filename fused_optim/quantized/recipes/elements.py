@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fused_optim.formats import SMALLEST_NORMAL, _scaled_bits
+from fused_optim.formats import SMALLEST_NORMAL, scaled_bits
 
 FLOAT8_LARGEST = 448.0
 FLOAT8_NAN = 0x7F
@@ -91,7 +91,7 @@ def float8_encode(x: Tensor, fractions: Tensor | None) -> Tensor:
         bits = x.clamp(-FLOAT8_LARGEST, FLOAT8_LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
     else:
         magnitude = x.nan_to_num(0.0).abs().clamp_max(FLOAT8_LARGEST)
-        code = ((_scaled_bits(magnitude, 120) + (fractions >> 12)) >> 20).clamp_max(0x7E)
+        code = ((scaled_bits(magnitude, 120) + (fractions >> 12)) >> 20).clamp_max(0x7E)
         bits = torch.where(x.signbit(), code | 0x80, code).to(torch.uint8)
     return torch.where(x.isfinite(), bits, FLOAT8_NAN)
 

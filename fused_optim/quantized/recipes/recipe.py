@@ -141,9 +141,14 @@ class Recipe:
         return tuple(part.name for part in self.components if part.tile is not None)
 
     @functools.cached_property
+    def block_shape(self) -> tuple[int, int]:
+        """Rows and columns between which a weight can be cut, whatever its components."""
+        tiles = [part.tile for part in self.components if part.tile is not None]
+        return max(rows for rows, _ in tiles), max(columns for _, columns in tiles)
+
+    @property
     def block_rows(self) -> int:
-        """Over how many rows the tallest blocks go."""
-        return max(part.tile[0] for part in self.components if part.tile is not None)
+        return self.block_shape[0]
 
     def component_shape(self, component: Component, shape: tuple[int, ...], rows_before: int = 0) -> tuple[int, ...]:
         """The shape of a component. ``rows_before``: how many rows of the first block come before the weight's."""
@@ -160,7 +165,7 @@ class Recipe:
 
     def cut_problem(self, start: int, end: int, size: int, dim: int) -> str | None:
         """Why a matrix cannot be cut to ``start`` to ``end`` of ``size`` rows (dim 0) or columns; None if it can."""
-        tile = max(component.tile[dim] for component in self.components if component.tile is not None)
+        tile = self.block_shape[dim]
         if (start % tile == 0 and (end % tile == 0 or end == size)) or start == end:
             return None
         if dim == 0 and self.shares_blocks:
@@ -231,7 +236,8 @@ TENSOR_SCALE = Component("tensor_scale", torch.float32, None)
 
 
 def set_where(target: Tensor, value: Tensor, applies: Tensor | None) -> None:
-    target.copy_(value if applies is None else torch.where(applies, value, target))
+    """``value`` into ``target``, unless ``applies`` (a boolean scalar on any device) is False."""
+    target.copy_(value if applies is None else torch.where(applies.to(target.device), value, target))
 
 
 def check_choice(name: str, value: object, choices: object) -> None:

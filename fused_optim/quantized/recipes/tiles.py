@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 
 from fused_optim.adapters import Fractions
-from fused_optim.quantized.recipes import engine
-from fused_optim.quantized.recipes.engine import Encoding
+from fused_optim.quantized.recipes import codec
+from fused_optim.quantized.recipes.codec import Encoding
 from fused_optim.quantized.recipes.recipe import Components, Recipe, as_matrix, cut_component
-
-SCALE = "scale"  # the component with a scale per block
 
 
 @dataclass(frozen=True)
@@ -55,12 +53,12 @@ def _rows_of(components: Components, recipe: Recipe, rows: slice, rows_before: i
 def decode(
     recipe: Recipe, components: Components, shape: tuple[int, ...], dtype: torch.dtype, rows_before: int
 ) -> Tensor:
-    """:func:`engine.decode` of a part that may begin within a block."""
+    """:func:`codec.decode` of a part that may begin within a block."""
     if not rows_before:
-        return engine.decode(recipe, components, shape, dtype)
+        return codec.decode(recipe, components, shape, dtype)
     head = min(recipe.block_rows - rows_before, shape[0])
     parts = [
-        engine.decode(
+        codec.decode(
             recipe, _rows_of(components, recipe, rows, rows_before), (rows.stop - rows.start, *shape[1:]), dtype
         )
         for rows in (slice(0, head), slice(head, shape[0]))
@@ -110,8 +108,8 @@ def encode_under_scales(parts: Sequence[Encoding]) -> None:
 
 def _encode_under_scales(recipe: Recipe, parts: Sequence[Encoding]) -> None:
     """In as many launches as for one."""
-    (block_columns,) = (part.tile[1] for part in recipe.components if part.name == SCALE and part.tile is not None)
-    scales = [part.components[SCALE].reshape(-1) for part in parts]
+    _, block_columns = recipe.block_shape
+    scales = [part.components["scale"].reshape(-1) for part in parts]
     largest = recipe.largest_in_block(torch.cat(scales)).repeat_interleave(block_columns)
     copies = [_with_another_row(part) for part in parts]
     rows = [row for copy in copies for row in (copy.values[:-1], copy.values[-1])]
@@ -121,7 +119,7 @@ def _encode_under_scales(recipe: Recipe, parts: Sequence[Encoding]) -> None:
         for row in (part.values.view(part.values.shape[0], -1), of_blocks[: as_matrix(part.values.shape)[1]])
     ]
     torch._foreach_copy_(rows, values)
-    engine.encode(copies)
+    codec.encode(copies)
     targets = [part.components[name] for part in parts for name in recipe.of_elements]
     sources = [copy.components[name] for copy in copies for name in recipe.of_elements]
     torch._foreach_copy_(targets, [source[: len(target)] for source, target in zip(sources, targets, strict=True)])

@@ -25,7 +25,7 @@ _ALIGNMENT = 16  # bytes
 
 
 @dataclass(frozen=True)
-class _Part:
+class _GatheredComponent:
     """What is gathered of a component: ``sent`` rows of each shard.
 
     ``taken``: where the rows of the whole weight are among those; None: at the beginning, in order.
@@ -50,7 +50,7 @@ class Gathered:
     ranks: int
     shape: tuple[int, ...]
     rows_before: int
-    parts: tuple[_Part, ...]
+    parts: tuple[_GatheredComponent, ...]
     puts_together: bool  # some parts, which then do not lie in the memory that is gathered into
 
 
@@ -58,31 +58,33 @@ class Gathered:
 def _gathered(recipe: Recipe, shard_shape: tuple[int, ...], ranks: int, rows_before: int) -> Gathered:
     shape = (shard_shape[0] * ranks, *shard_shape[1:])
     parts = tuple(
-        _part(part, recipe.component_shape(part, shape, rows_before), shard_shape[0], ranks, rows_before)
+        _gathered_component(part, recipe.component_shape(part, shape, rows_before), shard_shape[0], ranks, rows_before)
         for part in recipe.components
         if part.tile is not None or part.name == "tensor_scale"
     )
     return Gathered(ranks, shape, rows_before, parts, any(part.taken is not None for part in parts))
 
 
-def _part(component: Component, shape: tuple[int, ...], rows: int, ranks: int, rows_before: int) -> _Part:
+def _gathered_component(
+    component: Component, shape: tuple[int, ...], rows: int, ranks: int, rows_before: int
+) -> _GatheredComponent:
     if component.tile is None:
-        return _Part(component, 1, shape, None)
+        return _GatheredComponent(component, 1, shape, None)
     block_rows, before = component.tile[0], rows_before % component.tile[0]
     starts = [before + rank * rows for rank in range(ranks)]
     sent = max(-(-(start + rows) // block_rows) - start // block_rows for start in starts) if rows else 0
     if ranks == 1 or not any(start % block_rows for start in starts):
-        return _Part(component, sent, shape, None)
+        return _GatheredComponent(component, sent, shape, None)
     # Scales of a block that several shards touch are those of the first. The first of a shard's own:
     firsts = [0, *(-(-start // block_rows) for start in starts[1:]), shape[0]]
     taken = [
         slice(rank * sent + firsts[rank] - start // block_rows, rank * sent + firsts[rank + 1] - start // block_rows)
         for rank, start in enumerate(starts)
     ]
-    return _Part(component, sent, shape, tuple(taken))
+    return _GatheredComponent(component, sent, shape, tuple(taken))
 
 
-class Shard:
+class SentShard:
     """What a shard sends, time after time.
 
     ``shape``: its own with padded rows. ``rows_before``: as in :class:`Gathered`. What lies in the shard's memory is
@@ -139,7 +141,7 @@ def refresh(gathered: tuple[Tensor, ...], metadata: Gathered, components: Compon
             target.copy_(_value(part, each)[: target.shape[0]])
 
 
-def _received(gathered: tuple[Tensor, ...], metadata: Gathered) -> list[tuple[_Part, Tensor]]:
+def _received(gathered: tuple[Tensor, ...], metadata: Gathered) -> list[tuple[_GatheredComponent, Tensor]]:
     if metadata.ranks == 1:
         gathered = tuple(_unpacked(metadata.parts, gathered[0]))
     shapes = [(part.sent * metadata.ranks, part.row_bytes) for part in metadata.parts]
@@ -147,7 +149,7 @@ def _received(gathered: tuple[Tensor, ...], metadata: Gathered) -> list[tuple[_P
     return list(zip(metadata.parts, rows, strict=True))
 
 
-def _value(part: _Part, received: Tensor) -> Tensor:
+def _value(part: _GatheredComponent, received: Tensor) -> Tensor:
     if part.component.tile is None:
         received = received[0]
     value = received.view(part.component.dtype)
@@ -155,7 +157,7 @@ def _value(part: _Part, received: Tensor) -> Tensor:
     return value[: part.shape[0]] if part.taken is None else torch.cat([value[rows] for rows in part.taken])
 
 
-def _is_sent_as_it_is(part: _Part, value: Tensor) -> bool:
+def _is_sent_as_it_is(part: _GatheredComponent, value: Tensor) -> bool:
     return part.component.tile is None or (value.shape[0] == part.sent and value.is_contiguous())
 
 
@@ -174,7 +176,7 @@ def _aligned(part: Tensor) -> Tensor:
     return torch.nn.functional.pad(part, (0, missing)) if missing else part
 
 
-def _unpacked(parts: Sequence[_Part], packed: Tensor) -> list[Tensor]:
+def _unpacked(parts: Sequence[_GatheredComponent], packed: Tensor) -> list[Tensor]:
     found, start = [], 0
     for part in parts:
         size = part.sent * part.row_bytes

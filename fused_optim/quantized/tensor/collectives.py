@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed import ProcessGroup
 
+from fused_optim.formats import ELEMENT_TYPES
 from fused_optim.quantized.recipes import WHOLE, Component, Position, Recipe, as_matrix
 from fused_optim.quantized.tensor.all_gather import padded_rows
 from fused_optim.quantized.tensor.dispatch import Args, Kwargs, decoded
@@ -23,7 +24,7 @@ from fused_optim.quantized.tensor.quantized_tensor import QuantizedTensor, imple
 from fused_optim.quantized.tensor.weight import INITIAL, INITIAL_COMPONENT
 
 aten = torch.ops.aten
-_INITIAL_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
+_INITIAL_DTYPES = (None, *ELEMENT_TYPES)
 
 
 class _Sent(NamedTuple):
@@ -36,7 +37,7 @@ class _Sent(NamedTuple):
 def _agree(func: OpOverload, own: QuantizedTensor, sources: Sequence[Any], group: Any) -> _Sent:
     """What is sent, on every rank. ``sources``: the root's tensors, elsewhere none. RuntimeErrors are raised on all."""
     kind = zlib.crc32(_kind(own).encode())
-    replaceable = own._cut_from is None or func is torch.ops.c10d.broadcast_.default
+    replaceable = own.cut_from is None or func is torch.ops.c10d.broadcast_.default
     alike = all(isinstance(x, QuantizedTensor) and _kind(x) == _kind(own) for x in sources)
     fits = replaceable and alike and not own.is_freed
     initial, pending = None, False
@@ -57,8 +58,8 @@ def _agree(func: OpOverload, own: QuantizedTensor, sources: Sequence[Any], group
 def _kind(tensor: QuantizedTensor) -> str:
     compared = [field.name for field in dataclasses.fields(tensor.recipe) if field.compare]
     options = ", ".join(f"{name}={getattr(tensor.recipe, name)}" for name in compared)
-    layout = ("transposed " if tensor._transposed else "") + ("flat " if tensor._flat else "")
-    return f"{layout}{tensor.recipe.name}({options}) of shape {tuple(tensor._weight_shape)} and {tensor.dtype}"
+    layout = ("transposed " if tensor.is_transposed else "") + ("flat " if tensor.is_flat else "")
+    return f"{layout}{tensor.recipe.name}({options}) of shape {tuple(tensor.weight_shape)} and {tensor.dtype}"
 
 
 def _dtype_of_initial(tensor: QuantizedTensor) -> torch.dtype | None:
@@ -77,7 +78,7 @@ def _broadcast(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     for component in _sent_components(tensor.recipe, sent):
         part = tensor.parts.get(component.name) if is_root or component is not INITIAL_COMPONENT else None
         if part is None:
-            part = torch.empty(as_matrix(tuple(tensor._weight_shape)), dtype=sent.initial, device=tensor.device)
+            part = torch.empty(as_matrix(tuple(tensor.weight_shape)), dtype=sent.initial, device=tensor.device)
         dense = part.contiguous()  # columns of a weight are not
         _, work = func([dense], group, root, root_tensor, True, *args[5:], **kwargs)
         work.wait()  # where callers do not ask for asynchronous collectives, NCCL gives no work to wait for
@@ -100,7 +101,7 @@ def _scatter(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         work.wait()
         return work
 
-    block_rows, shape = output.recipe.block_rows, tuple(output._weight_shape)
+    block_rows, shape = output.recipe.block_rows, tuple(output.weight_shape)
     if block_rows > 1:  # shards of the same size may touch more blocks, or fewer
         position = _as_numbers(WHOLE, output.device)
         receive(position, [[_as_numbers(x.position, output.device) for x in row] for row in inputs])
@@ -113,7 +114,7 @@ def _scatter(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         work = receive(buffer, sources)
         _receive(output, component, buffer, sent)
     _finish(output, sent)
-    output._shared.shard = ProcessGroup.unbox(group).size() > 1
+    output.shared.shard = ProcessGroup.unbox(group).size() > 1
     return [output], work
 
 
@@ -127,7 +128,7 @@ def _receive(tensor: QuantizedTensor, component: Component, buffer: Tensor, sent
         part = tensor.components[component.name]
         if buffer is not part:
             part.copy_(buffer[: part.shape[0]])
-    elif tensor._cut_from is None:
+    elif tensor.cut_from is None:
         tensor.components[INITIAL] = buffer
     else:
         tensor.ensure_initial(torch.float32).copy_(buffer)
@@ -135,14 +136,14 @@ def _receive(tensor: QuantizedTensor, component: Component, buffer: Tensor, sent
 
 def _finish(tensor: QuantizedTensor, sent: _Sent) -> None:
     """Leave a rank that has received everything in the root's state."""
-    if sent.initial is None and tensor._cut_from is None:
+    if sent.initial is None and tensor.cut_from is None:
         tensor.components.pop(INITIAL, None)
     elif sent.initial is None and tensor.initial is not None:
         tensor.initial.copy_(tensor.values().view(tensor.initial.shape))
     if sent.pending:
         tensor.mark_pending()
-    elif tensor._cut_from is None:
-        tensor._shared.pending = False
+    elif tensor.cut_from is None:
+        tensor.shared.pending = False
 
 
 def _as_numbers(position: Position, device: torch.device) -> Tensor:
@@ -157,9 +158,9 @@ def _as_position(numbers: Tensor) -> Position:
 
 def _lay_out(output: QuantizedTensor, position: Position) -> None:
     """Let it lie there, with memory for the scales of the blocks that it touches."""
-    output._shared.position = position
+    output.shared.position = position
     for component in output.recipe.components:
-        shape = output.recipe.component_shape(component, tuple(output._weight_shape), position.rows_before)
+        shape = output.recipe.component_shape(component, tuple(output.weight_shape), position.rows_before)
         part = output.components[component.name]
         if part.shape != shape:
             output.components[component.name] = part.new_empty(shape)
@@ -173,7 +174,7 @@ def _pad(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     if shape is None or source.recipe.problem(shape) is not None:
         return func(*decoded(args), **kwargs)
     shared = source.shared_of_copy()
-    shared.position = dataclasses.replace(shared.position, rows=source._weight_shape[0])
+    shared.position = dataclasses.replace(shared.position, rows=source.weight_shape[0])
     initial = None if source.initial is None else source.initial.dtype
     result = QuantizedTensor.empty(source.recipe, shape, source.dtype, source.device, initial, shared)
     for name, part in source.parts.items():
@@ -183,7 +184,7 @@ def _pad(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 
 def _padded_shape(source: QuantizedTensor, padding: Sequence[int]) -> tuple[int, ...] | None:
     """With more rows, or columns, at the end; None for anything else."""
-    shape = list(source._weight_shape)
+    shape = list(source.weight_shape)
     after = list(padding[1::2])[::-1]  # of the last dims
     after = [0] * (len(shape) - len(after)) + after
     if any(padding[::2]) or any(after[2:]) or source.is_rearranged:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Part(NamedTuple):
+class Region(NamedTuple):
     """Rows and columns of a matrix, each from one to before another."""
 
     rows: tuple[int, int]
     columns: tuple[int, int]
 
 
-def joined(parts: tuple[Part, ...], new: Part) -> tuple[Part, ...]:
+def joined(parts: tuple[Region, ...], new: Region) -> tuple[Region, ...]:
     """The parts with one more; what lies side by side is one part. Those of a grid become one once it is complete."""
     for part in parts:
         union = _union(part, new)
@@ -21,12 +21,12 @@ def joined(parts: tuple[Part, ...], new: Part) -> tuple[Part, ...]:
     return (*parts, new)
 
 
-def _union(a: Part, b: Part) -> Part | None:
+def _union(a: Region, b: Region) -> Region | None:
     """Both, if together they are a rectangle."""
     if a.columns == b.columns and _touch(a.rows, b.rows):
-        return Part(_span(a.rows, b.rows), a.columns)
+        return Region(_span(a.rows, b.rows), a.columns)
     if a.rows == b.rows and _touch(a.columns, b.columns):
-        return Part(a.rows, _span(a.columns, b.columns))
+        return Region(a.rows, _span(a.columns, b.columns))
     return None
 
 

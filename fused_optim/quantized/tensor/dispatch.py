@@ -17,20 +17,18 @@ Kwargs = dict[str, Any]
 Handler = Callable[[OpOverload, Args, Kwargs], Any]
 
 
-class Kind(enum.Enum):
+class OperatorKind(enum.Enum):
     """What functions without a handler of their own are told apart by."""
 
     VIEW = enum.auto()  # gives views of its argument
     MUTABLE = enum.auto()  # writes into its arguments
 
 
-_BY_KIND: dict[Kind, Handler] = {}
-
-
 class Decodable(torch.Tensor):
     """What most of torch's operations see as a plain tensor that is decoded for them: a quantized weight, or a view."""
 
-    handlers: ClassVar[dict[OpOverload, Handler]]  # of functions whose first tensors of this kind are of this class
+    # Of functions whose first tensors of this kind are of this class; here of all that have no handler of their own.
+    handlers: ClassVar[dict[OpOverload | OperatorKind, Handler]] = {}
 
     # As torch's own subclasses have it; only its stubs know another signature.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -83,9 +81,9 @@ def _default_handler(func: OpOverload) -> Handler:
     if func.namespace == "c10d":  # these write into their arguments, but their schemas do not say so
         return _refuse
     if func._schema.is_mutable:
-        return _BY_KIND[Kind.MUTABLE]
+        return Decodable.handlers[OperatorKind.MUTABLE]
     is_view = any(result.alias_info is not None for result in func._schema.returns)
-    return _BY_KIND[Kind.VIEW] if is_view else call_decoded
+    return Decodable.handlers[OperatorKind.VIEW] if is_view else call_decoded
 
 
 def call_default(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
@@ -99,13 +97,3 @@ def _refuse(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 
 def call_decoded(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     return func(*decoded(args), **decoded(kwargs))
-
-
-def implements_kind(kind: Kind) -> Callable[[Handler], Handler]:
-    """Registers what is done with functions of this kind that have no handler of their own."""
-
-    def register(handler: Handler) -> Handler:
-        _BY_KIND[kind] = handler
-        return handler
-
-    return register

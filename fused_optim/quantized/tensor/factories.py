@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from fused_optim.quantized.tensor.callers import wants_weight
 from fused_optim.quantized.tensor.dispatch import Args, Decodable, Kwargs
 from fused_optim.quantized.tensor.operations import shared_of_shard
+from fused_optim.quantized.tensor.patches import torch_makes_weights
 from fused_optim.quantized.tensor.quantized_tensor import QuantizedTensor, implements
 from fused_optim.quantized.tensor.strided import WeightView
 
@@ -33,22 +33,23 @@ for _class in (QuantizedTensor, WeightView):
 @implements(aten.empty_like.default)
 def _empty_like(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     source: QuantizedTensor = args[0]
-    if kwargs.get("dtype") not in (None, source.dtype) or not wants_weight():
+    split_for_rank = source.rank_position is not None  # which DTensor scatters into one like it
+    if kwargs.get("dtype") not in (None, source.dtype) or not (torch_makes_weights() or split_for_rank):
         return _plain(func, args, kwargs)
     device = kwargs.get("device") or source.device
-    result = source._copied(lambda part: torch.empty(part.shape, dtype=part.dtype, device=device))
-    result._shared.pending = source.has_initial  # to be initialised
+    result = source.copied(lambda part: torch.empty(part.shape, dtype=part.dtype, device=device))
+    result.shared.pending = source.has_initial  # to be initialised
     return result
 
 
 @implements(aten.zeros_like.default)
 def _zeros_like(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     source: QuantizedTensor = args[0]
-    device = kwargs.get("device")  # checkpoints give it, who make gradients do not
-    if device is None or kwargs.get("dtype") not in (None, source.dtype) or not wants_weight():
+    if kwargs.get("dtype") not in (None, source.dtype) or not torch_makes_weights():
         return _plain(func, args, kwargs)
+    device = kwargs.get("device") or source.device
     shared = replace(source.shared_of_copy(), pending=False)
-    return QuantizedTensor.empty(source.recipe, source._weight_shape, source.dtype, torch.device(device), shared=shared)
+    return QuantizedTensor.empty(source.recipe, source.weight_shape, source.dtype, torch.device(device), shared=shared)
 
 
 @implements(aten.new_zeros.default, aten.new_empty.default)
@@ -57,10 +58,10 @@ def _new(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     source: QuantizedTensor = args[0]
     shape: tuple[int, ...] = tuple(args[1])
     device = torch.device(kwargs.get("device") or source.device)
-    rows, *columns = source._weight_shape
+    rows, *columns = source.weight_shape
     similar = len(shape) == 1 + len(columns) and (shape[0] == rows or [*shape[1:]] == columns)
     fits = similar and source.recipe.problem(shape) is None and kwargs.get("dtype") in (None, source.dtype)
-    if not fits or source.is_rearranged or not wants_weight():
+    if not fits or source.is_rearranged or not torch_makes_weights():
         return _plain(func, args, kwargs)
     initial = None if source.initial is None else source.initial.dtype
     shared = shared_of_shard(source, shape)
@@ -68,4 +69,4 @@ def _new(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     if not result.is_meta and not source.is_meta:  # FSDP2 copies no rows into empty shards
         for part, value in zip(result.of_whole_weight(), source.of_whole_weight(), strict=True):
             part.copy_(value)
-    return result._copied(lambda part: part.pin_memory()) if kwargs.get("pin_memory") else result
+    return result.copied(lambda part: part.pin_memory()) if kwargs.get("pin_memory") else result

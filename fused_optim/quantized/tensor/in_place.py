@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 
-from fused_optim.quantized.tensor.dispatch import Args, Decodable, Kind, Kwargs, decoded, implements_kind
+from fused_optim.quantized.tensor.dispatch import Args, Decodable, Kwargs, OperatorKind, decoded
 from fused_optim.quantized.tensor.quantized_tensor import implements
 from fused_optim.quantized.tensor.strided import WeightView, located
 
@@ -55,7 +55,7 @@ def place_of(target: Decodable, is_result: bool = False) -> Place:
     return Place(target, memory, copies)
 
 
-@implements_kind(Kind.MUTABLE)
+@implements(OperatorKind.MUTABLE, of=Decodable)
 def change(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Any function of torch that writes into its arguments. Raises RuntimeError before it has changed a weight."""
     places: list[Place] = []

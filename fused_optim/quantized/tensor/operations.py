@@ -15,9 +15,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from fused_optim.quantized.recipes import WHOLE, Position, as_matrix, cut_component, engine, matrix_range, shares_blocks
-from fused_optim.quantized.tensor.callers import wants_weight
+from fused_optim.quantized.recipes import WHOLE, Position, as_matrix, codec, cut_component, matrix_range, shares_blocks
 from fused_optim.quantized.tensor.dispatch import Args, Decodable, Kwargs, call_default
+from fused_optim.quantized.tensor.patches import torch_makes_weights
 from fused_optim.quantized.tensor.quantized_tensor import QuantizedTensor, implements, local_weight
 from fused_optim.quantized.tensor.weight import Shared
 from fused_optim.sharding.dtensor import dense
@@ -37,14 +37,14 @@ def _aliasing(func: OpOverload, args: Args, kwargs: Kwargs, view: QuantizedTenso
 def _detach(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     # The same components: what is written to one is seen in the other, also what discard_high_precision_init() drops.
     source: QuantizedTensor = args[0]
-    return _aliasing(func, args, kwargs, source._view(source.components, padded_rows=source._padded_rows))
+    return _aliasing(func, args, kwargs, source.view_with(source.components, padded_rows=source.padded_rows))
 
 
 @implements(aten.clone.default)
 def _clone(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     source: QuantizedTensor = args[0]
-    result = source._copied(lambda part: part.clone(memory_format=torch.contiguous_format))
-    result._shared.has_optimizer = False
+    result = source.copied(lambda part: part.clone(memory_format=torch.contiguous_format))
+    result.shared.has_optimizer = False
     return result
 
 
@@ -62,24 +62,24 @@ def _to_copy(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     if dtype is not None and dtype != source.dtype:
         if _within_autocast():  # a view that decodes to what the operation computes in
             source.release_if_frozen()
-            return source._view(source.components, dtype=dtype)
+            return source.view_with(source.components, dtype=dtype)
         raise TypeError(
             f"{source.prefix}a quantized weight cannot be cast from {source.dtype} to {dtype}; "
             f"dequantize({dtype}) gives a plain copy"
         )
     moved = {key: kwargs[key] for key in ("device", "non_blocking", "pin_memory") if kwargs.get(key) is not None}
-    return source._copied(lambda part: aten._to_copy.default(part, **moved), source._padded_rows)
+    return source.copied(lambda part: aten._to_copy.default(part, **moved), source.padded_rows)
 
 
 @implements(aten._pin_memory.default)
 def _pin_memory(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     source: QuantizedTensor = args[0]
-    return source._copied(lambda part: part.pin_memory(), source._padded_rows)
+    return source.copied(lambda part: part.pin_memory(), source.padded_rows)
 
 
 def shared_of_shard(source: QuantizedTensor, shape: tuple[int, ...]) -> Shared:
     """FSDP2 asks a weight for memory for as many rows as every rank gets, and for padding a shard for more."""
-    rows, size, known = source._weight_shape[0], shape[0], source.position
+    rows, size, known = source.weight_shape[0], shape[0], source.position
     position = Position(
         known.rows_before if size == rows else source.recipe.block_rows - 1,
         known.shares_blocks
@@ -87,8 +87,8 @@ def shared_of_shard(source: QuantizedTensor, shape: tuple[int, ...]) -> Shared:
         known.rows_before if known.gathered is None else known.gathered,
         known=size == rows,
     )
-    columns_cut = shape[1:] != source._weight_shape[1:] and 0 not in shape
-    known_state = replace(source._shared, pending=False, loaded=(), source=None)
+    columns_cut = shape[1:] != source.weight_shape[1:] and 0 not in shape
+    known_state = replace(source.shared, pending=False, loaded=(), source=None)
     return replace(known_state, shard=True, columns_cut=columns_cut, position=position)
 
 
@@ -105,9 +105,9 @@ def _copy(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
             f"copy_ into a quantized weight: expected shape {tuple(target.shape)}, got {tuple(source.shape)}"
         )
     target.check_cut_by_rows()  # FSDP2 copies into shards that it has made: within fully_shard
-    if not target._shared.position.known:
+    if not target.shared.position.known:
         target.take_position(source.position if isinstance(source, QuantizedTensor) else WHOLE)
-    if target._transposed:
+    if target.is_transposed:
         _copy(func, (target.t(), source.t()), {})
     elif _same_bytes(source, target):
         _copy_components(target, source)
@@ -121,9 +121,9 @@ def _same_bytes(source: Tensor, target: QuantizedTensor) -> TypeGuard[QuantizedT
     return (
         isinstance(source, QuantizedTensor)
         and target.recipe.same_format(source.recipe)
-        and source._weight_shape == target._weight_shape
+        and source.weight_shape == target.weight_shape
         and source.rows_before == target.rows_before
-        and not source._transposed
+        and not source.is_transposed
         and (target.has_initial or not source.is_pending)
     )
 
@@ -132,7 +132,7 @@ def _copy_components(target: QuantizedTensor, source: QuantizedTensor) -> None:
     for part in target.recipe.components:
         target.components[part.name].copy_(source.components[part.name])
     values = source.initial
-    if target.has_initial or (target._shared.has_optimizer and values is not None):
+    if target.has_initial or (target.shared.has_optimizer and values is not None):
         initial = target.ensure_initial(target.dtype if values is None else values.dtype)
         initial.copy_(source.values().view(initial.shape) if values is None else values)
     if source.is_pending:
@@ -145,11 +145,11 @@ def _copy_values(target: QuantizedTensor, source: Tensor) -> None:
     """Quantizes, except where that needs the values of other shards: then the values are kept until it can be done."""
     values = source.dequantize(torch.float32) if isinstance(source, QuantizedTensor) else source
     values = dense(values.to(target.device))
-    partial = target._cut_from is not None or target._shared.shard
+    partial = target.cut_from is not None or target.shared.shard
     if target.is_pending or (target.recipe.scales_whole_tensor and partial) or not target.has_whole_blocks:
         target.keep_plain(values)
         return
-    if target.has_initial or target._shared.has_optimizer:  # an optimizer's masters will start, or go on, from these
+    if target.has_initial or target.shared.has_optimizer:  # an optimizer's masters will start, or go on, from these
         initial = target.ensure_initial(values.dtype if values.is_floating_point() else torch.float32)
         initial.copy_(values.reshape(initial.shape))
     target.write(values)
@@ -166,7 +166,7 @@ def cut(
     With ``trims`` the first rows or columns may end within the last block: the others are padding. ``split``: what
     copies of it, which are shards, will know of where they lie.
     """
-    shape = tensor._weight_shape
+    shape = tensor.weight_shape
     if tensor.is_rearranged or dim > 1:
         what = "flat or transposed views" if dim < 2 else f"shape {tuple(shape)} in dim {dim}"
         raise RuntimeError(f"{tensor.prefix}quantized weights can be cut in dims 0 and 1 only, not {what}")
@@ -181,14 +181,14 @@ def cut(
     }
     cut_shape = [*shape]
     cut_shape[dim] = end - start
-    return tensor._view(components, cut_shape, cut_from=(tensor, dim, start, end), split=split)
+    return tensor.view_with(components, cut_shape, cut_from=(tensor, dim, start, end), split=split)
 
 
 def _cut_problem(tensor: QuantizedTensor, dim: int, start: int, end: int, trims: bool) -> str | None:
-    shape = tuple(tensor._weight_shape)
+    shape = tuple(tensor.weight_shape)
     size, (first, last) = as_matrix(shape)[dim], matrix_range(shape, dim, start, end)
     if trims and start == 0:
-        block = max(part.tile[dim] for part in tensor.recipe.components if part.tile is not None)
+        block = tensor.recipe.block_shape[dim]
         if -(-last // block) == -(-size // block):
             return None
     return tensor.recipe.cut_problem(first, last, size, dim)
@@ -203,12 +203,12 @@ def _slice(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     start, end, _ = slice(start, end).indices(tensor.shape[dim])
     if (start, end) == (0, tensor.shape[dim]):
         return _detach(aten.alias.default, (tensor,), {})
-    dim, end, trims = dim % tensor.dim(), max(start, end), tensor._shared.shard
+    dim, end, trims = dim % tensor.dim(), max(start, end), tensor.shared.shard
     if tensor.is_rearranged or dim > 1 or _cut_problem(tensor, dim, start, end, trims) is not None:
         return call_default(func, args, kwargs)
     result = cut(tensor, dim, start, end, trims)
     if start == 0 and dim == 0:
-        result._padded_rows = tensor._padded_rows
+        result.padded_rows = tensor.padded_rows
     return _aliasing(func, args, kwargs, result)
 
 
@@ -232,7 +232,7 @@ def _split_at(func: OpOverload, args: Args, kwargs: Kwargs, starts: Sequence[int
     """For ranks as their shards, or an error; for users as views of any kind."""
     tensor: QuantizedTensor = args[0]
     cuts = list(zip(starts, [*starts[1:], tensor.shape[dim]], strict=True))
-    if not wants_weight():
+    if not torch_makes_weights():
         if tensor.is_rearranged or dim > 1 or any(_cut_problem(tensor, dim, *cut, trims=False) for cut in cuts):
             return call_default(func, args, kwargs)
         return [cut(tensor, dim, start, end) for start, end in cuts]
@@ -249,15 +249,15 @@ def _split_at(func: OpOverload, args: Args, kwargs: Kwargs, starts: Sequence[int
 def _t(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     tensor: QuantizedTensor = args[0]
     tensor.release_if_frozen()
-    if tensor._flat or len(tensor._weight_shape) != 2:
+    if tensor.is_flat or len(tensor.weight_shape) != 2:
         return call_default(func, args, kwargs)
-    return _aliasing(func, args, kwargs, tensor._view(tensor.components, transposed=not tensor._transposed))
+    return _aliasing(func, args, kwargs, tensor.view_with(tensor.components, transposed=not tensor.is_transposed))
 
 
 @implements(aten.transpose.int)
 def _transpose(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     tensor: QuantizedTensor = args[0]
-    if tensor._flat or len(tensor._weight_shape) != 2:
+    if tensor.is_flat or len(tensor.weight_shape) != 2:
         return call_default(func, args, kwargs)
     swaps = len({(0, 1)[dim] for dim in args[1:]}) == 2  # an IndexError where there is no such dim
     return (_t if swaps else _detach)(func, args, kwargs)
@@ -267,7 +267,7 @@ def _transpose(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 def _permute(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     tensor: QuantizedTensor = args[0]
     dims: Sequence[int] = args[1]
-    if tensor._flat or len(tensor._weight_shape) != 2 or len(dims) != 2 or dims[0] % 2 == dims[1] % 2:
+    if tensor.is_flat or len(tensor.weight_shape) != 2 or len(dims) != 2 or dims[0] % 2 == dims[1] % 2:
         return call_default(func, args, kwargs)
     swaps = [(0, 1)[dim] for dim in dims] == [1, 0]
     return (_t if swaps else _detach)(func, args, kwargs)
@@ -281,11 +281,11 @@ def _view(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         known = math.prod(size for size in shape if size != -1)
         shape[shape.index(-1)] = tensor.numel() // max(known, 1)
     if shape == list(tensor.shape):
-        result = tensor._view(tensor.components, padded_rows=tensor._padded_rows)
-    elif shape == [tensor.numel()] and not tensor._transposed:
-        result = tensor._view(tensor.components, flat=True)
-    elif shape == list(tensor._weight_shape) and tensor._flat:
-        result = tensor._view(tensor.components, flat=False)
+        result = tensor.view_with(tensor.components, padded_rows=tensor.padded_rows)
+    elif shape == [tensor.numel()] and not tensor.is_transposed:
+        result = tensor.view_with(tensor.components, flat=True)
+    elif shape == list(tensor.weight_shape) and tensor.is_flat:
+        result = tensor.view_with(tensor.components, flat=False)
     else:
         return call_default(func, args, kwargs)
     return _aliasing(func, args, kwargs, result)
@@ -299,7 +299,7 @@ def _as_strided(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     offset = args[3] if len(args) > 3 else kwargs.get("storage_offset")
     whole_rows = tuple(shape[1:]) == tuple(tensor.shape[1:]) and shape[0] <= tensor.shape[0]
     contiguous = stride == torch.empty(shape, device="meta").stride()
-    if not (whole_rows and contiguous and not offset) or tensor._flat or tensor._transposed:
+    if not (whole_rows and contiguous and not offset) or tensor.is_flat or tensor.is_transposed:
         raise RuntimeError(f"{tensor.prefix}as_strided of a quantized weight can only give its first rows")
     return _aliasing(func, args, kwargs, cut(tensor, 0, 0, shape[0], trims=True))
 
@@ -315,9 +315,8 @@ def _embedding(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Decodes only the rows that are looked up, where blocks lie within rows."""
     weight: QuantizedTensor = args[0]
     indices: Tensor = args[1]
-    tiles = [part.tile[0] for part in weight.recipe.components if part.tile is not None]
     weight.release_if_frozen()
-    if max(tiles) > 1 or weight.is_rearranged or weight.is_pending:
+    if weight.recipe.block_rows > 1 or weight.is_rearranged or weight.is_pending:
         return func(weight.dequantize(), indices, *args[2:], **kwargs)
     weight.check_not_freed()
     rows = indices.reshape(-1)
@@ -327,5 +326,5 @@ def _embedding(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         else weight.components[part.name].index_select(0, rows)  # not [rows], which takes negative ones
         for part in weight.recipe.components
     }
-    shape = (len(rows), *weight._weight_shape[1:])
-    return engine.decode(weight.recipe, components, shape, weight.dtype).view(*indices.shape, *shape[1:])
+    shape = (len(rows), *weight.weight_shape[1:])
+    return codec.decode(weight.recipe, components, shape, weight.dtype).view(*indices.shape, *shape[1:])

@@ -5,6 +5,11 @@ ones. Full tensors and full state dicts are plain, on any number of ranks. What 
 decoded for them, but torch takes shortcuts where nothing is to be gathered: one rank has all of a weight, or every rank
 has. And state dicts of models that are not sharded may be broadcast, to ranks that wait for plain tensors.
 
+``w.new_zeros(rows, columns)`` may be FSDP2 that pads a shard, or a user who makes an adapter's weight.
+``w.chunk(2, 1)`` may be a cut between ranks, which has to be possible, or between gates, which may be any view. The
+arguments are the same. So torch's functions that make a weight's own shards and copies tell while they run:
+:func:`torch_makes_weights`.
+
 Averages move by small parts of a format's steps, which rounding would take away: they would stay what they were first.
 
 docs/quantized.md lists all of them.
@@ -14,16 +19,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
 from torch.distributed import _state_dict_utils
 from torch.distributed.checkpoint import state_dict
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.format_utils import BroadcastingTorchSaveReader
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim.swa_utils import AveragedModel
 
 from fused_optim.quantized.tensor.dispatch import Decodable, decoded
 from fused_optim.sharding.dtensor import local_tensor
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_torch_makes_weights = ContextVar("torch_makes_weights", default=False)
 
 
 @functools.cache
@@ -33,6 +48,36 @@ def install() -> None:
     state_dict._gather_state_dict = _gather_state_dict(state_dict._gather_state_dict)
     _state_dict_utils._broadcast_tensors = _broadcast_tensors(_state_dict_utils._broadcast_tensors)
     AveragedModel.__init__ = _average(AveragedModel.__init__)  # type: ignore[method-assign]
+    # shards, and what they are gathered from
+    FSDPParam.__init__ = _makes_weights(FSDPParam.__init__)  # type: ignore[method-assign]
+    FSDPParam.reset_sharded_param = _makes_weights(FSDPParam.reset_sharded_param)  # type: ignore[method-assign]
+    Shard._split_tensor = _makes_weights(Shard._split_tensor)  # type: ignore[method-assign]
+    _StridedShard._split_tensor = _makes_weights(_StridedShard._split_tensor)  # type: ignore[method-assign]
+    # parameters in the places of others: ``to_empty``
+    nn.Module._apply = _makes_weights(nn.Module._apply)  # type: ignore[method-assign]
+    # what checkpoints are staged in, and loaded into
+    StateDictStager.stage = _makes_weights(StateDictStager.stage)  # type: ignore[method-assign]
+    _state_dict_utils._iterate_state_dict = _makes_weights(_state_dict_utils._iterate_state_dict)
+    DefaultLoadPlanner.set_up_planner = _makes_weights(DefaultLoadPlanner.set_up_planner)  # type: ignore[method-assign]
+    reader = BroadcastingTorchSaveReader
+    reader.read_data = _makes_weights(reader.read_data)  # type: ignore[method-assign]
+
+
+def torch_makes_weights() -> bool:
+    """Whether torch makes a weight's own shards and copies now, so that tensors like a weight are weights."""
+    return _torch_makes_weights.get()
+
+
+def _makes_weights(original: Callable[_P, _R]) -> Callable[_P, _R]:
+    @functools.wraps(original)
+    def makes_weights(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        before = _torch_makes_weights.set(True)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _torch_makes_weights.reset(before)
+
+    return makes_weights
 
 
 def _redistribute(original: Callable[..., DTensor]) -> Callable[..., DTensor]:

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +22,10 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 
+from fused_optim.formats import ELEMENT_TYPES
 from fused_optim.quantized.recipes import RECIPES, Components, Position, Recipe
-from fused_optim.quantized.tensor import all_gather, callers
-from fused_optim.quantized.tensor.dispatch import Decodable, Handler
+from fused_optim.quantized.tensor import all_gather
+from fused_optim.quantized.tensor.dispatch import Decodable, Handler, OperatorKind
 from fused_optim.quantized.tensor.weight import INITIAL, Shared, Weight
 from fused_optim.sharding.dtensor import dense, local_tensor
 
@@ -66,7 +68,7 @@ class QuantizedTensor(Weight):
     which gives the same elements and scales that differ by no more than the dtype's rounding.
     """
 
-    handlers: ClassVar[dict[OpOverload, Handler]] = {}
+    handlers: ClassVar[dict[OpOverload | OperatorKind, Handler]] = {}
 
     # --- what torch asks tensors without memory of their own ------------------------------------------------------
 
@@ -81,18 +83,22 @@ class QuantizedTensor(Weight):
             self.is_rearranged
             or not isinstance(other, QuantizedTensor)
             or _kind(other) != _kind(self)
-            or other._cut_from is not None
+            or other.cut_from is not None
         ):
             raise TypeError(
                 f"{self.prefix}.data of a quantized weight takes a whole one of the same recipe, shape and dtype; "
                 "copy_ quantizes other values"
             )
-        self.components, self._shared, self._cut_from = other.components, other._shared, None
-        self._start, self._split, self._sent = other._start, other._split, None
+        self.components, self.shared, self.cut_from = other.components, other.shared, None
+        self._start, self.rank_position, self._sent = other._start, other.rank_position, None
 
     def data_ptr(self) -> int:
-        """0, as of what has no memory of its own: torch's stagers then copy the tensors that it consists of."""
-        if callers.is_safetensors():
+        """0, as of what has no memory of its own: torch's stagers then copy the tensors that it consists of.
+
+        safetensors asks for nothing else that others do not ask for, and refuses 0 without a name. So this one function
+        looks who calls it, for an error that says what to do.
+        """
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("safetensors."):
             raise TypeError(
                 f"{self.prefix}safetensors cannot hold a quantized weight as one tensor: save_quantized_safetensors "
                 "writes codes and scales, dequantize_model_ makes plain weights, and save_master_safetensors writes "
@@ -120,8 +126,8 @@ class QuantizedTensor(Weight):
         if self.is_freed:
             kept = {name: part.to("meta") for name, part in kept.items()}
         fields = {field.name: getattr(self.recipe, field.name) for field in dataclasses.fields(self.recipe)}
-        described = (self.recipe.name, fields, tuple(self._weight_shape), self.dtype)
-        flags = (self.requires_grad, isinstance(self, torch.nn.Parameter), self._shared.shard)
+        described = (self.recipe.name, fields, tuple(self.weight_shape), self.dtype)
+        flags = (self.requires_grad, isinstance(self, torch.nn.Parameter), self.shared.shard)
         where = (self.rows_before, self.position.shares_blocks)
         cut = [where] if any(where) else []
         return rebuild, (kept, *described, *flags, *cut)
@@ -133,8 +139,8 @@ class QuantizedTensor(Weight):
             names.append(f"_{part.name}")
             setattr(self, names[-1], self.components[part.name])
         return names, (
-            *(self.recipe, self._weight_shape, self.dtype),
-            *(self._transposed, self._flat, self._padded_rows, self._start, self._shared),
+            *(self.recipe, self.weight_shape, self.dtype),
+            *(self.is_transposed, self.is_flat, self.padded_rows, self._start, self.shared),
         )
 
     @staticmethod
@@ -170,10 +176,10 @@ class QuantizedTensor(Weight):
         """FSDP2's hook: what is gathered of this shard. Bytes of data and scales, padded as FSDP2 pads shards."""
         self.check_cut_by_rows()
         self.check_quantized()
-        rows, ranks, before = self._padded_rows, mesh.size(), self._shared.position.gathered or 0
+        rows, ranks, before = self.padded_rows, mesh.size(), self.shared.position.gathered or 0
         if self._sent is None or not self._sent.sends(self.components, rows, ranks, before):
-            shape = (rows, *self._weight_shape[1:])
-            self._sent = all_gather.Shard(self.recipe, self.components, shape, ranks, before)
+            shape = (rows, *self.weight_shape[1:])
+            self._sent = all_gather.SentShard(self.recipe, self.components, shape, ranks, before)
         return self._sent.inputs, self._sent.metadata
 
     def fsdp_post_all_gather(
@@ -187,12 +193,12 @@ class QuantizedTensor(Weight):
         """FSDP2's hook: the whole weight, quantized, in the memory of what was gathered."""
         if out is not None:  # it lies in the memory that was gathered into, except what was put together
             weight = local_weight(out)
-            weight._shared.source = self
+            weight.shared.source = self
             all_gather.refresh(outputs, metadata, weight.components)
             return None
         gathered, made = all_gather.outputs(outputs, metadata)
         own = {name: part for name, part in self.components.items() if name != INITIAL}  # histories are not gathered
-        shared = Shared(name=self._shared.name, source=self, position=Position(metadata.rows_before))
+        shared = Shared(name=self.shared.name, source=self, position=Position(metadata.rows_before))
         return QuantizedTensor({**own, **gathered}, self.recipe, metadata.shape, param_dtype, shared=shared), made
 
 
@@ -200,7 +206,7 @@ class Initials:
     """The initial values of many weights, as long as these keep their ``components``; asked at every step."""
 
     def __init__(self, weights: Sequence[QuantizedTensor]) -> None:
-        self._weights = [(weight, weight._shared, weight._whole.components) for weight in weights]
+        self._weights = [(weight, weight.shared, weight.whole.components) for weight in weights]
 
     def mark_updated(self) -> None:
         """:meth:`QuantizedTensor.mark_updated` of each."""
@@ -221,7 +227,7 @@ def _sources() -> str:
 
 
 def _kind(tensor: QuantizedTensor) -> tuple[Any, ...]:
-    kind = tensor.recipe, tensor._weight_shape, tensor.dtype, tensor.device, tensor._transposed, tensor._flat
+    kind = tensor.recipe, tensor.weight_shape, tensor.dtype, tensor.device, tensor.is_transposed, tensor.is_flat
     return *kind, tensor.rows_before
 
 
@@ -259,10 +265,12 @@ def as_initial(values: Tensor) -> Tensor:
     """Values to start a master from: dense, and themselves where they are plain ones that FP32 does not round."""
     if isinstance(values, QuantizedTensor):
         return values.initial_values().clone()
-    return dense(values if values.dtype in (torch.float32, torch.bfloat16, torch.float16) else values.float())
+    return dense(values if values.dtype in ELEMENT_TYPES else values.float())
 
 
-def implements(*functions: OpOverload, of: type[Decodable] = QuantizedTensor) -> Callable[[Handler], Handler]:
+def implements(
+    *functions: OpOverload | OperatorKind, of: type[Decodable] = QuantizedTensor
+) -> Callable[[Handler], Handler]:
     """Registers what a class does with these functions."""
 
     def register(handler: Handler) -> Handler:

@@ -18,10 +18,9 @@ from fused_optim.quantized.tensor.dispatch import (
     Args,
     Decodable,
     Handler,
-    Kind,
     Kwargs,
+    OperatorKind,
     call_decoded,
-    implements_kind,
     view_of,
 )
 from fused_optim.quantized.tensor.operations import cut
@@ -38,7 +37,7 @@ class WeightView(Decodable):
     also works without these. Copies of it, also pickled ones, are plain tensors.
     """
 
-    handlers: ClassVar[dict[OpOverload, Handler]] = {}
+    handlers: ClassVar[dict[OpOverload | OperatorKind, Handler]] = {}
 
     weight: QuantizedTensor
 
@@ -100,11 +99,11 @@ def located(tensor: Decodable) -> WeightView:
     if isinstance(tensor, WeightView):
         return tensor
     assert isinstance(tensor, QuantizedTensor)
-    weight = tensor._view(tensor.components, transposed=False, flat=False) if tensor.is_rearranged else tensor
+    weight = tensor.view_with(tensor.components, transposed=False, flat=False) if tensor.is_rearranged else tensor
     return WeightView(weight, tensor.shape, tensor.stride(), 0)
 
 
-@implements_kind(Kind.VIEW)
+@implements(OperatorKind.VIEW, of=Decodable)
 def view(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """What torch's function of views gives of a weight. Raises TypeError for views as another dtype."""
     tensor: Decodable = args[0]
@@ -140,8 +139,8 @@ def _touched_rows(weight: QuantizedTensor, shown: Tensor) -> tuple[int, int]:
         return 0, rows
     first = shown.storage_offset()
     last = first + sum((size - 1) * stride for size, stride in zip(shown.shape, shown.stride(), strict=True))
-    tile = max(part.tile[0] for part in weight.recipe.components if part.tile is not None)
-    return first // columns // tile * tile, min((last // columns // tile + 1) * tile, rows)
+    block = weight.recipe.block_rows
+    return first // columns // block * block, min((last // columns // block + 1) * block, rows)
 
 
 @implements(aten.detach.default, aten.alias.default, of=WeightView)

@@ -10,6 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from fused_optim.formats import ELEMENT_TYPES
 from fused_optim.quantized.recipes import (
     WHOLE,
     Component,
@@ -18,13 +19,13 @@ from fused_optim.quantized.recipes import (
     Position,
     Recipe,
     as_matrix,
+    codec,
     cut_component,
-    engine,
     matrix_range,
     tiles,
 )
 from fused_optim.quantized.tensor import all_gather, patches
-from fused_optim.quantized.tensor.coverage import Part, joined
+from fused_optim.quantized.tensor.coverage import Region, joined
 from fused_optim.quantized.tensor.dispatch import Decodable, view_of
 
 INITIAL = "initial"  # the component with high-precision initial values, until the optimizer has seeded its master
@@ -52,7 +53,7 @@ class Shared:
     name: str | None = None
     source: Weight | None = field(default=None, compare=False)
     position: Position = WHOLE
-    loaded: tuple[Part, ...] = ()
+    loaded: tuple[Region, ...] = ()
 
 
 class Weight(Decodable):
@@ -60,19 +61,19 @@ class Weight(Decodable):
 
     recipe: Recipe
     components: Components  # initial values are those of what this is a part of
-    _weight_shape: torch.Size
+    weight_shape: torch.Size
     # A view with its dims swapped, or of all elements in one dim. Neither can be cut.
-    _transposed: bool
-    _flat: bool
-    _shared: Shared
+    is_transposed: bool
+    is_flat: bool
+    shared: Shared
     # What it is a part of: the tensor, the dim, and from where to where.
-    _cut_from: tuple[Weight, int, int, int] | None
+    cut_from: tuple[Weight, int, int, int] | None
     # Rows of the tensor whose first rows these are: FSDP2 pads shards so, and gathers them padded.
-    _padded_rows: int
+    padded_rows: int
     # The first of its rows in what shares its memory, and, if it was split off for a rank, what its copies will know.
     _start: int
-    _split: Position | None
-    _sent: all_gather.Shard | None  # to FSDP2, the last time
+    rank_position: Position | None
+    _sent: all_gather.SentShard | None  # to FSDP2, the last time
 
     # All in __new__, and no keyword arguments below: views are made by every matrix product, and these calls cost most.
     @staticmethod
@@ -97,11 +98,11 @@ class Weight(Decodable):
         self = torch.Tensor._make_wrapper_subclass(cls, size, strides, None, None, dtype, torch.strided, device)
         self.components = components
         self.recipe = recipe
-        self._weight_shape = torch.Size(shape)
-        self._transposed, self._flat, self._cut_from = transposed, flat, cut_from
-        self._shared = Shared() if shared is None else shared
-        self._padded_rows = max(padded_rows, shape[0])
-        self._start, self._split, self._sent = start, split, None
+        self.weight_shape = torch.Size(shape)
+        self.is_transposed, self.is_flat, self.cut_from = transposed, flat, cut_from
+        self.shared = Shared() if shared is None else shared
+        self.padded_rows = max(padded_rows, shape[0])
+        self._start, self.rank_position, self._sent = start, split, None
         return self
 
     # --- making -------------------------------------------------------------------------------------------------
@@ -138,7 +139,7 @@ class Weight(Decodable):
             result.components[INITIAL] = values.detach().reshape(as_matrix(tuple(values.shape)))
         return result
 
-    def _view(
+    def view_with(
         self,
         components: Components,
         shape: Sequence[int] | None = None,
@@ -157,27 +158,27 @@ class Weight(Decodable):
             type(self),
             components,
             self.recipe,
-            self._weight_shape if shape is None else shape,
+            self.weight_shape if shape is None else shape,
             self.dtype if dtype is None else dtype,
-            self._transposed if transposed is None else transposed,
-            self._flat if flat is None else flat,
-            self._cut_from if cut_from is None else cut_from,
-            self._shared,
+            self.is_transposed if transposed is None else transposed,
+            self.is_flat if flat is None else flat,
+            self.cut_from if cut_from is None else cut_from,
+            self.shared,
             padded_rows,
             start,
-            self._split if cut_from is None else split,
+            self.rank_position if cut_from is None else split,
         )
 
-    def _copied(self, function: Callable[[Tensor], Tensor], padded_rows: int = 0) -> Self:
+    def copied(self, function: Callable[[Tensor], Tensor], padded_rows: int = 0) -> Self:
         """The same tensor with copies of the components."""
         self.check_not_freed()
         return type(self)(
             {name: function(part) for name, part in self.parts.items()},
             self.recipe,
-            self._weight_shape,
+            self.weight_shape,
             self.dtype,
-            transposed=self._transposed,
-            flat=self._flat,
+            transposed=self.is_transposed,
+            flat=self.is_flat,
             shared=self.shared_of_copy(),
             padded_rows=padded_rows,
         )
@@ -185,57 +186,61 @@ class Weight(Decodable):
     def shared_of_copy(self) -> Shared:
         """A copy of what was split off for a rank is a shard."""
         position = replace(self.position, rows=None)
-        return replace(self._shared, source=None, position=position, shard=self.is_shard, loaded=())
+        return replace(self.shared, source=None, position=position, shard=self.is_shard, loaded=())
 
     # --- where it lies ------------------------------------------------------------------------------------------
 
     @property
     def rows_before(self) -> int:
         """How many rows of its first block of several rows come before it."""
-        return (self._shared.position.rows_before + self._start) % self.recipe.block_rows
+        return (self.shared.position.rows_before + self._start) % self.recipe.block_rows
 
     @property
     def position(self) -> Position:
-        return replace(self._shared.position, rows_before=self.rows_before) if self._split is None else self._split
+        return (
+            replace(self.shared.position, rows_before=self.rows_before)
+            if self.rank_position is None
+            else self.rank_position
+        )
 
     @property
     def is_shard(self) -> bool:
         """Whether other ranks hold, or are to hold, parts of the weight."""
-        return self._shared.shard or self._split is not None
+        return self.shared.shard or self.rank_position is not None
 
     @property
     def has_whole_blocks(self) -> bool:
         """Whether no row of its blocks lies elsewhere: on other ranks, or in the weight that it is cut from."""
-        block_rows, position = self.recipe.block_rows, self._shared.position
+        block_rows, position = self.recipe.block_rows, self.shared.position
         if block_rows == 1 or self.rows_before or position.shares_blocks:
             return block_rows == 1
-        end = self._start + self._weight_shape[0]
+        end = self._start + self.weight_shape[0]
         return end % block_rows == 0 or end == self._rows_of_whole
 
     @property
     def _rows_of_whole(self) -> int:
         """Of what this is a part of, without padding."""
-        rows = self._shared.position.rows
-        return self._whole._weight_shape[0] if rows is None else rows
+        rows = self.shared.position.rows
+        return self.whole.weight_shape[0] if rows is None else rows
 
     @property
-    def _part(self) -> Part:
+    def _region(self) -> Region:
         """Which part of that it is, as a matrix."""
-        first, last, cut = 0, as_matrix(self._weight_shape)[1], self._cut_from
+        first, last, cut = 0, as_matrix(self.weight_shape)[1], self.cut_from
         while cut is not None:
             of, dim, start, _ = cut
-            offset = matrix_range(tuple(of._weight_shape), dim, start, start)[0] if dim == 1 else 0
-            first, last, cut = first + offset, last + offset, of._cut_from
-        return Part((self._start, self._start + self._weight_shape[0]), (first, last))
+            offset = matrix_range(tuple(of.weight_shape), dim, start, start)[0] if dim == 1 else 0
+            first, last, cut = first + offset, last + offset, of.cut_from
+        return Region((self._start, self._start + self.weight_shape[0]), (first, last))
 
     def take_position(self, position: Position) -> None:
         """Become the shard that lies there; its memory was made for one that touches as many blocks as possible."""
-        whole, known = self._whole, self._shared.position
+        whole, known = self.whole, self.shared.position
         assert not known.known and self._start == 0
-        self._shared.position = replace(position, gathered=known.gathered, rows=self._weight_shape[0])
+        self.shared.position = replace(position, gathered=known.gathered, rows=self.weight_shape[0])
         for tensor in (whole, self):
             for part in self.recipe.components:
-                rows, *_ = self.recipe.component_shape(part, tensor._weight_shape, position.rows_before)
+                rows, *_ = self.recipe.component_shape(part, tensor.weight_shape, position.rows_before)
                 if part.tile is not None:
                     tensor.components[part.name] = whole.components[part.name][:rows]
 
@@ -247,18 +252,18 @@ class Weight(Decodable):
 
         A part has those of the whole: FSDP2 keeps the padded tensor that its shard is a part of.
         """
-        if self._cut_from is None:
+        if self.cut_from is None:
             return self.components.get(INITIAL)
-        whole, dim, start, end = self._cut_from
+        whole, dim, start, end = self.cut_from
         initial = whole.initial
         if initial is None:
             return None
-        start, end = matrix_range(tuple(whole._weight_shape), dim, start, end)
+        start, end = matrix_range(tuple(whole.weight_shape), dim, start, end)
         return cut_component(initial, INITIAL_COMPONENT, dim, start, end)
 
     @property
     def has_initial(self) -> bool:
-        return INITIAL in self._whole.components
+        return INITIAL in self.whole.components
 
     @property
     def parts(self) -> Components:
@@ -274,35 +279,35 @@ class Weight(Decodable):
     def discard_high_precision_init(self) -> None:
         """Free the high-precision initial values. Raises RuntimeError where they were changed and not quantized yet."""
         self.check_quantized()
-        self._shared.discard = False
-        self._whole.components.pop(INITIAL, None)
+        self.shared.discard = False
+        self.whole.components.pop(INITIAL, None)
 
     @property
-    def _whole(self) -> Weight:
+    def whole(self) -> Weight:
         """What this is a part of; itself if it is none."""
-        return self if self._cut_from is None else self._cut_from[0]._whole
+        return self if self.cut_from is None else self.cut_from[0].whole
 
     def release(self) -> None:
         """No master is going to start from the initial values: free them as soon as they are quantized.
 
         Except where an optimizer holds the parameter, and on the meta device, where they are still to be made.
         """
-        if self._shared.has_optimizer or self.is_meta:
+        if self.shared.has_optimizer or self.is_meta:
             return
         if self.is_pending:
-            self._shared.discard = True
+            self.shared.discard = True
         elif self.has_initial:
             self.discard_high_precision_init()
 
     def release_if_frozen(self) -> None:
         """:meth:`release` where this is used as a parameter that is frozen."""
-        weight = self if self._shared.source is None else self._shared.source
+        weight = self if self.shared.source is None else self.shared.source
         if weight.has_initial and isinstance(self, torch.nn.Parameter) and not self.requires_grad:
             weight.release()
 
     def initial_values(self) -> Tensor:
         """FP32 values to start a master from: the initial ones if they are still there, else the decoded ones."""
-        return self.values() if self.initial is None else self.initial.float().reshape(self._weight_shape)
+        return self.values() if self.initial is None else self.initial.float().reshape(self.weight_shape)
 
     def values(self) -> Tensor:
         """FP32 values, in the shape of the weight. A new tensor."""
@@ -311,10 +316,10 @@ class Weight(Decodable):
     def _decode(self, dtype: torch.dtype) -> Tensor:
         self.release_if_frozen()
         if self.is_pending and self.initial is not None:
-            return self.initial.to(dtype, copy=True, memory_format=torch.contiguous_format).view(self._weight_shape)
+            return self.initial.to(dtype, copy=True, memory_format=torch.contiguous_format).view(self.weight_shape)
         self.check_not_freed()
         self.check_quantized()
-        return tiles.decode(self.recipe, self.components, self._weight_shape, dtype, self.rows_before)
+        return tiles.decode(self.recipe, self.components, self.weight_shape, dtype, self.rows_before)
 
     def of_whole_weight(self) -> list[Tensor]:
         """The components, all FP32, that are the same however the weight is cut."""
@@ -322,16 +327,16 @@ class Weight(Decodable):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         values = self._decode(self.dtype if dtype is None else dtype)
-        return values.view(-1) if self._flat else values.t() if self._transposed else values
+        return values.view(-1) if self.is_flat else values.t() if self.is_transposed else values
 
     def write(self, values: Tensor) -> None:
         """Quantize plain values of this tensor's shape, with a new tensor-wide scale from these values alone."""
         self.forget_scales()
         weight = Encoding(self.recipe, self.components, values.detach().float())
         if self.recipe.scales_whole_tensor:
-            absmax = engine.absmax([self.recipe], [weight.values], self.device)
-            engine.Scales([(self.recipe, self.components)]).rescale([absmax], None, advance=True)
-        engine.encode(tiles.pieces(weight, self.rows_before))
+            absmax = codec.absmax([self.recipe], [weight.values], self.device)
+            codec.Scales([(self.recipe, self.components)]).rescale([absmax], None, advance=True)
+        codec.encode(tiles.pieces(weight, self.rows_before))
         self.mark_quantized()
 
     def forget_scales(self) -> None:
@@ -342,17 +347,17 @@ class Weight(Decodable):
     @property
     def is_rearranged(self) -> bool:
         """Whether this is a view with its dims swapped, or of all elements in one dim."""
-        return self._transposed or self._flat
+        return self.is_transposed or self.is_flat
 
     @property
     def prefix(self) -> str:
         """The parameter's name, where it is known, as the beginning of a message."""
-        return f"{self._shared.name}: " if self._shared.name else ""
+        return f"{self.shared.name}: " if self.shared.name else ""
 
     def mark_quantized(self) -> None:
         """The data was quantized from the initial values as they are, or from later ones."""
-        self._shared.pending, self._shared.loaded = False, ()
-        if self._shared.discard:
+        self.shared.pending, self.shared.loaded = False, ()
+        if self.shared.discard:
             self.discard_high_precision_init()
 
     def mark_updated(self) -> None:
@@ -362,21 +367,21 @@ class Weight(Decodable):
 
     def mark_pending(self) -> None:
         """Initial values were changed: they are what the weight decodes to until they are quantized."""
-        self._shared.pending, self._shared.loaded = True, ()
+        self.shared.pending, self.shared.loaded = True, ()
 
     def mark_loaded(self) -> None:
         """Bytes were copied here, and into the initial values if there are any."""
         if not self.is_pending:
             return
-        self._shared.loaded = joined(self._shared.loaded, self._part)
-        everything = Part((0, self._rows_of_whole), (0, as_matrix(self._whole._weight_shape)[1]))
-        if self._shared.loaded == (everything,):
+        self.shared.loaded = joined(self.shared.loaded, self._region)
+        everything = Region((0, self._rows_of_whole), (0, as_matrix(self.whole.weight_shape)[1]))
+        if self.shared.loaded == (everything,):
             self.mark_quantized()
 
     @property
     def is_pending(self) -> bool:
         """Whether plain values were written and not quantized since."""
-        return self._shared.pending and self.numel() > 0 and not self.is_meta
+        return self.shared.pending and self.numel() > 0 and not self.is_meta
 
     def check_quantized(self) -> None:
         if self.is_pending:
@@ -386,7 +391,7 @@ class Weight(Decodable):
             )
 
     def check_cut_by_rows(self) -> None:
-        if self._shared.columns_cut:
+        if self.shared.columns_cut:
             raise RuntimeError(f"{self.prefix}FSDP2 can shard quantized weights by rows only: placement Shard(0)")
 
     @property
@@ -404,7 +409,7 @@ class Weight(Decodable):
         self.check_not_freed()
         for component in self.recipe.components if self.numel() else ():
             part = self.components[component.name]
-            shape = self.recipe.component_shape(component, self._weight_shape, self.rows_before)
+            shape = self.recipe.component_shape(component, self.weight_shape, self.rows_before)
             fits = tuple(part.shape) == shape and part.dtype == component.dtype and part.device == self.device
             if component.name in names and not fits:
                 raise ValueError(
@@ -418,7 +423,7 @@ class Weight(Decodable):
         Where the tensor has none, they are freed then.
         """
         initial = self.ensure_initial(values.dtype if values.is_floating_point() else torch.float32)
-        initial.copy_(values.detach().reshape(as_matrix(tuple(self._weight_shape))))
+        initial.copy_(values.detach().reshape(as_matrix(tuple(self.weight_shape))))
         self.mark_pending()
         self.forget_scales()
 
@@ -431,12 +436,12 @@ class Weight(Decodable):
             raise RuntimeError(
                 f"{self.prefix}compiled code cannot change a quantized weight: its graphs decode it only"
             )
-        whole = self._whole
+        whole = self.whole
         if INITIAL not in whole.components:
-            if self._shared.has_optimizer:
+            if self.shared.has_optimizer:
                 dtype = torch.float32  # masters tell what was written from what was not
-            whole.components[INITIAL] = whole.values().to(dtype).view(as_matrix(tuple(whole._weight_shape)))
-            self._shared.discard = not self._shared.has_optimizer
+            whole.components[INITIAL] = whole.values().to(dtype).view(as_matrix(tuple(whole.weight_shape)))
+            self.shared.discard = not self.shared.has_optimizer
         initial = self.initial
         assert initial is not None
         return initial
@@ -451,5 +456,5 @@ def check_shape(recipe: Recipe, shape: Sequence[int]) -> None:
 
 def check_dtype(dtype: torch.dtype) -> None:
     """Raise TypeError for values that quantized weights do not decode to."""
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if dtype not in ELEMENT_TYPES:
         raise TypeError(f"quantized weights are float32, bfloat16 or float16, got {dtype}; convert it first")
