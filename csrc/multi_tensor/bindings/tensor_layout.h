@@ -1,5 +1,5 @@
 // Where torch keeps in memory what DLPack tells of a tensor, and what it does not tell. Found out by examples, and only
-// read: asking DLPack takes a tenth of the host's time in a step of 146 tensors, a fifth in one of 2,000.
+// read: with DLPack instead the host takes a sixth more for a step, of 146 tensors as of 2,000.
 #pragma once
 
 #include <pybind11/pybind11.h>
