@@ -44,8 +44,8 @@ OLDEST_ARCH = 80  # has BF16 conversions; torch updates parameters on older GPUs
 DEFAULT_ARCHS = {"80", "90", "100"}  # later ones compile the newest PTX
 # The code asks for no more than "8.9 or later". So from 9.0 on all architectures share one PTX, which is compiled once.
 PTX_ARCHS = (80, 89, 90)
-# By update rule: formats of states whose mixes have kernels of their own. FP32 stands for all without scales. As in
-# kernels.h.
+# By update rule: formats of states whose combinations have kernels of their own. FP32 stands for all without scales. As
+# in kernels.h.
 OWN_KERNELS = {"kAdam": ("kFloat32", "kFloat16", "kFloat8", "kInt8"), "kLion": ("kFloat32", "kFloat8", "kInt8")}
 
 
@@ -94,15 +94,15 @@ def plan_cuda(cxx: str) -> Engine:
     archs = cuda_archs(nvcc)
     include, library = cuda_folders(nvcc, cxx)
     compile_kernels = [nvcc, f"-ccbin={cxx}", *NVCC_FLAGS, *codes_of(archs)]
-    one_mix, any_mix = SOURCES / "cuda/one_mix.cu", SOURCES / "cuda/any_mix.cu"
+    one, any_of_them = SOURCES / "cuda/one_combination.cu", SOURCES / "cuda/any_combination.cu"
     objects = {
         "bindings": bindings("cuda", cxx, f"-isystem{include}"),
         **{
-            f"kernels_{rule}_{own}": (one_mix, [*of_rule(compile_kernels, rule), f"-DFUSED_OPTIM_FORMAT={own}"])
+            f"kernels_{rule}_{own}": (one, [*of_rule(compile_kernels, rule), f"-DFUSED_OPTIM_FORMAT={own}"])
             for rule, formats in OWN_KERNELS.items()
             for own in formats
         },
-        **{f"kernel_any_mix_{rule}": (any_mix, of_rule(compile_kernels, rule)) for rule in OWN_KERNELS},
+        **{f"kernel_any_{rule}": (any_of_them, of_rule(compile_kernels, rule)) for rule in OWN_KERNELS},
         "apply": (SOURCES / "cuda/apply.cu", compile_kernels),
         "norm": (SOURCES / "cuda/norm.cu", compile_kernels),
         "quantize": (SOURCES / "cuda/quantize.cu", compile_kernels),

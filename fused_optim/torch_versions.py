@@ -23,6 +23,7 @@ _ALWAYS = (
     "torch._ops.OpOverload",
     "torch._ops.OpOverload._schema",
     "torch._subclasses.fake_tensor.FakeTensor",
+    "torch.utils._python_dispatch._disable_current_modes",
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
     "torch.utils._python_dispatch.return_and_correct_aliasing",
     "torch.utils._pytree.tree_map_only",

@@ -86,13 +86,13 @@ constexpr bool has_listed_bytes() {
 FUSED_OPTIM_FORMATS(FUSED_OPTIM_CHECK)
 #undef FUSED_OPTIM_CHECK
 
-// The format by which a mix is known: FP32 for all that have no scales.
+// The format by which a combination is known: FP32 for all that have no scales.
 FUSED_OPTIM_HD constexpr Format codec_format(Format format) { return is_scaled(format) ? format : Format::kFloat32; }
 
-// What a kernel of one mix knows at compile time: the update rule, and the format of all states. `has_weights_`:
-// parameters may be quantized.
+// What a kernel of one combination knows at compile time: the update rule, and the format of all states.
+// `has_weights_`: parameters may be quantized.
 template <Rule rule_, Master master_, Format format_, bool has_weights_ = false>
-struct Mix {
+struct Combination {
     static constexpr Rule rule = rule_;
     static constexpr Master master = master_;
     static constexpr Format format = format_;

@@ -28,22 +28,22 @@ FUSED_OPTIM_HD uint32_t finalize(uint32_t h) {  // of MurmurHash3, 32 bits
     return h ^ (h >> 16);
 }
 
-// One hash serves the eight elements of an aligned octet; within it the thresholds are a Weyl sequence as well.
-FUSED_OPTIM_HD uint32_t octet_hash(uint32_t key, uint64_t element) {
-    uint64_t octet = element >> 3;
-    return finalize((static_cast<uint32_t>(octet) + static_cast<uint32_t>(octet >> 32) * kGoldenRatio) ^ key);
+// One hash serves an aligned group of 8 elements; within it the thresholds are a Weyl sequence as well.
+FUSED_OPTIM_HD uint32_t group8_hash(uint32_t key, uint64_t element) {
+    uint64_t group8 = element >> 3;
+    return finalize((static_cast<uint32_t>(group8) + static_cast<uint32_t>(group8 >> 32) * kGoldenRatio) ^ key);
 }
 
 struct Rounding {
     uint32_t offset;  // step * golden ratio, or 1/2 for round to nearest
     uint32_t mask;    // 0 switches everything else off
 
-    FUSED_OPTIM_HD uint32_t octet(uint32_t key, uint64_t element) const {
-        return (octet_hash(key, element) & mask) + offset;
+    FUSED_OPTIM_HD uint32_t group8(uint32_t key, uint64_t element) const {
+        return (group8_hash(key, element) & mask) + offset;
     }
-    // `octet` is of element's octet; of the element only the position within it matters.
-    FUSED_OPTIM_HD uint32_t bits(uint32_t octet, uint32_t element) const {
-        return octet + (element & 7u) * (kSquareRootOfTwo & mask);
+    // `group8`: that of the element's group of 8. Of the element only the position within it matters.
+    FUSED_OPTIM_HD uint32_t bits(uint32_t group8, uint32_t element) const {
+        return group8 + (element & 7u) * (kSquareRootOfTwo & mask);
     }
 };
 

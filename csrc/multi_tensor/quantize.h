@@ -41,7 +41,7 @@ struct Weight {
     }
     FUSED_OPTIM_HD uint32_t fraction(const Rounding& rounding, uint64_t element) const {
         const uint64_t global = global_index(element, offset, geometry, geometry.is_consecutive(numel()));
-        return rounding.bits(rounding.octet(key, global), static_cast<uint32_t>(global));
+        return rounding.bits(rounding.group8(key, global), static_cast<uint32_t>(global));
     }
 };
 

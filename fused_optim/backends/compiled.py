@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from operator import is_
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fused_optim.backends import Compiled, ShardWork, load_engine
-from fused_optim.backends.engine import (
-    Engine,
-    EngineGradientLayout,
-    EngineTensorReader,
-    EngineVersionCounters,
-    Watched,
-)
+from fused_optim.backends.engine import CachedShard, Engine, EngineTensorReader
 from fused_optim.formats import ELEMENT_TYPES
 from fused_optim.layout import StateLayout
 from fused_optim.rule import Hyper, Rule
@@ -81,13 +77,15 @@ def tensor_reader(
 def _tensor_reader(device: torch.device, backend: Compiled, api: object, checks_ends: bool) -> EngineTensorReader:
     engine, _ = load_engine(backend)
     assert engine is not None
-    # By examples the engine finds where torch keeps a tensor's dispatch keys; the first is an ordinary one.
-    with torch.inference_mode(False):
+    # By examples the engine finds where torch keeps a tensor's dispatch keys; the first is an ordinary one. What is
+    # found is kept, so no mode that is on by now may make other tensors. Switching modes off imports half of torch.
+    no_modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+    with torch.inference_mode(False), no_modes:
         ordinary = torch.empty(1, device=device)
         examples = _layout_examples(device)
         copied = [torch._lazy_clone(torch.empty(1, device="cpu")) for _ in range(2)]  # alike on all devices
-    keys = [(x, torch._C._dispatch_keys(x).raw_repr()) for x in (ordinary, torch._neg_view(ordinary))]
-    return engine.TensorReader(api, Tensor, keys, [*map(_example, examples)], [*map(_example, copied)], checks_ends)
+        keys = [(x, torch._C._dispatch_keys(x).raw_repr()) for x in (ordinary, torch._neg_view(ordinary))]
+        return engine.TensorReader(api, Tensor, keys, [*map(_example, examples)], [*map(_example, copied)], checks_ends)
 
 
 def _layout_examples(device: torch.device) -> list[Tensor]:
@@ -105,41 +103,12 @@ def _example(tensor: Tensor) -> tuple[Tensor, int, int, int]:
 
 
 def increment_versions(tensors: list[Tensor]) -> None:
-    """``torch.autograd.graph.increment_version``, which takes a tenth of a microsecond for each."""
-    counters = _version_counters("cpu") or _version_counters("cuda")
-    if counters is None or not counters.increment(tensors):
-        torch.autograd.graph.increment_version(tensors)
-
-
-@functools.cache
-def _version_counters(backend: Compiled) -> EngineVersionCounters | None:
-    engine, _ = load_engine(backend)
-    if engine is None:
-        return None
-    with torch.inference_mode(False), torch.no_grad():
-        tensors = [torch.empty(1, device="cpu") for _ in range(3)]
-        for i, tensor in enumerate(tensors):
-            for _ in range(3 + 2 * i):
-                tensor.zero_()
-        return engine.VersionCounters(Tensor, [(tensor, tensor.detach(), tensor.data) for tensor in tensors])
-
-
-@functools.cache
-def _gradient_layout(backend: Compiled) -> EngineGradientLayout:
-    engine, _ = load_engine(backend)
-    assert engine is not None
-    with torch.inference_mode(False):
-        tensors = [torch.empty(1, device="cpu") for _ in range(4)]
-        return engine.GradientLayout(
-            [
-                *((tensor, torch.empty(1, device="cpu")) for tensor in tensors[:2]),
-                *((tensor, None) for tensor in tensors[2:]),
-            ]
-        )
+    """Count a write of each, which torch does not see: an engine has made it."""
+    torch.autograd.graph.increment_version(tensors)
 
 
 class CompiledShards:
-    """The shards of one device in the ``cpu`` or ``cuda`` engine, which looks for changes itself (``plan.h``).
+    """The shards of one device in the ``cpu`` or ``cuda`` engine, which looks for changes itself (``shard_table.h``).
 
     ``states_on``: where the states are, if not on ``device``. Torch cuts such shards into chunks while the step is
     made, which must not raise then: so storages that were made shorter are noticed, too.
@@ -155,89 +124,58 @@ class CompiledShards:
         states_on: torch.device | None = None,
     ) -> None:
         engine, _ = load_engine(backend)
-        versions = _version_counters(backend)
-        assert engine is not None and versions is not None
+        assert engine is not None
         self._device, self._backend, self._rule = device, backend, rule
         self._writes_weights = engine.writes_weights
         is_apart = states_on is not None
         reader, state_reader = (tensor_reader(each, backend, is_apart) for each in (device, states_on or device))
-        names, gradients = [spec.name for spec in rule.states], _gradient_layout(backend)
-        self._plan = engine.Plan(
-            rule.code, names, groups, group_count, reader, state_reader, versions, gradients, DTensor
+        names = [spec.name for spec in rule.states]
+        self._table = engine.ShardTable(
+            rule.code, names, groups, group_count, reader, state_reader, ELEMENT_TYPES, DTensor
         )
         self.works: dict[int, ShardWork] = {}  # contiguous copies of gradients live until the step is launched
 
-    def refresh(self, watched: list[Watched], attribute: str) -> Sequence[int]:
+    def refresh(self, watched: list[CachedShard], attribute: str) -> Sequence[int]:
         self.works.clear()  # of a step that was begun and refused
         # Reading `.grad` of a DTensor takes three times as long where torch looks for overrides.
         with torch._C.DisableTorchFunctionSubclass():
-            return self._plan.refresh(watched, attribute)
+            return self._table.refresh(watched, attribute)
 
     def written(self) -> Sequence[int]:
-        return self._plan.written()
+        return self._table.written()
 
-    def find_written(self, watched: list[Watched]) -> Sequence[int]:
+    def find_written(self, watched: list[CachedShard]) -> Sequence[int]:
         with torch._C.DisableTorchFunctionSubclass():
-            return self._plan.find_written(watched)
+            return self._table.find_written(watched)
 
-    def set(self, shard: int, work: ShardWork, watched: Watched | None) -> bool:
-        layout, geometry, target = work.layout, work.layout.geometry, work.target
-        weight: dict[str, Any] = {}
-        if target is not None:
-            weight = {
-                "weight_format": target.format,
-                "round_up": target.round_up,
-                "weight_scales": address(target.scale),
-                "absmax": address(work.absmax),
-            }
-        self._plan.set_shard(
-            shard,
-            grad=work.grad.data_ptr(),
-            param=work.param.data_ptr() if target is None else address(target.data),
-            master=address(work.master),
-            states=[state.data_ptr() for state in work.states],
-            scales=layout.scales.data_ptr(),
-            numel=geometry.numel,
-            offset=geometry.offset,
-            inner_local=geometry.inner_local,
-            inner_global=geometry.inner_global,
-            key=work.key,
-            grad_type=ELEMENT_TYPES[work.grad.dtype],
-            param_type=ELEMENT_TYPES[work.param.dtype],
-            master_kind=int(layout.master),
-            state_formats=[fmt.code for fmt in layout.formats],
-            block_log2=(geometry.block or 128).bit_length() - 1,
-            **weight,
-        )
+    def set(self, shard: int, work: ShardWork, watched: CachedShard | None) -> bool:
+        self._table.set_shard(shard, work)
         self.works[shard] = work
-        return watched is not None and self._plan.watch(shard, watched)
+        with torch._C.DisableTorchFunctionSubclass():
+            return watched is not None and self._table.cache(shard, watched)
 
     def sharing(self) -> Sequence[int]:
-        return self._plan.sharing()
+        return self._table.sharing()
 
     def takes_target(self, layout: StateLayout) -> bool:
         return self._writes_weights(self._rule.code, [fmt.code for fmt in layout.formats])
 
     def with_gradients(self) -> Sequence[int]:
-        return self._plan.with_gradients()
+        return self._table.with_gradients()
 
-    def updated(self, watched: list[Watched]) -> list[Tensor]:
-        return self._plan.updated(watched)
+    def updated(self, watched: list[CachedShard]) -> list[Tensor]:
+        return self._table.updated(watched)
 
-    def count_writes(self, watched: list[Watched]) -> None:
-        if not self._plan.count_writes(watched):
-            torch.autograd.graph.increment_version(self._plan.updated(watched))
-
-    def mark(self, watched: list[Watched]) -> None:
+    def mark(self, watched: list[CachedShard]) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            self._plan.mark(watched)
+            self._table.mark(watched)
 
     def groups_with_gradients(self) -> Sequence[int]:
-        return self._plan.groups_with_gradients()
+        return self._table.groups_with_gradients()
 
     def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
         for group, h in enumerate(hypers):
-            self._plan.set_group(  # in its order: keywords would cost a microsecond per group
+            self._table.set_group(  # in its order: keywords would cost a microsecond per group
                 group,
                 0.0 if isinstance(h.lr, Tensor) else h.lr,
                 h.beta1,
@@ -257,7 +195,7 @@ class CompiledShards:
             )
         if self._backend == "cuda":
             size = 0 if workspace is None else workspace.nbytes
-            self._plan.launch(workspace=address(workspace), workspace_size=size, **run_on(self._device))
+            self._table.launch(workspace=address(workspace), workspace_size=size, **run_on(self._device))
         else:
-            self._plan.launch(**run_on(self._device))
+            self._table.launch(**run_on(self._device))
         self.works.clear()

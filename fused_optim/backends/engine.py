@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
+
+from fused_optim.formats import Element
 
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 
-class Watched(NamedTuple):
-    """What an engine compares to see whether a shard is as it was; the fields are those of ``plan.h``."""
+class CachedShard(NamedTuple):
+    """What an engine compares to see whether a shard is as it was; the fields are those of ``cached_shard.h``."""
 
     param: Tensor
     state0: Tensor | None
@@ -24,7 +27,7 @@ class Watched(NamedTuple):
     master: Tensor | None
     spec: DTensorSpec | None  # the parameter's
     states: dict[str, Tensor]  # where the tensors beside the parameter were found
-    # Of a quantized weight that an engine can watch:
+    # Of a quantized weight that an engine can compare:
     local: Tensor | None = None  # the parameter's local tensor
     components: Mapping[str, Tensor] | None = None  # that one's
     names: tuple[str, ...] = ()  # of what is written of it in `components`: codes and scales first
@@ -39,7 +42,7 @@ class EngineNumbers(Protocol):
 
 
 class EngineTensorReader(Protocol):
-    """Reads torch's tensors of one device; see ``exchange.h``."""
+    """Reads torch's tensors of one device; see ``tensor_reader.h``."""
 
     @property
     def reads_directly(self) -> bool: ...
@@ -47,58 +50,19 @@ class EngineTensorReader(Protocol):
     def addresses(self, tensors: list[Tensor | None]) -> EngineNumbers | None: ...
 
 
-class EngineVersionCounters(Protocol):
-    """How often torch's tensors were written; see ``exchange.h``."""
+class EngineShardTable(Protocol):
+    """The shards of one device and their param groups, step by step; see ``shard_table.h``."""
 
-    @property
-    def found(self) -> bool: ...
-    def increment(self, tensors: list[Tensor]) -> bool: ...
-
-
-class EngineGradientLayout(Protocol):
-    """Where torch keeps gradients; see ``exchange.h``."""
-
-    @property
-    def found(self) -> bool: ...
-
-
-class EnginePlan(Protocol):
-    """The shards of one device and their param groups, step by step; see ``plan.h``."""
-
-    def refresh(self, watched: list[Watched], attribute: str) -> list[int]: ...
-    def watch(self, shard: int, watched: Watched) -> bool: ...
+    def refresh(self, cached: list[CachedShard], attribute: str) -> list[int]: ...
+    def cache(self, shard: int, cached: CachedShard) -> bool: ...
     def written(self) -> list[int]: ...
-    def find_written(self, watched: list[Watched]) -> list[int]: ...
+    def find_written(self, cached: list[CachedShard]) -> list[int]: ...
     def sharing(self) -> list[int]: ...
     def with_gradients(self) -> list[int]: ...
-    def updated(self, watched: list[Watched]) -> list[Tensor]: ...
-    def count_writes(self, watched: list[Watched]) -> bool: ...
-    def mark(self, watched: list[Watched]) -> None: ...
+    def updated(self, cached: list[CachedShard]) -> list[Tensor]: ...
+    def mark(self, cached: list[CachedShard]) -> None: ...
     def groups_with_gradients(self) -> list[int]: ...
-    def set_shard(
-        self,
-        shard: int,
-        *,
-        grad: int,
-        param: int,
-        master: int,
-        states: Sequence[int],
-        scales: int,
-        numel: int,
-        offset: int,
-        inner_local: int,
-        inner_global: int,
-        key: int,
-        grad_type: int,
-        param_type: int,
-        master_kind: int,
-        state_formats: Sequence[int],
-        block_log2: int,
-        weight_format: int = -1,
-        round_up: bool = False,
-        weight_scales: int = 0,
-        absmax: int = 0,
-    ) -> None: ...
+    def set_shard(self, shard: int, work: object) -> None: ...  # a ShardWork
     def set_group(
         self,
         group: int,
@@ -145,7 +109,7 @@ class Engine(Protocol):
     def Numbers(self, values: list[int]) -> EngineNumbers: ...
     def same_objects(self, left: list[Any], right: list[Any]) -> bool: ...
     def same_items(self, dict: dict[Any, Any], keys: list[Any], values: list[Any]) -> bool: ...
-    def Plan(
+    def ShardTable(
         self,
         rule: int,
         state_names: Sequence[str],
@@ -153,14 +117,9 @@ class Engine(Protocol):
         group_count: int,
         reader: EngineTensorReader,
         state_reader: EngineTensorReader,
-        versions: EngineVersionCounters,
-        gradients: EngineGradientLayout,
+        element_types: dict[torch.dtype, Element],
         dtensor_type: type,
-    ) -> EnginePlan: ...
-    def VersionCounters(
-        self, tensor_type: type, examples: list[tuple[Tensor, Tensor, Tensor]]
-    ) -> EngineVersionCounters: ...
-    def GradientLayout(self, examples: list[tuple[Tensor, Tensor | None]]) -> EngineGradientLayout: ...
+    ) -> EngineShardTable: ...
     def Gradients(
         self, *, addresses: list[int], numels: list[int], types: list[int], groups: list[int]
     ) -> EngineGradients: ...

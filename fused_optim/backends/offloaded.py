@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fused_optim.backends import Backend, ShardWork, uncounted
-from fused_optim.backends.engine import Watched
+from fused_optim.backends.engine import CachedShard
 from fused_optim.backends.shards import shards_on
 from fused_optim.host_memory import can_be_streamed
 from fused_optim.layout import StateLayout
@@ -165,29 +165,29 @@ class OffloadedShards:
         self._groups, self._group_count = groups, group_count
         self._whole = shards_on(device, backend, groups, group_count, rule, torch.device("cpu"))
         self.works = self._whole.works
-        self._watched: list[Watched] = []
+        self._watched: list[CachedShard] = []
         self._attribute = ""
         self._lasting: dict[int, tuple[StateLayout, int]] = {}  # by shard: its layout and key
         self._known: dict[int, tuple[tuple[int, ...], list[_Part]]] = {}  # by shard: where its states were; its parts
 
-    def refresh(self, watched: list[Watched], attribute: str) -> Sequence[int]:
+    def refresh(self, watched: list[CachedShard], attribute: str) -> Sequence[int]:
         self._watched, self._attribute = watched, attribute
         stale = self._whole.refresh(watched, attribute)
         return sorted({*stale, *(i for i in self._whole.with_gradients() if not self._is_locked(watched[i]))})
 
-    def _is_locked(self, watched: Watched) -> bool:
+    def _is_locked(self, watched: CachedShard) -> bool:
         """Asked in every step: no other guard sees that the memory of a tensor is not page-locked any more."""
         states = watched.state0, watched.state1, watched.master
         return all(state is None or can_be_streamed(local_tensor(state), self._device) for state in states)
 
-    def set(self, shard: int, work: ShardWork, watched: Watched | None) -> bool:
+    def set(self, shard: int, work: ShardWork, watched: CachedShard | None) -> bool:
         self._lasting[shard] = work.layout, work.key
         return self._whole.set(shard, work, watched)
 
     def written(self) -> Sequence[int]:
         return self._whole.written()
 
-    def find_written(self, watched: list[Watched]) -> Sequence[int]:
+    def find_written(self, watched: list[CachedShard]) -> Sequence[int]:
         return self._whole.find_written(watched)
 
     def sharing(self) -> Sequence[int]:
@@ -199,13 +199,10 @@ class OffloadedShards:
     def with_gradients(self) -> Sequence[int]:
         return self._whole.with_gradients()
 
-    def updated(self, watched: list[Watched]) -> list[Tensor]:
+    def updated(self, watched: list[CachedShard]) -> list[Tensor]:
         return self._whole.updated(watched)
 
-    def count_writes(self, watched: list[Watched]) -> None:
-        self._whole.count_writes(watched)
-
-    def mark(self, watched: list[Watched]) -> None:
+    def mark(self, watched: list[CachedShard]) -> None:
         self._whole.mark(watched)
         self.works.clear()
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fused_optim.backends import Backend, GroupWork, ShardWork, torch_reference
-from fused_optim.backends.compiled import CompiledShards, increment_versions
-from fused_optim.backends.engine import Watched
+from fused_optim.backends.compiled import CompiledShards
+from fused_optim.backends.engine import CachedShard
 from fused_optim.layout import StateLayout
 from fused_optim.rule import Hyper, Rule
 
@@ -25,19 +25,19 @@ class Shards(Protocol):
 
     works: dict[int, ShardWork]
 
-    def refresh(self, watched: list[Watched], attribute: str) -> Sequence[int]:
+    def refresh(self, watched: list[CachedShard], attribute: str) -> Sequence[int]:
         """Take this step's gradients; the numbers of the shards that have one and must be set (again)."""
 
-    def set(self, shard: int, work: ShardWork, watched: Watched | None) -> bool:
+    def set(self, shard: int, work: ShardWork, watched: CachedShard | None) -> bool:
         """Describe a shard for this step, and with ``watched`` for later ones, as long as nothing else changes.
 
         Whether it is watched.
         """
 
     def written(self) -> Sequence[int]:
-        """Watched shards that ``refresh`` found as they were, but whose parameter, beside a master, was written."""
+        """Cached shards that ``refresh`` found as they were, but whose parameter, beside a master, was written."""
 
-    def find_written(self, watched: list[Watched]) -> Sequence[int]:
+    def find_written(self, watched: list[CachedShard]) -> Sequence[int]:
         """The same of all watched shards, with a gradient or without. A write is named once."""
 
     def sharing(self) -> Sequence[int]:
@@ -49,13 +49,10 @@ class Shards(Protocol):
     def with_gradients(self) -> Sequence[int]:
         """The numbers of the shards that have a gradient in this step, ascending."""
 
-    def updated(self, watched: list[Watched]) -> list[Tensor]:
+    def updated(self, watched: list[CachedShard]) -> list[Tensor]:
         """Their parameters."""
 
-    def count_writes(self, watched: list[Watched]) -> None:
-        """After a step: count it in the versions of the parameters that have a gradient."""
-
-    def mark(self, watched: list[Watched]) -> None:
+    def mark(self, watched: list[CachedShard]) -> None:
         """After a step: watched parameters are what belongs to their masters."""
 
     def groups_with_gradients(self) -> Sequence[int]:
@@ -89,18 +86,18 @@ class ReferenceShards:
         self._groups = groups
         self.works: dict[int, ShardWork] = {}
 
-    def refresh(self, watched: list[Watched], attribute: str) -> Sequence[int]:
+    def refresh(self, watched: list[CachedShard], attribute: str) -> Sequence[int]:
         self.works.clear()
         return [i for i, shard in enumerate(watched) if getattr(shard.param, attribute, None) is not None]
 
-    def set(self, shard: int, work: ShardWork, watched: Watched | None) -> bool:
+    def set(self, shard: int, work: ShardWork, watched: CachedShard | None) -> bool:
         self.works[shard] = work
         return False
 
     def written(self) -> Sequence[int]:
         return ()
 
-    def find_written(self, watched: list[Watched]) -> Sequence[int]:
+    def find_written(self, watched: list[CachedShard]) -> Sequence[int]:
         return ()
 
     def sharing(self) -> Sequence[int]:
@@ -120,13 +117,10 @@ class ReferenceShards:
     def with_gradients(self) -> Sequence[int]:
         return sorted(self.works)
 
-    def updated(self, watched: list[Watched]) -> list[Tensor]:
+    def updated(self, watched: list[CachedShard]) -> list[Tensor]:
         return [watched[i].param for i in self.works]
 
-    def count_writes(self, watched: list[Watched]) -> None:
-        increment_versions(self.updated(watched))
-
-    def mark(self, watched: list[Watched]) -> None:
+    def mark(self, watched: list[CachedShard]) -> None:
         self.works.clear()
 
     def groups_with_gradients(self) -> Sequence[int]:

@@ -9,7 +9,7 @@ import enum
 import functools
 from types import ModuleType
 
-from fused_optim.backends.engine import Watched
+from fused_optim.backends.engine import CachedShard
 from fused_optim.formats import ELEMENT_TYPES, STATE_FORMATS, Element, Master
 
 Rows = tuple[tuple[object, ...], ...]
@@ -62,7 +62,7 @@ def tables() -> dict[str, Rows]:
         "Master": tuple((kind.name, kind.dtype.itemsize if kind else 0) for kind in Master),
         "Format": tuple((fmt.name, fmt.signed_dtype.itemsize, fmt.scaled) for fmt in formats),
         "Rule": tuple((rule.name, *STATE_KINDS[rule]) for rule in Rule),
-        "Watched": tuple((name,) for name in Watched._fields),
+        "CachedShard": tuple((name,) for name in CachedShard._fields),
         "CastFormat": tuple((kind.name, _LARGEST[kind]) for kind in CastFormat),
         **{kind.__name__: tuple((each.name,) for each in kind) for kind in (WeightFormat, ScaleStage)},
     }

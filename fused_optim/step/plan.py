@@ -20,7 +20,7 @@ from fused_optim import adapters
 from fused_optim.adapters import Batch, Fractions, Target, Update, adapter_of
 from fused_optim.backends import Backend, ShardWork, backend_of, forced_backend, is_capturing, uncounted
 from fused_optim.backends.compiled import increment_versions, same_items, same_objects
-from fused_optim.backends.engine import Watched
+from fused_optim.backends.engine import CachedShard
 from fused_optim.backends.gradients import unscaled, write_
 from fused_optim.backends.offloaded import OffloadedShards
 from fused_optim.backends.shards import Shards, shards_on
@@ -41,7 +41,7 @@ class _Part:
     backend: Backend
     indices: list[int] = field(default_factory=list)  # positions in the param groups
     groups: list[int] = field(default_factory=list)
-    watched: list[Watched] = field(default_factory=list)
+    watched: list[CachedShard] = field(default_factory=list)
     absmax: Tensor | None = None  # of shards whose targets measure it, memory for as many as there are shards
     measured: dict[int, int] = field(default_factory=dict)  # where a shard's absmax lies in it
     # Gradients that this step reads from copies, and where their unscaled values come from: those copies or, where the
@@ -337,10 +337,10 @@ class Plan:
         for batch in batches:
             batch.write(applies)
         self._passing.clear()
+        written = self._updated()
         if per_device and per_device[0][0].grad_scale is not None:
-            increment_versions([getattr(param, self._attribute) for param in self._updated()])
-        for part in self._parts:
-            part.shards.count_writes(part.watched)
+            written += [getattr(param, self._attribute) for param in written]
+        increment_versions(written)
         for part in self._parts:  # which may share counters
             updated = part.unwatched.intersection(part.shards.with_gradients())
             part.shards.mark(part.watched)
@@ -393,13 +393,13 @@ def _unscaled_apart(apart: list[tuple[Tensor, Tensor]], hypers: list[Hyper]) -> 
     return [(grad, unscaled(grad, scale) if source is grad else source) for grad, source in apart]
 
 
-def _watched(param: Tensor, states: ParamState) -> Watched:
+def _watched(param: Tensor, states: ParamState) -> CachedShard:
     spec = param._spec if isinstance(param, DTensor) else None
     state0, state1, *_ = (*(states.tensors.get(each.name) for each in states.layout.specs), None)
-    return Watched(param, state0, state1, master=states.tensors.get(MASTER), spec=spec, states=states.tensors)
+    return CachedShard(param, state0, state1, master=states.tensors.get(MASTER), spec=spec, states=states.tensors)
 
 
-def _watched_weight(watched: Watched, target: Target, master: Tensor) -> Watched:
+def _watched_weight(watched: CachedShard, target: Target, master: Tensor) -> CachedShard:
     """The same of a quantized weight, as far as it can be watched."""
     if target.names is None or target.components is None:
         return watched

@@ -23,6 +23,7 @@ from fused_optim import FusedAdam, backends
 from fused_optim.backends import COMPILED, backend_for, build_info, load_engine
 from fused_optim.backends.tables import Rule, tables
 from fused_optim.tools.info import info
+from shard_works import ELEMENT_NUMBERS, shard_work
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def test_built_engines_import(name: str) -> None:
     if not built.get("built"):
         pytest.skip(f"the {name} engine is not built")
     engine = importlib.import_module(f"fused_optim._engine_{name}")  # needs neither a GPU nor a driver
-    assert engine.Plan
+    assert engine.ShardTable
 
 
 def test_unknown_backend(use_backend: Any) -> None:
@@ -218,13 +219,11 @@ def loaded(name: str) -> ModuleType:
     return engine if engine is not None else pytest.skip(f"no {name} engine")
 
 
-def empty_plan(name: str, groups: list[int], rule: int = Rule.ADAM, names: Sequence[str] = ("m", "v")) -> Any:
+def empty_table(name: str, groups: list[int], rule: int = Rule.ADAM, names: Sequence[str] = ("m", "v")) -> Any:
     """Two param groups, and shards that are not described yet."""
     engine = loaded(name)
     reader = engine.TensorReader(None, Tensor, keys=[], examples=[], copied=[])
-    return engine.Plan(
-        rule, names, groups, 2, reader, reader, engine.VersionCounters(Tensor, []), engine.GradientLayout([]), DTensor
-    )
+    return engine.ShardTable(rule, names, groups, 2, reader, reader, ELEMENT_NUMBERS, DTensor)
 
 
 @pytest.mark.parametrize("name", COMPILED)
@@ -266,37 +265,37 @@ def empty_plan(name: str, groups: list[int], rule: int = Rule.ADAM, names: Seque
     ids=str,
 )
 def test_engine_refuses(name: str, change: dict[str, Any], message: str) -> None:
-    plan = empty_plan(name, [0, 0])
-    plan.set_group(0, **GROUP)
-    plan.set_shard(0, **SHARD)
+    table = empty_table(name, [0, 0])
+    table.set_group(0, **GROUP)
+    table.set_shard(0, shard_work(**SHARD))
     with pytest.raises(ValueError, match=f"fused_optim: shard 1: expected {message}"):
-        plan.set_shard(1, **{**SHARD, **change})
+        table.set_shard(1, shard_work(**{**SHARD, **change}))
 
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_engine_refuses_other_types_and_numbers(name: str) -> None:
     with pytest.raises(ValueError, match="shards are ordered by param group"):
-        empty_plan(name, [1, 0])
+        empty_table(name, [1, 0])
     with pytest.raises(ValueError, match="shards are ordered by param group"):
-        empty_plan(name, [0, 2])
+        empty_table(name, [0, 2])
     for rule in (-1, len(Rule), 256):
         with pytest.raises(ValueError, match="expected a known update rule"):
-            empty_plan(name, [0], rule)
+            empty_table(name, [0], rule)
     with pytest.raises(ValueError, match="expected a name of each state"):
-        empty_plan(name, [0], names=["m"])
-    plan = empty_plan(name, [0, 1])
+        empty_table(name, [0], names=["m"])
+    table = empty_table(name, [0, 1])
     with pytest.raises(IndexError):
-        plan.set_group(2, **GROUP)
+        table.set_group(2, **GROUP)
     with pytest.raises(IndexError):
-        plan.set_shard(2, **SHARD)
+        table.set_shard(2, shard_work(**SHARD))
     with pytest.raises(TypeError):
-        plan.set_group(0, **{**GROUP, "step": "one"})
-    with pytest.raises(TypeError):
-        plan.set_shard(0, **{**SHARD, "numel": -1})
-    with pytest.raises(ValueError, match="one watched tuple per shard"):
-        plan.refresh([], "grad")
-    with pytest.raises(ValueError, match="expected a Watched"):
-        plan.watch(0, (Tensor(), None, {}))
+        table.set_group(0, **{**GROUP, "step": "one"})
+    with pytest.raises(RuntimeError, match="Unable to cast"):
+        table.set_shard(0, shard_work(**{**SHARD, "numel": -1}))
+    with pytest.raises(ValueError, match="one cached tuple per shard"):
+        table.refresh([], "grad")
+    with pytest.raises(ValueError, match="expected a CachedShard"):
+        table.cache(0, (Tensor(), None, {}))
 
 
 GRADIENTS: dict[str, list[int]] = {"addresses": [64, 64], "numels": [8, 8], "types": [0, 1], "groups": [0, 0]}

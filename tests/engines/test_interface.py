@@ -8,7 +8,7 @@ import re
 import pytest
 
 from fused_optim.backends import load_engine
-from fused_optim.backends.engine import CudaEngine, Engine, EngineGradients, EnginePlan
+from fused_optim.backends.engine import CudaEngine, Engine, EngineGradients, EngineShardTable
 
 OWN = {"device", "stream", "workspace", "workspace_size", "threads"}  # where an engine runs: *where or **where
 
@@ -35,10 +35,10 @@ def test_engines_take_what_their_protocol_says(name: str) -> None:
     engine, reason = load_engine(name)
     if engine is None:
         pytest.skip(reason)
-    holders = {Engine: engine, EnginePlan: engine.Plan, EngineGradients: engine.Gradients}
+    holders = {Engine: engine, EngineShardTable: engine.ShardTable, EngineGradients: engine.Gradients}
     found = {protocol: {key: has(holder, key) for key in declared(protocol)} for protocol, holder in holders.items()}
     assert found == {protocol: declared(protocol) for protocol in holders}
-    assert len(found[EnginePlan]["set_group"]) == 16 and len(found[Engine]["quantize_rescale"]) == 9
+    assert len(found[EngineShardTable]["set_group"]) == 16 and len(found[Engine]["quantize_rescale"]) == 9
 
 
 def test_the_cuda_engine_has_more() -> None:

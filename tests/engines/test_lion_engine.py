@@ -1,6 +1,6 @@
-"""Lion in the compiled engines, driven through their plans: the same bits as a few lines of PyTorch, on every device.
+"""Lion in the compiled engines, driven through their tables of shards: the same bits as a few lines of PyTorch.
 
-It divides by nothing, so GPUs give the same bits as well.
+On every device: Lion divides by nothing, so GPUs give the same bits as well.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from fused_optim.formats import (
     split_remainder,
 )
 from fused_optim.quantized import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
+from shard_works import ELEMENT_NUMBERS, shard_work
 
 FORMATS = sorted(set(STATE_FORMATS.values()), key=lambda fmt: fmt.code)
 ALL_FORMATS = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
@@ -174,15 +175,15 @@ def launch(shards: list[Shard], group: Group, device: str, **weight: Any) -> Non
     """A step of the engine."""
     engine: Any = load_engine(device)[0]
     reader = engine.TensorReader(None, Tensor, keys=[], examples=[], copied=[])
-    apart = engine.VersionCounters(Tensor, []), engine.GradientLayout([])
-    plan = engine.Plan(Rule.LION, ["momentum"], [0] * len(shards), 1, reader, reader, *apart, DTensor)
-    plan.set_group(0, *group.arguments(), **{name: x.data_ptr() for name, x in group.pointers.items()})
+    numbers = [0] * len(shards)
+    table = engine.ShardTable(Rule.LION, ["momentum"], numbers, 1, reader, reader, ELEMENT_NUMBERS, DTensor)
+    table.set_group(0, *group.arguments(), **{name: x.data_ptr() for name, x in group.pointers.items()})
     for i, shard in enumerate(shards):
-        plan.set_shard(i, **{**shard.arguments(), **weight})
+        table.set_shard(i, shard_work(**{**shard.arguments(), **weight}))
     workspace = torch.empty(1024, dtype=torch.uint8, device=device)
     memory = {"workspace": workspace.data_ptr(), "workspace_size": 1024} if device == "cuda" else {}
     place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
-    plan.launch(**memory, **run_on(place))
+    table.launch(**memory, **run_on(place))
     if device == "cuda":
         torch.cuda.synchronize()
 

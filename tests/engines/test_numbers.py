@@ -43,7 +43,7 @@ OTHER_TABLES = {
     "scales": changed("Format", 1, "bfloat16", 2, True),
     "another order": {**tables(), "Rule": tables()["Rule"][::-1]},
     "states of another kind": changed("Rule", 1, "LION", "SQUARE", "NONE"),
-    "another field": changed("Watched", 1, "exp_avg"),
+    "another field": changed("CachedShard", 1, "exp_avg"),
     "one table less": {name: rows for name, rows in tables().items() if name != "CastFormat"},
     "none": None,
 }

@@ -169,7 +169,7 @@ def test_decoded_values_are_the_references(
 def test_large_weights_are_decoded(
     recipe: Recipe, shape: tuple[int, int], engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By many thread blocks and threads, in octets of elements that end within a block of the format or with it."""
+    """By many thread blocks and threads, in groups of 8 elements that end within a block of the format or with it."""
     x = torch.randn(shape, device=engine)
     components = reference(recipe, x)
     with engine_alone(monkeypatch):

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fused_optim.backends import compiled, load_engine
-from fused_optim.backends.engine import EngineGradientLayout, EngineTensorReader, EngineVersionCounters
+from fused_optim.backends.engine import EngineTensorReader
 
 API = getattr(Tensor, "__dlpack_c_exchange_api__", None)
 pytestmark = pytest.mark.skipif(
@@ -120,10 +121,13 @@ def test_lazy_copies_are_made_before_their_memory_is_written(make: Callable[[], 
     assert found[0] != found[1]
 
 
-def counters(*examples: tuple[Tensor, Tensor, Tensor]) -> EngineVersionCounters:
-    engine, _ = load_engine("cpu")
-    assert engine is not None
-    return engine.VersionCounters(Tensor, list(examples))
+def test_modes_have_no_part_in_what_is_found() -> None:
+    """It is found once, perhaps in a mode that makes other tensors than ordinary ones."""
+    compiled._tensor_reader.cache_clear()
+    with FakeTensorMode():
+        found = compiled.tensor_reader(CPU)
+    compiled._tensor_reader.cache_clear()
+    assert found.reads_directly
 
 
 def written(times: int) -> Tensor:
@@ -133,55 +137,13 @@ def written(times: int) -> Tensor:
     return tensor
 
 
-def test_versions_are_counted_where_torch_counts_them() -> None:
+def test_a_write_of_an_engine_is_counted() -> None:
     tensors = [written(1), torch.nn.Parameter(written(2)), written(3)[:1]]
-    examples = [(x, x.detach(), x.data) for x in (written(3), written(4))]
-    known = counters(*examples)
-    assert known.found and known.increment(tensors) and known.increment(tensors[:1])
-    assert [x._version for x in tensors] == [3, 3, 4]
     with torch.inference_mode():
         uncounted = torch.ones(2)
-    assert not known.increment([tensors[0], uncounted])  # where torch counts or raises
-    assert not known.increment([tensors[0], None])  # type: ignore[list-item]
-    assert tensors[0]._version == 3
-
-
-def test_what_is_no_address_of_versions_is_not_followed() -> None:
-    """Sizes may be shared as addresses are: by a tensor and its first companion, not by the second."""
-    lost = counters(*((x, x, x.detach()[:1]) for x in (written(3), written(4))))
-    assert not lost.found
-
-
-@pytest.mark.parametrize("misleading", [[], [(2, 1, 1)], [(0, 0, 0)], [(0, 1, 1)]])
-def test_versions_that_are_not_found_are_left_to_torch(
-    misleading: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Examples: a tensor, one with its memory and its counter, one with its memory."""
-    tensor = written(3)
-    which = tensor, tensor.detach(), tensor.data
-    lost = counters(*[(which[a], which[b], which[c]) for a, b, c in misleading])
-    other = written(1)
-    assert not lost.found and not lost.increment([other]) and other._version == 1
-    monkeypatch.setattr(compiled, "_version_counters", lambda _: lost)
-    compiled.increment_versions([other])
-    assert other._version == 2 and tensor._version == 3
-
-
-def gradient_layout(*examples: tuple[Tensor, Tensor | None]) -> EngineGradientLayout:
-    engine, _ = load_engine("cpu")
-    assert engine is not None
-    return engine.GradientLayout(list(examples))
-
-
-def test_gradients_are_found() -> None:
-    assert compiled._gradient_layout("cpu").found
-    assert gradient_layout((torch.ones(2), torch.ones(2)), (torch.ones(2), None)).found
-
-
-def test_gradients_are_not_found_by_misleading_examples() -> None:
-    assert not gradient_layout().found
-    known = torch.ones(2, requires_grad=True)  # what else would change when it has to have a gradient?
-    assert not gradient_layout((known, torch.ones(2)), (torch.ones(2), None)).found
+    compiled.increment_versions([*tensors, uncounted])
+    compiled.increment_versions(tensors[:1])
+    assert [x._version for x in tensors] == [3, 3, 4]
 
 
 def test_the_same_objects() -> None:

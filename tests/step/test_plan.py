@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from cases import FORMAT, MASTER, Format, Master, values
 from fused_optim import FusedAdam, adapters
-from fused_optim.backends import compiled, load_engine
 from fused_optim.quantized import MXFP8BlockScaling, quantize_model_
 from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.state import store
@@ -427,21 +426,6 @@ def test_without_the_exchange_api(pair: tuple[Trainer, Trainer], monkeypatch: py
     first.optimizer.stepper.leave_plan()
     for trainer in pair:
         trainer.train(2)
-    for actual, expected in zip(first.everything(), second.everything(), strict=True):
-        assert torch.equal(actual, expected)
-
-
-def test_without_knowing_where_gradients_are(pair: tuple[Trainer, Trainer], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch is asked for them: slower, and the same."""
-    first, second = pair
-    engine, _ = load_engine("cpu")
-    if engine is None:
-        pytest.skip("no engine")
-    monkeypatch.setattr(compiled, "_gradient_layout", lambda _: engine.GradientLayout([]))
-    first.optimizer.stepper.leave_plan()
-    first.train(2)
-    monkeypatch.undo()
-    second.train(2)
     for actual, expected in zip(first.everything(), second.everything(), strict=True):
         assert torch.equal(actual, expected)
 

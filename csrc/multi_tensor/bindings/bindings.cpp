@@ -2,7 +2,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -10,7 +9,9 @@
 #include "bindings/bindings_cast.h"
 #include "bindings/bindings_norm.h"
 #include "bindings/bindings_quantize.h"
-#include "bindings/plan.h"
+#include "bindings/shard_table.h"
+#include "bindings/shard_work.h"
+#include "bindings/tensor_reader.h"
 #include "cast.h"
 #include "launch.h"
 #include "norm.h"
@@ -22,50 +23,9 @@ using namespace fused_optim;
 
 namespace {
 
-void require(bool condition, size_t index, const char* expected) {
-    if (condition) return;
-    throw std::invalid_argument("fused_optim: shard " + std::to_string(index) + ": expected " + expected);
-}
-
-// Checked before the cast, which would keep only the low 8 bits.
-template <class Enum>
-Enum enumerator(int number, size_t index, const char* expected) {
-    require(number >= 0 && number < kCount<Enum>, index, expected);
-    return static_cast<Enum>(number);
-}
-
 Rule rule_of(int number) {
     if (number >= 0 && number < kCount<Rule>) return static_cast<Rule>(number);
     throw std::invalid_argument("fused_optim: expected a known update rule");
-}
-
-// Into the first places of `states`.
-void set_states(State* states, Rule rule, const std::vector<uint64_t>& addresses, const std::vector<int>& formats,
-                size_t i) {
-    const auto count = static_cast<size_t>(state_count(rule));
-    require(addresses.size() == count && formats.size() == count, i, "as many states as the rule has");
-    for (size_t k = 0; k < count; ++k) {
-        states[k] = {addresses[k], enumerator<Format>(formats[k], i, "a known state format")};
-    }
-}
-
-// The last check before raw addresses are used; Python has validated tensors by name already.
-void check(Rule rule, const Shard& s, size_t i) {
-    const auto states = s.states, end = states + state_count(rule);
-    const bool complete = s.grad && std::all_of(states, end, [](const State& state) { return state.address != 0; });
-    require(s.numel == 0 || complete, i, "addresses of all tensors");
-    require(s.numel == 0 || s.param || s.quantized, i, "the address of the parameter");
-    require(s.master_kind == Master::kParameter || s.numel == 0 || s.master, i, "the address of the master");
-    require(s.numel == 0 || !s.quantized || !s.param || s.weight_scales, i, "the scales of a quantized parameter");
-    require(s.geometry.inner_local > 0, i, "inner_local > 0");
-    const bool whole_master = s.master_kind == Master::kFloat32 || s.master_kind == Master::kFloat16;
-    require(!s.quantized || whole_master, i, "an FP32 or FP16 master of a quantized parameter");
-    require(!s.quantized || !s.param || traits_of(s.weight_format).written_by_update, i,
-            "a format of weights that the update can write");
-    require(!is_remainder(s.master_kind) || s.param_type == Element::kBFloat16, i, "a BF16 parameter");
-    const bool scaled = is_scaled(s.master_kind) ||
-                        std::any_of(states, end, [](const State& state) { return is_scaled(state.format); });
-    require(s.numel == 0 || s.scales || !scaled, i, "the address of the scales");
 }
 
 template <class T>
@@ -73,7 +33,7 @@ const T* pointer(uint64_t address) {
     return reinterpret_cast<const T*>(address);
 }
 
-void set_group(Plan& plan, size_t i, double lr, double beta1, double beta2, double eps, double weight_decay,
+void set_group(ShardTable& table, size_t i, double lr, double beta1, double beta2, double eps, double weight_decay,
                int64_t number, bool decoupled, bool bias_correction, bool maximize, bool stochastic_rounding,
                uint64_t lr_pointer, uint64_t grad_scale, uint64_t grad_factor, uint64_t found_inf,
                uint64_t step_pointer) {
@@ -93,44 +53,13 @@ void set_group(Plan& plan, size_t i, double lr, double beta1, double beta2, doub
     hyper.bias_correction = bias_correction;
     hyper.maximize = maximize;
     hyper.stochastic_rounding = stochastic_rounding;
-    plan.group(i) = hyper;
-}
-
-void set_shard(Plan& plan, size_t i, uint64_t grad, uint64_t param, uint64_t master,
-               const std::vector<uint64_t>& states, uint64_t scales, uint64_t numel, uint64_t offset,
-               uint64_t inner_local, uint64_t inner_global, uint32_t key, int grad_type, int param_type,
-               int master_kind, const std::vector<int>& state_formats, int block_log2, int weight_format, bool round_up,
-               uint64_t weight_scales, uint64_t absmax) {
-    Shard s{};
-    s.grad = grad;
-    s.param = param;
-    s.master = master;
-    set_states(s.states, plan.rule(), states, state_formats, i);
-    s.scales = scales;
-    s.numel = numel;
-    s.offset = offset;
-    s.geometry = {inner_local, inner_global};
-    s.key = key;
-    s.grad_type = enumerator<Element>(grad_type, i, "a known element type");
-    s.param_type = enumerator<Element>(param_type, i, "a known element type");
-    s.master_kind = enumerator<Master>(master_kind, i, "a known master");
-    require(block_log2 >= 5 && block_log2 <= 7, i, "blocks of 32, 64 or 128");
-    s.block_log2 = static_cast<uint8_t>(block_log2);
-    s.quantized = weight_format >= 0;
-    if (s.quantized) {
-        s.weight_format = enumerator<WeightFormat>(weight_format, i, "a known format of weights");
-        s.round_up = round_up;
-        s.weight_scales = weight_scales;
-        s.absmax = absmax;
-    }
-    check(plan.rule(), s, i);
-    plan.set_shard(i, s);
+    table.group(i) = hyper;
 }
 
 // Whether quantized weights whose states have these formats can be written by the update.
 bool writes_weights(int rule, const std::vector<int>& state_formats) {
     State states[kMaxStates]{};
-    set_states(states, rule_of(rule), std::vector<uint64_t>(state_formats.size()), state_formats, 0);
+    set_formats(states, rule_of(rule), state_formats, 0);
 #if defined(FUSED_OPTIM_ENGINE_CUDA)
     return writes_weights_cuda(rule_of(rule), states);
 #else
@@ -146,15 +75,15 @@ void load_kernels(int rule, int device) {
     load_cast_kernels(device);
 }
 
-void launch(Plan& plan, int device, uint64_t stream, uint64_t workspace, uint64_t workspace_size) {
-    const Step& step = plan.step();
+void launch(ShardTable& table, int device, uint64_t stream, uint64_t workspace, uint64_t workspace_size) {
+    const Step& step = table.step();
     py::gil_scoped_release release;
     if (workspace_size < workspace_bytes(step)) workspace = 0;
     launch_cuda(step, device, stream, workspace);
 }
 #else
-void launch(Plan& plan, int threads) {
-    const Step& step = plan.step();
+void launch(ShardTable& table, int threads) {
+    const Step& step = table.step();
     py::gil_scoped_release release;
     launch_cpu(step, threads);
 }
@@ -202,7 +131,7 @@ py::dict tables() {
         {"Master", {FUSED_OPTIM_MASTERS(FUSED_OPTIM_TUPLE)}},
         {"Format", {FUSED_OPTIM_FORMATS(FUSED_OPTIM_TUPLE)}},
         {"Rule", {FUSED_OPTIM_RULES(FUSED_OPTIM_KINDS)}},
-        {"Watched", {FUSED_OPTIM_WATCHED(FUSED_OPTIM_TUPLE)}},
+        {"CachedShard", {FUSED_OPTIM_CACHED(FUSED_OPTIM_TUPLE)}},
         {"WeightFormat", {FUSED_OPTIM_WEIGHT_FORMATS(FUSED_OPTIM_TUPLE)}},
         {"ScaleStage", {FUSED_OPTIM_SCALE_STAGES(FUSED_OPTIM_TUPLE)}},
         {"CastFormat", {FUSED_OPTIM_CAST_FORMATS(FUSED_OPTIM_TUPLE)}},
@@ -251,44 +180,35 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
     gradients::define_all(m);
     weights::define_all(m);
     casts::define_all(m);
-    py::class_<VersionCounters>(m, "VersionCounters", py::module_local(), "How often tensors were written.")
-        .def(py::init<const py::object&, const std::vector<VersionCounters::Example>&>(), py::arg("tensor_type"),
-             py::arg("examples"))
-        .def_property_readonly("found", &VersionCounters::found)
-        .def("increment", &VersionCounters::increment<py::list>, py::arg("tensors"));
-    py::class_<GradientLayout>(m, "GradientLayout", py::module_local(), "Where torch keeps gradients.")
-        .def(py::init<const std::vector<GradientLayout::Example>&>(), py::arg("examples"))
-        .def_property_readonly("found", &GradientLayout::found);
     m.def("same_objects", &same_objects, py::arg("left"), py::arg("right"));
     m.def("same_items", &same_items, py::arg("dict"), py::arg("keys"), py::arg("values"));
-    py::class_<Plan>(m, "Plan", py::module_local(), "The shards of one device and their param groups, step by step.")
+    py::class_<ShardTable>(m, "ShardTable", py::module_local(),
+                           "The shards of one device and their param groups, step by step.")
         .def(py::init([](int rule, const std::vector<py::str>& state_names, const std::vector<uint32_t>& groups,
-                         size_t group_count, TensorReader reader, TensorReader state_reader, VersionCounters versions,
-                         GradientLayout gradients, py::object dtensor_type) {
-                 return Plan(rule_of(rule), state_names, groups, group_count, reader, state_reader, versions, gradients,
-                             dtensor_type);
+                         size_t group_count, TensorReader reader, TensorReader state_reader, py::dict element_types,
+                         py::object dtensor_type) {
+                 if (state_names.size() != static_cast<size_t>(state_count(rule_of(rule)))) {
+                     throw std::invalid_argument("fused_optim: expected a name of each state");
+                 }
+                 return ShardTable(rule_of(rule), groups, group_count, ShardWorkReader(element_types),
+                                   ShardReader(state_names, reader, state_reader, dtensor_type));
              }),
              py::arg("rule"), py::arg("state_names"), py::arg("groups"), py::arg("group_count"), py::arg("reader"),
-             py::arg("state_reader"), py::arg("versions"), py::arg("gradients"), py::arg("dtensor_type"))
-        .def("refresh", py::overload_cast<py::list, py::str>(&Plan::refresh), py::arg("watched"), py::arg("attribute"))
-        .def("watch", &Plan::watch, py::arg("shard"), py::arg("watched"))
-        .def("sharing", &Plan::sharing)
-        .def("written", &Plan::written)
-        .def("find_written", &Plan::find_written, py::arg("watched"))
-        .def("with_gradients", &Plan::with_gradients)
-        .def("updated", &Plan::updated, py::arg("watched"))
-        .def("count_writes", &Plan::count_writes, py::arg("watched"))
-        .def("mark", &Plan::mark, py::arg("watched"))
-        .def("groups_with_gradients", &Plan::groups_with_gradients)
+             py::arg("state_reader"), py::arg("element_types"), py::arg("dtensor_type"))
+        .def("set_shard", &ShardTable::set_shard, py::arg("shard"), py::arg("work"))
+        .def("cache", &ShardTable::cache, py::arg("shard"), py::arg("cached"))
+        .def("refresh", &ShardTable::refresh, py::arg("cached"), py::arg("attribute"))
+        .def("sharing", &ShardTable::sharing)
+        .def("written", &ShardTable::written)
+        .def("find_written", &ShardTable::find_written, py::arg("cached"))
+        .def("with_gradients", &ShardTable::with_gradients)
+        .def("updated", &ShardTable::updated, py::arg("cached"))
+        .def("mark", &ShardTable::mark, py::arg("cached"))
+        .def("groups_with_gradients", &ShardTable::groups_with_gradients)
         .def("set_group", &set_group, py::arg("group"), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
              py::arg("eps"), py::arg("weight_decay"), py::arg("step"), py::arg("decoupled"), py::arg("bias_correction"),
              py::arg("maximize"), py::arg("stochastic_rounding"), py::arg("lr_pointer") = 0, py::arg("grad_scale") = 0,
              py::arg("grad_factor") = 0, py::arg("found_inf") = 0, py::arg("step_pointer") = 0)
-        .def("set_shard", &set_shard, py::arg("shard"), py::arg("grad"), py::arg("param"), py::arg("master"),
-             py::arg("states"), py::arg("scales"), py::arg("numel"), py::arg("offset"), py::arg("inner_local"),
-             py::arg("inner_global"), py::arg("key"), py::arg("grad_type"), py::arg("param_type"),
-             py::arg("master_kind"), py::arg("state_formats"), py::arg("block_log2"), py::arg("weight_format") = -1,
-             py::arg("round_up") = false, py::arg("weight_scales") = 0, py::arg("absmax") = 0)
 #if defined(FUSED_OPTIM_ENGINE_CUDA)
         .def("launch", &launch, py::arg("device"), py::arg("stream"), py::arg("workspace") = 0,
              py::arg("workspace_size") = 0)

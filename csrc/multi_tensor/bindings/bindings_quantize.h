@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "bindings/exchange.h"
+#include "bindings/tensor_reader.h"
 #include "bindings/where.h"
 #include "quantize.h"
 

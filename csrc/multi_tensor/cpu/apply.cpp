@@ -52,7 +52,7 @@ void store(const float* tile, const uint32_t* bits, Element type, uint64_t addre
 
 constexpr int kPart = 128;  // elements of a tile whose rounding bits are found together
 
-// The usual case is that a part's elements are aligned octets of consecutive ones, whose numbers do not wrap 32 bits.
+// The usual case is that a part's elements are aligned groups of 8 consecutive ones, whose numbers do not wrap 32 bits.
 void fill_rounding_part(uint32_t* bits, const Shard& shard, const Rounding& rounding, uint64_t element) {
     const bool consecutive = shard.is_consecutive();
     const uint64_t row = shard.geometry.inner_local;
@@ -61,20 +61,20 @@ void fill_rounding_part(uint32_t* bits, const Shard& shard, const Rounding& roun
     if (!in_one_row || first % 8 != 0 || first >> 35 != (first + kPart) >> 35) {
         for (int i = 0; i < kPart; ++i) {
             uint64_t global = global_index(element + i, shard.offset, shard.geometry, consecutive);
-            bits[i] = rounding.bits(rounding.octet(shard.key, global), static_cast<uint32_t>(global));
+            bits[i] = rounding.bits(rounding.group8(shard.key, global), static_cast<uint32_t>(global));
         }
         return;
     }
     const uint32_t start = static_cast<uint32_t>(first >> 3) + static_cast<uint32_t>(first >> 35) * kGoldenRatio;
-    alignas(64) uint32_t octets[kPart / 8];
+    alignas(64) uint32_t groups8[kPart / 8];
     for (uint32_t i = 0; i < kPart / 8; ++i) {
-        octets[i] = (finalize((start + i) ^ shard.key) & rounding.mask) + rounding.offset;
+        groups8[i] = (finalize((start + i) ^ shard.key) & rounding.mask) + rounding.offset;
     }
-    asm volatile("" : : "r"(octets) : "memory");  // broadcast from memory, which is cheaper than permuting
-    typedef uint32_t Octet __attribute__((vector_size(32)));
-    const Octet lanes = Octet{0, 1, 2, 3, 4, 5, 6, 7} * rounding.bits(0, 1);
+    asm volatile("" : : "r"(groups8) : "memory");  // broadcast from memory, which is cheaper than permuting
+    typedef uint32_t Group8 __attribute__((vector_size(32)));
+    const Group8 lanes = Group8{0, 1, 2, 3, 4, 5, 6, 7} * rounding.bits(0, 1);
     for (int i = 0; i < kPart / 8; ++i) {
-        const Octet values = lanes + octets[i];
+        const Group8 values = lanes + groups8[i];
         std::memcpy(bits + 8 * i, &values, sizeof values);
     }
 }
@@ -386,8 +386,8 @@ uint32_t update_values(const Tile<rule>& tile, const Scalars& scalars, const Dir
     }
 }
 
-// Formats are looked at once per tile and stage: no need for an instance per mix of formats. Returns the bits of the
-// largest finite magnitude of a quantized weight.
+// Formats are looked at once per tile and stage: no need for an instance per combination of formats. Returns the bits
+// of the largest finite magnitude of a quantized weight.
 template <Rule rule>
 uint32_t update_tile(const Shard& shard, const Scalars& scalars, uint64_t element, int count) {
     constexpr int states = state_count(rule), square = square_state(rule);

@@ -1,5 +1,5 @@
-// The launch: steps that consist of one mix of formats run a kernel made for it, others one kernel per mix, and a
-// kernel of any mix for what is left.
+// The launch: steps that consist of one combination of formats run a kernel made for it, others one kernel per
+// combination, and a kernel of any combination for what is left.
 #include <algorithm>
 #include <iterator>
 #include <map>
@@ -36,19 +36,19 @@ __global__ void multi_tensor_update_scalars(const __grid_constant__ HyperTable t
 
 using Shards = std::vector<Shard>;
 
-// Whether a kernel was made for the mix of nearly all of `total` elements and knows the rest.
+// Whether a kernel was made for the combination of nearly all of `total` elements and knows the rest.
 template <class Table>
 bool serves(const Kernel<Table>& kernel, const Shards& shards, uint64_t total) {
     uint64_t others = 0;
     for (const Shard& s : shards) {
-        if (kernel.is_mix_of(s)) continue;
+        if (kernel.is_combination_of(s)) continue;
         others += s.numel;
         if (!kernel.knows(s) || others > total / 64) return false;
     }
     return true;
 }
 
-// The kernel of one mix that serves them all, if there is one. `candidates`: a member of KernelsOfFormat.
+// The kernel of one combination that serves them all, if there is one. `candidates`: a member of KernelsOfFormat.
 template <class Candidates>
 auto* kernel_of_all(Rule rule, Candidates KernelsOfFormat::* candidates, const Shards& shards) {
     uint64_t total = 0;
@@ -61,18 +61,18 @@ auto* kernel_of_all(Rule rule, Candidates KernelsOfFormat::* candidates, const S
     return static_cast<typename Candidates::pointer>(nullptr);
 }
 
-Kernel<BasicTable>& any_mix(Rule rule) {
-    return dispatch_rule(rule, [](auto known) -> auto& { return kernel_of_any_mix<decltype(known)::value>(); });
+Kernel<BasicTable>& any_combination(Rule rule) {
+    return dispatch_rule(rule, [](auto known) -> auto& { return kernel_of_any_combination<decltype(known)::value>(); });
 }
 
-// The kernel of a shard's mix; of mixes that have none, the one for all of them.
+// The kernel of a shard's combination; of combinations that have none, the one for all of them.
 Kernel<BasicTable>& kernel_of(Rule rule, const Shard& shard) {
     for (KernelsOfFormat* of_format : own_kernels(rule)) {
         for (auto& kernel : of_format->plain) {
-            if (kernel.is_mix_of(shard)) return kernel;
+            if (kernel.is_combination_of(shard)) return kernel;
         }
     }
-    return any_mix(rule);
+    return any_combination(rule);
 }
 
 bool reads_device(const Hyper& h) {
@@ -102,7 +102,7 @@ void load_update_kernels(Rule rule, int device) {
         for (const auto& kernel : of_format->plain) load_kernel(kernel.function, kName, device);
         for (const auto& kernel : of_format->with_weights) load_kernel(kernel.function, kName, device);
     }
-    load_kernel(any_mix(rule).function, kName, device);
+    load_kernel(any_combination(rule).function, kName, device);
 }
 
 size_t workspace_bytes(const Step& step) { return step.groups.size() * sizeof(Scalars); }
@@ -157,7 +157,7 @@ struct Launcher {
 
 bool is_quantized(const Shard& s) { return s.quantized; }
 
-// One launch if one kernel serves all, else one per mix: each at the speed of its own kernel.
+// One launch if one kernel serves all, else one per combination: each at the speed of its own kernel.
 void launch_plain(const Launcher& launch, const Shards& shards) {
     if (auto* kernel = kernel_of_all(launch.rule, &KernelsOfFormat::plain, shards)) return launch(*kernel, shards);
     std::map<Kernel<BasicTable>*, Shards> by_kernel;
@@ -173,7 +173,7 @@ void launch_with_weights(const Launcher& launch, const Shards& shards) {
         for (auto& kernel : of_format->with_weights) {
             Shards own;
             std::copy_if(shards.begin(), shards.end(), std::back_inserter(own),
-                         [&](const Shard& s) { return s.quantized && kernel.is_mix_of(s); });
+                         [&](const Shard& s) { return s.quantized && kernel.is_combination_of(s); });
             if (!own.empty()) launch(kernel, own);
         }
     }

@@ -59,13 +59,13 @@ __device__ __forceinline__ bool all_moderate(const float* values) {
 }
 
 template <bool rotating>
-__device__ __forceinline__ void encode_bfloat16_words(uint32_t* words, const float* values, uint32_t octet,
+__device__ __forceinline__ void encode_bfloat16_words(uint32_t* words, const float* values, uint32_t group8,
                                                       const Rounding& rounding) {
     uint32_t codes[kVector];
     if (all_moderate(values)) {
         if constexpr (rotating) {
 #pragma unroll
-            for (int i = 0; i < kVector; ++i) codes[i] = float_bits(values[i]) + (rounding.bits(octet, i) >> 16);
+            for (int i = 0; i < kVector; ++i) codes[i] = float_bits(values[i]) + (rounding.bits(group8, i) >> 16);
 #pragma unroll
             for (int k = 0; k < 4; ++k) words[k] = pack_high(codes[2 * k], codes[2 * k + 1]);
         } else {
@@ -77,16 +77,16 @@ __device__ __forceinline__ void encode_bfloat16_words(uint32_t* words, const flo
     } else {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
-            codes[i] = encode_bfloat16<rotating>(values[i], rounding.bits(octet, i));
+            codes[i] = encode_bfloat16<rotating>(values[i], rounding.bits(group8, i));
         }
 #pragma unroll
         for (int k = 0; k < 4; ++k) words[k] = pack_low(codes[2 * k], codes[2 * k + 1]);
     }
 }
 
-// `octet`: rounding bits of the first element, see Rounding.
+// `group8`: rounding bits of the first element, see Rounding.
 template <bool rotating>
-__device__ __forceinline__ void store(const float* values, uint32_t octet, const Rounding& rounding, Element type,
+__device__ __forceinline__ void store(const float* values, uint32_t group8, const Rounding& rounding, Element type,
                                       uint64_t address, uint32_t element) {
     uint32_t words[kVector];
     if (type == Element::kFloat32) {
@@ -96,12 +96,12 @@ __device__ __forceinline__ void store(const float* values, uint32_t octet, const
         return store<4>(words, address, element);
     }
     if (type == Element::kBFloat16) {
-        encode_bfloat16_words<rotating>(words, values, octet, rounding);
+        encode_bfloat16_words<rotating>(words, values, group8, rounding);
     } else {
         uint32_t codes[kVector];
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
-            codes[i] = encode_float16<rotating>(values[i], rounding.bits(octet, i));
+            codes[i] = encode_float16<rotating>(values[i], rounding.bits(group8, i));
         }
 #pragma unroll
         for (int k = 0; k < 4; ++k) words[k] = pack_low(codes[2 * k], codes[2 * k + 1]);
@@ -243,12 +243,12 @@ constexpr bool kIsPlaced<Codec, std::void_t<decltype(Codec::kPlace)>> = true;
 // Squares, and FP16 masters
 template <class Codec, class R>
 __device__ __forceinline__ void encode_words(uint32_t* words, const float* values, const float* root, float inverse,
-                                             uint32_t octet, const R& rounding) {
+                                             uint32_t group8, const R& rounding) {
     uint32_t codes[kVector];
     if constexpr (!kIsPlaced<Codec>) {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
-            codes[i] = Codec::encode(values[i], root[i], inverse, rounding.bits(octet, i));
+            codes[i] = Codec::encode(values[i], root[i], inverse, rounding.bits(group8, i));
         }
         pack_codes<sizeof(typename Codec::Bits)>(words, codes);
     } else {
@@ -256,7 +256,7 @@ __device__ __forceinline__ void encode_words(uint32_t* words, const float* value
         constexpr int shift = (8 - Codec::kPlace % 8) % 8;  // brings the code to a byte
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
-            codes[i] = Codec::placed(root[i], inverse, rounding.bits(octet, i)) << shift;
+            codes[i] = Codec::placed(root[i], inverse, rounding.bits(group8, i)) << shift;
         }
         constexpr int byte = (Codec::kPlace + shift) / 8;
         words[0] = pack_bytes<byte>(codes);

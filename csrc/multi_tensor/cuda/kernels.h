@@ -1,5 +1,5 @@
-// The kernels of the update, as the launch sees them: made by one_mix.cu, compiled once per update rule and format of
-// states, and by any_mix.cu, once per rule. So they compile side by side.
+// The kernels of the update, as the launch sees them: made by one_combination.cu, compiled once per update rule and
+// format of states, and by any_combination.cu, once per rule. So they compile side by side.
 #pragma once
 
 #include <algorithm>
@@ -25,8 +25,8 @@ struct Kernel {
     int tiles_per_chunk;
     bool scaled_masters;  // there may be some
     Rule rule;
-    bool any_mix;
-    Master master;  // the mix, where there is one
+    bool any_combination;
+    Master master;  // the combination, where there is one
     Format format;
     std::atomic<int> resident[kMaxDevices] = {};  // thread blocks that run at once, by device
 
@@ -44,24 +44,24 @@ struct Kernel {
         return std::all_of(states, states + state_count(rule),
                            [this](const State& state) { return codec_format(state.format) == format; });
     }
-    bool is_mix_of(const Shard& s) const { return s.master_kind == master && is_of_format(s.states); }
-    bool walks_vectors(const Shard& s) const { return any_mix || is_mix_of(s); }
-    // Whether the general walk can update a shard.
+    bool is_combination_of(const Shard& s) const { return s.master_kind == master && is_of_format(s.states); }
+    bool has_vector_loop_for(const Shard& s) const { return any_combination || is_combination_of(s); }
+    // Whether the general loop can update a shard.
     bool knows(const Shard& s) const {
         if (is_scaled(s.master_kind) && !scaled_masters) return false;
-        return any_mix || std::all_of(std::begin(s.states), std::end(s.states), [this](const State& state) {
+        return any_combination || std::all_of(std::begin(s.states), std::end(s.states), [this](const State& state) {
                    return !is_scaled(state.format) || state.format == format;
                });
     }
 };
 
-// Those of the mixes in which all states have one format.
+// Those of the combinations in which all states have one format.
 struct KernelsOfFormat {
     std::array<Kernel<BasicTable>, kCount<Master>> plain;
     std::array<Kernel<WeightsTable>, 2> with_weights;  // of masters that quantized weights may have
 };
 
-// Defined in one_mix.cu, for the rules and formats that setup.py compiles it for.
+// Defined in one_combination.cu, for the rules and formats that setup.py compiles it for.
 template <Rule rule, Format format>
 KernelsOfFormat& kernels_of();
 
@@ -80,8 +80,8 @@ inline const std::vector<KernelsOfFormat*>& own_kernels(Rule rule) {
     return all[static_cast<int>(rule)];
 }
 
-// Defined in any_mix.cu.
+// Defined in any_combination.cu.
 template <Rule rule>
-Kernel<BasicTable>& kernel_of_any_mix();
+Kernel<BasicTable>& kernel_of_any_combination();
 
 }  // namespace fused_optim

@@ -41,7 +41,7 @@ static_assert(sizeof(NormArguments) <= kParameterLimit && sizeof(ScaleArguments)
 
 // Calls visit(gradient, begin, end) for this thread block's chunks.
 template <class Visit>
-__device__ __forceinline__ void walk(const Chunks& chunks, const Visit& visit) {
+__device__ __forceinline__ void for_each_part(const Chunks& chunks, const Visit& visit) {
     const uint64_t size = uint64_t{1} << chunks.chunk_log2;
     uint64_t chunk = blockIdx.x;
     uint64_t first = 0;  // the gradient's first chunk
@@ -236,7 +236,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
         if (threadIdx.x == 0) totals[group] = Accumulator::combine(totals[group], value);
         sum = Accumulator{};
     };
-    walk(arguments.chunks, [&](const Gradient& gradient, uint64_t begin, uint64_t end) {
+    for_each_part(arguments.chunks, [&](const Gradient& gradient, uint64_t begin, uint64_t end) {
         if (gradient.group() != group) {
             close_group();
             group = gradient.group();
@@ -251,7 +251,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     gradient_scale(const __grid_constant__ ScaleArguments arguments) {
     const float factor = *arguments.factor;
     if (factor == 1.0f) return;
-    walk(arguments.chunks, [&](const Gradient& gradient, uint64_t begin, uint64_t end) {
+    for_each_part(arguments.chunks, [&](const Gradient& gradient, uint64_t begin, uint64_t end) {
         dispatch_element(gradient.type(), ScaleChunk{factor, gradient, begin, end});
     });
 }

@@ -1,5 +1,5 @@
 // The CUDA engine's quantized weights. Each kernel serves many of them, whose table travels as a kernel parameter.
-// Every value is read once: a lane takes octets of eight consecutive elements, and groups of lanes share blocks; a
+// Every value is read once: a lane takes groups of 8 consecutive elements, and groups of lanes share blocks; a
 // thread block takes a tile of 128 x 128. Weights whose addresses or sizes do not allow that are read by strips of 128
 // elements.
 #include <algorithm>
@@ -7,28 +7,22 @@
 
 #include "cuda/device.h"
 #include "cuda/warp.cuh"
-#include "cuda/weight_octets.cuh"
+#include "cuda/weight_decode.cuh"
+#include "cuda/weight_group8.cuh"
+#include "cuda/weight_lanes.cuh"
 #include "quantize.h"
 
 namespace fused_optim {
 namespace {
 
-constexpr uint32_t kThreads = 256;
-constexpr uint32_t kWarps = kThreads / kWarp;
-constexpr uint32_t kPerLane = kStrip / kWarp;  // elements of a strip
-constexpr uint32_t kStripsPerWarp = 2;         // loaded before the first is worked on
-constexpr uint32_t kStripsPerUnit = kWarps * kStripsPerWarp;
-constexpr uint32_t kOctetsPerThread = 4;
-constexpr uint32_t kOctetsPerRound = kThreads * kOctetsPerThread;
 // Several rounds to a unit, since finding a unit takes about as long as a round.
-constexpr uint32_t kOctetsPerUnit = 4 * kOctetsPerRound;
-constexpr uint32_t kEncodeUnit = kOctetsPerUnit * kVector;  // elements
+constexpr uint32_t kGroups8PerUnit = 4 * kGroups8PerRound;
+constexpr uint32_t kEncodeUnit = kGroups8PerUnit * kVector;  // elements
 constexpr uint32_t kTileThreads = 512;
 constexpr uint32_t kTileWarps = kTileThreads / kWarp;
 constexpr uint32_t kRowsPerWarp = kStrip / kTileWarps;  // of a tile
 constexpr uint32_t kAbsmaxLoads = 8;                    // of four elements, that a thread has in flight
 constexpr uint32_t kAbsmaxUnit = kThreads * kPerLane * kAbsmaxLoads;
-static_assert(kPerLane == 4, "lanes load and store vectors of four");
 
 // Tensors that share a launch. Each is cut into units, one to a thread block.
 template <class Entry, int capacity_>
@@ -77,50 +71,6 @@ constexpr uint32_t kFewScales = 160;  // of most models; the launch copies all o
 static_assert(sizeof(EncodeArguments) <= kParameterLimit && sizeof(AbsmaxArguments) <= kParameterLimit &&
                   sizeof(RescaleArguments<kMostScales>) <= kParameterLimit,
               "the table must fit into the kernel's parameters");
-
-template <class T>
-__device__ __forceinline__ bool is_aligned(const T* address, uint32_t bytes) {
-    return reinterpret_cast<uint64_t>(address) % bytes == 0;
-}
-
-// Four elements, of which `count` are there; zeros stand for the others.
-__device__ __forceinline__ float4 load4(const float* values, int64_t count) {
-    if (count >= 4 && is_aligned(values, 16)) return *reinterpret_cast<const float4*>(values);
-    return make_float4(count > 0 ? values[0] : 0.0f, count > 1 ? values[1] : 0.0f, count > 2 ? values[2] : 0.0f,
-                       count > 3 ? values[3] : 0.0f);
-}
-
-// The first `count` of kMost bytes.
-template <int kMost>
-__device__ __forceinline__ void store_bytes(uint8_t* target, uint32_t word, int count) {
-    if (count >= kMost && is_aligned(target, kMost)) {
-        if constexpr (kMost == 4) {
-            *reinterpret_cast<uint32_t*>(target) = word;
-        } else {
-            *reinterpret_cast<uint16_t*>(target) = static_cast<uint16_t>(word);
-        }
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < kMost; ++i) {
-        if (i < count) target[i] = static_cast<uint8_t>(word >> (8 * i));
-    }
-}
-
-// This lane's elements of a strip.
-struct Lane {
-    uint64_t element;  // the first one
-    int count;         // 0 or less: none
-
-    __device__ __forceinline__ explicit Lane(const Strip& strip) {
-        const uint32_t first = threadIdx.x % kWarp * kPerLane;
-        element = strip.element + first;
-        count = static_cast<int>(strip.count) - static_cast<int>(first);
-    }
-    __device__ __forceinline__ float4 load(const Weight& w) const {
-        return load4(reinterpret_cast<const float*>(w.values) + element, count);
-    }
-};
 
 __device__ __forceinline__ void add(Magnitudes& block, const float4& x) {
     block.add(x.x);
@@ -194,15 +144,15 @@ __device__ __forceinline__ void encode_strips(const Weight& w, bool round_up, ui
 }
 
 // Rotating rounding is left to strips: it would take registers from all.
-__device__ __forceinline__ bool fits_octets(const Weight& w, uint32_t per_byte) {
+__device__ __forceinline__ bool fits_groups8(const Weight& w, uint32_t per_byte) {
     return w.rows == 1 && !w.rotates() && w.columns % (2 * kVector) == 0 && w.values % sizeof(uint4) == 0 &&
            w.data % (kVector / per_byte) == 0;
 }
 
-// Every lane of the warp calls it; `octet` is beyond the last one where there is none.
+// Every lane of the warp calls it; `group8` is beyond the last one where there is none.
 template <class Codec>
-__device__ __forceinline__ void encode_octet_of(const Weight& w, bool round_up, float whole, uint64_t octet,
-                                                const float* values) {
+__device__ __forceinline__ void encode_group8_of(const Weight& w, bool round_up, float whole, uint64_t group8,
+                                                 const float* values) {
     const float absmax = thread_absmax<kVector>(values);
     Magnitudes block;
     constexpr bool scaled = !std::is_void_v<typename Codec::Scale>;
@@ -213,32 +163,32 @@ __device__ __forceinline__ void encode_octet_of(const Weight& w, bool round_up, 
         if constexpr (Codec::kPoisons) block.largest = lanes_max<lanes>(block.largest);
     }
     const WeightBlock fresh = Codec::prepare(block, round_up, whole);
-    if (octet >= w.columns / kVector) return;
-    if (scaled && octet % lanes == 0) store_scale<Codec>(w, octet / lanes, fresh.scale);
+    if (group8 >= w.columns / kVector) return;
+    if (scaled && group8 % lanes == 0) store_scale<Codec>(w, group8 / lanes, fresh.scale);
     uint32_t words[2];
-    encode_octet<Codec>(words, values, fresh.inverse, absmax);
-    if constexpr (kOctetWords<Codec> == 2) {
-        reinterpret_cast<uint2*>(w.data)[octet] = make_uint2(words[0], words[1]);
+    encode_group8<Codec>(words, values, fresh.inverse, absmax);
+    if constexpr (kGroup8Words<Codec> == 2) {
+        reinterpret_cast<uint2*>(w.data)[group8] = make_uint2(words[0], words[1]);
     } else {
-        reinterpret_cast<uint32_t*>(w.data)[octet] = words[0];
+        reinterpret_cast<uint32_t*>(w.data)[group8] = words[0];
     }
 }
 
 template <class Codec>
-__device__ __forceinline__ void encode_octets(const Weight& w, bool round_up, uint64_t begin) {
+__device__ __forceinline__ void encode_groups8(const Weight& w, bool round_up, uint64_t begin) {
     const uint64_t first = begin + threadIdx.x;
     const uint64_t last = w.columns / kVector - 2 + threadIdx.x % 2;  // an even lane's or an odd lane's
-    Packet<4> raw[kOctetsPerThread];
+    Packet<4> raw[kGroups8PerThread];
 #pragma unroll
-    for (uint32_t k = 0; k < kOctetsPerThread; ++k) {
+    for (uint32_t k = 0; k < kGroups8PerThread; ++k) {
         load<4>(raw[k].words, w.values, min(first + k * kThreads, last) * kVector);
     }
     const float whole = w.whole();
 #pragma unroll
-    for (uint32_t k = 0; k < kOctetsPerThread; ++k) {
+    for (uint32_t k = 0; k < kGroups8PerThread; ++k) {
         float values[kVector];
         decode(values, raw[k], Element::kFloat32);
-        encode_octet_of<Codec>(w, round_up, whole, first + k * kThreads, values);
+        encode_group8_of<Codec>(w, round_up, whole, first + k * kThreads, values);
     }
 }
 
@@ -246,11 +196,11 @@ template <class Codec>
 __global__ void __launch_bounds__(kThreads) encode_rows(const __grid_constant__ EncodeArguments arguments) {
     const auto place = arguments.table.find(blockIdx.x);
     const Weight& w = arguments.table.entries[place.entry];
-    if (fits_octets(w, Codec::kPerByte)) {
-        const uint64_t begin = uint64_t{place.unit} * kOctetsPerUnit;
-        const uint64_t end = min(begin + kOctetsPerUnit, w.columns / kVector);
+    if (fits_groups8(w, Codec::kPerByte)) {
+        const uint64_t begin = uint64_t{place.unit} * kGroups8PerUnit;
+        const uint64_t end = min(begin + kGroups8PerUnit, w.columns / kVector);
 #pragma unroll 1
-        for (uint64_t i = begin; i < end; i += kOctetsPerRound) encode_octets<Codec>(w, arguments.round_up, i);
+        for (uint64_t i = begin; i < end; i += kGroups8PerRound) encode_groups8<Codec>(w, arguments.round_up, i);
     } else {
         constexpr uint32_t kStrips = kEncodeUnit / kStrip;
         const uint64_t begin = uint64_t{place.unit} * kStrips;
@@ -308,7 +258,7 @@ __device__ __forceinline__ void encode_partial_rows(const Tile& tile, const floa
     }
 }
 
-// To nearest even; the elements of two rows make an octet.
+// To nearest even; the elements of two rows make a group of 8.
 template <class Codec>
 __device__ __forceinline__ void encode_full_rows(const Tile& tile, const float4* x, float inverse, float absmax) {
     static_assert(Codec::kPerByte == 1, "a word for four elements");
@@ -316,7 +266,7 @@ __device__ __forceinline__ void encode_full_rows(const Tile& tile, const float4*
     for (uint32_t k = 0; k < kRowsPerWarp; k += 2) {
         const float values[kVector] = {x[k].x, x[k].y, x[k].z, x[k].w, x[k + 1].x, x[k + 1].y, x[k + 1].z, x[k + 1].w};
         uint32_t words[2];
-        encode_octet<Codec>(words, values, inverse, absmax);
+        encode_group8<Codec>(words, values, inverse, absmax);
         *reinterpret_cast<uint32_t*>(tile.w.data + tile.lane(k).element) = words[0];
         *reinterpret_cast<uint32_t*>(tile.w.data + tile.lane(k + 1).element) = words[1];
     }
@@ -375,161 +325,6 @@ __global__ void __launch_bounds__(kThreads)
     rescale_weights(const __grid_constant__ RescaleArguments<capacity> arguments) {
     const uint32_t i = blockIdx.x * kThreads + threadIdx.x;
     if (i < arguments.count) rescale(arguments.scales[i], arguments.rule);
-}
-
-struct StoreLane {
-    const Weight& w;
-    const Lane& lane;
-    const float (&values)[4];
-
-    template <class Output>
-    __device__ __forceinline__ void operator()(Output) const {
-        using Bits = typename Output::Bits;
-        Bits* const target = reinterpret_cast<Bits*>(w.values) + lane.element;
-        alignas(16) Bits raw[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) raw[i] = Output::encode(values[i]);
-        if (lane.count >= 4 && is_aligned(target, sizeof(raw))) {
-            using Vector = std::conditional_t<sizeof(Bits) == 4, uint4, uint2>;
-            *reinterpret_cast<Vector*>(target) = *reinterpret_cast<const Vector*>(raw);
-            return;
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (i < lane.count) target[i] = raw[i];
-        }
-    }
-};
-
-template <class Codec>
-__device__ __forceinline__ uint32_t load_codes(const Weight& w, const Lane& lane) {
-    constexpr int kBytes = 4 / Codec::kPerByte;
-    const uint8_t* const source = reinterpret_cast<const uint8_t*>(w.data) + lane.element / Codec::kPerByte;
-    uint32_t word = 0;
-    if (lane.count >= 4 && is_aligned(source, kBytes)) {
-        if constexpr (kBytes == 4) {
-            word = *reinterpret_cast<const uint32_t*>(source);
-        } else {
-            word = *reinterpret_cast<const uint16_t*>(source);
-        }
-        return word;
-    }
-#pragma unroll
-    for (int i = 0; i < kBytes; ++i) {
-        if (i * Codec::kPerByte < lane.count) word |= static_cast<uint32_t>(source[i]) << (8 * i);
-    }
-    return word;
-}
-
-struct DecodeArguments {
-    Weight weight;
-    WeightFormat format;
-    Element type;
-};
-
-struct DecodeStrip {
-    const DecodeArguments& arguments;
-    const Strip& strip;
-
-    template <class Codec>
-    __device__ __forceinline__ void operator()(Codec) const {
-        constexpr int kBits = 8 / Codec::kPerByte;
-        const Weight& w = arguments.weight;
-        const Lane lane(strip);
-        if (lane.count <= 0) return;
-        const uint64_t column = strip.column + threadIdx.x % kWarp * kPerLane;
-        const uint64_t scale = scale_index<Codec>(w, strip.row, column);
-        const float step = Codec::step(load_scale<Codec>(w, scale), w.whole());
-        const uint32_t word = load_codes<Codec>(w, lane);
-        float values[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) values[i] = Codec::decode(word >> (kBits * i) & ((1u << kBits) - 1u)) * step;
-        dispatch_element(arguments.type, StoreLane{w, lane, values});
-    }
-};
-
-__global__ void __launch_bounds__(kThreads) decode_strips(const __grid_constant__ DecodeArguments arguments) {
-    const uint64_t count = strip_count(arguments.weight);
-    const uint64_t first = uint64_t{blockIdx.x} * kStripsPerUnit + threadIdx.x / kWarp;
-#pragma unroll
-    for (uint32_t k = 0; k < kStripsPerWarp; ++k) {
-        const uint64_t index = first + k * kWarps;
-        if (index >= count) return;
-        const Strip strip = strip_at(arguments.weight, index);
-        dispatch_weight(arguments.format, DecodeStrip{arguments, strip});
-    }
-}
-
-// The same for weights whose rows are whole octets of elements, in which all elements share a scale: with wider
-// accesses, and the loads of several octets under way at once.
-template <class Codec>
-__device__ __forceinline__ uint64_t octet_scale(const Weight& w, uint64_t octet) {
-    const uint64_t element = octet * kVector;
-    if (w.rows == 1) return scale_index<Codec>(w, 0, element);
-    const bool narrow = (element | w.columns) >> 32 == 0;  // the short division
-    const uint64_t row =
-        narrow ? static_cast<uint32_t>(element) / static_cast<uint32_t>(w.columns) : element / w.columns;
-    return scale_index<Codec>(w, row, element - row * w.columns);
-}
-
-struct StoreOctet {
-    uint64_t address;  // of the first value
-    uint64_t octet;
-    const float (&values)[kVector];
-
-    template <class Output>
-    __device__ __forceinline__ void operator()(Output) const {
-        using Bits = typename Output::Bits;
-        constexpr uint32_t kVectors = kVector * sizeof(Bits) / sizeof(uint4);
-        alignas(16) Bits raw[kVector];
-#pragma unroll
-        for (uint32_t i = 0; i < kVector; ++i) raw[i] = Output::encode(values[i]);
-        uint4* const target = reinterpret_cast<uint4*>(address) + octet * kVectors;
-#pragma unroll
-        for (uint32_t i = 0; i < kVectors; ++i) target[i] = reinterpret_cast<const uint4*>(raw)[i];
-    }
-};
-
-struct DecodeOctets {
-    const DecodeArguments& arguments;
-
-    template <class Codec>
-    __device__ __forceinline__ void operator()(Codec) const {
-        using Codes = std::conditional_t<Codec::kPerByte == 1, uint64_t, uint32_t>;
-        constexpr int kBits = 8 / Codec::kPerByte;
-        const Weight& w = arguments.weight;
-        const uint64_t count = w.numel() / kVector;
-        const uint64_t first = uint64_t{blockIdx.x} * kOctetsPerRound + threadIdx.x;
-        Codes codes[kOctetsPerThread];
-        uint32_t scales[kOctetsPerThread];
-#pragma unroll
-        for (uint32_t k = 0; k < kOctetsPerThread; ++k) {
-            const uint64_t octet = min(first + k * kThreads, count - 1);
-            codes[k] = reinterpret_cast<const Codes*>(w.data)[octet];
-            scales[k] = load_scale<Codec>(w, octet_scale<Codec>(w, octet));
-        }
-        const float whole = w.whole();
-#pragma unroll
-        for (uint32_t k = 0; k < kOctetsPerThread; ++k) {
-            const uint64_t octet = first + k * kThreads;
-            if (octet >= count) return;
-            const float step = Codec::step(scales[k], whole);
-            float values[kVector];
-#pragma unroll
-            for (uint32_t i = 0; i < kVector; ++i) {
-                values[i] = Codec::decode(static_cast<uint32_t>(codes[k] >> (kBits * i)) & ((1u << kBits) - 1u)) * step;
-            }
-            dispatch_element(arguments.type, StoreOctet{w.values, octet, values});
-        }
-    }
-};
-
-__global__ void __launch_bounds__(kThreads) decode_octets(const __grid_constant__ DecodeArguments arguments) {
-    dispatch_weight(arguments.format, DecodeOctets{arguments});
-}
-
-bool has_octets(const Weight& w, const WeightTraits& traits) {
-    return w.columns % kVector == 0 && w.data % (kVector / traits.per_byte) == 0 && w.values % sizeof(uint4) == 0;
 }
 
 constexpr uint32_t kMostUnits = 0x7FFFFFFFu;  // thread blocks of a launch
@@ -600,7 +395,7 @@ void load_quantize_kernels(int device) {
     load_kernel(rescale_weights<kFewScales>, "quantize_rescale", device);
     load_kernel(rescale_weights<kMostScales>, "quantize_rescale", device);
     load_kernel(decode_strips, "quantize_decode", device);
-    load_kernel(decode_octets, "quantize_decode", device);
+    load_kernel(decode_groups8, "quantize_decode", device);
 }
 
 void absmax_cuda(const std::vector<Values>& tensors, float* result, int device, uint64_t stream) {
@@ -646,12 +441,12 @@ void decode_cuda(const Weight& weight, WeightFormat format, Element type, int de
     CudaDeviceGuard guard(kernel, device);
     const WeightTraits traits = traits_of(format);
     const DecodeArguments arguments{flattened(weight, traits), format, type};
-    const bool octets = has_octets(arguments.weight, traits);
-    const uint64_t units = octets ? ceil_divide(arguments.weight.numel() / kVector, kOctetsPerRound)
-                                  : ceil_divide(strip_count(arguments.weight), kStripsPerUnit);
+    const bool groups8 = has_groups8(arguments.weight, traits);
+    const uint64_t units = groups8 ? ceil_divide(arguments.weight.numel() / kVector, kGroups8PerRound)
+                                   : ceil_divide(strip_count(arguments.weight), kStripsPerUnit);
     if (units > kMostUnits) throw std::runtime_error("fused_optim: a quantized weight is too large");
     if (units == 0) return;
-    const auto decode = octets ? decode_octets : decode_strips;
+    const auto decode = groups8 ? decode_groups8 : decode_strips;
     decode<<<static_cast<uint32_t>(units), kThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(arguments);
     check_cuda(cudaGetLastError(), kernel, device);
 }

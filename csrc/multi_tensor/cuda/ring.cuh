@@ -72,27 +72,27 @@ __device__ __forceinline__ void take(OrderedPacket& packet, Element type, char* 
 // How many tiles a thread block takes, and how many are on their way to it: measured on an H200. Without scales nothing
 // is gained by more than a tile. Where instructions are the bound, since there is little to read or much to do, fewer
 // chunks or tiles take fewer of them.
-template <class MixType>
+template <class Formats>
 struct Pace {
-    static constexpr bool kInt8 = MixType::format == Format::kInt8;
-    static constexpr bool kNoMaster = MixType::master == Master::kParameter;
-    static constexpr bool kLittleToRead = kInt8 && (kNoMaster || master_bytes(MixType::master) == 1);
+    static constexpr bool kInt8 = Formats::format == Format::kInt8;
+    static constexpr bool kNoMaster = Formats::master == Master::kParameter;
+    static constexpr bool kLittleToRead = kInt8 && (kNoMaster || master_bytes(Formats::master) == 1);
 
-    static constexpr int kTilesPerChunk = !MixType::scaled     ? 1
+    static constexpr int kTilesPerChunk = !Formats::scaled     ? 1
                                           : kInt8 && kNoMaster ? kMaxTilesPerChunk
                                                                : kMaxTilesPerChunk / 2;
-    static constexpr uint32_t kTilesAhead = kLittleToRead || MixType::has_weights ? 3 : 4;
+    static constexpr uint32_t kTilesAhead = kLittleToRead || Formats::has_weights ? 3 : 4;
 };
 
 // `usual`: see View::is_usual. What is not needs more room for a tile, and has fewer on their way.
-template <class MixType, bool usual>
+template <class Formats, bool usual>
 struct Ring {
-    static constexpr Master master = MixType::master;
+    static constexpr Master master = Formats::master;
     static constexpr bool kHasParam = master == Master::kParameter || is_remainder(master);
     static constexpr bool kHasMaster = master != Master::kParameter;
     static constexpr int kMasterBytes = kHasMaster ? master_bytes(master) : 0;
-    static constexpr int kStateBytes = format_bytes(MixType::format);
-    static constexpr int kStateCount = state_count(MixType::rule);
+    static constexpr int kStateBytes = format_bytes(Formats::format);
+    static constexpr int kStateCount = state_count(Formats::rule);
     static constexpr int kMostBytes = usual ? 2 : 4;  // of an element whose type is known at run time
     static constexpr int kParamBytes = is_remainder(master) ? 2 : kHasParam ? kMostBytes : 0;
 
@@ -100,7 +100,7 @@ struct Ring {
     static constexpr uint32_t kMaster = kParam + kTile * kParamBytes;
     static constexpr uint32_t kStates = kMaster + kTile * kMasterBytes;  // one after the other
     static constexpr uint32_t kTileBytes = kStates + kStateCount * kTile * kStateBytes;
-    static constexpr uint32_t kStages = usual ? Pace<MixType>::kTilesAhead : 2;
+    static constexpr uint32_t kStages = usual ? Pace<Formats>::kTilesAhead : 2;
     static constexpr uint32_t kBytes = kStages * kTileBytes;
 
     const View& view;
@@ -131,7 +131,7 @@ struct Ring {
         if constexpr (master == Master::kParameter) take(raw.param, view.param_type(), tile + kParam);
         if constexpr (is_remainder(master)) take<2>(raw.param.words, tile + kParam);
         if constexpr (kHasMaster) take<kMasterBytes>(raw.master.words, tile + kMaster);
-        each_state<MixType::rule>([&](auto state) {
+        each_state<Formats::rule>([&](auto state) {
             constexpr int i = decltype(state)::value;
             take<kStateBytes>(raw.states[i].words, tile + kStates + i * kTile * kStateBytes);
         });
@@ -139,11 +139,11 @@ struct Ring {
     }
 };
 
-// Bytes that a kernel of this mix needs.
-template <class MixType>
+// Bytes that a kernel of this combination needs.
+template <class Formats>
 constexpr uint32_t ring_bytes() {
-    if constexpr (MixType::staged) {
-        constexpr uint32_t usual = Ring<MixType, true>::kBytes, any = Ring<MixType, false>::kBytes;
+    if constexpr (Formats::staged) {
+        constexpr uint32_t usual = Ring<Formats, true>::kBytes, any = Ring<Formats, false>::kBytes;
         return usual > any ? usual : any;
     }
     return 0;

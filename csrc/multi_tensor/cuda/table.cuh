@@ -11,8 +11,8 @@
 namespace fused_optim {
 
 constexpr int kThreads = 128;
-constexpr int kTile = kThreads * kVector;     // elements per thread block and iteration of the vector walk
-constexpr int kVectorSpan = kWarp * kVector;  // elements per warp in the vector walk
+constexpr int kTile = kThreads * kVector;     // elements per thread block and iteration of the vector loop
+constexpr int kVectorSpan = kWarp * kVector;  // elements per warp in the vector loop
 constexpr int kSmallestBlock = 32;
 constexpr int kLargestBlockLog2 = 7;
 constexpr int kLargestBlock = 1 << kLargestBlockLog2;
@@ -39,7 +39,7 @@ struct ShardInfo {
     uint32_t grad_type : bits_for<Element>();
     uint32_t param_type : bits_for<Element>();
     uint32_t block_log2 : 3;
-    uint32_t vectors : 1;  // fit for the vector walk
+    uint32_t vectors : 1;  // fit for the vector loop
     uint32_t group : 4;
     uint32_t master_high : bits_for<Master>() -
         2;  // moves nothing else, which took the FP8 kernels eight registers more
@@ -121,7 +121,7 @@ struct View {
     uint32_t key;
     ShardInfo info;
     uint32_t count;         // elements of the chunk
-    uint32_t vector_count;  // those that the vector walk updates, from element 0 on
+    uint32_t vector_count;  // those that the vector loop updates, from element 0 on
 
     template <class Table>
     __device__ __forceinline__ void prepare(const Table& table, int shard, uint64_t begin) {
@@ -182,12 +182,12 @@ struct View {
 struct alignas(kLine) Block {
     View view;
     Scalars scalars;
-    // Of the vector walk. Whole sectors are read before it and written after it: accesses of single scales, each of
+    // Of the vector loop. Whole sectors are read before it and written after it: accesses of single scales, each of
     // which opens a DRAM page, would cost a fifth of the bandwidth.
     float state_scales[kMaxStates][kMaxTilesPerChunk * kTile / kSmallestBlock];
     uint32_t weight_scales[kMaxTilesPerChunk * kTile / kLargestBlock];  // as kWrittenByUpdate says
     uint32_t weight_absmax;                                             // bits
-    float weight_partial[kThreads / kWarp];                             // of the general walk
+    float weight_partial[kThreads / kWarp];                             // of the general loop
     // Only where masters may be scaled.
     float master_scales[kMaxTilesPerChunk * kTile / kSmallestBlock];
 

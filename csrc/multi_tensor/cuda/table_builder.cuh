@@ -19,8 +19,8 @@ bool is_aligned(const Shard& s) {
            (s.master_kind == Master::kParameter || is_aligned(s.master, master_bytes(s.master_kind)));
 }
 
-// A thread's elements are an aligned octet of consecutive global elements.
-bool has_octets(const Shard& s) {
+// A thread's elements are an aligned group of 8 consecutive global elements.
+bool has_groups8(const Shard& s) {
     const bool whole_rows = s.geometry.inner_local % kVector == 0 && s.geometry.inner_global % kVector == 0;
     return s.offset % kVector == 0 && (s.is_consecutive() || whole_rows);
 }
@@ -73,7 +73,7 @@ public:
         info.quantized = s.quantized;
         info.round_up = s.round_up;
         info.weight_format = static_cast<uint32_t>(s.weight_format);
-        info.vectors = is_aligned(s) && (has_octets(s) || !rounds(kernel_.rule, s)) && kernel_.walks_vectors(s);
+        info.vectors = is_aligned(s) && (has_groups8(s) || !rounds(kernel_.rule, s)) && kernel_.has_vector_loop_for(s);
         info.group = table_.group_count - 1;
         info.geometry = static_cast<uint32_t>(geometry);
         table_.info[i] = info;

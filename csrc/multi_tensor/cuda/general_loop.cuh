@@ -1,4 +1,4 @@
-// The general walk, one element per thread: shard ends, and shards whose addresses or offsets are not aligned.
+// The general loop, one element per thread: shard ends, and shards whose addresses or offsets are not aligned.
 #pragma once
 
 #include "cuda/codecs.cuh"
@@ -60,7 +60,7 @@ __device__ __forceinline__ void store_master(const View& view, uint64_t element,
     }
 }
 
-// The codecs that a kernel's general walk knows beside elements: those of one format, or all.
+// The codecs that a kernel's general loop knows beside elements: those of one format, or all.
 template <Format own>
 struct OwnCodecs {
     template <StateKind kind, class Visitor>
@@ -155,7 +155,7 @@ struct StoreState {
     }
 };
 
-// As the vector walk's, of one element per thread.
+// As the vector loop's, of one element per thread.
 struct StoreWeightElement {
     const View& view;
     uint32_t element;
@@ -224,9 +224,9 @@ __device__ __forceinline__ float store_float16_master(const View& view, uint32_t
     return value;
 }
 
-// Elements that the vector walk leaves: each thread of the block updates one. `scaled_masters`: there may be some.
+// Elements that the vector loop leaves: each thread of the block updates one. `scaled_masters`: there may be some.
 template <Rule rule, class Codecs, bool has_weights, bool scaled_masters>
-__device__ __noinline__ void general_walk() {
+__device__ __noinline__ void general_loop() {
     constexpr int count = state_count(rule), square = square_state(rule);
     const View& view = block->view;
     const Scalars& scalars = block->scalars;
@@ -257,8 +257,8 @@ __device__ __noinline__ void general_walk() {
             const float direction = Update<rule>::advance(grad, states, scalars);
             if constexpr (square >= 0) root = root_of(states[square]);
             const uint64_t global = view.global_index(element);
-            const uint32_t octet = scalars.rounding.octet(view.key, global);
-            bits = scalars.rounding.bits(octet, static_cast<uint32_t>(global));
+            const uint32_t group8 = scalars.rounding.group8(view.key, global);
+            bits = scalars.rounding.bits(group8, static_cast<uint32_t>(global));
             const float before = param;
             param = Update<rule>::next_param(param, direction, root, scalars);
             if (scaled_master) master_bits = master_rounding(before, param, bits);

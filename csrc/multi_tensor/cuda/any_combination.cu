@@ -1,5 +1,5 @@
-// The kernel of shards whose mix has none of its own, compiled once per update rule, FUSED_OPTIM_RULE. Masters and
-// formats are branches, taken alike by all threads of a thread block.
+// The kernel of shards whose combination has none of its own, compiled once per update rule, FUSED_OPTIM_RULE. Masters
+// and formats are branches, taken alike by all threads of a thread block.
 #include "cuda/kernel.cuh"
 
 namespace fused_optim {
@@ -10,7 +10,7 @@ struct Any {
     static constexpr Format format = Format::kFloat32;  // elements of as many bytes fit
 };
 
-// In place of a Mix.
+// In place of a Combination.
 struct AnyFormats {
     static constexpr Rule rule = Rule::FUSED_OPTIM_RULE;
     static constexpr Format format = Any::format;
@@ -25,7 +25,7 @@ struct AnyFormats {
 };
 
 template <StateKind kind>
-struct LoadOctet {
+struct LoadGroup8 {
     Packet<4>& raw;
     Format format;
     uint64_t address;
@@ -38,7 +38,7 @@ struct LoadOctet {
 };
 
 template <StateKind kind>
-struct DecodeOctet {
+struct DecodeGroup8 {
     float* values;
     Packet<4>& raw;
     Format format;
@@ -51,7 +51,7 @@ struct DecodeOctet {
 };
 
 template <StateKind kind>
-struct StoreOctet {
+struct StoreGroup8 {
     const View& view;
     int state;
     Format format;
@@ -59,28 +59,28 @@ struct StoreOctet {
     const float* values;
     float largest;
     const float* root;
-    uint32_t octet;
+    uint32_t group8;
     const Rounding& rounding;
 
     template <class Codec>
     __device__ __forceinline__ void operator()(Codec) const {
-        StateAccess<kind, Codec>::store_all(view, state, format, element, values, largest, root, octet, rounding);
+        StateAccess<kind, Codec>::store_all(view, state, format, element, values, largest, root, group8, rounding);
     }
 };
 
 template <StateKind kind>
 struct StateAccess<kind, Any> {
     __device__ __forceinline__ static void load_raw(Packet<4>& raw, Format format, uint64_t address, uint32_t element) {
-        dispatch_codec<kind>(format, LoadOctet<kind>{raw, format, address, element});
+        dispatch_codec<kind>(format, LoadGroup8<kind>{raw, format, address, element});
     }
     __device__ __forceinline__ static void decode_all(float* values, Packet<4>& raw, Format format, float scale) {
-        dispatch_codec<kind>(format, DecodeOctet<kind>{values, raw, format, scale});
+        dispatch_codec<kind>(format, DecodeGroup8<kind>{values, raw, format, scale});
     }
     __device__ __forceinline__ static void store_all(const View& view, int state, Format format, uint32_t element,
                                                      const float* values, float largest, const float* root,
-                                                     uint32_t octet, const Rounding& rounding) {
+                                                     uint32_t group8, const Rounding& rounding) {
         dispatch_codec<kind>(format,
-                             StoreOctet<kind>{view, state, format, element, values, largest, root, octet, rounding});
+                             StoreGroup8<kind>{view, state, format, element, values, largest, root, group8, rounding});
     }
 };
 
@@ -90,9 +90,9 @@ struct LoadParam {
     const View& view;
     uint32_t element;
 
-    template <class MixType>
-    __device__ __forceinline__ void operator()(MixType) const {
-        load_param<MixType>(param, master, view, element);
+    template <class Formats>
+    __device__ __forceinline__ void operator()(Formats) const {
+        load_param<Formats>(param, master, view, element);
     }
 };
 
@@ -109,9 +109,9 @@ struct DecodeParam {
     Packet<4>& master;
     float master_scale;
 
-    template <class MixType>
-    __device__ __forceinline__ void operator()(MixType) const {
-        decode_param<MixType>(values, view, param, master, master_scale);
+    template <class Formats>
+    __device__ __forceinline__ void operator()(Formats) const {
+        decode_param<Formats>(values, view, param, master, master_scale);
     }
 };
 
@@ -126,42 +126,46 @@ struct StoreParam {
     uint32_t element;
     const float* before;
     float* values;
-    uint32_t octet;
+    uint32_t group8;
     const Rounding& rounding;
     float* master_scale;
 
-    template <class MixType>
-    __device__ __forceinline__ void operator()(MixType) const {
-        store_param<MixType>(view, element, before, values, octet, rounding, master_scale);
+    template <class Formats>
+    __device__ __forceinline__ void operator()(Formats) const {
+        store_param<Formats>(view, element, before, values, group8, rounding, master_scale);
     }
 };
 
 template <>
 __device__ __forceinline__ void store_param<AnyFormats>(const View& view, uint32_t element, const float* before,
-                                                        float* values, uint32_t octet, const Rounding& rounding,
+                                                        float* values, uint32_t group8, const Rounding& rounding,
                                                         float* master_scale) {
-    dispatch_master(view.master_kind(), StoreParam{view, element, before, values, octet, rounding, master_scale});
+    dispatch_master(view.master_kind(), StoreParam{view, element, before, values, group8, rounding, master_scale});
 }
 
-struct AnyMix {
+struct AnyCombination {
     static constexpr int kBlocksPerMultiprocessor = 4;
     static constexpr int kTilesPerChunk = kMaxTilesPerChunk;
     static constexpr bool kScaledMasters = true;
     static constexpr uint32_t kRingBytes = 0;
     using Table = BasicTable;
 
-    __device__ __forceinline__ static void vectors() { vector_walk<AnyFormats>(); }
+    __device__ __forceinline__ static void vectors() { vector_loop<AnyFormats>(); }
     __device__ __forceinline__ static void others() {
-        general_walk<AnyFormats::rule, AllCodecs, false, kScaledMasters>();
+        general_loop<AnyFormats::rule, AllCodecs, false, kScaledMasters>();
     }
 };
 
 }  // namespace
 
 template <>
-Kernel<BasicTable>& kernel_of_any_mix<AnyFormats::rule>() {
-    static Kernel<BasicTable> kernel{multi_tensor_update<AnyMix>, kSharedBytes<AnyMix>, AnyMix::kTilesPerChunk,
-                                     AnyMix::kScaledMasters,      AnyFormats::rule,     true};
+Kernel<BasicTable>& kernel_of_any_combination<AnyFormats::rule>() {
+    static Kernel<BasicTable> kernel{multi_tensor_update<AnyCombination>,
+                                     kSharedBytes<AnyCombination>,
+                                     AnyCombination::kTilesPerChunk,
+                                     AnyCombination::kScaledMasters,
+                                     AnyFormats::rule,
+                                     true};
     return kernel;
 }
 

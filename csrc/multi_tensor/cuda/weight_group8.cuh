@@ -32,7 +32,7 @@ __device__ __forceinline__ Magnitudes magnitudes_of(const float* values, float a
 }
 
 template <class Codec>
-constexpr int kOctetWords = kVector / Codec::kPerByte / 4;
+constexpr int kGroup8Words = kVector / Codec::kPerByte / 4;
 
 // E2M1 codes of eight numbers, none of them NaN: Float4Element::nearest() in nine instructions instead of sixteen. The
 // sum's last place is the gap between levels, so that its last bits count gaps above the power of two `base`. Two codes
@@ -54,7 +54,7 @@ __device__ __forceinline__ uint32_t encode_float4_word(const float* values) {
 
 // Codes to nearest even of eight values, whose absmax is at most `absmax` or not finite.
 template <class Codec>
-__device__ __forceinline__ void encode_octet(uint32_t* words, const float* values, float inverse, float absmax) {
+__device__ __forceinline__ void encode_group8(uint32_t* words, const float* values, float inverse, float absmax) {
     constexpr int kBits = 8 / Codec::kPerByte;
     float scaled[kVector];
 #pragma unroll
@@ -68,7 +68,7 @@ __device__ __forceinline__ void encode_octet(uint32_t* words, const float* value
     if (std::is_base_of_v<Float8Element, Codec> && numbers) return encode_float8_words(words, scaled);
 #endif
 #pragma unroll
-    for (int k = 0; k < kOctetWords<Codec>; ++k) {
+    for (int k = 0; k < kGroup8Words<Codec>; ++k) {
         words[k] = 0;
 #pragma unroll
         for (int i = 0; i < 32 / kBits; ++i) {

@@ -1,4 +1,4 @@
-// The vector walk: a thread updates eight consecutive elements at a time. It issues the loads of all streams, then
+// The vector loop: a thread updates eight consecutive elements at a time. It issues the loads of all streams, then
 // decodes, updates, finds the block's absmax by warp shuffles, encodes and stores.
 #pragma once
 
@@ -7,14 +7,14 @@
 #include "cuda/ring.cuh"
 #include "cuda/table.cuh"
 #include "cuda/warp.cuh"
-#include "cuda/weight_octets.cuh"
+#include "cuda/weight_group8.cuh"
 #include "dispatch.h"
 #include "update.h"
 
 namespace fused_optim {
 namespace {
 
-// As Rounding, of an FP16 master: bit i of `nearest` says that the octet's element i rounds to nearest.
+// As Rounding, of an FP16 master: bit i of `nearest` says that element i of the group of 8 rounds to nearest.
 struct MasterRounding {
     const Rounding& rounding;
     uint32_t nearest;
@@ -26,8 +26,8 @@ struct MasterRounding {
             nearest |= (master_rounding(before[i], after[i], 0) == kNearest ? 1u : 0u) << i;
         }
     }
-    __device__ __forceinline__ uint32_t bits(uint32_t octet, uint32_t element) const {
-        return nearest >> element & 1u ? kNearest : rounding.bits(octet, element);
+    __device__ __forceinline__ uint32_t bits(uint32_t group8, uint32_t element) const {
+        return nearest >> element & 1u ? kNearest : rounding.bits(group8, element);
     }
 };
 
@@ -35,13 +35,13 @@ struct MasterRounding {
 template <class R>
 struct Rounded {
     const float* values;
-    uint32_t octet;
+    uint32_t group8;
     const R& rounding;
 
     __device__ __forceinline__ float largest() const {
         uint32_t found = 0;
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) found = max(found, float16_rounded(values[i], rounding.bits(octet, i)));
+        for (int i = 0; i < kVector; ++i) found = max(found, float16_rounded(values[i], rounding.bits(group8, i)));
         return bits_float(found);
     }
 };
@@ -71,17 +71,17 @@ __device__ __forceinline__ void store_codes(uint32_t* words, float inverse, uint
     store<kBytes>(words, address, element);
 }
 
-template <class MixType, class Packet4>
+template <class Formats, class Packet4>
 __device__ __forceinline__ void decode_param(float* values, const View& view, Packet4& param, Packet4& master,
                                              float master_scale) {
-    if constexpr (MixType::master == Master::kFloat16) {
+    if constexpr (Formats::master == Master::kFloat16) {
         decode_words<Float16Master>(values, master.words, master_scale);
-    } else if constexpr (MixType::master == Master::kParameter) {
+    } else if constexpr (Formats::master == Master::kParameter) {
         decode(values, param, view.param_type());
-    } else if constexpr (MixType::master == Master::kFloat32) {
+    } else if constexpr (Formats::master == Master::kFloat32) {
         decode(values, master, Element::kFloat32);
     } else {
-        join_words<master_bytes(MixType::master)>(values, param.words, master.words);
+        join_words<master_bytes(Formats::master)>(values, param.words, master.words);
     }
 }
 
@@ -121,7 +121,7 @@ struct StoreWeight {
     template <class Codec>
     __device__ __forceinline__ void encode(float inverse) const {
         uint32_t words[2];
-        encode_octet<Codec>(words, values, inverse, absmax);
+        encode_group8<Codec>(words, values, inverse, absmax);
         store<1>(words, view.param, element);
     }
 };
@@ -137,32 +137,32 @@ __device__ __forceinline__ void store_weight(const View& view, uint32_t element,
 }
 
 // Writes an FP16 master and leaves in `values` what it is now.
-__device__ __forceinline__ void store_float16_master(const View& view, uint32_t element, float* values, uint32_t octet,
+__device__ __forceinline__ void store_float16_master(const View& view, uint32_t element, float* values, uint32_t group8,
                                                      const MasterRounding& rounding, float* scale) {
-    const Rounded<MasterRounding> rounded{values, octet, rounding};
+    const Rounded<MasterRounding> rounded{values, group8, rounding};
     const BlockScale fresh =
         store_scale<Float16Master>(thread_absmax<kVector>(values), rounded, scale, view.info.block_log2, element);
     uint32_t words[4];
-    encode_words<Float16Master>(words, values, values, fresh.inverse, octet, rounding);
+    encode_words<Float16Master>(words, values, values, fresh.inverse, group8, rounding);
     store_codes<2>(words, fresh.inverse, view.master, element);
     decode_words<Float16Master>(values, words, fresh.scale);
 }
 
-template <class MixType>
+template <class Formats>
 __device__ __forceinline__ void store_param(const View& view, uint32_t element, const float* before, float* values,
-                                            uint32_t octet, const Rounding& rounding, float* master_scale) {
-    if constexpr (MixType::master == Master::kParameter) {
-        store<true>(values, octet, rounding, view.param_type(), view.param, element);
-    } else if constexpr (!is_remainder(MixType::master)) {
-        if constexpr (MixType::master == Master::kFloat16) {
-            store_float16_master(view, element, values, octet, {rounding, before, values}, master_scale);
+                                            uint32_t group8, const Rounding& rounding, float* master_scale) {
+    if constexpr (Formats::master == Master::kParameter) {
+        store<true>(values, group8, rounding, view.param_type(), view.param, element);
+    } else if constexpr (!is_remainder(Formats::master)) {
+        if constexpr (Formats::master == Master::kFloat16) {
+            store_float16_master(view, element, values, group8, {rounding, before, values}, master_scale);
         } else {
             store<false>(values, 0, rounding, Element::kFloat32, view.master, element);
         }
-        if (MixType::has_weights && view.info.quantized) return store_weight(view, element, values);
+        if (Formats::has_weights && view.info.quantized) return store_weight(view, element, values);
         store<false>(values, 0, rounding, view.param_type(), view.param, element);
     } else {
-        constexpr int low_bytes = master_bytes(MixType::master);
+        constexpr int low_bytes = master_bytes(Formats::master);
         uint32_t high[4], low[2 * low_bytes];
         split_words<low_bytes>(values, high, low);
         store<2>(high, view.param, element);
@@ -170,15 +170,15 @@ __device__ __forceinline__ void store_param(const View& view, uint32_t element, 
     }
 }
 
-template <class MixType>
+template <class Formats>
 __device__ __forceinline__ void load_param(Packet<4>& param, Packet<4>& master, const View& view, uint32_t element) {
-    if constexpr (MixType::master == Master::kParameter) {
+    if constexpr (Formats::master == Master::kParameter) {
         load(param, view.param_type(), view.param, element);
-    } else if constexpr (!is_remainder(MixType::master)) {
-        load<master_bytes(MixType::master)>(master.words, view.master, element);
+    } else if constexpr (!is_remainder(Formats::master)) {
+        load<master_bytes(Formats::master)>(master.words, view.master, element);
     } else {
         load<2>(param.words, view.param, element);
-        load<master_bytes(MixType::master)>(master.words, view.master, element);
+        load<master_bytes(Formats::master)>(master.words, view.master, element);
     }
 }
 
@@ -206,43 +206,43 @@ struct StateAccess {
     // `largest` and `root`: of a square, what the update has found.
     __device__ __forceinline__ static void store_all(const View& view, int state, Format format, uint32_t element,
                                                      const float* values, float largest, const float* root,
-                                                     uint32_t octet, const Rounding& rounding) {
+                                                     uint32_t group8, const Rounding& rounding) {
         constexpr bool rotates = kind == StateKind::kSquare;
         if constexpr (is_scaled(Codec::format)) {
             constexpr int bytes = format_bytes(Codec::format);
             if constexpr (!rotates) largest = thread_absmax<kVector>(values);
-            const Rounded<Rounding> rounded{values, octet, rounding};
+            const Rounded<Rounding> rounded{values, group8, rounding};
             float* scale = &block->state_scales[state][element >> view.info.block_log2];
             const float inverse = store_scale<Codec>(largest, rounded, scale, view.info.block_log2, element).inverse;
             uint32_t words[2 * bytes];
             if constexpr (rotates) {
-                encode_words<Codec>(words, values, root, inverse, octet, rounding);
+                encode_words<Codec>(words, values, root, inverse, group8, rounding);
             } else {
                 encode_words<Codec>(words, values, inverse);
             }
             store_codes<bytes>(words, inverse, view.states[state], element);
         } else {
-            store<rotates>(values, octet, rounding, unscaled_type(format), view.states[state], element);
+            store<rotates>(values, group8, rounding, unscaled_type(format), view.states[state], element);
         }
     }
 };
 
-template <class MixType, int state>
+template <class Formats, int state>
 using AccessOf =
-    StateAccess<state_kind(MixType::rule, state), typename MixType::template Codec<state_kind(MixType::rule, state)>>;
+    StateAccess<state_kind(Formats::rule, state), typename Formats::template Codec<state_kind(Formats::rule, state)>>;
 
 // All that a thread reads for eight elements.
-template <class MixType, class Packet4 = Packet<4>>
+template <class Formats, class Packet4 = Packet<4>>
 struct Raw {
     Packet4 grad{}, param{}, master{};  // zeros: unset words would stay alive across iterations
-    Packet<format_bytes(MixType::format)> states[state_count(MixType::rule)]{};
+    Packet<format_bytes(Formats::format)> states[state_count(Formats::rule)]{};
 
     __device__ __forceinline__ void load_all(const View& view, uint32_t element) {
         load(grad, view.grad_type(), view.grad, element);
-        load_param<MixType>(param, master, view, element);
-        each_state<MixType::rule>([&](auto state) {
+        load_param<Formats>(param, master, view, element);
+        each_state<Formats::rule>([&](auto state) {
             constexpr int i = decltype(state)::value;
-            AccessOf<MixType, i>::load_raw(states[i], view.state_format(i), view.states[i], element);
+            AccessOf<Formats, i>::load_raw(states[i], view.state_format(i), view.states[i], element);
         });
     }
 };
@@ -285,49 +285,49 @@ __device__ __forceinline__ float update_values(float* grad, float* param, float 
 }
 
 // The eight elements of a thread.
-template <class MixType>
+template <class Formats>
 struct Values {
-    float grad[kVector], param[kVector], states[state_count(MixType::rule)][kVector];
+    float grad[kVector], param[kVector], states[state_count(Formats::rule)][kVector];
 
     template <class Packet4>
-    __device__ __forceinline__ void decode_all(const View& view, Raw<MixType, Packet4>& raw, uint32_t element) {
+    __device__ __forceinline__ void decode_all(const View& view, Raw<Formats, Packet4>& raw, uint32_t element) {
         const uint32_t scale = element >> view.info.block_log2;
         decode(grad, raw.grad, view.grad_type());
-        const bool scaled = is_scaled(MixType::master_of(view.master_kind()));
-        decode_param<MixType, Packet4>(param, view, raw.param, raw.master, scaled ? block->master_scales[scale] : 0.0f);
-        each_state<MixType::rule>([&](auto state) {
+        const bool scaled = is_scaled(Formats::master_of(view.master_kind()));
+        decode_param<Formats, Packet4>(param, view, raw.param, raw.master, scaled ? block->master_scales[scale] : 0.0f);
+        each_state<Formats::rule>([&](auto state) {
             constexpr int i = decltype(state)::value;
-            AccessOf<MixType, i>::decode_all(states[i], raw.states[i], view.state_format(i),
+            AccessOf<Formats, i>::decode_all(states[i], raw.states[i], view.state_format(i),
                                              block->state_scales[i][scale]);
         });
     }
 };
 
-template <class MixType>
-__device__ __forceinline__ void update_vector(const View& view, const Scalars& scalars, Values<MixType>& values,
+template <class Formats>
+__device__ __forceinline__ void update_vector(const View& view, const Scalars& scalars, Values<Formats>& values,
                                               uint32_t element) {
-    constexpr int count = state_count(MixType::rule), square = square_state(MixType::rule);
+    constexpr int count = state_count(Formats::rule), square = square_state(Formats::rule);
     Format formats[count];
-    each_state<MixType::rule>(
+    each_state<Formats::rule>(
         [&](auto state) { formats[decltype(state)::value] = view.state_format(decltype(state)::value); });
-    const Master master = MixType::master_of(view.master_kind());
+    const Master master = Formats::master_of(view.master_kind());
     float* master_scale = &block->master_scales[element >> view.info.block_log2];
 
     auto& [grad, param, states] = values;
     float root[kVector]{}, before[kVector];
 #pragma unroll
     for (int i = 0; i < kVector; ++i) before[i] = param[i];
-    const float largest = update_values<MixType::rule>(grad, param, states, root, scalars);
+    const float largest = update_values<Formats::rule>(grad, param, states, root, scalars);
 
-    uint32_t octet = 0;
+    uint32_t group8 = 0;
     if ((square >= 0 && formats[max(square, 0)] != Format::kFloat32) || is_scaled(master) ||
         (master == Master::kParameter && view.param_type() != Element::kFloat32)) {
-        octet = scalars.rounding.octet(view.key, view.global_index(element));
+        group8 = scalars.rounding.group8(view.key, view.global_index(element));
     }
-    store_param<MixType>(view, element, before, param, octet, scalars.rounding, master_scale);
-    each_state<MixType::rule>([&](auto state) {
+    store_param<Formats>(view, element, before, param, group8, scalars.rounding, master_scale);
+    each_state<Formats::rule>([&](auto state) {
         constexpr int i = decltype(state)::value;
-        AccessOf<MixType, i>::store_all(view, i, formats[i], element, values.states[i], largest, root, octet,
+        AccessOf<Formats, i>::store_all(view, i, formats[i], element, values.states[i], largest, root, group8,
                                         scalars.rounding);
     });
 }
@@ -348,26 +348,26 @@ __device__ __forceinline__ void copy_scales(T* target, const T* source, uint32_t
     for (uint32_t i = threadIdx.x; i < count; i += kThreads) target[i] = source[i];
 }
 
-template <class MixType>
+template <class Formats>
 __device__ __forceinline__ void read_scales(const View& view, uint32_t blocks) {
-    each_state<MixType::rule>([&](auto state) {
+    each_state<Formats::rule>([&](auto state) {
         constexpr int i = decltype(state)::value;
-        if (MixType::has_scales(view.state_format(i)))
+        if (Formats::has_scales(view.state_format(i)))
             copy_scales(block->state_scales[i], view.state_scales[i], blocks);
     });
-    if (is_scaled(MixType::master_of(view.master_kind()))) {
+    if (is_scaled(Formats::master_of(view.master_kind()))) {
         copy_scales(block->master_scales, view.master_scales, blocks);
     }
 }
 
-template <class MixType>
+template <class Formats>
 __device__ __forceinline__ void write_scales(const View& view, uint32_t blocks) {
-    each_state<MixType::rule>([&](auto state) {
+    each_state<Formats::rule>([&](auto state) {
         constexpr int i = decltype(state)::value;
-        if (MixType::has_scales(view.state_format(i)))
+        if (Formats::has_scales(view.state_format(i)))
             copy_scales(view.state_scales[i], block->state_scales[i], blocks);
     });
-    if (is_scaled(MixType::master_of(view.master_kind()))) {
+    if (is_scaled(Formats::master_of(view.master_kind()))) {
         copy_scales(view.master_scales, block->master_scales, blocks);
     }
 }
@@ -385,75 +385,75 @@ struct CopyWeightScales {
     }
 };
 
-template <class MixType>
-__device__ __forceinline__ void update_elements(const View& view, const Scalars& scalars, Values<MixType>& values,
+template <class Formats>
+__device__ __forceinline__ void update_elements(const View& view, const Scalars& scalars, Values<Formats>& values,
                                                 uint32_t element) {
-    update_vector<MixType>(view, scalars, values, element);
+    update_vector<Formats>(view, scalars, values, element);
     if (block->scalars.writes_gradient) store_unscaled(view, scalars, element);
 }
 
 // Each tile is loaded when its turn comes; other thread blocks fill the time.
-template <class MixType>
-__device__ __forceinline__ void walk_loading(const View& view, const Scalars& scalars) {
+template <class Formats>
+__device__ __forceinline__ void loop_loading(const View& view, const Scalars& scalars) {
     for (uint32_t element = threadIdx.x * kVector; element < view.vector_count; element += kTile) {
-        Raw<MixType> raw;
+        Raw<Formats> raw;
         raw.load_all(view, element);
-        Values<MixType> values;
+        Values<Formats> values;
         values.decode_all(view, raw, element);
-        update_elements<MixType>(view, scalars, values, element);
+        update_elements<Formats>(view, scalars, values, element);
     }
 }
 
 // The next tiles are on their way while one is updated.
-template <class MixType, bool usual>
-__device__ __forceinline__ void walk_staged(const View& view, const Scalars& scalars, Ring<MixType, usual> ring) {
+template <class Formats, bool usual>
+__device__ __forceinline__ void loop_staged(const View& view, const Scalars& scalars, Ring<Formats, usual> ring) {
     uint32_t stage = 0;
 #pragma unroll 1
     for (uint32_t element = threadIdx.x * kVector; element < view.vector_count; element += kTile) {
-        Raw<MixType, OrderedPacket> raw;
+        Raw<Formats, OrderedPacket> raw;
         ring.take_tile(raw, stage);
-        Values<MixType> values;
+        Values<Formats> values;
         values.decode_all(view, raw, element);
         ring.fetch_tile(element + ring.kStages * kTile, stage);
-        update_elements<MixType>(view, scalars, values, element);
+        update_elements<Formats>(view, scalars, values, element);
         stage = stage + 1 == ring.kStages ? 0 : stage + 1;
     }
 }
 
-template <class MixType, bool usual>
-__device__ __forceinline__ void walk_chunk(const View& view) {
+template <class Formats, bool usual>
+__device__ __forceinline__ void loop_over_chunk(const View& view) {
     const Scalars scalars = block->scalars;
     const uint32_t blocks = view.vector_count >> view.info.block_log2;
-    if constexpr (MixType::staged) {
-        const Ring<MixType, usual> ring{view, reinterpret_cast<char*>(block) + kBlockBytes<is_scaled(MixType::master)>};
+    if constexpr (Formats::staged) {
+        const Ring<Formats, usual> ring{view, reinterpret_cast<char*>(block) + kBlockBytes<is_scaled(Formats::master)>};
         for (uint32_t stage = 0; stage < ring.kStages; ++stage) {
             ring.fetch_tile(threadIdx.x * kVector + stage * kTile, stage);
         }
-        read_scales<MixType>(view, blocks);
+        read_scales<Formats>(view, blocks);
         __syncthreads();
-        walk_staged<MixType, usual>(view, scalars, ring);
+        loop_staged<Formats, usual>(view, scalars, ring);
     } else {
-        read_scales<MixType>(view, blocks);
+        read_scales<Formats>(view, blocks);
         __syncthreads();
-        walk_loading<MixType>(view, scalars);
+        loop_loading<Formats>(view, scalars);
     }
     __syncthreads();
-    write_scales<MixType>(view, blocks);
-    if constexpr (MixType::has_weights) {
+    write_scales<Formats>(view, blocks);
+    if constexpr (Formats::has_weights) {
         if (view.info.quantized && view.param) dispatch_weight(view.weight_format(), CopyWeightScales{view});
     }
 }
 
 // The usual case has code of its own, which looks at neither types nor the size of blocks: to the compiler they are
 // constants there.
-template <class MixType>
-__device__ __forceinline__ void vector_walk() {
+template <class Formats>
+__device__ __forceinline__ void vector_loop() {
     View view = block->view;
-    if (MixType::staged && view.is_usual()) {
+    if (Formats::staged && view.is_usual()) {
         view.assume_usual();
-        walk_chunk<MixType, MixType::staged>(view);
+        loop_over_chunk<Formats, Formats::staged>(view);
     } else {
-        walk_chunk<MixType, false>(view);
+        loop_over_chunk<Formats, false>(view);
     }
 }
 

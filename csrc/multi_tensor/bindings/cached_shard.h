@@ -1,0 +1,93 @@
+// What is kept of a shard from step to step: what Python has checked in full, to be compared, and where it was then.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "bindings/dlpack.h"
+#include "table.h"
+
+namespace fused_optim {
+
+// What Python keeps, one tuple per shard: the fields of fused_optim/backends's CachedShard. Those up to the master are
+// tensors of one form.
+#define FUSED_OPTIM_CACHED(ROW)    \
+    ROW(kParam, "param")           \
+    ROW(kState0, "state0")         \
+    ROW(kState1, "state1")         \
+    ROW(kMaster, "master")         \
+    ROW(kSpec, "spec")             \
+    ROW(kStates, "states")         \
+    ROW(kLocal, "local")           \
+    ROW(kComponents, "components") \
+    ROW(kNames, "names")           \
+    ROW(kParts, "parts")           \
+    ROW(kMasterLocal, "master_local")
+FUSED_OPTIM_ENUM(Cached, FUSED_OPTIM_CACHED);
+
+inline PyObject* field(PyObject* cached, Cached which) {
+    return PyTuple_GET_ITEM(cached, static_cast<Py_ssize_t>(which));
+}
+
+inline Cached cached_state(int state) {
+    static_assert(static_cast<int>(Cached::kMaster) - static_cast<int>(Cached::kState0) == kMaxStates);
+    return static_cast<Cached>(static_cast<int>(Cached::kState0) + state);
+}
+
+inline bool is_sharded(PyObject* cached) { return field(cached, Cached::kSpec) != Py_None; }
+inline bool is_quantized(PyObject* cached) { return field(cached, Cached::kLocal) != Py_None; }
+
+// What changes when someone writes a parameter: the version counters of it and of its local tensor, or its memory.
+struct Versions {
+    int64_t param = 0, local = 0;
+    uint64_t address = 0;
+};
+
+inline bool operator!=(const Versions& a, const Versions& b) {
+    return a.param != b.param || a.local != b.local || a.address != b.address;
+}
+
+struct CachedShard {
+    Shard shard{};
+    Versions versions;
+    bool has_gradient = false;
+    bool is_cached = false;
+    bool writes_weight = false;  // the codes of a quantized one
+
+    // What parameter, states and gradient must be like to take the places of those that were checked.
+    struct Kind {
+        DLDevice device{};
+        DLDataType type{};
+    };
+    DLDevice device{};  // the gradient's
+    std::array<Kind, static_cast<size_t>(Cached::kMaster) + 1> kinds{};
+    std::vector<int64_t> shape;
+    std::vector<int64_t> weight_sizes;  // bytes of a quantized weight's codes and scales, where the pass writes them
+
+    Kind& kind(Cached which) { return kinds[static_cast<size_t>(which)]; }
+
+    bool has_form_of(const DLTensor& t) const {
+        if (static_cast<size_t>(t.dims) != shape.size()) return false;
+        for (size_t d = 0; d < shape.size(); ++d) {
+            if (shape[d] != t.shape[d]) return false;
+        }
+        return (t.data || !shard.numel) && is_contiguous(t);
+    }
+
+    bool has_kind_of(Cached which, const DLTensor& t) const {
+        const Kind& kind = kinds[static_cast<size_t>(which)];
+        return t.device == kind.device && t.type == kind.type;
+    }
+
+    // A float tensor beside the parameter; remainders complete whatever the parameter is.
+    bool has_own_master(PyObject* cached) const {
+        return field(cached, Cached::kMaster) != Py_None &&
+               kinds[static_cast<size_t>(Cached::kMaster)].type.code == kDLFloat;
+    }
+};
+
+}  // namespace fused_optim

@@ -1,0 +1,56 @@
+// The kernels of the combinations in which all states have one format: compiled once per update rule, FUSED_OPTIM_RULE,
+// and format, FUSED_OPTIM_FORMAT.
+#include <utility>
+
+#include "cuda/kernel.cuh"
+
+namespace fused_optim {
+namespace {
+
+// A kernel for steps that consist of one combination, but for few elements: norms and biases, whose states are FP32.
+template <class Formats>
+struct OneCombination {
+    // Scaled masters of quantized weights need the registers that one thread block less leaves to each.
+    static constexpr int kBlocksPerMultiprocessor = Formats::has_weights && is_scaled(Formats::master) ? 6 : 7;
+    static constexpr int kTilesPerChunk = Pace<Formats>::kTilesPerChunk;
+    static constexpr bool kScaledMasters = is_scaled(Formats::master);
+    static constexpr uint32_t kRingBytes = ring_bytes<Formats>();
+    using Table = std::conditional_t<Formats::has_weights, WeightsTable, BasicTable>;
+
+    __device__ __forceinline__ static void vectors() { vector_loop<Formats>(); }
+    __device__ __forceinline__ static void others() {
+        general_loop<Formats::rule, OwnCodecs<Formats::format>, Formats::has_weights, kScaledMasters>();
+    }
+};
+
+constexpr Rule kRule = Rule::FUSED_OPTIM_RULE;
+constexpr Format kFormat = Format::FUSED_OPTIM_FORMAT;
+
+template <Master master, bool has_weights>
+auto make_kernel() {
+    using Loops = OneCombination<Combination<kRule, master, kFormat, has_weights>>;
+    return Kernel<typename Loops::Table>{multi_tensor_update<Loops>,
+                                         kSharedBytes<Loops>,
+                                         Loops::kTilesPerChunk,
+                                         Loops::kScaledMasters,
+                                         kRule,
+                                         false,
+                                         master,
+                                         kFormat};
+}
+
+template <int... masters>
+KernelsOfFormat make_kernels(std::integer_sequence<int, masters...>) {
+    return {{make_kernel<static_cast<Master>(masters), false>()...},
+            {make_kernel<Master::kFloat32, true>(), make_kernel<Master::kFloat16, true>()}};
+}
+
+}  // namespace
+
+template <>
+KernelsOfFormat& kernels_of<kRule, kFormat>() {
+    static KernelsOfFormat all = make_kernels(std::make_integer_sequence<int, kCount<Master>>{});
+    return all;
+}
+
+}  // namespace fused_optim
