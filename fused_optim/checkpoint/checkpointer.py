@@ -504,7 +504,7 @@ def _whole_number(name: str, given: Any, least: int) -> int:
         number = operator.index(given)
     except TypeError:
         raise TypeError(f"{name}: expected a whole number, got {type(given).__name__}") from None
-    if isinstance(given, bool) or str(getattr(given, "dtype", "")).endswith("bool"):
+    if isinstance(given, bool) or (isinstance(given, torch.Tensor) and given.dtype == torch.bool):
         raise TypeError(f"{name}: expected a whole number, got a truth value")
     if number < least:
         raise ValueError(f"{name}: expected a whole number of at least {least}, got {number}")
