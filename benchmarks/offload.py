@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fused_optim import FusedAdamW, enable_gradient_release
-from fused_optim.host_memory import host_zeros
+from fused_optim.memory.host_memory import host_zeros
 from llama import llama_1b, small_llama
 from step import llama_shapes, machine, make_params, synchronize, timed, write
 

@@ -18,9 +18,9 @@ if not _IS_COMMAND:
     from fused_optim.checkpoint.storage.checksums import verify_checksums, write_checksums
     from fused_optim.checkpoint.writing.export import export_optimizer_checkpoint
     from fused_optim.checkpoint.writing.masters import save_master_safetensors
-    from fused_optim.clip import clip_grad_norm_
     from fused_optim.lion import FusedLion
     from fused_optim.release import enable_gradient_release
+    from fused_optim.step.clip import clip_grad_norm_
 
 if TYPE_CHECKING:
     from fused_optim import quantized as quantized

@@ -13,9 +13,11 @@ from torch.optim.optimizer import ParamsT
 
 from fused_optim.backends.tables import Rule as RuleNumber
 from fused_optim.decorators import between_graphs
-from fused_optim.formats import Kind, fused, normal, sqrt
+from fused_optim.formats.arithmetic import fused, normal, sqrt
+from fused_optim.formats.states import Kind
 from fused_optim.optimizer import ShardedOptimizer
-from fused_optim.options import (
+from fused_optim.options.checks import check_decay_rates, check_differentiable, check_number
+from fused_optim.options.reading import (
     CheckpointDevice,
     CheckpointFormat,
     Options,
@@ -24,7 +26,6 @@ from fused_optim.options import (
     shows_options_of,
 )
 from fused_optim.rule import Hyper, StateSpec, Update, float32, integer_power
-from fused_optim.validate import check_decay_rates, check_differentiable, check_number
 
 EXP_AVG = StateSpec("exp_avg", Kind.SIGNED)
 EXP_AVG_SQ = StateSpec("exp_avg_sq", Kind.SQUARE)

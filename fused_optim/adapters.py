@@ -15,7 +15,8 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from fused_optim.formats import GOLDEN_RATIO, MASK32, rounding_bits
+from fused_optim.formats.arithmetic import MASK32
+from fused_optim.formats.rounding import GOLDEN_RATIO, rounding_bits
 from fused_optim.sharding.dtensor import Geometry, local_tensor
 
 # Qualified names of tensor types (their subclasses are meant, too), and the modules that know them, of this package.

@@ -11,11 +11,12 @@ from torch.optim.optimizer import ParamsT
 
 from fused_optim.backends.tables import Rule as RuleNumber
 from fused_optim.decorators import between_graphs
-from fused_optim.formats import Kind, fused
+from fused_optim.formats.arithmetic import fused
+from fused_optim.formats.states import Kind
 from fused_optim.optimizer import ShardedOptimizer
-from fused_optim.options import SharedOptions, check_names, flag_of
+from fused_optim.options.checks import check_decay_rates, check_differentiable
+from fused_optim.options.reading import SharedOptions, check_names, flag_of
 from fused_optim.rule import Hyper, StateSpec, Update, float32
-from fused_optim.validate import check_decay_rates, check_differentiable
 
 EXP_AVG = StateSpec("exp_avg", Kind.SIGNED)
 

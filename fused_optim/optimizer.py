@@ -13,8 +13,16 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from fused_optim import adapters
 from fused_optim.decorators import between_graphs, declared_without, observed, ungraded
-from fused_optim.layout import MASTER, STEP
-from fused_optim.options import (
+from fused_optim.memory.layout import MASTER, STEP
+from fused_optim.options.checks import (
+    check_belongs,
+    check_checkpoint_format,
+    check_hyperparameters,
+    check_param,
+    check_torchs_options,
+    check_whole,
+)
+from fused_optim.options.reading import (
     IMPLEMENTATIONS,
     TORCHS_OPTIONS,
     CheckpointDevice,
@@ -23,8 +31,8 @@ from fused_optim.options import (
     read_group,
     spelled_alike,
 )
+from fused_optim.options.settings import Setting, Settings
 from fused_optim.rule import Rule
-from fused_optim.settings import Setting, Settings
 from fused_optim.sharding.collective import parameter_names
 from fused_optim.state import state_dict as forms
 from fused_optim.state import torch_form
@@ -34,14 +42,6 @@ from fused_optim.state.summary import Summary, short_description, summarize
 from fused_optim.step.amp import amp_scalars, mark_stepped
 from fused_optim.step.diagnostics import Diagnostics, diagnose
 from fused_optim.step.run import Stepper
-from fused_optim.validate import (
-    check_belongs,
-    check_checkpoint_format,
-    check_hyperparameters,
-    check_param,
-    check_torchs_options,
-    check_whole,
-)
 
 _WORDS = ("state_dtype", "master_bits")  # short words of the constructor, which stand for other options
 
@@ -77,7 +77,7 @@ class ShardedOptimizer(Optimizer):
         hyperparameters: the defaults of param groups: lr, weight_decay, maximize, and those of ``rule.defaults``.
         dtypes: the formats of the rule's states, by the names of their options. None: ``state_dtype``.
         state_dtype: the format of all states that have none of their own; None: FP32.
-        options: those of :class:`fused_optim.settings.Settings`, and ``master_bits``.
+        options: those of :class:`fused_optim.options.settings.Settings`, and ``master_bits``.
     """
 
     settings: Settings

@@ -21,9 +21,9 @@ from torch.utils.hooks import RemovableHandle
 
 from fused_optim.adam import FusedAdam
 from fused_optim.decorators import between_graphs
+from fused_optim.options.checks import describe
 from fused_optim.sharding.collective import parameter_names
 from fused_optim.sharding.dtensor import local_tensor
-from fused_optim.validate import describe
 
 BUCKET_BYTES = 32 << 20
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from fused_optim.formats import Kind
+from fused_optim.formats.states import Kind
 
 # FP32 values of one piece of a parameter: (gradient, parameter, states) -> (new parameter, new states). The update uses
 # the new states before they are rounded.

@@ -16,10 +16,10 @@ from fused_optim.torch_versions import PRIVATE
 # Files and folders of fused_optim/ from the ground up; docs/development.md says what each is for. A folder whose rooms
 # have an order of their own is given room by room, its own ``__init__`` last.
 ROOMS = (
-    *("torch_versions", "decorators", "optional", "formats", "options", "rule", "sharding", "adapters"),
-    *("host_memory", "layout", "copies", "backends", "validate"),
+    *("torch_versions", "decorators", "optional", "formats", "rule", "sharding", "adapters", "memory", "backends"),
+    "options",
     *(f"quantized.{room}" for room in ("recipes", "tensor", "compute", "adapters", "model", "files", "__init__")),
-    *("rebuild", "settings", "clip", "skip", "state", "step", "optimizer", "adam", "lion", "release"),
+    *("rebuild", "state", "step", "optimizer", "adam", "lion", "release"),
     *(f"checkpoint.{room}" for room in ("storage", "reading", "writing")),
     *(f"checkpoint.{room}" for room in ("termination", "collect", "extras", "checkpointer", "__init__")),
     *("compat", "integrations", "__init__", "tools", "__main__"),
@@ -40,26 +40,26 @@ OTHERS_OWN = {part for name in PRIVATE for part in name.split(".") if part.start
 }
 # Attributes that are asked for by name, as not all objects there have them, and why these are of no class of ours.
 BY_NAME = {
+    "backends.compiled": {"__dlpack_c_exchange_api__": "of torch's, whose stubs do not have it"},
+    "backends.tables": {"TABLES": "an engine of an older release has none"},
+    "checkpoint.extras": dict.fromkeys(("load_state_dict", "state_dict"), "of others, which may be forwarded"),
     "decorators": {"hooked": "torch sets it on what it has decorated"},
     "integrations.megatron": {"__wrapped__": "of functions of Megatron's, or what replaces them"},
-    "layout": {"components": "of weights that are quantized, whose classes nothing imports below them"},
-    "options": dict.fromkeys(("item", "size", "tolist"), "of arrays of NumPy, which may not be installed"),
+    "memory.layout": {"components": "of weights that are quantized, whose classes nothing imports below them"},
+    "optimizer": {"decoupled_grad": "set by users"},
+    "options.reading": dict.fromkeys(("item", "size", "tolist"), "of arrays of NumPy, which may not be installed"),
     "quantized.adapters.transformer_engine": dict.fromkeys(
         ("amax_reduction_group", "get_high_precision_init_val", "with_amax_reduction"),
         "some kinds and releases of TransformerEngine's tensors have it",
     ),
     "quantized.model.selection": dict.fromkeys(("experts", "weight"), "modules of models have what they like"),
+    "step.amp": {
+        **dict.fromkeys(("found_inf", "grad_scale"), "set by torch.amp.GradScaler, and only for a step"),
+        "use_decoupled_grad": "of optimizers that are not ours, too",
+    },
     "sharding.fsdp": dict.fromkeys(("_fsdp_param_groups", "_unsharded_param"), "not in all releases, not at all times"),
     "sharding.uneven": {"_shard_order": "Megatron-FSDP's note on a mesh"},
-    "validate": {"_is_flat_param": "FSDP1's mark on parameters"},
-}
-# TO BE MENDED: rooms where attributes by name and tables are not looked at yet, and what is known to be elsewhere.
-# Nothing is to be added.
-BY_NAME_TO_BE_MENDED = {
-    "backends.compiled": {"__dlpack_c_exchange_api__"},
-    "backends.tables": {"TABLES"},
-    "optimizer": {"decoupled_grad"},
-    "step.amp": {"found_inf", "grad_scale", "use_decoupled_grad"},
+    "options.checks": {"_is_flat_param": "FSDP1's mark on parameters"},
 }
 
 
@@ -221,9 +221,8 @@ def attributes_by_name(package: Package) -> list[str]:
     found = []
     for module, tree in package.trees.items():
         inner = module.partition(".")[2]
-        allowed = {*BY_NAME.get(inner, ()), *BY_NAME_TO_BE_MENDED.get(inner, ())}
-        is_looked_at = package.room_of(module) not in ROOMS_TO_BE_MENDED
-        for node in _in_order(tree) if is_looked_at else ():
+        allowed = BY_NAME.get(inner, {})
+        for node in _in_order(tree):
             name = _asked_for(node)
             if name is not None and name not in allowed:
                 found.append(f"{module}:{node.lineno} has {ast.unparse(node)}")
@@ -243,12 +242,11 @@ def tables_spelled_twice(package: Package) -> list[str]:
     """Tables of modules and classes with the same three or more strings, or names: one can be made of the other."""
     found: dict[tuple[str, ...], list[str]] = {}
     for module, tree in package.trees.items():
-        if package.room_of(module) not in ROOMS_TO_BE_MENDED:
-            for table in _tables(tree):
-                elements = table.keys if isinstance(table, ast.Dict) else table.elts
-                key = tuple(sorted({ast.unparse(each) for each in elements if each is not None}))
-                if len(key) >= 3 and all(map(_is_spelled, elements)):
-                    found.setdefault(key, []).append(f"{module}:{table.lineno}")
+        for table in _tables(tree):
+            elements = table.keys if isinstance(table, ast.Dict) else table.elts
+            key = tuple(sorted({ast.unparse(each) for each in elements if each is not None}))
+            if len(key) >= 3 and all(map(_is_spelled, elements)):
+                found.setdefault(key, []).append(f"{module}:{table.lineno}")
     return [f"{' and '.join(places)} spell {', '.join(key)}" for key, places in found.items() if len(places) > 1]
 
 
@@ -294,8 +292,8 @@ def test_the_rooms_keep_their_order(check: Check, package: Package) -> None:
 WRONG: dict[str, tuple[Check, dict[str, str], list[str]]] = {
     "upwards": (
         upward_imports,
-        {"formats": "import os\n\nfrom fused_optim.adam import FusedAdam"},
-        ["fused_optim.formats:3 imports fused_optim.adam: formats is below adam"],
+        {"rule": "import os\n\nfrom fused_optim.adam import FusedAdam"},
+        ["fused_optim.rule:3 imports fused_optim.adam: rule is below adam"],
     ),
     "upwards, a module of a package": (
         upward_imports,
@@ -356,18 +354,18 @@ WRONG: dict[str, tuple[Check, dict[str, str], list[str]]] = {
     ),
     "hidden": (
         lazy_imports,
-        {"clip": "class C:\n    def f(self):\n        from fused_optim.formats import STATE_FORMATS"},
-        ["fused_optim.clip:3 imports fused_optim.formats when called"],
+        {"step/clip": "class C:\n    def f(self):\n        from fused_optim.formats.states import STATE_FORMATS"},
+        ["fused_optim.step.clip:3 imports fused_optim.formats.states when called"],
     ),
     "hidden, by name": (
         lazy_imports,
-        {"clip": "import importlib\nX = importlib.import_module('fused_optim.formats')"},
-        ["fused_optim.clip:2 imports fused_optim.formats when called"],
+        {"step/clip": "import importlib\nX = importlib.import_module('fused_optim.formats.states')"},
+        ["fused_optim.step.clip:2 imports fused_optim.formats.states when called"],
     ),
     "hidden, computed": (
         lazy_imports,
-        {"clip": "from importlib import import_module\nf = lambda name: import_module(name)"},
-        ["fused_optim.clip:2 imports what is computed when called"],
+        {"step/clip": "from importlib import import_module\nf = lambda name: import_module(name)"},
+        ["fused_optim.step.clip:2 imports what is computed when called"],
     ),
     "hidden where other things may be": (
         lazy_imports,
@@ -408,10 +406,10 @@ WRONG: dict[str, tuple[Check, dict[str, str], list[str]]] = {
         {
             "state/states": "class S:\n    def f(self):\n        self._own = 1\n\ndef f(s):\n    return s._own",
             "step/plan": "from fused_optim.state import states\ndef f(s):\n    s._own += 1\n    states._f(s)",
-            "clip": "from fused_optim.skip import _f\nfrom torch._ops import OpOverload",
+            "step/clip": "from fused_optim.step.skip import _f\nfrom torch._ops import OpOverload",
         },
         [
-            "fused_optim.clip:1 uses fused_optim.skip._f",
+            "fused_optim.step.clip:1 uses fused_optim.step.skip._f",
             "fused_optim.step.plan:3 uses s._own",
             "fused_optim.step.plan:4 uses states._f",
         ],
@@ -419,26 +417,26 @@ WRONG: dict[str, tuple[Check, dict[str, str], list[str]]] = {
     "by name": (
         attributes_by_name,
         {
-            "clip": "def f(x, n):\n    setattr(x, 'a', 1)\n    getattr(x, n)\n    hasattr(x, 'b'), delattr(x, 'c')",
-            "validate": "def f(x):\n    return getattr(x, '_is_flat_param', 0), getattr(x, 'step')",
+            "step/a": "def f(x, n):\n    setattr(x, 'a', 1)\n    getattr(x, n)\n    hasattr(x, 'b'), delattr(x, 'c')",
+            "options/checks": "def f(x):\n    return getattr(x, '_is_flat_param', 0), getattr(x, 'step')",
         },
         [
-            "fused_optim.clip:2 has setattr(x, 'a', 1)",
-            "fused_optim.clip:4 has hasattr(x, 'b')",
-            "fused_optim.clip:4 has delattr(x, 'c')",
-            "fused_optim.validate:2 has getattr(x, 'step')",
+            "fused_optim.options.checks:2 has getattr(x, 'step')",
+            "fused_optim.step.a:2 has setattr(x, 'a', 1)",
+            "fused_optim.step.a:4 has hasattr(x, 'b')",
+            "fused_optim.step.a:4 has delattr(x, 'c')",
         ],
     ),
     "tables": (
         tables_spelled_twice,
         {
-            "clip": "A = ('a', 'b', 'c')\nB = {t.x: 1, t.y: 2, t.z: 3}\nC = ('a', 'b')\nF = f(t.x, t.y, t.z)",
-            "validate": "class V:\n    k: Literal['c', 'a', 'b']\n    C = 'a', 'b'\n    def f(): return 'a', 'b', 'c'",
+            "step/clip": "A = ('a', 'b', 'c')\nB = {t.x: 1, t.y: 2, t.z: 3}\nC = ('a', 'b')\nF = f(t.x, t.y, t.z)",
+            "options/v": "class V:\n    k: Literal['c', 'a', 'b']\n    C = 'a', 'b'\n    def f(): return 'a', 'b', 'c'",
             "rule": "D = [t.z, t.x, t.y]\nN = (1, 2, 3)\nM = (1, 2, 3)",
         },
         [
-            "fused_optim.clip:1 and fused_optim.validate:2 spell 'a', 'b', 'c'",
-            "fused_optim.clip:2 and fused_optim.rule:1 spell t.x, t.y, t.z",
+            "fused_optim.options.v:2 and fused_optim.step.clip:1 spell 'a', 'b', 'c'",
+            "fused_optim.rule:1 and fused_optim.step.clip:2 spell t.x, t.y, t.z",
         ],
     ),
     "upwards, within a folder": (
@@ -462,9 +460,9 @@ WRONG: dict[str, tuple[Check, dict[str, str], list[str]]] = {
 }
 # What all have: imports that are as they should be.
 RIGHT = {
-    **{f"{room}/__init__": "" for room in ("sharding", "backends", "quantized", "state", "step", "integrations")},
-    **dict.fromkeys(("__main__", "decorators", "options", "rule", "host_memory", "layout", "copies", "validate"), ""),
-    **dict.fromkeys(("settings", "torch_versions", "clip", "skip", "optimizer", "lion", "release"), ""),
+    **{f"{room}/__init__": "" for room in ("memory", "backends", "options", "quantized", "state", "step")},
+    **{f"{room}/__init__": "" for room in ("formats", "sharding", "integrations")},
+    **dict.fromkeys(("__main__", "torch_versions", "decorators", "rule", "optimizer", "lion", "release"), ""),
     **{f"quantized/{room}/__init__": "" for room in ("recipes", "tensor", "compute", "adapters", "model", "files")},
     **{f"checkpoint/{room}/__init__": "" for room in ("storage", "reading", "writing")},
     **{f"checkpoint/{room}": "" for room in ("termination", "collect", "extras", "checkpointer", "__init__")},
@@ -478,15 +476,15 @@ if TYPE_CHECKING:
 def __getattr__(name):
     from fused_optim.quantized import tensor
 """,
-    "formats": "from __future__ import annotations\nimport os.path",
-    "sharding/dtensor": "from fused_optim.formats import X\nfrom torch import Tensor",
+    "formats/states": "from __future__ import annotations\nimport os.path",
+    "sharding/dtensor": "from fused_optim.formats.states import X\nfrom torch import Tensor",
     "adapters": "import importlib\ndef adapter(module):\n    return importlib.import_module(module)",
     "backends/engines": "import importlib\nf = lambda name: importlib.import_module(f'fused_optim._engine_{name}')",
     "optional": "from importlib import import_module\noptional = lambda module: import_module(module)",
     "rebuild": "def f():\n    from fused_optim.quantized import tensor",
     "tools/commands": "def f():\n    from fused_optim.adam import A",
     "quantized/tensor/a": "from ..recipes import b\nfrom ...sharding import dtensor",
-    "quantized/recipes/b": "from fused_optim.formats import X",
+    "quantized/recipes/b": "from fused_optim.formats.states import X",
     "quantized/__init__": "from .tensor import a",
     "adam": "class A:\n    def f(self, b):\n        self._slots = b._slots\n        return b.x._local_tensor",
     "compat/apex": "import fused_optim.adam\nclass A(fused_optim.adam.A):\n    x = lambda self: self._slots",
@@ -501,10 +499,9 @@ def install(optimizer):
 
 def test_what_is_allowed_is_there(package: Package) -> None:
     """Lists of exceptions that nothing needs any more hide what comes later."""
-    for listed in (BY_NAME, BY_NAME_TO_BE_MENDED):
-        for module, names in listed.items():
-            found = {_asked_for(node) for node in ast.walk(package.trees[f"{package.name}.{module}"])}
-            assert found >= set(names), module
+    for module, names in BY_NAME.items():
+        found = {_asked_for(node) for node in ast.walk(package.trees[f"{package.name}.{module}"])}
+        assert found >= set(names), module
 
 
 def write(folder: Path, files: dict[str, str]) -> Package:

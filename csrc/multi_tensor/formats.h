@@ -1,5 +1,5 @@
 // Codecs: how parameters, masters and states are encoded. Every function here is exact IEEE arithmetic without
-// contraction, so that CPU, CUDA and the PyTorch reference (fused_optim/formats.py) produce the same bits.
+// contraction, so that CPU, CUDA and the PyTorch reference (fused_optim/formats/) produce the same bits.
 #pragma once
 
 #include <cstdint>

@@ -25,7 +25,7 @@ from fused_optim.decorators import callers_level
 if TYPE_CHECKING:  # torch's code for DTensors comes with them, and `python -m fused_optim info` does without it
     from fused_optim.adapters import Target
     from fused_optim.backends.engine import CudaEngine, Engine
-    from fused_optim.layout import StateLayout
+    from fused_optim.memory.layout import StateLayout
     from fused_optim.rule import Hyper
 
 Compiled = Literal["cpu", "cuda"]

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fused_optim.backends import Compiled, ShardWork, load_engine
 from fused_optim.backends.engine import CachedShard, Engine, EngineTensorReader
-from fused_optim.formats import ELEMENT_TYPES
-from fused_optim.layout import StateLayout
+from fused_optim.formats.elements import ELEMENT_TYPES
+from fused_optim.memory.layout import StateLayout
 from fused_optim.rule import Hyper, Rule
 
 

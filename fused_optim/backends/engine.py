@@ -1,6 +1,6 @@
 """What the compiled engines offer to Python: the functions and classes of ``csrc/multi_tensor/bindings``.
 
-Tensors are passed as addresses, 0 for one that is not there; formats and types as the numbers that ``formats.py`` gives
+Tensors are passed as addresses, 0 for one that is not there; formats and types as the numbers that ``formats`` gives
 them. ``where``: ``device`` and ``stream`` of the CUDA engine, ``threads`` of the CPU engine.
 """
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fused_optim.formats import Element
+from fused_optim.formats.elements import Element
 
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec

@@ -14,7 +14,7 @@ from torch import Tensor
 from fused_optim.backends import backend_of, load_engine
 from fused_optim.backends.compiled import run_on, tensor_reader
 from fused_optim.backends.engine import Engine, EngineGradients
-from fused_optim.formats import ELEMENT_TYPES
+from fused_optim.formats.elements import ELEMENT_TYPES
 from fused_optim.sharding.dtensor import dense
 
 ENGINE_NORMS = (2.0, math.inf)

@@ -17,8 +17,8 @@ from torch import Tensor
 from fused_optim.backends import Backend, ShardWork, uncounted
 from fused_optim.backends.engine import CachedShard
 from fused_optim.backends.shards import shards_on
-from fused_optim.host_memory import can_be_streamed
-from fused_optim.layout import StateLayout
+from fused_optim.memory.host_memory import can_be_streamed
+from fused_optim.memory.layout import StateLayout
 from fused_optim.rule import Hyper, Rule
 from fused_optim.sharding.dtensor import Geometry, local_tensor
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fused_optim.backends import Backend, GroupWork, ShardWork, torch_reference
 from fused_optim.backends.compiled import CompiledShards
 from fused_optim.backends.engine import CachedShard
-from fused_optim.layout import StateLayout
+from fused_optim.memory.layout import StateLayout
 from fused_optim.rule import Hyper, Rule
 
 

@@ -10,7 +10,9 @@ import functools
 from types import ModuleType
 
 from fused_optim.backends.engine import CachedShard
-from fused_optim.formats import ELEMENT_TYPES, STATE_FORMATS, Element, Master
+from fused_optim.formats.elements import ELEMENT_TYPES, Element
+from fused_optim.formats.masters import Master
+from fused_optim.formats.states import STATE_FORMATS
 
 Rows = tuple[tuple[object, ...], ...]
 

@@ -8,21 +8,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fused_optim.backends import GroupWork, ShardWork
 from fused_optim.backends.gradients import unscaled, write_
-from fused_optim.formats import (
-    FLOAT16,
-    GOLDEN_RATIO,
-    MASK32,
-    ROTATING,
-    Kind,
-    Master,
-    decode_state,
-    encode_state,
-    join_remainder,
-    master_rounding,
-    rounding_bits,
-    split_remainder,
-)
-from fused_optim.layout import MASTER
+from fused_optim.formats.arithmetic import MASK32
+from fused_optim.formats.elements import ROTATING
+from fused_optim.formats.masters import Master, join_remainder, split_remainder
+from fused_optim.formats.rounding import GOLDEN_RATIO, master_rounding, rounding_bits
+from fused_optim.formats.states import FLOAT16, Kind, decode_state, encode_state
+from fused_optim.memory.layout import MASTER
 from fused_optim.rule import Hyper, Scalars, Update
 
 

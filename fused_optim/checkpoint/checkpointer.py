@@ -42,7 +42,7 @@ from fused_optim.checkpoint.writing.background import Background, outcome
 from fused_optim.checkpoint.writing.saver import Saver
 from fused_optim.checkpoint.writing.staging import PinnedStager
 from fused_optim.checkpoint.writing.writer import Written
-from fused_optim.options import CheckpointFormat
+from fused_optim.options.reading import CheckpointFormat
 from fused_optim.sharding.collective import RaisedElsewhere, gather, on_all_ranks, on_any, this_rank, world_size
 from fused_optim.sharding.dtensor import has_own_chunks
 

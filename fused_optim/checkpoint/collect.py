@@ -13,9 +13,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from fused_optim.adam import FusedAdam
-from fused_optim.options import CheckpointDevice, CheckpointFormat
+from fused_optim.options.checks import check_belongs, check_whole
+from fused_optim.options.reading import CheckpointDevice, CheckpointFormat
 from fused_optim.sharding.collective import distinct, parameter_names, state_name
-from fused_optim.validate import check_belongs, check_whole
 
 
 class Collector:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from fused_optim.checkpoint.reading.buffers import buffer_for
 from fused_optim.checkpoint.reading.source import Source
 from fused_optim.checkpoint.storage.untrusted import load_object
-from fused_optim.host_memory import memory_of
+from fused_optim.memory.host_memory import memory_of
 
 _SHARDED = "fused_optim_sharded"  # the key, in a state, of where a sharded tensor's own is
 

@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 import fused_optim.adam
 from fused_optim.compat._common import put_rates_on_devices, refuse_amsgrad
 from fused_optim.decorators import declared_without
-from fused_optim.options import OptionsBesideApex, reads_flags_by_truth
+from fused_optim.options.reading import OptionsBesideApex, reads_flags_by_truth
 from fused_optim.sharding.dtensor import local_tensor
 
 

@@ -13,9 +13,10 @@ from torch.optim.optimizer import ParamsT
 import fused_optim.adam
 from fused_optim.adam import MOMENTS
 from fused_optim.compat._common import put_rates_on_devices, refuse_amsgrad
-from fused_optim.formats import STATE_FORMATS, as_dtype
-from fused_optim.layout import MASTER
-from fused_optim.options import OptionsBesideTransformerEngine, reads_flags_by_truth
+from fused_optim.formats.dtypes import as_dtype
+from fused_optim.formats.states import STATE_FORMATS
+from fused_optim.memory.layout import MASTER
+from fused_optim.options.reading import OptionsBesideTransformerEngine, reads_flags_by_truth
 from fused_optim.sharding.dtensor import local_tensor
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from fused_optim.adam import MOMENTS
 from fused_optim.compat import transformer_engine
-from fused_optim.formats import Master
-from fused_optim.layout import MASTER
+from fused_optim.formats.masters import Master
+from fused_optim.memory.layout import MASTER
 from fused_optim.sharding.dtensor import local_tensor
 
 _IMPORTED_FROM = "transformer_engine.pytorch.optimizers"

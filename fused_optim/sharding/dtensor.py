@@ -22,7 +22,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from fused_optim.formats import BLOCKS
+from fused_optim.formats.states import BLOCKS
 
 _CUT = 1024  # elements: what engines update at a time, and a multiple of all blocks
 SMALLEST_BLOCKED_VECTOR = 4096  # elements; smaller one-dimensional parameters (norms, biases) keep FP32 states

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fused_optim.layout import STEP
+from fused_optim.memory.layout import STEP
 
 VERSION = 1
 # What a checkpoint says of itself, as numbers and in every param group: torch.distributed.checkpoint keeps no metadata,

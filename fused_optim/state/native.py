@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_optim.formats import FLOAT16, STATE_FORMATS, Kind, Master, StateFormat
-from fused_optim.layout import MASTER
+from fused_optim.formats.masters import Master
+from fused_optim.formats.states import FLOAT16, STATE_FORMATS, Kind, StateFormat
+from fused_optim.memory.layout import MASTER
 from fused_optim.sharding.dtensor import cut_by_rows, local_tensor, placed_part, rewrap_like, rewrap_rows
 from fused_optim.state.param_state import ParamState
 from fused_optim.state.remainders import check_tensor

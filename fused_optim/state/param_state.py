@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fused_optim import copies
 from fused_optim.adapters import Update, adapter_of
-from fused_optim.formats import FLOAT16, FLOAT32, Master, split_remainder
-from fused_optim.host_memory import host_copy
-from fused_optim.layout import MASTER, StateLayout, Versions, state_zeros
+from fused_optim.formats.masters import Master, split_remainder
+from fused_optim.formats.states import FLOAT16, FLOAT32
+from fused_optim.memory import copies
+from fused_optim.memory.host_memory import host_copy
+from fused_optim.memory.layout import MASTER, StateLayout, Versions, state_zeros
 from fused_optim.sharding.dtensor import dense, is_dense, local_tensor, rewrap_like
 from fused_optim.state.remainders import LoadedRemainder
 from fused_optim.state.values import Joined, Stored, given, pieces

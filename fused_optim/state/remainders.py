@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fused_optim.adapters import adapter_of
-from fused_optim.formats import Master, join_remainder
+from fused_optim.formats.masters import Master, join_remainder
 from fused_optim.sharding.dtensor import cut_by_rows, dense, full_tensor, has_values, local_tensor, placed_part
 
 PIECE = 2**20  # elements coded at a time: the codecs' temporaries take up to 50 bytes for each; a multiple of BLOCKS

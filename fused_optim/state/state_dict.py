@@ -20,12 +20,16 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from fused_optim import adapters, copies
+from fused_optim import adapters
 from fused_optim.adapters import Update
 from fused_optim.decorators import callers_level
-from fused_optim.formats import Kind, Master, as_dtype
-from fused_optim.layout import MASTER, STEP
-from fused_optim.options import FLAGS, CheckpointDevice, CheckpointFormat, read_group
+from fused_optim.formats.dtypes import as_dtype
+from fused_optim.formats.masters import Master
+from fused_optim.formats.states import Kind
+from fused_optim.memory import copies
+from fused_optim.memory.layout import MASTER, STEP
+from fused_optim.options.checks import check_checkpoint_device, check_checkpoint_format, check_saved_group, describe
+from fused_optim.options.reading import FLAGS, CheckpointDevice, CheckpointFormat, read_group
 from fused_optim.rule import StateSpec
 from fused_optim.sharding.collective import FailedElsewhere, announce_failure, any_rank
 from fused_optim.sharding.dtensor import cut_by_rows, local_tensor, placed_part, rewrap_like
@@ -40,12 +44,6 @@ from fused_optim.state.remainders import (
 )
 from fused_optim.state.store import StateStore
 from fused_optim.state.values import Stored, given
-from fused_optim.validate import (
-    check_checkpoint_device,
-    check_checkpoint_format,
-    check_saved_group,
-    describe,
-)
 
 # What learning-rate schedulers keep in param groups, beside their `initial_...`.
 _SCHEDULERS_KEYS = ("max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")

@@ -13,21 +13,22 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fused_optim import adapters, copies
+from fused_optim import adapters
 from fused_optim.adapters import Update, adapter_of
 from fused_optim.backends.compiled import same_objects
 from fused_optim.backends.offloaded import Link
-from fused_optim.formats import Master
-from fused_optim.layout import MASTER, STEP, StateLayout
-from fused_optim.options import CheckpointFormat
+from fused_optim.formats.masters import Master
+from fused_optim.memory import copies
+from fused_optim.memory.layout import MASTER, STEP, StateLayout
+from fused_optim.options.checks import check_param, describe
+from fused_optim.options.reading import CheckpointFormat
+from fused_optim.options.settings import Settings
 from fused_optim.rule import Rule, StateSpec
-from fused_optim.settings import Settings
 from fused_optim.sharding.collective import FailedElsewhere, any_rank, bare_name
 from fused_optim.sharding.dtensor import has_own_chunks, has_values, local_tensor, rewrap_like, shard_geometry
 from fused_optim.sharding.uneven import locate_uneven_shards
 from fused_optim.state.param_state import ParamState, discard_initial, initial_master, master_kind
 from fused_optim.state.remainders import MISFIT_ELSEWHERE, LoadedRemainder
-from fused_optim.validate import check_param, describe
 
 OFFLOADED_FROM = ("cuda",)  # kinds of devices
 

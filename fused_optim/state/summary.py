@@ -11,8 +11,9 @@ from torch import Tensor
 
 from fused_optim.adapters import adapter_of
 from fused_optim.backends import backend_of, why_reference
-from fused_optim.formats import BLOCKS, Master, state_format
-from fused_optim.layout import MASTER, STEP, StateLayout
+from fused_optim.formats.masters import Master
+from fused_optim.formats.states import BLOCKS, state_format
+from fused_optim.memory.layout import MASTER, STEP, StateLayout
 from fused_optim.rule import StateSpec
 from fused_optim.sharding.dtensor import SMALLEST_BLOCKED_VECTOR, has_values, local_tensor
 from fused_optim.state.param_state import ParamState

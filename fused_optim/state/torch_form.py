@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_optim.layout import MASTER, STEP
+from fused_optim.memory.layout import MASTER, STEP
 from fused_optim.state.groups import OWN_KEYS, adamw_settings, whole
 from fused_optim.state.param_state import ParamState
 from fused_optim.state.store import StateStore

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from fused_optim.formats import NEAREST, Kind, StateFormat, decode_state, encode_state, join_remainder
+from fused_optim.formats.masters import join_remainder
+from fused_optim.formats.rounding import NEAREST
+from fused_optim.formats.states import Kind, StateFormat, decode_state, encode_state
 from fused_optim.sharding.dtensor import dense
 from fused_optim.state.remainders import PIECE, row_checks
 

@@ -18,21 +18,12 @@ from torch.distributed.tensor import DTensor
 
 from fused_optim.adapters import adapter_of
 from fused_optim.backends.torch_reference import derive
-from fused_optim.formats import (
-    FLOAT16,
-    ROTATING,
-    Kind,
-    Master,
-    StateFormat,
-    decode_state,
-    encode_state,
-    join_remainder,
-    master_rounding,
-    rounding_bits,
-    rounding_key,
-    split_remainder,
-)
-from fused_optim.layout import MASTER
+from fused_optim.formats.elements import ROTATING
+from fused_optim.formats.masters import Master, join_remainder, split_remainder
+from fused_optim.formats.rounding import master_rounding, rounding_bits, rounding_key
+from fused_optim.formats.states import FLOAT16, Kind, StateFormat, decode_state, encode_state
+from fused_optim.memory.layout import MASTER
+from fused_optim.options.checks import check_update, describe
 from fused_optim.rule import Hyper, Scalars, StateSpec
 from fused_optim.rule import Update as ElementUpdate
 from fused_optim.sharding.dtensor import dense, finished_local, local_tensor, sharding_dims
@@ -40,7 +31,6 @@ from fused_optim.state.param_state import ParamState
 from fused_optim.state.remainders import PIECE
 from fused_optim.state.store import StateStore
 from fused_optim.step.plan import placed_as
-from fused_optim.validate import check_update, describe
 
 # What is summed up of a parameter's elements, by shards, ranks and groups. "low": of a moment, values that are not 0
 # and have the smallest code or none.

@@ -24,13 +24,14 @@ from fused_optim.backends.engine import CachedShard
 from fused_optim.backends.gradients import unscaled, write_
 from fused_optim.backends.offloaded import OffloadedShards
 from fused_optim.backends.shards import Shards, shards_on
-from fused_optim.formats import Master, rounding_key
-from fused_optim.layout import MASTER, memory_of
+from fused_optim.formats.masters import Master
+from fused_optim.formats.rounding import rounding_key
+from fused_optim.memory.layout import MASTER, memory_of
+from fused_optim.options.checks import check_states, check_update, describe
 from fused_optim.rule import Hyper
 from fused_optim.sharding.dtensor import dense, finished_local, is_dense, local_tensor
 from fused_optim.state.param_state import ParamState, read_parameter
 from fused_optim.state.store import StateStore
-from fused_optim.validate import check_states, check_update, describe
 
 
 @dataclass

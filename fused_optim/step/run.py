@@ -11,22 +11,24 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from fused_optim import adapters, clip, copies
+from fused_optim import adapters
 from fused_optim.backends import is_capturing
 from fused_optim.backends.compiled import load_kernels
 from fused_optim.decorators import callers_level
-from fused_optim.options import read_group
+from fused_optim.memory import copies
+from fused_optim.options.checks import check_hyperparameters, check_update, describe
+from fused_optim.options.reading import read_group
 from fused_optim.rule import Hyper
 from fused_optim.sharding.collective import announce_failure, any_rank
 from fused_optim.sharding.dtensor import local_tensor
-from fused_optim.skip import Skips
 from fused_optim.state.store import StateStore
 from fused_optim.state.summary import choices_without_effect
+from fused_optim.step import clip
 from fused_optim.step.buckets import Buckets
 from fused_optim.step.plan import Plan, check_capturable, placed_as
 from fused_optim.step.scalars import DeviceScalars, host_lr, on_device
+from fused_optim.step.skip import Skips
 from fused_optim.step.synthetic import any_nonzero, may_be_synthetic
-from fused_optim.validate import check_hyperparameters, check_update, describe
 
 Scaling = tuple[Tensor | None, Tensor | None]  # what gradients are divided by, whether to skip the step
 

@@ -24,9 +24,11 @@ from fused_optim.checkpoint.reading.saved_optimizer import SavedOptimizer, Saved
 from fused_optim.checkpoint.reading.source import TensorInfo
 from fused_optim.checkpoint.storage.folders import PathLike
 from fused_optim.checkpoint.writing.entries import Entry, write_folder, write_safetensors
-from fused_optim.formats import STATE_FORMATS, Master, as_dtype, state_format
-from fused_optim.layout import MASTER, STEP
-from fused_optim.options import CheckpointFormat
+from fused_optim.formats.dtypes import as_dtype
+from fused_optim.formats.masters import Master
+from fused_optim.formats.states import STATE_FORMATS, state_format
+from fused_optim.memory.layout import MASTER, STEP
+from fused_optim.options.reading import CheckpointFormat
 from fused_optim.sharding.model_files import safetensors_writer
 from fused_optim.state.groups import DESCRIPTION, KEYED_BY_NAMES, NATIVE, TorchGroup, usual_group
 from fused_optim.state.state_dict import Options, converted

@@ -7,20 +7,21 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fused_optim.adam import FusedAdamW
-from fused_optim.formats import Master
-from fused_optim.layout import MASTER, StateLayout
+from fused_optim.formats.masters import Master
+from fused_optim.memory.layout import MASTER, StateLayout
+from fused_optim.options.reading import CheckpointFormat
 from fused_optim.sharding.dtensor import cut_by_rows, local_tensor
 from fused_optim.state.store import offloadable
 from fused_optim.tools.names import MASTERS
 
-FORMS = ("unscaled", "native", "torch")
+FORMS: tuple[CheckpointFormat, ...] = get_args(CheckpointFormat)
 HELD = ("parameters", "gradients", "masters", "states", "scales")
 _LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.)")  # "model.layers.3", "3"
 

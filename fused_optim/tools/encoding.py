@@ -14,8 +14,8 @@ from fused_optim.adam import ADAM_STATES, MOMENTS
 from fused_optim.checkpoint.reading.saved_optimizer import SavedState
 from fused_optim.checkpoint.reading.source import TensorInfo
 from fused_optim.checkpoint.writing.entries import Entry
-from fused_optim.formats import Master
-from fused_optim.layout import MASTER, StateLayout
+from fused_optim.formats.masters import Master
+from fused_optim.memory.layout import MASTER, StateLayout
 from fused_optim.state.param_state import ParamState
 
 Place = tuple[str, ...]  # in the state dict of the optimizer

@@ -18,7 +18,7 @@ from fused_optim.checkpoint.reading.saved_optimizer import SavedOptimizer, Saved
 from fused_optim.checkpoint.reading.source import Source
 from fused_optim.checkpoint.storage import checksums
 from fused_optim.checkpoint.storage.folders import PathLike, folder_at
-from fused_optim.layout import MASTER
+from fused_optim.memory.layout import MASTER
 from fused_optim.state.groups import DESCRIPTION
 from fused_optim.state.summary import aligned, shown_bytes
 from fused_optim.tools.progress import progress

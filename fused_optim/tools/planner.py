@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from fused_optim.adam import FusedAdamW
-from fused_optim.formats import as_dtype
+from fused_optim.formats.dtypes import as_dtype
 from fused_optim.optional import optional
 from fused_optim.state.summary import aligned, shown_bytes
 from fused_optim.tools.counting import FORMS, HELD, Choice, Counted

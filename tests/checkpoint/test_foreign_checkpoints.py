@@ -29,8 +29,8 @@ from distributed import Part, assert_same, join_all, one_thread, part, shard_lik
 from foreign_cases import SETTINGS, Model, build, groups_of, train
 from fused_optim import FusedAdam, export_optimizer_checkpoint, load_optimizer_checkpoint
 from fused_optim.adam import MOMENTS
-from fused_optim.formats import Master, split_remainder
-from fused_optim.layout import MASTER
+from fused_optim.formats.masters import Master, split_remainder
+from fused_optim.memory.layout import MASTER
 from fused_optim.sharding.dtensor import local_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp.save in one process

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import distributed
 from distributed import same_bits
-from fused_optim import host_memory
 from fused_optim.checkpoint.reading import reader as reading
 from fused_optim.checkpoint.reading.reader import Reader, load
 from fused_optim.checkpoint.storage.folders import LocalFolder, folder_at
+from fused_optim.memory import host_memory
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp.save in one process
 

@@ -17,7 +17,7 @@ from checkpoint_cases import Run
 from distributed import assert_same, same_bits
 from fused_optim import FusedAdam
 from fused_optim.checkpoint import PinnedStager
-from fused_optim.host_memory import HostBuffers
+from fused_optim.memory.host_memory import HostBuffers
 from fused_optim.quantized import QuantizedTensor
 from fused_optim.sharding.dtensor import keep_chunks, local_tensor
 from fused_optim.state.values import LazyTensor

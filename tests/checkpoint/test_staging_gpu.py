@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 import cases
 from distributed import assert_same
-from fused_optim import FusedAdam, copies, enable_gradient_release
+from fused_optim import FusedAdam, enable_gradient_release
 from fused_optim.checkpoint import PinnedStager, wait_for_copies
+from fused_optim.memory import copies
 from fused_optim.quantized import quantize_model_
 from native_cases import tensors_of, trained
 from quantized_cases import RECIPES
@@ -114,7 +115,7 @@ def test_steps_wait_for_the_copies(master: cases.Master, fmt: torch.dtype, devic
 
 def test_without_waiting_copies_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the tests of this file rely on."""
-    monkeypatch.setattr("fused_optim.copies.wait", lambda: None)
+    monkeypatch.setattr("fused_optim.memory.copies.wait", lambda: None)
     model, optimizer = build("native")
     grads = grads_of(model, range(2, 4))
     staged = SlowStager(optimizer).stage(state_of(model, optimizer))

@@ -52,18 +52,18 @@ struct SquareCodec<Format::kToy8> {
 """,
     ),
     (
-        "fused_optim/formats.py",
+        "fused_optim/formats/codecs.py",
         "        square = root * root\n        return square * square\n",
         '''
 
-class _Toy8Codec:
+class Toy8Codec:
     """Linear, in 127 and 255 levels."""
 
     @staticmethod
     def scale_signed(m: Tensor) -> tuple[Tensor, Tensor]:
-        absmax = _absmax(m)
-        scale = _divide(absmax, 127.0)
-        return _block_scale(absmax, _SMALLEST_SIGNED, scale, 1.0 / scale)
+        absmax = absmax_of(m)
+        scale = divide(absmax, 127.0)
+        return block_scale(absmax, SMALLEST_SIGNED, scale, 1.0 / scale)
 
     @staticmethod
     def encode_signed(m: Tensor, inverse: Tensor) -> Tensor:
@@ -75,23 +75,23 @@ class _Toy8Codec:
 
     @staticmethod
     def scale_square(v: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        absmax = _absmax(v)
+        absmax = absmax_of(v)
         top = absmax.clamp_min(2.0**-100)
-        return _block_scale(absmax, _SMALLEST_SQUARE, _divide(top, 255.0), 1.0 / top * _TOP_NUDGE)
+        return block_scale(absmax, SMALLEST_SQUARE, divide(top, 255.0), 1.0 / top * TOP_NUDGE)
 
     @staticmethod
     def encode_square(v: Tensor, inverse: Tensor, u: Tensor) -> Tensor:
         x = (v * inverse).nan_to_num(0.0).clamp(0.0, 1.0)
         threshold = 256.0 + (u >> 17).float() * 2.0**-15
-        return _at_least_one(fused(x, 255.0, threshold).long() - 256, v > 0)
+        return at_least_one(fused(x, 255.0, threshold).long() - 256, v > 0)
 
     decode_square = decode_signed
 ''',
     ),
     (
-        "fused_optim/formats.py",
-        '    torch.int8: StateFormat("int8", 4, torch.int8, torch.uint8, _Int8Codec),\n',
-        '    torch.float8_e5m2: StateFormat("toy8", 5, torch.int8, torch.uint8, _Toy8Codec),\n',
+        "fused_optim/formats/states.py",
+        '    torch.int8: StateFormat("int8", 4, torch.int8, torch.uint8, codecs.Int8Codec),\n',
+        '    torch.float8_e5m2: StateFormat("toy8", 5, torch.int8, torch.uint8, codecs.Toy8Codec),\n',
     ),
 ]
 
@@ -158,9 +158,9 @@ assert 0 < error.abs().max() <= 0.1 / 127
 
 WITHOUT_THE_ROW = """
 import torch
-from fused_optim import formats
+from fused_optim.formats import states
 
-del formats.STATE_FORMATS[torch.float8_e5m2]
+del states.STATE_FORMATS[torch.float8_e5m2]
 from fused_optim.backends import load_engine
 
 assert load_engine("cpu") == (None, "built for other tables of formats: install fused_optim again")

@@ -21,7 +21,7 @@ from torch import Tensor
 from cases import FLOAT_DTYPES, FORMATS, MASTER, MASTERS, OPTIONS, SHAPES, Master, Shape, misaligned, values
 from fused_optim import FusedAdam
 from fused_optim.backends import load_engine, torch_reference
-from fused_optim.formats import join_remainder
+from fused_optim.formats.masters import join_remainder
 from fused_optim.quantized import Float8CurrentScaling, Float8DelayedScaling, QuantizedTensor, Recipe
 from pairwise import pairwise
 

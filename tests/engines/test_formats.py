@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from cases import BLOCKS, FORMAT, FORMATS, SCALED_FORMATS, STATES, Format, Moment
-from fused_optim import FusedAdam, formats
-from fused_optim.formats import Kind
+from fused_optim import FusedAdam
+from fused_optim.formats import elements, masters, rounding, states
+from fused_optim.formats.states import Kind
 from pairwise import pairwise
 from reference import (
     GOLDEN_RATIO,
@@ -92,13 +93,13 @@ def encode(
     """Stored bits and scales."""
     fractions = torch.from_numpy(np.broadcast_to(u, x.shape).astype(np.int64)).to(device)
     source = torch.from_numpy(x.copy()).to(device)
-    bits, scale = formats.encode_state(source, KINDS[state], formats.STATE_FORMATS[fmt.dtype], block, fractions)
+    bits, scale = states.encode_state(source, KINDS[state], states.STATE_FORMATS[fmt.dtype], block, fractions)
     return bits, scale
 
 
 def round_trip(x: Array, state: str, fmt: Format, block: int, u: Array | int, device: str) -> Array:
     bits, scale = encode(x, state, fmt, block, u, device)
-    return formats.decode_state(bits, scale, KINDS[state], formats.STATE_FORMATS[fmt.dtype], block).cpu().numpy()
+    return states.decode_state(bits, scale, KINDS[state], states.STATE_FORMATS[fmt.dtype], block).cpu().numpy()
 
 
 def block_maxima(x: Array, block: int) -> Array:
@@ -300,30 +301,30 @@ def test_small_values_of_fp16_blocks_keep_their_precision(state: str, device: st
 @given(data=numbers(largest=127), u=fractions)
 def test_rotating_fp16_values_are_loaded_exactly(state: str, device: str, data: Numbers, u: Fractions) -> None:
     """What a step has stored comes back through FP32 values and nearest rounding, scales included."""
-    fmt, block = formats.STATE_FORMATS[torch.float16], data.block
+    fmt, block = states.STATE_FORMATS[torch.float16], data.block
     x = data.array(state)
     x[::block] *= np.float32(1 + 2.0**-12)  # many of the largest are just above a power of two
     bits, scale = encode(x, state, FORMAT["float16"], block, u.array(data.count), device)
-    stored = formats.decode_state(bits, scale, KINDS[state], fmt, block)
+    stored = states.decode_state(bits, scale, KINDS[state], fmt, block)
     again, scale_again = encode(stored.cpu().numpy(), state, FORMAT["float16"], block, NEAREST, device)
     assert torch.equal(again, bits) and torch.equal(scale_again, scale)
 
 
 def test_the_largest_fp16_second_moment_grows_through_powers_of_two(device: str) -> None:
     """Where a scale ends, too, an average that grows by less than a last place per step is not held back."""
-    fmt, v = formats.STATE_FORMATS[torch.float16], np.float32(0.9)
+    fmt, v = states.STATE_FORMATS[torch.float16], np.float32(0.9)
     state = torch.full((32,), float(v), device=device)
     for step in range(1, 2001):
         u = torch.from_numpy(rounding_fractions(0, 0, 32, step)).to(device)
-        bits, scale = formats.encode_state(state * 0.999 + 0.0013, Kind.SQUARE, fmt, 32, u)
-        state = formats.decode_state(bits, scale, Kind.SQUARE, fmt, 32)
+        bits, scale = states.encode_state(state * 0.999 + 0.0013, Kind.SQUARE, fmt, 32, u)
+        state = states.decode_state(bits, scale, Kind.SQUARE, fmt, 32)
     np.testing.assert_allclose(state.cpu().numpy(), 1.3 - 0.4 * 0.999**2000, rtol=2e-3)
 
 
 @given(data=numbers(largest=127), u=fractions)
 def test_fp16_masters_equal_numpy(device: str, data: Numbers, u: Fractions) -> None:
     x, block, fraction = data.array(), data.block, u.array(data.count)
-    fmt = formats.STATE_FORMATS[torch.float16]
+    fmt = states.STATE_FORMATS[torch.float16]
     bits, scale = encode(x, "master_param", FORMAT["float16"], block, fraction, device)
     code = Float16Code()
     scales = code.scale(scale_maxima(x, "master_param", code, block, fraction), "master_param")
@@ -334,7 +335,7 @@ def test_fp16_masters_equal_numpy(device: str, data: Numbers, u: Fractions) -> N
     lowest, highest = (np.floor(position + sign * fuzz).clip(0, len(code.levels) - 1) for sign in (-1, 1))
     lowest, highest = (np.where(scales > 0, bound, 0) for bound in (lowest, highest))
     assert np.all((lowest <= codes) & (codes <= highest))
-    decoded = formats.decode_state(bits, scale, Kind.MASTER, fmt, block)
+    decoded = states.decode_state(bits, scale, Kind.MASTER, fmt, block)
     np.testing.assert_array_equal(decoded.cpu().numpy(), np.copysign(code.decode(codes, scales), x))
     again, scale_again = encode(decoded.cpu().numpy(), "master_param", FORMAT["float16"], block, NEAREST, device)
     assert torch.equal(again, bits) and torch.equal(scale_again, scale)
@@ -344,9 +345,9 @@ def test_fp16_masters_equal_numpy(device: str, data: Numbers, u: Fractions) -> N
 def test_poison_stays_in_its_block_of_a_master(poison: float, device: str) -> None:
     x = np.random.default_rng(0).standard_normal(96).astype(np.float32)
     x[40] = poison
-    fmt = formats.STATE_FORMATS[torch.float16]
+    fmt = states.STATE_FORMATS[torch.float16]
     bits, scale = encode(x, "master_param", FORMAT["float16"], 32, NEAREST, device)
-    decoded = formats.decode_state(bits, scale, Kind.MASTER, fmt, 32).cpu().numpy()
+    decoded = states.decode_state(bits, scale, Kind.MASTER, fmt, 32).cpu().numpy()
     assert np.all(np.isnan(decoded[32:64]))
     np.testing.assert_allclose(decoded[[*range(32), *range(64, 96)]], x[[*range(32), *range(64, 96)]], rtol=2.0**-11)
 
@@ -391,7 +392,7 @@ def test_float8_codes_equal_torch_cast(device: str) -> None:
     x = torch.nn.functional.pad(x, (0, -len(x) % 127)).view(-1, 127)
     x = torch.nn.functional.pad(x, (0, 1), value=448.0)  # so every scale is 1
     u = torch.full((x.numel(),), NEAREST, device=device)
-    bits, scale = formats.encode_state(x, Kind.SIGNED, formats.STATE_FORMATS[torch.float8_e4m3fn], 128, u)
+    bits, scale = states.encode_state(x, Kind.SIGNED, states.STATE_FORMATS[torch.float8_e4m3fn], 128, u)
     assert torch.equal(scale, torch.ones_like(scale))
     assert torch.equal(bits, x.to(torch.float8_e4m3fn).view(torch.uint8))
 
@@ -401,11 +402,11 @@ def test_float8_codes_equal_torch_cast(device: str) -> None:
 def test_every_scale_is_a_fixed_point(fmt: Format, state: str, device: str) -> None:
     """A block's largest value decodes to one that has the same scale, for mantissas all over two binades."""
     x = torch.arange(0x3F800000, 0x40800000, 61, dtype=torch.int32).view(torch.float32)[:, None].repeat(1, 2)
-    stored = formats.STATE_FORMATS[fmt.dtype]
+    stored = states.STATE_FORMATS[fmt.dtype]
     u = torch.full((x.numel(),), NEAREST, device=device)
-    first, scale = formats.encode_state(x.to(device), KINDS[state], stored, 2, u)
-    decoded = formats.decode_state(first, scale, KINDS[state], stored, 2)
-    second, again = formats.encode_state(decoded, KINDS[state], stored, 2, u)
+    first, scale = states.encode_state(x.to(device), KINDS[state], stored, 2, u)
+    decoded = states.decode_state(first, scale, KINDS[state], stored, 2)
+    second, again = states.encode_state(decoded, KINDS[state], stored, 2, u)
     assert torch.equal(second, first)
     assert torch.equal(again, scale)
 
@@ -420,8 +421,8 @@ def test_every_scale_is_a_fixed_point(fmt: Format, state: str, device: str) -> N
     elements=st.lists(st.integers(0, 2**48), min_size=1, max_size=20),
 )
 def test_fractions_are_a_weyl_sequence(seed: int, index: int, step: int, elements: list[int]) -> None:
-    key = formats.rounding_key(seed, index)
-    bits = formats.rounding_bits(key, torch.tensor(elements), step * GOLDEN_RATIO & MASK32)
+    key = rounding.rounding_key(seed, index)
+    bits = rounding.rounding_bits(key, torch.tensor(elements), step * GOLDEN_RATIO & MASK32)
     assert bits.tolist() == [rounding_fraction(seed, index, element, step) for element in elements]
 
 
@@ -429,7 +430,7 @@ def test_fractions_are_uniform() -> None:
     """Over the elements at one step, and over the steps at one element; seeds and parameters differ."""
     elements = torch.arange(2**16)
     sequences = [
-        formats.rounding_bits(formats.rounding_key(seed, index), elements, step * GOLDEN_RATIO & MASK32)
+        rounding.rounding_bits(rounding.rounding_key(seed, index), elements, step * GOLDEN_RATIO & MASK32)
         for seed, index, step in [(0, 0, 1), (0, 0, 2), (0, 1, 1), (1, 0, 1)]
     ]
     for u in sequences:
@@ -465,7 +466,7 @@ def test_rotating_elements_equal_numpy(dtype: torch.dtype, device: str, data: st
     bits = data.draw(hnp.arrays(np.uint32, 64, elements=st.integers(0, MASK32)))
     u = data.draw(fractions).array(64)
     x = bits.view(np.float32)
-    result = formats.ROTATING[dtype](torch.from_numpy(x.copy()).to(device), torch.from_numpy(u).to(device))
+    result = elements.ROTATING[dtype](torch.from_numpy(x.copy()).to(device), torch.from_numpy(u).to(device))
     actual = result.float().cpu().numpy()
     np.testing.assert_array_equal(np.isnan(actual), np.isnan(x))
     np.testing.assert_array_equal(actual[np.isinf(x)], x[np.isinf(x)])
@@ -522,11 +523,11 @@ def test_parameters_without_master_follow_the_sequence(device: str) -> None:
 # --- split masters --------------------------------------------------------------------------------------------------
 
 
-def split_and_join(master: Array, kind: formats.Master, device: str) -> tuple[Array, Array]:
+def split_and_join(master: Array, kind: masters.Master, device: str) -> tuple[Array, Array]:
     """BF16 parameter and joined master."""
-    param, remainder = formats.split_remainder(torch.from_numpy(master.copy()).to(device), kind)
+    param, remainder = masters.split_remainder(torch.from_numpy(master.copy()).to(device), kind)
     assert remainder.dtype == kind.dtype
-    return param.float().cpu().numpy(), formats.join_remainder(param, remainder).cpu().numpy()
+    return param.float().cpu().numpy(), masters.join_remainder(param, remainder).cpu().numpy()
 
 
 def patterns(device: str) -> Array:
@@ -539,7 +540,7 @@ def patterns(device: str) -> Array:
 
 def test_16_bit_remainders_are_lossless(device: str) -> None:
     master = patterns(device)
-    param, joined = split_and_join(master, formats.Master.REMAINDER16, device)
+    param, joined = split_and_join(master, masters.Master.REMAINDER16, device)
     nan = np.isnan(master)
     assert np.all(np.isnan(joined[nan])) and np.all(np.isnan(param[nan]))
     np.testing.assert_array_equal(joined[~nan].view(np.uint32), master[~nan].view(np.uint32))
@@ -549,7 +550,7 @@ def test_16_bit_remainders_are_lossless(device: str) -> None:
 
 def test_8_bit_remainders_are_the_nearest_24_bit_value(device: str) -> None:
     master = patterns(device)
-    param, joined = split_and_join(master, formats.Master.REMAINDER8, device)
+    param, joined = split_and_join(master, masters.Master.REMAINDER8, device)
     nan = np.isnan(master)
     assert np.all(np.isnan(joined[nan])) and np.all(np.isnan(param[nan]))
     usual = np.abs(master) < 2.0**127  # the largest may round to infinity
@@ -560,14 +561,14 @@ def test_8_bit_remainders_are_the_nearest_24_bit_value(device: str) -> None:
     assert np.all(np.abs(param - joined) <= 128 * unit)  # the parameter is the master's nearest BF16
 
 
-@pytest.mark.parametrize("kind", [formats.Master.REMAINDER16, formats.Master.REMAINDER8], ids=["rem16", "rem8"])
-def test_any_remainder_joins_any_parameter(kind: formats.Master, device: str) -> None:
+@pytest.mark.parametrize("kind", [masters.Master.REMAINDER16, masters.Master.REMAINDER8], ids=["rem16", "rem8"])
+def test_any_remainder_joins_any_parameter(kind: masters.Master, device: str) -> None:
     """Parameters may be written from outside: finite ones stay finite, and the others what they are."""
     lows = np.array([*range(-128, 128)] if kind.dtype == torch.int8 else [-32768, -32767, -1, 0, 1, 77, 32766, 32767])
     high = np.arange(2**16, dtype=np.uint16).repeat(len(lows)).view(np.int16)
     param = torch.from_numpy(high.copy()).to(device).view(torch.bfloat16)
-    joined = formats.join_remainder(param, torch.from_numpy(np.tile(lows, 2**16)).to(device, kind.dtype))
-    again, _ = formats.split_remainder(joined, kind)
+    joined = masters.join_remainder(param, torch.from_numpy(np.tile(lows, 2**16)).to(device, kind.dtype))
+    again, _ = masters.split_remainder(joined, kind)
     assert bool((joined.isfinite() | ~param.isfinite()).all())
     assert torch.equal(joined.isnan(), param.isnan())
     number = ~param.isnan()
@@ -580,6 +581,6 @@ def test_any_remainder_joins_any_parameter(kind: formats.Master, device: str) ->
 @given(bits=hnp.arrays(np.uint32, 256, elements=st.integers(0, MASK32)))
 def test_any_master_survives_16_bit_remainders(bits: Array) -> None:
     master = bits.view(np.float32)
-    param, joined = split_and_join(master, formats.Master.REMAINDER16, "cpu")
+    param, joined = split_and_join(master, masters.Master.REMAINDER16, "cpu")
     np.testing.assert_array_equal(joined, master)
     np.testing.assert_array_equal(np.isnan(param), np.isnan(master))

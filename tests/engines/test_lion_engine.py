@@ -18,24 +18,11 @@ from cases import FLOAT_DTYPES, values
 from fused_optim.backends import load_engine
 from fused_optim.backends.compiled import run_on
 from fused_optim.backends.tables import Rule
-from fused_optim.formats import (
-    ELEMENT_TYPES,
-    FLOAT16,
-    GOLDEN_RATIO,
-    MASK32,
-    ROTATING,
-    STATE_FORMATS,
-    Kind,
-    Master,
-    StateFormat,
-    decode_state,
-    encode_state,
-    fused,
-    join_remainder,
-    master_rounding,
-    rounding_bits,
-    split_remainder,
-)
+from fused_optim.formats.arithmetic import MASK32, fused
+from fused_optim.formats.elements import ELEMENT_TYPES, ROTATING
+from fused_optim.formats.masters import Master, join_remainder, split_remainder
+from fused_optim.formats.rounding import GOLDEN_RATIO, master_rounding, rounding_bits
+from fused_optim.formats.states import FLOAT16, STATE_FORMATS, Kind, StateFormat, decode_state, encode_state
 from fused_optim.quantized import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 from shard_works import ELEMENT_NUMBERS, shard_work
 

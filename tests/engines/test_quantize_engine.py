@@ -20,7 +20,8 @@ from fused_optim import FusedAdam
 from fused_optim.adapters import Fractions
 from fused_optim.backends import load_engine
 from fused_optim.backends.compiled import run_on
-from fused_optim.formats import GOLDEN_RATIO, MASK32
+from fused_optim.formats.arithmetic import MASK32
+from fused_optim.formats.rounding import GOLDEN_RATIO
 from fused_optim.quantized import (
     Float8BlockScaling,
     Float8CurrentScaling,

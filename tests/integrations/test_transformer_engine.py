@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 import distributed
 from distributed import Part, assert_same, join_all, needs_gpus, part, shard_like, two_gpus
 from fused_optim import FusedAdamW, adapters
-from fused_optim.formats import rounding_key
+from fused_optim.formats.rounding import rounding_key
 from fused_optim.quantized import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from fused_optim.quantized.adapters import transformer_engine
 from fused_optim.quantized.recipes import elements

@@ -21,7 +21,7 @@ import distributed
 from checkpoint_cases import STAGERS, WAYS, let_write, start_save
 from distributed import Part, assert_same, join_all, on_each_device
 from fused_optim import export_optimizer_checkpoint, load_optimizer_checkpoint, save_master_safetensors
-from fused_optim.layout import MASTER
+from fused_optim.memory.layout import MASTER
 from fused_optim.quantized import QuantizedTensor, finish_initialization, quantize_model_
 from quantized_cases import RECIPES, Run, parameter_parts, perceptron, plain_model, same_components, weight_of
 from recipe_checks import END, SAVED_AT, check_checkpoints, load, save, straight

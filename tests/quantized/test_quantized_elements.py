@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fused_optim.formats import rounding_bits
+from fused_optim.formats.rounding import rounding_bits
 from fused_optim.quantized import Float8BlockScaling, Float8DelayedScaling, QuantizedTensor
 from fused_optim.quantized.recipes import elements
 from quantized_cases import RECIPES, encoded, matrices, values

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import distributed
 from checkpoint_cases import WAYS
 from distributed import assert_same, join_all, on_each_device
-from fused_optim.layout import MASTER
+from fused_optim.memory.layout import MASTER
 from fused_optim.quantized import Float8BlockScaling, MXFP8BlockScaling, QuantizedTensor, quantize_model_
 from quantized_cases import Run, parameter_parts, plain_model, quantized_model, saved
 

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import distributed
 from distributed import Part, join_all, part, shard, shard_like
 from fused_optim import FusedAdamW, adapters
-from fused_optim.formats import GOLDEN_RATIO, MASK32, rounding_bits, rounding_key
+from fused_optim.formats.arithmetic import MASK32
+from fused_optim.formats.rounding import GOLDEN_RATIO, rounding_bits, rounding_key
 from fused_optim.quantized.adapters import transformer_engine, transformer_engine_codes
 from fused_optim.sharding.dtensor import local_tensor, rewrap_like
 from quantized_cases import gradient, values

@@ -24,7 +24,7 @@ import distributed
 from cases import FORMATS, MASTERS, Format, Master, values
 from distributed import join_all, part, same_bits
 from fused_optim import FusedLion
-from fused_optim.formats import STATE_FORMATS
+from fused_optim.formats.states import STATE_FORMATS
 from fused_optim.quantized import MXFP8BlockScaling, quantize_model_
 
 F32, BF16 = torch.float32, torch.bfloat16

@@ -18,7 +18,7 @@ from cases import values
 from distributed import same_bits
 from fused_optim import FusedAdam, FusedAdamW
 from fused_optim.compat import apex, transformer_engine
-from fused_optim.formats import join_remainder
+from fused_optim.formats.masters import join_remainder
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 SHAPE = (6, 128)

@@ -26,10 +26,11 @@ from torch.distributed.tensor import DTensor
 import distributed
 from cases import FORMAT, FORMATS, MASTER, MASTERS, SHAPES, Format, Master, values
 from distributed import Part, assert_same, join_all, part, same_bits
-from fused_optim import FusedAdam, FusedAdamW, enable_gradient_release, save_master_safetensors, validate
+from fused_optim import FusedAdam, FusedAdamW, enable_gradient_release, save_master_safetensors
 from fused_optim.backends import offloaded
 from fused_optim.checkpoint import PinnedStager
-from fused_optim.layout import MASTER as MASTER_PARAM
+from fused_optim.memory.layout import MASTER as MASTER_PARAM
+from fused_optim.options import checks
 from fused_optim.quantized import Float8CurrentScaling, MXFP8BlockScaling, quantize_model_
 from fused_optim.quantized.recipes import Recipe
 from fused_optim.sharding.dtensor import Geometry, local_tensor
@@ -469,7 +470,7 @@ def test_memory_that_is_unlocked_is_noticed(device: str) -> None:
     before = [tensor.clone() for tensor in everything(optimizer)]
     unlocked = optimizer.state[optimizer.store.params[-1]]["exp_avg_sq"]
     with ExitStack() as patches:
-        for module in (offloaded, validate):
+        for module in (offloaded, checks):
             patches.enter_context(mock.patch.object(module, "can_be_streamed", lambda state, _: state is not unlocked))
         with pytest.raises(TypeError, match=r"exp_avg_sq: expected page-locked memory"):
             train(optimizer, range(2, 3))

@@ -17,8 +17,9 @@ from torch.distributed.tensor import Replicate, Shard
 import distributed
 from cases import FORMATS, MASTER, MASTERS, Format, Master, values
 from distributed import mesh, same_bits, shard, two_gpus
-from fused_optim import FusedAdam, FusedAdamW, clip
+from fused_optim import FusedAdam, FusedAdamW
 from fused_optim.quantized import Float8CurrentScaling, Float8DelayedScaling, MXFP8BlockScaling, quantize_model_
+from fused_optim.step import clip
 from pairwise import pairwise
 
 SHAPES = [(6, 128), (5, 7), (10,), (3, 4000), (0, 32)]

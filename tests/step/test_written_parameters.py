@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import distributed
 from distributed import assert_same, join_all, part, shard
 from fused_optim import FusedAdamW, save_master_safetensors
-from fused_optim.formats import Master, split_remainder
+from fused_optim.formats.masters import Master, split_remainder
 from fused_optim.quantized import (
     Float8BlockScaling,
     Float8CurrentScaling,

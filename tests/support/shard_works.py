@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fused_optim.formats import ELEMENT_TYPES
+from fused_optim.formats.elements import ELEMENT_TYPES
 
 # torch's dtypes as the engines number them; and others, by numbers that no engine knows.
 ELEMENT_NUMBERS: dict[torch.dtype, int] = {

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fused_optim.checkpoint.reading.source import TensorInfo
-from fused_optim.host_memory import room
+from fused_optim.memory.host_memory import room
 from fused_optim.sharding.dtensor import has_own_chunks, keep_chunks, local_tensor, placed_part_of, rewrap_shaped
 
 

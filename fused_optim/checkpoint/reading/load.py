@@ -30,13 +30,13 @@ from fused_optim.checkpoint.reading.opening import open_source
 from fused_optim.checkpoint.reading.source import Source
 from fused_optim.checkpoint.storage.checksums import verify_items
 from fused_optim.checkpoint.storage.folders import Folder, PathLike, folder_at
-from fused_optim.host_memory import locked
-from fused_optim.layout import MASTER, STEP
+from fused_optim.memory.host_memory import locked
+from fused_optim.memory.layout import MASTER, STEP
+from fused_optim.options.checks import check_whole, describe, some_of
 from fused_optim.sharding.collective import distinct, on_all_ranks, parameter_names
 from fused_optim.sharding.dtensor import has_own_chunks, local_tensor
 from fused_optim.state.remainders import is_remainder, unpack_remainder
 from fused_optim.state.state_dict import check, warn_of_earlier_steps
-from fused_optim.validate import check_whole, describe, some_of
 
 _REQUIRED_SETTINGS = ("lr", "betas", "eps", "weight_decay")
 _Keys = Mapping[int, Mapping[str, Mapping[str, str]]]  # parameter's position -> state -> component -> key

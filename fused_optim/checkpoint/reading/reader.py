@@ -32,7 +32,7 @@ from fused_optim.checkpoint.storage.pickles import Outside, read_pickle, stand_i
 from fused_optim.checkpoint.storage.threads import threads_to_read
 from fused_optim.checkpoint.storage.torch_errors import in_one_process
 from fused_optim.checkpoint.storage.untrusted import load_object
-from fused_optim.host_memory import memory_of
+from fused_optim.memory.host_memory import memory_of
 
 _PIECE = 1 << 24  # bytes that one thread reads at a time
 _HEAD = 4096  # bytes of a stored tensor in which its description is

@@ -12,8 +12,9 @@ from fused_optim.adam import ADAM_STATES
 from fused_optim.adapters import adapter_of
 from fused_optim.checkpoint.reading.contents import Contents, NoStates, nested, read_contents
 from fused_optim.checkpoint.reading.source import Source, TensorInfo
-from fused_optim.formats import Kind, Master
-from fused_optim.layout import MASTER
+from fused_optim.formats.masters import Master
+from fused_optim.formats.states import Kind
+from fused_optim.memory.layout import MASTER
 from fused_optim.state.native import scaled_format
 from fused_optim.state.remainders import KINDS, unpack_remainder
 from fused_optim.state.state_dict import check_state, check_version, read_state

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_optim.host_memory import memory_of
+from fused_optim.memory.host_memory import memory_of
 
 Write = Callable[[Any], object]
 

@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_map_only
 from fused_optim.adam import MOMENTS, FusedAdam
 from fused_optim.checkpoint.storage.checksums import write_checksums
 from fused_optim.checkpoint.storage.torch_errors import cause, in_one_process
+from fused_optim.options.checks import check_whole, describe, some_of
 from fused_optim.sharding.collective import distinct, on_all_ranks, parameter_names, this_rank
 from fused_optim.sharding.dtensor import full_tensor, has_own_chunks, keep_chunks, local_tensor, rewrap_like
 from fused_optim.sharding.replicas import check_replicas
 from fused_optim.state.torch_form import torch_group, torch_states
-from fused_optim.validate import check_whole, describe, some_of
 
 _FILE_SUFFIXES = (".pt", ".pth")
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fused_optim.adam import FusedAdam
+from fused_optim.options.checks import check_belongs, check_whole
 from fused_optim.sharding.collective import on_all_ranks, parameter_names
 from fused_optim.sharding.dtensor import full_tensor, has_own_chunks
 from fused_optim.sharding.model_files import Entry, safetensors_writer, write_model_files
 from fused_optim.sharding.replicas import check_replicas
-from fused_optim.validate import check_belongs, check_whole
 
 
 @torch.no_grad()

@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fused_optim import copies
 from fused_optim.adam import FusedAdam
-from fused_optim.copies import Copy
-from fused_optim.host_memory import HostBuffers
+from fused_optim.memory import copies
+from fused_optim.memory.copies import Copy
+from fused_optim.memory.host_memory import HostBuffers
 from fused_optim.sharding.dtensor import finished_local, keep_chunks, portable
 from fused_optim.state.values import LazyTensor, parts, with_parts
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fused_optim.adapters import SimpleBatch, Target, Update
 from fused_optim.backends import is_capturing
-from fused_optim.formats import SMALLEST_NORMAL
+from fused_optim.formats.arithmetic import SMALLEST_NORMAL
 from fused_optim.quantized.adapters import transformer_engine_codes
 from fused_optim.quantized.adapters.transformer_engine_codes import (
     DELAYED,

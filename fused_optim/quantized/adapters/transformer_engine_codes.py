@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fused_optim.adapters import Fractions, Update
 from fused_optim.backends import is_capturing
-from fused_optim.formats import SMALLEST_NORMAL
+from fused_optim.formats.arithmetic import SMALLEST_NORMAL
 from fused_optim.quantized.adapters.update import reduce_over_shards
 from fused_optim.quantized.recipes import (
     Components,

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fused_optim import copies
 from fused_optim.adapters import Update
+from fused_optim.memory import copies
 from fused_optim.quantized.adapters import update
 from fused_optim.quantized.compute import linear
 from fused_optim.quantized.model.selection import Filter, ParamFilter, check_arguments, chosen_parameters

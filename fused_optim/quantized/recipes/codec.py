@@ -18,7 +18,7 @@ from fused_optim.backends import backend_for, forced_backend, load_engine
 from fused_optim.backends.compiled import address, increment_versions, run_on, tensor_reader
 from fused_optim.backends.engine import Engine, EngineNumbers
 from fused_optim.backends.tables import ScaleStage
-from fused_optim.formats import ELEMENT_TYPES
+from fused_optim.formats.elements import ELEMENT_TYPES
 from fused_optim.quantized.recipes.recipe import Components, KernelFormat, Recipe
 
 _NEAREST = (0, 0, 0, 0, 0, 0)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fused_optim.formats import SMALLEST_NORMAL, scaled_bits
+from fused_optim.formats.arithmetic import SMALLEST_NORMAL
+from fused_optim.formats.elements import scaled_bits
 
 FLOAT8_LARGEST = 448.0
 FLOAT8_NAN = 0x7F

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed import ProcessGroup
 
-from fused_optim.formats import ELEMENT_TYPES
+from fused_optim.formats.elements import ELEMENT_TYPES
 from fused_optim.quantized.recipes import WHOLE, Component, Position, Recipe, as_matrix
 from fused_optim.quantized.tensor.all_gather import padded_rows
 from fused_optim.quantized.tensor.dispatch import Args, Kwargs, decoded

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 
-from fused_optim.formats import ELEMENT_TYPES
+from fused_optim.formats.elements import ELEMENT_TYPES
 from fused_optim.quantized.recipes import RECIPES, Components, Position, Recipe
 from fused_optim.quantized.tensor import all_gather
 from fused_optim.quantized.tensor.dispatch import Decodable, Handler, OperatorKind

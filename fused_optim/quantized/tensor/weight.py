@@ -10,7 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from fused_optim.formats import ELEMENT_TYPES
+from fused_optim.formats.elements import ELEMENT_TYPES
 from fused_optim.quantized.recipes import (
     WHOLE,
     Component,

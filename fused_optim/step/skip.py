@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_optim import clip
 from fused_optim.backends import is_capturing
 from fused_optim.sharding.dtensor import local_tensor
+from fused_optim.step import clip
 
 
 class Skips:

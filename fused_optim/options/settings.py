@@ -7,9 +7,10 @@ from typing import Any, Generic, TypeVar, overload
 
 import torch
 
-from fused_optim.formats import Master, as_dtype
-from fused_optim.options import CheckpointDevice, CheckpointFormat, flag_of, number_of, whole_number_of
-from fused_optim.validate import check_checkpoint_device, check_offloading
+from fused_optim.formats.dtypes import as_dtype
+from fused_optim.formats.masters import Master
+from fused_optim.options.checks import check_checkpoint_device, check_offloading
+from fused_optim.options.reading import CheckpointDevice, CheckpointFormat, flag_of, number_of, whole_number_of
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fused_optim.layout import Versions
+from fused_optim.memory.layout import Versions
 
 
 @dataclass

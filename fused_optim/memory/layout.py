@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_optim.formats import FLOAT16, FLOAT32, Kind, Master, StateFormat, state_format
-from fused_optim.host_memory import host_zeros
+from fused_optim.formats.masters import Master
+from fused_optim.formats.states import FLOAT16, FLOAT32, Kind, StateFormat, state_format
+from fused_optim.memory.host_memory import host_zeros
 from fused_optim.rule import StateSpec
 from fused_optim.sharding.dtensor import Geometry, has_values, local_tensor, shard_geometry
 

@@ -17,9 +17,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fused_optim.adapters import adapter_of
-from fused_optim.formats import ELEMENT_TYPES, STATE_FORMATS, as_dtype
-from fused_optim.host_memory import can_be_streamed
-from fused_optim.options import CheckpointDevice, CheckpointFormat, flag_of
+from fused_optim.formats.dtypes import as_dtype
+from fused_optim.formats.elements import ELEMENT_TYPES
+from fused_optim.formats.states import STATE_FORMATS
+from fused_optim.memory.host_memory import can_be_streamed
+from fused_optim.options.reading import CheckpointDevice, CheckpointFormat, flag_of
 from fused_optim.rule import Rule
 from fused_optim.sharding.dtensor import is_dense, local_tensor
 

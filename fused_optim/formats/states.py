@@ -1,0 +1,104 @@
+"""Formats of optimizer states: one row per format, and how a state is encoded and decoded."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fused_optim.formats import codecs
+from fused_optim.formats.dtypes import as_dtype
+from fused_optim.formats.elements import ROTATING
+
+BLOCKS = (128, 64, 32)
+
+
+class Kind(enum.IntEnum):
+    """What the values of a state are, which decides how 8-bit and 16-bit formats encode them."""
+
+    SIGNED = 0  # averages of gradients: of either sign, rounded to nearest even
+    SQUARE = 1  # averages of squares: what is positive never becomes 0; rounded in the rotating way
+    MASTER = 2  # FP16 masters: of either sign, rounded as `master_rounding` says
+
+
+@dataclass(frozen=True)
+class StateFormat:
+    """One way to store a state. ``code`` is the engines' number for it; dtypes are those of the stored tensors."""
+
+    name: str
+    code: int
+    signed_dtype: torch.dtype
+    square_dtype: torch.dtype
+    codec: codecs.Codec | None  # None: stored element by element, without block scales
+
+    @property
+    def scaled(self) -> bool:
+        return self.codec is not None
+
+    def dtype(self, kind: Kind) -> torch.dtype:
+        return self.square_dtype if kind is Kind.SQUARE else self.signed_dtype
+
+
+FLOAT32 = StateFormat("float32", 0, torch.float32, torch.float32, None)
+STATE_FORMATS: dict[torch.dtype, StateFormat] = {
+    torch.float32: FLOAT32,
+    torch.bfloat16: StateFormat("bfloat16", 1, torch.bfloat16, torch.bfloat16, None),
+    torch.float16: StateFormat("float16", 2, torch.float16, torch.float16, codecs.Float16Codec),
+    torch.float8_e4m3fn: StateFormat("float8_e4m3fn", 3, torch.uint8, torch.uint8, codecs.Float8Codec),
+    torch.int8: StateFormat("int8", 4, torch.int8, torch.uint8, codecs.Int8Codec),
+}
+STATE_FORMATS[torch.uint8] = STATE_FORMATS[torch.float8_e4m3fn]  # TransformerEngine's spelling
+FLOAT16 = STATE_FORMATS[torch.float16]
+
+
+def state_format(given: torch.dtype | str) -> StateFormat:
+    """The format of the states that are asked for by a dtype or its name. Raises KeyError for those that have none."""
+    dtype = as_dtype(given)
+    if dtype not in STATE_FORMATS:
+        raise KeyError(given)
+    return STATE_FORMATS[dtype]
+
+
+def _to_blocks(x: Tensor, block: int) -> Tensor:
+    flat = x.reshape(-1)
+    return torch.nn.functional.pad(flat, (0, -flat.numel() % block)).view(-1, block)
+
+
+def _stored(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    return codes.to(torch.int16).view(dtype) if dtype == torch.float16 else codes.to(dtype)
+
+
+def encode_state(x: Tensor, kind: Kind, fmt: StateFormat, block: int, u: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Encode the FP32 values of a state.
+
+    ``u``: flat int64 rounding fractions, ignored by signed ones, which round to nearest even. Returns the stored
+    tensor (shaped as ``x``) and the FP32 scales of shape ``(blocks,)``, None for a format without scales.
+    """
+    if fmt.codec is None:
+        dtype = fmt.dtype(kind)
+        rotates = kind is Kind.SQUARE and dtype in ROTATING
+        return (ROTATING[dtype](x.reshape(-1), u).view_as(x) if rotates else x.to(dtype)), None
+    blocks, fractions = _to_blocks(x, block), _to_blocks(u, block)
+    if kind is Kind.SIGNED:
+        scale, inverse = fmt.codec.scale_signed(blocks)
+        codes = fmt.codec.encode_signed(blocks, inverse[:, None])
+    elif kind is Kind.SQUARE:
+        scale, inverse = fmt.codec.scale_square(blocks, fractions)
+        codes = fmt.codec.encode_square(blocks, inverse[:, None], fractions)
+    else:
+        scale, inverse = codecs.Float16Codec.scale_master(blocks, fractions)
+        codes = codecs.Float16Codec.encode_master(blocks, inverse[:, None], fractions)
+    codes = torch.where(inverse[:, None] > 0, codes, 0)
+    return _stored(codes, fmt.dtype(kind)).view(-1)[: x.numel()].view_as(x), scale
+
+
+def decode_state(bits: Tensor, scale: Tensor | None, kind: Kind, fmt: StateFormat, block: int) -> Tensor:
+    """The FP32 values of a stored state; a new tensor, except for FP32 states, which are returned as they are."""
+    if fmt.codec is None:
+        return bits.float()
+    assert scale is not None  # a format with a codec has scales
+    decode = fmt.codec.decode_square if kind is Kind.SQUARE else fmt.codec.decode_signed
+    blocks = decode(_to_blocks(bits, block), scale[:, None])
+    return blocks.view(-1)[: bits.numel()].view_as(bits)

@@ -1,0 +1,1 @@
+"""Where states lie: their layout, page-locked memory, copies that saves are making."""
