@@ -35,7 +35,7 @@ LAZY = {
 # Private attributes of objects of others: torch's, which have a list of their own; the standard library's, which
 # documents them; those of TransformerEngine's tensors, which have no other names.
 OTHERS_OWN = {part for name in PRIVATE for part in name.split(".") if part.startswith("_")} | {
-    *("_exit", "_fields", "_getframe", "_replace"),
+    *("_exit", "_register_atexit", "_fields", "_getframe", "_replace"),
     *("_data", "_reset_caches", "_scale_inv"),
 }
 # Attributes that are asked for by name, as not all objects there have them, and why these are of no class of ours.

@@ -19,7 +19,7 @@ from fused_optim.torch_versions import PRIVATE, RELEASES
 PACKAGE, ROOT = Path(fused_optim.__file__).parent, Path(__file__).parents[1]
 RELEASE = ".".join(torch.__version__.split(".")[:2])
 # Private attributes of what is not torch's: of the standard library, and of Megatron.
-OTHERS = {"_exit", "_fields", "_getframe", "_replace", "_param_name", "_shard_order"}
+OTHERS = {"_exit", "_register_atexit", "_fields", "_getframe", "_replace", "_param_name", "_shard_order"}
 LISTED = tuple(f"{name}." for name in PRIVATE)
 
 

@@ -33,7 +33,7 @@ from fused_optim.checkpoint.reading.load import load_from
 from fused_optim.checkpoint.storage import checksums, manifest
 from fused_optim.checkpoint.storage.damage import Damaged, is_damage
 from fused_optim.checkpoint.storage.directory import CheckpointDirectory, Found
-from fused_optim.checkpoint.storage.folders import PathLike, folder_at
+from fused_optim.checkpoint.storage.folders import LocalFolder, PathLike, folder_at
 from fused_optim.checkpoint.storage.manifest import Manifest
 from fused_optim.checkpoint.storage.metadata import read_metadata
 from fused_optim.checkpoint.storage.torch_errors import SINGLE_PROCESS
@@ -115,7 +115,10 @@ class Checkpointer:
         self._every, self._progress = every, progress
         self._states = Collector(model, optimizer)
         self._check_form()
-        self._directory = CheckpointDirectory(folder_at(folder), keep)
+        place = folder_at(folder)
+        if isinstance(place, LocalFolder):  # which stays where it is meant, wherever the process goes
+            place = LocalFolder(place.path.absolute())
+        self._directory = CheckpointDirectory(place, keep)
         self._stager = PinnedStager(optimizer)
         # Of their own: the thread that writes makes collectives while this one and training make others.
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None

@@ -58,5 +58,5 @@ def gathers() -> tuple[int, str]:
 
 
 def test_objects_are_gathered_where_something_failed() -> None:
-    elsewhere = (0, "RuntimeError working: rank 1 failed: KeyError: 'lost'")
+    elsewhere = (0, "RaisedElsewhere working: rank 1 failed: KeyError: 'lost'")
     assert distributed.run(3, gathers) == [elsewhere, (0, "KeyError 'lost'"), elsewhere]

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from cases import values
 from distributed import same_bits
-from fused_optim import FusedAdam, FusedAdamW, options
+from fused_optim import FusedAdam, FusedAdamW
 from fused_optim.compat import apex, transformer_engine
 from fused_optim.integrations import megatron
+from fused_optim.options import reading as options
 
 BF16, F32 = torch.bfloat16, torch.float32
 DROP_INS = [apex.FusedAdam, transformer_engine.FusedAdam]

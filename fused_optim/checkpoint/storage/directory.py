@@ -136,6 +136,7 @@ class CheckpointDirectory:
             self._publish(draft.name)
         else:
             draft.remove(owners.FILE)
+            self._manifests[draft.name] = found
         self._prune()
 
     def _publish(self, name: str) -> None:
@@ -191,7 +192,8 @@ class CheckpointDirectory:
         return match[2] is not None or place.size(manifest.UNFINISHED) is not None
 
     def next_number(self) -> int:
-        return 1 + max((each.manifest.number for each in self._list() if each.manifest is not None), default=0)
+        self._list()
+        return 1 + max((each.number for each in self._manifests.values()), default=0)  # listings may be late
 
     def _prune(self) -> None:
         """Remove all but the newest, and earlier attempts at these. What is not whole, or not ours, stays.

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import posixpath
 import re
 import shutil
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, TypeVar
 
+logger = logging.getLogger("fused_optim")
+
+T = TypeVar("T")
 PathLike = str | os.PathLike[str]
 
 
@@ -71,7 +77,7 @@ def folder_at(path: PathLike | Folder) -> Folder:
     if text.startswith("file://"):
         text = text.removeprefix("file://")
     if "://" not in text:
-        return LocalFolder(Path(text).absolute())  # wherever the process goes
+        return LocalFolder(Path(text))
     from fsspec.core import url_to_fs
 
     system, inner = url_to_fs(text)
@@ -168,6 +174,31 @@ class LocalFolder:
         return shutil.disk_usage(self.path).free
 
 
+_TRIES, _PAUSE = 4, 0.25  # seconds, before the second try; then three times as long each time
+_FINAL = (FileNotFoundError, FileExistsError, PermissionError, NotImplementedError, TypeError, ValueError, EOFError)
+
+
+def retried(do: Callable[[], T]) -> T:
+    """What was asked of another machine, which may not answer, or answer that it cannot just now.
+
+    Raises what it raised the last time: an OSError.
+    """
+    for number in range(_TRIES):
+        try:
+            return do()
+        except _FINAL:
+            raise
+        except Exception as error:
+            if number + 1 < _TRIES:
+                logger.warning("tried again: %s: %s", type(error).__name__, error)
+                time.sleep(_PAUSE * 3**number)
+            elif isinstance(error, OSError):
+                raise
+            else:
+                raise OSError(f"{type(error).__name__}: {error}") from error
+    raise AssertionError
+
+
 class RemoteFolder:
     """A folder of an fsspec file system. Object stores know no folders: one exists where something is in it."""
 
@@ -191,27 +222,28 @@ class RemoteFolder:
 
     def exists(self) -> bool:
         self._system.invalidate_cache()  # others write, too
-        return bool(self._system.isdir(self._path))
+        return bool(retried(lambda: self._system.isdir(self._path)))
 
     def create(self) -> None:
-        self._system.makedirs(self._path, exist_ok=True)
+        retried(lambda: self._system.makedirs(self._path, exist_ok=True))
 
     def names(self) -> list[str]:
         self._system.invalidate_cache()
         with suppress(FileNotFoundError):
-            return [posixpath.basename(path.rstrip("/")) for path in self._system.ls(self._path, detail=False)]
+            found = retried(lambda: self._system.ls(self._path, detail=False))
+            return [posixpath.basename(path.rstrip("/")) for path in found]
         return []
 
     def size(self, name: str) -> int | None:
         with suppress(FileNotFoundError):
-            info = self._system.info(self._at(name))
+            info = retried(lambda: self._system.info(self._at(name)))
             return int(info["size"]) if info["type"] == "file" else None
         return None
 
     def sizes(self) -> dict[str, int]:
         self._system.invalidate_cache()
         with suppress(FileNotFoundError):
-            found = self._system.ls(self._path, detail=True)
+            found = retried(lambda: self._system.ls(self._path, detail=True))
             return {posixpath.basename(each["name"]): int(each["size"]) for each in found if each["type"] == "file"}
         return {}
 
@@ -220,21 +252,24 @@ class RemoteFolder:
         return stream
 
     def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
-        content: bytes = self._system.cat_file(self._at(name), start, None if length is None else start + length)
+        if length == 0:
+            return b""  # an empty range would be answered with the whole
+        end = None if length is None else start + length
+        content: bytes = retried(lambda: self._system.cat_file(self._at(name), start=start, end=end))
         return content
 
     def read_into(self, name: str, start: int, memory: memoryview) -> None:
-        content = self.read(name, start, len(memory))
+        content = self.read(name, start, memory.nbytes)
         if len(content) < len(memory):
             raise EOFError(f"{self._shown}/{name} ends at byte {start + len(content)}")
         memory[:] = content
 
     def write(self, name: str, content: bytes) -> None:
-        self._system.pipe_file(self._at(name), content)
+        retried(lambda: self._system.pipe_file(self._at(name), content))
 
     def remove(self, name: str) -> None:
         with suppress(FileNotFoundError):
-            self._system.rm(self._at(name), recursive=True)
+            retried(lambda: self._system.rm(self._at(name), recursive=True))
 
     def rename(self, old: str, new: str) -> None:
         self._system.mv(self._at(old), self._at(new), recursive=True)

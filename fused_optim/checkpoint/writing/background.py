@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, thread, wait  # noqa: F401  the pools register first: the last one is called first
 
 logger = logging.getLogger("fused_optim")
 
@@ -52,6 +52,11 @@ def outcome(future: Future[str | None]) -> str | None:
         _untold.pop(future, None)
 
 
+def _drain() -> None:
+    """Before the pools of ``concurrent.futures`` are closed, which clients of object stores use."""
+    wait(list(_untold))
+
+
 def _tell() -> None:
     """At the end of the process, when all threads have ended."""
     failures = []
@@ -71,4 +76,5 @@ def _tell() -> None:
 
 
 atexit.register(_tell)
+threading._register_atexit(_drain)  # type: ignore[attr-defined]  # Python has no public way
 os.register_at_fork(after_in_child=_untold.clear)

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fused_optim.checkpoint.storage.checksums import Range
-from fused_optim.checkpoint.storage.folders import Folder
+from fused_optim.checkpoint.storage.folders import Folder, retried
 from fused_optim.checkpoint.storage.threads import in_threads, threads
 from fused_optim.checkpoint.writing.archives import Archives
 from fused_optim.checkpoint.writing.planner import size_of
@@ -73,7 +73,10 @@ class Writer:
 
         def write(number: int) -> list[WriteResult]:
             try:
-                return self._write_file(f"{files.prefix}{number}.distcp", shares[number], planner, stop)
+                name = f"{files.prefix}{number}.distcp"
+                if self._folder.is_local:
+                    return self._write_file(name, shares[number], planner, stop)
+                return retried(lambda: self._write_file(name, shares[number], planner, stop))
             except OSError as error:
                 stop.set()
                 full = error.errno in (errno.ENOSPC, errno.EDQUOT)
