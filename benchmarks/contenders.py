@@ -52,6 +52,7 @@ def states(dtype: torch.dtype) -> dict[str, torch.dtype]:
 
 # --- ours -------------------------------------------------------------------------------------------------------
 
+SEPARATE: dict[str, Any] = {"store_param_remainders": False}
 SPLIT16: dict[str, Any] = {"store_param_remainders": True}
 SPLIT8: dict[str, Any] = {"store_param_remainders": True, "param_remainder_bits": 8}
 NO_MASTER: dict[str, Any] = {"master_weights": False}
@@ -64,11 +65,11 @@ def ours(name: str, moved: float, dtype: torch.dtype = BF16, **options: Any) -> 
 
 OURS = [
     ours("FP32", 28, FP32),
-    ours("FP32 master, FP32 states", 28),
-    ours("FP32 master, BF16 states", 20, **states(BF16)),
-    ours("FP32 master, FP16 states", 20 + SCALES, **states(FP16)),
-    ours("FP32 master, FP8 states", 16 + SCALES, **states(FP8)),
-    ours("FP32 master, int8 states", 16 + SCALES, **states(INT8)),
+    ours("FP32 master, FP32 states", 28, **SEPARATE),
+    ours("FP32 master, BF16 states", 20, **SEPARATE, **states(BF16)),
+    ours("FP32 master, FP16 states", 20 + SCALES, **SEPARATE, **states(FP16)),
+    ours("FP32 master, FP8 states", 16 + SCALES, **SEPARATE, **states(FP8)),
+    ours("FP32 master, int8 states", 16 + SCALES, **SEPARATE, **states(INT8)),
     ours("16-bit remainder, FP32 states", 26, **SPLIT16),
     ours("16-bit remainder, BF16 states", 18, **SPLIT16, **states(BF16)),
     ours("16-bit remainder, FP8 states", 14 + SCALES, **SPLIT16, **states(FP8)),
