@@ -21,7 +21,10 @@ ROOMS = (
     *(f"quantized.{room}" for room in ("recipes", "tensor", "compute", "adapters", "model", "files", "__init__")),
     *("rebuild", "state", "step", "optimizer", "adam", "lion", "release"),
     *(f"checkpoint.{room}" for room in ("storage", "reading", "writing")),
-    *(f"checkpoint.{room}" for room in ("termination", "collect", "extras", "checkpointer", "__init__")),
+    *(
+        f"checkpoint.{room}"
+        for room in ("termination", "collect", "extras", "random_states", "checkpointer", "__init__")
+    ),
     *("compat", "integrations", "__init__", "tools", "__main__"),
 )
 HOUSES = {room.split(".")[0] for room in ROOMS if "." in room}  # folders that are given room by room
@@ -465,7 +468,10 @@ RIGHT = {
     **dict.fromkeys(("__main__", "torch_versions", "decorators", "rule", "optimizer", "lion", "release"), ""),
     **{f"quantized/{room}/__init__": "" for room in ("recipes", "tensor", "compute", "adapters", "model", "files")},
     **{f"checkpoint/{room}/__init__": "" for room in ("storage", "reading", "writing")},
-    **{f"checkpoint/{room}": "" for room in ("termination", "collect", "extras", "checkpointer", "__init__")},
+    **{
+        f"checkpoint/{room}": ""
+        for room in ("termination", "collect", "extras", "random_states", "checkpointer", "__init__")
+    },
     **{f"{room}/__init__": "" for room in ("compat", "tools")},
     "__init__": """
 from typing import TYPE_CHECKING

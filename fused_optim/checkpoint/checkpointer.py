@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 import os
 import signal
 import sys
@@ -24,10 +23,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 
-from fused_optim.adam import MOMENTS, FusedAdam
+from fused_optim.adam import FusedAdam
 from fused_optim.checkpoint import extras
 from fused_optim.checkpoint.collect import Collector
-from fused_optim.checkpoint.extras import Stateful, check_extra
+from fused_optim.checkpoint.extras import Stateful, check_extra, check_loadable
+from fused_optim.checkpoint.random_states import RandomStates
 from fused_optim.checkpoint.reading.dcp_folder import DcpFolder
 from fused_optim.checkpoint.reading.load import load_from
 from fused_optim.checkpoint.storage import checksums, manifest
@@ -42,9 +42,9 @@ from fused_optim.checkpoint.writing.background import Background, outcome
 from fused_optim.checkpoint.writing.saver import Saver
 from fused_optim.checkpoint.writing.staging import PinnedStager
 from fused_optim.checkpoint.writing.writer import Written
+from fused_optim.options.checks import whole_number
 from fused_optim.options.reading import CheckpointFormat
 from fused_optim.sharding.collective import RaisedElsewhere, gather, on_all_ranks, on_any, this_rank, world_size
-from fused_optim.sharding.dtensor import has_own_chunks
 
 logger = logging.getLogger("fused_optim")
 
@@ -70,6 +70,8 @@ class Checkpointer:
         model: its parameters, buffers and extra state are saved. Sharded in any way but FSDP1 under a FusedAdam.
         optimizer: a FusedAdam, or one of torch.optim's, which loads what it has saved itself.
         folder: of this run alone, that all ranks see; a path, or what fsspec opens (``s3://...``).
+        random_states: the generators of Python, NumPy and torch are saved, too, each rank's own, as the extra
+            ``random_states``.
         extra: by name, what else is saved: schedulers, loaders, averages; whatever has ``state_dict`` and
             ``load_state_dict``. Sharded tensors (DTensors) in their states are saved as those of the model. All else
             must be plain values and tensors, and each rank gets its own back; on another number of ranks only states
@@ -104,17 +106,19 @@ class Checkpointer:
         progress: bool = False,
         sigterm: bool = True,
         readonly: bool = False,
+        random_states: bool = False,
     ) -> None:
         keep, every = (
-            None if n is None else _whole_number(name, n, 1) for name, n in (("keep", keep), ("every", every))
+            None if n is None else whole_number(name, n, 1) for name, n in (("keep", keep), ("every", every))
         )
         if format not in ("native", "unscaled"):
             raise ValueError(f"format: expected 'native' or 'unscaled', got {format!r}")
         self._model, self._optimizer, self._form = model, optimizer, format
-        self._extra = check_extra(extra or {})
+        self._extra = check_extra({**(extra or {}), **({"random_states": RandomStates()} if random_states else {})})
+        self._is_loadable = False  # what extras save, as was looked at once
         self._every, self._progress = every, progress
         self._states = Collector(model, optimizer)
-        self._check_form()
+        self._states.check_form(format)
         place = folder_at(folder)
         if isinstance(place, LocalFolder):  # which stays where it is meant, wherever the process goes
             place = LocalFolder(place.path.absolute())
@@ -135,12 +139,6 @@ class Checkpointer:
         if self._group is None:
             warnings.filterwarnings("ignore", SINGLE_PROCESS)
 
-    def _check_form(self) -> None:
-        if isinstance(self._optimizer, FusedAdam):
-            self._optimizer.store.exchange_offsets()
-            if self._form == "native" and any(map(has_own_chunks, self._optimizer.store.params)):
-                raise ValueError("shards with chunk lists of their own load from format='unscaled' only")
-
     # --- saving -------------------------------------------------------------------------------------------------
 
     def prepare(self) -> Future[None]:
@@ -158,7 +156,7 @@ class Checkpointer:
         SystemExit after a last save where SIGTERM came. TypeError or ValueError for what is no step, and ValueError
         where another Checkpointer of this process saves in the same folder.
         """
-        step = _whole_number("step", step, 0)
+        step = whole_number("step", step, 0)
         self._claim()
         due = force or self._every is None or step % self._every == 0
         if not due and self._termination is None:
@@ -216,10 +214,15 @@ class Checkpointer:
         self._saves.append((step, self._background.submit(lambda: self._save(step, staged, started))))
 
     def _collect(self) -> dict[str, Any]:
+        extra = {name: value.state_dict() for name, value in self._extra.items()}
+        if not self._is_loadable:
+            for name, state in extra.items():
+                check_loadable(name, state)
+            self._is_loadable = True
         return {
             "model": self._states.model_state(),
             "optimizer": self._states.optimizer_state(self._form, "stager"),
-            "extra": {name: value.state_dict() for name, value in self._extra.items()},
+            "extra": extra,
         }
 
     def wait(self) -> None:
@@ -314,18 +317,13 @@ class Checkpointer:
             number=self._directory.next_number(),
             world_size=world_size(),
             form=self._form if isinstance(self._optimizer, FusedAdam) else None,
-            formats=self._formats(),
+            formats=self._states.formats(),
             files=dict(sorted(sizes.items())),
             checksums=manifest.crc_of_checksums(draft),
             extra=owners,
             versions={"torch": torch.__version__},
         )
         self._directory.finish(step, attempt, found)
-
-    def _formats(self) -> dict[str, list[str]]:
-        groups = self._optimizer.param_groups
-        found = {name: {str(g[f"{name}_dtype"]) for g in groups if f"{name}_dtype" in g} for name in MOMENTS}
-        return {name: sorted(dtype.removeprefix("torch.") for dtype in dtypes) for name, dtypes in found.items()}
 
     # --- loading ------------------------------------------------------------------------------------------------
 
@@ -499,16 +497,3 @@ class Checkpointer:
         if not isinstance(error, SystemExit) and self._termination is not None and self._termination.asked:
             logger.error("SIGTERM ends this process after", exc_info=error)
         self._let_go()
-
-
-def _whole_number(name: str, given: Any, least: int) -> int:
-    """Integers of any library; no truth values. Raises TypeError or ValueError."""
-    try:
-        number = operator.index(given)
-    except TypeError:
-        raise TypeError(f"{name}: expected a whole number, got {type(given).__name__}") from None
-    if isinstance(given, bool) or (isinstance(given, torch.Tensor) and given.dtype == torch.bool):
-        raise TypeError(f"{name}: expected a whole number, got a truth value")
-    if number < least:
-        raise ValueError(f"{name}: expected a whole number of at least {least}, got {number}")
-    return number

@@ -12,10 +12,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
-from fused_optim.adam import FusedAdam
+from fused_optim.adam import MOMENTS, FusedAdam
 from fused_optim.options.checks import check_belongs, check_whole
 from fused_optim.options.reading import CheckpointDevice, CheckpointFormat
 from fused_optim.sharding.collective import distinct, parameter_names, state_name
+from fused_optim.sharding.dtensor import has_own_chunks
 
 
 class Collector:
@@ -35,6 +36,19 @@ class Collector:
         # every parameter has its settings.
         alike = len(distinct(names)) == 1
         self.options = None if alike else StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def check_form(self, form: CheckpointFormat) -> None:
+        """Raise ValueError for a form that the optimizer's shards cannot be loaded from."""
+        if isinstance(self._optimizer, FusedAdam):
+            self._optimizer.store.exchange_offsets()
+            if form == "native" and any(map(has_own_chunks, self._optimizer.store.params)):
+                raise ValueError("shards with chunk lists of their own load from format='unscaled' only")
+
+    def formats(self) -> dict[str, list[str]]:
+        """The formats of the moments, of all param groups."""
+        groups = self._optimizer.param_groups
+        found = {name: {str(g[f"{name}_dtype"]) for g in groups if f"{name}_dtype" in g} for name in MOMENTS}
+        return {name: sorted(dtype.removeprefix("torch.") for dtype in dtypes) for name, dtypes in found.items()}
 
     def model_state(self) -> dict[str, Any]:
         if self._wrapped:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -65,6 +65,39 @@ def pack(name: str, state: Any) -> Packed:
     stream = io.BytesIO()
     torch.save(_with_sharded(state, f"extra.{name}.sharded", take), stream)
     return Packed(sharded, stream.getvalue())
+
+
+def check_loadable(name: str, state: Any) -> None:
+    """Raise ValueError for a value that could be saved, but not loaded again without running code of the file."""
+    for path, value in _leaves(state, name):
+        if isinstance(value, Tensor) or value is None or type(value) in (bool, int, float, complex, str, bytes):
+            continue
+        stream = io.BytesIO()
+        try:
+            torch.save(value, stream)
+            stream.seek(0)
+            load_object(stream, "it")
+        except Exception as error:
+            expected = "expected tensors and plain values (numbers, texts, lists, tuples, dicts, sets of these)"
+            raise ValueError(
+                f"extra {path}: {expected}, got {_kind(value)}, which could not be loaded again"
+            ) from error
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(key, f"{path}: the key {key!r}") if type(key) not in (str, int) else ()
+            yield from _leaves(item, f"{path}.{key}")
+    elif type(value) in (list, tuple):
+        for i, item in enumerate(value):
+            yield from _leaves(item, f"{path}.{i}")
+    else:
+        yield path, value
 
 
 def own_entries(packed: Mapping[str, Packed], owners: Mapping[str, Sequence[int]], rank: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any, get_args
@@ -314,3 +315,16 @@ def check_belongs(model: nn.Module, params: Sequence[Tensor]) -> None:
             f"{describe(params[0], 0)} is not one of the model's parameters, nor is any other of the optimizer's; "
             "those of Megatron-LM's distributed optimizer are flat slices, which its own checkpoints read and write"
         )
+
+
+def whole_number(name: str, given: Any, least: int) -> int:
+    """An integer of any library, at least ``least``; no truth value. Raises TypeError or ValueError."""
+    try:
+        number = operator.index(given)
+    except TypeError:
+        raise TypeError(f"{name}: expected a whole number, got {type(given).__name__}") from None
+    if isinstance(given, bool) or (isinstance(given, Tensor) and given.dtype == torch.bool):
+        raise TypeError(f"{name}: expected a whole number, got a truth value")
+    if number < least:
+        raise ValueError(f"{name}: expected a whole number of at least {least}, got {number}")
+    return number

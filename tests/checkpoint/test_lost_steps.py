@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import datetime
+import enum
 import errno
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import zlib
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -640,3 +644,77 @@ def test_a_killed_writer_leaves_what_was_saved(tmp_path: Path) -> None:
         checkpointer.save(5)
     assert names(tmp_path / "a") == ["step-00000001", "step-00000005"]
     shutil.rmtree(tmp_path / "a")
+
+
+# --- extras ---------------------------------------------------------------------------------------------------------
+
+
+class Holder:
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(np.float64(1.0), np.arange(3), np.random.default_rng(0), Color.RED, datetime.date(2026, 1, 2), Path("x")),
+        *(range(3), frozenset({1}), slice(1, 2), deque([1]), lambda: 1),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_extras_that_could_not_be_loaded_are_refused(value: Any, tmp_path: Path) -> None:
+    """At the first save, with the key's name; nothing is published."""
+    checkpointer = opened(tmp_path, extra={"loader": Holder({"a": 1, "inner": [{"here": value}]})})
+    checkpointer.save(1)
+    with pytest.raises(RuntimeError, match=r"extra loader\.inner\.0\.here: expected tensors and plain"):
+        checkpointer.close()
+    assert not list(tmp_path.glob("step-*"))
+
+
+def test_extras_that_can_be_loaded(tmp_path: Path) -> None:
+    state = {"a": (1, 2.5, None, True, "x", b"y", 1j), 3: [{"t": torch.arange(3)}], "s": {1, 2}, "o": OrderedDict(b=1)}
+    with opened(tmp_path, extra={"loader": Holder(state)}) as checkpointer:
+        checkpointer.save(1)
+    reader = opened(tmp_path, extra={"loader": (holder := Holder({}))})
+    assert reader.load_latest() == 1
+    assert torch.equal(holder.state[3][0].pop("t"), torch.arange(3))  # type: ignore[index]
+    del state[3][0]["t"]  # type: ignore[attr-defined, index]
+    assert holder.state == state
+
+
+def draw() -> list[float]:
+    return [random.random(), random.gauss(0, 1), float(np.random.rand()), float(torch.rand(()))]
+
+
+def save_and_draw(folder: str) -> list[float]:
+    seed = 10 + dist.get_rank()
+    random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
+    draw()
+    checkpointer = opened(folder, random_states=True)
+    checkpointer.save(1)
+    checkpointer.wait()
+    return draw()
+
+
+def load_and_draw(folder: str) -> list[float]:
+    assert opened(folder, random_states=True).load_latest() == 1
+    return draw()
+
+
+def test_random_states(tmp_path: Path) -> None:
+    """Each rank goes on with its own numbers."""
+    expected = distributed.run(2, save_and_draw, str(tmp_path))
+    assert distributed.run(2, load_and_draw, str(tmp_path)) == expected and expected[0] != expected[1]
+    with pytest.raises(ValueError, match="'random_states' was saved with different states on 2 ranks"):
+        opened(tmp_path, random_states=True).load_latest()
+    assert opened(tmp_path, random_states=True).load_latest(without=["random_states"]) == 1
