@@ -229,3 +229,15 @@ def test_messages_are_those_of_the_sources() -> None:
         wrong += [(message, part) for part in fragments if part not in texts]
         assert max(map(len, fragments)) >= 8, message
     assert not wrong
+
+
+def test_the_layout_is_that_of_the_tree() -> None:
+    """docs/development.md names every source file, and none that is not there."""
+    root = Path(__file__).parents[1]
+    text = (root / "docs" / "development.md").read_text()
+    layout = text[text.index("    csrc/multi_tensor/") : text.index("Imports point downwards")]
+    named = set(re.findall(r"\w+\.(?:py|h|cuh|cu|cpp)\b", layout))
+    folders = {"fused_optim": ".py", "csrc": ""}
+    files = {path.name for folder, suffix in folders.items() for path in (root / folder).rglob(f"*{suffix}")}
+    files = {name for name in files if re.search(r"\.(py|h|cuh|cu|cpp)$", name)} - {"__init__.py", "__main__.py"}
+    assert named == files, sorted(named ^ files)

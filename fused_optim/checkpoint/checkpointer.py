@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import sys
 import time
 import warnings
@@ -478,8 +476,8 @@ class Checkpointer:
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
         self._group = self._signals = None
-        if self._termination is not None and self._termination.close():
-            os.kill(os.getpid(), signal.SIGTERM)
+        if self._termination is not None:
+            self._termination.close()
 
     def __enter__(self) -> Checkpointer:
         return self

@@ -101,7 +101,8 @@ class Termination:
         _handler.is_over = all(each.has_ended for each in _handler.listeners if each.is_used)
         return _handler.is_over
 
-    def close(self) -> bool:
-        """Whether a signal is left that nobody listens to any more: it is to do what it did before."""
+    def close(self) -> None:
+        """A signal that nobody has answered, and nobody listens to any more, does what it did before."""
         was_asked = self.asked
-        return _handler.remove(self) and was_asked and not _handler.is_over
+        if _handler.remove(self) and was_asked and not _handler.is_over:
+            os.kill(os.getpid(), signal.SIGTERM)
