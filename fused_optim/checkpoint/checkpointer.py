@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Collection, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -36,7 +36,7 @@ from fused_optim.checkpoint.storage.manifest import Manifest
 from fused_optim.checkpoint.storage.metadata import read_metadata
 from fused_optim.checkpoint.storage.torch_errors import SINGLE_PROCESS
 from fused_optim.checkpoint.termination import EXIT_STATUS, Termination
-from fused_optim.checkpoint.writing.background import Background, outcome
+from fused_optim.checkpoint.writing.background import outcome, watched
 from fused_optim.checkpoint.writing.saver import Saver
 from fused_optim.checkpoint.writing.staging import PinnedStager
 from fused_optim.checkpoint.writing.writer import Written
@@ -126,7 +126,7 @@ class Checkpointer:
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._signals = dist.new_group(backend="gloo") if world_size() > 1 else None
         self._termination = Termination() if sigterm and not readonly else None
-        self._background = Background("Checkpointer")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="Checkpointer")
         self._saves: deque[tuple[int, Future[str | None]]] = deque()
         self._last: int | None = None  # the step that was saved last, is being saved, or was loaded
         self._readonly, self._is_tidy, self._is_closed = readonly, False, False
@@ -209,7 +209,7 @@ class Checkpointer:
         except Exception as error:  # the other ranks have to know
             staged.set_exception(error)
         self._last = step
-        self._saves.append((step, self._background.submit(lambda: self._save(step, staged, started))))
+        self._saves.append((step, watched(self._thread.submit(self._save, step, staged, started))))
 
     def _collect(self) -> dict[str, Any]:
         extra = {name: value.state_dict() for name, value in self._extra.items()}
@@ -470,6 +470,7 @@ class Checkpointer:
         if self._is_closed:
             return
         self._is_closed = True
+        self._thread.shutdown(wait=False)
         if _writers.get(str(self._directory.folder)) is self:
             del _writers[str(self._directory.folder)]
         for group in (self._group, self._signals):

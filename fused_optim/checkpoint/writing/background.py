@@ -7,7 +7,6 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future, thread, wait  # noqa: F401  the pools register first: the last one is called first
 
 logger = logging.getLogger("fused_optim")
@@ -15,33 +14,13 @@ logger = logging.getLogger("fused_optim")
 _untold: dict[Future[str | None], None] = {}  # jobs whose outcome nobody has asked for
 
 
-class Background:
-    """Runs jobs one after the other. Each returns what went wrong, if anything did.
+def watched(job: Future[str | None]) -> Future[str | None]:
+    """A job, which returns what went wrong, if anything did. The end of the process waits for it.
 
-    Every job has a thread of its own, which the interpreter waits for at its end: a pool's workers would be stopped
-    first. A process whose jobs failed without anybody asking ends with an error and status 1.
+    A process whose jobs failed without anybody asking for their :func:`outcome` ends with an error and status 1.
     """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._last: threading.Thread | None = None
-
-    def submit(self, job: Callable[[], str | None]) -> Future[str | None]:
-        future: Future[str | None] = Future()
-        before = self._last
-
-        def run() -> None:
-            if before is not None:
-                before.join()
-            try:
-                future.set_result(job())
-            except BaseException as error:  # raised where the outcome is asked for
-                future.set_exception(error)
-
-        _untold[future] = None
-        self._last = threading.Thread(target=run, name=self._name)
-        self._last.start()
-        return future
+    _untold[job] = None
+    return job
 
 
 def outcome(future: Future[str | None]) -> str | None:
@@ -53,7 +32,7 @@ def outcome(future: Future[str | None]) -> str | None:
 
 
 def _drain() -> None:
-    """Before the pools of ``concurrent.futures`` are closed, which clients of object stores use."""
+    """Before the pools of ``concurrent.futures`` are closed, in which jobs run and which they use."""
     wait(list(_untold))
 
 

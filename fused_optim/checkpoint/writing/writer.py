@@ -13,6 +13,7 @@ import os
 import threading
 import zlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -24,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from fused_optim.checkpoint.storage.checksums import Range
 from fused_optim.checkpoint.storage.folders import Folder, retried
-from fused_optim.checkpoint.storage.threads import in_threads, threads
+from fused_optim.checkpoint.storage.threads import threads
 from fused_optim.checkpoint.writing.archives import Archives
 from fused_optim.checkpoint.writing.planner import size_of
 
@@ -85,7 +86,8 @@ class Writer:
                 stop.set()
                 raise
 
-        return [result for written in in_threads(write, range(len(shares))) for result in written]
+        with ThreadPoolExecutor(len(shares)) as pool:
+            return [result for written in pool.map(write, range(len(shares))) for result in written]
 
     def _no_room(self, files: RankFiles, needed: int) -> OSError:
         takes = f"the checkpoint takes about {files.total} bytes, of which this rank writes {needed}"
