@@ -33,7 +33,6 @@ from fused_optim.checkpoint.storage.damage import Damaged, is_damage
 from fused_optim.checkpoint.storage.directory import CheckpointDirectory, Found
 from fused_optim.checkpoint.storage.folders import LocalFolder, PathLike, folder_at
 from fused_optim.checkpoint.storage.manifest import Manifest
-from fused_optim.checkpoint.storage.metadata import read_metadata
 from fused_optim.checkpoint.storage.torch_errors import SINGLE_PROCESS
 from fused_optim.checkpoint.termination import EXIT_STATUS, Termination
 from fused_optim.checkpoint.writing.background import outcome, watched
@@ -366,11 +365,15 @@ class Checkpointer:
         self.wait()
         listed, problems = self._list(), []
         for found in listed:
-            problem = self._problem(found, verify)
-            if problem is None:
-                return self._load(found, without)
-            logger.warning("checkpoint passed over: %s", problem)
-            problems.append(problem)
+            try:
+                source = self._open(found, verify)
+            except (OSError, ValueError, RaisedElsewhere) as error:  # on all ranks
+                if on_any(not is_damage(error) and not isinstance(error, RaisedElsewhere), self._group):
+                    raise
+                logger.warning("checkpoint passed over: %s: %s", self._directory.folder_of(found), error)
+                problems.append(error)
+            else:
+                return self._load(found, source, without)
         if listed:
             none = f"{self._directory.folder} has {len(listed)} checkpoints, of which none is whole"
             raise ValueError(f"{none}; the newest: {problems[0]}")
@@ -385,47 +388,26 @@ class Checkpointer:
         """
         self.wait()
         found = self._find(step)
-        with on_all_ranks(f"opening {self._directory.folder_of(found)}", group=self._group):
-            self._check(found)
-        if verify:
-            self._verify(found)
-        return self._load(found, without)
+        return self._load(found, self._open(found, verify), without)
 
-    def _problem(self, found: Found, verify: bool) -> str | None:
-        """Why a checkpoint is passed over, the same on all ranks. Raises what says nothing of the checkpoint itself."""
-        folder, problem = self._directory.folder_of(found), found.problem
+    def _open(self, found: Found, verify: bool) -> DcpFolder:
+        """Raises Damaged or FileNotFoundError for what is not whole, others for what cannot be told now."""
+        folder = self._directory.folder_of(found)
         with on_all_ranks(f"opening {folder}", group=self._group):
-            try:
-                if problem is None:
-                    self._check(found)
-                    read_metadata(folder)
-            except (OSError, ValueError) as error:
-                if not is_damage(error):
-                    raise
-                problem = f"{folder}: {error}"
-        if verify and not on_any(problem is not None, self._group):
-            try:
-                self._verify(found)
-            except (OSError, ValueError, RaisedElsewhere) as error:
-                problem = str(error)
-                if on_any(not is_damage(error) and not isinstance(error, RaisedElsewhere), self._group):
-                    raise
-        return next((each for each in gather(problem, group=self._group) if each is not None), None)
+            self._check(found)
+            source = DcpFolder(folder)
+        if verify:  # what others wrote has checksums if they saw to it
+            checksums.verify_items(folder, None, required=found.manifest is not None)
+        return source
 
     def _check(self, found: Found) -> None:
         if found.problem is not None:
             raise Damaged(found.problem)
         self._directory.check_whole(found)
 
-    def _verify(self, found: Found) -> None:
-        """What others wrote has checksums if they saw to it."""
-        checksums.verify_items(self._directory.folder_of(found), None, required=found.manifest is not None)
-
-    def _load(self, found: Found, without: Collection[str]) -> int:
-        folder = self._directory.folder_of(found)
-        doing = f"loading {folder}"
+    def _load(self, found: Found, source: DcpFolder, without: Collection[str]) -> int:
+        doing = f"loading {source.path}"
         with on_all_ranks(doing, group=self._group):
-            source = DcpFolder(folder)
             states = {name: self._read_extra(name, found, source) for name in self._extra if name not in without}
             model = {"model": self._states.model_state()}
             source.load(model)

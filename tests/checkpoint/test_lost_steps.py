@@ -252,6 +252,39 @@ def test_a_renamed_folder_is_named(tmp_path: Path) -> None:
         opened(tmp_path).load_latest()
 
 
+@pytest.mark.parametrize("how", ["renamed", "newer", "torn", "unreadable"])
+def test_a_save_does_not_depend_on_other_checkpoints(how: str, tmp_path: Path) -> None:
+    """Nor does it remove what it cannot read."""
+    with opened(tmp_path) as checkpointer:
+        checkpointer.save(1)
+    first = tmp_path / "step-00000001"
+    if how == "renamed":
+        first = first.rename(tmp_path / "step-00000009")
+    elif how == "newer":
+        newer_manifest(first)
+    elif how == "torn":
+        (first / MANIFEST).write_text("{")
+    checkpointer = opened(tmp_path, keep=1)
+    if how == "unreadable":
+        checkpointer._directory.folder = Unreadable(tmp_path)
+    for step in (2, 3):
+        checkpointer.save(step)
+    checkpointer.close()
+    assert names(tmp_path) == sorted([first.name, "step-00000003"])
+
+
+class Unreadable(LocalFolder):
+    """Where the manifest of the first step cannot be read just now."""
+
+    def child(self, name: str) -> LocalFolder:
+        return Unreadable(self.path / name)
+
+    def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
+        if name == MANIFEST and self.name == "step-00000001":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().read(name, start, length)
+
+
 # --- object stores --------------------------------------------------------------------------------------------------
 
 

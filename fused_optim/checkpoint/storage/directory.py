@@ -51,15 +51,25 @@ class CheckpointDirectory:
         """
         self._manifests.clear()
         newest: dict[int, Found] = {}
-        for each in self._list():
+        for each in _sorted(each for name in self.folder.names() if (each := self._found(name)) is not None):
             if each.step not in newest or newest[each.step].problem is not None:
                 newest[each.step] = each
-        return sorted(newest.values(), key=lambda each: _age(each, newest.values()), reverse=True)
+        return _sorted(newest.values())
 
-    def _list(self) -> list[Found]:
-        """All attempts, the newest first. Manifests that are known are not read again."""
-        found = [each for name in self.folder.names() if (each := self._found(name)) is not None]
-        return sorted(found, key=lambda each: _age(each, found), reverse=True)
+    def _own(self) -> list[Found]:
+        """All attempts with manifests that can be read, the newest first. Those that are known are not read again.
+
+        Others keep no save from being made, and stay.
+        """
+        found = []
+        for name in self.folder.names():
+            try:
+                each = self._found(name)
+            except (OSError, ValueError) as error:
+                logger.warning("left as it is: %s", error)
+            else:
+                found += [each] if each is not None and each.manifest is not None else []
+        return _sorted(found)
 
     def _found(self, name: str) -> Found | None:
         match = _VISIBLE.fullmatch(name)
@@ -131,7 +141,7 @@ class CheckpointDirectory:
             draft.remove(owners.FILE)
         manifest.write(draft, found)
         draft.sync()
-        manifest.check_whole(draft, manifest.read(draft))
+        manifest.read(draft)
         if self.folder.is_local:
             self._publish(draft.name)
         else:
@@ -192,7 +202,7 @@ class CheckpointDirectory:
         return match[2] is not None or place.size(manifest.UNFINISHED) is not None
 
     def next_number(self) -> int:
-        self._list()
+        self._own()
         return 1 + max((each.number for each in self._manifests.values()), default=0)  # listings may be late
 
     def _prune(self) -> None:
@@ -201,9 +211,7 @@ class CheckpointDirectory:
         A checkpoint disappears at once, and is deleted then.
         """
         kept: set[int] = set()
-        for each in self._list():
-            if each.manifest is None:
-                continue
+        for each in self._own():
             if each.step not in kept and (self._keep is None or len(kept) < self._keep):
                 kept.add(each.step)
                 continue
@@ -225,6 +233,12 @@ class CheckpointDirectory:
             place.remove(manifest.FILE)
             self.folder.remove(name)
         self._manifests.pop(name, None)
+
+
+def _sorted(found: Iterable[Found]) -> list[Found]:
+    """The newest first."""
+    listed = list(found)
+    return sorted(listed, key=lambda each: _age(each, listed), reverse=True)
 
 
 def _age(found: Found, others: Iterable[Found]) -> tuple[int, int]:
