@@ -198,7 +198,7 @@ class Checkpoints:
 
     def done(self) -> bool:
         prepared = self._preparing is None or self._preparing.done()
-        return prepared and all(save.done() for save in self._checkpointer._saves)
+        return prepared and all(save.done() for _, save in self._checkpointer._saves)
 
     def close(self) -> None:
         self._checkpointer.close()

@@ -23,7 +23,7 @@ ROOMS = (
     *(f"checkpoint.{room}" for room in ("storage", "reading", "writing")),
     *(
         f"checkpoint.{room}"
-        for room in ("termination", "collect", "extras", "random_states", "checkpointer", "__init__")
+        for room in ("termination", "collect", "extras", "random_states", "saves", "loads", "checkpointer", "__init__")
     ),
     *("compat", "integrations", "__init__", "tools", "__main__"),
 )
@@ -470,7 +470,7 @@ RIGHT = {
     **{f"checkpoint/{room}/__init__": "" for room in ("storage", "reading", "writing")},
     **{
         f"checkpoint/{room}": ""
-        for room in ("termination", "collect", "extras", "random_states", "checkpointer", "__init__")
+        for room in ("termination", "collect", "extras", "random_states", "saves", "loads", "checkpointer", "__init__")
     },
     **{f"{room}/__init__": "" for room in ("compat", "tools")},
     "__init__": """

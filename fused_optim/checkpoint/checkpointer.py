@@ -3,42 +3,36 @@
 from __future__ import annotations
 
 import logging
-import sys
-import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 
 from fused_optim.adam import FusedAdam
-from fused_optim.checkpoint import extras
 from fused_optim.checkpoint.collect import Collector
 from fused_optim.checkpoint.extras import Stateful, check_extra, check_loadable
+from fused_optim.checkpoint.loads import CheckpointReport, LoadOptions, Loads
 from fused_optim.checkpoint.random_states import RandomStates
 from fused_optim.checkpoint.reading.dcp_folder import DcpFolder
-from fused_optim.checkpoint.reading.load import load_from
-from fused_optim.checkpoint.storage import checksums, manifest
+from fused_optim.checkpoint.reading.leeway import Leeway, Rename
+from fused_optim.checkpoint.saves import BackgroundSaves, Save
+from fused_optim.checkpoint.storage import checksums
 from fused_optim.checkpoint.storage.damage import Damaged, is_damage
 from fused_optim.checkpoint.storage.directory import CheckpointDirectory, Found
 from fused_optim.checkpoint.storage.folders import LocalFolder, PathLike, folder_at
-from fused_optim.checkpoint.storage.manifest import Manifest
+from fused_optim.checkpoint.storage.retention import Retention, finite_metrics
 from fused_optim.checkpoint.storage.torch_errors import SINGLE_PROCESS
 from fused_optim.checkpoint.termination import EXIT_STATUS, Termination
 from fused_optim.checkpoint.writing.background import outcome, watched
-from fused_optim.checkpoint.writing.saver import Saver
 from fused_optim.checkpoint.writing.staging import PinnedStager
-from fused_optim.checkpoint.writing.writer import Written
 from fused_optim.options.checks import whole_number
 from fused_optim.options.reading import CheckpointFormat
 from fused_optim.sharding.collective import RaisedElsewhere, gather, on_all_ranks, on_any, this_rank, world_size
@@ -74,6 +68,9 @@ class Checkpointer:
             must be plain values and tensors, and each rank gets its own back; on another number of ranks only states
             that were the same on all of them can be loaded.
         keep: how many of the newest checkpoints stay; None: all.
+        keep_every: checkpoints of steps that are multiples of it stay, too.
+        keep_best: as do the best by a metric that :meth:`save` is given: ``("loss", 3)`` are the three smallest,
+            ``("accuracy", 3, "max")`` the three largest.
         every: :meth:`save` saves steps that are multiples of it; None: whenever it is called.
         format: the form of a FusedAdam's states, "native" or "unscaled"; see ``docs/checkpoints.md``. Either loads.
         progress: the first rank prints a line for each checkpoint, to stderr.
@@ -98,6 +95,8 @@ class Checkpointer:
         *,
         extra: Mapping[str, Stateful] | None = None,
         keep: int | None = 3,
+        keep_every: int | None = None,
+        keep_best: Sequence[Any] | None = None,
         every: int | None = None,
         format: CheckpointFormat = "native",
         progress: bool = False,
@@ -105,21 +104,19 @@ class Checkpointer:
         readonly: bool = False,
         random_states: bool = False,
     ) -> None:
-        keep, every = (
-            None if n is None else whole_number(name, n, 1) for name, n in (("keep", keep), ("every", every))
-        )
+        retention = Retention.of(keep, keep_every, keep_best)
         if format not in ("native", "unscaled"):
             raise ValueError(f"format: expected 'native' or 'unscaled', got {format!r}")
-        self._model, self._optimizer, self._form = model, optimizer, format
         self._extra = check_extra({**(extra or {}), **({"random_states": RandomStates()} if random_states else {})})
         self._is_loadable = False  # what extras save, as was looked at once
-        self._every, self._progress = every, progress
+        self._every = None if every is None else whole_number("every", every, 1)
+        self._form = format
         self._states = Collector(model, optimizer)
         self._states.check_form(format)
         place = folder_at(folder)
         if isinstance(place, LocalFolder):  # which stays where it is meant, wherever the process goes
             place = LocalFolder(place.path.absolute())
-        self._directory = CheckpointDirectory(place, keep)
+        self._directory = CheckpointDirectory(place, retention)
         self._stager = PinnedStager(optimizer)
         # Of their own: the thread that writes makes collectives while this one and training make others.
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
@@ -128,9 +125,11 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="Checkpointer")
         self._saves: deque[tuple[int, Future[str | None]]] = deque()
         self._last: int | None = None  # the step that was saved last, is being saved, or was loaded
-        self._readonly, self._is_tidy, self._is_closed = readonly, False, False
-        self._ranks = world_size()
-        self._saver = Saver(self._group)
+        self._readonly, self._is_closed = readonly, False
+        saved_form = format if isinstance(optimizer, FusedAdam) else None
+        self._background = BackgroundSaves(self._directory, self._states, saved_form, self._group, progress)
+        self._loads = Loads(model, optimizer, self._extra, self._states, format, self._group)
+        self.report: CheckpointReport | None = None
         if self._termination is not None:
             weakref.finalize(self, self._termination.close).atexit = False
         if self._group is None:
@@ -145,13 +144,16 @@ class Checkpointer:
         """
         return self._stager.prepare(self._collect())
 
-    def save(self, step: int, *, force: bool = False) -> None:
+    def save(self, step: int, *, force: bool = False, metrics: Mapping[str, Any] | None = None) -> None:
         """Start to save what there is after ``step`` steps, unless ``every`` says otherwise; ``force``: even then.
 
         Returns at once; if two saves are under way, when the first of them is done. A step that was just saved, or
-        loaded, is not saved again. Raises RuntimeError where an earlier save has failed, once this one was started, and
-        SystemExit after a last save where SIGTERM came. TypeError or ValueError for what is no step, and ValueError
-        where another Checkpointer of this process saves in the same folder.
+        loaded, is not saved again. ``metrics``: numbers by name, for ``keep_best``; those of the first rank count, and
+        what is not finite is never the best.
+
+        Raises RuntimeError where an earlier save has failed, once this one was started, and SystemExit after a last
+        save where SIGTERM came. TypeError or ValueError for what is no step, and ValueError where another Checkpointer
+        of this process saves in the same folder.
         """
         step = whole_number("step", step, 0)
         self._claim()
@@ -162,7 +164,7 @@ class Checkpointer:
         if (due or ending) and step != self._last:
             while len(self._saves) >= _UNDER_WAY:
                 failures += self._finish_oldest()
-            self._start(step)
+            self._start(step, finite_metrics(metrics))
         if ending:
             self._end(failures)
         elif failures:
@@ -200,15 +202,15 @@ class Checkpointer:
         if self._termination.end():
             raise SystemExit(EXIT_STATUS)
 
-    def _start(self, step: int) -> None:
-        started = time.perf_counter()
+    def _start(self, step: int, metrics: dict[str, float]) -> None:
         staged: Future[dict[str, Any]] = Future()
         try:
             staged = self._stager.stage(self._collect())
         except Exception as error:  # the other ranks have to know
             staged.set_exception(error)
         self._last = step
-        self._saves.append((step, watched(self._thread.submit(self._save, step, staged, started))))
+        save = Save(step, staged, metrics)
+        self._saves.append((step, watched(self._thread.submit(self._background.run, save))))
 
     def _collect(self) -> dict[str, Any]:
         extra = {name: value.state_dict() for name, value in self._extra.items()}
@@ -239,88 +241,6 @@ class Checkpointer:
         if self._last == step:
             self._last = None
         return [failure]
-
-    # --- in the thread that writes, on all ranks ------------------------------------------------------------------
-
-    def _save(self, step: int, staged: Future[dict[str, Any]], started: float) -> str | None:
-        """What went wrong, on every rank if it did on one."""
-        doing = f"saving step {step} to {self._directory.folder}"
-        try:
-            nbytes = self._write(step, staged, doing)
-        except (Exception, CheckpointException) as error:
-            failure = f"{doing} failed: {str(error).removeprefix(f'{doing}: ')}"
-            logger.error("%s", failure, exc_info=True)
-            return failure
-        if self._progress and this_rank() == 0:
-            seconds = time.perf_counter() - started
-            print(
-                f"step {step}: saved {nbytes / 1e9:.2f} GB in {seconds:.1f} s, {nbytes / 1e9 / seconds:.2f} GB/s",
-                file=sys.stderr,
-                flush=True,
-            )
-        return None
-
-    def _write(self, step: int, staged: Future[dict[str, Any]], doing: str) -> int:
-        attempt = self._begin(step, doing)
-        try:
-            written = self._write_draft(step, attempt, staged, doing)
-        except (Exception, CheckpointException):
-            if this_rank() == 0:
-                with suppress(OSError):
-                    self._directory.discard(step, attempt)
-            raise
-        return sum(size for each in written for size in each.sizes.values())
-
-    def _begin(self, step: int, doing: str) -> str:
-        """The attempt's name, the same on all ranks."""
-        self._check_ranks()
-        attempt = ""
-        with on_all_ranks(doing, group=self._group):
-            if this_rank() == 0:
-                if not self._is_tidy:
-                    self._directory.tidy()
-                    self._is_tidy = True
-                attempt = self._directory.begin(step)
-        return gather(attempt, group=self._group)[0]
-
-    def _write_draft(self, step: int, attempt: str, staged: Future[dict[str, Any]], doing: str) -> list[Written]:
-        group = self._group
-        with on_all_ranks(doing, group=group):
-            state = staged.result()
-            packed = {name: extras.pack(name, each) for name, each in state.pop("extra").items()}
-        owners = extras.owners_of(gather({name: each.digest for name, each in packed.items()}, group=group))
-        state.update(extras.own_entries(packed, owners, this_rank()))
-        written = self._saver.save(state, self._directory.draft(step, attempt), doing)
-        with on_all_ranks(doing, group=group):
-            if this_rank() == 0:
-                self._publish(step, attempt, written, owners)
-        return written
-
-    def _check_ranks(self) -> None:
-        """Raise RuntimeError where the ranks cannot talk any more: each would take itself for the only one."""
-        if world_size() != self._ranks:
-            hint = "call wait() or close() before destroy_process_group()"
-            raise RuntimeError(f"the process group of {self._ranks} ranks was destroyed before the save ended: {hint}")
-
-    def _publish(self, step: int, attempt: str, written: list[Written], owners: dict[str, list[int]]) -> None:
-        self._check_ranks()
-        assert len(written) == self._ranks
-        draft = self._directory.draft(step, attempt)
-        sizes = {name: size for each in written for name, size in each.sizes.items()}
-        sums = {range_: crc for each in written for range_, crc in each.checksums.items()}
-        sizes |= checksums.write_file(draft, sums)
-        found = Manifest(
-            step=step,
-            number=self._directory.next_number(),
-            world_size=world_size(),
-            form=self._form if isinstance(self._optimizer, FusedAdam) else None,
-            formats=self._states.formats(),
-            files=dict(sorted(sizes.items())),
-            checksums=manifest.crc_of_checksums(draft),
-            extra=owners,
-            versions={"torch": torch.__version__},
-        )
-        self._directory.finish(step, attempt, found)
 
     # --- loading ------------------------------------------------------------------------------------------------
 
@@ -355,13 +275,43 @@ class Checkpointer:
             raise FileNotFoundError(f"{self._directory.folder} has no whole checkpoint of step {step}")
         return found
 
-    def load_latest(self, *, without: Collection[str] = (), verify: bool = True) -> int | None:
+    def pin(self, step: int) -> None:
+        """Let the checkpoint of a step stay, whatever is saved later, until :meth:`unpin`.
+
+        Raises FileNotFoundError if there is none.
+        """
+        self._set_pinned(step, True)
+
+    def unpin(self, step: int) -> None:
+        """Let it go with the next save, if it need not stay."""
+        self._set_pinned(step, False)
+
+    def _set_pinned(self, step: int, pinned: bool) -> None:
+        self._claim()
+        self.wait()
+        found = self._find(step)
+        with on_all_ranks(f"pinning step {step} in {self._directory.folder}", group=self._group):
+            if this_rank() == 0:
+                self._directory.pin(found, pinned)
+
+    def load_latest(
+        self,
+        *,
+        without: Collection[str] = (),
+        verify: bool = True,
+        strict: bool = True,
+        partial: Collection[str] = (),
+        rename: Rename | None = None,
+        model_only: bool = False,
+        dry_run: bool = False,
+    ) -> int | None:
         """Load the newest checkpoint that is whole, and return its step; None if there is none at all.
 
         One that is torn, or of which a byte has changed, is passed over with a warning. Folders of ``dcp.save`` and
         ``convert`` that are named as checkpoints are loaded, too; they have no extras. Raises ValueError if none is
         whole, and for one of a newer version; OSError for what cannot be opened; and whatever :meth:`load` does.
         """
+        options = self._options(without, Leeway.of(strict, partial, rename), model_only, dry_run)
         self.wait()
         listed, problems = self._list(), []
         for found in listed:
@@ -373,22 +323,52 @@ class Checkpointer:
                 logger.warning("checkpoint passed over: %s: %s", self._directory.folder_of(found), error)
                 problems.append(error)
             else:
-                return self._load(found, source, without)
+                return self._load(found, source, options)
         if listed:
             none = f"{self._directory.folder} has {len(listed)} checkpoints, of which none is whole"
             raise ValueError(f"{none}; the newest: {problems[0]}")
         return None
 
-    def load(self, step: int, *, without: Collection[str] = (), verify: bool = True) -> int:
-        """Load the checkpoint of a step, and return the step. ``verify``: compare all bytes with their checksums first.
+    def load(
+        self,
+        step: int,
+        *,
+        without: Collection[str] = (),
+        verify: bool = True,
+        strict: bool = True,
+        partial: Collection[str] = (),
+        rename: Rename | None = None,
+        model_only: bool = False,
+        dry_run: bool = False,
+    ) -> int:
+        """Load the checkpoint of a step, and return the step. On any number of ranks, into any formats of states.
 
-        On any number of ranks, into any formats of states. ``without``: names of extras that stay as they are. Code
-        that a checkpoint might hold is not run. Raises on every rank if it fails on one: FileNotFoundError if there is
-        no such checkpoint, ValueError if it is damaged or of another model.
+        Args:
+            step: of a checkpoint that is there.
+            without: names of extras that stay as they are.
+            verify: compare all bytes with their checksums first.
+            strict: False: load what fits; what is new in the model or of another shape stays as it is, and what the
+                checkpoint has beyond the model is left out. ``report`` lists them.
+            partial: names of the model, or shell patterns (``head.*``), of which alone that is so.
+            rename: names of parameters or modules in the checkpoint and what they are called in the model
+                (``{"encoder": "backbone.encoder"}``, the longest match counts), or a function from one to the other.
+            model_only: neither the optimizer nor extras.
+            dry_run: compare only.
+
+        ``strict``, ``partial`` and ``rename`` are for a FusedAdam, or with ``model_only=True``. Code that a checkpoint
+        might hold is not run. Raises on every rank if it fails on one: FileNotFoundError if there is no such
+        checkpoint, ValueError if it is damaged or of another model, naming what it lacks and what it has beyond it.
+        Nothing was changed then, but where reading itself fails after all was compared: load again.
         """
+        options = self._options(without, Leeway.of(strict, partial, rename), model_only, dry_run)
         self.wait()
         found = self._find(step)
-        return self._load(found, self._open(found, verify), without)
+        return self._load(found, self._open(found, verify), options)
+
+    def _options(self, without: Collection[str], leeway: Leeway, model_only: bool, dry_run: bool) -> LoadOptions:
+        if isinstance(without, str):
+            raise TypeError(f"without: expected a list of names of extras, got {without!r}")
+        return LoadOptions(leeway, frozenset(without), model_only, dry_run)
 
     def _open(self, found: Found, verify: bool) -> DcpFolder:
         """Raises Damaged or FileNotFoundError for what is not whole, others for what cannot be told now."""
@@ -405,35 +385,13 @@ class Checkpointer:
             raise Damaged(found.problem)
         self._directory.check_whole(found)
 
-    def _load(self, found: Found, source: DcpFolder, without: Collection[str]) -> int:
-        doing = f"loading {source.path}"
-        with on_all_ranks(doing, group=self._group):
-            states = {name: self._read_extra(name, found, source) for name in self._extra if name not in without}
-            model = {"model": self._states.model_state()}
-            source.load(model)
-            set_model_state_dict(self._model, model["model"])
-        if isinstance(self._optimizer, FusedAdam):
-            load_from(self._model, self._optimizer, source, verify=False)
-        else:
-            with on_all_ranks(doing, group=self._group):
-                self._load_other_optimizer(source)
-        with on_all_ranks(doing, group=self._group):
-            for name, state in states.items():
-                self._extra[name].load_state_dict(state)
-        self._last = found.step
+    def _load(self, found: Found, source: DcpFolder, options: LoadOptions) -> int:
+        self.report = self._loads.run(found, source, options)
+        if self.report.model or self.report.extras_left:
+            logger.warning("%s: %s", source.path, self.report)
+        if not options.dry_run and not options.model_only:
+            self._last = found.step
         return found.step
-
-    def _load_other_optimizer(self, source: DcpFolder) -> None:
-        state = {"optimizer": self._states.optimizer_state(self._form, None)}
-        source.load(state)
-        set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"], options=self._states.options)
-
-    def _read_extra(self, name: str, found: Found, source: DcpFolder) -> dict[str, Any]:
-        owners = {} if found.manifest is None else found.manifest.extra
-        if name not in owners:
-            raise ValueError(f"{source.path} has no extra {name!r}: load without it: load(step, without=[{name!r}])")
-        owner = extras.owner_for(name, owners[name], this_rank(), world_size())
-        return extras.read(name, owner, self._extra[name], source)
 
     # --- the end ------------------------------------------------------------------------------------------------
 

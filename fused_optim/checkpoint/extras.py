@@ -45,14 +45,11 @@ def check_extra(extra: Mapping[str, Any]) -> dict[str, Stateful]:
 
 @dataclass(frozen=True)
 class Packed:
-    """A staged state: its sharded tensors by key, and all else as bytes."""
+    """A staged state: its sharded tensors by key, and all else as bytes. ``digest``: the same for states that are."""
 
     sharded: dict[str, Tensor]
     content: bytes
-
-    @property
-    def digest(self) -> str:
-        return hashlib.sha256(self.content).hexdigest()
+    digest: str
 
 
 def pack(name: str, state: Any) -> Packed:
@@ -62,9 +59,34 @@ def pack(name: str, state: Any) -> Packed:
         sharded[path] = tensor
         return {_SHARDED: path}
 
+    own = _with_sharded(state, f"extra.{name}.sharded", take)
+    digest = hashlib.sha256()
+    for piece in _canonical(own):
+        digest.update(piece)
+    return Packed(sharded, _saved(own), digest.hexdigest())
+
+
+def _saved(value: Any) -> bytes:
     stream = io.BytesIO()
-    torch.save(_with_sharded(state, f"extra.{name}.sharded", take), stream)
-    return Packed(sharded, stream.getvalue())
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def _canonical(value: Any) -> Iterator[bytes]:
+    """Bytes that are the same for values that are: whatever the order in which dicts and sets were filled."""
+    if type(value) in (bool, int, float, complex, str, bytes, type(None)):
+        yield f"{type(value).__name__} {value!r};".encode()
+    elif isinstance(value, Tensor) and type(value) is Tensor and value.layout == torch.strided:
+        yield f"{value.dtype} {tuple(value.shape)};".encode()
+        plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        yield bytes(memory_of(plain)) if plain.nbytes else b""
+    elif isinstance(value, dict | set | frozenset | list | tuple):
+        items = value.items() if isinstance(value, dict) else value
+        found = [b"".join(_canonical(item)) for item in items]
+        yield f"{type(value).__qualname__} {len(found)};".encode()
+        yield from found if isinstance(value, list | tuple) else sorted(found)
+    else:
+        yield _saved(value)
 
 
 def check_loadable(name: str, state: Any) -> None:
@@ -72,11 +94,8 @@ def check_loadable(name: str, state: Any) -> None:
     for path, value in _leaves(state, name):
         if isinstance(value, Tensor) or value is None or type(value) in (bool, int, float, complex, str, bytes):
             continue
-        stream = io.BytesIO()
         try:
-            torch.save(value, stream)
-            stream.seek(0)
-            load_object(stream, "it")
+            load_object(io.BytesIO(_saved(value)), "it")
         except Exception as error:
             expected = "expected tensors and plain values (numbers, texts, lists, tuples, dicts, sets of these)"
             raise ValueError(

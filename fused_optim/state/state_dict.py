@@ -146,7 +146,7 @@ def check(store: StateStore, state_dict: dict[str, Any], keep: Collection[Tensor
     states = {id_: state.get(id_, {}) for id_, param in params.items() if param not in keep}
     who = _descriptions(groups, saved_groups)
     for id_, saved in states.items():
-        _check_states(params[id_], saved, store.rule.states, who[id_])
+        check_states(store, params[id_], saved, who[id_])
     return Checked(saved_groups, steps, params, states, who)
 
 
@@ -162,7 +162,7 @@ def load(store: StateStore, checked: Checked) -> None:
     misfit = _any_misfit(loaded, params)
     copies.wait()
     for group, saved, step in zip(store.groups, checked.groups, checked.steps, strict=True):
-        taken = {key: _copied(saved[key]) for key in _taken(store, group, saved)}
+        taken = {key: _copied(saved[key]) for key in taken_keys(store, group, saved)}
         group.update({**taken, **read_group(taken, {})})
         group["step"] = step
     if described := _flags(checked.groups):  # goes on as it was; another optimizer has rounded in no way of ours
@@ -257,7 +257,7 @@ def _check_group(
     what: str,
 ) -> None:
     try:
-        taken = {key: saved[key] for key in _taken(store, group, saved)}
+        taken = {key: saved[key] for key in taken_keys(store, group, saved)}
         check_saved_group({**whole(group), **taken, **read_group(taken, {})}, saved, store.rule)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{what}: {error}") from error
@@ -269,14 +269,17 @@ def _check_group(
         )
 
 
-def _taken(store: StateStore, group: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    """The keys of a saved param group that are loaded, not those that only another optimizer knows.
+def taken_keys(store: StateStore, group: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """The keys of a saved param group that are loaded: all of one of ours, users' own included.
 
-    They would stay in the group, and the next checkpoint to be loaded would have to have them. Formats are the running
-    optimizer's choices.
+    Of another optimizer's those that ``group`` has, and schedulers': others would stay in the group, and the next
+    checkpoint to be loaded would have to have them. Formats are the running optimizer's choices.
     """
     kept = ("params", "param_names", STEP, *store.format_options, *DESCRIPTION)
-    known = [key for key in saved if key in group or key in _SCHEDULERS_KEYS or str(key).startswith("initial_")]
+    is_ours = not DESCRIPTION.keys().isdisjoint(saved)
+    known = [
+        key for key in saved if is_ours or key in group or key in _SCHEDULERS_KEYS or str(key).startswith("initial_")
+    ]
     unset = [key for key in FLAGS if saved.get(key) is None]  # as another optimizer's defaults may be
     return [key for key in known if key not in (*kept, *unset)]
 
@@ -329,8 +332,9 @@ def _has_any(saved: Mapping[str, Any], names: Collection[str]) -> bool:
     return not saved.keys().isdisjoint((*names, STEP))
 
 
-def _check_states(param: Tensor, saved: Mapping[str, Any], specs: Sequence[StateSpec], who: str) -> None:
+def check_states(store: StateStore, param: Tensor, saved: Mapping[str, Any], who: str) -> None:
     """Raise KeyError, TypeError or ValueError for states that are not those of ``param``. No communication."""
+    specs = store.rule.states
     if not _has_any(saved, [*(spec.name for spec in specs), MASTER]):
         return
     missing = [spec.name for spec in specs if not _has(saved, spec.name)]

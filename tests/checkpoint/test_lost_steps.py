@@ -119,7 +119,7 @@ def test_a_step_that_is_saved_again_stays_until_the_new_one_is_whole(tmp_path: P
     checkpointer.save(2)
     checkpointer.wait()
     checkpointer.load(1)
-    train(checkpointer._model, checkpointer._optimizer, range(3))  # type: ignore[arg-type]
+    train(checkpointer._states._model, checkpointer._states._optimizer, range(3))  # type: ignore[arg-type]
     checkpointer._directory.folder = full(tmp_path)
     checkpointer.save(2)
     with pytest.raises(RuntimeError, match="saving step 2"):
@@ -605,14 +605,15 @@ def destroy_before_the_end(folder: str, when: str) -> str:
     checkpointer = Checkpointer(model, optimizer, folder, sigterm=False)
     reached, go = Path(folder) / "reached", threading.Event()
     method = {"at first": "_begin", "in the middle": "_write_draft"}[when]
-    own = getattr(checkpointer, method)
+    saves = checkpointer._background
+    own = getattr(saves, method)
 
     def wait_before(*args: Any) -> Any:
         reached.touch()
         assert go.wait(30)
         return own(*args)
 
-    setattr(checkpointer, method, wait_before)
+    setattr(saves, method, wait_before)
     checkpointer.save(1)
     wait_for(reached)
     dist.destroy_process_group()

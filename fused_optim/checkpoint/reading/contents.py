@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_optim.checkpoint.reading.leeway import Naming
 from fused_optim.checkpoint.reading.source import Source
-from fused_optim.sharding.collective import unwrapped_name
 
 # `exp_avg.bits` and the like: the components of a state in the native form
 _STATE_KEY = re.compile(
@@ -35,9 +35,10 @@ class Contents:
     """An optimizer's flat keys, sorted by parameter; ids are names or positions, as text."""
 
     prefix: str  # of the keys: what is before ``state.``
-    names: set[str]  # that parameters are known to have
+    naming: Naming
     # id -> state -> component ("": whole) -> key
     states: dict[str, dict[str, dict[str, str]]] = field(default_factory=dict)
+    others: dict[str, dict[str, str]] = field(default_factory=dict)  # id -> what users keep beside the states -> key
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)  # id -> setting -> value
     order: list[list[str]] = field(default_factory=list)  # ids by group, where the checkpoint has groups
 
@@ -57,25 +58,37 @@ class Contents:
         return "TransformerEngine or Apex FusedAdam"
 
 
-def read_contents(source: Source, names: Iterable[str]) -> Contents:
-    """:func:`find_contents` with the settings."""
-    contents = find_contents(source, names)
+def read_contents(source: Source) -> Contents:
+    """:func:`find_contents` with the settings, where nothing is known of the model."""
+    contents = find_contents(source, Naming())
     read_settings(source, contents)
     return contents
 
 
-def find_contents(source: Source, names: Iterable[str]) -> Contents:
-    """What the keys say; nothing is read. Raises :class:`NoStates` where there are none of Adam's.
-
-    ``names``: that parameters are known to have.
-    """
-    names = set(names)
-    contents = Contents(_find_prefix(source, names), names)
+def find_contents(source: Source, naming: Naming) -> Contents:
+    """What the keys say; nothing is read. Raises :class:`NoStates` where there are none of Adam's."""
+    contents = Contents(_find_prefix(source, naming), naming)
+    first, others = f"{contents.prefix}state.", []
     for key in source.entries:
         if match := _state_of(key, contents.prefix):
-            states = contents.states.setdefault(_unwrapped(match["id"], names), {})
+            states = contents.states.setdefault(naming.note(match["id"]), {})
             states.setdefault(match["name"], {})[match["component"] or ""] = key
+        elif key.startswith(first):
+            others.append(key)
+    for key in others:
+        if found := _split(key.removeprefix(first), contents):
+            contents.others.setdefault(found[0], {})[found[1]] = key
     return contents
+
+
+def _split(text: str, contents: Contents) -> tuple[str, str] | None:
+    """The id that a key begins with, and what follows. None where no such parameter is known."""
+    parts = text.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        id_ = contents.naming(".".join(parts[:count]))
+        if id_ in contents.states or id_ in contents.naming.known:
+            return id_, ".".join(parts[count:])
+    return None
 
 
 def optimizer_keys(source: Source, prefix: str) -> set[str]:
@@ -94,16 +107,10 @@ def read_settings(source: Source, contents: Contents) -> None:
     numbered = [group for group in groups if "params" in groups[group]]
     for group in sorted(numbered, key=int):
         settings = groups.pop(group)
-        contents.order.append([_unwrapped(str(id_), contents.names) for id_ in settings.pop("params")])
+        contents.order.append([contents.naming(str(id_)) for id_ in settings.pop("params")])
         contents.settings.update({id_: settings for id_ in contents.order[-1]})
     # The flattened form has a group per parameter.
-    contents.settings.update({_unwrapped(id_, contents.names): settings for id_, settings in groups.items()})
-
-
-def _unwrapped(id_: str, names: set[str]) -> str:
-    """The model's name for a parameter that was saved from a wrapped or compiled model under its name there."""
-    bare = unwrapped_name(id_)
-    return next((name for name in (id_, bare, bare.removeprefix("module.")) if name in names), id_)
+    contents.settings.update({contents.naming(id_): settings for id_, settings in groups.items()})
 
 
 def read_small(source: Source, keys: Iterable[str]) -> dict[str, Any]:
@@ -136,7 +143,7 @@ def _state_of(key: str, prefix: str) -> re.Match[str] | None:
     return match if match and match["component"] in (None, *_COMPONENTS) else None
 
 
-def _find_prefix(source: Source, names: set[str]) -> str:
+def _find_prefix(source: Source, naming: Naming) -> str:
     """What comes before ``state.`` and ``param_groups.``: the one under which most of the names are known."""
     known: Counter[str] = Counter()
     total: Counter[str] = Counter()
@@ -145,7 +152,7 @@ def _find_prefix(source: Source, names: set[str]) -> str:
             prefix = key[: start.start()]
             match = _state_of(key, prefix)
             total[prefix] += bool(match) or start[0] == "param_groups."
-            known[prefix] += bool(match and (match["id"] in names or match["id"].isdigit()))
+            known[prefix] += bool(match and (naming(match["id"]) in naming.known or match["id"].isdigit()))
     ranked = sorted(total, key=lambda prefix: (known[prefix], total[prefix]), reverse=True)
     if not ranked or not total[ranked[0]]:
         found = ", ".join(list(source.entries)[:4]) or "nothing"

@@ -6,18 +6,19 @@ it, and hands it to ``optimizer.load_state_dict`` only when every rank has succe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint._traverse import set_element
+from torch.utils._pytree import tree_leaves
 
 from fused_optim.adam import FusedAdam
 from fused_optim.checkpoint.reading.buffers import buffer_for, native_buffer_for
 from fused_optim.checkpoint.reading.contents import (
-    NOT_SETTINGS,
     Contents,
     find_contents,
     nested,
@@ -26,20 +27,22 @@ from fused_optim.checkpoint.reading.contents import (
     read_small,
     read_steps,
 )
+from fused_optim.checkpoint.reading.leeway import Differences, Leeway, Naming, Rename
 from fused_optim.checkpoint.reading.opening import open_source
 from fused_optim.checkpoint.reading.source import Source
 from fused_optim.checkpoint.storage.checksums import verify_items
 from fused_optim.checkpoint.storage.folders import Folder, PathLike, folder_at
-from fused_optim.memory.host_memory import locked
+from fused_optim.memory.host_memory import locked, room
 from fused_optim.memory.layout import MASTER, STEP
 from fused_optim.options.checks import check_whole, describe, some_of
 from fused_optim.sharding.collective import distinct, on_all_ranks, parameter_names
 from fused_optim.sharding.dtensor import has_own_chunks, local_tensor
+from fused_optim.state.groups import DESCRIPTION
 from fused_optim.state.remainders import is_remainder, unpack_remainder
-from fused_optim.state.state_dict import check, warn_of_earlier_steps
+from fused_optim.state.state_dict import check, check_states, taken_keys, warn_of_earlier_steps
 
 _REQUIRED_SETTINGS = ("lr", "betas", "eps", "weight_decay")
-_Keys = Mapping[int, Mapping[str, Mapping[str, str]]]  # parameter's position -> state -> component -> key
+_Components = Mapping[str, Mapping[str, str]]  # state -> component ("": whole) -> key
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class LoadReport:
     without_states: int  # parameters that had no gradient before the checkpoint was written; their moments are zero
     steps: tuple[int, ...]  # of the param groups
     masters: str  # "seeded from parameters"
+    differences: Differences = field(default_factory=Differences)  # between the checkpoint and the optimizer
 
     def __str__(self) -> str:
         steps = sorted(set(self.steps))
@@ -58,11 +62,19 @@ class LoadReport:
         if self.without_states:
             parts.append(f"{self.without_states} without states")
         parts.append(f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}")
-        return ", ".join([*parts, self.masters])
+        parts += [self.masters, *([str(self.differences)] if self.differences else [])]
+        return ", ".join(parts)
 
 
 def load_optimizer_checkpoint(
-    model: torch.nn.Module, optimizer: FusedAdam, path: PathLike | Folder, *, verify: bool | None = None
+    model: torch.nn.Module,
+    optimizer: FusedAdam,
+    path: PathLike | Folder,
+    *,
+    verify: bool | None = None,
+    strict: bool = True,
+    partial: Collection[str] = (),
+    rename: Rename | None = None,
 ) -> LoadReport:
     """Load this library's, torch.optim.Adam(W)'s, TransformerEngine's or Apex's optimizer checkpoint.
 
@@ -76,36 +88,41 @@ def load_optimizer_checkpoint(
     ``verify``: compare what belongs to the optimizer with the checksums of ``write_checksums``, each rank a share,
     before any of it is read. None: where there are checksums; True: their absence is an error; False: no.
 
+    ``strict=False``: load what fits; parameters that are new, or of another shape now, start anew, and what the
+    checkpoint has beyond the model is left out. ``partial``: names, or shell patterns (``head.*``), of parameters of
+    which alone that is so. ``rename``: names of parameters or modules in the checkpoint and what they are called now
+    (``{"encoder": "backbone.encoder"}``), or a function from one name to the other. The report's ``differences`` list
+    all of them.
+
     A collective: all ranks call it. Raises on every rank if it fails on one; nothing has been changed then. Raises
-    TypeError for flat shards of FSDP1.
+    TypeError for flat shards of FSDP1, ValueError for a checkpoint of another model, with what it lacks and what it has
+    beyond it.
     """
     with on_all_ranks(f"loading {path}"):
+        leeway = Leeway.of(strict, partial, rename)
         check_whole(model, optimizer.store.params)
         source = open_source(path)
-    return load_from(model, optimizer, source, verify=verify)
+    return checked(model, optimizer, source, verify=verify, leeway=leeway).load()
 
 
-@torch.no_grad()
-def load_from(model: torch.nn.Module, optimizer: FusedAdam, source: Source, *, verify: bool | None) -> LoadReport:
-    """:func:`load_optimizer_checkpoint` of one that is open."""
+def checked(
+    model: torch.nn.Module, optimizer: FusedAdam, source: Source, *, verify: bool | None, leeway: Leeway
+) -> Loader:
+    """What :func:`load_optimizer_checkpoint` finds in one that is open, compared with the optimizer; a collective.
+
+    Changes nothing, and reads no states.
+    """
     doing = f"loading {source.path}"
     optimizer.store.exchange_offsets()
     everyone = {name for names in distinct(_all_names(model)) for name in names}
     with on_all_ranks(doing):
-        contents = find_contents(source, everyone)
+        contents = find_contents(source, Naming(everyone, leeway.rename))
     if verify is not False:
         verify_items(folder_at(source.path), optimizer_keys(source, contents.prefix), required=bool(verify))
     with on_all_ranks(doing):
         read_settings(source, contents)
-        loader = Loader(model, optimizer, source, contents)
-        state_dict, report = loader.prepare()
-    with on_all_ranks(doing):
-        loader.check_parameters(state_dict["state"])
-    on_gpu = any(param.is_cuda for param in optimizer.store.params)
-    with on_all_ranks(doing), locked(loader.memory if on_gpu else ()):
-        optimizer.load_state_dict(state_dict)
-        optimizer.store.resolve_pending()
-    return report
+        loader = Loader(model, optimizer, source, contents, leeway)
+    return loader
 
 
 def _all_names(model: torch.nn.Module) -> list[str]:
@@ -113,39 +130,53 @@ def _all_names(model: torch.nn.Module) -> list[str]:
 
 
 class Loader:
-    """Turns a checkpoint into a state dict of one optimizer, checked in full; changes nothing."""
+    """Turns a checkpoint into a state dict of one optimizer. All of it is checked when this is made."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: FusedAdam, source: Source, contents: Contents) -> None:
+    def __init__(
+        self, model: torch.nn.Module, optimizer: FusedAdam, source: Source, contents: Contents, leeway: Leeway
+    ) -> None:
         self.optimizer = optimizer
         self.source = source
         self.names = parameter_names(model)
         self.params = optimizer.store.params
         self.contents = contents
-        self.ids = self._match(contents.names)
+        self._leeway = leeway
+        self._differences = Differences()
+        self.ids = self._match()
         self.saved_steps = read_steps(self.source, self.contents)
-        self.memory: list[Tensor] = []  # that states are read into
+        self._found = self._states()
+        self._groups = [self._group(number, members) for number, members in enumerate(self._members())]
+        self._objects = self._read_objects()
+        self._check()
 
-    def prepare(self) -> tuple[dict[str, Any], LoadReport]:
-        loaded = {i: self.contents.states[id_] for i, id_ in enumerate(self.ids) if id_ in self.contents.states}
-        for i in loaded:
-            self._check_states(i)
-        groups = [self._group(number, members) for number, members in enumerate(self._members())]
-        latest = {i: group["step"] for group in groups for i in group["params"]}
+    @torch.no_grad()
+    def load(self) -> LoadReport:
+        """A collective: read the states, and load them where every rank has succeeded."""
+        doing = f"loading {self.source.path}"
+        with on_all_ranks(doing):
+            state = self._read()
+        with on_all_ranks(doing):
+            self._check_parameters(state)
+        memory = [local_tensor(value) for value in _tensors(state)] if any(p.is_cuda for p in self.params) else []
+        with on_all_ranks(doing), locked(memory):
+            self.optimizer.load_state_dict({"state": state, "param_groups": self._groups})
+            self.optimizer.store.resolve_pending()
+        latest = {i: group["step"] for group in self._groups for i in group["params"]}
         behind = sum(self.saved_steps.get(self.ids[i], step) != step for i, step in latest.items())
         warn_of_earlier_steps(behind, len(latest), str(self.source.path))
-        names = self.optimizer.store.state_names
-        keys = {i: {name: states[name] for name in names if name in states} for i, states in loaded.items()}
-        values = self._read_objects(keys)
-        self._check(groups, keys, values)
-        state = _nested(keys, values | self._read_tensors(keys))
-        report = LoadReport(
+        return self.report
+
+    @property
+    def report(self) -> LoadReport:
+        """Of what is loaded."""
+        return LoadReport(
             source=self.contents.writer,
-            parameters=len(loaded),
-            without_states=len(self.ids) - len(loaded),
-            steps=tuple(group["step"] for group in groups),
-            masters=self._masters(state),
+            parameters=len(self._found),
+            without_states=len(self.ids) - len(self._found),
+            steps=tuple(group["step"] for group in self._groups),
+            masters=self._masters(),
+            differences=self._differences,
         )
-        return {"state": state, "param_groups": groups}, report
 
     def _name(self, i: int) -> str | None:
         return next(iter(self.names.get(self.params[i], [])), None)
@@ -153,27 +184,42 @@ class Loader:
     def _describe(self, i: int) -> str:
         return describe(self.params[i], i, self._name(i))
 
-    def _match(self, everyone: set[str]) -> list[str]:
-        """Each parameter's id in the checkpoint."""
-        listed = set(self.contents.settings) | set(self.contents.states)
-        if listed and all(id_.isdigit() for id_ in listed) and not listed & everyone:
+    def _match(self) -> list[str]:
+        """Each parameter's id in the checkpoint; "" where it has nothing for it."""
+        known, saved = self.contents.naming.known, self.contents.states
+        listed = set(self.contents.settings) | set(saved)
+        if listed and all(id_.isdigit() for id_ in listed) and not listed & known:
             return self._match_positions()
-        ids = [next((n for n in self.names.get(p, ()) if n in listed), None) for p in self.params]
-        missing = [i for i, id_ in enumerate(ids) if id_ is None and self.params[i].requires_grad]
-        stateless = [i for i, id_ in enumerate(ids) if id_ not in self.contents.states and i not in missing]
-        missing += [i for i in stateless if self.params[i].requires_grad and self.contents.states]
-        unexpected = sorted(listed - everyone)
+        ids = [next((n for n in self.names.get(p, ()) if n in listed), "") for p in self.params]
+        new = [i for i, id_ in enumerate(ids) if not id_ and self.params[i].requires_grad]
+        removed = sorted(listed - known)
+        missing = [self._describe(i) for i in new if not self._is_admitted(i)]
+        unexpected = [name for name in removed if not self._leeway.admits(name)]
         if missing or unexpected:
-            self._refuse_other_model([self._describe(i) for i in sorted(missing)], unexpected)
-        return [id_ if id_ is not None else "" for id_ in ids]
+            self._refuse_other_model(missing, unexpected)
+        trainable = [i for i, id_ in enumerate(ids) if id_ and id_ not in saved and self.params[i].requires_grad]
+        self._differences = Differences(
+            new=tuple(map(self._shown, new)),
+            removed=tuple(removed),
+            renamed=self.contents.naming.renamed,
+            unfrozen=tuple(map(self._shown, trainable)) if saved else (),
+        )
+        return ids
 
     def _refuse_other_model(self, missing: list[str], unexpected: list[str]) -> None:
-        text = f"{self.source.path} is of another model:"
+        texts = []
         if missing:
-            text += f" it lacks the states of {len(missing)} of {len(self.params)} parameters: {some_of(missing)};"
+            texts.append(f"it lacks the states of {len(missing)} of {len(self.params)} parameters: {some_of(missing)}")
         if unexpected:
-            text += f" the model lacks {len(unexpected)} of its parameters: {some_of(unexpected)};"
-        raise ValueError(text.removesuffix(";"))
+            texts.append(f"the model lacks {len(unexpected)} of its parameters: {some_of(unexpected)}")
+        hint = "strict=False loads what fits, rename= what is called otherwise"
+        raise ValueError(f"{self.source.path} is of another model: {'; '.join(texts)}; {hint}")
+
+    def _is_admitted(self, i: int) -> bool:
+        return any(map(self._leeway.admits, self.names.get(self.params[i], ())))
+
+    def _shown(self, i: int) -> str:
+        return self._name(i) or f"parameter {i}"
 
     def _match_positions(self) -> list[str]:
         groups, saved = self.optimizer.param_groups, self.contents.order
@@ -187,6 +233,33 @@ class Loader:
         if unexpected := sorted(set(self.contents.states) - set(ids)):
             self._refuse_other_model([], unexpected)
         return ids
+
+    def _states(self) -> dict[int, _Components]:
+        """By parameter, the states that the checkpoint has for it: key by component."""
+        names, saved = self.optimizer.store.state_names, self.contents.states
+        found: dict[int, _Components] = {}
+        reshaped = []
+        for i, id_ in enumerate(self.ids):
+            if id_ not in saved:
+                continue
+            found[i] = {name: saved[id_][name] for name in names if name in saved[id_]}
+            if self._is_admitted(i) and not self._fits(i, found[i]):
+                del found[i]
+                reshaped.append(self._shown(i))
+            else:
+                self._check_states(i)
+        self._differences = replace(self._differences, reshaped=tuple(reshaped))
+        return found
+
+    def _fits(self, i: int, states: _Components) -> bool:
+        described = self._described(states)
+        objects = {key: None for key in _keys(states) if self.source.entries[key] is None}
+        found = {name: nested(own, {**described, **self.source.read(objects)}) for name, own in states.items()}
+        try:
+            check_states(self.optimizer.store, self.params[i], found, "")
+        except (KeyError, RuntimeError, TypeError, ValueError):
+            return False
+        return True
 
     def _check_states(self, i: int) -> None:
         states, param = self.contents.states[self.ids[i]], self.params[i]
@@ -214,9 +287,10 @@ class Loader:
         what = f"param group {number}"
         settings = self._group_settings(number, self.optimizer.param_groups[number], members)
         lacking = [key for key in _REQUIRED_SETTINGS if key not in settings]
-        if lacking and any(self.params[i].requires_grad for i in members):
+        saved = [i for i in members if self.ids[i]]
+        if lacking and any(self.params[i].requires_grad for i in saved):
             raise ValueError(f"{what}: {self.source.path} lacks its {', '.join(lacking)}")
-        step = max((self.saved_steps.get(self.ids[i], 0) for i in members), default=0)
+        step = max((self.saved_steps.get(self.ids[i], 0) for i in saved if i in self._found), default=0)
         names = [self._name(i) for i in members]  # for messages
         return {**settings, "step": step, "params": list(members), "param_names": names}
 
@@ -225,8 +299,10 @@ class Loader:
         found: dict[str, Any] = {}
         owner: dict[str, int] = {}
         for i in members:
-            for key, value in self.contents.settings.get(self.ids[i], {}).items():
-                if key in NOT_SETTINGS or (key not in group and key != "initial_lr"):
+            settings = self.contents.settings.get(self.ids[i], {})
+            taken = {*taken_keys(self.optimizer.store, group, settings), *DESCRIPTION}
+            for key, value in settings.items():
+                if key not in taken:
                     continue
                 if key in found and not _equal(found[key], value):
                     both = f"{self._describe(owner[key])} and {self._describe(i)}"
@@ -238,37 +314,65 @@ class Loader:
                 owner.setdefault(key, i)
         return found
 
-    def _read_objects(self, keys: _Keys) -> dict[str, Any]:
+    def _read_objects(self) -> dict[str, Any]:
         """What is no tensor."""
-        return read_small(self.source, [key for key in _all_keys(keys) if self.source.entries[key] is None])
+        keys = [key for states in self._found.values() for key in _keys(states)]
+        return read_small(self.source, [key for key in keys if self.source.entries[key] is None])
 
-    def _check(self, groups: list[dict[str, Any]], keys: _Keys, objects: Mapping[str, Any]) -> None:
-        """Raise TypeError or ValueError for what does not fit, by shapes and dtypes alone: tensors are read later."""
-        described = {
+    def _described(self, states: _Components) -> dict[str, Tensor]:
+        """Tensors without memory."""
+        infos = {key: self.source.entries[key] for key in _keys(states)}
+        return {
             key: torch.empty(info.shape, dtype=info.dtype, device="meta")
-            for key in _all_keys(keys)
-            if (info := self.source.entries[key]) is not None
+            for key, info in infos.items()
+            if info is not None
         }
-        state = _nested(keys, {**objects, **described})
-        for i, states in state.items():
-            states[STEP] = self.saved_steps[self.ids[i]]
+
+    def _check(self) -> None:
+        """Raise TypeError or ValueError for what does not fit, by shapes and dtypes alone: tensors are read later."""
+        state: dict[int, dict[str, Any]] = {}
+        for i, states in self._found.items():
+            values = self._objects | self._described(states)
+            state[i] = {name: nested(own, values) for name, own in states.items()}
+            state[i][STEP] = self.saved_steps[self.ids[i]]
         try:
-            check(self.optimizer.store, {"state": state, "param_groups": groups})
+            check(self.optimizer.store, {"state": state, "param_groups": self._groups})
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"{self.source.path}: {error.args[0]}") from error
 
-    def _read_tensors(self, keys: _Keys) -> dict[str, Any]:
+    def _read(self) -> dict[int, dict[str, Any]]:
+        """States as ``optimizer.load_state_dict`` takes them: a tensor each or, in the native form, a dict."""
         buffers: dict[str, Tensor | None] = {}
-        for i, states in keys.items():
+        for i, states in self._found.items():
             for component, key in chain.from_iterable(components.items() for components in states.values()):
                 buffer = native_buffer_for if component else buffer_for
                 if (info := self.source.entries[key]) is not None:
                     buffers[key] = buffer(self.params[i], info)
-        self.memory = [local_tensor(buffer) for buffer in buffers.values() if buffer is not None]
-        return self.source.read(buffers)
+        others = {i: self.contents.others.get(id_, {}) for i, id_ in enumerate(self.ids)}
+        for i, keys in others.items():
+            buffers |= {key: self._buffer_for_other(self.params[i], key) for key in keys.values()}
+        values = self._objects | self.source.read(buffers)
+        state: dict[int, dict[str, Any]] = {i: {} for i in range(len(self.ids)) if i in self._found or others[i]}
+        for i, own in state.items():
+            own |= {name: nested(keys, values) for name, keys in self._found.get(i, {}).items()}
+            for text, key in others[i].items():
+                set_element(own, self._path(key, text), values[key])
+        return state
 
-    def check_parameters(self, state: Mapping[int, Mapping[str, Any]]) -> None:
+    def _buffer_for_other(self, param: Tensor, key: str) -> Tensor | None:
+        """For what users keep beside the states: placed as the parameter where it has its shape."""
+        info = self.source.entries[key]
+        if info is None:
+            return None
+        return buffer_for(param, info) if info.shape == param.shape else room(info.shape, info.dtype)
+
+    def _path(self, key: str, text: str) -> tuple[str | int, ...]:
+        """Where an entry of a parameter's states is among them; ``text``: what its key ends with."""
+        place = self.source.place(key)
+        return next((p for n in range(len(place)) if ".".join(map(str, p := place[n:])) == text), (text,))
+
+    def _check_parameters(self, state: Mapping[int, Mapping[str, Any]]) -> None:
         """Raise ValueError for parameters that are not those that their remainders belong to. A collective."""
         misfits = []
         for i, states in state.items():
@@ -279,21 +383,20 @@ class Loader:
         if misfits:  # not before all of them were looked at together
             raise misfits[0]
 
-    def _masters(self, state: Mapping[int, Mapping[str, Any]]) -> str:
+    def _masters(self) -> str:
         if all(param.dtype == torch.float32 for param in self.params):
             return "no masters needed"
-        if not any(MASTER in states for states in state.values()):
+        if not any(MASTER in states for states in self._found.values()):
             return "masters seeded from parameters" if self.optimizer.master_weights else "no masters"
         return "masters loaded" if self.optimizer.master_weights else "parameters written from masters"
 
 
-def _all_keys(keys: _Keys) -> Iterator[str]:
-    return (key for states in keys.values() for components in states.values() for key in components.values())
+def _keys(states: _Components) -> Iterator[str]:
+    return (key for components in states.values() for key in components.values())
 
 
-def _nested(keys: _Keys, values: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """States as ``optimizer.load_state_dict`` takes them: a tensor each or, in the native form, a dict."""
-    return {i: {name: nested(own, values) for name, own in states.items()} for i, states in keys.items()}
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -176,7 +176,7 @@ def read_optimizer(source: Source, model: Source | None = None) -> SavedOptimize
     Raises ValueError for a newer version and for what does not fit together.
     """
     try:
-        contents = read_contents(source, ())
+        contents = read_contents(source)
     except NoStates:
         return None
     check_version(contents.settings.values(), str(source.path))

@@ -11,12 +11,13 @@ import re
 import secrets
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fused_optim.checkpoint.storage import manifest, metadata, owners
 from fused_optim.checkpoint.storage.damage import is_damage
 from fused_optim.checkpoint.storage.folders import Folder
 from fused_optim.checkpoint.storage.manifest import Manifest
+from fused_optim.checkpoint.storage.retention import PINNED, Retention
 
 logger = logging.getLogger("fused_optim")
 
@@ -35,11 +36,11 @@ class Found:
 
 
 class CheckpointDirectory:
-    """Only one rank changes it; all of them read. ``keep``: how many of the newest stay, None for all."""
+    """Only one rank changes it; all of them read."""
 
-    def __init__(self, folder: Folder, keep: int | None) -> None:
+    def __init__(self, folder: Folder, retention: Retention) -> None:
         self.folder = folder
-        self._keep = keep
+        self._retention = retention
         self._manifests: dict[str, Manifest] = {}  # by name, of the rank that alone changes them
 
     # --- reading ------------------------------------------------------------------------------------------------
@@ -131,29 +132,35 @@ class CheckpointDirectory:
         return attempt
 
     def finish(self, step: int, attempt: str, found: Manifest) -> None:
-        """Make a draft, whose other files are written and synced, the newest checkpoint; drop the oldest.
+        """Make a draft, whose other files are written and synced, the newest checkpoint; drop what need not stay.
 
         Raises Damaged, before anything is changed, where a file is not as it was written.
         """
         draft = self.draft(step, attempt)
         manifest.check_files(draft, found.files)
+        earlier = self._own()
+        known = max((each.number for each in self._manifests.values()), default=0)  # listings may be late
+        found = replace(found, number=known + 1)
         if self.folder.is_local:
             draft.remove(owners.FILE)
         manifest.write(draft, found)
         draft.sync()
         manifest.read(draft)
+        name = draft.name
         if self.folder.is_local:
-            self._publish(draft.name)
+            name = self._publish(draft.name)
         else:
             draft.remove(owners.FILE)
-            self._manifests[draft.name] = found
-        self._prune()
+        self._manifests[name] = found
+        self._prune([Found(name, step, found), *(each for each in earlier if each.name != name)])
 
-    def _publish(self, name: str) -> None:
-        """Rename a draft. One of the same step, from before training went back, goes only then."""
+    def _publish(self, name: str) -> str:
+        """Rename a draft; its name now. One of the same step, from before training went back, goes only then."""
         attempt = name.removeprefix(_UNFINISHED)
         visible = attempt.partition(".")[0]
         if self.folder.child(visible).exists():
+            if self.folder.child(visible).size(PINNED) is not None:
+                self.folder.child(name).write(PINNED, b"")
             attempt = attempt if attempt != visible else f"{visible}.{secrets.token_hex(4)}"
             self.folder.rename(name, attempt)
             self.folder.sync()
@@ -163,6 +170,7 @@ class CheckpointDirectory:
             self.folder.rename(name, visible)
         self.folder.sync()
         self._manifests.pop(visible, None)
+        return visible
 
     def discard(self, step: int, attempt: str) -> None:
         """Remove a draft that could not be finished."""
@@ -201,24 +209,27 @@ class CheckpointDirectory:
             return False
         return match[2] is not None or place.size(manifest.UNFINISHED) is not None
 
-    def next_number(self) -> int:
-        self._own()
-        return 1 + max((each.number for each in self._manifests.values()), default=0)  # listings may be late
-
-    def _prune(self) -> None:
-        """Remove all but the newest, and earlier attempts at these. What is not whole, or not ours, stays.
+    def _prune(self, newest_first: list[Found]) -> None:
+        """Remove what need not stay, and earlier attempts at what does. What is not whole, or not ours, stays.
 
         A checkpoint disappears at once, and is deleted then.
         """
-        kept: set[int] = set()
-        for each in self._own():
-            if each.step not in kept and (self._keep is None or len(kept) < self._keep):
-                kept.add(each.step)
-                continue
+        kept = self._retention.keeps(newest_first)
+        for each in newest_first:
             try:
-                self._remove(each.name)
+                if each.name not in kept and self.folder.child(each.name).size(PINNED) is None:
+                    self._remove(each.name)
             except OSError as error:
                 logger.warning("checkpoint of step %d cannot be removed: %s", each.step, error)
+
+    def pin(self, found: Found, pinned: bool) -> None:
+        """Whether a checkpoint stays whatever else is saved."""
+        place = self.folder_of(found)
+        if pinned:
+            place.write(PINNED, b"")
+        else:
+            place.remove(PINNED)
+        place.sync()
 
     def _remove(self, name: str) -> None:
         if self.folder.is_local:

@@ -32,6 +32,7 @@ class Manifest:
     checksums: str  # the CRC-32 of the file of checksums
     extra: dict[str, list[int]] = field(default_factory=dict)  # name -> by rank, whose state is the rank's
     versions: dict[str, str] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)  # that were given to the save
 
     @property
     def nbytes(self) -> int:
@@ -40,6 +41,8 @@ class Manifest:
 
 def write(folder: Folder, manifest: Manifest) -> None:
     content = {"version": VERSION, **asdict(manifest)}
+    if not manifest.metrics:  # releases before 0.3 know nothing of them
+        del content["metrics"]
     folder.write(FILE, json.dumps({**content, "crc": _crc(content)}, indent=1).encode())
 
 
@@ -93,6 +96,8 @@ def _manifest(folder: Folder, content: dict[str, Any]) -> Manifest:
         outside = next((name for name in found.files if name != PurePath(name).name), None)
     except (TypeError, AttributeError, ValueError) as error:
         raise Damaged(f"{folder}/{FILE} is damaged: {error}") from error
+    if not all(type(value) in (int, float) for value in found.metrics.values()):
+        raise Damaged(f"{folder}/{FILE} is damaged: expected metrics that are numbers")
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise Damaged(f"{folder}/{FILE} is damaged: expected numbers of at least 0")
     if outside is not None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import io
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -45,6 +45,18 @@ class Planner(DefaultSavePlanner):
             places = {key: path for key, path in places.items() if not self._is_same(key)}
         self.plan = SavePlan(items + _own_items(same, self.state_dict), planner_data=places)
         return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """torch's, but whole tensors are all of the first rank that has them: buffers may differ between ranks."""
+        seen: set[MetadataIndex] = set()
+        plans = []
+        for plan in all_plans:
+            whole = {item.index for item in plan.items if item.type == WriteItemType.TENSOR}
+            again = whole & seen
+            items = [item for item in plan.items if item.index not in again]
+            plans.append(replace(plan, items=items))
+            seen |= whole
+        return super().create_global_plan(plans)
 
     def _is_same(self, key: str) -> bool:
         """Whether all ranks are known to have it."""

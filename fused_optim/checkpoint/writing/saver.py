@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from fused_optim.checkpoint.storage.folders import Folder
 from fused_optim.checkpoint.storage.metadata import FILE
 from fused_optim.checkpoint.writing.archives import Archives
 from fused_optim.checkpoint.writing.planner import Planner, layout_of, size_of
+from fused_optim.checkpoint.writing.replicas import check_replicas
 from fused_optim.checkpoint.writing.writer import RankFiles, Writer, Written
 from fused_optim.sharding.collective import (
     distinct,
@@ -56,10 +57,13 @@ class Saver:
         self._archives = Archives()
         self._agreed: _Agreed | None = None
 
-    def save(self, state: Mapping[str, Any], folder: Folder, doing: str) -> list[Written]:
+    def save(
+        self, state: Mapping[str, Any], folder: Folder, doing: str, may_differ: Collection[str] = ()
+    ) -> list[Written]:
         """Write a checkpoint into ``folder``. Returns what each rank has written, on the first rank.
 
-        Raises on every rank where it fails on one; ``doing`` is what the message begins with.
+        Of tensors that are no shards ranks must have the same, but of the keys ``may_differ``, of which those of the
+        first rank are saved. Raises on every rank where it fails on one; ``doing`` is what the message begins with.
         """
         agreed, self._agreed = self._agreed, None  # what fails is planned anew
         planner, writer = Planner(), Writer(folder, self._archives)
@@ -67,6 +71,7 @@ class Saver:
             planner.set_up_planner(dict(state), StorageMeta(), this_rank() == 0)
             layout = layout_of(planner.state_dict)
         if agreed is None or on_any(layout is None or layout != agreed.layout, self._group):
+            check_replicas(planner.state_dict, Planner.SAME, may_differ, self._group)
             agreed = self._agree(planner, layout, doing)
         with on_all_ranks(doing, group=self._group):
             results = writer.write(planner.finish_plan(agreed.plan), planner, agreed.files)

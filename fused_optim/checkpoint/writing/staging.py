@@ -198,7 +198,9 @@ def _memory_of(optimizers: Iterable[Optimizer]) -> set[int]:
         tensors += chain.from_iterable(states.values() for states in optimizer.state.values())
         if isinstance(optimizer, FusedAdam):
             tensors += (layout.scales for layout in optimizer.store.layouts.values())
-        found.update(_address(plain) for tensor in tensors if isinstance(tensor, Tensor) for plain in _plain(tensor))
+        found.update(
+            _address(plain) for tensor in tensors if isinstance(tensor, Tensor) for plain in plain_tensors(tensor)
+        )
     return found
 
 
@@ -209,18 +211,18 @@ def _address(tensor: Tensor) -> int:
 # --- what is in a state dict --------------------------------------------------------------------------------------
 
 
-def _plain(tensor: Tensor) -> Iterator[Tensor]:
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """The tensors with memory that a tensor consists of on this rank, in the order of :func:`_mapped`."""
     if isinstance(tensor, DTensor):
-        yield from _plain(finished_local(tensor))
+        yield from plain_tensors(finished_local(tensor))
     elif isinstance(tensor, LazyTensor):
         for part in parts(tensor.source).values():
-            yield from _plain(part)
+            yield from plain_tensors(part)
     elif isinstance(tensor, AsyncCollectiveTensor):
-        yield from _plain(tensor.wait())
+        yield from plain_tensors(tensor.wait())
     elif is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from _plain(getattr(tensor, name))
+            yield from plain_tensors(getattr(tensor, name))
     else:
         yield tensor.detach() if tensor.requires_grad else tensor
 
@@ -280,7 +282,7 @@ class _Sources:
         return copy.deepcopy(value)
 
     def _collect_tensor(self, tensor: Tensor) -> Any:
-        plain = list(_plain(tensor))
+        plain = list(plain_tensors(tensor))
         if not all(map(_has_memory, plain)):
             return _Copied(_copied_by_torch(tensor))
         for each in plain:
@@ -294,7 +296,7 @@ class _Sources:
         if isinstance(tree, _Copied):
             return tree.tensor
         if isinstance(tree, Tensor):
-            return _mapped(tree, (copied[self._numbers[_key(plain)]] for plain in _plain(tree)))
+            return _mapped(tree, (copied[self._numbers[_key(plain)]] for plain in plain_tensors(tree)))
         if type(tree) is dict:
             return {key: self.rebuild(item, copied) for key, item in tree.items()}
         if type(tree) in (list, tuple):

@@ -1,0 +1,129 @@
+"""What a Checkpointer does with a checkpoint that it has found: all is compared first, then loaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
+from torch.optim import Optimizer
+
+from fused_optim.adam import FusedAdam
+from fused_optim.checkpoint import extras
+from fused_optim.checkpoint.collect import Collector
+from fused_optim.checkpoint.extras import Stateful
+from fused_optim.checkpoint.reading.dcp_folder import DcpFolder
+from fused_optim.checkpoint.reading.leeway import Differences, Leeway
+from fused_optim.checkpoint.reading.load import Loader, LoadReport, checked
+from fused_optim.checkpoint.reading.model import ModelLoader, flat_names
+from fused_optim.checkpoint.storage.directory import Found
+from fused_optim.options.reading import CheckpointFormat
+from fused_optim.sharding.collective import distinct, on_all_ranks, this_rank, world_size
+
+logger = logging.getLogger("fused_optim")
+
+
+@dataclass(frozen=True)
+class CheckpointReport:
+    """What was loaded, or would be. ``model``: how the checkpoint's model differs from this one."""
+
+    step: int
+    model: Differences
+    optimizer: LoadReport | None = None  # None: of another optimizer than a FusedAdam, or of the model alone
+    extras_left: tuple[str, ...] = ()  # that the checkpoint has and nobody takes
+
+    def __str__(self) -> str:
+        parts = [f"step {self.step}", *([f"model: {self.model}"] if self.model else [])]
+        parts += [] if self.optimizer is None else [str(self.optimizer)]
+        parts += [f"extras left out: {', '.join(self.extras_left)}"] if self.extras_left else []
+        return "; ".join(parts)
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """See :meth:`Checkpointer.load`."""
+
+    leeway: Leeway = field(default_factory=Leeway)
+    without: frozenset[str] = frozenset()
+    model_only: bool = False
+    dry_run: bool = False
+
+
+class Loads:
+    """Loads checkpoints into one model and its optimizer; all ranks of ``group`` make the same calls."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        extra: Mapping[str, Stateful],
+        states: Collector,
+        form: CheckpointFormat,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._model, self._optimizer, self._extra = model, optimizer, extra
+        self._states, self._form, self._group = states, form, group
+
+    def run(self, found: Found, source: DcpFolder, options: LoadOptions) -> CheckpointReport:
+        """Nothing has been changed where what the checkpoint describes does not fit, on any rank."""
+        doing, group = f"loading {source.path}", self._group
+        names: list[str] = []
+        with on_all_ranks(doing, group=group):
+            model_state = self._states.model_state()
+            names = flat_names(model_state)
+        everyone = {name for each in distinct(names, group) for name in each}
+        with on_all_ranks(doing, group=group):
+            extra = {} if options.model_only else self._read_extras(found, source, options)
+            model = ModelLoader(model_state, source, everyone, options.leeway)
+        optimizer = None if options.model_only else self._check_optimizer(source, options.leeway)
+        report = CheckpointReport(
+            found.step,
+            model.differences,
+            optimizer.report if isinstance(optimizer, Loader) else None,
+            () if options.model_only else self._extras_left(found, options),
+        )
+        if options.dry_run:
+            return report
+        with on_all_ranks(doing, group=group):
+            set_model_state_dict(self._model, model.load())
+        if isinstance(optimizer, Loader):
+            optimizer.load()
+        elif not options.model_only:
+            with on_all_ranks(doing, group=group):
+                self._load_other_optimizer(source)
+        with on_all_ranks(doing, group=group):
+            for name, state in extra.items():
+                self._extra[name].load_state_dict(state)
+        return report
+
+    def _check_optimizer(self, source: DcpFolder, leeway: Leeway) -> Loader | None:
+        if isinstance(self._optimizer, FusedAdam):
+            return checked(self._model, self._optimizer, source, verify=False, leeway=leeway)
+        return None
+
+    def _load_other_optimizer(self, source: DcpFolder) -> None:
+        state = {"optimizer": self._states.optimizer_state(self._form, None)}
+        source.load(state)
+        set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"], options=self._states.options)
+
+    def _read_extras(self, found: Found, source: DcpFolder, options: LoadOptions) -> dict[str, Any]:
+        owners = {} if found.manifest is None else found.manifest.extra
+        states = {}
+        for name, current in self._extra.items():
+            if name in options.without:
+                continue
+            if name not in owners:
+                raise ValueError(
+                    f"{source.path} has no extra {name!r}: load without it: load(step, without=[{name!r}])"
+                )
+            owner = extras.owner_for(name, owners[name], this_rank(), world_size())
+            states[name] = extras.read(name, owner, current, source)
+        return states
+
+    def _extras_left(self, found: Found, options: LoadOptions) -> tuple[str, ...]:
+        saved = set() if found.manifest is None else set(found.manifest.extra)
+        return tuple(sorted(saved - set(self._extra) - options.without))

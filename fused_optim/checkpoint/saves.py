@@ -1,0 +1,140 @@
+"""What a Checkpointer does in the background: one save after the other, on all ranks."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from fused_optim.checkpoint import extras
+from fused_optim.checkpoint.collect import Collector
+from fused_optim.checkpoint.storage import checksums, manifest
+from fused_optim.checkpoint.storage.directory import CheckpointDirectory
+from fused_optim.checkpoint.storage.manifest import Manifest
+from fused_optim.checkpoint.writing.saver import Saver
+from fused_optim.checkpoint.writing.writer import Written
+from fused_optim.options.reading import CheckpointFormat
+from fused_optim.sharding.collective import gather, on_all_ranks, this_rank, world_size
+
+logger = logging.getLogger("fused_optim")
+
+
+@dataclass(frozen=True)
+class Save:
+    """One that was asked for. ``staged``: the copy of the state."""
+
+    step: int
+    staged: Future[dict[str, Any]]
+    metrics: dict[str, float]
+    started: float = field(default_factory=time.perf_counter)
+
+
+class BackgroundSaves:
+    """All ranks of ``group`` make the same calls. ``form``: of the states of a FusedAdam."""
+
+    def __init__(
+        self,
+        directory: CheckpointDirectory,
+        states: Collector,
+        form: CheckpointFormat | None,
+        group: dist.ProcessGroup | None,
+        progress: bool,
+    ) -> None:
+        self._directory = directory
+        self._states = states
+        self._form = form
+        self._group = group
+        self._progress = progress
+        self._saver = Saver(group)
+        self._ranks = world_size()
+        self._is_tidy = False
+
+    def run(self, save: Save) -> str | None:
+        """What went wrong, on every rank if it did on one."""
+        doing = f"saving step {save.step} to {self._directory.folder}"
+        try:
+            nbytes = self._write(save, doing)
+        except (Exception, CheckpointException) as error:
+            failure = f"{doing} failed: {str(error).removeprefix(f'{doing}: ')}"
+            logger.error("%s", failure, exc_info=True)
+            return failure
+        if self._progress and this_rank() == 0:
+            seconds = time.perf_counter() - save.started
+            print(
+                f"step {save.step}: saved {nbytes / 1e9:.2f} GB in {seconds:.1f} s, {nbytes / 1e9 / seconds:.2f} GB/s",
+                file=sys.stderr,
+                flush=True,
+            )
+        return None
+
+    def _write(self, save: Save, doing: str) -> int:
+        attempt = self._begin(save.step, doing)
+        try:
+            written = self._write_draft(save, attempt, doing)
+        except (Exception, CheckpointException):
+            if this_rank() == 0:
+                with suppress(OSError):
+                    self._directory.discard(save.step, attempt)
+            raise
+        return sum(size for each in written for size in each.sizes.values())
+
+    def _begin(self, step: int, doing: str) -> str:
+        """The attempt's name, the same on all ranks."""
+        self._check_ranks()
+        attempt = ""
+        with on_all_ranks(doing, group=self._group):
+            if this_rank() == 0:
+                if not self._is_tidy:
+                    self._directory.tidy()
+                    self._is_tidy = True
+                attempt = self._directory.begin(step)
+        return gather(attempt, group=self._group)[0]
+
+    def _write_draft(self, save: Save, attempt: str, doing: str) -> list[Written]:
+        group = self._group
+        with on_all_ranks(doing, group=group):
+            state = save.staged.result()
+            packed = {name: extras.pack(name, each) for name, each in state.pop("extra").items()}
+        owners = extras.owners_of(gather({name: each.digest for name, each in packed.items()}, group=group))
+        state.update(extras.own_entries(packed, owners, this_rank()))
+        draft = self._directory.draft(save.step, attempt)
+        written = self._saver.save(state, draft, doing, may_differ=self._states.buffers)
+        with on_all_ranks(doing, group=group):
+            if this_rank() == 0:
+                self._publish(save, attempt, written, owners)
+        return written
+
+    def _check_ranks(self) -> None:
+        """Raise RuntimeError where the ranks cannot talk any more: each would take itself for the only one."""
+        if world_size() != self._ranks:
+            hint = "call wait() or close() before destroy_process_group()"
+            raise RuntimeError(f"the process group of {self._ranks} ranks was destroyed before the save ended: {hint}")
+
+    def _publish(self, save: Save, attempt: str, written: list[Written], owners: dict[str, list[int]]) -> None:
+        self._check_ranks()
+        assert len(written) == self._ranks
+        draft = self._directory.draft(save.step, attempt)
+        sizes = {name: size for each in written for name, size in each.sizes.items()}
+        sums = {range_: crc for each in written for range_, crc in each.checksums.items()}
+        sizes |= checksums.write_file(draft, sums)
+        found = Manifest(
+            step=save.step,
+            number=0,  # the folder gives it
+            world_size=world_size(),
+            form=self._form,
+            formats=self._states.formats(),
+            files=dict(sorted(sizes.items())),
+            checksums=manifest.crc_of_checksums(draft),
+            extra=owners,
+            versions={"torch": torch.__version__},
+            metrics=save.metrics,
+        )
+        self._directory.finish(save.step, attempt, found)
