@@ -77,6 +77,7 @@ def plan_cpu(cxx: str) -> Engine:
         "launch_quantize": (SOURCES / "cpu/launch_quantize.cpp", [cxx, *CXX_FLAGS, *defines]),
         "norm": (SOURCES / "cpu/norm.cpp", [cxx, *CXX_FLAGS]),
         "cast": (SOURCES / "cpu/cast.cpp", [cxx, *CXX_FLAGS]),
+        "decode": (SOURCES / "cpu/decode.cpp", [cxx, *CXX_FLAGS]),
         "threads": (SOURCES / "cpu/threads.cpp", [cxx, *CXX_FLAGS]),
     }
     for isa, flags in isas.items():

@@ -88,6 +88,8 @@ class Training:
             for block in self.model.blocks:
                 fully_shard(block)
             fully_shard(self.model)
+        if args.compile:
+            self.model.compile()
         self.optimizer = FusedAdamW(self.model.parameters(), lr=1e-5, **FORMATS)
         shape = (1, 129) if args.small else (args.batch, 2049)
         vocabulary = self.model.embedding.num_embeddings
@@ -363,6 +365,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--small", action="store_true", help="a model of 3 M parameters")
     parser.add_argument("--fsdp", action="store_true", help="parameters are DTensors, on a mesh of one rank")
+    parser.add_argument("--compile", action="store_true", help="the model's forward and backward pass")
     parser.add_argument("--batch", type=int, default=4, help="texts of 2048 tokens")
     parser.add_argument("--steps", type=int, default=10, help="after each save, at least")
     parser.add_argument("--saves", type=int, default=3)
@@ -382,7 +385,8 @@ def main() -> None:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # asynchronous saves need one for CPUs
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    report: dict[str, Any] = {"machine": machine(device, args.commit), "fsdp": args.fsdp, "saves": [], "loads": []}
+    report: dict[str, Any] = {"machine": machine(device, args.commit), "fsdp": args.fsdp, "compiled": args.compile}
+    report |= {"saves": [], "loads": []}
     output = args.output and args.output / "checkpoint.json"
     training = Training(args, device)
     elements = sum(param.numel() for param in training.model.parameters())

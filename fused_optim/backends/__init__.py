@@ -24,7 +24,7 @@ from fused_optim.decorators import callers_level
 
 if TYPE_CHECKING:  # torch's code for DTensors comes with them, and `python -m fused_optim info` does without it
     from fused_optim.adapters import Target
-    from fused_optim.backends.engine import CudaEngine, Engine
+    from fused_optim.backends.engine import CpuEngine, CudaEngine, Engine
     from fused_optim.memory.layout import StateLayout
     from fused_optim.rule import Hyper
 
@@ -72,6 +72,10 @@ def build_info() -> dict[str, dict[str, object]]:
 
 @overload
 def load_engine(name: Literal["cuda"]) -> tuple[CudaEngine | None, str]: ...
+
+
+@overload
+def load_engine(name: Literal["cpu"]) -> tuple[CpuEngine | None, str]: ...
 
 
 @overload

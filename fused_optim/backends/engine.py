@@ -188,6 +188,15 @@ class Engine(Protocol):
     def quantize_decode(self, *, weight: tuple[int, ...], format: int, type: int, **where: int) -> None: ...
 
 
+class CpuEngine(Engine, Protocol):
+    """What only the CPU engine has."""
+
+    def decode_state(
+        self, *, bits: int, scale: int, values: int, numel: int, block: int, format: int, square: bool
+    ) -> None: ...
+    def join_remainder(self, *, high: int, low: int, values: int, numel: int, bits: int) -> None: ...
+
+
 class CudaEngine(Engine, Protocol):
     """What only the CUDA engine has."""
 

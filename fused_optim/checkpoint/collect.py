@@ -5,7 +5,6 @@ Names are looked up once: at every save that would take longer than all else tha
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,7 +30,8 @@ class Collector:
         self._model, self._optimizer = model, optimizer
         self._names: dict[Tensor, str] = {}
         self._keys: dict[str, str] = {}
-        self._saved: Collection[str] = ()
+        # Keys of what is no parameter, of which each rank may have its own: batch statistics, say.
+        self.buffers: set[str] = set()
         self._wrapped = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
         names = sorted(name for names in parameter_names(model).values() for name in names)
         # Of nested param groups torch saves those of one rank: where ranks own different parameters (pipeline stages),
@@ -52,22 +52,13 @@ class Collector:
         found = {name: {str(g[f"{name}_dtype"]) for g in groups if f"{name}_dtype" in g} for name in MOMENTS}
         return {name: sorted(dtype.removeprefix("torch.") for dtype in dtypes) for name, dtypes in found.items()}
 
-    @property
-    def buffers(self) -> set[str]:
-        """The keys, under ``model.``, of what is no parameter in the last :meth:`model_state`.
-
-        Each rank may have its own: batch statistics, say.
-        """
-        parameters = {name for names in parameter_names(self._model).values() for name in names}
-        return {f"model.{name}" for name in self._saved if name not in parameters}
-
     def model_state(self) -> dict[str, Any]:
         state = get_model_state_dict(self._model) if self._wrapped else self._model.state_dict()
         if not self._keys.keys() >= state.keys():
             self._keys = {key: key if self._wrapped else state_name(self._model, key) for key in state}
-        named = {self._keys[key]: value for key, value in state.items()}
-        self._saved = named.keys()
-        return named
+            parameters = {name for names in parameter_names(self._model).values() for name in names}
+            self.buffers = {f"model.{name}" for name in self._keys.values() if name not in parameters}
+        return {self._keys[key]: value for key, value in state.items()}
 
     def optimizer_state(self, form: CheckpointFormat, device: CheckpointDevice) -> dict[str, Any]:
         """``form`` and ``device``: of a FusedAdam."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from fused_optim.backends import decoding
 from fused_optim.formats.masters import join_remainder
 from fused_optim.formats.rounding import NEAREST
 from fused_optim.formats.states import Kind, StateFormat, decode_state, encode_state
@@ -36,6 +37,9 @@ class Values(Protocol):
 
     def read(self, device: str | None = None) -> Tensor:
         """A new tensor on ``device``; None: where the parts are."""
+
+    def read_into(self, out: Tensor) -> None:
+        """The values into a contiguous tensor of as many elements, on any device."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,11 @@ class Stored:
 
     def read(self, device: str | None = None) -> Tensor:
         """New FP32 values on ``device``; None: where the bits are."""
-        return _in_pieces(self.piece, self.bits, device)
+        return _read_new(self, self.bits.device if device is None else device)
+
+    def read_into(self, out: Tensor) -> None:
+        if not decoding.decode_state(self.bits, self.scale, self.kind, self.format, self.block, out):
+            _read_pieces(self.piece, out)
 
     def piece(self, piece: slice) -> Tensor:
         """The FP32 values of some elements of the flat tensor, from the first of a block on."""
@@ -106,7 +114,11 @@ class Joined:
         return self.high.shape
 
     def read(self, device: str | None = None) -> Tensor:
-        return _in_pieces(self.piece, self.low, device)
+        return _read_new(self, self.low.device if device is None else device)
+
+    def read_into(self, out: Tensor) -> None:
+        if not decoding.join_remainder(self.high, self.low, out):
+            _read_pieces(self.piece, out)
 
     def piece(self, piece: slice) -> Tensor:
         """The FP32 values of some elements of the flat tensor."""
@@ -129,6 +141,9 @@ class RowChecks:
     def read(self, device: str | None = None) -> Tensor:
         return row_checks(self.param).to(device or self.param.device)
 
+    def read_into(self, out: Tensor) -> None:
+        out.copy_(row_checks(self.param))
+
 
 def parts(values: Values) -> dict[str, Tensor]:
     """The tensors that values are made of, by the names of their fields."""
@@ -146,13 +161,17 @@ def pieces(numel: int) -> Iterator[slice]:
     return (slice(start, min(start + PIECE, numel)) for start in range(0, numel, PIECE))
 
 
-def _in_pieces(decode: Callable[[slice], Tensor], like: Tensor, device: str | None) -> Tensor:
-    """FP32 values shaped as ``like``, on its device or another one: there is one piece's worth of temporaries."""
-    out = torch.empty(like.shape, dtype=torch.float32, device=device or like.device)
+def _read_new(values: Values, device: str | torch.device) -> Tensor:
+    out = torch.empty(values.shape, dtype=values.dtype, device=device)
+    values.read_into(out)
+    return out
+
+
+def _read_pieces(decode: Callable[[slice], Tensor], out: Tensor) -> None:
+    """There is one piece's worth of temporaries."""
     flat = out.view(-1)
     for piece in pieces(out.numel()):
         flat[piece] = decode(piece)
-    return out
 
 
 # --- values that are read later ---------------------------------------------------------------------------------

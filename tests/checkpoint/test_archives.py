@@ -78,7 +78,6 @@ def test_large_tensors() -> None:
 
 
 OTHERS: dict[str, Any] = {
-    "a part of its storage": lambda: torch.arange(12.0)[2:8],
     "transposed": lambda: torch.arange(12.0).view(3, 4).t(),
     "a parameter": lambda: nn.Parameter(torch.arange(12.0).view(3, 4)),
     "with a gradient": lambda: torch.arange(12.0).view(3, 4).requires_grad_(),
@@ -92,6 +91,15 @@ def test_other_tensors_of_the_same_shape(kind: str) -> None:
     for _ in range(2):
         check(archives, torch.ones(tensor.shape))
         assert check(archives, tensor) > 3
+
+
+def test_parts_of_a_storage() -> None:
+    """What they show alone, with and without another one of the shape before."""
+    archives = Archives()
+    for tensor in (torch.arange(12.0)[2:8], torch.arange(12.0)[3:9], torch.arange(12.0).view(3, 4).t()[1:3]):
+        archive, _ = saved(archives, tensor)
+        found = torch.load(io.BytesIO(archive), weights_only=True)
+        assert torch.equal(found, tensor) and found.untyped_storage().nbytes() == tensor.nbytes
 
 
 def test_strides_of_single_rows() -> None:

@@ -7,6 +7,7 @@
 #include <tuple>
 
 #include "bindings/bindings_cast.h"
+#include "bindings/bindings_decode.h"
 #include "bindings/bindings_norm.h"
 #include "bindings/bindings_quantize.h"
 #include "bindings/shard_table.h"
@@ -180,6 +181,9 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
     gradients::define_all(m);
     weights::define_all(m);
     casts::define_all(m);
+#if !defined(FUSED_OPTIM_ENGINE_CUDA)
+    decoding::define_all(m);
+#endif
     m.def("same_objects", &same_objects, py::arg("left"), py::arg("right"));
     m.def("same_items", &same_items, py::arg("dict"), py::arg("keys"), py::arg("values"));
     py::class_<ShardTable>(m, "ShardTable", py::module_local(),

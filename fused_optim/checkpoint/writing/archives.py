@@ -53,24 +53,24 @@ class Archives:
         self._frames: dict[tuple[Any, ...], _Frame | None] = {}
 
     def save(self, tensor: Tensor, write: Write) -> None:
-        """Hand the bytes to ``write``, piece by piece."""
+        """Hand the bytes to ``write``, piece by piece. Of a view those of what it shows alone."""
         if not _is_plain(tensor):
-            torch.save(tensor, _Writer(write))  # type: ignore[arg-type]  # it only writes
+            torch.save(_whole(tensor), _Writer(write))  # type: ignore[arg-type]  # it only writes
             return
         kind = tensor.dtype, tensor.shape, tensor.stride()
         frame = self._frames.get(kind)
         if frame is not None:
             frame.write(memory_of(tensor), write)
         elif kind in self._frames:
-            torch.save(tensor, _Writer(write))  # type: ignore[arg-type]
+            torch.save(_whole(tensor), _Writer(write))  # type: ignore[arg-type]
         else:
-            recorder = _Recorder(tensor, write)
+            recorder = _Recorder(tensor := _whole(tensor), write)
             torch.save(tensor, recorder)  # type: ignore[arg-type]
             self._frames[kind] = recorder.frame()
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether dtype and shape say all but the values, which are all that its storage holds."""
+    """Whether dtype and shape say all but the values, which lie in memory one after the other."""
     return (
         type(tensor) is Tensor
         and tensor.device.type == "cpu"
@@ -81,8 +81,14 @@ def _is_plain(tensor: Tensor) -> bool:
         and not tensor.__dict__
         and not tensor.is_quantized
         and tensor.is_contiguous()
-        and 0 < tensor.nbytes == tensor.untyped_storage().nbytes()
+        and tensor.nbytes > 0
     )
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """The same with a storage of its own: torch.save writes all of one."""
+    is_part = type(tensor) is Tensor and tensor.layout == torch.strided
+    return tensor.clone() if is_part and tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
 
 
 class _Writer:

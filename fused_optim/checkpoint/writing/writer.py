@@ -10,10 +10,12 @@ import errno
 import heapq
 import io
 import os
+import sys
 import threading
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -28,6 +30,8 @@ from fused_optim.checkpoint.storage.folders import Folder, retried
 from fused_optim.checkpoint.storage.threads import threads
 from fused_optim.checkpoint.writing.archives import Archives
 from fused_optim.checkpoint.writing.planner import size_of
+from fused_optim.memory.host_memory import room
+from fused_optim.state.values import LazyTensor, Values
 
 _FILE_BYTES = 1 << 24  # that make one more file worth while
 _TOGETHER = 1 << 20  # bytes of small writes that are gathered
@@ -60,8 +64,7 @@ class Writer:
         self._most_files = threads() if files is None else files
         self._archives = archives
         self.written = Written()
-        # Conversions run on torch's threads themselves, and only so many at a time as there are cores for.
-        self._converting = threading.Semaphore(max(1, threads() // torch.get_num_threads()))
+        self._own = _OfThread()
 
     def write(self, plan: SavePlan, planner: SavePlanner, files: RankFiles) -> list[WriteResult]:
         """What is planned for this rank. Where each item is then, in the same order for the same plan."""
@@ -86,7 +89,7 @@ class Writer:
                 stop.set()
                 raise
 
-        with ThreadPoolExecutor(len(shares)) as pool:
+        with ThreadPoolExecutor(len(shares), initializer=_yield_to_training) as pool:
             return [result for written in pool.map(write, range(len(shares))) for result in written]
 
     def _no_room(self, files: RankFiles, needed: int) -> OSError:
@@ -119,12 +122,34 @@ class Writer:
             stream.write(data.getbuffer())
             return
         tensor = data.detach()
-        if type(tensor) is not Tensor or tensor.device.type != "cpu":
-            with self._converting:
-                tensor = tensor.cpu()
-        if type(tensor) is Tensor and tensor.untyped_storage().nbytes() != tensor.nbytes:
-            tensor = tensor.clone()  # a view, with all of which it is a part
+        if isinstance(tensor, LazyTensor):
+            tensor = self._own.read(tensor.source)
+        elif type(tensor) is not Tensor or tensor.device.type != "cpu":
+            tensor = tensor.cpu()
         self._archives.save(tensor, stream.write)
+
+
+class _OfThread(threading.local):
+    """Each thread decodes into memory whose pages are made once."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def read(self, values: Values) -> Tensor:
+        """Valid until the next call."""
+        nbytes = values.shape.numel() * values.dtype.itemsize
+        if nbytes > self._memory.nbytes:
+            self._memory = room((nbytes,), torch.uint8)
+        out = self._memory[:nbytes].view(values.dtype).view(values.shape)
+        values.read_into(out)
+        return out
+
+
+def _yield_to_training() -> None:
+    """Whatever else has a core to run on goes first. Threads have priorities of their own on Linux alone."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def _shares(items: Sequence[WriteItem], files: int) -> list[list[WriteItem]]:

@@ -1,0 +1,51 @@
+// Python's view of decoding for checkpoints, which the CPU engine alone offers. Without the interpreter's lock: saves
+// run beside training.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "decode.h"
+
+namespace py = pybind11;
+
+namespace fused_optim::decoding {
+namespace {
+
+void require(bool condition, const char* expected) {
+    if (!condition) throw std::invalid_argument(std::string("fused_optim: decoding: expected ") + expected);
+}
+
+void decode_state(uint64_t bits, uint64_t scale, uint64_t values, uint64_t numel, uint64_t block, uint32_t format,
+                  bool square) {
+    require(format < kCount<Format> && static_cast<Format>(format) != Format::kFloat32, "a format to be decoded");
+    const bool scaled = is_scaled(static_cast<Format>(format));
+    require(bits && values && (!scaled || (scale && block)), "addresses of all tensors, and blocks");
+    const StateKind kind = square ? StateKind::kSquare : StateKind::kSigned;
+    decode_state_cpu({bits, scale, numel, block, static_cast<Format>(format), kind}, reinterpret_cast<float*>(values));
+}
+
+void join_remainder(uint64_t high, uint64_t low, uint64_t values, uint64_t numel, uint32_t bits) {
+    require(high && low && values, "addresses of all tensors");
+    require(bits == 16 || bits == 8, "remainders of 16 or 8 bits");
+    const auto* upper = reinterpret_cast<const uint16_t*>(high);
+    auto* joined = reinterpret_cast<float*>(values);
+    if (bits == 16) {
+        join_remainder_cpu(upper, reinterpret_cast<const int16_t*>(low), numel, joined);
+    } else {
+        join_remainder_cpu(upper, reinterpret_cast<const int8_t*>(low), numel, joined);
+    }
+}
+
+inline void define_all(py::module_& m) {
+    using NoGil = py::call_guard<py::gil_scoped_release>;
+    m.def("decode_state", &decode_state, py::arg("bits"), py::arg("scale"), py::arg("values"), py::arg("numel"),
+          py::arg("block"), py::arg("format"), py::arg("square"), NoGil());
+    m.def("join_remainder", &join_remainder, py::arg("high"), py::arg("low"), py::arg("values"), py::arg("numel"),
+          py::arg("bits"), NoGil());
+}
+
+}  // namespace
+}  // namespace fused_optim::decoding
