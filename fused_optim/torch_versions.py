@@ -16,6 +16,7 @@ _ALWAYS = (
     "torch.UntypedStorage._cdata",
     "torch.UntypedStorage._new_shared",
     "torch._C.DisableTorchFunctionSubclass",
+    "torch._C.PyTorchFileReader",
     "torch._C._disabled_torch_function_impl",
     "torch._C._dispatch_keys",
     "torch._lazy_clone",

@@ -23,6 +23,7 @@ _STATE_KEY = re.compile(
     r"(?P<id>.+)\.(?P<name>exp_avg|exp_avg_sq|max_exp_avg_sq|master_param|step)(\.(?P<component>\w+))?"
 )
 NOT_SETTINGS = ("params", "param_names", "step")  # of a param group
+_LONGEST = 1000  # of keys, each of whose prefixes is looked at
 _COMPONENTS = ("bits", "scale", "format", "block", "rem16", "rem8", "check")
 
 
@@ -67,6 +68,8 @@ def read_contents(source: Source) -> Contents:
 
 def find_contents(source: Source, naming: Naming) -> Contents:
     """What the keys say; nothing is read. Raises :class:`NoStates` where there are none of Adam's."""
+    if long := next((key for key in source.entries if len(key) > _LONGEST), None):
+        raise ValueError(f"{source.path}: {long[:100]}...: expected keys of {_LONGEST} characters at most")
     contents = Contents(_find_prefix(source, naming), naming)
     first, others = f"{contents.prefix}state.", []
     for key in source.entries:

@@ -85,6 +85,8 @@ class SafetensorsFiles(Source):
             for key in opened.keys():  # noqa: SIM118
                 part = opened.get_slice(key)
                 self._files[key] = opened
+                if part.get_dtype() not in _DTYPES:
+                    raise ValueError(f"{key} in {file}: elements of {part.get_dtype()} are not supported")
                 self.entries[key] = TensorInfo(tuple(part.get_shape()), _DTYPES[part.get_dtype()])
         self.entries |= dict.fromkeys(self._objects)
 

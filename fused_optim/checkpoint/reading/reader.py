@@ -190,6 +190,8 @@ def _tensor(content: bytes) -> tuple[torch.dtype, int, int, tuple[int, ...], tup
         raise ValueError("no plain tensor")
     storage, first, shape, stride, *_ = given.args
     kind, dtype, name, _, numel = storage.args[0]
+    if len(shape) > 64:
+        raise ValueError("more dims than torch computes with")
     numbers = (numel, first, *shape, *stride)
     if not all(type(each) is int and 0 <= each < 1 << 63 for each in numbers) or not isinstance(dtype, torch.dtype):
         raise ValueError("no plain tensor")

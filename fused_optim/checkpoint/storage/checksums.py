@@ -19,7 +19,7 @@ from fused_optim.checkpoint.storage.damage import Damaged
 from fused_optim.checkpoint.storage.folders import Folder, PathLike, folder_at
 from fused_optim.checkpoint.storage.metadata import read_metadata
 from fused_optim.checkpoint.storage.threads import threads_to_read
-from fused_optim.checkpoint.storage.untrusted import load_json
+from fused_optim.checkpoint.storage.untrusted import load_json, number_in
 from fused_optim.sharding.collective import gather, gather_at_first, on_all_ranks, on_any, this_rank, world_size
 
 FILE = "fused_optim_checksums.json"
@@ -184,14 +184,15 @@ def write_file(folder: Folder, checksums: Mapping[Range, str]) -> dict[str, int]
 
 def _read(folder: Folder) -> dict[Range, str]:
     file = f"{folder}/{FILE}"
+    content = load_json(folder.read(FILE), file)
+    version = number_in(content, "version", file)
     try:
-        content = load_json(folder.read(FILE), file)
-        version, expected = int(content["version"]), content["metadata"]
+        expected = content["metadata"]
         if version <= VERSION:
             ranges = {
                 (name, start, length): crc for name, rows in content["files"].items() for start, length, crc in rows
             }
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Damaged(f"{file} cannot be read ({type(error).__name__}); it is truncated or damaged") from error
     if version > VERSION:
         raise ValueError(f"{file}: expected version {VERSION} at most, found {version}: update fused_optim")

@@ -7,6 +7,7 @@ import os
 import posixpath
 import re
 import shutil
+import stat
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -123,16 +124,36 @@ class LocalFolder:
         return {}
 
     def open(self, name: str, mode: str) -> BinaryIO:
-        file: Any = (self.path / name).open(mode, buffering=0 if "w" in mode else -1)
+        if "w" not in mode:
+            return os.fdopen(self._opened(name), mode)  # type: ignore[return-value]
+        file: Any = (self.path / name).open(mode, buffering=0)
         return file  # type: ignore[no-any-return]
 
+    def _opened(self, name: str) -> int:
+        """A descriptor for reading.
+
+        Raises ValueError for links that lead outside of the folder, whose own name may be one, and for what is no
+        file, such as a pipe, for whose writer one would wait for ever.
+        """
+        path = os.path.join(self.path, name)
+        if os.path.islink(path) or os.path.dirname(name):
+            real, inside = os.path.realpath(path), os.path.join(os.path.realpath(self.path), "")
+            if not real.startswith(inside):
+                hint = "copy the file there, or make the whole folder a link"
+                raise ValueError(f"{path} is a link to {real}, outside of its folder, and is not read: {hint}")
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise ValueError(f"{path}: expected a file, found something else")
+        return descriptor
+
     def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
-        with (self.path / name).open("rb") as stream:
+        with self.open(name, "rb") as stream:
             stream.seek(start)
             return stream.read(-1 if length is None else length)
 
     def read_into(self, name: str, start: int, memory: memoryview) -> None:
-        descriptor = os.open(self.path / name, os.O_RDONLY)
+        descriptor = self._opened(name)
         try:
             while memory:
                 count = os.preadv(descriptor, [memory], start)
@@ -144,8 +165,9 @@ class LocalFolder:
 
     def write(self, name: str, content: bytes) -> None:
         temporary = self.path / f".{name}.tmp"
+        temporary.unlink(missing_ok=True)  # it might be a link, which is not followed
         try:
-            with temporary.open("wb") as stream:
+            with temporary.open("xb") as stream:
                 stream.write(content)
                 stream.flush()
                 os.fsync(stream.fileno())

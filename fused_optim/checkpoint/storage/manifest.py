@@ -12,7 +12,7 @@ from typing import Any
 from fused_optim.checkpoint.storage import checksums
 from fused_optim.checkpoint.storage.damage import Damaged
 from fused_optim.checkpoint.storage.folders import Folder
-from fused_optim.checkpoint.storage.untrusted import load_json
+from fused_optim.checkpoint.storage.untrusted import load_json, number_in
 
 FILE = "fused_optim_checkpoint.json"
 UNFINISHED = "fused_optim_unfinished"  # of 0.2 on object stores: there as long as a checkpoint had no manifest
@@ -56,12 +56,10 @@ def read(folder: Folder) -> Manifest:
     Raises FileNotFoundError where there is none, Damaged for one that is torn, ValueError for one of a newer version,
     OSError.
     """
-    try:
-        content = load_json(folder.read(FILE), f"{folder}/{FILE}")
-        version, crc = int(content.pop("version")), content.pop("crc")
-        torn = crc != _crc({"version": version, **content})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"{folder}/{FILE} is torn ({type(error).__name__})") from error
+    content = load_json(folder.read(FILE), f"{folder}/{FILE}")
+    version, crc = number_in(content, "version", f"{folder}/{FILE}"), content.pop("crc", None)
+    torn = crc != _crc(content)
+    del content["version"]
     if version > VERSION:
         raise ValueError(f"{folder}: expected version {VERSION} at most, found {version}: update fused_optim")
     if torn:

@@ -11,9 +11,13 @@ they cannot change that: in a ``StorageMeta``, which says where a checkpoint was
 
 from __future__ import annotations
 
+import gc
 import math
+from collections import Counter
 from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
+from itertools import chain
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -31,7 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from fused_optim.checkpoint.storage.damage import Damaged
 from fused_optim.checkpoint.storage.folders import Folder
-from fused_optim.checkpoint.storage.pickles import Given, UnknownName, read_pickle, stand_in
+from fused_optim.checkpoint.storage.pickles import Given, UnknownName, items, read_pickle, stand_in
 
 FILE = ".metadata"
 
@@ -67,6 +71,7 @@ _MEMORY_FORMATS = {
 }  # as torch numbers them
 _HAS_STRIDES = any(field.name == "strides" for field in fields(TensorProperties))  # torch 2.15
 _LARGEST = (1 << 63) - 1
+_MOST_DIMS = 64  # that torch computes with
 
 
 class _Newer(ValueError):
@@ -80,7 +85,8 @@ def read_metadata(folder: Folder) -> Metadata:
     """
     content = folder.read(FILE)
     try:
-        return _metadata(_given(content))
+        with _without_garbage_collection():
+            return _metadata(_given(content))
     except _Newer as error:
         text = f"{folder}/{FILE} was written by a newer torch: {error}: update torch and fused_optim"
         raise ValueError(text) from error
@@ -91,9 +97,11 @@ def read_metadata(folder: Folder) -> Metadata:
 def check_files(folder: Folder, described: Metadata, keys: Container[str] | None = None) -> None:
     """Compare the files with what the metadata says of some keys, or of all.
 
-    Raises FileNotFoundError for one that is missing, Damaged for one that is too short.
+    Raises FileNotFoundError for one that is missing, Damaged for one that is too short, or whose bytes it gives to
+    several tensors.
     """
     sizes: dict[str, int | None] = {}
+    taken: Counter[str] = Counter()
     for index, info in described.storage_data.items():
         if keys is not None and index.fqn not in keys:
             continue
@@ -106,6 +114,9 @@ def check_files(folder: Folder, described: Metadata, keys: Container[str] | None
         if size < end:
             expected = f"expected at least {end} bytes, found {size}"
             raise Damaged(f"{index.fqn}: its file {folder}/{name} is truncated: {expected}")
+        taken[name] += info.length
+        if taken[name] > size:
+            raise Damaged(f"{index.fqn}: other tensors have the same bytes of its file {folder}/{name}")
 
 
 def chunk_sizes(described: Metadata) -> dict[tuple[str, tuple[int, ...]], torch.Size]:
@@ -128,6 +139,19 @@ def range_of(key: str, info: _StorageInfo) -> tuple[str, int, int]:
 # --- from what is given to torch's objects ------------------------------------------------------------------------
 
 
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Millions of objects are made that stay. Looking through them again and again takes as long as making them."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def _given(content: bytes) -> Any:
     try:
         return read_pickle(content, _NAMES)
@@ -145,10 +169,8 @@ def _metadata(given: Any) -> Metadata:
     version = fields.get("version")
     if version is not None and not _text("its version", version).startswith(_VERSION):
         raise _Newer(f"expected version {_VERSION}x of its format, found {version[:100]}")
-    described = fields.get("state_dict_metadata")
-    if not isinstance(described, dict):
-        raise _unexpected("what it describes", "a dict", described)
-    entries = {_text("a key", key): _entry(key, value) for key, value in described.items()}
+    described = _items("what it describes", fields.get("state_dict_metadata"))
+    entries = {_text("a key", key): _entry(key, value) for key, value in described}
     found = Metadata(entries, _planner_data(fields.get("planner_data")), _storage_data(fields, entries))
     found.storage_meta = _storage_meta(fields.get("storage_meta"))
     found.version = version
@@ -176,7 +198,7 @@ def _entry(key: str, given: Any) -> TensorStorageMetadata | BytesStorageMetadata
         return BytesStorageMetadata()
     fields = _fields(key, given, "TensorStorageMetadata")
     properties, size = _properties(key, fields.get("properties")), _size(key, fields.get("size"))
-    if not isinstance(fields.get("chunks"), list):
+    if type(fields.get("chunks")) is not list:
         raise _unexpected(f"the parts of {key}", "a list", fields.get("chunks"))
     return TensorStorageMetadata(properties, size, [_chunk(key, chunk, size) for chunk in fields["chunks"]])
 
@@ -227,6 +249,8 @@ def _chunk(key: str, given: Any, whole: torch.Size) -> ChunkStorageMetadata:
 def _size(key: str, given: Any) -> torch.Size:
     if type(given) is not _SIZE or len(given.args) != 1 or not isinstance(given.args[0], tuple):
         raise _unexpected(f"a size of {key}", "torch.Size", given)
+    if len(given.args[0]) > _MOST_DIMS:
+        raise ValueError(f"a size of {key}: expected {_MOST_DIMS} dims at most, found {len(given.args[0])}")
     for each in given.args[0]:
         if type(each) is not int or not 0 <= each <= _LARGEST:
             raise _unexpected(f"a size of {key}", "numbers from 0 to 2**63 - 1", each)
@@ -237,23 +261,20 @@ def _planner_data(given: Any) -> dict[str, tuple[Any, ...]] | None:
     """Where each key was in the state dict: its path."""
     if given is None:
         return None
-    if not isinstance(given, dict):
-        raise _unexpected("the planner's data", "a dict", given)
-    for key, path in given.items():
+    found = {}
+    for key, path in _items("the planner's data", given):
         if not isinstance(path, tuple) or not all(type(each) in (str, int, bool, type(None)) for each in path):
             raise _unexpected(f"the path of {_text('a key', key)}", "a tuple of names and numbers", path)
-    return given
+        found[_text("a key", key)] = path
+    return found
 
 
 def _storage_data(fields: Mapping[str, Any], entries: Container[str]) -> dict[MetadataIndex, _StorageInfo]:
-    given = fields.get("storage_data")
-    if not isinstance(given, dict):
-        raise ValueError("it does not describe a checkpoint")
-    return dict(_storage_items(given, entries))
+    return dict(_storage_items(fields.get("storage_data"), entries))
 
 
-def _storage_items(given: Mapping[Any, Any], entries: Container[str]) -> Iterator[tuple[MetadataIndex, _StorageInfo]]:
-    for index, info in given.items():
+def _storage_items(given: Any, entries: Container[str]) -> Iterator[tuple[MetadataIndex, _StorageInfo]]:
+    for index, info in _items("where it is stored", given):
         if type(index) is not _CLASSES["MetadataIndex"] or type(info) is not _CLASSES["_StorageInfo"]:
             raise ValueError("it describes a checkpoint of another kind of storage")
         fields = _fields("an index", index, "MetadataIndex")
@@ -271,7 +292,7 @@ def _storage_info(key: str, given: Given) -> _StorageInfo:
     offset, length = (_number(f"the {name} of {key} in {path}", fields.get(name)) for name in ("offset", "length"))
     found = _StorageInfo(path, offset, length)
     if (transforms := fields.get("transform_descriptors")) is not None:
-        if not isinstance(transforms, list | tuple):
+        if type(transforms) not in (list, tuple):
             raise _unexpected(f"what was done to {key}", "a list", transforms)
         found.transform_descriptors = [_text(f"what was done to {key}", each) for each in transforms]
     return found
@@ -299,23 +320,29 @@ def _storage_meta(given: Any) -> StorageMeta | None:
 
 def _fields(what: str, given: Any, kind: str) -> dict[str, Any]:
     """The attributes that an object of a class is given, all of them known or without a meaning."""
-    if type(given) is not _CLASSES[kind] or given.args:
+    if type(given) is not _CLASSES[kind] or given.args or len(given) > 2:
         raise _unexpected(what, kind, given)
-    state = {} if given.state is None else given.state
+    state = given[1] if len(given) > 1 and given[1] is not None else []
     if isinstance(state, tuple):
         further = map(str, range(len(_FIELDS[kind]) + 1, len(state) + 1))
-        state = dict(zip((*_FIELDS[kind], *further), state))
-    if not isinstance(state, dict):
-        raise _unexpected(f"{what}: the attributes of a {kind}", "a dict", state)
-    for name, value in state.items():
+        state = list(chain.from_iterable(zip((*_FIELDS[kind], *further), state)))
+    found = {}
+    for name, value in _items(f"{what}: the attributes of a {kind}", state):
         unknown = _text(f"{what}: the name of an attribute", name) not in _FIELDS[kind]
         if unknown and kind != "StorageMeta" and not _holds_nothing(value):
             raise _Newer(f"field {name[:100]} of {kind} is unknown")
-    return state
+        found[name] = value
+    return found
+
+
+def _items(what: str, given: Any) -> Iterator[tuple[Any, Any]]:
+    if type(given) is not list:
+        raise _unexpected(what, "a dict", given)
+    return items(given)
 
 
 def _holds_nothing(given: Any) -> bool:
-    return given is None or given is False or (type(given) in (str, bytes, tuple, list, dict, set) and not given)
+    return given is None or given is False or (type(given) in (str, bytes, tuple, list) and not given)
 
 
 def _text(what: str, given: Any) -> str:

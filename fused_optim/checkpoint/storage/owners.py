@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fused_optim.checkpoint.storage.folders import Folder
-from fused_optim.checkpoint.storage.untrusted import load_json
+from fused_optim.checkpoint.storage.untrusted import load_json, number_in
 
 FILE = "fused_optim_writer.json"
 FORSAKEN = 86400.0  # seconds after which a draft of another machine, of whose processes nothing is known, is nobody's
@@ -26,7 +26,7 @@ def other_writer(folder: Folder) -> str | None:
     """Another process that lives and writes here, for messages. None where no draft says who writes it."""
     try:
         owner = load_json(folder.read(FILE), f"{folder}/{FILE}")
-        host, pid, since = str(owner["host"]), int(owner["pid"]), float(owner["time"])
+        host, pid, since = str(owner["host"]), number_in(owner, "pid", FILE), float(owner["time"])
     except (FileNotFoundError, ValueError, KeyError, TypeError):  # torn: whoever wrote it has ended
         return None
     this = _this_process()

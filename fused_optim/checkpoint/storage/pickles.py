@@ -1,7 +1,9 @@
 """Reads pickles without doing what they ask for.
 
 Whatever one names is a stand-in that notes what it is called with and told to hold, and does nothing. Of Python's codes
-for pickles those are left that plain values need: others let a few bytes reserve all memory.
+for pickles those are left that plain values need: others let a few bytes reserve all memory. Dicts and sets are read as
+lists, so nothing is hashed: a tuple that holds one tuple twice, which holds another twice, and so on, takes for ever to
+hash, and one that is nested deeply overflows the stack.
 """
 
 from __future__ import annotations
@@ -9,24 +11,32 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
+_DEEPEST = 100  # what is nested, .metadata less than 15 deep
+_SHARED = 1 << 20  # values that may be there more than once: a pickle refers to what was there before by two bytes
 
-class Given:
-    """What a pickle gives to a class or function: the base of stand-ins for these."""
 
-    __slots__ = ("args", "state")
-    args: tuple[Any, ...]
-    state: Any
+class Given(list[Any]):
+    """What a pickle gives to a class or function: its arguments, then states and items. The base of stand-ins."""
+
+    __slots__ = ()
 
     def __new__(cls, *args: Any) -> Self:
         made = super().__new__(cls)
-        made.args, made.state = args, None
+        made.append(args)
         return made
 
+    def __init__(self, *args: Any) -> None: ...
+
     def __setstate__(self, state: Any) -> None:
-        self.state = state
+        self.append(state)
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        found: tuple[Any, ...] = self[0]
+        return found
 
 
 class Outside(Given):
@@ -47,27 +57,43 @@ def stand_in(name: str) -> type[Given]:
     return type(name, (Given,), {"__slots__": ()})
 
 
-def read_pickle(content: bytes, names: Mapping[tuple[str, str], Any]) -> Any:
-    """The pickle that ``content`` begins with. ``names``: what it may name, and what stands in for it.
+def read_pickle(content: bytes, names: Mapping[tuple[str, str], Any] | None) -> Any:
+    """The pickle that ``content`` begins with; :func:`items` are those of what was a dict.
 
-    Values of ``names`` are stand-ins, or objects that cannot be called and have no attributes to be set. Raises
-    ValueError for a pickle that names anything else, that is not whole, or has codes that plain values do not need.
+    ``names``: what it may name, and what stands in for it; None: anything, for which there is one stand-in. Values of
+    ``names`` are stand-ins, or objects that cannot be called and have no attributes to be set. Raises ValueError for a
+    pickle that names anything else, that is not whole, has codes that plain values do not need, is nested deeply, or
+    says many times more than it has bytes.
     """
-    _check_codes(content)
     try:
-        return _Unpickler(content, names).load()
+        plain = b"".join(_without_hashing(content))
+        found = _Unpickler(_FRAME + len(plain).to_bytes(8, "little") + plain, names).load()
     except ValueError:
         raise
     except Exception as error:  # there are no limits to what damaged pickles raise
         raise ValueError(f"it is damaged: {error}") from error
+    _check_extent(found, len(content) + _SHARED)
+    return found
+
+
+def items(given: list[Any]) -> Iterator[tuple[Any, Any]]:
+    """Of what was a dict: keys and values in turns. One that was set alone, as the last may be, is a pair."""
+    if len(given) % 2:
+        *given, last = given
+        if type(last) is not tuple or len(last) != 2:
+            raise ValueError("a dict lacks a value")
+        given += last
+    return zip(given[::2], given[1::2], strict=True)
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, content: bytes, names: Mapping[tuple[str, str], Any]) -> None:
+    def __init__(self, content: bytes, names: Mapping[tuple[str, str], Any] | None) -> None:
         super().__init__(io.BytesIO(content))
         self._names = names
 
     def find_class(self, module: str, name: str) -> Any:
+        if self._names is None:
+            return Given
         if (module, name) not in self._names:
             raise UnknownName(module, name)
         return self._names[module, name]
@@ -76,27 +102,51 @@ class _Unpickler(pickle.Unpickler):
         return Outside(key)
 
 
-# What protocols 2 to 5 have for None, bools, integers of 64 bits, floats, tuples, lists, dicts, sets, values that were
-# there before, names, calls and states. Left out are long integers and numbers at which values are kept, which may be
-# any.
-_PLAIN = re.compile(
-    rb"(?s:[N\x88\x89()\x85\x86\x87t\]ae}su\x8f-\x91\x94\x93R\x81bQ]|[Kq\x80h].|M..|[Jj].{4}|[\x95G].{8}"
-    rb"|c[^\n]*\n[^\n]*\n|\x8a(?:\x00|\x01.|\x02..|\x03.{3}|\x04.{4}|\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8}|\x09.{9}))*+"
-)
-_TEXTS = {0x8C: 1, ord("X"): 4, ord("C"): 1, ord("B"): 4}  # and bytes: how many bytes their lengths take
-_STOP = ord(".")
-
-
-def _check_codes(content: bytes) -> None:
-    at = 0
-    while True:
-        found = _PLAIN.match(content, at)
-        at = found.end() if found else at
-        if at >= len(content):
-            raise ValueError("its end is missing")
-        if content[at] == _STOP:
+def _check_extent(found: Any, most: int) -> None:
+    """Raise ValueError for what would take for ever to be looked at: what is there twice counts twice."""
+    level: list[Any] = [[found]]
+    count = 0
+    for _ in range(_DEEPEST):
+        count += sum(map(len, level))
+        if count > most:
+            raise ValueError(f"it says more than {most} values, by referring to some of them again and again")
+        level = [each for holder in level for each in holder if isinstance(each, list | tuple)]
+        if not level:
             return
-        if content[at] not in _TEXTS:
-            raise ValueError(f"it has code {content[at]:#04x}, for which plain values have no use")
-        width = _TEXTS[content[at]]
-        at += 1 + width + int.from_bytes(content[at + 1 : at + 1 + width], "little")
+    raise ValueError(f"it is nested more than {_DEEPEST} deep")
+
+
+# What protocols 2 to 5 have for None, bools, numbers, tuples, lists, values that were there before, names, calls and
+# states. Left out are numbers at which values are kept, which may be any.
+_PLAIN = re.compile(
+    rb"(?s:[N\x88\x89()\x85\x86\x87t\]ae\x94\x93R\x81bQ]|[Kq\x80h].|M..|[Jj].{4}|G.{8}|c[^\n]*\n[^\n]*\n)*+"
+)
+_TEXTS = {0x8C: 1, ord("X"): 4, ord("C"): 1, ord("B"): 4, 0x8A: 1}  # bytes, integers: how many bytes their lengths take
+# What makes and fills dicts and sets, and what does so with lists.
+_HASHING = {ord("}"): b"]", ord("u"): b"e", ord("s"): b"\x86a", 0x8F: b"]", 0x90: b"e", 0x91: b"l"}
+_STOP, _KEEP, _FRAME = b".", b"r", b"\x95"  # the latter says how many bytes follow that are read at once
+
+
+def _without_hashing(content: bytes) -> Iterator[bytes]:
+    """The pickle with lists in place of dicts and sets. Raises ValueError for codes that plain values do not need."""
+    at = start = 0
+    while (at := _PLAIN.match(content, at).end()) < len(content):  # type: ignore[union-attr]
+        code = content[at]
+        if code in _TEXTS:
+            width = _TEXTS[code]
+            at += 1 + width + int.from_bytes(content[at + 1 : at + 1 + width], "little")
+        elif code in _HASHING:
+            yield content[start:at]
+            yield _HASHING[code]
+            at = start = at + 1
+        elif code == _FRAME[0]:
+            yield content[start:at]
+            at = start = at + 9
+        elif code == _KEEP[0] and int.from_bytes(content[at + 1 : at + 5], "little") < len(content):
+            at += 5
+        elif code == _STOP[0]:
+            yield content[start : at + 1]
+            return
+        else:
+            raise ValueError(f"it has code {code:#04x}, for which plain values have no use")
+    raise ValueError("its end is missing")

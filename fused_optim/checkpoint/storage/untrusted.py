@@ -1,8 +1,12 @@
-"""Reads what was written by somebody else: objects of torch.save, and JSON. Runs no code that they might hold."""
+"""Reads what was written by somebody else: objects of torch.save, and JSON.
+
+Runs no code that they might hold. What is nested deeply, or says many times more than it has bytes, is not built.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import re
 import zipfile
@@ -13,6 +17,10 @@ import torch
 
 from fused_optim import rebuild as _rebuild  # noqa: F401  such files may hold quantized weights
 from fused_optim.checkpoint.storage.damage import Damaged
+from fused_optim.checkpoint.storage.pickles import read_pickle
+
+_DEEPEST = 32  # JSON that is nested
+_LARGEST = (1 << 63) - 1
 
 
 class Refused(ValueError):
@@ -26,13 +34,10 @@ def load_object(file: Path | IO[bytes], what: str) -> Any:
     what cannot be read.
     """
     try:
-        is_archive = zipfile.is_zipfile(file)
-        if is_archive:
-            _check_sizes(file)
+        _check_archive(file)
         if not isinstance(file, Path):
             file.seek(0)
-        mapped = is_archive and isinstance(file, Path)
-        return torch.load(file, map_location="cpu", mmap=mapped, weights_only=True)
+        return torch.load(file, map_location="cpu", mmap=isinstance(file, Path), weights_only=True)
     except Exception as error:
         named = re.search(r"\bGLOBAL ([\w.]+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
         if named:
@@ -42,20 +47,52 @@ def load_object(file: Path | IO[bytes], what: str) -> Any:
         raise Damaged(f"{what} cannot be read by torch.load ({reason}); it is truncated or damaged") from error
 
 
-def _check_sizes(file: Path | IO[bytes]) -> None:
-    """torch stores what it writes as it is; archives that are compressed may hold a thousand times their size."""
+def _check_archive(file: Path | IO[bytes]) -> None:
+    """Raise ValueError for what takes more time or memory than its bytes do.
+
+    torch stores what it writes as it is; archives that are compressed may hold a thousand times their size.
+    """
+    if not zipfile.is_zipfile(file):
+        raise ValueError("it is no archive; files of torch.save before 1.6 have to be saved again")
     with zipfile.ZipFile(file) as archive:
         packed = next((each for each in archive.infolist() if each.file_size > each.compress_size), None)
     if packed is not None:
         raise ValueError(f"{packed.filename} in it is compressed, which torch.save does not do")
+    if not isinstance(file, Path):
+        file.seek(0)
+    reader = torch._C.PyTorchFileReader(str(file) if isinstance(file, Path) else file)
+    read_pickle(reader.get_record("data.pkl"), None)
 
 
 def load_json(content: bytes, what: str) -> dict[str, Any]:
-    """An object of JSON. Raises ValueError for what is none."""
+    """An object of JSON. Raises Damaged, a ValueError, for what is none, and for numbers that are none of 64 bits."""
     try:
-        found = json.loads(content)
+        found = json.loads(content, object_pairs_hook=_object)
+    except json.JSONDecodeError as error:
+        raise Damaged(f"{what} cannot be read (JSONDecodeError); it is truncated or damaged") from error
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"{what} cannot be read ({type(error).__name__}); it is truncated or damaged") from error
+        raise Damaged(f"{what} cannot be read ({error}); it is truncated or damaged") from error
     if not isinstance(found, dict):
         raise Damaged(f"{what} cannot be read (found a {type(found).__name__}); it is truncated or damaged")
+    level: list[Any] = [found]
+    for _ in range(_DEEPEST):
+        inner = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [each for values in inner for each in values if isinstance(each, dict | list)]
+    if level:
+        raise Damaged(f"{what} cannot be read (it is nested more than {_DEEPEST} deep); it is damaged")
     return found
+
+
+def number_in(content: dict[str, Any], field: str, what: str) -> int:
+    """A whole number of an object of JSON. Raises Damaged where it is none."""
+    found = content.get(field)
+    if type(found) is not int or found < 0:
+        raise Damaged(f"{what} is damaged: {field}: expected a number of at least 0, found {type(found).__name__}")
+    return found
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    for name, value in pairs:
+        if (type(value) is float and not math.isfinite(value)) or (type(value) is int and abs(value) > _LARGEST):
+            raise ValueError(f"{name[:100]}: expected a finite number of 64 bits")
+    return dict(pairs)

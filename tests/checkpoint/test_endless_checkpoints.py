@@ -1,0 +1,391 @@
+"""A few bytes of a checkpoint from elsewhere that would take all time, memory or stack: they are refused at once.
+
+What hangs or crashes would do so in a process of its own, which is given a minute.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fused_optim.checkpoint.reading.contents import find_contents
+from fused_optim.checkpoint.reading.opening import open_checked
+from fused_optim.checkpoint.storage import checksums, manifest, owners
+from fused_optim.checkpoint.storage.folders import folder_at
+from fused_optim.checkpoint.storage.metadata import read_metadata
+from fused_optim.checkpoint.storage.pickles import Given, read_pickle
+from fused_optim.checkpoint.storage.untrusted import load_json, load_object
+
+PUT = {False: lambda i: b"q" + bytes([i]), True: lambda i: b"\x94"}  # by protocols 2 and 4
+
+
+def doubled(kind: str, modern: bool) -> bytes:
+    """A value that holds one value twice, which holds another twice, and so on; a key of a dict where it may be one."""
+    put, at = PUT[modern], 0
+    made, last = {"tuple": (b")", b"h%c" * 2 + b"\x86"), "marked": (b")", b"(" + b"h%c" * 2 + b"t")}, bytes([0])
+    made |= {"triple": (b")", b"h%c" * 3 + b"\x87"), "list": (b"]", None), "dict": (b"}", None)}
+    first, step = made[kind]
+    program = first + put(0)
+    for at in range(1, 100):
+        if step is not None:
+            program += step.replace(b"%c", last) + put(at)
+        elif kind == "list":
+            program += b"]" + put(at) + b"(" + (b"h" + last) * 2 + b"e"
+        else:
+            program += b"}" + put(at) + b"(K\x00h" + last + b"K\x01h" + last + b"u"
+        last = bytes([at])
+    return program if kind in ("list", "dict") else b"}" + program + b"Ns"
+
+
+def programs(modern: bool) -> dict[str, bytes]:
+    put = PUT[modern]
+    wide = b"(" + b"K\x01" * 100_000 + b"t" + put(0)
+    found = {f"doubled: {kind}": doubled(kind, modern) for kind in ("tuple", "marked", "triple", "list", "dict")}
+    return found | {
+        "deep tuples as a key": b"}N" + b"\x85" * 2_000_000 + b"Ns",
+        "deep tuples": b"N" + b"\x85" * 2_000_000,
+        "deep lists": b"]" * 500_000 + b"a" * 499_999,
+        "deep dicts": b"}K\x00" * 200_000 + b"N" + b"s" * 200_000,
+        "a wide tuple as many keys": b"}(" + wide + b"N" + b"h\x00N" * 100_000 + b"u",
+        "a list in itself": b"]" + put(0) + b"h\x00a",
+        "a list that grows after it was doubled": b"](]" + put(0) + b"h\x00" * 5000 + b"(" + b"N" * 5000 + b"ee",
+        "sets of deep tuples": b"\x8f(N" + b"\x85" * 2_000_000 + b"\x90",
+        "frozen sets": b"(N" + b"\x85" * 2_000_000 + b"\x91",
+    }
+
+
+def metadata_of(program: bytes) -> bytes:
+    return b"\x80\x04" + program + b"."
+
+
+def archive_of(program: bytes) -> bytes:
+    """A file of torch.save with another pickle."""
+    stream, changed = io.BytesIO(), io.BytesIO()
+    torch.save({"state": 1}, stream)
+    with zipfile.ZipFile(stream) as plain, zipfile.ZipFile(changed, "w") as packed:
+        for name in plain.namelist():
+            packed.writestr(name, b"\x80\x02" + program + b"." if name.endswith("data.pkl") else plain.read(name))
+    return changed.getvalue()
+
+
+class Sized:
+    """Pickled as a size of any dims."""
+
+    def __init__(self, dims: tuple[int, ...]) -> None:
+        self.dims = dims
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return torch.Size, (self.dims,)
+
+
+def spoilt(change: Callable[[Any], None]) -> bytes:
+    """A usual ``.metadata``, changed."""
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))
+    entry = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([4]), [chunk])
+    found = Metadata({"state.a.exp_avg": entry}, {"state.a.exp_avg": ("state", "a", "exp_avg")}, {})
+    found.version = "1.0.0"
+    change(found)
+    return pickle.dumps(found)
+
+
+def many_dims(found: Any) -> None:
+    entry = found.state_dict_metadata["state.a.exp_avg"]
+    entry.size = entry.chunks[0].offsets = entry.chunks[0].sizes = Sized((1 << 62,) * 100_000)
+
+
+def shared_parts(found: Any) -> None:
+    """Each of many tensors has all of many parts, by two bytes."""
+    (entry,) = found.state_dict_metadata.values()
+    entry.chunks *= 20_000
+    for i in range(20_000):
+        found.state_dict_metadata[str(i)] = entry
+
+
+def many_prefixes(found: Any) -> None:
+    (entry,) = found.state_dict_metadata.values()
+    found.state_dict_metadata["state." * 200_000] = entry
+
+
+METADATA = {"many dims": many_dims, "shared parts": shared_parts, "many prefixes": many_prefixes}
+
+
+def refused(name: str, read: Callable[[], Any], *words: str) -> None:
+    """Says so, for those who wait."""
+    started = time.process_time()
+    try:
+        read()
+    except ValueError as error:
+        assert all(word in str(error) for word in words), error
+    else:
+        raise AssertionError(f"{name} was read")
+    print(f"{name}: {time.process_time() - started:.1f} s", flush=True)
+    assert time.process_time() - started < 15, name
+
+
+def refuse_all(folder: Path) -> None:
+    """What the process of its own does."""
+    for name, program in programs(modern=True).items():
+        (folder / ".metadata").write_bytes(metadata_of(program))
+        refused(f"metadata, {name}", lambda: read_metadata(folder_at(folder)), ".metadata cannot be read")
+    for name, change in METADATA.items():
+        (folder / ".metadata").write_bytes(spoilt(change))
+        refused(name, lambda: find_contents(open_checked(folder), ()), str(folder))
+    for name, program in programs(modern=False).items():
+        (folder / "file.pt").write_bytes(archive_of(program))
+        refused(f"archive, {name}", lambda: open_checked(folder / "file.pt"), "file.pt cannot be read")
+        refused(f"object, {name}", lambda p=program: load_object(io.BytesIO(archive_of(p)), "x"), "x cannot be read")
+
+
+def test_what_takes_for_ever_is_refused(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, __file__, str(tmp_path)]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired as error:
+        pytest.fail(f"hangs after {error.stdout!r}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(done.stdout.splitlines()) == 3 * len(programs(True)) + len(METADATA)
+
+
+# --- any programs -----------------------------------------------------------------------------------------------
+
+
+CODES = [b")", b"]", b"}", b"(", b"\x85", b"\x86", b"\x87", b"t", b"a", b"e", b"s", b"u", b"N", b"K\x01", b"\x94"]
+CODES += [b"h" + bytes([i]) for i in range(6)] + [b"\x8c\x01a", b"\x8a\x01\x05", b"\x88"]
+
+
+@given(st.lists(st.sampled_from(CODES), max_size=60), st.integers(1, 30))
+@settings(max_examples=400, deadline=None)
+def test_any_program_ends(program: list[bytes], repeats: int) -> None:
+    """It is read within bounds, or refused."""
+    content = b"\x80\x04" + b"".join(program * repeats) + b"."
+    try:
+        found = read_pickle(content, {})
+    except ValueError:
+        return
+    level, values = [found], 0
+    while level := [each for holder in level if isinstance(holder, list | tuple) for each in holder]:
+        values += len(level)
+    assert values <= len(content) + (1 << 20)
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 600), 1 << 600) | st.floats(allow_nan=False) | st.text(max_size=300),
+    lambda inner: (
+        st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text() | st.integers(), inner, max_size=5)
+    ),
+    max_leaves=30,
+)
+
+
+def without_dicts(value: Any) -> Any:
+    if isinstance(value, dict):
+        return [(key, without_dicts(each)) for key, each in value.items()]
+    return type(value)(map(without_dicts, value)) if isinstance(value, list | tuple) else value
+
+
+def paired(value: Any, like: Any) -> Any:
+    """What was read, with pairs where ``like`` has a dict."""
+    from fused_optim.checkpoint.storage.pickles import items
+
+    if isinstance(like, dict):
+        return [(key, paired(each, like[key])) for key, each in items(value)]
+    if isinstance(like, list | tuple):
+        return type(like)(paired(each, other) for each, other in zip(value, like, strict=True))
+    return value
+
+
+@given(PLAIN, st.sampled_from([2, 4, 5]), st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_what_is_plain_is_read(value: Any, protocol: int, twice: bool) -> None:
+    """As Python reads it, also where it is there twice, and where there are many frames."""
+    value = [value, value, {0: [f"text {i}" for i in range(10_000)]}] if twice else value
+    found = read_pickle(pickle.dumps(value, protocol) + b"what follows", {})
+    assert paired(found, value) == without_dicts(value)
+
+
+@given(st.lists(PLAIN, max_size=3), st.integers(0, 1500))
+@settings(max_examples=50, deadline=None)
+def test_what_torch_saves_is_loaded(values: list[Any], count: int) -> None:
+    """Extras and param groups hold such values; tuples are shared between groups."""
+    shared = (0.9, 0.999, (1, 2))
+    state = {"values": values, "groups": [{"betas": shared, "name": f"{i}"} for i in range(count)], shared: 1 << 500}
+    stream = io.BytesIO()
+    torch.save(state, stream)
+    assert load_object(stream, "x") == state
+
+
+def test_names_that_are_called_are_not(tmp_path: Path) -> None:
+    assert read_pickle(pickle.dumps(os.mkdir), None) is Given
+
+
+# --- JSON -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ('{"version": Infinity}', "version: expected a finite number"),
+        ('{"version": NaN}', "version: expected a finite number"),
+        ('{"version": -Infinity}', "version: expected a finite number"),
+        ('{"version": 1e999}', "version: expected a finite number"),
+        (f'{{"version": {1 << 64}}}', "version: expected a finite number"),
+        (f'{{"version": {"9" * 5000}}}', "cannot be read"),
+        ('{"version": "1"}', "version: expected a number of at least 0, found str"),
+        ('{"version": 1.0}', "version: expected a number of at least 0, found float"),
+        ('{"version": true}', "version: expected a number of at least 0, found bool"),
+        ('{"version": -1}', "version: expected a number of at least 0, found int"),
+        ("{}", "version: expected a number of at least 0, found NoneType"),
+        ('{"a": ' * 50 + "1" + "}" * 50, "nested more than"),
+        ("[" * 100_000, "cannot be read"),
+        ("[]", "found a list"),
+        ("\ud800", "cannot be read"),
+    ],
+)
+def test_json_of_others(content: str, message: str, tmp_path: Path) -> None:
+    """Each is damage, of the file that is named."""
+    folder = folder_at(tmp_path)
+    for name, read in ((manifest.FILE, manifest.read), (checksums.FILE, checksums._read)):
+        (tmp_path / name).write_bytes(content.encode(errors="surrogatepass"))
+        with pytest.raises(ValueError, match=rf"{name}.*{message}") as raised:
+            read(folder)
+        assert type(raised.value).__name__ == "Damaged"
+    (tmp_path / owners.FILE).write_bytes(content.encode(errors="surrogatepass"))
+    assert owners.other_writer(folder) is None
+
+
+@pytest.mark.parametrize("field, value", [("pid", "Infinity"), ("pid", "1e300"), ("time", "NaN"), ("time", '"x"')])
+def test_writers_that_are_nobody(field: str, value: str, tmp_path: Path) -> None:
+    owner = {"host": "elsewhere", "pid": 5, "time": time.time()}
+    (tmp_path / owners.FILE).write_text(json.dumps(owner))
+    assert owners.other_writer(folder_at(tmp_path)) == "process 5 on elsewhere"
+    text = json.dumps(owner | {field: "HERE"}).replace('"HERE"', value)
+    (tmp_path / owners.FILE).write_text(text)
+    assert owners.other_writer(folder_at(tmp_path)) is None
+
+
+def test_json_as_deep_as_is_written() -> None:
+    content = {"a": {"b": [[1, 2.5, "x"], {"c": None}]}, "n": (1 << 63) - 1}
+    assert load_json(json.dumps(content).encode(), "x") == content
+
+
+# --- links and pipes --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    import torch.distributed.checkpoint as dcp
+
+    path = tmp_path / "run" / "checkpoint"
+    dcp.save({"state": {"a": {"exp_avg": torch.arange(4.0)}}}, checkpoint_id=path)
+    checksums.write_checksums(path)
+    return path
+
+
+def read_all(path: Path) -> None:
+    checksums.verify_checksums(path)
+    source = open_checked(path)
+    assert torch.equal(source.value("state.a.exp_avg"), torch.arange(4.0))
+    wanted = source.read({"state.a.exp_avg": torch.zeros(4)})
+    assert torch.equal(wanted["state.a.exp_avg"], torch.arange(4.0))
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", checksums.FILE])
+@pytest.mark.parametrize("way", ["absolute", "relative", "by a link"])
+def test_links_out_of_the_folder_are_not_followed(way: str, name: str, saved: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "secret"
+    shutil.move(saved / name, outside)
+    if way == "by a link":
+        (saved / "inner").symlink_to(outside)
+        outside = saved / "inner"
+    (saved / name).symlink_to(os.path.relpath(outside, saved) if way == "relative" else outside)
+    with pytest.raises(ValueError, match=rf"{name} is a link to .*secret, outside of its folder|cannot be read"):
+        read_all(saved)
+
+
+def test_links_that_stay_are_followed(saved: Path, tmp_path: Path) -> None:
+    """Of a file to another one in the folder, and of the folder, or one above it, to where it really is."""
+    (saved / "__0_0.distcp").rename(saved / "data")
+    (saved / "__0_0.distcp").symlink_to("data")
+    read_all(saved)
+    (tmp_path / "linked").symlink_to(saved)
+    read_all(tmp_path / "linked")
+    (tmp_path / "above").symlink_to(saved.parent)
+    read_all(tmp_path / "above" / "checkpoint")
+
+
+def test_folders_inside_may_not_lead_out(saved: Path, tmp_path: Path) -> None:
+    metadata = pickle.loads((saved / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = "inner/__0_0.distcp"
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    (saved / "inner").mkdir()
+    (saved / "__0_0.distcp").rename(saved / "inner" / "__0_0.distcp")
+    checksums.write_checksums(saved)
+    read_all(saved)
+    (saved / "inner").rename(tmp_path / "elsewhere")
+    (saved / "inner").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="outside of its folder"):
+        read_all(saved)
+
+
+@pytest.mark.parametrize("name", [manifest.FILE, owners.FILE])
+def test_pipes_are_not_waited_for(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match="expected a file, found something else"):
+        folder_at(tmp_path).read(name)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match="outside of its folder"):
+        folder_at(tmp_path).read(name)
+
+
+def test_writing_follows_no_link(saved: Path, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (saved / checksums.FILE).unlink()
+    for name in (checksums.FILE, f".{checksums.FILE}.tmp"):
+        (saved / name).symlink_to(precious)
+    checksums.write_checksums(saved)
+    assert precious.read_text() == "mine" and not (saved / checksums.FILE).is_symlink()
+    read_all(saved)
+
+
+def test_bytes_are_those_of_one_tensor(saved: Path) -> None:
+    """Or a file of a megabyte would hold a tensor of a terabyte, part by part."""
+    metadata = pickle.loads((saved / ".metadata").read_bytes())
+    (entry,), (index,) = metadata.state_dict_metadata.values(), metadata.storage_data
+    entry.size = torch.Size([4000])
+    kind = type(entry.chunks[0])
+    entry.chunks = [kind(torch.Size([4 * i]), torch.Size([4])) for i in range(1000)]
+    places = [type(index)(index.fqn, torch.Size([4 * i]), i) for i in range(1000)]
+    metadata.storage_data = dict.fromkeys(places, metadata.storage_data[index])
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match="other tensors have the same bytes"):
+        open_checked(saved)
+
+
+if __name__ == "__main__":
+    refuse_all(Path(sys.argv[1]))
