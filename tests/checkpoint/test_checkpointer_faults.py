@@ -21,17 +21,15 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 import cases
 import distributed
-from checkpoint_cases import kill_one_of_two, wait_for
-from distributed import Part, Workers, assert_same, join_all, part, shard_like
-from fused_optim import FusedAdamW
+from checkpoint_cases import kill_one_rank, wait_for
+from distributed import Workers
 from fused_optim.checkpoint import Checkpointer
 from fused_optim.checkpoint.storage.folders import LocalFolder
 from fused_optim.checkpoint.storage.manifest import FILE as MANIFEST
+from killed_cases import Loss, check_newest, sharded, step_sharded
 from native_cases import build, train, trained
 
 KILLS = int(os.environ.get("FUSED_OPTIM_TEST_KILLS", "2"))
@@ -302,34 +300,6 @@ def test_failures_are_said_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureF
 # --- ranks that die ------------------------------------------------------------------------------------------------
 
 
-def sharded(seed: int) -> tuple[nn.Module, FusedAdamW]:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256)).bfloat16()
-    fully_shard(model, mesh=distributed.mesh())
-    formats = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8, "store_param_remainders": True}
-    return model, FusedAdamW(model.parameters(), lr=0.01, **formats)
-
-
-def step_sharded(model: nn.Module, optimizer: FusedAdamW, step: int) -> None:
-    generator = torch.Generator().manual_seed(step)
-    for param in model.parameters():
-        param.grad = shard_like(torch.randn(param.shape, generator=generator).bfloat16(), param)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-class Loss:
-    """An extra."""
-
-    value = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = state["value"]
-
-
 def save_forever(folder: str, form: str) -> tuple[Any, int, list[int]]:
     """Until SIGTERM; the status that the process would end with, the last step, the checkpoints."""
     model, optimizer = sharded(0)
@@ -349,46 +319,6 @@ def save_forever(folder: str, form: str) -> tuple[Any, int, list[int]]:
     return None, step, []
 
 
-def parts(model: nn.Module, optimizer: FusedAdamW) -> dict[str, Part]:
-    states = optimizer.state_dict()["state"]
-    found = {f"{i} {key}": part(value) for i, state in states.items() for key, value in sorted(state.items())}
-    return found | {name: part(param) for name, param in model.named_parameters()}
-
-
-def load_newest(folders: list[str]) -> list[tuple[int, dict[str, Part]]]:
-    found = []
-    for folder in folders:
-        model, optimizer = sharded(1)
-        loss = Loss()
-        checkpointer = Checkpointer(model, optimizer, folder, extra={"loss": loss}, sigterm=False)
-        step = checkpointer.load_latest()
-        assert step is not None and loss.value == step == optimizer.param_groups[0]["step"]
-        found.append((step, parts(model, optimizer)))
-    return found
-
-
-def straight_to(steps: list[int]) -> dict[int, dict[str, Part]]:
-    model, optimizer = sharded(0)
-    found = {}
-    for step in range(1, max(steps) + 1):
-        step_sharded(model, optimizer, step)
-        if step in steps:
-            found[step] = parts(model, optimizer)
-    return found
-
-
-def check_newest(folders: list[Path]) -> list[int]:
-    """They load on one rank and on three, and are what was trained."""
-    by_ranks = {ranks: distributed.run(ranks, load_newest, [str(folder) for folder in folders]) for ranks in (1, 3)}
-    steps = [step for step, _ in by_ranks[1][0]]
-    expected = distributed.run(1, straight_to, steps)[0]
-    for results in by_ranks.values():
-        for i, step in enumerate(steps):
-            assert {result[i][0] for result in results} == {step}
-            assert_same(join_all([result[i][1] for result in results]), join_all([expected[step]]))
-    return steps
-
-
 @pytest.mark.parametrize("form", ["native", pytest.param("unscaled", marks=pytest.mark.long)])
 def test_kills_of_one_rank(form: str, tmp_path: Path) -> None:
     """At any moment; the other one is ended a little later."""
@@ -396,7 +326,7 @@ def test_kills_of_one_rank(form: str, tmp_path: Path) -> None:
     for kill in range(KILLS):
         folders.append(tmp_path / str(kill))
         ready = folders[-1] / "step-00000002" / MANIFEST
-        kill_one_of_two(save_forever, (str(folders[-1]), form), ready, chance)
+        kill_one_rank(save_forever, (str(folders[-1]), form), ready, chance)
         names = visible(folders[-1])
         assert [name for name in names if name.startswith("step-")]
     steps = check_newest(folders)

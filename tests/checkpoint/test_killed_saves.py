@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 
 import distributed
-from checkpoint_cases import kill_one_of_two
+from checkpoint_cases import kill_one_rank
 from distributed import Part, assert_same, join_all, part, shard_like
 from fused_optim import FusedAdamW, load_optimizer_checkpoint, write_checksums
 from fused_optim.checkpoint.storage import checksums
@@ -187,7 +187,7 @@ def test_one_rank_may_be_killed(asynchronous: bool, tmp_path: Path) -> None:
         folder = tmp_path / str(kill)
         folder.mkdir()
         ready = folder / "00002" / ".metadata"  # saves have been made, and go on
-        kill_one_of_two(save_sharded_forever, (str(folder), asynchronous), ready, chance)
+        kill_one_rank(save_sharded_forever, (str(folder), asynchronous), ready, chance)
         *earlier, _ = paths = sorted(folder.iterdir())
         assert all((path / checksums.FILE).exists() for path in earlier)
         last += paths[-2:]

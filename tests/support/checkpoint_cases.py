@@ -294,16 +294,23 @@ def wait_for(path: Path, seconds: float = 60) -> None:
         time.sleep(0.005)
 
 
-def kill_one_of_two(body: Callable[..., Any], args: tuple[Any, ...], ready: Path, chance: random.Random) -> None:
-    """One of two ranks, at any moment after ``ready`` is there; the other is left alone for a moment, then ended."""
-    workers = Workers(2, "cpu")
+def kill_one_rank(
+    body: Callable[..., Any],
+    args: tuple[Any, ...],
+    ready: Path,
+    chance: random.Random,
+    ranks: int = 2,
+    within: float = 0.3,
+) -> None:
+    """At any moment of so many seconds after ``ready`` is there; the others are left alone for a moment, then ended."""
+    workers = Workers(ranks, "cpu")
     try:
         workers.start(body, args, 60)
         wait_for(ready)
-        time.sleep(chance.uniform(0.0, 0.3))
-        victim = workers.processes[chance.randrange(2)]
+        time.sleep(chance.uniform(0.0, within))
+        victim = workers.processes[chance.randrange(ranks)]
         victim.kill()
         victim.join()
-        time.sleep(chance.choice([0.0, 0.2]))
+        time.sleep(chance.choice([0.0, 0.2]) if ranks > 1 else 0.0)
     finally:
         workers.stop()
