@@ -23,8 +23,9 @@ ROOMS = (
     *(f"checkpoint.{room}" for room in ("storage", "reading", "writing")),
     *(
         f"checkpoint.{room}"
-        for room in ("termination", "collect", "extras", "random_states", "saves", "loads", "checkpointer", "__init__")
+        for room in ("termination", "collect", "extras", "random_states", "saves", "other_optimizer")
     ),
+    *(f"checkpoint.{room}" for room in ("loads", "checkpointer", "__init__")),
     *("compat", "integrations", "__init__", "tools", "__main__"),
 )
 HOUSES = {room.split(".")[0] for room in ROOMS if "." in room}  # folders that are given room by room
@@ -470,8 +471,9 @@ RIGHT = {
     **{f"checkpoint/{room}/__init__": "" for room in ("storage", "reading", "writing")},
     **{
         f"checkpoint/{room}": ""
-        for room in ("termination", "collect", "extras", "random_states", "saves", "loads", "checkpointer", "__init__")
+        for room in ("termination", "collect", "extras", "random_states", "saves", "other_optimizer", "loads")
     },
+    **{f"checkpoint/{room}": "" for room in ("checkpointer", "__init__")},
     **{f"{room}/__init__": "" for room in ("compat", "tools")},
     "__init__": """
 from typing import TYPE_CHECKING

@@ -128,7 +128,7 @@ class Checkpointer:
         self._readonly, self._is_closed = readonly, False
         saved_form = format if isinstance(optimizer, FusedAdam) else None
         self._background = BackgroundSaves(self._directory, self._states, saved_form, self._group, progress)
-        self._loads = Loads(model, optimizer, self._extra, self._states, format, self._group)
+        self._loads = Loads(model, optimizer, self._extra, self._states, self._group)
         self.report: CheckpointReport | None = None
         if self._termination is not None:
             weakref.finalize(self, self._termination.close).atexit = False

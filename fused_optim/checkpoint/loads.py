@@ -9,19 +9,19 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.optim import Optimizer
 
 from fused_optim.adam import FusedAdam
 from fused_optim.checkpoint import extras
 from fused_optim.checkpoint.collect import Collector
 from fused_optim.checkpoint.extras import Stateful
+from fused_optim.checkpoint.other_optimizer import load_other_optimizer
 from fused_optim.checkpoint.reading.dcp_folder import DcpFolder
 from fused_optim.checkpoint.reading.leeway import Differences, Leeway
 from fused_optim.checkpoint.reading.load import Loader, LoadReport, checked
 from fused_optim.checkpoint.reading.model import ModelLoader, flat_names
 from fused_optim.checkpoint.storage.directory import Found
-from fused_optim.options.reading import CheckpointFormat
 from fused_optim.sharding.collective import distinct, on_all_ranks, this_rank, world_size
 
 logger = logging.getLogger("fused_optim")
@@ -62,11 +62,10 @@ class Loads:
         optimizer: Optimizer,
         extra: Mapping[str, Stateful],
         states: Collector,
-        form: CheckpointFormat,
         group: dist.ProcessGroup | None,
     ) -> None:
         self._model, self._optimizer, self._extra = model, optimizer, extra
-        self._states, self._form, self._group = states, form, group
+        self._states, self._group = states, group
 
     def run(self, found: Found, source: DcpFolder, options: LoadOptions) -> CheckpointReport:
         """Nothing has been changed where what the checkpoint describes does not fit, on any rank."""
@@ -94,7 +93,7 @@ class Loads:
             optimizer.load()
         elif not options.model_only:
             with on_all_ranks(doing, group=group):
-                self._load_other_optimizer(source)
+                load_other_optimizer(self._model, self._optimizer, self._states, source)
         with on_all_ranks(doing, group=group):
             for name, state in extra.items():
                 self._extra[name].load_state_dict(state)
@@ -104,11 +103,6 @@ class Loads:
         if isinstance(self._optimizer, FusedAdam):
             return checked(self._model, self._optimizer, source, verify=False, leeway=leeway)
         return None
-
-    def _load_other_optimizer(self, source: DcpFolder) -> None:
-        state = {"optimizer": self._states.optimizer_state(self._form, None)}
-        source.load(state)
-        set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"], options=self._states.options)
 
     def _read_extras(self, found: Found, source: DcpFolder, options: LoadOptions) -> dict[str, Any]:
         owners = {} if found.manifest is None else found.manifest.extra

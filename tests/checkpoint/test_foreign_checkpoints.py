@@ -493,8 +493,6 @@ def spoil(state_dict: dict[str, Any], fault: str) -> None:
         del state["second.odd"]["exp_avg_sq"]
     elif fault == "step":
         del groups[1]["step"]
-    elif fault == "missing":
-        del state["second.odd"]
     elif fault == "unexpected":
         state["third.odd"] = state["second.odd"]
     elif fault == "unlisted":
@@ -524,7 +522,6 @@ def spoil(state_dict: dict[str, Any], fault: str) -> None:
         ("dtype", r"'second.odd'.*: exp_avg_sq: expected .*, got torch.int32"),
         ("moment", r"'second.odd'.* lacks exp_avg_sq"),
         ("step", r"'second.weight'.* no step"),
-        ("missing", r"lacks the states of 1 of 6 parameters: .*'second.odd'"),
         ("unexpected", r"the model lacks 1 of its parameters: third.odd"),
         ("unlisted", r"lacks the states of 1 of 6 parameters: .*'second.odd'"),
         ("lr", r"param group 1: .* lacks its lr"),

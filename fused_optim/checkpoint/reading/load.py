@@ -51,7 +51,7 @@ class LoadReport:
 
     source: str  # "torch.optim.AdamW"
     parameters: int  # with states in the checkpoint
-    without_states: int  # parameters that had no gradient before the checkpoint was written; their moments are zero
+    without_states: int  # parameters that were frozen or had no gradient before the save: they start anew
     steps: tuple[int, ...]  # of the param groups
     masters: str  # "seeded from parameters"
     differences: Differences = field(default_factory=Differences)  # between the checkpoint and the optimizer

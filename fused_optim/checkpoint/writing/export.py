@@ -32,6 +32,8 @@ def export_optimizer_checkpoint(
 ) -> None:
     """Write a checkpoint that torch.optim.Adam(W) loads: FP32 moments and one step per parameter, without masters.
 
+    Frozen parameters without states are listed in their param groups alone, as torch.optim saves them.
+
     ``path`` ending in .pt or .pth: a file of torch.save, written by rank 0, that holds ``optimizer.state_dict()`` by
     parameter names, for ``load_state_dict`` and ``set_optimizer_state_dict``. Otherwise a folder of
     torch.distributed.checkpoint, which holds the same under "optimizer", nested and flattened, and its checksums. Where
@@ -77,7 +79,7 @@ def _export_names(model: torch.nn.Module, optimizer: FusedAdam) -> dict[Tensor, 
 def _plain_moments(optimizer: FusedAdam, names: Mapping[Tensor, str]) -> Iterator[tuple[str, Iterator[Tensor]]]:
     """Of parameters that are plain tensors."""
     for param, name in names.items():
-        if not isinstance(param, DTensor):
+        if not isinstance(param, DTensor) and param in optimizer.store:
             yield name, map(optimizer.store[param].read, MOMENTS)
 
 
@@ -89,7 +91,7 @@ def _group(optimizer: FusedAdam, group: Mapping[str, Any], names: Mapping[Tensor
 
 def _states(optimizer: FusedAdam, device: str | None) -> Iterator[tuple[Tensor, dict[str, Any]]]:
     for group in optimizer.param_groups:
-        for param in group["params"]:
+        for param in filter(optimizer.store.__contains__, group["params"]):
             yield param, torch_states(optimizer.store[param], group["step"], device)
 
 
