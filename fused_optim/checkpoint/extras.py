@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fused_optim.checkpoint.reading.buffers import buffer_for
 from fused_optim.checkpoint.reading.source import Source
+from fused_optim.checkpoint.storage.pickles import DEEPEST
 from fused_optim.checkpoint.storage.untrusted import load_object
 from fused_optim.memory.host_memory import memory_of
 
@@ -107,14 +108,18 @@ def _kind(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
 
 
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+def _leaves(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    if depth > DEEPEST // 4:
+        raise ValueError(
+            f"extra {path[:100]}...: it is nested too deep to be loaded again: expected {depth - 1} at most"
+        )
     if isinstance(value, dict):
         for key, item in value.items():
-            yield from _leaves(key, f"{path}: the key {key!r}") if type(key) not in (str, int) else ()
-            yield from _leaves(item, f"{path}.{key}")
+            yield from _leaves(key, f"{path}: the key {key!r}", depth + 1) if type(key) not in (str, int) else ()
+            yield from _leaves(item, f"{path}.{key}", depth + 1)
     elif type(value) in (list, tuple):
         for i, item in enumerate(value):
-            yield from _leaves(item, f"{path}.{i}")
+            yield from _leaves(item, f"{path}.{i}", depth + 1)
     else:
         yield path, value
 

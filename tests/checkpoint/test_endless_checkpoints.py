@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from fused_optim.checkpoint.extras import check_loadable
 from fused_optim.checkpoint.reading.contents import find_contents
+from fused_optim.checkpoint.reading.leeway import Naming
 from fused_optim.checkpoint.reading.opening import open_checked
 from fused_optim.checkpoint.storage import checksums, manifest, owners
 from fused_optim.checkpoint.storage.folders import folder_at
@@ -31,6 +35,7 @@ from fused_optim.checkpoint.storage.metadata import read_metadata
 from fused_optim.checkpoint.storage.pickles import Given, read_pickle
 from fused_optim.checkpoint.storage.untrusted import load_json, load_object
 
+HUGE = b"\x8a\x06" + (1 << 44).to_bytes(6, "little")
 PUT = {False: lambda i: b"q" + bytes([i]), True: lambda i: b"\x94"}  # by protocols 2 and 4
 
 
@@ -57,15 +62,15 @@ def programs(modern: bool) -> dict[str, bytes]:
     wide = b"(" + b"K\x01" * 100_000 + b"t" + put(0)
     found = {f"doubled: {kind}": doubled(kind, modern) for kind in ("tuple", "marked", "triple", "list", "dict")}
     return found | {
-        "deep tuples as a key": b"}N" + b"\x85" * 2_000_000 + b"Ns",
-        "deep tuples": b"N" + b"\x85" * 2_000_000,
-        "deep lists": b"]" * 500_000 + b"a" * 499_999,
-        "deep dicts": b"}K\x00" * 200_000 + b"N" + b"s" * 200_000,
+        "deep tuples as a key": b"}N" + b"\x85" * 300_000 + b"Ns",
+        "deep tuples": b"N" + b"\x85" * 300_000,
+        "deep lists": b"]" * 100_000 + b"a" * 99_999,
+        "deep dicts": b"}K\x00" * 50_000 + b"N" + b"s" * 50_000,
         "a wide tuple as many keys": b"}(" + wide + b"N" + b"h\x00N" * 100_000 + b"u",
         "a list in itself": b"]" + put(0) + b"h\x00a",
         "a list that grows after it was doubled": b"](]" + put(0) + b"h\x00" * 5000 + b"(" + b"N" * 5000 + b"ee",
-        "sets of deep tuples": b"\x8f(N" + b"\x85" * 2_000_000 + b"\x90",
-        "frozen sets": b"(N" + b"\x85" * 2_000_000 + b"\x91",
+        "sets of deep tuples": b"\x8f(N" + b"\x85" * 300_000 + b"\x90",
+        "frozen sets": b"(N" + b"\x85" * 300_000 + b"\x91",
     }
 
 
@@ -151,7 +156,7 @@ def refuse_all(folder: Path) -> None:
         refused(f"metadata, {name}", lambda: read_metadata(folder_at(folder)), ".metadata cannot be read")
     for name, change in METADATA.items():
         (folder / ".metadata").write_bytes(spoilt(change))
-        refused(name, lambda: find_contents(open_checked(folder), ()), str(folder))
+        refused(name, lambda: find_contents(open_checked(folder), Naming()), str(folder))
     for name, program in programs(modern=False).items():
         (folder / "file.pt").write_bytes(archive_of(program))
         refused(f"archive, {name}", lambda: open_checked(folder / "file.pt"), "file.pt cannot be read")
@@ -238,7 +243,58 @@ def test_what_torch_saves_is_loaded(values: list[Any], count: int) -> None:
 
 
 def test_names_that_are_called_are_not(tmp_path: Path) -> None:
-    assert read_pickle(pickle.dumps(os.mkdir), None) is Given
+    assert read_pickle(pickle.dumps(os.mkdir), {("posix", "mkdir"): Given}) is Given
+
+
+RESERVING = {
+    "bytearray": b"cbuiltins\nbytearray\n" + HUGE + b"\x85R",
+    "an array that is held": b"cbuiltins\nbytearray\n" + HUGE + b"\x85\x81",
+    "a tensor": b"ctorch\nFloatTensor\n" + HUGE + b"\x85R",
+    "a tensor of a size": b"ctorch\nTensor\nctorch\nSize\n(" + HUGE + b"t\x85R\x85R",
+    "a storage": b"ctorch.storage\nUntypedStorage\n" + HUGE + b"\x85R",
+    "by another call": b"ctorch._tensor\n_rebuild_from_type_v2\n(cbuiltins\nbytearray\ncbuiltins\nset\n"
+    + HUGE
+    + b"\x85}tR",
+}
+
+
+@pytest.mark.parametrize("program", RESERVING.values(), ids=RESERVING)
+def test_memory_that_is_not_filled(program: bytes) -> None:
+    """Of what torch admits, some reserve as much as a number says."""
+    with pytest.raises(ValueError, match=r"reserves memory|calls what"):
+        load_object(io.BytesIO(archive_of(program)), "x")
+
+
+def test_what_torch_saves_of_all_kinds_is_loaded() -> None:
+    saved: dict[str, Any] = {
+        "bytes": [bytearray(b"abc"), bytearray(), b"x", {1, 2}, 1j],
+        "tensors": [nn.Parameter(torch.ones(2)), torch.ones(2).requires_grad_(), torch.eye(2).to_sparse()],
+        "modules": nn.BatchNorm1d(3).state_dict(),
+        "counted": Counter("aab"),
+    }
+    stream = io.BytesIO()
+    torch.save(saved, stream)
+    loaded = load_object(stream, "x")
+    assert loaded["bytes"] == saved["bytes"] and loaded["counted"] == saved["counted"]
+    assert list(loaded["modules"]) == list(saved["modules"]) and type(loaded["tensors"][0]) is nn.Parameter
+
+
+def test_extras_that_are_nested_too_deep_are_not_saved(tmp_path: Path) -> None:
+    nested: Any = 1
+    for _ in range(50):
+        nested = {"a": nested}
+    check_loadable("x", nested)
+    load_object(io.BytesIO(saved_bytes([nested] * 2)), "x")
+    (tmp_path / "file.pt").write_bytes(saved_bytes(nested))
+    assert list(open_checked(tmp_path / "file.pt").entries) == [".".join("a" * 50)]
+    with pytest.raises(ValueError, match=r"extra x.*nested too deep"):
+        check_loadable("x", [nested])
+
+
+def saved_bytes(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
 
 
 # --- JSON -------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
-_DEEPEST = 100  # what is nested, .metadata less than 15 deep
+DEEPEST = 200  # that values are nested: .metadata less than 15 deep; a dict of one pair counts twice
 _SHARED = 1 << 20  # values that may be there more than once: a pickle refers to what was there before by two bytes
 
 
@@ -57,13 +57,12 @@ def stand_in(name: str) -> type[Given]:
     return type(name, (Given,), {"__slots__": ()})
 
 
-def read_pickle(content: bytes, names: Mapping[tuple[str, str], Any] | None) -> Any:
+def read_pickle(content: bytes, names: Mapping[tuple[str, str], Any]) -> Any:
     """The pickle that ``content`` begins with; :func:`items` are those of what was a dict.
 
-    ``names``: what it may name, and what stands in for it; None: anything, for which there is one stand-in. Values of
-    ``names`` are stand-ins, or objects that cannot be called and have no attributes to be set. Raises ValueError for a
-    pickle that names anything else, that is not whole, has codes that plain values do not need, is nested deeply, or
-    says many times more than it has bytes.
+    ``names``: what it may name, and what stands in for it: stand-ins, or objects that cannot be called and have no
+    attributes to be set. Raises ValueError for a pickle that names anything else, that is not whole, has codes that
+    plain values do not need, is nested deeply, or says many times more than it has bytes.
     """
     try:
         plain = b"".join(_without_hashing(content))
@@ -87,16 +86,15 @@ def items(given: list[Any]) -> Iterator[tuple[Any, Any]]:
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, content: bytes, names: Mapping[tuple[str, str], Any] | None) -> None:
+    def __init__(self, content: bytes, names: Mapping[tuple[str, str], Any]) -> None:
         super().__init__(io.BytesIO(content))
         self._names = names
 
     def find_class(self, module: str, name: str) -> Any:
-        if self._names is None:
-            return Given
-        if (module, name) not in self._names:
-            raise UnknownName(module, name)
-        return self._names[module, name]
+        try:
+            return self._names[module, name]
+        except KeyError:
+            raise UnknownName(module, name) from None
 
     def persistent_load(self, key: Any) -> Outside:
         return Outside(key)
@@ -106,14 +104,14 @@ def _check_extent(found: Any, most: int) -> None:
     """Raise ValueError for what would take for ever to be looked at: what is there twice counts twice."""
     level: list[Any] = [[found]]
     count = 0
-    for _ in range(_DEEPEST):
+    for _ in range(DEEPEST):
         count += sum(map(len, level))
         if count > most:
             raise ValueError(f"it says more than {most} values, by referring to some of them again and again")
         level = [each for holder in level for each in holder if isinstance(each, list | tuple)]
         if not level:
             return
-    raise ValueError(f"it is nested more than {_DEEPEST} deep")
+    raise ValueError(f"it is nested more than {DEEPEST} deep")
 
 
 # What protocols 2 to 5 have for None, bools, numbers, tuples, lists, values that were there before, names, calls and
