@@ -54,7 +54,7 @@ def doubled(kind: str, modern: bool) -> bytes:
         else:
             program += b"}" + put(at) + b"(K\x00h" + last + b"K\x01h" + last + b"u"
         last = bytes([at])
-    return program if kind in ("list", "dict") else b"}" + program + b"Ns"
+    return program if kind in ("list", "dict") else program + b"}h" + last + b"Ns"
 
 
 def programs(modern: bool) -> dict[str, bytes]:
