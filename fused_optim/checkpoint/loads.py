@@ -16,7 +16,7 @@ from fused_optim.adam import FusedAdam
 from fused_optim.checkpoint import extras
 from fused_optim.checkpoint.collect import Collector
 from fused_optim.checkpoint.extras import Stateful
-from fused_optim.checkpoint.other_optimizer import load_other_optimizer
+from fused_optim.checkpoint.other_optimizer import load_other_optimizer, read_other_optimizer
 from fused_optim.checkpoint.reading.dcp_folder import DcpFolder
 from fused_optim.checkpoint.reading.leeway import Differences, Leeway
 from fused_optim.checkpoint.reading.load import Loader, LoadReport, checked
@@ -78,7 +78,7 @@ class Loads:
         with on_all_ranks(doing, group=group):
             extra = {} if options.model_only else self._read_extras(found, source, options)
             model = ModelLoader(model_state, source, everyone, options.leeway)
-        optimizer = None if options.model_only else self._check_optimizer(source, options.leeway)
+        optimizer = None if options.model_only else self._check_optimizer(source, options.leeway, doing)
         report = CheckpointReport(
             found.step,
             model.differences,
@@ -91,18 +91,25 @@ class Loads:
             set_model_state_dict(self._model, model.load())
         if isinstance(optimizer, Loader):
             optimizer.load()
-        elif not options.model_only:
+        elif optimizer is not None:
             with on_all_ranks(doing, group=group):
-                load_other_optimizer(self._model, self._optimizer, self._states, source)
+                load_other_optimizer(self._model, self._optimizer, optimizer)
         with on_all_ranks(doing, group=group):
             for name, state in extra.items():
                 self._extra[name].load_state_dict(state)
         return report
 
-    def _check_optimizer(self, source: DcpFolder, leeway: Leeway) -> Loader | None:
+    def _check_optimizer(self, source: DcpFolder, leeway: Leeway, doing: str) -> Loader | dict[str, Any]:
+        """What loads it; of another optimizer than a FusedAdam, which is not compared, the state dict to be loaded."""
         if isinstance(self._optimizer, FusedAdam):
             return checked(self._model, self._optimizer, source, verify=False, leeway=leeway)
-        return None
+        with on_all_ranks(doing, group=self._group):
+            if leeway != Leeway():
+                kind = type(self._optimizer).__name__
+                raise ValueError(
+                    f"strict, partial and rename are for a FusedAdam, or with model_only=True; got a {kind}"
+                )
+            return read_other_optimizer(self._optimizer, self._states, source)
 
     def _read_extras(self, found: Found, source: DcpFolder, options: LoadOptions) -> dict[str, Any]:
         owners = {} if found.manifest is None else found.manifest.extra

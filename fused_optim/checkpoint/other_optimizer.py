@@ -21,10 +21,10 @@ from fused_optim.options.checks import some_of
 _GROUPS, _STATE = "param_groups.", "state."
 
 
-def load_other_optimizer(model: nn.Module, optimizer: Optimizer, states: Collector, source: DcpFolder) -> None:
-    """Parameters that had no states at the save, frozen or without a gradient until then, have none afterwards.
+def read_other_optimizer(optimizer: Optimizer, states: Collector, source: DcpFolder) -> dict[str, Any]:
+    """For :func:`load_other_optimizer`; nothing is changed. Raises ValueError for that of another model or optimizer.
 
-    Those that are frozen now keep none. Raises ValueError for a checkpoint of another model or optimizer.
+    Parameters that had no states at the save, frozen or without a gradient until then, have none in it.
     """
     with _without_states(optimizer):
         wanted = _nested(states.optimizer_state("unscaled", None))
@@ -41,7 +41,12 @@ def load_other_optimizer(model: nn.Module, optimizer: Optimizer, states: Collect
     listed = {name for group in found["param_groups"] for name in group["params"]}
     if unlisted := [name for name in absent if name not in listed]:
         raise ValueError(f"{source.path} is of another model: it lacks the states of {some_of(unlisted)}")
-    set_optimizer_state_dict(model, optimizer, found, options=StateDictOptions(strict=False))
+    return found
+
+
+def load_other_optimizer(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Parameters that are frozen now keep no states."""
+    set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(strict=False))
 
 
 @contextmanager

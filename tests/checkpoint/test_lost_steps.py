@@ -508,9 +508,9 @@ def made(name, **options):
 save = Saver.save
 
 
-def late(*args):
+def late(*args, **kwargs):
     time.sleep(1.0)
-    return save(*args)
+    return save(*args, **kwargs)
 
 
 Saver.save = late

@@ -330,3 +330,26 @@ def test_replicas_that_differ(what: str, tmp_path: Path) -> None:
         )
         assert all(re.search(expected, found) for found in results), results[0]
         assert not list(tmp_path.glob("step-*"))
+
+
+def test_other_optimizers(tmp_path: Path) -> None:
+    """Of torch.optim's: nothing is changed where something does not fit; what differs loads with the model alone."""
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)  # type: ignore[arg-type]
+    with Checkpointer(model, optimizer, tmp_path, sigterm=False) as checkpointer:
+        checkpointer.save(2)
+    for other, kind, match in [
+        (Model(layers=3), torch.optim.AdamW, "another model"),
+        (Model(), torch.optim.Adagrad, "another model or optimizer"),
+    ]:
+        optimizer = kind(other.parameters())
+        before = {name: value.clone() for name, value in other.state_dict().items()}
+        loading = Checkpointer(other, optimizer, tmp_path, sigterm=False)
+        with pytest.raises(ValueError, match=match):
+            loading.load(2)
+        assert same(other.state_dict(), before)
+        with pytest.raises(ValueError, match="strict, partial and rename are for a FusedAdam"):
+            loading.load(2, strict=False)
+        assert loading.load(2, strict=False, model_only=True) == 2
+        assert torch.equal(other.head.weight, model.head.weight)
