@@ -5,18 +5,19 @@ It holds neither the interpreter's lock nor torch's threads meanwhile: saves dec
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fused_optim.backends import forced_backend, load_engine
-from fused_optim.formats.states import FLOAT32, Kind, StateFormat
+from fused_optim.formats.states import Kind, StateFormat
 
 
 def decode_state(bits: Tensor, scale: Tensor | None, kind: Kind, fmt: StateFormat, block: int, out: Tensor) -> bool:
     """Into ``out``, FP32 and as many elements. False where nothing was done: the reference has to."""
     found = [tensor for tensor in (bits, scale, out) if tensor is not None]
     engine = None if forced_backend() == "torch" else load_engine("cpu")[0]
-    if engine is None or fmt is FLOAT32 or not all(map(_is_plain, found)) or not bits.numel():
+    if engine is None or bits.dtype == torch.float32 or not all(map(_is_plain, found)) or not bits.numel():
         return False
     engine.decode_state(
         bits=bits.data_ptr(),

@@ -18,7 +18,7 @@ from fused_optim.adapters import adapter_of
 from fused_optim.formats.masters import Master, join_remainder
 from fused_optim.sharding.dtensor import cut_by_rows, dense, full_tensor, has_values, local_tensor, placed_part
 
-PIECE = 2**20  # elements coded at a time: the codecs' temporaries take up to 50 bytes for each; a multiple of BLOCKS
+PIECE = 2**20  # elements coded at a time: the codecs' temporaries take about 100 bytes for each; a multiple of BLOCKS
 KINDS = {"rem16": Master.REMAINDER16, "rem8": Master.REMAINDER8}
 
 _WHOLE_MASTERS = "save with checkpoint_format='unscaled', which has whole masters"

@@ -15,6 +15,7 @@ from fused_optim.checkpoint.reading.saved_optimizer import SavedState
 from fused_optim.checkpoint.reading.source import TensorInfo
 from fused_optim.checkpoint.writing.entries import Entry
 from fused_optim.formats.masters import Master
+from fused_optim.formats.states import FLOAT32
 from fused_optim.memory.layout import MASTER, StateLayout
 from fused_optim.state.param_state import ParamState
 
@@ -35,11 +36,24 @@ class Encoded:
 
     def entries(self) -> Iterator[tuple[Place, Entry]]:
         """What is to be written, by its place in the parameter's states. Nothing is read yet."""
-        for place, value in _flat(self._form(self._created("meta"))):
-            if isinstance(value, Tensor):
-                yield place, Entry((), partial(self._value, place), TensorInfo(tuple(value.shape), value.dtype))
-            else:
+        created = self._created("meta")
+        for place, value in _flat(self._form(created)):
+            if not isinstance(value, Tensor):
                 yield place, Entry((), partial(int, value))
+                continue
+            yield place, Entry((), self._reader(place, value, created), TensorInfo(tuple(value.shape), value.dtype))
+
+    def _reader(self, place: Place, value: Tensor, created: ParamState) -> Callable[[], Tensor]:
+        if not value.is_meta:  # it is known without reading
+            return value.clone
+        return self._states[place[0]].values if self._is_plain(place, created) else partial(self._value, place)
+
+    def _is_plain(self, place: Place, created: ParamState) -> bool:
+        """Whether it is kept in FP32, so that it can be read without the parameter's other states."""
+        (name, *_) = place
+        if name == MASTER:
+            return self.master is Master.FLOAT32
+        return name in self._states and created.stored(name).format == FLOAT32
 
     def parameter(self) -> Tensor:
         """As it belongs to the master."""

@@ -24,7 +24,7 @@ from fused_optim.sharding.collective import gather, gather_at_first, on_all_rank
 
 FILE = "fused_optim_checksums.json"
 VERSION = 1
-_NEAR = 1 << 20  # bytes read at a time from this machine, which stay in a core's cache
+_NEAR = 1 << 22  # bytes read at a time from this machine
 _FAR = 1 << 23  # from elsewhere, where every read takes its time
 
 Range = tuple[str, int, int]  # file, start, length
@@ -112,7 +112,7 @@ class _OfThread(threading.local):
 
 def _sum_up(folder: Folder, items: Iterable[_Item]) -> Iterator[tuple[_Item, str | ValueError]]:
     """The checksums of items, or what is wrong with their bytes."""
-    listed = list(items)
+    listed = sorted(items, key=lambda item: item.range[2], reverse=True)  # no large one is left to a single thread
     own = _OfThread()
 
     def sum_up(item: _Item) -> str | ValueError:
