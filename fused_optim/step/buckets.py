@@ -185,6 +185,8 @@ class Buckets:
             self._choose_buckets()
         if not self._plans_fit():
             self._make_plans()
+        for device in {device for plan in self.plans for device in plan.backends}:
+            self._hypers_on(device)
         self._begun_with = self._hyperparameters()
         self._is_begun = True
 
@@ -197,9 +199,12 @@ class Buckets:
         self._complete()
 
     def finish_begun(self) -> None:
-        """The same of a step that the backward pass has begun, with its hyperparameters; nothing between two steps."""
+        """The same of a step that a backward pass has begun, with its hyperparameters. It ends whatever happens."""
         if self.phase() is not Phase.IDLE:
-            self._complete()
+            try:
+                self._complete()
+            finally:
+                self._end()
 
     def _complete(self) -> None:
         self.streams.join()
