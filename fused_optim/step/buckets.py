@@ -161,8 +161,8 @@ class Buckets:
         self._arrived.add(param)
         self._waiting[number] -= 1
         if not self._waiting[number]:
-            copies.wait()
             with self.streams.beside(self._members[number]):
+                copies.wait()
                 self._update([number])
             _free(self._members[number])
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cases import Format, Master, values
+from cases import FORMATS, MASTER, Format, Master, values
+from distributed import same_bits
 from fused_optim import FusedAdamW
 
 
@@ -53,3 +55,29 @@ def everything(optimizer: FusedAdamW) -> list[Tensor]:
     for param in optimizer.store.params:
         found += [param.detach(), *optimizer.state[param].values(), optimizer.store.layouts[param].scales]
     return found
+
+
+class Pair:
+    """A model with gradient release and the same without it."""
+
+    def __init__(self, fmt: Format = FORMATS[-1], master: Master = MASTER["float32"], device: str = "cpu") -> None:
+        self.models = [Layers(master.param_dtype).to(device) for _ in range(2)]
+        self.optimizers = [make(model, fmt, master) for model in self.models]
+        self.released, self.usual = self.optimizers
+        self.model = self.models[0]
+
+    def train(self, steps: Iterable[int]) -> None:
+        for model, optimizer in zip(self.models, self.optimizers, strict=True):
+            train(model, optimizer, steps)
+
+    def each(self, change: Callable[[Any, FusedAdamW], Any]) -> None:
+        for model, optimizer in zip(self.models, self.optimizers, strict=True):
+            change(model, optimizer)
+
+    def assert_same(self) -> None:
+        assert all(map(same_bits, everything(self.released), everything(self.usual)))
+        assert all(map(same_bits, self.models[0].parameters(), self.models[1].parameters()))
+
+
+def gradients(model: nn.Module) -> set[str]:
+    return {name for name, param in model.named_parameters() if param.grad is not None}
