@@ -55,7 +55,7 @@ def enable_gradient_release(
             what needs all gradients at once: ``optimizer.clip_grad_norm_``, ``diagnostics``, a GradScaler, a second
             backward pass before ``step()`` (gradient accumulation); and for whatever else is called between
             ``backward()`` and ``step()``. Nothing has been changed then. Clipping by ``torch.nn.utils`` finds no
-            gradients, and does nothing.
+            gradients, or only some: do not use it.
     """
     if _holds(model, FullyShardedDataParallel):
         raise TypeError("FullyShardedDataParallel (FSDP1) has flat parameters without hooks: use fully_shard (FSDP2)")

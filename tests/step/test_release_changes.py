@@ -7,12 +7,13 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -21,6 +22,7 @@ import distributed
 from cases import FORMATS, MASTER, MASTERS, Format, Master
 from distributed import Part, assert_same, join_all, mesh, part, same_bits
 from fused_optim import FusedAdamW, enable_gradient_release
+from fused_optim.step.streams import _Lane
 from pairwise import pairwise
 from release_cases import Layers, Pair, everything, gradients, loss_of, make, train
 
@@ -202,23 +204,23 @@ def test_copies_make_whole_steps(way: str) -> None:
 # --- on several ranks -------------------------------------------------------------------------------------------------
 
 
-def ddp(release: bool, ways: bool) -> tuple[dict[str, Part], list[str]]:
+def ddp(release: bool, refused: bool) -> tuple[dict[str, Part], list[str]]:
     """Enabled, disabled and enabled again; or refused, after which steps are whole."""
-    model, errors = Layers(), []
+    model, errors = Layers().to(distributed.device()), []
     wrapped = DistributedDataParallel(model, bucket_cap_mb=0.02, find_unused_parameters=True)
     optimizer = FusedAdamW(list(model.named_parameters()), lr=0.01, state_dtype="int8")
-    if ways and release:
+    if refused and release:
         wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
         try:
             enable_gradient_release(wrapped, optimizer)
         except RuntimeError as error:
             errors.append(str(error))
     for step in range(STEPS):
-        handle = enable_gradient_release(wrapped, optimizer, bucket_bytes=0) if release and not ways else None
+        handle = enable_gradient_release(wrapped, optimizer, bucket_bytes=0) if release and not refused else None
         loss_of(wrapped, step, dist.get_rank()).backward()
         if handle is not None and step % 2:
             handle.disable()
-        if ways:
+        if refused:
             optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -227,18 +229,18 @@ def ddp(release: bool, ways: bool) -> tuple[dict[str, Part], list[str]]:
     return {name: part(param) for name, param in model.named_parameters()}, errors
 
 
-@pytest.mark.parametrize("refused", [False, True])
-def test_ddp_is_enabled_again_and_refused_as_a_whole(refused: bool) -> None:
-    found = distributed.run(2, ddp, True, refused)
-    expected = distributed.run(2, ddp, False, refused)
+@pytest.mark.parametrize("ranks, refused, on", distributed.on_each_device((2, False), (2, True)))
+def test_ddp_is_enabled_again_and_refused_as_a_whole(ranks: int, refused: bool, on: str) -> None:
+    found = distributed.run(ranks, ddp, True, refused, on=on)
+    expected = distributed.run(ranks, ddp, False, refused, on=on)
     assert_same(join_all([parts for parts, _ in found]), join_all([parts for parts, _ in expected]))
     assert all(len(errors) == refused and all("communication hook already" in e for e in errors) for _, errors in found)
 
 
-def sharded(release: bool, quantity: str) -> dict[str, Part]:
+def sharded(release: bool, change: str) -> dict[str, Part]:
     """FSDP2: a layer that is unfrozen, native remainders before the model, a pass that fails on all ranks."""
-    model = Layers(torch.bfloat16)
-    model.first.requires_grad_(quantity != "unfrozen")
+    model = Layers(torch.bfloat16).to(distributed.device())
+    model.first.requires_grad_(change != "unfrozen")
     for module in (model.first, model.second, model.third):
         fully_shard(module, mesh=mesh())
     fully_shard(model, mesh=mesh())
@@ -246,16 +248,16 @@ def sharded(release: bool, quantity: str) -> dict[str, Part]:
     optimizer = FusedAdamW(list(model.named_parameters()), **options)
     handle = enable_gradient_release(model, optimizer, bucket_bytes=0) if release else None
     for step in range(STEPS):
-        if step == 2 and quantity == "unfrozen":
+        if step == 2 and change == "unfrozen":
             model.first.requires_grad_(True)
-        if step == 2 and quantity == "loaded":
+        if step == 2 and change == "loaded":
             saved = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
             with torch.no_grad():
                 for param in model.parameters():
                     param.mul_(1.5)
             optimizer.load_state_dict(saved[0])
             model.load_state_dict(saved[1])
-        if step == 2 and quantity == "failed" and handle is not None:
+        if step == 2 and change == "failed" and handle is not None:
             hook = model.second.register_full_backward_hook(lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 loss_of(model, step, dist.get_rank()).backward()
@@ -270,12 +272,12 @@ def sharded(release: bool, quantity: str) -> dict[str, Part]:
     return {name: part(param) for name, param in model.named_parameters()}
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_fsdp2(ranks: int) -> None:
-    for quantity in ("unfrozen", "loaded"):
-        expected = join_all(distributed.run(ranks, sharded, False, quantity))
-        assert_same(join_all(distributed.run(ranks, sharded, True, quantity)), expected)
-    distributed.run(ranks, sharded, True, "failed")
+@pytest.mark.parametrize("ranks, on", distributed.on_each_device((1,), (2,), (3,)))
+def test_fsdp2(ranks: int, on: str) -> None:
+    for change in ("unfrozen", "loaded"):
+        expected = join_all(distributed.run(ranks, sharded, False, change, on=on))
+        assert_same(join_all(distributed.run(ranks, sharded, True, change, on=on)), expected)
+    distributed.run(ranks, sharded, True, "failed", on=on)
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
@@ -337,3 +339,52 @@ def test_memory_is_given_back_however_far_the_host_is_ahead(busy: bool) -> None:
         torch.cuda.synchronize()
     total = 16 * (1024 * 1024 + 1024) * 4
     assert peaks[1] >= total and peaks[0] <= total / 2
+
+
+class FakeStream:
+    """A stream that notes what is done with it."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self._log, self._events = name, log, 0
+
+    def wait_stream(self, other: FakeStream) -> None:
+        if other is not self:
+            self._log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: str) -> None:
+        self._log.append(f"{self.name} waits for {event}")
+
+    def record_event(self) -> str:
+        self._events += 1
+        return f"update {self._events}"
+
+
+@pytest.mark.parametrize("reducing", [False, True], ids=["plain", "fsdp2"])
+def test_order_of_streams(monkeypatch: pytest.MonkeyPatch, reducing: bool) -> None:
+    """Without a GPU: an update waits for its gradients, and memory of gradients goes back to those who wait for it."""
+    log: list[str] = []
+    computing, side, reduces = (FakeStream(name, log) for name in ("computing", "side", "reducing"))
+    current = reduces if reducing else computing
+    monkeypatch.setattr("torch.cuda.Stream", lambda device: side)
+    monkeypatch.setattr("torch.cuda.default_stream", lambda device: computing)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: current)
+    monkeypatch.setattr("torch.cuda.stream", lambda stream: nullcontext())
+    lane, alive = _Lane(torch.device("cuda", 0)), []
+    for number in (1, 2, 3):
+        grad = torch.ones(3)
+        alive.append(weakref.ref(grad))
+        grads: list[Tensor | None] = [grad, None]
+        with lane.beside(grads):
+            log.append(f"update {number}")
+        del grad, grads
+        assert [each() is not None for each in alive] == [False] * (number - 1) + [True]
+    current = computing
+    lane.join()
+    assert alive[-1]() is None
+    others = ["reducing", "computing"] if reducing else ["computing"]
+    expected = []
+    for number in (1, 2, 3):
+        expected += [f"side waits for {others[0]}", f"update {number}"]
+        expected += [f"{other} waits for update {number - 1}" for other in others if number > 1]
+    assert sorted(log[:-1]) == sorted(expected) and log[-1] == "computing waits for side"
+    assert log.index("update 2") < log.index("computing waits for update 1") < log.index("update 3")
