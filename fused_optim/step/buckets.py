@@ -119,7 +119,9 @@ class Buckets:
     def check_backward_is_over(self, what: str) -> None:
         """Raise RuntimeError for ``step()`` inside of the backward pass."""
         if self.phase() is Phase.IN_BACKWARD:
-            raise RuntimeError(f"{what} during the backward pass, which gradient release is updating in: call it after")
+            raise RuntimeError(
+                f"{what} during the backward pass, in which gradient release updates: call it afterwards"
+            )
 
     def drop_gradients(self) -> None:
         """Before ``zero_grad()``. Raises RuntimeError where some have been used."""
@@ -277,7 +279,8 @@ class Buckets:
         size = self._bucket_bytes
         if size is None:
             size = max(LEAST_BYTES, sum(map(_local_bytes, self._names)) // MOST_BUCKETS)
-        self._members, self.plans = list(_cut(self._names, size)), []
+        self._members = list(_cut(self._names, size))
+        self._planned = [], []  # plans are left where new ones are made: they know what others have written
         self._number = {param: number for number, bucket in enumerate(self._members) for param in bucket}
         self._waiting = [len(bucket) for bucket in self._members]
 

@@ -22,6 +22,7 @@ import distributed
 from cases import FORMATS, MASTER, MASTERS, Format, Master
 from distributed import Part, assert_same, join_all, mesh, part, same_bits
 from fused_optim import FusedAdamW, enable_gradient_release
+from fused_optim.state.param_state import ParamState
 from fused_optim.step.streams import _Lane
 from pairwise import pairwise
 from release_cases import Layers, Pair, everything, gradients, loss_of, make, train
@@ -122,6 +123,26 @@ def test_parameters_are_added_and_replaced(master: Master, fmt: Format) -> None:
     pair.assert_same()
     loss_of(pair.model, STEPS).backward()
     assert not gradients(pair.model)
+
+
+def test_other_buckets_mistake_no_update_for_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masters follow what others have written, also where parameters are frozen at the same time, and nothing else."""
+    pair = Pair(FORMATS[-1], MASTER["bfloat16+float32"])
+    enable_gradient_release(pair.model, pair.released, bucket_bytes=0)
+    pair.train(range(2))
+    followed = []
+    follow = ParamState.sync_master_from_param
+    monkeypatch.setattr(
+        ParamState, "sync_master_from_param", lambda states: (followed.append(states.param), follow(states))
+    )
+    pair.each(lambda model, _: model.norm.bias.requires_grad_(False))
+    train(pair.model, pair.released, range(2, 3))
+    assert not followed
+    with torch.no_grad():
+        pair.model.first.weight.clamp_(-0.01, 0.01)
+    pair.model.norm.bias.requires_grad_(True)
+    train(pair.model, pair.released, range(3, 4))
+    assert len(followed) == 1 and followed[0] is pair.model.first.weight
 
 
 def test_replaced_parameters_are_freed() -> None:
