@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from fused_optim.backends.tables import Rule as RuleNumber
-from fused_optim.decorators import between_graphs
+from fused_optim.decorators import between_graphs, between_steps
 from fused_optim.formats.arithmetic import fused, normal, sqrt
 from fused_optim.formats.states import Kind
 from fused_optim.optimizer import ShardedOptimizer
@@ -284,6 +284,7 @@ class FusedAdam(ShardedOptimizer):
         return self.rule.adam_w_mode
 
     @adam_w_mode.setter
+    @between_steps
     def adam_w_mode(self, mode: bool) -> None:
         self.rule.adam_w_mode = mode
 

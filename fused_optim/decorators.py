@@ -81,6 +81,17 @@ def observed(step: F) -> F:
     return cast(F, observed_step)
 
 
+def between_steps(method: F) -> F:
+    """Of an optimizer, a decorator: refused in the middle of a step that gradient release makes."""
+
+    @functools.wraps(method)
+    def asked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.stepper.check_idle(f"{method.__name__}()")
+        return method(self, *args, **kwargs)
+
+    return cast(F, asked)
+
+
 def ungraded(function: F) -> F:
     """``torch.no_grad()`` as a decorator, without the objects that torch's makes at each call."""
 

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from fused_optim import adapters
-from fused_optim.decorators import between_graphs, declared_without, observed, ungraded
+from fused_optim.decorators import between_graphs, between_steps, declared_without, observed, ungraded
 from fused_optim.memory.layout import MASTER, STEP
 from fused_optim.options.checks import (
     check_belongs,
@@ -49,7 +49,7 @@ _WORDS = ("state_dtype", "master_bits")  # short words of the constructor, which
 def _before_state_dict(optimizer: Optimizer) -> None:
     """A hook before ``state_dict()``: what it is made from is brought up to date."""
     assert isinstance(optimizer, ShardedOptimizer)
-    optimizer.stepper.check_between_steps()
+    optimizer.stepper.check_idle("state_dict()")
     optimizer._forget_compilers_key()
     optimizer._reconcile()
     optimizer.store.show_steps()
@@ -143,6 +143,7 @@ class ShardedOptimizer(Optimizer):
         return self.stepper.skip_group
 
     @skip_nonfinite_group.setter
+    @between_steps
     def skip_nonfinite_group(self, group: ProcessGroup | None) -> None:
         self.stepper.skip_group = group
 
@@ -163,6 +164,7 @@ class ShardedOptimizer(Optimizer):
     # --- param groups and pickling ------------------------------------------------------------------------------
 
     @between_graphs
+    @between_steps
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as torch.optim does. Raises before the group is added if it cannot be used."""
         read = read_group(param_group, self.defaults)
@@ -194,6 +196,7 @@ class ShardedOptimizer(Optimizer):
 
     @between_graphs
     @torch.no_grad()
+    @between_steps
     def replace_parameters(self, replacements: Mapping[Tensor, Tensor]) -> None:
         """Let other parameters take the places of some, with their states, and write them from the masters.
 
@@ -212,6 +215,7 @@ class ShardedOptimizer(Optimizer):
         self.store.record_versions()
 
     def __getstate__(self) -> dict[str, Any]:
+        self.stepper.check_idle("a copy, or pickling,")
         self.stepper.scalars.pull(self.param_groups)
         self.stepper.sync_written_masters()
         return {
@@ -239,6 +243,7 @@ class ShardedOptimizer(Optimizer):
         return self.settings.checkpoint_format
 
     @checkpoint_format.setter
+    @between_steps
     def checkpoint_format(self, form: CheckpointFormat) -> None:
         self._check_form(form)
         self.settings.checkpoint_format = form
@@ -276,6 +281,7 @@ class ShardedOptimizer(Optimizer):
 
     @between_graphs
     @torch.no_grad()
+    @between_steps
     def initialize_state(self, param: Tensor | None = None, store_param_remainders: bool | None = None) -> None:
         """Create the states of ``param``, or of all: zero moments, masters equal to the parameters. Idempotent.
 
@@ -286,6 +292,7 @@ class ShardedOptimizer(Optimizer):
             self.stepper.prepare_capture()
 
     @torch.no_grad()
+    @between_steps
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
         """A state's local values: FP32, shaped as the parameter's local shard.
 
@@ -298,6 +305,7 @@ class ShardedOptimizer(Optimizer):
         return self.store.read(param, state_name)
 
     @torch.no_grad()
+    @between_steps
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
         """Encode local FP32 values (the parameter's local shape) into a state; remainders are taken as they are.
 
@@ -312,6 +320,7 @@ class ShardedOptimizer(Optimizer):
 
     @between_graphs
     @torch.no_grad()
+    @between_steps
     def master_state_dict(self, model: torch.nn.Module) -> dict[str, Tensor]:
         """The masters by the model's parameter names: FP32, with the parameters' shapes, meshes and placements.
 
@@ -326,6 +335,7 @@ class ShardedOptimizer(Optimizer):
 
     @between_graphs
     @torch.no_grad()
+    @between_steps
     def sync_params_from_master(self) -> None:
         """Write every parameter again from its master, rounded to nearest. Histories of scales stay as they are.
 
@@ -335,6 +345,7 @@ class ShardedOptimizer(Optimizer):
 
     @between_graphs
     @torch.no_grad()
+    @between_steps
     def sync_masters_from_params(self) -> None:
         """Let every master follow its parameter: what was written into parameters is where the next step starts.
 
@@ -396,13 +407,11 @@ class ShardedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Reset the gradients, ``decoupled_grad`` included where it is used, and drop the clipping of the next step."""
+        self.stepper.drop_gradients()
         asked = self.set_grad_none if set_to_none is None else set_to_none
         set_to_none = True if asked is None else asked
         super().zero_grad(set_to_none=set_to_none)
-        self.stepper.drop_clipping()
-        if not self.use_decoupled_grad:
-            return
-        for param in self.store.params:
+        for param in self.store.params if self.use_decoupled_grad else ():
             grad = getattr(param, "decoupled_grad", None)
             if grad is not None and set_to_none:
                 setattr(param, self.store.grad_attribute, None)
@@ -448,6 +457,7 @@ class ShardedOptimizer(Optimizer):
 
     @between_graphs
     @torch.no_grad()
+    @between_steps
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states saved from any format into this optimizer's formats; see ``fused_optim.state.state_dict``.
 

@@ -1,58 +1,61 @@
 """Gradient release: the backward pass updates parameters and frees their gradients as soon as these are reduced.
 
-Hooks on the parameters, or DistributedDataParallel's communication hook, tell when a gradient is ready. Parameters are
-updated in buckets, in the order of the backward pass; ``optimizer.step()`` updates what is left and counts the step. A
-parameter's update is that of a whole step, bit for bit.
+Hooks on the parameters, or DistributedDataParallel's communication hook, tell when a gradient is ready. What follows
+from that, and what is allowed when, ``step/buckets.py`` knows. Updates are those of a whole step, bit for bit.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fused_optim.adam import FusedAdam
 from fused_optim.decorators import between_graphs
-from fused_optim.options.checks import describe
 from fused_optim.sharding.collective import parameter_names
-from fused_optim.sharding.dtensor import local_tensor
-
-BUCKET_BYTES = 32 << 20
+from fused_optim.step.amp import notice_scaled_losses
 
 
 def enable_gradient_release(
-    model: nn.Module, optimizer: FusedAdam, *, bucket_bytes: int = BUCKET_BYTES
+    model: nn.Module, optimizer: FusedAdam, *, bucket_bytes: int | None = None
 ) -> GradientRelease:
     """Update parameters in the backward pass and free their gradients; call ``optimizer.step()`` after each, as ever.
 
     Args:
         model: a plain module, DistributedDataParallel, or one that ``fully_shard`` (FSDP2) was applied to. Its
             parameters that the optimizer does not have are left alone; those of the optimizer that the model does not
-            have are updated by ``step()``.
+            have are updated by ``step()``. Parameters may be frozen, unfrozen, added and replaced between two steps.
         optimizer: its states are created now.
-        bucket_bytes: gradients are held until so many bytes of them, on this rank, can be updated together; 0: each
-            parameter on its own.
+        bucket_bytes: gradients are held until so many bytes of them, on this rank, can be updated together. None: a
+            sixteenth of them all, and no less than 32 MiB; 0: each parameter on its own.
 
-    Under FSDP2 updates run on the stream that has reduced the gradients, otherwise and with ``offload_states`` on a
-    stream of their own, while the backward pass goes on. A model's parameters are its own again when ``step()`` has
+    On GPUs updates run on a stream of their own, while the backward pass goes on. They are done when ``backward()`` has
     returned, as far as this stream is concerned.
+
+    Hyperparameters are those at the first gradient of the backward pass. ``step()`` raises RuntimeError where they were
+    changed since: set them before ``backward()``, or after ``step()``, where learning rate schedulers do.
+
+    A backward pass that fails ends its step: what it has updated counts as updated, other gradients stay until
+    ``zero_grad()``.
 
     Raises:
         TypeError: for flat parameters of FullyShardedDataParallel (FSDP1), and for DistributedDataParallel inside of
             ``model``.
         ValueError: if the optimizer has none of the model's parameters.
-        RuntimeError: for ``skip_nonfinite``, ``capturable`` and ``use_decoupled_grad``. Later on, for what needs all
-            gradients at once: ``optimizer.clip_grad_norm_``, a GradScaler, a second backward pass before ``step()``
-            (gradient accumulation), and ``state_dict()`` between a backward pass and ``step()``. Clipping by
-            ``torch.nn.utils`` finds no gradients, and does nothing.
+        RuntimeError: if it is enabled for this optimizer already, for ``skip_nonfinite``, ``capturable`` and
+            ``use_decoupled_grad``, and where DistributedDataParallel has a communication hook already. Later on, for
+            what needs all gradients at once: ``optimizer.clip_grad_norm_``, ``diagnostics``, a GradScaler, a second
+            backward pass before ``step()`` (gradient accumulation); and for whatever else is called between
+            ``backward()`` and ``step()``. Nothing has been changed then. Clipping by ``torch.nn.utils`` finds no
+            gradients, or only some: do not use it.
     """
     if _holds(model, FullyShardedDataParallel):
         raise TypeError("FullyShardedDataParallel (FSDP1) has flat parameters without hooks: use fully_shard (FSDP2)")
@@ -60,171 +63,125 @@ def enable_gradient_release(
         raise TypeError(
             "a submodule is DistributedDataParallel: its communication hook tells when gradients are reduced"
         )
-    if optimizer.use_decoupled_grad:
-        raise RuntimeError("use_decoupled_grad=True: gradients that are not in p.grad do not tell when they are ready")
+    optimizer.stepper.check_can_be_in_buckets()
     return GradientRelease(model, optimizer, bucket_bytes)
 
 
 class GradientRelease:
     """What :func:`enable_gradient_release` has set up; :meth:`disable` ends it."""
 
-    def __init__(self, model: nn.Module, optimizer: FusedAdam, bucket_bytes: int) -> None:
-        self._optimizer = optimizer
-        own = set(optimizer.store.params)
-        self._names = {param: names[0] for param, names in parameter_names(model).items()}
-        params = [param for param in dict.fromkeys(model.parameters()) if param in own and param.requires_grad]
-        if not params:
+    def __init__(self, model: nn.Module, optimizer: FusedAdam, bucket_bytes: int | None) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> handle
+        if not self._chosen():
             raise ValueError("the optimizer has none of the model's parameters that require gradients")
-        self._buckets = list(_buckets(reversed(params), bucket_bytes))
-        self._bucket_of = {param: number for number, bucket in enumerate(self._buckets) for param in bucket}
-        self._waiting: list[int] = []
-        self._arrived: set[Tensor] = set()
-        self._sharded = _holds(model, FSDPModule)
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        optimizer.stepper.in_buckets(self._buckets)
-        self._begin()
-        self._handles: list[RemovableHandle] = [
-            optimizer.register_step_pre_hook(lambda *_: self._finish()),
-            optimizer.register_step_post_hook(lambda *_: self._begin()),
-        ]
-        self._is_enabled = True
-        # The optimizer's hooks keep this object. Those of the model must not: autograd and DistributedDataParallel hold
-        # them where the garbage collector does not look, and the model and its states would never be freed.
-        this = weakref.ref(self)
-        if isinstance(model, DistributedDataParallel):
-            # A lambda, since annotations are read.
-            model.register_comm_hook(model.process_group, lambda group, bucket: _reduce(this, group, bucket))
-        else:
-            arrive = _arriving(this)
-            self._handles += [param.register_post_accumulate_grad_hook(arrive) for param in params]
+        # The optimizer keeps this object. Hooks of the model must not: autograd and DistributedDataParallel hold them
+        # where the garbage collector does not look, and the model and its states would never be freed.
+        self._this = weakref.ref(self)
+        self._reducing = _reducing(model) if isinstance(model, DistributedDataParallel) else None
+        notice_scaled_losses()
+        self._buckets = optimizer.stepper.in_buckets(self._choose, bucket_bytes)
+        if self._reducing is not None:
+            self._reducing.release = self._this
 
     def disable(self) -> None:
-        """Make whole steps again, from the next one on. Raises RuntimeError between a backward pass and ``step()``."""
-        self._optimizer.stepper.check_between_steps()
-        self._optimizer.stepper.in_buckets(None)
-        for handle in self._handles:
-            handle.remove()
-        self._is_enabled = False
+        """Make whole steps again, from the next one on.
 
-    # --- a step -----------------------------------------------------------------------------------------------------
-
-    def _begin(self) -> None:
-        """After ``step()``, which has used all gradients."""
-        for bucket in self._buckets:
-            _free(bucket)
-        self._waiting = [len(bucket) for bucket in self._buckets]
-        self._arrived.clear()
-
-    def _finish(self) -> None:
-        """Before ``step()``: it comes after all updates, and updated parameters have no gradients for it."""
-        for device, stream in self._streams.items():
-            torch.cuda.current_stream(device).wait_stream(stream)
-        for number, waiting in enumerate(self._waiting):
-            if not waiting:
-                _free(self._buckets[number])  # DistributedDataParallel has put them back
-
-    def _arrive(self, param: Tensor) -> None:
-        """A parameter's gradient is ready."""
-        if param in self._arrived:
-            index = next(i for i, each in enumerate(self._optimizer.store.params) if each is param)
-            raise RuntimeError(
-                f"{describe(param, index, self._names.get(param))}: it has a second gradient before optimizer.step(). "
-                "Gradient release updates parameters as gradients come: call step() after each backward pass, without "
-                "accumulation over several of them"
-            )
-        self._arrived.add(param)
-        number = self._bucket_of[param]
-        self._waiting[number] -= 1
-        if not self._waiting[number]:
-            self._update(number)
-
-    def _update(self, number: int) -> None:
-        self._await_offloaded(self._buckets[number])
-        with self._on_own_stream(self._buckets[number]):
-            self._optimizer.stepper.update_bucket(number)
-        _free(self._buckets[number])
-
-    def _await_offloaded(self, params: Sequence[Tensor]) -> None:
-        """FSDP2 of torch before 2.13 calls hooks while gradients are still on their way from a GPU to host memory."""
-        if self._sharded and torch.cuda.is_initialized() and local_tensor(params[0]).device.type == "cpu":
-            torch.cuda.current_stream().synchronize()
-
-    def _on_own_stream(self, params: Sequence[Tensor]) -> AbstractContextManager[Any]:
-        """A stream that comes after what is enqueued now. The caching allocator is told of gradients that it reads."""
-        device = local_tensor(params[0]).device
-        waits_for_states = self._optimizer.store.offloads  # which the next gradients' reduction should not do, too
-        if device.type != "cuda" or (self._sharded and not waits_for_states):
-            return nullcontext()
-        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
-        stream.wait_stream(torch.cuda.current_stream(device))
-        for param in params:
-            if param.grad is not None:
-                local_tensor(param.grad).record_stream(stream)
-        return torch.cuda.stream(stream)
-
-    # --- DistributedDataParallel ------------------------------------------------------------------------------------
-
-    def _take(self, bucket: dist.GradBucket, work: dist.Work) -> None:
-        """Updates what a bucket of gradients completes, once they are reduced."""
-        if not self._is_enabled:
+        Between a backward pass and ``step()`` it makes that step first, with the hyperparameters of the backward pass.
+        Raises RuntimeError inside of a backward pass.
+        """
+        buckets, stepper = self._buckets, self._optimizer.stepper
+        if stepper.buckets is not buckets:
             return
-        with self._on_own_stream(bucket.parameters()):
+        buckets.check_backward_is_over("disable()")
+        try:
+            buckets.finish_begun()
+        finally:
+            stepper.at_once()
+            for handle in self._hooks.values():
+                handle.remove()
+            if self._reducing is not None:
+                self._reducing.release = None
+
+    def _chosen(self) -> dict[Tensor, str]:
+        own = set(self._optimizer.store.params)
+        names = {param: own_names[0] for param, own_names in parameter_names(self._model).items()}
+        return {param: names[param] for param in reversed(names) if param in own and param.requires_grad}
+
+    def _choose(self) -> dict[Tensor, str]:
+        """The parameters to be updated in the backward pass, in its order. Puts hooks on those that have none."""
+        chosen = self._chosen()
+        if self._reducing is None:
+            for param in chosen:
+                if param not in self._hooks:
+                    self._hooks[param] = _hook(param, self._this)
+        return chosen
+
+    def arrive(self, param: Tensor) -> None:
+        """A parameter's gradient is ready."""
+        self._buckets.arrive(param)
+
+    def take(self, bucket: dist.GradBucket, work: dist.Work) -> None:
+        """DistributedDataParallel's gradients: updates what they complete, once they are reduced."""
+        with self._buckets.streams.waiting(bucket.parameters()):
             work.wait()
             for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 # What this rank has not used may be used by none: that is known at the end of the pass, and
                 # updated by `step()`.
-                if param in self._bucket_of and param.grad is not None:
+                if param in self._buckets and param.grad is not None:
                     param.grad = grad
-                    self._arrive(param)
+                    self.arrive(param)
 
 
-@between_graphs
-def _reduce(
-    this: weakref.ref[GradientRelease], group: dist.ProcessGroup, bucket: dist.GradBucket
-) -> torch.futures.Future[Tensor]:
-    """A communication hook: the mean over ranks, as DistributedDataParallel computes it itself, and then the update."""
-    buffer = bucket.buffer()
-    buffer.mul_(1.0 / dist.get_world_size(group))
-    work = dist.all_reduce(buffer, group=group, async_op=True)
-    if release := this():
-        release._take(bucket, work)
-    reduced: torch.futures.Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
-    return reduced
-
-
-def _arriving(this: weakref.ref[GradientRelease]) -> Callable[[Tensor], None]:
-    """A hook of parameters whose gradient is ready."""
-
+def _hook(param: Tensor, this: weakref.ref[GradientRelease]) -> RemovableHandle:
     @between_graphs
     def arrive(param: Tensor) -> None:
         if release := this():
-            release._arrive(param)
+            release.arrive(param)
 
-    return arrive
+    handle: RemovableHandle = param.register_post_accumulate_grad_hook(arrive)
+    return handle
 
 
-def _buckets(params: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
-    """Lists of parameters on one device whose local gradients reach ``size`` bytes."""
-    bucket: list[Tensor] = []
-    filled = 0
-    for param in params:
-        local = local_tensor(param)
-        if bucket and local_tensor(bucket[0]).device != local.device:
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append(param)
-        filled += local.numel() * local.element_size()
-        if filled >= size:
-            yield bucket
-            bucket, filled = [], 0
-    if bucket:
-        yield bucket
+# --- DistributedDataParallel ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Reducing:
+    """A communication hook, which a model takes once, and of whom it is now."""
+
+    release: Callable[[], GradientRelease | None] | None = None
+
+    @between_graphs
+    def reduce(self, group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """The mean over ranks, as DistributedDataParallel computes it itself, and then the update."""
+        buffer = bucket.buffer()
+        buffer.mul_(1.0 / dist.get_world_size(group))
+        work = dist.all_reduce(buffer, group=group, async_op=True)
+        if self.release is not None and (release := self.release()):
+            release.take(bucket, work)
+        reduced: torch.futures.Future[Tensor] = work.get_future().then(lambda future: future.value()[0])
+        return reduced
+
+
+_reducing_of: weakref.WeakKeyDictionary[DistributedDataParallel, _Reducing] = weakref.WeakKeyDictionary()
+
+
+def _reducing(model: DistributedDataParallel) -> _Reducing:
+    """The hook of a model. Raises RuntimeError where it has one of others."""
+    if model not in _reducing_of:
+        reducing = _Reducing()
+        try:
+            # A lambda, since annotations are read.
+            model.register_comm_hook(model.process_group, lambda group, bucket: reducing.reduce(group, bucket))
+        except RuntimeError as error:
+            raise RuntimeError(
+                "this DistributedDataParallel has a communication hook already, and takes one: gradient release needs "
+                "its own to know when gradients are reduced. Wrap the model without register_comm_hook()"
+            ) from error
+        _reducing_of[model] = reducing
+    return _reducing_of[model]
 
 
 def _holds(model: nn.Module, kind: type) -> bool:
     return any(isinstance(module, kind) for module in model.modules())
-
-
-def _free(params: Iterable[Tensor]) -> None:
-    for param in params:
-        param.grad = None

@@ -47,6 +47,8 @@ _ALWAYS = (
     "torch._C._set_grad_enabled",
     "torch._disable_dynamo",
     "torch.autograd._profiler_enabled",
+    # a backward pass, while it runs
+    "torch.autograd.Variable._execution_engine.queue_callback",
     # modules, optimizers, GradScaler
     "torch.amp.grad_scaler.GradScaler._check_inf_per_device",
     "torch.amp.grad_scaler.GradScaler._get_scale_async",

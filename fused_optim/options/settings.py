@@ -80,7 +80,7 @@ class Settings:
 
 
 class Setting(Generic[T]):
-    """An attribute of an optimizer that shows one of its settings; it may be set at any time."""
+    """An attribute of an optimizer that shows one of its settings; it may be set between any two steps."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -93,6 +93,7 @@ class Setting(Generic[T]):
         return self if owner is None else getattr(owner.settings, self._name)
 
     def __set__(self, owner: Any, value: T) -> None:
+        owner.stepper.check_option(self._name, value)
         setattr(owner.settings, self._name, value)
 
 

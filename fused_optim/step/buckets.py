@@ -1,42 +1,339 @@
-"""A step in buckets: some parameters are updated before others have gradients, and all of it counts as one step."""
+"""Steps in buckets: gradient release updates some parameters before others have gradients; all of it is one step.
+
+The first gradient of a backward pass begins a step, and ``step()`` ends it. Everything public asks in between:
+
+    IDLE            nothing has been updated since the last step: everything is allowed
+    IN_BACKWARD     a backward pass is running
+    PARTLY_STEPPED  it is over: only ``step()`` is allowed, which updates what is left, and counts
+
+A backward pass that fails ends its step: what it has updated counts, and other gradients stay, as torch leaves them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+from torch.autograd import Variable
 
+from fused_optim.backends.compiled import same_objects
+from fused_optim.memory import copies
+from fused_optim.memory.layout import STEP
+from fused_optim.options.checks import describe
+from fused_optim.rule import Hyper
+from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.state.store import StateStore
+from fused_optim.step.amp import gradients_are_scaled
 from fused_optim.step.plan import Plan
+from fused_optim.step.scalars import DeviceScalars
+from fused_optim.step.streams import SideStreams
+
+LEAST_BYTES = 32 << 20  # of a bucket, and
+MOST_BUCKETS = 16  # of a step: what they cost the host does not grow with the model
+
+NO_SCALER = (
+    "torch.amp.GradScaler looks for overflows in all gradients before a step; this one is made in buckets (gradient "
+    "release), which use gradients as they come: train without a GradScaler"
+)
+
+# The parameters to be updated in the backward pass, in its order, and their names.
+Choice = Callable[[], dict[Tensor, str]]
+
+
+class Phase(Enum):
+    """Where a step is."""
+
+    IDLE = "between two steps"
+    IN_BACKWARD = "during the backward pass"
+    PARTLY_STEPPED = "between backward() and step()"
+
+
+class Stepping(Protocol):
+    """What these steps have in common with whole ones."""
+
+    scalars: DeviceScalars
+
+    def check_groups(self) -> None:
+        """Raise for hyperparameters that cannot be used."""
+
+    def renew_states(self) -> None:
+        """Create what is missing, before new plans are made."""
+
+    def hypers_on(self, device: torch.device) -> list[Hyper]:
+        """The hyperparameters of the next step."""
 
 
 class Buckets:
-    """A plan for each list of parameters, and one for all others.
+    """The steps of an optimizer with gradient release.
 
-    ``done``: the numbers of those that were run for the step to come; ``counting``: the param groups whose step it is.
+    Args:
+        choose: called where the parameters that require gradients are others than before.
+        bucket_bytes: of gradients that are updated together; None: a sixteenth of all, and no less than 32 MiB.
     """
 
-    def __init__(self, members: Sequence[Sequence[Tensor]], groups: list[dict[str, Any]], store: StateStore) -> None:
-        self.members = members
-        self._params, self._sizes = store.params, [len(group["params"]) for group in groups]
-        listed = {param for bucket in members for param in bucket}
-        others = [param for param in self._params if param not in listed]
-        self.plans = [Plan(groups, store, bucket) for bucket in [*members, others]]
-        self.done: set[int] = set()
-        self.counting: set[int] = set()
+    def __init__(self, store: StateStore, stepping: Stepping, choose: Choice, bucket_bytes: int | None) -> None:
+        self._store, self._stepping, self._choose, self._bucket_bytes = store, stepping, choose, bucket_bytes
+        self.streams = SideStreams()
+        self.plans: list[Plan] = []  # one for each bucket, and one for all other parameters
+        self._names: dict[Tensor, str] = {}
+        self._trainable: list[Tensor] = []  # of all parameters of the optimizer, when buckets were chosen
+        self._members: list[list[Tensor]] = []
+        self._number: dict[Tensor, int] = {}  # a parameter's bucket
+        self._planned: tuple[list[Tensor], list[int]] = [], []  # parameters, and how many each group has
+        self._reset()
+        self._choose_buckets()
 
-    def fits(self, groups: list[dict[str, Any]], store: StateStore) -> bool:
-        """Whether parameters, groups and states are those that the plans were built for."""
-        params = store.params
+    def _reset(self) -> None:
+        self._is_begun = False
+        self._running: weakref.ref[Callable[[], None]] | None = None  # the backward pass, as long as it is not over
+        self._waiting = [len(bucket) for bucket in self._members]
+        self._arrived: set[Tensor] = set()
+        self._done: set[int] = set()  # buckets
+        self._counting: set[int] = set()  # param groups whose step this is
+        self._hypers: dict[torch.device, list[Hyper]] = {}
+        self._begun_with: list[dict[str, Any]] = []
+
+    # --- where a step is --------------------------------------------------------------------------------------------
+
+    def phase(self) -> Phase:
+        """Where the step is; that of a backward pass which has failed is ended here."""
+        if self._running is not None and self._running() is None:
+            self._end()
+        if not self._is_begun:
+            return Phase.IDLE
+        return Phase.PARTLY_STEPPED if self._running is None else Phase.IN_BACKWARD
+
+    def check_idle(self, what: str) -> None:
+        """Raise RuntimeError where some parameters are a step ahead of the others."""
+        phase = self.phase()
+        if phase is not Phase.IDLE:
+            raise RuntimeError(
+                f"{what} {phase.value}: with gradient release some parameters were updated in the backward pass and "
+                "others were not: call step() first"
+            )
+
+    def check_backward_is_over(self, what: str) -> None:
+        """Raise RuntimeError for ``step()`` inside of the backward pass."""
+        if self.phase() is Phase.IN_BACKWARD:
+            raise RuntimeError(
+                f"{what} during the backward pass, in which gradient release updates: call it afterwards"
+            )
+
+    def drop_gradients(self) -> None:
+        """Before ``zero_grad()``. Raises RuntimeError where some have been used."""
+        if self.phase() is Phase.IN_BACKWARD or self._done:
+            raise RuntimeError(
+                f"zero_grad() {self.phase().value}: gradient release has updated parameters in the backward pass, "
+                "which cannot be taken back: call step() first"
+            )
+        self._reset()
+
+    def _watch_pass(self) -> None:
+        """Autograd calls what it is given at the end of the pass, and lets go of it where the pass fails."""
+        at_end = self._pass_is_over
+        self._running = weakref.ref(at_end)
+        Variable._execution_engine.queue_callback(at_end)
+
+    def _pass_is_over(self) -> None:
+        self._running = None
+        self.streams.join()
+
+    def __contains__(self, param: Tensor) -> bool:
+        """Whether a parameter is updated in the backward pass."""
+        return param in self._number
+
+    # --- a step -----------------------------------------------------------------------------------------------------
+
+    def arrive(self, param: Tensor) -> None:
+        """A parameter's gradient is ready. Updates its bucket if it is the last one there."""
+        if self._running is None or self._running() is None:
+            self.phase()
+            self._check_first(param)
+            self._watch_pass()
+        if not self._is_begun:
+            self._begin()
+        self._check_first(param)
+        number = self._number.get(param)
+        if number is None:  # ``step()`` updates it
+            return
+        self._arrived.add(param)
+        self._waiting[number] -= 1
+        if not self._waiting[number]:
+            with self.streams.beside(self._members[number]):
+                copies.wait()
+                self._update([number])
+            _free(self._members[number])
+
+    def _check_first(self, param: Tensor) -> None:
+        if param in self._arrived:
+            index = next(i for i, each in enumerate(self._store.params) if each is param)
+            raise RuntimeError(
+                f"{describe(param, index, self._names.get(param))}: it has a second gradient before optimizer.step(). "
+                "Gradient release updates parameters as gradients come: call step() after each backward pass, without "
+                "accumulation over several of them"
+            )
+
+    def _begin(self) -> None:
+        """Raises before anything is changed. What all updates of a step need is prepared here, once."""
+        if gradients_are_scaled():
+            raise RuntimeError(NO_SCALER)
+        self._stepping.check_groups()
+        self._store.resolve_pending()
+        if not same_objects(self._now_trainable(), self._trainable):
+            self._choose_buckets()
+        if not self._plans_fit():
+            self._make_plans()
+        for device in {device for plan in self.plans for device in plan.backends}:
+            self._hypers_on(device)
+        self._begun_with = self._hyperparameters()
+        self._is_begun = True
+
+    def finish(self) -> None:
+        """``step()``: update what is left, and count. Raises RuntimeError if hyperparameters have changed."""
+        if self._is_begun:
+            self._check_hyperparameters()
+        else:
+            self._begin()
+        self._complete()
+
+    def finish_begun(self) -> None:
+        """The same of a step that a backward pass has begun, with its hyperparameters. It ends whatever happens."""
+        if self.phase() is not Phase.IDLE:
+            try:
+                self._complete()
+            finally:
+                self._end()
+
+    def _complete(self) -> None:
+        self.streams.join()
+        for number in self._done:
+            _free(self._members[number])  # DistributedDataParallel has put them back
+        if not self._plans_fit():
+            self._make_plans()
+        try:
+            self._update([number for number in range(len(self.plans)) if number not in self._done])
+        except Exception:
+            if not self._done:  # nothing has been changed
+                self._reset()
+            raise
+        for bucket in self._members:
+            _free(bucket)
+        self._end()
+
+    def _update(self, numbers: list[int]) -> None:
+        """Raises before anything is changed for gradients that do not fit their parameters."""
+        attribute, scalars = self._store.grad_attribute, self._stepping.scalars
+        if not all(self.plans[number].refresh(attribute) for number in numbers):  # a parameter has left its device
+            self._make_plans()
+            for number in numbers:
+                self.plans[number].refresh(attribute)
+        for number in numbers:
+            plan = self.plans[number]
+            counting = plan.groups_with_gradients
+            plan.run(self._hypers_on, scalars.workspaces(plan.backends, self._store.groups), None)
+            self._counting |= counting
+            self._done.add(number)
+
+    def _end(self) -> None:
+        """Count what was updated, if anything was; a new step may begin."""
+        self.streams.join()
+        for number, group in enumerate(self._store.groups):
+            if self._done and (number in self._counting or not group["params"]):
+                group[STEP] = int(group[STEP]) + 1
+        self._reset()
+
+    # --- hyperparameters --------------------------------------------------------------------------------------------
+
+    def _hypers_on(self, device: torch.device) -> list[Hyper]:
+        if device not in self._hypers:
+            self._hypers[device] = self._stepping.hypers_on(device)
+        return self._hypers[device]
+
+    def _hyperparameters(self) -> list[dict[str, Any]]:
+        """Of all param groups, in a form that can be compared."""
+        own = {*self._store.defaults, STEP}
+        return [{key: _comparable(group[key]) for key in group if key in own} for group in self._store.groups]
+
+    def _check_hyperparameters(self) -> None:
+        self._stepping.check_groups()
+        for number, (before, now) in enumerate(zip(self._begun_with, self._hyperparameters(), strict=False)):
+            for key in before.keys() & now.keys():
+                if before[key] != now[key]:
+                    raise RuntimeError(
+                        f"param group {number}: {key!r} was changed between backward() and step(), when gradient "
+                        "release had updated parameters with its former value in the backward pass. Set it before "
+                        "backward(), or after step()"
+                    )
+
+    # --- buckets and plans ------------------------------------------------------------------------------------------
+
+    def _now_trainable(self) -> list[Tensor]:
+        return [param for param in self._store.params if param.requires_grad]
+
+    def _choose_buckets(self) -> None:
+        self._trainable, self._names = self._now_trainable(), self._choose()
+        size = self._bucket_bytes
+        if size is None:
+            size = max(LEAST_BYTES, sum(map(_local_bytes, self._names)) // MOST_BUCKETS)
+        self._members = list(_cut(self._names, size))
+        self._planned = [], []  # plans are left where new ones are made: they know what others have written
+        self._number = {param: number for number, bucket in enumerate(self._members) for param in bucket}
+        self._waiting = [len(bucket) for bucket in self._members]
+
+    def _plans_fit(self) -> bool:
+        """Whether parameters, groups and states are those that the plans were made for."""
+        store, (params, sizes) = self._store, self._planned
         return (
-            len(params) == len(self._params)
-            and all(a is b for a, b in zip(params, self._params, strict=True))
-            and [len(group["params"]) for group in groups] == self._sizes
-            and all(plan.fits(groups, store) for plan in self.plans)
+            bool(self.plans)
+            and same_objects(store.params, params)
+            and [len(group["params"]) for group in store.groups] == sizes
+            and all(plan.fits(store.groups, store) for plan in self.plans)
         )
 
-    def forget(self) -> None:
-        """A new step begins."""
-        self.done.clear()
-        self.counting.clear()
+    def _make_plans(self) -> None:
+        store = self._store
+        steps = [group[STEP] for group in store.groups]
+        self._stepping.renew_states()
+        if [group[STEP] for group in store.groups] != steps:  # new states begin with step 1
+            self._hypers.clear()
+        others = [param for param in store.params if param not in self._number]
+        self.plans = [Plan(store.groups, store, bucket) for bucket in [*self._members, others]]
+        self._planned = store.params, [len(group["params"]) for group in store.groups]
+
+
+def _local_bytes(param: Tensor) -> int:
+    local = local_tensor(param)
+    return local.numel() * local.element_size()
+
+
+def _cut(params: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
+    """Lists of parameters on one device whose local gradients reach ``size`` bytes."""
+    bucket: list[Tensor] = []
+    filled = 0
+    for param in params:
+        if bucket and local_tensor(bucket[0]).device != local_tensor(param).device:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(param)
+        filled += _local_bytes(param)
+        if filled >= size:
+            yield bucket
+            bucket, filled = [], 0
+    if bucket:
+        yield bucket
+
+
+def _free(params: Iterable[Tensor]) -> None:
+    for param in params:
+        param.grad = None
+
+
+def _comparable(value: Any) -> Any:
+    """A tensor on a device is not read back: whether it is another one, or was written."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.tolist() if value.device.type == "cpu" else (id(value), value._version)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,12 +24,19 @@ from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.state.store import StateStore
 from fused_optim.state.summary import choices_without_effect
 from fused_optim.step import clip
-from fused_optim.step.buckets import Buckets
+from fused_optim.step.buckets import NO_SCALER, Buckets, Choice, Phase
 from fused_optim.step.plan import Plan, check_capturable, placed_as
 from fused_optim.step.scalars import DeviceScalars, host_lr, on_device
 from fused_optim.step.skip import Skips
 from fused_optim.step.synthetic import any_nonzero, may_be_synthetic
 
+# Options that gradient release refuses, and why.
+_NEEDS_ALL_GRADIENTS = {
+    **dict.fromkeys(
+        ("skip_nonfinite", "capturable"), "needs all gradients at once, and gradient release has them one by one"
+    ),
+    "use_decoupled_grad": "has gradients outside of p.grad, which do not tell gradient release when they are ready",
+}
 Scaling = tuple[Tensor | None, Tensor | None]  # what gradients are divided by, whether to skip the step
 
 
@@ -43,8 +50,7 @@ class Stepper:
         self.skip_group: ProcessGroup | None = None  # whose ranks skip together; None: the default one
         self.scalars = DeviceScalars()
         self._plan: Plan | None = None
-        self._members: Sequence[Sequence[Tensor]] | None = None  # of the buckets of a step; None: it is made at once
-        self._buckets: Buckets | None = None
+        self.buckets: Buckets | None = None  # of its steps; None: they are made at once
         # FP32 scalars that the gradients are multiplied by in the next step: deferred clipping.
         self._grad_factors: dict[torch.device, Tensor] = {}
         self._knows_offsets = False  # what `StateStore.exchange_offsets` finds
@@ -68,6 +74,7 @@ class Stepper:
 
     def sync_written_masters(self) -> None:
         """Let masters follow the parameters whose version counters say that someone has written them."""
+        self.check_idle("reading masters")
         plans = self._plans()
         for plan in plans:
             plan.sync_written_masters()
@@ -80,19 +87,21 @@ class Stepper:
         for plan in plans:
             plan.sync_written_masters()
         if plans:
-            self._plan = self._buckets = None
+            self._plan = None
+            if self.buckets is not None:
+                self.buckets.plans = []
             self._store.record_versions()
 
     def _plans(self) -> list[Plan]:
-        if self._buckets is not None:
-            return self._buckets.plans
+        if self.buckets is not None:
+            return self.buckets.plans
         return [] if self._plan is None else [self._plan]
 
     # --- clipping ---------------------------------------------------------------------------------------------------
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Clip the next step's gradients; see ``ShardedOptimizer.clip_grad_norm_``."""
-        self._refuse_in_buckets("clip_grad_norm_()", "the norm of all gradients")
+        self.refuse_in_buckets("clip_grad_norm_()")
         params = self._store.params
         measured = clip.measure(params, list(map(self._gradient, params)), max_norm, norm_type, error_if_nonfinite)
         self._grad_factors = measured.factors
@@ -102,6 +111,12 @@ class Stepper:
             if self._is_capturable_on(device):
                 self.scalars.factor(device).copy_(factor)
         return measured.norm
+
+    def drop_gradients(self) -> None:
+        """What is kept of them, before ``zero_grad()``."""
+        if self.buckets is not None:
+            self.buckets.drop_gradients()
+        self.drop_clipping()
 
     def drop_clipping(self) -> None:
         for device in self._grad_factors:
@@ -121,18 +136,23 @@ class Stepper:
 
     def step(self, ask_scaler: Callable[[], Scaling]) -> None:
         """Update every parameter that has a gradient. Raises before anything is changed."""
+        is_idle = self.buckets is None or self.buckets.phase() is Phase.IDLE
+        if self.buckets is not None:
+            self.buckets.check_backward_is_over("step()")
         copies.wait()
         capturing = is_capturing()
         if capturing:
             self._check_capture()
         self._store.resolve_pending()
         scaling = ask_scaler()
-        if self._members is not None:
-            self._finish_buckets(scaling)
-        elif not capturing and self._is_synthetic():
+        if self.buckets is not None and scaling != (None, None):
+            raise RuntimeError(NO_SCALER)
+        if is_idle and not capturing and self._is_synthetic():
             self._store.create()
             self.prepare_capture()
             self.drop_clipping()
+        elif self.buckets is not None:
+            self.buckets.finish()
         else:
             self._update(self._checked_plan(scaling[0] is not None), scaling, capturing)
         self._store.synchronize()
@@ -221,93 +241,73 @@ class Stepper:
 
     # --- steps in buckets ---------------------------------------------------------------------------------------------
 
-    def in_buckets(self, members: Sequence[Sequence[Tensor]] | None) -> None:
-        """From now on, :meth:`update_bucket` updates the parameters of one list, and ``step()`` all others, and counts.
+    def in_buckets(self, choose: Choice, bucket_bytes: int | None) -> Buckets:
+        """From now on steps are made in buckets, as gradient release does. Creates the states.
 
-        None: whole steps again. Creates the states: a collective where shards have chunk lists of their own. Raises
-        RuntimeError for options that need all gradients at once.
+        A collective where shards have chunk lists of their own.
         """
         self.leave_plan()
-        self._members = None
-        if members is None:
-            return
-        for option in ("skip_nonfinite", "capturable"):
-            if getattr(self._store.settings, option):
-                raise RuntimeError(f"{option}=True needs all gradients at once; a step in buckets has them one by one")
         self.scalars.pull(self._groups)
         self._store.create()
         self._exchange_offsets()
         self._warn_once()
-        self._members = members
+        self.buckets = Buckets(self._store, self, choose, bucket_bytes)
+        return self.buckets
 
-    def update_bucket(self, number: int) -> None:
-        """Update those parameters of a part that have gradients, as ``step()`` would; it is still to be called.
-
-        Raises before anything is changed for gradients that do not fit their parameters.
-        """
-        copies.wait()
-        buckets = self._fitting_buckets()
-        plan = buckets.plans[number]
-        if not plan.refresh(self._store.grad_attribute):  # a parameter was moved to another device
-            buckets = self._new_buckets()
-            plan = buckets.plans[number]
-            plan.refresh(self._store.grad_attribute)
-        counting = plan.groups_with_gradients
-        plan.run(
-            lambda device: [self._hyper(i, device) for i in range(len(self._groups))],
-            self.scalars.workspaces(plan.backends, self._groups),
-            None,
-        )
-        buckets.done.add(number)
-        buckets.counting |= counting
-
-    def _finish_buckets(self, scaling: Scaling) -> None:
-        if scaling != (None, None):
-            raise RuntimeError(
-                "torch.amp.GradScaler looks for overflows in all gradients before a step; this one is made in buckets "
-                "(gradient release), which use gradients as they come: train without a GradScaler"
-            )
-        buckets = self._fitting_buckets()
-        for number in set(range(len(buckets.plans))) - buckets.done:
-            self.update_bucket(number)
-        buckets = self._fitting_buckets()
-        for number, group in enumerate(self._groups):
-            if number in buckets.counting or not group["params"]:
-                group["step"] = int(group["step"]) + 1
-        buckets.forget()
-
-    def _fitting_buckets(self) -> Buckets:
-        buckets = self._buckets
-        if buckets is None or not buckets.done:
-            self.check_groups()
-            if buckets is None or not buckets.fits(self._groups, self._store):
-                return self._new_buckets()
-        return buckets
-
-    def _new_buckets(self) -> Buckets:
-        former = self._buckets
-        self._store.create()
-        self._store.prune()
+    def at_once(self) -> None:
+        """From now on steps are whole again."""
         self.leave_plan()
-        assert self._members is not None
-        buckets = self._buckets = Buckets(self._members, self._groups, self._store)
-        if former is not None:
-            buckets.done, buckets.counting = former.done, former.counting
-        return buckets
+        self.buckets = None
+        self._store.synchronize()
 
-    def check_between_steps(self) -> None:
-        """Raise RuntimeError where some parameters are a step ahead of the others."""
-        if self._buckets is not None and self._buckets.done:
+    def check_can_be_in_buckets(self) -> None:
+        """Raise RuntimeError for what needs all gradients at once, and where steps are in buckets already."""
+        if self.buckets is not None:
+            raise RuntimeError("gradient release is enabled for this optimizer already: call disable() of that first")
+        for option in _NEEDS_ALL_GRADIENTS:
+            self._refuse_option(option, getattr(self._store.settings, option))
+        if self._grad_factors:
             raise RuntimeError(
-                "some parameters were updated in the backward pass and others were not: call step() first"
+                "clip_grad_norm_() was called for the next step, which gradient release would not clip: enable it "
+                "after step()"
             )
 
-    def _refuse_in_buckets(self, what: str, need: str) -> None:
-        if self._members is not None:
+    def check_idle(self, what: str) -> None:
+        """Raise RuntimeError where some parameters are a step ahead of the others, by gradient release."""
+        if self.buckets is not None:
+            self.buckets.check_idle(what)
+
+    def check_option(self, option: str, value: object) -> None:
+        """Raise RuntimeError where an option of the whole optimizer may not be changed so now."""
+        if self.buckets is not None:
+            self.buckets.check_idle(option)
+            self._refuse_option(option, value)
+
+    @staticmethod
+    def _refuse_option(option: str, value: object) -> None:
+        if value and option in _NEEDS_ALL_GRADIENTS:
+            raise RuntimeError(f"{option}=True {_NEEDS_ALL_GRADIENTS[option]}: do without one of the two")
+
+    def refuse_in_buckets(self, what: str) -> None:
+        """Raise RuntimeError for what needs all gradients at once."""
+        if self.buckets is not None:
             raise RuntimeError(
-                f"{what} needs {need}, and this optimizer makes its steps in buckets (gradient release), which free "
-                "gradients as they come: do without one of the two"
+                f"{what} needs all gradients at once, and this optimizer makes its steps in buckets (gradient "
+                "release), which free gradients as they come: do without one of the two"
             )
+
+    def renew_states(self) -> None:
+        """States for those that have none, before a step in buckets; what others know of versions is kept."""
+        store = self._store
+        if not all(param in store or store.is_frozen(param) for param in store.params):
+            self._restart_counters()
+            store.create()
+        store.prune()
+        self.leave_plan()
+
+    def hypers_on(self, device: torch.device) -> list[Hyper]:
+        """Of a step that would be made now, without clipping."""
+        return [self._hyper(number, device) for number in range(len(self._groups))]
 
     # --- a whole step -----------------------------------------------------------------------------------------------
 
@@ -405,7 +405,8 @@ class Stepper:
                 )
 
     def next_hypers(self) -> Callable[[torch.device], list[Hyper]]:
-        """Of a step that would be made now, without a GradScaler's scale."""
+        """Of a step that would be made now, without a GradScaler's scale, for ``diagnostics()``."""
+        self.refuse_in_buckets("diagnostics()")
 
         def hypers(device: torch.device) -> list[Hyper]:
             factor = _placed(self._clipping_factor(device), device)

@@ -16,11 +16,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, M
 from torch.nn.parallel import DistributedDataParallel
 
 import distributed
-from cases import FORMATS, MASTER, MASTERS, Format, Master, values
+from cases import FORMATS, MASTER, MASTERS, Format, Master
 from distributed import Part, assert_same, join_all, mesh, part, same_bits, two_gpus
 from fused_optim import FusedAdamW, enable_gradient_release
 from fused_optim.quantized import Float8CurrentScaling, MXFP8BlockScaling, quantize_model_
 from pairwise import pairwise
+from release_cases import Layers, everything, loss_of, make, train
 
 STEPS = 4
 BUCKETS = pytest.mark.parametrize("bucket_bytes", [0, 3000, 1 << 20], ids=["each", "some", "all"])
@@ -28,50 +29,6 @@ BUCKETS = pytest.mark.parametrize("bucket_bytes", [0, 3000, 1 << 20], ids=["each
 COMBINATIONS = pytest.mark.parametrize(
     "master, fmt, backend", pairwise(MASTERS, FORMATS, ["", "torch"]), ids=lambda value: str(value) or "engine"
 )
-
-
-class Layers(nn.Module):
-    """Some layers in a row; the weight of the third is used twice, that of the last not at all."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(128, 96, dtype=dtype), nn.Linear(96, 128, bias=False, dtype=dtype)
-        self.third, self.norm = nn.Linear(128, 128, dtype=dtype), nn.LayerNorm(128, dtype=dtype)
-        self.unused = nn.Linear(7, 5, dtype=dtype)
-        with torch.no_grad():
-            for i, param in enumerate(self.parameters()):
-                param.copy_(values(tuple(param.shape), torch.float32, "cpu", seed=i) * 0.05)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.second(torch.tanh(self.first(x)))
-        return self.norm(self.third(torch.tanh(self.third(x))))
-
-
-def loss_of(model: nn.Module, step: int, rank: int = 0) -> Tensor:
-    param = next(model.parameters())
-    inputs = values((6, 128), torch.float32, "cpu", seed=10 * step + rank).to(param.device, param.dtype)
-    return model(inputs).float().square().sum()
-
-
-def make(model: nn.Module, fmt: Format, master: Master, **options: Any) -> FusedAdamW:
-    formats = {"exp_avg_dtype": fmt.dtype, "exp_avg_sq_dtype": fmt.dtype}
-    params = list(model.named_parameters())
-    groups = [{"params": params[::2]}, {"params": params[1::2], "lr": 0.02, "weight_decay": 0.1}]
-    return FusedAdamW(groups, lr=0.01, **formats, **master.options, **options)
-
-
-def train(model: nn.Module, optimizer: FusedAdamW, steps: range, rank: int = 0) -> None:
-    for step in steps:
-        loss_of(model, step, rank).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def everything(optimizer: FusedAdamW) -> list[Tensor]:
-    found = [torch.tensor([group["step"] for group in optimizer.param_groups])]
-    for param in optimizer.store.params:
-        found += [param.detach(), *optimizer.state[param].values(), optimizer.store.layouts[param].scales]
-    return found
 
 
 # --- the same bits --------------------------------------------------------------------------------------------------
@@ -194,11 +151,12 @@ def test_gradients_do_not_outlive_their_bucket(bucket_bytes: int, device: str) -
     gc.collect()
     total = sum(param.numel() * 4 for name, param in model.named_parameters() if "unused" not in name)
     largest = max(param.numel() * 4 for param in model.parameters())
+    beside = largest if device == "cuda" else 0  # an update that others wait for when the next one is enqueued
     assert len(held) == 7
     if bucket_bytes == 0:
-        assert not any(held) and all(param.grad is None for param in model.parameters())
+        assert max(held) <= beside and all(param.grad is None for param in model.parameters())
     elif bucket_bytes == 3000:
-        assert max(held) <= bucket_bytes + largest and held[-1] < total / 2
+        assert max(held) <= bucket_bytes + largest + beside and held[-1] < total / 2 + beside
     else:
         assert held[-1] == total
     optimizer.step()
@@ -253,20 +211,14 @@ def test_options_that_need_all_gradients(options: dict[str, Any], error: type[Ex
 def test_what_needs_all_gradients_later_on() -> None:
     model = Layers()
     optimizer = make(model, FORMATS[0], MASTER["float32"])
-    release = enable_gradient_release(model, optimizer, bucket_bytes=0)
+    enable_gradient_release(model, optimizer, bucket_bytes=0)
     loss_of(model, 0).backward()
-    with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\) needs the norm of all gradients"):
+    with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\) needs all gradients"):
         optimizer.clip_grad_norm_(1.0)
     with pytest.raises(RuntimeError, match=r"call step\(\) first"):
         optimizer.state_dict()
-    with pytest.raises(RuntimeError, match=r"call step\(\) first"):
-        release.disable()
     optimizer.step()
     optimizer.state_dict()
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaler.scale(loss_of(model, 1)).backward()
-    with pytest.raises(RuntimeError, match=r"GradScaler looks for overflows in all gradients"):
-        optimizer.step(grad_scaler=scaler)
 
 
 def test_other_models_are_refused() -> None:
