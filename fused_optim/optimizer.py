@@ -486,4 +486,4 @@ class ShardedOptimizer(Optimizer):
         """Captured graphs read these tensors: loaded values go into them."""
         for group, rate in zip(self.param_groups, rates, strict=True):
             if isinstance(rate, Tensor):
-                group["lr"] = rate.copy_(torch.as_tensor(group["lr"]).reshape(rate.shape))
+                group["lr"] = rate.copy_(torch.as_tensor(group["lr"], dtype=rate.dtype).reshape(rate.shape))

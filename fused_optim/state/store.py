@@ -27,6 +27,7 @@ from fused_optim.rule import Rule, StateSpec
 from fused_optim.sharding.collective import FailedElsewhere, any_rank, bare_name
 from fused_optim.sharding.dtensor import has_own_chunks, has_values, local_tensor, rewrap_like, shard_geometry
 from fused_optim.sharding.uneven import locate_uneven_shards
+from fused_optim.state.groups import step_tensor
 from fused_optim.state.param_state import ParamState, discard_initial, initial_master, master_kind
 from fused_optim.state.remainders import MISFIT_ELSEWHERE, LoadedRemainder
 
@@ -170,6 +171,15 @@ class StateStore:
         frozen = isinstance(param, torch.nn.Parameter) and not param.requires_grad
         return frozen and getattr(param, self.grad_attribute, None) is None
 
+    def trained_groups_without_elements(self) -> set[int]:
+        """The numbers of the param groups of which this rank has nothing, although others may train them."""
+        return {
+            number
+            for number, group in enumerate(self._owner.param_groups)
+            if not any(local_tensor(param).numel() for param in group["params"])
+            and (not group["params"] or not all(map(self.is_frozen, group["params"])))
+        }
+
     # --- creating and removing ------------------------------------------------------------------------------------
 
     def create(self, param: Tensor | None = None, remainders: bool | None = None) -> None:
@@ -205,7 +215,7 @@ class StateStore:
             created = ParamState.create(param, layout)
             created.import_external(owner.state.get(param) or {})
         if self.form == "torch":
-            created.tensors[STEP] = torch.tensor(0.0)
+            created.tensors[STEP] = step_tensor(0)
         with self._changing:
             owner.state[param] = created.tensors
             self.layouts[param] = layout
@@ -216,7 +226,7 @@ class StateStore:
         for group in self._owner.param_groups:
             for param in group["params"]:
                 if param in self.layouts and self.form == "torch":
-                    self.state[param][STEP] = torch.tensor(float(group[STEP]))
+                    self.state[param][STEP] = step_tensor(group[STEP])
                 elif param in self.layouts:
                     self.state[param].pop(STEP, None)
 

@@ -271,9 +271,8 @@ class Stepper:
         for number in set(range(len(buckets.plans))) - buckets.done:
             self.update_bucket(number)
         buckets = self._fitting_buckets()
-        for number, group in enumerate(self._groups):
-            if number in buckets.counting or not group["params"]:
-                group["step"] = int(group["step"]) + 1
+        for number in buckets.counting | self._store.trained_groups_without_elements():
+            self._groups[number]["step"] = int(self._groups[number]["step"]) + 1
         buckets.forget()
 
     def _fitting_buckets(self) -> Buckets:
@@ -367,9 +366,14 @@ class Stepper:
             params = self._store.params
             found_inf = self.skips.decide(params, list(map(self._gradient, params)), found_inf, self.skip_group)
         on_gpu = any(device.type == "cuda" for device in devices)
-        counted_there = found_inf is not None or self.scalars.ahead or (settings.capturable and on_gpu)
+        # Without parameters there is no device to count.
+        counted_there = bool(devices) and (
+            found_inf is not None or self.scalars.ahead or (settings.capturable and on_gpu)
+        )
         if counted_there:
             self.scalars.prepare(devices, groups, capturing)
+        elif found_inf is not None and bool(found_inf):
+            counting = set()
 
         def hypers(device: torch.device) -> list[Hyper]:
             scale, skip = _placed(grad_scale, device), _placed(found_inf, device)
@@ -393,8 +397,11 @@ class Stepper:
                 self.scalars.pull(groups)
 
     def _counting(self, plan: Plan) -> set[int]:
-        """The param groups whose step this is: with a gradient, or without parameters on this rank only."""
-        return plan.groups_with_gradients | {n for n, group in enumerate(self._groups) if not group["params"]}
+        """The param groups whose step this is: with a gradient, or without elements on this rank.
+
+        Other ranks count these groups, and whether such a rank gets gradients at all is left to FSDP.
+        """
+        return plan.groups_with_gradients | self._store.trained_groups_without_elements()
 
     def _check_no_collective(self) -> None:
         for index, (param, name) in enumerate(zip(self._store.params, self._store.names, strict=True)):
