@@ -52,6 +52,7 @@ def _before_state_dict(optimizer: Optimizer) -> None:
     optimizer.stepper.check_between_steps()
     optimizer._forget_compilers_key()
     optimizer._reconcile()
+    optimizer.stepper.restart_counters()
     optimizer.store.show_steps()
 
 
@@ -415,8 +416,9 @@ class ShardedOptimizer(Optimizer):
 
         As :func:`fused_optim.clip_grad_norm_` for all parameters of the optimizer, except that the gradients stay as
         they are: the next ``step()`` multiplies them by ``min(1, max_norm / (norm + 1e-6))`` as it reads them, once. A
-        second call replaces the factor and ``zero_grad()`` drops it. With a GradScaler, call ``scaler.unscale_`` first:
-        the norm is that of the gradients as they are. Without host synchronisation unless ``error_if_nonfinite``.
+        second call replaces the factor; ``zero_grad()`` drops it, and so do new gradients in place of these. With a
+        GradScaler, call ``scaler.unscale_`` first: the norm is that of the gradients as they are. Without host
+        synchronisation unless ``error_if_nonfinite``.
         """
         return self.stepper.clip(max_norm, norm_type, error_if_nonfinite)
 

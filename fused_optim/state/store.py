@@ -138,7 +138,8 @@ class StateStore:
         raise KeyError(f"the optimizer does not hold this parameter of shape {tuple(param.shape)}")
 
     def __contains__(self, param: Tensor) -> bool:
-        return param in self.layouts and bool(self._owner.state.get(param))
+        """Not where others have removed all states: these start anew."""
+        return param in self.layouts and self._has_any(param)
 
     def __iter__(self) -> Iterator[ParamState]:
         """The states of all parameters that have some."""
@@ -219,15 +220,16 @@ class StateStore:
         with self._changing:
             owner.state[param] = created.tensors
             self.layouts[param] = layout
+            self.drop_pending(param)  # of states that were removed
         created.record_versions()
 
     def show_steps(self) -> None:
         """Let the parameters' states have the steps of their groups if they are to look like torch.optim.AdamW's."""
         for group in self._owner.param_groups:
             for param in group["params"]:
-                if param in self.layouts and self.form == "torch":
+                if param in self and self.form == "torch":
                     self.state[param][STEP] = step_tensor(group[STEP])
-                elif param in self.layouts:
+                elif param in self:
                     self.state[param].pop(STEP, None)
 
     def import_external(self) -> None:
@@ -240,7 +242,10 @@ class StateStore:
 
     def _is_given(self, param: Tensor) -> bool:
         """Whether others have made its states. What users keep there beside, such as masks, is none."""
-        return param not in self.layouts and not self._owner.state.get(param, {}).keys().isdisjoint(self.state_names)
+        return param not in self.layouts and self._has_any(param)
+
+    def _has_any(self, param: Tensor) -> bool:
+        return not self._owner.state.get(param, {}).keys().isdisjoint(self.state_names)
 
     def prune(self) -> None:
         """Let go of parameters that were removed from ``optimizer.state``: others may have taken their places."""

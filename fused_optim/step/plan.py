@@ -182,8 +182,8 @@ class Plan:
 
         ``scaled``: the gradients have a scale, so the pass writes them, too.
 
-        False if a parameter has left its device or backend: the plan does not fit any more. Raises for gradients and
-        states that cannot be used; nothing has been changed then.
+        False if a parameter has left its device or backend, or its states were removed: the plan does not fit any more.
+        Raises for gradients and states that cannot be used; nothing has been changed then.
         """
         self._copies.clear()
         self._passing.clear()
@@ -196,7 +196,8 @@ class Plan:
             part.find_freed()
         for part, i in stale:
             local = local_tensor(part.watched[i].param)
-            if local.device != part.device or backend_of(local) != part.backend:
+            is_gone = part.watched[i].param not in self._store
+            if is_gone or local.device != part.device or backend_of(local) != part.backend:
                 return False
         for part, i in stale:
             self._check(part, i, attribute)
@@ -217,7 +218,8 @@ class Plan:
 
     def _may_be_written(self, part: _Part, i: int) -> bool:
         """Of a shard that is not watched; or not any more, when nobody has looked at the parameter's versions."""
-        return i not in part.unwatched or self._store[part.watched[i].param].is_written
+        param = part.watched[i].param
+        return param in self._store and (i not in part.unwatched or self._store[param].is_written)
 
     def _sync(self, shards: Sequence[tuple[_Part, int]]) -> None:
         """Those that raise are followed when this is called again."""
@@ -229,6 +231,8 @@ class Plan:
                 part.written.discard(i)  # another thread may have followed it
 
     def _sync_shard(self, part: _Part, i: int) -> None:
+        if part.watched[i].param not in self._store:
+            return
         states = self._store[part.watched[i].param]
         if states.layout.master.is_separate and is_capturing():
             who = describe(states.param, part.indices[i], self._names[part.indices[i]])

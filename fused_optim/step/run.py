@@ -45,8 +45,7 @@ class Stepper:
         self._plan: Plan | None = None
         self._members: Sequence[Sequence[Tensor]] | None = None  # of the buckets of a step; None: it is made at once
         self._buckets: Buckets | None = None
-        # FP32 scalars that the gradients are multiplied by in the next step: deferred clipping.
-        self._grad_factors: dict[torch.device, Tensor] = {}
+        self._clip: clip.Clip | None = None  # what the next step does with the gradients that it was measured on
         self._knows_offsets = False  # what `StateStore.exchange_offsets` finds
         self._has_warned = False  # of choices without effect
         self.ignored: dict[int, list[str]] = {}  # by param group: options of the whole optimizer that it was given
@@ -95,7 +94,7 @@ class Stepper:
         self._refuse_in_buckets("clip_grad_norm_()", "the norm of all gradients")
         params = self._store.params
         measured = clip.measure(params, list(map(self._gradient, params)), max_norm, norm_type, error_if_nonfinite)
-        self._grad_factors = measured.factors
+        self._clip = measured
         if self._store.settings.skip_nonfinite:
             self.skips.note(measured)
         for device, factor in measured.factors.items():
@@ -104,18 +103,25 @@ class Stepper:
         return measured.norm
 
     def drop_clipping(self) -> None:
-        for device in self._grad_factors:
+        for device in () if self._clip is None else self._clip.factors:
             if self._is_capturable_on(device):
                 self.scalars.factor(device).fill_(1.0)
-        self._grad_factors = {}
+        self._clip = None
         self.skips.forget()
+
+    def _drop_former_clipping(self) -> None:
+        """A step that was refused or skipped may have left the clipping of gradients that are gone."""
+        if self._clip is not None and not self._clip.is_of(map(self._gradient, self._store.params)):
+            self.drop_clipping()
 
     def _is_capturable_on(self, device: torch.device) -> bool:
         return self._store.settings.capturable and device.type == "cuda"
 
     def _clipping_factor(self, device: torch.device) -> Tensor | None:
         """A graph reads the optimizer's own scalar, into which every call of :meth:`clip` writes."""
-        return self.scalars.factor(device) if self._is_capturable_on(device) else self._grad_factors.get(device)
+        if self._is_capturable_on(device):
+            return self.scalars.factor(device)
+        return None if self._clip is None else self._clip.factors.get(device)
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -126,6 +132,7 @@ class Stepper:
         if capturing:
             self._check_capture()
         self._store.resolve_pending()
+        self._drop_former_clipping()
         scaling = ask_scaler()
         if self._members is not None:
             self._finish_buckets(scaling)
@@ -248,7 +255,7 @@ class Stepper:
         copies.wait()
         buckets = self._fitting_buckets()
         plan = buckets.plans[number]
-        if not plan.refresh(self._store.grad_attribute):  # a parameter was moved to another device
+        if not plan.refresh(self._store.grad_attribute):
             buckets = self._new_buckets()
             plan = buckets.plans[number]
             plan.refresh(self._store.grad_attribute)
@@ -323,7 +330,7 @@ class Stepper:
         plan = self._plan
         if plan is None or not plan.fits(self._groups, self._store):
             plan = self._new_plan()
-        if not plan.refresh(self._store.grad_attribute, scaled):  # a parameter was moved to another device
+        if not plan.refresh(self._store.grad_attribute, scaled):
             plan = self._new_plan()
             plan.refresh(self._store.grad_attribute, scaled)
         return plan
@@ -332,7 +339,7 @@ class Stepper:
         store = self._store
         if not all(param in store or store.is_frozen(param) for param in store.params):
             self._checked_grads()  # states are created only for a step that will be made
-            self._restart_counters()
+            self.restart_counters()
             store.create()
             self.prepare_capture()
         self._warn_once()
@@ -349,7 +356,7 @@ class Stepper:
             if choices := choices_without_effect(self._store, self.ignored):
                 warnings.warn("\n".join(choices), stacklevel=callers_level())
 
-    def _restart_counters(self) -> None:
+    def restart_counters(self) -> None:
         """States that start at zero are corrected from step 1 on, whatever was counted for others before."""
         for group in self._groups:
             if group["params"] and not any(map(self._store.has_own_states, group["params"])):
@@ -387,7 +394,7 @@ class Stepper:
         for device in devices:
             if self._is_capturable_on(device):
                 self.scalars.factor(device).fill_(1.0)  # in a graph too: each clipping serves one step
-        self._grad_factors = {}
+        self._clip = None
         if not capturing:
             for number in counting:
                 groups[number]["step"] = int(groups[number]["step"]) + 1
@@ -413,6 +420,7 @@ class Stepper:
 
     def next_hypers(self) -> Callable[[torch.device], list[Hyper]]:
         """Of a step that would be made now, without a GradScaler's scale."""
+        self._drop_former_clipping()
 
         def hypers(device: torch.device) -> list[Hyper]:
             factor = _placed(self._clipping_factor(device), device)
