@@ -81,11 +81,36 @@ def observed(step: F) -> F:
     return cast(F, observed_step)
 
 
+def with_denormals(function: F) -> F:
+    """A decorator: denormals count, in scalars as in elements, whatever ``torch.set_flush_denormal`` says here.
+
+    That is a mode of the thread; those of the engines see to it themselves.
+    """
+
+    @functools.wraps(function)
+    def function_with_denormals(*args: Any, **kwargs: Any) -> Any:
+        if sys.float_info.min * 0.5 != 0.0:
+            return function(*args, **kwargs)
+        torch.set_flush_denormal(False)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch.set_flush_denormal(True)
+
+    return cast(F, function_with_denormals)
+
+
 def ungraded(function: F) -> F:
-    """``torch.no_grad()`` as a decorator, without the objects that torch's makes at each call."""
+    """``torch.no_grad()`` as a decorator, without the objects that torch's makes at each call.
+
+    And outside of inference mode: what is allocated in it can be written in no other.
+    """
 
     @functools.wraps(function)
     def ungraded_function(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return function(*args, **kwargs)
         before = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
         try:

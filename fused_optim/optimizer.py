@@ -30,6 +30,7 @@ from fused_optim.options.reading import (
     asks_for_another,
     read_group,
     spelled_alike,
+    without_repeats,
 )
 from fused_optim.options.settings import Setting, Settings
 from fused_optim.rule import Rule
@@ -46,6 +47,7 @@ from fused_optim.step.run import Stepper
 _WORDS = ("state_dtype", "master_bits")  # short words of the constructor, which stand for other options
 
 
+@ungraded
 def _before_state_dict(optimizer: Optimizer) -> None:
     """A hook before ``state_dict()``: what it is made from is brought up to date."""
     assert isinstance(optimizer, ShardedOptimizer)
@@ -56,6 +58,7 @@ def _before_state_dict(optimizer: Optimizer) -> None:
     optimizer.store.show_steps()
 
 
+@ungraded
 def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """A hook after ``state_dict()``: the states in the form that was chosen."""
     assert isinstance(optimizer, ShardedOptimizer)
@@ -164,6 +167,7 @@ class ShardedOptimizer(Optimizer):
     # --- param groups and pickling ------------------------------------------------------------------------------
 
     @between_graphs
+    @ungraded
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as torch.optim does. Raises before the group is added if it cannot be used."""
         read = read_group(param_group, self.defaults)
@@ -176,7 +180,7 @@ class ShardedOptimizer(Optimizer):
         self.stepper.ignored[number] = ignored
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        group.update(read)
+        group.update({**without_repeats(group), **read})
         group.update(spelled_alike({spec.option: group[spec.option] for spec in self.rule.states}))
         for key in {*whole, *_WORDS, *TORCHS_OPTIONS} - {*ignored}:  # torch puts all defaults there
             group.pop(key, None)
@@ -194,7 +198,7 @@ class ShardedOptimizer(Optimizer):
         self._show_groups()
 
     @between_graphs
-    @torch.no_grad()
+    @ungraded
     def replace_parameters(self, replacements: Mapping[Tensor, Tensor]) -> None:
         """Let other parameters take the places of some, with their states, and write them from the masters.
 
@@ -276,7 +280,7 @@ class ShardedOptimizer(Optimizer):
     # --- states -------------------------------------------------------------------------------------------------
 
     @between_graphs
-    @torch.no_grad()
+    @ungraded
     def initialize_state(self, param: Tensor | None = None, store_param_remainders: bool | None = None) -> None:
         """Create the states of ``param``, or of all: zero moments, masters equal to the parameters. Idempotent.
 
@@ -286,7 +290,7 @@ class ShardedOptimizer(Optimizer):
         if param is None:
             self.stepper.prepare_capture()
 
-    @torch.no_grad()
+    @ungraded
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
         """A state's local values: FP32, shaped as the parameter's local shard.
 
@@ -298,7 +302,7 @@ class ShardedOptimizer(Optimizer):
             self._reconcile(alone=True)
         return self.store.read(param, state_name)
 
-    @torch.no_grad()
+    @ungraded
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
         """Encode local FP32 values (the parameter's local shape) into a state; remainders are taken as they are.
 
@@ -312,7 +316,7 @@ class ShardedOptimizer(Optimizer):
         self.store.write(param, state_name, unscaled_state)
 
     @between_graphs
-    @torch.no_grad()
+    @ungraded
     def master_state_dict(self, model: torch.nn.Module) -> dict[str, Tensor]:
         """The masters by the model's parameter names: FP32, with the parameters' shapes, meshes and placements.
 
@@ -326,7 +330,7 @@ class ShardedOptimizer(Optimizer):
         return {names[param][0]: self.store.master(param) for param in self.store.params if param in names}
 
     @between_graphs
-    @torch.no_grad()
+    @ungraded
     def sync_params_from_master(self) -> None:
         """Write every parameter again from its master, rounded to nearest. Histories of scales stay as they are.
 
@@ -335,7 +339,7 @@ class ShardedOptimizer(Optimizer):
         self.store.sync_params()
 
     @between_graphs
-    @torch.no_grad()
+    @ungraded
     def sync_masters_from_params(self) -> None:
         """Let every master follow its parameter: what was written into parameters is where the next step starts.
 
@@ -369,7 +373,7 @@ class ShardedOptimizer(Optimizer):
         return summarize(type(self).__name__, self.store, rows)
 
     @between_graphs
-    @torch.no_grad()
+    @ungraded
     def diagnostics(self) -> Diagnostics:
         """What the next step will do, and what rounding makes of it, by parameter and by param group.
 
@@ -411,6 +415,7 @@ class ShardedOptimizer(Optimizer):
                 grad.zero_()
 
     @between_graphs
+    @ungraded
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Clip the next step's gradients by their total norm over all shards, and return that norm.
 
@@ -449,7 +454,7 @@ class ShardedOptimizer(Optimizer):
     # --- state dict ---------------------------------------------------------------------------------------------
 
     @between_graphs
-    @torch.no_grad()
+    @ungraded
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states saved from any format into this optimizer's formats; see ``fused_optim.state.state_dict``.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fused_optim import adapters
-from fused_optim.adapters import Update, adapter_of
+from fused_optim.adapters import Update
 from fused_optim.backends.compiled import same_objects
 from fused_optim.backends.offloaded import Link
 from fused_optim.formats.masters import Master
@@ -23,12 +23,18 @@ from fused_optim.memory.layout import MASTER, STEP, StateLayout
 from fused_optim.options.checks import check_param, describe
 from fused_optim.options.reading import CheckpointFormat
 from fused_optim.options.settings import Settings
-from fused_optim.rule import Rule, StateSpec
+from fused_optim.rule import Rule
 from fused_optim.sharding.collective import FailedElsewhere, any_rank, bare_name
 from fused_optim.sharding.dtensor import has_own_chunks, has_values, local_tensor, rewrap_like, shard_geometry
 from fused_optim.sharding.uneven import locate_uneven_shards
 from fused_optim.state.groups import step_tensor
-from fused_optim.state.param_state import ParamState, discard_initial, initial_master, master_kind
+from fused_optim.state.param_state import (
+    ParamState,
+    discard_initial,
+    initial_master,
+    master_kind,
+    offloadable,
+)
 from fused_optim.state.remainders import MISFIT_ELSEWHERE, LoadedRemainder
 
 OFFLOADED_FROM = ("cuda",)  # kinds of devices
@@ -172,7 +178,7 @@ class StateStore:
         frozen = isinstance(param, torch.nn.Parameter) and not param.requires_grad
         return frozen and getattr(param, self.grad_attribute, None) is None
 
-    def trained_groups_without_elements(self) -> set[int]:
+    def groups_without_elements(self) -> set[int]:
         """The numbers of the param groups of which this rank has nothing, although others may train them."""
         return {
             number
@@ -217,11 +223,15 @@ class StateStore:
             created.import_external(owner.state.get(param) or {})
         if self.form == "torch":
             created.tensors[STEP] = step_tensor(0)
-        with self._changing:
-            owner.state[param] = created.tensors
-            self.layouts[param] = layout
-            self.drop_pending(param)  # of states that were removed
+        self.put(created)
+        self.drop_pending(param)  # of states that were removed
         created.record_versions()
+
+    def put(self, states: ParamState) -> None:
+        """Let a parameter have these in place of its states."""
+        with self._changing:
+            self._owner.state[states.param] = states.tensors
+            self.layouts[states.param] = states.layout
 
     def show_steps(self) -> None:
         """Let the parameters' states have the steps of their groups if they are to look like torch.optim.AdamW's."""
@@ -477,14 +487,6 @@ class StateStore:
 def may_be_offloaded(param: Tensor) -> bool:
     """Whether states of a parameter may live in host memory while it does not."""
     return local_tensor(param).device.type in OFFLOADED_FROM and has_values(param)
-
-
-def offloadable(param: Tensor, specs: Sequence[StateSpec], master: Master) -> tuple[str, ...]:
-    """Those states: masters of quantized weights stay, from which these are encoded, and so do FP16 masters' scales."""
-    own = tuple(spec.name for spec in specs)
-    if adapter_of(param) is None:
-        return (*own, MASTER)
-    return () if master is Master.FLOAT16 else own
 
 
 def _placement(param: Tensor) -> tuple[object, object] | None:

@@ -19,7 +19,7 @@ from fused_optim.memory import copies
 from fused_optim.options.checks import check_hyperparameters, check_update, describe
 from fused_optim.options.reading import read_group
 from fused_optim.rule import Hyper
-from fused_optim.sharding.collective import announce_failure, any_rank
+from fused_optim.sharding.collective import announce_failure, any_rank, each_on_any_rank
 from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.state.store import StateStore
 from fused_optim.state.summary import choices_without_effect
@@ -47,6 +47,7 @@ class Stepper:
         self._buckets: Buckets | None = None
         self._clip: clip.Clip | None = None  # what the next step does with the gradients that it was measured on
         self._knows_offsets = False  # what `StateStore.exchange_offsets` finds
+        self._left_out: set[int] | None = None  # what `_exchange_gradients` finds
         self._has_warned = False  # of choices without effect
         self.ignored: dict[int, list[str]] = {}  # by param group: options of the whole optimizer that it was given
 
@@ -183,7 +184,7 @@ class Stepper:
         if not (self._synthetic_of_plain or any(isinstance(param, DTensor) for param in self._store.params)):
             return False
         resting = may_be_synthetic(self._groups)
-        if self._knows_offsets and not resting:
+        if self._left_out is not None and self._knows_offsets and not resting:
             return False
         params = self._store.params
         if not params:  # a rank that owns none has nobody to ask
@@ -198,7 +199,16 @@ class Stepper:
         if failed:
             raise RuntimeError("another rank refused its gradients before the first step; its error says why")
         self._exchange_offsets()
-        return resting and not is_real
+        is_synthetic = resting and not is_real
+        if not is_synthetic and self._left_out is None:
+            self._left_out = self._exchange_gradients()
+        return is_synthetic
+
+    def _exchange_gradients(self) -> set[int]:
+        """The param groups without elements on this rank that have gradients on others only: so FSDP may leave it."""
+        own = [any(self._gradient(param) is not None for param in group["params"]) for group in self._groups]
+        anywhere = each_on_any_rank(self._store.params, own)
+        return {n for n in self._store.groups_without_elements() if anywhere[n] and not own[n]}
 
     def _exchange_offsets(self) -> None:
         if not self._knows_offsets:
@@ -278,7 +288,7 @@ class Stepper:
         for number in set(range(len(buckets.plans))) - buckets.done:
             self.update_bucket(number)
         buckets = self._fitting_buckets()
-        for number in buckets.counting | self._store.trained_groups_without_elements():
+        for number in buckets.counting | self._groups_of_others():
             self._groups[number]["step"] = int(self._groups[number]["step"]) + 1
         buckets.forget()
 
@@ -295,6 +305,7 @@ class Stepper:
         self._store.create()
         self._store.prune()
         self.leave_plan()
+        self._convert_formats()
         assert self._members is not None
         buckets = self._buckets = Buckets(self._members, self._groups, self._store)
         if former is not None:
@@ -347,8 +358,26 @@ class Stepper:
             self.scalars.retire(self._plan.measured)
         store.prune()
         self.leave_plan()
+        self._convert_formats()
         self._plan = Plan(self._groups, store)
         return self._plan
+
+    def _convert_formats(self) -> None:
+        """Where param groups ask for other formats by now than their states have; only for a step that will be made."""
+        store = self._store
+        options = store.format_options
+        asked = {param: (group, [group[o] for o in options]) for group in self._groups for param in group["params"]}
+        stale = [
+            param for param, (_, dtypes) in asked.items() if param in store and not store.layouts[param].is_for(dtypes)
+        ]
+        if stale and is_capturing():
+            raise RuntimeError("CUDA graph capture: formats of states were changed since the last step; run one before")
+        if stale:
+            self._checked_grads()
+        for param in stale:
+            states = store[param]
+            layout = store.new_layout(param, asked[param][0], states.layout.master.is_remainder)
+            store.put(states.converted(layout))
 
     def _warn_once(self) -> None:
         if not self._has_warned:
@@ -404,11 +433,16 @@ class Stepper:
                 self.scalars.pull(groups)
 
     def _counting(self, plan: Plan) -> set[int]:
-        """The param groups whose step this is: with a gradient, or without elements on this rank.
+        """The param groups whose step this is."""
+        return plan.groups_with_gradients | self._groups_of_others()
 
-        Other ranks count these groups, and whether such a rank gets gradients at all is left to FSDP.
+    def _groups_of_others(self) -> set[int]:
+        """Param groups that this rank has no elements and no gradients of, but counts as those ranks that do.
+
+        Of plain tensors, such as FSDP1's, nothing tells whether the others have gradients: they are taken to.
         """
-        return plan.groups_with_gradients | self._store.trained_groups_without_elements()
+        empty, left_out = self._store.groups_without_elements(), self._left_out or ()
+        return {n for n in empty if n in left_out or not any(isinstance(p, DTensor) for p in self._groups[n]["params"])}
 
     def _check_no_collective(self) -> None:
         for index, (param, name) in enumerate(zip(self._store.params, self._store.names, strict=True)):
