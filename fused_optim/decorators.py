@@ -59,13 +59,12 @@ def declared_without(*names: str) -> Callable[[F], F]:
 def observed(step: F) -> F:
     """A decorator: torch's own of each ``step``, which runs hooks and shows it in profiles, where either is asked for.
 
-    That one takes a tenth of the host's time. ``hooked`` says that it is there already.
+    That one takes a tenth of the host's time. ``hooked`` says that it is there already. Compiled loops do not trace the
+    step, except for a closure, which is the model's part: what else such a step does is between graphs itself.
     """
     with_hooks = Optimizer.profile_hook_step(step)
 
-    @between_graphs
-    @functools.wraps(step)
-    def observed_step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step_or_hooked(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         outermost = type(self).step
         if outermost is not observed_step and getattr(outermost, "hooked", False):  # which torch has decorated
             return step(self, *args, **kwargs)
@@ -76,6 +75,13 @@ def observed(step: F) -> F:
             or _global_optimizer_post_hooks
         )
         return (with_hooks if is_observed else step)(self, *args, **kwargs)
+
+    untraced = between_graphs(step_or_hooked)
+
+    @functools.wraps(step)
+    def observed_step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        has_closure = (args[0] if args else kwargs.get("closure")) is not None
+        return (step_or_hooked if has_closure else untraced)(self, *args, **kwargs)
 
     observed_step.__dict__["hooked"] = True
     return cast(F, observed_step)

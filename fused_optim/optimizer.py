@@ -447,9 +447,13 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._update(scaler)
+        return loss
+
+    @between_graphs
+    def _update(self, scaler: torch.amp.GradScaler | None) -> None:
         self.stepper.step(lambda: amp_scalars(self, scaler))
         mark_stepped(self, scaler)
-        return loss
 
     # --- state dict ---------------------------------------------------------------------------------------------
 
