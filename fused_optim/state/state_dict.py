@@ -172,6 +172,7 @@ def load(store: StateStore, checked: Checked) -> None:
         remaining += _write(store, params[id_], found, misfit)
     adapters.write_loaded(remaining)
     store.record_versions()
+    store.show_steps()
 
 
 @contextmanager
