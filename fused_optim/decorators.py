@@ -59,13 +59,12 @@ def declared_without(*names: str) -> Callable[[F], F]:
 def observed(step: F) -> F:
     """A decorator: torch's own of each ``step``, which runs hooks and shows it in profiles, where either is asked for.
 
-    That one takes a tenth of the host's time. ``hooked`` says that it is there already.
+    That one takes a tenth of the host's time. ``hooked`` says that it is there already. Compiled loops do not trace the
+    step, except for a closure, which is the model's part: what else such a step does is between graphs itself.
     """
     with_hooks = Optimizer.profile_hook_step(step)
 
-    @between_graphs
-    @functools.wraps(step)
-    def observed_step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step_or_hooked(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         outermost = type(self).step
         if outermost is not observed_step and getattr(outermost, "hooked", False):  # which torch has decorated
             return step(self, *args, **kwargs)
@@ -76,6 +75,13 @@ def observed(step: F) -> F:
             or _global_optimizer_post_hooks
         )
         return (with_hooks if is_observed else step)(self, *args, **kwargs)
+
+    untraced = between_graphs(step_or_hooked)
+
+    @functools.wraps(step)
+    def observed_step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        has_closure = (args[0] if args else kwargs.get("closure")) is not None
+        return (step_or_hooked if has_closure else untraced)(self, *args, **kwargs)
 
     observed_step.__dict__["hooked"] = True
     return cast(F, observed_step)
@@ -92,11 +98,36 @@ def between_steps(method: F) -> F:
     return cast(F, asked)
 
 
+def with_denormals(function: F) -> F:
+    """A decorator: denormals count, in scalars as in elements, whatever ``torch.set_flush_denormal`` says here.
+
+    That is a mode of the thread; those of the engines see to it themselves.
+    """
+
+    @functools.wraps(function)
+    def function_with_denormals(*args: Any, **kwargs: Any) -> Any:
+        if sys.float_info.min * 0.5 != 0.0:
+            return function(*args, **kwargs)
+        torch.set_flush_denormal(False)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch.set_flush_denormal(True)
+
+    return cast(F, function_with_denormals)
+
+
 def ungraded(function: F) -> F:
-    """``torch.no_grad()`` as a decorator, without the objects that torch's makes at each call."""
+    """``torch.no_grad()`` as a decorator, without the objects that torch's makes at each call.
+
+    And outside of inference mode: what is allocated in it can be written in no other.
+    """
 
     @functools.wraps(function)
     def ungraded_function(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return function(*args, **kwargs)
         before = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
         try:

@@ -30,6 +30,7 @@ from fused_optim.options.reading import (
     asks_for_another,
     read_group,
     spelled_alike,
+    without_repeats,
 )
 from fused_optim.options.settings import Setting, Settings
 from fused_optim.rule import Rule
@@ -46,15 +47,18 @@ from fused_optim.step.run import Stepper
 _WORDS = ("state_dtype", "master_bits")  # short words of the constructor, which stand for other options
 
 
+@ungraded
 def _before_state_dict(optimizer: Optimizer) -> None:
     """A hook before ``state_dict()``: what it is made from is brought up to date."""
     assert isinstance(optimizer, ShardedOptimizer)
     optimizer.stepper.check_idle("state_dict()")
     optimizer._forget_compilers_key()
     optimizer._reconcile()
+    optimizer.stepper.restart_counters()
     optimizer.store.show_steps()
 
 
+@ungraded
 def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """A hook after ``state_dict()``: the states in the form that was chosen."""
     assert isinstance(optimizer, ShardedOptimizer)
@@ -164,6 +168,7 @@ class ShardedOptimizer(Optimizer):
     # --- param groups and pickling ------------------------------------------------------------------------------
 
     @between_graphs
+    @ungraded
     @between_steps
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as torch.optim does. Raises before the group is added if it cannot be used."""
@@ -177,7 +182,7 @@ class ShardedOptimizer(Optimizer):
         self.stepper.ignored[number] = ignored
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        group.update(read)
+        group.update({**without_repeats(group), **read})
         group.update(spelled_alike({spec.option: group[spec.option] for spec in self.rule.states}))
         for key in {*whole, *_WORDS, *TORCHS_OPTIONS} - {*ignored}:  # torch puts all defaults there
             group.pop(key, None)
@@ -195,7 +200,7 @@ class ShardedOptimizer(Optimizer):
         self._show_groups()
 
     @between_graphs
-    @torch.no_grad()
+    @ungraded
     @between_steps
     def replace_parameters(self, replacements: Mapping[Tensor, Tensor]) -> None:
         """Let other parameters take the places of some, with their states, and write them from the masters.
@@ -280,7 +285,7 @@ class ShardedOptimizer(Optimizer):
     # --- states -------------------------------------------------------------------------------------------------
 
     @between_graphs
-    @torch.no_grad()
+    @ungraded
     @between_steps
     def initialize_state(self, param: Tensor | None = None, store_param_remainders: bool | None = None) -> None:
         """Create the states of ``param``, or of all: zero moments, masters equal to the parameters. Idempotent.
@@ -291,7 +296,7 @@ class ShardedOptimizer(Optimizer):
         if param is None:
             self.stepper.prepare_capture()
 
-    @torch.no_grad()
+    @ungraded
     @between_steps
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
         """A state's local values: FP32, shaped as the parameter's local shard.
@@ -304,7 +309,7 @@ class ShardedOptimizer(Optimizer):
             self._reconcile(alone=True)
         return self.store.read(param, state_name)
 
-    @torch.no_grad()
+    @ungraded
     @between_steps
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
         """Encode local FP32 values (the parameter's local shape) into a state; remainders are taken as they are.
@@ -319,7 +324,7 @@ class ShardedOptimizer(Optimizer):
         self.store.write(param, state_name, unscaled_state)
 
     @between_graphs
-    @torch.no_grad()
+    @ungraded
     @between_steps
     def master_state_dict(self, model: torch.nn.Module) -> dict[str, Tensor]:
         """The masters by the model's parameter names: FP32, with the parameters' shapes, meshes and placements.
@@ -334,7 +339,7 @@ class ShardedOptimizer(Optimizer):
         return {names[param][0]: self.store.master(param) for param in self.store.params if param in names}
 
     @between_graphs
-    @torch.no_grad()
+    @ungraded
     @between_steps
     def sync_params_from_master(self) -> None:
         """Write every parameter again from its master, rounded to nearest. Histories of scales stay as they are.
@@ -344,7 +349,7 @@ class ShardedOptimizer(Optimizer):
         self.store.sync_params()
 
     @between_graphs
-    @torch.no_grad()
+    @ungraded
     @between_steps
     def sync_masters_from_params(self) -> None:
         """Let every master follow its parameter: what was written into parameters is where the next step starts.
@@ -379,7 +384,7 @@ class ShardedOptimizer(Optimizer):
         return summarize(type(self).__name__, self.store, rows)
 
     @between_graphs
-    @torch.no_grad()
+    @ungraded
     def diagnostics(self) -> Diagnostics:
         """What the next step will do, and what rounding makes of it, by parameter and by param group.
 
@@ -419,13 +424,15 @@ class ShardedOptimizer(Optimizer):
                 grad.zero_()
 
     @between_graphs
+    @ungraded
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Clip the next step's gradients by their total norm over all shards, and return that norm.
 
         As :func:`fused_optim.clip_grad_norm_` for all parameters of the optimizer, except that the gradients stay as
         they are: the next ``step()`` multiplies them by ``min(1, max_norm / (norm + 1e-6))`` as it reads them, once. A
-        second call replaces the factor and ``zero_grad()`` drops it. With a GradScaler, call ``scaler.unscale_`` first:
-        the norm is that of the gradients as they are. Without host synchronisation unless ``error_if_nonfinite``.
+        second call replaces the factor; ``zero_grad()`` drops it, and so do new gradients in place of these. With a
+        GradScaler, call ``scaler.unscale_`` first: the norm is that of the gradients as they are. Without host
+        synchronisation unless ``error_if_nonfinite``.
         """
         return self.stepper.clip(max_norm, norm_type, error_if_nonfinite)
 
@@ -449,14 +456,18 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._update(scaler)
+        return loss
+
+    @between_graphs
+    def _update(self, scaler: torch.amp.GradScaler | None) -> None:
         self.stepper.step(lambda: amp_scalars(self, scaler))
         mark_stepped(self, scaler)
-        return loss
 
     # --- state dict ---------------------------------------------------------------------------------------------
 
     @between_graphs
-    @torch.no_grad()
+    @ungraded
     @between_steps
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states saved from any format into this optimizer's formats; see ``fused_optim.state.state_dict``.
@@ -496,4 +507,4 @@ class ShardedOptimizer(Optimizer):
         """Captured graphs read these tensors: loaded values go into them."""
         for group, rate in zip(self.param_groups, rates, strict=True):
             if isinstance(rate, Tensor):
-                group["lr"] = rate.copy_(torch.as_tensor(group["lr"]).reshape(rate.shape))
+                group["lr"] = rate.copy_(torch.as_tensor(group["lr"], dtype=rate.dtype).reshape(rate.shape))

@@ -20,5 +20,9 @@ def put_rates_on_devices(optimizer: FusedAdam) -> None:
     for group in optimizer.param_groups:
         if group["params"]:
             device = local_tensor(group["params"][0]).device
-            rate = group["lr"] if isinstance(group["lr"], Tensor) else torch.tensor(float(group["lr"]))
+            rate = (
+                group["lr"]
+                if isinstance(group["lr"], Tensor)
+                else torch.tensor(float(group["lr"]), dtype=torch.float32)
+            )
             group["lr"] = rate.detach().to(device=device, dtype=torch.float32)

@@ -58,13 +58,13 @@ class FusedAdam(transformer_engine.FusedAdam):
         """Parameters whose states are not loaded: slices of Megatron-LM's distributed optimizer.
 
         It hands over uninitialised memory for them, or what ``state_dict()`` gave, only to have states, and sets their
-        values afterwards. Its slices are plain tensors and no ``nn.Parameter``.
+        values afterwards. Its slices are plain tensors and no ``nn.Parameter``; 8-bit tensors are values of neither.
         """
         ids = [id_ for group in state_dict["param_groups"] for id_ in group["params"]]
         found = {
             param
             for id_, param in zip(ids, self.store.params, strict=True)
-            if not isinstance(param, nn.Parameter) and _are_placeholders(state_dict["state"].get(id_))
+            if _are_placeholders(state_dict["state"].get(id_) or {}, isinstance(param, nn.Parameter))
         }
         for param in found:
             self.initialize_state(param)
@@ -82,11 +82,9 @@ class FusedAdamInt16(FusedAdam):
     set_scaled_state = transformer_engine.FusedAdam.set_scaled_state
 
 
-def _are_placeholders(states: dict[str, Any] | None) -> bool:
-    if not states:
-        return False
-    coded = any(isinstance(states.get(name), Tensor) and states[name].element_size() == 1 for name in MOMENTS)
-    return coded or MASTER in states
+def _are_placeholders(states: dict[str, Any], is_whole: bool) -> bool:
+    own = [states[name] for name in (*MOMENTS, MASTER) if isinstance(states.get(name), Tensor)]
+    return any(state.element_size() == 1 for state in own) or (MASTER in states and not is_whole)
 
 
 # --- installation -------------------------------------------------------------------------------------------------

@@ -63,6 +63,11 @@ def state_zeros(param: Tensor, shape: Sequence[int], dtype: torch.dtype, offload
     return torch.zeros(tuple(shape), dtype=dtype, device=local_tensor(param).device)
 
 
+def _chosen(dtypes: Sequence[torch.dtype | str], geometry: Geometry) -> tuple[StateFormat, ...]:
+    """FP32 where no block fits."""
+    return tuple(FLOAT32 if fmt.scaled and not geometry.block else fmt for fmt in map(state_format, dtypes))
+
+
 @dataclass
 class StateLayout:
     """Formats of one parameter's states and their block scales.
@@ -92,13 +97,16 @@ class StateLayout:
     ) -> StateLayout:
         """Choose formats (FP32 where no block fits) and allocate zero scales."""
         geometry = shard_geometry(param)
-        chosen = map(state_format, dtypes)
-        formats = tuple(FLOAT32 if fmt.scaled and not geometry.block else fmt for fmt in chosen)
+        formats = _chosen(dtypes, geometry)
         if master is Master.FLOAT16 and not geometry.block:
             master = Master.FLOAT32
         count = geometry.blocks * (sum(fmt.scaled for fmt in formats) + (master is Master.FLOAT16))
         scales = state_zeros(param, (count,), torch.float32, bool(offloaded))
         return StateLayout(specs, geometry, master, formats, scales, offloaded=offloaded)
+
+    def is_for(self, dtypes: Sequence[torch.dtype | str]) -> bool:
+        """Whether :meth:`create` would choose the same formats."""
+        return self.formats == _chosen(dtypes, self.geometry)
 
     def __getstate__(self) -> dict[str, Any]:
         """Versions are those of a parameter in this process: a copy's master is compared with the copy once."""

@@ -124,6 +124,20 @@ def read_group(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[st
     return read
 
 
+def without_repeats(group: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The parameters of a group, and their names if it has some, each parameter once.
+
+    torch warns of repeats, and updates them repeatedly; here shards are updated at the same time.
+    """
+    params = group["params"]
+    first = {param: index for index, param in reversed([*enumerate(params)])}
+    return {
+        key: [group[key][index] for index in sorted(first.values())]
+        for key in ("params", "param_names")
+        if key in group
+    }
+
+
 def _is_plain_pair(betas: Any) -> bool:
     return type(betas) is tuple and len(betas) == 2 and type(betas[0]) is float and type(betas[1]) is float
 

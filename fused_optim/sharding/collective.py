@@ -110,12 +110,18 @@ def on_all_ranks(doing: str, no_dist: bool = False, group: dist.ProcessGroup | N
 
 def any_rank(params: Iterable[Tensor], nonzero: bool, failed: bool) -> tuple[bool, bool]:
     """Whether each is true on any rank of the parameters' meshes: a collective over these."""
-    for mesh in _meshes(params):
-        flags = torch.tensor([nonzero, failed], dtype=torch.int32, device=mesh.device_type)
-        for dim in range(mesh.ndim):
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=mesh.get_group(dim))
-        nonzero, failed = (bool(flag) for flag in flags.tolist())
+    nonzero, failed = each_on_any_rank(params, [nonzero, failed])
     return nonzero, failed
+
+
+def each_on_any_rank(params: Iterable[Tensor], flags: list[bool]) -> list[bool]:
+    """:func:`any_rank` for any number of flags."""
+    for mesh in _meshes(params):
+        reduced = torch.tensor(flags, dtype=torch.int32, device=mesh.device_type)
+        for dim in range(mesh.ndim):
+            dist.all_reduce(reduced, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        flags = [bool(flag) for flag in reduced.tolist()]
+    return flags
 
 
 def announce_failure(params: Iterable[Tensor]) -> None:

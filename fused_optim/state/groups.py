@@ -26,6 +26,11 @@ def adamw_settings() -> Mapping[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
+def step_tensor(step: float) -> torch.Tensor:
+    """A parameter's step as torch.optim.AdamW keeps it: exact to 2^24, whatever the default dtype is."""
+    return torch.tensor(float(step), dtype=torch.float32)
+
+
 class TorchGroup(dict[str, Any]):
     """A param group that shows torch.optim.AdamW's keys to all that go through them; our own are read and set by name.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from fused_optim.formats.states import FLOAT16, FLOAT32
 from fused_optim.memory import copies
 from fused_optim.memory.host_memory import host_copy
 from fused_optim.memory.layout import MASTER, StateLayout, Versions, state_zeros
+from fused_optim.rule import StateSpec
 from fused_optim.sharding.dtensor import dense, is_dense, local_tensor, rewrap_like
 from fused_optim.state.remainders import LoadedRemainder
 from fused_optim.state.values import Joined, Stored, given, pieces
@@ -35,6 +36,14 @@ def master_kind(param: Tensor, master_weights: bool, remainder_bits: int | None,
     if remainder_bits is None or param.dtype != torch.bfloat16 or quantized:
         return Master.FLOAT16 if dtype == torch.float16 else Master.FLOAT32
     return Master.REMAINDER16 if remainder_bits == 16 else Master.REMAINDER8
+
+
+def offloadable(param: Tensor, specs: Sequence[StateSpec], master: Master) -> tuple[str, ...]:
+    """Those states: masters of quantized weights stay, from which these are encoded, and so do FP16 masters' scales."""
+    own = tuple(spec.name for spec in specs)
+    if adapter_of(param) is None:
+        return (*own, MASTER)
+    return () if master is Master.FLOAT16 else own
 
 
 def read_parameter(param: Tensor) -> Tensor:
@@ -169,6 +178,18 @@ class ParamState:
         """Local FP32 values of a state, or of an FP16 master: a new tensor on ``device`` unless the state is FP32."""
         stored = self.stored(name)
         return stored.bits if stored.bits.dtype == torch.float32 else stored.read(device)
+
+    def converted(self, layout: StateLayout) -> ParamState:
+        """The same values in other formats; what has its format already, and the master, bit for bit."""
+        like, tensors = local_tensor(self.param), dict(self.tensors)
+        for spec, fmt in zip(layout.specs, layout.formats, strict=True):
+            zeros = state_zeros(self.param, like.shape, fmt.dtype(spec.kind), spec.name in layout.offloaded)
+            tensors[spec.name] = rewrap_like(zeros, self.param)
+        found = ParamState(self.param, tensors, replace(layout, versions=self.layout.versions))
+        for name in layout.names:
+            if name != MASTER or layout.master is Master.FLOAT16:
+                found.write(name, self.stored(name))
+        return found
 
     def unscaled(self, name: str, device: str | None) -> Tensor:
         """The values of :meth:`read`, placed as the parameter; the state itself if it is FP32."""

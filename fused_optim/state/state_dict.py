@@ -133,7 +133,7 @@ def check(store: StateStore, state_dict: dict[str, Any], keep: Collection[Tensor
     In either form, torch.optim.Adam(W)'s, TransformerEngine's or Apex's. Parameters in ``keep`` keep their states.
     """
     groups, names = store.groups, store.state_names
-    saved_groups, state = state_dict["param_groups"], state_dict["state"]
+    saved_groups, state = list(map(_without_repeats, state_dict["param_groups"])), state_dict["state"]
     check_version(saved_groups, "the state dict")
     params = _match_groups(groups, saved_groups)
     _check_form(saved_groups, state, names, params.values())
@@ -172,6 +172,7 @@ def load(store: StateStore, checked: Checked) -> None:
         remaining += _write(store, params[id_], found, misfit)
     adapters.write_loaded(remaining)
     store.record_versions()
+    store.show_steps()
 
 
 @contextmanager
@@ -184,6 +185,11 @@ def failing_together(params: Collection[Tensor]) -> Iterator[None]:
         raise
     if any_rank(params, False, False)[1]:
         raise FailedElsewhere("another rank cannot load its part of the state dict; its error says why")
+
+
+def _without_repeats(saved: dict[str, Any]) -> dict[str, Any]:
+    """torch.optim lists a parameter as often as it was given."""
+    return {**saved, "params": [*dict.fromkeys(saved["params"])]} if "params" in saved else saved
 
 
 def _match_groups(groups: list[dict[str, Any]], saved_groups: list[dict[str, Any]]) -> dict[Any, Tensor]:

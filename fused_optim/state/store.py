@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fused_optim import adapters
-from fused_optim.adapters import Update, adapter_of
+from fused_optim.adapters import Update
 from fused_optim.backends.compiled import same_objects
 from fused_optim.backends.offloaded import Link
 from fused_optim.formats.masters import Master
@@ -23,11 +23,18 @@ from fused_optim.memory.layout import MASTER, STEP, StateLayout
 from fused_optim.options.checks import check_param, describe
 from fused_optim.options.reading import CheckpointFormat
 from fused_optim.options.settings import Settings
-from fused_optim.rule import Rule, StateSpec
+from fused_optim.rule import Rule
 from fused_optim.sharding.collective import FailedElsewhere, any_rank, bare_name
 from fused_optim.sharding.dtensor import has_own_chunks, has_values, local_tensor, rewrap_like, shard_geometry
 from fused_optim.sharding.uneven import locate_uneven_shards
-from fused_optim.state.param_state import ParamState, discard_initial, initial_master, master_kind
+from fused_optim.state.groups import step_tensor
+from fused_optim.state.param_state import (
+    ParamState,
+    discard_initial,
+    initial_master,
+    master_kind,
+    offloadable,
+)
 from fused_optim.state.remainders import MISFIT_ELSEWHERE, LoadedRemainder
 
 OFFLOADED_FROM = ("cuda",)  # kinds of devices
@@ -137,7 +144,8 @@ class StateStore:
         raise KeyError(f"the optimizer does not hold this parameter of shape {tuple(param.shape)}")
 
     def __contains__(self, param: Tensor) -> bool:
-        return param in self.layouts and bool(self._owner.state.get(param))
+        """Not where others have removed all states: these start anew."""
+        return param in self.layouts and self._has_any(param)
 
     def __iter__(self) -> Iterator[ParamState]:
         """The states of all parameters that have some."""
@@ -169,6 +177,15 @@ class StateStore:
         """Whether a parameter needs no states. Not a plain tensor: Megatron-LM's slices never require gradients."""
         frozen = isinstance(param, torch.nn.Parameter) and not param.requires_grad
         return frozen and getattr(param, self.grad_attribute, None) is None
+
+    def groups_without_elements(self) -> set[int]:
+        """The numbers of the param groups of which this rank has nothing, although others may train them."""
+        return {
+            number
+            for number, group in enumerate(self._owner.param_groups)
+            if not any(local_tensor(param).numel() for param in group["params"])
+            and (not group["params"] or not all(map(self.is_frozen, group["params"])))
+        }
 
     # --- creating and removing ------------------------------------------------------------------------------------
 
@@ -205,19 +222,24 @@ class StateStore:
             created = ParamState.create(param, layout)
             created.import_external(owner.state.get(param) or {})
         if self.form == "torch":
-            created.tensors[STEP] = torch.tensor(0.0)
-        with self._changing:
-            owner.state[param] = created.tensors
-            self.layouts[param] = layout
+            created.tensors[STEP] = step_tensor(0)
+        self.put(created)
+        self.drop_pending(param)  # of states that were removed
         created.record_versions()
+
+    def put(self, states: ParamState) -> None:
+        """Let a parameter have these in place of its states."""
+        with self._changing:
+            self._owner.state[states.param] = states.tensors
+            self.layouts[states.param] = states.layout
 
     def show_steps(self) -> None:
         """Let the parameters' states have the steps of their groups if they are to look like torch.optim.AdamW's."""
         for group in self._owner.param_groups:
             for param in group["params"]:
-                if param in self.layouts and self.form == "torch":
-                    self.state[param][STEP] = torch.tensor(float(group[STEP]))
-                elif param in self.layouts:
+                if param in self and self.form == "torch":
+                    self.state[param][STEP] = step_tensor(group[STEP])
+                elif param in self:
                     self.state[param].pop(STEP, None)
 
     def import_external(self) -> None:
@@ -230,7 +252,10 @@ class StateStore:
 
     def _is_given(self, param: Tensor) -> bool:
         """Whether others have made its states. What users keep there beside, such as masks, is none."""
-        return param not in self.layouts and not self._owner.state.get(param, {}).keys().isdisjoint(self.state_names)
+        return param not in self.layouts and self._has_any(param)
+
+    def _has_any(self, param: Tensor) -> bool:
+        return not self._owner.state.get(param, {}).keys().isdisjoint(self.state_names)
 
     def prune(self) -> None:
         """Let go of parameters that were removed from ``optimizer.state``: others may have taken their places."""
@@ -462,14 +487,6 @@ class StateStore:
 def may_be_offloaded(param: Tensor) -> bool:
     """Whether states of a parameter may live in host memory while it does not."""
     return local_tensor(param).device.type in OFFLOADED_FROM and has_values(param)
-
-
-def offloadable(param: Tensor, specs: Sequence[StateSpec], master: Master) -> tuple[str, ...]:
-    """Those states: masters of quantized weights stay, from which these are encoded, and so do FP16 masters' scales."""
-    own = tuple(spec.name for spec in specs)
-    if adapter_of(param) is None:
-        return (*own, MASTER)
-    return () if master is Master.FLOAT16 else own
 
 
 def _placement(param: Tensor) -> tuple[object, object] | None:

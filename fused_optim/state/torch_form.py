@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fused_optim.memory.layout import MASTER, STEP
-from fused_optim.state.groups import OWN_KEYS, adamw_settings, whole
+from fused_optim.state.groups import OWN_KEYS, adamw_settings, step_tensor, whole
 from fused_optim.state.param_state import ParamState
 from fused_optim.state.store import StateStore
 
@@ -53,4 +52,4 @@ def torch_states(states: ParamState, step: int, device: str | None) -> dict[str,
     own = [spec.name for spec in states.layout.specs]
     others = {name: value for name, value in states.tensors.items() if name not in (STEP, *own, MASTER)}
     moments: dict[str, Tensor] = {name: states.unscaled(name, device) for name in own}
-    return {STEP: torch.tensor(float(step)), **moments, **others}
+    return {STEP: step_tensor(step), **moments, **others}

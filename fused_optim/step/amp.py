@@ -40,7 +40,7 @@ def amp_scalars(optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> tu
             "set optimizer.found_inf from p.decoupled_grad, or train without a GradScaler"
         )
     if scale is not None and not isinstance(scale, Tensor):
-        scale = torch.tensor(float(scale))
+        scale = torch.tensor(float(scale), dtype=torch.float32)
     return scale, found_inf if isinstance(found_inf, Tensor) else None  # 0: no gradient was checked
 
 

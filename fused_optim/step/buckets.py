@@ -12,7 +12,7 @@ A backward pass that fails ends its step: what it has updated counts, and other 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import Enum
 from typing import Any, Protocol
 
@@ -65,6 +65,12 @@ class Stepping(Protocol):
 
     def hypers_on(self, device: torch.device) -> list[Hyper]:
         """The hyperparameters of the next step."""
+
+    def exchange_counting(self, own: Collection[int]) -> None:
+        """Find out, once and all ranks together, which :meth:`groups_of_others` there are."""
+
+    def groups_of_others(self) -> set[int]:
+        """Param groups that this rank counts as others do, who have their elements."""
 
 
 class Buckets:
@@ -222,6 +228,7 @@ class Buckets:
             raise
         for bucket in self._members:
             _free(bucket)
+        self._stepping.exchange_counting(self._counting)
         self._end()
 
     def _update(self, numbers: list[int]) -> None:
@@ -241,9 +248,9 @@ class Buckets:
     def _end(self) -> None:
         """Count what was updated, if anything was; a new step may begin."""
         self.streams.join()
-        for number, group in enumerate(self._store.groups):
-            if self._done and (number in self._counting or not group["params"]):
-                group[STEP] = int(group[STEP]) + 1
+        for number in self._counting | self._stepping.groups_of_others() if self._done else ():
+            group = self._store.groups[number]
+            group[STEP] = int(group[STEP]) + 1
         self._reset()
 
     # --- hyperparameters --------------------------------------------------------------------------------------------

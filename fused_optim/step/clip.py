@@ -7,6 +7,7 @@ sharded, and one all-reduce per process group serves all of its parameters; repl
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -77,13 +78,19 @@ def clip_grad_norm_(
 class Clip:
     """A total norm and the factors that clip it: float32 scalars; a factor for each device that has gradients.
 
-    ``total``: what the norm was computed of, in float64: sums of powers, or the largest magnitudes.
+    ``total``: what the norm was computed of, in float64: sums of powers, or the largest magnitudes. ``grads``: the
+    gradients, which it does not keep.
     """
 
     norm: Tensor
     factors: dict[torch.device, Tensor]
     total: Tensor
     norm_type: float
+    grads: list[weakref.ref[Tensor] | None]
+
+    def is_of(self, grads: Iterable[Tensor | None]) -> bool:
+        """Whether some of these gradients, given in the same order, are those that were measured."""
+        return any(own is not None and own() is grad for own, grad in zip(self.grads, grads, strict=False))
 
     def finite(self) -> Tensor | None:
         """Whether all gradients are: a boolean scalar on the norm's device. None where finite powers may overflow."""
@@ -125,7 +132,8 @@ def measure(
             f"The total norm of order {norm_type} of the gradients is non-finite, so it cannot be clipped. "
             "To clip by the non-finite norm anyway, set error_if_nonfinite=False"
         )
-    return Clip(norm, {device: factor.to(device) for device in by_device}, total, norm_type)
+    measured = [None if grad is None else weakref.ref(grad) for grad in grads]
+    return Clip(norm, {device: factor.to(device) for device in by_device}, total, norm_type, measured)
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ from fused_optim.backends.engine import CachedShard
 from fused_optim.backends.gradients import unscaled, write_
 from fused_optim.backends.offloaded import OffloadedShards
 from fused_optim.backends.shards import Shards, shards_on
+from fused_optim.decorators import with_denormals
 from fused_optim.formats.masters import Master
 from fused_optim.formats.rounding import rounding_key
 from fused_optim.memory.layout import MASTER, memory_of
@@ -70,6 +71,12 @@ class _Part:
             self.written.add(self.freed.pop())
 
 
+def _formats_of(groups: list[dict[str, Any]], store: StateStore) -> list[Any]:
+    """What the groups ask for, as it is written there."""
+    options = store.format_options
+    return [group[option] for group in groups for option in options]
+
+
 def _is_watchable(param: Tensor) -> bool:
     """Not where the parameter's memory is another than that of the contiguous tensor that is updated."""
     plain = type(param) in (Tensor, torch.nn.Parameter, DTensor) and adapter_of(param) is None
@@ -105,6 +112,7 @@ class Plan:
         self._names, self._numbers = store.names, store.rounding_numbers()
         self._sizes = [len(group["params"]) for group in groups]
         self._seed, self._forced = store.settings.seed, forced_backend()
+        self._formats = _formats_of(groups, store)
         self._in_groups = [list(group["params"]) for group in groups]
         self._state_keys = [param for param in store.state if param in own] if self._is_part else list(store.state)
         self._state_dicts = [store.state[key] for key in self._state_keys]
@@ -148,13 +156,13 @@ class Plan:
         return [part.absmax for part in self._parts if part.absmax is not None]
 
     def fits(self, groups: list[dict[str, Any]], store: StateStore) -> bool:
-        """Whether parameters, groups, dicts of states, seed and backend are those that the plan was built for.
+        """Whether parameters, groups, dicts of states, formats, seed and backend are those of when the plan was built.
 
         And whether what has no states still has no gradient. Of a plan of some parameters: whether these are as they
         were.
         """
         is_same = store.settings.seed == self._seed and forced_backend() == self._forced
-        if not is_same or self._has_new_gradient(store.grad_attribute):
+        if not is_same or self._has_new_gradient(store.grad_attribute) or _formats_of(groups, store) != self._formats:
             return False
         state = store.state
         if self._is_part:
@@ -182,8 +190,8 @@ class Plan:
 
         ``scaled``: the gradients have a scale, so the pass writes them, too.
 
-        False if a parameter has left its device or backend: the plan does not fit any more. Raises for gradients and
-        states that cannot be used; nothing has been changed then.
+        False if a parameter has left its device or backend, or its states were removed: the plan does not fit any more.
+        Raises for gradients and states that cannot be used; nothing has been changed then.
         """
         self._copies.clear()
         self._passing.clear()
@@ -196,7 +204,8 @@ class Plan:
             part.find_freed()
         for part, i in stale:
             local = local_tensor(part.watched[i].param)
-            if local.device != part.device or backend_of(local) != part.backend:
+            is_gone = part.watched[i].param not in self._store
+            if is_gone or local.device != part.device or backend_of(local) != part.backend:
                 return False
         for part, i in stale:
             self._check(part, i, attribute)
@@ -217,7 +226,8 @@ class Plan:
 
     def _may_be_written(self, part: _Part, i: int) -> bool:
         """Of a shard that is not watched; or not any more, when nobody has looked at the parameter's versions."""
-        return i not in part.unwatched or self._store[part.watched[i].param].is_written
+        param = part.watched[i].param
+        return param in self._store and (i not in part.unwatched or self._store[param].is_written)
 
     def _sync(self, shards: Sequence[tuple[_Part, int]]) -> None:
         """Those that raise are followed when this is called again."""
@@ -229,6 +239,8 @@ class Plan:
                 part.written.discard(i)  # another thread may have followed it
 
     def _sync_shard(self, part: _Part, i: int) -> None:
+        if part.watched[i].param not in self._store:
+            return
         states = self._store[part.watched[i].param]
         if states.layout.master.is_separate and is_capturing():
             who = describe(states.param, part.indices[i], self._names[part.indices[i]])
@@ -305,6 +317,7 @@ class Plan:
             self._copies.append((local, contiguous))
         return contiguous
 
+    @with_denormals
     def run(
         self,
         hypers: Callable[[torch.device], list[Hyper]],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -19,12 +19,12 @@ from fused_optim.memory import copies
 from fused_optim.options.checks import check_hyperparameters, check_update, describe
 from fused_optim.options.reading import read_group
 from fused_optim.rule import Hyper
-from fused_optim.sharding.collective import announce_failure, any_rank
+from fused_optim.sharding.collective import announce_failure, any_rank, each_on_any_rank
 from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.state.store import StateStore
 from fused_optim.state.summary import choices_without_effect
 from fused_optim.step import clip
-from fused_optim.step.buckets import NO_SCALER, Buckets, Choice, Phase
+from fused_optim.step.buckets import NO_SCALER, Buckets, Choice
 from fused_optim.step.plan import Plan, check_capturable, placed_as
 from fused_optim.step.scalars import DeviceScalars, host_lr, on_device
 from fused_optim.step.skip import Skips
@@ -51,9 +51,9 @@ class Stepper:
         self.scalars = DeviceScalars()
         self._plan: Plan | None = None
         self.buckets: Buckets | None = None  # of its steps; None: they are made at once
-        # FP32 scalars that the gradients are multiplied by in the next step: deferred clipping.
-        self._grad_factors: dict[torch.device, Tensor] = {}
+        self._clip: clip.Clip | None = None  # what the next step does with the gradients that it was measured on
         self._knows_offsets = False  # what `StateStore.exchange_offsets` finds
+        self._left_out: set[int] | None = None  # what `_exchange_gradients` finds
         self._has_warned = False  # of choices without effect
         self.ignored: dict[int, list[str]] = {}  # by param group: options of the whole optimizer that it was given
 
@@ -104,7 +104,7 @@ class Stepper:
         self.refuse_in_buckets("clip_grad_norm_()")
         params = self._store.params
         measured = clip.measure(params, list(map(self._gradient, params)), max_norm, norm_type, error_if_nonfinite)
-        self._grad_factors = measured.factors
+        self._clip = measured
         if self._store.settings.skip_nonfinite:
             self.skips.note(measured)
         for device, factor in measured.factors.items():
@@ -119,24 +119,30 @@ class Stepper:
         self.drop_clipping()
 
     def drop_clipping(self) -> None:
-        for device in self._grad_factors:
+        for device in () if self._clip is None else self._clip.factors:
             if self._is_capturable_on(device):
                 self.scalars.factor(device).fill_(1.0)
-        self._grad_factors = {}
+        self._clip = None
         self.skips.forget()
+
+    def _drop_former_clipping(self) -> None:
+        """A step that was refused or skipped may have left the clipping of gradients that are gone."""
+        if self._clip is not None and not self._clip.is_of(map(self._gradient, self._store.params)):
+            self.drop_clipping()
 
     def _is_capturable_on(self, device: torch.device) -> bool:
         return self._store.settings.capturable and device.type == "cuda"
 
     def _clipping_factor(self, device: torch.device) -> Tensor | None:
         """A graph reads the optimizer's own scalar, into which every call of :meth:`clip` writes."""
-        return self.scalars.factor(device) if self._is_capturable_on(device) else self._grad_factors.get(device)
+        if self._is_capturable_on(device):
+            return self.scalars.factor(device)
+        return None if self._clip is None else self._clip.factors.get(device)
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
     def step(self, ask_scaler: Callable[[], Scaling]) -> None:
         """Update every parameter that has a gradient. Raises before anything is changed."""
-        is_idle = self.buckets is None or self.buckets.phase() is Phase.IDLE
         if self.buckets is not None:
             self.buckets.check_backward_is_over("step()")
         copies.wait()
@@ -144,10 +150,11 @@ class Stepper:
         if capturing:
             self._check_capture()
         self._store.resolve_pending()
+        self._drop_former_clipping()
         scaling = ask_scaler()
         if self.buckets is not None and scaling != (None, None):
             raise RuntimeError(NO_SCALER)
-        if is_idle and not capturing and self._is_synthetic():
+        if self.buckets is None and not capturing and self._is_synthetic():
             self._store.create()
             self.prepare_capture()
             self.drop_clipping()
@@ -196,7 +203,7 @@ class Stepper:
         if not (self._synthetic_of_plain or any(isinstance(param, DTensor) for param in self._store.params)):
             return False
         resting = may_be_synthetic(self._groups)
-        if self._knows_offsets and not resting:
+        if self._left_out is not None and self._knows_offsets and not resting:
             return False
         params = self._store.params
         if not params:  # a rank that owns none has nobody to ask
@@ -211,7 +218,24 @@ class Stepper:
         if failed:
             raise RuntimeError("another rank refused its gradients before the first step; its error says why")
         self._exchange_offsets()
-        return resting and not is_real
+        is_synthetic = resting and not is_real
+        if not is_synthetic:
+            self.exchange_counting(
+                {n for n, group in enumerate(self._groups) if any(map(self._has_gradient, group["params"]))}
+            )
+        return is_synthetic
+
+    def _has_gradient(self, param: Tensor) -> bool:
+        return self._gradient(param) is not None
+
+    def exchange_counting(self, own: Collection[int]) -> None:
+        """Find the param groups without elements on this rank that have gradients on others only; ``own``: with some.
+
+        So FSDP may leave it. A collective of the first step.
+        """
+        if self._left_out is None and self._store.params:
+            anywhere = each_on_any_rank(self._store.params, [n in own for n in range(len(self._groups))])
+            self._left_out = {n for n in self._store.groups_without_elements() if anywhere[n] and n not in own}
 
     def _exchange_offsets(self) -> None:
         if not self._knows_offsets:
@@ -266,7 +290,8 @@ class Stepper:
             raise RuntimeError("gradient release is enabled for this optimizer already: call disable() of that first")
         for option in _NEEDS_ALL_GRADIENTS:
             self._refuse_option(option, getattr(self._store.settings, option))
-        if self._grad_factors:
+        self._drop_former_clipping()
+        if self._clip is not None:
             raise RuntimeError(
                 "clip_grad_norm_() was called for the next step, which gradient release would not clip: enable it "
                 "after step()"
@@ -300,10 +325,11 @@ class Stepper:
         """States for those that have none, before a step in buckets; what others know of versions is kept."""
         store = self._store
         if not all(param in store or store.is_frozen(param) for param in store.params):
-            self._restart_counters()
+            self.restart_counters()
             store.create()
         store.prune()
         self.leave_plan()
+        self._convert_formats()
 
     def hypers_on(self, device: torch.device) -> list[Hyper]:
         """Of a step that would be made now, without clipping."""
@@ -324,7 +350,7 @@ class Stepper:
         plan = self._plan
         if plan is None or not plan.fits(self._groups, self._store):
             plan = self._new_plan()
-        if not plan.refresh(self._store.grad_attribute, scaled):  # a parameter was moved to another device
+        if not plan.refresh(self._store.grad_attribute, scaled):
             plan = self._new_plan()
             plan.refresh(self._store.grad_attribute, scaled)
         return plan
@@ -333,7 +359,7 @@ class Stepper:
         store = self._store
         if not all(param in store or store.is_frozen(param) for param in store.params):
             self._checked_grads()  # states are created only for a step that will be made
-            self._restart_counters()
+            self.restart_counters()
             store.create()
             self.prepare_capture()
         self._warn_once()
@@ -341,8 +367,26 @@ class Stepper:
             self.scalars.retire(self._plan.measured)
         store.prune()
         self.leave_plan()
+        self._convert_formats()
         self._plan = Plan(self._groups, store)
         return self._plan
+
+    def _convert_formats(self) -> None:
+        """Where param groups ask for other formats by now than their states have; only for a step that will be made."""
+        store = self._store
+        options = store.format_options
+        asked = {param: (group, [group[o] for o in options]) for group in self._groups for param in group["params"]}
+        stale = [
+            param for param, (_, dtypes) in asked.items() if param in store and not store.layouts[param].is_for(dtypes)
+        ]
+        if stale and is_capturing():
+            raise RuntimeError("CUDA graph capture: formats of states were changed since the last step; run one before")
+        if stale:
+            self._checked_grads()
+        for param in stale:
+            states = store[param]
+            layout = store.new_layout(param, asked[param][0], states.layout.master.is_remainder)
+            store.put(states.converted(layout))
 
     def _warn_once(self) -> None:
         if not self._has_warned:
@@ -350,7 +394,7 @@ class Stepper:
             if choices := choices_without_effect(self._store, self.ignored):
                 warnings.warn("\n".join(choices), stacklevel=callers_level())
 
-    def _restart_counters(self) -> None:
+    def restart_counters(self) -> None:
         """States that start at zero are corrected from step 1 on, whatever was counted for others before."""
         for group in self._groups:
             if group["params"] and not any(map(self._store.has_own_states, group["params"])):
@@ -367,9 +411,14 @@ class Stepper:
             params = self._store.params
             found_inf = self.skips.decide(params, list(map(self._gradient, params)), found_inf, self.skip_group)
         on_gpu = any(device.type == "cuda" for device in devices)
-        counted_there = found_inf is not None or self.scalars.ahead or (settings.capturable and on_gpu)
+        # Without parameters there is no device to count.
+        counted_there = bool(devices) and (
+            found_inf is not None or self.scalars.ahead or (settings.capturable and on_gpu)
+        )
         if counted_there:
             self.scalars.prepare(devices, groups, capturing)
+        elif found_inf is not None and bool(found_inf):
+            counting = set()
 
         def hypers(device: torch.device) -> list[Hyper]:
             scale, skip = _placed(grad_scale, device), _placed(found_inf, device)
@@ -383,7 +432,7 @@ class Stepper:
         for device in devices:
             if self._is_capturable_on(device):
                 self.scalars.factor(device).fill_(1.0)  # in a graph too: each clipping serves one step
-        self._grad_factors = {}
+        self._clip = None
         if not capturing:
             for number in counting:
                 groups[number]["step"] = int(groups[number]["step"]) + 1
@@ -393,8 +442,16 @@ class Stepper:
                 self.scalars.pull(groups)
 
     def _counting(self, plan: Plan) -> set[int]:
-        """The param groups whose step this is: with a gradient, or without parameters on this rank only."""
-        return plan.groups_with_gradients | {n for n, group in enumerate(self._groups) if not group["params"]}
+        """The param groups whose step this is."""
+        return plan.groups_with_gradients | self.groups_of_others()
+
+    def groups_of_others(self) -> set[int]:
+        """Param groups that this rank has no elements and no gradients of, but counts as those ranks that do.
+
+        Of plain tensors, such as FSDP1's, nothing tells whether the others have gradients: they are taken to.
+        """
+        empty, left_out = self._store.groups_without_elements(), self._left_out or ()
+        return {n for n in empty if n in left_out or not any(isinstance(p, DTensor) for p in self._groups[n]["params"])}
 
     def _check_no_collective(self) -> None:
         for index, (param, name) in enumerate(zip(self._store.params, self._store.names, strict=True)):
@@ -407,6 +464,7 @@ class Stepper:
     def next_hypers(self) -> Callable[[torch.device], list[Hyper]]:
         """Of a step that would be made now, without a GradScaler's scale, for ``diagnostics()``."""
         self.refuse_in_buckets("diagnostics()")
+        self._drop_former_clipping()
 
         def hypers(device: torch.device) -> list[Hyper]:
             factor = _placed(self._clipping_factor(device), device)

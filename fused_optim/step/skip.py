@@ -60,7 +60,11 @@ class Skips:
         found = [known] if known is not None else clip.nonfinite(params, grads)
         home = _home(params, found_inf)
         flags = [flag.to(home) for flag in found] + ([] if found_inf is None else [found_inf.to(home) != 0])
-        skip = torch.stack([flag.reshape(()) for flag in flags]).any() if flags else torch.zeros((), device=home)
+        skip = (
+            torch.stack([flag.reshape(()) for flag in flags]).any()
+            if flags
+            else torch.zeros((), dtype=torch.bool, device=home)
+        )
         skip = _on_any_rank(skip.float(), group)
         self.prepare(home)
         self._counts[home].add_(skip != 0)
@@ -71,7 +75,7 @@ class Skips:
     def abandon(group: dist.ProcessGroup | None) -> None:
         """Let the others, who wait in :meth:`decide` for a rank that refuses its gradients, skip the step."""
         if dist.is_initialized() and dist.get_world_size(group) > 1:
-            skip = torch.ones((), device=_meeting_place(group))
+            skip = torch.ones((), dtype=torch.float32, device=_meeting_place(group))
             dist.all_reduce(skip, dist.ReduceOp.MAX, group=group, async_op=True)
 
 

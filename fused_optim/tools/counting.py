@@ -18,7 +18,7 @@ from fused_optim.formats.masters import Master
 from fused_optim.memory.layout import MASTER, StateLayout
 from fused_optim.options.reading import CheckpointFormat
 from fused_optim.sharding.dtensor import cut_by_rows, local_tensor
-from fused_optim.state.store import offloadable
+from fused_optim.state.param_state import offloadable
 from fused_optim.tools.names import MASTERS
 
 FORMS: tuple[CheckpointFormat, ...] = get_args(CheckpointFormat)

@@ -271,9 +271,9 @@ def held_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     go = threading.Event()
     save = Saver.save
 
-    def save_later(*args: Any) -> Any:
+    def save_later(*args: Any, **options: Any) -> Any:
         assert go.wait(60)
-        return save(*args)
+        return save(*args, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(Saver, "save", save_later)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from distributed import same_bits
 from fused_optim import FusedAdam
 from fused_optim.compat import apex, transformer_engine
 from fused_optim.sharding.dtensor import local_tensor
+from pairwise import pairwise
 
 FORMS = pytest.mark.parametrize("form", ["unscaled", "native"])
 MASTERS = pytest.mark.parametrize("master", ["float32", "bfloat16+float32", "bfloat16+rem16"])
@@ -143,6 +145,101 @@ def test_custom_entries_through_distributed_checkpoints(ranks: int, flat: bool, 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         distributed.run(ranks, through_dcp, form, flat, str(tmp_path), timeout=30)
+
+
+# --- removed states ---------------------------------------------------------------------------------------------------
+
+REMOVALS: dict[str, Callable[[FusedAdam, Tensor], Any]] = {
+    "clear": lambda optimizer, param: optimizer.state[param].clear(),
+    "del": lambda optimizer, param: optimizer.state.__delitem__(param),
+    "pop": lambda optimizer, param: optimizer.state.pop(param),
+    "others stay": lambda optimizer, param: [
+        optimizer.state[param].pop(name) for name in list(optimizer.state[param]) if name != "mask"
+    ],
+}
+
+
+def remove_one(master: str, options: dict[str, Any], how: str, sharded: bool = False, saves: bool = False) -> None:
+    """The weight starts anew from what it is; the bias goes on, bit for bit."""
+    (model, optimizer), (twin, usual) = (build(master, **options) for _ in range(2))
+    if sharded:
+        for each in (model, twin):
+            fully_shard(each, mesh=distributed.mesh())
+        optimizer, usual = (
+            FusedAdam(each.parameters(), **optimizer_options(master, options)) for each in (model, twin)
+        )
+    for _ in range(2):
+        train(model, optimizer)
+        train(twin, usual)
+    start = local_tensor(model.weight.detach()).clone().float()
+    optimizer.state[model.weight]["mask"] = 1
+    REMOVALS[how](optimizer, model.weight)
+    if saves:
+        assert "exp_avg" not in optimizer.state_dict()["state"].get(0, {})
+    train(model, optimizer)
+    train(twin, usual)
+    assert same_bits(*(local_tensor(each.bias.detach()) for each in (model, twin)))
+    grad = local_tensor(
+        distributed.shard_like(values((6, 128), model.weight.dtype, "cpu", seed=0), model.weight)
+    ).float()
+    found = optimizer.get_unscaled_state(model.weight, "exp_avg")
+    torch.testing.assert_close(found, 0.1 * grad, rtol=0.15, atol=0.02)
+    found = optimizer.get_unscaled_state(model.weight, "exp_avg_sq")
+    torch.testing.assert_close(found, 0.001 * grad.square(), rtol=0.3, atol=1e-4)
+    assert float((local_tensor(model.weight.detach()).float() - start).abs().max()) < 0.02
+    assert optimizer.state[model.weight].get("mask") == (1 if how == "others stay" else None)
+    assert float(optimizer.state_dict()["state"][1].get("step", 3)) == 3
+
+
+def optimizer_options(master: str, options: dict[str, Any]) -> dict[str, Any]:
+    return {"exp_avg_dtype": torch.int8, **cases.MASTER[master].options, **options}
+
+
+@pytest.mark.parametrize(
+    "master, options, how, backend, saves",
+    pairwise(
+        ["float32", "bfloat16+float32", "bfloat16+rem16", "bfloat16+rem8"],
+        [{}, {"skip_nonfinite": True}, {"checkpoint_format": "torch"}, {"exp_avg_sq_dtype": "fp8"}],
+        list(REMOVALS),
+        ["", "torch"],
+        [False, True],
+    ),
+    ids=str,
+)
+def test_a_parameter_without_states_starts_anew(
+    master: str, options: dict[str, Any], how: str, backend: str, saves: bool, use_backend: Callable[[str], None]
+) -> None:
+    """As in torch.optim; the step is its group's."""
+    use_backend(backend)
+    remove_one(master, options, how, saves=saves)
+
+
+def remove_each(master: str) -> None:
+    for how in REMOVALS:
+        remove_one(master, {}, how, sharded=True)
+
+
+@pytest.mark.parametrize("master", ["float32", "bfloat16+float32", "bfloat16+rem16"])
+def test_a_sharded_parameter_without_states_starts_anew(master: str) -> None:
+    distributed.run(2, remove_each, master)
+
+
+@MASTERS
+@pytest.mark.parametrize("form", ["unscaled", "native", "torch"])
+def test_what_is_saved_without_states_loads(master: str, form: str) -> None:
+    model, optimizer = build(master, checkpoint_format=form)
+    train(model, optimizer)
+    optimizer.state.clear()
+    saved = optimizer.state_dict()
+    assert not saved["state"]
+    other, fresh = build(master, seed=1, checkpoint_format=form)
+    train(other, fresh)
+    fresh.load_state_dict(saved)
+    other.load_state_dict(model.state_dict())
+    train(model, optimizer)
+    train(other, fresh)
+    assert all(map(same_bits, other.parameters(), model.parameters()))
+    assert [group["step"] for group in (*fresh.param_groups, *optimizer.param_groups)] == [1, 1]
 
 
 # --- set_scaled_state -------------------------------------------------------------------------------------------------

@@ -378,14 +378,15 @@ def test_grad_factor_is_used_once(device: str, use_backend: Callable[[str], None
             give_gradients(params, number)
             give_gradients(others, number, 0.25 if number == 1 else 1.0)
             if number == 1:
-                optimizer.stepper._grad_factors[where] = torch.tensor(0.25, device=where)
+                optimizer.clip_grad_norm_(1.0)
+                optimizer.stepper._clip.factors[where] = torch.tensor(0.25, device=where)
             optimizer.step()
             expected.step()
-            assert not optimizer.stepper._grad_factors
+            assert optimizer.stepper._clip is None
         assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
-        optimizer.stepper._grad_factors[where] = torch.tensor(0.25, device=where)
+        optimizer.clip_grad_norm_(1.0)
         optimizer.zero_grad()
-        assert not optimizer.stepper._grad_factors
+        assert optimizer.stepper._clip is None
 
 
 def test_scale_and_factor_go_together(device: str) -> None:
@@ -395,7 +396,8 @@ def test_scale_and_factor_go_together(device: str) -> None:
     scaler.scale(torch.ones((), device=device))
     give_gradients(params, 0, 256.0)
     give_gradients(others, 0, 0.5)
-    optimizer.stepper._grad_factors[params[0].device] = torch.tensor(0.5, device=device)
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.stepper._clip.factors[params[0].device] = torch.tensor(0.5, device=device)
     scaler.step(optimizer)
     expected.step()
     assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))

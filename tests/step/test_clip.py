@@ -297,6 +297,76 @@ def test_factor_is_replaced_and_dropped() -> None:
     assert step_from(5.0, then_zero_grad) == 5.0
 
 
+def refused(optimizer: FusedAdam, param: nn.Parameter) -> None:
+    grad, param.grad = param.grad, param.grad.to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+    param.grad = grad
+
+
+def skipped_by_a_scaler(optimizer: FusedAdam, param: nn.Parameter) -> None:
+    """It does not call ``step()`` where it unscales gradients itself."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    param.grad[0] = math.inf
+    scaler.step(optimizer)
+    param.grad[0] = 5.0
+
+
+LEFT = pytest.mark.parametrize("left", [refused, skipped_by_a_scaler, lambda *_: None])
+
+
+@LEFT
+@pytest.mark.parametrize("skips", [False, True])
+def test_factor_goes_with_its_gradients(left: Callable[[FusedAdam, nn.Parameter], None], skips: bool) -> None:
+    """The model's own ``zero_grad()`` tells the optimizer nothing; neither does what a skipped step has found."""
+    model = nn.Linear(4, 1, bias=False)
+    optimizer = FusedAdam(model.parameters(), betas=(0.0, 0.5), skip_nonfinite=skips, unscales_gradients=False)
+    model.weight.grad = torch.full((1, 4), 5.0)
+    optimizer.clip_grad_norm_(1.0)
+    left(optimizer, model.weight)
+    model.zero_grad()
+    model.weight.grad = torch.full((1, 4), 5.0)
+    optimizer.step()
+    assert moments(optimizer)[0].tolist() == [[5.0] * 4]
+    model.zero_grad()
+    model.weight.grad = torch.full((1, 4), math.nan)
+    optimizer.step()
+    assert optimizer.skipped_steps == int(skips)
+
+
+@LEFT
+def test_factor_stays_with_gradients_that_are_there(left: Callable[[FusedAdam, nn.Parameter], None]) -> None:
+    """A step that is tried again is clipped; gradients beside them may have been freed."""
+    params = [nn.Parameter(torch.ones(4)) for _ in range(2)]
+    optimizer = FusedAdam(params, betas=(0.0, 0.5), unscales_gradients=False)
+    for param in params:
+        param.grad = torch.full((4,), 5.0)
+    norm = optimizer.clip_grad_norm_(1.0)
+    left(optimizer, params[0])
+    params[1].grad = None
+    optimizer.step()
+    assert moments(optimizer)[0].tolist() == pytest.approx([5.0 / float(norm)] * 4)
+
+
+def factor_on_ranks() -> list[float]:
+    """One rank has lost its gradients' objects, the others have not: nobody waits."""
+    param = nn.Parameter(shard(torch.ones(4, 4), distributed.mesh(), [Shard(0)]))
+    optimizer = FusedAdam([param], betas=(0.0, 0.5))
+    for clips in (True, False):
+        param.grad = torch.ones_like(param) * 5.0
+        if clips:
+            optimizer.clip_grad_norm_(1.0)
+            param.grad = None
+    optimizer.step()
+    return optimizer.get_unscaled_state(param, "exp_avg").flatten().tolist()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_factor_goes_with_its_gradients_on_ranks(ranks: int) -> None:
+    assert [x for found in distributed.run(ranks, factor_on_ranks) for x in found] == [5.0] * 16
+
+
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
 def test_copies_have_no_factor(duplicate: Callable[[FusedAdam], FusedAdam]) -> None:
     param = nn.Parameter(torch.ones(4))

@@ -54,6 +54,33 @@ def test_a_compiled_step_is_the_eager_one_and_traces_the_model_alone(clips: bool
     assert graphs.frame_count == 1 and len(calls) == (STEPS if hooked else 0)
 
 
+def closure_step(model: nn.Module, optimizer: FusedAdamW, x: Tensor, clips: bool) -> Tensor:
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        if clips:
+            optimizer.clip_grad_norm_(0.01)
+        return loss
+
+    return optimizer.step(closure)
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["", "hooked"])
+@pytest.mark.parametrize("clips", [False, True], ids=["", "clipped"])
+def test_a_closure_is_compiled_as_the_loop_is(clips: bool, hooked: bool) -> None:
+    """And hooks are called before and after it, as by torch's optimizers."""
+    torch._dynamo.reset()
+    calls: list[int] = []
+    hook = (lambda *_: calls.append(1)) if hooked else None
+    model = model_of(1)
+    expected = train(train_step, copy.deepcopy(model), clips, None)
+    graphs = CompileCounter()
+    found = train(torch.compile(closure_step, backend=graphs), model, clips, hook)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert graphs.frame_count == 1 and graphs.op_count > 3 and len(calls) == (STEPS if hooked else 0)
+
+
 def test_gradient_release_is_not_traced() -> None:
     torch._dynamo.reset()
     models = [model_of(2), model_of(2)]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 import distributed
 from distributed import shard
@@ -97,6 +97,35 @@ def test_groups_count_their_own_steps(backend: str, counted_on_device: bool, use
     skipped = [1, 1, 0] if counted_on_device else [0, 0, 0]
     steps = [6 - skipped[0], 3 - skipped[1], 2 - skipped[2]]
     assert [int(group["step"]) for group in optimizer.state_dict()["param_groups"]] == steps
+
+
+# --- ranks without elements -------------------------------------------------------------------------------------------
+
+
+def without_elements(how: str, frozen: bool) -> list[int]:
+    """Two rows on four ranks, beside a group of which all have some; ranks without rows get no gradients."""
+    mesh = distributed.mesh()
+    full = nn.Parameter(shard(torch.ones(8, 32), mesh, [Shard(0)]))
+    few = nn.Parameter(shard(torch.ones(2, 32), mesh, [Shard(0)]))
+    if how == "plain":  # as FSDP1 hands them over
+        full, few = (nn.Parameter(each.detach()._local_tensor.clone()) for each in (full, few))
+    optimizer = FusedAdamW([{"params": [full]}, {"params": [few]}], lr=0.1, skip_nonfinite=how == "skipping")
+    few.requires_grad_(not frozen)
+    for step in range(4):
+        for param in (full, few):
+            has_grad = (param._local_tensor if isinstance(param, DTensor) else param).numel() > 0
+            param.grad = torch.ones_like(param) if has_grad and param.requires_grad else None
+        if how == "skipping" and step == 2 and dist.get_rank() == 0:
+            full.grad._local_tensor[0, 0] = float("nan")
+        optimizer.step()
+    return [int(group["step"]) for group in optimizer.state_dict()["param_groups"]]
+
+
+@pytest.mark.parametrize("how", ["sharded", "plain", "skipping"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
+def test_ranks_without_elements_count_as_the_others(how: str, frozen: bool) -> None:
+    steps = 3 if how == "skipping" else 4
+    assert distributed.run(4, without_elements, how, frozen) == [[steps, 0 if frozen else steps]] * 4
 
 
 # --- no step waits ------------------------------------------------------------------------------------------------

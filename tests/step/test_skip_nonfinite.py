@@ -283,7 +283,7 @@ def bad_on_one_rank(how: str, clipped: bool) -> list[Any]:
         optimizer.step()
         moved = [not torch.equal(a, b) for a, b in zip(before, params, strict=True) if a.numel()]
         found.append(any(moved) if moved else None)
-    return [*found, optimizer.skipped_steps]
+    return [*found, optimizer.skipped_steps, shown_step(optimizer)]
 
 
 @pytest.mark.parametrize("clipped", [False, True])
@@ -294,27 +294,31 @@ def bad_on_one_rank(how: str, clipped: bool) -> list[Any]:
     ),
 )
 def test_all_ranks_skip_together(ranks: int, how: str, on: str, clipped: bool) -> None:
-    for rank, (*moved, skipped) in enumerate(distributed.run(ranks, bad_on_one_rank, how, clipped, on=on)):
-        assert skipped == 2
+    for rank, (*moved, skipped, steps) in enumerate(distributed.run(ranks, bad_on_one_rank, how, clipped, on=on)):
+        assert skipped == 2 and steps == 2
         assert moved == ([None] * 4 if how == "ragged" and rank == 0 else [True, False, False, True])
 
 
-def refuse_on_one_rank() -> str:
+def refuse_on_one_rank(default: torch.dtype) -> str:
     """One rank has a gradient that cannot be used: the other one skips instead of waiting for it."""
     param = nn.Parameter(torch.ones(4))
+    torch.set_default_dtype(default)
     optimizer = FusedAdamW([param], skip_nonfinite=True)
-    param.grad = torch.ones(4)
+    param.grad = torch.ones_like(param)
     optimizer.step()
-    param.grad = torch.ones(4).to_sparse() if dist.get_rank() else torch.ones(4)
+    param.grad = torch.ones_like(param).to_sparse() if dist.get_rank() else torch.ones_like(param)
     try:
         optimizer.step()
     except RuntimeError as error:
         return str(error)
+    finally:
+        torch.set_default_dtype(torch.float32)
     return f"skipped {optimizer.skipped_steps}"
 
 
-def test_a_rank_that_refuses_its_gradients_leaves_none_waiting() -> None:
-    other, refused = distributed.run(2, refuse_on_one_rank)
+@pytest.mark.parametrize("default", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_a_rank_that_refuses_its_gradients_leaves_none_waiting(default: torch.dtype) -> None:
+    other, refused = distributed.run(2, refuse_on_one_rank, default)
     assert other == "skipped 1" and "sparse" in refused
 
 

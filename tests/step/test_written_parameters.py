@@ -146,6 +146,46 @@ def test_elements_that_were_not_written_keep_their_masters(dtype: torch.dtype, a
     assert torch.equal(param.cpu()[same], other.cpu()[same]) and abs(float(param[2, 5]) - 7.0) < 0.1
 
 
+def swap_averages(dtype: torch.dtype, options: dict[str, Any], middle: str) -> None:
+    """As without the swap, bit for bit: documented in training_loops.md."""
+    runs = []
+    for swaps in (True, False):
+        full = values(0, dtype)
+        several = dist.is_initialized()
+        param = nn.Parameter(shard(full, distributed.mesh(), [Shard(0)]) if several else full)
+        optimizer = FusedAdamW([param], lr=1e-3, **{"store_param_remainders": False, **options})
+        for seed in range(6):
+            param.grad = distributed.shard_like(values(100 + seed, dtype), param)
+            optimizer.step()
+            if swaps and seed == 3:
+                trained, kept = param.detach().clone(), {}
+                if middle == "kept masters" and "master_param" in optimizer.state[param]:
+                    kept = {"master_param": optimizer.get_unscaled_state(param, "master_param").clone()}
+                with torch.no_grad():
+                    param.mul_(0.99)
+                    if middle:
+                        optimizer.state_dict()
+                    param.copy_(trained)
+                for name, master in kept.items():
+                    optimizer.set_scaled_state(param, name, master)
+        runs.append({"param": part(param), "master": part(optimizer.store.master(param))})
+    assert_same(*[{name: value for name, (_, _, value) in run.items()} for run in runs])
+
+
+SWAPS = [("", master) for master in MASTERS] + [("kept masters", master) for master in MASTERS]
+SWAPS += [("a state dict", {"store_param_remainders": True}), ("a state dict", {"master_weights": False})]
+
+
+@pytest.mark.parametrize("middle, master", SWAPS, ids=str)
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_averages_are_swapped_in_and_out(middle: str, master: dict[str, Any], ranks: int) -> None:
+    for dtype in DTYPES if "store_param_remainders" not in master else DTYPES[:1]:
+        if ranks:
+            distributed.run(ranks, swap_averages, dtype, master, middle)
+        else:
+            swap_averages(dtype, master, middle)
+
+
 @EVERY_BACKEND
 def test_without_a_write_nothing_is_compared(any_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps, state dicts, gradients, views, forward and backward passes move nothing that counts."""

@@ -117,7 +117,7 @@ def _emulated(rows: Codes, matrices: Tensor, scale: Tensor, offsets: Tensor) -> 
     """Every row with every expert, and its own is taken: nothing depends on the values of the offsets."""
     expert = torch.searchsorted(offsets, torch.arange(rows.data.shape[0], dtype=offsets.dtype), right=True)[:, None]
     values = rows.values()
-    out = torch.zeros(rows.data.shape[0], matrices.shape[1])
+    out = torch.zeros(rows.data.shape[0], matrices.shape[1], dtype=torch.float32)
     with torch.autocast("cpu", enabled=False):
         for index, matrix in enumerate(matrices.unbind()):
             out = torch.where(expert == index, values @ (matrix.float() * scale).t(), out)

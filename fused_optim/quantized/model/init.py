@@ -199,7 +199,7 @@ def discard_high_precision_init(model: nn.Module) -> None:
 
 def _pending(params: Sequence[Tensor]) -> list[Tensor]:
     """What any rank has to quantize: ranks without rows have nothing, and the others' values count for all."""
-    flags = {param: torch.tensor([float(local_weight(param).is_pending)]) for param in params}
+    flags = {param: torch.tensor([float(local_weight(param).is_pending)], dtype=torch.float32) for param in params}
     flags = {param: flag.to(local_tensor(param).device) for param, flag in flags.items()}
     return [param for param, flag in update.reduce_over_shards(flags).items() if flag.item()]
 
