@@ -279,8 +279,15 @@ def test_schedulers_keys_and_those_that_groups_have_are_loaded() -> None:
     fresh.param_groups[1]["tag"] = None
     fresh.load_state_dict(saved.state_dict())
     assert {key: fresh.param_groups[1][key] for key in schedulers} == {k: i / 8 for i, k in enumerate(schedulers)}
-    assert fresh.param_groups[1]["tag"] == len(schedulers) / 8 and "unknown" not in fresh.param_groups[1]
-    assert not set(schedulers) & set(fresh.param_groups[0])
+    assert fresh.param_groups[1]["tag"] == len(schedulers) / 8 and not set(schedulers) & set(fresh.param_groups[0])
+    assert fresh.param_groups[1]["unknown"] == (len(schedulers) + 1) / 8  # a user's own
+
+    _, fresh = build("float32", torch.float32)
+    other = saved.state_dict()
+    for group in other["param_groups"]:  # of another optimizer
+        del group["fused_optim_version"], group["fused_optim_native"]
+    fresh.load_state_dict(other)
+    assert "unknown" not in fresh.param_groups[1] and fresh.param_groups[1]["initial_lr"] == 0.0
 
 
 @pytest.mark.parametrize("schedule", ["OneCycleLR", "CyclicLR", "SWALR", "StepLR", "CosineAnnealingWarmRestarts"])
