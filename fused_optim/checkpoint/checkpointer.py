@@ -377,7 +377,8 @@ class Checkpointer:
             self._check(found)
             source = DcpFolder(folder)
         if verify:  # what others wrote has checksums if they saw to it
-            checksums.verify_items(folder, None, required=found.manifest is not None)
+            required = found.manifest is not None
+            checksums.verify_items(folder, None, required, metadata=source.metadata)
         return source
 
     def _check(self, found: Found) -> None:

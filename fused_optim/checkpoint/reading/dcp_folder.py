@@ -33,7 +33,7 @@ class DcpFolder(Source):
 
     def __init__(self, folder: Folder) -> None:
         self.path: Folder = folder
-        self._metadata = metadata = read_metadata(folder)
+        self.metadata = metadata = read_metadata(folder)
         self.entries = {}
         for key, entry in metadata.state_dict_metadata.items():
             self.entries[key] = None
@@ -47,18 +47,18 @@ class DcpFolder(Source):
     @property
     def ranks(self) -> int | None:  # type: ignore[override]
         """torch names files by the ranks that write them: ``__3_0.distcp``."""
-        found = {_WRITER.match(info.relative_path) for info in self._metadata.storage_data.values()}
+        found = {_WRITER.match(info.relative_path) for info in self.metadata.storage_data.values()}
         return None if None in found else len({match["rank"] for match in found if match})
 
     def place(self, key: str) -> tuple[str | int, ...]:
-        places: dict[str, tuple[str | int, ...]] = self._metadata.planner_data or {}
+        places: dict[str, tuple[str | int, ...]] = self.metadata.planner_data or {}
         return places.get(key, (key,))
 
     def nbytes(self, key: str) -> int:
         return sum(info.length for info in self._chunks.get(key, {}).values())
 
     def check(self, keys: Collection[str] | None = None) -> None:
-        check_files(self.path, self._metadata, keys)
+        check_files(self.path, self.metadata, keys)
         for key in self.entries if keys is None else keys:
             info = self.entries[key]
             if info is None:
@@ -90,7 +90,7 @@ class DcpFolder(Source):
 
     def load(self, state_dict: dict[str, Any]) -> None:
         """``dcp.load`` by this rank alone. Raises what went wrong."""
-        load(state_dict, self.path, self._metadata)
+        load(state_dict, self.path, self.metadata)
 
     def _load(self, key: str, stored: _StorageInfo) -> Any:
         content = io.BytesIO(self.path.read(*range_of(key, stored)))

@@ -27,6 +27,7 @@ from fused_optim.checkpoint.reading.contents import (
     read_small,
     read_steps,
 )
+from fused_optim.checkpoint.reading.dcp_folder import DcpFolder
 from fused_optim.checkpoint.reading.leeway import Differences, Leeway, Naming, Rename
 from fused_optim.checkpoint.reading.opening import open_source
 from fused_optim.checkpoint.reading.source import Source
@@ -118,7 +119,9 @@ def checked(
     with on_all_ranks(doing):
         contents = find_contents(source, Naming(everyone, leeway.rename))
     if verify is not False:
-        verify_items(folder_at(source.path), optimizer_keys(source, contents.prefix), required=bool(verify))
+        metadata = source.metadata if isinstance(source, DcpFolder) else None
+        keys = optimizer_keys(source, contents.prefix)
+        verify_items(folder_at(source.path), keys, required=bool(verify), metadata=metadata)
     with on_all_ranks(doing):
         read_settings(source, contents)
         loader = Loader(model, optimizer, source, contents, leeway)

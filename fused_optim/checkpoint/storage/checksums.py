@@ -14,9 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from fused_optim.checkpoint.storage import metadata
+from torch.distributed.checkpoint.metadata import Metadata
+
 from fused_optim.checkpoint.storage.damage import Damaged
 from fused_optim.checkpoint.storage.folders import Folder, PathLike, folder_at
+from fused_optim.checkpoint.storage.metadata import FILE as METADATA
 from fused_optim.checkpoint.storage.metadata import read_metadata
 from fused_optim.checkpoint.storage.threads import threads_to_read
 from fused_optim.checkpoint.storage.untrusted import load_json, number_in
@@ -76,14 +78,23 @@ def verify_checksums(path: PathLike, *, no_dist: bool = False) -> None:
     verify_items(folder_at(path), None, True, no_dist)
 
 
-def verify_items(folder: Folder, keys: Container[str] | None, required: bool, no_dist: bool = False) -> None:
-    """:func:`verify_checksums` for some keys of the state dict; without checksums nothing, unless ``required``."""
+def verify_items(
+    folder: Folder,
+    keys: Container[str] | None,
+    required: bool,
+    no_dist: bool = False,
+    metadata: Metadata | None = None,
+) -> None:
+    """:func:`verify_checksums` for some keys of the state dict; without checksums nothing, unless ``required``.
+
+    ``metadata``: of the folder, where it was read already.
+    """
     damages: list[str] = []
     with on_all_ranks(f"verifying {folder}", no_dist):
         if folder.size(FILE) is not None:
             check_finished(folder)
             expected = _read(folder)
-            items = [item for item in _read_items(folder) if keys is None or item.key in keys]
+            items = [item for item in _read_items(folder, metadata) if keys is None or item.key in keys]
             damages = list(_damages(folder, _share(items, no_dist), expected))
         elif required:
             raise FileNotFoundError(f"{folder} has no checksums: expected {FILE}, which write_checksums writes")
@@ -143,8 +154,8 @@ def _lacking(item: _Item, found: str) -> ValueError:
     return ValueError(f"{item}: expected {item.range[2]} bytes, found {found}")
 
 
-def _read_items(folder: Folder) -> list[_Item]:
-    stored: Mapping[Any, Any] = read_metadata(folder).storage_data
+def _read_items(folder: Folder, metadata: Metadata | None = None) -> list[_Item]:
+    stored: Mapping[Any, Any] = (metadata or read_metadata(folder)).storage_data
     return [
         _Item(index.fqn, index.offset and tuple(index.offset), (info.relative_path, info.offset, info.length))
         for index, info in stored.items()
@@ -152,7 +163,7 @@ def _read_items(folder: Folder) -> list[_Item]:
 
 
 def check_finished(folder: Folder) -> None:
-    if folder.size(metadata.FILE) is None:
+    if folder.size(METADATA) is None:
         expected = "expected a folder of torch.distributed.checkpoint with a file .metadata, which is written last"
         raise FileNotFoundError(f"{folder}: {expected}; the save was not finished, or this is another folder")
 
@@ -198,9 +209,9 @@ def _read(folder: Folder) -> dict[Range, str]:
         raise ValueError(f"{file}: expected version {VERSION} at most, found {version}: update fused_optim")
     if (found := _metadata_crc(folder)) != expected:
         text = "it is damaged, or the checkpoint was saved again without new checksums"
-        raise Damaged(f"{folder}/{metadata.FILE}: expected CRC-32 {expected}, found {found}: {text}")
+        raise Damaged(f"{folder}/{METADATA}: expected CRC-32 {expected}, found {found}: {text}")
     return ranges
 
 
 def _metadata_crc(folder: Folder) -> str:
-    return f"{zlib.crc32(folder.read(metadata.FILE)):08x}"
+    return f"{zlib.crc32(folder.read(METADATA)):08x}"
