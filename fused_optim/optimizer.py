@@ -293,6 +293,8 @@ class ShardedOptimizer(Optimizer):
 
         ``store_param_remainders`` overrides the optimizer's option for states that this call creates.
         """
+        if param is None:
+            self.stepper.restart_counters()
         self.store.create(param, store_param_remainders)
         if param is None:
             self.stepper.prepare_capture()

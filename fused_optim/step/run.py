@@ -273,6 +273,7 @@ class Stepper:
         """
         self.leave_plan()
         self.scalars.pull(self._groups)
+        self.restart_counters()
         self._store.create()
         self._exchange_offsets()
         self._warn_once()
