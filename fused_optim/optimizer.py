@@ -43,6 +43,7 @@ from fused_optim.state.summary import Summary, short_description, summarize
 from fused_optim.step.amp import amp_scalars, mark_stepped
 from fused_optim.step.diagnostics import Diagnostics, diagnose
 from fused_optim.step.run import Stepper
+from fused_optim.step.scalars import keep_rates
 
 _WORDS = ("state_dtype", "master_bits")  # short words of the constructor, which stand for other options
 
@@ -292,6 +293,8 @@ class ShardedOptimizer(Optimizer):
 
         ``store_param_remainders`` overrides the optimizer's option for states that this call creates.
         """
+        if param is None:
+            self.stepper.restart_counters()
         self.store.create(param, store_param_remainders)
         if param is None:
             self.stepper.prepare_capture()
@@ -481,30 +484,17 @@ class ShardedOptimizer(Optimizer):
         on one; nothing has been changed then. Raises KeyError, TypeError, ValueError or RuntimeError, by the fault.
         """
         with forms.failing_together(self.store.params):
-            state_dict = self._passed_through_hooks(state_dict.copy())
+            state_dict = forms.passed_through(self._optimizer_load_state_dict_pre_hooks.values(), self, state_dict)
             checked = forms.check(self.store, state_dict, self._keeping(state_dict))
         self.stepper.leave_plan()
         rates = [group["lr"] for group in self.param_groups]
         forms.load(self.store, checked)
         if self.capturable:
-            self._keep_lr_tensors(rates)
+            keep_rates(self.param_groups, rates)
         self.stepper.scalars.write(self.param_groups)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def _passed_through_hooks(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = pre_hook(self, state_dict)
-            if replaced is not None:
-                state_dict = replaced
-        return state_dict
-
     def _keeping(self, state_dict: dict[str, Any]) -> Collection[Tensor]:
         """Parameters whose states stay as they are."""
         return ()
-
-    def _keep_lr_tensors(self, rates: list[float | Tensor]) -> None:
-        """Captured graphs read these tensors: loaded values go into them."""
-        for group, rate in zip(self.param_groups, rates, strict=True):
-            if isinstance(rate, Tensor):
-                group["lr"] = rate.copy_(torch.as_tensor(group["lr"], dtype=rate.dtype).reshape(rate.shape))

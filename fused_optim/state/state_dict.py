@@ -11,7 +11,7 @@ tensors; what is not cut by whole rows, one-dimensional parameters included, as 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
@@ -173,6 +173,15 @@ def load(store: StateStore, checked: Checked) -> None:
     adapters.write_loaded(remaining)
     store.record_versions()
     store.show_steps()
+
+
+def passed_through(hooks: Iterable[Callable[..., Any]], optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """What hooks before a load make of a state dict, which stays as it is. As torch.optim's loader does."""
+    state_dict = state_dict.copy()
+    for hook in hooks:
+        replaced = hook(optimizer, state_dict)
+        state_dict = state_dict if replaced is None else replaced
+    return state_dict
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from fused_optim.state.store import StateStore
 from fused_optim.state.summary import choices_without_effect
 from fused_optim.step import clip
 from fused_optim.step.buckets import NO_SCALER, Buckets, Choice
+from fused_optim.step.conversion import convert, stale_formats
 from fused_optim.step.plan import Plan, check_capturable, placed_as
 from fused_optim.step.scalars import DeviceScalars, host_lr, on_device
 from fused_optim.step.skip import Skips
@@ -272,6 +273,7 @@ class Stepper:
         """
         self.leave_plan()
         self.scalars.pull(self._groups)
+        self.restart_counters()
         self._store.create()
         self._exchange_offsets()
         self._warn_once()
@@ -372,21 +374,9 @@ class Stepper:
         return self._plan
 
     def _convert_formats(self) -> None:
-        """Where param groups ask for other formats by now than their states have; only for a step that will be made."""
-        store = self._store
-        options = store.format_options
-        asked = {param: (group, [group[o] for o in options]) for group in self._groups for param in group["params"]}
-        stale = [
-            param for param, (_, dtypes) in asked.items() if param in store and not store.layouts[param].is_for(dtypes)
-        ]
-        if stale and is_capturing():
-            raise RuntimeError("CUDA graph capture: formats of states were changed since the last step; run one before")
-        if stale:
-            self._checked_grads()
-        for param in stale:
-            states = store[param]
-            layout = store.new_layout(param, asked[param][0], states.layout.master.is_remainder)
-            store.put(states.converted(layout))
+        if stale := stale_formats(self._store):
+            self._checked_grads()  # only for a step that will be made
+            convert(self._store, stale)
 
     def _warn_once(self) -> None:
         if not self._has_warned:

@@ -26,6 +26,13 @@ def host_lr(group: dict[str, Any]) -> float | None:
     return None if isinstance(lr, Tensor) and lr.device.type != "cpu" else float(lr)
 
 
+def keep_rates(groups: Groups, rates: list[float | Tensor]) -> None:
+    """Captured graphs read learning rates that are tensors: what was loaded in their places goes into them."""
+    for group, rate in zip(groups, rates, strict=True):
+        if isinstance(rate, Tensor):
+            group["lr"] = rate.copy_(torch.as_tensor(group["lr"], dtype=rate.dtype).reshape(rate.shape))
+
+
 def on_device(scalar: Tensor, device: torch.device) -> Tensor:
     """As the engines read it: FP32 on their device; the tensor itself where it is that already."""
     return local_tensor(scalar).to(device=device, dtype=torch.float32).resolve_neg()

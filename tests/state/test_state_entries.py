@@ -23,7 +23,7 @@ import cases
 import distributed
 from cases import values
 from distributed import same_bits
-from fused_optim import FusedAdam
+from fused_optim import FusedAdam, enable_gradient_release
 from fused_optim.compat import apex, transformer_engine
 from fused_optim.sharding.dtensor import local_tensor
 from pairwise import pairwise
@@ -240,6 +240,34 @@ def test_what_is_saved_without_states_loads(master: str, form: str) -> None:
     train(other, fresh)
     assert all(map(same_bits, other.parameters(), model.parameters()))
     assert [group["step"] for group in (*fresh.param_groups, *optimizer.param_groups)] == [1, 1]
+
+
+@pytest.mark.parametrize("how", ["step", "initialize_state", "gradient release"])
+@pytest.mark.parametrize("removed", ["all", "a group"])
+def test_a_group_without_states_counts_anew(how: str, removed: str) -> None:
+    """However its states are created: as those of a new optimizer, bit for bit."""
+    found = []
+    for is_fresh in (False, True):
+        model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8))
+        with torch.no_grad():
+            for i, param in enumerate(model.parameters()):
+                param.copy_(values(tuple(param.shape), torch.float32, "cpu", seed=i))
+        optimizer = FusedAdam([{"params": layer.parameters()} for layer in model], lr=0.0)
+        for _ in range(0 if is_fresh else 3):
+            train(model, optimizer)
+        for param in optimizer.store.params if removed == "all" else model[1].parameters():
+            optimizer.state.pop(param, None)
+        if how == "initialize_state":
+            optimizer.initialize_state()
+        elif how == "gradient release":
+            enable_gradient_release(model, optimizer)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1
+        model(torch.ones(2, 8)).square().sum().backward()
+        optimizer.step()
+        assert optimizer.param_groups[1]["step"] == 1
+        found.append(list(model[1].parameters()))
+    assert all(map(same_bits, *found))
 
 
 # --- set_scaled_state -------------------------------------------------------------------------------------------------

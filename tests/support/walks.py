@@ -266,6 +266,10 @@ class Walk:
         saved.seek(0)
         self.walker.model, self.walker.optimizer = torch.load(saved, weights_only=False)
 
+    def initialize(self, which: int) -> None:
+        """What the next step would create."""
+        self.walker.optimizer.initialize_state()
+
     def look(self, which: int) -> None:
         """At what is saved, without saving it."""
         self.walker.optimizer.state_dict()
@@ -351,7 +355,7 @@ TRAINING = (
     "add_group",
     "start_anew",
 )
-INTERRUPTIONS = ("load", "offload", "copy", "pickle", "look", "replace", "release", "compile")
+INTERRUPTIONS = ("initialize", "load", "offload", "copy", "pickle", "look", "replace", "release", "compile")
 Operation = tuple[str, int]
 NOTHING = "nothing"
 
