@@ -29,7 +29,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from contenders import HYPER, INT8, SPLIT16, states
+from contenders import HYPER, INT8, SEPARATE, SPLIT16, states
 from fused_optim import FusedAdamW, enable_gradient_release
 from llama import Llama, llama_1b, small_llama
 from step import machine, timed, version_of, write
@@ -69,10 +69,10 @@ def in_small_buckets(model: nn.Module, optimizer: FusedAdamW) -> Any:
 
 
 CASES = [
-    Case("FP32 master, int8 states", ours()),
-    Case("FP32 master, int8 states, release", ours(), enable_gradient_release),
-    Case("FP32 master, int8 states, release of each parameter", ours(), each_alone),
-    Case("FP32 master, int8 states, release of 32 MB", ours(), in_small_buckets),
+    Case("FP32 master, int8 states", ours(**SEPARATE)),
+    Case("FP32 master, int8 states, release", ours(**SEPARATE), enable_gradient_release),
+    Case("FP32 master, int8 states, release of each parameter", ours(**SEPARATE), each_alone),
+    Case("FP32 master, int8 states, release of 32 MB", ours(**SEPARATE), in_small_buckets),
     Case("16-bit remainder, int8 states", ours(**SPLIT16)),
     Case("16-bit remainder, int8 states, release", ours(**SPLIT16), enable_gradient_release),
     Case("16-bit remainder, int8 states, release of each parameter", ours(**SPLIT16), each_alone),

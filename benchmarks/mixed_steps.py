@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contenders import BF16, FP8, FP16, FP32, HYPER, INT8, SCALES, SPLIT8, SPLIT16, states
+from contenders import BF16, FP8, FP16, FP32, HYPER, INT8, SCALES, SEPARATE, SPLIT8, SPLIT16, states
 from fused_optim import FusedAdamW
 from step import Shapes, copy_bandwidth, llama_shapes, machine, synchronize, timed, write
 
@@ -52,15 +52,15 @@ def part(moments: torch.dtype, master: float, dtype: torch.dtype = BF16) -> Part
 
 
 MIXES = [
-    Mix("FP32 master: int8, BF16 states", (part(INT8, MASTER), part(BF16, MASTER)), {}),
-    Mix("FP32 master: int8, FP32 states", (part(INT8, MASTER), part(FP32, MASTER)), {}),
-    Mix("FP32 master: FP8, int8 states", (part(FP8, MASTER), part(INT8, MASTER)), {}),
-    Mix("FP32 master: int8, FP16 states", (part(INT8, MASTER), part(FP16, MASTER)), {}),
+    Mix("FP32 master: int8, BF16 states", (part(INT8, MASTER), part(BF16, MASTER)), SEPARATE),
+    Mix("FP32 master: int8, FP32 states", (part(INT8, MASTER), part(FP32, MASTER)), SEPARATE),
+    Mix("FP32 master: FP8, int8 states", (part(FP8, MASTER), part(INT8, MASTER)), SEPARATE),
+    Mix("FP32 master: int8, FP16 states", (part(INT8, MASTER), part(FP16, MASTER)), SEPARATE),
     Mix("16-bit remainder: int8, BF16 states", (part(INT8, 4), part(BF16, 4)), SPLIT16),
     Mix("8-bit remainder: int8, FP32 states", (part(INT8, 2), part(FP32, 2)), SPLIT8),
-    Mix("FP32 and BF16 parameters, int8 states", (part(INT8, 0, FP32), part(INT8, MASTER)), {}),
+    Mix("FP32 and BF16 parameters, int8 states", (part(INT8, 0, FP32), part(INT8, MASTER)), SEPARATE),
     Mix("FP32 parameters, 8-bit remainders, int8 and BF16 states", (part(BF16, 0, FP32), part(INT8, 2)), SPLIT8),
-    Mix("four state formats", tuple(part(moments, MASTER) for moments in (INT8, BF16, FP32, FP8)), {}),
+    Mix("four state formats", tuple(part(moments, MASTER) for moments in (INT8, BF16, FP32, FP8)), SEPARATE),
 ]
 
 

@@ -28,7 +28,7 @@ CHUNK = 32 << 20  # bytes of a copy
 WARMUP = 2
 INT8 = {"exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8", "store_param_remainders": True}
 FORMATS: dict[str, dict[str, Any]] = {
-    "FP32, FP32 masters": {},
+    "FP32, FP32 masters": {"store_param_remainders": False},
     "FP32, 16-bit remainders": {"store_param_remainders": True},
     "BF16, 16-bit remainders": {
         "exp_avg_dtype": "bfloat16",

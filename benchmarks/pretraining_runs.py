@@ -100,13 +100,16 @@ class Run:
         return "" if self.cpu or device.type == "cuda" else "runs on GPUs only"
 
 
+SEPARATE = {"store_param_remainders": False}  # FP32 masters
+
+
 def ours(label: str, states: torch.dtype, recipe: Recipe | None = None, **options: Any) -> Run:
     optimizer = partial(FusedAdamW, exp_avg_dtype=states, exp_avg_sq_dtype=states, **options)
     return Run(f"FusedAdamW {label}", optimizer, recipe=recipe)
 
 
 def fp8_products(recipe: str) -> Run:
-    return ours(f"FP32 master, int8 states; {recipe}", torch.int8, RECIPES[recipe])
+    return ours(f"FP32 master, int8 states; {recipe}", torch.int8, RECIPES[recipe], **SEPARATE)
 
 
 def peer(label: str, path: str, copies: bool, **options: Any) -> Run:
@@ -128,10 +131,10 @@ BF16, FP8, INT8 = torch.bfloat16, torch.float8_e4m3fn, torch.int8
 RUNS: dict[str, Run] = {  # in the order of their worth
     "fp32": fp32(0),
     "fp32-seed1": fp32(1),
-    "int8": ours("FP32 master, int8 states", INT8),
+    "int8": ours("FP32 master, int8 states", INT8, **SEPARATE),
     "remainder8-int8": ours("8-bit remainder, int8 states", INT8, store_param_remainders=True, param_remainder_bits=8),
-    "fp8": ours("FP32 master, FP8 states", FP8),
-    "bf16": ours("FP32 master, BF16 states", BF16),
+    "fp8": ours("FP32 master, FP8 states", FP8, **SEPARATE),
+    "bf16": ours("FP32 master, BF16 states", BF16, **SEPARATE),
     "no-master-int8": ours("no master, int8 states", INT8, master_weights=False),
     "flash": peer("FlashAdamW, 24-bit master", "flashoptim:FlashAdamW", copies=False, master_weight_bits=24),
     "torchao": peer("torchao AdamW8bit, FP32 parameters", "torchao.optim:AdamW8bit", copies=True),

@@ -250,15 +250,16 @@ def our_run(name: str, states: torch.dtype, **options: Any) -> Run:
 
 
 def loss_runs(seeds: int) -> list[Run]:
+    separate: dict[str, Any] = {"store_param_remainders": False}
     split16: dict[str, Any] = {"store_param_remainders": True}
     split8: dict[str, Any] = {**split16, "param_remainder_bits": 8}
     return [
         *(Run("FP32", torch.float32, partial(torch.optim.AdamW, fused=True), seed) for seed in range(seeds)),
-        our_run("FP32 master, FP32 states", torch.float32),
-        our_run("FP32 master, BF16 states", torch.bfloat16),
-        our_run("FP32 master, FP16 states", torch.float16),
-        our_run("FP32 master, FP8 states", torch.float8_e4m3fn),
-        our_run("FP32 master, int8 states", torch.int8),
+        our_run("FP32 master, FP32 states", torch.float32, **separate),
+        our_run("FP32 master, BF16 states", torch.bfloat16, **separate),
+        our_run("FP32 master, FP16 states", torch.float16, **separate),
+        our_run("FP32 master, FP8 states", torch.float8_e4m3fn, **separate),
+        our_run("FP32 master, int8 states", torch.int8, **separate),
         our_run("16-bit remainder, int8 states", torch.int8, **split16),
         our_run("8-bit remainder, FP8 states", torch.float8_e4m3fn, **split8),
         our_run("8-bit remainder, int8 states", torch.int8, **split8),
