@@ -48,12 +48,12 @@ def contents(params: list[nn.Parameter], optimizer: Any) -> list[Tensor]:
 
 # --- inference mode ---------------------------------------------------------------------------------------------------
 
-BEFORE: list[Callable[[FusedAdamW], Any]] = [
-    lambda optimizer: None,
-    lambda optimizer: optimizer.clip_grad_norm_(0.5),
-    lambda optimizer: optimizer.initialize_state(),
-    lambda optimizer: optimizer.load_state_dict(optimizer.state_dict()),
-]
+BEFORE: dict[str, Callable[[FusedAdamW], Any]] = {
+    "nothing": lambda optimizer: None,
+    "clipping": lambda optimizer: optimizer.clip_grad_norm_(0.5),
+    "states": lambda optimizer: optimizer.initialize_state(),
+    "a load": lambda optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+}
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ BEFORE: list[Callable[[FusedAdamW], Any]] = [
         MASTERS,
         FORMATS,
         [{}, {"skip_nonfinite": True}, {"capturable": True}, {"checkpoint_format": "torch"}],
-        BEFORE,
+        list(BEFORE),
         BACKENDS,
     ),
     ids=str,
@@ -71,7 +71,7 @@ def test_a_first_step_in_inference_mode(
     master: str,
     fmt: str,
     options: dict[str, Any],
-    before: Callable[[FusedAdamW], Any],
+    before: str,
     backend: str,
     use_backend: Callable[[str], None],
 ) -> None:
@@ -82,7 +82,7 @@ def test_a_first_step_in_inference_mode(
         with torch.inference_mode(is_inference):
             for i, param in enumerate(params):
                 param.grad = values(tuple(param.shape), param.dtype, "cpu", seed=i)
-            before(optimizer)
+            BEFORE[before](optimizer)
             optimizer.found_inf = torch.zeros(())
             optimizer.step()
             saved = optimizer.state_dict()
