@@ -387,6 +387,7 @@ class Checkpointer:
         self._directory.check_whole(found)
 
     def _load(self, found: Found, source: DcpFolder, options: LoadOptions) -> int:
+        self.report = None
         self.report = self._loads.run(found, source, options)
         if self.report.model or self.report.extras_left:
             logger.warning("%s: %s", source.path, self.report)

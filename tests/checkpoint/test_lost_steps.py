@@ -33,7 +33,7 @@ import cases
 import distributed
 from checkpoint_cases import wait_for
 from fused_optim import FusedAdamW
-from fused_optim.checkpoint import Checkpointer
+from fused_optim.checkpoint import Checkpointer, extras
 from fused_optim.checkpoint.storage import checksums, manifest, metadata, owners
 from fused_optim.checkpoint.storage.folders import LocalFolder, RemoteFolder, folder_at
 from fused_optim.checkpoint.storage.manifest import FILE as MANIFEST
@@ -492,7 +492,7 @@ import os, signal, sys, threading, time
 import torch
 import torch.distributed as dist
 from fused_optim import FusedAdamW
-from fused_optim.checkpoint import Checkpointer
+from fused_optim.checkpoint import Checkpointer, extras
 from fused_optim.checkpoint.writing.saver import Saver
 
 folder, how = sys.argv[1:]
@@ -752,3 +752,58 @@ def test_random_states(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'random_states' was saved with different states on 2 ranks"):
         opened(tmp_path, random_states=True).load_latest()
     assert opened(tmp_path, random_states=True).load_latest(without=["random_states"]) == 1
+
+
+# --- extras that are equal --------------------------------------------------------------------------------------------
+
+EQUAL: dict[str, tuple[Any, Any]] = {
+    "order of a dict": ({"a": 1, "b": {"c": 2, "d": [3]}}, {"b": {"d": [3], "c": 2}, "a": 1}),
+    "order of a set": ({"seen": {"x", "y", "z", 1}}, {"seen": {1, "z", "y", "x"}}),
+    "objects that are shared": ({"a": (t := [1, 2]), "b": t}, {"a": [1, 2], "b": [1, 2]}),
+    "strides": ({"a": torch.arange(6).view(2, 3)}, {"a": torch.arange(6).view(2, 3).t().contiguous().t()}),
+}
+DIFFERENT: dict[str, tuple[Any, Any]] = {
+    "numbers": ({"a": 1}, {"a": 1.0}),
+    "truth": ({"a": 1}, {"a": True}),
+    "signs": ({"a": 0.0}, {"a": -0.0}),
+    "texts": ({"a": "1"}, {"a": 1}),
+    "order of a list": ({"a": [1, 2]}, {"a": [2, 1]}),
+    "lists and tuples": ({"a": [1, 2]}, {"a": (1, 2)}),
+    "where they are": ({"a": [[1], 2]}, {"a": [[1, 2]]}),
+    "keys and values": ({"a": "b"}, {"b": "a"}),
+    "dtypes": ({"a": torch.zeros(4, dtype=torch.int8)}, {"a": torch.zeros(4, dtype=torch.uint8)}),
+    "shapes": ({"a": torch.zeros(4)}, {"a": torch.zeros(2, 2)}),
+    "none": ({"a": None}, {"a": 0}),
+}
+
+
+@pytest.mark.parametrize("name", [*EQUAL, *DIFFERENT])
+def test_extras_are_equal_by_what_they_hold(name: str) -> None:
+    one, other = (extras.pack("loader", state).digest for state in (EQUAL | DIFFERENT)[name])
+    assert (one == other) == (name in EQUAL)
+
+
+class Held:
+    """Whatever it was given."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def save_in_own_order(folder: str) -> None:
+    keys = ["a", "b", "c"][:: 1 if dist.get_rank() else -1]
+    with opened(folder, extra={"loader": Held({key: {"x", key} for key in keys})}) as checkpointer:
+        checkpointer.save(1)
+
+
+def test_extras_of_another_order_load_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    distributed.run(2, save_in_own_order, str(tmp_path))
+    held = Held({})
+    opened(tmp_path, extra={"loader": held}).load(1)
+    assert held.state == {key: {"x", key} for key in "abc"}

@@ -185,6 +185,14 @@ def test_the_model_alone(how: str, ranks: int, tmp_path: Path) -> None:
     distributed.run(ranks, loads_the_model_alone, how, str(tmp_path))
 
 
+@pytest.mark.parametrize("rename", [lambda name: None, {"body": None}, {"body.0": 3}])
+def test_names_that_are_none_are_refused(rename: Any, tmp_path: Path) -> None:
+    save("plain", str(tmp_path), "int8", "native", torch.float32)
+    before, after, report, error = load("plain", str(tmp_path), "int8", {}, rename=rename, strict=False)
+    assert isinstance(error, TypeError) and "rename: expected a name for " in str(error)
+    assert report is None and same(after, before)
+
+
 def test_names_that_mean_the_same_are_refused(tmp_path: Path) -> None:
     save("plain", str(tmp_path), "int8", "native", torch.float32)
     rename = {"body.0": "body.1"}
@@ -198,6 +206,7 @@ def test_names_that_mean_the_same_are_refused(tmp_path: Path) -> None:
         ({"partial": "head.*"}, TypeError, "partial: expected a list of names"),
         ({"rename": "head"}, TypeError, "rename: expected a mapping or a function"),
         ({"without": "loader"}, TypeError, "without: expected a list of names"),
+        ({"partial": [1]}, TypeError, "partial: expected a list of names"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], error: type[Exception], match: str, tmp_path: Path) -> None:

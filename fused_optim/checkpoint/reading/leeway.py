@@ -22,11 +22,12 @@ class Leeway:
     @classmethod
     def of(cls, strict: bool, partial: Iterable[str], rename: Rename | None) -> Leeway:
         """Raises TypeError for what is no list of patterns, and no mapping or function."""
-        if isinstance(partial, str) or not all(isinstance(pattern, str) for pattern in partial):
+        patterns = () if isinstance(partial, str) else tuple(partial)
+        if isinstance(partial, str) or not all(isinstance(pattern, str) for pattern in patterns):
             raise TypeError(f"partial: expected a list of names or patterns such as ['head.*'], got {partial!r}")
         if rename is not None and not isinstance(rename, Mapping) and not callable(rename):
             raise TypeError(f"rename: expected a mapping or a function of names, got {type(rename).__name__}")
-        return cls(tuple(partial) if strict else ("*",), rename)
+        return cls(patterns if strict else ("*",), rename)
 
     def admits(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.partial)
@@ -61,10 +62,12 @@ class Naming:
         if self._rename is None or saved.isdigit():  # positions are no names
             return saved
         if not isinstance(self._rename, Mapping):
-            return self._rename(saved)
+            return _name(self._rename(saved), saved)
         parts = saved.split(".")
         for count in range(len(parts), -1, -1):
-            if (new := self._rename.get(".".join(parts[:count]))) is not None:
+            before = ".".join(parts[:count])
+            if before in self._rename:
+                new = _name(self._rename[before], before)
                 return ".".join([*([new] if new else []), *parts[count:]])
         return saved
 
@@ -72,6 +75,12 @@ class Naming:
     def renamed(self) -> dict[str, str]:
         """What was noted and is called otherwise: the model's name by the checkpoint's."""
         return {saved: name for name, saved in sorted(self._saved.items()) if saved != name and name in self.known}
+
+
+def _name(given: object, saved: str) -> str:
+    if not isinstance(given, str):
+        raise TypeError(f"rename: expected a name for {saved!r}, got {given!r}")
+    return given
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class Retention:
         )
         if keep_best is None:
             return cls(newest, every)
-        match list(keep_best):
+        match keep_best:
             case [str(metric), count]:
                 mode = "min"
             case [str(metric), count, "min" | "max" as mode]:

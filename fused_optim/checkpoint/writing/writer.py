@@ -10,12 +10,10 @@ import errno
 import heapq
 import io
 import os
-import sys
 import threading
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -89,7 +87,7 @@ class Writer:
                 stop.set()
                 raise
 
-        with ThreadPoolExecutor(len(shares), initializer=_yield_to_training) as pool:
+        with ThreadPoolExecutor(len(shares)) as pool:
             return [result for written in pool.map(write, range(len(shares))) for result in written]
 
     def _no_room(self, files: RankFiles, needed: int) -> OSError:
@@ -143,13 +141,6 @@ class _OfThread(threading.local):
         out = self._memory[:nbytes].view(values.dtype).view(values.shape)
         values.read_into(out)
         return out
-
-
-def _yield_to_training() -> None:
-    """Whatever else has a core to run on goes first. Threads have priorities of their own on Linux alone."""
-    if sys.platform == "linux":
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def _shares(items: Sequence[WriteItem], files: int) -> list[list[WriteItem]]:
