@@ -11,11 +11,9 @@ they cannot change that: in a ``StorageMeta``, which says where a checkpoint was
 
 from __future__ import annotations
 
-import gc
 import math
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import fields
 from itertools import chain
 from pathlib import PurePosixPath, PureWindowsPath
@@ -35,6 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from fused_optim.checkpoint.storage.damage import Damaged
 from fused_optim.checkpoint.storage.folders import Folder
+from fused_optim.checkpoint.storage.garbage import without_collection
 from fused_optim.checkpoint.storage.pickles import Given, UnknownName, items, read_pickle, stand_in
 
 FILE = ".metadata"
@@ -85,7 +84,7 @@ def read_metadata(folder: Folder) -> Metadata:
     """
     content = folder.read(FILE)
     try:
-        with _without_garbage_collection():
+        with without_collection():
             return _metadata(_given(content))
     except _Newer as error:
         text = f"{folder}/{FILE} was written by a newer torch: {error}: update torch and fused_optim"
@@ -137,19 +136,6 @@ def range_of(key: str, info: _StorageInfo) -> tuple[str, int, int]:
 
 
 # --- from what is given to torch's objects ------------------------------------------------------------------------
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Millions of objects are made that stay. Looking through them again and again takes as long as making them."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def _given(content: bytes) -> Any:

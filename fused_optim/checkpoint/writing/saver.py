@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fused_optim.checkpoint.storage.folders import Folder
+from fused_optim.checkpoint.storage.garbage import without_collection
 from fused_optim.checkpoint.storage.metadata import FILE
 from fused_optim.checkpoint.writing.archives import Archives
 from fused_optim.checkpoint.writing.planner import Planner, layout_of, size_of
@@ -68,7 +69,7 @@ class Saver:
         """
         agreed, self._agreed = self._agreed, None  # what fails is planned anew
         planner, writer = Planner(), Writer(folder, self._archives)
-        with on_all_ranks(doing, group=self._group):
+        with on_all_ranks(doing, group=self._group), without_collection():
             planner.set_up_planner(dict(state), StorageMeta(), this_rank() == 0)
             layout = layout_of(planner.state_dict)
         if agreed is None or on_any(layout is None or layout != agreed.layout, self._group):
@@ -76,7 +77,9 @@ class Saver:
                 check_replicas(planner.state_dict, Planner.SAME, may_differ, self._group)
             agreed = self._agree(planner, layout, doing)
         with on_all_ranks(doing, group=self._group):
-            results = writer.write(planner.finish_plan(agreed.plan), planner, agreed.files)
+            with without_collection():
+                plan = planner.finish_plan(agreed.plan)
+            results = writer.write(plan, planner, agreed.files)
         moved = self._moved(agreed, results)
         with on_all_ranks(doing, group=self._group):
             if this_rank() == 0:
@@ -89,12 +92,12 @@ class Saver:
     def _agree(self, planner: Planner, layout: dict[str, Any] | None, doing: str) -> _Agreed:
         shared = sorted(key for key in planner.state_dict if key.startswith(Planner.SAME))
         planner.alike = len(distinct(shared, self._group)) == 1
-        with on_all_ranks(doing, group=self._group):
+        with on_all_ranks(doing, group=self._group), without_collection():
             own = planner.create_local_plan()
         plans = gather_at_first(own, self._group)
         shares: list[tuple[SavePlan, RankFiles]] = []
         described = b""
-        with on_all_ranks(doing, group=self._group):
+        with on_all_ranks(doing, group=self._group), without_collection():
             if this_rank() == 0:
                 plans, metadata = planner.create_global_plan(plans)
                 total = sum(size_of(item) for plan in plans for item in plan.items)
