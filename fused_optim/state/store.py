@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import chain
 from typing import Any, Protocol
 
@@ -438,10 +438,10 @@ class StateStore:
         for states in self:
             states.record_versions()
 
-    def sync_masters_from_params(self, written_only: bool = True) -> None:
+    def sync_masters_from_params(self, written_only: bool = True, but: Collection[Tensor] = ()) -> None:
         """Let masters follow parameters that others have written; see ``ParamState.sync_master_from_param``."""
         for states in self:
-            if states.is_written or not written_only:
+            if states.param not in but and (states.is_written or not written_only):
                 states.sync_master_from_param()
 
     # --- remainders that were loaded before their parameters ----------------------------------------------------------

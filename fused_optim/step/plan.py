@@ -217,6 +217,11 @@ class Plan:
                 self._set(part, i, attribute, shared=True)
         return True
 
+    @property
+    def params(self) -> set[Tensor]:
+        """All that it knows of; what was written into others the store knows."""
+        return {watched.param for part in self._parts for watched in part.watched}
+
     def sync_written_masters(self) -> None:
         """Let masters follow parameters that others have written since the last step."""
         for part in self._parts:

@@ -76,18 +76,18 @@ class Stepper:
     def sync_written_masters(self) -> None:
         """Let masters follow the parameters whose version counters say that someone has written them."""
         self.check_idle("reading masters")
-        plans = self._plans()
+        self._sync_written(self._plans())
+
+    def _sync_written(self, plans: list[Plan]) -> None:
+        """Plans know what was written into their parameters; of those that came later the store does."""
         for plan in plans:
             plan.sync_written_masters()
-        if not plans:
-            self._store.sync_masters_from_params()
+        self._store.sync_masters_from_params(but={param for plan in plans for param in plan.params})
 
     def leave_plan(self) -> None:
         """Without a plan, the store knows which versions of the parameters belong to the masters."""
-        plans = self._plans()
-        for plan in plans:
-            plan.sync_written_masters()
-        if plans:
+        if plans := self._plans():
+            self._sync_written(plans)
             self._plan = None
             if self.buckets is not None:
                 self.buckets.plans = []

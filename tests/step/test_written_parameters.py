@@ -567,3 +567,57 @@ def test_a_write_before_a_step_that_is_refused(name: str, monkeypatch: pytest.Mo
     params[1].grad = None
     optimizer.step()
     assert ((params[0].detach().float() - 5.0).abs() < 0.1).all()
+
+
+# --- parameters that came after the last step -------------------------------------------------------------------------
+
+
+def moved(optimizer: FusedAdamW, old: nn.Parameter) -> nn.Parameter:
+    """To a parameter of its own values, as those do who split and clone them."""
+    new = nn.Parameter(old.detach().clone())
+    states = {name: optimizer.get_unscaled_state(old, name).clone() for name in list(optimizer.state[old])}
+    del optimizer.state[old]
+    optimizer.param_groups[0]["params"] = [new]
+    for name, value in states.items():
+        optimizer.set_scaled_state(new, name, value)
+    return new
+
+
+def replaced(optimizer: FusedAdamW, old: nn.Parameter) -> nn.Parameter:
+    new = nn.Parameter(old.detach().clone())
+    optimizer.replace_parameters({old: new})
+    return new
+
+
+def added(optimizer: FusedAdamW, _: nn.Parameter) -> nn.Parameter:
+    new = nn.Parameter(values(1, torch.bfloat16))
+    optimizer.add_param_group({"params": [new]})
+    optimizer.initialize_state()
+    return new
+
+
+def added_and_loaded(optimizer: FusedAdamW, old: nn.Parameter) -> nn.Parameter:
+    new = added(optimizer, old)
+    optimizer.load_state_dict(optimizer.state_dict())
+    return new
+
+
+@pytest.mark.parametrize("master", [{"store_param_remainders": False}, {"master_weight_dtype": torch.float16}])
+@pytest.mark.parametrize("how", [moved, replaced, added, added_and_loaded])
+@pytest.mark.parametrize("reads", [False, True])
+def test_writes_into_parameters_that_came_after_the_last_step(
+    reads: bool, how: Callable[[FusedAdamW, nn.Parameter], nn.Parameter], master: dict[str, Any]
+) -> None:
+    param, optimizer = build(torch.bfloat16, **master)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    new = how(optimizer, param)
+    with torch.no_grad():
+        new.fill_(3.0)
+    if reads:
+        assert (optimizer.get_unscaled_state(new, "master_param") == 3.0).all()
+    new.grad = torch.zeros_like(new)
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-9
+    optimizer.step()
+    assert (new == 3.0).all()

@@ -267,8 +267,9 @@ class Walk:
         self.walker.model, self.walker.optimizer = torch.load(saved, weights_only=False)
 
     def initialize(self, which: int) -> None:
-        """What the next step would create."""
-        self.walker.optimizer.initialize_state()
+        """Of both: a step creates no states for what is frozen by then, and counts on where others have some."""
+        for run in self.runs:
+            run.optimizer.initialize_state()
 
     def look(self, which: int) -> None:
         """At what is saved, without saving it."""
@@ -354,8 +355,9 @@ TRAINING = (
     "skip",
     "add_group",
     "start_anew",
+    "initialize",
 )
-INTERRUPTIONS = ("initialize", "load", "offload", "copy", "pickle", "look", "replace", "release", "compile")
+INTERRUPTIONS = ("load", "offload", "copy", "pickle", "look", "replace", "release", "compile")
 Operation = tuple[str, int]
 NOTHING = "nothing"
 
