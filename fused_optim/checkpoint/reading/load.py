@@ -404,7 +404,8 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return torch.equal(torch.as_tensor(a).flatten(), torch.as_tensor(b).flatten())
+        dtype = a.dtype if isinstance(a, Tensor) else b.dtype
+        return torch.equal(torch.as_tensor(a, dtype=dtype).flatten(), torch.as_tensor(b, dtype=dtype).flatten())
     if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
         return list(a) == list(b)
     return bool(a == b)
