@@ -19,30 +19,29 @@ void decode(const StoredState& state, float* values) {
     }
 }
 
+void decode_bfloat16(const StoredState& state, float* values) {
+    const auto* bits = reinterpret_cast<const uint16_t*>(state.bits);
+    for (uint64_t i = 0; i < state.numel; ++i) values[i] = bfloat16_decode(bits[i]);
+}
+
 template <Format format>
-void decode_kind(const StoredState& state, float* values) {
-    if (state.kind == StateKind::kSquare) {
+void decode_format(const StoredState& state, float* values) {
+    if constexpr (!is_scaled(format)) {
+        if (format == Format::kBFloat16) decode_bfloat16(state, values);
+    } else if (state.kind == StateKind::kSquare) {
         decode<SquareCodec<format>>(state, values);
     } else {
         decode<SignedCodec<format>>(state, values);
     }
 }
 
-void decode_bfloat16(const StoredState& state, float* values) {
-    const auto* bits = reinterpret_cast<const uint16_t*>(state.bits);
-    for (uint64_t i = 0; i < state.numel; ++i) values[i] = bfloat16_decode(bits[i]);
-}
-
 }  // namespace
 
 void decode_state_cpu(const StoredState& state, float* values) {
-    switch (state.format) {
-        case Format::kFloat16: return decode_kind<Format::kFloat16>(state, values);
-        case Format::kFloat8: return decode_kind<Format::kFloat8>(state, values);
-        case Format::kInt8: return decode_kind<Format::kInt8>(state, values);
-        case Format::kBFloat16: return decode_bfloat16(state, values);
-        case Format::kFloat32: return;  // as it is
-    }
+#define FUSED_OPTIM_DECODE(format, ...) \
+    case Format::format: return decode_format<Format::format>(state, values);
+    switch (state.format) { FUSED_OPTIM_FORMATS(FUSED_OPTIM_DECODE) }
+#undef FUSED_OPTIM_DECODE
 }
 
 void join_remainder_cpu(const uint16_t* high, const int16_t* low, uint64_t numel, float* values) {
