@@ -388,6 +388,8 @@ class Checkpointer:
 
     def _load(self, found: Found, source: DcpFolder, options: LoadOptions) -> int:
         self.report = None
+        if not options.dry_run:
+            self._last = None  # what was saved last is no longer what there is
         self.report = self._loads.run(found, source, options)
         if self.report.model or self.report.extras_left:
             logger.warning("%s: %s", source.path, self.report)
