@@ -35,17 +35,26 @@ from fused_optim.quantized import (
     Recipe,
     quantize_model_,
 )
-from fused_optim.quantized.compute import casts, products
+from fused_optim.quantized.compute import casts, delayed, products
 from fused_optim.quantized.compute.casts import Codes
+from fused_optim.quantized.recipes import ProductFormat
 from step import machine, synchronize, write
 
 PARTS = ("stack", "products", "casts", "sizes", "experts")
 RECIPES: dict[str, Recipe] = {
     "FP8, one scale": Float8CurrentScaling(compute="fp8"),
     "FP8, one scale, delayed": Float8DelayedScaling(compute="fp8"),
+    "FP8, one scale, all delayed": Float8DelayedScaling(compute="fp8", activation_scaling="delayed"),
+    "FP8, one scale, all delayed, fast gradients": Float8DelayedScaling(
+        compute="fp8", activation_scaling="delayed", fast_gradients=True
+    ),
     "FP8, rows, weight gradients BF16": Float8CurrentScaling(compute="fp8", activation_scaling="row"),
     "FP8, rows": Float8CurrentScaling(compute="fp8", activation_scaling="row", weight_gradients="fp8"),
+    "FP8, rows, fast gradients": Float8CurrentScaling(
+        compute="fp8", activation_scaling="row", weight_gradients="fp8", fast_gradients=True
+    ),
     "FP8, blocks": Float8BlockScaling(compute="fp8"),
+    "FP8, blocks, tiles": Float8BlockScaling(compute="fp8", activation_tiles=True),
 }
 
 # --- the stack ----------------------------------------------------------------------------------------------------
@@ -276,6 +285,8 @@ def measure_stack(args: argparse.Namespace, device: torch.device) -> list[dict[s
     return rows
 
 
+DELAYED = ProductFormat("tensor", torch.float8_e5m2, True, delayed=True)
+
 # --- its parts ----------------------------------------------------------------------------------------------------
 
 
@@ -346,6 +357,7 @@ def measure_casts(args: argparse.Namespace, device: torch.device) -> list[dict[s
     copied = statistics.median(timer(lambda: target.copy_(wide), 3 * args.steps))
     bandwidth = 2 * wide.nbytes / copied
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    history = torch.zeros(1 + delayed.HISTORY, device=device)
     print(f"copy {bandwidth * 1e-9:.3f} TB/s" if device.type == "cuda" else "")
     for m, n in (
         (args.tokens, args.hidden),
@@ -360,9 +372,12 @@ def measure_casts(args: argparse.Namespace, device: torch.device) -> list[dict[s
             "transpose, PyTorch": (lambda codes=codes: codes.view(torch.uint8).t().contiguous(), 2),
             "one scale": (lambda x=x: casts.cast_tensor(x, None, e4m3, True, False), 5),
             "one scale, both": (lambda x=x: casts.cast_tensor(x, None, e5m2, True, True), 6),
-            "rows": (lambda x=x: casts.cast_rows(x, e4m3), 3),
-            "blocks": (lambda x=x: casts.cast_blocks(x, e4m3, False, True, False), 3),
-            "blocks, both": (lambda x=x: casts.cast_blocks(x, e4m3, False, True, True), 4),
+            "delayed, both": (lambda x=x, h=history: delayed.cast_both(x, e5m2, DELAYED, True, True, h), 4),
+            "rows": (lambda x=x: casts.cast_rows(x, e4m3, True, False), 3),
+            "rows, both": (lambda x=x: casts.cast_rows(x, e4m3, True, True), 6),
+            "blocks": (lambda x=x: casts.cast_blocks(x, e4m3, False, False, True, False), 3),
+            "blocks, both": (lambda x=x: casts.cast_blocks(x, e4m3, False, False, True, True), 4),
+            "blocks and tiles": (lambda x=x: casts.cast_blocks(x, e4m3, False, True, True, True), 4),
         }
         for name, (run, bytes_per_element) in runs.items():
             run()
@@ -381,10 +396,10 @@ def measure_sizes(args: argparse.Namespace, device: torch.device) -> list[dict[s
     timer, rows = Timer(device), []
     for tokens, (inputs, outputs) in itertools.product(TOKENS, SIZES):
         row: dict[str, Any] = {"rows": tokens, "inputs": inputs, "outputs": outputs}
-        kinds = {
-            products.kind_of(recipe.products): recipe for recipe in RECIPES.values() if recipe.products is not None
-        }
-        for name, recipe in (("BF16", None), *kinds.items()):
+        kinds: dict[str, Recipe] = {}
+        for recipe in RECIPES.values():  # the first of a kind: others are faster
+            kinds.setdefault(products.kind_of(recipe.products), recipe)
+        for name, recipe in (("BF16", None), ("decoded", Float8CurrentScaling()), *kinds.items()):
             layer = nn.Linear(inputs, outputs, bias=False, device=device).bfloat16()
             if recipe is not None:
                 quantize_model_(layer, recipe, lambda *_: True, keep_initial=False)
@@ -453,7 +468,7 @@ def replay_of(layer: nn.Linear, tokens: int, device: torch.device) -> Callable[[
     return graph.replay
 
 
-TOKENS = (2048, 8192, 32768)
+TOKENS = (256, 512, 1024, 2048, 8192, 32768)
 SIZES = [(1024, 1024), (2048, 2048), (4096, 1024), (4096, 4096), (4096, 14336), (8192, 8192)]
 
 EXPERTS = [(8, 4096, 14336), (64, 2048, 1408)]  # Mixtral 8x7B's, DeepSeek-V2-Lite's

@@ -52,6 +52,13 @@ def use_backend(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return lambda name: monkeypatch.setenv("FUSED_OPTIM_BACKEND", name)
 
 
+@pytest.fixture
+def any_backend(request: pytest.FixtureRequest, device: str, use_backend: Callable[[str], None]) -> str:
+    """Parametrized with "torch" or "engine": steps on each device by the one or the other."""
+    use_backend("torch" if request.param == "torch" else device)
+    return device
+
+
 @pytest.fixture(autouse=True)
 def _defaults(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No backend is forced from outside; random numbers start anew; one thread, as most tensors here are tiny."""

@@ -167,8 +167,34 @@ class Engine(Protocol):
         measured: bool,
         **where: int,
     ) -> None: ...
+    def cast_delayed(
+        self,
+        *,
+        values: int,
+        codes: int,
+        transposed: int,
+        scale: int,
+        absmax: int,
+        history: int,
+        remembered: int,
+        rows: int,
+        columns: int,
+        format: int,
+        **where: int,
+    ) -> None: ...
     def cast_rows(
-        self, *, values: int, codes: int, scale: int, rows: int, columns: int, format: int, **where: int
+        self,
+        *,
+        values: int,
+        codes: int,
+        scale: int,
+        transposed: int,
+        transposed_scale: int,
+        absmax: int,
+        rows: int,
+        columns: int,
+        format: int,
+        **where: int,
     ) -> None: ...
     def cast_blocks(
         self,
@@ -181,6 +207,7 @@ class Engine(Protocol):
         rows: int,
         columns: int,
         power_of_two: bool,
+        tiles: bool,
         format: int,
         **where: int,
     ) -> None: ...

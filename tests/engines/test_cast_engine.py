@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fused_optim.backends import load_engine
 from fused_optim.backends.compiled import run_on
-from fused_optim.quantized.compute import casts
+from fused_optim.quantized.compute import casts, delayed
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 SIZES = [16, 32, 48, 112, 128, 144, 256, 272, 400]
@@ -58,9 +58,9 @@ def assert_same(found: tuple[Tensor | None, ...], expected: tuple[Tensor | None,
 @pytest.fixture
 def engine_alone(engine: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """The reference raises: what passes was done by the compiled engine."""
-    for name in ("_cast_tensor", "_cast_rows", "_cast_blocks"):
+    for name in ("_cast_tensor", "_cast_rows", "_cast_blocks", "_columns_of_blocks", "_cast_delayed"):
         reference = getattr(casts, name)
-        monkeypatch.setattr(casts, f"expected{name}", reference, raising=False)
+        monkeypatch.setattr(casts, f"expected_{name.strip('_')}", reference, raising=False)
         monkeypatch.setattr(casts, name, None)
     return engine
 
@@ -75,14 +75,38 @@ def test_one_scale(dtype: torch.dtype, engine_alone: str, data: st.DataObject) -
     assert_same(casts.cast_tensor(x, None, dtype, True, True), (codes, transposed, scale))
     assert_same(casts.cast_tensor(x, None, dtype, True, False), (codes, empty, scale))
     assert_same(casts.cast_tensor(x, None, dtype, False, True), (empty, transposed, scale))
-    assert_same(casts.cast_tensor(x, casts._absmax(x), dtype, True, True), (codes, transposed, scale))
+    assert_same(casts.cast_tensor(x, casts.absmax_of(x), dtype, True, True), (codes, transposed, scale))
 
 
 @DTYPES
 @given(data=st.data())
 def test_scales_of_rows(dtype: torch.dtype, engine_alone: str, data: st.DataObject) -> None:
     x = data.draw(matrices(SIZES, [*SIZES, 16400]))
-    assert_same(casts.cast_rows(x.to(engine_alone), dtype), casts.expected_cast_rows(x, dtype))
+    empty = None, None
+    rows, columns = casts.expected_cast_rows(x, dtype), casts.expected_cast_rows(x.t().contiguous(), dtype)
+    x = x.to(engine_alone)
+    assert_same(casts.cast_rows(x, dtype, True, False), (*rows, *empty))
+    assert_same(casts.cast_rows(x, dtype, False, True), (*empty, *columns))
+    assert_same(casts.cast_rows(x, dtype, True, True), (*rows, *columns))
+
+
+@DTYPES
+@given(data=st.data())
+def test_delayed_scales(dtype: torch.dtype, engine_alone: str, data: st.DataObject) -> None:
+    """Codes, scale, and the history; which may be empty, or have seen less than there is."""
+    x = data.draw(matrices(SIZES, SIZES))
+    history = torch.zeros(1 + delayed.HISTORY)
+    largest = float(torch.where(x.isfinite(), x, 0).abs().amax())
+    for i in range(1, 1 + data.draw(st.integers(0, delayed.HISTORY))):
+        history[i] = min(largest * data.draw(st.sampled_from([0.0, 1e-3, 0.5, 1.0, 2.0])), 3e38)
+    if data.draw(st.booleans()):
+        history[:1] = casts.delayed_scale(history[1:], dtype)
+    rows, columns = data.draw(st.sampled_from([(True, True), (True, False), (False, True)]))
+    moved = history.to(engine_alone, copy=True)
+    codes, scale = casts.expected_cast_delayed(x, history, dtype)
+    found = casts.cast_delayed(x.to(engine_alone), moved, dtype, rows, columns)
+    assert_same(found, (codes if rows else None, codes.t().contiguous() if columns else None, scale))
+    assert torch.equal(moved.cpu(), history)
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
@@ -94,12 +118,16 @@ def test_scales_of_blocks(dtype: torch.dtype, power_of_two: bool, engine_alone: 
     rows = casts.expected_cast_blocks(x, dtype, power_of_two)
     columns = casts.expected_cast_blocks(x.t().contiguous(), dtype, power_of_two)
     y = x.to(engine_alone)
-    assert_same(casts.cast_blocks(y, dtype, power_of_two, True, True), (*rows, *columns))
-    assert_same(casts.cast_blocks(y[:48], dtype, power_of_two, True, False)[:2],
+    assert_same(casts.cast_blocks(y, dtype, power_of_two, False, True, True), (*rows, *columns))
+    assert_same(casts.cast_blocks(y[:48], dtype, power_of_two, False, True, False)[:2],
                 casts.expected_cast_blocks(x[:48], dtype, power_of_two))  # fmt: skip
     narrow = y[:, :48].contiguous()
-    found = casts.cast_blocks(narrow, dtype, power_of_two, False, True)
+    found = casts.cast_blocks(narrow, dtype, power_of_two, False, False, True)
     assert_same(found, (*empty, *casts.expected_cast_blocks(narrow.cpu().t().contiguous(), dtype, power_of_two)))
+    for each in (y, narrow):
+        tiles = casts.expected_columns_of_blocks(each.cpu(), dtype, power_of_two, True)
+        assert_same(casts.cast_blocks(each, dtype, power_of_two, True, False, True), (*empty, *tiles))
+    assert_same(casts.cast_blocks(y, dtype, power_of_two, True, True, True)[:2], rows)
 
 
 @pytest.mark.parametrize("rows", SIZES)
@@ -116,7 +144,10 @@ def test_every_code_decodes_to_itself(dtype: torch.dtype, engine: str) -> None:
     values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
     values = values[values.isfinite()].repeat(16)[: 16 * 240]
     x = values.bfloat16().view(16, -1).to(engine)
-    for codes, scale in (casts.cast_tensor(x, None, dtype, True, False)[::2], casts.cast_rows(x, dtype)):
+    for codes, scale in (
+        casts.cast_tensor(x, None, dtype, True, False)[::2],
+        casts.cast_rows(x, dtype, True, False)[:2],
+    ):
         assert torch.equal((codes.float() * scale).cpu(), x.float().cpu())
 
 
@@ -139,7 +170,8 @@ def test_what_the_engines_cannot_take_is_left_to_pytorch(device: str) -> None:
 ])  # fmt: skip
 def test_engines_refuse_what_they_cannot_take(change: dict[str, int], message: str, engine: str) -> None:
     module, _ = load_engine(engine)
-    arguments: dict[str, Any] = dict(values=16, codes=16, scale=16, rows=16, columns=16, format=0)
+    arguments: dict[str, Any] = dict.fromkeys(("values", "codes", "scale", "rows", "columns"), 16)
+    arguments |= dict.fromkeys(("transposed", "transposed_scale", "absmax", "format"), 0)
     with pytest.raises(ValueError, match=message):
         module.cast_rows(**arguments | change, **run_on(torch.device(engine, 0)))
 
@@ -151,6 +183,8 @@ def test_operators_are_what_compilers_expect(dtype: torch.dtype, device: str) ->
     ops = torch.ops.fused_optim
     for rows, columns in ((True, True), (True, False), (False, True)):
         torch.library.opcheck(ops.fp8_cast_tensor, (x, None, dtype, rows, columns))
-        torch.library.opcheck(ops.fp8_cast_blocks, (x, dtype, True, rows, columns))
-    torch.library.opcheck(ops.fp8_cast_rows, (x, dtype))
-    torch.library.opcheck(ops.fp8_transpose, (casts.cast_rows(x, dtype)[0].view(torch.uint8),))
+        torch.library.opcheck(ops.fp8_cast_rows, (x, dtype, rows, columns))
+        for tiles in (False, True):
+            torch.library.opcheck(ops.fp8_cast_blocks, (x, dtype, True, tiles, rows, columns))
+        torch.library.opcheck(ops.fp8_cast_delayed, (x, torch.zeros(17, device=device), dtype, rows, columns))
+    torch.library.opcheck(ops.fp8_transpose, (casts.cast_rows(x, dtype, True, False)[0].view(torch.uint8),))

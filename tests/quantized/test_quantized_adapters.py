@@ -473,3 +473,23 @@ def test_int8_training_weights_of_torchao(master_weights: bool) -> None:
     else:  # roundings add up, but have no direction
         assert (param.detach().dequantize().float() - plain).mean().abs() < (plain - values).abs().mean() / 20
     assert distance.mean() < moved.mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_masters_follow_int8_training_weights(dtype: torch.dtype) -> None:
+    """Those of the same codes stay, though they were rounded up or down; loaded ones are within a step."""
+    int8 = pytest.importorskip("torchao.prototype.quantized_training.int8")
+    param = nn.Parameter(int8.Int8QuantizedTrainingLinearWeight.from_float(torch.randn(64, 128).to(dtype)))
+    optimizer = FusedAdamW([param], lr=0.01)
+    for seed in range(3):
+        param.grad = torch.randn(64, 128, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        optimizer.step()
+    before = optimizer.get_unscaled_state(param, "master_param").clone()
+    optimizer.sync_masters_from_params()
+    assert torch.equal(optimizer.get_unscaled_state(param, "master_param"), before)
+    with torch.no_grad():
+        param.copy_((before / 30).to(dtype))
+    optimizer.sync_masters_from_params()
+    master, written = optimizer.get_unscaled_state(param, "master_param"), param.detach().dequantize().float()
+    assert ((master - written).abs() <= 1.01 * param.detach().scale.float()[:, None]).all()
+    assert master.abs().max() < before.abs().max() / 25

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fused_optim.quantized import Float8CurrentScaling, Float8DelayedScaling, quantize_model_
+from fused_optim.quantized import Float8BlockScaling, Float8CurrentScaling, Float8DelayedScaling, quantize_model_
 from fused_optim.quantized.compute import casts, products
 from fused_optim.quantized.compute.linear import QuantizedLinear
 from product_cases import RECIPES, layer_of, matrix
@@ -92,6 +92,8 @@ def test_what_gpus_lack_is_named(
 
 def test_compute_is_no_part_of_the_format() -> None:
     assert Float8CurrentScaling(compute="fp8") == Float8CurrentScaling()
+    assert Float8CurrentScaling(activation_scaling="delayed", fast_gradients=True) == Float8CurrentScaling()
+    assert Float8BlockScaling(activation_tiles=True) == Float8BlockScaling()
     assert Float8DelayedScaling(compute="fp8") != Float8DelayedScaling(amax_history_len=3)
-    with pytest.raises(ValueError, match="activation_scaling: expected 'tensor' or 'row', got 'column'"):
+    with pytest.raises(ValueError, match="activation_scaling: expected 'tensor' or 'row' or 'delayed', got 'column'"):
         Float8CurrentScaling(activation_scaling="column")

@@ -122,6 +122,33 @@ def fractions(index: int, step: int, shape: torch.Size) -> Tensor:
     return rounding_bits(key, torch.arange(shape.numel()), step * GOLDEN_RATIO & MASK32).view(shape)
 
 
+# --- beside masters ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_backend")
+@kind_of
+@pytest.mark.parametrize("factor", [1.0, 0.9, 1 / 30])
+def test_masters_follow_smaller_values(kind: str, factor: float) -> None:
+    """The same values leave them. Steps are 1/16 to 1/8 of an element, but for the smallest ones."""
+    for shape in SHAPES:
+        param = KINDS[kind](values(shape, 1)).requires_grad_()
+        optimizer = FusedAdamW([param], lr=0.1)
+        param.grad = -decoded(param).sign().bfloat16()
+        optimizer.step()
+        before = optimizer.get_unscaled_state(param, "master_param").clone()
+        if kind == "delayed" and factor < 1.0:
+            param._quantizer.scale.copy_(448.0 / (before * factor).abs().max())
+            param._quantizer.amax.zero_()
+        param.quantize_(before * factor)
+        optimizer.sync_masters_from_params()
+        master, written = optimizer.get_unscaled_state(param, "master_param"), decoded(param)
+        if factor == 1.0:
+            assert torch.equal(master, before)
+        smallest = written.abs().max() * 2.0**-17
+        assert ((master - written).abs() <= written.abs() / 16 * (1 + 1e-6) + smallest).all()
+        assert ((master == before) | (master == written)).all()
+
+
 # --- one rank ---------------------------------------------------------------------------------------------------
 
 

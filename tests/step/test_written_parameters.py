@@ -88,12 +88,6 @@ def check_follows(master: Tensor, written: Tensor) -> None:
     assert float((master == written.float()).float().mean()) > 0.95
 
 
-@pytest.fixture
-def any_backend(request: pytest.FixtureRequest, device: str, use_backend: Callable[[str], None]) -> str:
-    use_backend("torch" if request.param == "torch" else device)
-    return device
-
-
 EVERY_BACKEND = pytest.mark.parametrize("any_backend", ["torch", "engine"], indirect=True)
 
 

@@ -71,11 +71,33 @@ struct Casting {
                 pointer<float>(cast.transposed_scale, tile.row / kCastBlock * cast.columns + tile.column);
             for (uint32_t i = 0; i < tile.columns; ++i) {
                 const Tile column{tile.row, tile.column + i, tile.rows, 1};
-                scales[i] = cast_scale<Codec>(absmax(column), cast.power_of_two);
-                inverses[i] = 1.0f / scales[i];
+                const float scale = cast_scale<Codec>(absmax(cast.tiles ? tile : column), cast.power_of_two);
+                inverses[i] = 1.0f / scale;
+                if (!cast.tiles) scales[i] = scale;
+                if (cast.tiles) *tile_scale(tile) = scale;
             }
             encode_columns(tile, inverses);
         }
+    }
+    float* tile_scale(const Tile& tile) const {
+        return pointer<float>(cast.transposed_scale,
+                              tile.column / kCastBlock * ceil_divide(cast.rows, kCastBlock) + tile.row / kCastBlock);
+    }
+    void encode_delayed(const Tile& tile, float inverse) const {
+        for (uint64_t row = tile.row; row < tile.row + tile.rows; ++row) {
+            for (uint64_t column = tile.column; column < tile.column + tile.columns; ++column) {
+                const float scaled = value(row, column) * inverse;
+                const float bounded = scaled < -Codec::kLargest ? -Codec::kLargest : std::min(scaled, Codec::kLargest);
+                const uint8_t code = static_cast<uint8_t>(Codec::encode(bounded));
+                if (cast.codes) codes(row)[column] = code;
+                if (cast.transposed) transposed(column)[row] = code;
+            }
+        }
+    }
+    // The scale of a part, `found`, and its inverse.
+    float inverse_of(const Tile& part, float* found) const {
+        *found = cast_scale<Codec>(absmax(part));
+        return 1.0f / *found;
     }
 };
 
@@ -92,6 +114,18 @@ void for_each_tile(const Cast& cast, int threads, const Work& work) {
     });
 }
 
+template <class Codec>
+uint32_t largest_of(const Casting<Codec>& casting, int threads) {
+    std::atomic<uint32_t> largest{0};
+    for_each_tile(casting.cast, threads, [&](const Tile& tile) {
+        const uint32_t found = casting.absmax(tile);
+        uint32_t known = largest;
+        while (known < found && !largest.compare_exchange_weak(known, found)) {
+        }
+    });
+    return largest;
+}
+
 template <class Work>
 void with_codec(CastFormat format, const Work& work) {
     if (format == CastFormat::kE4M3) return work(CastCodec<CastFormat::kE4M3>{});
@@ -105,16 +139,7 @@ void cast_tensor_cpu(const Cast& cast, CastFormat format, bool measured, int thr
         using Codec = decltype(codec);
         const Casting<Codec> casting{cast};
         float* const absmax = pointer<float>(cast.absmax, 0);
-        if (!measured) {
-            std::atomic<uint32_t> largest{0};
-            for_each_tile(cast, threads, [&](const Tile& tile) {
-                const uint32_t found = casting.absmax(tile);
-                uint32_t known = largest;
-                while (known < found && !largest.compare_exchange_weak(known, found)) {
-                }
-            });
-            *absmax = bits_float(largest);
-        }
+        if (!measured) *absmax = bits_float(largest_of(casting, threads));
         const float scale = cast_scale<Codec>(float_bits(*absmax));
         *pointer<float>(cast.scale, 0) = scale;
         const std::vector<float> inverses(kCastBlock, 1.0f / scale);
@@ -125,18 +150,33 @@ void cast_tensor_cpu(const Cast& cast, CastFormat format, bool measured, int thr
     });
 }
 
-void cast_rows_cpu(const Cast& cast, CastFormat format, int threads) {
+void cast_delayed_cpu(const Cast& cast, CastFormat format, int threads) {
     with_codec(format, [&](auto codec) {
         using Codec = decltype(codec);
         const Casting<Codec> casting{cast};
+        float* const history = pointer<float>(cast.history, 0);
+        const float inverse = 1.0f / delayed_scale(history);
+        for_each_tile(cast, threads, [&](const Tile& tile) { casting.encode_delayed(tile, inverse); });
+        *pointer<float>(cast.scale, 0) = remember<Codec>(history, cast.remembered, largest_of(casting, threads));
+    });
+}
+
+void cast_rows_cpu(const Cast& cast, CastFormat format, int threads) {
+    with_codec(format, [&](auto codec) {
+        const Casting<decltype(codec)> casting{cast};
         const uint64_t useful = cast.rows * cast.columns / kElementsPerThread;
-        for_each_index(cast.rows, std::min<uint64_t>(useful, std::max(threads, 1)), [&](size_t i) {
+        const uint64_t shares = std::min<uint64_t>(useful, std::max(threads, 1));
+        for_each_index(cast.codes ? cast.rows : 0, shares, [&](size_t i) {
             DenormalsOn guard;
             const Tile row{i, 0, 1, static_cast<uint32_t>(cast.columns)};
-            const float scale = cast_scale<Codec>(casting.absmax(row));
-            const float inverse = 1.0f / scale;
-            pointer<float>(cast.scale, 0)[i] = scale;
+            const float inverse = casting.inverse_of(row, pointer<float>(cast.scale, 0) + i);
             casting.encode_rows(row, &inverse);
+        });
+        for_each_index(cast.transposed ? cast.columns : 0, shares, [&](size_t i) {
+            DenormalsOn guard;
+            const Tile column{0, i, static_cast<uint32_t>(cast.rows), 1};
+            const float inverse = casting.inverse_of(column, pointer<float>(cast.transposed_scale, 0) + i);
+            casting.encode_columns(column, &inverse);
         });
     });
 }

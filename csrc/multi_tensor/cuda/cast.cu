@@ -1,137 +1,12 @@
-// The CUDA engine's casts for products. A thread block takes a tile of 128 x 128: a warp 16 rows, eight lanes a row,
-// and a lane four neighbouring rows, so that it can turn 4 x 4 codes in registers; a tile in shared memory turns the
-// rest.
+// The CUDA engine's casts for products.
 #include "cast.h"
+#include "cuda/cast_tile.cuh"
 #include "cuda/device.h"
 #include "cuda/packets.cuh"
 #include "cuda/warp.cuh"
 
 namespace fused_optim {
 namespace {
-
-constexpr uint32_t kTileSize = 128;
-constexpr uint32_t kThreads = 256;
-constexpr uint32_t kWarps = kThreads / kWarp;
-constexpr uint32_t kRowsPerLane = 4;
-constexpr uint32_t kLanesPerRow = 8;
-constexpr uint32_t kWordsPerColumn = kTileSize / 4;  // of codes, in shared memory
-constexpr uint32_t kPacket = 8;                      // values that a lane loads at once, 16 bytes
-constexpr uint32_t kPairs = 2 * kPacket / 2;  // of values that a lane has of a row: two packets, half a tile apart
-constexpr uint32_t kAbsmaxLoads = 8;          // packets that a thread has in flight
-constexpr uint32_t kAbsmaxUnit = kThreads * kPacket * kAbsmaxLoads;
-constexpr uint32_t kRowLoads = 8;  // packets of a row that a thread keeps
-static_assert(kWarps * (kWarp / kLanesPerRow) * kRowsPerLane == kTileSize && kLanesPerRow * 2 * kPacket == kTileSize &&
-                  kTileSize == kCastBlock,
-              "threads fill a tile, which is a block high and wide");
-
-// Pairs of BF16 values in a word.
-constexpr uint32_t kPairMagnitude = 0x7FFF7FFFu;
-__device__ __forceinline__ float low_value(uint32_t pair) { return bits_float(pair << 16); }
-__device__ __forceinline__ float high_value(uint32_t pair) { return bits_float(pair & 0xFFFF0000u); }
-
-// The larger magnitudes, and NaN for NaN.
-__device__ __forceinline__ uint32_t larger_pair(uint32_t a, uint32_t b) {
-    uint32_t result;
-    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a & kPairMagnitude), "r"(b & kPairMagnitude));
-    return result;
-}
-
-// The bits of the larger one of a pair of magnitudes, as an FP32 number: these compare as integers.
-__device__ __forceinline__ uint32_t larger_of(uint32_t pair) {
-    return max(pair << 16, pair & 0xFFFF0000u) & kMagnitude;
-}
-
-// Two codes, that of `a` in the low byte. Scales leave nothing that would overflow, and infinities become NaN with
-// them.
-template <CastFormat format>
-__device__ __forceinline__ uint32_t encode_pair(float a, float b) {
-#if __CUDA_ARCH__ >= 890
-    uint16_t pair;
-    if constexpr (format == CastFormat::kE4M3) {
-        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(b), "f"(a));
-    } else {
-        asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(b), "f"(a));
-    }
-    return pair;
-#else
-    using Codec = CastCodec<format>;
-    return (Codec::encode(a) & 0xFFu) | (Codec::encode(b) & 0xFFu) << 8;
-#endif
-}
-
-// Four codes of two pairs.
-template <CastFormat format>
-__device__ __forceinline__ uint32_t encode_word(uint32_t first, uint32_t second, const float (&inverse)[4]) {
-    return encode_pair<format>(low_value(first) * inverse[0], high_value(first) * inverse[1]) |
-           encode_pair<format>(low_value(second) * inverse[2], high_value(second) * inverse[3]) << 16;
-}
-
-template <CastFormat format>
-__device__ __forceinline__ uint32_t encode_word(uint32_t first, uint32_t second, float inverse) {
-    const float all[4] = {inverse, inverse, inverse, inverse};
-    return encode_word<format>(first, second, all);
-}
-
-// Words of four rows become words of four columns: byte i of word j and byte j of word i change places.
-__device__ __forceinline__ void turn(uint32_t (&words)[4]) {
-    const uint32_t a = __byte_perm(words[0], words[1], 0x5140), b = __byte_perm(words[2], words[3], 0x5140);
-    const uint32_t c = __byte_perm(words[0], words[1], 0x7362), d = __byte_perm(words[2], words[3], 0x7362);
-    words[0] = __byte_perm(a, b, 0x5410);
-    words[1] = __byte_perm(a, b, 0x7632);
-    words[2] = __byte_perm(c, d, 0x5410);
-    words[3] = __byte_perm(c, d, 0x7632);
-}
-
-// A tile of codes by columns: four rows to a word. The words of a column are shifted by `turns` groups of four, so that
-// neither the lanes of a warp that write one each, nor those of a quarter that read four each, meet in a bank.
-struct TurnedTile {
-    uint32_t words[kTileSize][kWordsPerColumn];
-
-    __device__ __forceinline__ void put(uint32_t column, uint32_t group_of_rows, uint32_t turns, uint32_t word) {
-        words[column][group_of_rows ^ turns * 4] = word;
-    }
-    __device__ __forceinline__ uint4 get(uint32_t column, uint32_t sixteen_rows, uint32_t turns) const {
-        return *reinterpret_cast<const uint4*>(&words[column][(sixteen_rows ^ turns) * 4]);
-    }
-};
-
-// The number of this thread block's part of the matrix.
-__device__ __forceinline__ uint32_t block_number(const Cast& cast) {
-    return cast.backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-}
-
-// Where a tile lies, and this thread in it.
-struct Place {
-    uint64_t row;     // of the tile
-    uint64_t column;  // of the tile
-    uint32_t lane;    // of those that share a row
-    uint32_t group;   // of rows of the tile: its first row / 4
-
-    __device__ __forceinline__ explicit Place(const Cast& cast) {
-        const uint32_t across = static_cast<uint32_t>(ceil_divide(cast.columns, kTileSize)), tile = block_number(cast);
-        row = uint64_t{tile / across} * kTileSize;
-        column = uint64_t{tile % across} * kTileSize;
-        lane = threadIdx.x % kLanesPerRow;
-        group = threadIdx.x / kLanesPerRow;
-    }
-    __device__ __forceinline__ uint64_t first_row() const { return row + group * kRowsPerLane; }
-};
-
-// Writes a tile of codes by columns. `turns(column)` as they were put.
-template <class Turns>
-__device__ __forceinline__ void store_turned(const Cast& cast, const Place& place, const TurnedTile& tile,
-                                             const Turns& turns) {
-    constexpr uint32_t kVectors = kWordsPerColumn / 4;
-    static_assert(kVectors == kLanesPerRow);
-#pragma unroll
-    for (uint32_t first = 0; first < kTileSize; first += kThreads / kVectors) {
-        const uint32_t column = first + place.group;
-        const uint64_t row = place.row + place.lane * 16;
-        if (place.column + column >= cast.columns || row >= cast.rows) continue;
-        const uint4 codes = tile.get(column, place.lane, turns(column));
-        *reinterpret_cast<uint4*>(cast.transposed + (place.column + column) * cast.rows + row) = codes;
-    }
-}
 
 // ---------------------------------------------------------------------------------------------------------------
 // Transposes
@@ -163,59 +38,6 @@ __global__ void __launch_bounds__(kThreads) transpose_codes(const __grid_constan
 // ---------------------------------------------------------------------------------------------------------------
 // Casts by tiles
 
-// This thread's values: pairs[i] of row i, the first half of them at columns 8 * lane, the second one half a tile on.
-struct Values {
-    uint32_t pairs[kRowsPerLane][kPairs];
-
-    __device__ __forceinline__ Values(const Cast& cast, const Place& place) {
-#pragma unroll
-        for (uint32_t i = 0; i < kRowsPerLane; ++i) {
-#pragma unroll
-            for (uint32_t half = 0; half < 2; ++half) {
-                const uint64_t row = place.first_row() + i, column = column_of(place, half);
-                const uint64_t address = cast.values + (row * cast.columns + column) * 2;
-                const bool inside = row < cast.rows && column < cast.columns;
-                const uint4 packet = inside ? *reinterpret_cast<const uint4*>(address) : uint4{};
-                reinterpret_cast<uint4*>(pairs[i])[half] = packet;
-            }
-        }
-    }
-    __device__ __forceinline__ static uint64_t column_of(const Place& place, uint32_t half) {
-        return place.column + half * (kTileSize / 2) + place.lane * kPacket;
-    }
-};
-
-template <CastFormat format>
-__device__ __forceinline__ void encode_rows(const Cast& cast, const Place& place, const Values& values,
-                                            const float (&inverses)[kRowsPerLane],
-                                            uint32_t (&codes)[kRowsPerLane][kPairs / 2]) {
-#pragma unroll
-    for (uint32_t i = 0; i < kRowsPerLane; ++i) {
-#pragma unroll
-        for (uint32_t k = 0; k < kPairs / 2; ++k) {
-            codes[i][k] = encode_word<format>(values.pairs[i][2 * k], values.pairs[i][2 * k + 1], inverses[i]);
-        }
-        if (!cast.codes) continue;
-#pragma unroll
-        for (uint32_t half = 0; half < 2; ++half) {
-            const uint64_t row = place.first_row() + i, column = Values::column_of(place, half);
-            if (row >= cast.rows || column >= cast.columns) continue;
-            const uint2 packet = make_uint2(codes[i][2 * half], codes[i][2 * half + 1]);
-            *reinterpret_cast<uint2*>(cast.codes + row * cast.columns + column) = packet;
-        }
-    }
-}
-
-// Four words, one of each of this thread's rows, that begin at its column 4 * k.
-__device__ __forceinline__ void put_turned(TurnedTile& tile, const Place& place, uint32_t k, uint32_t (&words)[4]) {
-    turn(words);
-    const uint32_t column = k / 2 * (kTileSize / 2) + place.lane * kPacket + k % 2 * 4;
-#pragma unroll
-    for (uint32_t i = 0; i < 4; ++i) tile.put(column + i, place.group, place.lane, words[i]);
-}
-
-__device__ __forceinline__ uint32_t turns_of(uint32_t column) { return column / kPacket % kLanesPerRow; }
-
 // Each thread block derives the scale; the first one writes it.
 template <CastFormat format>
 __device__ __forceinline__ float inverse_of_tensor(const Cast& cast) {
@@ -225,14 +47,12 @@ __device__ __forceinline__ float inverse_of_tensor(const Cast& cast) {
 }
 
 template <CastFormat format>
-__global__ void __launch_bounds__(kThreads) cast_tiles(const __grid_constant__ Cast cast) {
+__device__ __forceinline__ void encode_tile(const Cast& cast, const Place& place, const Values& values, float inverse) {
     __shared__ TurnedTile tile;
-    const Place place(cast);
-    const Values values(cast, place);
-    const float inverse = inverse_of_tensor<format>(cast);
     const float inverses[kRowsPerLane] = {inverse, inverse, inverse, inverse};
     uint32_t codes[kRowsPerLane][kPairs / 2];
     encode_rows<format>(cast, place, values, inverses, codes);
+    if (!cast.transposed) return;
 #pragma unroll
     for (uint32_t k = 0; k < kPairs / 2; ++k) {
         uint32_t words[4] = {codes[0][k], codes[1][k], codes[2][k], codes[3][k]};
@@ -243,15 +63,92 @@ __global__ void __launch_bounds__(kThreads) cast_tiles(const __grid_constant__ C
 }
 
 template <CastFormat format>
+__global__ void __launch_bounds__(kThreads) cast_tiles(const __grid_constant__ Cast cast) {
+    const Place place(cast);
+    const Values values(cast, place);
+    encode_tile<format>(cast, place, values, inverse_of_tensor<format>(cast));
+}
+
+// `absmax` are two zeros before: the largest magnitude so far, and how many thread blocks have added theirs. The last
+// one of them remembers it: all have read the history then.
+template <CastFormat format>
+__global__ void __launch_bounds__(kThreads) cast_delayed(const __grid_constant__ Cast cast) {
+    const Place place(cast);
+    const Values values(cast, place);
+    float* const history = reinterpret_cast<float*>(cast.history);
+    const float inverse = 1.0f / delayed_scale(history);
+    uint32_t absmax = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < kRowsPerLane; ++i) absmax = max(absmax, values.largest(i));
+    absmax = largest_of_block(absmax);
+    if (threadIdx.x == 0) {
+        uint32_t* const found = reinterpret_cast<uint32_t*>(cast.absmax);
+        atomicMax(found, absmax);
+        __threadfence();
+        if (atomicAdd(found + 1, 1) == gridDim.x - 1) {
+            const float scale = remember<CastCodec<format>>(history, cast.remembered, atomicMax(found, 0));
+            *reinterpret_cast<float*>(cast.scale) = scale;
+        }
+    }
+    encode_tile<format>(cast, place, values, inverse);
+}
+
+// `absmax`: zeros before, of rows, then of columns.
+__global__ void __launch_bounds__(kThreads) measure_rows_and_columns(const __grid_constant__ Cast cast) {
+    const Place place(cast);
+    const Values values(cast, place);
+    uint32_t* const of_rows = reinterpret_cast<uint32_t*>(cast.absmax);
+    uint32_t* const of_columns = of_rows + cast.rows;
+#pragma unroll
+    for (uint32_t i = 0; i < kRowsPerLane; ++i) {
+        const uint32_t absmax = lanes_max<kLanesPerRow>(values.largest(i));
+        const uint64_t row = place.first_row() + i;
+        if (place.lane == 0 && row < cast.rows) atomicMax(of_rows + row, absmax);
+    }
+    const uint32_t pair = largest_of_columns(place, values);
+    const uint64_t column = place.column + 2 * threadIdx.x;
+    if (threadIdx.x >= kTileSize / 2 || column >= cast.columns) return;
+    atomicMax(of_columns + column, pair << 16 & kMagnitude);
+    atomicMax(of_columns + column + 1, pair & 0x7FFF0000u);
+}
+
+// The inverse scale of row or column `index`. The tile that comes first in its direction writes the scale.
+template <CastFormat format>
+__device__ __forceinline__ float known_inverse(uint64_t absmax, uint64_t scales, uint64_t index, bool writes) {
+    const float scale = cast_scale<CastCodec<format>>(reinterpret_cast<const uint32_t*>(absmax)[index]);
+    if (writes) reinterpret_cast<float*>(scales)[index] = scale;
+    return 1.0f / scale;
+}
+
+template <CastFormat format>
+__global__ void __launch_bounds__(kThreads) cast_rows_and_columns(const __grid_constant__ Cast cast) {
+    __shared__ __align__(16) float of_columns[kTileSize];
+    const Place place(cast);
+    const Values values(cast, place);
+    const uint64_t column = place.column + threadIdx.x;
+    if (threadIdx.x < kTileSize && column < cast.columns) {
+        const uint64_t absmax = cast.absmax + cast.rows * sizeof(float);
+        of_columns[threadIdx.x] = known_inverse<format>(absmax, cast.transposed_scale, column, place.row == 0);
+    }
+    if (cast.codes) {
+        float inverses[kRowsPerLane];
+        uint32_t codes[kRowsPerLane][kPairs / 2];
+#pragma unroll
+        for (uint32_t i = 0; i < kRowsPerLane; ++i) {
+            const uint64_t row = min(place.first_row() + i, cast.rows - 1);
+            inverses[i] = known_inverse<format>(cast.absmax, cast.scale, row, place.column + place.lane == 0);
+        }
+        encode_rows<format>(cast, place, values, inverses, codes);
+    }
+    encode_columns<format>(cast, place, values, of_columns);
+}
+
+template <CastFormat format>
 __device__ __forceinline__ void cast_rows_of_blocks(const Cast& cast, const Place& place, const Values& values) {
     float scales[kRowsPerLane], inverses[kRowsPerLane];
 #pragma unroll
     for (uint32_t i = 0; i < kRowsPerLane; ++i) {
-        uint32_t largest = values.pairs[i][0];
-#pragma unroll
-        for (uint32_t k = 1; k < kPairs; ++k) largest = larger_pair(largest, values.pairs[i][k]);
-        const uint32_t absmax = lanes_max<kLanesPerRow>(larger_of(largest));
-        scales[i] = cast_scale<CastCodec<format>>(absmax, cast.power_of_two);
+        scales[i] = cast_scale<CastCodec<format>>(lanes_max<kLanesPerRow>(values.largest(i)), cast.power_of_two);
         inverses[i] = 1.0f / scales[i];
     }
     if (place.lane == 0 && place.first_row() < cast.rows) {
@@ -266,51 +163,23 @@ __device__ __forceinline__ void cast_rows_of_blocks(const Cast& cast, const Plac
 // Every thread of the block calls it.
 template <CastFormat format>
 __device__ __forceinline__ void cast_columns_of_blocks(const Cast& cast, const Place& place, const Values& values) {
-    __shared__ TurnedTile tile;
-    __shared__ uint32_t largest[kWarps][kTileSize / 2];  // pairs of columns
-    __shared__ float inverses[kTileSize];
-#pragma unroll
-    for (uint32_t k = 0; k < kPairs; ++k) {
-        uint32_t pair = larger_pair(larger_pair(values.pairs[0][k], values.pairs[1][k]),
-                                    larger_pair(values.pairs[2][k], values.pairs[3][k]));
-#pragma unroll
-        for (uint32_t distance = kLanesPerRow; distance < kWarp; distance *= 2) {
-            pair = larger_pair(pair, __shfl_xor_sync(kAllLanes, pair, distance));
-        }
-        const uint32_t column = k / 4 * (kTileSize / 4) + place.lane * (kPacket / 2) + k % 4;
-        if (threadIdx.x % kWarp < kLanesPerRow) largest[threadIdx.x / kWarp][column] = pair;
+    __shared__ __align__(16) float inverses[kTileSize];
+    const uint32_t pair = largest_of_columns(place, values);
+    float2 scale = make_float2(cast_scale<CastCodec<format>>(pair << 16 & kMagnitude, cast.power_of_two),
+                               cast_scale<CastCodec<format>>(pair & 0x7FFF0000u, cast.power_of_two));
+    float* const target = reinterpret_cast<float*>(cast.transposed_scale);
+    const uint64_t row = place.row / kTileSize, column = place.column + 2 * threadIdx.x;
+    if (cast.tiles) {
+        scale.x = scale.y = cast_scale<CastCodec<format>>(largest_of_block(larger_of(pair)), cast.power_of_two);
+        const uint64_t down = ceil_divide(cast.rows, kTileSize);
+        if (threadIdx.x == 0) target[place.column / kTileSize * down + row] = scale.x;
+    } else if (threadIdx.x < kTileSize / 2 && column < cast.columns) {
+        *reinterpret_cast<float2*>(target + row * cast.columns + column) = scale;
     }
-    __syncthreads();
     if (threadIdx.x < kTileSize / 2) {
-        uint32_t pair = largest[0][threadIdx.x];
-#pragma unroll
-        for (uint32_t warp = 1; warp < kWarps; ++warp) pair = larger_pair(pair, largest[warp][threadIdx.x]);
-        const uint64_t column = place.column + 2 * threadIdx.x;
-        const float2 scale = make_float2(cast_scale<CastCodec<format>>(pair << 16 & kMagnitude, cast.power_of_two),
-                                         cast_scale<CastCodec<format>>(pair & 0x7FFF0000u, cast.power_of_two));
-        inverses[2 * threadIdx.x] = 1.0f / scale.x;
-        inverses[2 * threadIdx.x + 1] = 1.0f / scale.y;
-        if (column < cast.columns) {
-            float* const target =
-                reinterpret_cast<float*>(cast.transposed_scale) + place.row / kTileSize * cast.columns;
-            *reinterpret_cast<float2*>(target + column) = scale;
-        }
+        *reinterpret_cast<float2*>(&inverses[2 * threadIdx.x]) = make_float2(1.0f / scale.x, 1.0f / scale.y);
     }
-    __syncthreads();
-#pragma unroll
-    for (uint32_t k = 0; k < kPairs / 2; ++k) {
-        const uint32_t column = k / 2 * (kTileSize / 2) + place.lane * kPacket + k % 2 * 4;
-        const float4 of_columns = *reinterpret_cast<const float4*>(&inverses[column]);
-        const float four[4] = {of_columns.x, of_columns.y, of_columns.z, of_columns.w};
-        uint32_t words[4];
-#pragma unroll
-        for (uint32_t i = 0; i < kRowsPerLane; ++i) {
-            words[i] = encode_word<format>(values.pairs[i][2 * k], values.pairs[i][2 * k + 1], four);
-        }
-        put_turned(tile, place, k, words);
-    }
-    __syncthreads();
-    store_turned(cast, place, tile, turns_of);
+    encode_columns<format>(cast, place, values, inverses);
 }
 
 template <CastFormat format>
@@ -323,17 +192,6 @@ __global__ void __launch_bounds__(kThreads) cast_blocks(const __grid_constant__ 
 
 // ---------------------------------------------------------------------------------------------------------------
 // Casts that keep the order
-
-// The largest of the whole thread block. Every thread calls it, once.
-__device__ __forceinline__ uint32_t largest_of_block(uint32_t value) {
-    __shared__ uint32_t largest[kWarps];
-    value = lanes_max<kWarp>(value);
-    if (threadIdx.x % kWarp == 0) largest[threadIdx.x / kWarp] = value;
-    __syncthreads();
-#pragma unroll
-    for (uint32_t i = 0; i < kWarps; ++i) value = max(value, largest[i]);
-    return value;
-}
 
 __device__ __forceinline__ uint32_t larger_of(const uint4& packet) {
     return larger_of(larger_pair(larger_pair(packet.x, packet.y), larger_pair(packet.z, packet.w)));
@@ -442,6 +300,11 @@ Cast from_the_end(Cast cast) {
     return cast;
 }
 
+void clear_absmax(const Cast& cast, uint64_t words, const char* name, int device, uint64_t stream) {
+    const auto absmax = reinterpret_cast<void*>(cast.absmax);
+    check_cuda(cudaMemsetAsync(absmax, 0, words * sizeof(float), reinterpret_cast<cudaStream_t>(stream)), name, device);
+}
+
 uint64_t tiles(const Cast& cast) { return ceil_divide(cast.rows, kTileSize) * ceil_divide(cast.columns, kTileSize); }
 
 }  // namespace
@@ -451,10 +314,13 @@ void load_cast_kernels(int device) {
     for (const CastFormat format : {CastFormat::kE4M3, CastFormat::kE5M2}) {
         load_kernel(FUSED_OPTIM_KERNEL(cast_tiles, format), "cast_tensor", device);
         load_kernel(FUSED_OPTIM_KERNEL(cast_elements, format), "cast_tensor", device);
+        load_kernel(FUSED_OPTIM_KERNEL(cast_delayed, format), "cast_delayed", device);
+        load_kernel(FUSED_OPTIM_KERNEL(cast_rows_and_columns, format), "cast_rows", device);
         load_kernel(FUSED_OPTIM_KERNEL(cast_whole_rows, format), "cast_rows", device);
         load_kernel(FUSED_OPTIM_KERNEL(cast_blocks, format), "cast_blocks", device);
     }
     load_kernel(measure, "cast_tensor", device);
+    load_kernel(measure_rows_and_columns, "cast_rows", device);
     load_kernel(transpose_codes, "transpose", device);
 }
 
@@ -463,8 +329,7 @@ void cast_tensor_cuda(const Cast& cast, CastFormat format, bool measured, int de
     CudaDeviceGuard guard(name, device);
     const uint64_t units = ceil_divide(cast.rows * cast.columns, kAbsmaxUnit);
     if (!measured) {
-        const auto absmax = reinterpret_cast<void*>(cast.absmax);
-        check_cuda(cudaMemsetAsync(absmax, 0, sizeof(float), reinterpret_cast<cudaStream_t>(stream)), name, device);
+        clear_absmax(cast, 1, name, device, stream);
         launch(measure, name, units, from_the_end(cast), device, stream);
     }
     const Cast order = measured ? from_the_end(cast) : cast;
@@ -474,9 +339,21 @@ void cast_tensor_cuda(const Cast& cast, CastFormat format, bool measured, int de
     launch(FUSED_OPTIM_KERNEL(cast_elements, format), name, units, order, device, stream);
 }
 
+void cast_delayed_cuda(const Cast& cast, CastFormat format, int device, uint64_t stream) {
+    constexpr const char* name = "cast_delayed";
+    CudaDeviceGuard guard(name, device);
+    clear_absmax(cast, 2, name, device, stream);
+    launch(FUSED_OPTIM_KERNEL(cast_delayed, format), name, tiles(cast), from_the_end(cast), device, stream);
+}
+
 void cast_rows_cuda(const Cast& cast, CastFormat format, int device, uint64_t stream) {
     constexpr const char* name = "cast_rows";
     CudaDeviceGuard guard(name, device);
+    if (cast.transposed) {
+        clear_absmax(cast, cast.rows + cast.columns, name, device, stream);
+        launch(measure_rows_and_columns, name, tiles(cast), from_the_end(cast), device, stream);
+        return launch(FUSED_OPTIM_KERNEL(cast_rows_and_columns, format), name, tiles(cast), cast, device, stream);
+    }
     const uint64_t blocks = cast.columns ? cast.rows : 0;
     launch(FUSED_OPTIM_KERNEL(cast_whole_rows, format), name, blocks, from_the_end(cast), device, stream);
 }

@@ -6,12 +6,17 @@ These round stochastically.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from fused_optim.adapters import SimpleBatch, Update
 from fused_optim.sharding.dtensor import local_tensor
+
+
+class _ScaledRows(Protocol):
+    scale: Tensor  # of each row
 
 
 def needs_master(param: Tensor) -> None:
@@ -38,8 +43,12 @@ def keeps(param: Tensor, master: Tensor) -> bool:
     return False
 
 
-def rounded(param: Tensor, master: Tensor) -> None:
-    return None
+def is_master(param: Tensor, master: Tensor, written: Tensor) -> Tensor:
+    """Within a whole step, and what its dtype rounds: they are rounded up or down."""
+    local = local_tensor(param.detach())
+    step = cast(_ScaledRows, local).scale.float().view(-1, 1)
+    within = (master - written).abs() <= step + written.abs() * torch.finfo(local.dtype).eps
+    return within | (master.isnan() & written.isnan())
 
 
 def products(param: Tensor, rows: int | None) -> dict[str, str | None]:

@@ -95,8 +95,14 @@ def values(local: Tensor) -> Tensor:
     return _quantized(local).dequantize(dtype=torch.float32).clone()
 
 
-def rounded(param: Tensor, master: Tensor) -> Tensor | None:
-    return transformer_engine_codes.rounded(param, master)
+def is_master(param: Tensor, master: Tensor, written: Tensor) -> Tensor:
+    found = transformer_engine_codes.is_master(param, master, written)
+    return _near(master, written) if found is None else found
+
+
+def _near(master: Tensor, written: Tensor) -> Tensor:
+    """Where ``written`` may be the rounded master in a format with three bits of mantissa."""
+    return ((master - written).abs() <= master.abs() * 2.0**-4) | (master.isnan() & written.isnan())
 
 
 def keeps(param: Tensor, master: Tensor) -> bool:

@@ -15,7 +15,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from fused_optim.adapters import Fractions, Update
+from fused_optim.adapters import Fractions, Update, equal_or_nan
 from fused_optim.backends import is_capturing
 from fused_optim.formats.arithmetic import SMALLEST_NORMAL
 from fused_optim.quantized.adapters.update import reduce_over_shards
@@ -24,6 +24,7 @@ from fused_optim.quantized.recipes import (
     Encoding,
     Float8BlockScaling,
     Float8CurrentScaling,
+    Float8DelayedScaling,
     KernelFormat,
     codec,
     elements,
@@ -36,7 +37,7 @@ DELAYED = f"{_TENSORS}.float8_tensor.Float8Quantizer"
 CURRENT = f"{_TENSORS}.float8_tensor.Float8CurrentScalingQuantizer"
 BLOCKS = f"{_TENSORS}.float8_blockwise_tensor.Float8BlockQuantizer"
 
-_ONE_SCALE = Float8CurrentScaling()
+_ONE_SCALE, _DELAYED = Float8CurrentScaling(), Float8DelayedScaling()
 
 
 @dataclass(frozen=True)
@@ -126,18 +127,20 @@ def problem(local: Tensor) -> str | None:
 
 
 @torch.no_grad()
-def rounded(param: Tensor, values: Tensor) -> Tensor | None:
-    """What ``values`` decode to after they are rounded to nearest with the scales that a tensor has; it stays as it is.
-
-    Scales of blocks are those of ``values``. None where only TransformerEngine knows.
-    """
+def is_master(param: Tensor, master: Tensor, written: Tensor) -> Tensor | None:
+    """As ``adapters.Adapter.is_master``; None where only TransformerEngine knows."""
     local = local_tensor(param)
     if problem(local) is not None:
         return None
-    encoding = _copies(Update(param, values))[0].encoding
-    components = {name: part.clone() for name, part in encoding.components.items()}
-    codec.encode([encoding._replace(components=components)])
-    return codec.decode(encoding.recipe, components, tuple(local.shape), torch.float32)
+    copy = _copies(Update(param, master))[0]
+    recipe, components = copy.encoding.recipe, dict(copy.encoding.components)
+    if copy.scales is not None:
+        components["scale"] = copy.scales
+    if scaling_of(local) == DELAYED:
+        recipe, components["amax_history"] = _DELAYED, float8(local)._quantizer.amax
+    x = master.reshape(-1, master.shape[-1])
+    same = equal_or_nan(recipe.rounded(x, components), written.view(x.shape))
+    return (same & recipe.fits(x, components, same)).view(master.shape)
 
 
 @torch.no_grad()

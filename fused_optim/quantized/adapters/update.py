@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fused_optim.adapters import Target, Update
+from fused_optim.adapters import COMPARED, Target, Update, equal_or_nan
 from fused_optim.backends.compiled import increment_versions
 from fused_optim.quantized.compute import usage
-from fused_optim.quantized.recipes import Encoding, codec, tiles
-from fused_optim.quantized.tensor import INITIAL, Initials, local_weight
+from fused_optim.quantized.recipes import Encoding, as_matrix, codec, tiles
+from fused_optim.quantized.tensor import Initials, QuantizedTensor, local_weight
 from fused_optim.sharding.dtensor import shard_ranges, sharded_dim, sharding_dims
 
 
@@ -50,23 +50,23 @@ def values(local: Tensor) -> Tensor:
     return local_weight(local).values()
 
 
-def rounded(param: Tensor, master: Tensor) -> Tensor:
+def is_master(param: Tensor, master: Tensor, written: Tensor) -> Tensor:
     local = local_weight(param)
     local.check_quantized()
     local.check_components([part.name for part in local.recipe.components])
-    # With the blocks' scales that the weight has: a checkpoint may have rounded them in another way than the recipe.
-    pieces = tiles.pieces(Encoding(local.recipe, local.components, master), local.rows_before)
-    rounded = [local.recipe.rounded(piece.values, piece.components) for piece in pieces]
-    found = [piece for piece in rounded if piece is not None]
-    if found:
-        return torch.cat(found) if len(found) > 1 else found[0]
-    copies = {name: part.clone() for name, part in local.components.items() if name != INITIAL}
-    weight = Encoding(local.recipe, copies, master)
-    codec.encode(tiles.pieces(weight, local.rows_before))
-    if _shares_blocks(param):
-        copies["scale"].copy_(local.components["scale"])
-        tiles.encode_under_scales(_edges(param, weight))
-    return tiles.decode(local.recipe, copies, tuple(master.shape), torch.float32, local.rows_before)
+    rows = tiles.row_slices(local.recipe, tuple(local.shape), local.rows_before, COMPARED)
+    return torch.cat([_is_master(local, each, master[each], written[each]) for each in rows])
+
+
+def _is_master(local: QuantizedTensor, rows: slice, master: Tensor, written: Tensor) -> Tensor:
+    """Of a block's first row, or of blocks."""
+    recipe, before, x = local.recipe, local.before, master.reshape(as_matrix(master.shape))
+    components = tiles.rows_of({**local.components, **(before or {})}, recipe, rows, local.rows_before)
+    rounded = recipe.rounded(x, components).view(written.shape)
+    same = equal_or_nan(rounded, written)
+    if before is None:  # these scales may have been written, too
+        return same & recipe.fits(x, components, same.view(x.shape)).view(same.shape)
+    return same | equal_or_nan(rounded.to(local.dtype).float(), written)
 
 
 def keeps(param: Tensor, master: Tensor) -> bool:

@@ -81,23 +81,40 @@ def cast(x: Tensor, dtype: torch.dtype, scaling: Scaling, power_of_two: bool) ->
 
 
 def cast_both(
-    x: Tensor, dtype: torch.dtype, scaling: Scaling, power_of_two: bool, rows: bool = True, columns: bool = True
+    x: Tensor,
+    dtype: torch.dtype,
+    scaling: Scaling,
+    power_of_two: bool,
+    rows: bool = True,
+    columns: bool = True,
+    tiles: bool = False,
 ) -> tuple[Codes | None, Codes | None]:
-    """:func:`cast` of ``x`` and of its transpose, as far as they are wanted."""
+    """:func:`cast` of ``x`` and of its transpose, as far as they are wanted.
+
+    ``tiles``: the blocks of the latter are 128 x 128.
+    """
     if not rows and not columns:
         return None, None
     x = x.contiguous()
     if scaling in AS_WEIGHTS:
         return _as_weight(x, scaling) if rows else None, _cast_columns(x, scaling) if columns else None
     if scaling == "row":
-        return _rows(x, dtype) if rows else None, _rows(x.t().contiguous(), dtype) if columns else None
-    if scaling == "block":
-        data, scale, transposed_data, transposed_scale = cast_blocks(x, dtype, power_of_two, rows, columns)
+        if is_traced() and not columns:
+            return Codes(*_cast_rows(x, dtype), scaling), None
+        data, scale, transposed_data, transposed_scale = cast_rows(x, dtype, rows, columns)
         return (
-            Codes(data, scale.t(), scaling) if rows else None,
-            Codes(transposed_data, transposed_scale.t(), scaling) if columns else None,
+            Codes(data, scale, scaling) if rows else None,
+            Codes(transposed_data, transposed_scale, scaling) if columns else None,
         )
-    data, transposed_data, scale = cast_tensor(x, _absmax(x) if _is_traced() else None, dtype, rows, columns)
+    if scaling == "block":
+        data, scale, transposed_data, transposed_scale = cast_blocks(x, dtype, power_of_two, tiles, rows, columns)
+        of_columns = None
+        if columns:
+            of_columns = Codes(
+                transposed_data, *((transposed_scale, "tile") if tiles else (transposed_scale.t(), scaling))
+            )
+        return Codes(data, scale.t(), scaling) if rows else None, of_columns
+    data, transposed_data, scale = cast_tensor(x, absmax_of(x) if is_traced() else None, dtype, rows, columns)
     return Codes(data, scale, scaling) if rows else None, Codes(transposed_data, scale, scaling) if columns else None
 
 
@@ -115,11 +132,6 @@ def _cast_columns(x: Tensor, scaling: Scaling) -> Codes:
         return _as_weight(x.t(), scaling)
     transposed_data, transposed_scale = cast_columns_mxfp8(x)
     return Codes(transposed_data, transposed_scale, scaling)
-
-
-def _rows(x: Tensor, dtype: torch.dtype) -> Codes:
-    data, scale = _cast_rows(x, dtype) if _is_traced() else cast_rows(x, dtype)
-    return Codes(data, scale, "row")
 
 
 def transposed(codes: Codes, after: Tensor | None = None) -> Codes:
@@ -144,7 +156,7 @@ def is_observed(x: Tensor) -> bool:
     return type(x) is not Tensor or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-def _is_traced() -> bool:
+def is_traced() -> bool:
     """Whether operations are recorded, or done without values, and not just watched."""
     if torch._C._len_torch_dispatch_stack() == 0:
         return False
@@ -160,14 +172,31 @@ def _encode(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (x.float() * (1.0 / scale)).to(dtype)
 
 
-def _absmax(x: Tensor) -> Tensor:
+def absmax_of(x: Tensor) -> Tensor:
     """By rows first: so compilers measure where they compute the rows."""
     return x.abs().amax(1).amax(0, keepdim=True).float()
 
 
 def _cast_tensor(x: Tensor, absmax: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    scale = elements.scale_for(_absmax(x) if absmax is None else absmax, LARGEST[dtype])
+    scale = elements.scale_for(absmax_of(x) if absmax is None else absmax, LARGEST[dtype])
     return _encode(x, scale, dtype), scale
+
+
+def _cast_delayed(x: Tensor, history: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Larger magnitudes than those of the history saturate. The scale is NaN where something is not finite."""
+    scale, largest = torch.where(history[:1] > 0, history[:1], 1.0), LARGEST[dtype]
+    codes = (x.float() * (1.0 / scale)).clamp(-largest, largest).to(dtype)
+    absmax = absmax_of(x)
+    finite = absmax.isfinite()
+    magnitudes = torch.cat([torch.where(finite, absmax, history[1:2]), history[1:-1]])
+    history.copy_(torch.cat([delayed_scale(magnitudes, dtype), magnitudes]))
+    return codes, torch.where(finite, scale, torch.nan)
+
+
+def delayed_scale(magnitudes: Tensor, dtype: torch.dtype) -> Tensor:
+    """For the next values, where these are the largest magnitudes of earlier ones; 1 where they are all 0."""
+    seen = magnitudes.amax(0, keepdim=True)
+    return torch.where(seen > 0, elements.scale_for(seen, LARGEST[dtype]), 1.0)
 
 
 def _cast_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -175,13 +204,26 @@ def _cast_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return _encode(x, scale, dtype), scale
 
 
+def _block_scales(absmax: Tensor, dtype: torch.dtype, power_of_two: bool) -> Tensor:
+    scale = elements.scale_for(absmax, LARGEST[dtype])
+    return torch.where(scale.isfinite(), elements.next_power_of_two(scale), scale) if power_of_two else scale
+
+
 def _cast_blocks(x: Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple[Tensor, Tensor]:
     """The scales transposed."""
     blocks = x.view(x.shape[0], -1, BLOCK)
-    scale = elements.scale_for(blocks.abs().amax(2).float(), LARGEST[dtype])
-    if power_of_two:
-        scale = torch.where(scale.isfinite(), elements.next_power_of_two(scale), scale)
+    scale = _block_scales(blocks.abs().amax(2).float(), dtype, power_of_two)
     return _encode(blocks, scale[:, :, None], dtype).view(x.shape), scale.t().contiguous()
+
+
+def _columns_of_blocks(x: Tensor, dtype: torch.dtype, power_of_two: bool, tiles: bool) -> tuple[Tensor, Tensor]:
+    """Codes and scales of the transpose."""
+    if not tiles:
+        return _cast_blocks(x.t().contiguous(), dtype, power_of_two)
+    m, n = x.shape
+    padded = torch.nn.functional.pad(x.abs(), (0, -n % BLOCK)).view(m // BLOCK, BLOCK, -1, BLOCK)
+    scale = _block_scales(padded.amax((1, 3)).t().contiguous().float(), dtype, power_of_two)
+    return _encode(x.t().contiguous(), elements.expand_scales(scale, (BLOCK, BLOCK), (n, m)), dtype), scale
 
 
 # --- operators ----------------------------------------------------------------------------------------------------
@@ -273,59 +315,112 @@ def cast_tensor(
     return data, transposed_data, scale
 
 
-def _room_of_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    m, n = x.shape
-    return _room(x, (m, n), dtype), _room(x, (m, 1), torch.float32)
+def _room_of_delayed(
+    x: Tensor, history: Tensor, dtype: torch.dtype, rows: bool, columns: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    return _room_of_tensor(x, None, dtype, rows, columns)
 
 
 @_operator(
-    "fp8_cast_rows(Tensor x, ScalarType dtype) -> (Tensor, Tensor)",
-    _room_of_rows,
+    "fp8_cast_delayed(Tensor x, Tensor(a!) history, ScalarType dtype, bool rows, bool columns)"
+    " -> (Tensor, Tensor, Tensor)",
+    _room_of_delayed,
 )
-def cast_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes, and scales of shape ``(rows, 1)``."""
+def cast_delayed(
+    x: Tensor, history: Tensor, dtype: torch.dtype, rows: bool, columns: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """Codes, those of the transpose, and the scale, of shape ``(1,)``. Moves ``history`` on: see ``delayed.py``."""
     engine = _engine_for(x, torch.bfloat16)
     if engine is None:
-        return _cast_rows(x, dtype)
-    data, scale = _room_of_rows(x, dtype)
-    engine.cast_rows(
+        codes, scale = _cast_delayed(x, history, dtype)
+        return codes if rows else None, codes.t().contiguous() if columns else None, scale
+    data, transposed_data, scale = _room_of_tensor(x, None, dtype, rows, columns)
+    absmax = _room(x, (2,), torch.float32)
+    engine.cast_delayed(
         values=x.data_ptr(),
-        codes=data.data_ptr(),
+        codes=address(data),
+        transposed=address(transposed_data),
         scale=scale.data_ptr(),
+        absmax=absmax.data_ptr(),
+        history=history.data_ptr(),
+        remembered=len(history) - 1,
         rows=x.shape[0],
         columns=x.shape[1],
         format=_FORMATS[dtype],
         **run_on(x.device),
     )
-    return data, scale
+    return data, transposed_data, scale
 
 
-def _room_of_blocks(
-    x: Tensor, dtype: torch.dtype, power_of_two: bool, rows: bool, columns: bool
+def _room_of_rows(
+    x: Tensor, dtype: torch.dtype, rows: bool, columns: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     m, n = x.shape
     return (
-        *((_room(x, (m, n), dtype), _room(x, (n // BLOCK, m), torch.float32)) if rows else (None, None)),
-        *((_room(x, (n, m), dtype), _room(x, (m // BLOCK, n), torch.float32)) if columns else (None, None)),
+        *((_room(x, (m, n), dtype), _room(x, (m, 1), torch.float32)) if rows else (None, None)),
+        *((_room(x, (n, m), dtype), _room(x, (n, 1), torch.float32)) if columns else (None, None)),
     )
 
 
 @_operator(
-    "fp8_cast_blocks(Tensor x, ScalarType dtype, bool power_of_two, bool rows, bool columns)"
+    "fp8_cast_rows(Tensor x, ScalarType dtype, bool rows, bool columns) -> (Tensor, Tensor, Tensor, Tensor)",
+    _room_of_rows,
+)
+def cast_rows(
+    x: Tensor, dtype: torch.dtype, rows: bool, columns: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Codes and scales of shape ``(rows, 1)``, and both of the transpose."""
+    engine = _engine_for(x, torch.bfloat16)
+    if engine is None:
+        return (
+            *(_cast_rows(x, dtype) if rows else (None, None)),
+            *(_cast_rows(x.t().contiguous(), dtype) if columns else (None, None)),
+        )
+    data, scale, transposed_data, transposed_scale = _room_of_rows(x, dtype, rows, columns)
+    absmax = _room(x, (sum(x.shape),), torch.float32) if columns else None
+    engine.cast_rows(
+        values=x.data_ptr(),
+        codes=address(data),
+        scale=address(scale),
+        transposed=address(transposed_data),
+        transposed_scale=address(transposed_scale),
+        absmax=address(absmax),
+        rows=x.shape[0],
+        columns=x.shape[1],
+        format=_FORMATS[dtype],
+        **run_on(x.device),
+    )
+    return data, scale, transposed_data, transposed_scale
+
+
+def _room_of_blocks(
+    x: Tensor, dtype: torch.dtype, power_of_two: bool, tiles: bool, rows: bool, columns: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    m, n = x.shape
+    of_columns = (-(-n // BLOCK), m // BLOCK) if tiles else (m // BLOCK, n)
+    return (
+        *((_room(x, (m, n), dtype), _room(x, (n // BLOCK, m), torch.float32)) if rows else (None, None)),
+        *((_room(x, (n, m), dtype), _room(x, of_columns, torch.float32)) if columns else (None, None)),
+    )
+
+
+@_operator(
+    "fp8_cast_blocks(Tensor x, ScalarType dtype, bool power_of_two, bool tiles, bool rows, bool columns)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _room_of_blocks,
 )
 def cast_blocks(
-    x: Tensor, dtype: torch.dtype, power_of_two: bool, rows: bool, columns: bool
+    x: Tensor, dtype: torch.dtype, power_of_two: bool, tiles: bool, rows: bool, columns: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Codes and scales of shape ``(columns / 128, rows)``, and both of the transpose."""
+    """Codes and scales of shape ``(columns / 128, rows)``, and both of the transpose, or with ``tiles`` scales of shape
+    ``(columns / 128, rows / 128)`` there."""
     engine = _engine_for(x, torch.bfloat16)
     if engine is None:
         return (
             *(_cast_blocks(x, dtype, power_of_two) if rows else (None, None)),
-            *(_cast_blocks(x.t().contiguous(), dtype, power_of_two) if columns else (None, None)),
+            *(_columns_of_blocks(x, dtype, power_of_two, tiles) if columns else (None, None)),
         )
-    data, scale, transposed_data, transposed_scale = _room_of_blocks(x, dtype, power_of_two, rows, columns)
+    data, scale, transposed_data, transposed_scale = _room_of_blocks(x, dtype, power_of_two, tiles, rows, columns)
     engine.cast_blocks(
         values=x.data_ptr(),
         codes=address(data),
@@ -335,6 +430,7 @@ def cast_blocks(
         rows=x.shape[0],
         columns=x.shape[1],
         power_of_two=power_of_two,
+        tiles=tiles,
         format=_FORMATS[dtype],
         **run_on(x.device),
     )

@@ -7,7 +7,7 @@ see one operator, ``fused_optim::linear``, and trace what is within it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from fused_optim.quantized.compute import casts, products
 from fused_optim.quantized.compute.casts import Codes
+from fused_optim.quantized.compute.delayed import HISTORY, Histories, cast_both
 from fused_optim.quantized.compute.products import InFP8
 from fused_optim.quantized.compute.shared_casts import cast_activations
 from fused_optim.quantized.recipes import ProductFormat
@@ -24,13 +25,50 @@ from fused_optim.sharding.dtensor import local_tensor
 
 
 class QuantizedLinear(nn.Linear):
-    """``nn.Linear`` for a quantized weight. With any other weight it does what ``nn.Linear`` does."""
+    """``nn.Linear`` for a quantized weight. With any other weight it does what ``nn.Linear`` does.
+
+    With delayed scales it has histories (``delayed.py``), which are no part of state dicts: after a load, or a move, it
+    measures as at the start.
+    """
+
+    activation_history: Tensor
+    gradient_history: Tensor
+    delays = False  # whether it has them
+    begins = True  # until a backward pass has filled them; compiled, until a forward pass has been traced
 
     def forward(self, input: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
-            out: Tensor = torch.ops.fused_optim.linear(input, self.weight, self.bias)
+        compiles = torch.compiler.is_compiling()
+        histories: tuple[Any, ...] = ()
+        if self.delays and self.training and torch.is_grad_enabled():
+            histories = self.activation_history, self.gradient_history, self.begins
+            if compiles:
+                self.begins = False
+            elif self.begins:
+                histories = *histories, self
+        if compiles:
+            out: Tensor = torch.ops.fused_optim.linear(input, self.weight, self.bias, *histories)
             return out
-        return linear(input, self.weight, self.bias)
+        return linear(input, self.weight, self.bias, *histories)
+
+    def keep_histories(self, device: torch.device) -> None:
+        for name in ("activation_history", "gradient_history"):
+            self.register_buffer(name, torch.zeros(1 + HISTORY, dtype=torch.float32, device=device), persistent=False)
+        self.delays = True
+
+    def _begin(self) -> None:
+        self.begins = True
+        if self.delays:
+            self.activation_history.zero_()
+            self.gradient_history.zero_()
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Self:
+        super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self._begin()  # to_empty() leaves anything in them
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._begin()
 
 
 def convert(module: nn.Module) -> None:
@@ -40,13 +78,29 @@ def convert(module: nn.Module) -> None:
     local = local_tensor(module.weight)
     if isinstance(local, QuantizedTensor) and local.recipe.products is not None:
         module.__class__ = QuantizedLinear
+        if local.recipe.products.delayed:
+            assert isinstance(module, QuantizedLinear)
+            module.keep_histories(local.device)
         local.shared.in_layer = True
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``torch.nn.functional.linear``, with the products in FP8 that the weight's recipe wants and that can run."""
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activations: Tensor | None = None,
+    gradients: Tensor | None = None,
+    begins: bool = False,
+    layer: QuantizedLinear | None = None,
+) -> Tensor:
+    """``torch.nn.functional.linear``, with the products in FP8 that the weight's recipe wants and that can run.
+
+    ``activations``, ``gradients``, ``begins``: :class:`Histories` of delayed scales. ``layer``: whose they are, if a
+    backward pass is to tell it that it has begun.
+    """
+    histories = None if activations is None or gradients is None else Histories(activations, gradients, begins, layer)
     if isinstance(weight, DTensor):
-        return _linear_of_shards(x, weight, bias)
+        return _linear_of_shards(x, weight, bias, histories)
     if not isinstance(weight, QuantizedTensor) or isinstance(x, DTensor):
         return nn.functional.linear(x, weight, bias)
     x, weight, bias = _as_autocast_wants(x, weight, bias)
@@ -54,13 +108,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if in_fp8 is None:
         return nn.functional.linear(x, weight, bias)
     if torch.is_grad_enabled():
-        out: Tensor = _Linear.apply(x, weight, bias, in_fp8)  # type: ignore[no-untyped-call]
+        out: Tensor = _Linear.apply(x, weight, bias, in_fp8, histories)  # type: ignore[no-untyped-call]
         return out
-    out, _ = _forward(x, weight, bias, in_fp8, False)
+    out, _ = _forward(x, weight, bias, in_fp8, histories, False)
     return _shaped(out, (*x.shape[:-1], weight.shape[0]))
 
 
-casts.LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+casts.LIBRARY.define(
+    "linear(Tensor x, Tensor weight, Tensor? bias, Tensor(a!)? activations=None, Tensor(b!)? gradients=None, "
+    "bool begins=False) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
 casts.LIBRARY.impl("linear", linear, "CompositeImplicitAutograd")
 
 
@@ -93,7 +151,12 @@ def _products_in_fp8(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) ->
 
 
 def _forward(
-    x: Tensor, weight: QuantizedTensor, bias: Tensor | None, in_fp8: InFP8, keep: bool
+    x: Tensor,
+    weight: QuantizedTensor,
+    bias: Tensor | None,
+    in_fp8: InFP8,
+    histories: Histories | None,
+    keep: bool,
 ) -> tuple[Tensor, Codes | None]:
     """The output, a matrix, and what weight gradients in FP8 will take of ``x``: the codes of its transpose.
 
@@ -101,7 +164,8 @@ def _forward(
     """
     format = _format(weight)
     keep = keep and in_fp8.weight_gradient
-    codes, kept = cast_activations(x, format, rows=in_fp8.output, columns=keep)
+    history, begins = (None, False) if histories is None else (histories.activations, histories.begins)
+    codes, kept = cast_activations(x, format, in_fp8.output, keep, history, begins)
     if codes is None:
         return nn.functional.linear(casts.matrix_of(x), weight.dequantize(), bias), kept
     return products.output(codes, weight, bias), kept
@@ -120,10 +184,17 @@ def _shaped(matrix: Tensor, shape: Sequence[int]) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: QuantizedTensor, bias: Tensor | None, in_fp8: InFP8) -> Tensor:
-        need_x, need_weight, _, _ = ctx.needs_input_grad
-        out, kept = _forward(x, weight, bias, in_fp8, need_weight)
-        ctx.in_fp8, ctx.shape, ctx.kept = in_fp8, x.shape, kept is not None
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: QuantizedTensor,
+        bias: Tensor | None,
+        in_fp8: InFP8,
+        histories: Histories | None,
+    ) -> Tensor:
+        need_x, need_weight, *_ = ctx.needs_input_grad
+        out, kept = _forward(x, weight, bias, in_fp8, histories, need_weight)
+        ctx.in_fp8, ctx.shape, ctx.kept, ctx.histories = in_fp8, x.shape, kept is not None, histories
         activations = () if not need_weight else (casts.matrix_of(x),) if kept is None else (kept.data, kept.scale)
         ctx.save_for_backward(weight if need_x or need_weight else None, *activations)
         return _shaped(out, (*x.shape[:-1], out.shape[1]))
@@ -131,16 +202,17 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
+        need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
         weight, *activations = ctx.saved_tensors
         gradient = casts.matrix_of(gradient).contiguous()
         format = _format(weight)
         rows, columns = None, None
         fp8_x, fp8_weight = need_x and ctx.in_fp8.input_gradient, need_weight and ctx.kept
         if fp8_x or fp8_weight:
-            rows, columns = casts.cast_both(
-                gradient, format.gradients, format.scaling, format.power_of_two, rows=fp8_x, columns=fp8_weight
-            )
+            _, history, begins, layer = ctx.histories or (None, None, False, None)
+            rows, columns = cast_both(gradient, format.gradients, format, fp8_x, fp8_weight, history, begins)
+            if layer is not None:
+                layer.begins = False
         of_x = of_weight = None
         if need_x:
             of_x = gradient @ weight.dequantize() if rows is None else products.input_gradient(rows, weight)
@@ -150,14 +222,14 @@ class _Linear(torch.autograd.Function):
                 of_weight = gradient.t() @ activations[0]
             else:
                 data, scale = activations
-                of_weight = products.weight_gradient(columns, Codes(data, scale, format.scaling))
-        return of_x, of_weight, gradient.sum(0) if need_bias else None, None
+                of_weight = products.weight_gradient(columns, Codes(data, scale, format.kept), format)
+        return of_x, of_weight, gradient.sum(0) if need_bias else None, None, None
 
 
 # --- tensor parallelism -----------------------------------------------------------------------------------------
 
 
-def _linear_of_shards(x: Tensor, weight: DTensor, bias: Tensor | None) -> Tensor:
+def _linear_of_shards(x: Tensor, weight: DTensor, bias: Tensor | None, histories: Histories | None) -> Tensor:
     """Each rank multiplies what it holds, where the placements are those of tensor parallelism; else torch does it."""
     local = weight._local_tensor
     matches = isinstance(x, DTensor) and isinstance(local, QuantizedTensor) and x.device_mesh == weight.device_mesh
@@ -169,7 +241,8 @@ def _linear_of_shards(x: Tensor, weight: DTensor, bias: Tensor | None) -> Tensor
         return nn.functional.linear(x, weight, bias)
     of_out, of_x, of_weight = zip(*(layout for layout in layouts if layout is not None), strict=True)
     local_bias = None if bias is None else _local_bias(bias, of_out, x.dim() - 1)
-    out = linear(x.to_local(grad_placements=of_x), weight.to_local(grad_placements=of_weight), local_bias)
+    local_x, local_weight = x.to_local(grad_placements=of_x), weight.to_local(grad_placements=of_weight)
+    out = linear(local_x, local_weight, local_bias, *(histories or ()))
     shape = torch.Size((*x.shape[:-1], weight.shape[0]))
     return DTensor.from_local(
         out, x.device_mesh, of_out, run_check=False, shape=shape, stride=torch.empty(shape, device="meta").stride()

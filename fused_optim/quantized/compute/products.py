@@ -224,9 +224,11 @@ def output(codes: Codes, weight: QuantizedTensor, bias: Tensor | None = None) ->
 
 
 def input_gradient(gradient: Codes, weight: QuantizedTensor) -> Tensor:
-    return product(gradient, casts.transposed(weight_codes(weight), after=gradient.data))
+    format = weight.recipe.products
+    fast = format is not None and format.fast_gradients
+    return product(gradient, casts.transposed(weight_codes(weight), after=gradient.data), fast=fast)
 
 
-def weight_gradient(gradient: Codes, activations: Codes) -> Tensor:
+def weight_gradient(gradient: Codes, activations: Codes, format: ProductFormat) -> Tensor:
     """Of the transposes of both."""
-    return product(gradient, activations)
+    return product(gradient, activations, fast=format.fast_gradients)

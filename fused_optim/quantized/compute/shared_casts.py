@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fused_optim.quantized.compute import casts
 from fused_optim.quantized.compute.casts import Codes
+from fused_optim.quantized.compute.delayed import cast_both
 from fused_optim.quantized.recipes import ProductFormat
 
 Both = tuple[Codes | None, Codes | None]
@@ -23,40 +24,52 @@ class _Cast(NamedTuple):
     of: weakref.ref[Tensor]
     circumstances: tuple[Any, ...]
     codes: Both
+    history: Tensor | None
 
 
 _last: _Cast | None = None
 
 
-def cast_activations(x: Tensor, format: ProductFormat, rows: bool, columns: bool) -> Both:
-    """:func:`~fused_optim.quantized.compute.casts.cast_both` of ``x``, seen as a matrix, in E4M3."""
+def cast_activations(
+    x: Tensor, format: ProductFormat, rows: bool, columns: bool, history: Tensor | None = None, begins: bool = False
+) -> Both:
+    """:func:`~fused_optim.quantized.compute.casts.cast_both` of ``x``, seen as a matrix, in E4M3.
+
+    ``history``, ``begins``: of a delayed scale, see ``delayed.py``.
+    """
     global _last
-    shares = _can_share(x)
-    circumstances = _circumstances(x, format) if shares else ()
+    shares = _can_share(x, history)
+    circumstances = _circumstances(x, format, history, begins) if shares else ()
     last = _last
     if shares and last is not None and last.of() is x and last.circumstances == circumstances:
         known = last.codes
         if (known[0] is not None or not rows) and (known[1] is not None or not columns):
+            if history is not None and last.history is not None and history is not last.history:
+                history.copy_(last.history)
             return known[0] if rows else None, known[1] if columns else None
-    codes = casts.cast_both(casts.matrix_of(x), torch.float8_e4m3fn, format.scaling, format.power_of_two, rows, columns)
+    tiles = format.activation_tiles
+    codes = cast_both(casts.matrix_of(x), torch.float8_e4m3fn, format, rows, columns, history, begins, tiles)
     if shares:
-        _last = _Cast(weakref.ref(x, _forget), circumstances, codes)
+        _last = _Cast(weakref.ref(x, _forget), circumstances, codes, history)
     return codes
 
 
-def _can_share(x: Tensor) -> bool:
+def _can_share(x: Tensor, history: Tensor | None) -> bool:
     """Whether ``x`` was computed, for a backward pass: then nobody writes into it without its version telling.
 
-    Graphs that are captured would miss the cast of a tensor that was cast before.
+    Graphs that are captured would miss the cast of a tensor that was cast before. Compilers do not see that layers with
+    a history each would make the same codes.
     """
+    if history is not None and casts.is_traced():
+        return True
     if x.grad_fn is None or casts.is_observed(x):
         return False
     return x.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
-def _circumstances(x: Tensor, format: ProductFormat) -> tuple[Any, ...]:
+def _circumstances(x: Tensor, format: ProductFormat, history: Tensor | None, begins: bool) -> tuple[Any, ...]:
     stream = torch._C._cuda_getCurrentRawStream(x.device.index) if x.device.type == "cuda" else 0
-    return x._version, format.scaling, format.power_of_two, stream
+    return x._version, format.scaling, format.power_of_two, format.activation_tiles, history is None, begins, stream
 
 
 def _forget(of: weakref.ref[Tensor]) -> None:

@@ -19,6 +19,7 @@ from fused_optim.quantized.recipes.recipe import (
     KernelFormat,
     ProductFormat,
     Recipe,
+    ScaledRecipe,
     as_matrix,
     check_choice,
     set_where,
@@ -39,6 +40,8 @@ class Float8BlockScaling(Float8Recipe):
     Args:
         block: ``(128, 128)`` or ``(1, 128)``.
         power_of_two: scales are powers of two, rounded up; those of activations and gradients, too.
+        activation_tiles: of ``compute="fp8"``: in weight gradients activations have a scale per 128 x 128, which GPUs
+            multiply faster. No part of the format.
 
     With ``compute="fp8"`` activations and gradients have a scale per 128 elements of a row, all in E4M3, as in
     DeepSeek-V3 (technical report, section 3.3.2). Weights with blocks of (1, 128) are decoded for input gradients.
@@ -47,6 +50,7 @@ class Float8BlockScaling(Float8Recipe):
     shares_blocks: ClassVar[bool] = True
     block: tuple[int, int] = (128, 128)
     power_of_two: bool = False
+    activation_tiles: bool = field(default=False, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,7 +67,8 @@ class Float8BlockScaling(Float8Recipe):
     @functools.cached_property
     def products(self) -> ProductFormat | None:
         why = "blocks of (1, 128) cannot be transposed" if self.block[0] == 1 else None
-        return self._products("block", self.power_of_two, why)
+        options = {"power_of_two": self.power_of_two, "activation_tiles": self.activation_tiles}
+        return self._products("block", no_input_gradients=why, **options)
 
     @functools.cached_property
     def kernel(self) -> KernelFormat | None:
@@ -90,21 +95,11 @@ class Float8BlockScaling(Float8Recipe):
         data, scale = components["data"], components["scale"]
         x = x.reshape(data.shape)
         scale.copy_(self._scales(elements.tile_absmax(x, self.block)))
-        data.copy_(self._codes(x, scale, elements.shaped(fractions, data.shape)))
+        inverse = elements.expand_scales(1.0 / scale, self.block, tuple(x.shape))
+        data.copy_(elements.float8_encode(x * inverse, elements.shaped(fractions, data.shape)))
 
-    def _codes(self, x: Tensor, scale: Tensor, fractions: Tensor | None) -> Tensor:
-        return elements.float8_encode(x * elements.expand_scales(1.0 / scale, self.block, tuple(x.shape)), fractions)
-
-    def rounded(self, x: Tensor, components: Mapping[str, Tensor]) -> Tensor | None:
-        if self.block[0] > 1:  # whose rows may lie anywhere in a tile
-            return None
-        codes = self._codes(x.reshape(components["data"].shape), components["scale"], None)
-        return self.decode({**components, "data": codes}, tuple(x.shape))
-
-    def decode(self, components: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
-        data = components["data"]
-        scale = elements.expand_scales(components["scale"], self.block, data.shape)
-        return (elements.float8_decode(data) * scale).view(shape)
+    def scales(self, components: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+        return elements.expand_scales(components["scale"], self.block, shape)
 
 
 @dataclass(frozen=True)
@@ -144,24 +139,22 @@ class MXFP8BlockScaling(Float8Recipe):
         x = x.reshape(data.shape)
         exponent = elements.e8m0_exponent(elements.tile_absmax(x, _MXFP8_TILE), self.round_up)
         scale.copy_(exponent)
-        data.copy_(self._codes(x, exponent, elements.shaped(fractions, data.shape)))
-
-    def _codes(self, x: Tensor, exponent: Tensor, fractions: Tensor | None) -> Tensor:
         inverse = elements.expand_scales(elements.power_of_two(254 - exponent), _MXFP8_TILE, tuple(x.shape))
-        return elements.float8_encode(x * inverse, fractions)
+        data.copy_(elements.float8_encode(x * inverse, elements.shaped(fractions, data.shape)))
 
-    def rounded(self, x: Tensor, components: Mapping[str, Tensor]) -> Tensor:
-        codes = self._codes(x.reshape(components["data"].shape), components["scale"].int(), None)
-        return self.decode({**components, "data": codes}, tuple(x.shape))
+    def scales(self, components: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+        return elements.expand_scales(elements.power_of_two(components["scale"].int()), _MXFP8_TILE, shape)
 
-    def decode(self, components: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
-        data = components["data"]
-        scale = elements.power_of_two(components["scale"].int())
-        return (elements.float8_decode(data) * elements.expand_scales(scale, _MXFP8_TILE, data.shape)).view(shape)
+    def _most(self, components: Mapping[str, Tensor], same: Tensor) -> Tensor:
+        """The specification's scales saturate up to 512. A block may have one where all of it is its master."""
+        shape = tuple(same.shape)
+        others = elements.tile_absmax((~same).float(), _MXFP8_TILE)
+        most = torch.where(others == 0, 512.0, self.half_step_above)
+        return self.scales(components, shape) * elements.expand_scales(most, _MXFP8_TILE, shape)
 
 
 @dataclass(frozen=True)
-class NVFP4BlockScaling(Recipe):
+class NVFP4BlockScaling(ScaledRecipe):
     """E2M1 with one E4M3 scale per 16 elements of a row, and one FP32 scale per weight: its absmax / (6 * 448).
 
     Two elements share a byte, the first in its low half, as in ``torch.float4_e2m1fn_x2``. Rows need an even number of
@@ -180,6 +173,7 @@ class NVFP4BlockScaling(Recipe):
         TENSOR_SCALE,
     )
     scales_whole_tensor: ClassVar[bool] = True
+    half_step_above: ClassVar[float] = 7.0
 
     def __post_init__(self) -> None:
         check_choice("compute", self.compute, Compute4)
@@ -218,6 +212,20 @@ class NVFP4BlockScaling(Recipe):
 
     def decode(self, components: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
         data = components["data"]
-        step = elements.float8_decode(components["scale"]) * components["tensor_scale"]
         codes = torch.stack([data & 0xF, data >> 4], dim=2).view(data.shape[0], 2 * data.shape[1])
-        return (elements.float4_decode(codes) * elements.expand_scales(step, _NVFP4_TILE, codes.shape)).view(shape)
+        return (elements.float4_decode(codes) * self.scales(components, codes.shape)).view(shape)
+
+    def scales(self, components: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+        step = elements.float8_decode(components["scale"]) * components["tensor_scale"]
+        return elements.expand_scales(step, _NVFP4_TILE, shape)
+
+    def nearest(self, x: Tensor) -> Tensor:
+        return elements.float4_decode(elements.float4_encode(x, None))
+
+    def _most(self, components: Mapping[str, Tensor], same: Tensor) -> Tensor:
+        """Scales are rounded themselves, the smallest ones down to zero."""
+        scale = components["scale"]
+        above = elements.float8_decode(scale) + elements.float8_decode((scale + 1).clamp_max(0x7E))
+        most = elements.FLOAT4_LEVELS[-1] * components["tensor_scale"] * (above / 2)
+        most = elements.expand_scales(most, _NVFP4_TILE, tuple(same.shape))
+        return torch.maximum(super()._most(components, same), most)

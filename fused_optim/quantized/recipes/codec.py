@@ -204,15 +204,19 @@ class _AlikeEncodings:
         self._engine = _engine_of(device.type, forced_backend())
         self._columns: list[list[Tensor | None]] = [[x.values for x in weights]]
         self._columns += [[x.components.get(name) for x in weights] for name in _TABLE]
-        rows = [x.components["data"].shape[0] for x in weights]
-        widths = [x.values.numel() // count if count else 0 for x, count in zip(weights, rows, strict=True)]
-        self._sizes = _kept(self._engine, rows), _kept(self._engine, widths)
         rotates = any(weight.fractions is not None for weight in weights)
         self._roundings = [_rounding(weight.fractions) for weight in weights] if rotates else []
         self._written = countable(
             x.components[name] for x in weights for name in ("data", "scale") if name in x.components
         )
         self._has_fp32 = all(x.values.dtype == torch.float32 and x.values.device == device for x in weights)
+
+    @functools.cached_property
+    def _sizes(self) -> tuple[_Column, _Column]:
+        """Rows and columns. Not where compilers look on: it would make constants of them."""
+        rows = [x.components["data"].shape[0] for x in self._weights]
+        widths = [x.values.numel() // count if count else 0 for x, count in zip(self._weights, rows, strict=True)]
+        return _kept(self._engine, rows), _kept(self._engine, widths)
 
     def encode(self) -> None:
         engine, kernel = self._engine, self._recipe.kernel

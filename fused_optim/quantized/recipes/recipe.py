@@ -64,7 +64,9 @@ class ProductFormat:
     ``scaling``: of activations and gradients: one scale, one per row, one per 128 elements of a row, or as weights have
     them in MXFP8 and NVFP4. ``gradients``: their float8 dtype; activations are E4M3, or as such weights are.
     ``weight_gradients``: whether these are products in FP8, too. ``power_of_two``: scales of blocks are powers of two,
-    rounded up. ``no_input_gradients``: why these are products of decoded weights, where they are.
+    rounded up. ``no_input_gradients``: why these are products of decoded weights, where they are. ``delayed``: the one
+    scale is that of earlier passes. ``activation_tiles``: in weight gradients of blocks, activations have a scale per
+    128 x 128. ``fast_gradients``: as outputs are, they are added up with 14 bits.
     """
 
     scaling: Scaling
@@ -72,6 +74,14 @@ class ProductFormat:
     weight_gradients: bool
     power_of_two: bool = False
     no_input_gradients: str | None = None
+    delayed: bool = False
+    activation_tiles: bool = False
+    fast_gradients: bool = False
+
+    @property
+    def kept(self) -> Scaling:
+        """The scales of the activations' transpose."""
+        return "tile" if self.activation_tiles else self.scaling
 
 
 def as_matrix(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
@@ -223,12 +233,60 @@ class Recipe:
         """FP32 values of this shape."""
         raise NotImplementedError
 
-    def rounded(self, x: Tensor, components: Mapping[str, Tensor]) -> Tensor | None:
-        """What FP32 values ``x`` decode to if they are rounded to nearest with the scales of rows in ``components``.
+    def rounded(self, x: Tensor, components: Mapping[str, Tensor]) -> Tensor:
+        """What the matrix ``x`` decodes to when it is rounded to nearest under the scales in ``components``.
 
-        None where the recipe has no such scales, or rounds them in one way only, which :meth:`encode` knows.
+        What is too large for them saturates. Here scales of blocks are those of ``x``; see :meth:`fits`.
         """
-        return None
+        return self.decode(self._encoded(x, components), tuple(x.shape))
+
+    def fits(self, x: Tensor, components: Mapping[str, Tensor], same: Tensor) -> Tensor:
+        """Where elements of the matrix ``x`` are none that only saturate to what ``components`` decode to.
+
+        ``same``: where they are rounded to that.
+        """
+        made, found = self._encoded(x, components), torch.ones_like(same)
+        for part in self.components:
+            if part.tile is not None and part.name != "data":
+                found &= elements.expand_scales(made[part.name] == components[part.name], part.tile, tuple(x.shape))
+        if self.scales_whole_tensor and x.numel():
+            largest = self.rounded(torch.full_like(x, 4.0 * float(self.absmax(x))), components)
+            found &= (x.abs() <= largest * (1 + 2.0**-8)) | ~x.isfinite()
+        return found
+
+    def _encoded(self, x: Tensor, components: Mapping[str, Tensor]) -> Components:
+        made = {name: part.clone() for name, part in components.items()}
+        self.encode(x, made)
+        return made
+
+
+@dataclass(frozen=True)
+class ScaledRecipe(Recipe):
+    """A recipe whose codes are rounded one by one, under scales that are known.
+
+    ``half_step_above``: the largest code's value and half a step.
+    """
+
+    half_step_above: ClassVar[float]
+
+    def scales(self, components: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+        """What the codes of a matrix of this shape are multiplied by: FP32, that of each element or of all."""
+        raise NotImplementedError
+
+    def nearest(self, x: Tensor) -> Tensor:
+        """The values of the codes that FP32 values are rounded to."""
+        raise NotImplementedError
+
+    def rounded(self, x: Tensor, components: Mapping[str, Tensor]) -> Tensor:
+        scales = self.scales(components, tuple(x.shape))
+        return self.nearest(x * torch.where(scales > 0, 1.0 / scales, 0.0)) * scales
+
+    def fits(self, x: Tensor, components: Mapping[str, Tensor], same: Tensor) -> Tensor:
+        return ~((x.abs() > self._most(components, same)) & x.isfinite())  # scales may be NaN
+
+    def _most(self, components: Mapping[str, Tensor], same: Tensor) -> Tensor:
+        """The magnitudes up to which elements may have become the largest code."""
+        return self.scales(components, tuple(same.shape)) * self.half_step_above
 
 
 FLOAT8_DATA = Component("data", torch.uint8, (1, 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -18,14 +18,14 @@ from fused_optim.quantized.recipes.recipe import (
     Component,
     KernelFormat,
     ProductFormat,
-    Recipe,
+    ScaledRecipe,
     Scaling,
     check_choice,
     set_where,
 )
 
 Compute = Literal["dequantize", "fp8"]
-ActivationScaling = Literal["tensor", "row"]
+ActivationScaling = Literal["tensor", "row", "delayed"]
 GradientFormat = Literal["e4m3", "e5m2"]
 WeightGradients = Literal["fp8", "bf16"]
 Float8Format = Literal["e4m3", "hybrid"]
@@ -33,7 +33,7 @@ AmaxAlgorithm = Literal["max", "most_recent"]
 
 
 @dataclass(frozen=True)
-class Float8Recipe(Recipe):
+class Float8Recipe(ScaledRecipe):
     """E4M3 elements, which products in FP8 can take as they are.
 
     Args:
@@ -50,6 +50,8 @@ class Float8Recipe(Recipe):
     gradient_format: GradientFormat | None = field(default=None, compare=False, kw_only=True)
     weight_gradients: WeightGradients | None = field(default=None, compare=False, kw_only=True)
 
+    half_step_above: ClassVar[float] = 464.0
+
     def __post_init__(self) -> None:
         check_choice("compute", self.compute, Compute)
         if self.gradient_format is not None:
@@ -57,15 +59,21 @@ class Float8Recipe(Recipe):
         if self.weight_gradients is not None:
             check_choice("weight_gradients", self.weight_gradients, WeightGradients)
 
-    def _products(
-        self, scaling: Scaling, power_of_two: bool = False, no_input_gradients: str | None = None
-    ) -> ProductFormat | None:
+    def _products(self, scaling: Scaling, **others: Any) -> ProductFormat | None:
+        """``others``: fields of :class:`ProductFormat`."""
         if self.compute != "fp8":
             return None
         gradients = self.gradient_format or ("e5m2" if scaling == "tensor" else "e4m3")
         weight_gradients = self.weight_gradients or ("bf16" if scaling == "row" else "fp8")
         dtype = torch.float8_e5m2 if gradients == "e5m2" else torch.float8_e4m3fn
-        return ProductFormat(scaling, dtype, weight_gradients == "fp8", power_of_two, no_input_gradients)
+        return ProductFormat(scaling, dtype, weight_gradients == "fp8", **others)
+
+    def decode(self, components: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+        data = components["data"]
+        return (elements.float8_decode(data) * self.scales(components, tuple(data.shape))).view(shape)
+
+    def nearest(self, x: Tensor) -> Tensor:
+        return elements.float8_decode(elements.float8_encode(x, None))
 
     def _check_e4m3_gradients(self) -> None:
         if self.gradient_format == "e5m2":
@@ -78,11 +86,17 @@ class Float8TensorScaling(Float8Recipe):
 
     Args:
         activation_scaling: of ``compute="fp8"``: one scale per ``"tensor"`` or per ``"row"`` of activations and of
-            gradients. No part of the format either.
+            gradients, or ``"delayed"``: one per tensor, from the largest magnitudes of the layer's last 16 training
+            passes, so that casts need not measure first.
+        fast_gradients: of ``compute="fp8"``: GPUs add up the products of gradients with 14 bits, as they do those of
+            outputs. That takes less time, and costs accuracy in long sums.
+
+    Neither is part of the format.
     """
 
     scales_whole_tensor: ClassVar[bool] = True
     activation_scaling: ActivationScaling = field(default="tensor", compare=False, kw_only=True)
+    fast_gradients: bool = field(default=False, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,15 +104,17 @@ class Float8TensorScaling(Float8Recipe):
 
     @functools.cached_property
     def products(self) -> ProductFormat | None:
-        return self._products(self.activation_scaling)
+        delayed = self.activation_scaling == "delayed"
+        scaling: Scaling = "row" if self.activation_scaling == "row" else "tensor"
+        return self._products(scaling, delayed=delayed, fast_gradients=self.fast_gradients)
 
     def encode(self, x: Tensor, components: Mapping[str, Tensor], fractions: Tensor | None = None) -> None:
         inverse = 1.0 / components["tensor_scale"]
         data = components["data"]
         data.copy_(elements.float8_encode(x.reshape(data.shape) * inverse, elements.shaped(fractions, data.shape)))
 
-    def decode(self, components: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
-        return (elements.float8_decode(components["data"]) * components["tensor_scale"]).view(shape)
+    def scales(self, components: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
+        return components["tensor_scale"]
 
 
 @dataclass(frozen=True)
@@ -160,6 +176,10 @@ class Float8DelayedScaling(Float8TensorScaling):
 
     def _scale(self, absmax: Tensor) -> Tensor:
         return elements.float8_scale(absmax) * 2.0**self.margin
+
+    def _most(self, components: Mapping[str, Tensor], same: Tensor) -> Tensor:
+        """The last update's absmax may have saturated; an FP16 master's is rounded."""
+        return torch.maximum(super()._most(components, same), components["amax_history"][0] * (1 + 2.0**-10))
 
     def prepare(self, components: Mapping[str, Tensor], applies: Tensor | None) -> None:
         """The scale of the history; as it is where that is empty, but 1 where it is that of zeros."""

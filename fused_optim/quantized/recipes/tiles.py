@@ -43,11 +43,20 @@ def shares_blocks(recipe: Recipe, rows_before: int, starts: Sequence[int]) -> bo
     return any((rows_before + start) % recipe.block_rows for start in starts if start)
 
 
-def _rows_of(components: Components, recipe: Recipe, rows: slice, rows_before: int) -> Components:
+def rows_of(components: Components, recipe: Recipe, rows: slice, rows_before: int) -> Components:
+    """Views of what these rows need of the components of a part."""
     return {
         part.name: cut_component(components[part.name], part, 0, rows.start, rows.stop, rows_before)
         for part in recipe.components
     }
+
+
+def row_slices(recipe: Recipe, shape: tuple[int, ...], rows_before: int, numel: int) -> list[slice]:
+    """The rows of a part, about ``numel`` elements at a time; each begins, but for the first, with a block."""
+    (rows, columns), block_rows = as_matrix(shape), recipe.block_rows
+    size = max(numel // max(columns, 1) // block_rows, 1) * block_rows
+    starts = [0, *range(min(-rows_before % block_rows, rows) or size, rows, size)]
+    return [slice(start, end) for start, end in zip(starts, [*starts[1:], rows], strict=True)]
 
 
 def decode(
@@ -59,7 +68,7 @@ def decode(
     head = min(recipe.block_rows - rows_before, shape[0])
     parts = [
         codec.decode(
-            recipe, _rows_of(components, recipe, rows, rows_before), (rows.stop - rows.start, *shape[1:]), dtype
+            recipe, rows_of(components, recipe, rows, rows_before), (rows.stop - rows.start, *shape[1:]), dtype
         )
         for rows in (slice(0, head), slice(head, shape[0]))
     ]
@@ -87,7 +96,7 @@ def edges(weight: Encoding, rows_before: int, ends: bool) -> list[Encoding]:
 
 
 def _piece(weight: Encoding, rows: slice, rows_before: int) -> Encoding:
-    components = _rows_of(weight.components, weight.recipe, rows, rows_before)
+    components = rows_of(weight.components, weight.recipe, rows, rows_before)
     columns = as_matrix(weight.values.shape)[1]
     fractions = _fractions_of(weight.fractions, rows.start * columns, (rows.stop - rows.start) * columns)
     return Encoding(weight.recipe, components, weight.values[rows], fractions)

@@ -119,7 +119,7 @@ def _scatter(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _sent_components(recipe: Recipe, sent: _Sent) -> list[Component]:
-    return [*recipe.components, *([] if sent.initial is None else [INITIAL_COMPONENT])]
+    return [*([] if sent.initial is None else [INITIAL_COMPONENT]), *recipe.components]
 
 
 def _receive(tensor: QuantizedTensor, component: Component, buffer: Tensor, sent: _Sent) -> None:
@@ -128,7 +128,7 @@ def _receive(tensor: QuantizedTensor, component: Component, buffer: Tensor, sent
         part = tensor.components[component.name]
         if buffer is not part:
             part.copy_(buffer[: part.shape[0]])
-    elif tensor.cut_from is None:
+    elif tensor.cut_from is None and not tensor.shared.has_optimizer:
         tensor.components[INITIAL] = buffer
     else:
         tensor.ensure_initial(torch.float32).copy_(buffer)
@@ -137,7 +137,7 @@ def _receive(tensor: QuantizedTensor, component: Component, buffer: Tensor, sent
 def _finish(tensor: QuantizedTensor, sent: _Sent) -> None:
     """Leave a rank that has received everything in the root's state."""
     if sent.initial is None and tensor.cut_from is None:
-        tensor.components.pop(INITIAL, None)
+        tensor.drop_initial()
     elif sent.initial is None and tensor.initial is not None:
         tensor.initial.copy_(tensor.values().view(tensor.initial.shape))
     if sent.pending:

@@ -88,7 +88,7 @@ def shared_of_shard(source: QuantizedTensor, shape: tuple[int, ...]) -> Shared:
         known=size == rows,
     )
     columns_cut = shape[1:] != source.weight_shape[1:] and 0 not in shape
-    known_state = replace(source.shared, pending=False, loaded=(), source=None)
+    known_state = replace(source.shared, pending=False, loaded=(), source=None, before=None)
     return replace(known_state, shard=True, columns_cut=columns_cut, position=position)
 
 
@@ -129,12 +129,13 @@ def _same_bytes(source: Tensor, target: QuantizedTensor) -> TypeGuard[QuantizedT
 
 
 def _copy_components(target: QuantizedTensor, source: QuantizedTensor) -> None:
-    for part in target.recipe.components:
-        target.components[part.name].copy_(source.components[part.name])
     values = source.initial
     if target.has_initial or (target.shared.has_optimizer and values is not None):
-        initial = target.ensure_initial(target.dtype if values is None else values.dtype)
+        initial = target.ensure_initial(target.dtype if values is None else values.dtype)  # of what is there
         initial.copy_(source.values().view(initial.shape) if values is None else values)
+    for part in target.recipe.components:
+        target.components[part.name].copy_(source.components[part.name])
+    target.take_before(source)
     if source.is_pending:
         target.mark_pending()
     else:

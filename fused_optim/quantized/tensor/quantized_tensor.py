@@ -89,25 +89,35 @@ class QuantizedTensor(Weight):
                 f"{self.prefix}.data of a quantized weight takes a whole one of the same recipe, shape and dtype; "
                 "copy_ quantizes other values"
             )
+        has_optimizer = self.shared.has_optimizer
         self.components, self.shared, self.cut_from = other.components, other.shared, None
+        self.shared.has_optimizer |= has_optimizer
         self._start, self.rank_position, self._sent = other._start, other.rank_position, None
 
     def data_ptr(self) -> int:
         """0, as of what has no memory of its own: torch's stagers then copy the tensors that it consists of.
 
-        safetensors asks for nothing else that others do not ask for, and refuses 0 without a name. So this one function
-        looks who calls it, for an error that says what to do.
+        safetensors asks for nothing else of what it writes that others do not ask for, and refuses 0 without a name. So
+        this function looks who calls it, for an error that says what to do.
         """
         if sys._getframe(1).f_globals.get("__name__", "").startswith("safetensors."):
-            raise TypeError(
-                f"{self.prefix}safetensors cannot hold a quantized weight as one tensor: save_quantized_safetensors "
-                "writes codes and scales, dequantize_model_ makes plain weights, and save_master_safetensors writes "
-                "FP32 masters; torch.save and torch.distributed.checkpoint keep quantized weights as they are"
-            )
+            raise self._not_for_safetensors()
         return 0
 
     def untyped_storage(self) -> torch.UntypedStorage:
+        """Of no bytes. How many there are is what transformers asks, by a function of safetensors, before it writes."""
+        if sys._getframe(1).f_code.co_qualname == "storage_size":
+            raise self._not_for_safetensors()
         return torch.UntypedStorage(0, device=self.device)
+
+    def _not_for_safetensors(self) -> TypeError:
+        return TypeError(
+            f"{self.prefix}safetensors cannot hold a quantized weight as one tensor: save_quantized_safetensors writes "
+            "codes and scales for inference servers; plain_state_dict(model) gives decoded values to save instead, as "
+            "save_pretrained_as(model) does for Hugging Face's save_pretrained and Trainer; dequantize_model_ makes "
+            "plain weights; save_master_safetensors writes FP32 masters; torch.save and torch.distributed.checkpoint "
+            "keep quantized weights as they are"
+        )
 
     def is_pinned(self, device: str | torch.device | int | None = None) -> bool:
         return all(part.is_pinned() for part in self.components.values())

@@ -41,7 +41,8 @@ class Shared:
     FSDP2 has cut it by columns. ``in_layer``: a ``QuantizedLinear`` has it, as far as is known. ``name``: of the
     parameter, for messages. ``source``: the shard, where this was gathered. ``position``: where all that shares this
     lies in the weight. ``loaded``: the parts of a pending weight that bytes were copied into since; once these are all
-    of it, it is pending no more.
+    of it, it is pending no more. ``before``: the scales that it had before plain values were written into it beside
+    an optimizer's master: they tell what was written from what was not.
     """
 
     pending: bool = False
@@ -54,6 +55,7 @@ class Shared:
     source: Weight | None = field(default=None, compare=False)
     position: Position = WHOLE
     loaded: tuple[Region, ...] = ()
+    before: Components | None = field(default=None, compare=False)
 
 
 class Weight(Decodable):
@@ -186,7 +188,7 @@ class Weight(Decodable):
     def shared_of_copy(self) -> Shared:
         """A copy of what was split off for a rank is a shard."""
         position = replace(self.position, rows=None)
-        return replace(self.shared, source=None, position=position, shard=self.is_shard, loaded=())
+        return replace(self.shared, source=None, position=position, shard=self.is_shard, loaded=(), before=None)
 
     # --- where it lies ------------------------------------------------------------------------------------------
 
@@ -266,6 +268,19 @@ class Weight(Decodable):
         return INITIAL in self.whole.components
 
     @property
+    def before(self) -> Components | None:
+        """Of :class:`Shared`, for this part."""
+        if self.cut_from is None:
+            return self.shared.before
+        whole, dim, start, end = self.cut_from
+        if whole.before is None:
+            return None
+        start, end = matrix_range(tuple(whole.weight_shape), dim, start, end)
+        first = whole.rows_before if dim == 0 else 0
+        parts = {part.name: part for part in self.recipe.components}
+        return {name: cut_component(x, parts[name], dim, start, end, first) for name, x in whole.before.items()}
+
+    @property
     def parts(self) -> Components:
         """The components, and the initial values where there are any."""
         initial = self.initial
@@ -280,7 +295,11 @@ class Weight(Decodable):
         """Free the high-precision initial values. Raises RuntimeError where they were changed and not quantized yet."""
         self.check_quantized()
         self.shared.discard = False
+        self.drop_initial()
+
+    def drop_initial(self) -> None:
         self.whole.components.pop(INITIAL, None)
+        self.shared.before = None
 
     @property
     def whole(self) -> Weight:
@@ -417,6 +436,17 @@ class Weight(Decodable):
                     f"shape {shape} on {self.device}, got {part.dtype} of shape {tuple(part.shape)} on {part.device}"
                 )
 
+    def _scales(self) -> Components:
+        return {x.name: self.components[x.name].clone() for x in self.recipe.components if x.name != "data"}
+
+    def take_before(self, source: Weight) -> None:
+        """Become its copy as to what was written into it, in new memory of FSDP2's."""
+        known = source.before
+        if known is not None and self.shared.before is None:
+            self.shared.before = self.whole._scales()
+            for name, part in (self.before or {}).items():
+                part.copy_(known[name])
+
     def keep_plain(self, values: Tensor) -> None:
         """Take plain values of this tensor's shape as initial values, to be quantized by ``finish_initialization``.
 
@@ -439,7 +469,8 @@ class Weight(Decodable):
         whole = self.whole
         if INITIAL not in whole.components:
             if self.shared.has_optimizer:
-                dtype = torch.float32  # masters tell what was written from what was not
+                dtype = torch.float32  # which masters can be compared with
+                self.shared.before = whole._scales()
             whole.components[INITIAL] = whole.values().to(dtype).view(as_matrix(tuple(whole.weight_shape)))
             self.shared.discard = not self.shared.has_optimizer
         initial = self.initial

@@ -1,0 +1,60 @@
+"""Delayed scales: of the largest magnitudes of a layer's earlier training passes, so that none are measured.
+
+A cast then reads its values once, and notes their largest magnitude on the way. A history (FP32) is the scale for the
+next pass, then the largest magnitudes of the last 16, the latest first. The first pass measures, as do passes that do
+not train, which leave histories alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fused_optim.quantized.compute import casts
+from fused_optim.quantized.compute.casts import Codes
+from fused_optim.quantized.recipes import ProductFormat
+
+HISTORY = 16  # passes
+
+
+class Histories(NamedTuple):
+    """Of a layer: shape ``(17,)`` each; changed by each pass. ``begins``: what they hold means nothing yet.
+
+    ``layer``: where to note that they have begun, if anywhere.
+    """
+
+    activations: Tensor
+    gradients: Tensor
+    begins: bool
+    layer: nn.Module | None = None
+
+
+def cast_both(
+    x: Tensor,
+    dtype: torch.dtype,
+    format: ProductFormat,
+    rows: bool,
+    columns: bool,
+    history: Tensor | None = None,
+    begins: bool = False,
+    tiles: bool = False,
+) -> tuple[Codes | None, Codes | None]:
+    """:func:`~fused_optim.quantized.compute.casts.cast_both` as a format wants it, with a delayed scale if any."""
+    x = x.contiguous()
+    if history is None:
+        return casts.cast_both(x, dtype, format.scaling, format.power_of_two, rows, columns, tiles)
+    if not rows and not columns:
+        return None, None
+    if begins:
+        absmax = casts.absmax_of(x)
+        known = torch.where(absmax.isfinite(), absmax, 0.0)
+        history.copy_(torch.cat([casts.delayed_scale(known, dtype), known, history.new_zeros(HISTORY - 1)]))
+        data, transposed, scale = casts.cast_tensor(x, absmax, dtype, rows, columns)
+    else:
+        data, transposed, scale = casts.cast_delayed(x, history, dtype, rows, columns)
+    return (
+        None if not rows else Codes(data, scale, format.scaling),
+        None if not columns else Codes(transposed, scale, format.scaling),
+    )
