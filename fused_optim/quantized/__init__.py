@@ -3,7 +3,12 @@
 import sys
 
 from fused_optim.quantized.compute import GroupedLinear, grouped, grouped_linear, linear
-from fused_optim.quantized.files import load_quantized_safetensors, save_quantized_safetensors
+from fused_optim.quantized.files import (
+    load_quantized_safetensors,
+    save_pretrained_as,
+    save_quantized_safetensors,
+    write_plain_weights,
+)
 from fused_optim.quantized.model import (
     UsualLayers,
     dequantize_model_,
@@ -11,6 +16,7 @@ from fused_optim.quantized.model import (
     finish_initialization,
     gains,
     init,
+    plain_state_dict,
     quantize_model_,
     quantized_model_init,
     selection,
@@ -41,9 +47,12 @@ __all__ = [
     "gains",
     "grouped_linear",
     "load_quantized_safetensors",
+    "plain_state_dict",
     "quantize_model_",
     "quantized_model_init",
+    "save_pretrained_as",
     "save_quantized_safetensors",
+    "write_plain_weights",
 ]
 
 # Where pickled models and filters of earlier versions look for what these modules define.

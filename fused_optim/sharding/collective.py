@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -164,3 +165,10 @@ def parameter_names(model: torch.nn.Module) -> dict[Tensor, list[str]]:
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).extend(sorted(_get_fqns(model, name)))
     return names
+
+
+def tied_names(model: torch.nn.Module) -> list[list[str]]:
+    """The names of each parameter that several modules have. Flat ones of FSDP1 have several names in one module."""
+    found = model.named_parameters(remove_duplicate=False)
+    modules: Counter[Tensor] = Counter(param for _, param in found)
+    return [names for param, names in parameter_names(model).items() if modules[param] > 1]

@@ -14,6 +14,7 @@ from fused_optim.optional import optional
 from fused_optim.sharding.collective import gather, on_all_ranks, this_rank
 
 INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -32,17 +33,25 @@ def write_model_files(folder: Path, entries: Mapping[str, Entry], doing: str) ->
 
     Every entry is whole in one file, so the ranks that have it share them out by size. Entries are read one at a time:
     a device holds one, the host memory of a rank what goes into its file. The files appear at the end, the index last;
-    no index means an export that was not finished. A collective, which raises on every rank if it fails on one.
+    no index means an export that was not finished. A collective, which raises on every rank if it fails on one:
+    ValueError where a file lies that loaders prefer to an index.
     """
+    with on_all_ranks(doing):
+        if this_rank() == 0 and (folder / SINGLE).exists():
+            raise ValueError(f"{folder / SINGLE} would be loaded in place of what is written: remove it")
     held = gather({name: dict(entry.sizes) for name, entry in entries.items()})
     sizes = {name: of_entry for of_rank in held for name, of_entry in of_rank.items()}
     owners = _share_out({name: sum(of_entry.values()) for name, of_entry in sizes.items()}, held)
     files = _file_names(owners)
     own: dict[str, Tensor] = {}
+    held_at: set[int] = set()
     for entry_name, entry in entries.items():
         whole = entry.read()
         if owners[entry_name] == this_rank():
-            own |= {key: value.cpu().contiguous() for key, value in whole.items()}
+            for key, value in whole.items():
+                kept = value.cpu().contiguous()
+                own[key] = kept.clone() if kept.data_ptr() in held_at else kept  # a tied tensor has several names
+                held_at.add(own[key].data_ptr())
 
     name = files.get(this_rank(), "")  # empty where there are more ranks than entries
     temporary = folder / f".{name}.tmp"

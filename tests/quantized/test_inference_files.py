@@ -19,8 +19,8 @@ import distributed
 from distributed import Part, assert_same, join_all, on_each_device, part
 from fused_optim import FusedAdam
 from fused_optim.quantized import (
-    Float8BlockScaling,
     Float8CurrentScaling,
+    GroupedLinear,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     QuantizedTensor,
@@ -136,7 +136,7 @@ def test_files_hold_what_the_model_computes_with(recipe: str, layout: str, tmp_p
         )
     grid = {"tiles": (12, 2), "rows": (7, 2), "mxfp8": (7, 8), "mxfp8up": (7, 8), "nvfp4": (7, 16)}
     dtype = {"mxfp8": torch.uint8, "mxfp8up": torch.uint8, "nvfp4": torch.float8_e4m3fn}.get(recipe, torch.float32)
-    assert found[f"up.weight{scale}"].shape == grid.get(recipe, (1,)) and found[f"up.weight{scale}"].dtype == dtype
+    assert found[f"up.weight{scale}"].shape == grid.get(recipe, (7, 1)) and found[f"up.weight{scale}"].dtype == dtype
 
 
 def save_sharded(cases: list[tuple[str, str]], how: str, folder: str) -> None:
@@ -176,7 +176,7 @@ def test_a_configuration_that_is_there_keeps_what_else_it_says(tmp_path: Path) -
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
             "weight_block_size": [128, 128],
-            "modules_to_not_convert": ["embedding", "router"],
+            "modules_to_not_convert": ["embedding", "head", "router"],
         },
     }
 
@@ -194,19 +194,91 @@ def test_mixed_recipes_are_told_apart_by_names(tmp_path: Path) -> None:
         save_quantized_safetensors(model, tmp_path, "fp8")
 
 
-def test_experts_are_written_beside_their_names(tmp_path: Path) -> None:
-    """Three dims: a row of scales for each row of an expert."""
+class Experts(nn.Module):
+    """Weights with an expert per entry of dim 0, one of them within a layer, and a router."""
+
+    def __init__(self, experts: int = 3) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.empty(experts, 5, 256, dtype=torch.bfloat16))
+        self.w2 = GroupedLinear(experts, 128, 7, dtype=torch.bfloat16)
+        self.router = nn.Linear(256, experts, dtype=torch.bfloat16)
+        for number, param in enumerate(self.parameters()):
+            param.data.copy_(values(param.shape, number))
+
+
+def with_experts(recipe: str) -> nn.Module:
     model = nn.Module()
-    model.w1 = nn.Parameter(values((3, 5, 128), 1))
-    quantize_model_(model, Float8BlockScaling((1, 128)), param_filter=lambda *_: True)
-    save_quantized_safetensors(model, tmp_path, "fp8")
+    model.experts = Experts().to(distributed.device())
+    return quantize_model_(model, RECIPES[recipe], param_filter=lambda _, name: name.startswith("experts.w"))
+
+
+EXPERT_LAYOUTS = [case for case in LAYOUTS if not has_tiles(case[0])]
+
+
+@pytest.mark.parametrize("recipe, layout", EXPERT_LAYOUTS)
+@pytest.mark.filterwarnings("ignore:.*transformers 5.23.0 decodes experts in NVFP4")
+def test_experts_are_written_one_by_one(recipe: str, layout: Any, tmp_path: Path) -> None:
+    """As modules, which servers read; and are read again into experts, by bytes and as plain values."""
+    model = with_experts(recipe)
+    save_quantized_safetensors(model, tmp_path, layout)
+    found, scale = read(tmp_path), "_scale" if layout == "compressed-tensors" else "_scale_inv"
+    assert {name for name in found if "weight" not in name} == {"experts.router.bias"}
+    for key, weight in (("w1", model.experts.w1), ("w2", model.experts.w2.weight)):
+        for expert in range(3):
+            name = f"experts.{expert}.{key}.weight"
+            assert {n for n in found if n.startswith(name)} >= {f"{name}{scale}"}
+            np.testing.assert_allclose(
+                decoded(found, name, scale), weight.dequantize(torch.float32)[expert].numpy(), rtol=2**-22
+            )
+    again = with_experts(recipe)
+    plain = nn.Module()
+    plain.experts = Experts()
+    for each in (again, plain):
+        with torch.no_grad():
+            for param in each.parameters():
+                param.zero_()
+        load_quantized_safetensors(each, tmp_path)
+    assert torch.equal(plain.experts.w1, model.experts.w1.dequantize())
+    if recipe in ("delayed", "recent"):  # the files hold no history
+        torch.testing.assert_close(again.experts.w1.values(), model.experts.w1.values(), rtol=2**-22, atol=0)
+    else:
+        assert_same(join_all([parameter_parts(again)]), join_all([parameter_parts(model)]))
+
+
+def test_experts_of_which_only_some_are_quantized_are_plain(tmp_path: Path) -> None:
+    """Servers know one recipe for all weights of a module of experts."""
+    model = with_experts("rows")
+    model.experts.w3 = nn.Parameter(values((3, 5, 256), 3).bfloat16())
+    save_quantized_safetensors(model, tmp_path)
     found = read(tmp_path)
-    assert found["w1"].shape == (3, 5, 128) and found["w1_scale_inv"].shape == (3, 5, 1)
-    assert torch.equal(found["w1"].float() * found["w1_scale_inv"], model.w1.dequantize())
-    again = nn.Module()
-    again.w1 = nn.Parameter(torch.zeros(3, 5, 128))
-    load_quantized_safetensors(again, tmp_path)
-    assert torch.equal(again.w1, model.w1.dequantize())
+    assert torch.equal(found["experts.w3"], model.experts.w3)
+    assert torch.equal(found["experts.w1"], model.experts.w1.dequantize())
+    assert all(found[f"experts.{expert}.w2.weight"].dtype == torch.float8_e4m3fn for expert in range(3))
+    again = with_experts("rows")
+    load_quantized_safetensors(again, tmp_path, strict=False)
+    assert torch.equal(again.experts.w1.initial_values(), model.experts.w1.dequantize().float())
+
+
+def save_experts(recipes: list[str], folder: str) -> None:
+    mesh = mesh_of("fsdp")
+    for recipe in recipes:
+        model = with_experts(recipe)
+        save_quantized_safetensors(fully_shard(model, mesh=mesh), f"{folder}/{recipe}")
+        load_quantized_safetensors(model, f"{folder}/{recipe}")
+        save_quantized_safetensors(model, f"{folder}/{recipe}-again")
+
+
+@pytest.mark.parametrize("ranks, on", on_each_device((2,), (4,)))
+@pytest.mark.filterwarnings("ignore:.*transformers 5.23.0 decodes experts in NVFP4")
+def test_sharded_experts_are_written_as_whole_ones(ranks: int, on: str, tmp_path: Path) -> None:
+    """Three experts, so that ranks have one, two or none."""
+    recipes = [recipe for recipe in RECIPES if not has_tiles(recipe)]
+    distributed.run(ranks, save_experts, recipes, str(tmp_path), on=on)
+    for recipe in recipes:
+        save_quantized_safetensors(with_experts(recipe), tmp_path / "whole")
+        expected = as_bytes(read(tmp_path / "whole"))
+        for folder in (recipe, f"{recipe}-again"):
+            assert_same(dict(sorted(as_bytes(read(tmp_path / folder)).items())), dict(sorted(expected.items())))
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------

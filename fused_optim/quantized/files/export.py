@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterator
-from functools import partial
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import _get_fqns
 from torch.distributed.tensor import DTensor
 
 from fused_optim.quantized.files import layouts
-from fused_optim.quantized.files.layouts import Layout
-from fused_optim.quantized.recipes import Recipe
+from fused_optim.quantized.files.layouts import Layout, Readers
+from fused_optim.quantized.model import is_head, is_router
+from fused_optim.quantized.recipes import NVFP4BlockScaling, Recipe
 from fused_optim.quantized.tensor import QuantizedTensor, local_weight
 from fused_optim.sharding.collective import gather, on_all_ranks, this_rank
 from fused_optim.sharding.dtensor import full_tensor, has_own_chunks, local_tensor, rewrap_like
 from fused_optim.sharding.model_files import Entry, safetensors_writer, write_json, write_model_files
+from fused_optim.sharding.model_tensors import (
+    FileTensors,
+    Holder,
+    file_tensors,
+    names_to_write,
+    parameter_holders,
+    tensor_names,
+)
 from fused_optim.sharding.replicas import check_replicas
 
 CONFIG = "config.json"
@@ -28,90 +39,228 @@ CONFIG = "config.json"
 
 @torch.no_grad()
 def save_quantized_safetensors(
-    model: nn.Module, folder: str | os.PathLike[str], layout: Layout = "compressed-tensors"
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    layout: Layout = "compressed-tensors",
+    *,
+    readers: Readers = "servers",
 ) -> None:
     """Write a model's parameters and buffers as safetensors files, quantized weights as codes and scales.
 
-    In the layout of Hugging Face's sharded models, a file per rank and an index; tied tensors once. The
-    ``quantization_config`` is put into ``config.json``, which the model's own configuration may have been saved to
+    In the layout of Hugging Face's sharded models, a file per rank and an index; tied tensors once, experts one by one.
+    The ``quantization_config`` is put into ``config.json``, which the model's own configuration may have been saved to
     before. Elements are those of training, bit for bit.
+
+    Plain values, in the weight's dtype, are written of quantized weights that the layout has no words for: those that
+    several modules share, of modules that are no linear layers, of routers, of experts of which not all are quantized
+    alike, and of output heads in ``"fp8"`` or with blocks of several rows.
 
     Args:
         layout: ``"compressed-tensors"``, for all recipes, or ``"fp8"``, Hugging Face's fine-grained FP8, for
             ``Float8BlockScaling`` and ``MXFP8BlockScaling``; see ``layouts.py``.
+        readers: ``"servers"``: layers that vLLM and SGLang join (queries, keys and values; gate and up) have one FP32
+            scale in NVFP4, since these take one for all of them; their scales of blocks are rounded to E4M3 for it, by
+            2 ** -4 at most, but for the one with the most elements. ``"transformers"``: all bits are kept, and experts
+            that transformers does not decode, in compressed-tensors those with scales of blocks, are plain; NVFP4 in
+            models with experts is refused.
 
     A collective: all ranks call it. Raises on every rank if it fails on one: ValueError for weights that the layout
-    does not have, TypeError for shards with chunk lists of their own. Nothing has been written then.
+    does not have, and for adapters of PEFT, TypeError for shards with chunk lists of their own. Nothing has been
+    written then.
     """
     folder = Path(folder)
     doing = f"saving quantized weights to {folder}"
     with on_all_ranks(doing):
         safetensors_writer(doing)
-        layouts.check_layout(layout)
-        named = named_tensors(model)
-        for name, tensor in named.items():
-            _check(name, tensor, layout)
-        own = _modules(model, named)
-    everyone = gather(own)
+        layouts.check_arguments(layout, readers)
+        _check_merged(model)
+        tensors = _tensors(model)
+        written = _written(model, tensors, layout, readers)
+    everyone = gather(_modules(written, layout))
     with on_all_ranks(doing):
         quantization = _config(everyone, layout)
         folder.mkdir(parents=True, exist_ok=True)
-    check_replicas(doing, _plain_parameters(named))
-    write_model_files(folder, {name: _entry(name, tensor, layout) for name, tensor in named.items()}, doing)
+    check_replicas(doing, _plain_parameters(tensors))
+    common = _common_scales(written) if readers == "servers" else {}
+    write_model_files(folder, {each.name: _entry(each, layout, common.get(each.name)) for each in written}, doing)
     with on_all_ranks(doing):
         if this_rank() == 0:
             path = folder / CONFIG
             before = json.loads(path.read_text()) if path.exists() else {}
-            write_json(path, {**before, "quantization_config": quantization})
+            write_json(path, {**before, **quantization})
 
 
-def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by the names that torch.distributed.checkpoint gives them; tied ones once."""
-    names: dict[Tensor, str] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor):
-            names.setdefault(value, min(_get_fqns(model, name)))
-    return {name: value for value, name in names.items()}
+@dataclass(frozen=True)
+class Written:
+    """What becomes tensors in files together. ``rows``: which of a quantized weight, as ``FileTensors.rows`` has them.
+
+    Without these, values are written.
+    """
+
+    files: FileTensors
+    tensors: Mapping[str, Tensor]
+    holders: tuple[Holder, ...]
+    rows: dict[str, Tensor | None] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.files.names[0]
+
+    @property
+    def weight(self) -> Tensor:
+        return self.tensors[self.name]
+
+    def empty(self) -> dict[str, Tensor]:
+        """What files have of the values, without memory."""
+        meta = {name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in self.tensors.items()}
+        return self.files.convert(meta)
+
+    def values(self) -> dict[str, Tensor]:
+        """What files have of the values: a collective."""
+        return self.files.convert({name: self._whole(tensor.detach()) for name, tensor in self.tensors.items()})
+
+    @staticmethod
+    def _whole(tensor: Tensor) -> Tensor:
+        local = local_tensor(tensor)
+        return full_tensor(rewrap_like(local.dequantize(), tensor) if isinstance(local, QuantizedTensor) else tensor)
 
 
-def _check(name: str, tensor: Tensor, layout: Layout) -> None:
+def _check_merged(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if any(kind.__module__.startswith("peft.") for kind in type(module).__mro__):
+            raise ValueError(
+                f"{path or 'the model'}, a {type(module).__name__}, has adapters, whose names no server knows: "
+                "merge_and_unload() makes them part of the weights"
+            )
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by the names that they are written under."""
+    names = tensor_names(model)
+    return {name: tensor for tensor, all_names in names.items() for name in names_to_write(model, all_names)}
+
+
+def _written(model: nn.Module, tensors: Mapping[str, Tensor], layout: Layout, readers: Readers) -> list[Written]:
+    """Raises TypeError and ValueError for what cannot be written."""
+    for name, tensor in tensors.items():
+        _check(name, tensor)
+    holders = parameter_holders(model)
+    known = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if _recipe(tensor) is not None and _is_known(model, tensor, holders[tensor], layout, readers)
+    }
+    experts = [name for name, tensor in known.items() if tensor.dim() == 3]
+    found = []
+    for files in file_tensors(model, {name: tensor.shape for name, tensor in tensors.items()}, experts):
+        own = {name: tensors[name] for name in files.names}
+        each = Written(files, own, tuple(holder for tensor in own.values() for holder in holders.get(tensor, ())))
+        found.append(replace(each, rows=_rows(each, layout)) if each.name in known else each)
+    _check_nvfp4(found, readers)
+    return found
+
+
+def _check_nvfp4(written: list[Written], readers: Readers) -> None:
+    """Raise, or warn, where transformers would load experts to other values."""
+    quantized = [each for each in written if each.rows is not None and _is_nvfp4(each)]
+    text = "transformers 5.23.0 decodes experts beside NVFP4 without their FP32 scale; vLLM and SGLang read them"
+    if readers == "transformers" and quantized and any(len(each.empty()) > 1 for each in written):
+        raise ValueError(f"{quantized[0].name}: {text}: use readers='servers', or another recipe")
+    experts = [each.name for each in quantized if each.weight.dim() == 3]
+    if experts and this_rank() == 0:
+        warnings.warn(f"{experts[0]}: {text}", stacklevel=5)
+
+
+def _recipe(tensor: Tensor) -> Recipe | None:
     local = local_tensor(tensor)
+    return local.recipe if isinstance(local, QuantizedTensor) else None
+
+
+def _is_nvfp4(each: Written) -> bool:
+    return isinstance(_recipe(each.weight), NVFP4BlockScaling)
+
+
+def _check(name: str, tensor: Tensor) -> None:
     if has_own_chunks(tensor):  # gathering goes by placements, and would mix up rows
         raise TypeError(f"{name}: shards with chunk lists of their own are not gathered")
-    if isinstance(local, QuantizedTensor):
-        local.check_quantized()
-        problem = layouts.problem(local.recipe, tuple(tensor.shape), layout)
-        if problem is not None:
+    if _recipe(tensor) is not None:
+        local_weight(tensor).check_quantized()
+
+
+def _is_known(model: nn.Module, weight: Tensor, holders: list[Holder], layout: Layout, readers: Readers) -> bool:
+    """Whether a layout has words for a quantized weight where it is: for linear layers, and experts of one recipe."""
+    recipe, first = local_weight(weight).recipe, holders[0]
+    if any(holder.module is not first.module for holder in holders):
+        return False
+    if weight.dim() == 3:
+        beside = (param for param in first.module.parameters(recurse=False) if param.dim() == 3)
+        reads = readers == "servers" or layouts.transformers_reads_experts(recipe, layout)
+        return reads and all(_recipe(param) == recipe for param in beside)
+    if is_head(first.name) and (layout == "fp8" or recipe.block_rows > 1):  # servers cut heads by single rows
+        return False
+    return isinstance(first.module, nn.Linear) and first.key == "weight" and not is_router(model, first.path)
+
+
+def _rows(each: Written, layout: Layout) -> dict[str, Tensor | None] | None:
+    """Nothing where files have other than matrices of whole blocks. Raises ValueError for what a layout has not."""
+    weight, recipe = each.weight, local_weight(each.weight).recipe
+    rows = each.files.rows(weight.shape)
+    if rows is None or any((weight.dim() if part is None else part.dim() + 1) != 2 for part in rows.values()):
+        return None
+    if recipe.block_rows > 1 and any(part is not None for part in rows.values()):
+        return None
+    for name, part in rows.items():
+        shape = tuple(weight.shape) if part is None else (*part.shape, weight.shape[-1])
+        if (problem := layouts.problem(recipe, shape, layout)) is not None:
             raise ValueError(f"{name}: {problem}")
+    return rows
 
 
-Modules = tuple[dict[Recipe, list[str]], bool, list[str]]
+# --- the configuration --------------------------------------------------------------------------------------------
+
+Modules = tuple[dict[Recipe, set[str]], set[str]]
 
 
-def _modules(model: nn.Module, named: dict[str, Tensor]) -> Modules:
-    """The modules of quantized weights by recipe, whether these are linear layers, and linear layers that are plain."""
-    names = {tensor: name for name, tensor in named.items()}
-    linear = {module.weight for module in model.modules() if isinstance(module, nn.Linear)}
-    quantized: dict[Recipe, list[str]] = {}
-    for tensor, name in names.items():
-        if isinstance(local_tensor(tensor), QuantizedTensor):
-            quantized.setdefault(local_weight(tensor).recipe, []).append(name.rpartition(".")[0])
-    plain = [names[weight] for weight in linear if not isinstance(local_tensor(weight), QuantizedTensor)]
-    only_linear = all(t in linear for t in names if isinstance(local_tensor(t), QuantizedTensor))
-    return quantized, only_linear, [name.rpartition(".")[0] for name in plain]
+def _modules(written: list[Written], layout: Layout) -> Modules:
+    """Linear layers that are quantized, by recipe, and all other modules with matrices: by all their names."""
+    quantized: dict[Recipe, set[str]] = {}
+    plain: set[str] = set()
+    for each in written:
+        names = {holder.name for holder in each.holders}
+        files = {name.rpartition(".")[0] for name in (each.empty() if each.rows is None else each.rows)}
+        patterns = len(files) > 1 and layout == "compressed-tensors"  # the other one has none
+        if each.rows is not None:
+            targets = {_of_experts(name, only=True) for name in files} if patterns else files | names
+            quantized.setdefault(local_weight(each.weight).recipe, set()).update(targets)
+        elif any(tensor.dim() > 1 and isinstance(tensor, nn.Parameter) for tensor in each.tensors.values()):
+            plain |= names | ({_of_experts(name) for name in files} if patterns else files)
+    return quantized, plain.difference(*quantized.values())
 
 
-def _config(everyone: list[Modules], layout: Layout) -> Any:
-    """Of all ranks' modules: pipeline stages have different ones."""
+def _of_experts(name: str, only: bool = False) -> str:
+    """compressed-tensors' pattern of this layer of all experts, or of all of their layers, as servers may name others.
+
+    The name itself where it is of no expert.
+    """
+    expert, _, layer = name.rpartition(".")
+    experts, _, number = expert.rpartition(".")
+    return rf"re:{re.escape(experts)}\.\d+\.{re.escape(layer) + '$' if only else ''}" if number.isdigit() else name
+
+
+def _config(everyone: list[Modules], layout: Layout) -> dict[str, Any]:
+    """Of all ranks' modules: pipeline stages have different ones. Nothing where no weight is written quantized."""
     by_recipe: dict[Recipe, set[str]] = {}
-    for quantized, _, _ in everyone:
+    for quantized, _ in everyone:
         for recipe, names in quantized.items():
             by_recipe.setdefault(recipe, set()).update(names)
-    linear = all(only_linear for _, only_linear, _ in everyone)
-    return layouts.config(by_recipe, linear, {name for _, _, plain in everyone for name in plain}, layout)
+    plain = {name for _, of_rank in everyone for name in of_rank}
+    return {"quantization_config": layouts.config(by_recipe, plain, layout)} if by_recipe else {}
 
 
-def _plain_parameters(named: dict[str, Tensor]) -> Iterator[tuple[str, list[Tensor]]]:
+# --- tensors ------------------------------------------------------------------------------------------------------
+
+
+def _plain_parameters(named: Mapping[str, Tensor]) -> Iterator[tuple[str, list[Tensor]]]:
     for name, param in named.items():
         if isinstance(param, nn.Parameter) and not isinstance(param, DTensor):
             local = local_tensor(param.detach())
@@ -121,27 +270,76 @@ def _plain_parameters(named: dict[str, Tensor]) -> Iterator[tuple[str, list[Tens
                 yield name, [local]
 
 
-def _entry(name: str, tensor: Tensor, layout: Layout) -> Entry:
-    if not isinstance(local_tensor(tensor), QuantizedTensor):
-        return Entry({name: tensor.numel() * tensor.element_size()}, lambda: {name: full_tensor(tensor.detach())})
-    recipe = local_weight(tensor).recipe
+# Layers that servers join to one, by their names beside each other.
+_JOINED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("wq", "wk", "wv"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z"),
+)
 
-    def written(whole: Any) -> dict[str, Tensor]:
-        return {f"{name}{suffix}": part for suffix, part in layouts.tensors(recipe, whole, layout).items()}
 
-    shapes = written(lambda _: torch.empty(tensor.shape, device="meta"))
-    return Entry({key: part.nbytes for key, part in shapes.items()}, lambda: written(partial(_whole, tensor)))
+def _common_scales(written: list[Written]) -> dict[str, float]:
+    """The FP32 scale of NVFP4 weights, by their names, that are written with a common one.
+
+    A power of two times that of the largest weight, whose scales of blocks stay exact therefore, and none overflows.
+    """
+    joined: dict[tuple[str, tuple[str, ...]], dict[str, Tensor]] = {}
+    for each in written:
+        for name in each.rows or () if _is_nvfp4(each) else ():
+            parent, _, own = name.removesuffix(".weight").rpartition(".")
+            for names in _JOINED:
+                if own in names:
+                    joined.setdefault((parent, names), {})[each.name] = each.weight
+    found = {}
+    for weights in joined.values():
+        scales = {name: local_weight(weight).components["tensor_scale"].item() for name, weight in weights.items()}
+        first = scales[max(weights, key=lambda name: weights[name].numel())]
+        if first > 0:
+            common = first * 2.0 ** max(0, math.ceil(math.log2(max(scales.values()) / first)))
+            found.update(dict.fromkeys(scales, common))
+    return found
 
 
-def _whole(param: Tensor, component: str) -> Tensor:
+def _entry(each: Written, layout: Layout, common: float | None) -> Entry:
+    """``common``: the scale that an NVFP4 weight is to be written with, if not its own."""
+    if (rows := each.rows) is None:
+        return Entry(_sizes(each.empty()), each.values)
+    weight, recipe = each.weight, local_weight(each.weight).recipe
+
+    def stored(whole: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        found = {}
+        for component in layouts.components(recipe):
+            values = whole(component)
+            for name, part in rows.items():
+                matrix = values if part is None else values.flatten(0, -2)[part.to(values.device)]
+                suffix, value = layouts.stored(recipe, component, matrix, layout)
+                found[f"{name}{suffix}"] = value
+        return found
+
+    sizes = _sizes(stored(lambda _: torch.empty(weight.shape, device="meta")))
+    return Entry(sizes, lambda: stored(lambda component: _whole(weight, component, common)))
+
+
+def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    return {name: tensor.nbytes for name, tensor in tensors.items()}
+
+
+def _whole(param: Tensor, component: str, common: float | None) -> Tensor:
     """The FP32 values of one component at every element of the whole weight: it is decoded with ones for the others."""
     local = local_weight(param)
     parts = {
         part.name: local.components[part.name] if part.name == component else _ones(local, part.name)
         for part in local.recipe.components
     }
-    values = local.view_with(parts).values()
-    return full_tensor(rewrap_like(values, param))
+    values = full_tensor(rewrap_like(local.view_with(parts).values(), param))
+    if common is not None and component == "tensor_scale":
+        values.fill_(common)
+    if common is not None and component == "scale":
+        values *= local.components["tensor_scale"].item() / common
+    return values
 
 
 def _ones(local: QuantizedTensor, component: str) -> Tensor:

@@ -3,19 +3,21 @@
 Two layouts. ``"compressed-tensors"`` (of the package of that name, and of vLLM): ``weight`` and ``weight_scale``.
 ``"fp8"`` (fine-grained FP8 of Hugging Face transformers, as DeepSeek publishes it): ``weight`` and
 ``weight_scale_inv``. In both, weights are ``float8_e4m3fn`` and a scale is what to multiply by when decoding: FP32, one
-for the weight or one per block, or the biased exponents of MXFP8 (uint8). NVFP4 in compressed-tensors:
+per block, or the biased exponents of MXFP8 (uint8). One scale for a weight is written once per row: servers then join
+rows of several weights as they are, where they would quantize anew for a common scale. NVFP4 in compressed-tensors:
 ``weight_packed`` (first element in the low half), ``weight_scale`` (``float8_e4m3fn``) and ``weight_global_scale``,
 which is divided by.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from fused_optim.quantized.model import is_head
 from fused_optim.quantized.recipes import (
     Components,
     Float8BlockScaling,
@@ -29,15 +31,17 @@ from fused_optim.quantized.recipes import (
 from fused_optim.quantized.tensor import QuantizedTensor
 
 Layout = Literal["compressed-tensors", "fp8"]
+Readers = Literal["servers", "transformers"]
 _SCALES: dict[Layout, str] = {"compressed-tensors": "_scale", "fp8": "_scale_inv"}  # appended to the weight's name
 _PACKED, _GLOBAL = "_packed", "_global_scale"
 _SUFFIXES = (_PACKED, _GLOBAL, "_scale_inv", "_scale")
 
 
-def check_layout(layout: str) -> None:
-    """Raise ValueError for a layout that does not exist."""
-    if layout not in get_args(Layout):
-        raise ValueError(f"layout: expected one of {', '.join(map(repr, get_args(Layout)))}, got {layout!r}")
+def check_arguments(layout: str, readers: str) -> None:
+    """Raise ValueError for a layout, or readers, that do not exist."""
+    for name, value, known in (("layout", layout, get_args(Layout)), ("readers", readers, get_args(Readers))):
+        if value not in known:
+            raise ValueError(f"{name}: expected one of {', '.join(map(repr, known))}, got {value!r}")
 
 
 def problem(recipe: Recipe, shape: tuple[int, ...], layout: Layout) -> str | None:
@@ -52,29 +56,36 @@ def problem(recipe: Recipe, shape: tuple[int, ...], layout: Layout) -> str | Non
     return None
 
 
-def tensors(recipe: Recipe, whole: Callable[[str], Tensor], layout: Layout) -> dict[str, Tensor]:
-    """What a file holds of a weight, by what is appended to its name.
+def transformers_reads_experts(recipe: Recipe, layout: Layout) -> bool:
+    """As of 5.23.0: from compressed-tensors those with one scale, or one per row, alone."""
+    return layout == "fp8" or isinstance(recipe, Float8TensorScaling)
 
-    ``whole``: the FP32 values of a component at every element of the whole weight, in its shape.
+
+def components(recipe: Recipe) -> list[str]:
+    """Those that files hold something of: histories are not needed to decode."""
+    return [part.name for part in recipe.components if part.name != "amax_history"]
+
+
+def stored(recipe: Recipe, component: str, values: Tensor, layout: Layout) -> tuple[str, Tensor]:
+    """What a file holds of a component of a matrix: what is appended to the weight's name, and the tensor.
+
+    ``values``: the FP32 values of the component at every element of the matrix, in its shape.
     """
-    scale = _SCALES[layout]
-    if isinstance(recipe, NVFP4BlockScaling):
-        codes = elements.float4_encode(whole("data"), None)
-        return {
-            _PACKED: codes[..., 0::2] | codes[..., 1::2] << 4,
-            scale: whole("scale")[..., :: recipe.block_shape[1]].to(torch.float8_e4m3fn),
-            _GLOBAL: whole("tensor_scale").reshape(-1)[:1].reciprocal(),
-        }
-    found = {"": whole("data").to(torch.float8_e4m3fn)}
-    block = _block(recipe)
-    if block is None:
-        return {**found, scale: whole("tensor_scale").reshape(-1)[:1]}
-    rows, columns = block
-    of_blocks = whole("scale")[..., ::columns]
-    of_blocks = of_blocks if rows == 1 else of_blocks[::rows]
+    scale, nvfp4 = _SCALES[layout], isinstance(recipe, NVFP4BlockScaling)
+    if component == "data":
+        if not nvfp4:
+            return "", values.to(torch.float8_e4m3fn)
+        codes = elements.float4_encode(values, None)
+        return _PACKED, codes[..., 0::2] | codes[..., 1::2] << 4
+    if component == "tensor_scale":
+        return (_GLOBAL, values.view(-1)[:1].reciprocal()) if nvfp4 else (scale, values[..., :1])
+    rows, columns = recipe.block_shape
+    of_blocks = values[..., ::columns]
+    if nvfp4:
+        return scale, of_blocks.to(torch.float8_e4m3fn)
     if isinstance(recipe, MXFP8BlockScaling):
         of_blocks = (of_blocks.contiguous().view(torch.int32) >> 23).to(torch.uint8)  # 2 ** -127 is below normal: 0
-    return {**found, scale: of_blocks}
+    return scale, of_blocks[::rows]
 
 
 def one(recipe: Recipe, component: str) -> int:
@@ -93,11 +104,12 @@ def _block(recipe: Recipe) -> tuple[int, int] | None:
 # --- configurations -----------------------------------------------------------------------------------------------
 
 
-def config(by_recipe: Mapping[Recipe, Collection[str]], linear: bool, plain: Collection[str], layout: Layout) -> Any:
+def config(by_recipe: Mapping[Recipe, Collection[str]], plain: Collection[str], layout: Layout) -> Any:
     """What ``config.json`` has as ``quantization_config``.
 
-    ``by_recipe``: the names of the modules that are quantized so. ``linear``: whether these are linear layers, all of
-    them but the ``plain`` ones.
+    ``by_recipe``: linear layers that are quantized so: names, or what compressed-tensors knows as patterns of names.
+    ``plain``: modules with weights that are not. One recipe for all others needs no names but those of heads, which are
+    no linear layers to servers.
 
     Raises ValueError for what the layout has no words for.
     """
@@ -111,7 +123,7 @@ def config(by_recipe: Mapping[Recipe, Collection[str]], linear: bool, plain: Col
         return {**found, **({"scale_fmt": "ue8m0"} if exponents else {}), "modules_to_not_convert": sorted(plain)}
     groups: dict[str, dict[str, Any]] = {}
     for recipe, modules in by_recipe.items():
-        targets = ["Linear"] if linear and len(by_recipe) == 1 else sorted(modules)
+        targets = [*filter(is_head, sorted(modules)), "Linear"] if len(by_recipe) == 1 else sorted(modules)
         groups[f"group_{len(groups)}"] = {"targets": targets, **_scheme(recipe)}
     formats = {group["format"] for group in groups.values()}
     return {
@@ -137,7 +149,7 @@ def _scheme(recipe: Recipe) -> dict[str, Any]:
         group = {**arguments, "strategy": "group", "group_size": recipe.block_shape[1], "scale_dtype": "torch.uint8"}
         return _scheme_of("mxfp8-quantized", group, group)
     if block is None:
-        return _scheme_of("float-quantized", {**arguments, "strategy": "tensor"}, {**arguments, "strategy": "token"})
+        return _scheme_of("float-quantized", {**arguments, "strategy": "channel"}, {**arguments, "strategy": "token"})
     group = {**arguments, "strategy": "group", "group_size": block[1]}
     if block[0] == 1:
         return _scheme_of("float-quantized", group, group)
@@ -207,6 +219,8 @@ def _recipe_of(shape: tuple[int, ...], scale: Tensor) -> tuple[Recipe, Component
     mxfp8 = MXFP8BlockScaling()
     if _are_exponents(scale) and _fits(shape, scale, mxfp8.block_shape):
         return mxfp8, {"scale": _matrix(scale)}
+    if scale.shape == (shape[0], 1) and bool((scale == scale[0]).all()):  # one scale, per row
+        return Float8CurrentScaling(), {"tensor_scale": _as_float(scale)[0]}
     for recipe in (Float8BlockScaling(), Float8BlockScaling((1, 128))):
         if _fits(shape, scale, recipe.block):
             return recipe, {"scale": _matrix(_as_float(scale))}

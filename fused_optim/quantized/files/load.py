@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import _get_fqns
 
 from fused_optim.optional import optional
 from fused_optim.quantized.files import layouts
@@ -18,9 +18,8 @@ from fused_optim.quantized.model import finish_initialization
 from fused_optim.quantized.tensor import QuantizedTensor
 from fused_optim.sharding.collective import on_all_ranks
 from fused_optim.sharding.dtensor import local_tensor, placed_part, rewrap_like
-from fused_optim.sharding.model_files import INDEX, read_index
-
-_SINGLE = "model.safetensors"
+from fused_optim.sharding.model_files import INDEX, SINGLE, read_index
+from fused_optim.sharding.model_tensors import file_tensors, tensor_names
 
 
 @torch.no_grad()
@@ -41,42 +40,47 @@ def load_quantized_safetensors(model: nn.Module, path: str | os.PathLike[str], s
     with on_all_ranks(doing):
         targets = _targets(model)
         with _opened(path, doing) as (keys, read):
-            names = {name: found for name in targets if (found := _found(targets[name].names, keys)) is not None}
+            found = {name: parts for name, target in targets.items() if (parts := target.parts_in(keys))}
             if strict:
-                _check_names(targets, names, keys)
-            for name, found in names.items():
-                _load(targets[name].tensor, [read(key) for key in layouts.keys_of(found, keys)], name)
+                _check_names(targets, found, keys)
+            for name, parts in found.items():
+                _load(targets[name].tensor, parts, lambda part: [read(key) for key in layouts.keys_of(part, keys)])
     finish_initialization(model)
 
 
-class _Target:
-    """A parameter or buffer, and all of its names."""
+Parts = Mapping[str, Tensor | None]  # names in files, and which rows of the weight these are: None for all
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self.names: list[str] = []
+
+@dataclass(frozen=True)
+class _Target:
+    """A parameter or buffer, all of its names, and the parts that files may have in place of it."""
+
+    tensor: Tensor
+    names: list[str]
+    parts: Parts
+
+    def parts_in(self, keys: Collection[str]) -> Parts:
+        """Itself, or its parts where files have all of them; else nothing."""
+        whole: list[Parts] = [{name: None} for name in self.names]
+        return next((parts for parts in [*whole, self.parts] if all(layouts.keys_of(name, keys) for name in parts)), {})
 
 
 def _targets(model: nn.Module) -> dict[str, _Target]:
     """By the first name. Raises RuntimeError for what has no memory yet."""
-    by_tensor: dict[Tensor, _Target] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor):
-            if local_tensor(value).is_meta:
-                raise RuntimeError(f"{name} is on the meta device: call model.to_empty(device=...) first")
-            by_tensor.setdefault(value, _Target(value)).names.extend(sorted(_get_fqns(model, name)))
-    return {target.names[0]: target for target in by_tensor.values()}
+    tensors = {names[0]: (tensor, names) for tensor, names in tensor_names(model).items()}
+    for name, (tensor, _) in tensors.items():
+        if local_tensor(tensor).is_meta:
+            raise RuntimeError(f"{name} is on the meta device: call model.to_empty(device=...) first")
+    shapes = {name: tensor.shape for name, (tensor, _) in tensors.items()}
+    experts = [name for name, shape in shapes.items() if len(shape) == 3]
+    parts = {each.names[0]: each.rows(shapes[each.names[0]]) for each in file_tensors(model, shapes, experts)}
+    return {name: _Target(tensor, names, parts.get(name) or {}) for name, (tensor, names) in tensors.items()}
 
 
-def _found(names: Collection[str], keys: Collection[str]) -> str | None:
-    """The name under which files hold a tensor."""
-    return next((name for name in names if layouts.keys_of(name, keys)), None)
-
-
-def _check_names(targets: dict[str, _Target], names: dict[str, str], keys: Collection[str]) -> None:
-    missing = sorted(set(targets).difference(names))
-    used = {key for found in names.values() for key in layouts.keys_of(found, keys)}
-    known = {name for target in targets.values() for name in target.names}
+def _check_names(targets: dict[str, _Target], found: Mapping[str, Parts], keys: Collection[str]) -> None:
+    missing = sorted(set(targets).difference(found))
+    used = {key for parts in found.values() for name in parts for key in layouts.keys_of(name, keys)}
+    known = {name for target in targets.values() for name in (*target.names, *target.parts)}
     left = sorted(key for key in set(keys) - used if layouts.weight_of(key) not in known)
     if missing or left:
         texts = [f"the files lack {', '.join(missing[:5])}"] if missing else []
@@ -84,11 +88,15 @@ def _check_names(targets: dict[str, _Target], names: dict[str, str], keys: Colle
         raise KeyError(f"{' and '.join(texts)} ({len(missing)} and {len(left)} names); strict=False loads the others")
 
 
-def _load(tensor: Tensor, found: list[Tensor], name: str) -> None:
+def _load(tensor: Tensor, parts: Parts, read: Callable[[str], list[Tensor]]) -> None:
     local = local_tensor(tensor)
-    loaded = layouts.read(found, name, tensor.dtype if isinstance(local, QuantizedTensor) else torch.float32)
-    if tuple(loaded.shape) != tuple(tensor.shape):
-        raise ValueError(f"{name}: expected shape {tuple(tensor.shape)}, the files have {tuple(loaded.shape)}")
+    dtype = tensor.dtype if isinstance(local, QuantizedTensor) else torch.float32
+    read_parts = [(layouts.read(read(part), part, dtype), rows) for part, rows in parts.items()]
+    for (part, rows), of in zip(read_parts, parts, strict=True):
+        expected = tuple(tensor.shape) if rows is None else (*rows.shape, tensor.shape[-1])
+        if tuple(part.shape) != expected:
+            raise ValueError(f"{of}: expected shape {expected}, the files have {tuple(part.shape)}")
+    loaded = _joined(read_parts, tensor.shape)
     if isinstance(loaded, QuantizedTensor):
         if isinstance(local, QuantizedTensor) and local.recipe.same_format(loaded.recipe):
             placed = _placed(loaded, tensor)
@@ -98,6 +106,40 @@ def _load(tensor: Tensor, found: list[Tensor], name: str) -> None:
                 return
         loaded = loaded.values()
     tensor.copy_(rewrap_like(placed_part(loaded, tensor), tensor))
+
+
+def _joined(parts: list[tuple[Tensor, Tensor | None]], shape: torch.Size) -> Tensor:
+    """A weight of its parts: quantized where all of these are, in the same way."""
+    (first, rows), *others = parts
+    if rows is None:
+        return first
+    if not isinstance(first, QuantizedTensor) or not all(_fits(part, first) for part, _ in others):
+        plain = [(part.values() if isinstance(part, QuantizedTensor) else part, at) for part, at in parts]
+        return _of_rows([(values.flatten(0, -2), at) for values, at in plain], shape).view(shape)
+    quantized = [(part.components, at) for part, at in parts if isinstance(part, QuantizedTensor)]
+    components = {
+        part.name: first.components[part.name]
+        if part.tile is None
+        else _of_rows([(of_part[part.name], at) for of_part, at in quantized], shape).view(shape[0], -1)
+        for part in first.recipe.components
+    }
+    return QuantizedTensor(components, first.recipe, shape, first.dtype)
+
+
+def _fits(part: Tensor, first: QuantizedTensor) -> bool:
+    """Whether they are parts of one quantized weight: rows with blocks of their own, and one scale for all, if any."""
+    if not isinstance(part, QuantizedTensor) or part.recipe != first.recipe or first.recipe.block_rows > 1:
+        return False
+    return all(a.equal(b) for a, b in zip(part.of_whole_weight(), first.of_whole_weight(), strict=True))
+
+
+def _of_rows(parts: list[tuple[Tensor, Tensor | None]], shape: torch.Size) -> Tensor:
+    """A matrix with as many rows as those of ``shape``, of matrices of some of them."""
+    matrix = torch.empty((shape[:-1].numel(), *parts[0][0].shape[1:]), dtype=parts[0][0].dtype)
+    for part, rows in parts:
+        assert rows is not None
+        matrix[rows.flatten()] = part
+    return matrix
 
 
 def _placed(source: QuantizedTensor, like: Tensor) -> Tensor | None:
@@ -124,7 +166,7 @@ def _opened(path: Path, doing: str) -> Iterator[tuple[Collection[str], Callable[
 
     where = _files(path)
     if where is None:
-        file = path if path.is_file() else path / _SINGLE
+        file = path if path.is_file() else path / SINGLE
         where = dict.fromkeys(opened(file).keys(), file)
     try:
         yield where, lambda key: opened(where[key]).get_tensor(key)

@@ -1,4 +1,4 @@
-"""The way out: makes quantized parameters of a model plain ones."""
+"""The way out: makes quantized parameters of a model plain ones, or its state dict."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fused_optim.quantized.tensor import QuantizedTensor, local_weight
 from fused_optim.sharding import fsdp
@@ -49,6 +50,32 @@ def dequantize_model_(model: nn.Module, optimizer: Optimizer | None = None) -> n
                 module._parameters[key] = replaced[param]  # type: ignore[assignment]
     fsdp.follow_replaced(model)
     return model
+
+
+def plain_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The state dict of a model with decoded values, in host memory, in place of quantized weights.
+
+    Tied ones stay tied. Raises RuntimeError for weights that are sharded.
+    """
+    return decoded_state_dict(model.state_dict())
+
+
+@torch.no_grad()
+def decoded_state_dict(state: dict[str, Any]) -> dict[str, Any]:
+    """:func:`plain_state_dict` of what ``model.state_dict()`` has returned."""
+    plain: dict[str, Any] = {}
+    of_codes: dict[int, str] = {}  # the same for all names of a weight
+    for name, value in state.items():
+        plain[name] = value
+        if isinstance(value, DTensor) and isinstance(local_tensor(value), QuantizedTensor):
+            raise RuntimeError(
+                f"{name} is sharded: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of "
+                "torch.distributed.checkpoint.state_dict gathers decoded values, on all ranks"
+            )
+        if isinstance(value, QuantizedTensor):
+            first = of_codes.setdefault(value.components["data"].data_ptr(), name)
+            plain[name] = value.dequantize().cpu() if first == name else plain[first]
+    return plain
 
 
 def _plain(param: Tensor) -> nn.Parameter:

@@ -82,10 +82,22 @@ def quantize_model_(
         for key, param in tied.items():
             module._parameters[key] = replaced[param]
         if tied:
+            module.register_load_state_dict_pre_hook(_refuse_codes)
             module.register_load_state_dict_pre_hook(_quantize_assigned)
             linear.convert(module)
     finish_initialization(model)
     return model
+
+
+def _refuse_codes(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Codes of files for inference servers would be taken for values."""
+    for key, param in module._parameters.items():
+        beside = {f"{key}{suffix}" for suffix in ("_scale", "_scale_inv", "_packed")} - {*module._parameters}
+        if isinstance(param, Tensor) and any(f"{prefix}{name}" in state_dict for name in beside):
+            raise ValueError(
+                f"{prefix}{key}: the state dict has codes and scales, of files for inference servers: read "
+                "these by load_quantized_safetensors"
+            )
 
 
 @torch.no_grad()

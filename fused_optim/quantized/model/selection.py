@@ -84,7 +84,8 @@ class UsualLayers:
     These are: the first one, unless the model has embeddings, which are its first layer then; the last one; output
     heads (``lm_head``, ``output``, ``output_layer``, ``embed_out``, ``unembed``, ``score``, ``classifier``); what has
     ``embed`` in its name, or shares its weight with an ``nn.Embedding``; routers: what has ``router`` in its name, or
-    is named ``gate`` and lies beside ``experts``. First and last go by the order in which modules are registered.
+    is named ``gate`` or ``shared_expert_gate`` and lies beside ``experts``. First and last go by the order in which
+    modules are registered.
 
     ``also``: a filter that layers must pass, too, such as :func:`gains`.
     """
@@ -115,10 +116,19 @@ class UsualLayers:
 
 
 def _is_exception(model: nn.Module, name: str) -> bool:
-    parent, _, last = name.rpartition(".")
-    parts = name.lower().split(".")
-    beside_experts = last == "gate" and hasattr(model.get_submodule(parent), "experts")
-    return last in _HEADS or beside_experts or any("embed" in part or "router" in part for part in parts)
+    return is_head(name) or is_router(model, name) or any("embed" in part for part in name.lower().split("."))
+
+
+def is_head(name: str) -> bool:
+    """Whether a module is an output head, by the name that these usually have."""
+    return name.rpartition(".")[2] in _HEADS
+
+
+def is_router(model: nn.Module, path: str) -> bool:
+    """Whether a module decides how much of which experts is used, by its name and what lies beside it."""
+    parent, _, last = path.rpartition(".")
+    is_gate = last in ("gate", "shared_expert_gate") and hasattr(model.get_submodule(parent), "experts")
+    return is_gate or any("router" in part for part in path.lower().split("."))
 
 
 def gains(recipe: Recipe, rows: int, table: str | os.PathLike[str] | None = None) -> Filter:

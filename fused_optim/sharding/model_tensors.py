@@ -1,0 +1,200 @@
+"""What a model's tensors are called, in it and in files: inside of wrappers, under each of their names, as others read.
+
+Hugging Face transformers keeps the weights of a layer's experts in one parameter and writes a tensor per expert, as
+inference servers read them. It says itself what it makes of a state dict: elements are moved, and none is changed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fused_optim.sharding.collective import state_name
+
+Shapes = Mapping[str, torch.Size]
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A module that holds a parameter: its name inside of wrappers, and its path with them."""
+
+    name: str
+    path: str
+    module: nn.Module
+    key: str  # of the parameter
+
+
+def tensor_names(model: nn.Module) -> dict[Tensor, list[str]]:
+    """All names of parameters and persistent buffers, as torch.distributed.checkpoint has them."""
+    names: dict[Tensor, list[str]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor):
+            names.setdefault(value, []).append(state_name(model, name))
+    return names
+
+
+def parameter_holders(model: nn.Module) -> dict[Tensor, list[Holder]]:
+    """Every place where a parameter is: tied ones, and those of modules that are there several times, have more."""
+    found: dict[Tensor, list[Holder]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for key, param in module._parameters.items():
+            if param is not None:
+                name = state_name(model, f"{path}.{key}" if path else key)
+                found.setdefault(param, []).append(Holder(name.rpartition(".")[0], path, module, key))
+    return found
+
+
+# --- in files -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FileTensors:
+    """What a tensor of a model becomes in files, or several together.
+
+    ``names``: in the model. ``convert``: values by our names to values by theirs.
+    """
+
+    names: tuple[str, ...]
+    convert: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+    new_name: str | None = None  # of one that stays as it is
+
+    def rows(self, shape: torch.Size) -> dict[str, Tensor | None] | None:
+        """Which rows each tensor in files has of the one in the model, as a matrix; by name. None for all, in order.
+
+        Indices (int64), in the shape of the tensor without its last dim. Nothing where tensors in files consist of
+        other parts than whole rows, or of several tensors.
+        """
+        if self.new_name is not None:
+            return {self.new_name: None}
+        if len(self.names) > 1 or len(shape) < 2:
+            return None
+        *lead, columns = shape
+        one_expert = [1, *lead[1:]] if len(lead) > 1 else lead  # which stands for the others
+        order = torch.arange(columns, dtype=torch.int32)
+        try:
+            found = self._of(torch.arange(shape[:-1].numel()).view(*lead, 1))
+            whole = self._of(torch.empty(shape, device="meta"))
+            ordered = self._of(order.expand(*one_expert, columns))
+        except (RuntimeError, ValueError, IndexError):  # of operations on the last dim, which has one element here
+            return None
+        if any(found[name].shape != (*value.shape[:-1], 1) for name, value in whole.items()):
+            return None
+        if any(value.shape[-1] != columns or not (value == order).all() for value in ordered.values()):
+            return None
+        return {name: value.squeeze(-1) for name, value in found.items()}
+
+    def _of(self, value: Tensor) -> dict[str, Tensor]:
+        return self.convert({self.names[0]: value})
+
+
+def file_tensors(model: nn.Module, shapes: Shapes, experts: Collection[str] = ()) -> list[FileTensors]:
+    """What tensors of a model become in files, by their first names: as transformers has it for its own models.
+
+    ``experts``: names of tensors with an expert per entry of dim 0, which become one tensor per expert if transformers
+    does not know them.
+    """
+    found: list[FileTensors] = []
+    left = dict(shapes)
+    for prefix, root in _transformers_models(model):
+        own = {name: left.pop(name) for name in list(left) if name.startswith(prefix)}
+        found += _Reverting(prefix, root).file_tensors(own)
+    return found + [_per_expert(name) if name in experts else _renamed(name, name) for name in left]
+
+
+def names_to_write(model: nn.Module, names: list[str]) -> list[str]:
+    """The first name of a tensor, and those that transformers would not tie to it by itself when it loads a model."""
+    more = set()
+    for prefix, root in _transformers_models(model):
+        tied = {f"{prefix}{name}" for pair in root.all_tied_weights_keys.items() for name in pair}
+        more |= {name for name in names if name.startswith(prefix)} - tied
+    return [name for name in dict.fromkeys(names) if name == names[0] or name in more]
+
+
+def _per_expert(name: str) -> FileTensors:
+    """``experts.w1``, or ``experts.w1.weight``: ``experts.0.w1.weight``, ``experts.1.w1.weight``, ..."""
+    parent, _, own = f".{name}".removesuffix(".weight").removeprefix(".").rpartition(".")
+
+    def convert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        parts = enumerate(tensors[name].unbind(0))
+        return {".".join(filter(None, (parent, str(at), own, "weight"))): part for at, part in parts}
+
+    return FileTensors((name,), convert)
+
+
+# --- transformers -------------------------------------------------------------------------------------------------
+
+
+def _transformers_models(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The outermost models of transformers 5 within a model, and what their names begin with in it."""
+    modeling, loading = (sys.modules.get(f"transformers.{name}") for name in ("modeling_utils", "core_model_loading"))
+    if modeling is None or loading is None:
+        return
+    found: list[str] = []
+    for path, module in model.named_modules():
+        key = next((key for key, _ in module.named_parameters()), None)
+        if not isinstance(module, modeling.PreTrainedModel) or key is None:
+            continue
+        full = state_name(model, f"{path}.{key}" if path else key)
+        prefix = full.removesuffix(state_name(module, key))
+        if not any(prefix.startswith(outer) for outer in found):
+            found.append(prefix)
+            yield prefix, module
+
+
+class _Reverting:
+    """What transformers makes of a model's state dict before it writes it."""
+
+    def __init__(self, prefix: str, root: Any) -> None:
+        self.prefix, self.root = prefix, root
+        self.loading: Any = sys.modules["transformers.core_model_loading"]
+
+    def __call__(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        own = {name.removeprefix(self.prefix): value for name, value in tensors.items()}
+        with self._without_quantizer():
+            found = self.loading.revert_weight_conversion(self.root, own)
+        return {f"{self.prefix}{name}": value for name, value in found.items()}
+
+    def file_tensors(self, shapes: Shapes) -> Iterator[FileTensors]:
+        meta = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        whole = self(meta)
+        renamed = {id(value): name for name, value in whole.items()}
+        together = []
+        for name, value in meta.items():
+            if id(value) in renamed:
+                yield _renamed(name, renamed[id(value)])
+            elif self._is_whole(name, value, whole):
+                yield FileTensors((name,), self)
+            else:
+                together.append(name)
+        if together:
+            yield FileTensors(tuple(together), self)
+
+    def _is_whole(self, name: str, value: Tensor, whole: Mapping[str, Tensor]) -> bool:
+        """Whether it becomes the same alone as with all the others: it is not joined with them."""
+        try:
+            alone = self({name: value})
+        except Exception:  # of any operation that misses the others
+            return False
+        return all(key in whole and whole[key].shape == part.shape for key, part in alone.items())
+
+    @contextmanager
+    def _without_quantizer(self) -> Iterator[None]:
+        """Without conversions of a quantizer that the model was loaded by, which would quantize what is written."""
+        attributes, key = vars(self.root), "_weight_conversions"
+        known = attributes.get(key) or ()
+        operations = [op for each in known if isinstance(each, self.loading.WeightConverter) for op in each.operations]
+        hidden = {key: attributes.pop(key)} if any("hf_quantizer" in vars(op) for op in operations) else {}
+        try:
+            yield
+        finally:
+            attributes.update(hidden)
+
+
+def _renamed(name: str, new: str) -> FileTensors:
+    return FileTensors((name,), lambda tensors: {new: tensors[name]}, new)
