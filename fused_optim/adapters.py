@@ -29,6 +29,9 @@ ADAPTERS = {
 }
 
 
+COMPARED = 2**26  # elements of parameters and masters that are compared at a time
+
+
 @dataclass(frozen=True)
 class Fractions:
     """The rounding fractions of a local shard in a step. ``step``: its number, a tensor where the device counts."""
@@ -100,10 +103,11 @@ class Adapter(Protocol):
     def values(self, local: Tensor) -> Tensor:
         """The decoded values: a new FP32 tensor."""
 
-    def rounded(self, param: Tensor, master: Tensor) -> Tensor | None:
-        """New FP32 values: what the parameter would decode to, had it been written from ``master`` with its scales.
+    def is_master(self, param: Tensor, master: Tensor, written: Tensor) -> Tensor:
+        """Elementwise, whether a parameter still is its rounded master: no more than half a step away from it.
 
-        None where only its own library knows.
+        ``written``: its :meth:`initial_values`. Steps are those of the scales that it has, or had before plain values
+        were written. A master that these scales can only saturate is another value.
         """
 
     def keeps(self, param: Tensor, master: Tensor) -> bool:
@@ -179,6 +183,11 @@ def _adapter_of_type(kind: type) -> Adapter | None:
         if module is not None:
             return cast(Adapter, importlib.import_module(f"{PACKAGE}.{module}"))
     return None
+
+
+def equal_or_nan(x: Tensor, other: Tensor) -> Tensor:
+    """Elementwise; NaN is NaN."""
+    return (x == other) | (x.isnan() & other.isnan())
 
 
 def retain_initial_values(params: Iterable[Tensor]) -> None:

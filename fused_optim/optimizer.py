@@ -37,7 +37,7 @@ from fused_optim.rule import Rule
 from fused_optim.sharding.collective import parameter_names
 from fused_optim.state import state_dict as forms
 from fused_optim.state import torch_form
-from fused_optim.state.groups import DESCRIPTION, TorchGroup, shown
+from fused_optim.state.groups import TorchGroup, description, shown
 from fused_optim.state.store import StateStore
 from fused_optim.state.summary import Summary, short_description, summarize
 from fused_optim.step.amp import amp_scalars, mark_stepped
@@ -187,7 +187,7 @@ class ShardedOptimizer(Optimizer):
         group.update(spelled_alike({spec.option: group[spec.option] for spec in self.rule.states}))
         for key in {*whole, *_WORDS, *TORCHS_OPTIONS} - {*ignored}:  # torch puts all defaults there
             group.pop(key, None)
-        for key, value in {STEP: 0, **DESCRIPTION}.items():
+        for key, value in {STEP: 0, **description(self.rule)}.items():
             group.setdefault(key, value)
         first = sum(len(g["params"]) for g in self.param_groups[:-1])
         names = group.get("param_names", [None] * len(group["params"]))

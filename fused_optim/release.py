@@ -34,8 +34,8 @@ def enable_gradient_release(
             parameters that the optimizer does not have are left alone; those of the optimizer that the model does not
             have are updated by ``step()``. Parameters may be frozen, unfrozen, added and replaced between two steps.
         optimizer: its states are created now.
-        bucket_bytes: gradients are held until so many bytes of them, on this rank, can be updated together. None: a
-            sixteenth of them all, and no less than 32 MiB; 0: each parameter on its own.
+        bucket_bytes: gradients are held until so many bytes of them, on this rank, can be updated together. None: an
+            eighth of them all, and no less than 32 MiB; 0: each parameter on its own.
 
     On GPUs updates run on a stream of their own, while the backward pass goes on. They are done when ``backward()`` has
     returned, as far as this stream is concerned.
@@ -80,7 +80,7 @@ class GradientRelease:
         self._this = weakref.ref(self)
         self._reducing = _reducing(model) if isinstance(model, DistributedDataParallel) else None
         notice_scaled_losses()
-        self._buckets = optimizer.stepper.in_buckets(self._choose, bucket_bytes)
+        self.buckets = optimizer.stepper.in_buckets(self._choose, bucket_bytes)
         if self._reducing is not None:
             self._reducing.release = self._this
 
@@ -90,7 +90,7 @@ class GradientRelease:
         Between a backward pass and ``step()`` it makes that step first, with the hyperparameters of the backward pass.
         Raises RuntimeError inside of a backward pass.
         """
-        buckets, stepper = self._buckets, self._optimizer.stepper
+        buckets, stepper = self.buckets, self._optimizer.stepper
         if stepper.buckets is not buckets:
             return
         buckets.check_backward_is_over("disable()")
@@ -117,27 +117,23 @@ class GradientRelease:
                     self._hooks[param] = _hook(param, self._this)
         return chosen
 
-    def arrive(self, param: Tensor) -> None:
-        """A parameter's gradient is ready."""
-        self._buckets.arrive(param)
-
     def take(self, bucket: dist.GradBucket, work: dist.Work) -> None:
         """DistributedDataParallel's gradients: updates what they complete, once they are reduced."""
-        with self._buckets.streams.waiting(bucket.parameters()):
+        with self.buckets.streams.waiting(bucket.parameters()):
             work.wait()
             for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 # What this rank has not used may be used by none: that is known at the end of the pass, and
                 # updated by `step()`.
-                if param in self._buckets and param.grad is not None:
+                if param in self.buckets and param.grad is not None:
                     param.grad = grad
-                    self.arrive(param)
+                    self.buckets.arrive(param)
 
 
 def _hook(param: Tensor, this: weakref.ref[GradientRelease]) -> RemovableHandle:
     @between_graphs
     def arrive(param: Tensor) -> None:
         if release := this():
-            release.arrive(param)
+            release.buckets.arrive(param)
 
     handle: RemovableHandle = param.register_post_accumulate_grad_hook(arrive)
     return handle

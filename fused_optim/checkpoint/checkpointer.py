@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 import weakref
@@ -16,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from fused_optim.adam import FusedAdam
 from fused_optim.checkpoint.collect import Collector
 from fused_optim.checkpoint.extras import Stateful, check_extra, check_loadable
 from fused_optim.checkpoint.loads import CheckpointReport, LoadOptions, Loads
@@ -28,11 +28,13 @@ from fused_optim.checkpoint.storage import checksums
 from fused_optim.checkpoint.storage.damage import Damaged, is_damage
 from fused_optim.checkpoint.storage.directory import CheckpointDirectory, Found
 from fused_optim.checkpoint.storage.folders import LocalFolder, PathLike, folder_at
+from fused_optim.checkpoint.storage.nested import flat
 from fused_optim.checkpoint.storage.retention import Retention, finite_metrics
 from fused_optim.checkpoint.storage.torch_errors import SINGLE_PROCESS
 from fused_optim.checkpoint.termination import EXIT_STATUS, Termination
 from fused_optim.checkpoint.writing.background import outcome, watched
 from fused_optim.checkpoint.writing.staging import PinnedStager
+from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.options.checks import whole_number
 from fused_optim.options.reading import CheckpointFormat
 from fused_optim.sharding.collective import RaisedElsewhere, gather, on_all_ranks, on_any, this_rank, world_size
@@ -58,8 +60,9 @@ class Checkpointer:
     torch.distributed.checkpoint, ``step-00000100``, with its checksums and a manifest.
 
     Args:
-        model: its parameters, buffers and extra state are saved. Sharded in any way but FSDP1 under a FusedAdam.
-        optimizer: a FusedAdam, or one of torch.optim's, which loads what it has saved itself.
+        model: its parameters, buffers and extra state are saved. Sharded in any way, but not by FSDP1 under an
+            optimizer of this package.
+        optimizer: one of this package, or one of torch.optim's, which loads what it has saved itself.
         folder: of this run alone, that all ranks see; a path, or what fsspec opens (``s3://...``).
         random_states: the generators of Python, NumPy and torch are saved, too, each rank's own, as the extra
             ``random_states``.
@@ -72,7 +75,8 @@ class Checkpointer:
         keep_best: as do the best by a metric that :meth:`save` is given: ``("loss", 3)`` are the three smallest,
             ``("accuracy", 3, "max")`` the three largest.
         every: :meth:`save` saves steps that are multiples of it; None: whenever it is called.
-        format: the form of a FusedAdam's states, "native" or "unscaled"; see ``docs/checkpoints.md``. Either loads.
+        format: the form of the states of an optimizer of this package, "native" or "unscaled"; see
+            ``docs/checkpoints.md``. Either loads.
         progress: the first rank prints a line for each checkpoint, to stderr.
         sigterm: SIGTERM, by which clusters announce that they take the machine away, lets the next :meth:`save` on all
             ranks save, wait for it and raise SystemExit(143). So call it after every step. Of several Checkpointers
@@ -120,14 +124,14 @@ class Checkpointer:
         self._stager = PinnedStager(optimizer)
         # Of their own: the thread that writes makes collectives while this one and training make others.
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
-        self._signals = dist.new_group(backend="gloo") if world_size() > 1 else None
+        self._writing_group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._termination = Termination() if sigterm and not readonly else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="Checkpointer")
         self._saves: deque[tuple[int, Future[str | None]]] = deque()
         self._last: int | None = None  # the step that was saved last, is being saved, or was loaded
         self._readonly, self._is_closed = readonly, False
-        saved_form = format if isinstance(optimizer, FusedAdam) else None
-        self._background = BackgroundSaves(self._directory, self._states, saved_form, self._group, progress)
+        saved_form = format if isinstance(optimizer, ShardedOptimizer) else None
+        self._background = BackgroundSaves(self._directory, self._states, saved_form, self._writing_group, progress)
         self._loads = Loads(model, optimizer, self._extra, self._states, self._group)
         self.report: CheckpointReport | None = None
         if self._termination is not None:
@@ -138,11 +142,22 @@ class Checkpointer:
     # --- saving -------------------------------------------------------------------------------------------------
 
     def prepare(self) -> Future[None]:
-        """Allocate the memory for saves in the background, once the optimizer has its states.
+        """Allocate the memory for saves, and plan them, in the background, once the optimizer has its states.
 
-        Otherwise the first save allocates it, which takes longer than all else that it does.
+        Otherwise the first save does, which takes longer than all else.
         """
-        return self._stager.prepare(self._collect())
+        doing = f"planning saves to {self._directory.folder}"
+        with on_all_ranks(doing, group=self._group):
+            state = self._collect()
+            outline = self._stager.outline({"model": state["model"], "optimizer": state["optimizer"]})
+            outline["extra"] = copy.deepcopy(state["extra"])
+            memory = self._stager.prepare(state)
+
+        def plan() -> None:
+            self._background.plan(outline, doing)
+            memory.result()
+
+        return self._thread.submit(plan)
 
     def save(self, step: int, *, force: bool = False, metrics: Mapping[str, Any] | None = None) -> None:
         """Start to save what there is after ``step`` steps, unless ``every`` says otherwise; ``force``: even then.
@@ -152,23 +167,35 @@ class Checkpointer:
         what is not finite is never the best.
 
         Raises RuntimeError where an earlier save has failed, once this one was started, and SystemExit after a last
-        save where SIGTERM came. TypeError or ValueError for what is no step, and ValueError where another Checkpointer
-        of this process saves in the same folder.
+        save where SIGTERM came. TypeError for metrics that are no numbers and, as ValueError, for what is no step;
+        ValueError where another Checkpointer of this process saves in the same folder.
         """
         step = whole_number("step", step, 0)
         self._claim()
         due = force or self._every is None or step % self._every == 0
         if not due and self._termination is None:
             return
-        ending, failures = self._agree()
+        numbers, problem = self._own_metrics(metrics)
+        ending, is_refused, failures = self._agree(problem is not None)
+        if is_refused:
+            failures.append(problem or "metrics: the first rank was given what are no numbers")
+            if not ending:
+                raise TypeError("; ".join(failures))
         if (due or ending) and step != self._last:
             while len(self._saves) >= _UNDER_WAY:
                 failures += self._finish_oldest()
-            self._start(step, finite_metrics(metrics))
+            self._start(step, numbers)
         if ending:
             self._end(failures)
         elif failures:
             raise RuntimeError("; ".join(failures))
+
+    def _own_metrics(self, metrics: Mapping[str, Any] | None) -> tuple[dict[str, float], str | None]:
+        """Those that count here, and what is wrong with them, which the other ranks have to know."""
+        try:
+            return finite_metrics(metrics) if this_rank() == 0 else {}, None
+        except TypeError as error:
+            return {}, str(error)
 
     def _claim(self) -> None:
         if self._readonly:
@@ -179,19 +206,22 @@ class Checkpointer:
         if writer is not self:
             raise ValueError(f"another Checkpointer saves in {self._directory.folder}: give each a folder of its own")
 
-    def _agree(self) -> tuple[bool, list[str]]:
-        """Whether some rank is to end. Takes leave of saves that have ended on all ranks: what has failed of them."""
+    def _agree(self, is_refused: bool) -> tuple[bool, bool, list[str]]:
+        """Whether some rank is to end, or was given what is refused.
+
+        Takes leave of saves that have ended on all ranks: what has failed of them.
+        """
         asked, ended = False, sum(1 for _, save in self._saves if save.done())
         if self._termination is not None:
             self._termination.is_used = True
             asked = self._termination.asked and not self._termination.has_ended
-        if self._signals is not None:
-            flags = torch.tensor([int(asked), -ended], dtype=torch.int32)
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._signals)
-            asked, ended = bool(flags[0]), -int(flags[1])
+        if self._group is not None and world_size() > 1:
+            flags = torch.tensor([int(asked), -ended, int(is_refused)], dtype=torch.int32)
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+            asked, ended, is_refused = bool(flags[0]), -int(flags[1]), bool(flags[2])
         if asked and self._termination is not None:
             self._termination.note()
-        return asked, [failure for _ in range(ended) for failure in self._finish_oldest()]
+        return asked, is_refused, [failure for _ in range(ended) for failure in self._finish_oldest()]
 
     def _end(self, earlier: list[str]) -> None:
         """The last save is under way. Raises SystemExit once no other Checkpointer is to make its own."""
@@ -214,15 +244,15 @@ class Checkpointer:
 
     def _collect(self) -> dict[str, Any]:
         extra = {name: value.state_dict() for name, value in self._extra.items()}
+        model, optimizer = self._states.model_state(), self._states.optimizer_state(self._form, "stager")
         if not self._is_loadable:
+            for key, value in flat({"model": model, "optimizer": optimizer})[0].items():
+                if not isinstance(value, torch.Tensor):
+                    check_loadable(key, value)
             for name, state in extra.items():
-                check_loadable(name, state)
+                check_loadable(f"extra {name}", state)
             self._is_loadable = True
-        return {
-            "model": self._states.model_state(),
-            "optimizer": self._states.optimizer_state(self._form, "stager"),
-            "extra": extra,
-        }
+        return {"model": model, "optimizer": optimizer, "extra": extra}
 
     def wait(self) -> None:
         """Until all saves are on the disk. Raises RuntimeError if one has failed."""
@@ -355,10 +385,11 @@ class Checkpointer:
             model_only: neither the optimizer nor extras.
             dry_run: compare only.
 
-        ``strict``, ``partial`` and ``rename`` are for a FusedAdam, or with ``model_only=True``. Code that a checkpoint
-        might hold is not run. Raises on every rank if it fails on one: FileNotFoundError if there is no such
-        checkpoint, ValueError if it is damaged or of another model, naming what it lacks and what it has beyond it.
-        Nothing was changed then, but where reading itself fails after all was compared: load again.
+        ``strict``, ``partial`` and ``rename`` are for optimizers of this package, or with ``model_only=True``. Code
+        that a checkpoint might hold is not run. Raises on every rank if it fails on one: FileNotFoundError if there is
+        no such checkpoint, ValueError if it is damaged, or of another model or kind of optimizer, naming what it lacks
+        and what it has beyond it. Nothing was changed then, but where reading itself fails after all was compared: load
+        again.
         """
         options = self._options(without, Leeway.of(strict, partial, rename), model_only, dry_run)
         self.wait()
@@ -417,10 +448,10 @@ class Checkpointer:
         self._thread.shutdown(wait=False)
         if _writers.get(str(self._directory.folder)) is self:
             del _writers[str(self._directory.folder)]
-        for group in (self._group, self._signals):
+        for group in (self._group, self._writing_group):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
-        self._group = self._signals = None
+        self._group = self._writing_group = None
         if self._termination is not None:
             self._termination.close()
 

@@ -5,6 +5,9 @@ Names are looked up once: at every save that would take longer than all else tha
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,22 +15,66 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
-from fused_optim.adam import MOMENTS, FusedAdam
+from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.options.checks import check_belongs, check_whole
 from fused_optim.options.reading import CheckpointDevice, CheckpointFormat
 from fused_optim.sharding.collective import distinct, parameter_names, state_name
 from fused_optim.sharding.dtensor import has_own_chunks
+from fused_optim.state.groups import rule_name
+
+_ADAMS_OF_TORCH = ("torch.optim.Adam", "torch.optim.AdamW")
+
+
+def kind_of(optimizer: Optimizer) -> str:
+    """What manifests call it: "adam", an update rule; "torch.optim.AdamW", a class that it is or is derived from."""
+    if isinstance(optimizer, ShardedOptimizer):
+        return rule_name(optimizer.rule)
+    classes = (each for each in type(optimizer).__mro__ if each.__module__.startswith("torch.optim."))
+    known = next(classes, Optimizer)
+    return type(optimizer).__qualname__ if known is Optimizer else f"torch.optim.{known.__name__}"
+
+
+def check_kind(optimizer: Optimizer, saved: str | None, what: str) -> None:
+    """Raise ValueError for the checkpoint of another kind of optimizer. None: it does not say."""
+    kinds = {kind_of(optimizer)}
+    if isinstance(optimizer, ShardedOptimizer) and optimizer.rule.has_torch_form:
+        kinds.update(_ADAMS_OF_TORCH)
+    if saved is not None and saved not in kinds:
+        hint = "model_only=True loads the model alone"
+        raise ValueError(f"{what} is of another optimizer: expected {kind_of(optimizer)}, found {saved}; {hint}")
+
+
+class _Initialized(defaultdict[Any, Any]):
+    """States that are, however few."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+@contextmanager
+def taken_for_initialized(optimizer: Optimizer) -> Iterator[None]:
+    """For torch's functions: where there are no states they would make some, by a step that counts and runs hooks."""
+    before = optimizer.state
+    optimizer.state = shown = _Initialized(dict, before)
+    try:
+        yield
+    finally:
+        if optimizer.state is shown:
+            optimizer.state = before
+            before.clear()
+            before.update(shown)
 
 
 class Collector:
-    """A collective over the default group. Raises TypeError for flat shards of FSDP1 in a FusedAdam, KeyError for one
-    that has none of the model's parameters."""
+    """A collective over the default group. Raises TypeError for flat shards of FSDP1 in an optimizer of this package,
+    KeyError for one that has none of the model's parameters."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        if isinstance(optimizer, FusedAdam):
+        if isinstance(optimizer, ShardedOptimizer):
             check_whole(model, optimizer.store.params)
             check_belongs(model, optimizer.store.params)
         self._model, self._optimizer = model, optimizer
+        self.kind = kind_of(optimizer)
         self._names: dict[Tensor, str] = {}
         self._keys: dict[str, str] = {}
         # Keys of what is no parameter, of which each rank may have its own: batch statistics, say.
@@ -37,19 +84,21 @@ class Collector:
         # Of nested param groups torch saves those of one rank: where ranks own different parameters (pipeline stages),
         # every parameter has its settings.
         alike = len(distinct(names)) == 1
-        self.options = None if alike else StateDictOptions(flatten_optimizer_state_dict=True)
+        self._options = None if alike else StateDictOptions(flatten_optimizer_state_dict=True)
 
     def check_form(self, form: CheckpointFormat) -> None:
         """Raise ValueError for a form that the optimizer's shards cannot be loaded from."""
-        if isinstance(self._optimizer, FusedAdam):
+        if isinstance(self._optimizer, ShardedOptimizer):
             self._optimizer.store.exchange_offsets()
             if form == "native" and any(map(has_own_chunks, self._optimizer.store.params)):
                 raise ValueError("shards with chunk lists of their own load from format='unscaled' only")
 
     def formats(self) -> dict[str, list[str]]:
-        """The formats of the moments, of all param groups."""
+        """The formats of the states of an optimizer of this package, of all param groups."""
+        if not isinstance(self._optimizer, ShardedOptimizer):
+            return {}
         groups = self._optimizer.param_groups
-        found = {name: {str(g[f"{name}_dtype"]) for g in groups if f"{name}_dtype" in g} for name in MOMENTS}
+        found = {spec.name: {str(group[spec.option]) for group in groups} for spec in self._optimizer.rule.states}
         return {name: sorted(dtype.removeprefix("torch.") for dtype in dtypes) for name, dtypes in found.items()}
 
     def model_state(self) -> dict[str, Any]:
@@ -61,22 +110,23 @@ class Collector:
         return {self._keys[key]: value for key, value in state.items()}
 
     def optimizer_state(self, form: CheckpointFormat, device: CheckpointDevice) -> dict[str, Any]:
-        """``form`` and ``device``: of a FusedAdam."""
+        """``form`` and ``device``: of an optimizer of this package."""
         optimizer = self._optimizer
-        if not isinstance(optimizer, FusedAdam):
-            return get_optimizer_state_dict(self._model, optimizer, options=self.options)
+        if not isinstance(optimizer, ShardedOptimizer):
+            with taken_for_initialized(optimizer):
+                return get_optimizer_state_dict(self._model, optimizer, options=self._options)
         before = optimizer.checkpoint_format, optimizer.checkpoint_device
         optimizer.checkpoint_format, optimizer.checkpoint_device = form, device
         try:
-            if self.options is not None:
-                return get_optimizer_state_dict(self._model, optimizer, options=self.options)
+            if self._options is not None:
+                return get_optimizer_state_dict(self._model, optimizer, options=self._options)
             return self._named(optimizer.state_dict())
         finally:
             optimizer.checkpoint_format, optimizer.checkpoint_device = before
 
     def _named(self, state: dict[str, Any]) -> dict[str, Any]:
         """By the parameters' names instead of their numbers."""
-        assert isinstance(self._optimizer, FusedAdam)
+        assert isinstance(self._optimizer, ShardedOptimizer)
         params = self._optimizer.store.params
         if not all(param in self._names for param in params):
             self._names = {param: names[0] for param, names in parameter_names(self._model).items()}

@@ -90,18 +90,28 @@ def _canonical(value: Any) -> Iterator[bytes]:
         yield _saved(value)
 
 
-def check_loadable(name: str, state: Any) -> None:
-    """Raise ValueError for a value that could be saved, but not loaded again without running code of the file."""
-    for path, value in _leaves(state, name):
-        if isinstance(value, Tensor) or value is None or type(value) in (bool, int, float, complex, str, bytes):
+def check_loadable(what: str, state: Any) -> None:
+    """Raise ValueError for a value that could be saved, but not loaded again without running code of the file.
+
+    ``what`` it is, for messages. Shards are not looked at, nor are other tensors of a model and an optimizer.
+    """
+    for path, value in _leaves(state, what):
+        if _is_plain(value):
             continue
         try:
+            if isinstance(value, Tensor) and value.is_meta:
+                raise ValueError("it has no data")
             load_object(io.BytesIO(_saved(value)), "it")
         except Exception as error:
             expected = "expected tensors and plain values (numbers, texts, lists, tuples, dicts, sets of these)"
-            raise ValueError(
-                f"extra {path}: {expected}, got {_kind(value)}, which could not be loaded again"
-            ) from error
+            raise ValueError(f"{path}: {expected}, got {_kind(value)}, which could not be loaded again") from error
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        known = type(value) in (Tensor, torch.nn.Parameter) and value.layout == torch.strided and not value.is_quantized
+        return isinstance(value, DTensor) or (known and not value.is_meta)
+    return value is None or type(value) in (bool, int, float, complex, str, bytes)
 
 
 def _kind(value: Any) -> str:
@@ -110,9 +120,7 @@ def _kind(value: Any) -> str:
 
 def _leaves(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
     if depth > DEEPEST // 4:
-        raise ValueError(
-            f"extra {path[:100]}...: it is nested too deep to be loaded again: expected {depth - 1} at most"
-        )
+        raise ValueError(f"{path[:100]}...: it is nested too deep to be loaded again: expected {depth - 1} at most")
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _leaves(key, f"{path}: the key {key!r}", depth + 1) if type(key) not in (str, int) else ()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,17 +13,17 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.optim import Optimizer
 
-from fused_optim.adam import FusedAdam
 from fused_optim.checkpoint import extras
-from fused_optim.checkpoint.collect import Collector
+from fused_optim.checkpoint.collect import Collector, check_kind
 from fused_optim.checkpoint.extras import Stateful
-from fused_optim.checkpoint.other_optimizer import load_other_optimizer, read_other_optimizer
+from fused_optim.checkpoint.other_optimizer import OtherLoader
 from fused_optim.checkpoint.reading.dcp_folder import DcpFolder
 from fused_optim.checkpoint.reading.leeway import Differences, Leeway
 from fused_optim.checkpoint.reading.load import Loader, LoadReport, checked
 from fused_optim.checkpoint.reading.model import ModelLoader, flat_names
 from fused_optim.checkpoint.storage.directory import Found
-from fused_optim.sharding.collective import distinct, on_all_ranks, this_rank, world_size
+from fused_optim.optimizer import ShardedOptimizer
+from fused_optim.sharding.collective import distinct, on_all_ranks, this_rank, tied_names, world_size
 
 logger = logging.getLogger("fused_optim")
 
@@ -33,7 +34,7 @@ class CheckpointReport:
 
     step: int
     model: Differences
-    optimizer: LoadReport | None = None  # None: of another optimizer than a FusedAdam, or of the model alone
+    optimizer: LoadReport | None = None  # None: of an optimizer of others, or of the model alone
     extras_left: tuple[str, ...] = ()  # that the checkpoint has and nobody takes
 
     def __str__(self) -> str:
@@ -51,6 +52,25 @@ class LoadOptions:
     without: frozenset[str] = frozenset()
     model_only: bool = False
     dry_run: bool = False
+
+
+@contextmanager
+def _loaded_before(
+    optimizer: Loader | OtherLoader | None, doing: str, group: dist.ProcessGroup | None
+) -> Iterator[None]:
+    """An optimizer of others; as it was again where what follows fails. Ours need the model's parameters first."""
+    if not isinstance(optimizer, OtherLoader):
+        yield
+        return
+    with on_all_ranks(doing, group=group):
+        optimizer.read()
+    try:
+        with on_all_ranks(doing, group=group):
+            optimizer.load()
+        yield
+    except BaseException:
+        optimizer.undo()
+        raise
 
 
 class Loads:
@@ -77,8 +97,8 @@ class Loads:
         everyone = {name for each in distinct(names, group) for name in each}
         with on_all_ranks(doing, group=group):
             extra = {} if options.model_only else self._read_extras(found, source, options)
-            model = ModelLoader(model_state, source, everyone, options.leeway)
-        optimizer = None if options.model_only else self._check_optimizer(source, options.leeway, doing)
+            model = ModelLoader(model_state, source, everyone, tied_names(self._model), options.leeway)
+        optimizer = None if options.model_only else self._compared(found, source, everyone, options.leeway)
         report = CheckpointReport(
             found.step,
             model.differences,
@@ -87,29 +107,35 @@ class Loads:
         )
         if options.dry_run:
             return report
-        with on_all_ranks(doing, group=group):
+        with _loaded_before(optimizer, doing, group), on_all_ranks(doing, group=group):
             set_model_state_dict(self._model, model.load())
         if isinstance(optimizer, Loader):
             optimizer.load()
-        elif optimizer is not None:
-            with on_all_ranks(doing, group=group):
-                load_other_optimizer(self._model, self._optimizer, optimizer)
         with on_all_ranks(doing, group=group):
             for name, state in extra.items():
                 self._extra[name].load_state_dict(state)
         return report
 
-    def _check_optimizer(self, source: DcpFolder, leeway: Leeway, doing: str) -> Loader | dict[str, Any]:
-        """What loads it; of another optimizer than a FusedAdam, which is not compared, the state dict to be loaded."""
-        if isinstance(self._optimizer, FusedAdam):
-            return checked(self._model, self._optimizer, source, verify=False, leeway=leeway)
-        with on_all_ranks(doing, group=self._group):
-            if leeway != Leeway():
-                kind = type(self._optimizer).__name__
+    def _compared(
+        self, found: Found, source: DcpFolder, everyone: Collection[str], leeway: Leeway
+    ) -> Loader | OtherLoader:
+        """What loads the optimizer. Nothing has been changed."""
+        doing, group, own = f"loading {source.path}", self._group, self._optimizer
+        kind = None if found.manifest is None else found.manifest.kind
+        with on_all_ranks(doing, group=group):
+            if leeway != Leeway() and not isinstance(own, ShardedOptimizer):
                 raise ValueError(
-                    f"strict, partial and rename are for a FusedAdam, or with model_only=True; got a {kind}"
+                    "strict, partial and rename are for optimizers of fused_optim, or with model_only=True; got a "
+                    f"{type(own).__name__}"
                 )
-            return read_other_optimizer(self._optimizer, self._states, source)
+            check_kind(own, kind, str(source.path))
+        if isinstance(own, ShardedOptimizer):
+            return checked(self._model, own, source, verify=False, leeway=leeway)
+        with on_all_ranks(doing, group=group):
+            other = OtherLoader(self._model, own, source, everyone, kind is not None)
+        with on_all_ranks(doing, group=group):
+            other.compare_states()
+        return other
 
     def _read_extras(self, found: Found, source: DcpFolder, options: LoadOptions) -> dict[str, Any]:
         owners = {} if found.manifest is None else found.manifest.extra

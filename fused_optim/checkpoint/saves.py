@@ -38,7 +38,7 @@ class Save:
 
 
 class BackgroundSaves:
-    """All ranks of ``group`` make the same calls. ``form``: of the states of a FusedAdam."""
+    """All ranks of ``group`` make the same calls. ``form``: of the states of an optimizer of this package."""
 
     def __init__(
         self,
@@ -75,6 +75,22 @@ class BackgroundSaves:
             )
         return None
 
+    def plan(self, outline: dict[str, Any], doing: str) -> None:
+        """What the first save would otherwise begin with. What goes wrong will be the save's."""
+        try:
+            self._add_extras(outline, doing)
+            self._saver.plan(outline, doing)
+        except (Exception, CheckpointException):
+            logger.debug("%s failed", doing, exc_info=True)
+
+    def _add_extras(self, state: dict[str, Any], doing: str) -> dict[str, list[int]]:
+        """Pack a state's extras as what this rank adds to the checkpoint. Returns who adds whose."""
+        with on_all_ranks(doing, group=self._group):
+            packed = {name: extras.pack(name, each) for name, each in state.pop("extra").items()}
+        owners = extras.owners_of(gather({name: each.digest for name, each in packed.items()}, group=self._group))
+        state.update(extras.own_entries(packed, owners, this_rank()))
+        return owners
+
     def _write(self, save: Save, doing: str) -> int:
         attempt = self._begin(save.step, doing)
         try:
@@ -102,9 +118,7 @@ class BackgroundSaves:
         group = self._group
         with on_all_ranks(doing, group=group):
             state = save.staged.result()
-            packed = {name: extras.pack(name, each) for name, each in state.pop("extra").items()}
-        owners = extras.owners_of(gather({name: each.digest for name, each in packed.items()}, group=group))
-        state.update(extras.own_entries(packed, owners, this_rank()))
+        owners = self._add_extras(state, doing)
         draft = self._directory.draft(save.step, attempt)
         written = self._saver.save(state, draft, doing, may_differ=self._states.buffers)
         with on_all_ranks(doing, group=group):
@@ -136,5 +150,6 @@ class BackgroundSaves:
             extra=owners,
             versions={"torch": torch.__version__},
             metrics=save.metrics,
+            optimizer=self._states.kind,
         )
         self._directory.finish(save.step, attempt, found)

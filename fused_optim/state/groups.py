@@ -3,20 +3,46 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from fused_optim.backends.tables import Rule as RuleNumber
 from fused_optim.memory.layout import STEP
+from fused_optim.rule import Rule
 
 VERSION = 1
 # What a checkpoint says of itself, as numbers and in every param group: torch.distributed.checkpoint keeps no metadata,
 # and its flattened form only such keys of a param group as the running optimizer has. The second: flags.
 DESCRIPTION = {"fused_optim_version": VERSION, "fused_optim_native": 0}
 NATIVE, KEYED_BY_NAMES = 1, 2  # some state is in native form; rounding goes by names, not by positions
+RULE, ADAM = "fused_optim_rule", RuleNumber.ADAM.name.lower()
 OWN_KEYS = frozenset({STEP, "bias_correction", "exp_avg_dtype", "exp_avg_sq_dtype", *DESCRIPTION})
 _SHARED_KEYS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
+
+
+def rule_name(rule: Rule) -> str:
+    """What checkpoints call an update rule: "adam", "lion"."""
+    return RuleNumber(rule.code).name.lower()
+
+
+def description(rule: Rule) -> dict[str, Any]:
+    """What a running param group has of ``DESCRIPTION``, and its update rule.
+
+    But for Adam, once the only one: ``dcp.load`` asks older checkpoints for every key of a running param group.
+    """
+    name = rule_name(rule)
+    return DESCRIPTION if name == ADAM else {**DESCRIPTION, RULE: name}
+
+
+def check_rule(rule: Rule, saved_groups: Iterable[Mapping[str, Any]], what: str) -> None:
+    """Raise ValueError for the param groups of another update rule. Those that say nothing pass."""
+    expected = rule_name(rule)
+    for saved in saved_groups:
+        found = saved.get(RULE, ADAM if "exp_avg_sq_dtype" in saved else expected)
+        if found != expected:
+            raise ValueError(f"{what} is of another optimizer: expected the update rule {expected}, found {found}")
 
 
 @functools.cache

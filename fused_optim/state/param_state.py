@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fused_optim.adapters import Update, adapter_of
+from fused_optim.adapters import COMPARED, Update, adapter_of, equal_or_nan
 from fused_optim.formats.masters import Master, split_remainder
 from fused_optim.formats.states import FLOAT16, FLOAT32
 from fused_optim.memory import copies
@@ -20,8 +20,6 @@ from fused_optim.rule import StateSpec
 from fused_optim.sharding.dtensor import dense, is_dense, local_tensor, rewrap_like
 from fused_optim.state.remainders import LoadedRemainder
 from fused_optim.state.values import Joined, Stored, given, pieces
-
-COMPARED = 2**26  # elements compared at a time
 
 
 def master_kind(param: Tensor, master_weights: bool, remainder_bits: int | None, dtype: torch.dtype) -> Master:
@@ -274,11 +272,10 @@ class ParamState:
             for kept, written in parts:
                 own = kept.to(written.device)
                 rounded = own.to(written.dtype)
-                kept.copy_(torch.where(_same(rounded, written), own, written.float()))
+                kept.copy_(torch.where(equal_or_nan(rounded, written), own, written.float()))
         else:
-            rounded, written = adapter.rounded(self.param, master), initial_master(self.param)
-            same = _same(rounded, written) if rounded is not None else _near(master, written)
-            master = torch.where(same, master, written)
+            written = initial_master(self.param)
+            master = torch.where(adapter.is_master(self.param, master, written), master, written)
             adapter.discard_initial(self.param)
         if self.layout.master is Master.FLOAT16:
             self.write(MASTER, master)
@@ -305,13 +302,3 @@ class ParamState:
         own = [self.tensors[name] for name in self.layout.dtypes() if name in self.tensors]
         tensors = [*map(local_tensor, own), self.layout.scales]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _same(rounded: Tensor, written: Tensor) -> Tensor:
-    """Elementwise; NaN is NaN."""
-    return (rounded == written) | (rounded.isnan() & written.isnan())
-
-
-def _near(master: Tensor, written: Tensor) -> Tensor:
-    """Where ``written`` may be the rounded master in a format with three bits of mantissa."""
-    return ((master - written).abs() <= master.abs() * 2.0**-4) | (master.isnan() & written.isnan())

@@ -21,7 +21,10 @@ from fused_optim.sharding.dtensor import cut_by_rows, dense, full_tensor, has_va
 PIECE = 2**20  # elements coded at a time: the codecs' temporaries take about 100 bytes for each; a multiple of BLOCKS
 KINDS = {"rem16": Master.REMAINDER16, "rem8": Master.REMAINDER8}
 
-_WHOLE_MASTERS = "save with checkpoint_format='unscaled', which has whole masters"
+_WHOLE_MASTERS = (
+    "save with checkpoint_format='unscaled', which has whole masters, or write the checkpoint again so: "
+    "python -m fused_optim convert --to unscaled"
+)
 _MISFIT = (
     "the state dict has the low bits of its master, but the parameter is not the one that they belong to. Load the "
     f"model's checkpoint of the same step first, without changing its precision; or {_WHOLE_MASTERS}"

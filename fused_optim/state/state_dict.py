@@ -10,6 +10,7 @@ tensors; what is not cut by whole rows, one-dimensional parameters included, as 
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,7 +34,16 @@ from fused_optim.options.reading import FLAGS, CheckpointDevice, CheckpointForma
 from fused_optim.rule import StateSpec
 from fused_optim.sharding.collective import FailedElsewhere, announce_failure, any_rank
 from fused_optim.sharding.dtensor import cut_by_rows, local_tensor, placed_part, rewrap_like
-from fused_optim.state.groups import DESCRIPTION, KEYED_BY_NAMES, NATIVE, VERSION, whole
+from fused_optim.state.groups import (
+    DESCRIPTION,
+    KEYED_BY_NAMES,
+    NATIVE,
+    RULE,
+    VERSION,
+    check_rule,
+    description,
+    whole,
+)
 from fused_optim.state.native import check_packed, pack_remainder, pack_state, unpack_state
 from fused_optim.state.param_state import ParamState, read_parameter
 from fused_optim.state.remainders import (
@@ -78,9 +88,9 @@ def convert(store: StateStore, state_dict: dict[str, Any], options: Options) -> 
     }
     packed = any(_is_any_packed(states, store.state_names) for states in state.values())
     flags = NATIVE * packed | KEYED_BY_NAMES * store.is_keyed_by_names
-    description = {**DESCRIPTION, "fused_optim_native": flags}
+    described = {**description(store.rule), "fused_optim_native": flags}
     groups = [
-        {**group, **{key: str(as_dtype(group[key])) for key in store.format_options}, **description}
+        {**group, **{key: str(as_dtype(group[key])) for key in store.format_options}, **described}
         for group in state_dict["param_groups"]  # as text: torch.distributed.checkpoint gathers no torch.dtype
     ]
     return {**state_dict, "state": state, "param_groups": groups}
@@ -135,6 +145,7 @@ def check(store: StateStore, state_dict: dict[str, Any], keep: Collection[Tensor
     groups, names = store.groups, store.state_names
     saved_groups, state = list(map(_without_repeats, state_dict["param_groups"])), state_dict["state"]
     check_version(saved_groups, "the state dict")
+    check_rule(store.rule, saved_groups, "the state dict")
     params = _match_groups(groups, saved_groups)
     _check_form(saved_groups, state, names, params.values())
     present = {id_: param for id_, param in params.items() if _has_any(state.get(id_, {}), names)}
@@ -162,7 +173,7 @@ def load(store: StateStore, checked: Checked) -> None:
     misfit = _any_misfit(loaded, params)
     copies.wait()
     for group, saved, step in zip(store.groups, checked.groups, checked.steps, strict=True):
-        taken = {key: _copied(saved[key]) for key in taken_keys(store, group, saved)}
+        taken = {key: copy.deepcopy(saved[key]) for key in taken_keys(store, group, saved)}
         group.update({**taken, **read_group(taken, {})})
         group["step"] = step
     if described := _flags(checked.groups):  # goes on as it was; another optimizer has rounded in no way of ours
@@ -290,7 +301,7 @@ def taken_keys(store: StateStore, group: Mapping[str, Any], saved: Mapping[str, 
     Of another optimizer's those that ``group`` has, and schedulers': others would stay in the group, and the next
     checkpoint to be loaded would have to have them. Formats are the running optimizer's choices.
     """
-    kept = ("params", "param_names", STEP, *store.format_options, *DESCRIPTION)
+    kept = ("params", "param_names", STEP, *store.format_options, *DESCRIPTION, RULE)
     is_ours = not DESCRIPTION.keys().isdisjoint(saved)
     known = [
         key for key in saved if is_ours or key in group or key in _SCHEDULERS_KEYS or str(key).startswith("initial_")
@@ -448,7 +459,3 @@ def _write_remainder(store: StateStore, states: ParamState, loaded: LoadedRemain
         states.write_remainder(loaded)
     if waits:
         store.pending[states.param] = states.hold_remainder(loaded)
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value

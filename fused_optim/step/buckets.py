@@ -33,7 +33,7 @@ from fused_optim.step.scalars import DeviceScalars
 from fused_optim.step.streams import SideStreams
 
 LEAST_BYTES = 32 << 20  # of a bucket, and
-MOST_BUCKETS = 16  # of a step: what they cost the host does not grow with the model
+MOST_BUCKETS = 8  # of a step: what they cost the host does not grow with the model
 
 NO_SCALER = (
     "torch.amp.GradScaler looks for overflows in all gradients before a step; this one is made in buckets (gradient "
@@ -78,7 +78,7 @@ class Buckets:
 
     Args:
         choose: called where the parameters that require gradients are others than before.
-        bucket_bytes: of gradients that are updated together; None: a sixteenth of all, and no less than 32 MiB.
+        bucket_bytes: of gradients that are updated together; None: an eighth of all, and no less than 32 MiB.
     """
 
     def __init__(self, store: StateStore, stepping: Stepping, choose: Choice, bucket_bytes: int | None) -> None:
@@ -88,7 +88,7 @@ class Buckets:
         self._names: dict[Tensor, str] = {}
         self._trainable: list[Tensor] = []  # of all parameters of the optimizer, when buckets were chosen
         self._members: list[list[Tensor]] = []
-        self._number: dict[Tensor, int] = {}  # a parameter's bucket
+        self._number: dict[int, int] = {}  # a parameter's bucket, by id(), which hooks get at once
         self._planned: tuple[list[Tensor], list[int]] = [], []  # parameters, and how many each group has
         self._reset()
         self._choose_buckets()
@@ -97,7 +97,7 @@ class Buckets:
         self._is_begun = False
         self._running: weakref.ref[Callable[[], None]] | None = None  # the backward pass, as long as it is not over
         self._waiting = [len(bucket) for bucket in self._members]
-        self._arrived: set[Tensor] = set()
+        self._arrived: set[int] = set()
         self._done: set[int] = set()  # buckets
         self._counting: set[int] = set()  # param groups whose step this is
         self._hypers: dict[torch.device, list[Hyper]] = {}
@@ -150,7 +150,7 @@ class Buckets:
 
     def __contains__(self, param: Tensor) -> bool:
         """Whether a parameter is updated in the backward pass."""
-        return param in self._number
+        return id(param) in self._number
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -160,13 +160,14 @@ class Buckets:
             self.phase()
             self._check_first(param)
             self._watch_pass()
+        else:
+            self._check_first(param)
         if not self._is_begun:
             self._begin()
-        self._check_first(param)
-        number = self._number.get(param)
+        number = self._number.get(id(param))
         if number is None:  # ``step()`` updates it
             return
-        self._arrived.add(param)
+        self._arrived.add(id(param))
         self._waiting[number] -= 1
         if not self._waiting[number]:
             with self.streams.beside(self._members[number]):
@@ -175,7 +176,7 @@ class Buckets:
             _free(self._members[number])
 
     def _check_first(self, param: Tensor) -> None:
-        if param in self._arrived:
+        if id(param) in self._arrived:
             index = next(i for i, each in enumerate(self._store.params) if each is param)
             raise RuntimeError(
                 f"{describe(param, index, self._names.get(param))}: it has a second gradient before optimizer.step(). "
@@ -191,7 +192,7 @@ class Buckets:
         self._store.resolve_pending()
         if not same_objects(self._now_trainable(), self._trainable):
             self._choose_buckets()
-        if not self._plans_fit():
+        if not self._plans_fit(self.plans):
             self._make_plans()
         for device in {device for plan in self.plans for device in plan.backends}:
             self._hypers_on(device)
@@ -218,10 +219,12 @@ class Buckets:
         self.streams.join()
         for number in self._done:
             _free(self._members[number])  # DistributedDataParallel has put them back
-        if not self._plans_fit():
+        left = [number for number in range(len(self.plans)) if number not in self._done]
+        if not self._plans_fit([self.plans[number] for number in left]):
             self._make_plans()
+            left = [number for number in range(len(self.plans)) if number not in self._done]
         try:
-            self._update([number for number in range(len(self.plans)) if number not in self._done])
+            self._update(left)
         except Exception:
             if not self._done:  # nothing has been changed
                 self._reset()
@@ -288,17 +291,17 @@ class Buckets:
             size = max(LEAST_BYTES, sum(map(_local_bytes, self._names)) // MOST_BUCKETS)
         self._members = list(_cut(self._names, size))
         self._planned = [], []  # plans are left where new ones are made: they know what others have written
-        self._number = {param: number for number, bucket in enumerate(self._members) for param in bucket}
+        self._number = {id(param): number for number, bucket in enumerate(self._members) for param in bucket}
         self._waiting = [len(bucket) for bucket in self._members]
 
-    def _plans_fit(self) -> bool:
-        """Whether parameters, groups and states are those that the plans were made for."""
+    def _plans_fit(self, plans: list[Plan]) -> bool:
+        """Whether parameters and groups are those that the plans were made for, and so are the states of ``plans``."""
         store, (params, sizes) = self._store, self._planned
         return (
-            bool(self.plans)
+            bool(plans)
             and same_objects(store.params, params)
             and [len(group["params"]) for group in store.groups] == sizes
-            and all(plan.fits(store.groups, store) for plan in self.plans)
+            and all(plan.fits(store.groups, store) for plan in plans)
         )
 
     def _make_plans(self) -> None:
@@ -307,7 +310,7 @@ class Buckets:
         self._stepping.renew_states()
         if [group[STEP] for group in store.groups] != steps:  # new states begin with step 1
             self._hypers.clear()
-        others = [param for param in store.params if param not in self._number]
+        others = [param for param in store.params if param not in self]
         self.plans = [Plan(store.groups, store, bucket) for bucket in [*self._members, others]]
         self._planned = store.params, [len(group["params"]) for group in store.groups]
 

@@ -283,12 +283,12 @@ def test_extras_that_are_nested_too_deep_are_not_saved(tmp_path: Path) -> None:
     nested: Any = 1
     for _ in range(50):
         nested = {"a": nested}
-    check_loadable("x", nested)
+    check_loadable("extra x", nested)
     load_object(io.BytesIO(saved_bytes([nested] * 2)), "x")
     (tmp_path / "file.pt").write_bytes(saved_bytes(nested))
     assert list(open_checked(tmp_path / "file.pt").entries) == [".".join("a" * 50)]
     with pytest.raises(ValueError, match=r"extra x.*nested too deep"):
-        check_loadable("x", [nested])
+        check_loadable("extra x", [nested])
 
 
 def saved_bytes(value: Any) -> bytes:

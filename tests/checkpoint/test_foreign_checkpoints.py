@@ -527,7 +527,7 @@ def spoil(state_dict: dict[str, Any], fault: str) -> None:
         ("lr", r"param group 1: .* lacks its lr"),
         ("betas", r"param group 1 .*betas\[1\]"),
         ("amsgrad", r"'second.odd'.*amsgrad"),
-        ("states", "holds no Adam states"),
+        ("states", "holds no states of an optimizer"),
         ("split", "different values of weight_decay for .*'second.weight'.*'second.odd'"),
     ],
 )

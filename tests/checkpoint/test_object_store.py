@@ -192,6 +192,23 @@ def test_listings_that_are_late(server: Server) -> None:
     assert numbers == sorted(set(numbers), reverse=True) and len(numbers) >= 2
 
 
+def test_pins_go_over_to_the_step_that_is_saved_again(server: Server) -> None:
+    folder = "s3://bucket/pins"
+    model, optimizer = trained(REM16, torch.int8)
+    with Checkpointer(model, optimizer, folder, keep=1, sigterm=False) as checkpointer:
+        checkpointer.save(2)
+        checkpointer.wait()
+        checkpointer.pin(2)
+        for step in (3, 2, 4, 5):
+            checkpointer.save(step)
+            checkpointer.wait()
+        assert checkpointer.steps() == [5, 2] and len(folder_at(folder).names()) == 2
+        checkpointer.unpin(2)
+        checkpointer.save(6)
+        checkpointer.wait()
+        assert checkpointer.steps() == [6] and len(folder_at(folder).names()) == 1
+
+
 def test_a_slow_store(server: Server) -> None:
     folder, server.delay = "s3://bucket/slow", 0.05
     model, optimizer = trained(REM16, torch.int8)

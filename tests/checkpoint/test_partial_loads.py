@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import distributed
-from fused_optim import FusedAdamW, LoadReport, load_optimizer_checkpoint
+from fused_optim import FusedAdamW, FusedLion, LoadReport, load_optimizer_checkpoint
 from fused_optim.checkpoint import Checkpointer
 
-FORMATS: dict[str, dict[str, Any]] = {
-    "float32": {},
-    "int8": {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8},
+OPTIMIZERS: dict[str, Callable[..., FusedAdamW | FusedLion]] = {
+    "float32": FusedAdamW,
+    "int8": partial(FusedAdamW, state_dtype=torch.int8),
+    "lion": partial(FusedLion, state_dtype=torch.int8),
 }
 
 
@@ -41,14 +44,14 @@ class Model(nn.Module):
         return x
 
 
-def build(how: str, fmt: str = "float32", dtype: torch.dtype = torch.float32, **model: Any) -> tuple[Model, FusedAdamW]:
+def build(how: str, fmt: str = "float32", dtype: torch.dtype = torch.float32, **model: Any) -> tuple[Model, Any]:
     built = Model(**model, dtype=dtype)
     if how == "fsdp":
         fully_shard(built, mesh=distributed.mesh())
-    return built, FusedAdamW(built.parameters(), lr=1e-2, **FORMATS[fmt])
+    return built, OPTIMIZERS[fmt](built.parameters(), lr=1e-2)
 
 
-def train(model: Model, optimizer: FusedAdamW, steps: int = 2) -> None:
+def train(model: Model, optimizer: Any, steps: int = 2) -> None:
     dtype = model.head.weight.dtype
     for step in range(steps):
         torch.manual_seed(step)
@@ -62,7 +65,7 @@ def full(value: Any) -> Tensor:
     return found.detach().clone()
 
 
-def snapshot(model: Model, optimizer: FusedAdamW) -> dict[str, Tensor]:
+def snapshot(model: Model, optimizer: Any) -> dict[str, Tensor]:
     """By name: weights, and the states in FP32."""
     names = {param: name for name, param in model.named_parameters()}
     found = {name: full(param) for name, param in model.named_parameters()}
@@ -166,7 +169,10 @@ def loads_what_fits(how: str, folder: str, fmt: str, form: str) -> None:
 
 
 @pytest.mark.parametrize("how, ranks", WAYS)
-@pytest.mark.parametrize("fmt, form", [("float32", "unscaled"), ("int8", "native"), ("int8", "unscaled")])
+@pytest.mark.parametrize(
+    "fmt, form",
+    [("float32", "unscaled"), ("int8", "native"), ("int8", "unscaled"), ("lion", "native"), ("lion", "unscaled")],
+)
 def test_what_fits_is_loaded(how: str, ranks: int, fmt: str, form: str, tmp_path: Path) -> None:
     distributed.run(ranks, loads_what_fits, how, str(tmp_path), fmt, form)
 
@@ -193,6 +199,15 @@ def test_names_that_are_none_are_refused(rename: Any, tmp_path: Path) -> None:
     assert report is None and same(after, before)
 
 
+@pytest.mark.parametrize("model_only", [False, True])
+def test_functions_that_fail_are_named(model_only: bool, tmp_path: Path) -> None:
+    save("plain", str(tmp_path), "int8", "native", torch.float32)
+    rename = {"body.0.weight": "body.0.weight"}.__getitem__
+    _, _, report, error = load("plain", str(tmp_path), "int8", {}, rename=rename, model_only=model_only)
+    assert isinstance(error, ValueError) and report is None
+    assert re.search(r"^rename: it failed for '[\w.]+': KeyError: ", str(error)), error
+
+
 def test_names_that_mean_the_same_are_refused(tmp_path: Path) -> None:
     save("plain", str(tmp_path), "int8", "native", torch.float32)
     rename = {"body.0": "body.1"}
@@ -207,6 +222,7 @@ def test_names_that_mean_the_same_are_refused(tmp_path: Path) -> None:
         ({"rename": "head"}, TypeError, "rename: expected a mapping or a function"),
         ({"without": "loader"}, TypeError, "without: expected a list of names"),
         ({"partial": [1]}, TypeError, "partial: expected a list of names"),
+        ({"partial": None}, TypeError, "partial: expected a list of names"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], error: type[Exception], match: str, tmp_path: Path) -> None:
@@ -257,18 +273,18 @@ class Noted(nn.Module):
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
 
 
-def noted(how: str, fmt: str) -> tuple[Noted, FusedAdamW]:
+def noted(how: str, fmt: str) -> tuple[Noted, Any]:
     model = Noted()
     if how == "fsdp":
         fully_shard(model, mesh=distributed.mesh())
-    return model, FusedAdamW([{"params": [model.weight]}, {"params": [model.frozen], "kind": "none"}], **FORMATS[fmt])
+    return model, OPTIMIZERS[fmt]([{"params": [model.weight]}, {"params": [model.frozen], "kind": "none"}])
 
 
 def users_entries(how: str, folder: str, fmt: str) -> None:
     model, optimizer = noted(how, fmt)
     model.weight.grad = torch.ones_like(model.weight)
     optimizer.step()
-    optimizer.param_groups[0]["lr_scale"] = 0.25
+    optimizer.param_groups[0].update(lr_scale=0.25, mine={"seen": {"batches": 3}, "names": ["a"]})
     mine = {
         "ema": torch.zeros_like(model.weight) + 3.0,
         "notes": {"seen": 7, "names": ["a", "b"]},
@@ -284,11 +300,12 @@ def users_entries(how: str, folder: str, fmt: str) -> None:
     assert type(state["ema"]) is type(mine["ema"]) and (full(state["ema"]) == 3).all()
     assert state["notes"] == mine["notes"] and state["count"] == 5
     assert torch.equal(optimizer.state[model.frozen]["mask"], torch.arange(4))
+    assert optimizer.param_groups[0]["mine"] == {"seen": {"batches": 3}, "names": ["a"]}
     assert optimizer.param_groups[0]["lr_scale"] == 0.25 and optimizer.param_groups[1]["kind"] == "none"
     assert optimizer.param_groups[0]["step"] == 1
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", OPTIMIZERS)
 @pytest.mark.parametrize("how, ranks", [("plain", 1), ("fsdp", 2)])
 def test_what_users_keep_is_loaded(how: str, ranks: int, fmt: str, tmp_path: Path) -> None:
     distributed.run(ranks, users_entries, how, str(tmp_path), fmt)
@@ -341,6 +358,53 @@ def test_replicas_that_differ(what: str, tmp_path: Path) -> None:
         assert not list(tmp_path.glob("step-*"))
 
 
+def replicas_of_other_shapes(folder: str) -> str:
+    rows = 2 if torch.distributed.get_rank() else 4
+    model = nn.ParameterDict({"weight": nn.Parameter(torch.ones(rows, 8 // rows))})
+    checkpointer = Checkpointer(model, FusedAdamW(model.parameters()), folder, sigterm=False)
+    checkpointer.save(1)
+    with pytest.raises(RuntimeError) as error:
+        checkpointer.wait()
+    return str(error.value)
+
+
+def test_replicas_of_other_shapes(tmp_path: Path) -> None:
+    """Their bytes are the same."""
+    for text in distributed.run(2, replicas_of_other_shapes, str(tmp_path)):
+        assert "ranks have different values of model.weight" in text
+
+
+@pytest.mark.parametrize("between", ["model_only", "failure", "dry_run", "load"])
+def test_steps_are_saved_again_after_other_loads(between: str, tmp_path: Path) -> None:
+    """A step that was just saved is passed over, unless a load has changed what there is."""
+    model, optimizer = build("plain")
+    train(model, optimizer)
+    with Checkpointer(model, optimizer, tmp_path, sigterm=False) as checkpointer:
+        checkpointer.save(1)
+        checkpointer.wait()
+        with torch.no_grad():
+            model.head.bias.fill_(5.0)
+        if between == "model_only":
+            checkpointer.load(1, model_only=True)
+        elif between == "failure":
+            with pytest.raises(ValueError, match="has no extra"):
+                Checkpointer(model, optimizer, tmp_path, extra={"mine": optimizer}, sigterm=False).load(1)
+            model.head = nn.Linear(64, 2)
+            with pytest.raises(ValueError, match="another model"):
+                checkpointer.load(1)
+            model.head = nn.Linear(64, 6)
+        elif between == "dry_run":
+            checkpointer.load(1, dry_run=True)
+        else:
+            checkpointer.load(1)
+        with torch.no_grad():
+            model.head.bias.fill_(7.0)
+        checkpointer.save(1)
+    other, its = build("plain")
+    Checkpointer(other, its, tmp_path, sigterm=False).load(1, model_only=True)
+    assert bool((other.head.bias == 7).all()) is (between in ("model_only", "failure"))
+
+
 def test_other_optimizers(tmp_path: Path) -> None:
     """Of torch.optim's: nothing is changed where something does not fit; what differs loads with the model alone."""
     model = Model()
@@ -350,7 +414,7 @@ def test_other_optimizers(tmp_path: Path) -> None:
         checkpointer.save(2)
     for other, kind, match in [
         (Model(layers=3), torch.optim.AdamW, "another model"),
-        (Model(), torch.optim.Adagrad, "another model or optimizer"),
+        (Model(), torch.optim.Adagrad, r"another optimizer: expected torch\.optim\.Adagrad, found torch\.optim\.AdamW"),
     ]:
         optimizer = kind(other.parameters())
         before = {name: value.clone() for name, value in other.state_dict().items()}
@@ -358,7 +422,7 @@ def test_other_optimizers(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=match):
             loading.load(2)
         assert same(other.state_dict(), before)
-        with pytest.raises(ValueError, match="strict, partial and rename are for a FusedAdam"):
+        with pytest.raises(ValueError, match="strict, partial and rename are for optimizers of fused_optim"):
             loading.load(2, strict=False)
         assert loading.load(2, strict=False, model_only=True) == 2
         assert torch.equal(other.head.weight, model.head.weight)

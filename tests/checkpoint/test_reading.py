@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import distributed
 from distributed import same_bits
 from fused_optim.checkpoint.reading import reader as reading
 from fused_optim.checkpoint.reading.reader import Reader, load
+from fused_optim.checkpoint.storage import folders
 from fused_optim.checkpoint.storage.folders import LocalFolder, folder_at
 from fused_optim.memory import host_memory
 
@@ -171,3 +174,40 @@ def test_what_cannot_be_locked_is_read_nevertheless(lockings: list[tuple[str, in
     with host_memory.locked([first, refused, refused]):
         assert lockings == [("lock", first.data_ptr())]
     assert lockings[1:] == [("unlock", first.data_ptr())]
+
+
+@pytest.mark.parametrize("most", [64, 2, 0])
+def test_files_are_opened_once(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all reads of all threads, as many as may be open; and closed at the end, also after an error."""
+    monkeypatch.setattr(folders, "_MOST_OPEN", most)
+    contents = {f"file{i}": bytes(range(i, i + 100)) for i in range(4)}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    opened: list[str] = []
+    original = LocalFolder._opened
+
+    def note(self: LocalFolder, name: str) -> int:
+        opened.append(name)
+        return original(self, name)
+
+    monkeypatch.setattr(LocalFolder, "_opened", note)
+    before = sorted(os.listdir("/proc/self/fd"))
+
+    def read(job: int) -> None:
+        name, start = f"file{job % 4}", job % 50
+        memory = bytearray(20)
+        folder.read_into(name, start, memoryview(memory))
+        assert bytes(memory) == contents[name][start : start + 20] == folder.read(name, start, 20)
+        assert folder.read(name) == contents[name]
+
+    kept = 0
+    with (
+        pytest.raises(EOFError, match="file1 ends at byte 100"),
+        folders.kept_open(LocalFolder(tmp_path)) as folder,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        list(pool.map(read, range(40)))
+        kept = len(os.listdir("/proc/self/fd")) - len(before)
+        assert len(opened) == kept + 40 + (4 - kept) * 20  # reads of all of a file open it, too
+        folder.read_into("file1", 90, memoryview(bytearray(11)))
+    assert kept == min(most, 4) and sorted(os.listdir("/proc/self/fd")) == before

@@ -13,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cases
+import distributed
+from fused_optim import FusedAdamW
 from fused_optim.checkpoint import Checkpointer
 from fused_optim.checkpoint.storage.directory import Found
-from fused_optim.checkpoint.storage.folders import LocalFolder
+from fused_optim.checkpoint.storage.folders import LocalFolder, folder_at
 from fused_optim.checkpoint.storage.manifest import Manifest
 from fused_optim.checkpoint.storage.retention import Retention
 from native_cases import trained
@@ -86,6 +88,60 @@ def test_pinned_ones_stay(folder: Any) -> None:
     assert checkpointer.steps() == [7]
 
 
+@pytest.mark.parametrize("again", ["the same", "another one"])
+def test_pins_go_over_to_the_step_that_is_saved_again(again: str, folder: Any) -> None:
+    """On object stores every attempt has a folder of its own: of a step only the last one stays, and is pinned."""
+    checkpointer = opened(folder, keep=1)
+    save(checkpointer, [1])
+    checkpointer.pin(1)
+    first = checkpointer.path(1)
+    if again == "another one":
+        checkpointer.close()
+        checkpointer = opened(folder, keep=1)
+    save(checkpointer, [2, 1])
+    second = checkpointer.path(1)
+    save(checkpointer, [3, 4])
+    assert checkpointer.steps() == [4, 1] and checkpointer.path(1) == second
+    assert len(folder_at(folder).names()) == 2 and (first != second) == (not folder_at(folder).is_local)
+    checkpointer.unpin(1)
+    save(checkpointer, [5])
+    assert checkpointer.steps() == [5] and len(folder_at(folder).names()) == 1
+
+
+def test_pins_go_over_where_listings_are_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this process has written it knows by itself."""
+    checkpointer = opened(f"memory://{tmp_path}", keep=1)
+    save(checkpointer, [1])
+    checkpointer.pin(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpointer._directory.folder, "names", list)
+        save(checkpointer, [2, 1])
+    last = checkpointer.path(1)
+    save(checkpointer, [3, 4])
+    assert checkpointer.steps() == [4, 1] and checkpointer.path(1) == last
+    fsspec.filesystem("memory").store.clear()
+
+
+def test_unpinning_lets_all_attempts_go(folder: Any) -> None:
+    """A process that ended while it saved again has left an earlier attempt pinned, too."""
+    checkpointer = opened(folder, keep=1)
+    save(checkpointer, [1])
+    first = folder_at(checkpointer.path(1))
+    checkpointer.pin(1)
+    kept = {name: first.read(name) for name in first.names()}
+    save(checkpointer, [2, 1])
+    last = checkpointer.path(1)
+    if not folder_at(folder).is_local:
+        for name, content in kept.items():
+            first.write(name, content)
+    save(checkpointer, [3])
+    assert sorted(checkpointer.steps()) == [1, 3] and checkpointer.path(1) == last
+    assert len(folder_at(folder).names()) == (2 if folder_at(folder).is_local else 3)
+    checkpointer.unpin(1)
+    save(checkpointer, [4])
+    assert checkpointer.steps() == [4] and len(folder_at(folder).names()) == 1
+
+
 @pytest.mark.parametrize(
     "options, error, match",
     [
@@ -102,15 +158,47 @@ def test_wrong_options(options: dict[str, Any], error: Any, match: str, tmp_path
         opened(tmp_path, **options)
 
 
-@pytest.mark.parametrize("metrics", [{"loss": "low"}, {"loss": torch.ones(2)}, {1: 2.0}, [("loss", 1.0)]])
+class Unready:
+    """No number yet."""
+
+    def __float__(self) -> float:
+        raise KeyError("loss")
+
+
+WRONG = [{"loss": "low"}, {"loss": "0.5"}, {"loss": torch.ones(2)}, {"loss": Unready()}, {1: 2.0}, [("loss", 1.0)]]
+
+
+@pytest.mark.parametrize("metrics", WRONG)
 def test_wrong_metrics(metrics: Any, tmp_path: Path) -> None:
     checkpointer = opened(tmp_path)
     with pytest.raises(TypeError, match="metrics: "):
         checkpointer.save(1, metrics=metrics)
     assert not list(tmp_path.iterdir())
-    checkpointer.save(1, metrics={"loss": torch.tensor(2.0)})
+    checkpointer.save(1, metrics={"loss": torch.tensor(2.0), "perplexity": 10**400})
     checkpointer.wait()
     assert checkpointer.steps() == [1]
+
+
+def metrics_of_one_rank(folder: str, wrong: int) -> tuple[str, list[int]]:
+    rank = torch.distributed.get_rank()
+    model = torch.nn.Linear(2, 2)
+    checkpointer = Checkpointer(model, FusedAdamW(model.parameters()), folder, sigterm=False)
+    error = ""
+    try:
+        checkpointer.save(1, metrics={"loss": "low" if rank == wrong else 1.0})
+    except TypeError as caught:
+        error = str(caught)
+    checkpointer.save(2, metrics={"loss": 2.0})
+    checkpointer.wait()
+    return error, checkpointer.steps()
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_metrics_of_one_rank(wrong: int, tmp_path: Path) -> None:
+    """Those of the first rank count: all ranks raise where they are wrong; nobody asks the others."""
+    for error, steps in distributed.run(2, metrics_of_one_rank, str(tmp_path), wrong):
+        assert error.startswith("metrics: ") if wrong == 0 else not error
+        assert steps == ([2] if wrong == 0 else [2, 1])
 
 
 def found(name: str, step: int, number: int, metrics: dict[str, float]) -> Found:

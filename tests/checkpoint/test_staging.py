@@ -15,8 +15,9 @@ import cases
 import distributed
 from checkpoint_cases import Run
 from distributed import assert_same, same_bits
-from fused_optim import FusedAdam
+from fused_optim import FusedAdam, FusedLion
 from fused_optim.checkpoint import PinnedStager
+from fused_optim.checkpoint.writing.staging import _is_captured, _memory_of
 from fused_optim.memory.host_memory import HostBuffers
 from fused_optim.quantized import QuantizedTensor
 from fused_optim.sharding.dtensor import keep_chunks, local_tensor
@@ -192,6 +193,23 @@ def test_memory_is_allocated_before_the_first_save(monkeypatch: pytest.MonkeyPat
     assert torch.equal(stager.stage(state).result()["x"], state["x"])
     with pytest.raises(TypeError):  # of another size
         stager.stage({"x": torch.ones(5001)})
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, FusedLion])
+def test_what_steps_change_whatever_the_rule(kind: type[FusedAdam] | type[FusedLion]) -> None:
+    """Bits, scales and parameters; of captured steps nobody knows when. Ours wait without a hook of the stager's."""
+    param = nn.Parameter(torch.randn(4, 128).bfloat16())
+    optimizer = kind([param], state_dtype="int8")
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    layout = optimizer.store.layouts[param]
+    found = {tensor.untyped_storage().data_ptr() for tensor in (param, layout.scales, *optimizer.state[param].values())}
+    assert _memory_of([optimizer]) == found and len(found) == 3 + len(optimizer.rule.states)
+    assert not _is_captured(optimizer)
+    optimizer.stepper.scalars.captured = True
+    assert _is_captured(optimizer)
+    PinnedStager(optimizer)
+    assert not optimizer._optimizer_step_pre_hooks
 
 
 @pytest.mark.parametrize("shared", [False, True])

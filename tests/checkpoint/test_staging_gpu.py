@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import cases
 from distributed import assert_same
-from fused_optim import FusedAdam, enable_gradient_release
+from fused_optim import FusedAdam, FusedLion, enable_gradient_release
 from fused_optim.checkpoint import PinnedStager, wait_for_copies
 from fused_optim.memory import copies
 from fused_optim.quantized import quantize_model_
@@ -257,12 +257,13 @@ def test_other_optimizers() -> None:
     assert_same(values_of(staged.result()), expected)
 
 
+@pytest.mark.parametrize("kind", [FusedAdam, FusedLion])
 @pytest.mark.parametrize("form", FORMS)
-def test_replays_of_captured_steps(form: str) -> None:
+def test_replays_of_captured_steps(form: str, kind: type[FusedAdam] | type[FusedLion]) -> None:
     """They ask nobody: what is queued next waits for the copies at once."""
     param = nn.Parameter(torch.randn(64, 256, device=DEVICE).bfloat16())
-    options = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8, "store_param_remainders": True}
-    optimizer = FusedAdam([param], lr=0.1, capturable=True, checkpoint_format=form, **options)
+    options: Any = {"state_dtype": torch.int8, "store_param_remainders": True}
+    optimizer = kind([param], lr=0.1, capturable=True, checkpoint_format=form, **options)
     param.grad = torch.randn_like(param)
     optimizer.step()
     graph = torch.cuda.CUDAGraph()

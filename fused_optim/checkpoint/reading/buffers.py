@@ -21,6 +21,13 @@ def buffer_for(param: Tensor, info: TensorInfo) -> Tensor:
     return rewrap_shaped(room(shape, info.dtype), param, info.shape)
 
 
+def buffer_beside(param: Tensor, info: TensorInfo | None) -> Tensor | None:
+    """For what is kept beside the states: placed as ``param`` where it has its shape. None for what is no tensor."""
+    if info is None or info.shape == param.shape:
+        return None if info is None else buffer_for(param, info)
+    return room(info.shape, info.dtype)
+
+
 def native_buffer_for(param: Tensor, info: TensorInfo) -> Tensor:
     """For a part of a state in the native form, which can be cut by rows only: otherwise every rank reads all of it."""
     if isinstance(param, DTensor) and all(p.is_replicate() or p.is_shard(0) for p in param.placements):

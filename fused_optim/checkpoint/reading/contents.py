@@ -5,10 +5,11 @@ Keys are ``state.<id>.exp_avg`` and ``param_groups...``, where the id is a param
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,18 +18,20 @@ from torch import Tensor
 
 from fused_optim.checkpoint.reading.leeway import Naming
 from fused_optim.checkpoint.reading.source import Source
+from fused_optim.checkpoint.storage.nested import Path, assembled, setting_after
+from fused_optim.memory.host_memory import room
+from fused_optim.memory.layout import MASTER, STEP
 
-# `exp_avg.bits` and the like: the components of a state in the native form
-_STATE_KEY = re.compile(
-    r"(?P<id>.+)\.(?P<name>exp_avg|exp_avg_sq|max_exp_avg_sq|master_param|step)(\.(?P<component>\w+))?"
-)
+AMSGRAD = "max_exp_avg_sq"
+_ADAMS = ("exp_avg", "exp_avg_sq", AMSGRAD, MASTER, STEP)  # in the checkpoints of other libraries, too
 NOT_SETTINGS = ("params", "param_names", "step")  # of a param group
+_PARAMS = re.compile(r"(?P<number>\d+)\.params")  # of a param group with a number
 _LONGEST = 1000  # of keys, each of whose prefixes is looked at
 _COMPONENTS = ("bits", "scale", "format", "block", "rem16", "rem8", "check")
 
 
 class NoStates(ValueError):
-    """Raised for a checkpoint without states of Adam."""
+    """Raised for a checkpoint without states of an optimizer."""
 
 
 @dataclass
@@ -66,31 +69,49 @@ def read_contents(source: Source) -> Contents:
     return contents
 
 
-def find_contents(source: Source, naming: Naming) -> Contents:
-    """What the keys say; nothing is read. Raises :class:`NoStates` where there are none of Adam's."""
+def find_contents(source: Source, naming: Naming, states: Iterable[str] = ()) -> Contents:
+    """What the keys say; nothing is read. ``states``: the names of those that there may be beside Adam's.
+
+    Raises :class:`NoStates` where there are neither states nor param groups.
+    """
+    _check_lengths(source)
+    known = _component_of(frozenset({*_ADAMS, *states}))
+    return _sorted_by_parameter(source, Contents(_find_prefix(source, naming, known), naming), known)
+
+
+def find_others(source: Source, naming: Naming, prefix: str) -> Contents:
+    """Of an optimizer of which nothing is known: all states are among ``others``."""
+    _check_lengths(source)
+    return _sorted_by_parameter(source, Contents(prefix, naming), _component_of(frozenset()))
+
+
+def _check_lengths(source: Source) -> None:
     if long := next((key for key in source.entries if len(key) > _LONGEST), None):
         raise ValueError(f"{source.path}: {long[:100]}...: expected keys of {_LONGEST} characters at most")
-    contents = Contents(_find_prefix(source, naming), naming)
+
+
+def _sorted_by_parameter(source: Source, contents: Contents, known: re.Pattern[str]) -> Contents:
     first, others = f"{contents.prefix}state.", []
     for key in source.entries:
-        if match := _state_of(key, contents.prefix):
-            states = contents.states.setdefault(naming.note(match["id"]), {})
+        if match := _state_of(key, contents.prefix, known):
+            states = contents.states.setdefault(contents.naming.note(match["id"]), {})
             states.setdefault(match["name"], {})[match["component"] or ""] = key
         elif key.startswith(first):
             others.append(key)
     for key in others:
         if found := _split(key.removeprefix(first), contents):
-            contents.others.setdefault(found[0], {})[found[1]] = key
+            contents.others.setdefault(contents.naming(found[0]), {})[found[1]] = key
     return contents
 
 
 def _split(text: str, contents: Contents) -> tuple[str, str] | None:
-    """The id that a key begins with, and what follows. None where no such parameter is known."""
+    """The parameter that a key begins with, and what follows. None where no such parameter is known."""
     parts = text.split(".")
     for count in range(len(parts) - 1, 0, -1):
-        id_ = contents.naming(".".join(parts[:count]))
+        saved = ".".join(parts[:count])
+        id_ = contents.naming(saved)
         if id_ in contents.states or id_ in contents.naming.known:
-            return id_, ".".join(parts[count:])
+            return saved, ".".join(parts[count:])
     return None
 
 
@@ -102,22 +123,65 @@ def optimizer_keys(source: Source, prefix: str) -> set[str]:
 def read_settings(source: Source, contents: Contents) -> None:
     """Of the param groups."""
     first = f"{contents.prefix}param_groups."
-    values = read_small(source, [key for key in source.entries if key.startswith(first)])
-    groups: dict[str, dict[str, Any]] = {}
-    for key, value in values.items():
-        owner, _, name = key.removeprefix(first).rpartition(".")
-        groups.setdefault(owner, {})[name] = value
-    numbered = [group for group in groups if "params" in groups[group]]
-    for group in sorted(numbered, key=int):
+    texts = {key: key.removeprefix(first) for key in source.entries if key.startswith(first)}
+    numbers = {match["number"] for text in texts.values() if (match := _PARAMS.fullmatch(text))}
+    source.check(texts)  # before memory is reserved
+    infos = {key: source.entries[key] for key in texts}
+    values = source.read({key: None if info is None else room(info.shape, info.dtype) for key, info in infos.items()})
+    found: dict[str, dict[Path, Any]] = {}
+    for key, text in texts.items():
+        group, setting = _group_and_setting(text, source.place(key), numbers, contents)
+        found.setdefault(group, {})[setting_after(source.place(key), setting)] = values[key]
+    groups = {group: assembled(settings) for group, settings in found.items()}
+    for group in sorted(numbers, key=int):
         settings = groups.pop(group)
         contents.order.append([contents.naming(str(id_)) for id_ in settings.pop("params")])
         contents.settings.update({id_: settings for id_ in contents.order[-1]})
-    # The flattened form has a group per parameter.
     contents.settings.update({contents.naming(id_): settings for id_, settings in groups.items()})
 
 
+def _group_and_setting(text: str, place: Path, numbers: Collection[str], contents: Contents) -> tuple[str, str]:
+    """Of a key of the param groups. The flattened form has a group for each parameter, of its name."""
+    group, _, setting = text.partition(".")
+    if group in numbers and "param_groups" in place:
+        return group, setting
+    if (known := _split(text, contents)) and known[0] not in numbers:
+        return known
+    if group in numbers:
+        return group, setting
+    group, _, setting = text.rpartition(".")
+    return group, setting
+
+
+def common_settings(source: Source, what: str, settings: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """What the members of a param group have alike. ``settings``: of each, after its name for messages."""
+    found: dict[str, Any] = {}
+    owner: dict[str, str] = {}
+    for member, own in settings:
+        for key, value in own.items():
+            if key in found and not _equal(found[key], value):
+                raise ValueError(
+                    f"{what}: {source.path} has different values of {key} for {owner[key]} and {member}, which are in "
+                    "one group of this optimizer; build it with the checkpoint's groups"
+                )
+            found.setdefault(key, value)
+            owner.setdefault(key, member)
+    return found
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        dtype = a.dtype if isinstance(a, Tensor) else b.dtype
+        return torch.equal(torch.as_tensor(a, dtype=dtype).flatten(), torch.as_tensor(b, dtype=dtype).flatten())
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_equal(value, b[key]) for key, value in a.items())
+    return bool(a == b)
+
+
 def read_small(source: Source, keys: Iterable[str]) -> dict[str, Any]:
-    """Settings and steps: numbers, texts, tensors of one element."""
+    """Steps and formats: numbers, texts, tensors of one element."""
     wanted: dict[str, Tensor | None] = {}
     for key in keys:
         info = source.entries[key]
@@ -140,27 +204,33 @@ def read_steps(source: Source, contents: Contents) -> dict[str, int]:
     return steps | {id_: int(settings["step"]) for id_, settings in contents.settings.items() if "step" in settings}
 
 
-def _state_of(key: str, prefix: str) -> re.Match[str] | None:
+@functools.cache
+def _component_of(names: frozenset[str]) -> re.Pattern[str]:
+    """``exp_avg.bits`` and the like: the components of a state in the native form."""
+    return re.compile(rf"(?P<id>.+)\.(?P<name>{'|'.join(sorted(names)) or '(?!)'})(\.(?P<component>\w+))?")
+
+
+def _state_of(key: str, prefix: str, known: re.Pattern[str]) -> re.Match[str] | None:
     first = f"{prefix}state."
-    match = _STATE_KEY.fullmatch(key, len(first)) if key.startswith(first) else None
+    match = known.fullmatch(key, len(first)) if key.startswith(first) else None
     return match if match and match["component"] in (None, *_COMPONENTS) else None
 
 
-def _find_prefix(source: Source, naming: Naming) -> str:
+def _find_prefix(source: Source, naming: Naming, states: re.Pattern[str]) -> str:
     """What comes before ``state.`` and ``param_groups.``: the one under which most of the names are known."""
     known: Counter[str] = Counter()
     total: Counter[str] = Counter()
     for key in source.entries:
         for start in re.finditer(r"(?:^|(?<=\.))(?:state\.|param_groups\.)", key):
             prefix = key[: start.start()]
-            match = _state_of(key, prefix)
+            match = _state_of(key, prefix, states)
             total[prefix] += bool(match) or start[0] == "param_groups."
             known[prefix] += bool(match and (naming(match["id"]) in naming.known or match["id"].isdigit()))
     ranked = sorted(total, key=lambda prefix: (known[prefix], total[prefix]), reverse=True)
     if not ranked or not total[ranked[0]]:
         found = ", ".join(list(source.entries)[:4]) or "nothing"
         expected = "expected keys such as state.<parameter>.exp_avg and param_groups.0.lr"
-        raise NoStates(f"{source.path} holds no Adam states: {expected}, found {found}")
+        raise NoStates(f"{source.path} holds no states of an optimizer: {expected}, found {found}")
     if len(ranked) > 1 and known[ranked[1]] and known[ranked[0]] == known[ranked[1]]:
         raise ValueError(
             f"{source.path} holds several optimizers for these parameters: under {ranked[0]!r} and {ranked[1]!r}"

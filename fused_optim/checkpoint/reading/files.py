@@ -34,11 +34,14 @@ class TorchFile(Source):
             content = dict(enumerate(content))
         if not isinstance(content, Mapping):
             raise ValueError(f"{path}: expected a dict of torch.save, found {type(content).__name__}")
-        self._values, _ = flatten_state_dict(dict(content))
+        self._values, self._places = flatten_state_dict(dict(content))
         self.entries = {
             key: TensorInfo(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else None
             for key, value in self._values.items()
         }
+
+    def place(self, key: str) -> tuple[str | int, ...]:
+        return self._places[key]
 
     def nbytes(self, key: str) -> int:
         value = self._values[key]

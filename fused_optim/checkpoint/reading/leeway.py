@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 from fused_optim.options.checks import some_of
 from fused_optim.sharding.collective import unwrapped_name
@@ -22,8 +23,9 @@ class Leeway:
     @classmethod
     def of(cls, strict: bool, partial: Iterable[str], rename: Rename | None) -> Leeway:
         """Raises TypeError for what is no list of patterns, and no mapping or function."""
-        patterns = () if isinstance(partial, str) else tuple(partial)
-        if isinstance(partial, str) or not all(isinstance(pattern, str) for pattern in patterns):
+        is_list = isinstance(partial, Iterable) and not isinstance(partial, str)
+        patterns = tuple(partial) if is_list else ()
+        if not is_list or not all(isinstance(pattern, str) for pattern in patterns):
             raise TypeError(f"partial: expected a list of names or patterns such as ['head.*'], got {partial!r}")
         if rename is not None and not isinstance(rename, Mapping) and not callable(rename):
             raise TypeError(f"rename: expected a mapping or a function of names, got {type(rename).__name__}")
@@ -62,7 +64,7 @@ class Naming:
         if self._rename is None or saved.isdigit():  # positions are no names
             return saved
         if not isinstance(self._rename, Mapping):
-            return _name(self._rename(saved), saved)
+            return _name(self._called(saved), saved)
         parts = saved.split(".")
         for count in range(len(parts), -1, -1):
             before = ".".join(parts[:count])
@@ -70,6 +72,13 @@ class Naming:
                 new = _name(self._rename[before], before)
                 return ".".join([*([new] if new else []), *parts[count:]])
         return saved
+
+    def _called(self, saved: str) -> Any:
+        assert callable(self._rename)
+        try:
+            return self._rename(saved)
+        except Exception as error:
+            raise ValueError(f"rename: it failed for {saved!r}: {type(error).__name__}: {error}") from error
 
     @property
     def renamed(self) -> dict[str, str]:

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint._traverse import set_element
 from torch.utils._pytree import tree_leaves
 
-from fused_optim.adam import FusedAdam
-from fused_optim.checkpoint.reading.buffers import buffer_for, native_buffer_for
+from fused_optim.checkpoint.reading.buffers import buffer_beside, buffer_for, native_buffer_for
 from fused_optim.checkpoint.reading.contents import (
+    AMSGRAD,
     Contents,
+    common_settings,
     find_contents,
     nested,
     optimizer_keys,
@@ -33,16 +33,17 @@ from fused_optim.checkpoint.reading.opening import open_source
 from fused_optim.checkpoint.reading.source import Source
 from fused_optim.checkpoint.storage.checksums import verify_items
 from fused_optim.checkpoint.storage.folders import Folder, PathLike, folder_at
-from fused_optim.memory.host_memory import locked, room
+from fused_optim.checkpoint.storage.nested import assembled, setting_after
+from fused_optim.memory.host_memory import locked
 from fused_optim.memory.layout import MASTER, STEP
+from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.options.checks import check_whole, describe, some_of
 from fused_optim.sharding.collective import distinct, on_all_ranks, parameter_names
 from fused_optim.sharding.dtensor import has_own_chunks, local_tensor
-from fused_optim.state.groups import DESCRIPTION
+from fused_optim.state.groups import DESCRIPTION, RULE, check_rule
 from fused_optim.state.remainders import is_remainder, unpack_remainder
 from fused_optim.state.state_dict import check, check_states, taken_keys, warn_of_earlier_steps
 
-_REQUIRED_SETTINGS = ("lr", "betas", "eps", "weight_decay")
 _Components = Mapping[str, Mapping[str, str]]  # state -> component ("": whole) -> key
 
 
@@ -69,7 +70,7 @@ class LoadReport:
 
 def load_optimizer_checkpoint(
     model: torch.nn.Module,
-    optimizer: FusedAdam,
+    optimizer: ShardedOptimizer,
     path: PathLike | Folder,
     *,
     verify: bool | None = None,
@@ -77,7 +78,7 @@ def load_optimizer_checkpoint(
     partial: Collection[str] = (),
     rename: Rename | None = None,
 ) -> LoadReport:
-    """Load this library's, torch.optim.Adam(W)'s, TransformerEngine's or Apex's optimizer checkpoint.
+    """Load this library's optimizer checkpoint; a FusedAdam loads torch.optim.Adam(W)'s, Apex's, TransformerEngine's.
 
     ``path`` is a folder of torch.distributed.checkpoint, also one that fsspec opens (``s3://...``), a file of
     torch.save with full tensors, or what ``convert`` writes as safetensors; see ``docs/foreign_checkpoints.md``. Code
@@ -96,8 +97,8 @@ def load_optimizer_checkpoint(
     all of them.
 
     A collective: all ranks call it. Raises on every rank if it fails on one; nothing has been changed then. Raises
-    TypeError for flat shards of FSDP1, ValueError for a checkpoint of another model, with what it lacks and what it has
-    beyond it.
+    TypeError for flat shards of FSDP1, ValueError for a checkpoint of another update rule, and of another model, with
+    what it lacks and what it has beyond it.
     """
     with on_all_ranks(f"loading {path}"):
         leeway = Leeway.of(strict, partial, rename)
@@ -107,7 +108,7 @@ def load_optimizer_checkpoint(
 
 
 def checked(
-    model: torch.nn.Module, optimizer: FusedAdam, source: Source, *, verify: bool | None, leeway: Leeway
+    model: torch.nn.Module, optimizer: ShardedOptimizer, source: Source, *, verify: bool | None, leeway: Leeway
 ) -> Loader:
     """What :func:`load_optimizer_checkpoint` finds in one that is open, compared with the optimizer; a collective.
 
@@ -117,7 +118,7 @@ def checked(
     optimizer.store.exchange_offsets()
     everyone = {name for names in distinct(_all_names(model)) for name in names}
     with on_all_ranks(doing):
-        contents = find_contents(source, Naming(everyone, leeway.rename))
+        contents = find_contents(source, Naming(everyone, leeway.rename), optimizer.store.state_names)
     if verify is not False:
         metadata = source.metadata if isinstance(source, DcpFolder) else None
         keys = optimizer_keys(source, contents.prefix)
@@ -136,7 +137,7 @@ class Loader:
     """Turns a checkpoint into a state dict of one optimizer. All of it is checked when this is made."""
 
     def __init__(
-        self, model: torch.nn.Module, optimizer: FusedAdam, source: Source, contents: Contents, leeway: Leeway
+        self, model: torch.nn.Module, optimizer: ShardedOptimizer, source: Source, contents: Contents, leeway: Leeway
     ) -> None:
         self.optimizer = optimizer
         self.source = source
@@ -145,6 +146,7 @@ class Loader:
         self.contents = contents
         self._leeway = leeway
         self._differences = Differences()
+        check_rule(optimizer.rule, contents.settings.values(), str(source.path))
         self.ids = self._match()
         self.saved_steps = read_steps(self.source, self.contents)
         self._found = self._states()
@@ -195,11 +197,13 @@ class Loader:
             return self._match_positions()
         ids = [next((n for n in self.names.get(p, ()) if n in listed), "") for p in self.params]
         new = [i for i, id_ in enumerate(ids) if not id_ and self.params[i].requires_grad]
-        removed = sorted(listed - known)
+        untied = {name for names in self.names.values() for name in [n for n in names if n in listed][1:]}
+        removed = sorted((listed - known) | untied)
         missing = [self._describe(i) for i in new if not self._is_admitted(i)]
         unexpected = [name for name in removed if not self._leeway.admits(name)]
         if missing or unexpected:
-            self._refuse_other_model(missing, unexpected)
+            shown = [f"{name} (tied in the model)" if name in untied else name for name in unexpected]
+            self._refuse_other_model(missing, shown)
         trainable = [i for i, id_ in enumerate(ids) if id_ and id_ not in saved and self.params[i].requires_grad]
         self._differences = Differences(
             new=tuple(map(self._shown, new)),
@@ -266,8 +270,11 @@ class Loader:
 
     def _check_states(self, i: int) -> None:
         states, param = self.contents.states[self.ids[i]], self.params[i]
-        if "max_exp_avg_sq" in states:
-            raise ValueError(f"{self._describe(i)}: {self.source.path} was saved with amsgrad=True: not supported")
+        if unknown := sorted(states.keys() - {*self.optimizer.store.state_names, STEP}):
+            reason = (
+                "amsgrad=True: not supported" if unknown == [AMSGRAD] else f"{', '.join(unknown)}: another optimizer's"
+            )
+            raise ValueError(f"{self._describe(i)}: {self.source.path} was saved with {reason}")
         if self.ids[i] not in self.saved_steps:
             text = "has its states but no step, neither its own nor its param group's; it is not guessed"
             if self.contents.settings and self.ids[i] not in self.contents.settings:
@@ -289,7 +296,7 @@ class Loader:
     def _group(self, number: int, members: range) -> dict[str, Any]:
         what = f"param group {number}"
         settings = self._group_settings(number, self.optimizer.param_groups[number], members)
-        lacking = [key for key in _REQUIRED_SETTINGS if key not in settings]
+        lacking = [key for key in ("lr", *self.optimizer.rule.shown, "weight_decay") if key not in settings]
         saved = [i for i in members if self.ids[i]]
         if lacking and any(self.params[i].requires_grad for i in saved):
             raise ValueError(f"{what}: {self.source.path} lacks its {', '.join(lacking)}")
@@ -299,23 +306,14 @@ class Loader:
 
     def _group_settings(self, number: int, group: Mapping[str, Any], members: Iterable[int]) -> dict[str, Any]:
         """What the checkpoint has for all members alike."""
-        found: dict[str, Any] = {}
-        owner: dict[str, int] = {}
-        for i in members:
+
+        def taken(i: int) -> dict[str, Any]:
             settings = self.contents.settings.get(self.ids[i], {})
-            taken = {*taken_keys(self.optimizer.store, group, settings), *DESCRIPTION}
-            for key, value in settings.items():
-                if key not in taken:
-                    continue
-                if key in found and not _equal(found[key], value):
-                    both = f"{self._describe(owner[key])} and {self._describe(i)}"
-                    raise ValueError(
-                        f"param group {number}: {self.source.path} has different values of {key} for {both}, which are "
-                        "in one group of this optimizer; build it with the checkpoint's groups"
-                    )
-                found.setdefault(key, value)
-                owner.setdefault(key, i)
-        return found
+            keys = {*taken_keys(self.optimizer.store, group, settings), *DESCRIPTION, RULE}
+            return {key: value for key, value in settings.items() if key in keys}
+
+        described = ((self._describe(i), taken(i)) for i in members)
+        return common_settings(self.source, f"param group {number}", described)
 
     def _read_objects(self) -> dict[str, Any]:
         """What is no tensor."""
@@ -354,26 +352,13 @@ class Loader:
                     buffers[key] = buffer(self.params[i], info)
         others = {i: self.contents.others.get(id_, {}) for i, id_ in enumerate(self.ids)}
         for i, keys in others.items():
-            buffers |= {key: self._buffer_for_other(self.params[i], key) for key in keys.values()}
+            buffers |= {key: buffer_beside(self.params[i], self.source.entries[key]) for key in keys.values()}
         values = self._objects | self.source.read(buffers)
         state: dict[int, dict[str, Any]] = {i: {} for i in range(len(self.ids)) if i in self._found or others[i]}
         for i, own in state.items():
             own |= {name: nested(keys, values) for name, keys in self._found.get(i, {}).items()}
-            for text, key in others[i].items():
-                set_element(own, self._path(key, text), values[key])
+            own |= assembled({setting_after(self.source.place(key), t): values[key] for t, key in others[i].items()})
         return state
-
-    def _buffer_for_other(self, param: Tensor, key: str) -> Tensor | None:
-        """For what users keep beside the states: placed as the parameter where it has its shape."""
-        info = self.source.entries[key]
-        if info is None:
-            return None
-        return buffer_for(param, info) if info.shape == param.shape else room(info.shape, info.dtype)
-
-    def _path(self, key: str, text: str) -> tuple[str | int, ...]:
-        """Where an entry of a parameter's states is among them; ``text``: what its key ends with."""
-        place = self.source.place(key)
-        return next((p for n in range(len(place)) if ".".join(map(str, p := place[n:])) == text), (text,))
 
     def _check_parameters(self, state: Mapping[int, Mapping[str, Any]]) -> None:
         """Raise ValueError for parameters that are not those that their remainders belong to. A collective."""
@@ -400,12 +385,3 @@ def _keys(states: _Components) -> Iterator[str]:
 
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        dtype = a.dtype if isinstance(a, Tensor) else b.dtype
-        return torch.equal(torch.as_tensor(a, dtype=dtype).flatten(), torch.as_tensor(b, dtype=dtype).flatten())
-    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
-        return list(a) == list(b)
-    return bool(a == b)

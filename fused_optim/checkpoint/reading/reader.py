@@ -6,6 +6,7 @@ Runs no code that a checkpoint might hold: metadata and tensors are unpickled by
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import os
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from fused_optim.checkpoint.storage.folders import Folder
+from fused_optim.checkpoint.storage.folders import Folder, kept_open
 from fused_optim.checkpoint.storage.metadata import check_files, range_of, read_metadata
 from fused_optim.checkpoint.storage.pickles import Outside, read_pickle, stand_in
 from fused_optim.checkpoint.storage.threads import threads_to_read
@@ -98,14 +99,14 @@ class Reader(StorageReader):
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         tensors.sort(key=lambda item: self._place(item)[:2])
         upload = _Upload()
-        with ThreadPoolExecutor(threads_to_read()) as pool:
-            contents = pool.map(lambda item: self._folder.read(*self._place(item)), objects)
+        with kept_open(self._folder) as folder, ThreadPoolExecutor(threads_to_read()) as pool:
+            contents = pool.map(lambda item: folder.read(*self._place(item)), objects)
             for item, content in zip(objects, contents, strict=True):
                 planner.load_bytes(item, io.BytesIO(content))
             targets = [planner.resolve_tensor(item).detach() for item in tensors]
-            prepared = pool.map(self._prepare, tensors, targets)
+            prepared = pool.map(functools.partial(self._prepare, folder), tensors, targets)
             pieces = [piece for found in prepared for piece in found]
-            for _ in pool.map(lambda piece: piece.read(self._folder, upload), pieces):
+            for _ in pool.map(lambda piece: piece.read(folder, upload), pieces):
                 pass
         for item, target in zip(tensors, targets, strict=True):
             planner.commit_tensor(item, target)
@@ -116,17 +117,17 @@ class Reader(StorageReader):
     def _place(self, item: ReadItem) -> tuple[str, int, int]:
         return range_of(item.storage_index.fqn, self._stored[item.storage_index])
 
-    def _prepare(self, item: ReadItem, target: Tensor) -> list[_Piece]:
+    def _prepare(self, folder: Folder, item: ReadItem, target: Tensor) -> list[_Piece]:
         """What is still to be read into ``target``: nothing, where the stored tensor had to be read as a whole."""
         file, start, length = self._place(item)
-        stored = _describe(self._folder.read(file, start, min(length, _HEAD)), length)
+        stored = _describe(folder.read(file, start, min(length, _HEAD)), length)
         rows = None if stored is None else _rows(item, stored, target)
         if stored is not None and rows is not None:
             first, last = rows
             size = math.prod(stored.shape[1:]) * target.element_size()
             return list(_pieces(file, start + stored.offset + first * size, target, (last - first) * size))
         name = item.storage_index.fqn
-        tensor = load_object(io.BytesIO(self._folder.read(file, start, length)), name)
+        tensor = load_object(io.BytesIO(folder.read(file, start, length)), name)
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name}: expected a tensor, found {type(tensor).__name__}")
         for dim, (offset, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):

@@ -17,7 +17,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 
 from fused_optim.checkpoint.storage.damage import Damaged
-from fused_optim.checkpoint.storage.folders import Folder, PathLike, folder_at
+from fused_optim.checkpoint.storage.folders import Folder, PathLike, folder_at, kept_open
 from fused_optim.checkpoint.storage.metadata import FILE as METADATA
 from fused_optim.checkpoint.storage.metadata import read_metadata
 from fused_optim.checkpoint.storage.threads import threads_to_read
@@ -129,9 +129,9 @@ def _sum_up(folder: Folder, items: Iterable[_Item]) -> Iterator[tuple[_Item, str
     def sum_up(item: _Item) -> str | ValueError:
         if own.memory is None:
             own.memory = memoryview(bytearray(_NEAR if folder.is_local else _FAR))
-        return _crc(folder, item, own.memory)
+        return _crc(opened, item, own.memory)
 
-    with ThreadPoolExecutor(threads_to_read()) as pool:
+    with kept_open(folder) as opened, ThreadPoolExecutor(threads_to_read()) as pool:
         yield from zip(listed, pool.map(sum_up, listed), strict=True)
 
 

@@ -141,6 +141,9 @@ class CheckpointDirectory:
         earlier = self._own()
         known = max((each.number for each in self._manifests.values()), default=0)  # listings may be late
         found = replace(found, number=known + 1)
+        pinned = [] if self.folder.is_local else self._pinned(step)
+        if pinned:
+            draft.write(PINNED, b"")
         if self.folder.is_local:
             draft.remove(owners.FILE)
         manifest.write(draft, found)
@@ -151,6 +154,8 @@ class CheckpointDirectory:
             name = self._publish(draft.name)
         else:
             draft.remove(owners.FILE)
+            for place in pinned:  # which the new one stands for
+                place.remove(PINNED)
         self._manifests[name] = found
         self._prune([Found(name, step, found), *(each for each in earlier if each.name != name)])
 
@@ -223,13 +228,23 @@ class CheckpointDirectory:
                 logger.warning("checkpoint of step %d cannot be removed: %s", each.step, error)
 
     def pin(self, found: Found, pinned: bool) -> None:
-        """Whether a checkpoint stays whatever else is saved."""
-        place = self.folder_of(found)
+        """Whether a checkpoint stays whatever else is saved. All attempts at its step are let go together."""
         if pinned:
-            place.write(PINNED, b"")
+            places = [self.folder_of(found)]
+            places[0].write(PINNED, b"")
         else:
-            place.remove(PINNED)
-        place.sync()
+            places = self._pinned(found.step)
+            for place in places:
+                place.remove(PINNED)
+        for place in places:
+            place.sync()
+
+    def _pinned(self, step: int) -> list[Folder]:
+        """The attempts at a step that are."""
+        names = {*self.folder.names(), *self._manifests}  # listings may be late
+        matches = ((name, _VISIBLE.fullmatch(name)) for name in sorted(names))
+        places = [self.folder.child(name) for name, match in matches if match is not None and int(match[1]) == step]
+        return [place for place in places if place.size(PINNED) is not None]
 
     def _remove(self, name: str) -> None:
         if self.folder.is_local:

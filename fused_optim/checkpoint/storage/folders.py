@@ -8,15 +8,18 @@ import posixpath
 import re
 import shutil
 import stat
+import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
 
 logger = logging.getLogger("fused_optim")
 
 T = TypeVar("T")
+_MOST_OPEN = 64  # files of a folder at a time
+_ONE_READ = 1 << 20  # bytes that the system reads at once, if they are there
 PathLike = str | os.PathLike[str]
 
 
@@ -153,13 +156,18 @@ class LocalFolder:
             return stream.read(-1 if length is None else length)
 
     def read_into(self, name: str, start: int, memory: memoryview) -> None:
-        descriptor = self._opened(name)
-        try:
+        with self._reading(name) as descriptor:
             while memory:
                 count = os.preadv(descriptor, [memory], start)
                 if not count:
                     raise EOFError(f"{self.path / name} ends at byte {start}")
                 memory, start = memory[count:], start + count
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[int]:
+        descriptor = self._opened(name)
+        try:
+            yield descriptor
         finally:
             os.close(descriptor)
 
@@ -194,6 +202,49 @@ class LocalFolder:
 
     def free(self) -> int | None:
         return shutil.disk_usage(self.path).free
+
+
+class _KeptOpen(LocalFolder):
+    """One that opens a file once for all reads, of any thread, until :meth:`close`; but no more than ``_MOST_OPEN``."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._descriptors: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[int]:
+        with self._lock:
+            if name not in self._descriptors and len(self._descriptors) < _MOST_OPEN:
+                self._descriptors[name] = self._opened(name)
+        if name in self._descriptors:
+            yield self._descriptors[name]
+        else:
+            with super()._reading(name) as descriptor:
+                yield descriptor
+
+    def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
+        if length is None or length > _ONE_READ:
+            return super().read(name, start, length)
+        with self._reading(name) as descriptor:
+            return os.pread(descriptor, length, start)
+
+    def close(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+
+@contextmanager
+def kept_open(folder: Folder) -> Iterator[Folder]:
+    """The folder for many reads: opening a file takes longer than reading a small part of it.
+
+    Folders of other kinds, derived ones too, read in ways of their own.
+    """
+    if type(folder) is not LocalFolder:
+        yield folder
+        return
+    with closing(_KeptOpen(folder.path)) as opened:
+        yield opened
 
 
 _TRIES, _PAUSE = 4, 0.25  # seconds, before the second try; then three times as long each time

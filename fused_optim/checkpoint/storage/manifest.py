@@ -13,6 +13,7 @@ from fused_optim.checkpoint.storage import checksums
 from fused_optim.checkpoint.storage.damage import Damaged
 from fused_optim.checkpoint.storage.folders import Folder
 from fused_optim.checkpoint.storage.untrusted import load_json, number_in
+from fused_optim.state.groups import ADAM
 
 FILE = "fused_optim_checkpoint.json"
 UNFINISHED = "fused_optim_unfinished"  # of 0.2 on object stores: there as long as a checkpoint had no manifest
@@ -33,6 +34,12 @@ class Manifest:
     extra: dict[str, list[int]] = field(default_factory=dict)  # name -> by rank, whose state is the rank's
     versions: dict[str, str] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)  # that were given to the save
+    optimizer: str | None = None  # its kind, see ``collect.kind_of``; None: see :attr:`kind`
+
+    @property
+    def kind(self) -> str | None:
+        """Of the optimizer. Until others had a form, too, only a FusedAdam had one; None: nobody knows."""
+        return ADAM if self.optimizer is None and self.form is not None else self.optimizer
 
     @property
     def nbytes(self) -> int:
@@ -43,6 +50,8 @@ def write(folder: Folder, manifest: Manifest) -> None:
     content = {"version": VERSION, **asdict(manifest)}
     if not manifest.metrics:  # releases before 0.3 know nothing of them
         del content["metrics"]
+    if manifest.optimizer in (None, ADAM):  # nor of this
+        del content["optimizer"]
     folder.write(FILE, json.dumps({**content, "crc": _crc(content)}, indent=1).encode())
 
 
@@ -96,6 +105,8 @@ def _manifest(folder: Folder, content: dict[str, Any]) -> Manifest:
         raise Damaged(f"{folder}/{FILE} is damaged: {error}") from error
     if not all(type(value) in (int, float) for value in found.metrics.values()):
         raise Damaged(f"{folder}/{FILE} is damaged: expected metrics that are numbers")
+    if not isinstance(found.optimizer, str | None):
+        raise Damaged(f"{folder}/{FILE} is damaged: expected the name of an optimizer")
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise Damaged(f"{folder}/{FILE} is damaged: expected numbers of at least 0")
     if outside is not None:

@@ -79,13 +79,17 @@ class Retention:
 
 
 def finite_metrics(given: Mapping[str, Any] | None) -> dict[str, float]:
-    """Those that checkpoints can be ranked by. Raises TypeError for what is no mapping of names to numbers."""
+    """Those that checkpoints can be ranked by: 64-bit floats. Raises TypeError for what are no numbers by name."""
     if given is not None and not (isinstance(given, Mapping) and all(isinstance(name, str) for name in given)):
         raise TypeError(f"metrics: expected numbers by name, got {given!r}")
     metrics: dict[str, float] = {}
     for name, value in (given or {}).items():
         try:
+            if isinstance(value, str | bytes):
+                raise TypeError
             metrics[name] = float(value)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except OverflowError:
+            metrics[name] = math.inf
+        except Exception as error:
             raise TypeError(f"metrics: {name}: expected a number, got {type(value).__name__}") from error
     return {name: value for name, value in metrics.items() if math.isfinite(value)}

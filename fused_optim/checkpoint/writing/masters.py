@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +14,7 @@ from fused_optim.options.checks import check_belongs, check_whole
 from fused_optim.sharding.collective import on_all_ranks, parameter_names
 from fused_optim.sharding.dtensor import full_tensor, has_own_chunks
 from fused_optim.sharding.model_files import Entry, safetensors_writer, write_model_files
+from fused_optim.sharding.model_tensors import FileTensors, file_tensors, names_to_write
 from fused_optim.sharding.replicas import check_replicas
 
 
@@ -24,8 +24,9 @@ def save_master_safetensors(model: torch.nn.Module, optimizer: FusedAdam, folder
 
     Every tensor is whole in one file, so the ranks that have it or a part of it share them out by size; pipeline stages
     have different ones. Tensors are gathered one at a time: a device holds one whole tensor, the host memory of a rank
-    what goes into its file. Tied parameters are written once, under their first name. The files appear at the end, the
-    index last; no index means an export that was not finished.
+    what goes into its file. Tied parameters are written once, under their first name; experts of a model of
+    transformers one by one, as it writes them itself. The files appear at the end, the index last; no index means an
+    export that was not finished.
 
     A collective: all ranks call it. Raises on every rank if it fails on one. Raises TypeError for flat shards of FSDP1,
     ValueError for plain tensors that differ between ranks.
@@ -46,15 +47,21 @@ def save_master_safetensors(model: torch.nn.Module, optimizer: FusedAdam, folder
                 raise TypeError(f"{name}: shards with chunk lists of their own are not gathered")
     plain = ((name, [optimizer.store.master(p)]) for name, p in params.items() if not isinstance(p, DTensor))
     check_replicas(doing, plain)
-    entries = {name: Entry({name: 4 * p.numel()}, partial(_whole, optimizer, name, p)) for name, p in params.items()}
-    write_model_files(folder, entries, doing)
+    files = file_tensors(model, {name: param.shape for name, param in params.items()})
+    write_model_files(folder, {each.names[0]: _entry(optimizer, each, params) for each in files}, doing)
 
 
 def _named(model: torch.nn.Module, optimizer: FusedAdam) -> dict[str, Tensor]:
     held = set(optimizer.store.params)
-    return {names[0]: param for param, names in parameter_names(model).items() if param in held}
+    names = {param: names for param, names in parameter_names(model).items() if param in held}
+    return {name: param for param, of_param in names.items() for name in names_to_write(model, of_param)}
 
 
-def _whole(optimizer: FusedAdam, name: str, param: Tensor) -> dict[str, Tensor]:
-    master = optimizer.store.master(param)
-    return {name: full_tensor(master)}
+def _entry(optimizer: FusedAdam, files: FileTensors, params: dict[str, Tensor]) -> Entry:
+    meta = {name: torch.empty(params[name].shape, dtype=torch.float32, device="meta") for name in files.names}
+    sizes = {name: tensor.nbytes for name, tensor in files.convert(meta).items()}
+    return Entry(sizes, lambda: files.convert({name: _whole(optimizer, params[name]) for name in files.names}))
+
+
+def _whole(optimizer: FusedAdam, param: Tensor) -> Tensor:
+    return full_tensor(optimizer.store.master(param))

@@ -11,11 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from fused_optim.checkpoint.storage.nested import flat
 from fused_optim.sharding.dtensor import has_own_chunks, local_tensor, placed_part_of
 
 _HEADER, _OBJECT = 2048, 1024  # bytes that torch writes beside those of a tensor, and for a small object, about
@@ -34,6 +41,12 @@ class Planner(DefaultSavePlanner):
     def __init__(self, alike: bool = False) -> None:
         super().__init__()
         self.alike = alike
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.state_dict, self.mappings = flat(state_dict)
+        self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
         items = [item for key, value in self.state_dict.items() for item in _items(key, value)]

@@ -49,6 +49,7 @@ class _Agreed:
     files: RankFiles
     metadata: bytes  # of all ranks, with the places of their items; on the first rank
     results: list[WriteResult] = field(default_factory=list)  # of the last save, of this rank
+    is_compared: bool = False  # whether what all ranks have as a whole is the same on all of them
 
 
 class Saver:
@@ -68,14 +69,13 @@ class Saver:
         first rank are saved. Raises on every rank where it fails on one; ``doing`` is what the message begins with.
         """
         agreed, self._agreed = self._agreed, None  # what fails is planned anew
-        planner, writer = Planner(), Writer(folder, self._archives)
-        with on_all_ranks(doing, group=self._group), without_collection():
-            planner.set_up_planner(dict(state), StorageMeta(), this_rank() == 0)
-            layout = layout_of(planner.state_dict)
+        writer = Writer(folder, self._archives)
+        planner, layout = self._planner_of(state, doing)
         if agreed is None or on_any(layout is None or layout != agreed.layout, self._group):
-            if world_size() > 1:
-                check_replicas(planner.state_dict, Planner.SAME, may_differ, self._group)
             agreed = self._agree(planner, layout, doing)
+        if not agreed.is_compared and world_size() > 1:
+            check_replicas(planner.state_dict, Planner.SAME, may_differ, self._group)
+        agreed.is_compared = True
         with on_all_ranks(doing, group=self._group):
             with without_collection():
                 plan = planner.finish_plan(agreed.plan)
@@ -88,6 +88,19 @@ class Saver:
                 writer.written.sizes[FILE] = len(agreed.metadata)
         self._agreed = agreed
         return gather_at_first(writer.written, self._group)
+
+    def plan(self, state: Mapping[str, Any], doing: str) -> None:
+        """Let the ranks agree on who writes what of states with the layout of this one, of which no bytes are read."""
+        planner, layout = self._planner_of(state, doing)
+        self._agreed = self._agree(planner, layout, doing)
+
+    def _planner_of(self, state: Mapping[str, Any], doing: str) -> tuple[Planner, dict[str, Any] | None]:
+        """One that knows the state, and the state's layout."""
+        planner = Planner()
+        with on_all_ranks(doing, group=self._group), without_collection():
+            planner.set_up_planner(dict(state), StorageMeta(), this_rank() == 0)
+            layout = layout_of(planner.state_dict)
+        return planner, layout
 
     def _agree(self, planner: Planner, layout: dict[str, Any] | None, doing: str) -> _Agreed:
         shared = sorted(key for key in planner.state_dict if key.startswith(Planner.SAME))

@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fused_optim.adam import FusedAdam
 from fused_optim.memory import copies
 from fused_optim.memory.copies import Copy
 from fused_optim.memory.host_memory import HostBuffers
+from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.sharding.dtensor import finished_local, keep_chunks, portable
 from fused_optim.state.values import LazyTensor, parts, with_parts
 
@@ -67,7 +67,7 @@ class PinnedStager(AsyncStager):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="PinnedStager")
         self._last: Callable[[], Future[dict[str, Any]] | None] = lambda: None
         for optimizer in optimizers:
-            if not isinstance(optimizer, FusedAdam):  # which asks by itself
+            if not isinstance(optimizer, ShardedOptimizer):  # which asks by itself
                 optimizer.register_step_pre_hook(_wait_before_step)
 
     def prepare(self, state_dict: dict[str, Any]) -> Future[None]:
@@ -75,6 +75,15 @@ class PinnedStager(AsyncStager):
         sources = _Sources()
         sources.collect(state_dict)
         return self._memory.prepare(sources.sizes, sources.on_gpu)
+
+    @torch.no_grad()
+    def outline(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """What :meth:`stage` would give, of tensors without memory (``meta``)."""
+        sources = _Sources()
+        tree = sources.collect(state_dict)
+        without_memory = [torch.empty(s.shape, dtype=s.dtype, device="meta") for s in sources.tensors]
+        rebuilt: dict[str, Any] = sources.rebuild(tree, without_memory)
+        return rebuilt
 
     @torch.no_grad()
     def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
@@ -163,7 +172,7 @@ class PinnedStager(AsyncStager):
 def wait_for_copies() -> None:
     """Let what is queued next on the current streams wait for the copies that saves are making on the GPUs.
 
-    Steps of optimizers and ``load_state_dict`` of :class:`FusedAdam` do so themselves. No host synchronisation.
+    Steps of optimizers and ``load_state_dict`` of this package's do so themselves. No host synchronisation.
     """
     copies.wait()
 
@@ -174,7 +183,7 @@ def _wait_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _is_captured(optimizer: Optimizer) -> bool:
     """Whether replays of CUDA graphs may step without asking anybody."""
-    if isinstance(optimizer, FusedAdam):
+    if isinstance(optimizer, ShardedOptimizer):
         return optimizer.stepper.is_captured
     return any(group.get("capturable") for group in optimizer.param_groups)
 
@@ -196,7 +205,7 @@ def _memory_of(optimizers: Iterable[Optimizer]) -> set[int]:
     for optimizer in optimizers:
         tensors: list[Any] = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
         tensors += chain.from_iterable(states.values() for states in optimizer.state.values())
-        if isinstance(optimizer, FusedAdam):
+        if isinstance(optimizer, ShardedOptimizer):
             tensors += (layout.scales for layout in optimizer.store.layouts.values())
         found.update(
             _address(plain) for tensor in tensors if isinstance(tensor, Tensor) for plain in plain_tensors(tensor)
