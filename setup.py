@@ -46,7 +46,12 @@ DEFAULT_ARCHS = {"80", "90", "100"}  # later ones compile the newest PTX
 PTX_ARCHS = (80, 89, 90)
 # By update rule: formats of states whose combinations have kernels of their own. FP32 stands for all without scales. As
 # in kernels.h.
-OWN_KERNELS = {"kAdam": ("kFloat32", "kFloat16", "kFloat8", "kInt8"), "kLion": ("kFloat32", "kFloat8", "kInt8")}
+OWN_KERNELS = {
+    "kAdam": ("kFloat32", "kFloat16", "kFloat8", "kInt8"),
+    "kLion": ("kFloat32", "kFloat8", "kInt8"),
+    "kMuon": (),
+    "kDescent": ("kFloat32",),
+}
 
 
 class Unavailable(Exception):

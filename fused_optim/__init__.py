@@ -19,6 +19,8 @@ if not _IS_COMMAND:
     from fused_optim.checkpoint.writing.export import export_optimizer_checkpoint
     from fused_optim.checkpoint.writing.masters import save_master_safetensors
     from fused_optim.lion import FusedLion
+    from fused_optim.muon import FusedMuon
+    from fused_optim.muon_groups import muon_param_groups
     from fused_optim.release import enable_gradient_release
     from fused_optim.step.clip import clip_grad_norm_
 
@@ -30,12 +32,14 @@ __all__ = [
     "FusedAdam",
     "FusedAdamW",
     "FusedLion",
+    "FusedMuon",
     "LoadReport",
     "__version__",
     "clip_grad_norm_",
     "enable_gradient_release",
     "export_optimizer_checkpoint",
     "load_optimizer_checkpoint",
+    "muon_param_groups",
     "save_master_safetensors",
     "verify_checksums",
     "write_checksums",

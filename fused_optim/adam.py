@@ -25,10 +25,10 @@ from fused_optim.options.reading import (
     reads_arguments,
     shows_options_of,
 )
-from fused_optim.rule import Hyper, StateSpec, Update, float32, integer_power
+from fused_optim.rule import Hyper, OneRule, StateSpec, Update, float32, integer_power
 
-EXP_AVG = StateSpec("exp_avg", Kind.SIGNED)
-EXP_AVG_SQ = StateSpec("exp_avg_sq", Kind.SQUARE)
+EXP_AVG = StateSpec("exp_avg", Kind.SIGNED, "exp_avg_dtype")
+EXP_AVG_SQ = StateSpec("exp_avg_sq", Kind.SQUARE, "exp_avg_sq_dtype")
 ADAM_STATES = (EXP_AVG, EXP_AVG_SQ)
 MOMENTS = (EXP_AVG.name, EXP_AVG_SQ.name)
 
@@ -50,7 +50,7 @@ class AdamScalars:
 
 
 @dataclass
-class Adam:
+class Adam(OneRule):
     """The update rule of Adam (Kingma & Ba, 2015) and AdamW (Loshchilov & Hutter, 2019)."""
 
     adam_w_mode: bool = True

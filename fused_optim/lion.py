@@ -16,9 +16,9 @@ from fused_optim.formats.states import Kind
 from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.options.checks import check_decay_rates, check_differentiable
 from fused_optim.options.reading import SharedOptions, check_names, flag_of
-from fused_optim.rule import Hyper, StateSpec, Update, float32
+from fused_optim.rule import Hyper, OneRule, StateSpec, Update, float32
 
-EXP_AVG = StateSpec("exp_avg", Kind.SIGNED)
+EXP_AVG = StateSpec("exp_avg", Kind.SIGNED, "exp_avg_dtype")
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,12 @@ class LionScalars:
 
 
 @dataclass
-class Lion:
+class Lion(OneRule):
     """The update rule of Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023)."""
 
     code: int = field(default=RuleNumber.LION, init=False)
     states: tuple[StateSpec, ...] = field(default=(EXP_AVG,), init=False)
     shown: tuple[str, ...] = field(default=("betas",), init=False)
-    has_torch_form: bool = field(default=False, init=False)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {}
 
     def check(self, group: Mapping[str, Any]) -> None:
         check_decay_rates(group["betas"])

@@ -21,6 +21,7 @@ from fused_optim.options.checks import (
     check_param,
     check_torchs_options,
     check_whole,
+    describe,
 )
 from fused_optim.options.reading import (
     IMPLEMENTATIONS,
@@ -33,7 +34,7 @@ from fused_optim.options.reading import (
     without_repeats,
 )
 from fused_optim.options.settings import Setting, Settings
-from fused_optim.rule import Rule
+from fused_optim.rule import Rules
 from fused_optim.sharding.collective import parameter_names
 from fused_optim.state import state_dict as forms
 from fused_optim.state import torch_form
@@ -78,7 +79,7 @@ class ShardedOptimizer(Optimizer):
 
     Args:
         params: as of torch's optimizers.
-        rule: the update rule.
+        rule: the update rule, or rules.
         hyperparameters: the defaults of param groups: lr, weight_decay, maximize, and those of ``rule.defaults``.
         dtypes: the formats of the rule's states, by the names of their options. None: ``state_dtype``.
         state_dtype: the format of all states that have none of their own; None: FP32.
@@ -110,7 +111,7 @@ class ShardedOptimizer(Optimizer):
     def __init__(
         self,
         params: ParamsT,
-        rule: Rule,
+        rule: Rules,
         hyperparameters: Mapping[str, Any],
         dtypes: Mapping[str, torch.dtype | str | None],
         state_dtype: torch.dtype | str | None,
@@ -183,18 +184,22 @@ class ShardedOptimizer(Optimizer):
         self.stepper.ignored[number] = ignored
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        rule = self.rule.for_group(group)
         group.update({**without_repeats(group), **read})
-        group.update(spelled_alike({spec.option: group[spec.option] for spec in self.rule.states}))
-        for key in {*whole, *_WORDS, *TORCHS_OPTIONS} - {*ignored}:  # torch puts all defaults there
+        group.update(spelled_alike({spec.option: group[spec.option] for spec in rule.states}))
+        foreign = self.rule.foreign_keys(group)
+        for key in {*whole, *_WORDS, *TORCHS_OPTIONS, *foreign} - {*ignored}:  # torch puts all defaults there
             group.pop(key, None)
-        for key, value in {STEP: 0, **description(self.rule)}.items():
+        for key, value in {STEP: 0, **description(rule)}.items():
             group.setdefault(key, value)
         first = sum(len(g["params"]) for g in self.param_groups[:-1])
         names = group.get("param_names", [None] * len(group["params"]))
         try:
             for i, (param, name) in enumerate(zip(group["params"], names, strict=True)):
                 check_param(param, first + i, name)
-        except TypeError:
+                if problem := rule.problem_of(param, group):
+                    raise ValueError(f"{describe(param, first + i, name)}: {problem}")
+        except (TypeError, ValueError):
             self.param_groups.pop()
             raise
         adapters.retain_initial_values(group["params"])

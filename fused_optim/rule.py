@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
+import torch
 from torch import Tensor
 
 from fused_optim.formats.states import Kind
@@ -18,14 +19,27 @@ Update = Callable[[Tensor, Tensor, list[Tensor]], tuple[Tensor, list[Tensor]]]
 
 @dataclass(frozen=True)
 class StateSpec:
-    """A state of every parameter, ``optimizer.state[p][name]``. Param groups have its format as ``<name>_dtype``."""
+    """A state of every parameter, ``optimizer.state[p][name]``. Param groups have its format as ``option``."""
 
     name: str
     kind: Kind
+    option: str
 
-    @property
-    def option(self) -> str:
-        return f"{self.name}_dtype"
+
+@dataclass(frozen=True)
+class Orthogonalization:
+    """What makes an update from a matrix: its singular values become 1, about, and ``scale`` of its shape times that.
+
+    ``coefficients``: (a, b, c) of each Newton-Schulz step. ``eps``: the least Frobenius norm that is divided by.
+    ``dtype``: of the products. ``scale``: of (rows, columns). ``splits``: rows of the matrices that a parameter joins;
+    empty: it is one.
+    """
+
+    coefficients: tuple[tuple[float, float, float], ...]
+    eps: float
+    dtype: torch.dtype
+    scale: Callable[[int, int], float]
+    splits: tuple[int, ...] = ()
 
 
 class Hyper(NamedTuple):
@@ -46,6 +60,7 @@ class Hyper(NamedTuple):
     grad_factor: Tensor | None = None  # FP32: gradients are multiplied by it
     found_inf: Tensor | None = None  # FP32: not 0 skips the step
     steps_done: Tensor | None = None  # int64: advanced by the backend unless the step is skipped
+    orthogonalization: Orthogonalization | None = None  # None: the update is elementwise
 
 
 class Scalars(Protocol):
@@ -69,23 +84,64 @@ class Rule(Protocol):
     code: int
     states: tuple[StateSpec, ...]
     shown: tuple[str, ...]  # its hyperparameters that the optimizer's text shows
-    has_torch_form: bool  # whether state dicts may have torch.optim.AdamW's form
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """Options of the whole optimizer that are the rule's, by the names of the constructor's arguments."""
+    whole_matrices: bool  # whether an element's update depends on its whole matrix
 
     def check(self, group: Mapping[str, Any]) -> None:
         """Raise ValueError or TypeError for the rule's hyperparameters of a param group if they make no sense."""
 
+    def problem_of(self, param: Tensor, group: Mapping[str, Any]) -> str:
+        """Why a parameter cannot be in a param group of this rule; empty if it can."""
+
     def numbers(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """beta1, beta2, eps, adam_w and bias_correction of :class:`Hyper`."""
+        """beta1, beta2, eps, adam_w and bias_correction of :class:`Hyper`, and the orthogonalization, if any."""
 
     def derive(self, hyper: Hyper, lr: float, step: int, grad_factor: float) -> Scalars:
         """``lr``, ``step`` and ``grad_factor``, with the sign of ``maximize``: read from their device."""
 
     def update(self, scalars: Any) -> Update:
         """The update with what :meth:`derive` gave."""
+
+
+class Rules(Protocol):
+    """The update rules of an optimizer: one, or one for each kind of param group.
+
+    ``code``: of the one that it is called by. ``states`` and ``shown``: of all of them.
+    """
+
+    code: int
+    states: tuple[StateSpec, ...]
+    shown: tuple[str, ...]
+    has_torch_form: bool  # whether state dicts may have torch.optim.AdamW's form
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Options of the whole optimizer that are the rules', by the names of the constructor's arguments."""
+
+    def for_group(self, group: Mapping[str, Any]) -> Rule:
+        """The rule of a param group."""
+
+    def foreign_keys(self, group: Mapping[str, Any]) -> Collection[str]:
+        """The optimizer's defaults that mean nothing in this param group."""
+
+
+class OneRule:
+    """A rule that all param groups have, and whose updates are elementwise: its own :class:`Rules`."""
+
+    whole_matrices = False
+    has_torch_form = False
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        return {}
+
+    def for_group(self, group: Mapping[str, Any]) -> Rule:
+        return cast(Rule, self)
+
+    def foreign_keys(self, group: Mapping[str, Any]) -> Collection[str]:
+        return ()
+
+    def problem_of(self, param: Tensor, group: Mapping[str, Any]) -> str:
+        return ""
 
 
 def integer_power(base: float, exponent: int) -> float:

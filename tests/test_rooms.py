@@ -17,9 +17,9 @@ from fused_optim.torch_versions import PRIVATE
 # have an order of their own is given room by room, its own ``__init__`` last.
 ROOMS = (
     *("torch_versions", "decorators", "optional", "formats", "rule", "sharding", "adapters", "memory", "backends"),
-    "options",
+    *("matrices", "options"),
     *(f"quantized.{room}" for room in ("recipes", "tensor", "compute", "adapters", "model", "files", "__init__")),
-    *("rebuild", "state", "step", "optimizer", "adam", "lion", "release"),
+    *("rebuild", "state", "step", "optimizer", "adam", "lion", "muon", "muon_groups", "release"),
     *(f"checkpoint.{room}" for room in ("storage", "reading", "writing")),
     *(
         f"checkpoint.{room}"

@@ -128,7 +128,7 @@ FUSED_OPTIM_HD void dispatch_master(Master master, const Visitor& visit) {
 template <Rule rule, class Visitor>
 FUSED_OPTIM_HD void each_state(const Visitor& visit) {
     static_assert(kMaxStates == 2);
-    visit(std::integral_constant<int, 0>{});
+    if constexpr (state_count(rule) > 0) visit(std::integral_constant<int, 0>{});
     if constexpr (state_count(rule) > 1) visit(std::integral_constant<int, 1>{});
 }
 

@@ -5,6 +5,7 @@
 
 #include "adam.h"
 #include "lion.h"
+#include "muon.h"
 
 namespace fused_optim {
 

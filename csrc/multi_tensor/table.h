@@ -63,9 +63,11 @@ FUSED_OPTIM_ENUM(Format, FUSED_OPTIM_FORMATS);
 FUSED_OPTIM_ENUM(StateKind, FUSED_OPTIM_STATE_KINDS);
 
 // Update rules: the kinds of their states. Each has a header of its name.
-#define FUSED_OPTIM_RULES(ROW)           \
-    ROW(kAdam, "ADAM", kSigned, kSquare) \
-    ROW(kLion, "LION", kSigned, kNone)
+#define FUSED_OPTIM_RULES(ROW)                                                             \
+    ROW(kAdam, "ADAM", kSigned, kSquare)                                                   \
+    ROW(kLion, "LION", kSigned, kNone)                                                     \
+    ROW(kMuon, "MUON", kSigned, kNone)     /* up to the matrices that are to be orthogonalized */ \
+    ROW(kDescent, "DESCENT", kNone, kNone) /* from these on */
 FUSED_OPTIM_ENUM(Rule, FUSED_OPTIM_RULES);
 
 constexpr int kMaxStates = 2;
@@ -179,7 +181,11 @@ FUSED_OPTIM_HD constexpr bool is_scaled(Format format) { return digit(kScaledFor
 FUSED_OPTIM_HD constexpr StateKind state_kind(Rule rule, int state) {
     return static_cast<StateKind>(digit(state == 0 ? kStateKinds0 : kStateKinds1, rule));
 }
-FUSED_OPTIM_HD constexpr int state_count(Rule rule) { return state_kind(rule, 1) == StateKind::kNone ? 1 : 2; }
+FUSED_OPTIM_HD constexpr int state_count(Rule rule) {
+    return state_kind(rule, 0) == StateKind::kNone ? 0 : state_kind(rule, 1) == StateKind::kNone ? 1 : 2;
+}
+// The size of arrays that have an element for each state: one at least.
+FUSED_OPTIM_HD constexpr int state_places(Rule rule) { return state_count(rule) > 0 ? state_count(rule) : 1; }
 
 // Which state is a square; -1: none.
 FUSED_OPTIM_HD constexpr int square_state(Rule rule) {

@@ -27,7 +27,8 @@ struct Scalars {
 
 // The math of one element, in FP32; each rule's is in its own header:
 //   correct(scalars, hyper, lr, step)  sets the scalars that follow from the learning rate and the number of the step.
-//   advance(grad, states, scalars)     puts the new states in the old ones' places, and returns the direction.
+//   advance(grad, states, scalars)     puts the new states in the old ones' places, and returns the direction. `states`
+//                                      has state_places(rule) elements.
 //   next_param(param, direction, root, scalars)    `root`: of the new state that is a square, where there is one.
 template <Rule rule>
 struct Update;

@@ -22,9 +22,16 @@ class Rule(enum.IntEnum):
 
     ADAM = 0
     LION = 1
+    MUON = 2  # up to the matrices that are to be orthogonalized
+    DESCENT = 3  # from these on
 
 
-STATE_KINDS = {Rule.ADAM: ("SIGNED", "SQUARE"), Rule.LION: ("SIGNED", "NONE")}
+STATE_KINDS = {
+    Rule.ADAM: ("SIGNED", "SQUARE"),
+    Rule.LION: ("SIGNED", "NONE"),
+    Rule.MUON: ("SIGNED", "NONE"),
+    Rule.DESCENT: ("NONE", "NONE"),
+}
 
 
 class WeightFormat(enum.IntEnum):

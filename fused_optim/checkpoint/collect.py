@@ -98,7 +98,8 @@ class Collector:
         if not isinstance(self._optimizer, ShardedOptimizer):
             return {}
         groups = self._optimizer.param_groups
-        found = {spec.name: {str(group[spec.option]) for group in groups} for spec in self._optimizer.rule.states}
+        specs = self._optimizer.rule.states
+        found = {spec.name: {str(group[spec.option]) for group in groups if spec.option in group} for spec in specs}
         return {name: sorted(dtype.removeprefix("torch.") for dtype in dtypes) for name, dtypes in found.items()}
 
     def model_state(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from fused_optim.formats.elements import ELEMENT_TYPES
 from fused_optim.formats.states import STATE_FORMATS
 from fused_optim.memory.host_memory import can_be_streamed
 from fused_optim.options.reading import CheckpointDevice, CheckpointFormat, flag_of
-from fused_optim.rule import Rule
+from fused_optim.rule import Rules
 from fused_optim.sharding.dtensor import is_dense, local_tensor
 
 _LR_RESIDUE = 1e-12
@@ -50,7 +50,7 @@ def _is_number(value: Any) -> bool:
     return type(value) in (float, int) or (isinstance(value, Real) and not isinstance(value, bool))
 
 
-def check_hyperparameters(group: Mapping[str, Any], rule: Rule, running: bool = False) -> None:
+def check_hyperparameters(group: Mapping[str, Any], rules: Rules, running: bool = False) -> None:
     """Raise ValueError or TypeError for a learning rate, weight decay, formats or what else the rule has.
 
     They are as ``options.read_group`` gives them. ``running``: the learning rate is a scheduler's, which may end a
@@ -64,6 +64,7 @@ def check_hyperparameters(group: Mapping[str, Any], rule: Rule, running: bool = 
         lr = float(lr) if lr.device.type == "cpu" else 0.0  # a value on a GPU is not read: that would synchronise
     check_number("lr", lr, least=-math.inf if running else 0.0)
     check_number("weight_decay", group["weight_decay"])
+    rule = rules.for_group(group)
     rule.check(group)
     for spec in rule.states:
         if as_dtype(group[spec.option]) not in STATE_FORMATS:
@@ -92,7 +93,7 @@ def check_decay_rates(betas: Any) -> None:
             raise ValueError(f"betas[{i}]: expected a number in [0, 1), got {beta}")
 
 
-def check_saved_group(group: dict[str, Any], saved: Mapping[str, Any], rule: Rule) -> None:
+def check_saved_group(group: dict[str, Any], saved: Mapping[str, Any], rules: Rules) -> None:
     """Raise ValueError or TypeError for a param group that would have the hyperparameters of a state dict's, ``saved``.
 
     A learning rate a little below zero is a scheduler's that should have ended at zero.
@@ -102,9 +103,9 @@ def check_saved_group(group: dict[str, Any], saved: Mapping[str, Any], rule: Rul
         lr = float(lr)
     if _is_number(lr) and -_LR_RESIDUE <= lr < 0.0:
         group = {**group, "lr": 0.0}
-    check_hyperparameters(group, rule)
+    check_hyperparameters(group, rules)
     names = {str(dtype).removeprefix("torch.") for dtype in STATE_FORMATS}
-    for key in (spec.option for spec in rule.states):
+    for key in (spec.option for spec in rules.for_group(group).states):
         if key in saved and str(saved[key]).removeprefix("torch.") not in names:
             raise ValueError(f"{key}: expected one of {', '.join(sorted(names))}, got {saved[key]}")
 
@@ -127,10 +128,10 @@ def check_differentiable(differentiable: Any) -> None:
         raise ValueError("differentiable=True is not supported: use torch.optim.AdamW(differentiable=True)")
 
 
-def check_torchs_options(group: Mapping[str, Any], rule: Rule) -> None:
+def check_torchs_options(group: Mapping[str, Any], rules: Rules) -> None:
     """Raise ValueError for options of torch.optim.AdamW's in a param group that mean another optimizer."""
     check_differentiable(group.get("differentiable"))
-    decoupled, own = group.get("decoupled_weight_decay"), rule.options.get("adam_w_mode", True)
+    decoupled, own = group.get("decoupled_weight_decay"), rules.options.get("adam_w_mode", True)
     if decoupled is not None and flag_of("decoupled_weight_decay", decoupled) != own:
         raise ValueError(
             f"decoupled_weight_decay={decoupled} in a param group: it is an option of the whole optimizer here, "

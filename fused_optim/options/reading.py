@@ -75,6 +75,35 @@ class OptionsBesideApex(OptionsBesideTransformerEngine, total=False):
     use_decoupled_grad: bool
 
 
+class MuonOptions(TypedDict, total=False):
+    """Of :class:`fused_optim.FusedMuon`, beside torch.optim.Muon's."""
+
+    ns_dtype: torch.dtype | str
+    momentum_dtype: torch.dtype | str | None
+    exp_avg_dtype: torch.dtype | str | None
+    exp_avg_sq_dtype: torch.dtype | str | None
+    state_dtype: torch.dtype | str | None
+    betas: Sequence[float]
+    bias_correction: bool
+    maximize: bool
+    master_weights: bool
+    master_weight_dtype: torch.dtype | str
+    store_param_remainders: bool | None
+    param_remainder_bits: int | None
+    master_bits: int | None
+    stochastic_rounding: bool
+    seed: int
+    use_decoupled_grad: bool
+    skip_nonfinite: bool
+    unscales_gradients: bool
+    checkpoint_device: CheckpointDevice
+    checkpoint_format: CheckpointFormat
+    set_grad_none: bool | None
+    fused: bool | None
+    foreach: bool | None
+    differentiable: bool
+
+
 class Options(OptionsBesideApex, SharedOptions, total=False):
     """All of :class:`fused_optim.FusedAdam` that are given by keyword only."""
 

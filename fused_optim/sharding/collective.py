@@ -140,6 +140,17 @@ def _meshes(params: Iterable[Tensor]) -> list[DeviceMesh]:
     return list(dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor)))
 
 
+def mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The process group of all ranks of a mesh. A collective over them where it has to be made, the first time."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    if mesh.size() == dist.get_world_size():
+        world = dist.group.WORLD
+        assert world is not None
+        return world
+    return mesh._flatten().get_group()
+
+
 def state_name(model: torch.nn.Module, key: str) -> str:
     """The name that torch.distributed.checkpoint writes for a key of the model's state dict."""
     return min(_get_fqns(model, key))

@@ -19,7 +19,10 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor._utils import (
+    _compute_local_shape_and_global_offset,
+    compute_local_shape_and_global_offset,
+)
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from fused_optim.formats.states import BLOCKS
@@ -319,6 +322,21 @@ def _placed_part_of(
     """``at``: a mesh is equal to those of other ranks."""
     local, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
     return tuple(local), tuple(offsets)
+
+
+def placed_parts_of(
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """:func:`placed_part_of` for every rank of the mesh, in its order."""
+    found: dict[tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    parts = []
+    for at in itertools.product(*map(range, mesh.shape)):
+        cut = tuple(0 if p.is_replicate() else i for i, p in zip(at, placements, strict=True))
+        if cut not in found:
+            local, offsets = _compute_local_shape_and_global_offset(tuple(shape), mesh.shape, list(cut), placements)
+            found[cut] = tuple(local), tuple(offsets)
+        parts.append(found[cut])
+    return parts
 
 
 def forget_meshes() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from fused_optim.backends.tables import Rule as RuleNumber
 from fused_optim.memory.layout import STEP
-from fused_optim.rule import Rule
+from fused_optim.rule import Rule, Rules
 
 VERSION = 1
 # What a checkpoint says of itself, as numbers and in every param group: torch.distributed.checkpoint keeps no metadata,
@@ -22,7 +22,7 @@ OWN_KEYS = frozenset({STEP, "bias_correction", "exp_avg_dtype", "exp_avg_sq_dtyp
 _SHARED_KEYS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
 
 
-def rule_name(rule: Rule) -> str:
+def rule_name(rule: Rule | Rules) -> str:
     """What checkpoints call an update rule: "adam", "lion"."""
     return RuleNumber(rule.code).name.lower()
 

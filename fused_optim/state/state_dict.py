@@ -31,7 +31,7 @@ from fused_optim.memory import copies
 from fused_optim.memory.layout import MASTER, STEP
 from fused_optim.options.checks import check_checkpoint_device, check_checkpoint_format, check_saved_group, describe
 from fused_optim.options.reading import FLAGS, CheckpointDevice, CheckpointFormat, read_group
-from fused_optim.rule import StateSpec
+from fused_optim.rule import Rule, StateSpec
 from fused_optim.sharding.collective import FailedElsewhere, announce_failure, any_rank
 from fused_optim.sharding.dtensor import cut_by_rows, local_tensor, placed_part, rewrap_like
 from fused_optim.state.groups import (
@@ -88,9 +88,13 @@ def convert(store: StateStore, state_dict: dict[str, Any], options: Options) -> 
     }
     packed = any(_is_any_packed(states, store.state_names) for states in state.values())
     flags = NATIVE * packed | KEYED_BY_NAMES * store.is_keyed_by_names
-    described = {**description(store.rule), "fused_optim_native": flags}
     groups = [
-        {**group, **{key: str(as_dtype(group[key])) for key in store.format_options}, **described}
+        {
+            **group,
+            **{spec.option: str(as_dtype(group[spec.option])) for spec in store.rule.for_group(group).states},
+            **description(store.rule.for_group(group)),
+            "fused_optim_native": flags,
+        }
         for group in state_dict["param_groups"]  # as text: torch.distributed.checkpoint gathers no torch.dtype
     ]
     return {**state_dict, "state": state, "param_groups": groups}
@@ -145,8 +149,9 @@ def check(store: StateStore, state_dict: dict[str, Any], keep: Collection[Tensor
     groups, names = store.groups, store.state_names
     saved_groups, state = list(map(_without_repeats, state_dict["param_groups"])), state_dict["state"]
     check_version(saved_groups, "the state dict")
-    check_rule(store.rule, saved_groups, "the state dict")
     params = _match_groups(groups, saved_groups)
+    for group, saved in zip(groups, saved_groups, strict=True):
+        check_rule(store.rule.for_group(group), [saved], "the state dict")
     _check_form(saved_groups, state, names, params.values())
     present = {id_: param for id_, param in params.items() if _has_any(state.get(id_, {}), names)}
     steps = []
@@ -155,9 +160,9 @@ def check(store: StateStore, state_dict: dict[str, Any], keep: Collection[Tensor
         steps.append(group_step(saved, [state.get(id_, {}) for id_ in saved["params"]], names, what))
         _check_group(store, group, saved, present, steps[-1], what)
     states = {id_: state.get(id_, {}) for id_, param in params.items() if param not in keep}
-    who = _descriptions(groups, saved_groups)
+    who, rules = _descriptions(groups, saved_groups), store.rules()
     for id_, saved in states.items():
-        check_states(store, params[id_], saved, who[id_])
+        check_states(rules[params[id_]], params[id_], saved, who[id_])
     return Checked(saved_groups, steps, params, states, who)
 
 
@@ -168,8 +173,11 @@ def load(store: StateStore, checked: Checked) -> None:
     """
     params = checked.params
     with failing_together(store.params):
-        specs = store.rule.states
-        loaded = {id_: _unpack(params[id_], saved, specs, checked.who[id_]) for id_, saved in checked.states.items()}
+        rules = store.rules()
+        loaded = {
+            id_: _unpack(params[id_], saved, rules[params[id_]].states, checked.who[id_])
+            for id_, saved in checked.states.items()
+        }
     misfit = _any_misfit(loaded, params)
     copies.wait()
     for group, saved, step in zip(store.groups, checked.groups, checked.steps, strict=True):
@@ -358,9 +366,9 @@ def _has_any(saved: Mapping[str, Any], names: Collection[str]) -> bool:
     return not saved.keys().isdisjoint((*names, STEP))
 
 
-def check_states(store: StateStore, param: Tensor, saved: Mapping[str, Any], who: str) -> None:
+def check_states(rule: Rule, param: Tensor, saved: Mapping[str, Any], who: str) -> None:
     """Raise KeyError, TypeError or ValueError for states that are not those of ``param``. No communication."""
-    specs = store.rule.states
+    specs = rule.states
     if not _has_any(saved, [*(spec.name for spec in specs), MASTER]):
         return
     missing = [spec.name for spec in specs if not _has(saved, spec.name)]

@@ -23,7 +23,7 @@ from fused_optim.memory.layout import MASTER, STEP, StateLayout
 from fused_optim.options.checks import check_param, describe
 from fused_optim.options.reading import CheckpointFormat
 from fused_optim.options.settings import Settings
-from fused_optim.rule import Rule
+from fused_optim.rule import Rule, Rules
 from fused_optim.sharding.collective import FailedElsewhere, any_rank, bare_name
 from fused_optim.sharding.dtensor import has_own_chunks, has_values, local_tensor, rewrap_like, shard_geometry
 from fused_optim.sharding.uneven import locate_uneven_shards
@@ -45,7 +45,7 @@ class Owner(Protocol):
 
     param_groups: list[dict[str, Any]]
     defaults: dict[str, Any]
-    rule: Rule
+    rule: Rules
     settings: Settings
 
     @property
@@ -78,7 +78,7 @@ class StateStore:
         self._chosen: tuple[list[Tensor], set[Tensor]] | None = None  # of these parameters, those to be offloaded
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> Rules:
         return self._owner.rule
 
     @property
@@ -102,8 +102,13 @@ class StateStore:
 
     @property
     def format_options(self) -> tuple[str, ...]:
-        """The keys of param groups that have the formats of the rule's states."""
+        """The keys of param groups that have the formats of the rule's states; each group has those of its own."""
         return tuple(spec.option for spec in self._owner.rule.states)
+
+    def rules(self) -> dict[Tensor, Rule]:
+        """The update rule of each parameter."""
+        groups = self._owner.param_groups
+        return {param: self.rule.for_group(group) for group in groups for param in group["params"]}
 
     @property
     def state(self) -> dict[Tensor, dict[str, Any]]:
@@ -208,7 +213,7 @@ class StateStore:
 
     def new_layout(self, param: Tensor, group: dict[str, Any], remainders: bool | None = None) -> StateLayout:
         """The formats that the states of a parameter of ``group`` would have, with scales of their own."""
-        settings, specs = self.settings, self.rule.states
+        settings, specs = self.settings, self.rule.for_group(group).states
         remainders = settings.keeps_remainders if remainders is None else remainders
         bits = settings.param_remainder_bits if remainders else None
         kind = master_kind(param, settings.master_weights, bits, settings.master_weight_dtype)
@@ -302,7 +307,7 @@ class StateStore:
         before = self[old]
         self._create(new, group, None)
         after = self[new]
-        for spec in self.rule.states:
+        for spec in before.layout.specs:
             after.write(spec.name, before.read(spec.name))
         return after.write_master(before.read_master())
 

@@ -46,7 +46,7 @@ class Summary(dict[str, Any]):
         table = [(*columns, "parameters", "elements", "bytes")]
         for row in self["formats"]:
             numbers = (f"{row['parameters']:,}", f"{row['elements']:,}", shown_bytes(row["bytes"]))
-            table.append((*(row[key] for key in columns), *numbers))
+            table.append((*(row.get(key, "") for key in columns), *numbers))
         lines += ["  " + line for line in aligned(table)]
         for each in self["fallbacks"]:
             what = f"{each['what']} {each['actual']} instead of {each['asked']}"
@@ -170,7 +170,7 @@ def _described(store: StateStore) -> Iterator[_Described]:
     for param, name, group in _named(store):
         if not _is_stateless(store, param):
             layout = store.layouts[param] if param in store else store.new_layout(param, group)
-            asked = {spec.name: state_format(group[spec.option]).name for spec in store.rule.states}
+            asked = {spec.name: state_format(group[spec.option]).name for spec in layout.specs}
             yield _Described(param, name, layout, asked)
 
 
@@ -258,7 +258,9 @@ def short_description(name: str, store: StateStore) -> str:
     """
     parts = [_plural(len(store.params)) + f" in {len(store.groups)} groups" * (len(store.groups) > 1)]
     for key in ("lr", *store.rule.shown, "weight_decay", *store.format_options, STEP):
-        found = list(dict.fromkeys(_short(group[key]) for group in store.groups))
+        found = list(dict.fromkeys(_short(group[key]) for group in store.groups if key in group))
+        if not found:
+            continue
         shown = found if len(found) <= _EXAMPLES else [*found[:_EXAMPLES], "..."]
         parts.append(f"{key}={' | '.join(shown)}")
     if (asked := store.settings.asked_master) is not None:
@@ -314,7 +316,8 @@ def choices_without_effect(store: StateStore, ignored: Mapping[int, Sequence[str
 
 def _is_lost(spec: StateSpec, store: StateStore, states: list[ParamState]) -> bool:
     """Whether formats with blocks were asked for in all groups and no parameter has one, small vectors apart."""
-    asked = [state_format(group[spec.option]) for group in store.groups if group["params"]]
+    states = [each for each in states if spec in each.layout.specs]
+    asked = [state_format(group[spec.option]) for group in store.groups if group["params"] and spec.option in group]
     has_matrices = any(each.param.dim() > 1 for each in states)
     is_any_scaled = any(each.layout.format(spec.name).scaled for each in states)
     return has_matrices and all(fmt.scaled for fmt in asked) and not is_any_scaled

@@ -14,7 +14,7 @@ def stale_formats(store: StateStore) -> dict[Tensor, dict[str, Any]]:
     """The parameters whose param groups ask for other formats by now than their states have, and these groups."""
     found: dict[Tensor, dict[str, Any]] = {}
     for group in store.groups:
-        asked = [group[option] for option in store.format_options]
+        asked = [group[spec.option] for spec in store.rule.for_group(group).states]
         own = (param for param in group["params"] if param in store and not store.layouts[param].is_for(asked))
         found.update(dict.fromkeys(own, group))
     return found

@@ -89,6 +89,8 @@ def diagnose(store: StateStore, hypers: Callable[[torch.device], Sequence[Hyper]
 
     Raises RuntimeError where no parameter has states, and for gradients that cannot be used.
     """
+    if any(rule.whole_matrices for rule in store.rules().values()):
+        raise RuntimeError("diagnostics() looks at elements one by one, and Muon's update is of whole matrices")
     rows: dict[Tensor, tuple[Tensor, Tensor]] = {}
     numbers = store.rounding_numbers()
     own_names = [spec.name for spec in store.rule.states]

@@ -27,6 +27,7 @@ from fused_optim.backends.shards import Shards, shards_on
 from fused_optim.decorators import with_denormals
 from fused_optim.formats.masters import Master
 from fused_optim.formats.rounding import rounding_key
+from fused_optim.matrices.shards import MatrixShards
 from fused_optim.memory.layout import MASTER, memory_of
 from fused_optim.options.checks import check_states, check_update, describe
 from fused_optim.rule import Hyper
@@ -74,7 +75,7 @@ class _Part:
 def _formats_of(groups: list[dict[str, Any]], store: StateStore) -> list[Any]:
     """What the groups ask for, as it is written there."""
     options = store.format_options
-    return [group[option] for group in groups for option in options]
+    return [group.get(option) for group in groups for option in options]
 
 
 def _is_watchable(param: Tensor) -> bool:
@@ -122,8 +123,9 @@ class Plan:
         self._stateless = [param for param in self._params if param in own and param not in store]
         self._store = store
         self._copies: list[tuple[Tensor, Tensor]] = []
-        parts: dict[tuple[torch.device, bool], _Part] = {}
+        parts: dict[tuple[torch.device, bool, int], _Part] = {}
         numbers = [number for number, size in enumerate(self._sizes) for _ in range(size)]
+        rules = [store.rule.for_group(group) for group in groups]
         # Quantized parameters, by position, with their groups; how they are updated: those with targets at every step
         # until they are set again, others in this step.
         self._quantized = {i: numbers[i] for i in self._layouts if adapter_of(self._params[i]) is not None}
@@ -137,15 +139,18 @@ class Plan:
         for index in self._layouts:
             param = self._params[index]
             local = local_tensor(param)
-            key = local.device, bool(self._layouts[index].offloaded)
+            key = local.device, bool(self._layouts[index].offloaded), rules[numbers[index]].code
             part = parts.get(key) or parts.setdefault(key, _Part(local.device, backend_of(local)))
             part.indices.append(index)
             part.groups.append(numbers[index])
             part.unwatched.add(len(part.watched))
             part.watched.append(_watched(param, store[param]))
-        for (device, offloaded), part in parts.items():
-            about = (device, part.backend, part.groups, len(groups), store.rule)
-            part.shards = OffloadedShards(*about, store.link(device)) if offloaded else shards_on(*about)
+        for (device, offloaded, _), part in parts.items():
+            about = (device, part.backend, part.groups, len(groups), rules[part.groups[0]])
+            if rules[part.groups[0]].whole_matrices:
+                part.shards = MatrixShards(*about[:4], [watched.param for watched in part.watched])
+            else:
+                part.shards = OffloadedShards(*about, store.link(device)) if offloaded else shards_on(*about)
         self._parts = [parts[key] for key in sorted(parts, key=str)]
         self.backends: dict[torch.device, str] = {part.device: part.backend for part in self._parts}
         self._last = {part.device: part for part in self._parts}  # to be launched

@@ -292,6 +292,11 @@ class Stepper:
             raise RuntimeError("gradient release is enabled for this optimizer already: call disable() of that first")
         for option in _NEEDS_ALL_GRADIENTS:
             self._refuse_option(option, getattr(self._store.settings, option))
+        if any(rule.whole_matrices for rule in self._store.rules().values()):
+            raise RuntimeError(
+                "gradient release updates shards as their gradients come, and Muon whole matrices: use another "
+                "optimizer, or an optimizer of their own for the parameters of AdamW"
+            )
         self._drop_former_clipping()
         if self._clip is not None:
             raise RuntimeError(
@@ -471,7 +476,8 @@ class Stepper:
         grad_factor: Tensor | None = None,
         found_inf: Tensor | None = None,
     ) -> Hyper:
-        group, rule = self._groups[number], self._store.rule
+        group = self._groups[number]
+        rule = self._store.rule.for_group(group)
         on_host = host_lr(group)
         lr: float | Tensor
         if on_host is None:

@@ -105,13 +105,13 @@ uint32_t update_streams(const Grad grad, const Param param, float* root, const u
     uint32_t largest = 0;
 #pragma GCC ivdep
     for (int i = 0; i < kTile; ++i) {
-        float values[] = {states.read(i)...};
+        float values[state_places(rule)] = {states.read(i)...};
         const float direction = Update<rule>::advance(grad.read(i), values, s);
         float found = 0.0f;
         if constexpr (square >= 0) found = root_of(values[square]);
         if (keeps_root) root[i] = found;
         const float next = Update<rule>::next_param(param.read(i), direction, found, s);
-        const float* value = values;
+        [[maybe_unused]] const float* value = values;
         const auto keep = [&](uint32_t rounded) { largest = largest > rounded ? largest : rounded; };
         (keep(states.write(i, *value++, bits[i])), ...);
         keep(param.write(i, next, bits[i]));

@@ -231,14 +231,14 @@ __device__ __noinline__ void general_loop() {
     const View& view = block->view;
     const Scalars& scalars = block->scalars;
     const int block_log2 = view.info.block_log2;
-    Format formats[count];
+    Format formats[state_places(rule)];
 #pragma unroll
     for (int i = 0; i < count; ++i) formats[i] = view.state_format(i);
     const bool scaled_master = scaled_masters && is_scaled(view.master_kind());
     for (uint32_t first = view.vector_count; first < view.count; first += kThreads) {
         const uint32_t element = first + threadIdx.x;
         const bool inside = element < view.count;
-        float states[count] = {}, root = 0.0f, param = 0.0f;
+        float states[state_places(rule)] = {}, root = 0.0f, param = 0.0f;
         uint32_t bits = 0, master_bits = 0;
         if (inside) {
             each_state<rule>([&](auto state) {

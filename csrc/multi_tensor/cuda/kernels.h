@@ -75,6 +75,8 @@ inline const std::vector<KernelsOfFormat*>& own_kernels(Rule rule) {
     static const std::vector<KernelsOfFormat*> all[] = {
         kernels_of_formats<Rule::kAdam, Format::kFloat32, Format::kFloat16, Format::kFloat8, Format::kInt8>(),
         kernels_of_formats<Rule::kLion, Format::kFloat32, Format::kFloat8, Format::kInt8>(),
+        kernels_of_formats<Rule::kMuon>(),
+        kernels_of_formats<Rule::kDescent, Format::kFloat32>(),
     };
     static_assert(std::size(all) == kCount<Rule>, "kernels of every rule");
     return all[static_cast<int>(rule)];

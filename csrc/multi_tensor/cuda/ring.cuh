@@ -114,7 +114,7 @@ struct Ring {
             if constexpr (master == Master::kParameter) fetch(tile + kParam, view.param_type(), view.param, element);
             if constexpr (is_remainder(master)) fetch<2>(tile + kParam, view.param, element);
             if constexpr (kHasMaster) fetch<kMasterBytes>(tile + kMaster, view.master, element);
-            fetch<kStateBytes>(tile + kStates, view.states[0], element);
+            if constexpr (kStateCount > 0) fetch<kStateBytes>(tile + kStates, view.states[0], element);
             if constexpr (kStateCount > 1)
                 fetch<kStateBytes>(tile + kStates + kTile * kStateBytes, view.states[1], element);
         }

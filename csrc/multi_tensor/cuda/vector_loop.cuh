@@ -235,7 +235,7 @@ using AccessOf =
 template <class Formats, class Packet4 = Packet<4>>
 struct Raw {
     Packet4 grad{}, param{}, master{};  // zeros: unset words would stay alive across iterations
-    Packet<format_bytes(Formats::format)> states[state_count(Formats::rule)]{};
+    Packet<format_bytes(Formats::format)> states[state_places(Formats::rule)]{};
 
     __device__ __forceinline__ void load_all(const View& view, uint32_t element) {
         load(grad, view.grad_type(), view.grad, element);
@@ -248,10 +248,10 @@ struct Raw {
 };
 
 // The update of a thread's elements, the twin of the CPU engine's. Returns the largest new square, NaN if one is.
-template <Rule rule, int count = state_count(rule)>
-__device__ __forceinline__ float update_values(float* grad, float* param, float (&states)[count][kVector], float* root,
-                                               const Scalars& s) {
-    constexpr int square = square_state(rule);
+template <Rule rule, int places = state_places(rule)>
+__device__ __forceinline__ float update_values(float* grad, float* param, float (&states)[places][kVector],
+                                               float* root, const Scalars& s) {
+    constexpr int count = state_count(rule), square = square_state(rule);
     if (!s.unchanged_gradient) {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) grad[i] = scaled_gradient(grad[i], s);
@@ -263,7 +263,7 @@ __device__ __forceinline__ float update_values(float* grad, float* param, float 
     float direction[kVector];
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
-        float own[count];
+        float own[places] = {};
 #pragma unroll
         for (int k = 0; k < count; ++k) own[k] = states[k][i];
         direction[i] = Update<rule>::advance(grad[i], own, s);
@@ -287,7 +287,7 @@ __device__ __forceinline__ float update_values(float* grad, float* param, float 
 // The eight elements of a thread.
 template <class Formats>
 struct Values {
-    float grad[kVector], param[kVector], states[state_count(Formats::rule)][kVector];
+    float grad[kVector], param[kVector], states[state_places(Formats::rule)][kVector];
 
     template <class Packet4>
     __device__ __forceinline__ void decode_all(const View& view, Raw<Formats, Packet4>& raw, uint32_t element) {
@@ -306,8 +306,8 @@ struct Values {
 template <class Formats>
 __device__ __forceinline__ void update_vector(const View& view, const Scalars& scalars, Values<Formats>& values,
                                               uint32_t element) {
-    constexpr int count = state_count(Formats::rule), square = square_state(Formats::rule);
-    Format formats[count];
+    constexpr int square = square_state(Formats::rule);
+    Format formats[state_places(Formats::rule)];
     each_state<Formats::rule>(
         [&](auto state) { formats[decltype(state)::value] = view.state_format(decltype(state)::value); });
     const Master master = Formats::master_of(view.master_kind());

@@ -146,8 +146,9 @@ class Loader:
         self.contents = contents
         self._leeway = leeway
         self._differences = Differences()
-        check_rule(optimizer.rule, contents.settings.values(), str(source.path))
+        self._rules = optimizer.store.rules()
         self.ids = self._match()
+        self._check_rules()
         self.saved_steps = read_steps(self.source, self.contents)
         self._found = self._states()
         self._groups = [self._group(number, members) for number, members in enumerate(self._members())]
@@ -241,6 +242,11 @@ class Loader:
             self._refuse_other_model([], unexpected)
         return ids
 
+    def _check_rules(self) -> None:
+        for param, id_ in zip(self.params, self.ids, strict=True):
+            if id_ in self.contents.settings:
+                check_rule(self._rules[param], [self.contents.settings[id_]], str(self.source.path))
+
     def _states(self) -> dict[int, _Components]:
         """By parameter, the states that the checkpoint has for it: key by component."""
         names, saved = self.optimizer.store.state_names, self.contents.states
@@ -263,7 +269,7 @@ class Loader:
         objects = {key: None for key in _keys(states) if self.source.entries[key] is None}
         found = {name: nested(own, {**described, **self.source.read(objects)}) for name, own in states.items()}
         try:
-            check_states(self.optimizer.store, self.params[i], found, "")
+            check_states(self._rules[self.params[i]], self.params[i], found, "")
         except (KeyError, RuntimeError, TypeError, ValueError):
             return False
         return True
@@ -296,7 +302,8 @@ class Loader:
     def _group(self, number: int, members: range) -> dict[str, Any]:
         what = f"param group {number}"
         settings = self._group_settings(number, self.optimizer.param_groups[number], members)
-        lacking = [key for key in ("lr", *self.optimizer.rule.shown, "weight_decay") if key not in settings]
+        rule = self.optimizer.rule.for_group(self.optimizer.param_groups[number])
+        lacking = [key for key in ("lr", *rule.shown, "weight_decay") if key not in settings]
         saved = [i for i in members if self.ids[i]]
         if lacking and any(self.params[i].requires_grad for i in saved):
             raise ValueError(f"{what}: {self.source.path} lacks its {', '.join(lacking)}")

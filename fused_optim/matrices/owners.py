@@ -1,0 +1,153 @@
+"""Who orthogonalizes which matrix, and which parts of it lie where: a function of global shapes and meshes alone.
+
+So every rank knows the same without asking, and no bits depend on it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from fused_optim.sharding.dtensor import placed_parts_of
+
+Range = tuple[int, int]  # first, and after the last
+
+
+class Matrix(NamedTuple):
+    """Some rows of a parameter, which are orthogonalized together; of one with three dims, rows of one expert."""
+
+    param: int
+    expert: int
+    first_row: int
+    rows: int
+    columns: int
+
+    @property
+    def cost(self) -> int:
+        """Proportional to the products' flops."""
+        return max(self.rows, self.columns) * min(self.rows, self.columns) ** 2
+
+
+class Box(NamedTuple):
+    """The part of a parameter that a rank holds: ranges of experts, rows and columns."""
+
+    experts: Range
+    rows: Range
+    columns: Range
+
+    @property
+    def is_empty(self) -> bool:
+        return any(first >= end for first, end in self)
+
+    @staticmethod
+    def of(shape: Sequence[int], offsets: Sequence[int]) -> Box:
+        ranges = [(offset, offset + size) for offset, size in zip(offsets, shape, strict=True)]
+        experts, rows, columns = ranges if len(ranges) == 3 else [(0, 1), *ranges]
+        return Box(experts, rows, columns)
+
+
+class Piece(NamedTuple):
+    """The part of a matrix that a rank holds: ranges of the matrix's rows and columns."""
+
+    rows: Range
+    columns: Range
+
+    def of_matrix(self, matrix: Tensor) -> Tensor:
+        return matrix[slice(*self.rows), slice(*self.columns)]
+
+
+def matrices_of(param: int, shape: Sequence[int], splits: Sequence[int] = ()) -> list[Matrix]:
+    """The matrices of a parameter with two or three dims; ``splits``: their rows, if they are several."""
+    experts, (rows, columns) = (1 if len(shape) == 2 else shape[0]), shape[-2:]
+    starts = itertools.accumulate(splits, initial=0) if splits else (0,)
+    ranges = list(zip(starts, splits or (rows,), strict=False))
+    return [Matrix(param, expert, first, count, columns) for expert in range(experts) for first, count in ranges]
+
+
+def piece_of(matrix: Matrix, box: Box) -> Piece | None:
+    """What of a matrix lies in a box; None: nothing."""
+    first, last = box.experts
+    if not first <= matrix.expert < last:
+        return None
+    start = max(box.rows[0] - matrix.first_row, 0)
+    end = min(box.rows[1] - matrix.first_row, matrix.rows)
+    if start >= end or box.columns[0] >= box.columns[1]:
+        return None
+    return Piece((start, end), box.columns)
+
+
+def part_of_shard(local: Tensor, matrix: Matrix, box: Box) -> Tensor:
+    """The piece of a matrix in a rank's shard, which holds some of it: a view."""
+    expert = local[matrix.expert - box.experts[0]] if local.dim() == 3 else local
+    piece = piece_of(matrix, box)
+    assert piece is not None
+    first = matrix.first_row + piece.rows[0] - box.rows[0]
+    return expert[first : first + piece.rows[1] - piece.rows[0]]
+
+
+def boxes_of(param: Tensor, mesh: DeviceMesh | None) -> tuple[Box, ...]:
+    """Of every rank of the mesh, in its order."""
+    if mesh is None or not isinstance(param, DTensor):
+        return (Box.of(param.shape, [0] * param.dim()),)
+    return _boxes_of(tuple(param.shape), mesh, tuple(param.placements))
+
+
+@functools.lru_cache(maxsize=1024)
+def _boxes_of(shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[Box, ...]:
+    return tuple(Box.of(*part) for part in placed_parts_of(shape, mesh, placements))
+
+
+def holders(matrix: Matrix, boxes: Sequence[Box]) -> dict[Piece, list[int]]:
+    """The ranks that hold each piece of a matrix, ascending: several where it is replicated."""
+    found: dict[Piece, list[int]] = {}
+    for rank, box in enumerate(boxes):
+        if piece := piece_of(matrix, box):
+            found.setdefault(piece, []).append(rank)
+    return found
+
+
+def assign(matrices: Sequence[Matrix], candidates: Sequence[Iterable[int]], ranks: int) -> list[int]:
+    """The owner of each matrix, of those that may own it: the costliest first, to who has least to do so far."""
+    load = [0] * ranks
+    owners = [0] * len(matrices)
+    for i in sorted(range(len(matrices)), key=lambda i: (-matrices[i].cost, i)):
+        owners[i] = min(candidates[i], key=lambda rank: (load[rank], rank))
+        load[owners[i]] += matrices[i].cost
+    return owners
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """The matrices of the parameters on one mesh, with their pieces, owners and, for each piece, who sends it there."""
+
+    matrices: list[Matrix]
+    pieces: list[dict[Piece, list[int]]]
+    owners: list[int]
+
+    @staticmethod
+    def of(matrices: list[Matrix], boxes: dict[int, Sequence[Box]], ranks: int) -> Ownership:
+        """``boxes``: by parameter. Who holds a whole matrix owns it, if any rank does: nothing is moved then."""
+        pieces = [holders(matrix, boxes[matrix.param]) for matrix in matrices]
+        everyone = range(ranks)
+        candidates = [next(iter(own.values())) if len(own) == 1 else everyone for own in pieces]
+        return Ownership(matrices, pieces, assign(matrices, candidates, ranks))
+
+    @property
+    def is_local(self) -> bool:
+        """Whether no piece is moved."""
+        return all(
+            ranks == [owner] for owner, own in zip(self.owners, self.pieces, strict=True) for ranks in own.values()
+        )
+
+    def sender(self, number: int, piece: Piece) -> int:
+        """The rank that sends a piece to the owner: this itself if it can, else another one for each owner."""
+        ranks, owner = self.pieces[number][piece], self.owners[number]
+        return owner if owner in ranks else ranks[owner % len(ranks)]

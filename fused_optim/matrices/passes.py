@@ -1,0 +1,97 @@
+"""The two elementwise passes of Muon, before and after the matrices are orthogonalized, as rules of the backends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from fused_optim.backends.tables import Rule as RuleNumber
+from fused_optim.formats.arithmetic import fused
+from fused_optim.formats.states import Kind
+from fused_optim.rule import Hyper, OneRule, StateSpec, Update, float32
+
+MOMENTUM_BUFFER = StateSpec("momentum_buffer", Kind.SIGNED, "momentum_dtype")
+
+
+@dataclass(frozen=True)
+class PassScalars:
+    """What the update of an element reads; every float is rounded to FP32."""
+
+    grad_factor: float
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    step_size: float
+    decay: float
+
+
+class _Pass(OneRule):
+    def check(self, group: Mapping[str, Any]) -> None:
+        """Nothing: Muon has checked it."""
+
+    def numbers(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        return {}
+
+    def derive(self, hyper: Hyper, lr: float, step: int, grad_factor: float) -> PassScalars:
+        return PassScalars(
+            grad_factor=float32(grad_factor),
+            beta1=float32(hyper.beta1),
+            one_minus_beta1=float32(1.0 - hyper.beta1),
+            beta2=float32(hyper.beta2),
+            one_minus_beta2=float32(1.0 - hyper.beta2),
+            step_size=float32(lr),
+            decay=float32(1.0 - lr * hyper.weight_decay),
+        )
+
+
+@dataclass
+class MomentumPass(_Pass):
+    """The gradient goes into the momentum; the "parameter" takes what is to be orthogonalized, and is not read."""
+
+    code: int = field(default=RuleNumber.MUON, init=False)
+    states: tuple[StateSpec, ...] = field(default=(MOMENTUM_BUFFER,), init=False)
+    shown: tuple[str, ...] = field(default=(), init=False)
+
+    def update(self, scalars: PassScalars) -> Update:
+        s = scalars
+
+        def update(grad: Tensor, param: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+            grad = grad * s.grad_factor
+            momentum = fused(states[0], s.beta1, s.one_minus_beta1 * grad)
+            return fused(momentum, s.beta2, s.one_minus_beta2 * grad), [momentum]
+
+        return update
+
+
+@dataclass
+class DescentPass(_Pass):
+    """The parameter moves along the "gradient", which is the direction."""
+
+    code: int = field(default=RuleNumber.DESCENT, init=False)
+    states: tuple[StateSpec, ...] = field(default=(), init=False)
+    shown: tuple[str, ...] = field(default=(), init=False)
+
+    def update(self, scalars: PassScalars) -> Update:
+        s = scalars
+
+        def update(grad: Tensor, param: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+            return fused(grad * s.grad_factor, -s.step_size, param * s.decay), []
+
+        return update
+
+
+MOMENTUM, DESCENT = MomentumPass(), DescentPass()
+
+
+def before_matrices(hyper: Hyper) -> Hyper:
+    """For :class:`MomentumPass`. What is orthogonalized is rounded to nearest."""
+    return hyper._replace(rule=MOMENTUM, stochastic_rounding=False)
+
+
+def after_matrices(hyper: Hyper) -> Hyper:
+    """For :class:`DescentPass`, whose direction has the gradient's scale, sign and clipping in it."""
+    return hyper._replace(rule=DESCENT, grad_scale=None, grad_factor=None, maximize=False)

@@ -1,0 +1,210 @@
+"""FusedMuon: Muon for the hidden matrices of a model, wherever they are sharded, and AdamW for everything else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from fused_optim.adam import EXP_AVG, EXP_AVG_SQ, Adam
+from fused_optim.backends.tables import Rule as RuleNumber
+from fused_optim.decorators import between_graphs, between_steps
+from fused_optim.formats.dtypes import as_dtype
+from fused_optim.matrices.newton_schulz import coefficients_of
+from fused_optim.matrices.passes import MOMENTUM_BUFFER, MomentumPass
+from fused_optim.optimizer import ShardedOptimizer
+from fused_optim.options.checks import check_differentiable, check_number, whole_number
+from fused_optim.options.reading import MuonOptions, check_names, flag_of
+from fused_optim.rule import Orthogonalization, Rule, StateSpec
+from fused_optim.sharding.dtensor import has_own_chunks
+
+ALGORITHM = "algorithm"  # of a param group: a key of `MuonWithAdamW.rules`
+_PRODUCTS = (torch.bfloat16, torch.float16, torch.float32)
+# Hyperparameters of param groups that one of the two algorithms has alone.
+_OF_MUON = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "ns_dtype", "adjust_lr_fn", "splits")
+_OF_ADAM = ("betas", "bias_correction")
+_ADAMS_EPS = 1e-8
+
+
+def _original(rows: int, columns: int) -> float:
+    return math.sqrt(max(1.0, rows / columns))
+
+
+def _match_rms_adamw(rows: int, columns: int) -> float:
+    return 0.2 * math.sqrt(max(rows, columns))
+
+
+_SCALES = {None: _original, "original": _original, "match_rms_adamw": _match_rms_adamw}
+
+
+@dataclass
+class Muon(MomentumPass):
+    """The update rule of Muon (Jordan et al., 2024), as torch.optim.Muon has it."""
+
+    shown: tuple[str, ...] = field(default=("momentum", "nesterov", "ns_steps"), init=False)
+    whole_matrices: bool = field(default=True, init=False)
+
+    def problem_of(self, param: Tensor, group: Mapping[str, Any]) -> str:
+        if param.dim() not in (2, 3):
+            return "Muon updates matrices: expected two dims, or three of experts; use algorithm='adamw' for others"
+        if has_own_chunks(param):
+            return "Muon needs to know where shards lie, which its placements do not tell; use algorithm='adamw'"
+        splits = group["splits"]
+        if splits and sum(splits) != param.shape[-2]:
+            return f"splits: expected {param.shape[-2]} rows together, got {sum(splits)}"
+        return ""
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        check_number("momentum", group["momentum"])
+        if not group["momentum"] < 1.0:
+            raise ValueError(f"momentum: expected a number in [0, 1), got {group['momentum']}")
+        check_number("eps", group["eps"])
+        flag_of("nesterov", group["nesterov"])
+        if not whole_number("ns_steps", group["ns_steps"], 0) < 100:
+            raise ValueError(f"ns_steps: expected less than 100, got {group['ns_steps']}")
+        coefficients_of(group["ns_coefficients"], group["ns_steps"])
+        if group["adjust_lr_fn"] not in _SCALES:
+            raise ValueError(f"adjust_lr_fn: expected 'original' or 'match_rms_adamw', got {group['adjust_lr_fn']!r}")
+        if as_dtype(group["ns_dtype"]) not in _PRODUCTS:
+            raise ValueError(f"ns_dtype: expected 'bfloat16', 'float16' or 'float32', got {group['ns_dtype']}")
+        for rows in group["splits"] or ():
+            whole_number("splits", rows, 1)
+
+    def numbers(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        momentum, dtype = float(group["momentum"]), as_dtype(group["ns_dtype"])
+        assert dtype is not None
+        return {
+            "beta1": momentum,
+            "beta2": momentum if group["nesterov"] else 1.0,
+            "eps": 0.0,
+            "adam_w": True,
+            "bias_correction": False,
+            "orthogonalization": Orthogonalization(
+                coefficients=coefficients_of(group["ns_coefficients"], group["ns_steps"]),
+                eps=float(group["eps"]),
+                dtype=dtype,
+                scale=_SCALES[group["adjust_lr_fn"]],
+                splits=tuple(group["splits"] or ()),
+            ),
+        }
+
+
+@dataclass
+class MuonWithAdamW:
+    """Muon or AdamW, by the ``algorithm`` of a param group."""
+
+    muon: Muon = field(default_factory=Muon)
+    adamw: Adam = field(default_factory=Adam)
+
+    code: int = field(default=RuleNumber.MUON, init=False)
+    states: tuple[StateSpec, ...] = field(default=(MOMENTUM_BUFFER, EXP_AVG, EXP_AVG_SQ), init=False)
+    shown: tuple[str, ...] = field(default=("momentum", "nesterov", "ns_steps", "betas", "eps"), init=False)
+    has_torch_form: bool = field(default=False, init=False)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {}
+
+    def for_group(self, group: Mapping[str, Any]) -> Rule:
+        rules: dict[str, Rule] = {"muon": self.muon, "adamw": self.adamw}
+        algorithm = group.get(ALGORITHM, "muon")
+        if algorithm not in rules:
+            raise ValueError(f"algorithm: expected 'muon' or 'adamw', got {algorithm!r}")
+        return rules[algorithm]
+
+    def foreign_keys(self, group: Mapping[str, Any]) -> Collection[str]:
+        is_muon = self.for_group(group) is self.muon
+        return (*_OF_ADAM, EXP_AVG.option, EXP_AVG_SQ.option) if is_muon else (*_OF_MUON, MOMENTUM_BUFFER.option)
+
+
+class FusedMuon(ShardedOptimizer):
+    """Muon (Jordan et al., 2024) for hidden matrices, whole wherever they are sharded; AdamW for all else.
+
+    On plain parameters it follows ``torch.optim.Muon``, whose arguments and defaults it has. The update of a sharded
+    matrix is put together on one rank, made orthogonal there and sent back: neither the result nor its bits depend on
+    the sharding. ``optimizer.state[p]`` has ``momentum_buffer``, shaped, sharded and placed as ``p``.
+
+    Param groups choose by ``algorithm``: ``"muon"``, for parameters with two dims, or three of experts, each a matrix;
+    or ``"adamw"``, with :class:`fused_optim.FusedAdamW`'s hyperparameters and states. Both are updated in one step, and
+    are in one checkpoint. :func:`fused_optim.muon_param_groups` sorts a model's parameters.
+
+    Args:
+        params: parameters, named parameters or param groups; FP32, BF16 or FP16, plain tensors or DTensors.
+        lr: learning rate, a number or a tensor of one element; of both algorithms unless a param group has its own.
+        weight_decay: decoupled: the parameter is multiplied by ``1 - lr * weight_decay``; of both, too.
+        momentum: how much of the momentum a step keeps, in [0, 1); the gradient's share is ``1 - momentum``.
+        nesterov: orthogonalize ``momentum * momentum_buffer + (1 - momentum) * grad``, not ``momentum_buffer``.
+        ns_coefficients: (a, b, c) of the Newton-Schulz steps ``X <- a X + (b A + c A A) X`` with ``A = X X^T``; or
+            three for each step, of which the last is repeated; or a name: ``"original"``, the default's;
+            ``"polar_express"`` (Amsel et al., 2025), which comes closer to singular values of 1; ``"deepseek_v4"``,
+            whose 10 steps end with two that do.
+        eps: the least Frobenius norm that an update is divided by.
+        ns_steps: how many steps, less than 100.
+        adjust_lr_fn: what updates are multiplied by: ``"original"`` or None, ``sqrt(max(1, rows / columns))``;
+            ``"match_rms_adamw"``, ``0.2 * sqrt(max(rows, columns))``, for AdamW's learning rates.
+        ns_dtype: of the products: "bfloat16", "float16" or "float32".
+        splits: of param groups: the rows of the matrices that each parameter joins, such as those of queries, keys and
+            values; they are orthogonalized apart.
+        momentum_dtype: how the momentum is kept: a format of :class:`fused_optim.FusedAdam`'s states.
+        betas: of AdamW's moments, in param groups with ``algorithm="adamw"``, whose ``eps`` is 1e-8.
+        bias_correction: of AdamW's moments.
+        options: of :class:`fused_optim.FusedAdam`: those of masters, rounding, clipping, saving and loading, and the
+            formats of AdamW's moments. Not ``capturable``, ``offload_states`` and ``checkpoint_format="torch"``.
+
+    Raises:
+        ValueError, TypeError: for hyperparameters or parameters that cannot be used; nothing has been changed then.
+    """
+
+    rule: MuonWithAdamW
+
+    @between_graphs
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: str | Sequence[float] | Sequence[Sequence[float]] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        **options: Unpack[MuonOptions],
+    ) -> None:
+        given: dict[str, Any] = {**options}
+        check_names(type(self).__name__, given, [*MuonOptions.__annotations__])
+        check_differentiable(given.pop("differentiable", None))
+        rules = MuonWithAdamW()
+        formats = {spec.option: given.pop(spec.option, None) for spec in rules.states}
+        hyperparameters = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "ns_dtype": given.pop("ns_dtype", "bfloat16"),
+            "splits": None,
+            "betas": given.pop("betas", (0.9, 0.999)),
+            "bias_correction": flag_of("bias_correction", given.pop("bias_correction", True)),
+            "maximize": flag_of("maximize", given.pop("maximize", None) or False),
+            ALGORITHM: "muon",
+        }
+        super().__init__(params, rules, hyperparameters, formats, given.pop("state_dtype", None), given)
+
+    @between_graphs
+    @between_steps
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group, as torch.optim does. Raises before the group is added if it cannot be used."""
+        if self.rule.for_group(param_group) is self.rule.adamw:
+            param_group.setdefault("eps", _ADAMS_EPS)
+        dtype = param_group.get("ns_dtype", self.defaults["ns_dtype"])
+        param_group["ns_dtype"] = str(dtype).removeprefix("torch.")  # checkpoints gather no torch.dtype
+        super().add_param_group(param_group)

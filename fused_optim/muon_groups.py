@@ -1,0 +1,107 @@
+"""Which parameters of a model are for Muon, and which for AdamW."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+
+from fused_optim.options.checks import some_of
+from fused_optim.sharding.collective import bare_name
+
+# Names of modules. Heads are outside of the layers, which are numbered.
+_HEADS = re.compile(r"^(?:[a-z_]+\.)*(?:lm_head|output|head|classifier|score|unembed(?:ding)?)$")
+_EMBEDDINGS = re.compile(r"(?:^|[._])(?:embeddings?|embed_tokens|embed|wte|wpe)$")
+_ROUTERS = re.compile(r"(?:^|\.)(?:router|shared_expert_gate)(?:\.|$)")
+_GATES = re.compile(r"(?:^|\.)gate$")  # routers in some models, halves of gated layers in others
+_EXPERTS = re.compile(r"(?:^|[._])experts?(?:[._]|$)")
+
+
+def muon_param_groups(
+    model: nn.Module, muon: Sequence[str] = (), adamw: Sequence[str] = (), **options: Any
+) -> list[dict[str, Any]]:
+    """Two param groups for :class:`fused_optim.FusedMuon`, sorted by what a model's parameters are.
+
+    To Muon: weights of linear layers, and experts with three dims. To AdamW: embeddings and heads, also tied ones,
+    norms, biases and other vectors, and routers. Frozen parameters are left out.
+
+    Args:
+        model: its modules' types and names decide.
+        muon: patterns of names, such as ``"*.conv.weight"``, that are for Muon whatever they are.
+        adamw: the same for AdamW.
+        options: hyperparameters of the first group, such as ``lr`` and ``splits``.
+
+    Returns: the groups, with names. A group without parameters is left out.
+
+    Raises ValueError for parameters that it cannot place, with their names: nothing is guessed.
+    """
+    placed: dict[str, list[tuple[str, Tensor]]] = {"muon": [], "adamw": []}
+    heads = _heads_of(model)
+    unknown = []
+    for name, param, modules in _parameters(model):
+        algorithm = _asked(name, muon, adamw) or _algorithm(name, param, modules, heads)
+        if algorithm is None:
+            unknown.append(f"{name} of shape {tuple(param.shape)}")
+        else:
+            placed[algorithm].append((name, param))
+    if unknown:
+        raise ValueError(
+            f"cannot tell whether Muon or AdamW is for {some_of(unknown)}: name them in muon= or adamw=, as patterns"
+        )
+    groups = [{"params": own, "algorithm": algorithm} for algorithm, own in placed.items() if own]
+    return [{**group, **(options if group["algorithm"] == "muon" else {})} for group in groups]
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor, list[tuple[str, nn.Module]]]]:
+    """Each parameter that is trained, once: its first name, and all modules that have it, with their names."""
+    owners: dict[Tensor, list[tuple[str, nn.Module]]] = {}
+    names: dict[Tensor, str] = {}
+    for prefix, module in model.named_modules():
+        for own, param in module.named_parameters(recurse=False):
+            owners.setdefault(param, []).append((bare_name(prefix), module))
+            names.setdefault(param, bare_name(f"{prefix}.{own}".removeprefix(".")))
+    return ((names[param], param, modules) for param, modules in owners.items() if param.requires_grad)
+
+
+def _asked(name: str, muon: Sequence[str], adamw: Sequence[str]) -> str | None:
+    found = [
+        algorithm
+        for algorithm, patterns in (("muon", muon), ("adamw", adamw))
+        if any(fnmatchcase(name, pattern) for pattern in patterns)
+    ]
+    if len(found) > 1:
+        raise ValueError(f"{name}: both muon= and adamw= have a pattern for it")
+    return found[0] if found else None
+
+
+def _heads_of(model: nn.Module) -> set[nn.Module]:
+    """The modules that the model itself, as those of transformers do, calls its embeddings and its head."""
+    asked: Iterable[Any] = (getattr(model, f"get_{side}_embeddings", None) for side in ("input", "output"))
+    return {module for ask in asked if ask is not None and (module := _answer(ask)) is not None}
+
+
+def _answer(ask: Any) -> Any:
+    try:
+        return ask()
+    except NotImplementedError:
+        return None
+
+
+def _algorithm(name: str, param: Tensor, modules: list[tuple[str, nn.Module]], heads: set[nn.Module]) -> str | None:
+    """None: it cannot be told."""
+    if param.dim() == 2 and param.shape[0] >= param.shape[1] and any(_GATES.search(path) for path, _ in modules):
+        return None
+    if param.dim() < 2 or any(_is_for_adamw(path, module) or module in heads for path, module in modules):
+        return "adamw"
+    if param.dim() == 2 and all(hasattr(module, "in_features") for _, module in modules):
+        return "muon"
+    return "muon" if param.dim() == 3 and _EXPERTS.search(name) else None
+
+
+def _is_for_adamw(path: str, module: nn.Module) -> bool:
+    is_norm = type(module).__name__.endswith("Norm")
+    is_named = any(names.search(path) for names in (_HEADS, _EMBEDDINGS, _ROUTERS, _GATES))
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) or is_norm or is_named
