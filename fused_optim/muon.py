@@ -48,6 +48,7 @@ class Muon(MomentumPass):
 
     shown: tuple[str, ...] = field(default=("momentum", "nesterov", "ns_steps"), init=False)
     whole_matrices: bool = field(default=True, init=False)
+    needs_step: bool = field(default=False, init=False)  # torch.optim.Muon counts none
 
     def problem_of(self, param: Tensor, group: Mapping[str, Any]) -> str:
         if param.dim() not in (2, 3):

@@ -85,6 +85,7 @@ class Rule(Protocol):
     states: tuple[StateSpec, ...]
     shown: tuple[str, ...]  # its hyperparameters that the optimizer's text shows
     whole_matrices: bool  # whether an element's update depends on its whole matrix
+    needs_step: bool  # whether states mean nothing without the number of their step
 
     def check(self, group: Mapping[str, Any]) -> None:
         """Raise ValueError or TypeError for the rule's hyperparameters of a param group if they make no sense."""
@@ -128,6 +129,7 @@ class OneRule:
     """A rule that all param groups have, and whose updates are elementwise: its own :class:`Rules`."""
 
     whole_matrices = False
+    needs_step = True
     has_torch_form = False
 
     @property

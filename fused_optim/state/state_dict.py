@@ -157,7 +157,8 @@ def check(store: StateStore, state_dict: dict[str, Any], keep: Collection[Tensor
     steps = []
     for index, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
         what = f"param group {index} of the state dict"
-        steps.append(group_step(saved, [state.get(id_, {}) for id_ in saved["params"]], names, what))
+        timed = names if store.rule.for_group(group).needs_step else ()
+        steps.append(group_step(saved, [state.get(id_, {}) for id_ in saved["params"]], timed, what))
         _check_group(store, group, saved, present, steps[-1], what)
     states = {id_: state.get(id_, {}) for id_, param in params.items() if param not in keep}
     who, rules = _descriptions(groups, saved_groups), store.rules()

@@ -1,0 +1,422 @@
+"""FusedMuon on plain parameters: torch.optim.Muon, double precision, formats, masters, what the base gives."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cases import FORMATS, MASTERS, Format, Master, values
+from distributed import same_bits
+from fused_optim import FusedAdam, FusedAdamW, FusedLion, FusedMuon, enable_gradient_release
+from fused_optim.quantized import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, quantize_model_
+
+F32, BF16 = torch.float32, torch.bfloat16
+SHAPES = [(6, 128), (128, 6), (32, 32), (3, 16, 64)]
+MATRICES = 3
+JORDAN = (3.4445, -4.7750, 2.0315)
+
+
+@contextmanager
+def backend(name: str) -> Iterator[None]:
+    with mock.patch.dict(os.environ, {"FUSED_OPTIM_BACKEND": name}):
+        yield
+
+
+def params(dtype: torch.dtype = F32, shapes: Any = SHAPES) -> list[nn.Parameter]:
+    return [nn.Parameter(values(shape, dtype, "cpu", seed=i)) for i, shape in enumerate(shapes)]
+
+
+def steps(optimizer: torch.optim.Optimizer, numbers: range) -> None:
+    for number in numbers:
+        index = 0
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.grad = values(tuple(param.shape), param.dtype, "cpu", seed=100 * number + index)
+                index += 1
+        optimizer.step()
+
+
+def contents(optimizer: FusedMuon) -> list[Tensor]:
+    found = []
+    for param in optimizer.store.params:
+        found += [param.detach(), *optimizer.state[param].values(), optimizer.store.layouts[param].scales]
+    return found
+
+
+# --- the update -------------------------------------------------------------------------------------------------------
+
+
+def in_double_precision(x: np.ndarray, eps: float, coefficients: Any = (JORDAN,) * 5) -> np.ndarray:
+    u, s, vt = np.linalg.svd(x, full_matrices=False)
+    s /= max(float(np.sqrt((s**2).sum())), eps)
+    for a, b, c in coefficients:
+        s = a * s + b * s**3 + c * s**5
+    return u @ np.diag(s) @ vt
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"nesterov": False},
+    {"momentum": 0.5, "weight_decay": 0.0},
+    {"adjust_lr_fn": "match_rms_adamw"},
+    {"adjust_lr_fn": "original", "ns_steps": 3},
+    {"maximize": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("name", ["torch", "cpu"])
+def test_double_precision(options: dict[str, Any], name: str) -> None:
+    """With FP32 products, experts too."""
+    given = {"momentum": 0.95, "weight_decay": 0.1, "nesterov": True, "ns_steps": 5, "adjust_lr_fn": None, **options}
+    beta, sign = given["momentum"], -1.0 if options.get("maximize") else 1.0
+    with backend(name):
+        optimizer = FusedMuon(params(), lr=0.01, ns_dtype="float32", **options)
+        exact = [param.detach().double().numpy().copy() for param in optimizer.store.params]
+        buffers = [np.zeros_like(x) for x in exact]
+        for number in range(4):
+            steps(optimizer, range(number, number + 1))
+            for i, param in enumerate(optimizer.store.params):
+                grad = sign * param.grad.double().numpy()
+                buffers[i] = beta * buffers[i] + (1 - beta) * grad
+                update = beta * buffers[i] + (1 - beta) * grad if given["nesterov"] else buffers[i]
+                rows, columns = update.shape[-2:]
+                scale = max(1.0, rows / columns) ** 0.5
+                if given["adjust_lr_fn"] == "match_rms_adamw":
+                    scale = 0.2 * max(rows, columns) ** 0.5
+                coefficients = (JORDAN,) * given["ns_steps"]
+                made = [in_double_precision(m, 1e-7, coefficients) for m in update.reshape(-1, rows, columns)]
+                exact[i] = exact[i] * (1 - 0.01 * given["weight_decay"]) - 0.01 * scale * np.stack(made).reshape(
+                    update.shape
+                )
+    for param, expected, buffer in zip(optimizer.store.params, exact, buffers, strict=True):
+        np.testing.assert_allclose(param.detach().numpy(), expected, atol=2e-5)
+        np.testing.assert_allclose(optimizer.state[param]["momentum_buffer"].numpy(), buffer, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("options", OPTIONS[:5], ids=str)
+def test_torchs(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """Both make products in BF16, whose sums are off by 2^-9 each. Masters follow the FP32 parameters of torch's."""
+    ours = params(dtype, SHAPES[:MATRICES])
+    theirs = [nn.Parameter(param.detach().float()) for param in ours]
+    optimizer = FusedMuon(ours, lr=0.01, **options)
+    reference = torch.optim.Muon(theirs, lr=0.01, **options)
+    start = [param.detach().clone() for param in theirs]
+    for number in range(4):
+        steps(optimizer, range(number, number + 1))
+        for mine, other in zip(ours, theirs, strict=True):
+            other.grad = mine.grad.float()
+        reference.step()
+    for mine, other, before in zip(ours, theirs, start, strict=True):
+        master = optimizer.get_unscaled_state(mine, "master_param") if dtype == BF16 else mine.detach()
+        assert (master - other.detach()).norm() < 0.05 * (other.detach() - before).norm()
+
+
+@pytest.mark.parametrize("name", ["original", "polar_express", "deepseek_v4"])
+def test_updates_have_singular_values_of_one(name: str) -> None:
+    count = {"original": 5, "polar_express": 8, "deepseek_v4": 10}[name]
+    weight = nn.Parameter(torch.zeros(32, 64))
+    optimizer = FusedMuon([weight], lr=1.0, weight_decay=0.0, ns_coefficients=name, ns_steps=count, ns_dtype="float32")
+    weight.grad = values((32, 64), F32, "cpu", seed=1)
+    optimizer.step()
+    found = torch.linalg.svdvals(weight.detach())
+    assert found.min() > 0.6 and found.max() < 1.3
+    if name != "original":
+        assert (found - 1.0).abs().max() < 0.03
+
+
+def test_splits_are_orthogonalized_apart() -> None:
+    joined = nn.Parameter(values((48, 32), F32, "cpu", seed=0))
+    parts = [nn.Parameter(part.clone()) for part in joined.detach().split([16, 24, 8])]
+    one = FusedMuon([{"params": [joined], "splits": (16, 24, 8)}], lr=0.1)
+    several = FusedMuon(parts, lr=0.1)
+    for number in range(3):
+        grad = values((48, 32), F32, "cpu", seed=number + 1)
+        joined.grad = grad
+        for part, own in zip(parts, grad.split([16, 24, 8]), strict=True):
+            part.grad = own.clone()
+        one.step()
+        several.step()
+    assert torch.equal(joined, torch.cat([*parts]))
+
+
+# --- formats, masters, backends ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize("master", MASTERS, ids=str)
+def test_the_engine_is_the_reference(fmt: Format, master: Master) -> None:
+    found = []
+    for name in ("torch", "cpu"):
+        with backend(name):
+            optimizer = FusedMuon(params(master.param_dtype), lr=0.01, momentum_dtype=fmt.dtype, **master.options)
+            steps(optimizer, range(4))
+            found.append(contents(optimizer))
+    assert all(map(same_bits, *found))
+
+
+@pytest.mark.parametrize("ns_dtype", ["bfloat16", "float16", "float32", torch.float32], ids=str)
+def test_dtypes_of_products(ns_dtype: Any) -> None:
+    optimizer = FusedMuon(params(), lr=0.01, ns_dtype=ns_dtype)
+    exact = FusedMuon(params(), lr=0.01, ns_dtype="float32")
+    steps(optimizer, range(2))
+    steps(exact, range(2))
+    error = max(float((a - b).detach().abs().max()) for a, b in zip(optimizer.store.params, exact.store.params))
+    assert (error == 0.0) == (str(ns_dtype).endswith("float32")) and error < 0.01
+    assert optimizer.param_groups[0]["ns_dtype"] == str(ns_dtype).removeprefix("torch.")
+
+
+def test_gradients_too_small_for_fp16_products() -> None:
+    grads = [values((16, 32), F32, "cpu", seed=1) * scale for scale in (1.0, 2.0**-40)]
+    found = []
+    for grad in grads:
+        weight = nn.Parameter(torch.zeros(16, 32))
+        optimizer = FusedMuon([weight], lr=1.0, ns_dtype="float16", eps=1e-20)
+        weight.grad = grad
+        optimizer.step()
+        found.append(weight.detach())
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), Float8BlockScaling(), MXFP8BlockScaling()], ids=str)
+def test_quantized_weights(recipe: Any) -> None:
+    """Updated and encoded by the same pass: the values of masters, quantized as the recipe quantizes them."""
+    model, plain = (nn.Sequential(nn.Linear(128, 128, bias=False), nn.Linear(128, 256, bias=False)) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    quantize_model_(model, recipe)
+    optimizer, reference = (FusedMuon(each.parameters(), lr=0.01) for each in (model, plain))
+    for number in range(3):
+        for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+            mine.grad = other.grad = values(tuple(other.shape), F32, "cpu", seed=number)
+        optimizer.step()
+        reference.step()
+    masters = optimizer.master_state_dict(model)
+    for name, other in plain.named_parameters():
+        quantized = dict(model.named_parameters())[name]
+        scale = float(other.detach().abs().max())
+        assert torch.equal(masters[name], other)
+        assert (quantized.dequantize() - masters[name]).abs().max() < 2.0**-3 * scale
+
+
+# --- both algorithms --------------------------------------------------------------------------------------------------
+
+
+def test_adamw_beside_it_is_fused_adamw() -> None:
+    hidden, vectors = params(BF16), params(BF16, [(7,), (64, 8)])
+    alone = params(BF16, [(7,), (64, 8)])
+    optimizer = FusedMuon(
+        [{"params": hidden}, {"params": vectors, "algorithm": "adamw", "lr": 0.003, "betas": (0.8, 0.9)}],
+        weight_decay=0.2,
+        state_dtype="bfloat16",
+    )
+    reference = FusedAdamW(alone, lr=0.003, betas=(0.8, 0.9), weight_decay=0.2, state_dtype="bfloat16")
+    reference.store.rounding_numbers = lambda: [4, 5]  # as the fifth and sixth parameter
+    for number in range(3):
+        steps(optimizer, range(number, number + 1))
+        for mine, other in zip(vectors, alone, strict=True):
+            other.grad = mine.grad.clone()
+        reference.step()
+    for mine, other in zip(vectors, alone, strict=True):
+        assert same_bits(mine.detach(), other.detach())
+        for name, state in reference.state[other].items():
+            assert same_bits(optimizer.state[mine][name], state)
+    assert [*optimizer.state[hidden[0]]] == ["momentum_buffer", "master_param"]
+
+
+def test_groups_have_their_own_keys() -> None:
+    optimizer = FusedMuon([{"params": params()}, {"params": params(F32, [(4,)]), "algorithm": "adamw"}])
+    muon, adamw = (set(group) for group in optimizer.param_groups)
+    assert {"momentum", "ns_steps", "momentum_dtype", "splits"} <= muon and not {"betas", "exp_avg_dtype"} & muon
+    assert {"betas", "exp_avg_dtype", "exp_avg_sq_dtype"} <= adamw and not {"momentum", "ns_steps", "splits"} & adamw
+    assert [group["eps"] for group in optimizer.param_groups] == [1e-7, 1e-8]
+    assert "momentum=0.95" in repr(optimizer) and "momentum_buffer" in str(optimizer.summary())
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(5,), (), (2, 3, 4, 5)], ids=str)
+def test_parameters_that_are_no_matrices(shape: tuple[int, ...]) -> None:
+    wrong = nn.Parameter(torch.zeros(shape))
+    with pytest.raises(ValueError, match=r"parameter 1 \('b', shape .*two dims") as caught:
+        FusedMuon([("a", params()[0]), ("b", wrong)])
+    assert str(shape) in str(caught.value)
+    optimizer = FusedMuon(params())
+    with pytest.raises(ValueError, match="two dims"):
+        optimizer.add_param_group({"params": [wrong]})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"momentum": 1.0},
+        {"momentum": -0.1},
+        {"ns_steps": 100},
+        {"ns_steps": -1},
+        {"ns_steps": 2.5},
+        {"ns_coefficients": "fast"},
+        {"adjust_lr_fn": "none"},
+        {"ns_dtype": "int8"},
+        {"lr": -1.0},
+        {"weight_decay": -0.1},
+        {"momentum_dtype": "int4"},
+        {"capturable": True},
+        {"offload_states": True},
+        {"checkpoint_format": "torch"},
+        {"momentums": 0.9},
+    ],
+    ids=str,
+)
+def test_options_that_cannot_be(options: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError), match=next(iter(options))):
+        FusedMuon(params(), **options)
+
+
+def test_groups_that_cannot_be() -> None:
+    for wrong, match in (
+        ({"algorithm": "sgd"}, "algorithm"),
+        ({"splits": (3, 4)}, "splits"),
+        ({"splits": (3, 0, 3)}, "splits"),
+    ):
+        optimizer = FusedMuon(params())
+        with pytest.raises((TypeError, ValueError), match=match):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(6, 8))], **wrong})
+        assert len(optimizer.param_groups) == 1
+
+
+def test_gradient_release_and_diagnostics() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = FusedMuon(model.parameters())
+    with pytest.raises(RuntimeError, match="gradient release"):
+        enable_gradient_release(model, optimizer)
+    steps(optimizer, range(1))
+    with pytest.raises(RuntimeError, match="diagnostics"):
+        optimizer.diagnostics()
+
+
+# --- what the base gives ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copied", ["pickle", "deepcopy"])
+def test_copies_go_on(copied: str) -> None:
+    optimizer = FusedMuon(params(BF16), momentum_dtype="int8")
+    steps(optimizer, range(2))
+    again = pickle.loads(pickle.dumps(optimizer)) if copied == "pickle" else copy.deepcopy(optimizer)
+    steps(optimizer, range(2, 4))
+    steps(again, range(2, 4))
+    assert all(map(same_bits, contents(optimizer), contents(again)))
+
+
+def mixed(dtype: torch.dtype, **options: Any) -> FusedMuon:
+    return FusedMuon(
+        [{"params": params(dtype)}, {"params": params(dtype, [(9,), (8, 64)]), "algorithm": "adamw"}], **options
+    )
+
+
+@pytest.mark.parametrize("form", ["unscaled", "native"])
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_state_dicts(form: str, fmt: Format) -> None:
+    optimizer = mixed(BF16, state_dtype=fmt.dtype, checkpoint_format=form)
+    steps(optimizer, range(3))
+    fresh = mixed(BF16, state_dtype=fmt.dtype)
+    with torch.no_grad():
+        for mine, other in zip(fresh.store.params, optimizer.store.params, strict=True):
+            mine.copy_(other)
+    fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    steps(optimizer, range(3, 5))
+    steps(fresh, range(3, 5))
+    assert all(map(same_bits, contents(optimizer), contents(fresh)))
+
+
+def test_state_dicts_of_others() -> None:
+    state_dict = FusedMuon(params(), lr=0.5).state_dict()
+    for other in (FusedAdam(params()), FusedLion(params())):
+        with pytest.raises(ValueError, match="muon"):
+            other.load_state_dict(copy.deepcopy(state_dict))
+        with pytest.raises(ValueError, match="muon"):
+            FusedMuon(params()).load_state_dict(other.state_dict())
+    theirs = params(F32, SHAPES[:MATRICES])
+    reference = torch.optim.Muon(theirs, lr=0.01)
+    steps(reference, range(2))
+    optimizer = FusedMuon(params(F32, SHAPES[:MATRICES]))
+    optimizer.load_state_dict(reference.state_dict())
+    for mine, other in zip(optimizer.store.params, theirs, strict=True):
+        assert torch.equal(optimizer.state[mine]["momentum_buffer"], reference.state[other]["momentum_buffer"])
+    assert optimizer.param_groups[0]["lr"] == 0.01
+
+
+def test_clipping_and_scaled_gradients() -> None:
+    """Both are in the first pass: the direction is the same, since its length is divided out."""
+    plain, clipped, scaled = (FusedMuon(params(), lr=0.01, momentum=0.0, ns_dtype="float32") for _ in range(3))
+    steps(plain, range(1))
+    for i, param in enumerate(clipped.store.params):
+        param.grad = values(tuple(param.shape), F32, "cpu", seed=i)
+    clipped.clip_grad_norm_(1.0)
+    clipped.step()
+    assert all(torch.allclose(mine, other, atol=1e-5) for mine, other in zip(clipped.store.params, plain.store.params))
+    buffers = [optimizer.state[optimizer.store.params[0]]["momentum_buffer"] for optimizer in (clipped, plain)]
+    assert 0 < buffers[0].norm() < 0.1 * buffers[1].norm()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler.scale(torch.ones(()))
+    for i, param in enumerate(scaled.store.params):
+        param.grad = values(tuple(param.shape), F32, "cpu", seed=i) * 2.0**10
+    scaler.step(scaled)
+    scaler.update()
+    assert all(map(same_bits, contents(scaled), contents(plain)))
+
+
+def test_skipped_steps_change_nothing() -> None:
+    optimizer = mixed(BF16, skip_nonfinite=True, momentum_dtype="int8")
+    steps(optimizer, range(2))
+    before = [tensor.clone() for tensor in contents(optimizer)]
+    for param in optimizer.store.params:
+        param.grad = torch.full_like(param, float("inf"))
+    optimizer.step()
+    assert all(map(same_bits, contents(optimizer), before)) and optimizer.skipped_steps == 1
+    assert [group["step"] for group in optimizer.param_groups] == [2, 2]
+
+
+def test_frozen_parameters_and_missing_gradients() -> None:
+    optimizer = FusedMuon(params(), lr=0.01)
+    first, second = optimizer.store.params[:2]
+    first.requires_grad_(False)
+    second.grad = torch.ones_like(second)
+    before = [param.detach().clone() for param in optimizer.store.params]
+    optimizer.step()
+    moved = [not torch.equal(now, then) for now, then in zip(optimizer.store.params, before, strict=True)]
+    assert moved == [False, True, False, False]
+
+
+def test_written_parameters_are_followed() -> None:
+    """Written as BF16 values, the next step starts there."""
+    optimizer = FusedMuon(params(BF16), lr=0.0, weight_decay=0.0)
+    steps(optimizer, range(1))
+    param = optimizer.store.params[0]
+    with torch.no_grad():
+        param.fill_(0.5)
+    steps(optimizer, range(1, 2))
+    assert torch.equal(optimizer.get_unscaled_state(param, "master_param"), torch.full(param.shape, 0.5))
+
+
+def test_compiled_steps() -> None:
+    eager, compiled = (FusedMuon(params(), lr=0.01) for _ in range(2))
+    step = torch.compile(compiled.step, backend="eager")
+    for number in range(2):
+        for i, (mine, other) in enumerate(zip(eager.store.params, compiled.store.params, strict=True)):
+            mine.grad = values(tuple(mine.shape), F32, "cpu", seed=10 * number + i)
+            other.grad = mine.grad.clone()
+        eager.step()
+        step()
+    assert all(map(same_bits, contents(eager), contents(compiled)))

@@ -1,0 +1,237 @@
+"""FusedMuon on several ranks: the bits of one rank, whatever the placements; checkpoints, FSDP2, empty shards."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+import distributed
+from cases import values
+from distributed import Part, join_all, part, same_bits
+from fused_optim import FusedMuon, muon_param_groups
+from fused_optim.checkpoint import Checkpointer
+
+F32, BF16 = torch.float32, torch.bfloat16
+# Uneven and empty shards, one row, experts, tall and wide ones, a vector.
+SHAPES = {
+    "wide": (64, 256),
+    "tall": (272, 256),
+    "uneven": (7, 256),
+    "row": (1, 256),
+    "experts": (6, 32, 256),
+    "split": (48, 256),
+    "vector": (256,),
+}
+Place = Callable[[tuple[int, ...]], list[Placement]]
+
+
+def rows(shape: tuple[int, ...]) -> list[Placement]:
+    return [Shard(0)]
+
+
+def columns(shape: tuple[int, ...]) -> list[Placement]:
+    return [Shard(len(shape) - 1)]
+
+
+PLACES: dict[str, tuple[int, Place]] = {  # dims of the mesh
+    "rows": (1, rows),
+    "columns": (1, columns),
+    "inner rows": (1, lambda shape: [Shard(max(len(shape) - 2, 0))]),
+    "replicated": (1, lambda shape: [Replicate()]),
+    "hsdp": (2, lambda shape: [Replicate(), Shard(0)]),
+    "fsdp and tp": (2, lambda shape: [Shard(0), Shard(1)] if len(shape) > 1 else [Shard(0), Replicate()]),
+}
+
+
+def build(how: str, dtype: torch.dtype, **options: Any) -> tuple[nn.ParameterDict, FusedMuon]:
+    placed = {}
+    for i, (name, shape) in enumerate(SHAPES.items()):
+        placed[name] = nn.Parameter(place(values(shape, dtype, "cpu", seed=i) * 0.1, how))
+    model = nn.ParameterDict(placed)
+    matrices = [(name, param) for name, param in model.items() if name not in ("vector", "split")]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices},
+        {"params": [("split", model["split"])], "splits": (16, 24, 8)},
+        {"params": [("vector", model["vector"])], "algorithm": "adamw"},
+    ]
+    return model, FusedMuon(groups, lr=0.02, **options)
+
+
+def place(full: Tensor, how: str) -> Tensor:
+    if how == "plain":
+        return full
+    dims, placements = PLACES[how]
+    world = dist.get_world_size()
+    mesh = distributed.mesh() if dims == 1 else distributed.mesh(2, world // 2, names=("outer", "inner"))
+    return distributed.shard(full, mesh, placements(tuple(full.shape)))
+
+
+def train(model: nn.ParameterDict, optimizer: FusedMuon, how: str, numbers: range, but: str = "") -> None:
+    for number in numbers:
+        for i, (name, param) in enumerate(model.items()):
+            grad = place(values(tuple(param.shape), param.dtype, "cpu", seed=100 * number + i), how)
+            # As FSDP may leave them: without gradients where there is nothing of a parameter.
+            is_empty = name == but and param._local_tensor.numel() == 0
+            param.grad = None if is_empty else grad
+        optimizer.step()
+
+
+def parts(model: nn.Module, optimizer: FusedMuon) -> dict[str, Part]:
+    found = {}
+    for name, param in model.named_parameters():
+        found[name] = part(param.detach())
+        for key in optimizer.store.layouts[param].names:
+            if key in optimizer.state[param]:
+                found[f"{name}.{key}"] = part(optimizer.store[param].unscaled(key, None))
+    return found
+
+
+def trained(how: str, dtype: torch.dtype, options: dict[str, Any], but: str = "") -> dict[str, Part]:
+    model, optimizer = build(how, dtype, **options)
+    train(model, optimizer, how, range(3), but)
+    return parts(model, optimizer)
+
+
+OPTIONS: list[tuple[torch.dtype, dict[str, Any]]] = [
+    (F32, {}),
+    (BF16, {"state_dtype": "bfloat16"}),
+    (BF16, {"state_dtype": "int8", "ns_dtype": "float32"}),
+    (BF16, {"master_bits": 24, "momentum_dtype": "float8_e4m3fn", "ns_coefficients": "polar_express"}),
+]
+
+
+@pytest.mark.parametrize(("dtype", "options"), OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "how"),
+    [
+        *((ranks, "rows") for ranks in (1, 2, 3, 4)),
+        *((2, "replicated"), (2, "columns"), (3, "inner rows"), (4, "hsdp"), (4, "fsdp and tp")),
+    ],
+)
+def test_bits_do_not_depend_on_the_sharding(ranks: int, how: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """Half of 256 columns are blocks of 128 still."""
+    expected = join_all(distributed.run(1, trained, "plain", dtype, options))
+    distributed.assert_same(join_all(distributed.run(ranks, trained, how, dtype, options)), expected)
+
+
+@pytest.mark.parametrize("but", ["row", "uneven"])
+def test_ranks_without_gradients_of_empty_shards(but: str) -> None:
+    expected = join_all(distributed.run(1, trained, "plain", F32, {}))
+    distributed.assert_same(join_all(distributed.run(4, trained, "rows", F32, {}, but)), expected)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def save(how: str, form: str, folder: str) -> dict[str, Part]:
+    model, optimizer = build(how, BF16, state_dtype="int8", checkpoint_format=form)
+    train(model, optimizer, how, range(2))
+    state, optim = get_state_dict(model, optimizer)
+    dcp.save({"model": state, "optimizer": optim}, checkpoint_id=f"{folder}/dcp")
+    with Checkpointer(model, optimizer, f"{folder}/own") as checkpointer:
+        checkpointer.save(1)
+        checkpointer.wait()
+    train(model, optimizer, how, range(2, 4))
+    return parts(model, optimizer)
+
+
+def resume(how: str, form: str, folder: str, by: str) -> dict[str, Part]:
+    model, optimizer = build(how, BF16, state_dtype="int8", checkpoint_format=form)
+    with torch.no_grad():
+        for param in model.values():
+            param.zero_()
+    if by == "dcp":
+        state, optim = get_state_dict(model, optimizer)
+        dcp.load({"model": state, "optimizer": optim}, checkpoint_id=f"{folder}/dcp")
+        set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=optim)
+    else:
+        with Checkpointer(model, optimizer, f"{folder}/own") as checkpointer:
+            assert checkpointer.load_latest() == 1
+    train(model, optimizer, how, range(2, 4))
+    return parts(model, optimizer)
+
+
+@pytest.mark.parametrize("form", ["unscaled", "native"])
+@pytest.mark.parametrize("by", ["dcp", "checkpointer"])
+@pytest.mark.parametrize(("before", "after"), [((1, "rows"), (3, "rows")), ((4, "hsdp"), (2, "rows"))], ids=str)
+def test_checkpoints_go_on_on_other_ranks(
+    before: tuple[int, str], after: tuple[int, str], by: str, form: str, tmp_path: Path
+) -> None:
+    (ranks, how), (others, there) = before, after
+    expected = join_all(distributed.run(ranks, save, how, form, str(tmp_path)))
+    distributed.assert_same(join_all(distributed.run(others, resume, there, form, str(tmp_path), by)), expected)
+
+
+# --- FSDP2 ------------------------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(13, 32)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 48), nn.Linear(48, 32)) for _ in range(2)
+        )
+        self.lm_head = nn.Linear(32, 13, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed_tokens(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.lm_head(x)
+
+
+def trained_model(sharded: bool) -> dict[str, Part]:
+    """On the same data on all ranks, so that sums over ranks change nothing: one or two are exact."""
+    torch.manual_seed(0)
+    model = Model()
+    if sharded:
+        for layer in model.layers:
+            fully_shard(layer, mesh=distributed.mesh())
+        fully_shard(model, mesh=distributed.mesh())
+    optimizer = FusedMuon(muon_param_groups(model), lr=0.01, ns_dtype="float32")
+    for number in range(3):
+        tokens = torch.arange(40).view(4, 10) % (5 + number)
+        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        loss.backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: part(param.detach()) for name, param in model.named_parameters()}
+
+
+def test_fsdp2_trains_as_one_process() -> None:
+    """The norm that gradients are clipped by is summed in another order, so bits may differ."""
+    expected = join_all(distributed.run(1, trained_model, False))
+    found = join_all(distributed.run(2, trained_model, True))
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, atol=2e-4), name
+
+
+def copies(how: str) -> bool:
+    model, optimizer = build(how, F32)
+    train(model, optimizer, how, range(1))
+    fresh, loaded = build(how, F32)
+    fresh.load_state_dict(model.state_dict())
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(model, optimizer, how, range(1, 3))
+    train(fresh, loaded, how, range(1, 3))
+    return all(
+        same_bits(mine[2], other[2])
+        for mine, other in zip(parts(model, optimizer).values(), parts(fresh, loaded).values())
+    )
+
+
+def test_state_dicts_on_ranks() -> None:
+    assert all(distributed.run(3, copies, "rows"))

@@ -1,0 +1,101 @@
+"""Who owns which matrix, and where its pieces lie."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fused_optim.matrices.owners import Box, Matrix, Ownership, assign, holders, matrices_of, part_of_shard, piece_of
+
+
+def cuts(size: int, ranks: int) -> list[tuple[int, int]]:
+    """As torch.chunk cuts."""
+    step = -(-size // ranks)
+    return [(min(i * step, size), min((i + 1) * step, size)) for i in range(ranks)]
+
+
+def boxes(shape: Sequence[int], by_dim: Sequence[int], replicas: int) -> list[Box]:
+    """Of a mesh whose dims cut the tensor's, and which has replicas of all that."""
+    ranges = [cuts(size, ranks) for size, ranks in zip(shape, by_dim, strict=True)]
+    own = [Box(*(each if len(each) == 3 else ((0, 1), *each))) for each in itertools.product(*ranges)]
+    return own * replicas
+
+
+SHAPES = st.one_of(
+    st.tuples(st.integers(1, 9), st.integers(1, 9)), st.tuples(st.integers(1, 4), st.integers(1, 9), st.integers(1, 9))
+)
+
+
+@given(SHAPES, st.data())
+def test_pieces_cover_every_matrix_once(shape: tuple[int, ...], data: st.DataObject) -> None:
+    by_dim = [data.draw(st.integers(1, 4)) for _ in shape]
+    replicas = data.draw(st.integers(1, 2))
+    splits = data.draw(st.sampled_from([(), (1, shape[-2] - 1)])) if shape[-2] > 1 else ()
+    where = boxes(shape, by_dim, replicas)
+    full = torch.arange(torch.Size(shape).numel()).view(shape)
+    shards = [
+        full.view(-1, *shape[-2:])[slice(*b.experts), slice(*b.rows), slice(*b.columns)].reshape(
+            [end - start for start, end in (b if len(shape) == 3 else b[1:])]
+        )
+        for b in where
+    ]
+    seen = torch.zeros_like(full)
+    for matrix in matrices_of(0, shape, splits):
+        rows = slice(matrix.first_row, matrix.first_row + matrix.rows)
+        whole = full.view(-1, *shape[-2:])[matrix.expert, rows]
+        for piece, ranks in holders(matrix, where).items():
+            assert len(ranks) == replicas
+            for rank in ranks:
+                assert torch.equal(part_of_shard(shards[rank], matrix, where[rank]), piece.of_matrix(whole))
+            piece.of_matrix(seen.view(-1, *shape[-2:])[matrix.expert, rows]).add_(1)
+    assert (seen == 1).all()
+
+
+def test_what_lies_whole_stays_there() -> None:
+    """Experts that are cut by the expert, replicated matrices, rows that fit into one shard: nothing is moved."""
+    experts = matrices_of(0, (4, 6, 5))
+    owned = Ownership.of(experts, {0: boxes((4, 6, 5), (2, 1, 1), 1)}, 2)
+    assert owned.owners == [0, 0, 1, 1] and owned.is_local
+    owned = Ownership.of(matrices_of(0, (1, 8)), {0: boxes((1, 8), (4, 1), 1)}, 4)
+    assert owned.owners == [0] and owned.is_local
+    owned = Ownership.of(matrices_of(0, (8, 8)), {0: boxes((8, 8), (2, 1), 1)}, 2)
+    assert not owned.is_local
+
+
+def test_replicas_share_the_work() -> None:
+    matrices = [matrix for i in range(4) for matrix in matrices_of(i, (8, 8))]
+    owned = Ownership.of(matrices, {i: boxes((8, 8), (1, 1), 2) for i in range(4)}, 2)
+    assert sorted(owned.owners) == [0, 0, 1, 1] and not owned.is_local
+
+
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), min_size=1, max_size=40), st.integers(1, 9))
+def test_work_is_even(shapes: list[tuple[int, int]], ranks: int) -> None:
+    """The costliest first: nobody has more than 4/3 of what the best assignment gives (Graham, 1969)."""
+    matrices = [Matrix(i, 0, 0, *shape) for i, shape in enumerate(shapes)]
+    owners = assign(matrices, [range(ranks)] * len(matrices), ranks)
+    load = [0] * ranks
+    for matrix, owner in zip(matrices, owners, strict=True):
+        load[owner] += matrix.cost
+    costs = sorted((matrix.cost for matrix in matrices), reverse=True)
+    best = max([sum(costs) / ranks, costs[0], *([costs[ranks - 1] + costs[ranks]] if len(costs) > ranks else [])])
+    assert max(load) <= 4 / 3 * best + 1e-9
+
+
+def test_the_order_of_ranks_decides_nothing_else() -> None:
+    matrices = [Matrix(i, 0, 0, 8, 8) for i in range(6)]
+    assert assign(matrices, [range(3)] * 6, 3) == [0, 1, 2, 0, 1, 2]
+    assert piece_of(Matrix(0, 0, 4, 4, 8), Box((0, 1), (0, 4), (0, 8))) is None
+
+
+def test_pieces_come_from_the_owner_or_from_all_replicas_alike() -> None:
+    owned = Ownership.of(
+        matrices_of(0, (8, 8)) + matrices_of(1, (8, 8)), dict.fromkeys(range(2), boxes((8, 8), (2, 1), 2)), 4
+    )
+    for number, owner in enumerate(owned.owners):
+        for piece, ranks in owned.pieces[number].items():
+            sender = owned.sender(number, piece)
+            assert sender in ranks and (sender == owner or owner not in ranks)
