@@ -18,10 +18,9 @@ from fused_optim.options.checks import (
     check_belongs,
     check_checkpoint_format,
     check_hyperparameters,
-    check_param,
+    check_params,
     check_torchs_options,
     check_whole,
-    describe,
 )
 from fused_optim.options.reading import (
     IMPLEMENTATIONS,
@@ -193,12 +192,8 @@ class ShardedOptimizer(Optimizer):
         for key, value in {STEP: 0, **description(rule)}.items():
             group.setdefault(key, value)
         first = sum(len(g["params"]) for g in self.param_groups[:-1])
-        names = group.get("param_names", [None] * len(group["params"]))
         try:
-            for i, (param, name) in enumerate(zip(group["params"], names, strict=True)):
-                check_param(param, first + i, name)
-                if problem := rule.problem_of(param, group):
-                    raise ValueError(f"{describe(param, first + i, name)}: {problem}")
+            check_params(group, first, rule)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise

@@ -63,6 +63,8 @@ def enable_gradient_release(
         raise TypeError(
             "a submodule is DistributedDataParallel: its communication hook tells when gradients are reduced"
         )
+    if any(rule.whole_matrices for rule in optimizer.store.rules().values()):
+        raise RuntimeError("gradient release updates shards as their gradients come, and Muon whole matrices")
     optimizer.stepper.check_can_be_in_buckets()
     return GradientRelease(model, optimizer, bucket_bytes)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from operator import is_
 from typing import Any, cast
@@ -53,11 +53,11 @@ def same_items(mapping: Mapping[Any, Any], keys: list[Any], values: list[Any]) -
     return same_objects(list(mapping), keys) and same_objects(list(mapping.values()), values)
 
 
-def load_kernels(rule: Rule, device: torch.device) -> None:
-    """Load the CUDA engine's kernels: a later CUDA graph capture is no time for it."""
+def load_kernels(rules: Collection[int], device: torch.device) -> None:
+    """Load the CUDA engine's kernels of update rules, by their codes: a later CUDA graph capture is no time for it."""
     engine, _ = load_engine("cuda")
-    if engine is not None:
-        engine.load_kernels(rule.code, device.index)
+    for rule in () if engine is None else rules:
+        engine.load_kernels(rule, device.index)
 
 
 def tensor_reader(

@@ -23,7 +23,7 @@ from fused_optim.formats.elements import ELEMENT_TYPES
 from fused_optim.formats.states import STATE_FORMATS
 from fused_optim.memory.host_memory import can_be_streamed
 from fused_optim.options.reading import CheckpointDevice, CheckpointFormat, flag_of
-from fused_optim.rule import Rules
+from fused_optim.rule import Rule, Rules
 from fused_optim.sharding.dtensor import is_dense, local_tensor
 
 _LR_RESIDUE = 1e-12
@@ -289,6 +289,15 @@ def check_states(
             raise RuntimeError(f"{describe(param, index, name)}: state {key}: its storage was freed")
     if dtypes.get("master_param") in (torch.int16, torch.int8) and param.dtype != torch.bfloat16:
         raise TypeError(f"{describe(param, index, name)}: its remainders belong to a torch.bfloat16 parameter")
+
+
+def check_params(group: Mapping[str, Any], first: int, rule: Rule) -> None:
+    """Raise TypeError or ValueError for parameters that cannot be in their group. ``first``: how many are before."""
+    names = group.get("param_names", [None] * len(group["params"]))
+    for index, (param, name) in enumerate(zip(group["params"], names, strict=True), start=first):
+        check_param(param, index, name)
+        if problem := rule.problem_of(param, group):
+            raise ValueError(f"{describe(param, index, name)}: {problem}")
 
 
 def check_whole(model: nn.Module, params: Sequence[Tensor]) -> None:

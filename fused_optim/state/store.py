@@ -107,8 +107,7 @@ class StateStore:
 
     def rules(self) -> dict[Tensor, Rule]:
         """The update rule of each parameter."""
-        groups = self._owner.param_groups
-        return {param: self.rule.for_group(group) for group in groups for param in group["params"]}
+        return {param: self.rule.for_group(group) for group in self.groups for param in group["params"]}
 
     @property
     def state(self) -> dict[Tensor, dict[str, Any]]:
@@ -123,13 +122,12 @@ class StateStore:
     @property
     def params(self) -> list[Tensor]:
         """All parameters, in the order of the param groups."""
-        return list(chain.from_iterable(group["params"] for group in self._owner.param_groups))
+        return list(chain.from_iterable(group["params"] for group in self.groups))
 
     @property
     def names(self) -> list[str | None]:
         """Their names, where they were given with names."""
-        groups = self._owner.param_groups
-        return list(chain.from_iterable(g.get("param_names", [None] * len(g["params"])) for g in groups))
+        return list(chain.from_iterable(g.get("param_names", [None] * len(g["params"])) for g in self.groups))
 
     @property
     def is_keyed_by_names(self) -> bool:
@@ -202,7 +200,7 @@ class StateStore:
         """
         if param is None:
             self._chosen = None  # others may be frozen by now
-        for group in self._owner.param_groups:
+        for group in self.groups:
             for candidate in group["params"]:
                 if candidate in self or (param is not None and candidate is not param):
                     continue
@@ -221,11 +219,10 @@ class StateStore:
         return StateLayout.create(param, kind, specs, [group[spec.option] for spec in specs], offloaded=offloaded)
 
     def _create(self, param: Tensor, group: dict[str, Any], remainders: bool | None) -> None:
-        owner = self._owner
         with torch.inference_mode(False), torch.no_grad():  # a step made in it would leave states for no other
             layout = self.new_layout(param, group, remainders)
             created = ParamState.create(param, layout)
-            created.import_external(owner.state.get(param) or {})
+            created.import_external(self._owner.state.get(param) or {})
         if self.form == "torch":
             created.tensors[STEP] = step_tensor(0)
         self.put(created)
@@ -240,7 +237,7 @@ class StateStore:
 
     def show_steps(self) -> None:
         """Let the parameters' states have the steps of their groups if they are to look like torch.optim.AdamW's."""
-        for group in self._owner.param_groups:
+        for group in self.groups:
             for param in group["params"]:
                 if param in self and self.form == "torch":
                     self.state[param][STEP] = step_tensor(group[STEP])
@@ -295,7 +292,7 @@ class StateStore:
 
         Returns what is still to be written, as ``ParamState.write_master`` does.
         """
-        group = next(group for group in self._owner.param_groups if any(param is old for param in group["params"]))
+        group = next(group for group in self.groups if any(param is old for param in group["params"]))
         group["params"][:] = [new if param is old else param for param in group["params"]]
         updates = self._take_over(old, new, group) if old in self else []
         others = {name: value for name, value in self._owner.state.get(old, {}).items() if name not in self.state_names}

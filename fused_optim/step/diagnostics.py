@@ -89,7 +89,8 @@ def diagnose(store: StateStore, hypers: Callable[[torch.device], Sequence[Hyper]
 
     Raises RuntimeError where no parameter has states, and for gradients that cannot be used.
     """
-    if any(rule.whole_matrices for rule in store.rules().values()):
+    rules = store.rules()
+    if any(rule.whole_matrices for rule in rules.values()):
         raise RuntimeError("diagnostics() looks at elements one by one, and Muon's update is of whole matrices")
     rows: dict[Tensor, tuple[Tensor, Tensor]] = {}
     numbers = store.rounding_numbers()
@@ -103,7 +104,7 @@ def diagnose(store: StateStore, hypers: Callable[[torch.device], Sequence[Hyper]
             placed = dense(finished_local(placed_as(grad, param))).view(-1)
             scalars, offset = derived[local_tensor(param).device][number]
             key = rounding_key(store.settings.seed, numbers[index])
-            shard = _Shard(store[param], placed, scalars, store.rule.update(scalars), offset, key)
+            shard = _Shard(store[param], placed, scalars, rules[param].update(scalars), offset, key)
             _add_shard(shard, sums, bounds)
         rows[param] = sums, bounds
     if not any(param in store for param in rows):

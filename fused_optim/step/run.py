@@ -177,7 +177,7 @@ class Stepper:
         for device in gpus:
             self.scalars.factor(device)
             self.skips.prepare(device)
-            load_kernels(self._store.rule, device)
+            load_kernels({rule.code for rule in self._store.rules().values()}, device)
 
     def _check_capture(self) -> None:
         store = self._store
@@ -292,11 +292,6 @@ class Stepper:
             raise RuntimeError("gradient release is enabled for this optimizer already: call disable() of that first")
         for option in _NEEDS_ALL_GRADIENTS:
             self._refuse_option(option, getattr(self._store.settings, option))
-        if any(rule.whole_matrices for rule in self._store.rules().values()):
-            raise RuntimeError(
-                "gradient release updates shards as their gradients come, and Muon whole matrices: use another "
-                "optimizer, or an optimizer of their own for the parameters of AdamW"
-            )
         self._drop_former_clipping()
         if self._clip is not None:
             raise RuntimeError(
