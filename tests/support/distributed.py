@@ -86,10 +86,27 @@ def device() -> torch.device:
     return torch.device("cpu") if _device_type == "cpu" else torch.device("cuda", dist.get_rank())
 
 
+_kept_groups: set[dist.ProcessGroup] = set()
+
+
+def _groups() -> set[dist.ProcessGroup]:
+    """All process groups of this process but the default one."""
+    return {group for group in dist.distributed_c10d._world.pg_names if group is not dist.group.WORLD}
+
+
 @functools.cache
 def mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
-    """The mesh of this shape; without a shape that of all ranks."""
-    return init_device_mesh(_device_type, shape or (dist.get_world_size(),), mesh_dim_names=names)
+    """The mesh of this shape; without a shape that of all ranks. It stays for all bodies."""
+    before = _groups()
+    made = init_device_mesh(_device_type, shape or (dist.get_world_size(),), mesh_dim_names=names)
+    _kept_groups.update(_groups() - before)
+    return made
+
+
+def _end_groups() -> None:
+    """End the process groups that bodies have left behind: the threads of each look for messages all the time."""
+    for group in _groups() - _kept_groups:
+        dist.destroy_process_group(group)
 
 
 def shard(full: Tensor, on: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
@@ -139,6 +156,7 @@ def _serve(rank: int, connection: Connection, world_size: int, device_type: str,
         while True:
             body, args, timeout = pickle.loads(connection.recv_bytes())
             torch.set_num_threads(1)  # each time: packages set it, and sums of torch's go by it
+            _end_groups()  # now that every rank has answered
             faulthandler.dump_traceback_later(timeout, file=stack)
             try:
                 answer = pickle.dumps((True, body(*args)))
