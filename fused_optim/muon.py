@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -15,6 +14,7 @@ from fused_optim.adam import EXP_AVG, EXP_AVG_SQ, Adam
 from fused_optim.backends.tables import Rule as RuleNumber
 from fused_optim.decorators import between_graphs, between_steps
 from fused_optim.formats.dtypes import as_dtype
+from fused_optim.formats.elements import ELEMENT_TYPES
 from fused_optim.matrices.newton_schulz import coefficients_of
 from fused_optim.matrices.passes import MOMENTUM_BUFFER, MomentumPass
 from fused_optim.optimizer import ShardedOptimizer
@@ -24,7 +24,6 @@ from fused_optim.rule import Orthogonalization, Rule, StateSpec
 from fused_optim.sharding.dtensor import has_own_chunks
 
 ALGORITHM = "algorithm"  # of a param group: a key of `MuonWithAdamW.rules`
-_PRODUCTS = (torch.bfloat16, torch.float16, torch.float32)
 # Hyperparameters of param groups that one of the two algorithms has alone.
 _OF_MUON = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "ns_dtype", "adjust_lr_fn", "splits")
 _OF_ADAM = ("betas", "bias_correction")
@@ -71,7 +70,7 @@ class Muon(MomentumPass):
         coefficients_of(group["ns_coefficients"], group["ns_steps"])
         if group["adjust_lr_fn"] not in _SCALES:
             raise ValueError(f"adjust_lr_fn: expected 'original' or 'match_rms_adamw', got {group['adjust_lr_fn']!r}")
-        if as_dtype(group["ns_dtype"]) not in _PRODUCTS:
+        if as_dtype(group["ns_dtype"]) not in ELEMENT_TYPES:
             raise ValueError(f"ns_dtype: expected 'bfloat16', 'float16' or 'float32', got {group['ns_dtype']}")
         for rows in group["splits"] or ():
             whole_number("splits", rows, 1)

@@ -66,11 +66,13 @@ _ALWAYS = (
     "torch.optim.optimizer._global_optimizer_pre_hooks",
     # DTensors and collectives
     "torch.distributed._functional_collectives.AsyncCollectiveTensor",
+    "torch.distributed.device_mesh.DeviceMesh._flatten",
     "torch.distributed.distributed_c10d._get_object_coll_device",
     "torch.distributed.tensor.DTensor._local_tensor",  # the engines, too
     "torch.distributed.tensor.DTensor._spec",  # the engines, too
     "torch.distributed.tensor._dtensor_spec.DTensorSpec",
     "torch.distributed.tensor._dtensor_spec.TensorMeta",
+    "torch.distributed.tensor._utils._compute_local_shape_and_global_offset",
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
     "torch._C._clear_DTensor_sharding_propagator_cache",
     "torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear",

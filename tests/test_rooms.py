@@ -49,6 +49,7 @@ BY_NAME = {
     "checkpoint.extras": dict.fromkeys(("load_state_dict", "state_dict"), "of others, which may be forwarded"),
     "decorators": {"hooked": "torch sets it on what it has decorated"},
     "integrations.megatron": {"__wrapped__": "of functions of Megatron's, or what replaces them"},
+    "muon_groups": {"in_features": "modules of models have what they like"},
     "memory.layout": {"components": "of weights that are quantized, whose classes nothing imports below them"},
     "optimizer": {"decoupled_grad": "set by users"},
     "options.reading": dict.fromkeys(("item", "size", "tolist"), "of arrays of NumPy, which may not be installed"),
@@ -464,9 +465,11 @@ WRONG: dict[str, tuple[Check, dict[str, str], list[str]]] = {
 }
 # What all have: imports that are as they should be.
 RIGHT = {
-    **{f"{room}/__init__": "" for room in ("memory", "backends", "options", "quantized", "state", "step")},
+    **{f"{room}/__init__": "" for room in ("memory", "backends", "matrices", "options", "quantized", "state", "step")},
     **{f"{room}/__init__": "" for room in ("formats", "sharding", "integrations")},
-    **dict.fromkeys(("__main__", "torch_versions", "decorators", "rule", "optimizer", "lion", "release"), ""),
+    **dict.fromkeys(
+        ("__main__", "torch_versions", "decorators", "rule", "optimizer", "lion", "muon", "muon_groups", "release"), ""
+    ),
     **{f"quantized/{room}/__init__": "" for room in ("recipes", "tensor", "compute", "adapters", "model", "files")},
     **{f"checkpoint/{room}/__init__": "" for room in ("storage", "reading", "writing")},
     **{

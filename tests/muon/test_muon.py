@@ -7,17 +7,20 @@ import os
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from cases import FORMATS, MASTERS, Format, Master, values
 from distributed import same_bits
-from fused_optim import FusedAdam, FusedAdamW, FusedLion, FusedMuon, enable_gradient_release
+from fused_optim import FusedAdam, FusedAdamW, FusedLion, FusedMuon, enable_gradient_release, load_optimizer_checkpoint
 from fused_optim.quantized import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, quantize_model_
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -355,6 +358,31 @@ def test_state_dicts_of_others() -> None:
     for mine, other in zip(optimizer.store.params, theirs, strict=True):
         assert torch.equal(optimizer.state[mine]["momentum_buffer"], reference.state[other]["momentum_buffer"])
     assert optimizer.param_groups[0]["lr"] == 0.01
+
+
+@pytest.mark.parametrize("saved_by", ["torch.save", "dcp"])
+def test_torchs_checkpoints(saved_by: str, tmp_path: Path) -> None:
+    """Both ways, and on from there as torch would."""
+    model, theirs = (nn.ParameterDict(zip("abc", params(F32, SHAPES[:MATRICES]), strict=True)) for _ in range(2))
+    reference = torch.optim.Muon(theirs.parameters(), lr=0.02, momentum=0.9)
+    steps(reference, range(2))
+    if saved_by == "dcp":
+        state, optim = get_state_dict(theirs, reference)
+        dcp.save({"model": state, "optimizer": optim}, checkpoint_id=tmp_path / "saved")
+    else:
+        torch.save({"model": theirs.state_dict(), "optimizer": reference.state_dict()}, tmp_path / "saved")
+    model.load_state_dict(theirs.state_dict())
+    optimizer = FusedMuon(model.parameters(), lr=0.5)
+    report = load_optimizer_checkpoint(model, optimizer, tmp_path / "saved")
+    assert report.parameters == MATRICES
+    assert [optimizer.param_groups[0][key] for key in ("lr", "momentum")] == [0.02, 0.9]
+    for mine, other in zip(model.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(optimizer.state[mine]["momentum_buffer"], reference.state[other]["momentum_buffer"])
+    back = torch.optim.Muon(params(F32, SHAPES[:MATRICES]))
+    back.load_state_dict(optimizer.state_dict())
+    for mine, other in zip(back.param_groups[0]["params"], theirs.parameters(), strict=True):
+        assert torch.equal(back.state[mine]["momentum_buffer"], reference.state[other]["momentum_buffer"])
+    steps(back, range(2, 3))
 
 
 def test_clipping_and_scaled_gradients() -> None:

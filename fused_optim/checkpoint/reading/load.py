@@ -149,7 +149,8 @@ class Loader:
         self._rules = optimizer.store.rules()
         self.ids = self._match()
         self._check_rules()
-        self.saved_steps = read_steps(self.source, self.contents)
+        untimed = [id_ for param, id_ in zip(self.params, self.ids, strict=True) if not self._rules[param].needs_step]
+        self.saved_steps = dict.fromkeys(untimed, 0) | read_steps(self.source, self.contents)
         self._found = self._states()
         self._groups = [self._group(number, members) for number, members in enumerate(self._members())]
         self._objects = self._read_objects()
