@@ -19,7 +19,7 @@ ROOMS = (
     *("torch_versions", "decorators", "optional", "formats", "rule", "sharding", "adapters", "memory", "backends"),
     *("matrices", "options"),
     *(f"quantized.{room}" for room in ("recipes", "tensor", "compute", "adapters", "model", "files", "__init__")),
-    *("rebuild", "state", "step", "optimizer", "adam", "lion", "muon", "muon_groups", "release"),
+    *("rebuild", "state", "step", "optimizer", "adam", "lion", "muon", "muon_groups", "known_rules", "release"),
     *(f"checkpoint.{room}" for room in ("storage", "reading", "writing")),
     *(
         f"checkpoint.{room}"
@@ -468,7 +468,19 @@ RIGHT = {
     **{f"{room}/__init__": "" for room in ("memory", "backends", "matrices", "options", "quantized", "state", "step")},
     **{f"{room}/__init__": "" for room in ("formats", "sharding", "integrations")},
     **dict.fromkeys(
-        ("__main__", "torch_versions", "decorators", "rule", "optimizer", "lion", "muon", "muon_groups", "release"), ""
+        (
+            "__main__",
+            "torch_versions",
+            "decorators",
+            "rule",
+            "optimizer",
+            "lion",
+            "muon",
+            "muon_groups",
+            "known_rules",
+            "release",
+        ),
+        "",
     ),
     **{f"quantized/{room}/__init__": "" for room in ("recipes", "tensor", "compute", "adapters", "model", "files")},
     **{f"checkpoint/{room}/__init__": "" for room in ("storage", "reading", "writing")},

@@ -56,8 +56,9 @@ def same_items(mapping: Mapping[Any, Any], keys: list[Any], values: list[Any]) -
 def load_kernels(rules: Collection[int], device: torch.device) -> None:
     """Load the CUDA engine's kernels of update rules, by their codes: a later CUDA graph capture is no time for it."""
     engine, _ = load_engine("cuda")
-    for rule in () if engine is None else rules:
-        engine.load_kernels(rule, device.index)
+    if engine is not None:
+        for rule in rules:
+            engine.load_kernels(rule, device.index)
 
 
 def tensor_reader(

@@ -102,7 +102,7 @@ def _add_convert(commands: Commands) -> None:
     parser.add_argument("source", metavar="SOURCE", help="as for inspect")
     parser.add_argument("target", metavar="TARGET", help="a new folder")
     parser.add_argument("--to", required=True, choices=LAYOUTS, help="see docs/tools.md")
-    for name in ("exp-avg", "exp-avg-sq"):
+    for name in ("exp-avg", "exp-avg-sq", "momentum"):
         parser.add_argument(f"--{name}-dtype", metavar="DTYPE", help="of the native form; as in the source by default")
     parser.add_argument("--master", choices=STORED_MASTERS, help="of the native form; as in the source by default")
     parser.add_argument("--model", metavar="PATH", help=_MODEL)
@@ -111,7 +111,7 @@ def _add_convert(commands: Commands) -> None:
 def _convert(args: Arguments) -> int:
     from fused_optim.tools.conversion import convert_checkpoint
 
-    formats = {"exp_avg_dtype": args.exp_avg_dtype, "exp_avg_sq_dtype": args.exp_avg_sq_dtype, "master": args.master}
+    formats = {name: getattr(args, name) for name in ("exp_avg_dtype", "exp_avg_sq_dtype", "momentum_dtype", "master")}
     convert_checkpoint(args.source, args.target, args.to, model=args.model, **formats)
     print(f"{args.target}: {args.to}")
     return 0

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fused_optim.adam import MOMENTS
+from fused_optim.adam import ADAM_STATES
 from fused_optim.adapters import adapter_of
 from fused_optim.checkpoint.reading.contents import NOT_SETTINGS, read_steps
 from fused_optim.checkpoint.reading.opening import open_checked
@@ -27,8 +27,10 @@ from fused_optim.checkpoint.writing.entries import Entry, write_folder, write_sa
 from fused_optim.formats.dtypes import as_dtype
 from fused_optim.formats.masters import Master
 from fused_optim.formats.states import STATE_FORMATS, state_format
+from fused_optim.known_rules import states_of
 from fused_optim.memory.layout import MASTER, STEP
 from fused_optim.options.reading import CheckpointFormat
+from fused_optim.rule import StateSpec
 from fused_optim.sharding.model_files import safetensors_writer
 from fused_optim.state.groups import DESCRIPTION, KEYED_BY_NAMES, NATIVE, TorchGroup, usual_group
 from fused_optim.state.state_dict import Options, converted
@@ -40,10 +42,10 @@ from fused_optim.tools.progress import progress
 
 @dataclass(frozen=True)
 class _Wanted:
-    """``moments``: dtypes by name; None: as in the source, for ``master`` likewise."""
+    """``formats``: dtypes by the states' options; None: as in the source, for ``master`` likewise."""
 
     layout: Layout
-    moments: Mapping[str, torch.dtype | None]
+    formats: Mapping[str, torch.dtype | None]
     master: Master | None
 
 
@@ -54,29 +56,35 @@ def convert_checkpoint(
     *,
     exp_avg_dtype: torch.dtype | str | None = None,
     exp_avg_sq_dtype: torch.dtype | str | None = None,
+    momentum_dtype: torch.dtype | str | None = None,
     master: str | None = None,
     model: PathLike | None = None,
 ) -> None:
     """Write the checkpoint ``source`` again, in another layout, into the new folder ``target``.
 
-    ``layout``: "unscaled" and "native" are the forms that FusedAdam saves, "torch" is torch.optim.AdamW's, all of them
-    folders of torch.distributed.checkpoint with checksums. "safetensors": the unscaled form as safetensors files, which
-    this reads again. "masters": the masters alone under the model's names, as Hugging Face's sharded models.
+    ``layout``: "unscaled" and "native" are the forms that optimizers here save, "torch" is torch.optim.AdamW's, all of
+    them folders of torch.distributed.checkpoint with checksums. "safetensors": the unscaled form as safetensors files,
+    which this reads again. "masters": the masters alone under the model's names, as Hugging Face's sharded models.
 
-    ``exp_avg_dtype``, ``exp_avg_sq_dtype``, ``master`` ("float32", "float16", "remainder16", "remainder8"): of the
-    native form; as in the source by default. ``model``: the model's checkpoint, where that is another one and
-    remainders need the parameters. Whatever is in the source beside the optimizer's states goes with it.
+    ``exp_avg_dtype``, ``exp_avg_sq_dtype``, ``momentum_dtype``, ``master`` ("float32", "float16", "remainder16",
+    "remainder8"): of the native form; as in the source by default. ``model``: the model's checkpoint, where that is
+    another one and remainders need the parameters. Whatever is in the source beside the optimizer's states goes with
+    it.
 
     The memory that this takes is a few times that of the largest tensor. Raises FileExistsError where there is
     something in ``target``, ImportError where safetensors is needed and missing, and ValueError or OSError for what
     cannot be converted; then nothing is left behind.
     """
-    moments = dict(zip(MOMENTS, (exp_avg_dtype, exp_avg_sq_dtype), strict=True))
-    wanted = _Wanted(layout, {name: _checked_dtype(name, value) for name, value in moments.items()}, _master(master))
+    formats = {
+        "exp_avg_dtype": exp_avg_dtype,
+        "exp_avg_sq_dtype": exp_avg_sq_dtype,
+        "momentum_dtype": momentum_dtype,
+    }
+    wanted = _Wanted(layout, {name: _checked_dtype(name, value) for name, value in formats.items()}, _master(master))
     _check(wanted, target)
     optimizer = read_optimizer(open_checked(source), None if model is None else open_checked(model))
     if optimizer is None:
-        raise ValueError(f"{source} holds no states of Adam, so there is nothing to convert")
+        raise ValueError(f"{source} holds no states of an optimizer, so there is nothing to convert")
     folder = Path(target)
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -92,7 +100,7 @@ def convert_checkpoint(
 def _check(wanted: _Wanted, target: PathLike) -> None:
     if wanted.layout not in LAYOUTS:
         raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)}, got {wanted.layout!r}")
-    if wanted.layout != "native" and (wanted.master is not None or any(wanted.moments.values())):
+    if wanted.layout != "native" and (wanted.master is not None or any(wanted.formats.values())):
         raise ValueError(f"formats are chosen for the native form only, not for {wanted.layout!r}")
     folder = Path(target)
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
@@ -107,7 +115,7 @@ def _checked_dtype(name: str, given: torch.dtype | str | None) -> torch.dtype | 
     try:
         state_format(given)
     except KeyError:
-        raise ValueError(f"{name}_dtype: {given} is no format of states") from None
+        raise ValueError(f"{name}: {given} is no format of states") from None
     return as_dtype(given)
 
 
@@ -155,7 +163,7 @@ class _Conversion:
         """All of the target, by flat key."""
         entries = self._others()
         for name, states in self._optimizer.states.items():
-            self._check_moments(name, states)
+            self._check_states(name, states)
             encoded = Encoded(states, self._master(name, states), self._formats(name, states), self._form(name))
             for inner, entry in encoded.entries():
                 entries.update([self._placed(("state", self._ids[name], *inner), entry)])
@@ -188,22 +196,28 @@ class _Conversion:
         form: CheckpointFormat = "native" if self._wanted.layout == "native" else "unscaled"
         return partial(converted, options=Options(form, None, False))
 
-    def _check_moments(self, name: str, states: Mapping[str, SavedState]) -> None:
-        where = self._source.path
-        if lacking := [moment for moment in MOMENTS if moment not in states]:
-            raise ValueError(f"{name}: {where} lacks its {' and '.join(lacking)}")
-        if self._ids[name] not in self._steps:
-            raise ValueError(f"{name}: {where} has its moments but no step, neither its own nor its param group's")
+    def _group_of(self, name: str) -> dict[str, Any]:
+        """The settings of a parameter's group, as far as they are there."""
+        return self._contents.settings.get(self._ids[name], {})
 
-    def _formats(self, name: str, states: Mapping[str, SavedState]) -> list[torch.dtype]:
-        """Of both moments: what is asked for, what the run was asked for, or what is there; FP32 in other forms."""
-        if self._wanted.layout != "native":
-            return [torch.float32] * len(MOMENTS)
-        settings, found = self._contents.settings.get(self._ids[name], {}), []
-        for moment in MOMENTS:
-            chosen = self._wanted.moments[moment] or as_dtype(settings.get(f"{moment}_dtype"))
-            chosen = chosen or as_dtype(states[moment].format)
-            found.append(chosen if chosen in STATE_FORMATS else torch.float32)
+    def _check_states(self, name: str, states: Mapping[str, SavedState]) -> None:
+        where, specs = self._source.path, states_of(self._group_of(name))
+        if lacking := [spec.name for spec in specs if spec.name not in states]:
+            raise ValueError(f"{name}: {where} lacks its {' and '.join(lacking)}")
+        if self._wanted.layout == "torch" and specs != ADAM_STATES:
+            found = " and ".join(spec.name for spec in specs)
+            raise ValueError(f"{name}: {where} has its {found}, and the layout 'torch' is torch.optim.AdamW's")
+        if self._ids[name] not in self._steps:
+            raise ValueError(f"{name}: {where} has its states but no step, neither its own nor its param group's")
+
+    def _formats(self, name: str, states: Mapping[str, SavedState]) -> dict[StateSpec, torch.dtype]:
+        """Of its states: what is asked for, what the run was asked for, or what is there; FP32 in other forms."""
+        settings = self._group_of(name)
+        found = dict.fromkeys(states_of(settings), torch.float32)
+        for spec in found if self._wanted.layout == "native" else ():
+            chosen = self._wanted.formats[spec.option] or as_dtype(settings.get(spec.option))
+            chosen = chosen or as_dtype(states[spec.name].format)
+            found[spec] = chosen if chosen in STATE_FORMATS else torch.float32
         return found
 
     def _master(self, name: str, states: Mapping[str, SavedState]) -> Master:
@@ -251,7 +265,8 @@ class _Conversion:
         if self._wanted.layout == "torch":
             group = {"bias_correction": True, **given}
             return torch_group(group, bool(given.get("decoupled_weight_decay", True))) | names
-        kept = {"bias_correction": True, **usual_group(TorchGroup(given))}
+        older = {"bias_correction": True} if states_of(found) == ADAM_STATES else {}
+        kept = older | usual_group(TorchGroup(given))
         keyed = int(found.get("fused_optim_native", 0)) & KEYED_BY_NAMES  # the values go on being rounded as they were
         native = {"fused_optim_native": NATIVE * (self._wanted.layout == "native") | keyed}
         step = max((self._steps[id_] for id_ in ids if id_ in self._steps), default=0)
@@ -259,11 +274,12 @@ class _Conversion:
 
     def _dtypes(self, ids: list[str], given: Mapping[str, Any]) -> dict[str, str]:
         """The formats that a group asks for, as text."""
+        found = self._contents.settings.get(ids[0], {}) if ids else {}
         with_states = [name for name in map(self._optimizer.names.__getitem__, ids) if name in self._optimizer.states]
         if with_states and self._wanted.layout == "native":
             chosen = self._formats(with_states[0], self._optimizer.states[with_states[0]])
-            return {f"{name}_dtype": str(dtype) for name, dtype in zip(MOMENTS, chosen, strict=True)}
-        return {key: str(given.get(key, torch.float32)) for key in (f"{name}_dtype" for name in MOMENTS)}
+            return {spec.option: str(dtype) for spec, dtype in chosen.items()}
+        return {spec.option: str(given.get(spec.option, torch.float32)) for spec in states_of(found)}
 
 
 def _itself(value: Any) -> Any:

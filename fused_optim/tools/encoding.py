@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fused_optim.adam import ADAM_STATES, MOMENTS
 from fused_optim.checkpoint.reading.saved_optimizer import SavedState
 from fused_optim.checkpoint.reading.source import TensorInfo
 from fused_optim.checkpoint.writing.entries import Entry
 from fused_optim.formats.masters import Master
 from fused_optim.formats.states import FLOAT32
 from fused_optim.memory.layout import MASTER, StateLayout
+from fused_optim.rule import StateSpec
 from fused_optim.state.param_state import ParamState
 
 Place = tuple[str, ...]  # in the state dict of the optimizer
@@ -24,14 +24,14 @@ Form = Callable[[ParamState], Mapping[str, Any]]  # a parameter's states as stat
 
 
 class Encoded:
-    """The states of one parameter. ``formats``: dtypes of both moments, where blocks fit."""
+    """The states of one parameter. ``formats``: their dtypes, where blocks fit."""
 
     def __init__(
-        self, states: Mapping[str, SavedState], master: Master, formats: Sequence[torch.dtype], form: Form
+        self, states: Mapping[str, SavedState], master: Master, formats: Mapping[StateSpec, torch.dtype], form: Form
     ) -> None:
         self._states = states
         self.master = master
-        self._formats = formats
+        self._specs, self._formats = tuple(formats), [*formats.values()]
         self._form = form
 
     def entries(self) -> Iterator[tuple[Place, Entry]]:
@@ -64,17 +64,17 @@ class Encoded:
     def values(self) -> dict[Place, Any]:
         """All states, by place."""
         created = self._created("cpu")
-        for name in MOMENTS:
-            created.write(name, self._states[name].values())
+        for spec in self._specs:
+            created.write(spec.name, self._states[spec.name].values())
         if self.master is not Master.PARAMETER:
             created.write_master(self._states[MASTER].values())
         return dict(_flat(self._form(created)))
 
     def _created(self, device: str) -> ParamState:
-        shape = self._states[MOMENTS[0]].shape
+        shape = self._states[self._specs[0].name].shape
         dtype = torch.bfloat16 if self.master.is_remainder else torch.float32
         param = torch.zeros(shape, dtype=dtype, device=device)
-        return ParamState.create(param, StateLayout.create(param, self.master, ADAM_STATES, self._formats))
+        return ParamState.create(param, StateLayout.create(param, self.master, self._specs, self._formats))
 
     def _value(self, place: Place) -> Tensor:
         value: Tensor = _values_of(self)[place]

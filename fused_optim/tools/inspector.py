@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from fused_optim.adam import MOMENTS
 from fused_optim.adapters import adapter_of
 from fused_optim.checkpoint.reading.contents import NOT_SETTINGS, read_steps
 from fused_optim.checkpoint.reading.opening import open_checked
@@ -18,6 +17,7 @@ from fused_optim.checkpoint.reading.saved_optimizer import SavedOptimizer, Saved
 from fused_optim.checkpoint.reading.source import Source
 from fused_optim.checkpoint.storage import checksums
 from fused_optim.checkpoint.storage.folders import PathLike, folder_at
+from fused_optim.known_rules import ALL_STATES
 from fused_optim.memory.layout import MASTER
 from fused_optim.state.groups import DESCRIPTION
 from fused_optim.state.summary import aligned, shown_bytes
@@ -25,6 +25,7 @@ from fused_optim.tools.progress import progress
 from fused_optim.tools.values import Values
 
 PARAMETER = "parameter"
+_TENSORS = (PARAMETER, *ALL_STATES, MASTER)  # of a parameter
 _NOT_SHOWN = ("parameters", *DESCRIPTION)
 _EXAMPLES = 5
 
@@ -58,7 +59,7 @@ def inspect_checkpoint(path: PathLike, *, model: PathLike | None = None, values:
     report = Report(
         path=str(path),
         kind=source.kind,
-        layout="no states of Adam" if optimizer is None else optimizer.layout,
+        layout="no states of an optimizer" if optimizer is None else optimizer.layout,
         ranks=source.ranks,
         entries=len(source.entries),
         bytes=sum(map(source.nbytes, source.entries)),
@@ -149,21 +150,27 @@ def _described(tensor: SavedTensor, values: bool) -> dict[str, Any]:
     return row
 
 
+def _states_in(parameters: Mapping[str, Any]) -> list[str]:
+    """The names of the states that some parameter has."""
+    return [name for name in ALL_STATES if any(name in found for found in parameters.values())]
+
+
 def _formats(parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    states = _states_in(parameters)
     for found in parameters.values():
-        mix = tuple(found.get(name, {}).get("format", "none") for name in (PARAMETER, *MOMENTS, MASTER))
-        names = dict(zip((PARAMETER, *MOMENTS, "master"), mix, strict=True))
+        mix = tuple(found.get(name, {}).get("format", "none") for name in (PARAMETER, *states, MASTER))
+        names = dict(zip((PARAMETER, *states, "master"), mix, strict=True))
         row = rows.setdefault(mix, {**names, "parameters": 0, "elements": 0, "bytes": 0})
         row["parameters"] += 1
         row["elements"] += math.prod(found["shape"])
-        row["bytes"] += sum(found[name]["bytes"] for name in (PARAMETER, *MOMENTS, MASTER) if name in found)
+        row["bytes"] += sum(found[name]["bytes"] for name in (PARAMETER, *states, MASTER) if name in found)
     return sorted(rows.values(), key=lambda row: -int(row["elements"]))
 
 
 def _all_tensors(report: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, found in report["parameters"].items():
-        yield from ((f"{key} of {name}", found[key]) for key in (PARAMETER, *MOMENTS, MASTER) if key in found)
+        yield from ((f"{key} of {name}", found[key]) for key in _TENSORS if key in found)
     yield from report["others"].items()
 
 
@@ -178,7 +185,7 @@ def _head(report: Mapping[str, Any]) -> Iterator[str]:
     for group in report["groups"]:
         settings = ", ".join(f"{key}={value}" for key, value in group.items() if key not in _NOT_SHOWN)
         yield f"  {group['parameters']:,} parameters with {settings}"
-    columns = (PARAMETER, *MOMENTS, "master")
+    columns = (PARAMETER, *_states_in(report["parameters"]), "master")
     table = [(*columns, "parameters", "elements", "bytes")]
     for row in report["formats"]:
         numbers = (f"{row['parameters']:,}", f"{row['elements']:,}", shown_bytes(row["bytes"]))
@@ -194,7 +201,7 @@ def _head(report: Mapping[str, Any]) -> Iterator[str]:
 def _table(report: Mapping[str, Any]) -> Iterator[str]:
     table = []
     for name, found in report["parameters"].items():
-        rows = [(key, found[key]) for key in (PARAMETER, *MOMENTS, MASTER) if key in found]
+        rows = [(key, found[key]) for key in _TENSORS if key in found]
         table += [(name if i == 0 else "", _shape(found) if i == 0 else "", *_row(*row)) for i, row in enumerate(rows)]
     table += [(key, _shape(found), *_row("other", found)) for key, found in report["others"].items()]
     if table:

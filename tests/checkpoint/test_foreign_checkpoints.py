@@ -527,7 +527,7 @@ def spoil(state_dict: dict[str, Any], fault: str) -> None:
         ("lr", r"param group 1: .* lacks its lr"),
         ("betas", r"param group 1 .*betas\[1\]"),
         ("amsgrad", r"'second.odd'.*amsgrad"),
-        ("states", "holds no states of an optimizer"),
+        ("states", "was saved with momentum_buffer: another optimizer's"),
         ("split", "different values of weight_decay for .*'second.weight'.*'second.odd'"),
     ],
 )

@@ -16,12 +16,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict
 
 from cases import FORMATS, MASTERS, Format, Master, values
 from distributed import same_bits
 from fused_optim import FusedAdam, FusedAdamW, FusedLion, FusedMuon, enable_gradient_release, load_optimizer_checkpoint
+from fused_optim.checkpoint import Checkpointer
 from fused_optim.quantized import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, quantize_model_
+from fused_optim.tools.conversion import convert_checkpoint
+from fused_optim.tools.inspector import inspect_checkpoint
 
 F32, BF16 = torch.float32, torch.bfloat16
 SHAPES = [(6, 128), (128, 6), (32, 32), (3, 16, 64)]
@@ -383,6 +386,53 @@ def test_torchs_checkpoints(saved_by: str, tmp_path: Path) -> None:
     for mine, other in zip(back.param_groups[0]["params"], theirs.parameters(), strict=True):
         assert torch.equal(back.state[mine]["momentum_buffer"], reference.state[other]["momentum_buffer"])
     steps(back, range(2, 3))
+
+
+@pytest.mark.parametrize("layout", ["unscaled", "native", "safetensors"])
+def test_converted_checkpoints(layout: Any, tmp_path: Path) -> None:
+    """Of both algorithms; what is written again in the formats of the source is loaded bit for bit."""
+    shapes = [*SHAPES, (9,), (8, 64)]
+    names = "abcdef"
+    model, fresh = (nn.ParameterDict(zip(names, params(BF16, shapes), strict=True)) for _ in range(2))
+
+    def optimizer_of(model: nn.ParameterDict) -> FusedMuon:
+        named = [*model.named_parameters()]
+        return FusedMuon([{"params": named[:4]}, {"params": named[4:], "algorithm": "adamw"}], state_dtype="int8")
+
+    optimizer = optimizer_of(model)
+    steps(optimizer, range(2))
+    with Checkpointer(model, optimizer, tmp_path / "own") as checkpointer:
+        checkpointer.save(2)
+        checkpointer.wait()
+        saved = checkpointer.path(2)
+    report = inspect_checkpoint(saved)
+    assert report["parameters"]["a"]["momentum_buffer"]["format"] == "int8"
+    convert_checkpoint(saved, tmp_path / "converted", layout)
+    fresh.load_state_dict(model.state_dict())
+    loaded = optimizer_of(fresh)
+    load_optimizer_checkpoint(fresh, loaded, tmp_path / "converted")
+    if layout == "native":
+        assert all(map(same_bits, contents(loaded), contents(optimizer)))
+    for mine, other in zip(loaded.store.params, optimizer.store.params, strict=True):
+        for name in optimizer.store.layouts[other].names:
+            if name in optimizer.state[other]:
+                assert same_bits(loaded.get_unscaled_state(mine, name), optimizer.get_unscaled_state(other, name))
+    with pytest.raises(ValueError, match=r"momentum_buffer.*torch\.optim\.AdamW"):
+        convert_checkpoint(saved, tmp_path / "torch", "torch")
+    assert not (tmp_path / "torch").exists()
+
+
+def test_lions_checkpoints_are_converted(tmp_path: Path) -> None:
+    model = nn.ParameterDict({"a": params()[0]})
+    optimizer = FusedLion(model.parameters(), state_dtype="bfloat16")
+    steps(optimizer, range(2))
+    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=tmp_path / "saved")
+    convert_checkpoint(tmp_path / "saved", tmp_path / "native", "native", exp_avg_dtype="int8")
+    loaded = FusedLion(model.parameters(), state_dtype="int8")
+    load_optimizer_checkpoint(model, loaded, tmp_path / "native")
+    expected = FusedLion(model.parameters(), state_dtype="int8")
+    expected.load_state_dict(optimizer.state_dict())
+    assert torch.equal(loaded.state[model["a"]]["exp_avg"], expected.state[model["a"]]["exp_avg"])
 
 
 def test_clipping_and_scaled_gradients() -> None:

@@ -252,7 +252,7 @@ def test_what_cannot_be_converted(tmp_path: Path) -> None:
     refuse("master: expected one of float32, float16", source, target, "native", master="24")
     refuse("formats are chosen for the native form only", source, target, "unscaled", exp_avg_dtype="int8")
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "model")
-    refuse("holds no states of Adam", tmp_path / "model", target, "native")
+    refuse("holds no states of an optimizer", tmp_path / "model", target, "native")
     states = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
     del states["state"]["first.odd"]["exp_avg_sq"]
     torch.save(states, tmp_path / "lacking.pt")
@@ -261,7 +261,7 @@ def test_what_cannot_be_converted(tmp_path: Path) -> None:
     for group in states["param_groups"]:
         group.pop("step")
     torch.save(states, tmp_path / "stepless.pt")
-    refuse("has its moments but no step", tmp_path / "stepless.pt", target, "torch")
+    refuse("has its states but no step", tmp_path / "stepless.pt", target, "torch")
     _, uncorrected = trained(bias_correction=False)
     torch.save(uncorrected.state_dict(), tmp_path / "uncorrected.pt")
     refuse("torch.optim.AdamW always corrects", tmp_path / "uncorrected.pt", target, "torch")

@@ -19,11 +19,12 @@ from torch import Tensor
 from fused_optim.checkpoint.reading.leeway import Naming
 from fused_optim.checkpoint.reading.source import Source
 from fused_optim.checkpoint.storage.nested import Path, assembled, setting_after
+from fused_optim.known_rules import ALL_STATES
 from fused_optim.memory.host_memory import room
 from fused_optim.memory.layout import MASTER, STEP
 
 AMSGRAD = "max_exp_avg_sq"
-_ADAMS = ("exp_avg", "exp_avg_sq", AMSGRAD, MASTER, STEP)  # in the checkpoints of other libraries, too
+_KNOWN = (*ALL_STATES, AMSGRAD, MASTER, STEP)  # in the checkpoints of other libraries, too
 NOT_SETTINGS = ("params", "param_names", "step")  # of a param group
 _PARAMS = re.compile(r"(?P<number>\d+)\.params")  # of a param group with a number
 _LONGEST = 1000  # of keys, each of whose prefixes is looked at
@@ -75,7 +76,7 @@ def find_contents(source: Source, naming: Naming, states: Iterable[str] = ()) ->
     Raises :class:`NoStates` where there are neither states nor param groups.
     """
     _check_lengths(source)
-    known = _component_of(frozenset({*_ADAMS, *states}))
+    known = _component_of(frozenset({*_KNOWN, *states}))
     return _sorted_by_parameter(source, Contents(_find_prefix(source, naming, known), naming), known)
 
 

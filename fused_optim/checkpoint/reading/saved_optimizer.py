@@ -8,19 +8,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fused_optim.adam import ADAM_STATES
 from fused_optim.adapters import adapter_of
 from fused_optim.checkpoint.reading.contents import Contents, NoStates, nested, read_contents
 from fused_optim.checkpoint.reading.source import Source, TensorInfo
 from fused_optim.formats.masters import Master
 from fused_optim.formats.states import Kind
+from fused_optim.known_rules import ALL_STATES
 from fused_optim.memory.layout import MASTER
 from fused_optim.state.native import scaled_format
 from fused_optim.state.remainders import KINDS, unpack_remainder
 from fused_optim.state.state_dict import check_state, check_version, read_state
 from fused_optim.state.values import Joined, Stored, pieces
 
-_KIND = {spec.name: spec.kind for spec in ADAM_STATES} | {MASTER: Kind.MASTER}
+_KIND = {name: spec.kind for name, spec in ALL_STATES.items()} | {MASTER: Kind.MASTER}
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class SavedOptimizer:
 
 
 def read_optimizer(source: Source, model: Source | None = None) -> SavedOptimizer | None:
-    """None where there are no Adam states. ``model``: where the parameters are, if not there, too.
+    """None where there are no states of an optimizer here. ``model``: where the parameters are, if not there, too.
 
     Raises ValueError for a newer version and for what does not fit together.
     """
