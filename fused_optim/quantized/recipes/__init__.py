@@ -14,7 +14,7 @@ from fused_optim.quantized.recipes.recipe import (
     matrix_range,
     set_where,
 )
-from fused_optim.quantized.recipes.table import RECIPES
+from fused_optim.quantized.recipes.table import RECIPES, check_recipe
 from fused_optim.quantized.recipes.tensor_scaling import Float8CurrentScaling, Float8DelayedScaling, Float8TensorScaling
 from fused_optim.quantized.recipes.tiles import WHOLE, Position, shares_blocks
 
@@ -36,6 +36,7 @@ __all__ = [
     "Recipe",
     "Scaling",
     "as_matrix",
+    "check_recipe",
     "cut_component",
     "matrix_range",
     "set_where",
