@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 
 from fused_optim.quantized.tensor.dispatch import Args, Decodable, Kwargs, OperatorKind, decoded
+from fused_optim.quantized.tensor.operations import check_takes_copies
 from fused_optim.quantized.tensor.quantized_tensor import implements
 from fused_optim.quantized.tensor.strided import WeightView, located
 
@@ -94,10 +95,7 @@ def _check(func: OpOverload, target: Decodable) -> None:
         raise RuntimeError(f"{what} that has a gradient: it is updated by FusedAdam")
     if torch.compiler.is_compiling():
         raise RuntimeError(f"{what} in compiled code, whose graphs decode it only")
-    if not weight.has_initial:
-        raise RuntimeError(
-            f"{what}: its initial values are not kept any more. dequantize() gives a plain copy, copy_() writes one"
-        )
+    weight.check_has_initial(str(func))
 
 
 @implements(aten.copy_.default, of=WeightView)
@@ -112,7 +110,7 @@ def _copy(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     if target.covers_weight:
         target.weight.copy_(values.reshape(target.weight.shape))
         return target
-    target.weight.check_cut_by_rows()
+    check_takes_copies(target.weight)
     target.weight.ensure_initial(torch.float32)
     place = place_of(target)
     place.memory.copy_(values)
@@ -123,7 +121,12 @@ def _copy(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 @implements(aten._foreach_copy_.default)
 @implements(aten._foreach_copy_.default, of=WeightView)
 def _copy_each(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
-    for target, source in zip(*args[:2], strict=True):
+    pairs = list(zip(*args[:2], strict=True))
+    for index, (target, source) in enumerate(pairs):
+        if target.shape != source.shape:
+            shapes = f"{tuple(source.shape)} into one of shape {tuple(target.shape)}"
+            raise RuntimeError(f"{func} cannot copy tensor {index}, of shape {shapes}")
+    for target, source in pairs:
         target.copy_(source)
 
 

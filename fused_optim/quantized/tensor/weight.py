@@ -19,6 +19,7 @@ from fused_optim.quantized.recipes import (
     Position,
     Recipe,
     as_matrix,
+    check_recipe,
     codec,
     cut_component,
     matrix_range,
@@ -120,6 +121,7 @@ class Weight(Decodable):
         shared: Shared | None = None,
     ) -> Self:
         """One that decodes to zeros; with initial values of dtype ``initial`` if that is given."""
+        check_recipe(recipe)
         check_shape(recipe, shape)
         check_dtype(dtype)
         components = recipe.empty(tuple(shape), device, 0 if shared is None else shared.position.rows_before)
@@ -131,8 +133,8 @@ class Weight(Decodable):
     def from_values(cls, values: Tensor, recipe: Recipe, keep_initial: bool = False) -> Self:
         """Quantize a plain tensor; with ``keep_initial`` it keeps ``values`` themselves (no copy) for the optimizer.
 
-        Raises ValueError for a shape that the recipe cannot quantize, TypeError for dtypes other than float32, bfloat16
-        and float16.
+        Raises ValueError for a shape that the recipe cannot quantize, TypeError for what is no recipe, and for dtypes
+        other than float32, bfloat16 and float16.
         """
         result = cls.empty(recipe, values.shape, values.dtype, values.device)
         if values.device.type != "meta":
@@ -266,6 +268,13 @@ class Weight(Decodable):
     @property
     def has_initial(self) -> bool:
         return INITIAL in self.whole.components
+
+    def check_has_initial(self, what: str) -> None:
+        if not self.has_initial:
+            raise RuntimeError(
+                f"{self.prefix}{what} cannot change a quantized weight in place: its initial values are not kept any "
+                "more. dequantize() gives a plain copy, copy_() writes one, dequantize_model_ makes plain weights"
+            )
 
     @property
     def before(self) -> Components | None:
