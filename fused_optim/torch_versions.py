@@ -45,6 +45,7 @@ _ALWAYS = (
     # what a call is part of: compiled code, a dispatch mode, torch.func, a profile, a stream, code without gradients
     "torch._C._TorchDispatchModeKey",
     "torch._C._are_functorch_transforms_active",
+    "torch._C._functorch.is_legacy_batchedtensor",
     "torch._C._cuda_getCurrentRawStream",  # in builds for GPUs
     "torch._C._dynamo.eval_frame.get_eval_frame_callback",
     "torch._C._get_dispatch_mode",
@@ -52,6 +53,7 @@ _ALWAYS = (
     "torch._C._set_grad_enabled",
     "torch._disable_dynamo",
     "torch.autograd._profiler_enabled",
+    "torch.autograd.forward_ad._current_level",
     # a backward pass, while it runs
     "torch.autograd.Variable._execution_engine.queue_callback",
     # modules, optimizers, GradScaler

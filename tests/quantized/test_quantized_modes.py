@@ -224,11 +224,11 @@ def test_gradients_of_gradients_are_right_or_raise(recipe: str, of: str) -> None
     found = {}
     for name, each in (("quantized", model), ("plain", plain)):
         x = (matrix(32, 128) / 16).requires_grad_()
-        loss = penalty(each, x, of)
         if name == "quantized" and ALL[recipe].products is not None:
-            with pytest.raises(RuntimeError, match=r"FP8 .* differentiated again .* dequantize_model_\(model\)"):
-                loss.backward()
+            with pytest.raises(RuntimeError, match=r"FP8 .* differentiated again.* dequantize_model_\(model\)"):
+                penalty(each, x, of)
             return
+        loss = penalty(each, x, of)
         loss.backward()
         found[name] = [x.grad, *(param.grad for param in each.parameters())]
     for a, b in zip(*found.values(), strict=True):
@@ -250,19 +250,39 @@ def test_functions_of_weights_have_second_derivatives(recipe: str) -> None:
     assert_close(*found)
 
 
-def test_graphs_that_are_kept_and_not_differentiated_do_no_harm() -> None:
-    model, again = network("tensor, products"), network("tensor, products")
-    x = matrix(32, 128)
-    model(x).float().square().mean().backward()
-    with pytest.warns(UserWarning, match="create_graph"):
-        again(x).float().square().mean().backward(create_graph=True)
-    for a, b in zip(model.parameters(), again.parameters(), strict=True):
-        assert torch.equal(a.grad, b.grad.detach())
+DERIVATIVES: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
+    "jvp": lambda run, x: torch.autograd.functional.jvp(run, x, x)[1],
+    "hessian": lambda run, x: torch.autograd.functional.hessian(lambda a: run(a).square().sum(), x[:1]),
+    "hvp": lambda run, x: torch.autograd.functional.hvp(lambda a: run(a).square().sum(), x, x)[1],
+    "jacobian": lambda run, x: torch.autograd.functional.jacobian(lambda a: run(a).sum(0)[:3], x, vectorize=True),
+    "forward mode": lambda run, x: torch.autograd.functional.jacobian(
+        lambda a: run(a).sum(0)[:3], x[:1, :4], vectorize=True, strategy="forward-mode"
+    ),
+    "linearize": lambda run, x: torch.func.linearize(run, x)[1](x),
+}
+
+
+@pytest.mark.parametrize("how", DERIVATIVES)
+@pytest.mark.parametrize("recipe", ["mxfp8", "tensor, products", "row, products"])
+def test_torchs_ways_to_more_derivatives_are_right_or_raise(recipe: str, how: str) -> None:
+    """What is asked of autograd by other names: no derivative is taken for zero."""
+    model, x = network(recipe), matrix(32, 128) / 16
+    plain = decoded(model)
+
+    def run_by(each: nn.Module) -> Callable[[Tensor], Tensor]:
+        return lambda a: each(nn.functional.pad(a, (0, 128 - a.shape[1]))).float()
+
+    expected = DERIVATIVES[how](run_by(plain), x)
+    forward = how in ("forward mode", "linearize")
+    if ALL[recipe].products is not None and not forward:
+        with pytest.raises(RuntimeError, match=r"gradients of FP8 products .* dequantize_model_\(model\)"):
+            DERIVATIVES[how](run_by(model), x)
+    else:
+        assert_close(DERIVATIVES[how](run_by(model), x), expected)
 
 
 def test_experts_have_first_derivatives_alone() -> None:
     layer, offsets = grouped("row, products", torch.bfloat16), torch.tensor([16, 16, 48], dtype=torch.int32)
     x = matrix(48, 64).requires_grad_()
-    (first,) = torch.autograd.grad(layer(x, offsets).float().sum(), layer.weight, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiated again"):
-        first.float().sum().backward()
+        torch.autograd.grad(layer(x, offsets).float().sum(), layer.weight, create_graph=True)

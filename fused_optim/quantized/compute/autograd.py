@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
-
-Gradients = tuple[Tensor | None, ...]
-Backward = Callable[[Any, Tensor], Gradients]
+from torch.autograd import forward_ad
 
 
 def as_autocast_wants(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -22,9 +16,9 @@ def as_autocast_wants(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[T
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-def within_transform() -> bool:
-    """Whether this runs for torch.func: vmap, grad, jvp and their like, which show no function what tensors hold."""
-    return torch._C._are_functorch_transforms_active()
+def is_transformed() -> bool:
+    """Whether this runs for vmap, grad, jvp and their like, which show no function what tensors hold."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def decoded_for_transform(weight: Tensor) -> Tensor:
@@ -32,34 +26,18 @@ def decoded_for_transform(weight: Tensor) -> Tensor:
     return weight * 1
 
 
-def differentiable_once(backward: Backward) -> Backward:
-    """For a backward pass that computes with codes: its results have no derivatives, and raise where one is asked for.
+def check_backward(gradient: Tensor) -> None:
+    """Raise RuntimeError in a backward pass that codes are no answer for, since they have no derivatives.
 
-    torch's own decorator lets results that are no function of the incoming gradient alone pass for constants.
+    At once: what is left out of a graph would pass for a constant.
     """
-
-    @functools.wraps(backward)
-    def once(ctx: Any, gradient: Tensor) -> Gradients:
-        with torch.no_grad():
-            found = backward(ctx, gradient)
-        if not torch.is_grad_enabled():  # it is with create_graph=True
-            return found
-        start = torch.ones((), requires_grad=True)
-        present: Gradients = _NoDerivative.apply(start, *(x for x in found if x is not None))  # type: ignore[no-untyped-call]
-        rest = iter(present)
-        return tuple(None if x is None else next(rest) for x in found)
-
-    return once
-
-
-class _NoDerivative(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, start: Tensor, *gradients: Tensor) -> Gradients:
-        return tuple(x.view_as(x) for x in gradients)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Gradients:
+    instead = 'use a recipe without compute="fp8" or "fp4", dequantize_model_(model), or the transforms of torch.func'
+    if torch.is_grad_enabled():
         raise RuntimeError(
-            "gradients of FP8 products cannot be differentiated again (create_graph=True): their codes have no "
-            'derivatives. Use a recipe without compute="fp8", or compute="fp4", or dequantize_model_(model)'
+            f"gradients of FP8 products cannot be differentiated again, which create_graph=True is for: {instead}"
+        )
+    if is_transformed() or torch._C._functorch.is_legacy_batchedtensor(gradient):
+        raise RuntimeError(
+            "gradients of FP8 products cannot be computed for several outputs at once (is_grads_batched=True, "
+            f"vectorize=True): {instead}"
         )

@@ -15,12 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_optim.quantized.compute import casts, products
-from fused_optim.quantized.compute.autograd import (
-    Gradients,
-    as_autocast_wants,
-    differentiable_once,
-    within_transform,
-)
+from fused_optim.quantized.compute.autograd import as_autocast_wants, check_backward, is_transformed
 from fused_optim.quantized.compute.casts import Codes
 from fused_optim.quantized.compute.products import Product
 from fused_optim.quantized.recipes import Recipe
@@ -65,7 +60,7 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     Autocast casts activations and weight, as those of ``nn.Linear``.
     """
     x, weight, _ = as_autocast_wants(x, weight, None)
-    if isinstance(weight, QuantizedTensor) and not within_transform() and _runs(x, weight):
+    if isinstance(weight, QuantizedTensor) and not is_transformed() and _runs(x, weight):
         out: Tensor = _Grouped.apply(x, weight, offsets)  # type: ignore[no-untyped-call]
         return out
     plain = weight.dequantize() if isinstance(weight, QuantizedTensor) and not weight.requires_grad else weight
@@ -141,8 +136,8 @@ class _Grouped(torch.autograd.Function):
         return _product(rows, *_matrices(weight), offsets)
 
     @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, gradient: Tensor) -> Gradients:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        check_backward(gradient)
         x, weight, offsets = ctx.saved_tensors
         gradient = gradient.contiguous()
         of_x = of_weight = None

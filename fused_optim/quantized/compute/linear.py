@@ -16,11 +16,10 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from fused_optim.quantized.compute import casts, products
 from fused_optim.quantized.compute.autograd import (
-    Gradients,
     as_autocast_wants,
+    check_backward,
     decoded_for_transform,
-    differentiable_once,
-    within_transform,
+    is_transformed,
 )
 from fused_optim.quantized.compute.casts import Codes
 from fused_optim.quantized.compute.delayed import HISTORY, Histories, cast_both
@@ -104,7 +103,7 @@ def linear(
     ``activations``, ``gradients``, ``begins``: :class:`Histories` of delayed scales. ``layer``: whose they are, if a
     backward pass is to tell it that it has begun. Within torch.func the weight is decoded.
     """
-    if within_transform():
+    if is_transformed():
         return nn.functional.linear(x, decoded_for_transform(weight), bias)
     histories = None if activations is None or gradients is None else Histories(activations, gradients, begins, layer)
     if isinstance(weight, DTensor):
@@ -199,8 +198,8 @@ class _Linear(torch.autograd.Function):
         return _shaped(out, (*x.shape[:-1], out.shape[1]))
 
     @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, gradient: Tensor) -> Gradients:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        check_backward(gradient)
         need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
         weight, *activations = ctx.saved_tensors
         gradient = casts.matrix_of(gradient).contiguous()
