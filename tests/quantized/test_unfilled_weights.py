@@ -175,3 +175,50 @@ def test_copies_into_several_weights_change_all_or_none(recipe: str) -> None:
     with pytest.raises(RuntimeError, match=r"tensor 1, of shape \(3, 4\) into one of shape"):
         torch._foreach_copy_([first.weight.detach(), second.weight.detach()], sources)
     assert same_components(first.weight, before)
+
+
+@EACH
+def test_failed_operations_on_several_weights_change_none(recipe: str) -> None:
+    weights = [pair(recipe) for _ in range(2)]
+    given = [weights[0][0].weight.detach(), weights[1][0].weight.detach()[:, 3]]
+    with pytest.raises(RuntimeError, match="size"):
+        torch._foreach_add_(given, [torch.ones(weights[0][1].shape), torch.ones(3)])
+    for model, plain in weights:
+        assert torch.equal(model.weight.initial_values(), plain) and not model.weight.is_pending
+    torch._foreach_add_(given, 1.0)
+    torch._foreach_mul_([given[0], given[0][:, 5]], 2.0)  # of one weight
+    weights[0][1].add_(1.0).mul_(2.0)[:, 5].mul_(2.0)
+    weights[1][1][:, 3].add_(1.0)
+    for model, plain in weights:
+        assert torch.equal(model.weight.values(), plain)
+
+
+# --- bytes beside others ------------------------------------------------------------------------------------------
+
+HALVES: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "rows": lambda w, i: w[128 * i : 128 * (i + 1)],
+    "columns": lambda w, i: w[:, 128 * i : 128 * (i + 1)],
+}
+
+
+@EACH
+@pytest.mark.parametrize("halves", HALVES)
+@pytest.mark.parametrize("keep_initial", [False, True])
+def test_bytes_in_a_part_leave_the_values_of_the_rest(recipe: str, halves: str, keep_initial: bool) -> None:
+    """Though they come with the scale of the whole; once all of it is loaded it has those bytes."""
+    cut = HALVES[halves]
+    model, _ = pair(recipe, SHAPE, keep_initial=keep_initial)
+    other = QuantizedTensor.from_values(8 * values(SHAPE, 11), RECIPES[recipe])
+    expected = model.weight.dequantize()
+    cut(model.weight.detach(), 0).copy_(cut(other, 0))
+    cut(expected, 0).copy_(cut(other, 0).dequantize())
+    if RECIPES[recipe].scales_whole_tensor:
+        assert model.weight.is_pending
+        again = copy.deepcopy(model)
+        finish_initialization(again)
+        assert_near(cut(again.weight.values(), 0), cut(expected, 0), recipe, halves)
+    if not keep_initial:
+        assert torch.equal(model.weight.values(), expected)
+    cut(model.weight.detach(), 1).copy_(cut(other, 1))
+    assert not model.weight.is_pending and same_components(model.weight, other)
+    assert keep_initial == model.weight.has_initial

@@ -19,14 +19,21 @@ from fused_optim.memory import copies
 from fused_optim.quantized.adapters import update
 from fused_optim.quantized.compute import linear
 from fused_optim.quantized.model.selection import Filter, ParamFilter, check_arguments, chosen_parameters
-from fused_optim.quantized.recipes import WHOLE, Position, Recipe, as_matrix, matrix_range, shares_blocks
+from fused_optim.quantized.recipes import (
+    WHOLE,
+    Position,
+    Recipe,
+    as_matrix,
+    check_dtype,
+    check_shape,
+    matrix_range,
+    shares_blocks,
+)
 from fused_optim.quantized.tensor import (
     INITIAL,
     QuantizedTensor,
     Shared,
     as_initial,
-    check_dtype,
-    check_shape,
     local_weight,
 )
 from fused_optim.sharding.dtensor import (

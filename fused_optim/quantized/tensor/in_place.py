@@ -5,6 +5,7 @@ Also those that write into several tensors or into ``out``, and those on views. 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,8 +38,11 @@ class Place:
         located(self.target).weight.mark_pending()
 
 
-def place_of(target: Decodable, is_result: bool = False) -> Place:
-    """The place of a tensor whose weight has initial values. torch may resize ``is_result``, hence has its own."""
+def place_of(target: Decodable, is_result: bool = False, is_copy: bool = False) -> Place:
+    """The place of a tensor whose weight has initial values. torch may resize ``is_result``, hence has its own.
+
+    ``is_copy``: of these values, so that an operation that fails may have changed them.
+    """
     shown = located(target)
     initial = shown.weight.initial
     assert initial is not None
@@ -50,9 +54,9 @@ def place_of(target: Decodable, is_result: bool = False) -> Place:
     else:  # some of them
         whole = initial.contiguous()
         memory, copies = shown.of(whole.view(shown.weight.shape)), [(whole, initial)]
-    if is_result:
-        result = torch.empty_like(memory)
-        memory, copies = result, [(result, memory), *copies]
+    if is_result or is_copy:
+        apart = torch.empty_like(memory) if is_result else memory.clone()
+        memory, copies = apart, [(apart, memory), *copies]
     return Place(target, memory, copies)
 
 
@@ -73,17 +77,23 @@ def change(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     return _with_targets(result, {id(place.memory): place.target for place in places})
 
 
-def _given(func: OpOverload, argument: torch.Argument, value: Any, places: list[Place]) -> Any:
+def _given(func: OpOverload, argument: torch.Argument, value: Any, places: list[Place], is_copy: bool = False) -> Any:
     """What ``func`` gets for a value: places, which are noted, for weights that it writes into."""
     if argument.alias_info is None or not argument.alias_info.is_write:
         return decoded(value)
     if isinstance(value, list | tuple):
-        return [_given(func, argument, item, places) for item in value]
+        return [_given(func, argument, item, places, _are_apart(value)) for item in value]
     if not isinstance(value, Decodable):
         return value
     _check(func, value)
-    places.append(place_of(value, argument.is_out))
+    places.append(place_of(value, argument.is_out, is_copy))
     return places[-1].memory
+
+
+def _are_apart(tensors: Sequence[Any]) -> bool:
+    """Whether no weight is written through two of them, one of which would not see what the other has done."""
+    weights = [id(located(each).weight.whole.components) for each in tensors if isinstance(each, Decodable)]
+    return len(set(weights)) == len(weights)
 
 
 def _check(func: OpOverload, target: Decodable) -> None:
@@ -123,7 +133,7 @@ def _copy(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 def _copy_each(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
     pairs = list(zip(*args[:2], strict=True))
     for index, (target, source) in enumerate(pairs):
-        if target.shape != source.shape:
+        if target.shape != source.shape and isinstance(target, Decodable):
             shapes = f"{tuple(source.shape)} into one of shape {tuple(target.shape)}"
             raise RuntimeError(f"{func} cannot copy tensor {index}, of shape {shapes}")
     for target, source in pairs:

@@ -137,6 +137,9 @@ def _same_bytes(source: Tensor, target: QuantizedTensor) -> TypeGuard[QuantizedT
 
 
 def _copy_components(target: QuantizedTensor, source: QuantizedTensor) -> None:
+    if target.is_part and not target.is_pending and not target.is_meta and _rescales(target, source):
+        target.ensure_initial(torch.float32)  # which the rest decodes to until it is loaded, too
+        target.mark_pending()
     values = source.initial
     if target.has_initial or (target.shared.has_optimizer and values is not None):
         initial = target.ensure_initial(target.dtype if values is None else values.dtype)  # of what is there
@@ -148,6 +151,12 @@ def _copy_components(target: QuantizedTensor, source: QuantizedTensor) -> None:
         target.mark_pending()
     else:
         target.mark_loaded()
+
+
+def _rescales(target: QuantizedTensor, source: QuantizedTensor) -> bool:
+    """Whether bytes bring a scale of the whole weight that is not that of the bytes which are there."""
+    pairs = zip(target.of_whole_weight(), source.of_whole_weight(), strict=True)
+    return any(bool(ours.any()) and not torch.equal(ours, theirs.to(ours.device)) for ours, theirs in pairs)
 
 
 def _copy_values(target: QuantizedTensor, source: Tensor) -> None:

@@ -61,7 +61,7 @@ class QuantizedTensor(Weight):
     through views, are what the weight decodes to from then on, and ``finish_initialization`` quantizes them.
 
     ``copy_`` from a weight of the same recipe copies bytes (into a part of a weight also the scale of all of it, as
-    loading part by part needs), and quantizes anything else: at once, or, where the recipe
+    loading part by part needs: until that is done the other parts keep their values beside the bytes), and quantizes anything else: at once, or, where the recipe
     has one scale for all of a weight and other ranks hold parts of it, in ``finish_initialization``. State dicts of
     the shards, hence checkpoints of torch.distributed.checkpoint, hold the bytes. ``DTensor.full_tensor()`` and full
     state dicts hold plain decoded values; loaded again, also with ``broadcast_from_rank0``, these are quantized anew,

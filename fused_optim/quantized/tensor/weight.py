@@ -10,7 +10,6 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from fused_optim.formats.elements import ELEMENT_TYPES
 from fused_optim.quantized.recipes import (
     WHOLE,
     Component,
@@ -19,7 +18,9 @@ from fused_optim.quantized.recipes import (
     Position,
     Recipe,
     as_matrix,
+    check_dtype,
     check_recipe,
+    check_shape,
     codec,
     cut_component,
     matrix_range,
@@ -237,6 +238,15 @@ class Weight(Decodable):
             first, last, cut = first + offset, last + offset, of.cut_from
         return Region((self._start, self._start + self.weight_shape[0]), (first, last))
 
+    @property
+    def _everything(self) -> Region:
+        return Region((0, self._rows_of_whole), (0, as_matrix(self.whole.weight_shape)[1]))
+
+    @property
+    def is_part(self) -> bool:
+        """Whether there is more of the weight here, but for padding."""
+        return self.cut_from is not None and self._region != self._everything
+
     def take_position(self, position: Position) -> None:
         """Become the shard that lies there; its memory was made for one that touches as many blocks as possible."""
         whole, known = self.whole, self.shared.position
@@ -402,8 +412,7 @@ class Weight(Decodable):
         if not self.is_pending:
             return
         self.shared.loaded = joined(self.shared.loaded, self._region)
-        everything = Region((0, self._rows_of_whole), (0, as_matrix(self.whole.weight_shape)[1]))
-        if self.shared.loaded == (everything,):
+        if self.shared.loaded == (self._everything,):
             self.mark_quantized()
 
     @property
@@ -485,16 +494,3 @@ class Weight(Decodable):
         initial = self.initial
         assert initial is not None
         return initial
-
-
-def check_shape(recipe: Recipe, shape: Sequence[int]) -> None:
-    """Raise ValueError for a shape that the recipe cannot quantize."""
-    problem = recipe.problem(tuple(shape))
-    if problem is not None:
-        raise ValueError(problem)
-
-
-def check_dtype(dtype: torch.dtype) -> None:
-    """Raise TypeError for values that quantized weights do not decode to."""
-    if dtype not in ELEMENT_TYPES:
-        raise TypeError(f"quantized weights are float32, bfloat16 or float16, got {dtype}; convert it first")
