@@ -60,10 +60,11 @@ class QuantizedTensor(Weight):
     Casts to another dtype raise, as do operations in place, except while it has initial values: those are changed, also
     through views, are what the weight decodes to from then on, and ``finish_initialization`` quantizes them.
 
-    ``copy_`` from a weight of the same recipe copies bytes (into a part of a weight also the scale of all of it, as
-    loading part by part needs: until that is done the other parts keep their values beside the bytes), and quantizes anything else: at once, or, where the recipe
-    has one scale for all of a weight and other ranks hold parts of it, in ``finish_initialization``. State dicts of
-    the shards, hence checkpoints of torch.distributed.checkpoint, hold the bytes. ``DTensor.full_tensor()`` and full
+    ``copy_`` from a weight of the same recipe copies bytes, and quantizes anything else: at once, or, where the recipe
+    has one scale for all of a weight and other ranks hold parts of it, in ``finish_initialization``. Into a part of a
+    weight it copies the scale of all of it, too, as loading part by part needs: until that is done the other parts keep
+    their values beside the bytes. State dicts of the shards, hence checkpoints of torch.distributed.checkpoint, hold
+    the bytes. ``DTensor.full_tensor()`` and full
     state dicts hold plain decoded values; loaded again, also with ``broadcast_from_rank0``, these are quantized anew,
     which gives the same elements and scales that differ by no more than the dtype's rounding.
     """
