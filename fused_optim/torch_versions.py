@@ -16,6 +16,7 @@ _ALWAYS = (
     "torch.UntypedStorage._cdata",
     "torch.UntypedStorage._new_shared",
     "torch._C.DisableTorchFunctionSubclass",
+    "torch._C.DispatchKey",
     "torch._C.PyTorchFileReader",
     "torch._C._disabled_torch_function_impl",
     "torch._C._dispatch_keys",
@@ -23,6 +24,8 @@ _ALWAYS = (
     "torch._neg_view",
     "torch._ops.OpOverload",
     "torch._ops.OpOverload._schema",
+    "torch._ops.OpOverload.decompose",
+    "torch._ops.OpOverload.has_kernel_for_dispatch_key",
     "torch._subclasses.fake_tensor.FakeTensor",
     "torch.utils._python_dispatch._disable_current_modes",
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
@@ -39,8 +42,10 @@ _ALWAYS = (
     "torch.ops.aten._pin_memory",
     "torch.ops.aten._to_copy",
     "torch.ops.aten._unsafe_view",
-    # what a call is part of: compiled code, a dispatch mode, a profile, a stream, code without gradients
+    # what a call is part of: compiled code, a dispatch mode, torch.func, a profile, a stream, code without gradients
     "torch._C._TorchDispatchModeKey",
+    "torch._C._are_functorch_transforms_active",
+    "torch._C._functorch.is_legacy_batchedtensor",
     "torch._C._cuda_getCurrentRawStream",  # in builds for GPUs
     "torch._C._dynamo.eval_frame.get_eval_frame_callback",
     "torch._C._get_dispatch_mode",
@@ -48,6 +53,7 @@ _ALWAYS = (
     "torch._C._set_grad_enabled",
     "torch._disable_dynamo",
     "torch.autograd._profiler_enabled",
+    "torch.autograd.forward_ad._current_level",
     # a backward pass, while it runs
     "torch.autograd.Variable._execution_engine.queue_callback",
     # modules, optimizers, GradScaler

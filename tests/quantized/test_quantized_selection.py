@@ -29,11 +29,13 @@ from fused_optim.quantized import (
     gains,
     quantize_model_,
     quantized_model_init,
+    recipes,
 )
 from fused_optim.sharding.dtensor import local_tensor
 from quantized_cases import RECIPES, parameter_parts, values
 
 EACH = pytest.mark.parametrize("recipe", RECIPES)
+CPU = torch.device("cpu")
 MX = MXFP8BlockScaling()
 
 
@@ -119,6 +121,18 @@ def test_what_is_no_recipe_is_refused(recipe: Any, text: str) -> None:
     refuses(nn.Linear(32, 32), TypeError, text, recipe)
     with pytest.raises(TypeError, match=text), quantized_model_init(recipe):
         raise AssertionError("was entered")
+    with pytest.raises(TypeError, match=text):
+        gains(recipe, 8192)
+    for make in (QuantizedTensor.from_values, lambda x, recipe: QuantizedTensor.empty(recipe, x.shape, x.dtype, CPU)):
+        with pytest.raises(TypeError, match=text):
+            make(torch.ones(32, 32), recipe)
+
+
+def test_all_recipes_are_named_to_those_who_have_none() -> None:
+    named = r"got a MXFP8BlockScaling of .*; fused_optim\.quantized has "
+    named += ", ".join(rf"{name}\(\)" for name in recipes.RECIPES)
+    of_another_library = type("MXFP8BlockScaling", (), {})()
+    refuses(nn.Linear(32, 32), TypeError, named, of_another_library)
 
 
 def test_filters_are_refused_where_they_pick_what_has_no_weight() -> None:

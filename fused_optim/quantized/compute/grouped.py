@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_optim.quantized.compute import casts, products
+from fused_optim.quantized.compute.autograd import as_autocast_wants, check_backward, is_transformed
 from fused_optim.quantized.compute.casts import Codes
 from fused_optim.quantized.compute.products import Product
 from fused_optim.quantized.recipes import Recipe
@@ -55,8 +56,11 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         x: shape ``(rows, inputs)``, sorted by expert.
         weight: plain or quantized, shape ``(experts, outputs, inputs)``.
         offsets: int32, shape ``(experts,)``: where the rows of each expert end.
+
+    Autocast casts activations and weight, as those of ``nn.Linear``.
     """
-    if isinstance(weight, QuantizedTensor) and _runs(x, weight):
+    x, weight, _ = as_autocast_wants(x, weight, None)
+    if isinstance(weight, QuantizedTensor) and not is_transformed() and _runs(x, weight):
         out: Tensor = _Grouped.apply(x, weight, offsets)  # type: ignore[no-untyped-call]
         return out
     plain = weight.dequantize() if isinstance(weight, QuantizedTensor) and not weight.requires_grad else weight
@@ -132,8 +136,8 @@ class _Grouped(torch.autograd.Function):
         return _product(rows, *_matrices(weight), offsets)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        check_backward(gradient)
         x, weight, offsets = ctx.saved_tensors
         gradient = gradient.contiguous()
         of_x = of_weight = None

@@ -15,10 +15,15 @@ from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from fused_optim.quantized.compute import casts, products
+from fused_optim.quantized.compute.autograd import (
+    as_autocast_wants,
+    check_backward,
+    decoded_for_transform,
+    is_transformed,
+)
 from fused_optim.quantized.compute.casts import Codes
 from fused_optim.quantized.compute.delayed import HISTORY, Histories, cast_both
 from fused_optim.quantized.compute.products import InFP8
-from fused_optim.quantized.compute.shared_casts import cast_activations
 from fused_optim.quantized.recipes import ProductFormat
 from fused_optim.quantized.tensor import Args, Kwargs, QuantizedTensor, implements
 from fused_optim.sharding.dtensor import local_tensor
@@ -96,14 +101,18 @@ def linear(
     """``torch.nn.functional.linear``, with the products in FP8 that the weight's recipe wants and that can run.
 
     ``activations``, ``gradients``, ``begins``: :class:`Histories` of delayed scales. ``layer``: whose they are, if a
-    backward pass is to tell it that it has begun.
+    backward pass is to tell it that it has begun. Within torch.func the weight is decoded.
     """
+    if is_transformed():
+        return nn.functional.linear(x, decoded_for_transform(weight), bias)
     histories = None if activations is None or gradients is None else Histories(activations, gradients, begins, layer)
     if isinstance(weight, DTensor):
         return _linear_of_shards(x, weight, bias, histories)
     if not isinstance(weight, QuantizedTensor) or isinstance(x, DTensor):
         return nn.functional.linear(x, weight, bias)
-    x, weight, bias = _as_autocast_wants(x, weight, bias)
+    x, cast_weight, bias = as_autocast_wants(x, weight, bias)
+    assert isinstance(cast_weight, QuantizedTensor)
+    weight = cast_weight
     in_fp8 = _products_in_fp8(x, weight, bias)
     if in_fp8 is None:
         return nn.functional.linear(x, weight, bias)
@@ -126,18 +135,6 @@ casts.LIBRARY.impl("linear", linear, "CompositeImplicitAutograd")
 def _dispatched(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Without autograd, torch asks the tensor first."""
     return linear(*args, **kwargs)
-
-
-def _as_autocast_wants(
-    x: Tensor, weight: QuantizedTensor, bias: Tensor | None
-) -> tuple[Tensor, QuantizedTensor, Tensor | None]:
-    kind = x.device.type
-    if not torch.is_autocast_enabled(kind) or not x.is_floating_point() or x.dtype == torch.float64:
-        return x, weight, bias
-    dtype = torch.get_autocast_dtype(kind)
-    cast_weight = weight.to(dtype)  # within autocast, a view
-    assert isinstance(cast_weight, QuantizedTensor)
-    return x.to(dtype), cast_weight, None if bias is None else bias.to(dtype)
 
 
 def _products_in_fp8(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> InFP8 | None:
@@ -165,9 +162,10 @@ def _forward(
     format = _format(weight)
     keep = keep and in_fp8.weight_gradient
     history, begins = (None, False) if histories is None else (histories.activations, histories.begins)
-    codes, kept = cast_activations(x, format, in_fp8.output, keep, history, begins)
+    rows, tiles = casts.matrix_of(x), format.activation_tiles
+    codes, kept = cast_both(rows, torch.float8_e4m3fn, format, in_fp8.output, keep, history, begins, tiles)
     if codes is None:
-        return nn.functional.linear(casts.matrix_of(x), weight.dequantize(), bias), kept
+        return nn.functional.linear(rows, weight.dequantize(), bias), kept
     return products.output(codes, weight, bias), kept
 
 
@@ -200,8 +198,8 @@ class _Linear(torch.autograd.Function):
         return _shaped(out, (*x.shape[:-1], out.shape[1]))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        check_backward(gradient)
         need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
         weight, *activations = ctx.saved_tensors
         gradient = casts.matrix_of(gradient).contiguous()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -19,14 +19,21 @@ from fused_optim.memory import copies
 from fused_optim.quantized.adapters import update
 from fused_optim.quantized.compute import linear
 from fused_optim.quantized.model.selection import Filter, ParamFilter, check_arguments, chosen_parameters
-from fused_optim.quantized.recipes import WHOLE, Position, Recipe, as_matrix, matrix_range, shares_blocks
+from fused_optim.quantized.recipes import (
+    WHOLE,
+    Position,
+    Recipe,
+    as_matrix,
+    check_dtype,
+    check_shape,
+    matrix_range,
+    shares_blocks,
+)
 from fused_optim.quantized.tensor import (
     INITIAL,
     QuantizedTensor,
     Shared,
     as_initial,
-    check_dtype,
-    check_shape,
     local_weight,
 )
 from fused_optim.sharding.dtensor import (
@@ -211,8 +218,10 @@ def discard_high_precision_init(model: nn.Module) -> None:
 
 def _pending(params: Sequence[Tensor]) -> list[Tensor]:
     """What any rank has to quantize: ranks without rows have nothing, and the others' values count for all."""
-    flags = {param: torch.tensor([float(local_weight(param).is_pending)], dtype=torch.float32) for param in params}
-    flags = {param: flag.to(local_tensor(param).device) for param, flag in flags.items()}
+    flags = {}
+    for param in params:
+        local = local_weight(param)
+        flags[param] = torch.tensor([float(local.is_pending)], dtype=torch.float32, device=local.device)
     return [param for param, flag in update.reduce_over_shards(flags).items() if flag.item()]
 
 
@@ -222,20 +231,42 @@ def quantized_model_init(
 ) -> Iterator[None]:
     """Within this context every ``nn.Linear`` is built with a quantized weight, also on the meta device.
 
-    With a filter, as :func:`quantize_model_` has them, weights are quantized when the context ends, since names are
+    Plain weights that layers were given afterwards, as ``from_pretrained`` of transformers gives them those that it has
+    read, are quantized when the context ends.
+
+    With a filter, as :func:`quantize_model_` has them, all weights are quantized when the context ends, since names are
     known only then: those within the outermost module that was built in it. So shard it, and give its parameters to an
     optimizer, afterwards. Initial values are kept until the optimizer has started its FP32 masters from them.
+
+    Raises what :func:`quantize_model_` raises, also when the context ends.
     """
     check_arguments(recipe, filter_fn, param_filter)
-    if filter_fn is None and param_filter is None:
-        with _after_each(nn.Linear, lambda module: quantize_model_(module, recipe, lambda other, _: other is module)):
-            yield
-        return
+    every_linear = filter_fn is None and param_filter is None
     built: list[weakref.ref[nn.Module]] = []
-    with _after_each(nn.Module, lambda module: built.append(weakref.ref(module))):
+    with ExitStack() as contexts:
+        contexts.enter_context(_after_each(nn.Module, lambda module: built.append(weakref.ref(module))))
+        if every_linear:
+            contexts.enter_context(_after_each(nn.Linear, lambda module: _quantize_layers([module], [module], recipe)))
         yield
-    for module in _outermost([module for reference in built if (module := reference()) is not None]):
+    modules = [module for reference in built if (module := reference()) is not None]
+    if every_linear:
+        _quantize_layers(_outermost(modules), modules, recipe)
+        return
+    for module in _outermost(modules):
         quantize_model_(module, recipe, filter_fn, param_filter=param_filter)
+
+
+def _quantize_layers(models: Sequence[nn.Module], built: Sequence[nn.Module], recipe: Recipe) -> None:
+    """Those linear layers of models that were built and have plain weights."""
+    plain = {module for module in built if isinstance(module, nn.Linear) and _has_plain_weight(module)}
+    for model in models:
+        if any(module in plain for module in model.modules()):
+            quantize_model_(model, recipe, lambda module, _: module in plain)
+
+
+def _has_plain_weight(layer: nn.Linear) -> bool:
+    weight = layer._parameters.get("weight")  # none where it is computed from others
+    return weight is not None and not isinstance(local_tensor(weight), QuantizedTensor)
 
 
 @contextmanager

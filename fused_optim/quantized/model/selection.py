@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from fused_optim.quantized.compute import products
-from fused_optim.quantized.recipes import Recipe
+from fused_optim.quantized.recipes import Recipe, check_recipe
 
 Filter = Callable[[nn.Module, str], bool]
 ParamFilter = Callable[[nn.Parameter, str], bool]
@@ -35,11 +35,7 @@ class Chosen(NamedTuple):
 
 def check_arguments(recipe: object, filter_fn: object, param_filter: object) -> None:
     """Raise TypeError for what is no recipe, or no filter, ValueError for both filters at once."""
-    if isinstance(recipe, type) and issubclass(recipe, Recipe):
-        raise TypeError(f"recipe: expected an instance, got the class {recipe.__name__}: write {recipe.__name__}()")
-    if not isinstance(recipe, Recipe):
-        got = repr(recipe) if isinstance(recipe, str) else f"a {type(recipe).__name__}"
-        raise TypeError(f"recipe: expected a recipe such as MXFP8BlockScaling(), got {got}")
+    check_recipe(recipe)
     for name, value in (("filter_fn", filter_fn), ("param_filter", param_filter)):
         if value is not None and not callable(value):
             raise TypeError(f"{name}: expected a function, got a {type(value).__name__}")
@@ -145,8 +141,10 @@ def gains(recipe: Recipe, rows: int, table: str | os.PathLike[str] | None = None
             ``measured_sizes.json``, which says what was measured where.
 
     Raises:
+        TypeError: for what is no recipe.
         ValueError: for a recipe that decodes, or that the table does not have.
     """
+    check_recipe(recipe)
     if recipe.products is None:
         raise ValueError(f'{recipe} has no products in FP8, so no layer gains: give it compute="fp8"')
     kind = products.kind_of(recipe.products)

@@ -1,6 +1,7 @@
 """Formats of quantized weights, and their codecs: in PyTorch, and by the compiled engines."""
 
 from fused_optim.quantized.recipes.block_scaling import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
+from fused_optim.quantized.recipes.checks import check_dtype, check_recipe, check_shape
 from fused_optim.quantized.recipes.codec import Encoding
 from fused_optim.quantized.recipes.recipe import (
     Component,
@@ -36,6 +37,9 @@ __all__ = [
     "Recipe",
     "Scaling",
     "as_matrix",
+    "check_dtype",
+    "check_recipe",
+    "check_shape",
     "cut_component",
     "matrix_range",
     "set_where",

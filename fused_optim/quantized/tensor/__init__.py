@@ -13,7 +13,7 @@ from fused_optim.quantized.tensor.quantized_tensor import (
     local_weight,
     rebuild,
 )
-from fused_optim.quantized.tensor.weight import INITIAL, Shared, check_dtype, check_shape
+from fused_optim.quantized.tensor.weight import INITIAL, Shared
 
 __all__ = [
     "INITIAL",
@@ -23,8 +23,6 @@ __all__ = [
     "QuantizedTensor",
     "Shared",
     "as_initial",
-    "check_dtype",
-    "check_shape",
     "decoded",
     "implements",
     "local_weight",

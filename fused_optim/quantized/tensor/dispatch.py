@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import enum
 import functools
+import inspect
+import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -62,6 +65,20 @@ def view_of(source: Tensor, make: Callable[..., Made], *args: Any) -> Made:
     return make(*args)
 
 
+_DEEPEST = 12  # calls between a function of torch and the handler of what it does, wrappers included
+
+
+def called_by(function: Callable[..., Any]) -> bool:
+    """Whether ``function`` does what is done now; by its code, which is the same under whatever name it is called."""
+    code = inspect.unwrap(function).__code__
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_DEEPEST):
+        if frame is None or frame.f_code is code:
+            break
+        frame = frame.f_back
+    return frame is not None and frame.f_code is code
+
+
 # --- operations -------------------------------------------------------------------------------------------------
 
 
@@ -80,6 +97,8 @@ def decoded(value: Any) -> Any:
 def _default_handler(func: OpOverload) -> Handler:
     if func.namespace == "c10d":  # these write into their arguments, but their schemas do not say so
         return _refuse
+    if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        return _decompose
     if func._schema.is_mutable:
         return Decodable.handlers[OperatorKind.MUTABLE]
     is_view = any(result.alias_info is not None for result in func._schema.returns)
@@ -93,6 +112,11 @@ def call_default(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 
 def _refuse(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     raise RuntimeError(f"{func} takes no quantized weights; dequantize() gives a plain copy")
+
+
+def _decompose(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+    """A function that others make up: autograd takes it apart, and where there is none, as in inference mode, this."""
+    return func.decompose(*args, **kwargs)
 
 
 def call_decoded(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:

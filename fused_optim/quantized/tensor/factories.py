@@ -37,7 +37,8 @@ def _empty_like(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     if kwargs.get("dtype") not in (None, source.dtype) or not (torch_makes_weights() or split_for_rank):
         return _plain(func, args, kwargs)
     device = kwargs.get("device") or source.device
-    result = source.copied(lambda part: torch.empty(part.shape, dtype=part.dtype, device=device))
+    # Zeros, since a part may be all that is ever copied into it: what was left in the memory would be read as a weight.
+    result = source.copied(lambda part: torch.zeros(part.shape, dtype=part.dtype, device=device))
     result.shared.pending = source.has_initial  # to be initialised
     return result
 

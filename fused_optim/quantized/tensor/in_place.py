@@ -5,6 +5,7 @@ Also those that write into several tensors or into ``out``, and those on views. 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 
 from fused_optim.quantized.tensor.dispatch import Args, Decodable, Kwargs, OperatorKind, decoded
+from fused_optim.quantized.tensor.operations import check_takes_copies
 from fused_optim.quantized.tensor.quantized_tensor import implements
 from fused_optim.quantized.tensor.strided import WeightView, located
 
@@ -36,8 +38,11 @@ class Place:
         located(self.target).weight.mark_pending()
 
 
-def place_of(target: Decodable, is_result: bool = False) -> Place:
-    """The place of a tensor whose weight has initial values. torch may resize ``is_result``, hence has its own."""
+def place_of(target: Decodable, is_result: bool = False, is_copy: bool = False) -> Place:
+    """The place of a tensor whose weight has initial values. torch may resize ``is_result``, hence has its own.
+
+    ``is_copy``: of these values, so that an operation that fails may have changed them.
+    """
     shown = located(target)
     initial = shown.weight.initial
     assert initial is not None
@@ -49,9 +54,9 @@ def place_of(target: Decodable, is_result: bool = False) -> Place:
     else:  # some of them
         whole = initial.contiguous()
         memory, copies = shown.of(whole.view(shown.weight.shape)), [(whole, initial)]
-    if is_result:
-        result = torch.empty_like(memory)
-        memory, copies = result, [(result, memory), *copies]
+    if is_result or is_copy:
+        apart = torch.empty_like(memory) if is_result else memory.clone()
+        memory, copies = apart, [(apart, memory), *copies]
     return Place(target, memory, copies)
 
 
@@ -72,17 +77,23 @@ def change(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     return _with_targets(result, {id(place.memory): place.target for place in places})
 
 
-def _given(func: OpOverload, argument: torch.Argument, value: Any, places: list[Place]) -> Any:
+def _given(func: OpOverload, argument: torch.Argument, value: Any, places: list[Place], is_copy: bool = False) -> Any:
     """What ``func`` gets for a value: places, which are noted, for weights that it writes into."""
     if argument.alias_info is None or not argument.alias_info.is_write:
         return decoded(value)
     if isinstance(value, list | tuple):
-        return [_given(func, argument, item, places) for item in value]
+        return [_given(func, argument, item, places, _are_apart(value)) for item in value]
     if not isinstance(value, Decodable):
         return value
     _check(func, value)
-    places.append(place_of(value, argument.is_out))
+    places.append(place_of(value, argument.is_out, is_copy))
     return places[-1].memory
+
+
+def _are_apart(tensors: Sequence[Any]) -> bool:
+    """Whether no weight is written through two of them, one of which would not see what the other has done."""
+    weights = [id(located(each).weight.whole.components) for each in tensors if isinstance(each, Decodable)]
+    return len(set(weights)) == len(weights)
 
 
 def _check(func: OpOverload, target: Decodable) -> None:
@@ -94,10 +105,7 @@ def _check(func: OpOverload, target: Decodable) -> None:
         raise RuntimeError(f"{what} that has a gradient: it is updated by FusedAdam")
     if torch.compiler.is_compiling():
         raise RuntimeError(f"{what} in compiled code, whose graphs decode it only")
-    if not weight.has_initial:
-        raise RuntimeError(
-            f"{what}: its initial values are not kept any more. dequantize() gives a plain copy, copy_() writes one"
-        )
+    weight.check_has_initial(str(func))
 
 
 @implements(aten.copy_.default, of=WeightView)
@@ -112,7 +120,7 @@ def _copy(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     if target.covers_weight:
         target.weight.copy_(values.reshape(target.weight.shape))
         return target
-    target.weight.check_cut_by_rows()
+    check_takes_copies(target.weight)
     target.weight.ensure_initial(torch.float32)
     place = place_of(target)
     place.memory.copy_(values)
@@ -123,7 +131,12 @@ def _copy(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 @implements(aten._foreach_copy_.default)
 @implements(aten._foreach_copy_.default, of=WeightView)
 def _copy_each(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
-    for target, source in zip(*args[:2], strict=True):
+    pairs = list(zip(*args[:2], strict=True))
+    for index, (target, source) in enumerate(pairs):
+        if target.shape != source.shape and isinstance(target, Decodable):
+            shapes = f"{tuple(source.shape)} into one of shape {tuple(target.shape)}"
+            raise RuntimeError(f"{func} cannot copy tensor {index}, of shape {shapes}")
+    for target, source in pairs:
         target.copy_(source)
 
 

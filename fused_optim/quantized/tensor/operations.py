@@ -11,12 +11,12 @@ from dataclasses import replace
 from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from fused_optim.quantized.recipes import WHOLE, Position, as_matrix, codec, cut_component, matrix_range, shares_blocks
-from fused_optim.quantized.tensor.dispatch import Args, Decodable, Kwargs, call_default
+from fused_optim.quantized.tensor.dispatch import Args, Decodable, Kwargs, call_decoded, call_default, called_by
 from fused_optim.quantized.tensor.patches import torch_makes_weights
 from fused_optim.quantized.tensor.quantized_tensor import QuantizedTensor, implements, local_weight
 from fused_optim.quantized.tensor.weight import Shared
@@ -63,10 +63,12 @@ def _to_copy(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         if _within_autocast():  # a view that decodes to what the operation computes in
             source.release_if_frozen()
             return source.view_with(source.components, dtype=dtype)
-        raise TypeError(
-            f"{source.prefix}a quantized weight cannot be cast from {source.dtype} to {dtype}; "
-            f"dequantize({dtype}) gives a plain copy"
-        )
+        if source.requires_grad or torch_makes_weights():  # a model's, or what is to be trained on
+            raise TypeError(
+                f"{source.prefix}a quantized weight cannot be cast from {source.dtype} to {dtype}; "
+                f"dequantize({dtype}) gives a plain copy, dequantize_model_(model) a plain model"
+            )
+        return call_decoded(func, args, kwargs)
     moved = {key: kwargs[key] for key in ("device", "non_blocking", "pin_memory") if kwargs.get(key) is not None}
     return source.copied(lambda part: aten._to_copy.default(part, **moved), source.padded_rows)
 
@@ -104,7 +106,7 @@ def _copy(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         raise RuntimeError(
             f"copy_ into a quantized weight: expected shape {tuple(target.shape)}, got {tuple(source.shape)}"
         )
-    target.check_cut_by_rows()  # FSDP2 copies into shards that it has made: within fully_shard
+    check_takes_copies(target)
     if not target.shared.position.known:
         target.take_position(source.position if isinstance(source, QuantizedTensor) else WHOLE)
     if target.is_transposed:
@@ -114,6 +116,12 @@ def _copy(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     else:
         _copy_values(target, source)
     return target
+
+
+def check_takes_copies(target: QuantizedTensor) -> None:
+    target.check_cut_by_rows()  # FSDP2 copies into shards that it has made: within fully_shard
+    if not target.has_initial and called_by(nn.init.orthogonal_):  # which goes on with mul_(gain)
+        target.check_has_initial("torch.nn.init.orthogonal_")
 
 
 def _same_bytes(source: Tensor, target: QuantizedTensor) -> TypeGuard[QuantizedTensor]:
@@ -129,6 +137,9 @@ def _same_bytes(source: Tensor, target: QuantizedTensor) -> TypeGuard[QuantizedT
 
 
 def _copy_components(target: QuantizedTensor, source: QuantizedTensor) -> None:
+    if target.is_part and not target.is_pending and not target.is_meta and _rescales(target, source):
+        target.ensure_initial(torch.float32)  # which the rest decodes to until it is loaded, too
+        target.mark_pending()
     values = source.initial
     if target.has_initial or (target.shared.has_optimizer and values is not None):
         initial = target.ensure_initial(target.dtype if values is None else values.dtype)  # of what is there
@@ -140,6 +151,12 @@ def _copy_components(target: QuantizedTensor, source: QuantizedTensor) -> None:
         target.mark_pending()
     else:
         target.mark_loaded()
+
+
+def _rescales(target: QuantizedTensor, source: QuantizedTensor) -> bool:
+    """Whether bytes bring a scale of the whole weight that is not that of the bytes which are there."""
+    pairs = zip(target.of_whole_weight(), source.of_whole_weight(), strict=True)
+    return any(bool(ours.any()) and not torch.equal(ours, theirs.to(ours.device)) for ours, theirs in pairs)
 
 
 def _copy_values(target: QuantizedTensor, source: Tensor) -> None:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, SupportsIndex
+from typing import Any, ClassVar, Self, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -60,10 +60,11 @@ class QuantizedTensor(Weight):
     Casts to another dtype raise, as do operations in place, except while it has initial values: those are changed, also
     through views, are what the weight decodes to from then on, and ``finish_initialization`` quantizes them.
 
-    ``copy_`` from a weight of the same recipe copies bytes (into a part of a weight also the scale of all of it, as
-    loading part by part needs), and quantizes anything else: at once, or, where the recipe
-    has one scale for all of a weight and other ranks hold parts of it, in ``finish_initialization``. State dicts of
-    the shards, hence checkpoints of torch.distributed.checkpoint, hold the bytes. ``DTensor.full_tensor()`` and full
+    ``copy_`` from a weight of the same recipe copies bytes, and quantizes anything else: at once, or, where the recipe
+    has one scale for all of a weight and other ranks hold parts of it, in ``finish_initialization``. Into a part of a
+    weight it copies the scale of all of it, too, as loading part by part needs: until that is done the other parts keep
+    their values beside the bytes. State dicts of the shards, hence checkpoints of torch.distributed.checkpoint, hold
+    the bytes. ``DTensor.full_tensor()`` and full
     state dicts hold plain decoded values; loaded again, also with ``broadcast_from_rank0``, these are quantized anew,
     which gives the same elements and scales that differ by no more than the dtype's rounding.
     """
@@ -87,7 +88,7 @@ class QuantizedTensor(Weight):
         ):
             raise TypeError(
                 f"{self.prefix}.data of a quantized weight takes a whole one of the same recipe, shape and dtype; "
-                "copy_ quantizes other values"
+                "copy_ quantizes other values, dequantize_model_(model) makes plain weights, which take any"
             )
         has_optimizer = self.shared.has_optimizer
         self.components, self.shared, self.cut_from = other.components, other.shared, None
@@ -109,6 +110,20 @@ class QuantizedTensor(Weight):
         if sys._getframe(1).f_code.co_qualname == "storage_size":
             raise self._not_for_safetensors()
         return torch.UntypedStorage(0, device=self.device)
+
+    def share_memory_(self) -> Self:
+        """Moves codes and scales, and initial values, into memory that other processes see; views share it, too.
+
+        Raises RuntimeError where plain values wait to be quantized, of which other processes would not know.
+        """
+        self.check_quantized()
+        self.check_not_freed()
+        for part in self.parts.values():
+            part.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return all(part.is_shared() for part in self.components.values())
 
     def _not_for_safetensors(self) -> TypeError:
         return TypeError(

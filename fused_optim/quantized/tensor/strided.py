@@ -69,6 +69,13 @@ class WeightView(Decodable):
     def untyped_storage(self) -> torch.UntypedStorage:
         return torch.UntypedStorage(0, device=self.device)
 
+    def share_memory_(self) -> WeightView:
+        self.weight.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return self.weight.is_shared()
+
     def numpy(self, *, force: bool = False) -> Any:
         return self.dequantize().numpy(force=force)
 

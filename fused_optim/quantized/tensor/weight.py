@@ -10,7 +10,6 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from fused_optim.formats.elements import ELEMENT_TYPES
 from fused_optim.quantized.recipes import (
     WHOLE,
     Component,
@@ -19,6 +18,9 @@ from fused_optim.quantized.recipes import (
     Position,
     Recipe,
     as_matrix,
+    check_dtype,
+    check_recipe,
+    check_shape,
     codec,
     cut_component,
     matrix_range,
@@ -120,6 +122,7 @@ class Weight(Decodable):
         shared: Shared | None = None,
     ) -> Self:
         """One that decodes to zeros; with initial values of dtype ``initial`` if that is given."""
+        check_recipe(recipe)
         check_shape(recipe, shape)
         check_dtype(dtype)
         components = recipe.empty(tuple(shape), device, 0 if shared is None else shared.position.rows_before)
@@ -131,8 +134,8 @@ class Weight(Decodable):
     def from_values(cls, values: Tensor, recipe: Recipe, keep_initial: bool = False) -> Self:
         """Quantize a plain tensor; with ``keep_initial`` it keeps ``values`` themselves (no copy) for the optimizer.
 
-        Raises ValueError for a shape that the recipe cannot quantize, TypeError for dtypes other than float32, bfloat16
-        and float16.
+        Raises ValueError for a shape that the recipe cannot quantize, TypeError for what is no recipe, and for dtypes
+        other than float32, bfloat16 and float16.
         """
         result = cls.empty(recipe, values.shape, values.dtype, values.device)
         if values.device.type != "meta":
@@ -235,6 +238,15 @@ class Weight(Decodable):
             first, last, cut = first + offset, last + offset, of.cut_from
         return Region((self._start, self._start + self.weight_shape[0]), (first, last))
 
+    @property
+    def _everything(self) -> Region:
+        return Region((0, self._rows_of_whole), (0, as_matrix(self.whole.weight_shape)[1]))
+
+    @property
+    def is_part(self) -> bool:
+        """Whether there is more of the weight here, but for padding."""
+        return self.cut_from is not None and self._region != self._everything
+
     def take_position(self, position: Position) -> None:
         """Become the shard that lies there; its memory was made for one that touches as many blocks as possible."""
         whole, known = self.whole, self.shared.position
@@ -266,6 +278,13 @@ class Weight(Decodable):
     @property
     def has_initial(self) -> bool:
         return INITIAL in self.whole.components
+
+    def check_has_initial(self, what: str) -> None:
+        if not self.has_initial:
+            raise RuntimeError(
+                f"{self.prefix}{what} cannot change a quantized weight in place: its initial values are not kept any "
+                "more. dequantize() gives a plain copy, copy_() writes one, dequantize_model_ makes plain weights"
+            )
 
     @property
     def before(self) -> Components | None:
@@ -393,8 +412,7 @@ class Weight(Decodable):
         if not self.is_pending:
             return
         self.shared.loaded = joined(self.shared.loaded, self._region)
-        everything = Region((0, self._rows_of_whole), (0, as_matrix(self.whole.weight_shape)[1]))
-        if self.shared.loaded == (everything,):
+        if self.shared.loaded == (self._everything,):
             self.mark_quantized()
 
     @property
@@ -476,16 +494,3 @@ class Weight(Decodable):
         initial = self.initial
         assert initial is not None
         return initial
-
-
-def check_shape(recipe: Recipe, shape: Sequence[int]) -> None:
-    """Raise ValueError for a shape that the recipe cannot quantize."""
-    problem = recipe.problem(tuple(shape))
-    if problem is not None:
-        raise ValueError(problem)
-
-
-def check_dtype(dtype: torch.dtype) -> None:
-    """Raise TypeError for values that quantized weights do not decode to."""
-    if dtype not in ELEMENT_TYPES:
-        raise TypeError(f"quantized weights are float32, bfloat16 or float16, got {dtype}; convert it first")

@@ -1,0 +1,190 @@
+"""What transformers and PEFT do to models with quantized weights: load, resize, adapt, merge. It works, or says how."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fused_optim import FusedAdamW
+from fused_optim.quantized import (
+    QuantizedTensor,
+    dequantize_model_,
+    discard_high_precision_init,
+    finish_initialization,
+    quantize_model_,
+    quantized_model_init,
+)
+from quantized_cases import RECIPES, has_tiles
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+from hugging_face_cases import MODELS, TOKENS, language_model, logits, weights_of  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+EACH = pytest.mark.parametrize("recipe", ["current", "tiles", "mxfp8", "nvfp4"])
+
+
+def quantized_names(model: nn.Module) -> set[str]:
+    named = model.named_parameters(remove_duplicate=False)
+    return {name for name, param in named if isinstance(param, QuantizedTensor)}
+
+
+def check_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+# --- from_pretrained ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("recipe", ["current", "nvfp4"])
+def test_what_is_loaded_is_quantized(name: str, recipe: str, tmp_path: Path) -> None:
+    """As by quantize_model_ afterwards; masters start from what was loaded."""
+    plain = language_model(name)
+    plain.save_pretrained(tmp_path)
+    with quantized_model_init(RECIPES[recipe]):
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    expected = quantize_model_(language_model(name), RECIPES[recipe]).eval()
+    assert quantized_names(model) == quantized_names(expected) != set()
+    check_same(weights_of(model), weights_of(expected))
+    assert torch.equal(logits(model), logits(expected))
+    optimizer = FusedAdamW(model.parameters())
+    for key, master in optimizer.master_state_dict(model).items():
+        assert torch.equal(master, plain.get_parameter(key).float()), key
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+def test_filters_see_the_loaded_model(name: str, tmp_path: Path) -> None:
+    language_model(name).save_pretrained(tmp_path)
+    with quantized_model_init(RECIPES["mxfp8"], lambda module, path: path.endswith("q_proj")):
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert quantized_names(model) == {f"model.layers.{i}.self_attn.q_proj.weight" for i in range(2)}
+
+
+def test_missing_weights_are_initialised_and_quantized(tmp_path: Path) -> None:
+    """A head that is in no file."""
+    language_model("llama").model.save_pretrained(tmp_path)
+    with quantized_model_init(RECIPES["mxfp8"]):
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert "lm_head.weight" in quantized_names(model) and not model.lm_head.weight.is_pending
+    assert 0 < model.lm_head.weight.values().abs().max() < 1 and logits(model).isfinite().all()
+
+
+# --- resize_token_embeddings --------------------------------------------------------------------------------------
+
+
+@EACH
+@pytest.mark.parametrize("tokens", [80, 48])
+@pytest.mark.parametrize("mean", [True, False])
+def test_heads_are_resized(recipe: str, tokens: int, mean: bool) -> None:
+    """The embedding is plain; the head becomes a plain one, with the decoded values."""
+    model = quantize_model_(language_model("llama"), RECIPES[recipe])
+    discard_high_precision_init(model)
+    before = weights_of(model)
+    model.resize_token_embeddings(tokens, mean_resizing=mean)
+    after, kept = weights_of(model), min(64, tokens)
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        assert type(model.get_parameter(name)) is nn.Parameter and len(after[name]) == tokens
+        assert torch.equal(after[name][:kept], before[name][:kept])
+        before.pop(name), after.pop(name)
+    check_same(after, before)
+    assert model(TOKENS % tokens).logits.shape[-1] == tokens == model.config.vocab_size
+    quantize_model_(model, RECIPES[recipe], lambda _, name: name == "lm_head")
+
+
+@pytest.mark.parametrize("mean", [True, False])
+@pytest.mark.parametrize("tokens", [80, 48])
+def test_quantized_embeddings_say_what_to_call(tokens: int, mean: bool) -> None:
+    model = quantize_model_(language_model("llama-tied"), RECIPES["mxfp8"]).eval()
+    discard_high_precision_init(model)
+    before, expected = weights_of(model), logits(model)
+    with pytest.raises(TypeError, match=r"takes a whole one .* dequantize_model_\(model\) makes plain"):
+        model.resize_token_embeddings(tokens, mean_resizing=mean)
+    check_same(weights_of(model), before)
+    assert torch.equal(logits(model), expected) and model.config.vocab_size == 64
+    dequantize_model_(model).resize_token_embeddings(tokens)
+    assert torch.equal(model.lm_head.weight[:48], before["lm_head.weight"][:48])
+
+
+# --- PEFT ---------------------------------------------------------------------------------------------------------
+
+
+def adapted(recipe: str | None, dora: bool = False, initial: bool = False) -> nn.Module:
+    base = language_model("llama")
+    if recipe is not None:
+        quantize_model_(base, RECIPES[recipe], keep_initial=initial)
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], use_dora=dora, init_lora_weights=False)
+    return peft.get_peft_model(base, config)
+
+
+def decoded_base(model: nn.Module) -> nn.Module:
+    return dequantize_model_(copy.deepcopy(model))
+
+
+@EACH
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapters_train_beside_a_quantized_base(recipe: str, dora: bool) -> None:
+    """As beside its decoded values."""
+    model = adapted(recipe, dora)
+    plain = decoded_base(model)
+    found = []
+    for each in (model, plain):
+        optimizer = FusedAdamW([param for param in each.parameters() if param.requires_grad], lr=1e-2)
+        for _ in range(2):
+            loss = each(TOKENS, labels=TOKENS).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((loss.detach(), [param.detach() for param in each.parameters() if param.requires_grad]))
+    assert torch.equal(found[0][0], found[1][0])
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+    assert not any(param.grad is not None for name, param in model.named_parameters() if "lora" not in name)
+
+
+MERGES: dict[str, Callable[[nn.Module], object]] = {
+    "merge_and_unload": lambda model: model.merge_and_unload(),
+    "safely": lambda model: model.merge_and_unload(safe_merge=True),
+    "merge_adapter": lambda model: model.merge_adapter(),
+}
+
+
+@EACH
+@pytest.mark.parametrize("merge", MERGES)
+@pytest.mark.parametrize("dora", [False, True])
+def test_merges_say_what_to_call_and_change_nothing(recipe: str, merge: str, dora: bool) -> None:
+    model = adapted(recipe, dora).eval()
+    before, expected, names = weights_of(model), logits(model), quantized_names(model)
+    with pytest.raises((TypeError, RuntimeError), match=r"q_proj\.weight.*dequantize_model_"):
+        MERGES[merge](model)
+    check_same(weights_of(model), before)
+    assert quantized_names(model) == names and torch.equal(logits(model), expected)
+
+    plain = dequantize_model_(model)
+    others = decoded_base(adapted(recipe, dora)).eval()
+    MERGES[merge](plain), MERGES[merge](others)
+    assert torch.equal(logits(plain), logits(others))
+    assert (logits(plain) - expected).norm() < 0.05 * expected.norm()
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if not has_tiles(name)])
+def test_initial_values_are_merged_and_unmerged(recipe: str) -> None:
+    """As long as they are kept: they are those that are merged into, and quantized afterwards."""
+    model, plain = adapted(recipe, initial=True), adapted(None)
+    name = "base_model.model.model.layers.0.self_attn.q_proj"
+    model.merge_adapter(), plain.merge_adapter()
+    found, expected = (each.get_submodule(name).base_layer.weight for each in (model, plain))
+    assert isinstance(found, QuantizedTensor) and torch.equal(found.initial_values(), expected.float())
+    assert torch.equal(found.dequantize(), expected)
+    model.unmerge_adapter(), plain.unmerge_adapter()
+    assert torch.equal(found.initial_values(), expected.float())
+    finish_initialization(model)
+    assert torch.equal(found.dequantize(), QuantizedTensor.from_values(expected.detach(), RECIPES[recipe]).dequantize())
