@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fused_optim.matrices.owners import Box, Matrix, Ownership, boxes_of, matrices_of, part_of_shard
+from fused_optim.matrices.owners import Matrix, Ownership, boxes_of, matrices_of, part_of_shard
 from fused_optim.sharding.collective import each_on_any_rank, mesh_group
 
 Orthogonalize = Callable[[Matrix, Tensor], Tensor]
@@ -43,11 +43,11 @@ class MatricesOnMesh:
         self._params, self._mesh = dict(params), mesh
         self._ranks = [0] if mesh is None else mesh.mesh.flatten().tolist()
         self._rank = 0 if mesh is None else self._ranks.index(dist.get_rank())
-        self._boxes: dict[int, Sequence[Box]] = {i: boxes_of(param, mesh) for i, param in params.items()}
+        self._boxes = {i: boxes_of(param, mesh) for i, param in params.items()}
         matrices = [matrix for i, param in params.items() for matrix in matrices_of(i, param.shape, splits[i])]
         self._owned = Ownership.of(matrices, self._boxes, len(self._ranks))
         # FSDP may leave a rank whose shard is empty without a gradient where others have one.
-        self._may_differ = any(box.is_empty for boxes in self._boxes.values() for box in boxes)
+        self._may_differ = any(box.is_empty for boxes in self._boxes.values() for box in boxes.of_rank)
 
     def _taking_part(self, with_gradients: Mapping[int, Tensor]) -> set[int]:
         """The parameters that some rank updates: a collective where shards are empty on some."""
@@ -100,7 +100,7 @@ class MatricesOnMesh:
     def _view(self, locals_: Mapping[int, Tensor], number: int) -> Tensor:
         """What this rank holds of a matrix."""
         matrix = self._owned.matrices[number]
-        return part_of_shard(locals_[matrix.param], matrix, self._boxes[matrix.param][self._rank])
+        return part_of_shard(locals_[matrix.param], matrix, self._boxes[matrix.param].of_rank[self._rank])
 
     def _empty(self, matrix: Matrix, dtypes: Mapping[int, Dtypes], like: Mapping[int, Tensor]) -> Tensor:
         device = next(iter(like.values())).device if like else self._device

@@ -6,8 +6,9 @@ So every rank knows the same without asking, and no bits depend on it.
 from __future__ import annotations
 
 import functools
+import heapq
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -93,33 +94,58 @@ def part_of_shard(local: Tensor, matrix: Matrix, box: Box) -> Tensor:
     return expert[first : first + piece.rows[1] - piece.rows[0]]
 
 
-def boxes_of(param: Tensor, mesh: DeviceMesh | None) -> tuple[Box, ...]:
-    """Of every rank of the mesh, in its order."""
+class Boxes:
+    """The parts of a parameter that the ranks of a mesh hold, in the order of the mesh."""
+
+    def __init__(self, of_rank: Sequence[Box]) -> None:
+        self.of_rank = tuple(of_rank)
+        self._by_expert: dict[int, dict[Box, list[int]]] = {}
+        for rank, box in enumerate(self.of_rank):
+            for expert in range(*box.experts):
+                self._by_expert.setdefault(expert, {}).setdefault(box, []).append(rank)
+        self._holders: dict[Matrix, dict[Piece, list[int]]] = {}
+
+    def holders(self, matrix: Matrix) -> dict[Piece, list[int]]:
+        """The ranks that hold each piece of a matrix, ascending: several where it is replicated.
+
+        Found once for all parameters that are cut alike: a model's layers are, on thousands of ranks.
+        """
+        anywhere = matrix._replace(param=0)
+        if anywhere not in self._holders:
+            found: dict[Piece, list[int]] = {}
+            for box, ranks in self._by_expert.get(matrix.expert, {}).items():
+                if piece := piece_of(matrix, box):
+                    found.setdefault(piece, []).extend(ranks)
+            self._holders[anywhere] = {piece: sorted(ranks) for piece, ranks in found.items()}
+        return self._holders[anywhere]
+
+
+def boxes_of(param: Tensor, mesh: DeviceMesh | None) -> Boxes:
     if mesh is None or not isinstance(param, DTensor):
-        return (Box.of(param.shape, [0] * param.dim()),)
+        return Boxes([Box.of(param.shape, [0] * param.dim())])
     return _boxes_of(tuple(param.shape), mesh, tuple(param.placements))
 
 
 @functools.lru_cache(maxsize=1024)
-def _boxes_of(shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[Box, ...]:
-    return tuple(Box.of(*part) for part in placed_parts_of(shape, mesh, placements))
+def _boxes_of(shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Boxes:
+    return Boxes([Box.of(*part) for part in placed_parts_of(shape, mesh, placements)])
 
 
-def holders(matrix: Matrix, boxes: Sequence[Box]) -> dict[Piece, list[int]]:
-    """The ranks that hold each piece of a matrix, ascending: several where it is replicated."""
-    found: dict[Piece, list[int]] = {}
-    for rank, box in enumerate(boxes):
-        if piece := piece_of(matrix, box):
-            found.setdefault(piece, []).append(rank)
-    return found
+def assign(matrices: Sequence[Matrix], candidates: Sequence[Sequence[int] | None], ranks: int) -> list[int]:
+    """The owner of each matrix, of those that may own it: the costliest first, to who has least to do so far.
 
-
-def assign(matrices: Sequence[Matrix], candidates: Sequence[Iterable[int]], ranks: int) -> list[int]:
-    """The owner of each matrix, of those that may own it: the costliest first, to who has least to do so far."""
-    load = [0] * ranks
-    owners = [0] * len(matrices)
+    ``candidates``: None for all ranks.
+    """
+    load, owners = [0] * ranks, [0] * len(matrices)
+    idlest = [(0, rank) for rank in range(ranks)]  # a heap; those that have got more since are put back
     for i in sorted(range(len(matrices)), key=lambda i: (-matrices[i].cost, i)):
-        owners[i] = min(candidates[i], key=lambda rank: (load[rank], rank))
+        own = candidates[i]
+        if own is None:
+            while idlest[0][0] != load[idlest[0][1]]:
+                heapq.heapreplace(idlest, (load[idlest[0][1]], idlest[0][1]))
+            owners[i] = idlest[0][1]
+        else:
+            owners[i] = min(own, key=lambda rank: (load[rank], rank))
         load[owners[i]] += matrices[i].cost
     return owners
 
@@ -133,11 +159,10 @@ class Ownership:
     owners: list[int]
 
     @staticmethod
-    def of(matrices: list[Matrix], boxes: dict[int, Sequence[Box]], ranks: int) -> Ownership:
+    def of(matrices: list[Matrix], boxes: Mapping[int, Boxes], ranks: int) -> Ownership:
         """``boxes``: by parameter. Who holds a whole matrix owns it, if any rank does: nothing is moved then."""
-        pieces = [holders(matrix, boxes[matrix.param]) for matrix in matrices]
-        everyone = range(ranks)
-        candidates = [next(iter(own.values())) if len(own) == 1 else everyone for own in pieces]
+        pieces = [boxes[matrix.param].holders(matrix) for matrix in matrices]
+        candidates = [next(iter(own.values())) if len(own) == 1 else None for own in pieces]
         return Ownership(matrices, pieces, assign(matrices, candidates, ranks))
 
     @property

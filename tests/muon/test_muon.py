@@ -38,8 +38,8 @@ def backend(name: str) -> Iterator[None]:
         yield
 
 
-def params(dtype: torch.dtype = F32, shapes: Any = SHAPES) -> list[nn.Parameter]:
-    return [nn.Parameter(values(shape, dtype, "cpu", seed=i)) for i, shape in enumerate(shapes)]
+def params(dtype: torch.dtype = F32, shapes: Any = SHAPES, device: str = "cpu") -> list[nn.Parameter]:
+    return [nn.Parameter(values(shape, dtype, device, seed=i)) for i, shape in enumerate(shapes)]
 
 
 def steps(optimizer: torch.optim.Optimizer, numbers: range) -> None:
@@ -47,7 +47,7 @@ def steps(optimizer: torch.optim.Optimizer, numbers: range) -> None:
         index = 0
         for group in optimizer.param_groups:
             for param in group["params"]:
-                param.grad = values(tuple(param.shape), param.dtype, "cpu", seed=100 * number + index)
+                param.grad = values(tuple(param.shape), param.dtype, param.device.type, seed=100 * number + index)
                 index += 1
         optimizer.step()
 
@@ -162,13 +162,16 @@ def test_splits_are_orthogonalized_apart() -> None:
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 @pytest.mark.parametrize("master", MASTERS, ids=str)
-def test_the_engine_is_the_reference(fmt: Format, master: Master) -> None:
+def test_the_engine_is_the_reference(fmt: Format, master: Master, device: str) -> None:
+    """On GPUs, too: elements are divided by nothing, and both make the same products."""
     found = []
-    for name in ("torch", "cpu"):
+    for name in ("torch", device):
         with backend(name):
-            optimizer = FusedMuon(params(master.param_dtype), lr=0.01, momentum_dtype=fmt.dtype, **master.options)
+            optimizer = FusedMuon(
+                params(master.param_dtype, device=device), lr=0.01, momentum_dtype=fmt.dtype, **master.options
+            )
             steps(optimizer, range(4))
-            found.append(contents(optimizer))
+            found.append([tensor.cpu() for tensor in contents(optimizer)])
     assert all(map(same_bits, *found))
 
 

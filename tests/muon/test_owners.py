@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fused_optim.matrices.owners import Box, Matrix, Ownership, assign, holders, matrices_of, part_of_shard, piece_of
+from fused_optim.matrices.owners import Box, Boxes, Matrix, Ownership, assign, matrices_of, part_of_shard, piece_of
 
 
 def cuts(size: int, ranks: int) -> list[tuple[int, int]]:
@@ -47,7 +47,7 @@ def test_pieces_cover_every_matrix_once(shape: tuple[int, ...], data: st.DataObj
     for matrix in matrices_of(0, shape, splits):
         rows = slice(matrix.first_row, matrix.first_row + matrix.rows)
         whole = full.view(-1, *shape[-2:])[matrix.expert, rows]
-        for piece, ranks in holders(matrix, where).items():
+        for piece, ranks in Boxes(where).holders(matrix).items():
             assert len(ranks) == replicas
             for rank in ranks:
                 assert torch.equal(part_of_shard(shards[rank], matrix, where[rank]), piece.of_matrix(whole))
@@ -58,17 +58,17 @@ def test_pieces_cover_every_matrix_once(shape: tuple[int, ...], data: st.DataObj
 def test_what_lies_whole_stays_there() -> None:
     """Experts that are cut by the expert, replicated matrices, rows that fit into one shard: nothing is moved."""
     experts = matrices_of(0, (4, 6, 5))
-    owned = Ownership.of(experts, {0: boxes((4, 6, 5), (2, 1, 1), 1)}, 2)
+    owned = Ownership.of(experts, {0: Boxes(boxes((4, 6, 5), (2, 1, 1), 1))}, 2)
     assert owned.owners == [0, 0, 1, 1] and owned.is_local
-    owned = Ownership.of(matrices_of(0, (1, 8)), {0: boxes((1, 8), (4, 1), 1)}, 4)
+    owned = Ownership.of(matrices_of(0, (1, 8)), {0: Boxes(boxes((1, 8), (4, 1), 1))}, 4)
     assert owned.owners == [0] and owned.is_local
-    owned = Ownership.of(matrices_of(0, (8, 8)), {0: boxes((8, 8), (2, 1), 1)}, 2)
+    owned = Ownership.of(matrices_of(0, (8, 8)), {0: Boxes(boxes((8, 8), (2, 1), 1))}, 2)
     assert not owned.is_local
 
 
 def test_replicas_share_the_work() -> None:
     matrices = [matrix for i in range(4) for matrix in matrices_of(i, (8, 8))]
-    owned = Ownership.of(matrices, {i: boxes((8, 8), (1, 1), 2) for i in range(4)}, 2)
+    owned = Ownership.of(matrices, dict.fromkeys(range(4), Boxes(boxes((8, 8), (1, 1), 2))), 2)
     assert sorted(owned.owners) == [0, 0, 1, 1] and not owned.is_local
 
 
@@ -76,7 +76,7 @@ def test_replicas_share_the_work() -> None:
 def test_work_is_even(shapes: list[tuple[int, int]], ranks: int) -> None:
     """The costliest first: nobody has more than 4/3 of what the best assignment gives (Graham, 1969)."""
     matrices = [Matrix(i, 0, 0, *shape) for i, shape in enumerate(shapes)]
-    owners = assign(matrices, [range(ranks)] * len(matrices), ranks)
+    owners = assign(matrices, [None] * len(matrices), ranks)
     load = [0] * ranks
     for matrix, owner in zip(matrices, owners, strict=True):
         load[owner] += matrix.cost
@@ -85,15 +85,27 @@ def test_work_is_even(shapes: list[tuple[int, int]], ranks: int) -> None:
     assert max(load) <= 4 / 3 * best + 1e-9
 
 
+@given(st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(0, 3), unique=True)), max_size=30), st.integers(4, 6))
+def test_some_may_be_owned_by_few(drawn: list[tuple[int, list[int]]], ranks: int) -> None:
+    """The same as by looking at every rank for every matrix."""
+    matrices = [Matrix(i, 0, 0, size, size) for i, (size, _) in enumerate(drawn)]
+    candidates = [sorted(own) or None for _, own in drawn]
+    load, expected = [0] * ranks, [0] * len(matrices)
+    for i in sorted(range(len(matrices)), key=lambda i: (-matrices[i].cost, i)):
+        expected[i] = min(candidates[i] or range(ranks), key=lambda rank: (load[rank], rank))
+        load[expected[i]] += matrices[i].cost
+    assert assign(matrices, candidates, ranks) == expected
+
+
 def test_the_order_of_ranks_decides_nothing_else() -> None:
     matrices = [Matrix(i, 0, 0, 8, 8) for i in range(6)]
-    assert assign(matrices, [range(3)] * 6, 3) == [0, 1, 2, 0, 1, 2]
+    assert assign(matrices, [None] * 6, 3) == [0, 1, 2, 0, 1, 2]
     assert piece_of(Matrix(0, 0, 4, 4, 8), Box((0, 1), (0, 4), (0, 8))) is None
 
 
 def test_pieces_come_from_the_owner_or_from_all_replicas_alike() -> None:
     owned = Ownership.of(
-        matrices_of(0, (8, 8)) + matrices_of(1, (8, 8)), dict.fromkeys(range(2), boxes((8, 8), (2, 1), 2)), 4
+        matrices_of(0, (8, 8)) + matrices_of(1, (8, 8)), dict.fromkeys(range(2), Boxes(boxes((8, 8), (2, 1), 2))), 4
     )
     for number, owner in enumerate(owned.owners):
         for piece, ranks in owned.pieces[number].items():
