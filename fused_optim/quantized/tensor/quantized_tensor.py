@@ -57,8 +57,9 @@ class QuantizedTensor(Weight):
     ``recipe``: how it is quantized. ``components``: name -> plain tensor, see ``recipe.components``; while the tensor
     has its high-precision initial values, also ``"initial"``, shaped as the matrix of the weight.
 
-    Casts to another dtype raise, as do operations in place, except while it has initial values: those are changed, also
-    through views, are what the weight decodes to from then on, and ``finish_initialization`` quantizes them.
+    Casts to another dtype raise for what is trained, and give plain copies elsewhere. Operations in place raise, except
+    while it has initial values: those are changed, also through views, are what the weight decodes to from then on, and
+    ``finish_initialization`` quantizes them.
 
     ``copy_`` from a weight of the same recipe copies bytes, and quantizes anything else: at once, or, where the recipe
     has one scale for all of a weight and other ranks hold parts of it, in ``finish_initialization``. Into a part of a
