@@ -53,6 +53,7 @@ TORCH_TESTS := tests/test_torch_versions.py tests/sharding tests/quantized/test_
     $(patsubst %,tests/checkpoint/test_%.py,written_by newer_torch reading saving wrapped_models) \
     $(patsubst %,tests/step/test_%.py,compiled_loop tensor_properties amp) \
     $(patsubst %,tests/engines/test_%.py,tensor_reader interface) \
+    $(patsubst %,tests/muon/test_%.py,newton_schulz muon_sharded) \
     $(patsubst %,tests/quantized/test_quantized_%.py,tensor fsdp compile full_tensors)
 
 test-torches: $(TORCHES:%=test-with-%) test-with-newest
