@@ -10,13 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from fused_optim.options.checks import some_of
+from fused_optim.roles import is_embedding, is_head, is_router
 from fused_optim.sharding.collective import bare_name
 
-# Names of modules. Heads are outside of the layers, which are numbered.
-_HEADS = re.compile(r"^(?:[a-z_]+\.)*(?:lm_head|output|head|classifier|score|unembed(?:ding)?)$")
-_EMBEDDINGS = re.compile(r"(?:^|[._])(?:embeddings?|embed_tokens|embed|wte|wpe)$")
-_ROUTERS = re.compile(r"(?:^|\.)(?:router|shared_expert_gate)(?:\.|$)")
-_GATES = re.compile(r"(?:^|\.)gate$")  # routers in some models, halves of gated layers in others
 _EXPERTS = re.compile(r"(?:^|[._])experts?(?:[._]|$)")
 
 
@@ -39,10 +35,10 @@ def muon_param_groups(
     Raises ValueError for parameters that it cannot place, with their names: nothing is guessed.
     """
     placed: dict[str, list[tuple[str, Tensor]]] = {"muon": [], "adamw": []}
-    heads = _heads_of(model)
+    ends = _ends_of(model)
     unknown = []
     for name, param, modules in _parameters(model):
-        algorithm = _asked(name, muon, adamw) or _algorithm(name, param, modules, heads)
+        algorithm = _asked(name, muon, adamw) or _algorithm(model, name, param, modules, ends)
         if algorithm is None:
             unknown.append(f"{name} of shape {tuple(param.shape)}")
         else:
@@ -61,7 +57,7 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor, list[tuple[str,
     names: dict[Tensor, str] = {}
     for prefix, module in model.named_modules():
         for own, param in module.named_parameters(recurse=False):
-            owners.setdefault(param, []).append((bare_name(prefix), module))
+            owners.setdefault(param, []).append((prefix, module))
             names.setdefault(param, bare_name(f"{prefix}.{own}".removeprefix(".")))
     return ((names[param], param, modules) for param, modules in owners.items() if param.requires_grad)
 
@@ -77,7 +73,7 @@ def _asked(name: str, muon: Sequence[str], adamw: Sequence[str]) -> str | None:
     return found[0] if found else None
 
 
-def _heads_of(model: nn.Module) -> set[nn.Module]:
+def _ends_of(model: nn.Module) -> set[nn.Module]:
     """The modules that the model itself, as those of transformers do, calls its embeddings and its head."""
     asked: Iterable[Any] = (getattr(model, f"get_{side}_embeddings", None) for side in ("input", "output"))
     return {module for ask in asked if ask is not None and (module := _answer(ask)) is not None}
@@ -90,18 +86,18 @@ def _answer(ask: Any) -> Any:
         return None
 
 
-def _algorithm(name: str, param: Tensor, modules: list[tuple[str, nn.Module]], heads: set[nn.Module]) -> str | None:
+def _algorithm(
+    model: nn.Module, name: str, param: Tensor, modules: list[tuple[str, nn.Module]], ends: set[nn.Module]
+) -> str | None:
     """None: it cannot be told."""
-    if param.dim() == 2 and param.shape[0] >= param.shape[1] and any(_GATES.search(path) for path, _ in modules):
-        return None
-    if param.dim() < 2 or any(_is_for_adamw(path, module) or module in heads for path, module in modules):
+    if param.dim() < 2 or any(module in ends or _is_for_adamw(model, path, module) for path, module in modules):
         return "adamw"
     if param.dim() == 2 and all(hasattr(module, "in_features") for _, module in modules):
         return "muon"
     return "muon" if param.dim() == 3 and _EXPERTS.search(name) else None
 
 
-def _is_for_adamw(path: str, module: nn.Module) -> bool:
-    is_norm = type(module).__name__.endswith("Norm")
-    is_named = any(names.search(path) for names in (_HEADS, _EMBEDDINGS, _ROUTERS, _GATES))
-    return isinstance(module, nn.Embedding | nn.EmbeddingBag) or is_norm or is_named
+def _is_for_adamw(model: nn.Module, path: str, module: nn.Module) -> bool:
+    is_norm, named = type(module).__name__.endswith("Norm"), bare_name(path)
+    is_end = isinstance(module, nn.Embedding | nn.EmbeddingBag) or is_embedding(named) or is_head(named)
+    return is_norm or is_end or is_router(model, path)

@@ -16,7 +16,18 @@ from fused_optim.torch_versions import PRIVATE
 # Files and folders of fused_optim/ from the ground up; docs/development.md says what each is for. A folder whose rooms
 # have an order of their own is given room by room, its own ``__init__`` last.
 ROOMS = (
-    *("torch_versions", "decorators", "optional", "formats", "rule", "sharding", "adapters", "memory", "backends"),
+    *(
+        "torch_versions",
+        "decorators",
+        "optional",
+        "roles",
+        "formats",
+        "rule",
+        "sharding",
+        "adapters",
+        "memory",
+        "backends",
+    ),
     *("matrices", "options"),
     *(f"quantized.{room}" for room in ("recipes", "tensor", "compute", "adapters", "model", "files", "__init__")),
     *("rebuild", "state", "step", "optimizer", "adam", "lion", "muon", "muon_groups", "known_rules", "release"),
@@ -57,7 +68,8 @@ BY_NAME = {
         ("amax_reduction_group", "get_high_precision_init_val", "with_amax_reduction"),
         "some kinds and releases of TransformerEngine's tensors have it",
     ),
-    "quantized.model.selection": dict.fromkeys(("experts", "weight"), "modules of models have what they like"),
+    "quantized.model.selection": {"weight": "modules of models have what they like"},
+    "roles": {"experts": "modules of models have what they like"},
     "step.amp": {
         **dict.fromkeys(("found_inf", "grad_scale"), "set by torch.amp.GradScaler, and only for a step"),
         "use_decoupled_grad": "of optimizers that are not ours, too",
@@ -472,6 +484,7 @@ RIGHT = {
             "__main__",
             "torch_versions",
             "decorators",
+            "roles",
             "rule",
             "optimizer",
             "lion",

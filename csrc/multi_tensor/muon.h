@@ -1,5 +1,5 @@
-// The two passes over elements of Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024),
-// as torch.optim.Muon has them; the fused operations are written out. Between them matrices are orthogonalized.
+// The two passes over elements of Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural networks",
+// 2024), as torch.optim.Muon has them; the fused operations are written out. Between them matrices are orthogonalized.
 #pragma once
 
 #include "update.h"

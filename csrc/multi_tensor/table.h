@@ -63,9 +63,9 @@ FUSED_OPTIM_ENUM(Format, FUSED_OPTIM_FORMATS);
 FUSED_OPTIM_ENUM(StateKind, FUSED_OPTIM_STATE_KINDS);
 
 // Update rules: the kinds of their states. Each has a header of its name.
-#define FUSED_OPTIM_RULES(ROW)                                                             \
-    ROW(kAdam, "ADAM", kSigned, kSquare)                                                   \
-    ROW(kLion, "LION", kSigned, kNone)                                                     \
+#define FUSED_OPTIM_RULES(ROW)                                                                    \
+    ROW(kAdam, "ADAM", kSigned, kSquare)                                                          \
+    ROW(kLion, "LION", kSigned, kNone)                                                            \
     ROW(kMuon, "MUON", kSigned, kNone)     /* up to the matrices that are to be orthogonalized */ \
     ROW(kDescent, "DESCENT", kNone, kNone) /* from these on */
 FUSED_OPTIM_ENUM(Rule, FUSED_OPTIM_RULES);

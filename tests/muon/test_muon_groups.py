@@ -65,16 +65,27 @@ def test_what_cannot_be_told() -> None:
     model = Model()
     model.layers[0].conv = nn.Conv2d(3, 4, 5)
     model.layers[0].mixing = nn.Parameter(torch.zeros(4, 4))
-    model.layers[0].gate = nn.Linear(16, 16, bias=False)
     with pytest.raises(ValueError) as caught:
         muon_param_groups(model)
-    for name in ("layers.0.conv.weight of shape (4, 3, 5, 5)", "layers.0.mixing", "layers.0.gate.weight"):
+    for name in ("layers.0.conv.weight of shape (4, 3, 5, 5)", "layers.0.mixing"):
         assert name in str(caught.value)
-    found = sorted_names(model, muon=["*.mixing", "*.gate.weight"], adamw=["*.conv.*"])
-    assert {"layers.0.mixing", "layers.0.gate.weight"} <= found["muon"]
+    found = sorted_names(model, muon=["*.mixing"], adamw=["*.conv.*"])
+    assert "layers.0.mixing" in found["muon"]
     assert {"layers.0.conv.weight", "layers.0.conv.bias"} <= found["adamw"]
     with pytest.raises(ValueError, match="both"):
         muon_param_groups(model, muon=["*.conv.weight"], adamw=["*.conv.*"])
+
+
+def test_gates_and_outputs() -> None:
+    """A gate is a router beside experts alone, an output a head outside of the layers alone."""
+    model = Model()
+    model.layers[0].gate, model.layers[0].output = nn.Linear(16, 4), nn.Linear(16, 16)
+    model.output = nn.Linear(16, 50)
+    found = sorted_names(model)
+    assert {"layers.0.gate.weight", "layers.0.output.weight"} <= found["muon"]
+    assert "output.weight" in found["adamw"]
+    model.layers[0].experts = Experts()
+    assert "layers.0.gate.weight" in sorted_names(model)["adamw"]
 
 
 def test_heads_that_models_name() -> None:

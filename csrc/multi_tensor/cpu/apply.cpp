@@ -391,7 +391,8 @@ uint32_t update_values(const Tile<rule>& tile, const Scalars& scalars, const Dir
 template <Rule rule>
 uint32_t update_tile(const Shard& shard, const Scalars& scalars, uint64_t element, int count) {
     constexpr int states = state_count(rule), square = square_state(rule);
-    alignas(64) float grad_tile[kTile], param_tile[kTile], state_tiles[state_places(rule)][kTile], root[kTile], before[kTile];
+    alignas(64) float grad_tile[kTile], param_tile[kTile], state_tiles[state_places(rule)][kTile], root[kTile],
+        before[kTile];
     alignas(64) uint32_t bits[kTile];
 
     const bool own_master = shard.master_kind == Master::kParameter, scaled_master = is_scaled(shard.master_kind);

@@ -249,8 +249,8 @@ struct Raw {
 
 // The update of a thread's elements, the twin of the CPU engine's. Returns the largest new square, NaN if one is.
 template <Rule rule, int places = state_places(rule)>
-__device__ __forceinline__ float update_values(float* grad, float* param, float (&states)[places][kVector],
-                                               float* root, const Scalars& s) {
+__device__ __forceinline__ float update_values(float* grad, float* param, float (&states)[places][kVector], float* root,
+                                               const Scalars& s) {
     constexpr int count = state_count(rule), square = square_state(rule);
     if (!s.unchanged_gradient) {
 #pragma unroll

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from fused_optim.quantized.files import layouts
 from fused_optim.quantized.files.layouts import Layout, Readers
-from fused_optim.quantized.model import is_head, is_router
 from fused_optim.quantized.recipes import NVFP4BlockScaling, Recipe
 from fused_optim.quantized.tensor import QuantizedTensor, local_weight
+from fused_optim.roles import is_head, is_router
 from fused_optim.sharding.collective import gather, on_all_ranks, this_rank
 from fused_optim.sharding.dtensor import full_tensor, has_own_chunks, local_tensor, rewrap_like
 from fused_optim.sharding.model_files import Entry, safetensors_writer, write_json, write_model_files

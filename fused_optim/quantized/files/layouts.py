@@ -17,7 +17,6 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from fused_optim.quantized.model import is_head
 from fused_optim.quantized.recipes import (
     Components,
     Float8BlockScaling,
@@ -29,6 +28,7 @@ from fused_optim.quantized.recipes import (
     elements,
 )
 from fused_optim.quantized.tensor import QuantizedTensor
+from fused_optim.roles import is_head
 
 Layout = Literal["compressed-tensors", "fp8"]
 Readers = Literal["servers", "transformers"]

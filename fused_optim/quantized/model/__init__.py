@@ -7,7 +7,7 @@ from fused_optim.quantized.model.init import (
     quantize_model_,
     quantized_model_init,
 )
-from fused_optim.quantized.model.selection import UsualLayers, gains, is_head, is_router
+from fused_optim.quantized.model.selection import UsualLayers, gains
 
 __all__ = [
     "UsualLayers",
@@ -16,8 +16,6 @@ __all__ = [
     "discard_high_precision_init",
     "finish_initialization",
     "gains",
-    "is_head",
-    "is_router",
     "plain_state_dict",
     "quantize_model_",
     "quantized_model_init",

@@ -14,6 +14,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from fused_optim.quantized.compute import products
 from fused_optim.quantized.recipes import Recipe, check_recipe
+from fused_optim.roles import is_embedding, is_head, is_router
 
 Filter = Callable[[nn.Module, str], bool]
 ParamFilter = Callable[[nn.Parameter, str], bool]
@@ -70,7 +71,6 @@ def _is_linear(module: nn.Module, _: str) -> bool:
 
 # --- filters ----------------------------------------------------------------------------------------------------
 
-_HEADS = {"lm_head", "output", "output_layer", "embed_out", "score", "classifier", "unembed"}
 _MEASURED = Path(__file__).with_name("measured_sizes.json")
 
 
@@ -78,10 +78,10 @@ class UsualLayers:
     """A ``filter_fn``: every ``nn.Linear`` but those that are usually left in high precision.
 
     These are: the first one, unless the model has embeddings, which are its first layer then; the last one; output
-    heads (``lm_head``, ``output``, ``output_layer``, ``embed_out``, ``unembed``, ``score``, ``classifier``); what has
-    ``embed`` in its name, or shares its weight with an ``nn.Embedding``; routers: what has ``router`` in its name, or
-    is named ``gate`` or ``shared_expert_gate`` and lies beside ``experts``. First and last go by the order in which
-    modules are registered.
+    heads (``lm_head``, ``output_layer``, ``embed_out``, ``unembed``, ``score``, ``classifier``, and ``output`` outside
+    of numbered layers); what has ``embed`` in its name, or shares its weight with an ``nn.Embedding``; routers: what
+    has ``router`` in its name, or is named ``gate`` or ``shared_expert_gate`` and lies beside ``experts``. First and
+    last go by the order in which modules are registered.
 
     ``also``: a filter that layers must pass, too, such as :func:`gains`.
     """
@@ -112,19 +112,7 @@ class UsualLayers:
 
 
 def _is_exception(model: nn.Module, name: str) -> bool:
-    return is_head(name) or is_router(model, name) or any("embed" in part for part in name.lower().split("."))
-
-
-def is_head(name: str) -> bool:
-    """Whether a module is an output head, by the name that these usually have."""
-    return name.rpartition(".")[2] in _HEADS
-
-
-def is_router(model: nn.Module, path: str) -> bool:
-    """Whether a module decides how much of which experts is used, by its name and what lies beside it."""
-    parent, _, last = path.rpartition(".")
-    is_gate = last in ("gate", "shared_expert_gate") and hasattr(model.get_submodule(parent), "experts")
-    return is_gate or any("router" in part for part in path.lower().split("."))
+    return is_head(name) or is_router(model, name) or is_embedding(name)
 
 
 def gains(recipe: Recipe, rows: int, table: str | os.PathLike[str] | None = None) -> Filter:
