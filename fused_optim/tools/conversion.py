@@ -30,7 +30,7 @@ from fused_optim.formats.states import STATE_FORMATS, state_format
 from fused_optim.memory.layout import MASTER, STEP
 from fused_optim.options.reading import CheckpointFormat
 from fused_optim.sharding.model_files import safetensors_writer
-from fused_optim.state.groups import DESCRIPTION, KEYED_BY_NAMES, NATIVE, TorchGroup, usual_group
+from fused_optim.state.groups import DESCRIPTION, KEYED_BY_NAMES, NATIVE, without_adamws_keys
 from fused_optim.state.state_dict import Options, converted
 from fused_optim.state.torch_form import torch_group, torch_states
 from fused_optim.tools.encoding import Encoded, Form, Place, forget
@@ -251,7 +251,7 @@ class _Conversion:
         if self._wanted.layout == "torch":
             group = {"bias_correction": True, **given}
             return torch_group(group, bool(given.get("decoupled_weight_decay", True))) | names
-        kept = {"bias_correction": True, **usual_group(TorchGroup(given))}
+        kept = {"bias_correction": True, **without_adamws_keys(given)}
         keyed = int(found.get("fused_optim_native", 0)) & KEYED_BY_NAMES  # the values go on being rounded as they were
         native = {"fused_optim_native": NATIVE * (self._wanted.layout == "native") | keyed}
         step = max((self._steps[id_] for id_ in ids if id_ in self._steps), default=0)

@@ -295,7 +295,7 @@ class Loader:
 
     def _group(self, number: int, members: range) -> dict[str, Any]:
         what = f"param group {number}"
-        settings = self._group_settings(number, self.optimizer.param_groups[number], members)
+        settings = self._group_settings(number, self.optimizer.store.groups[number], members)
         lacking = [key for key in ("lr", *self.optimizer.rule.shown, "weight_decay") if key not in settings]
         saved = [i for i in members if self.ids[i]]
         if lacking and any(self.params[i].requires_grad for i in saved):
