@@ -99,8 +99,7 @@ class WholeGroup(MutableMapping[str, Any]):
 
     def take(self) -> None:
         """Take our own keys from the group."""
-        if not OWN_KEYS.isdisjoint(self.shown):
-            self.update({key: self.shown.pop(key) for key in OWN_KEYS & self.shown.keys()})
+        self.update({key: self.shown.pop(key) for key in OWN_KEYS & self.shown.keys()})
 
     def put_back(self) -> None:
         """Let the group be as it is in the other forms."""
@@ -108,19 +107,19 @@ class WholeGroup(MutableMapping[str, Any]):
         self.shown.clear()
         self.shown.update(kept)
 
-    def _part(self, key: str) -> dict[str, Any]:
-        return self.own if key in OWN_KEYS else self.shown
+    def __getitem__(self, key: str) -> Any:  # each step asks for a dozen of them
+        return (self.own if key in OWN_KEYS else self.shown)[key]
 
-    def __getitem__(self, key: str) -> Any:
-        return self._part(key)[key]
+    def get(self, key: str, default: Any = None) -> Any:
+        return (self.own if key in OWN_KEYS else self.shown).get(key, default)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self._part(key)[key] = value
+        (self.own if key in OWN_KEYS else self.shown)[key] = value
         if key == STEP:
             self.shown_step.fill_(value)
 
     def __delitem__(self, key: str) -> None:
-        del self._part(key)[key]
+        del (self.own if key in OWN_KEYS else self.shown)[key]
 
     def __iter__(self) -> Iterator[str]:
         return chain(self.shown, self.own)
@@ -145,7 +144,8 @@ class ParamGroups:
             known = {id(each.shown): each for each in self._whole}
             self._whole = [known.get(id(group)) or self._new(group) for group in shown]
         for each in self._whole:
-            each.take()
+            if not OWN_KEYS.isdisjoint(each.shown):
+                each.take()
         return self._whole
 
     def _new(self, group: dict[str, Any]) -> WholeGroup:
