@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch._dynamo.testing import CompileCounter
 from distributed import same_bits
 from foreign_cases import SETTINGS, build, groups_of, train
 from fused_optim import FusedAdam, FusedAdamW
+from fused_optim.checkpoint import Checkpointer
 
 STEPS = 3
 INT8 = {"exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8"}
@@ -36,6 +38,11 @@ def steps_of(optimizer: FusedAdamW) -> list[set[float]]:
 # --- compiled code ----------------------------------------------------------------------------------------------------
 
 
+def small() -> tuple[nn.Module, FusedAdam]:
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+    return model, FusedAdam(model.parameters(), lr=0.1, weight_decay=0.01, checkpoint_format="torch")
+
+
 def decayed_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> list[float]:
     """Reads and writes the param groups, as code around a scheduler does."""
     optimizer.zero_grad()
@@ -51,9 +58,8 @@ def test_compiled_code_reads_and_writes_param_groups() -> None:
     """Values as torch.optim.AdamW's, uncompiled; and the checkpoint is one that AdamW continues from."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+    model, optimizer = small()
     expected = copy.deepcopy(model)
-    optimizer = FusedAdam(model.parameters(), lr=0.1, weight_decay=0.01, checkpoint_format="torch")
     theirs = torch.optim.AdamW(expected.parameters(), lr=0.1, weight_decay=0.01)
     graphs = CompileCounter()
     compiled = torch.compile(decayed_step, backend=graphs)
@@ -75,6 +81,30 @@ def test_a_compiled_step_reads_no_group() -> None:
             param.grad = torch.ones_like(param)
         torch.compile(optimizer.step, backend="eager")()
     assert all(map(same_bits, model.parameters(), usual.parameters())) and steps_of(pair[0]) == [{1.0}, {1.0}]
+
+
+def test_saves_in_other_forms_leave_compiled_code_as_it_is(tmp_path: Path) -> None:
+    """A Checkpointer saves in a form of its own, and what it saves resumes."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, optimizer = small()
+    graphs = CompileCounter()
+    compiled = torch.compile(decayed_step, backend=graphs)
+    x = torch.ones(8, 16)
+    with Checkpointer(model, optimizer, tmp_path, sigterm=False) as checkpointer:
+        for _ in range(STEPS):
+            compiled(model, optimizer, x)
+        count, keys = graphs.frame_count, {*optimizer.param_groups[0]}
+        checkpointer.save(STEPS)
+        assert {*optimizer.param_groups[0]} == keys and steps_of(optimizer) == [{STEPS}]
+        compiled(model, optimizer, x)
+    assert graphs.frame_count == count
+    resumed, loaded = small()
+    with Checkpointer(resumed, loaded, tmp_path, sigterm=False) as checkpointer:
+        assert checkpointer.load_latest() == STEPS
+    assert loaded.param_groups[0].keys() == optimizer.param_groups[0].keys() and steps_of(loaded) == [{STEPS}]
+    decayed_step(resumed, loaded, x)
+    assert all(map(same_bits, resumed.parameters(), model.parameters()))
 
 
 # --- what is theirs and what is ours ----------------------------------------------------------------------------------
