@@ -23,7 +23,6 @@ from fused_optim.options.checks import (
     check_whole,
 )
 from fused_optim.options.reading import (
-    IMPLEMENTATIONS,
     TORCHS_OPTIONS,
     CheckpointDevice,
     CheckpointFormat,
@@ -37,7 +36,7 @@ from fused_optim.rule import Rules
 from fused_optim.sharding.collective import parameter_names
 from fused_optim.state import state_dict as forms
 from fused_optim.state import torch_form
-from fused_optim.state.groups import TorchGroup, description, shown
+from fused_optim.state.groups import description
 from fused_optim.state.store import StateStore
 from fused_optim.state.summary import Summary, short_description, summarize
 from fused_optim.step.amp import amp_scalars, mark_stepped
@@ -161,7 +160,7 @@ class ShardedOptimizer(Optimizer):
         others have put into ``state`` is noticed by ``store`` whenever it is asked.
         """
         if not alone:
-            self.stepper.scalars.pull(self.param_groups)
+            self.stepper.scalars.pull(self.store.groups)
             self.store.import_external()
             self.store.resolve_pending()
         self.stepper.sync_written_masters()
@@ -198,7 +197,8 @@ class ShardedOptimizer(Optimizer):
             self.param_groups.pop()
             raise
         adapters.retain_initial_values(group["params"])
-        self._show_groups()
+        self._forget_compilers_key()
+        self.store.show_groups()
 
     @between_graphs
     @ungraded
@@ -222,10 +222,11 @@ class ShardedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self.stepper.check_idle("a copy, or pickling,")
-        self.stepper.scalars.pull(self.param_groups)
+        self.stepper.scalars.pull(self.store.groups)
         self.stepper.sync_written_masters()
         return {
             **super().__getstate__(),
+            "param_groups": [*map(dict, self.store.groups)],
             "rule": self.rule,
             "settings": replace(self.settings),
             "layouts": self.store.layouts,
@@ -239,6 +240,7 @@ class ShardedOptimizer(Optimizer):
         super().__setstate__(state)
         self.store = StateStore(self, layouts, pending, by_names)
         self.store.place_states()
+        self.store.show_groups()
         adapters.retain_initial_values(self.store.params)
         self.stepper = Stepper(self.store, skipped, self._synthetic_of_plain)
         self._register_hooks()
@@ -252,29 +254,25 @@ class ShardedOptimizer(Optimizer):
     @between_steps
     def checkpoint_format(self, form: CheckpointFormat) -> None:
         self._check_form(form)
+        self._forget_compilers_key()
         self.settings.checkpoint_format = form
-        self._show_groups()
-        self.store.show_steps()
+        self.store.show_groups()
 
     def _check_form(self, form: CheckpointFormat) -> None:
         check_checkpoint_format(form)
         if form == "torch" and not self.rule.has_torch_form:
             raise ValueError("checkpoint_format='torch' is torch.optim.AdamW's layout, which this update rule has not")
 
-    def _show_groups(self) -> None:
-        """Let param groups have torch.optim.AdamW's keys or our own, by the form of state dicts."""
-        self._forget_compilers_key()
-        switches = {key: getattr(self.settings, key) for key in IMPLEMENTATIONS}
-        for number, group in enumerate(self.param_groups):
-            self.param_groups[number] = shown(group, self.checkpoint_format == "torch", switches)
-
     def _forget_compilers_key(self) -> None:
         """Where a compiled function writes to a param group, torch.compile gives all of them ``capturable=True``, too.
 
-        It would be in checkpoints, whose loads compare keys, and is an option of the whole optimizer here.
+        It would be in checkpoints, whose loads compare keys, and is an option of the whole optimizer here. AdamW's
+        groups have it, and its steps on CPUs refuse it.
         """
         for number, group in enumerate(self.param_groups):
-            if "capturable" not in self.stepper.ignored.get(number, ()) and not isinstance(group, TorchGroup):
+            if self.checkpoint_format == "torch":
+                group["capturable"] = bool(group.get("capturable")) and not any(p.is_cpu for p in group["params"])
+            elif "capturable" not in self.stepper.ignored.get(number, ()):
                 group.pop("capturable", None)
 
     @property
@@ -491,7 +489,7 @@ class ShardedOptimizer(Optimizer):
         forms.load(self.store, checked)
         if self.capturable:
             keep_rates(self.param_groups, rates)
-        self.stepper.scalars.write(self.param_groups)
+        self.stepper.scalars.write(self.store.groups)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

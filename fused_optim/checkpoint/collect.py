@@ -97,7 +97,7 @@ class Collector:
         """The formats of the states of an optimizer of this package, of all param groups."""
         if not isinstance(self._optimizer, ShardedOptimizer):
             return {}
-        groups = self._optimizer.param_groups
+        groups = self._optimizer.store.groups
         specs = self._optimizer.rule.states
         found = {spec.name: {str(group[spec.option]) for group in groups if spec.option in group} for spec in specs}
         return {name: sorted(dtype.removeprefix("torch.") for dtype in dtypes) for name, dtypes in found.items()}

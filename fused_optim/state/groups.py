@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from itertools import chain
+from typing import Any, Protocol
 
 import torch
 
+from fused_optim.backends.compiled import same_objects
 from fused_optim.backends.tables import Rule as RuleNumber
 from fused_optim.memory.layout import STEP
+from fused_optim.options.reading import IMPLEMENTATIONS
+from fused_optim.options.settings import Settings
 from fused_optim.rule import Rule, Rules
 
+Group = MutableMapping[str, Any]
 VERSION = 1
 # What a checkpoint says of itself, as numbers and in every param group: torch.distributed.checkpoint keeps no metadata,
 # and its flattened form only such keys of a param group as the running optimizer has. The second: flags.
@@ -53,60 +58,115 @@ def adamw_settings() -> Mapping[str, Any]:
 
 
 def step_tensor(step: float) -> torch.Tensor:
-    """A parameter's step as torch.optim.AdamW keeps it: exact to 2^24, whatever the default dtype is."""
-    return torch.tensor(float(step), dtype=torch.float32)
+    """A parameter's step as torch.optim.AdamW keeps it: exact to 2^24, whatever the default dtype and device are."""
+    with torch.inference_mode(False):
+        return torch.tensor(float(step), dtype=torch.float32, device="cpu")
 
 
-class TorchGroup(dict[str, Any]):
-    """A param group that shows torch.optim.AdamW's keys to all that go through them; our own are read and set by name.
+def without_adamws_keys(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A param group without the keys that only torch.optim.AdamW has."""
+    return {key: value for key, value in group.items() if key in _SHARED_KEYS or key not in adamw_settings()}
 
-    Loads of flattened state dicts go through the keys of running groups. Each value is kept once, as in any dict.
+
+class Owner(Protocol):
+    """What the state of an optimizer asks of it."""
+
+    param_groups: list[dict[str, Any]]
+    defaults: dict[str, Any]
+    rule: Rules
+    settings: Settings
+
+    @property
+    def state(self) -> dict[torch.Tensor, Any]:
+        """The tensors by parameter and name."""
+
+
+class WholeGroup(MutableMapping[str, Any]):
+    """A param group that looks like torch.optim.AdamW's, and beside it what is not in it: our own keys.
+
+    Loads of flattened state dicts go through the keys of running groups, and torch.compile reads plain dicts only. What
+    users write into the group under one of our own keys is taken from there.
     """
 
-    def __init__(self, group: Mapping[str, Any], switches: Mapping[str, Any] | None = None) -> None:
-        super().__init__(whole(group))
-        for key, value in {**adamw_settings(), **(switches or {})}.items():
-            super().setdefault(key, value)
+    def __init__(self, shown: dict[str, Any], own: Mapping[str, Any], switches: Mapping[str, Any]) -> None:
+        self.shown, self.own = shown, dict(own)
+        self.shown_step = step_tensor(0)  # in the states of all parameters of the group
+        self.take()
+        self[STEP] = self.own[STEP]
+        for key, value in {**adamw_settings(), **switches}.items():
+            if key not in _SHARED_KEYS:
+                shown.setdefault(key, value)
 
-    def __reduce__(self) -> tuple[type[TorchGroup], tuple[dict[str, Any]]]:
-        return TorchGroup, (whole(self),)
+    def take(self) -> None:
+        """Take our own keys from the group."""
+        self.update({key: self.shown.pop(key) for key in OWN_KEYS & self.shown.keys()})
 
-    def _shown(self) -> dict[str, Any]:
-        return {key: value for key, value in super().items() if key not in OWN_KEYS}
+    def put_back(self) -> None:
+        """Let the group be as it is in the other forms."""
+        kept = {**without_adamws_keys(self.shown), **self.own}
+        self.shown.clear()
+        self.shown.update(kept)
+
+    def __getitem__(self, key: str) -> Any:  # each step asks for a dozen of them
+        return (self.own if key in OWN_KEYS else self.shown)[key]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return (self.own if key in OWN_KEYS else self.shown).get(key, default)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        (self.own if key in OWN_KEYS else self.shown)[key] = value
+        if key == STEP:
+            self.shown_step.fill_(value)
+
+    def __delitem__(self, key: str) -> None:
+        del (self.own if key in OWN_KEYS else self.shown)[key]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._shown())
+        return chain(self.shown, self.own)
 
     def __len__(self) -> int:
-        return len(self._shown())
-
-    def keys(self) -> Any:
-        return self._shown().keys()
-
-    def items(self) -> Any:
-        return self._shown().items()
-
-    def values(self) -> Any:
-        return self._shown().values()
-
-    def copy(self) -> TorchGroup:
-        return TorchGroup(self)
+        return len(self.shown) + len(self.own)
 
 
-def whole(group: Mapping[str, Any]) -> dict[str, Any]:
-    """All keys of a param group of either kind."""
-    return dict(dict.items(group)) if isinstance(group, TorchGroup) else dict(group)
+class ParamGroups:
+    """The param groups of an optimizer, by the form of its state dicts as torch.optim.AdamW's or with our own keys."""
 
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self._whole: list[WholeGroup] = []  # of groups that look like AdamW's
 
-def usual_group(group: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of :class:`TorchGroup`: without the keys that only torch.optim.AdamW has."""
-    if not isinstance(group, TorchGroup):
-        return group
-    return {key: value for key, value in whole(group).items() if key in _SHARED_KEYS or key not in adamw_settings()}
+    def whole(self) -> Sequence[Group]:
+        """All with our own keys, whatever they look like."""
+        shown = self._owner.param_groups
+        if self._owner.settings.checkpoint_format != "torch":
+            return shown
+        if not same_objects(shown, [each.shown for each in self._whole]):
+            known = {id(each.shown): each for each in self._whole}
+            self._whole = [known.get(id(group)) or self._new(group) for group in shown]
+        for each in self._whole:
+            if not OWN_KEYS.isdisjoint(each.shown):
+                each.take()
+        return self._whole
 
+    def _new(self, group: dict[str, Any]) -> WholeGroup:
+        """What the group lacks it has from the one that its parameters were in, or else from the defaults."""
+        owner, params = self._owner, {*group["params"]}
+        former = next((each.own for each in self._whole if not params.isdisjoint(each.shown["params"])), None)
+        shown = [owner.state[param] for param in params if STEP in owner.state.get(param, {})]
+        if former is None:
+            chosen = {key: owner.defaults[key] for key in OWN_KEYS & owner.defaults.keys()}
+            step = max((int(states[STEP]) for states in shown), default=0)
+            former = {**chosen, **description(owner.rule.for_group(group)), STEP: step}
+        found = WholeGroup(group, former, {key: getattr(owner.settings, key) for key in IMPLEMENTATIONS})
+        for states in shown:
+            states[STEP] = found.shown_step
+        return found
 
-def shown(group: dict[str, Any], as_adamw: bool, switches: Mapping[str, Any]) -> dict[str, Any]:
-    """The group with torch.optim.AdamW's keys or our own: itself where it has these already."""
-    if not as_adamw or isinstance(group, TorchGroup):
-        return group if as_adamw else usual_group(group)
-    return TorchGroup(group, switches)
+    def show(self) -> None:
+        """Let them look as the form says."""
+        if self._owner.settings.checkpoint_format == "torch":
+            self.whole()
+        else:
+            for each in self._whole:
+                each.put_back()
+            self._whole = []

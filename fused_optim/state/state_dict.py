@@ -40,9 +40,9 @@ from fused_optim.state.groups import (
     NATIVE,
     RULE,
     VERSION,
+    Group,
     check_rule,
     description,
-    whole,
 )
 from fused_optim.state.native import check_packed, pack_remainder, pack_state, unpack_state
 from fused_optim.state.param_state import ParamState, read_parameter
@@ -221,7 +221,7 @@ def _without_repeats(saved: dict[str, Any]) -> dict[str, Any]:
     return {**saved, "params": [*dict.fromkeys(saved["params"])]} if "params" in saved else saved
 
 
-def _match_groups(groups: list[dict[str, Any]], saved_groups: list[dict[str, Any]]) -> dict[Any, Tensor]:
+def _match_groups(groups: Sequence[Group], saved_groups: list[dict[str, Any]]) -> dict[Any, Tensor]:
     if len(groups) != len(saved_groups):
         raise ValueError(f"the state dict has {len(saved_groups)} param groups, the optimizer {len(groups)}")
     ids: dict[Any, Tensor] = {}
@@ -236,7 +236,7 @@ def _match_groups(groups: list[dict[str, Any]], saved_groups: list[dict[str, Any
     return ids
 
 
-def _descriptions(groups: list[dict[str, Any]], saved_groups: list[dict[str, Any]]) -> dict[Any, str]:
+def _descriptions(groups: Sequence[Group], saved_groups: list[dict[str, Any]]) -> dict[Any, str]:
     """The parameters for messages, by their ids in the state dict; with names where either side has them."""
     found: dict[Any, str] = {}
     for group, saved in zip(groups, saved_groups, strict=True):
@@ -293,7 +293,7 @@ def _check_group(
 ) -> None:
     try:
         taken = {key: saved[key] for key in taken_keys(store, group, saved)}
-        check_saved_group({**whole(group), **taken, **read_group(taken, {})}, saved, store.rule)
+        check_saved_group({**group, **taken, **read_group(taken, {})}, saved, store.rule)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{what}: {error}") from error
     trained = [param for param in group["params"] if param.requires_grad]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import weakref
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from fused_optim.rule import Rule, Rules
 from fused_optim.sharding.collective import FailedElsewhere, any_rank, bare_name
 from fused_optim.sharding.dtensor import has_own_chunks, has_values, local_tensor, rewrap_like, shard_geometry
 from fused_optim.sharding.uneven import locate_uneven_shards
-from fused_optim.state.groups import step_tensor
+from fused_optim.state.groups import Group, Owner, ParamGroups, WholeGroup
 from fused_optim.state.param_state import (
     ParamState,
     discard_initial,
@@ -38,19 +38,6 @@ from fused_optim.state.param_state import (
 from fused_optim.state.remainders import MISFIT_ELSEWHERE, LoadedRemainder
 
 OFFLOADED_FROM = ("cuda",)  # kinds of devices
-
-
-class Owner(Protocol):
-    """What a store asks of its optimizer."""
-
-    param_groups: list[dict[str, Any]]
-    defaults: dict[str, Any]
-    rule: Rules
-    settings: Settings
-
-    @property
-    def state(self) -> dict[Tensor, Any]:
-        """The tensors by parameter and name."""
 
 
 class StateStore:
@@ -75,6 +62,7 @@ class StateStore:
         self.rounds_by_names = rounds_by_names
         self._links: dict[torch.device, Link] = {}
         self._changing = threading.RLock()  # `state_dict()` may be called in one thread and `step()` in another
+        self._groups = ParamGroups(self._owner)
         self._chosen: tuple[list[Tensor], set[Tensor]] | None = None  # of these parameters, those to be offloaded
 
     @property
@@ -115,9 +103,14 @@ class StateStore:
         return self._owner.state
 
     @property
-    def groups(self) -> list[dict[str, Any]]:
-        """``optimizer.param_groups``."""
-        return self._owner.param_groups
+    def groups(self) -> Sequence[Group]:
+        """``optimizer.param_groups`` with our own keys, which the groups do not show while they look like AdamW's."""
+        return self._groups.whole()
+
+    def show_groups(self) -> None:
+        """Let param groups and states have torch.optim.AdamW's keys or our own, by the form of state dicts."""
+        self._groups.show()
+        self.show_steps()
 
     @property
     def params(self) -> list[Tensor]:
@@ -209,7 +202,7 @@ class StateStore:
                 else:
                     self._create(candidate, group, remainders)
 
-    def new_layout(self, param: Tensor, group: dict[str, Any], remainders: bool | None = None) -> StateLayout:
+    def new_layout(self, param: Tensor, group: Group, remainders: bool | None = None) -> StateLayout:
         """The formats that the states of a parameter of ``group`` would have, with scales of their own."""
         settings, specs = self.settings, self.rule.for_group(group).states
         remainders = settings.keeps_remainders if remainders is None else remainders
@@ -218,13 +211,13 @@ class StateStore:
         offloaded = offloadable(param, specs, kind) if self.is_to_be_offloaded(param) else ()
         return StateLayout.create(param, kind, specs, [group[spec.option] for spec in specs], offloaded=offloaded)
 
-    def _create(self, param: Tensor, group: dict[str, Any], remainders: bool | None) -> None:
+    def _create(self, param: Tensor, group: Group, remainders: bool | None) -> None:
         with torch.inference_mode(False), torch.no_grad():  # a step made in it would leave states for no other
             layout = self.new_layout(param, group, remainders)
             created = ParamState.create(param, layout)
             created.import_external(self._owner.state.get(param) or {})
-        if self.form == "torch":
-            created.tensors[STEP] = step_tensor(0)
+        if isinstance(group, WholeGroup):
+            created.tensors[STEP] = group.shown_step
         self.put(created)
         self.drop_pending(param)  # of states that were removed
         created.record_versions()
@@ -238,10 +231,10 @@ class StateStore:
     def show_steps(self) -> None:
         """Let the parameters' states have the steps of their groups if they are to look like torch.optim.AdamW's."""
         for group in self.groups:
-            for param in group["params"]:
-                if param in self and self.form == "torch":
-                    self.state[param][STEP] = step_tensor(group[STEP])
-                elif param in self:
+            for param in filter(self.__contains__, group["params"]):
+                if isinstance(group, WholeGroup):
+                    self.state[param][STEP] = group.shown_step
+                else:
                     self.state[param].pop(STEP, None)
 
     def import_external(self) -> None:
@@ -300,7 +293,7 @@ class StateStore:
         self.keep_others(new, others)
         return updates
 
-    def _take_over(self, old: Tensor, new: Tensor, group: dict[str, Any]) -> list[Update]:
+    def _take_over(self, old: Tensor, new: Tensor, group: Group) -> list[Update]:
         before = self[old]
         self._create(new, group, None)
         after = self[new]

@@ -16,6 +16,7 @@ from fused_optim.formats.states import BLOCKS, state_format
 from fused_optim.memory.layout import MASTER, STEP, StateLayout
 from fused_optim.rule import StateSpec
 from fused_optim.sharding.dtensor import SMALLEST_BLOCKED_VECTOR, has_values, local_tensor
+from fused_optim.state.groups import Group
 from fused_optim.state.param_state import ParamState
 from fused_optim.state.store import StateStore, may_be_offloaded
 
@@ -158,7 +159,7 @@ def _is_stateless(store: StateStore, param: Tensor) -> bool:
     return param not in store and store.is_frozen(param)
 
 
-def _named(store: StateStore) -> Iterator[tuple[Tensor, str, dict[str, Any]]]:
+def _named(store: StateStore) -> Iterator[tuple[Tensor, str, Group]]:
     """All parameters with their names and param groups."""
     names = iter(store.names)
     for group in store.groups:

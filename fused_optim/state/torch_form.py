@@ -2,8 +2,8 @@
 
 FP32 moments and a ``step`` for each parameter, the keys of its param groups and no others; no masters. Flattened state
 dicts are loaded, by torch.distributed.checkpoint as by torchtitan, key by key of the *running* param groups and states.
-So in this form these are as AdamW's, too: each parameter's states have a ``step``, and each param group is a
-``groups.TorchGroup``.
+So in this form these are as AdamW's, too: each parameter's states have a ``step``, and our own keys of param groups are
+beside these, in ``groups.WholeGroup``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from fused_optim.memory.layout import MASTER, STEP
-from fused_optim.state.groups import OWN_KEYS, adamw_settings, step_tensor, whole
+from fused_optim.state.groups import OWN_KEYS, adamw_settings, step_tensor
 from fused_optim.state.param_state import ParamState
 from fused_optim.state.store import StateStore
 
@@ -41,7 +41,7 @@ def torch_group(group: Mapping[str, Any], adam_w_mode: bool) -> dict[str, Any]:
     """A param group as torch.optim.AdamW saves it. Raises ValueError where its step is another one."""
     if not group["bias_correction"]:
         raise ValueError("bias_correction=False: torch.optim.AdamW always corrects, so it cannot continue this run")
-    shown = {**adamw_settings(), **{key: value for key, value in whole(group).items() if key not in OWN_KEYS}}
+    shown = {**adamw_settings(), **{key: value for key, value in group.items() if key not in OWN_KEYS}}
     if "decoupled_weight_decay" in shown:
         shown["decoupled_weight_decay"] = adam_w_mode
     return shown

@@ -32,6 +32,7 @@ from fused_optim.memory.layout import MASTER, memory_of
 from fused_optim.options.checks import check_states, check_update, describe
 from fused_optim.rule import Hyper
 from fused_optim.sharding.dtensor import dense, finished_local, is_dense, local_tensor
+from fused_optim.state.groups import Group
 from fused_optim.state.param_state import ParamState, read_parameter
 from fused_optim.state.store import StateStore
 
@@ -72,7 +73,7 @@ class _Part:
             self.written.add(self.freed.pop())
 
 
-def _formats_of(groups: list[dict[str, Any]], store: StateStore) -> list[Any]:
+def _formats_of(groups: Sequence[Group], store: StateStore) -> list[Any]:
     """What the groups ask for, as it is written there."""
     options = store.format_options
     return [group.get(option) for group in groups for option in options]
@@ -104,9 +105,7 @@ def check_capturable(backends: dict[torch.device, str]) -> None:
 class Plan:
     """The shards of all parameters that have states, or of ``members`` alone."""
 
-    def __init__(
-        self, groups: list[dict[str, Any]], store: StateStore, members: Collection[Tensor] | None = None
-    ) -> None:
+    def __init__(self, groups: Sequence[Group], store: StateStore, members: Collection[Tensor] | None = None) -> None:
         self._params = store.params
         self._is_part = members is not None
         own = set(self._params if members is None else members)
@@ -160,7 +159,7 @@ class Plan:
         """Memory of its own that steps write to."""
         return [part.absmax for part in self._parts if part.absmax is not None]
 
-    def fits(self, groups: list[dict[str, Any]], store: StateStore) -> bool:
+    def fits(self, groups: Sequence[Group], store: StateStore) -> bool:
         """Whether parameters, groups, dicts of states, formats, seed and backend are those of when the plan was built.
 
         And whether what has no states still has no gradient. Of a plan of some parameters: whether these are as they

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from fused_optim.options.reading import read_group
 from fused_optim.rule import Hyper
 from fused_optim.sharding.collective import announce_failure, any_rank, each_on_any_rank
 from fused_optim.sharding.dtensor import local_tensor
+from fused_optim.state.groups import Group
 from fused_optim.state.store import StateStore
 from fused_optim.state.summary import choices_without_effect
 from fused_optim.step import clip
@@ -64,7 +64,7 @@ class Stepper:
         return self.scalars.captured
 
     @property
-    def _groups(self) -> list[dict[str, Any]]:
+    def _groups(self) -> Sequence[Group]:
         return self._store.groups
 
     def _gradient(self, param: Tensor) -> Tensor | None:
@@ -335,7 +335,7 @@ class Stepper:
 
     def hypers_on(self, device: torch.device) -> list[Hyper]:
         """Of a step that would be made now, without clipping."""
-        return [self._hyper(number, device) for number in range(len(self._groups))]
+        return [self._hyper(number, group, device) for number, group in enumerate(self._groups)]
 
     # --- a whole step -----------------------------------------------------------------------------------------------
 
@@ -414,8 +414,8 @@ class Stepper:
             scale, skip = _placed(grad_scale, device), _placed(found_inf, device)
             factor = _placed(self._clipping_factor(device), device)
             return [
-                self._hyper(number, device, counted_there and number in counting, scale, factor, skip)
-                for number in range(len(groups))
+                self._hyper(number, group, device, counted_there and number in counting, scale, factor, skip)
+                for number, group in enumerate(groups)
             ]
 
         plan.run(hypers, self.scalars.workspaces(devices, groups), found_inf)
@@ -458,22 +458,21 @@ class Stepper:
 
         def hypers(device: torch.device) -> list[Hyper]:
             factor = _placed(self._clipping_factor(device), device)
-            return [self._hyper(number, device, grad_factor=factor) for number in range(len(self._groups))]
+            return [self._hyper(number, group, device, grad_factor=factor) for number, group in enumerate(self._groups)]
 
         return hypers
 
     def _hyper(
         self,
         number: int,
+        group: Group,
         device: torch.device,
         counted_there: bool = False,
         grad_scale: Tensor | None = None,
         grad_factor: Tensor | None = None,
         found_inf: Tensor | None = None,
     ) -> Hyper:
-        group = self._groups[number]
-        rule = self._store.rule.for_group(group)
-        on_host = host_lr(group)
+        rule, on_host = self._store.rule.for_group(group), host_lr(group)
         lr: float | Tensor
         if on_host is None:
             lr = on_device(group["lr"], device)

@@ -6,21 +6,21 @@ know of it. So in both cases the true step counter is on the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fused_optim.sharding.dtensor import local_tensor
+from fused_optim.state.groups import Group
 
-Groups = list[dict[str, Any]]
+Groups = Sequence[Group]
 
 _WORKSPACE_BYTES = 64  # per param group; the engine checks it
 
 
-def host_lr(group: dict[str, Any]) -> float | None:
+def host_lr(group: Group) -> float | None:
     """The learning rate, None where only a device knows it."""
     lr = group["lr"]
     return None if isinstance(lr, Tensor) and lr.device.type != "cpu" else float(lr)
@@ -98,12 +98,12 @@ class DeviceScalars:
                 self._write_step(number, group)
                 self._write_lr(number, group)
 
-    def _write_step(self, number: int, group: dict[str, Any]) -> None:
+    def _write_step(self, number: int, group: Group) -> None:
         self._steps[number] = int(group["step"])
         for scalars in self._devices.values():
             scalars.step[number].fill_(self._steps[number])
 
-    def _write_lr(self, number: int, group: dict[str, Any]) -> None:
+    def _write_lr(self, number: int, group: Group) -> None:
         self._lrs[number] = value = host_lr(group)
         if value is not None:
             for scalars in self._devices.values():

@@ -9,18 +9,18 @@ always real, except of Megatron-FSDP's parameters.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fused_optim.sharding.dtensor import has_values, local_tensor
+from fused_optim.state.groups import Group
 from fused_optim.step.scalars import host_lr
 
 _MEGATRON_FSDP = "_megatron_fsdp_model"  # the attribute by which its parameters know their model
 
 
-def may_be_synthetic(groups: Sequence[dict[str, Any]]) -> bool:
+def may_be_synthetic(groups: Sequence[Group]) -> bool:
     """Whether no step was counted and every learning rate is exactly 0 or parameters are Megatron-FSDP's.
 
     All ranks answer alike.

@@ -32,7 +32,7 @@ from fused_optim.memory.layout import MASTER, STEP
 from fused_optim.options.reading import CheckpointFormat
 from fused_optim.rule import StateSpec
 from fused_optim.sharding.model_files import safetensors_writer
-from fused_optim.state.groups import DESCRIPTION, KEYED_BY_NAMES, NATIVE, TorchGroup, usual_group
+from fused_optim.state.groups import DESCRIPTION, KEYED_BY_NAMES, NATIVE, without_adamws_keys
 from fused_optim.state.state_dict import Options, converted
 from fused_optim.state.torch_form import torch_group, torch_states
 from fused_optim.tools.encoding import Encoded, Form, Place, forget
@@ -266,7 +266,7 @@ class _Conversion:
             group = {"bias_correction": True, **given}
             return torch_group(group, bool(given.get("decoupled_weight_decay", True))) | names
         older = {"bias_correction": True} if states_of(found) == ADAM_STATES else {}
-        kept = older | usual_group(TorchGroup(given))
+        kept = older | without_adamws_keys(given)
         keyed = int(found.get("fused_optim_native", 0)) & KEYED_BY_NAMES  # the values go on being rounded as they were
         native = {"fused_optim_native": NATIVE * (self._wanted.layout == "native") | keyed}
         step = max((self._steps[id_] for id_ in ids if id_ in self._steps), default=0)

@@ -81,7 +81,7 @@ class Counted:
         optimizer = FusedAdamW([param for param, _ in self._alike], **choice.options)
         for param, count in self._alike:
             frozen = optimizer.store.is_frozen(param)
-            yield param, None if frozen else optimizer.store.new_layout(param, optimizer.param_groups[0]), count
+            yield param, None if frozen else optimizer.store.new_layout(param, optimizer.store.groups[0]), count
 
     @property
     def _elements(self) -> int:

@@ -239,7 +239,7 @@ def test_what_is_saved_without_states_loads(master: str, form: str) -> None:
     train(model, optimizer)
     train(other, fresh)
     assert all(map(same_bits, other.parameters(), model.parameters()))
-    assert [group["step"] for group in (*fresh.param_groups, *optimizer.param_groups)] == [1, 1]
+    assert [group["step"] for group in (*fresh.store.groups, *optimizer.store.groups)] == [1, 1]
 
 
 @pytest.mark.parametrize("how", ["step", "initialize_state", "gradient release"])

@@ -92,7 +92,7 @@ def test_a_first_step_in_inference_mode(
     found = contents(*pairs[0])
     assert not any(tensor.is_inference() for tensor in found)
     assert all(map(same_bits, found, contents(*pairs[1])))
-    assert [int(optimizer.param_groups[0]["step"]) for _, optimizer in pairs] == [2, 2]
+    assert [optimizer.store.groups[0]["step"] for _, optimizer in pairs] == [2, 2]
 
 
 # --- denormals --------------------------------------------------------------------------------------------------------

@@ -302,8 +302,9 @@ class Loader:
 
     def _group(self, number: int, members: range) -> dict[str, Any]:
         what = f"param group {number}"
-        settings = self._group_settings(number, self.optimizer.param_groups[number], members)
-        rule = self.optimizer.rule.for_group(self.optimizer.param_groups[number])
+        group = self.optimizer.store.groups[number]
+        settings = self._group_settings(number, group, members)
+        rule = self.optimizer.rule.for_group(group)
         lacking = [key for key in ("lr", *rule.shown, "weight_decay") if key not in settings]
         saved = [i for i in members if self.ids[i]]
         if lacking and any(self.params[i].requires_grad for i in saved):

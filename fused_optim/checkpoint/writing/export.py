@@ -50,9 +50,9 @@ def export_optimizer_checkpoint(
             raise ValueError(f"layout: expected 'torch', got {layout!r}")
         check_whole(model, optimizer.store.params)
         optimizer.initialize_state()
-        optimizer.stepper.scalars.pull(optimizer.param_groups)
+        optimizer.stepper.scalars.pull(optimizer.store.groups)
         names = _export_names(model, optimizer)
-        groups = [_group(optimizer, group, names) for group in optimizer.param_groups]
+        groups = [_group(optimizer, group, names) for group in optimizer.store.groups]
     check_replicas(f"exporting to {path}", _plain_moments(optimizer, names))
     everyone = distinct(list(names.values()))
     if path.suffix in _FILE_SUFFIXES:
@@ -90,7 +90,7 @@ def _group(optimizer: FusedAdam, group: Mapping[str, Any], names: Mapping[Tensor
 
 
 def _states(optimizer: FusedAdam, device: str | None) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-    for group in optimizer.param_groups:
+    for group in optimizer.store.groups:
         for param in filter(optimizer.store.__contains__, group["params"]):
             yield param, torch_states(optimizer.store[param], group["step"], device)
 
