@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -18,11 +19,16 @@ from fused_optim.matrices.passes import DESCENT, MOMENTUM, after_matrices, befor
 from fused_optim.memory.layout import MASTER, StateLayout
 from fused_optim.rule import Hyper, Orthogonalization, Rule
 
+BUCKET_BYTES = (
+    512 << 20
+)  # of what is sent and what is made of it: the memory that a step takes, twice where it is whole
+
 
 class MatrixShards(ReferenceShards):
     """Shards whose update depends on whole matrices. They are described anew at every step: matrices take far longer.
 
-    ``params``: those of the shards, in their order.
+    They are updated bucket by bucket, which bounds the memory that this takes. ``params``: those of the shards, in
+    their order.
     """
 
     def __init__(
@@ -31,19 +37,37 @@ class MatrixShards(ReferenceShards):
         super().__init__(groups)
         self._device, self._backend, self._group_count = device, backend, group_count
         self._params = params
-        self._splits: list[tuple[int, ...]] = []
-        self._meshes: list[MatricesOnMesh] = []
+        self._how: list[Orthogonalization] = []
+        self._buckets: list[tuple[set[int], list[MatricesOnMesh]]] = []
 
     def takes_target(self, layout: StateLayout) -> bool:
         return shards_on(self._device, self._backend, [], 0, DESCENT).takes_target(_without_states(layout))
 
     def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
         how = [_orthogonalization(hypers[group]) for group in self._groups]
-        works = dict(sorted(self.works.items()))
+        if not self._buckets or [each.splits for each in how] != [each.splits for each in self._how]:
+            self._buckets = self._in_buckets([each.splits for each in how])
+        self._how = how
+        for number, (members, meshes) in enumerate(self._buckets, start=1):
+            works = {i: work for i, work in sorted(self.works.items()) if i in members}
+            counting = hypers if number == len(self._buckets) else uncounted(hypers)
+            self._run(works, meshes, counting, workspace)
+
+    def _run(
+        self,
+        works: dict[int, ShardWork],
+        meshes: list[MatricesOnMesh],
+        hypers: list[Hyper],
+        workspace: Tensor | None,
+    ) -> None:
+        how = self._how
         updates = {i: torch.empty_like(work.param, dtype=_sent_as(how[i])) for i, work in works.items()}
         entering = {i: _entering(work, updates[i]) for i, work in works.items()}
         self._pass(MOMENTUM, entering, list(map(before_matrices, uncounted(hypers))), workspace)
-        made = self._orthogonalized(updates, how)
+        dtypes = {i: Dtypes(_sent_as(each), each.dtype) for i, each in enumerate(how)}
+        made: dict[int, Tensor] = {}
+        for members in meshes:
+            made |= members.run(updates, dtypes, lambda matrix, values: orthogonalized(values, how[matrix.param]))
         leaving = {i: _leaving(work, made[i]) for i, work in works.items()}
         self._pass(DESCENT, leaving, list(map(after_matrices, hypers)), workspace)
 
@@ -54,20 +78,23 @@ class MatrixShards(ReferenceShards):
             shards.set(number, work, None)
         shards.run(hypers, workspace)
 
-    def _orthogonalized(self, updates: dict[int, Tensor], how: list[Orthogonalization]) -> dict[int, Tensor]:
-        splits = [each.splits for each in how]
-        if not self._meshes or self._splits != splits:
-            self._splits, self._meshes = splits, self._on_meshes(splits)
-        dtypes = {i: Dtypes(_sent_as(each), each.dtype) for i, each in enumerate(how)}
-        made: dict[int, Tensor] = {}
-        for members in self._meshes:
-            made |= members.run(updates, dtypes, lambda matrix, values: orthogonalized(values, how[matrix.param]))
-        return made
+    def _in_buckets(self, splits: list[tuple[int, ...]]) -> list[tuple[set[int], list[MatricesOnMesh]]]:
+        """The shards of each bucket, and their matrices. Cut by global shapes: the same on all ranks."""
+        cuts, size = [0], 0.0
+        for i, param in enumerate(self._params):
+            own = 4 * param.numel() / (param.device_mesh.size() if isinstance(param, DTensor) else 1)
+            if size and size + own > BUCKET_BYTES:
+                cuts.append(i)
+                size = 0.0
+            size += own
+        buckets = [range(*ends) for ends in pairwise([*cuts, len(self._params)])]
+        return [(set(bucket), self._on_meshes(bucket, splits)) for bucket in buckets]
 
-    def _on_meshes(self, splits: list[tuple[int, ...]]) -> list[MatricesOnMesh]:
+    def _on_meshes(self, bucket: range, splits: list[tuple[int, ...]]) -> list[MatricesOnMesh]:
         """In the order in which the parameters name them: the same on all ranks."""
         by_mesh: dict[DeviceMesh | None, dict[int, Tensor]] = {}
-        for i, param in enumerate(self._params):
+        for i in bucket:
+            param = self._params[i]
             by_mesh.setdefault(param.device_mesh if isinstance(param, DTensor) else None, {})[i] = param
         return [MatricesOnMesh(members, splits, mesh) for mesh, members in by_mesh.items()]
 

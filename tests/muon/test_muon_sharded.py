@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Placement, Replicate, Shard
 
@@ -21,6 +23,7 @@ from cases import values
 from distributed import Part, join_all, part, same_bits
 from fused_optim import FusedMuon, muon_param_groups
 from fused_optim.checkpoint import Checkpointer
+from fused_optim.matrices import shards
 
 F32, BF16 = torch.float32, torch.bfloat16
 # Uneven and empty shards, one row, experts, tall and wide ones, a vector.
@@ -125,10 +128,50 @@ def test_bits_do_not_depend_on_the_sharding(ranks: int, how: str, dtype: torch.d
     distributed.assert_same(join_all(distributed.run(ranks, trained, how, dtype, options)), expected)
 
 
+def trained_in_buckets(how: str) -> dict[str, Part]:
+    with mock.patch.object(shards, "BUCKET_BYTES", 100_000):
+        return trained(how, BF16, {"momentum_dtype": "int8"})
+
+
+@pytest.mark.parametrize(("ranks", "how"), [(1, "plain"), (3, "rows"), (4, "hsdp")])
+def test_buckets_change_nothing(ranks: int, how: str) -> None:
+    expected = join_all(distributed.run(1, trained, "plain", BF16, {"momentum_dtype": "int8"}))
+    distributed.assert_same(join_all(distributed.run(ranks, trained_in_buckets, how)), expected)
+
+
+def test_buckets_are_small() -> None:
+    """By bytes of a rank's shards, of what is sent and what is made."""
+    params: list[Tensor] = [torch.empty(100, size, device="meta") for size in (100, 100, 300, 50, 50)]
+    for limit, expected in ((10**9, [5]), (80_000, [2, 1, 2]), (1, [1] * 5), (160_000, [2, 3])):
+        with mock.patch.object(shards, "BUCKET_BYTES", limit):
+            of_cpu = shards.MatrixShards(torch.device("cpu"), "cpu", [0] * 5, 1, params)
+            assert [len(bucket) for bucket, _ in of_cpu._in_buckets([()] * 5)] == expected
+
+
 @pytest.mark.parametrize("but", ["row", "uneven"])
 def test_ranks_without_gradients_of_empty_shards(but: str) -> None:
     expected = join_all(distributed.run(1, trained, "plain", F32, {}))
     distributed.assert_same(join_all(distributed.run(4, trained, "rows", F32, {}, but)), expected)
+
+
+def trained_in_stages(dtype: torch.dtype) -> bool:
+    """Two pipeline stages, each with a mesh of two dims that is half of the world."""
+    whole = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "tp"))
+    mesh = whole["dp", "tp"]
+    placements = [Shard(0), Shard(1)]
+    full = values((64, 256), dtype, "cpu", seed=whole["pp"].get_local_rank())
+    mine, other = nn.Parameter(distributed.shard(full, mesh, placements)), nn.Parameter(full.clone())
+    optimizers = [FusedMuon([param], lr=0.02) for param in (mine, other)]
+    for number in range(2):
+        grad = values((64, 256), dtype, "cpu", seed=10 + number)
+        mine.grad, other.grad = distributed.shard(grad, mesh, placements), grad
+        for optimizer in optimizers:
+            optimizer.step()
+    return same_bits(mine.full_tensor().detach(), other.detach())
+
+
+def test_meshes_that_are_a_part_of_the_world() -> None:
+    assert all(distributed.run(4, trained_in_stages, F32))
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
