@@ -19,9 +19,8 @@ from fused_optim.matrices.passes import DESCENT, MOMENTUM, after_matrices, befor
 from fused_optim.memory.layout import MASTER, StateLayout
 from fused_optim.rule import Hyper, Orthogonalization, Rule
 
-BUCKET_BYTES = (
-    512 << 20
-)  # of what is sent and what is made of it: the memory that a step takes, twice where it is whole
+# Of the parts that a rank sends of a bucket, and of those that it gets back. The matrices that it owns take as much again.
+BUCKET_BYTES = 512 << 20
 
 
 class MatrixShards(ReferenceShards):
