@@ -19,7 +19,7 @@ from fused_optim.matrices.passes import DESCENT, MOMENTUM, after_matrices, befor
 from fused_optim.memory.layout import MASTER, StateLayout
 from fused_optim.rule import Hyper, Orthogonalization, Rule
 
-# Of the parts that a rank sends of a bucket, and of those that it gets back. The matrices that it owns take as much again.
+# Of what a rank sends of a bucket and gets back. The matrices that it owns take as much again.
 BUCKET_BYTES = 512 << 20
 
 
