@@ -12,6 +12,7 @@ from fused_optim.rule import StateSpec
 from fused_optim.state.groups import ADAM, RULE
 
 _STATES: dict[str, tuple[StateSpec, ...]] = {ADAM: ADAM_STATES, "lion": (EXP_AVG,), "muon": (MOMENTUM_BUFFER,)}
+RULES = tuple(_STATES)
 ALL_STATES: dict[str, StateSpec] = {spec.name: spec for own in _STATES.values() for spec in own}
 
 

@@ -422,7 +422,7 @@ class Checkpointer:
         if not options.dry_run:
             self._last = None  # what was saved last is no longer what there is
         self.report = self._loads.run(found, source, options)
-        if self.report.model or self.report.extras_left:
+        if self.report.model or self.report.restarted or self.report.extras_left:
             logger.warning("%s: %s", source.path, self.report)
         if not options.dry_run and not options.model_only:
             self._last = found.step

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
+from fused_optim.known_rules import RULES
 from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.options.checks import check_belongs, check_whole
 from fused_optim.options.reading import CheckpointDevice, CheckpointFormat
@@ -34,9 +35,12 @@ def kind_of(optimizer: Optimizer) -> str:
     return type(optimizer).__qualname__ if known is Optimizer else f"torch.optim.{known.__name__}"
 
 
-def check_kind(optimizer: Optimizer, saved: str | None, what: str) -> None:
-    """Raise ValueError for the checkpoint of another kind of optimizer. None: it does not say."""
-    kinds = {kind_of(optimizer)}
+def check_kind(optimizer: Optimizer, saved: str | None, what: str, any_rule: bool = False) -> None:
+    """Raise ValueError for the checkpoint of another kind of optimizer. None: it does not say.
+
+    ``any_rule``: an optimizer of this package takes those of its others.
+    """
+    kinds = {kind_of(optimizer), *(RULES if any_rule else ())}
     if isinstance(optimizer, ShardedOptimizer) and optimizer.rule.has_torch_form:
         kinds.update(_ADAMS_OF_TORCH)
     if saved is not None and saved not in kinds:

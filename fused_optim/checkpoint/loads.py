@@ -37,6 +37,11 @@ class CheckpointReport:
     optimizer: LoadReport | None = None  # None: of an optimizer of others, or of the model alone
     extras_left: tuple[str, ...] = ()  # that the checkpoint has and nobody takes
 
+    @property
+    def restarted(self) -> tuple[str, ...]:
+        """Parameters whose states another update rule has made."""
+        return () if self.optimizer is None else self.optimizer.differences.restarted
+
     def __str__(self) -> str:
         parts = [f"step {self.step}", *([f"model: {self.model}"] if self.model else [])]
         parts += [] if self.optimizer is None else [str(self.optimizer)]
@@ -128,7 +133,7 @@ class Loads:
                     "strict, partial and rename are for optimizers of fused_optim, or with model_only=True; got a "
                     f"{type(own).__name__}"
                 )
-            check_kind(own, kind, str(source.path))
+            check_kind(own, kind, str(source.path), any_rule=bool(leeway.partial))
         if isinstance(own, ShardedOptimizer):
             return checked(self._model, own, source, verify=False, leeway=leeway)
         with on_all_ranks(doing, group=group):

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -21,9 +21,10 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 import distributed
 from cases import values
 from distributed import Part, join_all, part, same_bits
-from fused_optim import FusedMuon, muon_param_groups
+from fused_optim import FusedAdamW, FusedMuon, load_optimizer_checkpoint, muon_param_groups
 from fused_optim.checkpoint import Checkpointer
 from fused_optim.matrices import shards
+from fused_optim.optimizer import ShardedOptimizer
 
 F32, BF16 = torch.float32, torch.bfloat16
 # Uneven and empty shards, one row, experts, tall and wide ones, a vector.
@@ -80,7 +81,7 @@ def place(full: Tensor, how: str) -> Tensor:
     return distributed.shard(full, mesh, placements(tuple(full.shape)))
 
 
-def train(model: nn.ParameterDict, optimizer: FusedMuon, how: str, numbers: range, but: str = "") -> None:
+def train(model: nn.ParameterDict, optimizer: torch.optim.Optimizer, how: str, numbers: range, but: str = "") -> None:
     for number in numbers:
         for i, (name, param) in enumerate(model.items()):
             grad = place(values(tuple(param.shape), param.dtype, "cpu", seed=100 * number + i), how)
@@ -90,7 +91,7 @@ def train(model: nn.ParameterDict, optimizer: FusedMuon, how: str, numbers: rang
         optimizer.step()
 
 
-def parts(model: nn.Module, optimizer: FusedMuon) -> dict[str, Part]:
+def parts(model: nn.Module, optimizer: ShardedOptimizer) -> dict[str, Part]:
     found = {}
     for name, param in model.named_parameters():
         found[name] = part(param.detach())
@@ -214,6 +215,84 @@ def test_checkpoints_go_on_on_other_ranks(
     (ranks, how), (others, there) = before, after
     expected = join_all(distributed.run(ranks, save, how, form, str(tmp_path)))
     distributed.assert_same(join_all(distributed.run(others, resume, there, form, str(tmp_path), by)), expected)
+
+
+# --- other update rules -----------------------------------------------------------------------------------------------
+
+HIDDEN = ("wide", "experts", "uneven")
+
+
+def groups_of(model: nn.ParameterDict, algorithm: str) -> list[dict[str, Any]]:
+    hidden = [(name, param) for name, param in model.items() if name in HIDDEN]
+    others = [(name, param) for name, param in model.items() if name not in HIDDEN]
+    return [{"params": hidden, "algorithm": algorithm}, {"params": others, "algorithm": "adamw"}]
+
+
+def save_adamw(folder: str, form: str) -> dict[str, Part]:
+    model, _ = build("rows", BF16)
+    groups = [{"params": group["params"]} for group in groups_of(model, "adamw")]
+    optimizer = FusedAdamW(groups, lr=0.003, state_dtype="int8", checkpoint_format=form)
+    train(model, optimizer, "rows", range(2))
+    with Checkpointer(model, optimizer, folder) as checkpointer:
+        checkpointer.save(1)
+        checkpointer.wait()
+    return parts(model, optimizer)
+
+
+def go_on_with_muon(folder: str) -> tuple[dict[str, Part], tuple[str, ...]]:
+    model, _ = build("rows", BF16)
+    optimizer = FusedMuon(groups_of(model, "muon"), lr=0.02, state_dtype="int8")
+    with Checkpointer(model, optimizer, folder) as checkpointer:
+        with pytest.raises(ValueError, match="adam"):
+            checkpointer.load(1)
+        checkpointer.load(1, strict=False)
+        report = checkpointer.report
+        assert report is not None
+    assert [group["lr"] for group in optimizer.param_groups] == [0.02, 0.003]
+    assert [group["step"] for group in optimizer.param_groups] == [0, 2]
+    assert f"{len(HIDDEN)} restarted (" in str(report)
+    return parts(model, optimizer), report.restarted
+
+
+def back_to_adamw(folder: str) -> dict[str, Part]:
+    model, _ = build("rows", BF16)
+    muon = FusedMuon(groups_of(model, "muon"), lr=0.02)
+    train(model, muon, "rows", range(2))
+    saved = parts(model, muon)
+    dcp.save({"optimizer": get_optimizer_state_dict(model, muon)}, checkpoint_id=folder)
+    optimizer = FusedAdamW([{"params": group["params"]} for group in groups_of(model, "adamw")], lr=0.003)
+    with pytest.raises(ValueError, match=r"found muon.*strict=False"):
+        load_optimizer_checkpoint(model, optimizer, folder)
+    report = load_optimizer_checkpoint(model, optimizer, folder, strict=False)
+    assert set(report.differences.restarted) == set(HIDDEN)
+    found = parts(model, optimizer)
+    assert all(not found[f"{name}.{key}"][2].any() for name in HIDDEN for key in ("exp_avg", "exp_avg_sq"))
+    assert [group["lr"] for group in optimizer.param_groups] == [0.003, 0.02]
+    kept = {name: value for name, value in saved.items() if not name.endswith("momentum_buffer")}
+    return kept | {f"after {name}": value for name, value in found.items()}
+
+
+@pytest.mark.parametrize("form", ["unscaled", "native"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_adamws_run_goes_on_with_muon(ranks: int, form: str, tmp_path: Path) -> None:
+    """Its masters, and AdamW's states of what stays with AdamW, as they were; momenta are zeros."""
+    saved = join_all(distributed.run(2, save_adamw, str(tmp_path), form))
+    results = distributed.run(ranks, go_on_with_muon, str(tmp_path))
+    found = join_all([parts for parts, _ in results])
+    assert all(set(restarted) == set(HIDDEN) for _, restarted in results)
+    for name, value in found.items():
+        if name.endswith("momentum_buffer"):
+            assert not value.any()
+        else:
+            assert same_bits(value, saved[name]), name
+    assert {name.partition(".")[0] for name in found if name.endswith("momentum_buffer")} == set(HIDDEN)
+
+
+def test_and_back(tmp_path: Path) -> None:
+    found = join_all(distributed.run(2, back_to_adamw, str(tmp_path)))
+    for name, value in found.items():
+        if not name.startswith("after "):
+            assert same_bits(value, found[f"after {name}"]), name
 
 
 # --- FSDP2 ------------------------------------------------------------------------------------------------------------

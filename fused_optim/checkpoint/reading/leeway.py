@@ -101,6 +101,7 @@ class Differences:
     reshaped: tuple[str, ...] = ()  # of another shape or kind in the checkpoint, they stayed as they were
     renamed: Mapping[str, str] = field(default_factory=dict)  # the model's name by the checkpoint's
     unfrozen: tuple[str, ...] = ()  # trainable now, without states in the checkpoint: their moments are zero
+    restarted: tuple[str, ...] = ()  # with states of another update rule in the checkpoint: theirs are zero
 
     @property
     def _lists(self) -> dict[str, list[str]]:
@@ -110,6 +111,7 @@ class Differences:
             "reshaped": list(self.reshaped),
             "renamed": [f"{saved} -> {name}" for saved, name in self.renamed.items()],
             "unfrozen": list(self.unfrozen),
+            "restarted": list(self.restarted),
         }
 
     def __bool__(self) -> bool:

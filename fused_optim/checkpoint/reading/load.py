@@ -91,10 +91,11 @@ def load_optimizer_checkpoint(
     before any of it is read. None: where there are checksums; True: their absence is an error; False: no.
 
     ``strict=False``: load what fits; parameters that are new, or of another shape now, start anew, and what the
-    checkpoint has beyond the model is left out. ``partial``: names, or shell patterns (``head.*``), of parameters of
-    which alone that is so. ``rename``: names of parameters or modules in the checkpoint and what they are called now
-    (``{"encoder": "backbone.encoder"}``), or a function from one name to the other. The report's ``differences`` list
-    all of them.
+    checkpoint has beyond the model is left out. Where another update rule has made the states (AdamW's, and this is
+    Muon), they start anew, masters go on, and param groups keep their hyperparameters. ``partial``: names, or shell
+    patterns (``head.*``), of parameters of which alone that is so. ``rename``: names of parameters or modules in the
+    checkpoint and what they are called now (``{"encoder": "backbone.encoder"}``), or a function from one name to the
+    other. The report's ``differences`` list all of them.
 
     A collective: all ranks call it. Raises on every rank if it fails on one; nothing has been changed then. Raises
     TypeError for flat shards of FSDP1, ValueError for a checkpoint of another update rule, and of another model, with
@@ -148,9 +149,10 @@ class Loader:
         self._differences = Differences()
         self._rules = optimizer.store.rules()
         self.ids = self._match()
-        self._check_rules()
+        self._restarted = self._of_other_rules()
         untimed = [id_ for param, id_ in zip(self.params, self.ids, strict=True) if not self._rules[param].needs_step]
         self.saved_steps = dict.fromkeys(untimed, 0) | read_steps(self.source, self.contents)
+        self.saved_steps |= {self.ids[i]: 0 for i in self._restarted}
         self._found = self._states()
         self._groups = [self._group(number, members) for number, members in enumerate(self._members())]
         self._objects = self._read_objects()
@@ -243,10 +245,22 @@ class Loader:
             self._refuse_other_model([], unexpected)
         return ids
 
-    def _check_rules(self) -> None:
-        for param, id_ in zip(self.params, self.ids, strict=True):
-            if id_ in self.contents.settings:
-                check_rule(self._rules[param], [self.contents.settings[id_]], str(self.source.path))
+    def _of_other_rules(self) -> set[int]:
+        """Parameters whose states another update rule has made: they start anew, and their masters go on.
+
+        Raises ValueError where ``strict`` does not admit it.
+        """
+        found = set()
+        for i, (param, id_) in enumerate(zip(self.params, self.ids, strict=True)):
+            try:
+                check_rule(self._rules[param], [self.contents.settings.get(id_, {})], str(self.source.path))
+            except ValueError as error:
+                if not self._is_admitted(i):
+                    hint = "strict=False starts the states of such parameters anew, and keeps their masters"
+                    raise ValueError(f"{error}; {hint}") from None
+                found.add(i)
+        self._differences = replace(self._differences, restarted=tuple(map(self._shown, sorted(found))))
+        return found
 
     def _states(self) -> dict[int, _Components]:
         """By parameter, the states that the checkpoint has for it: key by component."""
@@ -257,7 +271,9 @@ class Loader:
             if id_ not in saved:
                 continue
             found[i] = {name: saved[id_][name] for name in names if name in saved[id_]}
-            if self._is_admitted(i) and not self._fits(i, found[i]):
+            if i in self._restarted:
+                found[i] = {name: own for name, own in found[i].items() if name == MASTER}
+            elif self._is_admitted(i) and not self._fits(i, found[i]):
                 del found[i]
                 reshaped.append(self._shown(i))
             else:
@@ -306,7 +322,7 @@ class Loader:
         settings = self._group_settings(number, group, members)
         rule = self.optimizer.rule.for_group(group)
         lacking = [key for key in ("lr", *rule.shown, "weight_decay") if key not in settings]
-        saved = [i for i in members if self.ids[i]]
+        saved = [i for i in members if self.ids[i] and i not in self._restarted]
         if lacking and any(self.params[i].requires_grad for i in saved):
             raise ValueError(f"{what}: {self.source.path} lacks its {', '.join(lacking)}")
         step = max((self.saved_steps.get(self.ids[i], 0) for i in saved if i in self._found), default=0)
@@ -317,6 +333,8 @@ class Loader:
         """What the checkpoint has for all members alike."""
 
         def taken(i: int) -> dict[str, Any]:
+            if i in self._restarted:  # hyperparameters of another rule mean something else
+                return {}
             settings = self.contents.settings.get(self.ids[i], {})
             keys = {*taken_keys(self.optimizer.store, group, settings), *DESCRIPTION, RULE}
             return {key: value for key, value in settings.items() if key in keys}
@@ -343,7 +361,7 @@ class Loader:
         state: dict[int, dict[str, Any]] = {}
         for i, states in self._found.items():
             values = self._objects | self._described(states)
-            state[i] = {name: nested(own, values) for name, own in states.items()}
+            state[i] = self._zeros(i) | {name: nested(own, values) for name, own in states.items()}
             state[i][STEP] = self.saved_steps[self.ids[i]]
         try:
             check(self.optimizer.store, {"state": state, "param_groups": self._groups})
@@ -365,9 +383,17 @@ class Loader:
         values = self._objects | self.source.read(buffers)
         state: dict[int, dict[str, Any]] = {i: {} for i in range(len(self.ids)) if i in self._found or others[i]}
         for i, own in state.items():
-            own |= {name: nested(keys, values) for name, keys in self._found.get(i, {}).items()}
+            own |= self._zeros(i) | {name: nested(keys, values) for name, keys in self._found.get(i, {}).items()}
             own |= assembled({setting_after(self.source.place(key), t): values[key] for t, key in others[i].items()})
         return state
+
+    def _zeros(self, i: int) -> dict[str, Tensor]:
+        """Where states start anew: whole ones, without memory."""
+        if i not in self._restarted:
+            return {}
+        param = self.params[i]
+        zero = torch.zeros((), device=local_tensor(param).device).expand(param.shape)
+        return {spec.name: zero for spec in self._rules[param].states}
 
     def _check_parameters(self, state: Mapping[int, Mapping[str, Any]]) -> None:
         """Raise ValueError for parameters that are not those that their remainders belong to. A collective."""
