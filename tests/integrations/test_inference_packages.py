@@ -57,7 +57,9 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 def saved(recipe: str, layout: Any, folder: Path) -> nn.Module:
     model = trained(recipe)
     model.config.save_pretrained(folder)
-    save_quantized_safetensors(model, folder, layout)
+    # Servers join layers under one scale of NVFP4, which rounds the scales of blocks; this package's bits are compared.
+    readers = {"readers": "transformers"} if recipe == "nvfp4" else {}
+    save_quantized_safetensors(model, folder, layout, **readers)
     return model
 
 
@@ -99,7 +101,7 @@ def test_compressed_tensors_decompresses_by_the_configuration(recipe: str, tmp_p
     described = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     config = QuantizationConfig.model_validate(described)
     (scheme,) = config.config_groups.values()
-    assert scheme.targets == ["Linear"] and config.ignore == ["lm_head"]
+    assert scheme.targets == ["Linear"] and config.ignore == ["lm_head", "model.embed_tokens"]
     compressor = BaseCompressor.get_value_from_registry(config.format)
     assert compressor.can_compress(nn.Linear, scheme)
     stored: dict[str, Tensor] = {}

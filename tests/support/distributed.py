@@ -14,6 +14,7 @@ import functools
 import gc
 import math
 import multiprocessing
+import os
 import pickle
 import tempfile
 import time
@@ -103,8 +104,13 @@ def mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
     return made
 
 
-def _end_groups() -> None:
-    """End the process groups that bodies have left behind: the threads of each look for messages all the time."""
+def _end_groups(keep: bool) -> None:
+    """End the process groups that bodies have left behind: the threads of each look for messages all the time.
+
+    ``keep``: real packages may keep theirs for later bodies.
+    """
+    if keep:
+        _kept_groups.update(_groups())
     for group in _groups() - _kept_groups:
         dist.destroy_process_group(group)
 
@@ -154,9 +160,9 @@ def _serve(rank: int, connection: Connection, world_size: int, device_type: str,
     gc.freeze()  # what is imported stays: bodies that collect garbage look at their own
     with Path(folder, f"stack{rank}").open("w") as stack, contextlib.suppress(EOFError):
         while True:
-            body, args, timeout = pickle.loads(connection.recv_bytes())
+            body, args, timeout, keep = pickle.loads(connection.recv_bytes())
             torch.set_num_threads(1)  # each time: packages set it, and sums of torch's go by it
-            _end_groups()  # now that every rank has answered
+            _end_groups(keep)  # now that every rank has answered
             faulthandler.dump_traceback_later(timeout, file=stack)
             try:
                 answer = pickle.dumps((True, body(*args)))
@@ -188,7 +194,8 @@ class Workers:
             self.processes.append(process)
 
     def start(self, body: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> None:
-        message = pickle.dumps((body, args, timeout))
+        keep = "integrations/" in os.environ.get("PYTEST_CURRENT_TEST", "")
+        message = pickle.dumps((body, args, timeout, keep))
         for connection in self.connections:
             connection.send_bytes(message)
 
