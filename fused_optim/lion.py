@@ -16,22 +16,9 @@ from fused_optim.formats.states import Kind
 from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.options.checks import check_decay_rates, check_differentiable
 from fused_optim.options.reading import SharedOptions, check_names, flag_of
-from fused_optim.rule import Hyper, OneRule, StateSpec, Update, float32
+from fused_optim.rule import Hyper, LinearScalars, OneRule, StateSpec, Update
 
 EXP_AVG = StateSpec("exp_avg", Kind.SIGNED, "exp_avg_dtype")
-
-
-@dataclass(frozen=True)
-class LionScalars:
-    """What the update of an element reads; every float is rounded to FP32."""
-
-    grad_factor: float
-    beta1: float
-    one_minus_beta1: float
-    beta2: float
-    one_minus_beta2: float
-    step_size: float
-    decay: float
 
 
 @dataclass
@@ -49,18 +36,10 @@ class Lion(OneRule):
         beta1, beta2 = map(float, group["betas"])
         return {"beta1": beta1, "beta2": beta2, "eps": 0.0, "adam_w": True, "bias_correction": False}
 
-    def derive(self, hyper: Hyper, lr: float, step: int, grad_factor: float) -> LionScalars:
-        return LionScalars(
-            grad_factor=float32(grad_factor),
-            beta1=float32(hyper.beta1),
-            one_minus_beta1=float32(1.0 - hyper.beta1),
-            beta2=float32(hyper.beta2),
-            one_minus_beta2=float32(1.0 - hyper.beta2),
-            step_size=float32(lr),
-            decay=float32(1.0 - lr * hyper.weight_decay),
-        )
+    def derive(self, hyper: Hyper, lr: float, step: int, grad_factor: float) -> LinearScalars:
+        return LinearScalars.of(hyper, lr, grad_factor)
 
-    def update(self, scalars: LionScalars) -> Update:
+    def update(self, scalars: LinearScalars) -> Update:
         s = scalars
 
         def update(grad: Tensor, param: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:

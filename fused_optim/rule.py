@@ -78,6 +78,31 @@ class Scalars(Protocol):
         """What the parameter is multiplied by."""
 
 
+@dataclass(frozen=True)
+class LinearScalars:
+    """Those of rules with one average and no division; every float is rounded to FP32."""
+
+    grad_factor: float
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    step_size: float
+    decay: float
+
+    @staticmethod
+    def of(hyper: Hyper, lr: float, grad_factor: float) -> LinearScalars:
+        return LinearScalars(
+            grad_factor=float32(grad_factor),
+            beta1=float32(hyper.beta1),
+            one_minus_beta1=float32(1.0 - hyper.beta1),
+            beta2=float32(hyper.beta2),
+            one_minus_beta2=float32(1.0 - hyper.beta2),
+            step_size=float32(lr),
+            decay=float32(1.0 - lr * hyper.weight_decay),
+        )
+
+
 class Rule(Protocol):
     """An update rule. The reference backend calls :meth:`derive` and :meth:`update`; engines know it by ``code``."""
 

@@ -11,22 +11,9 @@ from torch import Tensor
 from fused_optim.backends.tables import Rule as RuleNumber
 from fused_optim.formats.arithmetic import fused
 from fused_optim.formats.states import Kind
-from fused_optim.rule import Hyper, OneRule, StateSpec, Update, float32
+from fused_optim.rule import Hyper, LinearScalars, OneRule, StateSpec, Update
 
 MOMENTUM_BUFFER = StateSpec("momentum_buffer", Kind.SIGNED, "momentum_dtype")
-
-
-@dataclass(frozen=True)
-class PassScalars:
-    """What the update of an element reads; every float is rounded to FP32."""
-
-    grad_factor: float
-    beta1: float
-    one_minus_beta1: float
-    beta2: float
-    one_minus_beta2: float
-    step_size: float
-    decay: float
 
 
 class _Pass(OneRule):
@@ -36,16 +23,8 @@ class _Pass(OneRule):
     def numbers(self, group: Mapping[str, Any]) -> dict[str, Any]:
         return {}
 
-    def derive(self, hyper: Hyper, lr: float, step: int, grad_factor: float) -> PassScalars:
-        return PassScalars(
-            grad_factor=float32(grad_factor),
-            beta1=float32(hyper.beta1),
-            one_minus_beta1=float32(1.0 - hyper.beta1),
-            beta2=float32(hyper.beta2),
-            one_minus_beta2=float32(1.0 - hyper.beta2),
-            step_size=float32(lr),
-            decay=float32(1.0 - lr * hyper.weight_decay),
-        )
+    def derive(self, hyper: Hyper, lr: float, step: int, grad_factor: float) -> LinearScalars:
+        return LinearScalars.of(hyper, lr, grad_factor)
 
 
 @dataclass
@@ -56,7 +35,7 @@ class MomentumPass(_Pass):
     states: tuple[StateSpec, ...] = field(default=(MOMENTUM_BUFFER,), init=False)
     shown: tuple[str, ...] = field(default=(), init=False)
 
-    def update(self, scalars: PassScalars) -> Update:
+    def update(self, scalars: LinearScalars) -> Update:
         s = scalars
 
         def update(grad: Tensor, param: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -75,7 +54,7 @@ class DescentPass(_Pass):
     states: tuple[StateSpec, ...] = field(default=(), init=False)
     shown: tuple[str, ...] = field(default=(), init=False)
 
-    def update(self, scalars: PassScalars) -> Update:
+    def update(self, scalars: LinearScalars) -> Update:
         s = scalars
 
         def update(grad: Tensor, param: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
