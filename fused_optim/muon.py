@@ -80,7 +80,7 @@ class Muon(MomentumPass):
         assert dtype is not None
         return {
             "beta1": momentum,
-            "beta2": momentum if group["nesterov"] else 1.0,
+            "beta2": momentum if flag_of("nesterov", group["nesterov"]) else 1.0,
             "eps": 0.0,
             "adam_w": True,
             "bias_correction": False,
@@ -127,7 +127,8 @@ class FusedMuon(ShardedOptimizer):
 
     On plain parameters it follows ``torch.optim.Muon``, whose arguments and defaults it has. The update of a sharded
     matrix is put together on one rank, made orthogonal there and sent back: neither the result nor its bits depend on
-    the sharding. ``optimizer.state[p]`` has ``momentum_buffer``, shaped, sharded and placed as ``p``.
+    the sharding, as long as blocks of the formats are the same. ``optimizer.state[p]`` has ``momentum_buffer``, shaped,
+    sharded and placed as ``p``.
 
     Param groups choose by ``algorithm``: ``"muon"``, for parameters with two dims, or three of experts, each a matrix;
     or ``"adamw"``, with :class:`fused_optim.FusedAdamW`'s hyperparameters and states. Both are updated in one step, and

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fused_optim.matrices.owners import Matrix, Ownership, boxes_of, matrices_of, part_of_shard
+from fused_optim.matrices.owners import Box, Matrix, Ownership, boxes_of, matrices_of, part_of_shard, piece_of
 from fused_optim.sharding.collective import each_on_any_rank, mesh_group
 
 Orthogonalize = Callable[[Matrix, Tensor], Tensor]
@@ -46,6 +47,10 @@ class MatricesOnMesh:
         self._boxes = {i: boxes_of(param, mesh) for i, param in params.items()}
         matrices = [matrix for i, param in params.items() for matrix in matrices_of(i, param.shape, splits[i])]
         self._owned = Ownership.of(matrices, self._boxes, len(self._ranks))
+        self._is_local = self._owned.is_local
+        self._mine = [n for n, owner in enumerate(self._owned.owners) if owner == self._rank]
+        own = ((n, piece_of(matrix, self._box(matrix))) for n, matrix in enumerate(matrices))
+        self._held = {n: piece for n, piece in own if piece is not None}
         # FSDP may leave a rank whose shard is empty without a gradient where others have one.
         self._may_differ = any(box.is_empty for boxes in self._boxes.values() for box in boxes.of_rank)
 
@@ -63,20 +68,19 @@ class MatricesOnMesh:
         """
         updates = {i: update for i, update in updates.items() if i in self._params}
         taking_part = self._taking_part(updates)
-        numbers = [n for n, matrix in enumerate(self._owned.matrices) if matrix.param in taking_part]
         made = {i: torch.empty_like(update, dtype=dtypes[i].made) for i, update in updates.items()}
-        owners, mine = self._owned.owners, [n for n in numbers if self._owned.owners[n] == self._rank]
-        if self._owned.is_local:
+        matrices, owners = self._owned.matrices, self._owned.owners
+        mine, held = ([n for n in own if matrices[n].param in taking_part] for own in (self._mine, self._held))
+        if self._is_local:
             for n in mine:
-                self._view(made, n).copy_(do(self._owned.matrices[n], self._view(updates, n).contiguous()))
+                self._view(made, n).copy_(do(matrices[n], self._view(updates, n).contiguous()))
             return made
-        whole = {n: self._empty(self._owned.matrices[n], dtypes, made) for n in mine}
-        held = [(n, piece) for n in numbers for piece, ranks in self._owned.pieces[n].items() if self._rank in ranks]
+        whole = {n: self._empty(matrices[n], dtypes, made) for n in mine}
         self._move(
             [
                 _Parcel(owners[n], self._view(updates, n))
-                for n, piece in held
-                if self._owned.sender(n, piece) == self._rank
+                for n in held
+                if self._owned.sender(n, self._held[n]) == self._rank
             ],
             [
                 _Parcel(self._owned.sender(n, piece), piece.of_matrix(whole[n]))
@@ -85,7 +89,7 @@ class MatricesOnMesh:
             ],
         )
         for n in mine:
-            whole[n] = do(self._owned.matrices[n], whole[n])
+            whole[n] = do(matrices[n], whole[n])
         self._move(
             [
                 _Parcel(rank, piece.of_matrix(whole[n]))
@@ -93,14 +97,18 @@ class MatricesOnMesh:
                 for piece, ranks in self._owned.pieces[n].items()
                 for rank in ranks
             ],
-            [_Parcel(owners[n], self._view(made, n)) for n, _ in held],
+            [_Parcel(owners[n], self._view(made, n)) for n in held],
         )
         return made
+
+    def _box(self, matrix: Matrix) -> Box:
+        """What this rank holds of its parameter."""
+        return self._boxes[matrix.param].of_rank[self._rank]
 
     def _view(self, locals_: Mapping[int, Tensor], number: int) -> Tensor:
         """What this rank holds of a matrix."""
         matrix = self._owned.matrices[number]
-        return part_of_shard(locals_[matrix.param], matrix, self._boxes[matrix.param].of_rank[self._rank])
+        return part_of_shard(locals_[matrix.param], matrix, self._held[number], self._box(matrix))
 
     def _empty(self, matrix: Matrix, dtypes: Mapping[int, Dtypes], like: Mapping[int, Tensor]) -> Tensor:
         device = next(iter(like.values())).device if like else self._device
@@ -113,11 +121,19 @@ class MatricesOnMesh:
             return torch.device("cpu")
         return torch.device(self._mesh.device_type, torch.accelerator.current_device_index())
 
+    @cached_property
+    def _group(self) -> dist.ProcessGroup:
+        assert self._mesh is not None
+        return mesh_group(self._mesh)
+
+    @cached_property
+    def _places(self) -> list[int]:
+        """Of the mesh's ranks in the process group."""
+        return [dist.get_group_rank(self._group, rank) for rank in self._ranks]
+
     def _move(self, outgoing: list[_Parcel], incoming: list[_Parcel]) -> None:
         """All to all, packed: for each rank one run of bytes, in the order of the matrices."""
-        assert self._mesh is not None
-        group = mesh_group(self._mesh)
-        places = [dist.get_group_rank(group, rank) for rank in self._ranks]
+        places = self._places
         sent, received = (_by_place(parcels, places) for parcels in (outgoing, incoming))
         source = _packed([parcel.memory for parcel in sent], self._device)
         sizes = [[0] * len(places), [0] * len(places)]
@@ -125,7 +141,7 @@ class MatricesOnMesh:
             for parcel in parcels:
                 size[places[parcel.rank]] += parcel.memory.nbytes
         target = source.new_empty(sum(sizes[1]))
-        dist.all_to_all_single(target, source, sizes[1], sizes[0], group=group)
+        dist.all_to_all_single(target, source, sizes[1], sizes[0], group=self._group)
         start = 0
         for parcel in received:
             end = start + parcel.memory.nbytes

@@ -66,7 +66,9 @@ class Piece(NamedTuple):
 
 
 def matrices_of(param: int, shape: Sequence[int], splits: Sequence[int] = ()) -> list[Matrix]:
-    """The matrices of a parameter with two or three dims; ``splits``: their rows, if they are several."""
+    """The matrices of a parameter with two or three dims, if it has elements; ``splits``: their rows, if several."""
+    if 0 in shape:
+        return []
     experts, (rows, columns) = (1 if len(shape) == 2 else shape[0]), shape[-2:]
     starts = itertools.accumulate(splits, initial=0) if splits else (0,)
     ranges = list(zip(starts, splits or (rows,), strict=False))
@@ -85,11 +87,9 @@ def piece_of(matrix: Matrix, box: Box) -> Piece | None:
     return Piece((start, end), box.columns)
 
 
-def part_of_shard(local: Tensor, matrix: Matrix, box: Box) -> Tensor:
-    """The piece of a matrix in a rank's shard, which holds some of it: a view."""
+def part_of_shard(local: Tensor, matrix: Matrix, piece: Piece, box: Box) -> Tensor:
+    """The piece of a matrix in the shard of the rank that holds it: a view."""
     expert = local[matrix.expert - box.experts[0]] if local.dim() == 3 else local
-    piece = piece_of(matrix, box)
-    assert piece is not None
     first = matrix.first_row + piece.rows[0] - box.rows[0]
     return expert[first : first + piece.rows[1] - piece.rows[0]]
 

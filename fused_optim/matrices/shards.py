@@ -36,11 +36,12 @@ class MatrixShards(ReferenceShards):
         super().__init__(groups)
         self._device, self._backend, self._group_count = device, backend, group_count
         self._params = params
+        self._leaving = shards_on(device, backend, [], 0, DESCENT)  # to be asked for targets
         self._how: list[Orthogonalization] = []
         self._buckets: list[tuple[set[int], list[MatricesOnMesh]]] = []
 
     def takes_target(self, layout: StateLayout) -> bool:
-        return shards_on(self._device, self._backend, [], 0, DESCENT).takes_target(_without_states(layout))
+        return self._leaving.takes_target(_without_states(layout))
 
     def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
         how = [_orthogonalization(hypers[group]) for group in self._groups]

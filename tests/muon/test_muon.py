@@ -469,6 +469,21 @@ def test_skipped_steps_change_nothing() -> None:
     assert [group["step"] for group in optimizer.param_groups] == [2, 2]
 
 
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0), (0, 4, 8), (3, 0, 8)], ids=str)
+def test_parameters_without_elements(shape: tuple[int, ...]) -> None:
+    optimizer, alone = (FusedMuon([*params(), *more]) for more in ([nn.Parameter(torch.zeros(shape))], []))
+    steps(optimizer, range(2))
+    steps(alone, range(2))
+    assert all(map(torch.equal, optimizer.store.params[:-1], alone.store.params))
+
+
+def test_flags_as_text() -> None:
+    text, plain = (FusedMuon(params(), lr=0.01, nesterov=value) for value in ("false", False))  # type: ignore[arg-type]
+    steps(text, range(2))
+    steps(plain, range(2))
+    assert all(map(same_bits, contents(text), contents(plain)))
+
+
 def test_frozen_parameters_and_missing_gradients() -> None:
     optimizer = FusedMuon(params(), lr=0.01)
     first, second = optimizer.store.params[:2]

@@ -50,7 +50,7 @@ def test_pieces_cover_every_matrix_once(shape: tuple[int, ...], data: st.DataObj
         for piece, ranks in Boxes(where).holders(matrix).items():
             assert len(ranks) == replicas
             for rank in ranks:
-                assert torch.equal(part_of_shard(shards[rank], matrix, where[rank]), piece.of_matrix(whole))
+                assert torch.equal(part_of_shard(shards[rank], matrix, piece, where[rank]), piece.of_matrix(whole))
             piece.of_matrix(seen.view(-1, *shape[-2:])[matrix.expert, rows]).add_(1)
     assert (seen == 1).all()
 
