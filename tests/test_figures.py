@@ -5,6 +5,7 @@ docs/development.md, "Figures in the documents", says how such a comment is writ
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from collections.abc import Iterator
@@ -159,6 +160,13 @@ def test_figures_are_those_of_the_results(page: str) -> None:
 def test_there_are_figures() -> None:
     commented = [page for page in PAGES if "<!-- figures: benchmarks/" in (ROOT / page).read_text()]
     assert {"README.md", "benchmarks/README.md", "docs/quantized.md"} <= set(commented)
+
+
+def test_pictures_of_the_readme_show_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    drawn = importlib.import_module("readme_pictures").pictures()
+    assert drawn == {name: (ROOT / "docs" / "pictures" / name).read_text() for name in drawn}
+    assert all(f'"docs/pictures/{name}"' in (ROOT / "README.md").read_text() for name in drawn)
 
 
 # --- the check itself ---------------------------------------------------------------------------------------------
