@@ -14,8 +14,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 ENGINE_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test test-long test-gpu test-integrations test-torches test-newest-torch peer-suites bench lint format docs wheel \
-    wheel-test release-check clean FORCE
+.PHONY: demo test test-long test-gpu test-integrations test-torches test-newest-torch peer-suites bench lint format docs docs-check \
+    wheel wheels wheel-test release-check clean FORCE
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py --output demo_output $(if $(QUANTIZE),--quantize $(QUANTIZE))
@@ -91,27 +91,33 @@ docs: $(VENV)/.docs
 	ln -sfn $(PAGES:%=../../%) build/pages/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# The wheel is built from the sdist, so that this holds all that is needed. Without FUSED_OPTIM_CUDA_ARCHS=all it is a trial.
-wheel: $(VENV)/.release
-	rm -rf dist
-	$(BIN)/python -m build --outdir dist/built
-	PATH="$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist dist/built/*.whl
-	mv dist/built/*.tar.gz dist/ && rm -r dist/built
+# The sdist and wheels in dist/, built from the sdist, so that this holds all that is needed: `wheel` for the Python of
+# VENV, `wheels` for each that is here. Without FUSED_OPTIM_CUDA_ARCHS=all they are a trial.
+PYTHONS ?= python3.11 python3.12 python3.13 python3.14
+
+wheel: PYTHONS := $(abspath $(BIN))/python
+wheel wheels: $(VENV)/.release
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python .ci/build_wheels.py dist $(PYTHONS)
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/python .ci/check_dist.py contents dist
 
-# The same wheel under each torch, without this tree: in an empty folder with torch alone, then tests of the sdist
+# The wheel of PYTHON under each torch, without this tree: in an empty folder with torch alone and where no program is
+# found, no compiler either; then tests of the sdist
 # (WHEEL_TESTS=tests: all of them).
 WHEEL_TORCHES ?= torch==2.11.0 torch==2.13.0 torch==2.15.0
 WHEEL_TESTS ?= tests/engines/test_build.py tests/engines/test_formats.py tests/step/test_optimizer.py tests/step/test_bad_input.py
+
+WHEEL = dist/*-$$($(PYTHON) -c 'import sys; print("cp%d%d" % sys.version_info[:2])')-*.whl
+BARE = env -i HOME=$(CURDIR)/build/$@ PATH=$(CURDIR)/build/$@/venv/bin
 
 wheel-test: $(WHEEL_TORCHES:%=wheel-test-%)
 
 wheel-test-%:
 	rm -rf build/$@ && mkdir -p build/$@/empty && $(PYTHON) -m venv build/$@/venv
-	build/$@/venv/bin/pip install -q '$*' "$$(echo dist/*.whl)"
-	cd build/$@/empty && ../venv/bin/python $(CURDIR)/.ci/check_dist.py smoke
-	build/$@/venv/bin/pip install -q '$*' "$$(echo dist/*.whl)[test]"
+	build/$@/venv/bin/pip install -q '$*'
+	$(BARE) build/$@/venv/bin/pip install -q $(WHEEL)
+	cd build/$@/empty && $(BARE) ../venv/bin/python $(CURDIR)/.ci/check_dist.py smoke
+	build/$@/venv/bin/pip install -q '$*' "$$(echo $(WHEEL))[test]"
 	tar -xzf dist/*.tar.gz -C build/$@ --strip-components=1 && rm -r build/$@/fused_optim
 	cd build/$@ && venv/bin/python -m pytest -q $(WHEEL_TESTS)
 
