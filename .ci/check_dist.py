@@ -1,8 +1,8 @@
 """Checks what `make wheel` has built. It needs the standard library, and for `smoke` the installed wheel.
 
 python .ci/check_dist.py contents dist    the sdist holds what git tracks, wheels hold the engines and are small
-python check_dist.py smoke                in an empty folder, with torch and nothing else, where no compiler is found: what
-                                          is installed works, and its engines load
+python check_dist.py smoke                in an empty folder, with torch and nothing else, where no compiler is found:
+                                          what is installed works, and its engines load
 """
 
 import json

@@ -14,5 +14,7 @@ def optional(module: str, doing: str, extra: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         package = (error.name or module).partition(".")[0]
-        text = f"{doing} needs {package}: pip install {package}; or the extra, from a checkout: pip install '.[{extra}]'"
+        text = (
+            f"{doing} needs {package}: pip install {package}; or the extra, from a checkout: pip install '.[{extra}]'"
+        )
         raise ImportError(text, name=package) from error
