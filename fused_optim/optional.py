@@ -1,6 +1,7 @@
 """Packages that come with an extra of this one: what needs one that is not there says so, in one line.
 
-No registry is assumed to have fused_optim: its extras are installed from a checkout, or by their packages' names."""
+No registry is assumed to have fused_optim: its extras are installed from a checkout, or by their packages' names.
+"""
 
 from __future__ import annotations
 
