@@ -91,6 +91,10 @@ docs: $(VENV)/.docs
 	ln -sfn $(PAGES:%=../../%) build/pages/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+# Layout, links and searches in Chromium (apt-get install chromium), from the disk; screenshots in build/screenshots.
+docs-check: docs
+	$(BIN)/python .ci/check_site.py build/site build/screenshots
+
 # The sdist and wheels in dist/, built from the sdist, so that this holds all that is needed: `wheel` for the Python of
 # VENV, `wheels` for each that is here. Without FUSED_OPTIM_CUDA_ARCHS=all they are a trial.
 PYTHONS ?= python3.11 python3.12 python3.13 python3.14

@@ -18,6 +18,7 @@ from snippets import DOCS, ROOT
 
 NUMBER = r"-?\d[\d,]*\.?\d*"
 CLOSE = 0.05  # of a number, and at least this much
+TORCHRUN = f'torchrun() {{ "{sys.executable}" -m torch.distributed.run "$@"; }}\n'  # wherever torch is installed
 Command = tuple[str, list[str]]
 
 
@@ -34,14 +35,14 @@ def commands_of(text: str) -> list[Command]:
 
 def same(expected: str, line: str) -> bool:
     """Whether a line is the expected one, numbers to within ``CLOSE``."""
-    return fits([part for part in re.split(rf"(\.\.\.|{NUMBER})", expected) if part], line)
+    return fits([part for part in re.split(rf"(\s*\.\.\.\s*|{NUMBER})", expected) if part], line)
 
 
 def fits(parts: list[str], line: str) -> bool:
     if not parts:
         return not line
     first, *others = parts
-    if first == "...":
+    if first.strip() == "...":
         return any(fits(others, line[start:]) for start in range(len(line) + 1))
     is_number = re.fullmatch(NUMBER, first)
     match = re.match(NUMBER if is_number else spaces(first), line)
@@ -84,7 +85,7 @@ def follow(page: str, folder: Path, replaced: Mapping[str, str] | None = None) -
         for word, by in (replaced or {}).items():
             code = code.replace(word, by)
         done = subprocess.run(
-            ["bash", "-ec", code], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+            ["bash", "-ec", TORCHRUN + code], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
         )
         output = f"{done.stdout}\n{done.stderr}"
         assert done.returncode == 0, f"{page}: {code}\n{output[-3000:]}"
