@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 ENGINE_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: demo test test-long test-gpu test-integrations test-torches test-newest-torch peer-suites bench lint format docs docs-check \
-    wheel wheels wheel-test release-check clean FORCE
+    wheel wheels wheel-test release-check check-tag clean FORCE
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py --output demo_output $(if $(QUANTIZE),--quantize $(QUANTIZE))
@@ -130,6 +130,10 @@ release-check: export FUSED_OPTIM_CUDA_ARCHS := all
 release-check: export FUSED_OPTIM_REQUIRE := cpu,cuda
 release-check: lint test test-long docs wheel
 	$(MAKE) wheel-test
+
+# That TAG is the version's, in the form that pyproject.toml gives it.
+check-tag:
+	$(PYTHON) .ci/check_tag.py '$(TAG)'
 
 clean:
 	rm -rf build dist *.egg-info demo_output .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -1,4 +1,4 @@
-"""A headless Chromium, spoken to through pipes in its DevTools protocol: it needs nothing but the program and Python."""
+"""A headless Chromium, spoken to through pipes in its DevTools protocol: nothing else is needed."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
     python .ci/check_site.py build/site build/screenshots
 
-Of every page at three widths: nothing is wider than the window; on a wide screen tables and code of 90 characters are not
-cut off. Links lead somewhere, pictures load, nothing is asked of the net, searches find what they should first. Facts of
-the layout are compared, never pixels; the screenshots are for people.
+Of every page at three widths: nothing is wider than the window; on a wide screen tables and code of 90 characters are
+not cut off. Links lead somewhere, pictures load, dark mode is dark, nothing is asked of the net, searches find what
+they should first. Facts of the layout are compared, never pixels; the screenshots are for people.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ FACTS = """(() => {
     page: document.scrollingElement.scrollWidth - innerWidth,
     tables: [...document.querySelectorAll(".md-content .md-typeset__table, .md-content .md-typeset__scrollwrap")]
       .filter((each) => each.scrollWidth > each.clientWidth + 1).map((each) => each.innerText.slice(0, 60)),
-    code: code.filter((each) => each.scrollWidth > each.clientWidth + 1 && longest(each) <= %d)
+    code: code.filter((each) => each.scrollWidth > each.clientWidth + 1 && longest(each) <= CODE)
       .map((each) => each.innerText.slice(0, 60)),
     pictures: [...document.images].filter((each) => !each.naturalWidth).map((each) => each.src),
-    ground: getComputedStyle(document.body).backgroundColor,
   };
-})()""" % CODE  # noqa: UP031
+})()""".replace("CODE", str(CODE))
+# The three numbers of a colour.
+GROUND = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).map(Number)"
 
 SEARCH = """(async () => {
   const input = document.querySelector(".md-search__input");
@@ -75,7 +76,7 @@ def main() -> None:
                 wrong += check_layout(tab, site, page, name, width)
         wrong += check_searches(tab, site)
         for page in SHOWN:
-            show(tab, site, page, screenshots)
+            wrong += check_colours(tab, site, page, screenshots)
         wrong += sorted({f"asks the net for {url}" for url in tab.requested if not url.startswith(("file:", "data:"))})
     print(f"{len(pages)} pages at {len(WIDTHS)} widths, {len(SEARCHES)} searches; screenshots in {screenshots}")
     if wrong:
@@ -120,13 +121,16 @@ def check_links(site: Path, pages: list[Path]) -> Iterator[str]:
                 yield f"{page.relative_to(site)}: {link}: no such place"
 
 
-def show(tab: Browser, site: Path, page: str, folder: Path) -> None:
+def check_colours(tab: Browser, site: Path, page: str, folder: Path) -> Iterator[str]:
+    """With a screenshot of each width in each mode."""
     for name, width in WIDTHS.items():
         for dark in (False, True):
             tab.show(width, dark=dark)
             tab.open((site / f"{page}.html").as_uri())
             tab.evaluate("new Promise((next) => setTimeout(next, 300))")
             tab.screenshot(folder / f"{page.replace('/', '-')}-{name}-{'dark' if dark else 'light'}.png")
+            if (max(tab.evaluate(GROUND)) < 100) != dark:
+                yield f"{page} on a {name}: is not {'dark' if dark else 'light'} where the system is"
 
 
 if __name__ == "__main__":

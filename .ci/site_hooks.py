@@ -10,7 +10,7 @@ from typing import Any
 
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 # Where a search looks first: how much more a hit on such a page counts than elsewhere.
-BOOSTS = {"README.md": 2.0, "docs/options.md": 8.0, "docs/start.md": 2.0, "docs/reference/": 0.5, "benchmarks/": 0.3}
+BOOSTS = {"README.md": 2.0, "docs/options.md": 20.0, "docs/start.md": 2.0, "docs/reference/": 0.2, "benchmarks/": 0.3}
 BOOSTS |= {"docs/development.md": 0.3, "CHANGELOG.md": 0.1, "CONTRIBUTING.md": 0.3, "docs/contributing/": 0.3}
 
 

@@ -26,7 +26,11 @@ text { fill: #1f2328; font: 13px system-ui, sans-serif; text-anchor: middle }
   #head path { fill: #9198a1 }
 }
 </style>
-<defs><marker id="head" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" markerHeight="7" orient="auto"><path d="M0 0 8 4 0 8z"/></marker></defs>"""
+<defs>
+<marker id="head" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" markerHeight="7" orient="auto">
+<path d="M0 0 8 4 0 8z"/>
+</marker>
+</defs>"""
 
 
 def text(x: float, y: float, words: str, kind: str = "") -> str:
@@ -99,7 +103,10 @@ def checkpointer() -> str:
     parts += [box(422, 124, 274, 40, "files, checksums, then a new name", "ours")]
     parts += [arrow((202, 40), (202, 92), (210, 92)), text(150, 80, "save(n) returns", "note")]
     parts += [arrow((402, 92), (432, 92), (432, 40), (440, 40)), text(512, 84, "the step waits for copies", "note")]
-    parts += [arrow((317, 112), (317, 144), (420, 144)), text(560, 182, "a checkpoint is visible once it is complete", "note")]
+    parts += [
+        arrow((317, 112), (317, 144), (420, 144)),
+        text(560, 182, "a checkpoint is visible once it is complete", "note"),
+    ]
     return picture(700, 196, "A Checkpointer copies and writes while training continues", *parts)
 
 
