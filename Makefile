@@ -124,8 +124,8 @@ wheel-test: $(WHEEL_TORCHES:%=wheel-test-%)
 wheel-test-%:
 	rm -rf build/$@ && mkdir -p build/$@/empty && $(PYTHON) -m venv build/$@/venv
 	build/$@/venv/bin/pip install -q '$*'
-	$(BARE) build/$@/venv/bin/pip install -q $(WHEEL)
-	cd build/$@/empty && $(BARE) ../venv/bin/python $(CURDIR)/.ci/check_dist.py smoke
+	$(BARE) pip install -q $(WHEEL)
+	cd build/$@/empty && $(BARE) python $(CURDIR)/.ci/check_dist.py smoke
 	build/$@/venv/bin/pip install -q '$*' "$$(echo $(WHEEL))[test]"
 	tar -xzf dist/*.tar.gz -C build/$@ --strip-components=1 && rm -r build/$@/fused_optim
 	cd build/$@ && venv/bin/python -m pytest -q $(WHEEL_TESTS)
