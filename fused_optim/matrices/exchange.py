@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from fused_optim.matrices.owners import Box, Matrix, Ownership, boxes_of, matrices_of, part_of_shard, piece_of
 from fused_optim.sharding.collective import each_on_any_rank, mesh_group
 
-Orthogonalize = Callable[[Matrix, Tensor], Tensor]
+# Values of whole matrices, contiguous, and what is made of them.
+Orthogonalize = Callable[[Sequence[Matrix], Sequence[Tensor]], Sequence[Tensor]]
 
 
 class _Parcel(NamedTuple):
@@ -68,13 +69,12 @@ class MatricesOnMesh:
         """
         updates = {i: update for i, update in updates.items() if i in self._params}
         taking_part = self._taking_part(updates)
-        made = {i: torch.empty_like(update, dtype=dtypes[i].made) for i, update in updates.items()}
         matrices, owners = self._owned.matrices, self._owned.owners
         mine, held = ([n for n in own if matrices[n].param in taking_part] for own in (self._mine, self._held))
         if self._is_local:
-            for n in mine:
-                self._view(made, n).copy_(do(matrices[n], self._view(updates, n).contiguous()))
-            return made
+            own = [self._view(updates, n).contiguous() for n in mine]
+            return self._joined(dict(zip(mine, do([matrices[n] for n in mine], own), strict=True)), updates, dtypes)
+        made = {i: torch.empty_like(update, dtype=dtypes[i].made) for i, update in updates.items()}
         whole = {n: self._empty(matrices[n], dtypes, made) for n in mine}
         self._move(
             [
@@ -88,8 +88,7 @@ class MatricesOnMesh:
                 for piece in self._owned.pieces[n]
             ],
         )
-        for n in mine:
-            whole[n] = do(matrices[n], whole[n])
+        whole = dict(zip(mine, do([matrices[n] for n in mine], list(whole.values())), strict=True))
         self._move(
             [
                 _Parcel(rank, piece.of_matrix(whole[n]))
@@ -109,6 +108,21 @@ class MatricesOnMesh:
         """What this rank holds of a matrix."""
         matrix = self._owned.matrices[number]
         return part_of_shard(locals_[matrix.param], matrix, self._held[number], self._box(matrix))
+
+    def _joined(
+        self, results: Mapping[int, Tensor], updates: Mapping[int, Tensor], dtypes: Mapping[int, Dtypes]
+    ) -> dict[int, Tensor]:
+        """The results of matrices that this rank holds and owns, by parameter: itself, if it is all of one."""
+        made: dict[int, Tensor] = {}
+        for n, result in results.items():
+            param = self._owned.matrices[n].param
+            if result.shape == updates[param].shape:
+                made[param] = result
+                continue
+            if param not in made:
+                made[param] = torch.empty_like(updates[param], dtype=dtypes[param].made)
+            self._view(made, n).copy_(result)
+        return made
 
     def _empty(self, matrix: Matrix, dtypes: Mapping[int, Dtypes], like: Mapping[int, Tensor]) -> Tensor:
         device = next(iter(like.values())).device if like else self._device

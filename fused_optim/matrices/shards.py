@@ -14,13 +14,13 @@ from fused_optim.backends import Backend, ShardWork, uncounted
 from fused_optim.backends.shards import ReferenceShards, shards_on
 from fused_optim.formats.masters import Master
 from fused_optim.matrices.exchange import Dtypes, MatricesOnMesh
-from fused_optim.matrices.newton_schulz import orthogonalized
+from fused_optim.matrices.orthogonalize import orthogonalize
 from fused_optim.matrices.passes import DESCENT, MOMENTUM, after_matrices, before_matrices
 from fused_optim.memory.layout import MASTER, StateLayout
 from fused_optim.rule import Hyper, Orthogonalization, Rule
 
 # Of what a rank sends of a bucket and gets back. The matrices that it owns take as much again.
-BUCKET_BYTES = 512 << 20
+BUCKET_BYTES = 1 << 30
 
 
 class MatrixShards(ReferenceShards):
@@ -67,7 +67,9 @@ class MatrixShards(ReferenceShards):
         dtypes = {i: Dtypes(_sent_as(each), each.dtype) for i, each in enumerate(how)}
         made: dict[int, Tensor] = {}
         for members in meshes:
-            made |= members.run(updates, dtypes, lambda matrix, values: orthogonalized(values, how[matrix.param]))
+            made |= members.run(
+                updates, dtypes, lambda matrices, values: orthogonalize(values, [how[each.param] for each in matrices])
+            )
         leaving = {i: _leaving(work, made[i]) for i, work in works.items()}
         self._pass(DESCENT, leaving, list(map(after_matrices, hypers)), workspace)
 
