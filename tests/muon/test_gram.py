@@ -93,15 +93,23 @@ def test_small_singular_values(decades: int, name: Any, steps: int, device: str)
         assert (sigma - expected).abs().mean() < (of_plain - expected).abs().mean() + 0.002
 
 
-@pytest.mark.parametrize("x", [torch.zeros(16, 32), torch.eye(16, 32), torch.ones(16, 32), torch.eye(16, 32)[:1].T @ torch.ones(1, 32)])
+LOW_RANK = {
+    "zeros": torch.zeros(16, 32),
+    "identity": torch.eye(16, 32),
+    "ones": torch.ones(16, 32),
+    "one row": torch.eye(16)[:, :1] @ torch.ones(1, 32),
+}
+
+
+@pytest.mark.parametrize("x", LOW_RANK.values(), ids=LOW_RANK)
 def test_matrices_of_low_rank(x: Tensor, device: str) -> None:
+    """Steps make what rounding has left where there is nothing larger, in all forms."""
     found = orthogonalized_together([x.to(device)], how(), products_of(device))[0]
-    assert found.isfinite().all()
-    if not x.any():
-        assert not found.any()
+    expected = orthogonalized(x, how(dtype=torch.float32)).double().numpy()
+    if x.any():
+        assert error(found, expected) < error(orthogonalized(x, how()), expected) + 0.01
     else:
-        expected = orthogonalized(x, how(dtype=torch.float32)).double().numpy()
-        assert error(found, expected) < 0.02
+        assert not found.any()
 
 
 def test_bits_do_not_depend_on_the_others(device: str) -> None:
