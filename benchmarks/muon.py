@@ -64,7 +64,8 @@ class Several:
 def torch_whole(params: list[Tensor]) -> Several:
     matrices = [param for param in params if param.dim() == 2 and len(param) != _VOCABULARY]
     others = [param for param in params if param.dim() == 1 or len(param) == _VOCABULARY]
-    return Several(torch.optim.Muon(matrices, lr=1e-3), torch.optim.AdamW(others, lr=1e-3, fused=True))
+    muon = torch.optim.Muon(matrices, lr=1e-3)
+    return Several(muon, *([torch.optim.AdamW(others, lr=1e-3, fused=True)] if others else []))
 
 
 def ours(params: list[Tensor], **options: Any) -> FusedMuon:
@@ -76,7 +77,7 @@ def ours(params: list[Tensor], **options: Any) -> FusedMuon:
     return FusedMuon(groups, lr=1e-3, **options)
 
 
-# Dtype of parameters, and what is made of them. Bytes that the two passes move of an element, but for scales.
+# Dtype of parameters, and what is made of them.
 STEPS: dict[str, tuple[torch.dtype, Callable[[list[Tensor]], Any]]] = {
     "torch Muon BF16": (BF16, torch_whole),
     "FusedMuon BF16, BF16 momentum, no master": (BF16, partial(ours, state_dtype="bfloat16", master_bits=0)),
@@ -155,9 +156,10 @@ def steps(workload: str, shapes: Shapes, names: Iterable[str], repeats: int, ban
         row["passes_share_of_copy"] = shares
         rows.append(row)
         short = {key: round(value, 2) for key, value in row.get("kernels_ms", {}).items()}
-        line = f"{row.get('ms', 0):9.2f} ms host {row.get('host_ms', 0):7.2f} state {row.get('state_bytes_per_param', 0):5.2f}"
-        print(f"{workload:14}{name:42}{line} temp {row.get('temporary_bytes', 0) / 2**20:6.0f} MB", short, flush=True)
-        print({key: round(value, 3) for key, value in shares.items()}, row.get("error", ""), flush=True)
+        line = f"{row.get('ms', 0):9.2f} ms host {row.get('host_ms', 0):7.2f}"
+        line += f" state {row.get('state_bytes_per_param', 0):5.2f} temp {row.get('temporary_bytes', 0) / 2**20:6.0f}"
+        print(f"{workload:7}{name:42}{line} MB", short, row.get("error", ""), flush=True)
+        print({key: round(value, 3) for key, value in shares.items()}, flush=True)
         gc.collect()
         torch.cuda.empty_cache()
     return rows
@@ -252,7 +254,7 @@ def orthogonalizations(repeats: int) -> list[dict[str, Any]]:
                     row[f"{name}: largest sigma"] = float(found.max())
                     row[f"{name}: error of sigma"] = float((found.sort().values - wanted.sort().values).abs().mean())
             rows.append(row)
-            print({key: round(value, 5) if isinstance(value, float) else value for key, value in row.items()}, flush=True)
+            print(title, kind, {key: round(value, 4) for key, value in row.items() if ": ms" in key}, flush=True)
     return rows
 
 

@@ -1,4 +1,4 @@
-"""What the format of Muon's momentum does to updates and to training: a small byte-level GPT, on the CPU.
+"""What the format of Muon's momentum does to updates and to training: a small byte-level GPT.
 
     python benchmarks/muon_formats.py --output FILE
 
@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from fused_optim import FusedAdamW, FusedMuon, muon_param_groups
 from fused_optim.matrices.newton_schulz import coefficients_of, orthogonalized
 from fused_optim.rule import Orthogonalization
-from scale import machine
+from step import machine
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from byte_gpt import ByteGPT, evaluation_batches, load_corpus, training_batch
 
 FORMATS = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int8")
-WIDTH, LAYERS, HEADS, LENGTH, BATCH = 128, 4, 4, 128, 8
+WIDTH, LAYERS, HEADS, LENGTH, BATCH = 256, 6, 4, 256, 32
 LR, ADAMS_LR, WARMUP = 0.02, 2e-3, 20
 BETA = 0.95
 
@@ -91,32 +91,35 @@ def errors_of(shadow: Shadow, exact: Shadow, matrices: list[Tensor]) -> dict[str
     return {key: statistics.median(values) for key, values in found.items()}
 
 
-def train(kind: str, seed: int, steps: int, shadowed: bool) -> dict[str, Any]:
+def train(kind: str, seed: int, steps: int, shadowed: bool, device: str) -> dict[str, Any]:
     torch.manual_seed(seed)
-    model = ByteGPT(WIDTH, LAYERS, HEADS)
+    model = ByteGPT(WIDTH, LAYERS, HEADS).to(device)
     optimizer = optimizer_of(model, kind)
     highest = [group["lr"] for group in optimizer.param_groups]
-    matrices: list[Tensor] = [param for name, param in model.named_parameters() if "blocks" in name and param.dim() == 2]
+    matrices: list[Tensor] = [
+        param for name, param in model.named_parameters() if "blocks" in name and param.dim() == 2
+    ]
     shadows = {fmt: Shadow(matrices, fmt) for fmt in FORMATS} if shadowed else {}
     corpus, held_out = load_corpus()
     losses, start = [], time.perf_counter()
     for step in range(steps):
         for group, lr in zip(optimizer.param_groups, highest, strict=True):
             group["lr"] = lr * rate(step, steps)
-        loss = model(training_batch(corpus, seed, step, BATCH, LENGTH + 1))
+        with torch.autocast(device, torch.bfloat16):
+            loss = model(training_batch(corpus, seed, step, BATCH, LENGTH + 1).to(device))
         loss.backward()
         for shadow in shadows.values():
             shadow.step(matrices)
         optimizer.step()
         if step < steps - 1:
             optimizer.zero_grad()
-        losses.append(loss.item())
-    with torch.no_grad():
+        losses.append(loss.detach())
+    with torch.no_grad(), torch.autocast(device, torch.bfloat16):
         batches = evaluation_batches(held_out, 16, 16, LENGTH + 1)
-        of_held_out = statistics.fmean(model(batch).item() for batch in batches)
+        of_held_out = statistics.fmean(model(batch.to(device)).item() for batch in batches)
     result: dict[str, Any] = {
         "held_out_loss": of_held_out,
-        "train_loss": statistics.fmean(losses[-20:]),
+        "train_loss": statistics.fmean(map(float, losses[-20:])),
         "seconds": time.perf_counter() - start,
     }
     if isinstance(optimizer, FusedMuon):
@@ -134,12 +137,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--commit", default="", help="what the results are of, where the tree is no git checkout")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    report: dict[str, Any] = {"machine": machine(), "steps": args.steps, "runs": {}}
+    about = machine(torch.device(args.device), args.commit)
+    report: dict[str, Any] = {"machine": about, "steps": args.steps, "runs": {}}
     for seed in args.seeds:
         for kind in (*FORMATS, "AdamW"):
-            run = train(kind, seed, args.steps, shadowed=kind == "float32" and seed == args.seeds[0])
+            shadowed = kind == "float32" and seed == args.seeds[0]
+            run = train(kind, seed, args.steps, shadowed, args.device)
             report["runs"].setdefault(kind, []).append({"seed": seed, **run})
             print(kind, seed, run, flush=True)
             args.output.write_text(json.dumps(report, indent=1) + "\n")

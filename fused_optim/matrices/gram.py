@@ -1,13 +1,13 @@
 """Newton-Schulz steps on Gram matrices: what steps do to X (n x m) they do to R = X X^T, which is smaller.
 
-A step is X <- Z X with Z = a I + b R + c R R, and then R <- Z R Z. So Q, the product of several Z, is found from R alone,
-and X <- Q X once, with all matrices but X itself n x n and symmetric. Rounding adds up in R, whose small eigenvalues it
-may make negative ones that grow: after three steps at most R is made from X anew.
+A step is X <- Z X with Z = a I + b R + c R R, and then R <- Z R Z. So Q, the product of several Z, is found from R
+alone, and X <- Q X once, with all matrices but X itself n x n and symmetric. Rounding adds up in R, whose small
+eigenvalues it may make negative ones that grow: after three steps at most R is made from X anew.
 
 Values are FP16, whose rounding is an eighth of BF16's. R is scaled so that its diagonal is about 1.
 
-Rounding leaves R a little asymmetric. In polynomials of R steps make that smaller, as any other error; with R^T in place
-of some R they would make it larger, a hundred times each.
+Rounding leaves R a little asymmetric. In polynomials of R steps make that smaller, as any other error; with R^T in
+place of some R they would make it larger, a hundred times each.
 """
 
 from __future__ import annotations

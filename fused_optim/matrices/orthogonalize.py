@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -12,8 +13,9 @@ from fused_optim.matrices.gram import orthogonalized_together
 from fused_optim.matrices.newton_schulz import orthogonalized
 from fused_optim.rule import Orthogonalization
 
-# Elements of the Gram matrices that there are at once, but for one that has more: five such buffers take memory.
-_TOGETHER = 1 << 26
+# Elements of the Gram matrices that there are at once, but for one that has more: five such buffers take memory. The
+# more there are, the more evenly they fill the GPU.
+_TOGETHER = 1 << 27
 
 
 def orthogonalize(values: Sequence[Tensor], how: Sequence[Orthogonalization]) -> list[Tensor]:
@@ -46,5 +48,8 @@ def _gains(x: Tensor, how: Orthogonalization, products: Products) -> bool:
     return larger >= 2 * smaller
 
 
-def _in_parts(numbers: list[int], size: int) -> Iterator[list[int]]:
-    return (numbers[first : first + size] for first in range(0, len(numbers), size))
+def _in_parts(numbers: list[int], most: int) -> Iterator[list[int]]:
+    """As even as can be."""
+    count = -(-len(numbers) // most)
+    ends = [len(numbers) * part // count for part in range(count + 1)]
+    return (numbers[first:end] for first, end in pairwise(ends))

@@ -286,8 +286,6 @@ def test_parameters_that_are_no_matrices(shape: tuple[int, ...]) -> None:
         {"lr": -1.0},
         {"weight_decay": -0.1},
         {"momentum_dtype": "int4"},
-        {"capturable": True},
-        {"offload_states": True},
         {"checkpoint_format": "torch"},
         {"momentums": 0.9},
     ],
