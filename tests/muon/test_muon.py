@@ -308,6 +308,19 @@ def test_groups_that_cannot_be() -> None:
         assert len(optimizer.param_groups) == 1
 
 
+@pytest.mark.parametrize(("first", "then", "missing"), [("muon", "adamw", "betas"), ("adamw", "muon", "momentum")])
+def test_an_algorithm_written_into_a_running_group(first: str, then: str, missing: str) -> None:
+    optimizer = FusedMuon([{"params": params(), "algorithm": first}])
+    steps(optimizer, range(1))
+    before = [tensor.clone() for tensor in contents(optimizer)]
+    optimizer.param_groups[0]["algorithm"] = then
+    with pytest.raises(ValueError, match=f"param group 0 has no '{missing}' any more; it keeps"):
+        steps(optimizer, range(1, 2))
+    optimizer.param_groups[0]["algorithm"] = first
+    assert all(map(same_bits, before, contents(optimizer)))
+    steps(optimizer, range(1, 2))
+
+
 def test_gradient_release_and_diagnostics() -> None:
     model = nn.Linear(4, 4, bias=False)
     optimizer = FusedMuon(model.parameters())
