@@ -28,7 +28,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from byte_gpt import ByteGPT, evaluation_batches, load_corpus, training_batch
 
 FORMATS = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int8")
-WIDTH, LAYERS, HEADS, LENGTH, BATCH = 256, 6, 4, 256, 32
+HEADS = 4
+# Width, layers, bytes of a window, windows of a batch.
+SIZES = {"cuda": (256, 6, 256, 32), "cpu": (128, 3, 128, 8)}
 LR, ADAMS_LR, WARMUP = 0.02, 2e-3, 20
 BETA = 0.95
 
@@ -93,7 +95,8 @@ def errors_of(shadow: Shadow, exact: Shadow, matrices: list[Tensor]) -> dict[str
 
 def train(kind: str, seed: int, steps: int, shadowed: bool, device: str) -> dict[str, Any]:
     torch.manual_seed(seed)
-    model = ByteGPT(WIDTH, LAYERS, HEADS).to(device)
+    width, layers, length, windows = SIZES[device]
+    model = ByteGPT(width, layers, HEADS).to(device)
     optimizer = optimizer_of(model, kind)
     highest = [group["lr"] for group in optimizer.param_groups]
     matrices: list[Tensor] = [
@@ -105,8 +108,8 @@ def train(kind: str, seed: int, steps: int, shadowed: bool, device: str) -> dict
     for step in range(steps):
         for group, lr in zip(optimizer.param_groups, highest, strict=True):
             group["lr"] = lr * rate(step, steps)
-        with torch.autocast(device, torch.bfloat16):
-            loss = model(training_batch(corpus, seed, step, BATCH, LENGTH + 1).to(device))
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            loss = model(training_batch(corpus, seed, step, windows, length + 1).to(device))
         loss.backward()
         for shadow in shadows.values():
             shadow.step(matrices)
@@ -114,8 +117,8 @@ def train(kind: str, seed: int, steps: int, shadowed: bool, device: str) -> dict
         if step < steps - 1:
             optimizer.zero_grad()
         losses.append(loss.detach())
-    with torch.no_grad(), torch.autocast(device, torch.bfloat16):
-        batches = evaluation_batches(held_out, 16, 16, LENGTH + 1)
+    with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        batches = evaluation_batches(held_out, 16, 16, length + 1)
         of_held_out = statistics.fmean(model(batch.to(device)).item() for batch in batches)
     result: dict[str, Any] = {
         "held_out_loss": of_held_out,

@@ -1,5 +1,5 @@
-"""What Hugging Face's Trainer calls with a model: FusedMuon; FusedAdamW with options of their own for some modules, as the
-trainer has them for GaLore and others.
+"""What Hugging Face's Trainer calls with a model: FusedMuon; FusedAdamW with options of their own for some modules, as
+the trainer has them for GaLore and others.
 """
 
 from __future__ import annotations
