@@ -30,7 +30,7 @@ from byte_gpt import ByteGPT, evaluation_batches, load_corpus, training_batch
 FORMATS = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int8")
 HEADS = 4
 # Width, layers, bytes of a window, windows of a batch.
-SIZES = {"cuda": (256, 6, 256, 32), "cpu": (128, 3, 128, 8)}
+SIZES = {"cuda": (256, 6, 256, 32), "cpu": (128, 2, 128, 8)}
 LR, ADAMS_LR, WARMUP = 0.02, 2e-3, 20
 BETA = 0.95
 
@@ -140,6 +140,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1])
+    parser.add_argument("--kinds", nargs="*", default=[*FORMATS, "AdamW"])
+    parser.add_argument("--only-losses", action="store_true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--commit", default="", help="what the results are of, where the tree is no git checkout")
     parser.add_argument("--output", type=Path, required=True)
@@ -147,8 +149,8 @@ def main() -> None:
     about = machine(torch.device(args.device), args.commit)
     report: dict[str, Any] = {"machine": about, "steps": args.steps, "runs": {}}
     for seed in args.seeds:
-        for kind in (*FORMATS, "AdamW"):
-            shadowed = kind == "float32" and seed == args.seeds[0]
+        for kind in args.kinds:
+            shadowed = not args.only_losses and kind == "float32" and seed == args.seeds[0]
             run = train(kind, seed, args.steps, shadowed, args.device)
             report["runs"].setdefault(kind, []).append({"seed": seed, **run})
             print(kind, seed, run, flush=True)
