@@ -22,8 +22,8 @@ __device__ __forceinline__ void expect_bytes(uint32_t barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// On the barrier at the same place of a thread block of the cluster. For what only the copy engine and products have read
-// and will write: a release to the whole cluster would wait for all memory, and take a third of a product's time.
+// On the barrier at the same place of a thread block of the cluster. For what only the copy engine and products have
+// read and will write: a release to the whole cluster would wait for all memory, and take a third of a product's time.
 __device__ __forceinline__ void arrive_at(uint32_t barrier, uint32_t block) {
     asm volatile(
         "{\n.reg .b32 remote;\n"

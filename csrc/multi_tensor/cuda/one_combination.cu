@@ -43,7 +43,8 @@ auto* kernel() {
 template <int... masters>
 KernelsOfFormat kernels(std::integer_sequence<int, masters...>) {
     // What takes the place of the parameter is never a weight, and has no master.
-    if constexpr (!reads_param(kRule)) return {{kernel<Master::kParameter, false>()}, {}};
+    if constexpr (!reads_param(kRule))
+        return {{kernel<Master::kParameter, false>()}, {}};
     else
         return {{kernel<static_cast<Master>(masters), false>()...},
                 {kernel<Master::kFloat32, true>(), kernel<Master::kFloat16, true>()}};

@@ -1,8 +1,8 @@
-// Products on Hopper GPUs. A cluster of two thread blocks makes a block of 256 x 256 of a result, each of them 128 rows:
-// one warp has the copy engine fetch slices of both factors ahead, the right one's for both thread blocks at once; two
-// warpgroups multiply, and write what they have through shared memory. Of a symmetric result, the blocks on and below
-// the diagonal are made, and those below are written transposed, too. Each block is summed up in the same order,
-// wherever it is made.
+// Products on Hopper GPUs. A cluster of two thread blocks makes a block of 256 x 256 of a result, each of them 128
+// rows: one warp has the copy engine fetch slices of both factors ahead, the right one's for both thread blocks at
+// once; two warpgroups multiply, and write what they have through shared memory. Of a symmetric result, the blocks on
+// and below the diagonal are made, and those below are written transposed, too. Each block is summed up in the same
+// order, wherever it is made.
 #if !defined(FUSED_OPTIM_WITHOUT_HOPPER)
 
 #include <cuda_bf16.h>
@@ -192,8 +192,7 @@ __device__ __forceinline__ void load_addend(uint32_t (&addend)[64], const Factor
     const uint32_t lane = threadIdx.x % 32;
     const uint32_t row = part.row + 16 * (threadIdx.x % 128 / 32) + lane / 4;
     const uint32_t column = part.column + 2 * (lane % 4);
-    const __half* const first =
-        f.addend + (static_cast<uint64_t>(part.matrix) * f.rows + row) * f.columns + column;
+    const __half* const first = f.addend + (static_cast<uint64_t>(part.matrix) * f.rows + row) * f.columns + column;
 #pragma unroll
     for (uint32_t i = 0; i < 64; ++i) {
         const bool is_there = row + 8 * (i % 2) < f.rows && column + 8 * (i / 2) < f.columns;
@@ -216,8 +215,7 @@ __device__ __forceinline__ void multiply_all(const Factors& f, const SharedMemor
     for (uint32_t number = first; number < total; number += step) {
         const Place place(f, number);
         const Part part{place.matrix, place.row * kColumns + block * kRows + warpgroup * 64, place.column * kColumns,
-                        f.symmetric && place.row != place.column,
-                        f.gamma != 0.0f && place.row == place.column};
+                        f.symmetric && place.row != place.column, f.gamma != 0.0f && place.row == place.column};
         uint32_t addend[has_addend ? 64 : 1];
         if constexpr (has_addend) load_addend(addend, f, part);
         float sums[128];
@@ -296,10 +294,9 @@ CUtensorMap map_of(uint64_t address, uint32_t batch, uint32_t rows, uint32_t col
     const cuuint64_t sizes[] = {columns, rows, batch};
     const cuuint64_t strides[] = {uint64_t{2} * columns, uint64_t{2} * columns * rows};  // bytes
     const cuuint32_t box[] = {64, box_rows, 1}, steps[] = {1, 1, 1};
-    const CUresult result =
-        encode(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 3, reinterpret_cast<void*>(address), sizes, strides, box, steps,
-               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 3, reinterpret_cast<void*>(address), sizes,
+                                   strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS)
         throw std::runtime_error("fused_optim: matrix_product: cuTensorMapEncodeTiled failed with error " +
                                  std::to_string(static_cast<int>(result)));
@@ -371,7 +368,8 @@ template <class T>
 __global__ void normalize(const T* values, const float* norm, __half* result, uint64_t groups, float factor,
                           float least) {
     const float divisor = fmaxf(*norm, least);
-    for (uint64_t i = blockIdx.x * uint64_t{blockDim.x} + threadIdx.x; i < groups; i += uint64_t{gridDim.x} * blockDim.x) {
+    for (uint64_t i = blockIdx.x * uint64_t{blockDim.x} + threadIdx.x; i < groups;
+         i += uint64_t{gridDim.x} * blockDim.x) {
         float x[8];
         load8(x, values + 8 * i);
         uint32_t made[4];
