@@ -76,8 +76,8 @@ def main() -> None:
     }
     for name, choice in CHOICES.items():
         report["choices"][name] = measure(shapes, options.device, options.repeats, choice)
-        print(name, report["choices"][name])
-    write(report, options.output)
+        print(name, report["choices"][name], flush=True)
+        write(report, options.output)
 
 
 if __name__ == "__main__":
