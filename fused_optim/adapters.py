@@ -144,7 +144,12 @@ class Adapter(Protocol):
 
 
 class Batch(Protocol):
-    """Updates that are made in one step, or in several as long as they and their parameters are the same objects."""
+    """Updates that are made in one step, or in several as long as they and their parameters are the same objects.
+
+    ``lasts``: it may serve several, since it does not keep the parameters.
+    """
+
+    lasts: bool
 
     def prepare(self, applies: Tensor | None) -> None:
         """See :meth:`Adapter.prepare`."""
@@ -158,6 +163,8 @@ Prepare = Callable[[Sequence[Update], Tensor | None], None]
 
 class SimpleBatch:
     """A batch of an adapter that finds out everything at each step, by its functions ``prepare`` and ``write``."""
+
+    lasts = False
 
     def __init__(self, prepare: Prepare, write: Prepare, updates: Sequence[Update]) -> None:
         self._prepare, self._write, self._updates = prepare, write, updates
