@@ -59,6 +59,16 @@ def test_built_engines_import(name: str) -> None:
     assert engine.ShardTable
 
 
+def test_a_source_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a checkout, Python finds its folder first: without engines, though an installation has them."""
+    monkeypatch.setitem(sys.modules, "fused_optim._engine_cpu", None)
+    monkeypatch.setattr(backends, "build_info", dict)
+    engine, reason = load_engine("cpu")
+    assert engine is None and "is a source folder" in reason and "pip install -e" in reason
+    monkeypatch.setattr(backends, "build_info", lambda: {"cpu": {"built": True, "reason": None}})
+    assert "import of fused_optim._engine_cpu" in load_engine("cpu")[1]  # it was built, and does not load
+
+
 def test_unknown_backend(use_backend: Any) -> None:
     param = torch.nn.Parameter(torch.ones(3))
     param.grad = torch.ones(3)
