@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fused_optim.backends import Backend, ShardWork, uncounted
+from fused_optim.backends import Backend, ShardWork, is_capturing, uncounted
 from fused_optim.backends.offloaded import Link, OffloadedShards
 from fused_optim.backends.shards import ReferenceShards, shards_on
 from fused_optim.formats.masters import Master
@@ -68,6 +68,10 @@ class MatrixShards(ReferenceShards):
             self._buckets = self._in_buckets([each.splits for each in how])
         self._how = how
         ahead = 0 if all(each.is_local for _, meshes in self._buckets for each in meshes) else 1
+        if ahead and is_capturing():
+            raise RuntimeError(
+                "CUDA graph capture: FusedMuon moves parts of sharded matrices, which a graph cannot hold"
+            )
         count = len(self._buckets)
         under_way: dict[int, _UnderWay] = {}
         for number in range(count + 2 * ahead):
