@@ -5,6 +5,8 @@ TORCH ?= torch==2.13.0
 
 # The demo's weights, too: mxfp8, float8, float8_delayed, float8_block or nvfp4.
 QUANTIZE ?=
+# The demo's optimizer: fused (FusedAdamW) or muon (FusedMuon).
+OPTIMIZER ?=
 
 # What can run here: compiling for GPUs takes minutes. Without a GPU, FUSED_OPTIM_CUDA_ARCHS=90 checks that it compiles.
 HAS_GPU := $(shell nvidia-smi --list-gpus 2>/dev/null)
@@ -18,7 +20,8 @@ ENGINE_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu'
     wheel wheels wheel-test release-check check-tag clean FORCE
 
 demo: $(VENV)/.installed
-	$(BIN)/python examples/demo.py --output demo_output $(if $(QUANTIZE),--quantize $(QUANTIZE))
+	$(BIN)/python examples/demo.py --output demo_output $(if $(QUANTIZE),--quantize $(QUANTIZE)) \
+		$(if $(OPTIMIZER),--optimizer $(OPTIMIZER))
 
 # Two processes, as CI has two cores. A file's tests stay together: groups of ranks and what was compiled are used again.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile

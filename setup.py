@@ -50,7 +50,7 @@ PTX_ARCHS = (80, 89, 90)
 OWN_KERNELS = {
     "kAdam": ("kFloat32", "kFloat16", "kFloat8", "kInt8"),
     "kLion": ("kFloat32", "kFloat8", "kInt8"),
-    "kMuon": (),
+    "kMuon": ("kFloat32", "kFloat8", "kInt8"),
     "kDescent": ("kFloat32",),
 }
 
@@ -117,6 +117,7 @@ def plan_cuda(cxx: str) -> Engine:
         "diagnose": (SOURCES / "cuda/diagnose.cu", compile_kernels),
         "quantize": (SOURCES / "cuda/quantize.cu", compile_kernels),
         "cast": (SOURCES / "cuda/cast.cu", compile_kernels),
+        "product": (SOURCES / "cuda/product.cu", [nvcc, f"-ccbin={cxx}", *NVCC_FLAGS, *codes_of_products(archs)]),
     }
     release = re.findall(r"release ([\d.]+)", capture(nvcc, "--version"))
     # The static runtime imports without a driver, and beside whichever runtime torch brings.
@@ -196,6 +197,13 @@ def codes_of(archs: list[str]) -> list[str]:
     pairs = [(ptx_arch(arch), f"sm_{arch}") for arch in archs]
     pairs += [(ptx_arch(archs[-1]), f"compute_{ptx_arch(archs[-1])}")]
     return [f"-gencode=arch=compute_{ptx},code={code}" for ptx, code in pairs]
+
+
+def codes_of_products(archs: list[str]) -> list[str]:
+    """The same of the kernels that use what only Hopper has, of which no PTX would be of use to others."""
+    if not {"90", "90a"} & set(archs):
+        return [*codes_of(archs), "-DFUSED_OPTIM_WITHOUT_HOPPER"]
+    return ["-gencode=arch=compute_90a,code=sm_90a"]
 
 
 def ptx_arch(arch: str) -> str:

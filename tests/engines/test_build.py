@@ -199,6 +199,15 @@ def test_architectures_from_90_on_share_their_ptx(archs: str, codes: str, setup_
     assert [f"{ptx.removeprefix('-gencode=arch=compute_')}:{code}" for ptx, _, code in options] == codes.split()
 
 
+def test_products_are_compiled_for_hopper_alone(setup_script: Any) -> None:
+    """Other builds have functions in their place that say so."""
+    for_hopper = ["-gencode=arch=compute_90a,code=sm_90a"]
+    for archs in (["90"], ["80", "90", "100"], ["90a"]):
+        assert setup_script.codes_of_products(archs) == for_hopper
+    for archs in (["80"], ["89", "120"]):
+        assert setup_script.codes_of_products(archs) == [*setup_script.codes_of(archs), "-DFUSED_OPTIM_WITHOUT_HOPPER"]
+
+
 def test_code_that_shares_a_ptx_does_not_tell_its_architectures_apart() -> None:
     compared = re.compile(r"__CUDA_ARCH__ *([<>=!]+) *(\d+)")
     sources = [path.read_text() for path in (ROOT / "csrc").rglob("*") if path.is_file()]
