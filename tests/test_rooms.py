@@ -20,6 +20,7 @@ ROOMS = (
         "torch_versions",
         "decorators",
         "optional",
+        "wire",
         "roles",
         "formats",
         "rule",
@@ -30,7 +31,7 @@ ROOMS = (
     ),
     *("matrices", "options"),
     *(f"quantized.{room}" for room in ("recipes", "tensor", "compute", "adapters", "model", "files", "__init__")),
-    *("rebuild", "state", "step", "optimizer", "adam", "lion", "muon", "muon_groups", "known_rules", "release"),
+    *("rebuild", "state", "step", "publishing", "optimizer", "adam", "lion", "muon", "muon_groups", "known_rules", "release"),
     *(f"checkpoint.{room}" for room in ("storage", "reading", "writing")),
     *(
         f"checkpoint.{room}"

@@ -15,9 +15,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fused_optim.backends import Compiled, ShardWork, load_engine
 from fused_optim.backends.engine import CachedShard, Engine, EngineTensorReader
+from fused_optim.backends.tables import Rule as RuleNumber
 from fused_optim.formats.elements import ELEMENT_TYPES
 from fused_optim.memory.layout import StateLayout
 from fused_optim.rule import Hyper, Rule
+
+
+# Update rules whose kernels on GPUs exist a second time, to mark what they change.
+_MARKING = (RuleNumber.ADAM,)
 
 
 def address(tensor: Tensor | None) -> int:
@@ -160,6 +165,9 @@ class CompiledShards:
 
     def takes_target(self, layout: StateLayout) -> bool:
         return self._writes_weights(self._rule.code, [fmt.code for fmt in layout.formats])
+
+    def marks(self, work: ShardWork) -> bool:
+        return self._backend == "cpu" or self._rule.code in _MARKING
 
     def with_gradients(self) -> Sequence[int]:
         return self._table.with_gradients()

@@ -28,6 +28,7 @@ from fused_optim.decorators import with_denormals
 from fused_optim.formats.masters import Master
 from fused_optim.formats.rounding import rounding_key
 from fused_optim.matrices.shards import MatrixShards
+from fused_optim.memory.changes import CODES, SCALES, WHOLE, Shard, StepChanges
 from fused_optim.memory.layout import MASTER, memory_of
 from fused_optim.options.checks import check_states, check_update, describe
 from fused_optim.rule import Hyper
@@ -56,6 +57,8 @@ class _Part:
     # Of watched shards beside masters: their memory. Where it was freed, others have written, whatever is there now.
     memory: dict[int, object] = field(default_factory=dict)
     freed: set[int] = field(default_factory=set)
+    # By shard, where changes are tracked: the parts of its parameter whose changed bits the pass marks itself.
+    marked: dict[int, tuple[str, ...]] = field(default_factory=dict)
     shards: Shards = field(init=False)
 
     def absmax_of(self, i: int) -> Tensor:
@@ -304,11 +307,25 @@ class Plan:
             target=target,
             absmax=absmax,
         )
+        self._let_mark(part, i, work)
         can_be_watched = not shared and (_is_watchable(param) if target is None else target.names is not None)
         is_watched = part.shards.set(i, work, part.watched[i] if can_be_watched else None)
         (part.unwatched.discard if is_watched else part.unwatched.add)(i)
         if is_watched and self._layouts[index].master.is_separate:
             part.watch_memory(i)
+
+    def _let_mark(self, part: _Part, i: int, work: ShardWork) -> None:
+        """Let the pass mark what it changes of the parameter's bits, where changes are tracked and it can."""
+        tracker, param = self._store.changes, part.watched[i].param
+        part.marked[i] = ()
+        if tracker is None or not part.shards.marks(work):
+            return
+        bits, target = tracker[param].bits, work.target
+        if target is None and work.param is local_tensor(param):
+            work.changes, part.marked[i] = bits[WHOLE], (WHOLE,)
+        elif target is not None and target.data is not None:
+            work.changes, work.scale_changes = bits[CODES], bits.get(SCALES)
+            part.marked[i] = (CODES, SCALES)
 
     @staticmethod
     def _dense_gradient(part: _Part, grad: Tensor, param: Tensor, shared: bool) -> Tensor:
@@ -338,6 +355,7 @@ class Plan:
         ``workspaces``: see ``DeviceScalars.workspaces``. ``found_inf``: not 0 skips the step.
         """
         per_device = [hypers(part.device) for part in self._parts]
+        changes = self._begin_changes()
         batches: list[Batch] = []
         applies = None
         if self._quantized:
@@ -369,6 +387,19 @@ class Plan:
             part.shards.mark(part.watched)
             for i in updated:  # of the others nobody has looked whether they were written
                 self._store[part.watched[i].param].record_versions()
+        if changes is not None:
+            changes.finish()
+
+    def _begin_changes(self) -> StepChanges | None:
+        if self._store.changes is None:
+            return None
+        shards = []
+        for part in self._parts:
+            stepped = set(part.shards.with_gradients())
+            for i, (param, *_, master) in enumerate(watched[:4] for watched in part.watched):
+                reads_old = part.backend == "cpu" or adapter_of(param) is not None
+                shards.append(Shard(param, master, i in stepped, part.marked.get(i, ()), reads_old))
+        return self._store.changes.begin(shards)
 
     def _updated(self) -> list[Tensor]:
         """The parameters that have a gradient in this step."""

@@ -1,0 +1,255 @@
+"""Which elements of parameters have other bits than when they were last taken: one bit for each.
+
+Bit ``e % 8`` of byte ``e // 8`` is that of element ``e`` of the local shard; whole words of 32 bits, of which those
+beyond the last element stay 0. A quantized weight has such bits for each of its parts: codes and scales.
+
+Update passes of engines set bits themselves, from what a parameter and its master are in registers. Where they do not,
+or where the parameter may be another than its rounded master, parts are copied before the step and compared after it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fused_optim.adapters import COMPARED, adapter_of
+from fused_optim.memory.layout import memory_of
+from fused_optim.sharding.dtensor import dense, has_values, local_tensor
+
+WHOLE = ""  # the one part of a parameter that is not quantized
+CODES, SCALES = "data", "scale"
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_EXTRACTED = 2**22  # bytes of bits that are turned into indices at a time
+_BITS_OF_BYTES = 0x0102040810204080  # times eight bytes of 0 or 1: these as the bits of the highest byte
+
+
+def parts_of(param: Tensor) -> dict[str, Tensor]:
+    """What this rank holds of a parameter, as far as reading its values needs it. No copies.
+
+    Raises TypeError for weights that another package has quantized.
+    """
+    adapter = adapter_of(param)
+    parts = {WHOLE: local_tensor(param)} if adapter is None else adapter.parts(param)
+    if parts is None:
+        kind = type(local_tensor(param)).__name__
+        raise TypeError(f"changes of a {kind} of another package are not known: exclude it, or use plain weights")
+    return parts
+
+
+def bits_for(numel: int, device: torch.device) -> Tensor:
+    """None set, for so many elements."""
+    return torch.zeros(-(-numel // 32) * 4, dtype=torch.uint8, device=device)
+
+
+def set_all(bits: Tensor, numel: int) -> None:
+    """Mark every element."""
+    bits[: numel // 8].fill_(0xFF)
+    if numel % 8:
+        bits[numel // 8].fill_((1 << numel % 8) - 1)
+
+
+def indices_of(bits: Tensor) -> Tensor:
+    """The elements that are marked, ascending: int64."""
+    found = [_indices(piece) + 8 * _EXTRACTED * i for i, piece in enumerate(bits.split(_EXTRACTED))]
+    return found[0] if len(found) == 1 else torch.cat(found) if found else bits.new_zeros(0, dtype=torch.int64)
+
+
+def _indices(bits: Tensor) -> Tensor:
+    """Bytes that are not 0 first: after most steps these are few."""
+    at = bits.nonzero().view(-1)
+    each = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    byte, bit = (bits[at].unsqueeze(1) >> each & 1).nonzero().unbind(1)
+    return at[byte] * 8 + bit
+
+
+def raw_bits(values: Tensor) -> Tensor:
+    """Flat, as integers: NaN and negative zeros are compared by their bits."""
+    return dense(values.detach()).view(-1).view(_INTEGERS[values.element_size()])
+
+
+def mark_differences(bits: Tensor, before: Tensor, after: Tensor) -> None:
+    """Mark elements whose bits differ; both flat, as of :func:`raw_bits`. Piece by piece, which bounds the memory."""
+    for first in range(0, after.numel(), COMPARED):
+        differs = before[first : first + COMPARED] != after[first : first + COMPARED]
+        padded = torch.nn.functional.pad(differs, (0, -differs.numel() % 8))
+        packed = padded.view(torch.int64).mul(_BITS_OF_BYTES).bitwise_right_shift_(56).to(torch.uint8)
+        bits[first // 8 : first // 8 + packed.numel()] |= packed
+
+
+class _Seen(NamedTuple):
+    """Version counters and addresses: of a parameter and what it consists of, and of its master."""
+
+    param: tuple[int, ...]
+    master: tuple[int, ...]
+
+    @staticmethod
+    def of(param: Tensor, master: Tensor | None) -> _Seen:
+        own = [param, local_tensor(param), *parts_of(param).values()]
+        return _Seen(_numbers(own), () if master is None else _numbers([local_tensor(master)]))
+
+
+def _numbers(tensors: list[Tensor]) -> tuple[int, ...]:
+    """The address of the last one but a quantized weight is that of its memory."""
+    counters = (0 if tensor.is_inference() else tensor._version for tensor in tensors)
+    return (*counters, *(tensor.data_ptr() if has_values(tensor) else 0 for tensor in tensors[-3:]))
+
+
+@dataclass
+class Tracked:
+    """The bits of a parameter, by part.
+
+    ``is_settled``: the parameter is what the last step made of its master, so that a pass can tell what it was without
+    reading it.
+    """
+
+    bits: dict[str, Tensor]
+    numels: dict[str, int]
+    seen: _Seen | None = None
+    memory: weakref.ref[torch.UntypedStorage] | None = None
+    is_settled: bool = False
+
+    @staticmethod
+    def of(param: Tensor) -> Tracked:
+        parts = parts_of(param)
+        bits = {name: bits_for(part.numel(), part.device) for name, part in parts.items()}
+        return Tracked(bits, {name: part.numel() for name, part in parts.items()})
+
+    def fits(self, param: Tensor) -> bool:
+        parts = parts_of(param)
+        return self.numels == {name: part.numel() for name, part in parts.items()} and all(
+            part.device == self.bits[name].device for name, part in parts.items()
+        )
+
+    def set_all(self) -> None:
+        for name, bits in self.bits.items():
+            set_all(bits, self.numels[name])
+
+    def clear(self) -> None:
+        for bits in self.bits.values():
+            bits.zero_()
+
+    def see(self, param: Tensor, master: Tensor | None) -> None:
+        """Remember the parameter as it is."""
+        seen = _Seen.of(param, master)
+        if self.is_freed or self.seen is None or seen.param != self.seen.param:
+            self.memory = memory_of(param)
+        self.seen = seen
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether its memory is gone, whatever lies at that address by now."""
+        return self.memory is not None and self.memory() is None
+
+    def notice(self, param: Tensor, master: Tensor | None) -> None:
+        """Mark all of it if someone else has written it."""
+        now = _Seen.of(param, master)
+        if self.is_freed or self.seen is None or now.param != self.seen.param:
+            self.set_all()
+        elif now == self.seen:
+            return
+        self.is_settled = False
+        self.see(param, master)
+
+
+class Shard(NamedTuple):
+    """A parameter in a step. ``marked``: the parts that the pass marks itself where the parameter is settled."""
+
+    param: Tensor
+    master: Tensor | None
+    has_gradient: bool
+    marked: Collection[str] = ()
+    always: bool = False  # the pass reads the parameter's old bits, settled or not
+
+
+class ChangeTracker:
+    """The bits of an optimizer's parameters, and what tells that others have written these.
+
+    Parameters are not kept alive. Nothing of this is copied, pickled or saved.
+    """
+
+    def __init__(self) -> None:
+        self._tracked = WeakTensorKeyDictionary()
+
+    def start(self, params: Iterable[Tensor]) -> None:
+        """From now on; nothing has changed so far. Raises TypeError for parameters that cannot be tracked."""
+        found = {param: Tracked.of(param) for param in params}
+        for param, tracked in found.items():
+            if param in self._tracked and self._tracked[param].fits(param):
+                tracked = self._tracked[param]  # engines know where these bits are
+                tracked.clear()
+            self._tracked[param] = tracked
+            tracked.is_settled = False
+            tracked.see(param, None)
+
+    def __getitem__(self, param: Tensor) -> Tracked:
+        """Of a parameter that came later, or has another shard by now: all of it is marked."""
+        tracked: Tracked | None = self._tracked.get(param)
+        if tracked is None or not tracked.fits(param):
+            tracked = self._tracked[param] = Tracked.of(param)
+            tracked.set_all()
+            tracked.see(param, None)
+        return tracked
+
+    def notice(self, params: Mapping[Tensor, Tensor | None]) -> None:
+        """Mark all of the parameters that others have written since the last step. Values: their masters."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, master in params.items():
+                self[param].notice(param, master)
+
+    @contextmanager
+    def unchanged(self, param: Tensor) -> Iterator[None]:
+        """What is written into a parameter within it are the bits that it has."""
+        self.notice({param: None})
+        yield
+        self[param].see(param, None)
+
+    def begin(self, shards: Iterable[Shard]) -> StepChanges:
+        """Before a step."""
+        listed = list(shards)
+        self.notice({shard.param: shard.master for shard in listed})
+        return StepChanges(self, listed)
+
+    def settle(self, shards: Iterable[Shard]) -> None:
+        """After it: what it wrote is nobody else's."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for shard in shards:
+                tracked = self[shard.param]
+                tracked.see(shard.param, shard.master)
+                tracked.is_settled |= shard.has_gradient
+
+
+@dataclass
+class StepChanges:
+    """What a step changes of parts that its pass does not mark itself: copies of them from before."""
+
+    tracker: ChangeTracker
+    shards: list[Shard]
+    _copies: list[tuple[Tracked, str, Tensor, Tensor, Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for shard in self.shards:
+            if shard.has_gradient:
+                self._copy(shard)
+
+    def _copy(self, shard: Shard) -> None:
+        tracked = self.tracker[shard.param]
+        knows = shard.marked if tracked.is_settled or shard.always else ()
+        for name, part in parts_of(shard.param).items():
+            if name not in knows and part.numel():
+                before = raw_bits(part)
+                self._copies.append((tracked, name, shard.param, before.clone(), tracked.bits[name].clone()))
+
+    def finish(self) -> None:
+        """After the step, of which version counters know."""
+        for tracked, name, param, before, bits in self._copies:
+            mark_differences(bits, before, raw_bits(parts_of(param)[name]))
+            tracked.bits[name].copy_(bits)
+        self._copies.clear()
+        self.tracker.settle(self.shards)
