@@ -22,7 +22,7 @@ from fused_optim.rule import Hyper, Rule
 
 
 # Update rules whose kernels on GPUs exist a second time, to mark what they change.
-_MARKING = (RuleNumber.ADAM,)
+_MARKING = (RuleNumber.ADAM, RuleNumber.LION)
 
 
 def address(tensor: Tensor | None) -> int:
@@ -167,6 +167,8 @@ class CompiledShards:
         return self._writes_weights(self._rule.code, [fmt.code for fmt in layout.formats])
 
     def marks(self, work: ShardWork) -> bool:
+        if self._backend == "cuda" and work.target is not None:
+            return self._rule.code == RuleNumber.ADAM
         return self._backend == "cpu" or self._rule.code in _MARKING
 
     def with_gradients(self) -> Sequence[int]:

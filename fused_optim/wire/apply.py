@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -48,17 +49,21 @@ def fused_rows(model: nn.Module | Mapping[str, Tensor], fused: Mapping[str, Mapp
             ``{"qkv_proj": {"q_proj": 4096, "k_proj": 1024, "v_proj": 1024}}``. Scales of blocks of rows, whose tensors
             have fewer, lie in the same proportion.
     """
-    rows = {own: (name, sum([*parts.values()][:at]), sum(parts.values())) for name, parts in fused.items()
-            for at, own in enumerate(parts)}  # fmt: skip
+    rows: dict[str, tuple[str, int, int]] = {}
+    for layer, parts in fused.items():
+        before = 0
+        for own, count in parts.items():
+            rows[own] = layer, before, sum(parts.values())
+            before += count
     shapes = {name: tuple(tensor.shape) for name, tensor in _targets(model).items()}
 
     def names(name: str, shape: tuple[int, ...]) -> Sequence[Box] | None:
-        parts = name.split(".")
-        at = next((i for i in range(len(parts)) if parts[i] in rows), None)
+        path = name.split(".")
+        at = next((i for i, part in enumerate(path) if part in rows), None)
         if at is None:
             return None
-        layer, before, total = rows[parts[at]]
-        key = next((k for k in _known_as(".".join([*parts[:at], layer, *parts[at + 1 :]]), shapes)), None)
+        layer, before, total = rows[path[at]]
+        key = next(iter(_known_as(".".join([*path[:at], layer, *path[at + 1 :]]), shapes)), None)
         if key is None:
             return None
         here = shapes[key][0]
@@ -115,17 +120,13 @@ def _planned(targets: Mapping[str, Tensor], name: str, changes: Changes, names: 
     boxes = None if names is None else names(name, changes.shape)
     if boxes is not None:
         return [_into_box(targets, name, changes, box) for box in boxes]
-    key = next((each for each in _known_as(name, targets)), None)
+    key = next(iter(_known_as(name, targets)), None)
     if key is None:
         raise KeyError(f"{name} is in the file, and not in the model")
     target = _checked(targets[key], key, changes.values.dtype)
-    if tuple(target.shape) == changes.shape:
-        return [(target, torch.unravel_index(changes.indices, changes.shape), _integers(changes.values))]
     if changes.values.numel() == 1 and changes.shape in ((), (1,)):  # of a whole weight, once or for each row
-        return [(target, (slice(None),) * target.dim(), _integers(changes.values))]  # type: ignore[list-item]
-    if target.numel() == len(changes.indices) == torch.Size(changes.shape).numel() or (
-        target.numel() == torch.Size(changes.shape).numel()
-    ):
+        return [(target, (), _integers(changes.values).view(()))]
+    if target.numel() == math.prod(changes.shape):  # of a weight with more dims than the matrix that was quantized
         return [(target, torch.unravel_index(changes.indices, target.shape), _integers(changes.values))]
     raise ValueError(f"{key}: expected shape {changes.shape}, as {name} was published, got {tuple(target.shape)}")
 
@@ -174,8 +175,8 @@ def _known_as(name: str, targets: Mapping[str, Any]) -> list[str]:
 
 def _checked(target: Tensor, name: str, dtype: torch.dtype) -> Tensor:
     """The target as integers of its size."""
-    if type(target) not in (Tensor, nn.Parameter):
-        raise TypeError(f"{name}: expected a plain tensor, got {type(target).__name__}")
+    if type(target) not in (Tensor, nn.Parameter) or target.layout != torch.strided:
+        raise TypeError(f"{name}: expected a plain tensor, got {type(target).__name__} ({target.layout})")
     bytes_alike = target.element_size() == dtype.itemsize == 1 and torch.uint8 in (target.dtype, dtype)
     if target.dtype != dtype and not bytes_alike:
         raise ValueError(f"{name}: expected {dtype}, as it was published, got {target.dtype}")

@@ -76,7 +76,7 @@ def read(file: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str
         tensors = {name: _tensor(data, entry) for name, entry in header.items()}
         if max((entry["data_offsets"][1] for entry in header.values()), default=0) != len(data):
             raise ValueError("it has more, or fewer, bytes than its header says")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, RuntimeError) as error:
         raise DamagedFile(f"{os.fspath(file)} is no whole safetensors file: {error}") from error
     return tensors, {str(key): str(value) for key, value in metadata.items()}, data
 

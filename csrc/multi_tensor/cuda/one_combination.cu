@@ -1,5 +1,6 @@
 // The kernels of the combinations in which all states have one format: compiled once per update rule, FUSED_OPTIM_RULE,
-// and format, FUSED_OPTIM_FORMAT.
+// and format, FUSED_OPTIM_FORMAT; for some rules once more with FUSED_OPTIM_TRACKED, for steps that mark what they
+// change.
 #include <utility>
 
 #include "cuda/kernel.cuh"
@@ -15,20 +16,26 @@ struct OneCombination {
     static constexpr int kTilesPerChunk = Pace<Formats>::kTilesPerChunk;
     static constexpr bool kScaledMasters = is_scaled(Formats::master);
     static constexpr uint32_t kRingBytes = ring_bytes<Formats>();
-    using Table = std::conditional_t<Formats::has_weights, WeightsTable, BasicTable>;
+    using Table = std::conditional_t<Formats::has_weights, TableWithWeights<Formats::tracked>, PlainTable<Formats::tracked>>;
 
     __device__ __forceinline__ static void vectors() { vector_loop<Formats>(); }
     __device__ __forceinline__ static void others() {
-        general_loop<Formats::rule, OwnCodecs<Formats::format>, Formats::has_weights, kScaledMasters>();
+        general_loop<Formats::rule, OwnCodecs<Formats::format>, Formats::has_weights, kScaledMasters,
+                     Formats::tracked>();
     }
 };
 
 constexpr Rule kRule = Rule::FUSED_OPTIM_RULE;
 constexpr Format kFormat = Format::FUSED_OPTIM_FORMAT;
+#if defined(FUSED_OPTIM_TRACKED)
+constexpr bool kTracked = true;
+#else
+constexpr bool kTracked = false;
+#endif
 
 template <Master master, bool has_weights>
 auto make_kernel() {
-    using Loops = OneCombination<Combination<kRule, master, kFormat, has_weights>>;
+    using Loops = OneCombination<Combination<kRule, master, kFormat, has_weights, kTracked>>;
     return Kernel<typename Loops::Table>{multi_tensor_update<Loops>,
                                          kSharedBytes<Loops>,
                                          Loops::kTilesPerChunk,
@@ -40,7 +47,7 @@ auto make_kernel() {
 }
 
 template <int... masters>
-KernelsOfFormat make_kernels(std::integer_sequence<int, masters...>) {
+KernelsOfFormat<kTracked> make_kernels(std::integer_sequence<int, masters...>) {
     return {{make_kernel<static_cast<Master>(masters), false>()...},
             {make_kernel<Master::kFloat32, true>(), make_kernel<Master::kFloat16, true>()}};
 }
@@ -48,8 +55,8 @@ KernelsOfFormat make_kernels(std::integer_sequence<int, masters...>) {
 }  // namespace
 
 template <>
-KernelsOfFormat& kernels_of<kRule, kFormat>() {
-    static KernelsOfFormat all = make_kernels(std::make_integer_sequence<int, kCount<Master>>{});
+KernelsOfFormat<kTracked>& kernels_of<kRule, kFormat, kTracked>() {
+    static KernelsOfFormat<kTracked> all = make_kernels(std::make_integer_sequence<int, kCount<Master>>{});
     return all;
 }
 
