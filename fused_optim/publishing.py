@@ -12,10 +12,11 @@ from torch.optim.optimizer import Optimizer
 from fused_optim.adapters import Place, adapter_of
 from fused_optim.backends import is_capturing
 from fused_optim.decorators import between_graphs, between_steps, ungraded
-from fused_optim.memory.changes import ChangeTracker, indices_of, parts_of
+from fused_optim.memory.changes import ChangeTracker, indices_of_all, parts_of
 from fused_optim.memory.layout import MASTER
 from fused_optim.options.checks import check_belongs, check_whole
-from fused_optim.sharding.collective import gather, on_all_ranks, parameter_names
+from fused_optim.sharding.collective import gather as collective_gather
+from fused_optim.sharding.collective import on_all_ranks, parameter_names
 from fused_optim.sharding.dtensor import dense, local_tensor, shard_offsets
 from fused_optim.state.store import StateStore
 from fused_optim.step.run import Stepper
@@ -77,8 +78,8 @@ class Publisher(Optimizer):
         Raises RuntimeError without :meth:`track_changes`, KeyError and TypeError as :meth:`master_state_dict` does.
         """
         changes = self.peek_changes(model, gather)
-        for param in self.store.params:
-            self._tracker()[param].clear()
+        tracker = self._tracker()
+        torch._foreach_zero_([bits for param in self.store.params for bits in tracker[param].bits.values()])
         return changes
 
     @between_graphs
@@ -90,7 +91,7 @@ class Publisher(Optimizer):
             return dict(self._own_changes(model))
         with on_all_ranks("gathering changes"):
             own = {name: Changes(*(x.cpu() for x in each[:2]), each.shape) for name, each in self._own_changes(model)}
-        return _joined(_gathered(own))
+        return _joined(collective_gather(own))
 
     def _tracker(self) -> ChangeTracker:
         if self.store.changes is None:
@@ -107,13 +108,16 @@ class Publisher(Optimizer):
         self.store.synchronize()
         tracker.notice({param: state.get(param, {}).get(MASTER) for param in params})
         names = parameter_names(model)
-        for param in params:
-            if param not in names or not local_tensor(param).numel() or not _is_first_replica(param):
-                continue
-            for part, local in parts_of(param).items():
-                found = indices_of(tracker[param].bits[part])
-                if found.numel():
-                    yield part_name(names[param][0], part), _changes(param, part, local, found)
+        published = [
+            (param, part, local)
+            for param in params
+            if param in names and local_tensor(param).numel() and _is_first_replica(param)
+            for part, local in parts_of(param).items()
+        ]
+        marked = indices_of_all([tracker[param].bits[part] for param, part, _ in published])
+        for (param, part, local), indices in zip(published, marked, strict=True):
+            if indices.numel():
+                yield part_name(names[param][0], part), _changes(param, part, local, indices)
 
 
 def _is_first_replica(param: Tensor) -> bool:
@@ -144,10 +148,6 @@ def _in_whole(indices: Tensor, shape: tuple[int, ...], place: Place) -> Tensor:
     for at, first, size in zip(torch.unravel_index(indices, shape), place.offsets, place.shape, strict=True):
         found = found * size + (at + first)
     return found
-
-
-def _gathered(own: dict[str, Changes]) -> list[dict[str, Changes]]:
-    return gather(own)
 
 
 def _joined(of_ranks: list[dict[str, Changes]]) -> dict[str, Changes]:

@@ -1,7 +1,6 @@
 """Which elements of parameters have other bits than when they were last taken: one bit for each.
 
-Bit ``e % 8`` of byte ``e // 8`` is that of element ``e`` of the local shard; whole words of 32 bits, of which those
-beyond the last element stay 0. A quantized weight has such bits for each of its parts: codes and scales.
+Bit ``e % 8`` of byte ``e // 8`` is that of element ``e`` of the local shard; those beyond the last element stay 0. A quantized weight has such bits for each of its parts: codes and scales.
 
 Update passes of engines set bits themselves, from what a parameter and its master are in registers. Where they do not,
 or where the parameter may be another than its rounded master, parts are copied before the step and compared after it.
@@ -10,7 +9,7 @@ or where the parameter may be another than its rounded master, parts are copied 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -43,9 +42,9 @@ def parts_of(param: Tensor) -> dict[str, Tensor]:
     return parts
 
 
-def bits_for(numel: int, device: torch.device) -> Tensor:
-    """None set, for so many elements."""
-    return torch.zeros(-(-numel // 32) * 4, dtype=torch.uint8, device=device)
+def bit_bytes(numel: int) -> int:
+    """What the bits of so many elements take, in whole sectors of a GPU's memory."""
+    return -(-numel // 256) * 32
 
 
 def set_all(bits: Tensor, numel: int) -> None:
@@ -59,6 +58,23 @@ def indices_of(bits: Tensor) -> Tensor:
     """The elements that are marked, ascending: int64."""
     found = [_indices(piece) + 8 * _EXTRACTED * i for i, piece in enumerate(bits.split(_EXTRACTED))]
     return found[0] if len(found) == 1 else torch.cat(found) if found else bits.new_zeros(0, dtype=torch.int64)
+
+
+def indices_of_all(bits: Sequence[Tensor]) -> list[Tensor]:
+    """:func:`indices_of` each. Those that lie in one memory, all at once: the device is waited for a few times."""
+    found: dict[int, Tensor] = {}
+    by_memory: dict[int, list[int]] = {}
+    for i, each in enumerate(bits):
+        by_memory.setdefault(each.untyped_storage().data_ptr(), []).append(i)
+    for members in by_memory.values():
+        memory = bits[members[0]].untyped_storage()
+        marked = indices_of(torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory))
+        firsts = [8 * int(bits[i].storage_offset()) for i in members]
+        ends = [first + 8 * bits[i].numel() for first, i in zip(firsts, members, strict=True)]
+        cuts = torch.searchsorted(marked, torch.tensor(firsts + ends, device=marked.device)).tolist()
+        for i, first, start, end in zip(members, firsts, cuts, cuts[len(members) :], strict=False):
+            found[i] = marked[start:end] - first
+    return [found[i] for i in range(len(bits))]
 
 
 def _indices(bits: Tensor) -> Tensor:
@@ -116,10 +132,23 @@ class Tracked:
     is_settled: bool = False
 
     @staticmethod
-    def of(param: Tensor) -> Tracked:
-        parts = parts_of(param)
-        bits = {name: bits_for(part.numel(), part.device) for name, part in parts.items()}
-        return Tracked(bits, {name: part.numel() for name, part in parts.items()})
+    def of(params: Iterable[Tensor]) -> dict[Tensor, Tracked]:
+        """None marked. The bits of all that is on one device lie in one memory."""
+        numels = {param: {name: part.numel() for name, part in parts_of(param).items()} for param in params}
+        sizes: dict[torch.device, int] = {}
+        starts = {}
+        for param, parts in numels.items():
+            device = local_tensor(param).device
+            for name, numel in parts.items():
+                starts[param, name] = sizes.get(device, 0)
+                sizes[device] = starts[param, name] + bit_bytes(numel)
+        memory = {device: torch.zeros(size, dtype=torch.uint8, device=device) for device, size in sizes.items()}
+        found = {}
+        for param, parts in numels.items():
+            own = memory[local_tensor(param).device]
+            bits = {name: own.narrow(0, starts[param, name], bit_bytes(numel)) for name, numel in parts.items()}
+            found[param] = Tracked(bits, parts)
+        return found
 
     def fits(self, param: Tensor) -> bool:
         parts = parts_of(param)
@@ -179,8 +208,7 @@ class ChangeTracker:
 
     def start(self, params: Iterable[Tensor]) -> None:
         """From now on; nothing has changed so far. Raises TypeError for parameters that cannot be tracked."""
-        found = {param: Tracked.of(param) for param in params}
-        for param, tracked in found.items():
+        for param, tracked in Tracked.of(params).items():
             if param in self._tracked and self._tracked[param].fits(param):
                 tracked = self._tracked[param]  # engines know where these bits are
                 tracked.clear()
@@ -192,7 +220,7 @@ class ChangeTracker:
         """Of a parameter that came later, or has another shard by now: all of it is marked."""
         tracked: Tracked | None = self._tracked.get(param)
         if tracked is None or not tracked.fits(param):
-            tracked = self._tracked[param] = Tracked.of(param)
+            tracked = self._tracked[param] = Tracked.of([param])[param]
             tracked.set_all()
             tracked.see(param, None)
         return tracked
