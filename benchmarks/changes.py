@@ -95,7 +95,9 @@ def steps_and_takes(device: torch.device) -> list[dict[str, Any]]:
             found |= take(model, optimizer, device)
             print(case, lr, found, file=sys.stderr, flush=True)
         row["copy_ms"] = copy_of_weights(model, device)
-        row["bits_bytes"] = sum(bits.nbytes for p in model.parameters() for bits in optimizer.store.changes[p].bits.values())
+        row["bits_bytes"] = sum(
+            bits.nbytes for p in model.parameters() for bits in optimizer.store.changes[p].bits.values()
+        )
         rows.append(row)
         del model, optimizer
         gc.collect()

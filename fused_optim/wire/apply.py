@@ -101,7 +101,9 @@ def apply_changes(
     if base is None:
         raise ValueError("which step's weights the model has is not known yet: say base=")
     if base != read.base:
-        raise ValueError(f"{os.fspath(file)} changes the weights of step {read.base}, and the model has those of {base}")
+        raise ValueError(
+            f"{os.fspath(file)} changes the weights of step {read.base}, and the model has those of {base}"
+        )
     targets = _targets(model)
     planned = [write for name, changes in read.changes.items() for write in _planned(targets, name, changes, names)]
     with torch.no_grad():

@@ -55,7 +55,9 @@ def test_indices_come_back_in_the_fewest_bytes(case: tuple[Tensor, int]) -> None
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(indices_in(), min_size=0, max_size=4), st.integers(0, 2**31), st.integers(0, 10**12))
-def test_files_come_back_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, cases: list, seed: int, base: int) -> None:
+def test_files_come_back_bit_for_bit(
+    tmp_path_factory: pytest.TempPathFactory, cases: list, seed: int, base: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     changes = {}
     for at, (indices, numel) in enumerate(cases):
@@ -79,7 +81,10 @@ def test_files_come_back_bit_for_bit(tmp_path_factory: pytest.TempPathFactory, c
 )
 def test_encodings_by_density(count: int, numel: int, expected: str) -> None:
     step = numel // count
-    assert encode_indices(torch.arange(step - 1, numel, step), numel)[0] in (expected, "runs" if count == 1 else expected)
+    assert encode_indices(torch.arange(step - 1, numel, step), numel)[0] in (
+        expected,
+        "runs" if count == 1 else expected,
+    )
     assert encode_indices(torch.arange(1000, 9000), numel)[0] == "runs"
 
 
@@ -149,7 +154,10 @@ def test_wrong_bases_versions_names_shapes_and_dtypes_change_nothing(tmp_path: P
         apply_changes({**state, "odd": state["odd"].half()}, file, base=0)
     assert all(torch.equal(bits(value), before[name]) for name, value in state.items())
     content = file.read_bytes()
-    for old, new, error in [(b'"version": "1"', b'"version": "2"', "version 2"), (b"fused_optim.changes", b"fused_optim.another", "no changes")]:
+    for old, new, error in [
+        (b'"version": "1"', b'"version": "2"', "version 2"),
+        (b"fused_optim.changes", b"fused_optim.another", "no changes"),
+    ]:
         file.write_bytes(content.replace(old, new))
         with pytest.raises(ValueError, match=error):
             apply_changes(replica, file, base=0)
