@@ -122,6 +122,7 @@ def plan_cuda(cxx: str) -> Engine:
         "norm": (SOURCES / "cuda/norm.cu", compile_kernels),
         "quantize": (SOURCES / "cuda/quantize.cu", compile_kernels),
         "cast": (SOURCES / "cuda/cast.cu", compile_kernels),
+        "compare": (SOURCES / "cuda/compare.cu", compile_kernels),
     }
     release = re.findall(r"release ([\d.]+)", capture(nvcc, "--version"))
     # The static runtime imports without a driver, and beside whichever runtime torch brings.

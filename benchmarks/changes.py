@@ -1,6 +1,6 @@
 """What tracked changes cost, and what is sent: steps, takes, and files of two streams of real gradients.
 
-``python benchmarks/changes.py --output FILE [--only steps|takes|streams]`` on one GPU.
+``python benchmarks/changes.py --output FILE [--only steps streams]`` on one GPU.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
-from byte_gpt import ByteGPT, load_corpus, training_batch  # noqa: E402
-from fused_optim import FusedAdamW  # noqa: E402
-from fused_optim.quantized import Float8BlockScaling, Float8DelayedScaling, MXFP8BlockScaling, quantize_model_  # noqa: E402
-from fused_optim.wire import write_changes  # noqa: E402
-from step import copy_bandwidth, llama_shapes, machine, timed  # noqa: E402
+from byte_gpt import ByteGPT, load_corpus, training_batch
+from fused_optim import FusedAdamW
+from fused_optim.quantized import Float8BlockScaling, Float8DelayedScaling, MXFP8BlockScaling, quantize_model_
+from fused_optim.wire import write_changes
+from step import copy_bandwidth, llama_shapes, machine, timed
 
-ROUNDS, STEPS = 3, 12
+ROUNDS, STEPS = 2, 10
 
 
 class Weights(nn.Module):
@@ -136,7 +136,7 @@ def copy_of_weights(model: Weights, device: torch.device) -> float:
 def stream(name: str, device: torch.device, recipe: Any = None) -> dict[str, Any]:
     """A byte-level GPT in BF16: pretrained at 3e-4, then with advantages at 1e-6, as policy gradients are."""
     torch.manual_seed(0)
-    model = ByteGPT(768, 8, 12).to(device, torch.bfloat16)
+    model = ByteGPT(384, 6, 6).to(device, torch.bfloat16)
     if recipe is not None:
         quantize_model_(model, recipe, lambda module, _: isinstance(module, nn.Linear) and module.out_features > 256)
     corpus, _ = load_corpus()
@@ -145,11 +145,11 @@ def stream(name: str, device: torch.device, recipe: Any = None) -> dict[str, Any
     numel = sum(param.numel() for param in model.parameters())
     full = sum(x.nbytes for p in model.parameters() for x in getattr(p, "components", {"": p.detach()}).values())
     found: dict[str, Any] = {"name": name, "parameters": numel, "full_bytes": full}
-    found["pretraining, each step"] = _publish(model, optimizer, corpus, range(100, 300), 1, 280, device)
-    found["pretraining, every 10 steps"] = _publish(model, optimizer, corpus, range(300, 400), 10, 300, device)
+    found["pretraining, each step"] = _publish(model, optimizer, corpus, range(120), 1, 100, device)
+    found["pretraining, every 10 steps"] = _publish(model, optimizer, corpus, range(120, 180), 10, 120, device)
     optimizer = FusedAdamW(model.parameters(), lr=1e-6, betas=(0.9, 0.999), weight_decay=0.0)
     optimizer.track_changes()
-    found["RL-like, each step"] = _publish(model, optimizer, corpus, range(1000, 1060), 1, 1020, device, True)
+    found["RL-like, each step"] = _publish(model, optimizer, corpus, range(1000, 1040), 1, 1010, device, True)
     return found
 
 
@@ -180,13 +180,13 @@ def _publish(
 
 def gradients(model: ByteGPT, corpus: Any, step: int, device: torch.device, advantages: bool) -> None:
     """Of the loss, or, one sequence after the other, of it times an advantage: normal numbers with mean 0."""
-    batch: Tensor = training_batch(corpus, 0, step, 32, 257).to(device)
+    batch: Tensor = training_batch(corpus, 0, step, 16, 129).to(device)
     if not advantages:
         model(batch).backward()
         return
     weights = torch.randn(8, generator=torch.Generator().manual_seed(step))
     weights = ((weights - weights.mean()) / weights.std()).tolist()
-    for rows, weight in zip(batch.split(4), weights, strict=True):
+    for rows, weight in zip(batch.split(2), weights, strict=True):
         (model(rows) * weight / 8).backward()
 
 
@@ -194,15 +194,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--commit", default="")
+    parser.add_argument("--only", nargs="+", choices=("copy_bandwidth", "steps", "streams"))
+    parser.add_argument("--cases", nargs="+", help="those of CASES whose names begin so")
+    parser.add_argument("--device", default="cuda:0", help="of the streams, which say the same on a CPU")
     arguments = parser.parse_args()
-    device = torch.device("cuda", 0)
+    device = torch.device(arguments.device)
+    for case in [*CASES] if arguments.cases else ():
+        if not case.startswith(tuple(arguments.cases)):
+            del CASES[case]
     parts: dict[str, Callable[[], Any]] = {
         "copy_bandwidth": lambda: copy_bandwidth(device),
         "steps": lambda: steps_and_takes(device),
         "streams": lambda: [stream("BF16", device), stream("FP8 blocks of 128 x 128", device, Float8BlockScaling())],
     }
     result: dict[str, Any] = {"machine": machine(device, arguments.commit)}
-    for name, part in parts.items():
+    for name in arguments.only or parts:
+        part = parts[name]
         result[name] = part()
         arguments.output.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -84,7 +84,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor of a local shard lies in that of the whole parameter: its ``shape``, and where the local begins."""
+    """Where a tensor of a local shard begins in that of the whole parameter, of this ``shape``."""
 
     shape: tuple[int, ...]
     offsets: tuple[int, ...]

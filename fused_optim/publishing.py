@@ -12,12 +12,12 @@ from torch.optim.optimizer import Optimizer
 from fused_optim.adapters import Place, adapter_of
 from fused_optim.backends import is_capturing
 from fused_optim.decorators import between_graphs, between_steps, ungraded
-from fused_optim.memory.changes import ChangeTracker, indices_of_all, parts_of
 from fused_optim.memory.layout import MASTER
 from fused_optim.options.checks import check_belongs, check_whole
 from fused_optim.sharding.collective import gather as collective_gather
 from fused_optim.sharding.collective import on_all_ranks, parameter_names
 from fused_optim.sharding.dtensor import dense, local_tensor, shard_offsets
+from fused_optim.state.changes import ChangeTracker, indices_of_all, parts_of
 from fused_optim.state.store import StateStore
 from fused_optim.step.run import Stepper
 from fused_optim.wire.apply import part_name
@@ -90,7 +90,7 @@ class Publisher(Optimizer):
         if not gather:
             return dict(self._own_changes(model))
         with on_all_ranks("gathering changes"):
-            own = {name: Changes(*(x.cpu() for x in each[:2]), each.shape) for name, each in self._own_changes(model)}
+            own = {name: each.cpu() for name, each in self._own_changes(model)}
         return _joined(collective_gather(own))
 
     def _tracker(self) -> ChangeTracker:

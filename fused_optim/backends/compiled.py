@@ -20,7 +20,6 @@ from fused_optim.formats.elements import ELEMENT_TYPES
 from fused_optim.memory.layout import StateLayout
 from fused_optim.rule import Hyper, Rule
 
-
 # Update rules whose kernels on GPUs exist a second time, to mark what they change.
 _MARKING = (RuleNumber.ADAM, RuleNumber.LION)
 
@@ -111,6 +110,14 @@ def _example(tensor: Tensor) -> tuple[Tensor, int, int, int]:
 def increment_versions(tensors: list[Tensor]) -> None:
     """Count a write of each, which torch does not see: an engine has made it."""
     torch.autograd.graph.increment_version(tensors)
+
+
+def mark_differences(parts: Sequence[tuple[Tensor, Tensor, Tensor]], device: torch.device) -> None:
+    """Set bits where ``before`` and ``after``, flat and on one GPU, differ in theirs: (bits, before, after)."""
+    engine, _ = load_engine("cuda")
+    assert engine is not None
+    rows = [(b.data_ptr(), a.data_ptr(), bits.data_ptr(), a.numel(), a.element_size()) for bits, b, a in parts]
+    engine.mark_differences(rows, **run_on(device))
 
 
 class CompiledShards:

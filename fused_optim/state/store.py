@@ -20,7 +20,6 @@ from fused_optim.backends.compiled import same_objects
 from fused_optim.backends.offloaded import Link
 from fused_optim.formats.masters import Master
 from fused_optim.memory import copies
-from fused_optim.memory.changes import ChangeTracker
 from fused_optim.memory.layout import MASTER, STEP, StateLayout
 from fused_optim.options.checks import check_param, describe
 from fused_optim.options.reading import CheckpointFormat
@@ -29,6 +28,7 @@ from fused_optim.rule import Rule, Rules
 from fused_optim.sharding.collective import FailedElsewhere, any_rank, bare_name
 from fused_optim.sharding.dtensor import has_own_chunks, has_values, local_tensor, rewrap_like, shard_geometry
 from fused_optim.sharding.uneven import locate_uneven_shards
+from fused_optim.state.changes import ChangeTracker
 from fused_optim.state.groups import Group, Owner, ParamGroups, WholeGroup
 from fused_optim.state.param_state import (
     ParamState,

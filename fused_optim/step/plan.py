@@ -28,11 +28,11 @@ from fused_optim.decorators import with_denormals
 from fused_optim.formats.masters import Master
 from fused_optim.formats.rounding import rounding_key
 from fused_optim.matrices.shards import MatrixShards
-from fused_optim.memory.changes import CODES, SCALES, WHOLE, Shard, StepChanges
 from fused_optim.memory.layout import MASTER, memory_of
 from fused_optim.options.checks import check_states, check_update, describe
 from fused_optim.rule import Hyper
 from fused_optim.sharding.dtensor import dense, finished_local, is_dense, local_tensor
+from fused_optim.state.changes import CODES, SCALES, WHOLE, Shard, StepChanges, Tracked
 from fused_optim.state.groups import Group
 from fused_optim.state.param_state import ParamState, read_parameter
 from fused_optim.state.store import StateStore
@@ -59,6 +59,7 @@ class _Part:
     freed: set[int] = field(default_factory=set)
     # By shard, where changes are tracked: the parts of its parameter whose changed bits the pass marks itself.
     marked: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    tracked: dict[int, Tracked] = field(default_factory=dict)
     shards: Shards = field(init=False)
 
     def absmax_of(self, i: int) -> Tensor:
@@ -317,10 +318,12 @@ class Plan:
     def _let_mark(self, part: _Part, i: int, work: ShardWork) -> None:
         """Let the pass mark what it changes of the parameter's bits, where changes are tracked and it can."""
         tracker, param = self._store.changes, part.watched[i].param
-        part.marked[i] = ()
-        if tracker is None or not part.shards.marks(work):
+        if tracker is None:
             return
-        bits, target = tracker[param].bits, work.target
+        part.tracked[i], part.marked[i] = tracker[param], ()
+        if not part.shards.marks(work):
+            return
+        bits, target = part.tracked[i].bits, work.target
         if target is None and work.param is local_tensor(param):
             work.changes, part.marked[i] = bits[WHOLE], (WHOLE,)
         elif target is not None and target.data is not None:
@@ -391,15 +394,17 @@ class Plan:
             changes.finish()
 
     def _begin_changes(self) -> StepChanges | None:
-        if self._store.changes is None:
+        tracker, shards = self._store.changes, []
+        if tracker is None:
             return None
-        shards = []
         for part in self._parts:
             stepped = set(part.shards.with_gradients())
-            for i, (param, *_, master) in enumerate(watched[:4] for watched in part.watched):
-                reads_old = part.backend == "cpu" or adapter_of(param) is not None
-                shards.append(Shard(param, master, i in stepped, part.marked.get(i, ()), reads_old))
-        return self._store.changes.begin(shards)
+            for i, watched in enumerate(part.watched):
+                param, marked = watched.param, part.marked.get(i, ())
+                reads_old = part.backend == "cpu" or CODES in marked
+                tracked = part.tracked.get(i) or tracker[param]
+                shards.append(Shard(param, watched.master, tracked, i in stepped, marked, reads_old))
+        return StepChanges(shards)
 
     def _updated(self) -> list[Tensor]:
         """The parameters that have a gradient in this step."""

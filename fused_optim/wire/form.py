@@ -46,10 +46,9 @@ class Changes(NamedTuple):
     values: Tensor
     shape: tuple[int, ...]
 
-    @property
-    def nbytes(self) -> int:
-        """Of the values alone."""
-        return self.values.numel() * self.values.element_size()
+    def cpu(self) -> Changes:
+        """In host memory."""
+        return Changes(self.indices.cpu(), self.values.cpu(), self.shape)
 
 
 @dataclass(frozen=True)

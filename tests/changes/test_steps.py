@@ -115,12 +115,37 @@ def test_skipped_steps_change_nothing(device: str) -> None:
     model.bias.grad[3] = float("inf")
     optimizer.step()
     assert optimizer.skipped_steps == 1 and optimizer.take_changes(model) == {}
+    model = Model(torch.float32, device)
+    optimizer = FusedAdamW(model.parameters(), lr=1e-2)
+    run(model, optimizer)
     scaler = torch.amp.GradScaler(device, init_scale=4.0)
     set_gradients(model, 10)
     model.bias.grad[3] = float("nan")
     scaler.scale(torch.ones((), device=device))  # which creates the scale
     scaler.step(optimizer)
     assert optimizer.take_changes(model) == {}
+
+
+@pytest.mark.cuda
+def test_replays_of_a_graph() -> None:
+    """In which nothing of Python runs."""
+    model = Model(torch.bfloat16, "cuda")
+    optimizer = FusedAdamW(model.parameters(), lr=1e-3, capturable=True, state_dtype="int8")
+    run(model, optimizer)
+    set_gradients(model, 30)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        optimizer.step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    optimizer.take_changes(model)
+    expected = Expected(model)
+    for _ in range(3):
+        graph.replay()
+        expected.check(optimizer.take_changes(model))
 
 
 def test_refused_steps_change_nothing(device: str) -> None:

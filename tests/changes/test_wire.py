@@ -1,4 +1,4 @@
-"""Changes as a file: what is written is what is read, damaged and wrong files change nothing, and who can apply them."""
+"""Changes as a file: what is written is read, damaged and wrong files change nothing, and who can apply them."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_wrong_bases_versions_names_shapes_and_dtypes_change_nothing(tmp_path: P
     state = {name: param.data.clone() for name, param in replica.named_parameters()}
     with pytest.raises(ValueError, match="expected shape"):
         apply_changes({**state, "odd": torch.zeros(2, 2, dtype=torch.bfloat16)}, file, base=0)
-    with pytest.raises(ValueError, match="odd: expected torch.bfloat16"):
+    with pytest.raises(ValueError, match="odd: expected"):
         apply_changes({**state, "odd": state["odd"].half()}, file, base=0)
     assert all(torch.equal(bits(value), before[name]) for name, value in state.items())
     content = file.read_bytes()
@@ -234,7 +234,7 @@ def test_servers_that_fuse_layers(tmp_path: Path) -> None:
 
 
 def test_servers_that_fuse_fp8_layers(tmp_path: Path) -> None:
-    """Codes and scales of blocks, under the names of transformers' fine-grained FP8; transposed in memory, as in vLLM."""
+    """Codes and scales of blocks, under the names of transformers' fine-grained FP8; transposed in memory."""
     torch.manual_seed(0)
     model = _Separate().to(torch.bfloat16)
     quantize_model_(model, Float8BlockScaling())

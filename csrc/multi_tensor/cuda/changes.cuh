@@ -30,21 +30,69 @@ __device__ __forceinline__ bool is_changed(Master master, Element type, float be
     return stored_bits<false>(type, before, 0) != stored_bits<false>(type, after, 0);
 }
 
-// Bit i: of element i of a thread's eight. Their byte is no other thread's.
+// Bit i: of element i of a thread's eight. Four neighbours have a word together, which no other thread has; it is sent
+// off without waiting for what was there. Every lane of the warp calls it.
 __device__ __forceinline__ void mark_group8(uint32_t element, uint32_t changed) {
-    if (changed) reinterpret_cast<uint8_t*>(changes_of_chunk.elements)[element / kVector] |= changed;
+    uint32_t word = changed << 8 * (threadIdx.x & 3);
+    word |= __shfl_xor_sync(kAllLanes, word, 1);
+    word |= __shfl_xor_sync(kAllLanes, word, 2);
+    if (word && (threadIdx.x & 3) == 0) {
+        atomicOr(reinterpret_cast<uint32_t*>(changes_of_chunk.elements) + element / 32, word);
+    }
 }
 
-__device__ __forceinline__ void mark_values(Master master, Element type, uint32_t element, const float* before,
-                                            const float* after, uint32_t group8, const Rounding& rounding) {
-    if (!changes_of_chunk.elements) return;
+// Two elements of 16 bits to a word: bit i says whether element i differs.
+__device__ __forceinline__ uint32_t differing_halves(const uint32_t* before, const uint32_t* after) {
+    uint32_t found = 0;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        const uint32_t x = before[k] ^ after[k];
+        const uint32_t differs = (((x & 0x7FFF7FFFu) + 0x7FFF7FFFu) | x) & 0x80008000u;
+        found |= differs >> (15 - 2 * k);
+    }
+    return (found | found >> 15) & 0xFFu;
+}
+
+__device__ __forceinline__ void upper_halves(uint32_t* words, const float* values, uint32_t carry) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        words[k] = pack_high(float_bits(values[2 * k]) + carry, float_bits(values[2 * k + 1]) + carry);
+    }
+}
+
+// What is_changed() says of eight elements.
+__device__ __forceinline__ uint32_t changed_group8(Master master, Element type, const float* before, const float* after,
+                                                   uint32_t group8, const Rounding& rounding) {
+    uint32_t was[4], is[4];
+    if (is_remainder(master)) {
+        const uint32_t carry = master == Master::kRemainder16 ? 0x8000u : 0x8080u;
+        upper_halves(was, before, carry);
+        upper_halves(is, after, carry);
+        return differing_halves(was, is);
+    }
+    if (type == Element::kBFloat16) {
+        if (master == Master::kParameter) {
+            upper_halves(was, before, 0);
+            encode_bfloat16_words<true>(is, after, group8, rounding);
+        } else {
+            encode_bfloat16_words<false>(was, before, 0, rounding);
+            encode_bfloat16_words<false>(is, after, 0, rounding);
+        }
+        return differing_halves(was, is);
+    }
     uint32_t changed = 0;
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
         const uint32_t bits = master == Master::kParameter ? rounding.bits(group8, i) : 0u;
         changed |= (is_changed(master, type, before[i], after[i], bits) ? 1u : 0u) << i;
     }
-    mark_group8(element, changed);
+    return changed;
+}
+
+__device__ __forceinline__ void mark_values(Master master, Element type, uint32_t element, const float* before,
+                                            const float* after, uint32_t group8, const Rounding& rounding) {
+    if (!changes_of_chunk.elements) return;
+    mark_group8(element, changed_group8(master, type, before, after, group8, rounding));
 }
 
 // The same of eight codes of a quantized weight.

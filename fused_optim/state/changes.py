@@ -1,6 +1,7 @@
 """Which elements of parameters have other bits than when they were last taken: one bit for each.
 
-Bit ``e % 8`` of byte ``e // 8`` is that of element ``e`` of the local shard; those beyond the last element stay 0. A quantized weight has such bits for each of its parts: codes and scales.
+Bit ``e % 8`` of byte ``e // 8`` is that of element ``e`` of the local shard; those beyond the last element stay 0. A
+quantized weight has such bits for each of its parts: codes and scales.
 
 Update passes of engines set bits themselves, from what a parameter and its master are in registers. Where they do not,
 or where the parameter may be another than its rounded master, parts are copied before the step and compared after it.
@@ -11,21 +12,24 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fused_optim.adapters import COMPARED, adapter_of
+from fused_optim.backends import backend_of
+from fused_optim.backends.compiled import mark_differences
 from fused_optim.memory.layout import memory_of
-from fused_optim.sharding.dtensor import dense, has_values, local_tensor
+from fused_optim.sharding.dtensor import dense, local_tensor
 
 WHOLE = ""  # the one part of a parameter that is not quantized
 CODES, SCALES = "data", "scale"
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_EXTRACTED = 2**22  # bytes of bits that are turned into indices at a time
+_EXTRACTED = 2**24  # bytes of bits that are turned into indices at a time
 _BITS_OF_BYTES = 0x0102040810204080  # times eight bytes of 0 or 1: these as the bits of the highest byte
 
 
@@ -81,8 +85,8 @@ def _indices(bits: Tensor) -> Tensor:
     """Bytes that are not 0 first: after most steps these are few."""
     at = bits.nonzero().view(-1)
     each = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    byte, bit = (bits[at].unsqueeze(1) >> each & 1).nonzero().unbind(1)
-    return at[byte] * 8 + bit
+    found = (bits[at].unsqueeze(1) >> each & 1).view(-1).nonzero().view(-1)
+    return at[found >> 3].mul_(8).add_(found & 7)
 
 
 def raw_bits(values: Tensor) -> Tensor:
@@ -90,8 +94,20 @@ def raw_bits(values: Tensor) -> Tensor:
     return dense(values.detach()).view(-1).view(_INTEGERS[values.element_size()])
 
 
-def mark_differences(bits: Tensor, before: Tensor, after: Tensor) -> None:
-    """Mark elements whose bits differ; both flat, as of :func:`raw_bits`. Piece by piece, which bounds the memory."""
+def compare(parts: Iterable[tuple[Tensor, Tensor, Tensor]]) -> None:
+    """Mark elements whose bits differ: bits, before and after, both flat as of :func:`raw_bits`."""
+    on_gpus: dict[torch.device, list[tuple[Tensor, Tensor, Tensor]]] = {}
+    for bits, before, after in parts:
+        if backend_of(after) == "cuda":
+            on_gpus.setdefault(after.device, []).append((bits, before, after))
+        else:
+            _mark_differences(bits, before, after)
+    for device, rows in on_gpus.items():
+        mark_differences(rows, device)
+
+
+def _mark_differences(bits: Tensor, before: Tensor, after: Tensor) -> None:
+    """Piece by piece, which bounds the memory."""
     for first in range(0, after.numel(), COMPARED):
         differs = before[first : first + COMPARED] != after[first : first + COMPARED]
         padded = torch.nn.functional.pad(differs, (0, -differs.numel() % 8))
@@ -99,27 +115,15 @@ def mark_differences(bits: Tensor, before: Tensor, after: Tensor) -> None:
         bits[first // 8 : first // 8 + packed.numel()] |= packed
 
 
-class _Seen(NamedTuple):
-    """Version counters and addresses: of a parameter and what it consists of, and of its master."""
-
-    param: tuple[int, ...]
-    master: tuple[int, ...]
-
-    @staticmethod
-    def of(param: Tensor, master: Tensor | None) -> _Seen:
-        own = [param, local_tensor(param), *parts_of(param).values()]
-        return _Seen(_numbers(own), () if master is None else _numbers([local_tensor(master)]))
-
-
-def _numbers(tensors: list[Tensor]) -> tuple[int, ...]:
-    """The address of the last one but a quantized weight is that of its memory."""
-    counters = (0 if tensor.is_inference() else tensor._version for tensor in tensors)
-    return (*counters, *(tensor.data_ptr() if has_values(tensor) else 0 for tensor in tensors[-3:]))
+def _numbers(tensor: Tensor) -> tuple[int, int]:
+    """Version counter and address."""
+    version = 0 if tensor.is_inference() else tensor._version
+    return version, 0 if type(tensor) is FakeTensor else tensor.data_ptr()
 
 
 @dataclass
 class Tracked:
-    """The bits of a parameter, by part.
+    """The bits of a parameter, by part, and what tells that someone else has written it.
 
     ``is_settled``: the parameter is what the last step made of its master, so that a pass can tell what it was without
     reading it.
@@ -127,9 +131,10 @@ class Tracked:
 
     bits: dict[str, Tensor]
     numels: dict[str, int]
-    seen: _Seen | None = None
-    memory: weakref.ref[torch.UntypedStorage] | None = None
     is_settled: bool = False
+    _own: tuple[int, ...] = ()  # version counters and addresses of the parameter
+    _masters: tuple[int, ...] = ()
+    _memory: weakref.ref[torch.UntypedStorage] | None = None
 
     @staticmethod
     def of(params: Iterable[Tensor]) -> dict[Tensor, Tracked]:
@@ -164,37 +169,47 @@ class Tracked:
         for bits in self.bits.values():
             bits.zero_()
 
+    def _look(self, param: Tensor) -> tuple[int, ...]:
+        local = local_tensor(param)
+        if WHOLE in self.bits:
+            return param._version if not param.is_inference() else 0, *_numbers(local)
+        parts = (number for part in parts_of(param).values() for number in _numbers(part))
+        return param._version, local._version, *parts
+
     def see(self, param: Tensor, master: Tensor | None) -> None:
         """Remember the parameter as it is."""
-        seen = _Seen.of(param, master)
-        if self.is_freed or self.seen is None or seen.param != self.seen.param:
-            self.memory = memory_of(param)
-        self.seen = seen
+        own = self._look(param)
+        if self._is_freed() or own[2:] != self._own[2:]:
+            self._memory = memory_of(param)
+        self._own = own
+        self._masters = () if master is None else _numbers(local_tensor(master))
 
-    @property
-    def is_freed(self) -> bool:
+    def _is_freed(self) -> bool:
         """Whether its memory is gone, whatever lies at that address by now."""
-        return self.memory is not None and self.memory() is None
+        return self._memory is not None and self._memory() is None
 
     def notice(self, param: Tensor, master: Tensor | None) -> None:
         """Mark all of it if someone else has written it."""
-        now = _Seen.of(param, master)
-        if self.is_freed or self.seen is None or now.param != self.seen.param:
+        if self._is_freed() or self._look(param) != self._own:
             self.set_all()
-        elif now == self.seen:
+        elif self._masters == (() if master is None else _numbers(local_tensor(master))):
             return
         self.is_settled = False
         self.see(param, master)
 
 
 class Shard(NamedTuple):
-    """A parameter in a step. ``marked``: the parts that the pass marks itself where the parameter is settled."""
+    """A parameter in a step. ``marked``: the parts that the pass marks itself where the parameter is settled.
+
+    ``always``: it reads the parameter's old bits, settled or not.
+    """
 
     param: Tensor
     master: Tensor | None
+    tracked: Tracked
     has_gradient: bool
     marked: Collection[str] = ()
-    always: bool = False  # the pass reads the parameter's old bits, settled or not
+    always: bool = False
 
 
 class ChangeTracker:
@@ -209,12 +224,8 @@ class ChangeTracker:
     def start(self, params: Iterable[Tensor]) -> None:
         """From now on; nothing has changed so far. Raises TypeError for parameters that cannot be tracked."""
         for param, tracked in Tracked.of(params).items():
-            if param in self._tracked and self._tracked[param].fits(param):
-                tracked = self._tracked[param]  # engines know where these bits are
-                tracked.clear()
-            self._tracked[param] = tracked
-            tracked.is_settled = False
             tracked.see(param, None)
+            self._tracked[param] = tracked
 
     def __getitem__(self, param: Tensor) -> Tracked:
         """Of a parameter that came later, or has another shard by now: all of it is marked."""
@@ -238,46 +249,41 @@ class ChangeTracker:
         yield
         self[param].see(param, None)
 
-    def begin(self, shards: Iterable[Shard]) -> StepChanges:
-        """Before a step."""
-        listed = list(shards)
-        self.notice({shard.param: shard.master for shard in listed})
-        return StepChanges(self, listed)
 
-    def settle(self, shards: Iterable[Shard]) -> None:
-        """After it: what it wrote is nobody else's."""
+class StepChanges:
+    """What a step changes: noticed before it, and after it where its pass does not mark it itself."""
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self._shards = shards
+        self._copies: list[tuple[Tensor, str, Tensor, Tensor]] = []  # parameter, part, its bits; a copy from before
+        self._marks: list[tuple[Tensor, Tensor]] = []  # bits, and what they were
         with torch._C.DisableTorchFunctionSubclass():
             for shard in shards:
-                tracked = self[shard.param]
-                tracked.see(shard.param, shard.master)
-                tracked.is_settled |= shard.has_gradient
-
-
-@dataclass
-class StepChanges:
-    """What a step changes of parts that its pass does not mark itself: copies of them from before."""
-
-    tracker: ChangeTracker
-    shards: list[Shard]
-    _copies: list[tuple[Tracked, str, Tensor, Tensor, Tensor]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        for shard in self.shards:
+                shard.tracked.notice(shard.param, shard.master)
+        for shard in shards:
             if shard.has_gradient:
                 self._copy(shard)
 
     def _copy(self, shard: Shard) -> None:
-        tracked = self.tracker[shard.param]
+        tracked = shard.tracked
         knows = shard.marked if tracked.is_settled or shard.always else ()
+        if WHOLE in knows:
+            return
         for name, part in parts_of(shard.param).items():
             if name not in knows and part.numel():
-                before = raw_bits(part)
-                self._copies.append((tracked, name, shard.param, before.clone(), tracked.bits[name].clone()))
+                bits = tracked.bits[name]
+                self._copies.append((shard.param, name, bits, raw_bits(part).clone()))
+                if name in shard.marked:  # by what the pass takes the parameter for
+                    self._marks.append((bits, bits.clone()))
 
     def finish(self) -> None:
         """After the step, of which version counters know."""
-        for tracked, name, param, before, bits in self._copies:
-            mark_differences(bits, before, raw_bits(parts_of(param)[name]))
-            tracked.bits[name].copy_(bits)
+        for bits, before in self._marks:
+            bits.copy_(before)
+        compare([(bits, before, raw_bits(parts_of(param)[name])) for param, name, bits, before in self._copies])
         self._copies.clear()
-        self.tracker.settle(self.shards)
+        self._marks.clear()
+        with torch._C.DisableTorchFunctionSubclass():
+            for shard in self._shards:
+                shard.tracked.see(shard.param, shard.master)
+                shard.tracked.is_settled |= shard.has_gradient
