@@ -78,8 +78,7 @@ class Publisher(Optimizer):
         Raises RuntimeError without :meth:`track_changes`, KeyError and TypeError as :meth:`master_state_dict` does.
         """
         changes = self.peek_changes(model, gather)
-        tracker = self._tracker()
-        torch._foreach_zero_([bits for param in self.store.params for bits in tracker[param].bits.values()])
+        self._tracker().clear()
         return changes
 
     @between_graphs

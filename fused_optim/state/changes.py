@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fused_optim.adapters import COMPARED, adapter_of
-from fused_optim.backends import backend_of
+from fused_optim.backends import backend_of, is_capturing
 from fused_optim.backends.compiled import mark_differences
 from fused_optim.memory.layout import memory_of
 from fused_optim.sharding.dtensor import dense, local_tensor
@@ -71,14 +71,18 @@ def indices_of_all(bits: Sequence[Tensor]) -> list[Tensor]:
     for i, each in enumerate(bits):
         by_memory.setdefault(each.untyped_storage().data_ptr(), []).append(i)
     for members in by_memory.values():
-        memory = bits[members[0]].untyped_storage()
-        marked = indices_of(torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory))
+        marked = indices_of(_memory_of(bits[members[0]]))
         firsts = [8 * int(bits[i].storage_offset()) for i in members]
         ends = [first + 8 * bits[i].numel() for first, i in zip(firsts, members, strict=True)]
         cuts = torch.searchsorted(marked, torch.tensor(firsts + ends, device=marked.device)).tolist()
         for i, first, start, end in zip(members, firsts, cuts, cuts[len(members) :], strict=False):
             found[i] = marked[start:end] - first
     return [found[i] for i in range(len(bits))]
+
+
+def _memory_of(bits: Tensor) -> Tensor:
+    """All of the memory that they lie in."""
+    return torch.empty(0, dtype=torch.uint8, device=bits.device).set_(bits.untyped_storage())
 
 
 def _indices(bits: Tensor) -> Tensor:
@@ -165,10 +169,6 @@ class Tracked:
         for name, bits in self.bits.items():
             set_all(bits, self.numels[name])
 
-    def clear(self) -> None:
-        for bits in self.bits.values():
-            bits.zero_()
-
     def _look(self, param: Tensor) -> tuple[int, ...]:
         local = local_tensor(param)
         if WHOLE in self.bits:
@@ -190,10 +190,14 @@ class Tracked:
 
     def notice(self, param: Tensor, master: Tensor | None) -> None:
         """Mark all of it if someone else has written it."""
-        if self._is_freed() or self._look(param) != self._own:
-            self.set_all()
-        elif self._masters == (() if master is None else _numbers(local_tensor(master))):
+        is_written = self._is_freed() or self._look(param) != self._own
+        if not is_written and self._masters == (() if master is None else _numbers(local_tensor(master))):
             return
+        if is_capturing():
+            hint = "take_changes() or a step before the capture notices it"
+            raise RuntimeError(f"CUDA graph capture: a parameter or its master was written since the last step; {hint}")
+        if is_written:
+            self.set_all()
         self.is_settled = False
         self.see(param, master)
 
@@ -226,6 +230,12 @@ class ChangeTracker:
         for param, tracked in Tracked.of(params).items():
             tracked.see(param, None)
             self._tracked[param] = tracked
+
+    def clear(self) -> None:
+        """Nothing has changed."""
+        every = (bits for tracked in self._tracked.values() for bits in tracked.bits.values())
+        for memory in {bits.untyped_storage().data_ptr(): _memory_of(bits) for bits in every}.values():
+            memory.zero_()
 
     def __getitem__(self, param: Tensor) -> Tracked:
         """Of a parameter that came later, or has another shard by now: all of it is marked."""

@@ -20,7 +20,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -159,10 +159,8 @@ def write_changes(changes: Mapping[str, Changes], file: str | os.PathLike[str], 
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
     metadata = {"format": FORMAT, "version": str(VERSION), "base": str(base), "step": str(step)}
     metadata["tensors"] = json.dumps(described)
-    digest = _digest(metadata)
-    for tensor in tensors.values():
-        digest.update(safetensors.raw(tensor))
-    safetensors.write(file, tensors, {**metadata, "checksum": digest.hexdigest()})
+    metadata["checksum"] = _checksum(metadata, map(safetensors.raw, tensors.values()))
+    safetensors.write(file, tensors, metadata)
     return os.path.getsize(file)
 
 
@@ -179,9 +177,7 @@ def read_changes(file: str | os.PathLike[str]) -> ChangesFile:
     if metadata.get("version") != str(VERSION):
         raise ValueError(f"{where} has version {metadata.get('version')} of the form, and {VERSION} is known: update")
     checksum = metadata.pop("checksum", "")
-    digest = _digest(metadata)
-    digest.update(data)
-    if digest.hexdigest() != checksum:
+    if _checksum(metadata, [data]) != checksum:
         raise DamagedFile(f"{where}: its checksum is another: it was not written whole, or changed since")
     described: dict[str, dict[str, object]] = json.loads(metadata["tensors"])
     changes = {name: _changes(tensors, name, entry, where) for name, entry in described.items()}
@@ -200,5 +196,8 @@ def _changes(tensors: Mapping[str, Tensor], name: str, entry: Mapping[str, objec
     return Changes(indices, tensors[name], tuple(sizes))
 
 
-def _digest(metadata: Mapping[str, str]) -> hashlib._Hash:
-    return hashlib.sha256(json.dumps(dict(sorted(metadata.items()))).encode())
+def _checksum(metadata: Mapping[str, str], data: Iterable[bytes | memoryview]) -> str:
+    digest = hashlib.sha256(json.dumps(dict(sorted(metadata.items()))).encode())
+    for piece in data:
+        digest.update(piece)
+    return digest.hexdigest()

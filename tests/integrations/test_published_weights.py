@@ -1,4 +1,4 @@
-"""A Llama that another process serves by transformers follows training by files of changes, bit for bit: BF16 and FP8."""
+"""A Llama that another process serves follows training by files of changes, bit for bit: BF16 and FP8."""
 
 from __future__ import annotations
 

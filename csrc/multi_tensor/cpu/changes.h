@@ -1,5 +1,5 @@
-// Which elements of a tile's parameter an update changes: what was stored is compared with what is. Under the same rules
-// as tile.h.
+// Which elements of a tile's parameter an update changes: what was stored is compared with what is. Under the same
+// rules as tile.h.
 #pragma once
 
 #include "cpu/tile.h"
@@ -38,7 +38,10 @@ void mark(uint64_t bits, uint64_t element, int bytes, const uint8_t* before, uin
 class StoredTile {
 public:
     StoredTile(const Shard& shard, uint64_t element, int count)
-        : shard_(shard), element_(element), count_(count), bytes_(shard.quantized ? 1 : element_bytes(shard.param_type)) {
+        : shard_(shard),
+          element_(element),
+          count_(count),
+          bytes_(shard.quantized ? 1 : element_bytes(shard.param_type)) {
         copy(values_, shard.param, element, bytes_, count);
         if (!shard.scale_changes) return;
         dispatch_weight(shard.weight_format, [&](auto codec) {
@@ -63,7 +66,8 @@ public:
 
 private:
     static void copy(uint8_t* target, uint64_t address, uint64_t element, int bytes, int count) {
-        std::memcpy(target, reinterpret_cast<const uint8_t*>(address) + element * bytes, static_cast<size_t>(bytes) * count);
+        std::memcpy(target, reinterpret_cast<const uint8_t*>(address) + element * bytes,
+                    static_cast<size_t>(bytes) * count);
     }
 
     const Shard& shard_;

@@ -167,11 +167,11 @@ struct AnyCombination {
 template <>
 Kernel<AnyCombination::Table>& kernel_of_any_combination<AnyFormats::rule, AnyFormats::tracked>() {
     static Kernel<AnyCombination::Table> kernel{multi_tensor_update<AnyCombination>,
-                                     kSharedBytes<AnyCombination>,
-                                     AnyCombination::kTilesPerChunk,
-                                     AnyCombination::kScaledMasters,
-                                     AnyFormats::rule,
-                                     true};
+                                                kSharedBytes<AnyCombination>,
+                                                AnyCombination::kTilesPerChunk,
+                                                AnyCombination::kScaledMasters,
+                                                AnyFormats::rule,
+                                                true};
     return kernel;
 }
 

@@ -18,11 +18,14 @@ __device__ __forceinline__ uint32_t stored_bits(Element type, float value, uint3
 }
 
 // `carry`: what splitting a master adds before its upper half becomes the parameter.
-__device__ __forceinline__ uint32_t upper_bits(float value, uint32_t carry) { return (float_bits(value) + carry) >> 16; }
+__device__ __forceinline__ uint32_t upper_bits(float value, uint32_t carry) {
+    return (float_bits(value) + carry) >> 16;
+}
 
 // Whether the parameter of a master changes with it. Values that are NaN are as they were stored.
 __device__ __forceinline__ bool is_changed(Master master, Element type, float before, float after, uint32_t bits) {
-    if (master == Master::kParameter) return stored_bits<false>(type, before, 0) != stored_bits<true>(type, after, bits);
+    if (master == Master::kParameter)
+        return stored_bits<false>(type, before, 0) != stored_bits<true>(type, after, bits);
     if (is_remainder(master)) {
         const uint32_t carry = master == Master::kRemainder16 ? 0x8000u : 0x8080u;
         return upper_bits(before, carry) != upper_bits(after, carry);
@@ -146,7 +149,8 @@ struct StoredWeight {
     }
 
     // `before`: the same before the update.
-    __device__ __forceinline__ void mark_scale_after(const View& view, uint32_t element, const StoredWeight& before) const {
+    __device__ __forceinline__ void mark_scale_after(const View& view, uint32_t element,
+                                                     const StoredWeight& before) const {
         if (changes_of_chunk.scales && scale != before.scale) {
             dispatch_weight(view.weight_format(), MarkScale{view, element});
         }

@@ -40,7 +40,8 @@ __device__ __forceinline__ void compare(const Comparison& c, uint64_t first) {
     if (own) reinterpret_cast<uint32_t*>(c.bits)[of_warp / 32 + lane] |= own;
 }
 
-__global__ void __launch_bounds__(kCompareThreads) mark_differences(const __grid_constant__ CompareArguments arguments) {
+__global__ void __launch_bounds__(kCompareThreads)
+    mark_differences(const __grid_constant__ CompareArguments arguments) {
     uint32_t low = 0, high = arguments.count - 1;
     while (low < high) {
         const uint32_t middle = (low + high) / 2;

@@ -16,7 +16,8 @@ struct OneCombination {
     static constexpr int kTilesPerChunk = Pace<Formats>::kTilesPerChunk;
     static constexpr bool kScaledMasters = is_scaled(Formats::master);
     static constexpr uint32_t kRingBytes = ring_bytes<Formats>();
-    using Table = std::conditional_t<Formats::has_weights, TableWithWeights<Formats::tracked>, PlainTable<Formats::tracked>>;
+    using Table =
+        std::conditional_t<Formats::has_weights, TableWithWeights<Formats::tracked>, PlainTable<Formats::tracked>>;
 
     __device__ __forceinline__ static void vectors() { vector_loop<Formats>(); }
     __device__ __forceinline__ static void others() {

@@ -461,7 +461,8 @@ __device__ __forceinline__ void loop_over_chunk(const View& view) {
     __syncthreads();
     write_scales<Formats>(view, blocks);
     if constexpr (Formats::has_weights) {
-        if (view.info.quantized && view.param) dispatch_weight(view.weight_format(), CopyWeightScales<Formats::tracked>{view});
+        if (view.info.quantized && view.param)
+            dispatch_weight(view.weight_format(), CopyWeightScales<Formats::tracked>{view});
     }
 }
 

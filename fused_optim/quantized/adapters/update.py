@@ -27,8 +27,6 @@ from fused_optim.quantized.recipes import Encoding, as_matrix, codec, matrix_ran
 from fused_optim.quantized.tensor import Initials, QuantizedTensor, local_weight
 from fused_optim.sharding.dtensor import shard_offsets, shard_ranges, sharded_dim, sharding_dims
 
-_DECODED = ("data", "scale", "tensor_scale")  # components; histories are not needed to decode
-
 
 def needs_master(param: Tensor) -> None:
     return None
@@ -81,7 +79,8 @@ def products(param: Tensor, rows: int | None) -> dict[str, str | None]:
 
 def parts(param: Tensor) -> dict[str, Tensor]:
     local = local_weight(param)
-    return {name: local.components[name] for name in _DECODED if name in local.components}
+    names = (*local.recipe.of_elements, "tensor_scale")  # histories are not needed to decode
+    return {name: local.components[name] for name in names if name in local.components}
 
 
 def place(param: Tensor, part: str) -> Place:
