@@ -129,8 +129,15 @@ def _planned(targets: Mapping[str, Tensor], name: str, changes: Changes, names: 
     if changes.values.numel() == 1 and changes.shape in ((), (1,)):  # of a whole weight, once or for each row
         return [(target, (), _integers(changes.values).view(()))]
     if target.numel() == math.prod(changes.shape):  # of a weight with more dims than the matrix that was quantized
-        return [(target, torch.unravel_index(changes.indices, target.shape), _integers(changes.values))]
+        return [_at(target, changes.indices, _integers(changes.values))]
     raise ValueError(f"{key}: expected shape {changes.shape}, as {name} was published, got {tuple(target.shape)}")
+
+
+def _at(target: Tensor, indices: Tensor, values: Tensor) -> _Write:
+    """A write at flat indices, whatever lies where in memory."""
+    if target.is_contiguous():
+        return target.view(-1), (indices,), values
+    return target, torch.unravel_index(indices, target.shape), values
 
 
 def _into_box(targets: Mapping[str, Tensor], name: str, changes: Changes, box: Box) -> _Write:

@@ -61,7 +61,7 @@ def test_a_served_llama_follows(tmp_path: Path, quantized: bool, lr: float) -> N
         optimizer.step()
         optimizer.zero_grad()
         write_changes(optimizer.take_changes(model), tmp_path / f"{step}.safetensors", base=step - 1, step=step)
-    subprocess.run([sys.executable, "-c", SERVER, str(tmp_path), str(STEPS)], check=True, timeout=240)
+    subprocess.run([sys.executable, "-c", SERVER, str(tmp_path), str(STEPS)], check=True, timeout=280)
     served = torch.load(tmp_path / "served")
     for name, param in model.named_parameters():
         parts = getattr(param, "components", {"data": param.detach()})
