@@ -136,7 +136,8 @@ def copy_of_weights(model: Weights, device: torch.device) -> float:
 def stream(name: str, device: torch.device, recipe: Any = None) -> dict[str, Any]:
     """A byte-level GPT in BF16: pretrained at 3e-4, then with advantages at 1e-6, as policy gradients are."""
     torch.manual_seed(0)
-    model = ByteGPT(384, 6, 6).to(device, torch.bfloat16)
+    width, layers, steps = (768, 8, 100) if device.type == "cuda" else (192, 3, 40)
+    model = ByteGPT(width, layers, width // 64).to(device, torch.bfloat16)
     if recipe is not None:
         quantize_model_(model, recipe, lambda module, _: isinstance(module, nn.Linear) and module.out_features > 256)
     corpus, _ = load_corpus()
@@ -145,11 +146,11 @@ def stream(name: str, device: torch.device, recipe: Any = None) -> dict[str, Any
     numel = sum(param.numel() for param in model.parameters())
     full = sum(x.nbytes for p in model.parameters() for x in getattr(p, "components", {"": p.detach()}).values())
     found: dict[str, Any] = {"name": name, "parameters": numel, "full_bytes": full}
-    found["pretraining, each step"] = _publish(model, optimizer, corpus, range(120), 1, 100, device)
-    found["pretraining, every 10 steps"] = _publish(model, optimizer, corpus, range(120, 180), 10, 120, device)
+    found["pretraining, each step"] = _publish(model, optimizer, corpus, range(steps + 10), 1, steps, device)
+    found["pretraining, every 10 steps"] = _publish(model, optimizer, corpus, range(200, 230), 10, 200, device)
     optimizer = FusedAdamW(model.parameters(), lr=1e-6, betas=(0.9, 0.999), weight_decay=0.0)
     optimizer.track_changes()
-    found["RL-like, each step"] = _publish(model, optimizer, corpus, range(1000, 1040), 1, 1010, device, True)
+    found["RL-like, each step"] = _publish(model, optimizer, corpus, range(1000, 1020), 1, 1005, device, True)
     return found
 
 
@@ -180,14 +181,15 @@ def _publish(
 
 def gradients(model: ByteGPT, corpus: Any, step: int, device: torch.device, advantages: bool) -> None:
     """Of the loss, or, one sequence after the other, of it times an advantage: normal numbers with mean 0."""
-    batch: Tensor = training_batch(corpus, 0, step, 16, 129).to(device)
+    rows = 32 if device.type == "cuda" else 8
+    batch: Tensor = training_batch(corpus, 0, step, rows, 129).to(device)
     if not advantages:
         model(batch).backward()
         return
-    weights = torch.randn(8, generator=torch.Generator().manual_seed(step))
+    weights = torch.randn(rows, generator=torch.Generator().manual_seed(step))
     weights = ((weights - weights.mean()) / weights.std()).tolist()
-    for rows, weight in zip(batch.split(2), weights, strict=True):
-        (model(rows) * weight / 8).backward()
+    for sequence, weight in zip(batch.split(1), weights, strict=True):
+        (model(sequence) * weight / rows).backward()
 
 
 def main() -> None:
