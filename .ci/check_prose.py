@@ -61,8 +61,7 @@ def found_in(page: str) -> Iterator[tuple[int, str, str]]:
     text = running_text(page)
     for match in HASH.finditer(text):
         yield text.count("\n", 0, match.start()) + 1, match[0], "commits belong into the results' README"
-    prose = re.sub(r"`[^`\n]*`", "`code`", text)
-    prose = re.sub(r"\]\([^)]*\)", "](link)", prose)
+    prose = blanked(text, r"`(?:[^`\n]|\n(?!\n))+`|\]\([^)]*\)")
     for phrase, advice in PHRASES.items():
         words = phrase.replace(" ", r"\s+")
         for match in re.finditer(rf"(?<!\w)(?:{words})(?!\w)", prose, re.IGNORECASE):

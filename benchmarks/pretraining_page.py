@@ -109,7 +109,7 @@ def draw_losses(axes: Axes, runs: Sequence[dict[str, Any]], colors: dict[str, An
 
 
 def draw_gaps(axes: Axes, runs: Sequence[dict[str, Any]], colors: dict[str, Any]) -> None:
-    """The figures of the table: of the last evaluation, on all held-out text. Runs that were stopped have none."""
+    """The figures of the table: of the evaluation after training. Runs that were stopped have none."""
     whole = [run for run in runs if run["held_out_loss"] is not None]
     exact = next(run["held_out_loss"] for run in whole if run["name"] == "fp32")
     for row, run in enumerate(whole):
@@ -117,9 +117,12 @@ def draw_gaps(axes: Axes, runs: Sequence[dict[str, Any]], colors: dict[str, Any]
         axes.plot([0, gap], [row, row], color=colors[run["name"]], linewidth=1.5)
         axes.plot(gap, row, "o", color=colors[run["name"]])
         side, align = (6, "left") if gap >= 0 else (-6, "right")
-        style = {"textcoords": "offset points", "va": "center", "ha": align, "fontsize": 7}
-        axes.annotate(f"{gap:+.2f}%", (gap, row), (side, 0), **style)
-    labels = [run["label"] + f", seed {run['seed']}" * run["name"].startswith("fp32") for run in whole]
+        axes.annotate(
+            f"{gap:+.2f}%", (gap, row), (side, 0), textcoords="offset points", va="center", ha=align, fontsize=7
+        )
+    labels = [
+        f"{run['label']}, seed {run['seed']}" if run["name"].startswith("fp32") else run["label"] for run in whole
+    ]
     axes.set_yticks(range(len(whole)), labels, fontsize=7)
     axes.yaxis.tick_right()
     axes.invert_yaxis()

@@ -53,12 +53,12 @@ template <bool tracked, class Candidates>
 auto* kernel_of_all(Rule rule, Candidates KernelsOfFormat<tracked>::* candidates, const Shards& shards) {
     uint64_t total = 0;
     for (const Shard& s : shards) total += s.numel;
-    for (KernelsOfFormat<tracked>* of_format : own_kernels<tracked>(rule)) {
-        for (auto& kernel : of_format->*candidates) {
-            if (serves(kernel, shards, total)) return &kernel;
+    for (const KernelsOfFormat<tracked>* of_format : own_kernels<tracked>(rule)) {
+        for (auto* kernel : of_format->*candidates) {
+            if (serves(*kernel, shards, total)) return kernel;
         }
     }
-    return static_cast<typename Candidates::pointer>(nullptr);
+    return static_cast<typename Candidates::value_type>(nullptr);
 }
 
 template <bool tracked>
@@ -73,9 +73,9 @@ Kernel<PlainTable<tracked>>& any_combination(Rule rule) {
 // The kernel of a shard's combination; of combinations that have none, the one for all of them.
 template <bool tracked>
 Kernel<PlainTable<tracked>>& kernel_of(Rule rule, const Shard& shard) {
-    for (KernelsOfFormat<tracked>* of_format : own_kernels<tracked>(rule)) {
-        for (auto& kernel : of_format->plain) {
-            if (kernel.is_combination_of(shard)) return kernel;
+    for (const KernelsOfFormat<tracked>* of_format : own_kernels<tracked>(rule)) {
+        for (auto* kernel : of_format->plain) {
+            if (kernel->is_combination_of(shard)) return *kernel;
         }
     }
     return any_combination<tracked>(rule);
@@ -101,8 +101,8 @@ void launch_scalars(const std::vector<Hyper>& groups, Scalars* scalars, int devi
 template <bool tracked>
 void load_update_kernels(Rule rule, int device) {
     for (const KernelsOfFormat<tracked>* of_format : own_kernels<tracked>(rule)) {
-        for (const auto& kernel : of_format->plain) load_kernel(kernel.function, kName, device);
-        for (const auto& kernel : of_format->with_weights) load_kernel(kernel.function, kName, device);
+        for (const auto* kernel : of_format->plain) load_kernel(kernel->function, kName, device);
+        for (const auto* kernel : of_format->with_weights) load_kernel(kernel->function, kName, device);
     }
     load_kernel(any_combination<tracked>(rule).function, kName, device);
 }
@@ -122,7 +122,8 @@ size_t workspace_bytes(const Step& step) { return step.groups.size() * sizeof(Sc
 bool writes_weights_cuda(Rule rule, const State* states) {
     const auto& of_formats = own_kernels<false>(rule);
     return std::any_of(of_formats.begin(), of_formats.end(), [&](const KernelsOfFormat<false>* of_format) {
-        return of_format->with_weights.front().is_of_format(states);
+        const auto& kernels = of_format->with_weights;
+        return !kernels.empty() && kernels.front()->is_of_format(states);
     });
 }
 
@@ -185,12 +186,12 @@ template <bool tracked>
 void launch_with_weights(const Launcher& launch, const Shards& shards) {
     if (auto* kernel = kernel_of_all(launch.rule, &KernelsOfFormat<tracked>::with_weights, shards))
         return launch(*kernel, shards);
-    for (KernelsOfFormat<tracked>* of_format : own_kernels<tracked>(launch.rule)) {
-        for (auto& kernel : of_format->with_weights) {
+    for (const KernelsOfFormat<tracked>* of_format : own_kernels<tracked>(launch.rule)) {
+        for (auto* kernel : of_format->with_weights) {
             Shards own;
             std::copy_if(shards.begin(), shards.end(), std::back_inserter(own),
-                         [&](const Shard& s) { return s.quantized && kernel.is_combination_of(s); });
-            if (!own.empty()) launch(kernel, own);
+                         [&](const Shard& s) { return s.quantized && kernel->is_combination_of(s); });
+            if (!own.empty()) launch(*kernel, own);
         }
     }
     Shards others;

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <iterator>
 #include <vector>
@@ -63,26 +62,26 @@ using TableWithWeights = std::conditional_t<tracked, TrackedWeightsTable, Weight
 // Those of the combinations in which all states have one format. `tracked`: they mark what they change.
 template <bool tracked>
 struct KernelsOfFormat {
-    std::array<Kernel<PlainTable<tracked>>, kCount<Master>> plain;
-    std::array<Kernel<TableWithWeights<tracked>>, 2> with_weights;  // of masters that quantized weights may have
+    std::vector<Kernel<PlainTable<tracked>>*> plain;
+    std::vector<Kernel<TableWithWeights<tracked>>*> with_weights;  // of masters that quantized weights may have
 };
 
 // Defined in one_combination.cu, for the rules and formats that setup.py compiles it for.
 template <Rule rule, Format format, bool tracked>
-KernelsOfFormat<tracked>& kernels_of();
+const KernelsOfFormat<tracked>& kernels_of();
 
 template <bool tracked, Rule rule, Format... formats>
-std::vector<KernelsOfFormat<tracked>*> kernels_of_formats() {
+std::vector<const KernelsOfFormat<tracked>*> kernels_of_formats() {
     return {&kernels_of<rule, formats, tracked>()...};
 }
 
 // FP32 stands for all formats without scales.
 template <bool tracked>
-const std::vector<KernelsOfFormat<tracked>*>& own_kernels(Rule rule) {
-    static const std::vector<KernelsOfFormat<tracked>*> all[] = {
+const std::vector<const KernelsOfFormat<tracked>*>& own_kernels(Rule rule) {
+    static const std::vector<const KernelsOfFormat<tracked>*> all[] = {
         kernels_of_formats<tracked, Rule::kAdam, Format::kFloat32, Format::kFloat16, Format::kFloat8, Format::kInt8>(),
         kernels_of_formats<tracked, Rule::kLion, Format::kFloat32, Format::kFloat8, Format::kInt8>(),
-        kernels_of_formats<tracked, Rule::kMuon>(),
+        kernels_of_formats<tracked, Rule::kMuon, Format::kFloat32, Format::kFloat8, Format::kInt8>(),
         kernels_of_formats<tracked, Rule::kDescent, Format::kFloat32>(),
     };
     static_assert(std::size(all) == kCount<Rule>, "kernels of every rule");
@@ -91,9 +90,9 @@ const std::vector<KernelsOfFormat<tracked>*>& own_kernels(Rule rule) {
 
 // Adam's alone mark changes in kernels of their own, and Lion's in the one of all combinations.
 template <>
-inline const std::vector<KernelsOfFormat<true>*>& own_kernels<true>(Rule rule) {
-    static const std::vector<KernelsOfFormat<true>*> none;
-    static const std::vector<KernelsOfFormat<true>*> of_adam =
+inline const std::vector<const KernelsOfFormat<true>*>& own_kernels<true>(Rule rule) {
+    static const std::vector<const KernelsOfFormat<true>*> none;
+    static const std::vector<const KernelsOfFormat<true>*> of_adam =
         kernels_of_formats<true, Rule::kAdam, Format::kFloat32, Format::kFloat16, Format::kFloat8, Format::kInt8>();
     return rule == Rule::kAdam ? of_adam : none;
 }
