@@ -82,6 +82,14 @@ class Update:
     written: bool = False
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor of a local shard begins in that of the whole parameter, of this ``shape``."""
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
 class Adapter(Protocol):
     """What is asked of the local tensor of a quantized parameter, and of the parameter (perhaps a DTensor) itself."""
 
@@ -120,6 +128,15 @@ class Adapter(Protocol):
 
         Empty where none is to, or the adapter does not know. ``rows``: of activations; None: a number that suits all.
         """
+
+    def parts(self, param: Tensor) -> dict[str, Tensor] | None:
+        """What decoding this rank's shard needs, by name: ``data`` first, then scales. None: the adapter cannot tell.
+
+        No copies.
+        """
+
+    def place(self, param: Tensor, part: str) -> Place:
+        """Where one of :meth:`parts` lies."""
 
     def needs_collective(self, param: Tensor) -> bool:
         """Whether new values need a reduction over ranks. All ranks answer alike."""

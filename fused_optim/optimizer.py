@@ -32,6 +32,7 @@ from fused_optim.options.reading import (
     without_repeats,
 )
 from fused_optim.options.settings import Setting, Settings
+from fused_optim.publishing import Publisher
 from fused_optim.rule import Rules
 from fused_optim.sharding.collective import parameter_names
 from fused_optim.state import state_dict as forms
@@ -68,7 +69,7 @@ def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
     return forms.convert(optimizer.store, state_dict, options)
 
 
-class ShardedOptimizer(Optimizer):
+class ShardedOptimizer(Publisher):
     """What all optimizers of this package share. It knows no update rule: subclasses give it one.
 
     Each fact has one owner. ``param_groups`` have the hyperparameters and the ``step``; ``settings`` the options of the

@@ -20,6 +20,7 @@ ROOMS = (
         "torch_versions",
         "decorators",
         "optional",
+        "wire",
         "roles",
         "formats",
         "rule",
@@ -30,7 +31,19 @@ ROOMS = (
     ),
     *("matrices", "options"),
     *(f"quantized.{room}" for room in ("recipes", "tensor", "compute", "adapters", "model", "files", "__init__")),
-    *("rebuild", "state", "step", "optimizer", "adam", "lion", "muon", "muon_groups", "known_rules", "release"),
+    *(
+        "rebuild",
+        "state",
+        "step",
+        "publishing",
+        "optimizer",
+        "adam",
+        "lion",
+        "muon",
+        "muon_groups",
+        "known_rules",
+        "release",
+    ),
     *(f"checkpoint.{room}" for room in ("storage", "reading", "writing")),
     *(
         f"checkpoint.{room}"
@@ -82,6 +95,7 @@ BY_NAME = {
     },
     "sharding.fsdp": dict.fromkeys(("_fsdp_param_groups", "_unsharded_param"), "not in all releases, not at all times"),
     "sharding.uneven": {"_shard_order": "Megatron-FSDP's note on a mesh"},
+    "wire.apply": {"components": "of weights that are quantized, whose classes a server need not have"},
     "options.checks": {"_is_flat_param": "FSDP1's mark on parameters"},
 }
 
@@ -492,6 +506,7 @@ RIGHT = {
             "decorators",
             "roles",
             "rule",
+            "publishing",
             "optimizer",
             "lion",
             "muon",
@@ -508,7 +523,7 @@ RIGHT = {
         for room in ("termination", "collect", "extras", "random_states", "saves", "other_optimizer", "loads")
     },
     **{f"checkpoint/{room}": "" for room in ("checkpointer", "__init__")},
-    **{f"{room}/__init__": "" for room in ("compat", "tools")},
+    **{f"{room}/__init__": "" for room in ("compat", "tools", "wire")},
     "__init__": """
 from typing import TYPE_CHECKING
 from fused_optim.adam import FusedAdam

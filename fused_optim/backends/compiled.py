@@ -15,10 +15,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fused_optim.backends import Compiled, ShardWork, load_engine
 from fused_optim.backends.engine import CachedShard, CudaEngine, Engine, EngineTensorReader
+from fused_optim.backends.tables import Rule as RuleNumber
 from fused_optim.formats.elements import ELEMENT_TYPES
 from fused_optim.memory.by_parameter import ByParameter
 from fused_optim.memory.layout import StateLayout
 from fused_optim.rule import Hyper, Rule
+
+# Update rules whose kernels on GPUs exist a second time, to mark what they change.
+_MARKING = (RuleNumber.ADAM, RuleNumber.LION)
 
 
 def address(tensor: Tensor | None) -> int:
@@ -137,6 +141,14 @@ def increment_versions(tensors: list[Tensor]) -> None:
     torch.autograd.graph.increment_version(tensors)
 
 
+def mark_differences(parts: Sequence[tuple[Tensor, Tensor, Tensor]], device: torch.device) -> None:
+    """Set bits where ``before`` and ``after``, flat and on one GPU, differ in theirs: (bits, before, after)."""
+    engine, _ = load_engine("cuda")
+    assert engine is not None
+    rows = [(b.data_ptr(), a.data_ptr(), bits.data_ptr(), a.numel(), a.element_size()) for bits, b, a in parts]
+    engine.mark_differences(rows, **run_on(device))
+
+
 class CompiledShards:
     """The shards of one device in the ``cpu`` or ``cuda`` engine, which looks for changes itself (``shard_table.h``).
 
@@ -192,6 +204,11 @@ class CompiledShards:
 
     def takes_target(self, layout: StateLayout) -> bool:
         return self._writes_weights(self._rule.code, [fmt.code for fmt in layout.formats])
+
+    def marks(self, work: ShardWork) -> bool:
+        if self._backend == "cuda" and work.target is not None:
+            return self._rule.code == RuleNumber.ADAM
+        return self._backend == "cpu" or self._rule.code in _MARKING
 
     def with_gradients(self) -> Sequence[int]:
         return self._table.with_gradients()

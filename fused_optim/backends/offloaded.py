@@ -201,6 +201,9 @@ class OffloadedShards:
     def takes_target(self, layout: StateLayout) -> bool:
         return False
 
+    def marks(self, work: ShardWork) -> bool:
+        return False  # its parts may begin within a byte of bits
+
     def with_gradients(self) -> Sequence[int]:
         return self._whole.with_gradients()
 

@@ -49,6 +49,9 @@ class Shards(Protocol):
     def takes_target(self, layout: StateLayout) -> bool:
         """Whether a shard with these states may have a target."""
 
+    def marks(self, work: ShardWork) -> bool:
+        """Whether ``run`` marks, in ``work.changes``, what it changes of the parameter's bits."""
+
     def with_gradients(self) -> Sequence[int]:
         """The numbers of the shards that have a gradient in this step, ascending."""
 
@@ -118,6 +121,9 @@ class ReferenceShards:
         return sorted(found)
 
     def takes_target(self, layout: StateLayout) -> bool:
+        return False
+
+    def marks(self, work: ShardWork) -> bool:
         return False
 
     def with_gradients(self) -> Sequence[int]:

@@ -6,6 +6,7 @@ import threading
 import weakref
 import zlib
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
@@ -28,6 +29,7 @@ from fused_optim.rule import Rule, Rules
 from fused_optim.sharding.collective import FailedElsewhere, any_rank, bare_name
 from fused_optim.sharding.dtensor import has_own_chunks, has_values, local_tensor, rewrap_like, shard_geometry
 from fused_optim.sharding.uneven import locate_uneven_shards
+from fused_optim.state.changes import ChangeTracker
 from fused_optim.state.groups import Group, Owner, ParamGroups, WholeGroup
 from fused_optim.state.param_state import (
     ParamState,
@@ -61,6 +63,7 @@ class StateStore:
         # Where parameters have names: then the optimizers of parts of a model round as one of all of it does. Not after
         # a checkpoint whose run has counted parameters.
         self.rounds_by_names = rounds_by_names
+        self.changes: ChangeTracker | None = None  # of parameters' bits, where users ask for them
         self._links: dict[torch.device, Link] = {}
         self._changing = threading.RLock()  # `state_dict()` may be called in one thread and `step()` in another
         self._groups = ParamGroups(self._owner)
@@ -213,7 +216,9 @@ class StateStore:
         return StateLayout.create(param, kind, specs, [group[spec.option] for spec in specs], offloaded=offloaded)
 
     def _create(self, param: Tensor, group: Group, remainders: bool | None) -> None:
-        with torch.inference_mode(False), torch.no_grad():  # a step made in it would leave states for no other
+        untouched = nullcontext() if self.changes is None else self.changes.unchanged(param)
+        # A step made in inference mode would leave states for no other.
+        with torch.inference_mode(False), torch.no_grad(), untouched:
             layout = self.new_layout(param, group, remainders)
             created = ParamState.create(param, layout)
             created.import_external(self._owner.state.get(param) or {})

@@ -34,6 +34,7 @@ from fused_optim.memory.layout import MASTER, memory_of
 from fused_optim.options.checks import check_states, check_update, describe
 from fused_optim.rule import Hyper
 from fused_optim.sharding.dtensor import dense, finished_local, is_dense, local_tensor
+from fused_optim.state.changes import CODES, SCALES, WHOLE, Shard, StepChanges, Tracked
 from fused_optim.state.groups import Group
 from fused_optim.state.param_state import ParamState, read_parameter
 from fused_optim.state.store import StateStore
@@ -70,6 +71,9 @@ class _Part:
     # Of watched shards beside masters: their memory. Where it was freed, others have written, whatever is there now.
     memory: dict[int, object] = field(default_factory=dict)
     freed: set[int] = field(default_factory=set)
+    # By shard, where changes are tracked: the parts of its parameter whose changed bits the pass marks itself.
+    marked: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    tracked: dict[int, Tracked] = field(default_factory=dict)
     shards: Shards = field(init=False)
 
     def absmax_of(self, i: int) -> Tensor:
@@ -352,11 +356,27 @@ class Plan:
             target=target,
             absmax=absmax,
         )
+        self._let_mark(part, i, param, work)
         can_be_watched = not shared and (_is_watchable(param) if target is None else target.names is not None)
         is_watched = part.shards.set(i, work, part.watched[i] if can_be_watched else None)
         (part.unwatched.discard if is_watched else part.unwatched.add)(i)
         if is_watched and self._layouts[index].master.is_separate:
             part.watch_memory(i, param)
+
+    def _let_mark(self, part: _Part, i: int, param: Tensor, work: ShardWork) -> None:
+        """Let the pass mark what it changes of the parameter's bits, where changes are tracked and it can."""
+        tracker = self._store.changes
+        if tracker is None:
+            return
+        part.tracked[i], part.marked[i] = tracker[param], ()
+        if not part.shards.marks(work):
+            return
+        bits, target = part.tracked[i].bits, work.target
+        if target is None and work.param is local_tensor(param):
+            work.changes, part.marked[i] = bits[WHOLE], (WHOLE,)
+        elif target is not None and target.data is not None:
+            work.changes, work.scale_changes = bits[CODES], bits.get(SCALES)
+            part.marked[i] = (CODES, SCALES)
 
     @staticmethod
     def _dense_gradient(part: _Part, grad: Tensor, param: Tensor, shared: bool) -> Tensor:
@@ -386,6 +406,7 @@ class Plan:
         ``workspaces``: see ``DeviceScalars.workspaces``. ``found_inf``: not 0 skips the step.
         """
         per_device = [hypers(part.device) for part in self._parts]
+        changes = self._begin_changes()
         batches: list[Batch] = []
         applies = None
         if self._quantized:
@@ -420,6 +441,23 @@ class Plan:
             for i in updated:  # of the others nobody has looked whether they were written
                 if (param := part.watched[i].param_ref()) is not None:
                     self._store[param].record_versions()
+        if changes is not None:
+            changes.finish()
+
+    def _begin_changes(self) -> StepChanges | None:
+        tracker, shards = self._store.changes, []
+        if tracker is None:
+            return None
+        for part in self._parts:
+            stepped = set(part.shards.with_gradients())
+            for i, watched in enumerate(part.watched):
+                param, marked = watched.param_ref(), part.marked.get(i, ())
+                if param is None:
+                    continue
+                reads_old = part.backend == "cpu" or CODES in marked
+                tracked = part.tracked.get(i) or tracker[param]
+                shards.append(Shard(param, watched.master, tracked, i in stepped, marked, reads_old))
+        return StepChanges(shards)
 
     def _updated(self) -> list[Tensor]:
         """The parameters that have a gradient in this step."""

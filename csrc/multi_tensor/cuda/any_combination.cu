@@ -1,4 +1,5 @@
-// The kernel of shards whose combination has none of its own, compiled once per update rule, FUSED_OPTIM_RULE. Masters
+// The kernel of shards whose combination has none of its own, compiled once per update rule, FUSED_OPTIM_RULE; for some
+// once more with FUSED_OPTIM_TRACKED, for steps that mark what they change. Masters
 // and formats are branches, taken alike by all threads of a thread block.
 #include "cuda/kernel.cuh"
 
@@ -15,6 +16,11 @@ struct AnyFormats {
     static constexpr Rule rule = Rule::FUSED_OPTIM_RULE;
     static constexpr Format format = Any::format;
     static constexpr bool has_weights = false;
+#if defined(FUSED_OPTIM_TRACKED)
+    static constexpr bool tracked = true;
+#else
+    static constexpr bool tracked = false;
+#endif
     static constexpr bool staged = false;
 
     template <StateKind>
@@ -148,24 +154,24 @@ struct AnyCombination {
     static constexpr int kTilesPerChunk = kMaxTilesPerChunk;
     static constexpr bool kScaledMasters = true;
     static constexpr uint32_t kRingBytes = 0;
-    using Table = BasicTable;
+    using Table = PlainTable<AnyFormats::tracked>;
 
     __device__ __forceinline__ static void vectors() { vector_loop<AnyFormats>(); }
     __device__ __forceinline__ static void others() {
-        general_loop<AnyFormats::rule, AllCodecs, false, kScaledMasters>();
+        general_loop<AnyFormats::rule, AllCodecs, false, kScaledMasters, AnyFormats::tracked>();
     }
 };
 
 }  // namespace
 
 template <>
-Kernel<BasicTable>& kernel_of_any_combination<AnyFormats::rule>() {
-    static Kernel<BasicTable> kernel{multi_tensor_update<AnyCombination>,
-                                     kSharedBytes<AnyCombination>,
-                                     AnyCombination::kTilesPerChunk,
-                                     AnyCombination::kScaledMasters,
-                                     AnyFormats::rule,
-                                     true};
+Kernel<AnyCombination::Table>& kernel_of_any_combination<AnyFormats::rule, AnyFormats::tracked>() {
+    static Kernel<AnyCombination::Table> kernel{multi_tensor_update<AnyCombination>,
+                                                kSharedBytes<AnyCombination>,
+                                                AnyCombination::kTilesPerChunk,
+                                                AnyCombination::kScaledMasters,
+                                                AnyFormats::rule,
+                                                true};
     return kernel;
 }
 

@@ -62,6 +62,8 @@ public:
             table_.weight_scales[i] = s.weight_scales;
             table_.absmax[i] = s.absmax;
         }
+        if constexpr (kIsTracked<Table>) table_.changes[i] = s.changes;
+        if constexpr (kIsTracked<Table> && kHasWeights<Table>) table_.scale_changes[i] = s.scale_changes;
         ShardInfo info{};
         info.master_low = static_cast<uint32_t>(s.master_kind) & 3u;
         info.master_high = static_cast<uint32_t>(s.master_kind) >> 2;

@@ -2,6 +2,7 @@
 // decodes, updates, finds the block's absmax by warp shuffles, encodes and stores.
 #pragma once
 
+#include "cuda/changes.cuh"
 #include "cuda/codecs.cuh"
 #include "cuda/packets.cuh"
 #include "cuda/ring.cuh"
@@ -86,6 +87,7 @@ __device__ __forceinline__ void decode_param(float* values, const View& view, Pa
 }
 
 // Writes a thread's codes of a quantized weight and the scale of their block. Called by all lanes of a warp.
+template <bool tracked>
 struct StoreWeight {
     const View& view;
     uint32_t element;
@@ -122,10 +124,16 @@ struct StoreWeight {
     __device__ __forceinline__ void encode(float inverse) const {
         uint32_t words[2];
         encode_group8<Codec>(words, values, inverse, absmax);
+        if constexpr (tracked) {
+            uint32_t before[2];
+            load<1>(before, view.param, element);
+            if (changes_of_chunk.elements) mark_codes(element, before, words);
+        }
         store<1>(words, view.param, element);
     }
 };
 
+template <bool tracked>
 __device__ __forceinline__ void store_weight(const View& view, uint32_t element, const float* values) {
     const float absmax = thread_absmax<kVector>(values);
     const uint32_t finite = magnitudes_of<kVector>(values, absmax).finite;
@@ -133,7 +141,7 @@ __device__ __forceinline__ void store_weight(const View& view, uint32_t element,
         const uint32_t of_warp = __reduce_max_sync(kAllLanes, finite);
         if (threadIdx.x % kWarp == 0) atomicMax(&block->weight_absmax, of_warp);
     }
-    if (view.param) dispatch_weight(view.weight_format(), StoreWeight{view, element, values, absmax, finite});
+    if (view.param) dispatch_weight(view.weight_format(), StoreWeight<tracked>{view, element, values, absmax, finite});
 }
 
 // Writes an FP16 master and leaves in `values` what it is now.
@@ -159,7 +167,9 @@ __device__ __forceinline__ void store_param(const View& view, uint32_t element, 
         } else {
             store<false>(values, 0, rounding, Element::kFloat32, view.master, element);
         }
-        if (Formats::has_weights && view.info.quantized) return store_weight(view, element, values);
+        if (Formats::has_weights && view.info.quantized) {
+            return store_weight<Formats::tracked>(view, element, values);
+        }
         store<false>(values, 0, rounding, view.param_type(), view.param, element);
     } else {
         constexpr int low_bytes = master_bytes(Formats::master);
@@ -325,6 +335,11 @@ __device__ __forceinline__ void update_vector(const View& view, const Scalars& s
         group8 = scalars.rounding.group8(view.key, view.global_index(element));
     }
     store_param<Formats>(view, element, before, param, group8, scalars.rounding, master_scale);
+    if constexpr (Formats::tracked) {
+        if (!Formats::has_weights || !view.info.quantized) {
+            mark_values(master, view.param_type(), element, before, param, group8, scalars.rounding);
+        }
+    }
     each_state<Formats::rule>([&](auto state) {
         constexpr int i = decltype(state)::value;
         AccessOf<Formats, i>::store_all(view, i, formats[i], element, values.states[i], largest, root, group8,
@@ -372,6 +387,7 @@ __device__ __forceinline__ void write_scales(const View& view, uint32_t blocks) 
     }
 }
 
+template <bool tracked>
 struct CopyWeightScales {
     const View& view;
 
@@ -379,8 +395,13 @@ struct CopyWeightScales {
     __device__ __forceinline__ void operator()(Codec) const {
         using Scale = typename Codec::Scale;
         if constexpr (kWrittenByUpdate<Codec> && !std::is_void_v<Scale>) {
-            copy_scales(reinterpret_cast<Scale*>(view.weight_scales),
-                        reinterpret_cast<const Scale*>(block->weight_scales), view.vector_count / Codec::kBlock);
+            const auto target = reinterpret_cast<Scale*>(view.weight_scales);
+            const auto source = reinterpret_cast<const Scale*>(block->weight_scales);
+            if constexpr (tracked) {
+                copy_scales_and_mark(target, source, view.vector_count / Codec::kBlock, view.first / Codec::kBlock);
+            } else {
+                copy_scales(target, source, view.vector_count / Codec::kBlock);
+            }
         }
     }
 };
@@ -440,7 +461,8 @@ __device__ __forceinline__ void loop_over_chunk(const View& view) {
     __syncthreads();
     write_scales<Formats>(view, blocks);
     if constexpr (Formats::has_weights) {
-        if (view.info.quantized && view.param) dispatch_weight(view.weight_format(), CopyWeightScales{view});
+        if (view.info.quantized && view.param)
+            dispatch_weight(view.weight_format(), CopyWeightScales<Formats::tracked>{view});
     }
 }
 

@@ -11,7 +11,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from fused_optim.adapters import SimpleBatch, Update
+from fused_optim.adapters import Place, SimpleBatch, Update
 from fused_optim.sharding.dtensor import local_tensor
 
 
@@ -53,6 +53,14 @@ def is_master(param: Tensor, master: Tensor, written: Tensor) -> Tensor:
 
 def products(param: Tensor, rows: int | None) -> dict[str, str | None]:
     return {}  # its own library decides
+
+
+def parts(param: Tensor) -> None:
+    return None  # of classes of another package, which may keep more
+
+
+def place(param: Tensor, part: str) -> Place:
+    raise NotImplementedError(f"{type(local_tensor(param)).__name__}: where its {part} lies is not known")
 
 
 def needs_collective(param: Tensor) -> bool:

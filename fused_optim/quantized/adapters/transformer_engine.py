@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from fused_optim.adapters import SimpleBatch, Target, Update
+from fused_optim.adapters import Place, SimpleBatch, Target, Update
 from fused_optim.backends import is_capturing
 from fused_optim.formats.arithmetic import SMALLEST_NORMAL
 from fused_optim.quantized.adapters import transformer_engine_codes
@@ -173,6 +173,14 @@ def _finish(updates: Sequence[Update]) -> None:
 
 def products(param: Tensor, rows: int | None) -> dict[str, str | None]:
     return {}  # its own library decides
+
+
+def parts(param: Tensor) -> None:
+    return None  # of classes of another package, which may keep more
+
+
+def place(param: Tensor, part: str) -> Place:
+    raise NotImplementedError(f"{type(local_tensor(param)).__name__}: where its {part} lies is not known")
 
 
 def needs_collective(param: Tensor) -> bool:

@@ -21,12 +21,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fused_optim.adapters import COMPARED, Target, Update, equal_or_nan
+from fused_optim.adapters import COMPARED, Place, Target, Update, equal_or_nan
 from fused_optim.backends.compiled import increment_versions
 from fused_optim.quantized.compute import usage
-from fused_optim.quantized.recipes import Encoding, Recipe, as_matrix, codec, tiles
+from fused_optim.quantized.recipes import Encoding, Recipe, as_matrix, codec, matrix_range, tiles
 from fused_optim.quantized.tensor import Initials, QuantizedTensor, local_weight
-from fused_optim.sharding.dtensor import shard_ranges, sharded_dim, sharding_dims
+from fused_optim.sharding.dtensor import shard_offsets, shard_ranges, sharded_dim, sharding_dims
 
 
 def needs_master(param: Tensor) -> None:
@@ -76,6 +76,22 @@ def keeps(param: Tensor, master: Tensor) -> bool:
 
 def products(param: Tensor, rows: int | None) -> dict[str, str | None]:
     return usage.unsupported_reasons(param, rows)
+
+
+def parts(param: Tensor) -> dict[str, Tensor]:
+    local = local_weight(param)
+    names = (*local.recipe.of_elements, "tensor_scale")  # histories are not needed to decode
+    return {name: local.components[name] for name in names if name in local.components}
+
+
+def place(param: Tensor, part: str) -> Place:
+    local = local_weight(param)
+    component = next(each for each in local.recipe.components if each.name == part)
+    whole, offset = tuple(param.shape), (0, 0)
+    if isinstance(param, DTensor) and component.tile is not None:
+        offsets, rows, columns = shard_offsets(param), *component.tile
+        offset = offsets[0] // rows, matrix_range(whole, 1, offsets[1], offsets[1])[0] // columns
+    return Place(local.recipe.component_shape(component, whole), offset[: len(local.components[part].shape)])
 
 
 def needs_collective(param: Tensor) -> bool:

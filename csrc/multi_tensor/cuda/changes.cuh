@@ -1,0 +1,191 @@
+// Marks which elements of a parameter, and which scales, have other stored bits after the update than before. What was
+// stored follows from the master's value before: the caller promises that the parameter was that one rounded.
+#pragma once
+
+#include "cuda/codecs.cuh"
+#include "cuda/packets.cuh"
+#include "cuda/table.cuh"
+#include "dispatch.h"
+
+namespace fused_optim {
+namespace {
+
+// The bits that a parameter has of a value. `rotating`: rounds by `bits`, else to nearest even.
+template <bool rotating>
+__device__ __forceinline__ uint32_t stored_bits(Element type, float value, uint32_t bits) {
+    if (type == Element::kFloat32) return float_bits(value);
+    return type == Element::kBFloat16 ? encode_bfloat16<rotating>(value, bits) : encode_float16<rotating>(value, bits);
+}
+
+// `carry`: what splitting a master adds before its upper half becomes the parameter.
+__device__ __forceinline__ uint32_t upper_bits(float value, uint32_t carry) {
+    return (float_bits(value) + carry) >> 16;
+}
+
+// Whether the parameter of a master changes with it. Values that are NaN are as they were stored.
+__device__ __forceinline__ bool is_changed(Master master, Element type, float before, float after, uint32_t bits) {
+    if (master == Master::kParameter)
+        return stored_bits<false>(type, before, 0) != stored_bits<true>(type, after, bits);
+    if (is_remainder(master)) {
+        const uint32_t carry = master == Master::kRemainder16 ? 0x8000u : 0x8080u;
+        return upper_bits(before, carry) != upper_bits(after, carry);
+    }
+    return stored_bits<false>(type, before, 0) != stored_bits<false>(type, after, 0);
+}
+
+// Bit i: of element i of a thread's eight. Four neighbours have a word together, which no other thread has; it is sent
+// off without waiting for what was there. Every lane of the warp calls it.
+__device__ __forceinline__ void mark_group8(uint32_t element, uint32_t changed) {
+    uint32_t word = changed << 8 * (threadIdx.x & 3);
+    word |= __shfl_xor_sync(kAllLanes, word, 1);
+    word |= __shfl_xor_sync(kAllLanes, word, 2);
+    if (word && (threadIdx.x & 3) == 0) {
+        atomicOr(reinterpret_cast<uint32_t*>(changes_of_chunk.elements) + element / 32, word);
+    }
+}
+
+// Two elements of 16 bits to a word: bit i says whether element i differs.
+__device__ __forceinline__ uint32_t differing_halves(const uint32_t* before, const uint32_t* after) {
+    uint32_t found = 0;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        const uint32_t x = before[k] ^ after[k];
+        const uint32_t differs = (((x & 0x7FFF7FFFu) + 0x7FFF7FFFu) | x) & 0x80008000u;
+        found |= differs >> (15 - 2 * k);
+    }
+    return (found | found >> 15) & 0xFFu;
+}
+
+__device__ __forceinline__ void upper_halves(uint32_t* words, const float* values, uint32_t carry) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        words[k] = pack_high(float_bits(values[2 * k]) + carry, float_bits(values[2 * k + 1]) + carry);
+    }
+}
+
+// What is_changed() says of eight elements.
+__device__ __forceinline__ uint32_t changed_group8(Master master, Element type, const float* before, const float* after,
+                                                   uint32_t group8, const Rounding& rounding) {
+    uint32_t was[4], is[4];
+    if (is_remainder(master)) {
+        const uint32_t carry = master == Master::kRemainder16 ? 0x8000u : 0x8080u;
+        upper_halves(was, before, carry);
+        upper_halves(is, after, carry);
+        return differing_halves(was, is);
+    }
+    if (type == Element::kBFloat16) {
+        if (master == Master::kParameter) {
+            upper_halves(was, before, 0);
+            encode_bfloat16_words<true>(is, after, group8, rounding);
+        } else {
+            encode_bfloat16_words<false>(was, before, 0, rounding);
+            encode_bfloat16_words<false>(is, after, 0, rounding);
+        }
+        return differing_halves(was, is);
+    }
+    uint32_t changed = 0;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+        const uint32_t bits = master == Master::kParameter ? rounding.bits(group8, i) : 0u;
+        changed |= (is_changed(master, type, before[i], after[i], bits) ? 1u : 0u) << i;
+    }
+    return changed;
+}
+
+__device__ __forceinline__ void mark_values(Master master, Element type, uint32_t element, const float* before,
+                                            const float* after, uint32_t group8, const Rounding& rounding) {
+    if (!changes_of_chunk.elements) return;
+    mark_group8(element, changed_group8(master, type, before, after, group8, rounding));
+}
+
+// The same of eight codes of a quantized weight.
+__device__ __forceinline__ void mark_codes(uint32_t element, const uint32_t* before, const uint32_t* after) {
+    constexpr uint32_t kGather = 0x01020408u;  // brings the lowest bits of four bytes together in the highest byte
+    const uint32_t low = __vsetne4(before[0], after[0]) * kGather >> 24;
+    const uint32_t high = __vsetne4(before[1], after[1]) * kGather >> 24;
+    mark_group8(element, (low & 0xFu) | (high & 0xFu) << 4);
+}
+
+// Scales of neighbouring chunks may have bits in one word.
+__device__ __forceinline__ void mark_scale(uint64_t scale) {
+    atomicOr(reinterpret_cast<uint32_t*>(changes_of_chunk.scales) + scale / 32, 1u << scale % 32);
+}
+
+template <class Scale>
+__device__ __forceinline__ bool same_bits(Scale a, Scale b) {
+    if constexpr (std::is_same_v<Scale, float>) {
+        return float_bits(a) == float_bits(b);
+    } else {
+        return a == b;
+    }
+}
+
+// `first`: number of the chunk's first scale in its shard.
+template <class T>
+__device__ __forceinline__ void copy_scales_and_mark(T* target, const T* source, uint32_t count, uint64_t first) {
+    for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
+        if (changes_of_chunk.scales && !same_bits(target[i], source[i])) mark_scale(first + i);
+        target[i] = source[i];
+    }
+}
+
+// Of the general loop: a warp's elements begin at a multiple of 32, and their word is no other warp's. All lanes call.
+__device__ __forceinline__ void mark_element(uint32_t element, bool changed) {
+    const uint32_t of_warp = __ballot_sync(kAllLanes, changed);
+    if (of_warp && threadIdx.x % kWarp == 0 && changes_of_chunk.elements) {
+        reinterpret_cast<uint32_t*>(changes_of_chunk.elements)[element / kWarp] |= of_warp;
+    }
+}
+
+// What was stored of a quantized weight at an element, and of the block that begins there.
+struct StoredWeight {
+    uint32_t code = 0;
+    uint32_t scale = 0;
+
+    __device__ __forceinline__ StoredWeight(const View& view, uint32_t element, bool inside) {
+        if (!inside || !view.param) return;
+        code = reinterpret_cast<const uint8_t*>(view.param)[element];
+        dispatch_weight(view.weight_format(), ReadScale{view, element, scale});
+    }
+
+    // `before`: the same before the update.
+    __device__ __forceinline__ void mark_scale_after(const View& view, uint32_t element,
+                                                     const StoredWeight& before) const {
+        if (changes_of_chunk.scales && scale != before.scale) {
+            dispatch_weight(view.weight_format(), MarkScale{view, element});
+        }
+    }
+
+private:
+    struct ReadScale {
+        const View& view;
+        uint32_t element;
+        uint32_t& scale;
+
+        template <class Codec>
+        __device__ __forceinline__ void operator()(Codec) const {
+            using Scale = typename Codec::Scale;
+            if constexpr (kWrittenByUpdate<Codec> && !std::is_void_v<Scale>) {
+                if (element % Codec::kBlock != 0) return;
+                const Scale found = reinterpret_cast<const Scale*>(view.weight_scales)[element / Codec::kBlock];
+                if constexpr (std::is_same_v<Scale, float>) {
+                    scale = float_bits(found);
+                } else {
+                    scale = found;
+                }
+            }
+        }
+    };
+    struct MarkScale {
+        const View& view;
+        uint32_t element;
+
+        template <class Codec>
+        __device__ __forceinline__ void operator()(Codec) const {
+            mark_scale((view.first + element) / Codec::kBlock);
+        }
+    };
+};
+
+}  // namespace
+}  // namespace fused_optim

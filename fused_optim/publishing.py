@@ -1,0 +1,162 @@
+"""What users ask of changes: which elements of the parameters have other bits since they were last taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
+
+from fused_optim.adapters import Place, adapter_of
+from fused_optim.backends import is_capturing
+from fused_optim.decorators import between_graphs, between_steps, ungraded
+from fused_optim.memory.layout import MASTER
+from fused_optim.options.checks import check_belongs, check_whole
+from fused_optim.sharding.collective import gather as collective_gather
+from fused_optim.sharding.collective import on_all_ranks, parameter_names
+from fused_optim.sharding.dtensor import dense, local_tensor, shard_offsets
+from fused_optim.state.changes import ChangeTracker, indices_of_all, parts_of
+from fused_optim.state.store import StateStore
+from fused_optim.step.run import Stepper
+from fused_optim.wire.apply import part_name
+from fused_optim.wire.form import Changes
+
+
+class Publisher(Optimizer):
+    """The part of an optimizer that knows which bits of its parameters have changed."""
+
+    store: StateStore
+    stepper: Stepper
+
+    @between_graphs
+    @between_steps
+    def track_changes(self, enabled: bool = True) -> None:
+        """From now on, know which elements of the parameters change: one bit for each. Nothing has changed so far.
+
+        Steps mark the elements whose stored bits they change, of quantized weights codes and scales. What others write
+        into a parameter is noticed as by ``step()`` (version counters and addresses), and marks all of it; writes
+        through ``.data`` are not noticed: :meth:`mark_changed` says so. Called again, it starts anew. The bits are in
+        no state dict, copy or pickle.
+
+        Raises TypeError for weights that another package has quantized.
+        """
+        self.stepper.leave_plan()
+        if not enabled:
+            self.store.changes = None
+            return
+        tracker = self.store.changes or ChangeTracker()
+        tracker.start(self.store.params)
+        self.store.changes = tracker
+
+    @between_graphs
+    @between_steps
+    def mark_changed(self, param: Tensor | None = None) -> None:
+        """All elements of ``param``, or of all parameters, count as changed: after writes that nothing notices."""
+        tracker = self._tracker()
+        for each in self.store.params if param is None else [param]:
+            self.store.describe(each)
+            tracker[each].set_all()
+            tracker[each].is_settled = False
+
+    @between_graphs
+    @ungraded
+    @between_steps
+    def take_changes(self, model: nn.Module, gather: bool = False) -> dict[str, Changes]:
+        """What has changed since the last call, or since :meth:`track_changes`: by name, where in the whole tensor, and
+        what it is now. Nothing counts as changed afterwards.
+
+        Names are those of :meth:`master_state_dict`; a tied parameter has its first one. The codes of a quantized
+        weight have its name (uint8), its scales ``NAME_scale`` and ``NAME_tensor_scale``. Tensors without changes are
+        absent.
+
+        A rank gives what it holds; of replicas (HSDP, or whole parameters on a mesh) the first gives it. Plain
+        parameters, DistributedDataParallel's for one, are given on every rank. ``gather``: everything on every rank, a
+        collective of all of them. Waits for the device.
+
+        Raises RuntimeError without :meth:`track_changes`, KeyError and TypeError as :meth:`master_state_dict` does.
+        """
+        changes = self.peek_changes(model, gather)
+        self._tracker().clear()
+        return changes
+
+    @between_graphs
+    @ungraded
+    @between_steps
+    def peek_changes(self, model: nn.Module, gather: bool = False) -> dict[str, Changes]:
+        """:meth:`take_changes`, which still count as changed afterwards."""
+        if not gather:
+            return dict(self._own_changes(model))
+        with on_all_ranks("gathering changes"):
+            own = {name: each.cpu() for name, each in self._own_changes(model)}
+        return _joined(collective_gather(own))
+
+    def _tracker(self) -> ChangeTracker:
+        if self.store.changes is None:
+            raise RuntimeError("changes are not tracked: call track_changes() first")
+        if is_capturing():
+            raise RuntimeError("CUDA graph capture: changes are taken between replays, not in a graph")
+        return self.store.changes
+
+    def _own_changes(self, model: nn.Module) -> Iterator[tuple[str, Changes]]:
+        params, state = self.store.params, self.store.state
+        tracker = self._tracker()
+        check_whole(model, params)
+        check_belongs(model, params)
+        self.store.synchronize()
+        tracker.notice({param: state.get(param, {}).get(MASTER) for param in params})
+        names = parameter_names(model)
+        published = [
+            (param, part, local)
+            for param in params
+            if param in names and local_tensor(param).numel() and _is_first_replica(param)
+            for part, local in parts_of(param).items()
+        ]
+        marked = indices_of_all([tracker[param].bits[part] for param, part, _ in published])
+        for (param, part, local), indices in zip(published, marked, strict=True):
+            if indices.numel():
+                yield part_name(names[param][0], part), _changes(param, part, local, indices)
+
+
+def _is_first_replica(param: Tensor) -> bool:
+    """Of the ranks that hold the same shard of a DTensor."""
+    if not isinstance(param, DTensor):
+        return True
+    at = param.device_mesh.get_coordinate() or ()
+    return all(i == 0 for i, placement in zip(at, param.placements, strict=True) if placement.is_replicate())
+
+
+def _changes(param: Tensor, part: str, local: Tensor, indices: Tensor) -> Changes:
+    values = dense(local.detach()).view(-1)[indices]
+    adapter = adapter_of(param)
+    if adapter is not None:
+        place = adapter.place(param, part)
+    elif isinstance(param, DTensor):
+        place = Place(tuple(param.shape), tuple(shard_offsets(param)))
+    else:
+        place = Place(tuple(param.shape), (0,) * param.dim())
+    return Changes(_in_whole(indices, tuple(local.shape), place), values, place.shape)
+
+
+def _in_whole(indices: Tensor, shape: tuple[int, ...], place: Place) -> Tensor:
+    """Flat indices in a part of ``shape`` as those in the whole."""
+    if shape == place.shape:
+        return indices
+    found = torch.zeros_like(indices)
+    for at, first, size in zip(torch.unravel_index(indices, shape), place.offsets, place.shape, strict=True):
+        found = found * size + (at + first)
+    return found
+
+
+def _joined(of_ranks: list[dict[str, Changes]]) -> dict[str, Changes]:
+    """Those of all ranks, ascending; elements that several hold, once."""
+    found: dict[str, Changes] = {}
+    for name in dict.fromkeys(name for own in of_ranks for name in own):
+        parts = [own[name] for own in of_ranks if name in own]
+        indices, order = torch.cat([part.indices for part in parts]).sort(stable=True)
+        values = torch.cat([part.values for part in parts])[order]
+        is_first = torch.ones_like(indices, dtype=torch.bool)
+        is_first[1:] = indices[1:] != indices[:-1]
+        found[name] = Changes(indices[is_first], values[is_first], parts[0].shape)
+    return found

@@ -1,0 +1,6 @@
+"""How changed weights travel: the form of the files, and what applies them. Needs torch and nothing else."""
+
+from fused_optim.wire.apply import Box, apply_changes, fused_rows
+from fused_optim.wire.form import Changes, ChangesFile, read_changes, write_changes
+
+__all__ = ["Box", "Changes", "ChangesFile", "apply_changes", "fused_rows", "read_changes", "write_changes"]

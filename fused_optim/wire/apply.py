@@ -1,0 +1,196 @@
+"""Applies changes to the weights of another process: checked as a whole, then written in place."""
+
+from __future__ import annotations
+
+import math
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fused_optim.wire.form import Changes, read_changes
+
+# The step whose weights a model has, as far as apply_changes knows.
+_STEPS: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# What a scale is called by those who serve, after the weight's name: "fp8" of transformers, compressed-tensors.
+_SCALES = ("_scale", "_scale_inv", "_weight_scale_inv")
+_TENSOR_SCALE, _PACKED = "_tensor_scale", "_packed"
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a published tensor, and where it goes.
+
+    From ``source`` on, ``sizes`` elements in each dim, to ``offsets`` in the tensor ``name``.
+    """
+
+    name: str
+    source: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+# Gives the places of a published tensor of this name and shape; None: it has its own name there.
+Names = Callable[[str, tuple[int, ...]], Sequence[Box] | None]
+
+
+def fused_rows(model: nn.Module | Mapping[str, Tensor], fused: Mapping[str, Mapping[str, int]]) -> Names:
+    """Where rows go that a server keeps in one tensor, as vLLM and SGLang do with ``qkv_proj`` and ``gate_up_proj``.
+
+    Args:
+        model: whose tensors they go to, or its state dict.
+        fused: the server's name of a layer -> the published names of those in it, in order, with their rows:
+            ``{"qkv_proj": {"q_proj": 4096, "k_proj": 1024, "v_proj": 1024}}``. Scales of blocks of rows, whose tensors
+            have fewer, lie in the same proportion.
+    """
+    rows: dict[str, tuple[str, int, int]] = {}
+    for layer, parts in fused.items():
+        before = 0
+        for own, count in parts.items():
+            rows[own] = layer, before, sum(parts.values())
+            before += count
+    shapes = {name: tuple(tensor.shape) for name, tensor in _targets(model).items()}
+
+    def names(name: str, shape: tuple[int, ...]) -> Sequence[Box] | None:
+        path = name.split(".")
+        at = next((i for i, part in enumerate(path) if part in rows), None)
+        if at is None:
+            return None
+        layer, before, total = rows[path[at]]
+        key = next(iter(_known_as(".".join([*path[:at], layer, *path[at + 1 :]]), shapes)), None)
+        if key is None:
+            return None
+        here = shapes[key][0]
+        if before * here % total:
+            raise ValueError(f"{name}: {before} rows of {total} are no whole rows of {key}, which has {here}")
+        return [Box(key, (0,) * len(shape), (before * here // total, *(0,) * (len(shape) - 1)), shape)]
+
+    return names
+
+
+def apply_changes(
+    model: nn.Module | Mapping[str, Tensor],
+    file: str | os.PathLike[str],
+    *,
+    base: int | None = None,
+    names: Names | None = None,
+) -> int:
+    """Write the values of a file into a model's tensors. Returns the step whose weights it has now.
+
+    Nothing is written unless all of the file fits: its version, its checksum, its base, names, shapes and dtypes.
+    Tensors are found by their names; scales, and packed codes, also under the names that transformers and
+    compressed-tensors have for them, a scale of a whole weight also in a tensor that has it once per row.
+
+    Args:
+        model: plain tensors, on any device: a module, or a mapping of names to tensors that are written in place.
+        base: the step whose weights it has. None: the one that the last call for this module returned.
+        names: where tensors go that have another name, or lie in another, there; see :func:`fused_rows`.
+
+    Raises ValueError for a file that is damaged, of another version or for another base, and for another shape or
+    dtype; KeyError for a tensor that is not there; TypeError for targets that are no plain tensors.
+    """
+    read = read_changes(file)
+    if base is None:
+        base = _STEPS.get(model) if isinstance(model, nn.Module) else None
+    if base is None:
+        raise ValueError("which step's weights the model has is not known yet: say base=")
+    if base != read.base:
+        raise ValueError(
+            f"{os.fspath(file)} changes the weights of step {read.base}, and the model has those of {base}"
+        )
+    targets = _targets(model)
+    planned = [write for name, changes in read.changes.items() for write in _planned(targets, name, changes, names)]
+    with torch.no_grad():
+        for target, at, values in planned:
+            target[tuple(index.to(target.device) for index in at)] = values.to(target.device)
+    if isinstance(model, nn.Module):
+        _STEPS[model] = read.step
+    return read.step
+
+
+_Write = tuple[Tensor, tuple[Tensor, ...], Tensor]
+
+
+def _planned(targets: Mapping[str, Tensor], name: str, changes: Changes, names: Names | None) -> list[_Write]:
+    """What is to be written, all of it checked: integers of the targets' size, at indices in each dim."""
+    boxes = None if names is None else names(name, changes.shape)
+    if boxes is not None:
+        return [_into_box(targets, name, changes, box) for box in boxes]
+    key = next(iter(_known_as(name, targets)), None)
+    if key is None:
+        raise KeyError(f"{name} is in the file, and not in the model")
+    target = _checked(targets[key], key, changes.values.dtype)
+    if changes.values.numel() == 1 and changes.shape in ((), (1,)):  # of a whole weight, once or for each row
+        return [(target, (), _integers(changes.values).view(()))]
+    if target.numel() == math.prod(changes.shape):  # of a weight with more dims than the matrix that was quantized
+        return [_at(target, changes.indices, _integers(changes.values))]
+    raise ValueError(f"{key}: expected shape {changes.shape}, as {name} was published, got {tuple(target.shape)}")
+
+
+def _at(target: Tensor, indices: Tensor, values: Tensor) -> _Write:
+    """A write at flat indices, whatever lies where in memory."""
+    if target.is_contiguous():
+        return target.view(-1), (indices,), values
+    return target, torch.unravel_index(indices, target.shape), values
+
+
+def _into_box(targets: Mapping[str, Tensor], name: str, changes: Changes, box: Box) -> _Write:
+    if box.name not in targets:
+        raise KeyError(f"{name} goes to {box.name}, which is not in the model")
+    target = _checked(targets[box.name], box.name, changes.values.dtype)
+    fits = len(box.source) == len(changes.shape) == target.dim()
+    fits = fits and all(s + n <= size for s, n, size in zip(box.source, box.sizes, changes.shape, strict=True))
+    if not fits or any(o + n > size for o, n, size in zip(box.offsets, box.sizes, target.shape, strict=True)):
+        raise ValueError(f"{name} of shape {changes.shape} does not fit {box} of shape {tuple(target.shape)}")
+    at = torch.unravel_index(changes.indices, changes.shape)
+    inside = torch.ones_like(changes.indices, dtype=torch.bool)
+    for index, first, size in zip(at, box.source, box.sizes, strict=True):
+        inside &= (index >= first) & (index < first + size)
+    moved = tuple(index[inside] - s + o for index, s, o in zip(at, box.source, box.offsets, strict=True))
+    return target, moved, _integers(changes.values)[inside]
+
+
+def _targets(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by name; of weights that this package has quantized their components, as they are published."""
+    given = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
+    found: dict[str, Tensor] = {}
+    for name, tensor in given.items():
+        components: Mapping[str, Tensor] | None = getattr(tensor, "components", None)
+        for part, value in {"": tensor}.items() if components is None else components.items():
+            found[part_name(name, part)] = value.detach()
+    return found
+
+
+def part_name(name: str, part: str) -> str:
+    """What a part of a weight is published as: codes as the weight itself, scales beside it."""
+    return name if part in ("", "data") else f"{name}_{part}"
+
+
+def _known_as(name: str, targets: Mapping[str, Any]) -> list[str]:
+    """The names in ``targets`` that mean a published tensor: its own first."""
+    found = [name, name + _PACKED]
+    if name.endswith(_TENSOR_SCALE):
+        found += [name.removesuffix(_TENSOR_SCALE) + suffix for suffix in _SCALES]
+    elif name.endswith("_scale"):
+        found += [name.removesuffix("_scale") + suffix for suffix in _SCALES]
+    return [each for each in found if each in targets]
+
+
+def _checked(target: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    """The target as integers of its size."""
+    if type(target) not in (Tensor, nn.Parameter) or target.layout != torch.strided:
+        raise TypeError(f"{name}: expected a plain tensor, got {type(target).__name__} ({target.layout})")
+    bytes_alike = target.element_size() == dtype.itemsize == 1 and torch.uint8 in (target.dtype, dtype)
+    if target.dtype != dtype and not bytes_alike:
+        raise ValueError(f"{name}: expected {dtype}, as it was published, got {target.dtype}")
+    return _integers(target)
+
+
+def _integers(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(_INTEGERS[tensor.element_size()])

@@ -1,0 +1,203 @@
+"""Changes of weights as a file: which elements, and what they are now. Version 1.
+
+A safetensors file. Of each changed tensor it has ``NAME``, the values in order, in their own dtype (of FP8 weights the
+codes, and the scales beside them), and, unless all elements are there, ``NAME::ENCODING``, their flat indices in the
+whole tensor in the encoding that takes fewest bytes:
+
+    runs    I32 [2, n]   of each run of neighbours: how many unchanged elements come before it, and its length
+    gaps8   U8           of each element, how many unchanged come before it, in base 255: digits of 255 go on
+    gaps16  I16          the same in base 65535, unsigned
+    bits    U8           a bit for each element of the tensor: bit e % 8 of byte e // 8
+
+The metadata have ``format``, ``version``, ``base`` and ``step`` (the step that the values belong to, and the one that
+they are to be applied to), ``tensors`` (JSON: name -> shape and encoding) and ``checksum``, the SHA-256 of all other
+metadata and of the tensors' bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_optim.wire import safetensors
+from fused_optim.wire.safetensors import DamagedFile
+
+FORMAT, VERSION = "fused_optim.changes", 1
+_ALL = "all"
+_GAPS = {"gaps8": (torch.uint8, 255), "gaps16": (torch.int16, 65535)}
+
+
+class Changes(NamedTuple):
+    """What has changed of a tensor.
+
+    ``indices``: of the elements in the whole tensor, flat, ascending and distinct: int64. ``values``: what they are
+    now, in the tensor's dtype; codes of quantized weights as bytes. ``shape``: of the whole tensor.
+    """
+
+    indices: Tensor
+    values: Tensor
+    shape: tuple[int, ...]
+
+    def cpu(self) -> Changes:
+        """In host memory."""
+        return Changes(self.indices.cpu(), self.values.cpu(), self.shape)
+
+
+@dataclass(frozen=True)
+class ChangesFile:
+    """A file that was read: values of ``step`` for those who have ``base``."""
+
+    base: int
+    step: int
+    changes: dict[str, Changes]
+
+
+# --- indices ------------------------------------------------------------------------------------------------------
+
+
+def encode_indices(indices: Tensor, numel: int) -> tuple[str, Tensor | None]:
+    """The encoding with fewest bytes. ``indices``: ascending, of a tensor with ``numel`` elements."""
+    count = indices.numel()
+    if count == numel:
+        return _ALL, None
+    gaps = torch.diff(indices, prepend=indices.new_full((1,), -1)) - 1
+    starts = gaps != 0
+    starts[:1] = True
+    largest = int(gaps.max())
+    sizes = {"bits": -(-numel // 8)}
+    for name, (dtype, base) in _GAPS.items():
+        sizes[name] = dtype.itemsize * (count + int((gaps // base).sum()))
+    if max(largest, count) < 2**31:
+        sizes["runs"] = 8 * int(starts.sum())
+    chosen = min(sizes, key=lambda name: (sizes[name], name))
+    if chosen == "bits":
+        return chosen, _as_bits(indices, numel)
+    if chosen == "runs":
+        first = starts.nonzero().view(-1)
+        lengths = torch.diff(first, append=first.new_full((1,), count))
+        return chosen, torch.stack([gaps[first], lengths]).to(torch.int32)
+    return chosen, _in_digits(gaps, *_GAPS[chosen])
+
+
+def decode_indices(encoding: str, encoded: Tensor | None, numel: int) -> Tensor:
+    """The inverse of :func:`encode_indices`. Raises ValueError for what that never gives."""
+    if encoding == _ALL:
+        return torch.arange(numel)
+    if encoded is None or encoding not in (*_GAPS, "bits", "runs"):
+        raise ValueError(f"unknown encoding {encoding!r}")
+    if encoding == "bits":
+        each = torch.arange(8, dtype=torch.uint8)
+        indices = (encoded.view(-1, 1) >> each & 1).view(-1).nonzero().view(-1)
+    elif encoding == "runs":
+        gaps, lengths = encoded.long().unbind(0)
+        if encoded.numel() and (int(gaps.min()) < 0 or int(lengths.min()) < 1):
+            raise ValueError("a run without elements")
+        ends = (gaps + lengths).cumsum(0)
+        before = lengths.cumsum(0) - lengths
+        indices = (ends - lengths - before).repeat_interleave(lengths) + torch.arange(int(lengths.sum()))
+    else:
+        base = _GAPS[encoding][1]
+        digits = encoded.long() & (0xFF if encoding == "gaps8" else 0xFFFF)
+        last = digits != base
+        if digits.numel() and not bool(last[-1]):
+            raise ValueError("it ends within a gap")
+        indices = digits.cumsum(0)[last]
+        indices += torch.arange(indices.numel())
+    if indices.numel() and int(indices[-1]) >= numel:
+        raise ValueError(f"element {int(indices[-1])} of {numel}")
+    return indices
+
+
+def _as_bits(indices: Tensor, numel: int) -> Tensor:
+    flags = torch.zeros(-(-numel // 8) * 8, dtype=torch.uint8, device=indices.device)
+    flags[indices] = 1
+    weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=indices.device)
+    return (flags.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
+
+
+def _in_digits(gaps: Tensor, dtype: torch.dtype, base: int) -> Tensor:
+    """Of each gap as many digits of ``base`` as fit, then what is left."""
+    ends = (gaps // base + 1).cumsum(0) - 1
+    digits = gaps.new_full((int(ends[-1]) + 1 if gaps.numel() else 0,), base)
+    digits[ends] = gaps % base
+    return digits.to(dtype)
+
+
+# --- files --------------------------------------------------------------------------------------------------------
+
+
+def write_changes(changes: Mapping[str, Changes], file: str | os.PathLike[str], *, base: int, step: int) -> int:
+    """Write changes by tensor name to a file, which appears when it is complete. Returns its bytes.
+
+    Args:
+        base: the step, or any number that names a publication, whose weights the changes are to be applied to.
+        step: the one whose weights they give.
+    """
+    tensors: dict[str, Tensor] = {}
+    described: dict[str, dict[str, object]] = {}
+    for name, (indices, values, shape) in changes.items():
+        if "::" in name:
+            raise ValueError(f"{name!r}: names of tensors have no '::'")
+        if indices.numel() != values.numel():
+            raise ValueError(f"{name}: {indices.numel()} indices and {values.numel()} values")
+        if not indices.numel():
+            continue
+        encoding, encoded = encode_indices(indices, math.prod(shape))
+        tensors[name] = values.reshape(-1)
+        if encoded is not None:
+            tensors[f"{name}::{encoding}"] = encoded
+        described[name] = {"shape": list(shape), "encoding": encoding}
+    # Each tensor begins at a multiple of its elements' size.
+    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+    metadata = {"format": FORMAT, "version": str(VERSION), "base": str(base), "step": str(step)}
+    metadata["tensors"] = json.dumps(described)
+    metadata["checksum"] = _checksum(metadata, map(safetensors.raw, tensors.values()))
+    safetensors.write(file, tensors, metadata)
+    return os.path.getsize(file)
+
+
+def read_changes(file: str | os.PathLike[str]) -> ChangesFile:
+    """Read and check a file that :func:`write_changes` has written.
+
+    Raises ValueError: :class:`~fused_optim.wire.safetensors.DamagedFile` where it is not as it was written, else for
+    another format or a newer version.
+    """
+    tensors, metadata, data = safetensors.read(file)
+    where = os.fspath(file)
+    if metadata.get("format") != FORMAT:
+        raise ValueError(f"{where} has no changes of weights: expected format {FORMAT!r}, got {metadata.get('format')}")
+    if metadata.get("version") != str(VERSION):
+        raise ValueError(f"{where} has version {metadata.get('version')} of the form, and {VERSION} is known: update")
+    checksum = metadata.pop("checksum", "")
+    if _checksum(metadata, [data]) != checksum:
+        raise DamagedFile(f"{where}: its checksum is another: it was not written whole, or changed since")
+    described: dict[str, dict[str, object]] = json.loads(metadata["tensors"])
+    changes = {name: _changes(tensors, name, entry, where) for name, entry in described.items()}
+    return ChangesFile(int(metadata["base"]), int(metadata["step"]), changes)
+
+
+def _changes(tensors: Mapping[str, Tensor], name: str, entry: Mapping[str, object], where: str) -> Changes:
+    encoding, sizes = str(entry["encoding"]), entry["shape"]
+    assert isinstance(sizes, list)
+    try:
+        indices = decode_indices(encoding, tensors.get(f"{name}::{encoding}"), math.prod(sizes))
+        if indices.numel() != tensors[name].numel():
+            raise ValueError(f"{indices.numel()} indices and {tensors[name].numel()} values")
+    except (ValueError, KeyError, RuntimeError) as error:
+        raise DamagedFile(f"{where}: {name}: {error}") from error
+    return Changes(indices, tensors[name], tuple(sizes))
+
+
+def _checksum(metadata: Mapping[str, str], data: Iterable[bytes | memoryview]) -> str:
+    digest = hashlib.sha256(json.dumps(dict(sorted(metadata.items()))).encode())
+    for piece in data:
+        digest.update(piece)
+    return digest.hexdigest()

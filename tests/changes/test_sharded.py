@@ -1,0 +1,209 @@
+"""Changes of sharded parameters: global indices, whatever cuts them, and together what whole copies say."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import distributed
+from change_cases import INTEGERS
+from distributed import on_each_device, shard
+from fused_optim import FusedAdamW
+from fused_optim.quantized import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8DelayedScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    quantize_model_,
+)
+from fused_optim.wire import Changes
+
+# Shape, mesh (empty: all ranks in one dim), placements.
+LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...]]] = {
+    "rows": ((12, 64), (), (Shard(0),)),
+    "uneven rows": ((7, 33), (), (Shard(0),)),
+    "fewer rows than ranks": ((2, 50), (), (Shard(0),)),
+    "columns": ((6, 22), (), (Shard(1),)),
+    "inner dim of three": ((3, 6, 5), (), (Shard(1),)),
+    "replicated": ((5, 9), (), (Replicate(),)),
+    "HSDP": ((8, 16), (2, 2), (Replicate(), Shard(0))),
+    "rows and columns": ((7, 10), (2, 2), (Shard(0), Shard(1))),
+    "two inner dims": ((3, 6, 10), (2, 2), (Shard(1), Shard(2))),
+    "strided rows": ((8, 10), (2, 2), (_StridedShard(0, split_factor=2), Shard(0))),
+}
+
+
+def _differing(before: Tensor, after: Tensor) -> Tensor:
+    kind = INTEGERS[before.element_size()]
+    return (before.contiguous().view(-1).view(kind) != after.contiguous().view(-1).view(kind)).nonzero().view(-1).cpu()
+
+
+def _one_layout(layout: str, backend: str | None, state: str) -> list[tuple[list[int], list[int]]]:
+    if backend:
+        os.environ["FUSED_OPTIM_BACKEND"] = backend
+    try:
+        shape, mesh, placements = LAYOUTS[layout]
+        full = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+        module = nn.Module()
+        module.weight = nn.Parameter(shard(full, distributed.mesh(*mesh), placements))
+        optimizer = FusedAdamW(module.parameters(), lr=1e-3, state_dtype=state)
+        optimizer.track_changes()
+        before, found = module.weight.full_tensor().clone(), []
+        for seed in range(3):
+            grad = torch.randn(shape, generator=torch.Generator().manual_seed(seed + 1)).to(torch.bfloat16)
+            module.weight.grad = shard(grad, distributed.mesh(*mesh), placements)
+            optimizer.step()
+            after = module.weight.full_tensor().clone()
+            expected = _differing(before, after)
+            own = optimizer.peek_changes(module)
+            everyone = optimizer.take_changes(module, gather=True)["weight"]
+            assert torch.equal(everyone.indices, expected) and everyone.shape == shape
+            assert torch.equal(everyone.values, after.view(-1).cpu()[expected])
+            found.append((expected.tolist(), own["weight"].indices.tolist() if own else []))
+            before = after
+        return found
+    finally:
+        if backend:
+            del os.environ["FUSED_OPTIM_BACKEND"]
+
+
+@pytest.mark.parametrize("backend", [None, "torch"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("ranks", "device"), on_each_device((1,), (2,), (3,), (4,), nccl=[(2,)]))
+def test_what_ranks_hold_is_all_together(ranks: int, device: str, layout: str, backend: str | None) -> None:
+    if LAYOUTS[layout][1] and ranks != 4:
+        pytest.skip("a mesh of four")
+    if device == "cuda" and backend:
+        pytest.skip("the engine is what runs there")
+    of_ranks = distributed.run(ranks, _one_layout, layout, backend, "int8", on=device)
+    for step, (expected, _) in enumerate(of_ranks[0]):
+        own = [element for rank in of_ranks for element in rank[step][1]]
+        assert sorted(own) == expected, "each element is given by one rank"
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 256, bias=True)
+        self.down = nn.Linear(256, 64, bias=False)
+        self.norm = nn.LayerNorm(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.down(torch.relu(self.up(x))))
+
+
+def _fsdp(kind: str) -> None:
+    """A model under FSDP2, HSDP or FSDP2 with tensor parallelism, with real gradients."""
+    torch.manual_seed(0)
+    model = _Block().to(distributed.device(), torch.bfloat16)
+    world = torch.distributed.get_world_size()
+    if kind == "TP":
+        mesh = distributed.mesh(world // 2, 2, names=("dp", "tp"))
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        mesh = mesh["dp"]
+    elif kind == "HSDP":
+        mesh = distributed.mesh(2, world // 2, names=("replicate", "shard"))
+    else:
+        mesh = distributed.mesh()
+    fully_shard(model, mesh=mesh)
+    optimizer = FusedAdamW(model.parameters(), lr=1e-3, state_dtype="int8")
+    _train(model, optimizer, 0)  # FSDP2 finds its memory in the first forward
+    optimizer.track_changes()
+    before = _copies(model)
+    for seed in range(1, 4):
+        _train(model, optimizer, seed)
+        after = _copies(model)
+        taken = optimizer.take_changes(model, gather=True)
+        _check(taken, before, after)
+        before = after
+    assert optimizer.take_changes(model, gather=True) == {}
+
+
+def _train(model: nn.Module, optimizer: FusedAdamW, seed: int) -> None:
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(seed)).to(distributed.device(), torch.bfloat16)
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _copies(model: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, param in model.named_parameters():
+        whole = param.full_tensor() if isinstance(param, DTensor) else param
+        found[name] = whole.detach().clone()
+    return found
+
+
+def _check(taken: dict[str, Changes], before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
+    for name, value in after.items():
+        expected = _differing(before[name], value)
+        if not expected.numel():
+            assert name not in taken
+            continue
+        assert torch.equal(taken[name].indices, expected), name
+        assert torch.equal(taken[name].values, value.view(-1).cpu()[expected]), name
+
+
+RECIPES = [
+    Float8CurrentScaling(),
+    Float8DelayedScaling(),
+    Float8BlockScaling(),
+    Float8BlockScaling((1, 128)),
+    MXFP8BlockScaling(),
+    NVFP4BlockScaling(),
+]
+
+
+@pytest.mark.parametrize(("ranks", "kind"), [(1, "FSDP2"), (2, "FSDP2"), (3, "FSDP2"), (4, "HSDP"), (4, "TP")])
+def test_models_of_several_ranks(ranks: int, kind: str) -> None:
+    distributed.run(ranks, _fsdp, kind)
+
+
+def _quantized_shards(recipe: Any) -> None:
+    """A replica that starts from a full copy of codes and scales, and gets what is taken, stays equal."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 384, bias=False), nn.Linear(384, 256, bias=False)).to(torch.bfloat16)
+    quantize_model_(model, recipe)
+    fully_shard(model, mesh=distributed.mesh())
+    optimizer = FusedAdamW(model.parameters(), lr=1e-3)
+    optimizer.track_changes()
+    optimizer.mark_changed()
+    replica: dict[str, Tensor] = {}
+    for seed in range(4):
+        taken = optimizer.take_changes(model, gather=True)
+        for name, (indices, values, shape) in taken.items():
+            if seed == 0:
+                assert indices.numel() == torch.Size(shape).numel(), name
+                replica[name] = torch.empty(shape, dtype=values.dtype)
+            replica[name].view(-1)[indices] = values
+        _check_decoded(model, replica, recipe)
+        for name, param in model.named_parameters():
+            generator = torch.Generator().manual_seed(seed + len(name))
+            grad = torch.randn(param.shape, generator=generator).to(torch.bfloat16)
+            param.grad = shard(grad, param.device_mesh, param.placements)
+        optimizer.step()
+
+
+def _check_decoded(model: nn.Module, replica: dict[str, Tensor], recipe: Any) -> None:
+    for name, param in model.named_parameters():
+        parts = {"data": replica[name]}
+        parts |= {part: replica[f"{name}_{part}"] for part in ("scale", "tensor_scale") if f"{name}_{part}" in replica}
+        if recipe.name == "Float8DelayedScaling":
+            parts["amax_history"] = torch.zeros(recipe.amax_history_len)
+        decoded = recipe.decode(parts, tuple(param.shape))
+        assert torch.equal(decoded.to(param.dtype), param.full_tensor().to(param.dtype)), name
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_quantized_weights_of_several_ranks(ranks: int, recipe: Any) -> None:
+    distributed.run(ranks, _quantized_shards, recipe)

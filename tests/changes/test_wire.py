@@ -1,0 +1,351 @@
+"""Changes as a file: what is written is read, damaged and wrong files change nothing, and who can apply them."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from change_cases import PARTS, Expected, Model, bits, copy_of, set_gradients
+from fused_optim import FusedAdamW
+from fused_optim.quantized import Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling, quantize_model_
+from fused_optim.wire import Box, Changes, apply_changes, fused_rows, read_changes, write_changes
+from fused_optim.wire.form import decode_indices, encode_indices
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e4m3fn]
+
+
+@st.composite
+def indices_in(draw: st.DrawFn) -> tuple[Tensor, int]:
+    """Ascending elements of some tensor: scattered, in runs, far apart, all or none."""
+    numel = draw(st.sampled_from([1, 7, 8, 9, 255, 256, 1000, 70_000, 300_000]))
+    kind = draw(st.sampled_from(["scattered", "runs", "edges", "all"]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    if kind == "scattered":
+        density = draw(st.sampled_from([0.0001, 0.003, 0.05, 0.5, 0.95]))
+        return (torch.rand(numel, generator=generator) < density).nonzero().view(-1), numel
+    if kind == "runs":
+        starts = torch.randint(0, numel, (draw(st.integers(1, 5)),), generator=generator)
+        ends = (starts + draw(st.integers(1, 400))).clamp(max=numel)
+        return torch.cat([torch.arange(*ab) for ab in zip(starts.tolist(), ends.tolist(), strict=True)]).unique(), numel
+    if kind == "edges":
+        return torch.tensor([0, numel - 1]).unique(), numel
+    return torch.arange(numel), numel
+
+
+@settings(max_examples=150, deadline=None)
+@given(indices_in())
+def test_indices_come_back_in_the_fewest_bytes(case: tuple[Tensor, int]) -> None:
+    indices, numel = case
+    if not indices.numel():
+        return
+    encoding, encoded = encode_indices(indices, numel)
+    assert torch.equal(decode_indices(encoding, encoded, numel), indices)
+    if encoded is not None:
+        assert encoded.numel() * encoded.element_size() <= min(-(-numel // 8), 8 * indices.numel())
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(indices_in(), min_size=0, max_size=4), st.integers(0, 2**31), st.integers(0, 10**12))
+def test_files_come_back_bit_for_bit(
+    tmp_path_factory: pytest.TempPathFactory, cases: list, seed: int, base: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    changes = {}
+    for at, (indices, numel) in enumerate(cases):
+        dtype = DTYPES[(seed + at) % len(DTYPES)]
+        raw = torch.randint(0, 256, (indices.numel() * dtype.itemsize,), generator=generator, dtype=torch.uint8)
+        changes[f"layer.{at}.weight"] = Changes(indices, raw.view(dtype), (numel,))
+    file = tmp_path_factory.mktemp("changes") / "file.safetensors"
+    assert write_changes(changes, file, base=base, step=base + 3) == file.stat().st_size
+    read = read_changes(file)
+    assert (read.base, read.step) == (base, base + 3)
+    assert set(read.changes) == {name for name, each in changes.items() if each.indices.numel()}
+    for name, (indices, values, shape) in read.changes.items():
+        assert torch.equal(indices, changes[name].indices) and shape == changes[name].shape
+        assert values.dtype == changes[name].values.dtype
+        assert torch.equal(values.view(torch.uint8), changes[name].values.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("count", "numel", "expected"),
+    [(1, 10**6, "gaps16"), (20_000, 10**6, "gaps8"), (500_000, 10**6, "bits"), (10**6, 10**6, "all")],
+)
+def test_encodings_by_density(count: int, numel: int, expected: str) -> None:
+    step = numel // count
+    assert encode_indices(torch.arange(step - 1, numel, step), numel)[0] in (
+        expected,
+        "runs" if count == 1 else expected,
+    )
+    assert encode_indices(torch.arange(1000, 9000), numel)[0] == "runs"
+
+
+def _published(tmp_path: Path) -> tuple[Model, Model, Path]:
+    """A model of which a step was published, its replica from before, and the file."""
+    model, replica = Model(torch.bfloat16), Model(torch.bfloat16)
+    optimizer = FusedAdamW(model.parameters(), lr=1e-3)
+    optimizer.track_changes()
+    set_gradients(model, 0)
+    optimizer.step()
+    file = tmp_path / "1.safetensors"
+    write_changes(optimizer.take_changes(model), file, base=0, step=1)
+    return model, replica, file
+
+
+def test_a_replica_follows(tmp_path: Path) -> None:
+    model, replica = Model(torch.bfloat16), Model(torch.bfloat16)
+    optimizer = FusedAdamW(model.parameters(), lr=1e-4, state_dtype="int8")
+    optimizer.track_changes()
+    expected = Expected(model)
+    for step in range(1, 6):
+        set_gradients(model, step)
+        optimizer.step()
+        taken = optimizer.take_changes(model)
+        expected.check(taken)
+        write_changes(taken, tmp_path / "file", base=step - 1, step=step)
+        assert apply_changes(replica, tmp_path / "file", base=0 if step == 1 else None) == step
+        assert all(torch.equal(a, b) for a, b in zip(copy_of(model).values(), copy_of(replica).values(), strict=True))
+
+
+@pytest.mark.parametrize("cut", [0, 4, 8, 100, -1])
+def test_torn_files_change_nothing(tmp_path: Path, cut: int) -> None:
+    _, replica, file = _published(tmp_path)
+    before, content = copy_of(replica), file.read_bytes()
+    for damaged in (content[:cut], content + b"\0"):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match="no whole safetensors file"):
+            apply_changes(replica, file, base=0)
+    assert all(torch.equal(value, before[name]) for name, value in copy_of(replica).items())
+
+
+def test_any_other_bit_is_noticed(tmp_path: Path) -> None:
+    _, replica, file = _published(tmp_path)
+    before, content = copy_of(replica), bytearray(file.read_bytes())
+    for at in [*range(8, len(content), 97), len(content) - 1]:
+        changed = bytearray(content)
+        changed[at] ^= 0x04
+        file.write_bytes(changed)
+        with pytest.raises(ValueError):
+            apply_changes(replica, file, base=0)
+    assert all(torch.equal(value, before[name]) for name, value in copy_of(replica).items())
+
+
+def test_wrong_bases_versions_names_shapes_and_dtypes_change_nothing(tmp_path: Path) -> None:
+    model, replica, file = _published(tmp_path)
+    before = copy_of(replica)
+    with pytest.raises(ValueError, match="say base="):
+        apply_changes(replica, file)
+    with pytest.raises(ValueError, match="changes the weights of step 0, and the model has those of 7"):
+        apply_changes(replica, file, base=7)
+    with pytest.raises(KeyError, match="in the file, and not in the model"):
+        apply_changes({"weight": replica.weight.data}, file, base=0)
+    state = {name: param.data.clone() for name, param in replica.named_parameters()}
+    with pytest.raises(ValueError, match="expected shape"):
+        apply_changes({**state, "odd": torch.zeros(2, 2, dtype=torch.bfloat16)}, file, base=0)
+    with pytest.raises(ValueError, match="odd: expected"):
+        apply_changes({**state, "odd": state["odd"].half()}, file, base=0)
+    assert all(torch.equal(bits(value), before[name]) for name, value in state.items())
+    content = file.read_bytes()
+    for old, new, error in [
+        (b'"version": "1"', b'"version": "2"', "version 2"),
+        (b"fused_optim.changes", b"fused_optim.another", "no changes"),
+    ]:
+        file.write_bytes(content.replace(old, new))
+        with pytest.raises(ValueError, match=error):
+            apply_changes(replica, file, base=0)
+    file.write_bytes(content)
+    apply_changes(replica, file, base=0)
+    with pytest.raises(ValueError, match="step 0, and the model has those of 1"):
+        apply_changes(replica, file)  # twice
+    assert all(torch.equal(a, b) for a, b in zip(copy_of(model).values(), copy_of(replica).values(), strict=True))
+
+
+def test_names_and_indices_that_are_refused(tmp_path: Path) -> None:
+    one = torch.zeros(1)
+    with pytest.raises(ValueError, match="::"):
+        write_changes({"a::b": Changes(torch.tensor([0]), one, (3,))}, tmp_path / "file", base=0, step=1)
+    with pytest.raises(ValueError, match="2 indices and 1 values"):
+        write_changes({"a": Changes(torch.tensor([0, 1]), one, (3,))}, tmp_path / "file", base=0, step=1)
+    for encoding, encoded in [
+        ("gaps8", torch.tensor([255], dtype=torch.uint8)),
+        ("gaps8", torch.tensor([9], dtype=torch.uint8)),
+        ("runs", torch.tensor([[-1], [1]], dtype=torch.int32)),
+        ("zigzag", torch.tensor([1])),
+    ]:
+        with pytest.raises(ValueError):
+            decode_indices(encoding, encoded, 5)
+
+
+class _Separate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"q_proj": 256, "k_proj": 128, "v_proj": 128, "gate_proj": 384, "up_proj": 384}
+        self.layers = nn.ModuleList([nn.ModuleDict({n: nn.Linear(256, r) for n, r in sizes.items()}) for _ in range(2)])
+        self.norm = nn.LayerNorm(256)
+
+
+FUSED = {
+    "qkv_proj": {"q_proj": 256, "k_proj": 128, "v_proj": 128},
+    "gate_up_proj": {"gate_proj": 384, "up_proj": 384},
+}
+
+
+class _Fused(nn.Module):
+    """As vLLM and SGLang keep these layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {name: sum(parts.values()) for name, parts in FUSED.items()}
+        self.layers = nn.ModuleList([nn.ModuleDict({n: nn.Linear(256, r) for n, r in sizes.items()}) for _ in range(2)])
+        self.norm = nn.LayerNorm(256)
+
+
+def _fuse(separate: dict[str, Tensor]) -> dict[str, Tensor]:
+    found: dict[str, list[Tensor]] = {}
+    for name, value in separate.items():
+        for layer, parts in FUSED.items():
+            name = next((name.replace(part, layer) for part in parts if part in name), name)
+        found.setdefault(name, []).append(value)
+    return {name: torch.cat(values) for name, values in found.items()}
+
+
+def test_servers_that_fuse_layers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, server = _Separate().to(torch.bfloat16), _Fused().to(torch.bfloat16)
+    server.load_state_dict(_fuse(model.state_dict()))
+    optimizer = FusedAdamW(model.parameters(), lr=1e-4)
+    optimizer.track_changes()
+    names = fused_rows(server, FUSED)
+    for step in range(3):
+        set_gradients(model, step)
+        optimizer.step()
+        write_changes(optimizer.take_changes(model), tmp_path / "file", base=step, step=step + 1)
+        apply_changes(server, tmp_path / "file", base=step, names=names)
+        for name, value in _fuse(model.state_dict()).items():
+            assert torch.equal(server.state_dict()[name], value), name
+
+
+def test_servers_that_fuse_fp8_layers(tmp_path: Path) -> None:
+    """Codes and scales of blocks, under the names of transformers' fine-grained FP8; transposed in memory."""
+    torch.manual_seed(0)
+    model = _Separate().to(torch.bfloat16)
+    quantize_model_(model, Float8BlockScaling())
+    optimizer = FusedAdamW(model.parameters(), lr=1e-3)
+    optimizer.track_changes()
+    optimizer.mark_changed()  # all of it is the first publication
+    shapes = {name: param.shape for name, param in _Fused().named_parameters()}
+    server: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        if "proj.weight" in name:
+            server[name] = torch.zeros(shape[1], shape[0], dtype=torch.uint8).view(torch.float8_e4m3fn).t()
+            server[f"{name}_scale_inv"] = torch.zeros(shape[0] // 128, shape[1] // 128)
+        else:
+            server[name] = torch.zeros(shape, dtype=torch.bfloat16)
+    names = fused_rows(server, FUSED)
+    for step in range(3):
+        write_changes(optimizer.take_changes(model), tmp_path / "file", base=step, step=step + 1)
+        apply_changes(server, tmp_path / "file", base=step, names=names)
+        expected = {name: value.clone() for name, value in _components(model).items()}
+        for name, value in _fuse(expected).items():
+            found = server[name.replace("_scale", "_scale_inv")]
+            assert torch.equal(found.contiguous().view(torch.uint8), value.contiguous().view(torch.uint8)), name
+        set_gradients(model, step)
+        optimizer.step()
+
+
+def _components(model: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, param in model.named_parameters():
+        parts = getattr(param, "components", {"data": param.detach()})
+        found |= {name if part == "data" else f"{name}_{part}": parts[part] for part in parts if part in PARTS}
+    return found
+
+
+def test_parts_of_tensors_go_where_a_rank_keeps_them(tmp_path: Path) -> None:
+    """A server under tensor parallelism: rows and columns 2 to 5 of the whole, in the corner of its own tensor."""
+    whole = torch.randn(8, 8)
+    indices = torch.arange(0, 64, 3)
+    write_changes({"weight": Changes(indices, whole.view(-1)[indices], (8, 8))}, tmp_path / "file", base=0, step=1)
+    own = {"mine": torch.zeros(4, 6)}
+    apply_changes(own, tmp_path / "file", base=0, names=lambda *_: [Box("mine", (2, 2), (1, 0), (3, 3))])
+    expected = torch.zeros(64)
+    expected[indices] = whole.view(-1)[indices]
+    assert torch.equal(own["mine"][1:, :3], expected.view(8, 8)[2:5, 2:5]) and not own["mine"][:, 3:].any()
+    with pytest.raises(ValueError, match="does not fit"):
+        apply_changes(own, tmp_path / "file", base=0, names=lambda *_: [Box("mine", (2, 2), (2, 0), (3, 3))])
+    with pytest.raises(KeyError, match="yours"):
+        apply_changes(own, tmp_path / "file", base=0, names=lambda *_: [Box("yours", (2, 2), (1, 0), (3, 3))])
+
+
+@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), Float8BlockScaling(), NVFP4BlockScaling()], ids=str)
+def test_quantized_replicas_follow(tmp_path: Path, recipe: object) -> None:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(nn.Linear(256, 256)).to(torch.bfloat16))
+        quantize_model_(models[-1], recipe)
+    model, replica = models
+    optimizer = FusedAdamW(model.parameters(), lr=1e-3)
+    optimizer.track_changes()
+    for step in range(3):
+        set_gradients(model, step)
+        optimizer.step()
+        write_changes(optimizer.take_changes(model), tmp_path / "file", base=step, step=step + 1)
+        apply_changes(replica, tmp_path / "file", base=step)
+        assert all(torch.equal(a, b) for a, b in zip(copy_of(model).values(), copy_of(replica).values(), strict=True))
+        assert torch.equal(model[0].weight.dequantize(), replica[0].weight.dequantize())
+
+
+def test_a_scale_of_a_weight_fills_what_has_it_once_per_row(tmp_path: Path) -> None:
+    changes = {"w_tensor_scale": Changes(torch.tensor([0]), torch.tensor([0.5]), (1,))}
+    write_changes(changes, tmp_path / "file", base=0, step=1)
+    server = {"w_scale": torch.ones(6, 1)}
+    apply_changes(server, tmp_path / "file", base=0)
+    assert torch.equal(server["w_scale"], torch.full((6, 1), 0.5))
+
+
+def test_targets_that_are_no_plain_tensors(tmp_path: Path) -> None:
+    write_changes({"w": Changes(torch.tensor([0]), torch.ones(1), (4,))}, tmp_path / "file", base=0, step=1)
+    with pytest.raises(TypeError, match="plain tensor"):
+        apply_changes({"w": torch.ones(4).to_sparse()}, tmp_path / "file", base=0)
+
+
+def test_the_reader_needs_no_engine_and_no_optimizer(tmp_path: Path) -> None:
+    """In a process without numpy and safetensors, and without this package's compiled parts."""
+    _, replica, file = _published(tmp_path)
+    torch.save({name: param.data for name, param in replica.named_parameters()}, tmp_path / "replica")
+    code = f"""
+import sys
+sys.modules["numpy"] = sys.modules["safetensors"] = None
+import torch
+from fused_optim.wire import apply_changes
+weights = torch.load({str(tmp_path / "replica")!r})
+assert apply_changes(weights, {str(file)!r}, base=0) == 1
+assert not [name for name in sys.modules if name.startswith("fused_optim._engine")], "engines"
+torch.save(weights, {str(tmp_path / "after")!r})
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    model, *_ = _published(tmp_path)
+    after = torch.load(tmp_path / "after")
+    assert all(torch.equal(param, after[name]) for name, param in model.named_parameters())
+
+
+def test_the_header_is_that_of_safetensors(tmp_path: Path) -> None:
+    *_, file = _published(tmp_path)
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    assert length % 8 == 0 and header["__metadata__"]["format"] == "fused_optim.changes"
+    safetensors = pytest.importorskip("safetensors.torch")
+    loaded = safetensors.load_file(file)
+    read = read_changes(file)
+    assert all(torch.equal(loaded[name], each.values) for name, each in read.changes.items())
+    assert math.prod(read.changes["weight"].shape) == 6 * 128
