@@ -35,11 +35,12 @@ from fused_optim.quantized import (
     Recipe,
     quantize_model_,
 )
-from fused_optim.quantized.compute import casts, delayed, products
+from fused_optim.quantized.compute import casts, delayed, measured, products
 from fused_optim.quantized.compute.casts import Codes
 from fused_optim.quantized.recipes import ProductFormat
 from step import machine, synchronize, write
 
+DECODED = Float8CurrentScaling(compute="decode")
 PARTS = ("stack", "products", "casts", "sizes", "experts")
 RECIPES: dict[str, Recipe] = {
     "FP8, one scale": Float8CurrentScaling(compute="fp8"),
@@ -142,7 +143,7 @@ PEERS = {"torchao": torchao_contenders, "transformer_engine": transformer_engine
 def contenders() -> Iterator[Contender]:
     for compiled in (False, True):
         yield Contender("BF16", stack, compiled)
-        yield Contender("FP8 weights, decoded", ours(Float8CurrentScaling()), compiled)
+        yield Contender("FP8 weights, decoded", ours(DECODED), compiled)
         for name, recipe in RECIPES.items():
             yield Contender(name, ours(recipe), compiled)
     for package, peers in PEERS.items():
@@ -398,8 +399,8 @@ def measure_sizes(args: argparse.Namespace, device: torch.device) -> list[dict[s
         row: dict[str, Any] = {"rows": tokens, "inputs": inputs, "outputs": outputs}
         kinds: dict[str, Recipe] = {}
         for recipe in RECIPES.values():  # the first of a kind: others are faster
-            kinds.setdefault(products.kind_of(recipe.products), recipe)
-        for name, recipe in (("BF16", None), ("decoded", Float8CurrentScaling()), *kinds.items()):
+            kinds.setdefault(measured.kind_of(recipe.products), recipe)
+        for name, recipe in (("BF16", None), ("decoded", DECODED), *kinds.items()):
             layer = nn.Linear(inputs, outputs, bias=False, device=device).bfloat16()
             if recipe is not None:
                 quantize_model_(layer, recipe, lambda *_: True, keep_initial=False)
@@ -412,7 +413,7 @@ def measure_sizes(args: argparse.Namespace, device: torch.device) -> list[dict[s
 def measure_experts(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
     """Forward and backward of one layer of experts, who have about as many rows each."""
     timer, rows = Timer(device), []
-    recipes = {"BF16": None, "FP8 weights, decoded": Float8CurrentScaling(), "FP8": RECIPES["FP8, one scale"]}
+    recipes = {"BF16": None, "FP8 weights, decoded": DECODED, "FP8": RECIPES["FP8, one scale"]}
     for experts, inputs, outputs in EXPERTS if device.type == "cuda" else [(2, 32, 64)]:
         count = args.tokens * EXPERTS_OF_A_TOKEN
         offsets = torch.arange(1, experts + 1, device=device, dtype=torch.int32) * (count // experts)

@@ -15,10 +15,10 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 TARGET = Path(__file__).parents[1] / "fused_optim" / "tools" / "measured.json"
-SIZES_TARGET = TARGET.parents[1] / "quantized" / "model" / "measured_sizes.json"
+SIZES_TARGET = TARGET.parents[1] / "quantized" / "compute" / "measured_sizes.json"
 STEPS = "2026-11-23-h200-peers/step.json"
 SAVES = "2026-11-21-h200-checkpoints/checkpoint.json"
-SIZES = "2026-11-22-h200-fp8/sizes.json"
+SIZES = "2026-11-23-h200-fp8/sizes.json"
 OFFLOAD = "2026-11-22-h200-offload/offload.json"
 
 MASTERS = {"FP32": "float32", "16-bit remainder": "remainder16", "8-bit remainder": "remainder8", "no": "none"}

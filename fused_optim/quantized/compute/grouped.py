@@ -1,31 +1,41 @@
 """Linear layers of experts: products of groups of rows, each with the matrix of its expert.
 
 Weights have shape ``(experts, outputs, inputs)``. Rows are sorted by expert, and ``offsets`` (int32, one per expert)
-says where each expert's rows end, as for ``torch._grouped_mm``. With ``compute="fp8"`` and one scale per weight the
-output and the input gradient are FP8 products with scales per row of activations and gradients; weight gradients are in
-BF16.
+says where each expert's rows end, as for ``torch._grouped_mm``. Two ways to multiply in FP8:
+
+* grouped: weights with one scale on GPUs of compute capability 9.0, in torch's grouped kernels. Activations and
+  gradients are E4M3 with a scale per row, in weight gradients per column, for all experts together. The rows of experts
+  must then be multiples of 16: they are copied apart for it, unless ``aligned`` says that they are.
+* one by one: all others, each expert as a linear layer (``linear.py``). The host waits for ``offsets``.
+
+CPUs compute both in FP32.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fused_optim.quantized.compute import casts, products
+from fused_optim.quantized.compute import casts, measured, products
 from fused_optim.quantized.compute.autograd import as_autocast_wants, check_backward, is_transformed
 from fused_optim.quantized.compute.casts import Codes
-from fused_optim.quantized.compute.products import Product
+from fused_optim.quantized.compute.linear import gradients_of, output_of
+from fused_optim.quantized.compute.products import NONE, InFP8, Product
 from fused_optim.quantized.recipes import Recipe
 from fused_optim.quantized.tensor import QuantizedTensor
+
+_GROUPED_CAPABILITY = (9, 0)
+E4M3 = torch.float8_e4m3fn
 
 
 class GroupedLinear(nn.Module):
     """Experts' linear layers without biases: ``weight`` of shape ``(experts, outputs, inputs)``.
 
-    ``quantize_model_`` takes it where ``filter_fn`` says so.
+    ``quantize_model_`` takes it where a filter, or a pattern of its name, says so. ``aligned``: see
+    :func:`grouped_linear`.
     """
 
     def __init__(
@@ -35,9 +45,12 @@ class GroupedLinear(nn.Module):
         out_features: int,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        aligned: bool = False,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, out_features, in_features, device=device, dtype=dtype))
+        self.aligned = aligned
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -46,44 +59,179 @@ class GroupedLinear(nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
-        return grouped_linear(x, self.weight, offsets)
+        return grouped_linear(x, self.weight, offsets, aligned=self.aligned)
 
 
-def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, *, aligned: bool = False) -> Tensor:
     """``x[rows of expert e] @ weight[e].t()`` for all experts: shape ``(rows, outputs)``.
 
     Args:
         x: shape ``(rows, inputs)``, sorted by expert.
         weight: plain or quantized, shape ``(experts, outputs, inputs)``.
         offsets: int32, shape ``(experts,)``: where the rows of each expert end.
+        aligned: whether all rows are some expert's and each expert's rows are a multiple of 16, as after a permutation
+            that pads. Weight gradients of FP8 weights then need no copies. Nothing checks it; torch's own grouped
+            products of plain weights on GPUs always need multiples of 8.
 
     Autocast casts activations and weight, as those of ``nn.Linear``.
     """
     x, weight, _ = as_autocast_wants(x, weight, None)
-    if isinstance(weight, QuantizedTensor) and not is_transformed() and _runs(x, weight):
-        out: Tensor = _Grouped.apply(x, weight, offsets)  # type: ignore[no-untyped-call]
-        return out
+    if isinstance(weight, QuantizedTensor) and not is_transformed() and products.fits(x, weight):
+        way, in_fp8 = _way(weight.recipe, weight.device, x.shape[0], tuple(weight.shape))
+        if way == "grouped":
+            out: Tensor = _Grouped.apply(x, weight, offsets, aligned, in_fp8)  # type: ignore[no-untyped-call]
+            return out
+        if way == "one by one" and _may_wait(x):
+            out = _OneByOne.apply(x, weight, offsets)  # type: ignore[no-untyped-call]
+            return out
     plain = weight.dequantize() if isinstance(weight, QuantizedTensor) and not weight.requires_grad else weight
     return torch._grouped_mm(x, plain.transpose(-2, -1), offs=offsets)
 
 
-def _runs(x: Tensor, weight: QuantizedTensor) -> bool:
-    shape = tuple(weight.shape)
-    return products.fits(x, weight) and unsupported_reason("output", weight.recipe, weight.device, shape) is None
+def _may_wait(x: Tensor) -> bool:
+    """Whether the host can learn what a GPU has computed."""
+    return not torch.compiler.is_compiling() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def unsupported_reason(product: Product, recipe: Recipe, device: torch.device, weight: tuple[int, ...]) -> str | None:
-    """Why a product with experts' weights of this shape does not run in FP8, or None."""
+# --- which way ----------------------------------------------------------------------------------------------------
+
+
+def _way(recipe: Recipe, device: torch.device, rows: int, weight: tuple[int, ...]) -> tuple[str | None, InFP8]:
+    """How experts multiply in FP8, if at all, and which products, where all experts have about as many rows."""
+    experts, *matrix = weight
+    in_fp8 = InFP8(*(_unsupported_reason(each, recipe, device, weight) is None for each in products.PRODUCTS))
+    if not in_fp8.output or slower_reason(recipe, device, rows, weight) is not None:
+        return None, in_fp8
+    if _is_grouped(recipe, device):
+        return "grouped", in_fp8
+    mean = -(-rows // experts)
+    return "one by one", products.products_in_fp8(recipe, device, mean - mean % casts.BLOCK, tuple(matrix))
+
+
+def unsupported_reason(
+    product: Product, recipe: Recipe, device: torch.device, weight: tuple[int, ...], rows: int | None = None
+) -> str | None:
+    """Why a product with experts' weights of this shape does not run in FP8, or None.
+
+    ``rows``: of all experts together, each of which is taken to have as many; None: a number that suits all products.
+    """
+    slower = slower_reason(recipe, device, MANY * weight[0] if rows is None else rows, weight)
+    return _unsupported_reason(product, recipe, device, weight) or slower
+
+
+MANY = 1 << 40  # rows: more than any measured number
+
+
+def slower_reason(recipe: Recipe, device: torch.device, rows: int, weight: tuple[int, ...]) -> str | None:
+    """Why products that are to be in FP8 only where that saves time are not, or None."""
+    format = recipe.products
+    if format is None or not format.measured:
+        return None
+    table: measured.Part = "experts" if _is_grouped(recipe, device) else "sizes"
+    return measured.slower_reason(format, device, rows // weight[0], weight[1:], table)
+
+
+def _is_grouped(recipe: Recipe, device: torch.device) -> bool:
+    """Whether torch has a grouped product of such codes."""
     if recipe.products is None or recipe.products.scaling not in ("tensor", "row"):
-        return "experts' products in FP8 need a recipe with one scale per weight"
-    if product == "weight gradient":
-        return "experts have weight gradients in BF16"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
-        return "experts' products in FP8 need compute capability 9.0"
-    for name, size in zip(("out_features", "in_features"), weight[1:], strict=True):
-        if size % products.ALIGNMENT:
-            return f"{name} = {size} is no multiple of {products.ALIGNMENT}"
-    return products.device_unsupported_reason(device, recipe.products)
+        return False
+    return device.type == "cpu" or (
+        device.type == "cuda" and torch.cuda.get_device_capability(device) == _GROUPED_CAPABILITY
+    )
+
+
+def _unsupported_reason(product: Product, recipe: Recipe, device: torch.device, weight: tuple[int, ...]) -> str | None:
+    if recipe.products is None:
+        return "the recipe decodes"
+    _, columns = recipe.for_shape(weight[1:]).block_shape
+    if weight[2] % columns:  # blocks go on in the next row
+        return f"in_features = {weight[2]} is no multiple of {columns}"
+    return products.unsupported_reason(
+        product, recipe, casts.BLOCK, weight[1:]
+    ) or products.device_unsupported_reason(device, recipe.products)
+
+
+# --- grouped ------------------------------------------------------------------------------------------------------
+
+
+class _Groups(NamedTuple):
+    """Groups of rows whose sizes are multiples of 16: where each row goes, where groups end, how many rows that are.
+
+    ``to``: None where rows stay where they are. Rows of no expert go to a last row, which is none of these.
+    """
+
+    ends: Tensor
+    to: Tensor | None = None
+    rows: int = 0
+
+    def spread(self, x: Tensor) -> Tensor:
+        """With zeros in between."""
+        if self.to is None:
+            return x
+        return x.new_zeros(self.rows + 1, x.shape[1]).index_copy_(0, self.to, x)[: self.rows]
+
+
+def _groups(offsets: Tensor, rows: int, aligned: bool) -> _Groups:
+    multiple = products.ALIGNMENT
+    if aligned and rows % multiple == 0:
+        return _Groups(offsets)
+    starts = torch.cat([offsets.new_zeros(1), offsets[:-1]])
+    sizes = (offsets - starts + multiple - 1) // multiple * multiple
+    ends = sizes.cumsum(0, dtype=torch.int32)
+    total = (rows + len(offsets) * (multiple - 1)) // multiple * multiple
+    at = torch.arange(rows, device=offsets.device)
+    expert = torch.searchsorted(offsets, at, right=True)
+    moved = torch.cat([ends - sizes - starts, offsets.new_zeros(1)])  # by how many rows those of each expert move
+    to = torch.where(expert < len(offsets), at + moved[expert], total)
+    return _Groups(ends, to, total)
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: QuantizedTensor, offsets: Tensor, aligned: bool, in_fp8: InFP8
+    ) -> Tensor:
+        need_weight = ctx.needs_input_grad[1]
+        ctx.in_fp8, ctx.groups = in_fp8, None
+        kept: tuple[Tensor, ...] = ()
+        if need_weight:
+            ctx.groups = _groups(offsets, x.shape[0], aligned)
+        rows, columns = _cast_both(x, ctx.groups if in_fp8.weight_gradient else None, True)
+        assert rows is not None
+        if need_weight:
+            kept = (x,) if columns is None else (columns.data, columns.scale)
+        ctx.save_for_backward(weight, offsets, *kept)
+        return _product(rows, *_matrices(weight), offsets)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        check_backward(gradient)
+        weight, offsets, *kept = ctx.saved_tensors
+        need_x, need_weight, *_ = ctx.needs_input_grad
+        gradient, groups = gradient.contiguous(), ctx.groups
+        fp8_x, fp8_weight = need_x and ctx.in_fp8.input_gradient, need_weight and ctx.in_fp8.weight_gradient
+        rows, columns = _cast_both(gradient, groups if fp8_weight else None, fp8_x)
+        of_x = of_weight = None
+        if rows is not None:
+            of_x = _product(rows, *_transposed(weight, gradient), offsets)
+        elif need_x:
+            of_x = torch._grouped_mm(gradient, weight.dequantize(), offs=offsets)
+        if columns is not None:
+            data, scale = kept
+            fast = weight.recipe.products.fast_gradients
+            of_weight = _weight_gradient(columns, Codes(data, scale, "row"), groups.ends, fast)
+        elif need_weight:
+            of_weight = torch._grouped_mm(groups.spread(gradient).t(), groups.spread(kept[0]), offs=groups.ends)
+        return of_x, of_weight, None, None, None
+
+
+def _cast_both(x: Tensor, groups: _Groups | None, rows: bool) -> tuple[Codes | None, Codes | None]:
+    """``x`` with a scale per row, and the transpose of its groups with one per column. ``groups``: None: not wanted."""
+    if groups is None or groups.to is None:
+        return casts.cast_both(x, E4M3, "row", False, rows, groups is not None)
+    codes, _ = casts.cast_both(x, E4M3, "row", False, rows, False)
+    _, transposed = casts.cast_both(groups.spread(x), E4M3, "row", False, False, True)
+    return codes, transposed
 
 
 def _matrices(weight: QuantizedTensor) -> tuple[Tensor, Tensor]:
@@ -117,9 +265,29 @@ def _product(rows: Codes, matrices: Tensor, scale: Tensor, offsets: Tensor) -> T
     )
 
 
+def _weight_gradient(gradient: Codes, activations: Codes, ends: Tensor, fast: bool) -> Tensor:
+    """``gradient[:, of e] @ activations[:, of e].t()`` for each expert, of the transposes of both."""
+    if gradient.data.device.type == "cpu":
+        return _emulated_weight_gradient(gradient, activations, ends)
+    experts = len(ends)
+    return torch._scaled_grouped_mm(
+        gradient.data,
+        activations.data.t(),
+        gradient.scale.view(-1).repeat(experts),
+        activations.scale.view(-1).repeat(experts),
+        offs=ends,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=fast,
+    )
+
+
+def _expert_of_row(offsets: Tensor, rows: int) -> Tensor:
+    return torch.searchsorted(offsets, torch.arange(rows, dtype=offsets.dtype), right=True)
+
+
 def _emulated(rows: Codes, matrices: Tensor, scale: Tensor, offsets: Tensor) -> Tensor:
     """Every row with every expert, and its own is taken: nothing depends on the values of the offsets."""
-    expert = torch.searchsorted(offsets, torch.arange(rows.data.shape[0], dtype=offsets.dtype), right=True)[:, None]
+    expert = _expert_of_row(offsets, rows.data.shape[0])[:, None]
     values = rows.values()
     out = torch.zeros(rows.data.shape[0], matrices.shape[1], dtype=torch.float32)
     with torch.autocast("cpu", enabled=False):
@@ -128,22 +296,77 @@ def _emulated(rows: Codes, matrices: Tensor, scale: Tensor, offsets: Tensor) -> 
     return out.to(torch.bfloat16)
 
 
-class _Grouped(torch.autograd.Function):
+def _emulated_weight_gradient(gradient: Codes, activations: Codes, ends: Tensor) -> Tensor:
+    expert = _expert_of_row(ends, gradient.data.shape[1])
+    of_rows, values = gradient.values(), activations.values().t()
+    with torch.autocast("cpu", enabled=False):
+        found = [torch.where(expert == index, of_rows, 0.0) @ values for index in range(len(ends))]
+    return torch.stack(found).to(torch.bfloat16)
+
+
+# --- one by one ---------------------------------------------------------------------------------------------------
+
+
+def _experts(weight: QuantizedTensor) -> list[QuantizedTensor]:
+    """The matrix of each expert, in the memory of all."""
+    count, outputs, inputs = weight.shape
+    recipe = weight.recipe.for_shape((outputs, inputs))
+    whole = {part.name: weight.components[part.name] for part in recipe.components if part.tile is None}
+    cut = {part.name: part for part in recipe.components if part.tile is not None}
+    shapes = {name: recipe.component_shape(part, (outputs, inputs)) for name, part in cut.items()}
+    return [
+        QuantizedTensor(
+            {**whole, **{name: weight.components[name][i].view(shape) for name, shape in shapes.items()}},
+            recipe,
+            (outputs, inputs),
+            weight.dtype,
+        )
+        for i in range(count)
+    ]
+
+
+class _OneByOne(torch.autograd.Function):
+    """The layers of experts, each with the products that its number of rows allows."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: QuantizedTensor, offsets: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, offsets)
-        rows = casts.cast(x, torch.float8_e4m3fn, "row", False)
-        return _product(rows, *_matrices(weight), offsets)
+        need_weight = ctx.needs_input_grad[1]
+        ends = offsets.tolist()
+        ctx.parts = [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+        ctx.in_fp8, ctx.kept, saved, outputs = [], [], [], []
+        for expert, part in zip(_experts(weight), ctx.parts, strict=True):
+            in_fp8 = _products_of(expert, part)
+            out, kept = output_of(x[part], expert, None, in_fp8, None, need_weight)
+            outputs.append(out)
+            ctx.in_fp8.append(in_fp8)
+            ctx.kept.append(None if kept is None else kept.scaling)
+            saved += [] if kept is None else [kept.data, kept.scale]
+        outputs.append(x.new_zeros(x.shape[0] - ends[-1], weight.shape[1]))  # rows of no expert
+        wants_x = need_weight and None in ctx.kept
+        ctx.save_for_backward(weight, x if wants_x else None, *saved)
+        return torch.cat(outputs)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         check_backward(gradient)
-        x, weight, offsets = ctx.saved_tensors
-        gradient = gradient.contiguous()
-        of_x = of_weight = None
-        if ctx.needs_input_grad[0]:
-            rows = casts.cast(gradient, torch.float8_e4m3fn, "row", False)
-            of_x = _product(rows, *_transposed(weight, gradient), offsets)
-        if ctx.needs_input_grad[1]:
-            of_weight = torch._grouped_mm(gradient.t(), x, offs=offsets)
-        return of_x, of_weight, None
+        weight, x, *saved = ctx.saved_tensors
+        need_x, need_weight, _ = ctx.needs_input_grad
+        rest = iter(saved)
+        found_x, found_weight = [], []
+        for expert, part, in_fp8, scaling in zip(
+            _experts(weight), ctx.parts, ctx.in_fp8, ctx.kept, strict=True
+        ):
+            kept = None if scaling is None else Codes(next(rest), next(rest), scaling)
+            activations = kept if kept is not None or not need_weight else x[part]
+            rows = gradient[part].contiguous()
+            of_x, of_weight = gradients_of(rows, expert, activations, in_fp8, need_x, need_weight, None)
+            found_x.append(of_x)
+            found_weight.append(of_weight)
+        if need_x:
+            found_x.append(gradient.new_zeros(gradient.shape[0] - ctx.parts[-1].stop, weight.shape[2]))
+        return torch.cat(found_x) if need_x else None, torch.stack(found_weight) if need_weight else None, None
+
+
+def _products_of(expert: QuantizedTensor, part: slice) -> InFP8:
+    rows = part.stop - part.start
+    return products.products_in_fp8(expert.recipe, expert.device, rows, expert.weight_shape) if rows else NONE

@@ -119,7 +119,7 @@ def linear(
     if torch.is_grad_enabled():
         out: Tensor = _Linear.apply(x, weight, bias, in_fp8, histories)  # type: ignore[no-untyped-call]
         return out
-    out, _ = _forward(x, weight, bias, in_fp8, histories, False)
+    out, _ = output_of(x, weight, bias, in_fp8, histories, False)
     return _shaped(out, (*x.shape[:-1], weight.shape[0]))
 
 
@@ -147,7 +147,7 @@ def _products_in_fp8(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) ->
     return in_fp8 if any(in_fp8) else None
 
 
-def _forward(
+def output_of(
     x: Tensor,
     weight: QuantizedTensor,
     bias: Tensor | None,
@@ -167,6 +167,34 @@ def _forward(
     if codes is None:
         return nn.functional.linear(rows, weight.dequantize(), bias), kept
     return products.output(codes, weight, bias), kept
+
+
+def gradients_of(
+    gradient: Tensor,
+    weight: QuantizedTensor,
+    activations: Codes | Tensor | None,
+    in_fp8: InFP8,
+    need_x: bool,
+    need_weight: bool,
+    histories: Histories | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Those of activations and weight. ``activations``: what :func:`output_of` keeps of them, or as they were."""
+    format = _format(weight)
+    fp8_x, fp8_weight = need_x and in_fp8.input_gradient, need_weight and isinstance(activations, Codes)
+    rows, columns = None, None
+    if fp8_x or fp8_weight:
+        _, history, begins, layer = histories or (None, None, False, None)
+        rows, columns = cast_both(gradient, format.gradients, format, fp8_x, fp8_weight, history, begins)
+        if layer is not None:
+            layer.begins = False
+    of_x = of_weight = None
+    if need_x:
+        of_x = gradient @ weight.dequantize() if rows is None else products.input_gradient(rows, weight)
+    if isinstance(activations, Codes) and columns is not None:
+        of_weight = products.weight_gradient(columns, activations, format)
+    elif need_weight:
+        of_weight = gradient.t() @ activations
+    return of_x, of_weight
 
 
 def _format(weight: QuantizedTensor) -> ProductFormat:
@@ -191,7 +219,7 @@ class _Linear(torch.autograd.Function):
         histories: Histories | None,
     ) -> Tensor:
         need_x, need_weight, *_ = ctx.needs_input_grad
-        out, kept = _forward(x, weight, bias, in_fp8, histories, need_weight)
+        out, kept = output_of(x, weight, bias, in_fp8, histories, need_weight)
         ctx.in_fp8, ctx.shape, ctx.kept, ctx.histories = in_fp8, x.shape, kept is not None, histories
         activations = () if not need_weight else (casts.matrix_of(x),) if kept is None else (kept.data, kept.scale)
         ctx.save_for_backward(weight if need_x or need_weight else None, *activations)
@@ -201,26 +229,11 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         check_backward(gradient)
         need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
-        weight, *activations = ctx.saved_tensors
+        weight, *kept = ctx.saved_tensors
         gradient = casts.matrix_of(gradient).contiguous()
-        format = _format(weight)
-        rows, columns = None, None
-        fp8_x, fp8_weight = need_x and ctx.in_fp8.input_gradient, need_weight and ctx.kept
-        if fp8_x or fp8_weight:
-            _, history, begins, layer = ctx.histories or (None, None, False, None)
-            rows, columns = cast_both(gradient, format.gradients, format, fp8_x, fp8_weight, history, begins)
-            if layer is not None:
-                layer.begins = False
-        of_x = of_weight = None
-        if need_x:
-            of_x = gradient @ weight.dequantize() if rows is None else products.input_gradient(rows, weight)
-            of_x = _shaped(of_x, ctx.shape)
-        if need_weight:
-            if columns is None:
-                of_weight = gradient.t() @ activations[0]
-            else:
-                data, scale = activations
-                of_weight = products.weight_gradient(columns, Codes(data, scale, format.kept), format)
+        activations = None if not need_weight else Codes(*kept, _format(weight).kept) if ctx.kept else kept[0]
+        of_x, of_weight = gradients_of(gradient, weight, activations, ctx.in_fp8, need_x, need_weight, ctx.histories)
+        of_x = None if of_x is None else _shaped(of_x, ctx.shape)
         return of_x, of_weight, gradient.sum(0) if need_bias else None, None, None
 
 

@@ -7,10 +7,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fused_optim.quantized.compute import grouped, products
+from fused_optim.quantized.compute import grouped, measured, products
 from fused_optim.quantized.compute.casts import BLOCK
 from fused_optim.quantized.compute.products import PRODUCTS, Product
 from fused_optim.quantized.tensor import QuantizedTensor, local_weight
+
+MANY = 1 << 62  # rows: more than any measured number
 
 
 def unsupported_reasons(param: Tensor, rows: int | None = None) -> dict[str, str | None]:
@@ -27,12 +29,19 @@ def unsupported_reasons(param: Tensor, rows: int | None = None) -> dict[str, str
     found: dict[str, str | None] = {}
     for product in PRODUCTS:
         if len(shape) == 3:
-            why = grouped.unsupported_reason(product, local.recipe, device, shape)
+            why = grouped.unsupported_reason(product, local.recipe, device, shape, rows)
         else:
             why = products.unsupported_reason(product, local.recipe, BLOCK if rows is None else rows, shape)
-            why = _unsupported_outside_layers(product, local) or why
+            why = _unsupported_outside_layers(product, local) or why or _slower(local, device, rows, shape)
         found[product] = always or why
     return found
+
+
+def _slower(local: QuantizedTensor, device: torch.device, rows: int | None, shape: tuple[int, ...]) -> str | None:
+    format = local.recipe.products
+    if format is None or not format.measured:
+        return None
+    return measured.slower_reason(format, device, MANY if rows is None else rows, shape)
 
 
 def _unsupported_at_all(local: QuantizedTensor) -> str | None:
@@ -46,7 +55,8 @@ def _unsupported_at_all(local: QuantizedTensor) -> str | None:
 
 
 def _unsupported_outside_layers(product: Product, local: QuantizedTensor) -> str | None:
-    if product == "output" or local.shared.in_layer:
+    format = local.recipe.products
+    if local.shared.in_layer or (product == "output" and format is not None and not format.measured):
         return None
     return "no nn.Linear holds it: gradients are those of decoded weights"
 
