@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from fused_optim.quantized.compute import casts, measured, products
 from fused_optim.quantized.compute.autograd import as_autocast_wants, check_backward, is_transformed
 from fused_optim.quantized.compute.casts import Codes
+from fused_optim.quantized.compute.kept import KeptWeight, quantized
 from fused_optim.quantized.compute.linear import gradients_of, output_of
+from fused_optim.quantized.compute.measured import Instead, Part
 from fused_optim.quantized.compute.products import NONE, InFP8, Product
 from fused_optim.quantized.recipes import Recipe
 from fused_optim.quantized.tensor import QuantizedTensor
@@ -76,8 +78,11 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, *, aligned: bool 
     Autocast casts activations and weight, as those of ``nn.Linear``.
     """
     x, weight, _ = as_autocast_wants(x, weight, None)
-    if isinstance(weight, QuantizedTensor) and not is_transformed() and products.fits(x, weight):
-        way, in_fp8 = _way(weight.recipe, weight.device, x.shape[0], tuple(weight.shape))
+    if isinstance(weight, QuantizedTensor | KeptWeight) and not is_transformed() and products.fits(x, weight):
+        instead: Instead = "BF16" if isinstance(weight, KeptWeight) else "decoded"
+        way, in_fp8 = _way(weight.recipe, weight.device, x.shape[0], tuple(weight.shape), instead)
+        if isinstance(weight, KeptWeight) and (way == "grouped" or (way and _may_wait(x))):
+            weight = quantized(weight)
         if way == "grouped":
             out: Tensor = _Grouped.apply(x, weight, offsets, aligned, in_fp8)  # type: ignore[no-untyped-call]
             return out
@@ -96,11 +101,13 @@ def _may_wait(x: Tensor) -> bool:
 # --- which way ----------------------------------------------------------------------------------------------------
 
 
-def _way(recipe: Recipe, device: torch.device, rows: int, weight: tuple[int, ...]) -> tuple[str | None, InFP8]:
+def _way(
+    recipe: Recipe, device: torch.device, rows: int, weight: tuple[int, ...], instead: Instead
+) -> tuple[str | None, InFP8]:
     """How experts multiply in FP8, if at all, and which products, where all experts have about as many rows."""
     experts, *matrix = weight
     in_fp8 = InFP8(*(_unsupported_reason(each, recipe, device, weight) is None for each in products.PRODUCTS))
-    if not in_fp8.output or slower_reason(recipe, device, rows, weight) is not None:
+    if not in_fp8.output or _slower_reason(recipe, device, rows, weight, instead) is not None:
         return None, in_fp8
     if _is_grouped(recipe, device):
         return "grouped", in_fp8
@@ -109,26 +116,33 @@ def _way(recipe: Recipe, device: torch.device, rows: int, weight: tuple[int, ...
 
 
 def unsupported_reason(
-    product: Product, recipe: Recipe, device: torch.device, weight: tuple[int, ...], rows: int | None = None
+    product: Product,
+    recipe: Recipe,
+    device: torch.device,
+    weight: tuple[int, ...],
+    rows: int | None = None,
+    instead: Instead = "decoded",
 ) -> str | None:
     """Why a product with experts' weights of this shape does not run in FP8, or None.
 
     ``rows``: of all experts together, each of which is taken to have as many; None: a number that suits all products.
     """
-    slower = slower_reason(recipe, device, MANY * weight[0] if rows is None else rows, weight)
+    slower = _slower_reason(recipe, device, MANY * weight[0] if rows is None else rows, weight, instead)
     return _unsupported_reason(product, recipe, device, weight) or slower
 
 
 MANY = 1 << 40  # rows: more than any measured number
 
 
-def slower_reason(recipe: Recipe, device: torch.device, rows: int, weight: tuple[int, ...]) -> str | None:
+def _slower_reason(
+    recipe: Recipe, device: torch.device, rows: int, weight: tuple[int, ...], instead: Instead
+) -> str | None:
     """Why products that are to be in FP8 only where that saves time are not, or None."""
     format = recipe.products
     if format is None or not format.measured:
         return None
-    table: measured.Part = "experts" if _is_grouped(recipe, device) else "sizes"
-    return measured.slower_reason(format, device, rows // weight[0], weight[1:], table)
+    table: Part = "experts" if _is_grouped(recipe, device) else "sizes"
+    return measured.slower_reason(format, device, rows // weight[0], weight[1:], table, instead)
 
 
 def _is_grouped(recipe: Recipe, device: torch.device) -> bool:

@@ -23,6 +23,8 @@ from fused_optim.quantized.compute.autograd import (
 )
 from fused_optim.quantized.compute.casts import Codes
 from fused_optim.quantized.compute.delayed import HISTORY, Histories, cast_both
+from fused_optim.quantized.compute.kept import KeptWeight, kept_weight, quantized
+from fused_optim.quantized.compute.measured import Instead
 from fused_optim.quantized.compute.products import InFP8
 from fused_optim.quantized.recipes import ProductFormat
 from fused_optim.quantized.tensor import Args, Kwargs, QuantizedTensor, implements
@@ -80,13 +82,15 @@ def convert(module: nn.Module) -> None:
     """Make a module that has a quantized weight compute with it, where that is more than decoding it."""
     if type(module) is not nn.Linear:  # which may do anything in forward(); its products are those of mm.py
         return
-    local = local_tensor(module.weight)
-    if isinstance(local, QuantizedTensor) and local.recipe.products is not None:
+    kept = kept_weight(module.weight)
+    local = local_tensor(module.weight) if kept is None else kept
+    if isinstance(local, QuantizedTensor | KeptWeight) and local.recipe.products is not None:
         module.__class__ = QuantizedLinear
         if local.recipe.products.delayed:
             assert isinstance(module, QuantizedLinear)
             module.keep_histories(local.device)
-        local.shared.in_layer = True
+        if isinstance(local, QuantizedTensor):
+            local.shared.in_layer = True
 
 
 def linear(
@@ -108,14 +112,15 @@ def linear(
     histories = None if activations is None or gradients is None else Histories(activations, gradients, begins, layer)
     if isinstance(weight, DTensor):
         return _linear_of_shards(x, weight, bias, histories)
-    if not isinstance(weight, QuantizedTensor) or isinstance(x, DTensor):
+    if not isinstance(weight, QuantizedTensor | KeptWeight) or isinstance(x, DTensor):
         return nn.functional.linear(x, weight, bias)
-    x, cast_weight, bias = as_autocast_wants(x, weight, bias)
-    assert isinstance(cast_weight, QuantizedTensor)
-    weight = cast_weight
+    x, weight, bias = as_autocast_wants(x, weight, bias)
+    assert isinstance(weight, QuantizedTensor | KeptWeight)
     in_fp8 = _products_in_fp8(x, weight, bias)
     if in_fp8 is None:
         return nn.functional.linear(x, weight, bias)
+    if isinstance(weight, KeptWeight):
+        weight = quantized(weight)
     if torch.is_grad_enabled():
         out: Tensor = _Linear.apply(x, weight, bias, in_fp8, histories)  # type: ignore[no-untyped-call]
         return out
@@ -137,13 +142,15 @@ def _dispatched(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     return linear(*args, **kwargs)
 
 
-def _products_in_fp8(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> InFP8 | None:
+def _products_in_fp8(x: Tensor, weight: QuantizedTensor | KeptWeight, bias: Tensor | None) -> InFP8 | None:
     """None where torch does it all."""
-    if weight.is_transposed or weight.is_flat or not products.fits(x, weight):
+    if (isinstance(weight, QuantizedTensor) and weight.is_rearranged) or not products.fits(x, weight):
         return None
     if x.shape[-1] != weight.shape[-1] or (bias is not None and bias.dtype != x.dtype):
         return None
-    in_fp8 = products.products_in_fp8(weight.recipe, weight.device, x.numel() // x.shape[-1], weight.weight_shape)
+    rows, shape = x.numel() // x.shape[-1], weight.shape
+    instead: Instead = "BF16" if isinstance(weight, KeptWeight) else "decoded"
+    in_fp8 = products.products_in_fp8(weight.recipe, weight.device, rows, shape, instead)
     return in_fp8 if any(in_fp8) else None
 
 
@@ -243,7 +250,8 @@ class _Linear(torch.autograd.Function):
 def _linear_of_shards(x: Tensor, weight: DTensor, bias: Tensor | None, histories: Histories | None) -> Tensor:
     """Each rank multiplies what it holds, where the placements are those of tensor parallelism; else torch does it."""
     local = weight._local_tensor
-    matches = isinstance(x, DTensor) and isinstance(local, QuantizedTensor) and x.device_mesh == weight.device_mesh
+    known = isinstance(local, QuantizedTensor | KeptWeight)
+    matches = isinstance(x, DTensor) and known and x.device_mesh == weight.device_mesh
     if not matches or (bias is not None and not isinstance(bias, DTensor)):
         return nn.functional.linear(x, weight, bias)
     assert isinstance(x, DTensor)

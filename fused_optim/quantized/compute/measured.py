@@ -56,10 +56,9 @@ def gains(size: Size, gaining: tuple[Size, ...]) -> bool:
 
 
 @functools.cache
-def least_rows(format: ProductFormat, weight: tuple[int, int], part: Part = "sizes") -> int | None:
+def least_rows(format: ProductFormat, weight: tuple[int, ...], part: Part, instead: Instead) -> int | None:
     """From how many rows on products with such a weight gain, by the package's table; None: at no known number."""
     outputs, inputs = weight
-    instead: Instead = "BF16" if format.keeps_weights else "decoded"
     try:
         known = gaining_sizes(kind_of(format), instead, part)
     except KeyError:
@@ -68,7 +67,12 @@ def least_rows(format: ProductFormat, weight: tuple[int, int], part: Part = "siz
 
 
 def slower_reason(
-    format: ProductFormat, device: torch.device, rows: int, weight: tuple[int, ...], part: Part = "sizes"
+    format: ProductFormat,
+    device: torch.device,
+    rows: int,
+    weight: tuple[int, ...],
+    part: Part = "sizes",
+    instead: Instead = "decoded",
 ) -> str | None:
     """Why products that are to be in FP8 only where that saves time are not, or None."""
     ask = 'compute="fp8" asks for them all the same'
@@ -76,7 +80,7 @@ def slower_reason(
         return f"CPUs have no FP8 products: {ask}, in FP32"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) != CAPABILITY:
         return f"FP8 products were not measured on GPUs like this one: {ask}"
-    least = least_rows(format, (weight[0], weight[1]), part)
+    least = least_rows(format, weight, part, instead)
     if least is None:
         return f"FP8 products of this size were not measured to save time: {ask}"
     each = " of each expert" if part == "experts" else ""

@@ -20,6 +20,7 @@ from torch.nn.functional import ScalingType, scaled_mm
 
 from fused_optim.quantized.compute import casts, measured, microscaling
 from fused_optim.quantized.compute.casts import BLOCK, Codes
+from fused_optim.quantized.compute.measured import Instead
 from fused_optim.quantized.recipes import ProductFormat, Recipe, Scaling
 from fused_optim.quantized.tensor import QuantizedTensor
 
@@ -115,19 +116,24 @@ def _unsupported_reason(product: Product, format: ProductFormat, rows: int, weig
     return None
 
 
-def products_in_fp8(recipe: Recipe, device: torch.device, rows: int, weight: tuple[int, ...]) -> InFP8:
+def products_in_fp8(
+    recipe: Recipe, device: torch.device, rows: int, weight: tuple[int, ...], instead: Instead = "decoded"
+) -> InFP8:
+    """``instead``: how the others are computed, which ``compute="auto"`` compares times with."""
     if recipe.products is None:
         return NONE
     find = (
         _known_products_in_fp8 if type(rows) is int else _products_in_fp8
     )  # compilers have rows whose number is not known
-    return find(recipe.products, device, rows, weight)
+    return find(recipe.products, device, rows, weight, instead)
 
 
-def _products_in_fp8(format: ProductFormat, device: torch.device, rows: int, weight: tuple[int, ...]) -> InFP8:
-    if device_unsupported_reason(device, format) is not None:
+def _products_in_fp8(
+    format: ProductFormat, device: torch.device, rows: int, weight: tuple[int, ...], instead: Instead
+) -> InFP8:
+    if device_unsupported_reason(device, format) is not None or len(weight) != 2:
         return NONE
-    if format.measured and measured.slower_reason(format, device, rows, weight) is not None:
+    if format.measured and measured.slower_reason(format, device, rows, weight, instead=instead) is not None:
         return NONE
     return InFP8(*(_unsupported_reason(product, format, rows, weight) is None for product in PRODUCTS))
 
@@ -135,12 +141,14 @@ def _products_in_fp8(format: ProductFormat, device: torch.device, rows: int, wei
 _known_products_in_fp8 = functools.lru_cache(maxsize=4096)(_products_in_fp8)
 
 
-def fits(x: Tensor, weight: QuantizedTensor) -> bool:
+def fits(x: Tensor, weight: Tensor) -> bool:
     """Whether products of these tensors are considered at all."""
-    if isinstance(x, QuantizedTensor) or weight.recipe.products is None or x.numel() == 0:
+    if isinstance(x, QuantizedTensor) or x.numel() == 0 or not x.dtype == weight.dtype == torch.bfloat16:
         return False
+    if not isinstance(weight, QuantizedTensor):
+        return True
     # Plain values that were written and not quantized since have no codes, and tiles that begin elsewhere no products.
-    return x.dtype == weight.dtype == torch.bfloat16 and not weight.is_pending and weight.rows_before == 0
+    return weight.recipe.products is not None and not weight.is_pending and weight.rows_before == 0
 
 
 # --- products of codes ------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from fused_optim.adapters import Update
 from fused_optim.memory import copies
 from fused_optim.quantized.adapters import update
 from fused_optim.quantized.compute import linear
+from fused_optim.quantized.compute.kept import keep_state_dicts_plain, kept_like, kept_weight
 from fused_optim.quantized.model.selection import (
     Filter,
     ParamFilter,
@@ -102,6 +103,8 @@ def quantize_model_(
         tied = {key: param for key, param in module._parameters.items() if param is not None and param in replaced}
         for key, param in tied.items():
             module._parameters[key] = replaced[param]
+        if any(kept_weight(replaced[param]) is not None for param in tied.values()):
+            keep_state_dicts_plain(module)
         if tied:
             module.register_load_state_dict_pre_hook(_refuse_codes)
             module.register_load_state_dict_pre_hook(_quantize_assigned)
@@ -153,7 +156,8 @@ def _check(weight: Tensor, recipe: Recipe, name: str) -> None:
     try:
         check_dtype(weight.dtype)
         check_shape(recipe, local.shape)
-        _check_cuts(weight, recipe)
+        if not recipe.keeps_weights:  # each rank quantizes what it multiplies with
+            _check_cuts(weight, recipe)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name}, shape {tuple(weight.shape)}: {error}") from None
 
@@ -181,6 +185,8 @@ def _position(weight: Tensor, recipe: Recipe) -> Position:
 
 
 def _quantized(weight: Tensor, recipe: Recipe, keep_initial: bool, name: str) -> nn.Parameter:
+    if recipe.keeps_weights:
+        return nn.Parameter(kept_like(weight.detach(), recipe), requires_grad=weight.requires_grad)
     values = local_tensor(weight.detach())
     shared = Shared(
         pending=values.device.type != "meta",

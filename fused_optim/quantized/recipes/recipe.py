@@ -67,7 +67,7 @@ class ProductFormat:
     rounded up. ``no_input_gradients``: why these are products of decoded weights, where they are. ``delayed``: the one
     scale is that of earlier passes. ``activation_tiles``: in weight gradients of blocks, activations have a scale per
     128 x 128. ``fast_gradients``: as outputs are, they are added up with 14 bits. ``measured``: layers alone have them,
-    of sizes at which they were measured to save time. ``keeps_weights``: the weights are cast for them.
+    of sizes at which they were measured to save time.
     """
 
     scaling: Scaling
@@ -79,7 +79,6 @@ class ProductFormat:
     activation_tiles: bool = False
     fast_gradients: bool = False
     measured: bool = False
-    keeps_weights: bool = False
 
     @property
     def kept(self) -> Scaling:

@@ -45,7 +45,7 @@ class Float8Recipe(ScaledRecipe):
         weight_gradients: of such products: those in ``"fp8"`` or ``"bf16"``. Default: ``"fp8"``, but ``"bf16"``
             with scales per row.
         keep_weights: weights stay what they are (BF16, FP32, FP16) for optimizers and checkpoints. They are quantized
-            where FSDP2 gathers them, and where a layer multiplies with them (``tensor/kept.py``).
+            where FSDP2 gathers them, and where a layer multiplies with them (``compute/kept.py``).
 
     None of these is part of the format: recipes that differ in them only are equal.
     """
@@ -70,11 +70,10 @@ class Float8Recipe(ScaledRecipe):
         """``others``: fields of :class:`ProductFormat`."""
         if self.compute == "decode":
             return None
-        others = {"measured": self.compute == "auto", "keeps_weights": self.keep_weights, **others}
         gradients = self.gradient_format or ("e5m2" if scaling == "tensor" else "e4m3")
         weight_gradients = self.weight_gradients or ("bf16" if scaling == "row" else "fp8")
         dtype = torch.float8_e5m2 if gradients == "e5m2" else torch.float8_e4m3fn
-        return ProductFormat(scaling, dtype, weight_gradients == "fp8", **others)
+        return ProductFormat(scaling, dtype, weight_gradients == "fp8", measured=self.compute == "auto", **others)
 
     @property
     def keeps_weights(self) -> bool:
@@ -167,6 +166,8 @@ class Float8DelayedScaling(Float8TensorScaling):
         super().__post_init__()
         check_choice("fp8_format", self.fp8_format, Float8Format)
         check_choice("amax_compute_algo", self.amax_compute_algo, AmaxAlgorithm)
+        if self.keep_weights:
+            raise ValueError("keep_weights: weights that are quantized at each use have no history: Float8CurrentScaling")
         if self.amax_history_len < 1:
             raise ValueError(f"amax_history_len: expected at least 1, got {self.amax_history_len}")
 
