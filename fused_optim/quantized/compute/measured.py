@@ -31,9 +31,10 @@ class Size(NamedTuple):
     outputs: int
 
 
-def kind_of(format: ProductFormat) -> str:
-    """What tables call such products."""
-    return format.scaling + ("" if format.weight_gradients else ", weight gradients in BF16")
+def kind_of(format: ProductFormat, keeps_weights: bool = False) -> str:
+    """What tables call such products. ``keeps_weights``: the weight is quantized for each."""
+    kind = format.scaling + ("" if format.weight_gradients else ", weight gradients in BF16")
+    return f"{kind}, weights kept" if keeps_weights else kind
 
 
 @functools.cache
@@ -60,7 +61,7 @@ def least_rows(format: ProductFormat, weight: tuple[int, ...], part: Part, inste
     """From how many rows on products with such a weight gain, by the package's table; None: at no known number."""
     outputs, inputs = weight
     try:
-        known = gaining_sizes(kind_of(format), instead, part)
+        known = gaining_sizes(kind_of(format, instead == "BF16"), instead, part)
     except KeyError:
         return None
     return min((size.rows for size in known if size.inputs <= inputs and size.outputs <= outputs), default=None)

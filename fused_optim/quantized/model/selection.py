@@ -202,7 +202,7 @@ def gains(recipe: Recipe, rows: int, table: str | os.PathLike[str] | None = None
     format = recipe.products
     if format is None:
         raise ValueError(f'{recipe} has no products in FP8, so no layer gains: leave out compute="decode"')
-    kind, path = measured.kind_of(format), measured.TABLE if table is None else table
+    kind, path = measured.kind_of(format, recipe.keeps_weights), measured.TABLE if table is None else table
     try:
         gaining = measured.gaining_sizes(kind, "BF16", table=path)
     except KeyError:
