@@ -427,12 +427,12 @@ def measure_experts(args: argparse.Namespace, device: torch.device) -> list[dict
             for name, recipe in recipes.items():
                 if name == "block" and experts > 16:  # one by one
                     continue
-                layer = GroupedLinear(experts, inputs, outputs, device=device, dtype=torch.bfloat16, aligned=True)
+                layer = GroupedLinear(experts, inputs, outputs, device=device, dtype=torch.bfloat16, multiple_of=16)
                 if recipe is not None:
                     quantize_model_(layer, recipe, lambda *_: True, keep_initial=False)
                 row[name] = time_of_experts(layer, offsets, timer, args)
                 if name == "tensor":
-                    layer.aligned = False
+                    layer.multiple_of = 8
                     row["tensor, not aligned"] = time_of_experts(layer, offsets, timer, args)
             rows.append(row)
             print(", ".join(f"{key} {value:.4g}" for key, value in row.items()), flush=True)

@@ -56,15 +56,15 @@ def is_near(found: Tensor, a: Tensor, b: Tensor, adding_up: float) -> None:
     assert (error <= 2.0**-8 * exact.abs() + adding_up * magnitudes).all()
 
 
-@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("multiple_of", [1, 8, 16])
 @pytest.mark.parametrize("name", EXPERTS)
 @pytest.mark.parametrize("ends", ENDS)
-def test_products_of_groups(ends: list[int], name: str, aligned: bool, grouped_device: str) -> None:
+def test_products_of_groups(ends: list[int], name: str, multiple_of: int, grouped_device: str) -> None:
     """Those of the codes, in float64, but for adding up and rounding. Rows of no expert do not matter."""
-    if aligned and (ends[-1] < 128 or any(end % 16 for end in ends)):
+    if any(end % multiple_of for end in ends) or (multiple_of == 16 and ends[-1] < 128):
         return
     layer = layer_of(EXPERTS[name], grouped_device)
-    layer.aligned = aligned
+    layer.multiple_of = multiple_of
     offsets = torch.tensor(ends, dtype=torch.int32, device=grouped_device)
     x, gradient = matrix(128, 64), matrix(128, 96, 2)
     x[ends[-1] :] = torch.nan
@@ -119,8 +119,11 @@ def test_experts_one_by_one_are_linear_layers(ends: list[int], name: str, device
         if recipe.scales_whole_tensor:  # that of all experts
             values = layer.weight.values()[expert]
             alone.weight.components.update(
-                {key: part[expert].view(alone.weight.components[key].shape) if len(part) == 3 else part.clone()
-                 for key, part in layer.weight.components.items() if key != "initial"}
+                {
+                    key: part[expert].view(alone.weight.components[key].shape) if len(part) == 3 else part.clone()
+                    for key, part in layer.weight.components.items()
+                    if key != "initial"
+                }
             )
             assert torch.equal(alone.weight.values(), values)
         rows = x.detach()[start:end].requires_grad_()

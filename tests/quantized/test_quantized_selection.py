@@ -191,7 +191,9 @@ def experts(recipe: str) -> Experts:
 
 
 def test_tiles_of_three_dims_are_refused_by_name() -> None:
-    refuses(Experts(), ValueError, r"^w1, shape \(5, 96, 64\): .*multiples of 128", Float8BlockScaling(), param_filter=picks)
+    refuses(
+        Experts(), ValueError, r"^w1, shape \(5, 96, 64\): .*multiples of 128", Float8BlockScaling(), param_filter=picks
+    )
     model = quantize_model_(
         Experts(), Float8BlockScaling(), param_filter=lambda _, name: name.endswith("in_proj_weight")
     )

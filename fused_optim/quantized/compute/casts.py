@@ -179,7 +179,8 @@ def absmax_of(x: Tensor) -> Tensor:
 
 def largest_magnitude(x: Tensor) -> Tensor:
     """As :func:`absmax_of`, where nothing is fused: in one pass."""
-    return torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32).view(1)
+    largest: Tensor = torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
+    return largest.view(1)
 
 
 def _cast_tensor(x: Tensor, absmax: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -4,8 +4,8 @@ Weights have shape ``(experts, outputs, inputs)``. Rows are sorted by expert, an
 says where each expert's rows end, as for ``torch._grouped_mm``. Two ways to multiply in FP8:
 
 * grouped: weights with one scale on GPUs of compute capability 9.0, in torch's grouped kernels. Activations and
-  gradients are E4M3 with a scale per row, in weight gradients per column, for all experts together. The rows of experts
-  must then be multiples of 16: they are copied apart for it, unless ``aligned`` says that they are.
+  gradients are E4M3 with a scale per row, in weight gradients per column, for all experts together. Weight gradients
+  need numbers of rows that are multiples of 16, in BF16 of 8: rows are copied apart where that is not promised.
 * one by one: all others, each expert as a linear layer (``linear.py``). The host waits for ``offsets``.
 
 CPUs compute both in FP32.
@@ -14,6 +14,7 @@ CPUs compute both in FP32.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from fused_optim.quantized.compute.autograd import as_autocast_wants, check_back
 from fused_optim.quantized.compute.casts import Codes
 from fused_optim.quantized.compute.kept import KeptWeight, quantized
 from fused_optim.quantized.compute.linear import gradients_of, output_of
-from fused_optim.quantized.compute.measured import Instead, Part
+from fused_optim.quantized.compute.measured import Instead
 from fused_optim.quantized.compute.products import NONE, InFP8, Product
 from fused_optim.quantized.recipes import Recipe
 from fused_optim.quantized.tensor import QuantizedTensor
@@ -36,7 +37,7 @@ E4M3 = torch.float8_e4m3fn
 class GroupedLinear(nn.Module):
     """Experts' linear layers without biases: ``weight`` of shape ``(experts, outputs, inputs)``.
 
-    ``quantize_model_`` takes it where a filter, or a pattern of its name, says so. ``aligned``: see
+    ``quantize_model_`` takes it where a filter, or a pattern of its name, says so. ``multiple_of``: see
     :func:`grouped_linear`.
     """
 
@@ -48,11 +49,11 @@ class GroupedLinear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        aligned: bool = False,
+        multiple_of: int = 8,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, out_features, in_features, device=device, dtype=dtype))
-        self.aligned = aligned
+        self.multiple_of = multiple_of
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -61,19 +62,19 @@ class GroupedLinear(nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
-        return grouped_linear(x, self.weight, offsets, aligned=self.aligned)
+        return grouped_linear(x, self.weight, offsets, multiple_of=self.multiple_of)
 
 
-def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, *, aligned: bool = False) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, *, multiple_of: int = 8) -> Tensor:
     """``x[rows of expert e] @ weight[e].t()`` for all experts: shape ``(rows, outputs)``.
 
     Args:
         x: shape ``(rows, inputs)``, sorted by expert.
         weight: plain or quantized, shape ``(experts, outputs, inputs)``.
         offsets: int32, shape ``(experts,)``: where the rows of each expert end.
-        aligned: whether all rows are some expert's and each expert's rows are a multiple of 16, as after a permutation
-            that pads. Weight gradients of FP8 weights then need no copies. Nothing checks it; torch's own grouped
-            products of plain weights on GPUs always need multiples of 8.
+        multiple_of: what the number of rows of each expert is a multiple of. Nothing checks it. On GPUs weight
+            gradients need multiples of 16 in FP8 and of 8 in BF16, as torch's own do: where less is promised, rows are
+            copied. With 16, rows of no expert count for the scales of weight gradients: they should be zeros.
 
     Autocast casts activations and weight, as those of ``nn.Linear``.
     """
@@ -84,7 +85,7 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, *, aligned: bool 
         if isinstance(weight, KeptWeight) and (way == "grouped" or (way and _may_wait(x))):
             weight = quantized(weight)
         if way == "grouped":
-            out: Tensor = _Grouped.apply(x, weight, offsets, aligned, in_fp8)  # type: ignore[no-untyped-call]
+            out: Tensor = _Grouped.apply(x, weight, offsets, multiple_of, in_fp8)  # type: ignore[no-untyped-call]
             return out
         if way == "one by one" and _may_wait(x):
             out = _OneByOne.apply(x, weight, offsets)  # type: ignore[no-untyped-call]
@@ -105,14 +106,11 @@ def _way(
     recipe: Recipe, device: torch.device, rows: int, weight: tuple[int, ...], instead: Instead
 ) -> tuple[str | None, InFP8]:
     """How experts multiply in FP8, if at all, and which products, where all experts have about as many rows."""
-    experts, *matrix = weight
-    in_fp8 = InFP8(*(_unsupported_reason(each, recipe, device, weight) is None for each in products.PRODUCTS))
-    if not in_fp8.output or _slower_reason(recipe, device, rows, weight, instead) is not None:
-        return None, in_fp8
-    if _is_grouped(recipe, device):
-        return "grouped", in_fp8
-    mean = -(-rows // experts)
-    return "one by one", products.products_in_fp8(recipe, device, mean - mean % casts.BLOCK, tuple(matrix))
+    reasons = [unsupported_reason(each, recipe, device, weight, rows, instead) for each in products.PRODUCTS]
+    in_fp8 = InFP8(*(reason is None for reason in reasons))
+    if not in_fp8.output:
+        return None, NONE
+    return "grouped" if _is_grouped(recipe, device) else "one by one", in_fp8
 
 
 def unsupported_reason(
@@ -127,22 +125,54 @@ def unsupported_reason(
 
     ``rows``: of all experts together, each of which is taken to have as many; None: a number that suits all products.
     """
-    slower = _slower_reason(recipe, device, MANY * weight[0] if rows is None else rows, weight, instead)
-    return _unsupported_reason(product, recipe, device, weight) or slower
+    format = recipe.products
+    if format is None:
+        return "the recipe decodes"
+    _, columns = recipe.for_shape(weight[1:]).block_shape
+    if weight[2] % columns:  # blocks go on in the next row
+        return f"in_features = {weight[2]} is no multiple of {columns}"
+    why = products.unsupported_reason(product, recipe, casts.BLOCK, weight[1:])
+    why = why or products.device_unsupported_reason(device, format)
+    if why is not None or not format.measured:
+        return why
+    each = _MANY if rows is None else rows // weight[0]
+    return _slower_reason(product, recipe, device, each, weight[1:], instead)
 
 
-MANY = 1 << 40  # rows: more than any measured number
+_MANY = 1 << 62  # rows: more than any measured number
 
 
 def _slower_reason(
-    recipe: Recipe, device: torch.device, rows: int, weight: tuple[int, ...], instead: Instead
+    product: Product, recipe: Recipe, device: torch.device, rows: int, weight: tuple[int, ...], instead: Instead
 ) -> str | None:
-    """Why products that are to be in FP8 only where that saves time are not, or None."""
-    format = recipe.products
-    if format is None or not format.measured:
-        return None
-    table: Part = "experts" if _is_grouped(recipe, device) else "sizes"
-    return measured.slower_reason(format, device, rows // weight[0], weight[1:], table, instead)
+    """Grouped products of weight gradients gain at larger sizes than the others."""
+    kind = _kind(recipe, instead == "BF16")
+    why = measured.slower_reason(kind, device, rows, weight, "experts", instead)
+    if why is None and product == "weight gradient" and _is_grouped(recipe, device):
+        return measured.slower_reason("tensor", device, rows, weight, "experts", _BF16_WEIGHT_GRADIENTS)
+    return why
+
+
+_BF16_WEIGHT_GRADIENTS = f"row{measured.BF16_WEIGHT_GRADIENTS}"  # of grouped products, whose rows have scales
+
+
+def _kind(recipe: Recipe, keeps_weights: bool) -> str:
+    """What the table of experts calls such products, with as few in FP8 as gain first."""
+    assert recipe.products is not None
+    if recipe.products.scaling not in ("tensor", "row"):
+        return measured.kind_of(recipe.products, keeps_weights)
+    return f"tensor{measured.WEIGHTS_KEPT}" if keeps_weights else _BF16_WEIGHT_GRADIENTS
+
+
+def gaining_sizes(recipe: Recipe, table: Path) -> tuple[measured.Size, ...]:
+    """Sizes at which experts were measured to take less time than in BF16; none where they were not measured.
+
+    Rows are those of each expert.
+    """
+    try:
+        return measured.gaining_sizes(_kind(recipe, recipe.keeps_weights), "BF16", "experts", table)
+    except KeyError:
+        return ()
 
 
 def _is_grouped(recipe: Recipe, device: torch.device) -> bool:
@@ -154,22 +184,11 @@ def _is_grouped(recipe: Recipe, device: torch.device) -> bool:
     )
 
 
-def _unsupported_reason(product: Product, recipe: Recipe, device: torch.device, weight: tuple[int, ...]) -> str | None:
-    if recipe.products is None:
-        return "the recipe decodes"
-    _, columns = recipe.for_shape(weight[1:]).block_shape
-    if weight[2] % columns:  # blocks go on in the next row
-        return f"in_features = {weight[2]} is no multiple of {columns}"
-    return products.unsupported_reason(
-        product, recipe, casts.BLOCK, weight[1:]
-    ) or products.device_unsupported_reason(device, recipe.products)
-
-
 # --- grouped ------------------------------------------------------------------------------------------------------
 
 
 class _Groups(NamedTuple):
-    """Groups of rows whose sizes are multiples of 16: where each row goes, where groups end, how many rows that are.
+    """Groups of rows whose sizes are multiples of a number: where each row goes, where they end, how many that are.
 
     ``to``: None where rows stay where they are. Rows of no expert go to a last row, which is none of these.
     """
@@ -185,10 +204,7 @@ class _Groups(NamedTuple):
         return x.new_zeros(self.rows + 1, x.shape[1]).index_copy_(0, self.to, x)[: self.rows]
 
 
-def _groups(offsets: Tensor, rows: int, aligned: bool) -> _Groups:
-    multiple = products.ALIGNMENT
-    if aligned and rows % multiple == 0:
-        return _Groups(offsets)
+def _groups(offsets: Tensor, rows: int, multiple: int) -> _Groups:
     starts = torch.cat([offsets.new_zeros(1), offsets[:-1]])
     sizes = (offsets - starts + multiple - 1) // multiple * multiple
     ends = sizes.cumsum(0, dtype=torch.int32)
@@ -203,13 +219,15 @@ def _groups(offsets: Tensor, rows: int, aligned: bool) -> _Groups:
 class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: QuantizedTensor, offsets: Tensor, aligned: bool, in_fp8: InFP8
+        ctx: Any, x: Tensor, weight: QuantizedTensor, offsets: Tensor, multiple_of: int, in_fp8: InFP8
     ) -> Tensor:
         need_weight = ctx.needs_input_grad[1]
         ctx.in_fp8, ctx.groups = in_fp8, None
         kept: tuple[Tensor, ...] = ()
         if need_weight:
-            ctx.groups = _groups(offsets, x.shape[0], aligned)
+            needed = products.ALIGNMENT if in_fp8.weight_gradient else 8
+            fits = multiple_of % needed == 0 and x.shape[0] % needed == 0
+            ctx.groups = _Groups(offsets) if fits else _groups(offsets, x.shape[0], needed)
         rows, columns = _cast_both(x, ctx.groups if in_fp8.weight_gradient else None, True)
         assert rows is not None
         if need_weight:
@@ -366,19 +384,17 @@ class _OneByOne(torch.autograd.Function):
         weight, x, *saved = ctx.saved_tensors
         need_x, need_weight, _ = ctx.needs_input_grad
         rest = iter(saved)
-        found_x, found_weight = [], []
-        for expert, part, in_fp8, scaling in zip(
-            _experts(weight), ctx.parts, ctx.in_fp8, ctx.kept, strict=True
-        ):
+        all_of_x: list[Tensor] = []
+        all_of_weight: list[Tensor] = []
+        for expert, part, in_fp8, scaling in zip(_experts(weight), ctx.parts, ctx.in_fp8, ctx.kept, strict=True):
             kept = None if scaling is None else Codes(next(rest), next(rest), scaling)
-            activations = kept if kept is not None or not need_weight else x[part]
-            rows = gradient[part].contiguous()
-            of_x, of_weight = gradients_of(rows, expert, activations, in_fp8, need_x, need_weight, None)
-            found_x.append(of_x)
-            found_weight.append(of_weight)
+            rows = x[part] if kept is None and need_weight else None
+            found = gradients_of(gradient[part].contiguous(), expert, kept, rows, need_x, in_fp8, None)
+            for each, of_all in zip(found, (all_of_x, all_of_weight), strict=True):
+                of_all += [] if each is None else [each]
         if need_x:
-            found_x.append(gradient.new_zeros(gradient.shape[0] - ctx.parts[-1].stop, weight.shape[2]))
-        return torch.cat(found_x) if need_x else None, torch.stack(found_weight) if need_weight else None, None
+            all_of_x.append(gradient.new_zeros(gradient.shape[0] - ctx.parts[-1].stop, weight.shape[2]))
+        return torch.cat(all_of_x) if need_x else None, torch.stack(all_of_weight) if need_weight else None, None
 
 
 def _products_of(expert: QuantizedTensor, part: slice) -> InFP8:

@@ -187,14 +187,14 @@ def quantized_parts(values: Tensor, recipe: Recipe, group: dist.ProcessGroup | N
 
 def _parts_of_one_scale(values: Tensor, group: dist.ProcessGroup | None) -> Components:
     """From BF16, without a copy in FP32."""
-    matrix = values.reshape(as_matrix(tuple(values.shape)))
+    matrix = values.reshape(-1, values.shape[-1])
     none = matrix.numel() == 0
     absmax = matrix.new_zeros(1, dtype=torch.float32) if none else casts.largest_magnitude(matrix)
     if group is not None:
         dist.all_reduce(absmax, dist.ReduceOp.MAX, group=group)
     data, _, scale = casts.cast_tensor(matrix, absmax, torch.float8_e4m3fn, True, False)
     assert data is not None
-    return {"data": data.view(torch.uint8), "tensor_scale": scale}
+    return {"data": data.view(torch.uint8).view(as_matrix(tuple(values.shape))), "tensor_scale": scale}
 
 
 class _Quantize(torch.autograd.Function):
@@ -232,14 +232,16 @@ def kept_like(values: Tensor, recipe: Recipe) -> Tensor:
 
 def keep_state_dicts_plain(module: nn.Module) -> None:
     """Of a module with such weights; what is assigned from state dicts becomes such weights again."""
-    module.register_state_dict_post_hook(_save_plain)  # type: ignore[no-untyped-call]
+    module.register_state_dict_post_hook(_save_plain)
     module.register_load_state_dict_pre_hook(_keep_assigned)
 
 
 def _save_plain(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     for key in module._parameters:
         value = state_dict.get(prefix + key)
-        kept = None if isinstance(value, nn.Parameter) else kept_weight(value)
+        if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):  # the latter with keep_vars=True
+            continue
+        kept = kept_weight(value)
         if kept is not None:
             state_dict[prefix + key] = rewrap_like(kept.plain.detach(), value)
 

@@ -179,28 +179,28 @@ def output_of(
 def gradients_of(
     gradient: Tensor,
     weight: QuantizedTensor,
-    activations: Codes | Tensor | None,
-    in_fp8: InFP8,
+    kept: Codes | None,
+    x: Tensor | None,
     need_x: bool,
-    need_weight: bool,
+    in_fp8: InFP8,
     histories: Histories | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Those of activations and weight. ``activations``: what :func:`output_of` keeps of them, or as they were."""
+    """Those of activations and weight; the latter of what :func:`output_of` has ``kept``, or of ``x``, if of any."""
     format = _format(weight)
-    fp8_x, fp8_weight = need_x and in_fp8.input_gradient, need_weight and isinstance(activations, Codes)
+    fp8_x, fp8_weight = need_x and in_fp8.input_gradient, kept is not None
     rows, columns = None, None
     if fp8_x or fp8_weight:
         _, history, begins, layer = histories or (None, None, False, None)
         rows, columns = cast_both(gradient, format.gradients, format, fp8_x, fp8_weight, history, begins)
-        if layer is not None:
+        if isinstance(layer, QuantizedLinear):
             layer.begins = False
     of_x = of_weight = None
     if need_x:
         of_x = gradient @ weight.dequantize() if rows is None else products.input_gradient(rows, weight)
-    if isinstance(activations, Codes) and columns is not None:
-        of_weight = products.weight_gradient(columns, activations, format)
-    elif need_weight:
-        of_weight = gradient.t() @ activations
+    if kept is not None and columns is not None:
+        of_weight = products.weight_gradient(columns, kept, format)
+    elif x is not None:
+        of_weight = gradient.t() @ x
     return of_x, of_weight
 
 
@@ -236,10 +236,15 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         check_backward(gradient)
         need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
-        weight, *kept = ctx.saved_tensors
+        weight, *activations = ctx.saved_tensors
         gradient = casts.matrix_of(gradient).contiguous()
-        activations = None if not need_weight else Codes(*kept, _format(weight).kept) if ctx.kept else kept[0]
-        of_x, of_weight = gradients_of(gradient, weight, activations, ctx.in_fp8, need_x, need_weight, ctx.histories)
+        kept, x = None, None
+        if need_weight and ctx.kept:
+            data, scale = activations
+            kept = Codes(data, scale, _format(weight).kept)
+        elif need_weight:
+            (x,) = activations
+        of_x, of_weight = gradients_of(gradient, weight, kept, x, need_x, ctx.in_fp8, ctx.histories)
         of_x = None if of_x is None else _shaped(of_x, ctx.shape)
         return of_x, of_weight, gradient.sum(0) if need_bias else None, None, None
 

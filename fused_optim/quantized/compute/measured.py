@@ -1,14 +1,14 @@
 """At which sizes products in FP8 take less time than others: as was measured, in ``measured_sizes.json``.
 
 What is larger than a measured size that gains, in rows, inputs and outputs, or equal, gains too, since casts grow less
-than products. Of sizes that no measured one is smaller than, and of GPUs of another compute capability, nothing is known.
+than products. Nothing is known of sizes that no measured one is smaller than, nor of GPUs of other compute
+capabilities.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import os
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -21,6 +21,7 @@ CAPABILITY = (9, 0)  # of the GPU that it was measured on
 
 Part = Literal["sizes", "experts"]  # of the table: linear layers, and those of experts with so many rows each
 Instead = Literal["BF16", "decoded"]  # products with plain weights, and with quantized ones that are decoded
+BF16_WEIGHT_GRADIENTS, WEIGHTS_KEPT = ", weight gradients in BF16", ", weights kept"  # at the end of kinds
 
 
 class Size(NamedTuple):
@@ -33,19 +34,17 @@ class Size(NamedTuple):
 
 def kind_of(format: ProductFormat, keeps_weights: bool = False) -> str:
     """What tables call such products. ``keeps_weights``: the weight is quantized for each."""
-    kind = format.scaling + ("" if format.weight_gradients else ", weight gradients in BF16")
-    return f"{kind}, weights kept" if keeps_weights else kind
+    kind = format.scaling + ("" if format.weight_gradients else BF16_WEIGHT_GRADIENTS)
+    return f"{kind}{WEIGHTS_KEPT}" if keeps_weights else kind
 
 
 @functools.cache
-def gaining_sizes(
-    kind: str, instead: Instead, part: Part = "sizes", table: str | os.PathLike[str] = TABLE
-) -> tuple[Size, ...]:
-    """The measured sizes at which products of a kind took less time than others, forward and backward.
+def gaining_sizes(kind: str, instead: str, part: Part = "sizes", table: Path = TABLE) -> tuple[Size, ...]:
+    """The measured sizes at which products of a kind took less time than those of another, forward and backward.
 
     Raises KeyError where the table has no times of them.
     """
-    rows = json.loads(Path(table).read_text()).get(part, [])
+    rows = json.loads(table.read_text()).get(part, [])
     if not any(kind in row for row in rows):
         raise KeyError(kind)
     gained = [row for row in rows if kind in row and instead in row and row[kind] < row[instead]]
@@ -57,23 +56,18 @@ def gains(size: Size, gaining: tuple[Size, ...]) -> bool:
 
 
 @functools.cache
-def least_rows(format: ProductFormat, weight: tuple[int, ...], part: Part, instead: Instead) -> int | None:
+def least_rows(kind: str, weight: tuple[int, ...], part: Part, instead: str) -> int | None:
     """From how many rows on products with such a weight gain, by the package's table; None: at no known number."""
     outputs, inputs = weight
     try:
-        known = gaining_sizes(kind_of(format, instead == "BF16"), instead, part)
+        known = gaining_sizes(kind, instead, part)
     except KeyError:
         return None
     return min((size.rows for size in known if size.inputs <= inputs and size.outputs <= outputs), default=None)
 
 
 def slower_reason(
-    format: ProductFormat,
-    device: torch.device,
-    rows: int,
-    weight: tuple[int, ...],
-    part: Part = "sizes",
-    instead: Instead = "decoded",
+    kind: str, device: torch.device, rows: int, weight: tuple[int, ...], part: Part, instead: str
 ) -> str | None:
     """Why products that are to be in FP8 only where that saves time are not, or None."""
     ask = 'compute="fp8" asks for them all the same'
@@ -81,7 +75,7 @@ def slower_reason(
         return f"CPUs have no FP8 products: {ask}, in FP32"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) != CAPABILITY:
         return f"FP8 products were not measured on GPUs like this one: {ask}"
-    least = least_rows(format, weight, part, instead)
+    least = least_rows(kind, weight, part, instead)
     if least is None:
         return f"FP8 products of this size were not measured to save time: {ask}"
     each = " of each expert" if part == "experts" else ""

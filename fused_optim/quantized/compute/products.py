@@ -133,9 +133,19 @@ def _products_in_fp8(
 ) -> InFP8:
     if device_unsupported_reason(device, format) is not None or len(weight) != 2:
         return NONE
-    if format.measured and measured.slower_reason(format, device, rows, weight, instead=instead) is not None:
+    if slower_reason(format, device, rows, weight, instead) is not None:
         return NONE
     return InFP8(*(_unsupported_reason(product, format, rows, weight) is None for product in PRODUCTS))
+
+
+def slower_reason(
+    format: ProductFormat, device: torch.device, rows: int, weight: tuple[int, ...], instead: Instead
+) -> str | None:
+    """Why products that are to be in FP8 only where that saves time are not, or None."""
+    if not format.measured:
+        return None
+    kind = measured.kind_of(format, instead == "BF16")
+    return measured.slower_reason(kind, device, rows, weight, "sizes", instead)
 
 
 _known_products_in_fp8 = functools.lru_cache(maxsize=4096)(_products_in_fp8)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fused_optim.quantized.compute import grouped, measured, products
+from fused_optim.quantized.compute import grouped, products
 from fused_optim.quantized.compute.casts import BLOCK
 from fused_optim.quantized.compute.products import PRODUCTS, Product
 from fused_optim.quantized.tensor import QuantizedTensor, local_weight
@@ -39,9 +39,8 @@ def unsupported_reasons(param: Tensor, rows: int | None = None) -> dict[str, str
 
 def _slower(local: QuantizedTensor, device: torch.device, rows: int | None, shape: tuple[int, ...]) -> str | None:
     format = local.recipe.products
-    if format is None or not format.measured:
-        return None
-    return measured.slower_reason(format, device, MANY if rows is None else rows, shape)
+    assert format is not None
+    return products.slower_reason(format, device, MANY if rows is None else rows, shape, "decoded")
 
 
 def _unsupported_at_all(local: QuantizedTensor) -> str | None:

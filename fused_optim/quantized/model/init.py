@@ -84,8 +84,9 @@ def quantize_model_(
 
     Raises:
         TypeError: for what is no recipe, for parameters that are not float32, bfloat16 or float16.
-        ValueError: for a pattern that matches nothing, tied weights with several recipes, a weight that the recipe cannot quantize, or that is no parameter (parametrized modules), for a
-            module without a weight, or a model that is sharded already. Nothing has been changed then.
+        ValueError: for a pattern that matches nothing, tied weights with several recipes, a weight that the recipe
+            cannot quantize, or that is no parameter (parametrized modules), for a module without a weight, or a model
+            that is sharded already. Nothing has been changed then.
     """
     check_arguments(recipe, filter_fn, param_filter)
     chosen = chosen_parameters(model, recipe, filter_fn, param_filter)

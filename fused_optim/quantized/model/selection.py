@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
-from fused_optim.quantized.compute import measured, products
+from fused_optim.quantized.compute import GroupedLinear, grouped, measured, products
 from fused_optim.quantized.recipes import Recipe, check_recipe
 from fused_optim.roles import is_embedding, is_head, is_router
 
@@ -60,7 +60,7 @@ def check_arguments(recipe: object, filter_fn: object, param_filter: object) -> 
 def chosen_parameters(
     model: nn.Module, recipe: Recipes, filter_fn: Filter | None, param_filter: ParamFilter | None
 ) -> list[Chosen]:
-    """The parameters that patterns or ``param_filter`` pick, or those named ``weight`` of modules that ``filter_fn`` does.
+    """The parameters that patterns or ``param_filter`` pick, or the ``weight`` of each module that ``filter_fn`` does.
 
     Raises ValueError for a module without such a parameter, for a pattern that picks nothing, and for parameters that
     nothing can be quantized of yet.
@@ -111,7 +111,8 @@ def _is_of_experts(module: nn.Module, key: str) -> bool:
 
 def _by_patterns(model: nn.Module, recipes: Mapping[str, Recipe | None]) -> Iterator[Chosen]:
     """Weights of linear layers and of experts whose names match a pattern; the first one that does counts."""
-    unused, names, decided = dict.fromkeys(recipes), [], {}
+    unused, names = dict.fromkeys(recipes), []
+    decided: dict[nn.Parameter, tuple[str, Recipe | None]] = {}
     for module, key, name in _candidates(model):
         own = [name, name.removesuffix(".weight")]
         names.append(own[-1])
@@ -139,6 +140,7 @@ def _candidates(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
 
 
 # --- filters ----------------------------------------------------------------------------------------------------
+
 
 class UsualLayers:
     """A ``filter_fn``: every ``nn.Linear`` but those that are usually left in high precision.
@@ -182,7 +184,7 @@ def _is_exception(model: nn.Module, name: str) -> bool:
 
 
 def gains(recipe: Recipe, rows: int, table: str | os.PathLike[str] | None = None) -> Filter:
-    """A ``filter_fn``: every ``nn.Linear`` of a size at which FP8 products were measured to save time.
+    """A ``filter_fn``: every ``nn.Linear`` and ``GroupedLinear`` of a size at which FP8 products were measured to gain.
 
     That is one with which a smaller size, or the same, took less time than in BF16, forward and backward: smaller or
     equal in rows, inputs and outputs. Larger ones save more, since casts grow less than products. Sizes that no
@@ -190,7 +192,8 @@ def gains(recipe: Recipe, rows: int, table: str | os.PathLike[str] | None = None
 
     Args:
         recipe: with ``compute="auto"``, the default, or ``"fp8"``.
-        rows: of activations, of each call on each rank: batch times sequence.
+        rows: of activations, of each call on each rank: batch times sequence. Of experts all together, who are taken
+            to have as many each.
         table: a file that ``benchmarks/fp8_training.py --parts sizes`` has written; default: that of this package,
             ``measured_sizes.json``, which says what was measured where.
 
@@ -202,13 +205,17 @@ def gains(recipe: Recipe, rows: int, table: str | os.PathLike[str] | None = None
     format = recipe.products
     if format is None:
         raise ValueError(f'{recipe} has no products in FP8, so no layer gains: leave out compute="decode"')
-    kind, path = measured.kind_of(format, recipe.keeps_weights), measured.TABLE if table is None else table
+    kind, path = measured.kind_of(format, recipe.keeps_weights), measured.TABLE if table is None else Path(table)
     try:
         gaining = measured.gaining_sizes(kind, "BF16", table=path)
     except KeyError:
-        raise ValueError(f"{recipe}: {Path(path).name} has no times of products of kind {kind!r}") from None
+        raise ValueError(f"{recipe}: {path.name} has no times of products of kind {kind!r}") from None
+    of_experts = grouped.gaining_sizes(recipe, path)
 
     def picks(module: nn.Module, _: str) -> bool:
+        if isinstance(module, GroupedLinear):
+            experts, outputs, inputs = module.weight.shape
+            return measured.gains(measured.Size(rows // experts, inputs, outputs), of_experts)
         if not isinstance(module, nn.Linear):
             return False
         shape = module.out_features, module.in_features

@@ -167,7 +167,9 @@ class Float8DelayedScaling(Float8TensorScaling):
         check_choice("fp8_format", self.fp8_format, Float8Format)
         check_choice("amax_compute_algo", self.amax_compute_algo, AmaxAlgorithm)
         if self.keep_weights:
-            raise ValueError("keep_weights: weights that are quantized at each use have no history: Float8CurrentScaling")
+            raise ValueError(
+                "keep_weights: weights that are quantized at each use have no history: Float8CurrentScaling"
+            )
         if self.amax_history_len < 1:
             raise ValueError(f"amax_history_len: expected at least 1, got {self.amax_history_len}")
 
