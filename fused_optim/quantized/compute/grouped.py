@@ -106,6 +106,7 @@ def _way(
     recipe: Recipe, device: torch.device, rows: int, weight: tuple[int, ...], instead: Instead
 ) -> tuple[str | None, InFP8]:
     """How experts multiply in FP8, if at all, and which products, where all experts have about as many rows."""
+    rows -= rows % (weight[0] * casts.BLOCK)  # numbers that suit no product are those of single experts
     reasons = [unsupported_reason(each, recipe, device, weight, rows, instead) for each in products.PRODUCTS]
     in_fp8 = InFP8(*(reason is None for reason in reasons))
     if not in_fp8.output:
@@ -131,11 +132,12 @@ def unsupported_reason(
     _, columns = recipe.for_shape(weight[1:]).block_shape
     if weight[2] % columns:  # blocks go on in the next row
         return f"in_features = {weight[2]} is no multiple of {columns}"
-    why = products.unsupported_reason(product, recipe, casts.BLOCK, weight[1:])
+    each = _MANY if rows is None else rows // weight[0]
+    suits_all = rows is None or _is_grouped(recipe, device)
+    why = products.unsupported_reason(product, recipe, casts.BLOCK if suits_all else each, weight[1:])
     why = why or products.device_unsupported_reason(device, format)
     if why is not None or not format.measured:
         return why
-    each = _MANY if rows is None else rows // weight[0]
     return _slower_reason(product, recipe, device, each, weight[1:], instead)
 
 

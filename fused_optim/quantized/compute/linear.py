@@ -6,6 +6,7 @@ see one operator, ``fused_optim::linear``, and trace what is within it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -149,8 +150,7 @@ def _products_in_fp8(x: Tensor, weight: QuantizedTensor | KeptWeight, bias: Tens
     if x.shape[-1] != weight.shape[-1] or (bias is not None and bias.dtype != x.dtype):
         return None
     rows, shape = x.numel() // x.shape[-1], weight.shape
-    instead: Instead = "BF16" if isinstance(weight, KeptWeight) else "decoded"
-    in_fp8 = products.products_in_fp8(weight.recipe, weight.device, rows, shape, instead)
+    in_fp8 = products.products_in_fp8(weight.recipe, weight.device, rows, shape, _instead(weight))
     return in_fp8 if any(in_fp8) else None
 
 
@@ -260,6 +260,8 @@ def _linear_of_shards(x: Tensor, weight: DTensor, bias: Tensor | None, histories
     if not matches or (bias is not None and not isinstance(bias, DTensor)):
         return nn.functional.linear(x, weight, bias)
     assert isinstance(x, DTensor)
+    if not _may_run(local, x, weight):
+        return nn.functional.linear(x, weight, bias)
     layouts = [_layout(*pair, x.dim() - 1) for pair in zip(x.placements, weight.placements, strict=True)]
     if None in layouts:
         return nn.functional.linear(x, weight, bias)
@@ -271,6 +273,29 @@ def _linear_of_shards(x: Tensor, weight: DTensor, bias: Tensor | None, histories
     return DTensor.from_local(
         out, x.device_mesh, of_out, run_check=False, shape=shape, stride=torch.empty(shape, device="meta").stride()
     )
+
+
+def _may_run(local: Tensor, x: DTensor, weight: DTensor) -> bool:
+    """Whether products of the largest shards run in FP8 as far as times were measured: on all ranks alike."""
+    assert isinstance(local, QuantizedTensor | KeptWeight)
+    format, instead = local.recipe.products, _instead(local)
+    if format is None or not format.measured:
+        return format is not None
+    *rows, inputs = _largest_shard(x)
+    shape = _largest_shard(weight)
+    return products.slower_reason(format, local.device, math.prod(rows), (shape[0], inputs), instead) is None
+
+
+def _instead(weight: QuantizedTensor | KeptWeight) -> Instead:
+    return "BF16" if isinstance(weight, KeptWeight) else "decoded"
+
+
+def _largest_shard(tensor: DTensor) -> tuple[int, ...]:
+    shape = list(tensor.shape)
+    for dim, place in enumerate(tensor.placements):
+        if isinstance(place, Shard):
+            shape[place.dim] = -(-shape[place.dim] // tensor.device_mesh.size(dim))
+    return tuple(shape)
 
 
 def _local_bias(bias: DTensor, of_out: Sequence[Placement], last: int) -> Tensor:
