@@ -109,14 +109,22 @@ def draw_losses(axes: Axes, runs: Sequence[dict[str, Any]], colors: dict[str, An
 
 
 def draw_gaps(axes: Axes, runs: Sequence[dict[str, Any]], colors: dict[str, Any]) -> None:
-    exact = dict(map(tuple, next(run for run in runs if run["name"] == "fp32")["held_out"]))
-    for run in runs:
-        per_step = run["trained_tokens"] / run["steps"] / 1e6
-        gaps = [(per_step * step, 100 * (loss / exact[step] - 1)) for step, loss in run["held_out"] if step in exact]
-        label = f"{run['label']}, seed {run['seed']}" if run["name"].startswith("fp32") else run["label"]
-        axes.plot(*zip(*gaps), color=colors[run["name"]], linewidth=1.2, label=label)
-    axes.set(xlabel="million tokens", ylabel="held-out loss compared with FP32's (seed 0), %", ylim=(-1.5, 1.5))
-    axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    """The figures of the table: of the last evaluation, on all held-out text. Runs that were stopped have none."""
+    whole = [run for run in runs if run["held_out_loss"] is not None]
+    exact = next(run["held_out_loss"] for run in whole if run["name"] == "fp32")
+    for row, run in enumerate(whole):
+        gap = 100 * (run["held_out_loss"] / exact - 1)
+        axes.plot([0, gap], [row, row], color=colors[run["name"]], linewidth=1.5)
+        axes.plot(gap, row, "o", color=colors[run["name"]])
+        side, align = (6, "left") if gap >= 0 else (-6, "right")
+        axes.annotate(f"{gap:+.2f}%", (gap, row), (side, 0), textcoords="offset points", va="center", ha=align, fontsize=7)
+    labels = [f"{run['label']}, seed {run['seed']}" if run["name"].startswith("fp32") else run["label"] for run in whole]
+    axes.set_yticks(range(len(whole)), labels, fontsize=7)
+    axes.yaxis.tick_right()
+    axes.invert_yaxis()
+    axes.axvline(0, color="#9aa0a6", linewidth=0.8)
+    axes.margins(x=0.2)
+    axes.set(xlabel="held-out loss after training, compared with FP32's (seed 0), %")
 
 
 def draw(runs: Sequence[dict[str, Any]]) -> Figure:
@@ -129,9 +137,9 @@ def draw(runs: Sequence[dict[str, Any]]) -> Figure:
     draw_gaps(right, runs, colors)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
-    facts, commits = runs[0]["machine"], ", ".join(sorted({run["machine"]["commit"] for run in runs}))
+    facts = runs[0]["machine"]
     where = f"{facts.get('gpu') or facts.get('cpu')}, torch {facts['torch']}"
-    title = f"{runs[0]['parameters'] / 1e6:.0f} M parameters, {where}, {commits}"
+    title = f"{runs[0]['parameters'] / 1e6:.0f} M parameters, {where}"
     figure.suptitle(title, x=0.01, ha="left", fontsize=9)
     return figure
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -45,7 +46,8 @@ class Lion(OneRule):
         def update(grad: Tensor, param: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
             (m,) = states
             grad = grad * s.grad_factor
-            direction = fused(m, s.beta1, s.one_minus_beta1 * grad).sign()
+            mixed = fused(m, s.beta1, s.one_minus_beta1 * grad)
+            direction = torch.where(mixed.isnan(), mixed, mixed.sign())  # torch's sign of NaN is 0
             return fused(direction, -s.step_size, param * s.decay), [fused(m, s.beta2, s.one_minus_beta2 * grad)]
 
         return update

@@ -390,8 +390,8 @@ class ShardedOptimizer(Optimizer):
         """What the next step will do, and what rounding makes of it, by parameter and by param group.
 
         Call it between ``backward()`` (and clipping; under a GradScaler, ``unscale_``) and ``step()``. It is an extra
-        pass by the reference backend, in PyTorch, and changes nothing; a step without it does nothing for it. A dict
-        that can be written as JSON, see :class:`fused_optim.step.diagnostics.Diagnostics`; its ``scalars()`` are for
+        pass, which changes nothing and takes a few steps' time; a step without it does nothing for it. A dict that can
+        be written as JSON, see :class:`fused_optim.step.diagnostics.Diagnostics`; its ``scalars()`` are for
         TensorBoard.
 
         A collective over the meshes that cut parameters. Waits for the device. Raises RuntimeError before states exist.

@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +48,22 @@ def test_pages_run(page: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("page", "ranks"), ON_RANKS)
 def test_pages_run_on_ranks(page: str, ranks: int, tmp_path: Path) -> None:
     distributed.run(ranks, run_within, page, str(tmp_path), timeout=120)
+
+
+def test_the_readme_trains_under_torchrun_and_resumes(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(snippets.code_of("../README.md", "Train and resume with FSDP2"))
+
+    def train(processes: int) -> list[str]:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        environment = {**os.environ, "PYTHONPATH": str(snippets.ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        command = [*launcher, "train.py"]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+        return re.findall(r"^step (\d+), loss \d+\.\d+$", done.stdout, re.M)
+
+    assert train(2) == [str(step) for step in range(10, 101, 10)]
+    shutil.rmtree(tmp_path / "run" / "step-00000100")
+    assert train(1) == [str(step) for step in range(60, 101, 10)]  # goes on from step 50, on another number of ranks
 
 
 @pytest.mark.parametrize("page", WITH_CODE)

@@ -5,6 +5,7 @@ docs/development.md, "Figures in the documents", says how such a comment is writ
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from collections.abc import Iterator
@@ -129,18 +130,20 @@ def blocks_of(page: str) -> list[str]:
 
 
 def differences(page: str) -> list[str]:
-    """Of a whole page. A comment speaks of the block above it, a table of measured figures must have one."""
+    """Of a whole page. Comments speak of the block above them, a table of measured figures must have one."""
     wrong = []
     blocks = blocks_of(page)
     for block, after in zip(blocks, [*blocks[1:], ""]):
-        comment = COMMENT.match(after)
-        if comment is None and looks_measured(block):
+        comments = COMMENT.findall(after) if COMMENT.match(after) else []
+        if not comments and looks_measured(block):
             wrong.append(f"no comment says where these figures come from: {block.splitlines()[0]}")
-        if comment and not comment[1].startswith("none, "):
+        for comment in comments:
+            if comment.startswith("none, "):
+                continue
             try:
-                wrong += filter(None, map(difference, claims_of(block, comment[1])))
+                wrong += filter(None, map(difference, claims_of(block, comment)))
             except AssertionError as error:
-                wrong.append(f"{str(error).splitlines()[0]}, in the comment {comment[1].splitlines()[0]}")
+                wrong.append(f"{str(error).splitlines()[0]}, in the comment {comment.splitlines()[0]}")
     return wrong
 
 
@@ -159,6 +162,13 @@ def test_figures_are_those_of_the_results(page: str) -> None:
 def test_there_are_figures() -> None:
     commented = [page for page in PAGES if "<!-- figures: benchmarks/" in (ROOT / page).read_text()]
     assert {"README.md", "benchmarks/README.md", "docs/quantized.md"} <= set(commented)
+
+
+def test_pictures_of_the_readme_show_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    drawn = importlib.import_module("readme_pictures").pictures()
+    assert drawn == {name: (ROOT / "docs" / "pictures" / name).read_text() for name in drawn}
+    assert all(f'"docs/pictures/{name}"' in (ROOT / "README.md").read_text() for name in drawn)
 
 
 # --- the check itself ---------------------------------------------------------------------------------------------
@@ -210,6 +220,7 @@ CHANGES = {
     "several results": ("= max ", "= ", "there are 2"),
     "no such result": ("third", "fourth", "steps/fourth/ms: there is no such thing"),
     "an empty comment": ("\nvalues:", " -->\n\n<!-- values:", "0 lines for 2 rows"),
+    "a second comment differs": ("-->\n\n|", "-->\n<!-- figures: two.json\n20% = runs/kind=b/loss\n-->\n\n|", "20 %: two.json:runs"),
     "no source": ("<!-- figures: one.json\nvalues", "<!-- values", "no comment says where these figures come from"),
     "no source, said so": ("<!-- figures: one.json\nvalues", "<!-- figures: none, said once\nvalues", ""),
 }

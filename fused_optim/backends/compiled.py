@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from operator import is_
 from typing import Any, cast
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fused_optim.backends import Compiled, ShardWork, load_engine
-from fused_optim.backends.engine import CachedShard, Engine, EngineTensorReader
+from fused_optim.backends.engine import CachedShard, CudaEngine, Engine, EngineTensorReader
 from fused_optim.formats.elements import ELEMENT_TYPES
 from fused_optim.memory.layout import StateLayout
 from fused_optim.rule import Hyper, Rule
@@ -175,6 +175,30 @@ class CompiledShards:
         return self._table.groups_with_gradients()
 
     def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
+        self._set_groups(hypers)
+        if self._backend == "cuda":
+            size = 0 if workspace is None else workspace.nbytes
+            self._table.launch(workspace=address(workspace), workspace_size=size, **run_on(self._device))
+        else:
+            self._table.launch(**run_on(self._device))
+        self.works.clear()
+
+    def diagnose(self, hypers: list[Hyper], shards: Iterable[tuple[ShardWork, Tensor]]) -> None:
+        """What a step would do to all shards, as sums: each into a row, FP64 on the device, as ``diagnose.h`` has it.
+
+        ``shards``: all of them, which have elements. Each is let go before the next one is asked for.
+        """
+        self._set_groups(hypers)
+        where = run_on(self._device)
+        if self._backend == "cuda":
+            engine = cast(CudaEngine, load_engine("cuda")[0])
+            workspace = torch.zeros(engine.DIAGNOSIS_WORKSPACE, dtype=torch.uint8, device=self._device)
+            where["workspace"] = workspace.data_ptr()
+        for i, (work, row) in enumerate(shards):
+            self._table.set_shard(i, work)
+            self._table.diagnose(i, row.data_ptr(), **where)
+
+    def _set_groups(self, hypers: list[Hyper]) -> None:
         for group, h in enumerate(hypers):
             self._table.set_group(  # in its order: keywords would cost a microsecond per group
                 group,
@@ -194,9 +218,3 @@ class CompiledShards:
                 address(h.found_inf),
                 address(h.steps_done),
             )
-        if self._backend == "cuda":
-            size = 0 if workspace is None else workspace.nbytes
-            self._table.launch(workspace=address(workspace), workspace_size=size, **run_on(self._device))
-        else:
-            self._table.launch(**run_on(self._device))
-        self.works.clear()

@@ -1,7 +1,7 @@
 """What the next step will do to each parameter, and what rounding makes of it: one extra pass that changes nothing.
 
-The pass is the reference's, piece by piece: the update of FP32 values, the moments as they are stored and read again.
-It is made on request only; nothing of it is in the way of ``step()``.
+Each backend makes the pass over its own shards; what it gives are sums, and bounds of scales. It is made on request
+only; nothing of it is in the way of ``step()``.
 """
 
 from __future__ import annotations
@@ -17,30 +17,22 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fused_optim.adapters import adapter_of
+from fused_optim.backends import Backend, ShardWork, backend_of
+from fused_optim.backends.compiled import CompiledShards
 from fused_optim.backends.torch_reference import derive
-from fused_optim.formats.elements import ROTATING
-from fused_optim.formats.masters import Master, join_remainder, split_remainder
-from fused_optim.formats.rounding import master_rounding, rounding_bits, rounding_key
-from fused_optim.formats.states import FLOAT16, Kind, StateFormat, decode_state, encode_state
+from fused_optim.formats.masters import Master
+from fused_optim.formats.rounding import rounding_key
 from fused_optim.memory.layout import MASTER
-from fused_optim.options.checks import check_update, describe
-from fused_optim.rule import Hyper, Scalars, StateSpec
-from fused_optim.rule import Update as ElementUpdate
+from fused_optim.options.checks import check_states, check_update, describe
+from fused_optim.rule import Hyper, Rule
 from fused_optim.sharding.dtensor import dense, finished_local, local_tensor, sharding_dims
-from fused_optim.state.param_state import ParamState
-from fused_optim.state.remainders import PIECE
+from fused_optim.state.param_state import read_parameter
 from fused_optim.state.store import StateStore
+from fused_optim.step.diagnosed_pieces import LookedAt, add_shard, sums_of
 from fused_optim.step.plan import placed_as
 
-# What is summed up of a parameter's elements, by shards, ranks and groups. "low": of a moment, values that are not 0
-# and have the smallest code or none.
-_SUMS = ("elements", "update", "weight", "gradient", "moved", "lost")
-_OF_STATES = ("value", "error", "coded", "top", "low")
-
-
-def _sums_of(names: Sequence[str]) -> list[str]:
-    """``names``: of the rule's states."""
-    return [*_SUMS, *(f"{name}_{what}" for name in names for what in _OF_STATES)]
+Hypers = Callable[[torch.device], list[Hyper]]  # of the next step, one per param group
+_ROUNDED = slice(4, 6)  # of a row: what the update moves, and what rounding loses of that
 
 
 class Diagnostics(dict[str, Any]):
@@ -73,201 +65,185 @@ class Diagnostics(dict[str, Any]):
 
 
 @dataclass(frozen=True)
-class _Shard:
-    """A parameter whose next step is looked at."""
+class _Member:
+    """A parameter: its position, the number of its group."""
 
-    states: ParamState
-    grad: Tensor  # local, dense
-    scalars: Scalars
-    update: ElementUpdate
-    rounding_offset: int | None
-    key: int
+    index: int
+    number: int
+    param: Tensor
+    name: str | None
+    rule: Rule
+    key: int  # of its rounding
+
+    @property
+    def state_names(self) -> list[str]:
+        return [spec.name for spec in self.rule.states]
 
 
-def diagnose(store: StateStore, hypers: Callable[[torch.device], Sequence[Hyper]]) -> Diagnostics:
-    """``hypers``: of the next step, by device, one per param group. A collective over the meshes that cut parameters.
+def diagnose(store: StateStore, hypers: Hypers) -> Diagnostics:
+    """A collective over the meshes that cut parameters.
 
-    Raises RuntimeError where no parameter has states, and for gradients that cannot be used.
+    Raises RuntimeError where no parameter has states, and for gradients and states that cannot be used.
     """
-    rules = store.rules()
-    if any(rule.whole_matrices for rule in rules.values()):
+    members = list(_members(store))
+    if any(each.rule.whole_matrices for each in members):
         raise RuntimeError("diagnostics() looks at elements one by one, and Muon's update is of whole matrices")
-    rows: dict[Tensor, tuple[Tensor, Tensor]] = {}
-    numbers = store.rounding_numbers()
-    own_names = [spec.name for spec in store.rule.states]
-    derived = {device: list(map(derive, hypers(device))) for device in {local_tensor(p).device for p in store.params}}
-    for index, number, param, name in _members(store):
-        sums, bounds = _empty(own_names, local_tensor(param).device)
-        grad = getattr(param, store.grad_attribute, None)
-        if grad is not None and param in store:
-            check_update(param, grad, index, name)
-            placed = dense(finished_local(placed_as(grad, param))).view(-1)
-            scalars, offset = derived[local_tensor(param).device][number]
-            key = rounding_key(store.settings.seed, numbers[index])
-            shard = _Shard(store[param], placed, scalars, rules[param].update(scalars), offset, key)
-            _add_shard(shard, sums, bounds)
-        rows[param] = sums, bounds
-    if not any(param in store for param in rows):
+    if not any(each.param in store for each in members):
         raise RuntimeError("diagnostics() looks at the next step of existing states: call step() or initialize_state()")
-    _reduce(rows)
-    return _report(store, {param: (sums.cpu(), bounds.cpu()) for param, (sums, bounds) in rows.items()})
+    rows = {each.param: row for each, row in zip(members, _empty_rows(members), strict=True)}
+    alike: dict[tuple[torch.device, Backend, int], list[_Member]] = {}
+    for each in filter(lambda each: _is_updated(store, each), members):
+        alike.setdefault((local_tensor(each.param).device, _backend(store, each), each.rule.code), []).append(each)
+    for (device, backend, _), some in alike.items():
+        if backend == "torch":
+            _by_reference(store, some, hypers(device), rows)
+        else:
+            numbers = [each.number for each in some]
+            shards = CompiledShards(device, backend, numbers, len(store.groups), some[0].rule)
+            shards.diagnose(hypers(device), ((_work(store, each), rows[each.param]) for each in some))
+            for each in some:
+                if _is_rounded_elsewhere(store, each):
+                    rows[each.param][_ROUNDED] = 0.0
+    _reduce(members, rows)
+    return _report(store, members, rows)
 
 
-def _members(store: StateStore) -> Iterator[tuple[int, int, Tensor, str | None]]:
-    """(position, number of the group, parameter, name)."""
-    names = store.names
+def _members(store: StateStore) -> Iterator[_Member]:
+    rules, names, numbers, seed = store.rules(), store.names, store.rounding_numbers(), store.settings.seed
     index = 0
     for number, group in enumerate(store.groups):
         for param in group["params"]:
-            yield index, number, param, names[index]
+            key = rounding_key(seed, numbers[index])
+            yield _Member(index, number, param, names[index], rules[param], key)
             index += 1
 
 
-def _empty(names: Sequence[str], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Sums, and bounds: rows of least and largest scale, the least with its sign changed, so that both are maxima."""
-    sums = torch.zeros(len(_sums_of(names)), dtype=torch.float64, device=device)
-    return sums, torch.full((len(names), 2), -math.inf, dtype=torch.float64, device=device)
+def _empty_rows(members: Sequence[_Member]) -> list[Tensor]:
+    """Of each parameter sums, then the bounds of its states' scales, on its device.
+
+    A bound's least has its sign changed, so that both are maxima.
+    """
+    memory: dict[tuple[torch.device, int], list[Tensor]] = {}
+    kinds = [(local_tensor(each.param).device, len(each.rule.states)) for each in members]
+    for device, states in dict.fromkeys(kinds):
+        sums = len(sums_of(("",) * states))
+        rows = torch.zeros(kinds.count((device, states)), sums + 2 * states, dtype=torch.float64, device=device)
+        rows[:, sums:] = -math.inf
+        memory[device, states] = list(rows.unbind())
+    return [memory[kind].pop(0) for kind in kinds]
 
 
-# --- one shard ----------------------------------------------------------------------------------------------------
+def _is_updated(store: StateStore, member: _Member) -> bool:
+    """Checks what the step will read."""
+    param, index, name = member.param, member.index, member.name
+    grad = getattr(param, store.grad_attribute, None)
+    if grad is None or param not in store:
+        return False
+    states = store[param]
+    check_update(param, grad, index, name)
+    check_states(param, states.tensors, states.layout.dtypes(), index, name, states.layout.offloaded)
+    return local_tensor(param).numel() > 0
 
 
-def _add_shard(shard: _Shard, sums: Tensor, bounds: Tensor) -> None:
-    master = _master_reader(shard.states)
-    for first in range(0, shard.grad.numel(), PIECE):
-        piece = slice(first, min(first + PIECE, shard.grad.numel()))
-        _add_piece(shard, master(piece), piece, sums, bounds)
+def _backend(store: StateStore, member: _Member) -> Backend:
+    """Of this pass. The reference fetches states from host memory piece by piece."""
+    return "torch" if store.layouts[member.param].offloaded else backend_of(local_tensor(member.param))
 
 
-def _add_piece(shard: _Shard, before: Tensor, piece: slice, sums: Tensor, bounds: Tensor) -> None:
-    states, layout, scalars = shard.states, shard.states.layout, shard.scalars
-    grad = shard.grad[piece].float()
-    names = [spec.name for spec in layout.specs]
-    after, values = shard.update(grad, before, [_stored(states, name, piece) for name in names])
-    elements = layout.geometry.global_indices(grad.device, piece.start, piece.stop)
-    u = rounding_bits(shard.key, elements, shard.rounding_offset)
-    found = {"elements": torch.ones_like(before), "update": (after.double() - before.double()).square()}
-    found |= {"weight": before.double().square(), "gradient": (grad * scalars.grad_factor).double().square()}
-    rounded = _rounded_master(states, before, after, u)
-    if rounded is not None:
-        decays = (before != 0) if scalars.decay != 1.0 else torch.zeros_like(before, dtype=torch.bool)
-        found["moved"] = ((values[0] != 0) | decays) & (scalars.step_size != 0.0)
-        found["lost"] = found["moved"] & (rounded == before)
-    for i, (spec, fmt, value) in enumerate(zip(layout.specs, layout.formats, values, strict=True)):
-        found |= _rounding_of(spec, value, fmt, layout.geometry.block, u, bounds[i])
-    index = {name: i for i, name in enumerate(_sums_of(names))}
-    for name, counted in found.items():
-        sums[index[name]] += counted.sum(dtype=torch.float64)
+def _gradient(store: StateStore, member: _Member) -> Tensor:
+    """Local, dense."""
+    return dense(finished_local(placed_as(getattr(member.param, store.grad_attribute), member.param)))
 
 
-def _stored(states: ParamState, name: str, piece: slice) -> Tensor:
-    """A part of a state, or of an FP16 master, in FP32."""
-    return states.stored(name).piece(piece).to(local_tensor(states.param).device)
+def _is_rounded_elsewhere(store: StateStore, member: _Member) -> bool:
+    """A quantized parameter without a master: only its library knows what rounding makes of the new values."""
+    return adapter_of(member.param) is not None and store.layouts[member.param].master is Master.PARAMETER
 
 
-def _master_reader(states: ParamState) -> Callable[[slice], Tensor]:
-    """Reads parts of the master in FP32."""
-    kind, local = states.layout.master, local_tensor(states.param.detach())
-    if kind is Master.FLOAT16:
-        return lambda piece: _stored(states, MASTER, piece)
-    if kind is Master.FLOAT32:
-        whole = local_tensor(states.tensors[MASTER]).reshape(-1)
-        return lambda piece: whole[piece].to(local.device)
-    adapter = adapter_of(states.param)
-    param = (local if adapter is None else adapter.values(local)).reshape(-1)
-    if kind is Master.PARAMETER:
-        return lambda piece: param[piece].float()
-    low = local_tensor(states.tensors[MASTER]).reshape(-1)
-    return lambda piece: join_remainder(param[piece], low[piece].to(local.device))
+def _work(store: StateStore, member: _Member) -> ShardWork:
+    """A shard as an engine has it; of a quantized parameter its master alone, or its values."""
+    param, states = member.param, store[member.param]
+    master = local_tensor(states.tensors[MASTER]) if states.layout.master is not Master.PARAMETER else None
+    local = local_tensor(param.detach())
+    if adapter_of(param) is not None:
+        local = read_parameter(param) if master is None else master
+    return ShardWork(
+        grad=_gradient(store, member),
+        param=dense(local),
+        master=master,
+        states=tuple(local_tensor(states.tensors[spec.name]) for spec in states.layout.specs),
+        layout=states.layout,
+        key=member.key,
+    )
 
 
-def _rounded_master(states: ParamState, before: Tensor, after: Tensor, u: Tensor) -> Tensor | None:
-    """What the step makes of the new master. None for quantized parameters without one: their library knows."""
-    kind, block = states.layout.master, states.layout.geometry.block
-    if kind in (Master.FLOAT32, Master.REMAINDER16):
-        return after
-    if kind is Master.REMAINDER8:
-        return join_remainder(*split_remainder(after, kind))
-    if kind is Master.FLOAT16:
-        bits, scale = encode_state(after, Kind.MASTER, FLOAT16, block, master_rounding(before, after, u))
-        return decode_state(bits, scale, Kind.MASTER, FLOAT16, block)
-    if adapter_of(states.param) is not None:
-        return None
-    dtype = states.param.dtype
-    return ROTATING[dtype](after, u).float() if dtype in ROTATING else after
-
-
-def _rounding_of(
-    spec: StateSpec, value: Tensor, fmt: StateFormat, block: int, u: Tensor, bounds: Tensor
-) -> dict[str, Tensor]:
-    """What storing a new state makes of it. ``bounds``: of the scales, which are widened."""
-    name, kind = spec.name, spec.kind
-    bits, scale = encode_state(value, kind, fmt, block, u)
-    kept = decode_state(bits, scale, kind, fmt, block)
-    exact = value.double()
-    found = {f"{name}_value": exact.square(), f"{name}_error": (kept.double() - exact).square()}
-    if scale is None:
-        return found
-    smallest = decode_state(_first_code(bits), scale, kind, fmt, block)
-    blocks = torch.nn.functional.pad(kept.abs(), (0, -kept.numel() % block)).view(-1, block)
-    largest = blocks.amax(1).repeat_interleave(block)[: kept.numel()]
-    found |= {f"{name}_coded": value != 0, f"{name}_top": (kept != 0) & (kept.abs() == largest)}
-    found[f"{name}_low"] = (value != 0) & (kept.abs() <= smallest.abs())
-    used = scale[(scale > 0) & scale.isfinite()].double()
-    if used.numel():
-        bounds.copy_(torch.maximum(bounds, torch.stack([-used.amin(), used.amax()])))
-    return found
-
-
-def _first_code(bits: Tensor) -> Tensor:
-    """The smallest code above that of 0, in place of all."""
-    integers = {1: torch.uint8, 2: torch.int16}[bits.element_size()]
-    return torch.ones(bits.shape, dtype=integers, device=bits.device).view(bits.dtype)
+def _by_reference(
+    store: StateStore, members: Iterable[_Member], hypers: Sequence[Hyper], rows: Mapping[Tensor, Tensor]
+) -> None:
+    derived = list(map(derive, hypers))
+    for each in members:
+        scalars, offset = derived[each.number]
+        grad = _gradient(store, each).view(-1)
+        shard = LookedAt(store[each.param], grad, scalars, each.rule.update(scalars), offset, each.key)
+        add_shard(shard, rows[each.param])
 
 
 # --- all shards ---------------------------------------------------------------------------------------------------
 
 
-def _reduce(rows: dict[Tensor, tuple[Tensor, Tensor]]) -> None:
-    """Replace each parameter's sums and bounds by those over the ranks that hold its shards."""
-    alike: dict[Any, list[Tensor]] = {}
-    for param in rows:
+def _reduce(members: Iterable[_Member], rows: dict[Tensor, Tensor]) -> None:
+    """Replace each parameter's row by that over the ranks that hold its shards."""
+    alike: dict[Any, list[_Member]] = {}
+    for each in members:
+        param = each.param
         if isinstance(param, DTensor) and sharding_dims(param):
-            alike.setdefault((param.device_mesh, sharding_dims(param)), []).append(param)
-    for (mesh, dims), members in alike.items():
-        both = [torch.stack([rows[param][i].to(mesh.device_type) for param in members]) for i in (0, 1)]
+            kind = param.device_mesh, sharding_dims(param), len(each.rule.states)
+            alike.setdefault(kind, []).append(each)
+    for (mesh, dims, _), some in alike.items():
+        all_rows = torch.stack([rows[each.param].to(mesh.device_type) for each in some])
+        sums = len(sums_of(some[0].state_names))
+        both = [all_rows[:, :sums].contiguous(), all_rows[:, sums:].contiguous()]
         for dim in dims:
             for values, how in zip(both, (dist.ReduceOp.SUM, dist.ReduceOp.MAX), strict=True):
                 dist.all_reduce(values, how, group=mesh.get_group(dim))
-        rows.update(zip(members, zip(*(values.unbind() for values in both), strict=True), strict=True))
+        rows.update(zip((each.param for each in some), torch.cat(both, 1).unbind(), strict=True))
 
 
-def _report(store: StateStore, rows: Mapping[Tensor, tuple[Tensor, Tensor]]) -> Diagnostics:
-    parameters, names = {}, [spec.name for spec in store.rule.states]
-    for index, _, param, name in _members(store):
-        if values := _values([rows[param]], names):
-            parameters[name or describe(param, index)] = values
-    groups = [
-        {"step": int(group["step"]) + 1, **_values([rows[param] for param in group["params"]], names)}
-        for group in store.groups
-    ]
+def _report(store: StateStore, members: Sequence[_Member], rows: Mapping[Tensor, Tensor]) -> Diagnostics:
+    listed = dict(zip(rows, _on_host(list(rows.values())), strict=True))
+    parameters: dict[str, dict[str, float]] = {}
+    groups: list[dict[str, float]] = [{"step": int(group["step"]) + 1} for group in store.groups]
+    for each in members:
+        if values := _values([listed[each.param]], each.state_names):
+            parameters[each.name or describe(each.param, each.index)] = values
+    for number, group in enumerate(groups):
+        own = [each for each in members if each.number == number]
+        group |= _values([listed[each.param] for each in own], own[0].state_names) if own else {}
     return Diagnostics(parameters=parameters, groups=groups)
 
 
-def _values(rows: Iterable[tuple[Tensor, Tensor]], names: Sequence[str]) -> dict[str, float]:
-    """The numbers of some parameters together."""
-    listed = list(rows)
-    if not listed:
-        return {}
-    sums = dict(zip(_sums_of(names), torch.stack([own for own, _ in listed]).sum(0).tolist(), strict=True))
-    bounds = torch.stack([own for _, own in listed]).amax(0).tolist()
+def _on_host(rows: Sequence[Tensor]) -> list[list[float]]:
+    """Each device is waited for once."""
+    found: dict[int, list[float]] = {}
+    kinds = [(row.device, row.numel()) for row in rows]
+    for kind in dict.fromkeys(kinds):
+        own = [i for i, each in enumerate(kinds) if each == kind]
+        found |= zip(own, torch.stack([rows[i] for i in own]).tolist(), strict=True)
+    return [found[i] for i in range(len(rows))]
+
+
+def _values(rows: Sequence[Sequence[float]], names: Sequence[str]) -> dict[str, float]:
+    """The numbers of some parameters together. ``names``: of their states."""
+    columns, sum_names = list(zip(*rows, strict=True)), sums_of(names)
+    sums = dict(zip(sum_names, map(sum, columns), strict=False))
+    bounds = list(map(max, columns[len(sum_names) :]))
     count = sums["elements"]
     if not count:
         return {}
     found = {f"{key}_rms": math.sqrt(sums[key] / count) for key in ("update", "weight", "gradient")}
     found |= _ratio("update_to_weight", found["update_rms"], found["weight_rms"])
     found |= _ratio("lost_updates", sums["lost"], sums["moved"])
-    for name, (least, largest) in zip(names, bounds, strict=True):
+    for name, least, largest in zip(names, bounds[::2], bounds[1::2], strict=True):
         found |= _ratio(f"{name}_error", math.sqrt(sums[f"{name}_error"]), math.sqrt(sums[f"{name}_value"]))
         found |= _ratio(f"{name}_saturated", sums[f"{name}_top"], sums[f"{name}_coded"])
         found |= _ratio(f"{name}_lowest", sums[f"{name}_low"], sums[f"{name}_coded"])

@@ -17,9 +17,10 @@ from torch.distributed.tensor import Shard
 import distributed
 from cases import FORMATS, MASTERS, SHAPES, Format, Master, values
 from distributed import assert_same, mesh, shard
-from fused_optim import FusedAdamW
+from fused_optim import FusedAdam, FusedAdamW, FusedLion
 from fused_optim.quantized import MXFP8BlockScaling, quantize_model_
 from fused_optim.sharding.dtensor import local_tensor
+from pairwise import pairwise
 from snippets import run_section
 
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1, "seed": 4}
@@ -32,15 +33,16 @@ def set_grads(params: list[nn.Parameter], step: int) -> None:
         param.grad = values(tuple(param.shape), param.dtype, str(param.device), seed=50 * step + i, spread=2.0)
 
 
-def built(fmt: Format, master: Master, device: str) -> tuple[list[nn.Parameter], FusedAdamW]:
+def built(
+    fmt: Format, master: Master, device: str, kind: type[FusedAdam | FusedLion] = FusedAdamW
+) -> tuple[list[nn.Parameter], FusedAdamW]:
     shapes = [
         shape for shape in SHAPES if shape.name in ("block128", "odd", "uneven_vector", "transposed", "empty_rows")
     ]
     tensors = [shape.layout(values(shape.shape, master.param_dtype, device, seed=i)) for i, shape in enumerate(shapes)]
     params = [nn.Parameter(tensor) for tensor in tensors]
     named = [(shape.name, param) for shape, param in zip(shapes, params, strict=True)]
-    options = {"exp_avg_dtype": fmt.dtype, "exp_avg_sq_dtype": fmt.dtype, **master.options}
-    optimizer = FusedAdamW(named, **SETTINGS, **options)
+    optimizer = kind(named, **SETTINGS, state_dtype=fmt.dtype, **master.options)
     for step in range(3):
         set_grads(params, step)
         optimizer.step()
@@ -136,6 +138,38 @@ def check_moment(found: dict[str, float], optimizer: FusedAdamW, param: Tensor, 
     assert close(found[f"{name}_lowest"], float(((stored <= 1) & (exact != 0)).double().mean()))
     if fmt.name in TOP[name]:
         assert close(found[f"{name}_saturated"], float((stored == TOP[name][fmt.name]).double().mean()))
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, FusedAdamW, FusedLion])
+@pytest.mark.parametrize("fmt, master", pairwise(FORMATS, MASTERS), ids=str)
+def test_engines_find_what_the_reference_does(
+    fmt: Format, master: Master, kind: type[FusedAdam | FusedLion], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of usual gradients, none, tiny and large ones, and of blocks that hold what is not finite.
+
+    On a CPU sums differ by their order alone. A GPU's quotients differ in their last places, so a weight whose update
+    is lost here may move by one place there.
+    """
+    params, optimizer = built(fmt, master, device, kind)
+    flat = params[0].grad.view(-1)
+    flat[:128], flat[128:256] = 0.0, flat[128:256] * 1e-6
+    flat[256:384] *= 1e3
+    optimizer.clip_grad_norm_(0.5)
+    compare_backends(optimizer, device, monkeypatch)
+    flat[400], flat[600] = math.inf, math.nan
+    optimizer.zero_grad(set_to_none=False)  # drops the clipping
+    set_grads(params, 4)
+    params[0].grad.view(-1)[400], params[0].grad.view(-1)[600] = math.inf, math.nan
+    compare_backends(optimizer, device, monkeypatch)
+
+
+def compare_backends(optimizer: FusedAdamW | FusedLion, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = optimizer.diagnostics().scalars(parameters=True)
+    with monkeypatch.context() as patch:
+        patch.setenv("FUSED_OPTIM_BACKEND", "torch")
+        reference = optimizer.diagnostics().scalars(parameters=True)
+    tolerance = {"rel": 1e-9, "abs": 0.0} if device == "cpu" else {"rel": 1e-3, "abs": 1e-3}
+    assert len(reference) > 20 and engines == pytest.approx(reference, **tolerance, nan_ok=True)
 
 
 def test_lost_updates_of_weights_without_masters(device: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import pickle
 from collections.abc import Iterator
@@ -169,6 +170,18 @@ def test_clipping_and_tensors_as_rates() -> None:
         assert torch.equal(ours, theirs)
         ours, theirs = clipped.state[ours]["exp_avg"], scaled.state[theirs]["exp_avg"]
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("backend", ["torch", ""])
+def test_gradients_that_are_no_number_show(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the parameter as in its state, by every backend."""
+    monkeypatch.setenv("FUSED_OPTIM_BACKEND", backend)
+    param = nn.Parameter(torch.ones(8))
+    optimizer = FusedLion([param])
+    param.grad = torch.tensor([1.0, math.nan, *[0.0] * 6])
+    optimizer.step()
+    assert param.isnan().tolist() == [False, True, *[False] * 6]
+    assert optimizer.state[param]["exp_avg"].isnan().tolist() == param.isnan().tolist()
 
 
 @pytest.mark.parametrize(

@@ -310,11 +310,13 @@ def test_clipping_and_skipped_steps(device: str) -> None:
 
 
 def test_diagnostics(device: str) -> None:
+    """Of offloaded states by the reference, so that engines add in another order, and on GPUs divide in another way."""
     found = []
     for optimizer in pair(device, FORMAT["int8"], MASTER["bfloat16+rem16"]):
         train(optimizer, range(2))
         found.append(optimizer.diagnostics())
-    assert found[0] == found[1]
+    ours, theirs = (each.scalars(parameters=True) for each in found)
+    assert ours == pytest.approx(theirs, rel=1e-9 if device == "cpu" else 1e-3)
 
 
 # --- states that others read and write ------------------------------------------------------------------------------

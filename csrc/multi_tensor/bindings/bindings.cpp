@@ -14,6 +14,7 @@
 #include "bindings/shard_work.h"
 #include "bindings/tensor_reader.h"
 #include "cast.h"
+#include "diagnose.h"
 #include "launch.h"
 #include "norm.h"
 #include "quantize.h"
@@ -82,11 +83,25 @@ void launch(ShardTable& table, int device, uint64_t stream, uint64_t workspace, 
     if (workspace_size < workspace_bytes(step)) workspace = 0;
     launch_cuda(step, device, stream, workspace);
 }
+
+void diagnose(ShardTable& table, size_t shard, uint64_t row, int device, uint64_t stream, uint64_t workspace) {
+    const Shard& looked_at = table.shard(shard);
+    diagnose_cuda(table.rule(), looked_at, table.group(looked_at.group), reinterpret_cast<double*>(row), device, stream,
+                  workspace);
+}
 #else
 void launch(ShardTable& table, int threads) {
     const Step& step = table.step();
     py::gil_scoped_release release;
     launch_cpu(step, threads);
+}
+
+void diagnose(ShardTable& table, size_t shard, uint64_t row, int threads) {
+    const Shard looked_at = table.shard(shard);
+    const Hyper hyper = table.group(looked_at.group);
+    const Rule rule = table.rule();
+    py::gil_scoped_release release;
+    diagnose_cpu(rule, looked_at, hyper, reinterpret_cast<double*>(row), threads);
 }
 #endif
 
@@ -161,6 +176,7 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
     m.def("writes_weights", &writes_weights, py::arg("rule"), py::arg("state_formats"));
 #if defined(FUSED_OPTIM_ENGINE_CUDA)
     m.def("load_kernels", &load_kernels, py::arg("rule"), py::arg("device"));
+    m.attr("DIAGNOSIS_WORKSPACE") = kDiagnosisWorkspace;
 #endif
     py::class_<Numbers>(m, "Numbers", py::module_local(), "A list of addresses or sizes, kept in C++.")
         .def(py::init<std::vector<uint64_t>>(), py::arg("values"))
@@ -216,8 +232,11 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
 #if defined(FUSED_OPTIM_ENGINE_CUDA)
         .def("launch", &launch, py::arg("device"), py::arg("stream"), py::arg("workspace") = 0,
              py::arg("workspace_size") = 0)
+        .def("diagnose", &diagnose, py::arg("shard"), py::arg("row"), py::arg("device"), py::arg("stream"),
+             py::arg("workspace"))
 #else
         .def("launch", &launch, py::arg("threads"))
+        .def("diagnose", &diagnose, py::arg("shard"), py::arg("row"), py::arg("threads"))
 #endif
         ;
 }

@@ -93,6 +93,8 @@ public:
     }
 
     Hyper& group(size_t i) { return step_.groups.at(i); }
+    Rule rule() const { return step_.rule; }
+    const Shard& shard(size_t i) const { return rows_.at(i).shard; }
 
     // The numbers of the shards that have a gradient.
     std::vector<size_t> with_gradients() const {
