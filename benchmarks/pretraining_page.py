@@ -117,8 +117,12 @@ def draw_gaps(axes: Axes, runs: Sequence[dict[str, Any]], colors: dict[str, Any]
         axes.plot([0, gap], [row, row], color=colors[run["name"]], linewidth=1.5)
         axes.plot(gap, row, "o", color=colors[run["name"]])
         side, align = (6, "left") if gap >= 0 else (-6, "right")
-        axes.annotate(f"{gap:+.2f}%", (gap, row), (side, 0), textcoords="offset points", va="center", ha=align, fontsize=7)
-    labels = [f"{run['label']}, seed {run['seed']}" if run["name"].startswith("fp32") else run["label"] for run in whole]
+        axes.annotate(
+            f"{gap:+.2f}%", (gap, row), (side, 0), textcoords="offset points", va="center", ha=align, fontsize=7
+        )
+    labels = [
+        f"{run['label']}, seed {run['seed']}" if run["name"].startswith("fp32") else run["label"] for run in whole
+    ]
     axes.set_yticks(range(len(whole)), labels, fontsize=7)
     axes.yaxis.tick_right()
     axes.invert_yaxis()

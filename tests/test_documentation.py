@@ -55,7 +55,12 @@ def test_the_readme_trains_under_torchrun_and_resumes(tmp_path: Path) -> None:
 
     def train(processes: int) -> list[str]:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        environment = {**os.environ, "PYTHONPATH": str(snippets.ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(snippets.ROOT),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
         command = [*launcher, "train.py"]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr

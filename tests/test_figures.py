@@ -220,7 +220,11 @@ CHANGES = {
     "several results": ("= max ", "= ", "there are 2"),
     "no such result": ("third", "fourth", "steps/fourth/ms: there is no such thing"),
     "an empty comment": ("\nvalues:", " -->\n\n<!-- values:", "0 lines for 2 rows"),
-    "a second comment differs": ("-->\n\n|", "-->\n<!-- figures: two.json\n20% = runs/kind=b/loss\n-->\n\n|", "20 %: two.json:runs"),
+    "a second comment differs": (
+        "-->\n\n|",
+        "-->\n<!-- figures: two.json\n20% = runs/kind=b/loss\n-->\n\n|",
+        "20 %: two.json:runs",
+    ),
     "no source": ("<!-- figures: one.json\nvalues", "<!-- values", "no comment says where these figures come from"),
     "no source, said so": ("<!-- figures: one.json\nvalues", "<!-- figures: none, said once\nvalues", ""),
 }
