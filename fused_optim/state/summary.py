@@ -35,7 +35,7 @@ class Summary(dict[str, Any]):
 
     ``formats``: a row for each mix of formats and backend, with its parameters, elements and bytes; ``states``: where
     these are, which is shown if it is not where the parameters are. ``fallbacks``: what was asked for, what there is
-    instead, why, for how many parameters. ``products``: for weights that may be multiplied in FP8, how many of each product
+    instead, why, for how many parameters. ``products``: for weights that FP8 products are for, how many of each product
     run in FP8 and how many decode, and why. ``frozen``: parameters that have no states. ``host_bytes``,
     ``device_bytes``: of moments, masters and scales. All of it counts this rank's shards.
     """
