@@ -26,6 +26,7 @@ from fused_optim.quantized import (
     KeptWeight,
     MXFP8BlockScaling,
     Recipe,
+    dequantize_model_,
     quantize_model_,
 )
 from fused_optim.quantized.compute.linear import QuantizedLinear
@@ -128,6 +129,21 @@ def test_copies_loads_and_moves() -> None:
         built = quantize_model_(model(), RECIPES["one scale"][0])
     built.to_empty(device="cpu").load_state_dict(model().state_dict())
     assert type(built[0].weight) is KeptWeight and torch.equal(built[0].weight.plain, model()[0].weight)
+
+
+@pytest.mark.parametrize("with_optimizer", [False, True])
+def test_the_way_out(with_optimizer: bool) -> None:
+    kept = quantize_model_(model(), RECIPES["one scale"][0])
+    optimizer = FusedAdamW(kept.parameters(), lr=0.01)
+    gradients(kept, batch())
+    optimizer.step()
+    before = {name: value.clone() for name, value in kept.state_dict().items()}
+    dequantize_model_(kept, optimizer if with_optimizer else None)
+    assert all(type(param) is nn.Parameter for param in kept.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in kept.state_dict().items())
+    if with_optimizer:
+        optimizer.step()
+        assert not torch.equal(kept[0].weight, before["0.weight"])
 
 
 def test_compiled() -> None:

@@ -335,7 +335,7 @@ def test_patterns_of_names_choose_recipes() -> None:
     experts = {f"mlp.experts.w{i}": "Float8BlockScaling" for i in (1, 3)} | {"mlp.experts.w2": "MXFP8BlockScaling"}
     assert recipes_of(quantize_model_(Routed(), by_name)) == attention | experts
     with torch.device("meta"), quantized_model_init(by_name):
-        built = Routed()
+        built, _loss = Routed(), nn.CrossEntropyLoss()
     assert recipes_of(built) == attention | experts
     everything = recipes_of(quantize_model_(Routed(), {"*": MX}))
     assert {"lm_head.weight", "mlp.experts.attention.out_proj.weight", "mlp.experts.w1"} <= set(everything)

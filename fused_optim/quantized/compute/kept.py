@@ -162,8 +162,7 @@ def _weights(func: OpOverload, args: tuple[Any, ...], out: Any) -> Any:
     if isinstance(out, list | tuple):
         return type(out)(KeptWeight(each, source.recipe) for each in out)
     cuts = func is aten.slice.Tensor and (len(args) < 2 or args[1] == 0) and (len(args) < 3 or not args[2])
-    same = func in (aten.detach.default, aten.view.default) and out.shape[:1] == source.shape[:1]
-    return KeptWeight(out, source.recipe, source.padded_rows if cuts or same else 0)
+    return KeptWeight(out, source.recipe, source.padded_rows if cuts or out.shape == source.shape else 0)
 
 
 # --- quantized --------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -25,6 +25,7 @@ from fused_optim.quantized.model.selection import (
     Recipes,
     check_arguments,
     chosen_parameters,
+    matched_patterns,
     usual_filter,
 )
 from fused_optim.quantized.recipes import (
@@ -263,10 +264,15 @@ def quantized_model_init(
     with _after_each(nn.Module, lambda module: built.append(weakref.ref(module))):
         yield
     modules = [module for reference in built if (module := reference()) is not None]
+    models = _outermost(modules)
+    if isinstance(recipe, Mapping):
+        for model, patterns in zip(models, matched_patterns(models, recipe), strict=True):
+            quantize_model_(model, {pattern: each for pattern, each in recipe.items() if pattern in patterns})
+        return
     plain = {module for module in modules if isinstance(module, nn.Linear) and _has_plain_weight(module)}
-    for model in _outermost(modules):
+    for model in models:
         picks = filter_fn
-        if filter_fn is None and param_filter is None and isinstance(recipe, Recipe):
+        if filter_fn is None and param_filter is None:
             usual = usual_filter(model)
             picks = lambda module, name, usual=usual: module in plain and usual(module, name)  # noqa: E731
         quantize_model_(model, recipe, picks, param_filter=param_filter)

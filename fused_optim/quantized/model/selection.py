@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
@@ -111,23 +111,34 @@ def _is_of_experts(module: nn.Module, key: str) -> bool:
 
 def _by_patterns(model: nn.Module, recipes: Mapping[str, Recipe | None]) -> Iterator[Chosen]:
     """Weights of linear layers and of experts whose names match a pattern; the first one that does counts."""
-    unused, names = dict.fromkeys(recipes), []
+    matched_patterns([model], recipes)
     decided: dict[nn.Parameter, tuple[str, Recipe | None]] = {}
     for module, key, name in _candidates(model):
-        own = [name, name.removesuffix(".weight")]
-        names.append(own[-1])
-        matching = [pattern for pattern in recipes if any(fnmatchcase(each, pattern) for each in own)]
-        for pattern in matching:
-            unused.pop(pattern, None)
+        matching = [pattern for pattern in recipes if _matches(name, pattern)]
         recipe = recipes[matching[0]] if matching else None
         known = decided.setdefault(_param(module, key), (name, recipe))
         if repr(known[1]) != repr(recipe):
             raise ValueError(f"{name} is tied to {known[0]}: expected one recipe for both, got {recipe} and {known[1]}")
         if recipe is not None:
             yield Chosen(module, key, name, recipe)
-    for pattern in unused:
-        near = difflib.get_close_matches(pattern, names, cutoff=0.3) or names[:3]
-        raise ValueError(f"recipe: {pattern!r} matches no weight of the model, which has {', '.join(near) or 'none'}")
+
+
+def matched_patterns(models: Sequence[nn.Module], recipes: Mapping[str, Recipe | None]) -> list[set[str]]:
+    """The patterns that match weights of each model. Raises ValueError for one that matches none of any."""
+    names = [[name for _, _, name in _candidates(model)] for model in models]
+    found = [{pattern for pattern in recipes if any(_matches(name, pattern) for name in own)} for own in names]
+    shown = [name.removesuffix(".weight") for own in names for name in own]
+    for pattern in recipes:
+        if not any(pattern in own for own in found):
+            near = difflib.get_close_matches(pattern, shown, cutoff=0.3) or shown[:3]
+            has = ", ".join(near) or "none"
+            raise ValueError(f"recipe: {pattern!r} matches no weight of the model, which has {has}")
+    return found
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Of a parameter, or of its layer."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name.removesuffix(".weight"), pattern)
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
