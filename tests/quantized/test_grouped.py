@@ -88,6 +88,14 @@ def test_products_of_groups(ends: list[int], name: str, multiple_of: int, groupe
         start = end
 
 
+def test_no_rows_and_pickles_of_earlier_releases(device: str) -> None:
+    layer = layer_of(FP8, device)
+    del layer.multiple_of
+    x = torch.zeros(0, 64, dtype=torch.bfloat16, device=device).requires_grad_()
+    out = layer(x, torch.zeros(4, dtype=torch.int32, device=device))
+    assert out.shape == (0, 96)
+
+
 ONE_BY_ONE: dict[str, Recipe] = {
     "blocks": Float8BlockScaling(compute="fp8"),
     "blocks, tiles": Float8BlockScaling(compute="fp8", activation_tiles=True, power_of_two=True),

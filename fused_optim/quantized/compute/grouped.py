@@ -41,6 +41,8 @@ class GroupedLinear(nn.Module):
     :func:`grouped_linear`.
     """
 
+    multiple_of = 8  # of pickles of earlier releases
+
     def __init__(
         self,
         experts: int,
@@ -85,6 +87,9 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, *, multiple_of: i
         if isinstance(weight, KeptWeight) and (way == "grouped" or (way and _may_wait(x))):
             weight = quantized(weight)
         if way == "grouped":
+            format = weight.recipe.products
+            if format is not None and format.measured and multiple_of % products.ALIGNMENT:
+                in_fp8 = in_fp8._replace(weight_gradient=False)  # copies of rows cost what they save
             out: Tensor = _Grouped.apply(x, weight, offsets, multiple_of, in_fp8)  # type: ignore[no-untyped-call]
             return out
         if way == "one by one" and _may_wait(x):
