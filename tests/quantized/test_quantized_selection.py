@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -371,6 +372,8 @@ def test_heads_tied_weights_and_experts_stay_plain_by_default(built: bool, tied:
             model = quantize_model_(Routed(tied), MX)
     attention = {f"attn.{name}.weight" for name in ("q", "k", "o")}
     assert quantized_names(model) == attention | {"mlp.experts.attention.out_proj.weight"}
+    with warnings.catch_warnings(action="error"):  # experts that are quantized already are not named
+        quantize_model_(quantize_model_(Routed(), {"*.w?": MX}), MX)
     other = nn.Sequential(nn.Embedding(32, 32), nn.Linear(32, 32), nn.Linear(32, 32))
     other[1].weight = other[0].weight
     assert quantized_names(quantize_model_(other, MX)) == {"2.weight"}

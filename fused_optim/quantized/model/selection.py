@@ -15,8 +15,11 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from fused_optim.quantized.compute import GroupedLinear, grouped, measured, products
+from fused_optim.quantized.compute.kept import kept_weight
 from fused_optim.quantized.recipes import Recipe, check_recipe
+from fused_optim.quantized.tensor import QuantizedTensor
 from fused_optim.roles import is_embedding, is_head, is_router
+from fused_optim.sharding.dtensor import local_tensor
 
 Filter = Callable[[nn.Module, str], bool]
 ParamFilter = Callable[[nn.Parameter, str], bool]
@@ -87,7 +90,11 @@ _OTHERWISE = "remove_parametrizations makes it a parameter again, or leave it ou
 
 def usual_filter(model: nn.Module) -> Filter:
     """Every ``nn.Linear`` but output heads and what shares its weight with an embedding. Warns of experts."""
-    experts = [name for module, key, name in _all_parameters(model) if _is_of_experts(module, key)]
+    experts = [
+        name
+        for module, key, name in _all_parameters(model)
+        if _is_of_experts(module, key) and not _is_quantized(_param(module, key))
+    ]
     if experts:
         warnings.warn(
             f"{len(experts)} weights of experts, which have three dims, stay plain ({', '.join(experts[:3])}"
@@ -98,6 +105,10 @@ def usual_filter(model: nn.Module) -> Filter:
     return lambda module, name: (
         isinstance(module, nn.Linear) and not is_head(name) and id(module._parameters.get("weight")) not in embedded
     )
+
+
+def _is_quantized(param: nn.Parameter) -> bool:
+    return isinstance(local_tensor(param), QuantizedTensor) or kept_weight(param) is not None
 
 
 def _is_of_experts(module: nn.Module, key: str) -> bool:
