@@ -72,11 +72,16 @@ test-with-%: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/step.py
 
+# What codespell reads, with the words in pyproject.toml; both checks of prose need no network.
+PROSE := $(wildcard *.md) docs benchmarks/README.md fused_optim csrc examples
+
 lint: $(VENV)/.lint $(VENV)/.torch
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(ENGINE_SOURCES)
+	$(BIN)/codespell $(PROSE)
+	$(BIN)/python .ci/check_prose.py
 
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix .

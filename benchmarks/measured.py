@@ -17,7 +17,7 @@ RESULTS = Path(__file__).parent / "results"
 TARGET = Path(__file__).parents[1] / "fused_optim" / "tools" / "measured.json"
 SIZES_TARGET = TARGET.parents[1] / "quantized" / "compute" / "measured_sizes.json"
 STEPS = "2026-11-23-h200-peers/step.json"
-SAVES = "2026-11-21-h200-checkpoints/checkpoint.json"
+SAVES = "2026-11-23-h200-saves/saves.json"
 SIZES, EXPERTS = "2026-11-24-h100-fp8/sizes.json", "2026-11-24-h100-fp8/experts.json"
 OFFLOAD = "2026-11-22-h200-offload/offload.json"
 
@@ -26,7 +26,7 @@ STATES = {"FP32": "float32", "BF16": "bfloat16", "FP16": "float16", "FP8": "floa
 NAME = re.compile(
     r"FusedAdamW (?P<master>FP32|16-bit remainder|8-bit remainder|no)(?: master)?, (?P<states>\w+) states"
 )
-_SAVE = re.compile(r"(?:16-bit remainders|FP32 masters), (?P<form>unscaled|native)")
+_WAY = "Checkpointer, prepared"  # of saves
 
 
 def read(name: str) -> Any:
@@ -50,8 +50,8 @@ def measured() -> dict[str, Any]:
             "share_of_copy": shares,
             **link,
             "host_s_per_parameter": max(row["host_ms"] for row in shard) / 1e3 / 146,
-            "save_bytes_per_s": rates("save_s"),
-            "stall_bytes_per_s": rates("stall_s"),
+            "save_bytes_per_s": save_rates("written_after_s"),
+            "lost_bytes_per_s": save_rates("lost_s"),
         }
     }
 
@@ -60,13 +60,13 @@ def share(report: dict[str, Any], name: str) -> float:
     return next(row["share_of_copy"] for row in report["workloads"]["llama-1b"] if row["name"] == name)
 
 
-def rates(duration: str) -> dict[str, float]:
-    """Of the slower of both masters, by form."""
+def save_rates(duration: str) -> dict[str, float]:
+    """Of the slowest save after the first, by form."""
     found: dict[str, float] = {}
-    for row in read(SAVES)["results"]:
-        if match := _SAVE.fullmatch(row["name"]):
+    for row in read(SAVES)["saves"]:
+        if row["way"] == _WAY and row["number"] > 1:
             rate = row["written_bytes"] / row[duration]
-            found[match["form"]] = min(rate, found.get(match["form"], rate))
+            found[row["form"]] = min(rate, found.get(row["form"], rate))
     return found
 
 

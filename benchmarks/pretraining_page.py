@@ -109,7 +109,7 @@ def draw_losses(axes: Axes, runs: Sequence[dict[str, Any]], colors: dict[str, An
 
 
 def draw_gaps(axes: Axes, runs: Sequence[dict[str, Any]], colors: dict[str, Any]) -> None:
-    """The figures of the table: of the last evaluation, on all held-out text. Runs that were stopped have none."""
+    """The figures of the table: of the evaluation after training. Runs that were stopped have none."""
     whole = [run for run in runs if run["held_out_loss"] is not None]
     exact = next(run["held_out_loss"] for run in whole if run["name"] == "fp32")
     for row, run in enumerate(whole):

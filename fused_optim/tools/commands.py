@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fused_optim.optional import optional
-from fused_optim.tools.names import ALIASES, LAYOUTS, MASTERS, STATES, STORED_MASTERS, machines
+from fused_optim.tools.names import LAYOUTS, MASTER_BITS, STATES, STORED_MASTERS, machine_names
 
 Arguments = argparse.Namespace
 Commands = Any  # of argparse, which gives its type no name
@@ -125,37 +125,38 @@ def _add_plan(commands: Commands) -> None:
         commands, "plan", _plan, "what ranks and checkpoints will hold by format, and how long steps will take"
     )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--params", type=float, metavar="NUMBER", help="such as 8e9: matrices with whole blocks")
+    source.add_argument("--params", metavar="NUMBER", help="such as 8B or 350M: matrices with whole blocks")
     source.add_argument("--hf-config", metavar="FILE", help="config.json of a Hugging Face model")
     source.add_argument("--safetensors", metavar="PATH", help="safetensors files of a model, or their index")
     parser.add_argument("--world-size", type=int, default=1, metavar="RANKS", help="that shard each parameter by rows")
     parser.add_argument("--param-dtype", default="bfloat16", metavar="DTYPE", help="or bf16, float16, float32")
-    parser.add_argument("--state", default="int8", choices=STATES, help="format of both moments")
-    masters = (*MASTERS, *ALIASES)
-    parser.add_argument("--master", default="remainder16", choices=masters, help="24: remainder8, 32: float32")
+    parser.add_argument("--state-dtype", default="int8", metavar="DTYPE", help=f"one of {', '.join(STATES)}")
+    bits = "of masters: 32 (exact, in the smallest way), 24 or 0 (none)"
+    parser.add_argument("--master-bits", type=int, default=32, choices=MASTER_BITS, help=bits)
     offload = "share of the states that lives in host memory (offload_fraction)"
     parser.add_argument("--offload", type=float, default=0.0, metavar="SHARE", help=offload)
-    parser.add_argument("--machine", default="h200", choices=[*machines(), "none"], help="whose measurements are used")
+    known = f"{', '.join(machine_names())}, none, or a JSON file with memory_bytes_per_s of another one"
+    parser.add_argument("--machine", default="h200", help=f"whose times are predicted: {known}")
     parser.add_argument("--picture", metavar="FILE", help="draw it, such as plan.svg")
     parser.add_argument("--json", action="store_true")
 
 
 def _plan(args: Arguments) -> int:
-    from fused_optim.tools.models import of_config, of_number, of_safetensors
+    from fused_optim.tools.models import number_of, of_config, of_number, of_safetensors
     from fused_optim.tools.planner import draw, plan_shapes
 
     if args.picture is not None:
         optional("matplotlib", "plan --picture", "tools")  # before the work, not after it
     if args.params is not None:
-        shapes = of_number(args.params)
+        shapes = of_number(number_of(args.params))
     else:
         shapes = of_config(args.hf_config) if args.hf_config is not None else of_safetensors(args.safetensors)
     plan = plan_shapes(
         shapes,
         world_size=args.world_size,
-        param_dtype=_DTYPES.get(args.param_dtype, args.param_dtype),
-        states=args.state,
-        master=args.master,
+        param_dtype=args.param_dtype,
+        state_dtype=args.state_dtype,
+        master_bits=args.master_bits,
         machine=None if args.machine == "none" else args.machine,
         offload=args.offload,
     )
@@ -163,6 +164,3 @@ def _plan(args: Arguments) -> int:
     if args.picture is not None:
         draw(plan, args.picture)
     return 0
-
-
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}

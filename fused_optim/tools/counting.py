@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -19,23 +20,23 @@ from fused_optim.memory.layout import MASTER, StateLayout
 from fused_optim.options.reading import CheckpointFormat
 from fused_optim.sharding.dtensor import cut_by_rows, local_tensor
 from fused_optim.state.param_state import offloadable
-from fused_optim.tools.names import MASTERS
 
 FORMS: tuple[CheckpointFormat, ...] = get_args(CheckpointFormat)
+SAVED_FORMS = ("unscaled", "native")  # whose saves were measured
 HELD = ("parameters", "gradients", "masters", "states", "scales")
 _LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.)")  # "model.layers.3", "3"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """State formats and masters, by name."""
+    """The format of all states, by name, and the bits of masters."""
 
-    states: str
-    master: str
+    state_dtype: str
+    master_bits: int
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"exp_avg_dtype": self.states, "exp_avg_sq_dtype": self.states, **MASTERS[self.master]}
+        return {"state_dtype": self.state_dtype, "master_bits": self.master_bits}
 
 
 class Counted:
@@ -50,6 +51,7 @@ class Counted:
         self._alike = [(members[0], len(members)) for members in alike.values()]
         self._count = len(params)
         self._gathered = _gathered_bytes(params)
+        self._dtypes = {param.dtype for _, param in params}
 
     def row(self, choice: Choice, rates: dict[str, Any] | None, offload: float = 0.0) -> dict[str, Any]:
         """Bytes that this rank holds, and that a checkpoint of all ranks takes; seconds.
@@ -69,12 +71,32 @@ class Counted:
                 saved.update({form: count * _saved_bytes(param, layout, form) for form in FORMS})
                 moved += count * _moved_bytes(own, layout)
         total = sum(held.values())
-        row: dict[str, Any] = {"states": choice.states, "master": choice.master, "bytes": {**held, "total": total}}
-        row["host_bytes"] = host
+        row: dict[str, Any] = {**choice.options, "bytes": {**held, "total": total}, "host_bytes": host}
         row["bytes_per_parameter"] = total / max(1, self._elements)
         row["gathered"] = self._gathered
         row["checkpoint"] = dict(saved)
-        return row | ({} if rates is None else _seconds(choice, moved, host, self._count, saved, self._share, rates))
+        measured = f"{self._master(choice.master_bits)}/{choice.state_dtype}"
+        return row | ({} if rates is None else _seconds(measured, moved, host, self._count, saved, self._share, rates))
+
+    def _master(self, bits: int) -> str:
+        """What these masters are called in the results."""
+        if not bits or self._dtypes == {torch.float32}:
+            return "none"
+        remainders = {32: "remainder16", 24: "remainder8"}
+        return remainders[bits] if torch.bfloat16 in self._dtypes else "float32"
+
+    @property
+    def adamws(self) -> dict[str, Any]:
+        """The same of ``torch.optim.AdamW``, whose states have the parameters' dtype, and which has no masters."""
+        held: Counter[str] = Counter(dict.fromkeys(HELD, 0))
+        for param, count in self._alike:
+            own = _nbytes(param)
+            held["parameters"] += count * own
+            if param.requires_grad:
+                held.update({"gradients": count * own, "states": 2 * count * own})
+        total = sum(held.values())
+        per_parameter = total / max(1, self._elements)
+        return {"bytes": {**held, "total": total}, "bytes_per_parameter": per_parameter, "gathered": self._gathered}
 
     def _layouts(self, choice: Choice) -> Iterator[tuple[Tensor, StateLayout | None, int]]:
         """What the optimizer would keep of each kind of parameter; nothing of frozen ones."""
@@ -126,16 +148,18 @@ def _offloaded(param: Tensor, layout: StateLayout | None) -> Iterator[str]:
 
 
 def _gathered_bytes(params: Sequence[tuple[str, Tensor]]) -> int | None:
-    """What FSDP2 gathers at most: two layers, of which one is fetched early, and what is in no layer, which stays.
+    """What FSDP2 gathers at most in a forward pass: what is in no layer, which stays, and three times a layer.
 
-    Layers are told by the numbers in names; None where there are none.
+    It copies a layer out of the buffer that it was received in, and keeps the buffer until the next one has been
+    received: the first layer is beside that of what is in none. Layers are told by the numbers in names; None where
+    there are none.
     """
     sizes: Counter[str] = Counter()
     for name, param in params:
         match = _LAYER.match(name)
         sizes[match[0] if match else ""] += _whole_bytes(param)
-    kept = sizes.pop("", 0)
-    return kept + 2 * max(sizes.values()) if sizes else None
+    rest = sizes.pop("", 0)
+    return rest + 2 * max(sizes.values()) + max(rest, *sizes.values()) if sizes else None
 
 
 def _moved_bytes(own: dict[str, int], layout: StateLayout) -> int:
@@ -161,32 +185,30 @@ def _saved_bytes(param: Tensor, layout: StateLayout, form: str) -> int:
             total += (size if form == "native" else 4) * count
     if layout.master.is_remainder and packed:
         return total + layout.master.dtype.itemsize * count + 4 * rows
-    if layout.master is Master.FLOAT16 and packed:
-        return total + 2 * count + scales
     return total + (0 if layout.master is Master.PARAMETER else 4 * count)
 
 
 def _seconds(
-    choice: Choice, moved: int, away: int, count: int, saved: Counter[str], share: float, rates: dict[str, Any]
+    measured: str, moved: int, away: int, count: int, saved: Counter[str], share: float, rates: dict[str, Any]
 ) -> dict[str, Any]:
-    """Of a step, and of a save of this rank's share of the optimizer's states.
+    """Of a step, and of a save of this rank's share of the model and the optimizer.
 
-    A step is bound by memory, by the host or, where ``away`` bytes of states live in its memory, by the link to it,
-    which takes None where nobody has measured it.
+    ``measured``: the name of the choice in the results. A step is bound by memory, by the host or, where ``away`` bytes
+    of states live in its memory, by the link to it. What nobody has measured is None.
     """
     known = rates["share_of_copy"]
-    alike = [value for key, value in known.items() if key.endswith(f"/{choice.states}")]
-    of_copy = known.get(f"{choice.master}/{choice.states}", min(alike))
+    alike = [value for key, value in known.items() if key.partition("/")[2] == measured.partition("/")[2]]
     bounds = {
-        "memory": moved / (rates["copy_bytes_per_s"] * of_copy),
+        "memory": moved / (rates["copy_bytes_per_s"] * known.get(measured, min(alike))),
         "host": count * rates["host_s_per_parameter"],
         "link": away / rates.get("link_bytes_per_s", math.inf),
     }
     slowest = max(bounds, key=bounds.__getitem__)
     known_link = not away or "link_bytes_per_s" in rates
+    sizes = {form: share * (saved["model"] + saved[form]) for form in SAVED_FORMS}
+    times = {"save_s": rates.get("save_bytes_per_s", {}), "lost_s": rates.get("lost_bytes_per_s", {})}
     return {
         "step_s": bounds[slowest] if known_link else None,
         "step_bound": slowest if known_link else "link",
-        "save_s": {form: share * saved[form] / rate for form, rate in rates["save_bytes_per_s"].items()},
-        "stall_s": {form: share * saved[form] / rate for form, rate in rates["stall_bytes_per_s"].items()},
+        **{key: {form: sizes[form] / rate for form, rate in by_form.items()} for key, by_form in times.items()},
     }

@@ -16,6 +16,24 @@ Named = list[tuple[str, tuple[int, ...]]]
 _ROW = 4096
 
 
+_UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_MOST = 1e15  # parameters
+
+
+def number_of(text: str) -> float:
+    """A number of parameters: "8B", "350m", "8e9". Raises ValueError."""
+    unit = _UNITS.get(text[-1:].upper())
+    try:
+        count = float(text[:-1] if unit else text) * (unit or 1.0)
+    except ValueError:
+        count = 0.0
+    if not 1.0 <= count <= _MOST:
+        raise ValueError(
+            f"params: expected a number of parameters up to {_MOST:g}, such as 8B, 350M or 8e9, got {text}"
+        )
+    return count
+
+
 def of_number(count: float) -> Named:
     """One matrix of so many elements, up to a row of 4096."""
     rows = max(1, round(count / _ROW))

@@ -16,20 +16,24 @@ from torch.distributed.tensor import Shard
 
 from fused_optim.adam import FusedAdamW
 from fused_optim.formats.dtypes import as_dtype
+from fused_optim.formats.states import state_format
 from fused_optim.optional import optional
 from fused_optim.state.summary import aligned, shown_bytes
 from fused_optim.tools.counting import FORMS, HELD, Choice, Counted
 from fused_optim.tools.models import Named
-from fused_optim.tools.names import ALIASES, MASTERS, STATES, machines
+from fused_optim.tools.names import MASTER_BITS, STATES, rates_of
 from fused_optim.tools.simulation import sharded_parameter, simulated
+
+_MOST_RANKS = 1 << 20
 
 
 class Plan(dict[str, Any]):
     """Numbers, texts, and lists and dicts of these; ``str()`` of it is for people.
 
-    ``choices``: a row for each mix of states and masters, with the bytes that rank 0 holds (no rank holds more), those
-    of offloaded states apart as ``host_bytes``, and seconds; ``chosen``: the row that was asked for; ``fallbacks``: of
-    that, as in ``optimizer.summary()``.
+    ``choices``: a row for each mix of states and masters, the smallest first, with the bytes that rank 0 holds (no rank
+    holds more), those of offloaded states apart as ``host_bytes``, and what is gathered of layers at most; seconds of a
+    step, of ``Checkpointer``'s saves and lost to them; ``adamw``: the bytes of torch.optim.AdamW; ``chosen``: the row
+    that was asked for; ``fallbacks``: of that, as in ``optimizer.summary()``.
     """
 
     def __str__(self) -> str:
@@ -41,38 +45,42 @@ def plan_shapes(
     *,
     world_size: int = 1,
     param_dtype: torch.dtype | str = torch.bfloat16,
-    states: str = "int8",
-    master: str = "remainder16",
+    state_dtype: torch.dtype | str = "int8",
+    master_bits: int = 32,
     machine: str | None = "h200",
     offload: float = 0.0,
 ) -> Plan:
     """Plan for a model of these shapes, each parameter sharded by rows over ``world_size`` ranks, as FSDP2 does.
 
-    ``states``: "float32", "bfloat16", "float16", "float8_e4m3fn" or "int8"; ``master``: "float32", "remainder16",
-    "remainder8" (24-bit masters), "float16" or "none". ``machine``: whose measured bandwidths times are predicted from;
-    None: no times. ``offload``: the share of the states that lives in host memory, the optimizer's
-    ``offload_fraction``.
+    ``state_dtype``, ``master_bits``: the optimizer's. ``machine``: "h200", "h100", "a100", or a JSON file with
+    ``memory_bytes_per_s``, from which times are predicted; None: no times. ``offload``: the share of the states that
+    lives in host memory, the optimizer's ``offload_fraction``.
 
     Raises ValueError for what is not known, RuntimeError where a process group is there already.
     """
     dtype = as_dtype(param_dtype)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"param_dtype: expected float32, bfloat16 or float16, got {param_dtype}")
-    if world_size < 1:
-        raise ValueError(f"world_size: expected 1 or more, got {world_size}")
+    if not 1 <= world_size <= _MOST_RANKS:
+        raise ValueError(f"world_size: expected a number from 1 to {_MOST_RANKS:,}, got {world_size}")
     with simulated(world_size):
         mesh = init_device_mesh("cpu", (world_size,))
         named = [(name, sharded_parameter(shape, dtype, mesh, [Shard(0)])) for name, shape in shapes]
         return plan_parameters(
-            named, states=states, master=master, machine=machine, world_size=world_size, offload=offload
+            named,
+            state_dtype=state_dtype,
+            master_bits=master_bits,
+            machine=machine,
+            world_size=world_size,
+            offload=offload,
         )
 
 
 def plan_parameters(
     named: Iterable[tuple[str, Tensor]],
     *,
-    states: str = "int8",
-    master: str = "remainder16",
+    state_dtype: torch.dtype | str = "int8",
+    master_bits: int = 32,
     machine: str | None = "h200",
     world_size: int | None = None,
     offload: float = 0.0,
@@ -82,14 +90,15 @@ def plan_parameters(
     This rank's shards are counted. Arguments and errors as of :func:`plan_shapes`.
     """
     params = list(named)
-    chosen = Choice(_known("states", states, STATES), _known("master", ALIASES.get(master, master), tuple(MASTERS)))
-    rates = None if machine is None else _rates(machine)
+    chosen = Choice(_format_name(state_dtype), _known_bits(master_bits))
+    rates = None if machine is None else rates_of(machine)
     if not 0.0 <= offload <= 1.0:
         raise ValueError(f"offload: expected a number in [0, 1], got {offload}")
     if not params:
         raise ValueError("there are no parameters to plan for")
     counted = Counted(params)
     rows = [counted.row(choice, rates, offload) for choice in _choices(params, chosen)]
+    rows.sort(key=lambda row: row["bytes"]["total"])
     optimizer = FusedAdamW(params, **chosen.options)
     return Plan(
         parameters=len(params),
@@ -97,32 +106,33 @@ def plan_parameters(
         world_size=world_size,
         offload=offload,
         param_dtypes=sorted({str(param.dtype).removeprefix("torch.") for _, param in params}),
-        chosen=next(row for row in rows if (row["states"], row["master"]) == (chosen.states, chosen.master)),
+        chosen=next(row for row in rows if Choice(row["state_dtype"], row["master_bits"]) == chosen),
         choices=rows,
+        adamw=counted.adamws,
         fallbacks=[each for each in optimizer.summary()["fallbacks"] if each["what"] != "backend"],
         machine=None if rates is None else {"name": rates["name"], "sources": rates["sources"]},
     )
 
 
-def _known(what: str, given: str, known: Sequence[str]) -> str:
-    if given not in known:
-        raise ValueError(f"{what}: expected one of {', '.join(known)}, got {given!r}")
+def _format_name(given: torch.dtype | str) -> str:
+    try:
+        return state_format(given).name
+    except KeyError:
+        raise ValueError(f"state_dtype: expected one of {', '.join(STATES)}, got {given!r}") from None
+
+
+def _known_bits(given: int) -> int:
+    if given not in MASTER_BITS:
+        raise ValueError(f"master_bits: expected 32 (exact FP32 masters), 24 or 0 (none), got {given!r}")
     return given
 
 
 def _choices(params: Sequence[tuple[str, Tensor]], chosen: Choice) -> list[Choice]:
     """Those that differ for these parameters, and the one that was asked for."""
     dtypes = {param.dtype for _, param in params}
-    masters = ["none"] if dtypes == {torch.float32} else ["float32", "remainder16", "remainder8", "none"]
-    if torch.bfloat16 not in dtypes:
-        masters = [master for master in masters if not master.startswith("remainder")]
-    found = [Choice(states, master) for master in masters for states in STATES]
+    bits = [32, *([24] if torch.bfloat16 in dtypes else []), *([0] if dtypes != {torch.float32} else [])]
+    found = [Choice(states, each) for each in bits for states in STATES]
     return found if chosen in found else [*found, chosen]
-
-
-def _rates(machine: str) -> dict[str, Any]:
-    found: dict[str, Any] = machines()[_known("machine", machine, tuple(machines()))]
-    return found
 
 
 # --- for people -------------------------------------------------------------------------------------------------------
@@ -132,30 +142,36 @@ def _text(plan: Plan) -> Iterator[str]:
     ranks = "" if plan["world_size"] is None else f" on {plan['world_size']:,} ranks"
     dtypes = ", ".join(plan["param_dtypes"])
     yield f"{plan['parameters']:,} parameters of {plan['elements']:,} elements, {dtypes}{ranks}"
-    yield "Bytes of rank 0, which holds most; a line for each choice, * the one that was asked for:"
-    offloads = bool(plan["offload"])
-    titles = ("", "states", "masters", *HELD, "total", "B/param", *(("on host",) if offloads else ()), "gathered")
+    yield "Bytes of rank 0, which holds most; * the choice that was asked for:"
+    extras = [("on host", "host_bytes")] if plan["offload"] else []
+    extras += [("gathered", "gathered")] if plan["chosen"]["gathered"] is not None else []
     timed = plan["machine"] is not None
-    table = [(*titles, *(("step",) if timed else ()))]
-    for row in plan["choices"]:
-        cells = [shown_bytes(row["bytes"][key]) for key in (*HELD, "total")]
-        gathered = "-" if row["gathered"] is None else shown_bytes(row["gathered"])
-        on_host = [shown_bytes(row["host_bytes"])] if offloads else []
-        cells += [f"{row['bytes_per_parameter']:.2f}", *on_host, gathered]
+    titles = [title for title, _ in extras] + (["step"] if timed else [])
+    table = [("", "state_dtype", "master_bits", *HELD, "total", "B/param", *titles)]
+    for row in (plan["adamw"], *plan["choices"]):
         mark = "*" if row is plan["chosen"] else ""
-        table.append((mark, row["states"], row["master"], *cells, *((_time(row["step_s"]),) if timed else ())))
+        names = (row["state_dtype"], str(row["master_bits"])) if "state_dtype" in row else ("torch AdamW", "")
+        cells = [shown_bytes(row["bytes"][key]) for key in (*HELD, "total")] + [f"{row['bytes_per_parameter']:.2f}"]
+        cells += [shown_bytes(row[key]) if key in row else "" for _, key in extras]
+        table.append((mark, *names, *cells, *([_time(row.get("step_s"))] if timed else [])))
     yield from aligned(table)
     chosen = plan["chosen"]
     sizes = ", ".join(f"{form} {shown_bytes(chosen['checkpoint'][form])}" for form in FORMS)
     yield f"A checkpoint of all ranks: model {shown_bytes(chosen['checkpoint']['model'])}; optimizer: {sizes}"
     if timed:
-        saves = ", ".join(f"{form} {_time(seconds)}" for form, seconds in chosen["save_s"].items())
-        yield f"A save takes {saves}; a step is bound by the {chosen['step_bound']}"
-        yield f"(predicted from measurements on {plan['machine']['name']}: {', '.join(plan['machine']['sources'])})"
+        yield from _saves(chosen)
+        yield f"A step is bound by the {chosen['step_bound']}"
+        yield f"(predicted for {plan['machine']['name']} from {', '.join(plan['machine']['sources'])})"
     for each in plan["fallbacks"]:
         names = ", ".join(each["examples"]) + ", ..." * (each["parameters"] > len(each["examples"]))
         what = f"{each['what']} {each['actual']} instead of {each['asked']}"
         yield f"{what} for {each['parameters']:,} parameters ({names}): {each['reason']}"
+
+
+def _saves(row: dict[str, Any]) -> Iterator[str]:
+    saves = [f"{form} {_time(row['lost_s'][form])} ({_time(seconds)})" for form, seconds in row["save_s"].items()]
+    if saves:
+        yield f"A save by Checkpointer stops training for {', '.join(saves)} until it is written to host memory"
 
 
 def _time(seconds: float | None) -> str:
@@ -167,13 +183,17 @@ def _time(seconds: float | None) -> str:
     return f"{seconds / 1e-6:.0f} us"
 
 
+def _label(row: dict[str, Any]) -> str:
+    return f"{row['state_dtype']}, {row['master_bits']}-bit masters" if "state_dtype" in row else "torch AdamW"
+
+
 def draw(plan: Plan, path: str) -> None:
     """A picture of the bytes by choice. Raises ImportError without matplotlib."""
     figure_class = optional("matplotlib.figure", f"drawing {path}", "tools").Figure
-    rows = list(reversed(plan["choices"]))
+    rows = [*reversed(plan["choices"]), plan["adamw"]]
     figure = figure_class(figsize=(8, 0.8 + 0.3 * len(rows)), layout="constrained")
     axes = figure.subplots()
-    labels = [f"{row['states']}, masters {row['master']}{' *' * (row is plan['chosen'])}" for row in rows]
+    labels = [_label(row) + " *" * (row is plan["chosen"]) for row in rows]
     left = [0.0] * len(rows)
     for key in HELD:
         sizes = [row["bytes"][key] / 1e9 for row in rows]
