@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -230,6 +231,33 @@ def test_gathered_weights_are_the_quantized_ones(ranks: int, kind: str, on: str,
             for result in distributed.run(ranks, train, name, rows, kind, folder, on=on):
                 assert all(result["same"]), (name, rows, result["same"])
                 assert result["types"] == {Tensor}
+
+
+def load_on_meta() -> list[bool]:
+    """Built on the meta device, sharded, and loaded from a full state dict; then moved, as offloading does."""
+    with torch.device("meta"):
+        kept = quantize_model_(model(208), RECIPES["one scale"][0])
+    fully_shard(kept, mesh=distributed.mesh())
+    kept.to_empty(device=distributed.device())
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(kept, {key: value.detach() for key, value in model(208).state_dict().items()}, options=options)
+    whole = quantize_model_(model(208), RECIPES["one scale"][1]).to(distributed.device())
+    x = batch().to(distributed.device())
+    with torch.no_grad():
+        same = [torch.equal(kept(x), whole(x))]
+    kept.reshard()
+    moved = kept[0].weight._local_tensor.to(torch.float32)
+    full = get_model_state_dict(kept, options=options)
+    same += [
+        type(value) is Tensor and torch.equal(value, model(208).state_dict()[key].to(value.device))
+        for key, value in full.items()
+    ]
+    return [*same, moved.padded_rows == kept[0].weight._local_tensor.padded_rows]
+
+
+@pytest.mark.parametrize("ranks, on", on_each_device((1,), (3,), (4,), nccl=[]))
+def test_models_built_on_meta(ranks: int, on: str) -> None:
+    assert all(all(same) for same in distributed.run(ranks, load_on_meta, on=on))
 
 
 def tensor_parallel() -> list[bool]:
