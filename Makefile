@@ -5,6 +5,8 @@ TORCH ?= torch==2.13.0
 
 # The demo's weights, too: mxfp8, float8, float8_delayed, float8_block or nvfp4.
 QUANTIZE ?=
+# The demo's optimizer: fused (FusedAdamW) or muon (FusedMuon).
+OPTIMIZER ?=
 
 # What can run here: compiling for GPUs takes minutes. Without a GPU, FUSED_OPTIM_CUDA_ARCHS=90 checks that it compiles.
 HAS_GPU := $(shell nvidia-smi --list-gpus 2>/dev/null)
@@ -14,11 +16,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 ENGINE_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test test-long test-gpu test-integrations test-torches test-newest-torch peer-suites bench lint format docs wheel \
-    wheel-test release-check clean FORCE
+.PHONY: demo test test-long test-gpu test-integrations test-torches test-newest-torch peer-suites bench lint format docs docs-check \
+    wheel wheels wheel-test release-check check-tag clean FORCE
 
 demo: $(VENV)/.installed
-	$(BIN)/python examples/demo.py --output demo_output $(if $(QUANTIZE),--quantize $(QUANTIZE))
+	$(BIN)/python examples/demo.py --output demo_output $(if $(QUANTIZE),--quantize $(QUANTIZE)) \
+		$(if $(OPTIMIZER),--optimizer $(OPTIMIZER))
 
 # Two processes, as CI has two cores. A file's tests stay together: groups of ranks and what was compiled are used again.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
@@ -34,7 +37,7 @@ test-gpu: $(VENV)/.installed
 	$(BIN)/python -m pytest -m cuda
 
 # The real packages, on the CPU; the imports first, since tests of a package that is not there are skipped.
-INTEGRATIONS := megatron_fsdp megatron_lm drop_in inference_packages exports hugging_face hugging_face_models hugging_face_saves lightning torchtitan
+INTEGRATIONS := examples megatron_fsdp megatron_lm drop_in inference_packages exports hugging_face hugging_face_models hugging_face_saves lightning torchtitan
 
 test-integrations: $(VENV)/.installed $(VENV)/.integrations
 	$(BIN)/python -W ignore -c 'import megatron.core.optimizer, megatron_fsdp, accelerate, transformers, peft, trl, \
@@ -96,27 +99,37 @@ docs: $(VENV)/.docs
 	ln -sfn $(PAGES:%=../../%) build/pages/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# The wheel is built from the sdist, so that this holds all that is needed. Without FUSED_OPTIM_CUDA_ARCHS=all it is a trial.
-wheel: $(VENV)/.release
-	rm -rf dist
-	$(BIN)/python -m build --outdir dist/built
-	PATH="$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist dist/built/*.whl
-	mv dist/built/*.tar.gz dist/ && rm -r dist/built
+# Layout, links and searches in Chromium (apt-get install chromium), from the disk; screenshots in build/screenshots.
+docs-check: docs
+	$(BIN)/python .ci/check_site.py build/site build/screenshots
+
+# The sdist and wheels in dist/, built from the sdist, so that this holds all that is needed: `wheel` for the Python of
+# VENV, `wheels` for each that is here. Without FUSED_OPTIM_CUDA_ARCHS=all they are a trial.
+PYTHONS ?= python3.11 python3.12 python3.13 python3.14
+
+wheel: PYTHONS := $(abspath $(BIN))/python
+wheel wheels: $(VENV)/.release
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python .ci/build_wheels.py dist $(PYTHONS)
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/python .ci/check_dist.py contents dist
 
-# The same wheel under each torch, without this tree: in an empty folder with torch alone, then tests of the sdist
+# The wheel of PYTHON under each torch, without this tree: in an empty folder with torch alone and where no program is
+# found, no compiler either; then tests of the sdist
 # (WHEEL_TESTS=tests: all of them).
 WHEEL_TORCHES ?= torch==2.11.0 torch==2.13.0 torch==2.15.0
 WHEEL_TESTS ?= tests/engines/test_build.py tests/engines/test_formats.py tests/step/test_optimizer.py tests/step/test_bad_input.py
+
+WHEEL = dist/*-$$($(PYTHON) -c 'import sys; print("cp%d%d" % sys.version_info[:2])')-*.whl
+BARE = env -i HOME=$(CURDIR)/build/$@ PATH=$(CURDIR)/build/$@/venv/bin
 
 wheel-test: $(WHEEL_TORCHES:%=wheel-test-%)
 
 wheel-test-%:
 	rm -rf build/$@ && mkdir -p build/$@/empty && $(PYTHON) -m venv build/$@/venv
-	build/$@/venv/bin/pip install -q '$*' "$$(echo dist/*.whl)"
-	cd build/$@/empty && ../venv/bin/python $(CURDIR)/.ci/check_dist.py smoke
-	build/$@/venv/bin/pip install -q '$*' "$$(echo dist/*.whl)[test]"
+	build/$@/venv/bin/pip install -q '$*'
+	$(BARE) pip install -q $(WHEEL)
+	cd build/$@/empty && $(BARE) python $(CURDIR)/.ci/check_dist.py smoke
+	build/$@/venv/bin/pip install -q '$*' "$$(echo $(WHEEL))[test]"
 	tar -xzf dist/*.tar.gz -C build/$@ --strip-components=1 && rm -r build/$@/fused_optim
 	cd build/$@ && venv/bin/python -m pytest -q $(WHEEL_TESTS)
 
@@ -125,6 +138,10 @@ release-check: export FUSED_OPTIM_CUDA_ARCHS := all
 release-check: export FUSED_OPTIM_REQUIRE := cpu,cuda
 release-check: lint test test-long docs wheel
 	$(MAKE) wheel-test
+
+# That TAG is the version's, in the form that pyproject.toml gives it.
+check-tag:
+	$(PYTHON) .ci/check_tag.py '$(TAG)'
 
 clean:
 	rm -rf build dist *.egg-info demo_output .hypothesis .mypy_cache .pytest_cache .ruff_cache

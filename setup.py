@@ -28,7 +28,8 @@ from setuptools.errors import CompileError
 
 PACKAGE = "fused_optim"
 SOURCES = Path("csrc/multi_tensor")
-BUILD = Path("build", f"engines.{sysconfig.get_platform()}-{sys.implementation.cache_tag}")
+BUILD = Path("build", f"engines.{sysconfig.get_platform()}")  # of all Pythons: what has their tag is for one
+TAG = sys.implementation.cache_tag
 
 # Bit-exactness is the contract: every instruction set and every GPU gives the same bits. So never -ffast-math, and no
 # contraction of a * b + c into one rounding. The other two only give up side effects: errno and exception flags.
@@ -49,7 +50,7 @@ PTX_ARCHS = (80, 89, 90)
 OWN_KERNELS = {
     "kAdam": ("kFloat32", "kFloat16", "kFloat8", "kInt8"),
     "kLion": ("kFloat32", "kFloat8", "kInt8"),
-    "kMuon": (),
+    "kMuon": ("kFloat32", "kFloat8", "kInt8"),
     "kDescent": ("kFloat32",),
 }
 
@@ -77,7 +78,7 @@ def plan_cpu(cxx: str) -> Engine:
     # Of an inline function that several objects hold, the linker keeps the first: so the one that runs on every
     # processor precedes the others.
     objects = {
-        "bindings": bindings("cpu", cxx, *defines),
+        f"bindings.{TAG}": bindings("cpu", cxx, *defines),
         "launch": (SOURCES / "cpu/launch.cpp", [cxx, *CXX_FLAGS, *defines]),
         "launch_quantize": (SOURCES / "cpu/launch_quantize.cpp", [cxx, *CXX_FLAGS, *defines]),
         "launch_diagnose": (SOURCES / "cpu/launch_diagnose.cpp", [cxx, *CXX_FLAGS, *defines]),
@@ -104,7 +105,7 @@ def plan_cuda(cxx: str) -> Engine:
     compile_kernels = [nvcc, f"-ccbin={cxx}", *NVCC_FLAGS, *codes_of(archs)]
     one, any_of_them = SOURCES / "cuda/one_combination.cu", SOURCES / "cuda/any_combination.cu"
     objects = {
-        "bindings": bindings("cuda", cxx, f"-isystem{include}"),
+        f"bindings.{TAG}": bindings("cuda", cxx, f"-isystem{include}"),
         **{
             f"kernels_{rule}_{own}": (one, [*of_rule(compile_kernels, rule), f"-DFUSED_OPTIM_FORMAT={own}"])
             for rule, formats in OWN_KERNELS.items()
@@ -116,6 +117,7 @@ def plan_cuda(cxx: str) -> Engine:
         "diagnose": (SOURCES / "cuda/diagnose.cu", compile_kernels),
         "quantize": (SOURCES / "cuda/quantize.cu", compile_kernels),
         "cast": (SOURCES / "cuda/cast.cu", compile_kernels),
+        "product": (SOURCES / "cuda/product.cu", [nvcc, f"-ccbin={cxx}", *NVCC_FLAGS, *codes_of_products(archs)]),
     }
     release = re.findall(r"release ([\d.]+)", capture(nvcc, "--version"))
     # The static runtime imports without a driver, and beside whichever runtime torch brings.
@@ -197,6 +199,13 @@ def codes_of(archs: list[str]) -> list[str]:
     return [f"-gencode=arch=compute_{ptx},code={code}" for ptx, code in pairs]
 
 
+def codes_of_products(archs: list[str]) -> list[str]:
+    """The same of the kernels that use what only Hopper has, of which no PTX would be of use to others."""
+    if not {"90", "90a"} & set(archs):
+        return [*codes_of(archs), "-DFUSED_OPTIM_WITHOUT_HOPPER"]
+    return ["-gencode=arch=compute_90a,code=sm_90a"]
+
+
 def ptx_arch(arch: str) -> str:
     """The architecture whose PTX becomes its machine code. Those such as 100a keep what only they have."""
     if not arch.isdigit():
@@ -230,23 +239,29 @@ def run_ninja(engine: Engine, cxx: str, folder: Path) -> Path:
     if program is None:
         raise Unavailable("no ninja found")
     folder.mkdir(parents=True, exist_ok=True)
-    module = folder / "module.so"
+    module = folder / f"module.{TAG}.so"
     with open(folder / "build.ninja", "w") as file:
         writer = ninja.Writer(file, width=10_000)
         writer.variable("builddir", str(folder))
         # g++ and nvcc spell these options alike.
-        writer.rule("compile", "$tool -MD -MF $out.d -c $in -o $out", depfile="$out.d", deps="gcc")
-        writer.rule("link", "$tool -shared -pthread $in -o $out $libraries")
+        compile_command = "$tool -MD -MF $out.d -c $in -o $out"
+        writer.rule("compile", compile_command, description="$out", depfile="$out.d", deps="gcc")
+        writer.rule("link", "$tool -shared -pthread $in -o $out $libraries", description="$out")
         objects: list[str] = []
         for name, (source, command) in engine.objects.items():
             objects += writer.build(f"{folder}/{name}.o", "compile", str(source), variables=quoted(tool=command))
         writer.build(str(module), "link", objects, variables=quoted(tool=[cxx], libraries=engine.link))
-    done = subprocess.run(
-        [program, "--quiet", "-f", file.name], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    if done.returncode:
-        raise Unavailable(done.stdout)
-    print(done.stdout, end="", flush=True)  # warnings
+    printed: list[str] = []
+    status = {**os.environ, "NINJA_STATUS": f"{PACKAGE}: [%f of %t, %e s] "}
+    with subprocess.Popen(
+        [program, "-f", file.name], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=status
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:  # as each file is compiled: it takes minutes
+            print(line, end="", flush=True)
+            printed.append(line)
+    if process.returncode:
+        raise Unavailable("".join(line for line in printed if not line.startswith(PACKAGE)))
     return module
 
 

@@ -1,10 +1,12 @@
 """Checks what `make wheel` has built. It needs the standard library, and for `smoke` the installed wheel.
 
-python .ci/check_dist.py contents dist    the sdist holds what git tracks, the wheel the engines for all GPUs
-python check_dist.py smoke                in an empty folder, with torch and nothing else: what is installed works
+python .ci/check_dist.py contents dist    the sdist holds what git tracks, wheels hold the engines and are small
+python check_dist.py smoke                in an empty folder, with torch and nothing else, where no compiler is found:
+                                          what is installed works, and its engines load
 """
 
 import json
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -14,6 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 NOT_IN_SDIST = {".gitignore"}
+COMPILERS = ("nvcc", "g++", "c++", "clang++", "gcc", "cc", "ninja")
+LARGEST_WHEEL = 25e6  # bytes
 
 
 def check_contents(dist: Path) -> None:
@@ -27,6 +31,8 @@ def check_contents(dist: Path) -> None:
         with zipfile.ZipFile(wheel) as archive:
             names = archive.namelist()
             engines = json.loads(archive.read("fused_optim/_build_info.json"))
+        size = wheel.stat().st_size
+        assert size <= LARGEST_WHEEL, f"{wheel.name} has {size / 1e6:.1f} MB, more than {LARGEST_WHEEL / 1e6:.0f} MB"
         folders = {name.partition("/")[0].partition("-")[0] for name in names}
         assert folders == {"fused_optim"}, f"{wheel.name} holds {', '.join(sorted(folders))}"
         for name, engine in engines.items():
@@ -46,6 +52,8 @@ def check_installed() -> None:
     assert folder.parent.name == "site-packages" and not any(Path().iterdir()), "run it in an empty folder"
     beside = [name for name in ("numpy", "safetensors", "tqdm", "matplotlib") if find_spec(name)]
     assert not beside, f"run it where torch alone is installed, without {', '.join(beside)}"
+    compilers = [name for name in COMPILERS if shutil.which(name)]
+    assert not compilers, f"run it where PATH has no {', '.join(compilers)}"
     assert fused_optim.__version__ == version("fused_optim")
     for name, engine in build_info().items():
         assert not engine["built"] or load_engine(name)[0], load_engine(name)[1]

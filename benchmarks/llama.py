@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 HEAD = 64  # elements of an attention head
 LOGITS_AT_ONCE = 2048  # tokens, whose logits are in FP32 at a time
@@ -51,18 +52,33 @@ class Llama(nn.Module):
         for block in self.blocks:
             x = block(x)
         x, targets = self.norm(x).flatten(0, 1), tokens[:, 1:].flatten()
-        losses = [
-            F.cross_entropy(F.linear(some, self.embedding.weight).float(), target, reduction="sum")
-            for some, target in zip(x.split(LOGITS_AT_ONCE), targets.split(LOGITS_AT_ONCE), strict=True)
-        ]
-        return torch.stack(losses).sum() / targets.numel()
+        parts = zip(x.split(LOGITS_AT_ONCE), targets.split(LOGITS_AT_ONCE), strict=True)
+        return torch.stack([self.total_loss(*part) for part in parts]).sum() / targets.numel()
+
+    def total_loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The sum of the losses of some tokens, from the last layer's output."""
+        return F.cross_entropy(F.linear(x, self.embedding.weight).float(), targets, reduction="sum")
+
+
+class LeanLlama(Llama):
+    """Computes logits again in the backward pass, so that they are never all there: usual for large vocabularies."""
+
+    def total_loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        return checkpoint(super().total_loss, x, targets, use_reentrant=False)
+
+
+# Arguments of Llama: of 3.2 1B (1.236 B parameters in 146 tensors), 3.1 8B but with one embedding (7.5 B), and 3 M
+# parameters, to try a benchmark.
+SIZES = {
+    "1b": (16, 2048, 512, 8192, 128256),
+    "8b": (32, 4096, 1024, 14336, 128256),
+    "small": (2, 256, 128, 1024, 4096),
+}
 
 
 def llama_1b() -> Llama:
-    """1.236 B parameters in 146 tensors."""
-    return Llama(16, 2048, 512, 8192, 128256)
+    return Llama(*SIZES["1b"])
 
 
 def small_llama() -> Llama:
-    """The same in 3 M parameters, to try a benchmark."""
-    return Llama(2, 256, 128, 1024, 4096)
+    return Llama(*SIZES["small"])

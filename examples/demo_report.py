@@ -63,12 +63,13 @@ class Comparison:
     fused: RunRecord
     resumed: RunRecord
     resumed_again: RunRecord
+    title: str = "FusedAdamW"  # of `fused`
 
     @property
     def runs(self) -> dict[str, RunRecord]:
         return {
             "torch AdamW": self.baseline,
-            "FusedAdamW": self.fused,
+            self.title: self.fused,
             "resumed": self.resumed,
             "resumed again": self.resumed_again,
         }
@@ -175,7 +176,7 @@ def _draw_losses(axes: Axes, comparison: Comparison) -> None:
 
 
 def _draw_differences(axes: Axes, comparison: Comparison) -> None:
-    pairs = [(comparison.fused, comparison.baseline, "FusedAdamW to torch AdamW", FUSED_COLOR)]
+    pairs = [(comparison.fused, comparison.baseline, f"{comparison.title} to torch AdamW", FUSED_COLOR)]
     for resume, color in zip(comparison.resumes, RESUMED_COLORS):
         pairs.append((resume.run, resume.uninterrupted, f"on {_ranks(resume.run)} to uninterrupted", color))
     for run, reference, label, color in pairs:
@@ -190,7 +191,7 @@ def _draw_differences(axes: Axes, comparison: Comparison) -> None:
 
 
 def _draw_bytes(axes: Axes, comparison: Comparison) -> None:
-    runs = {"torch AdamW": (comparison.baseline, BASELINE_COLOR), "FusedAdamW": (comparison.fused, FUSED_COLOR)}
+    runs = {"torch AdamW": (comparison.baseline, BASELINE_COLOR), comparison.title: (comparison.fused, FUSED_COLOR)}
     for position, (run, color) in enumerate(runs.values()):
         bottom = 0.0
         for part, size, alpha in (("parameter", run.bytes_of_parameter, 0.9), ("state", run.bytes_of_state, 0.5)):

@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 from byte_gpt import ByteGPT, evaluation_batches, load_corpus, training_batch
-from fused_optim import FusedAdamW
+from fused_optim import FusedAdamW, FusedMuon, muon_param_groups
 from fused_optim.checkpoint import Checkpointer
 from fused_optim.quantized import (
     Float8BlockScaling,
@@ -61,8 +61,10 @@ EVALUATION_BATCHES = 8
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--optimizer", choices=("fused", "torch"), default="fused")
-    parser.add_argument("--state-dtype", choices=STATE_DTYPES, default="int8", help="moments of FusedAdamW")
+    parser.add_argument("--optimizer", choices=("fused", "muon", "torch"), default="fused")
+    parser.add_argument(
+        "--state-dtype", choices=STATE_DTYPES, default="int8", help="moments of FusedAdamW and FusedMuon"
+    )
     # Not "--master": torchrun would take that for the start of its own --master-addr.
     parser.add_argument("--masters", choices=REMAINDERS, default="fp32", help="of FusedAdamW")
     parser.add_argument("--quantize", choices=RECIPES, help="keep the weights of linear layers in this format")
@@ -104,7 +106,7 @@ def build_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
     # Drawn on the CPU, before sharding: the same weights on every kind of device and for every world size.
     torch.manual_seed(args.init_seed)
     model = ByteGPT(args.width, args.layers, args.heads).to(device)
-    if args.optimizer == "fused":
+    if args.optimizer != "torch":
         model.to(torch.bfloat16)  # FusedAdamW keeps FP32 masters itself; torch.optim.AdamW needs FP32 parameters
     if args.quantize:
         quantize_model_(model, RECIPES[args.quantize])
@@ -129,6 +131,10 @@ def build_optimizer(args: argparse.Namespace, model: nn.Module) -> Optimizer:
         "exp_avg_sq_dtype": moments,
         "store_param_remainders": REMAINDERS[args.masters],
     }
+    if args.optimizer == "muon":  # one learning rate for both algorithms
+        return FusedMuon(
+            muon_param_groups(model), adjust_lr_fn="match_rms_adamw", **common, **formats, momentum_dtype=moments
+        )
     return FusedAdamW(model.parameters(), **common, **formats)
 
 
@@ -264,7 +270,7 @@ def main() -> None:
     args = parse_args()
     device = init_distributed()
     if args.quantize and args.optimizer == "torch":
-        sys.exit("--quantize needs --optimizer fused: torch.optim.AdamW cannot update quantized weights")
+        sys.exit("--quantize needs --optimizer fused or muon: torch.optim.AdamW cannot update quantized weights")
     if args.batch % dist.get_world_size():
         sys.exit(f"--batch {args.batch} is not a multiple of the {dist.get_world_size()} ranks")
     record = train(args, device)

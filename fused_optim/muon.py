@@ -148,14 +148,15 @@ class FusedMuon(ShardedOptimizer):
         ns_steps: how many steps, less than 100.
         adjust_lr_fn: what updates are multiplied by: ``"original"`` or None, ``sqrt(max(1, rows / columns))``;
             ``"match_rms_adamw"``, ``0.2 * sqrt(max(rows, columns))``, for AdamW's learning rates.
-        ns_dtype: of the products: "bfloat16", "float16" or "float32".
+        ns_dtype: of the products: "bfloat16", "float16" or "float32". GPUs make both 16-bit ones of FP16 values where
+            steps on Gram matrices take less time, which rounds less.
         splits: of param groups: the rows of the matrices that each parameter joins, such as those of queries, keys and
             values; they are orthogonalized apart.
         momentum_dtype: how the momentum is kept: a format of :class:`fused_optim.FusedAdam`'s states.
         betas: of AdamW's moments, in param groups with ``algorithm="adamw"``, whose ``eps`` is 1e-8.
         bias_correction: of AdamW's moments.
         options: of :class:`fused_optim.FusedAdam`: those of masters, rounding, clipping, saving and loading, and the
-            formats of AdamW's moments. Not ``capturable``, ``offload_states`` and ``checkpoint_format="torch"``.
+            formats of AdamW's moments. Not ``checkpoint_format="torch"``; ``capturable`` on one GPU.
 
     Raises:
         ValueError, TypeError: for hyperparameters or parameters that cannot be used; nothing has been changed then.

@@ -6,13 +6,15 @@ import importlib
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import fused_optim
 
 ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT, PUBLICATION = PYPROJECT["project"], PYPROJECT["tool"]["publication"]
 # Page of the reference, module whose public names it lists.
 REFERENCE = {"fused_optim": "fused_optim", "quantized": "fused_optim.quantized", "checkpoint": "fused_optim.checkpoint"}
 
@@ -43,7 +45,16 @@ def test_the_citation_is_valid() -> None:
 def test_the_sdist_is_told_of_every_folder() -> None:
     """setuptools finds the package and csrc/ by itself; the rest must be named. `make wheel` compares file by file."""
     named = set((ROOT / "MANIFEST.in").read_text().split())
-    found = {".clang-format", ".ci", "benchmarks", "docs", "examples", "tests", *map(str, PROJECT["license-files"])}
+    found = {
+        ".clang-format",
+        ".ci",
+        ".github",
+        "benchmarks",
+        "docs",
+        "examples",
+        "tests",
+        *map(str, PROJECT["license-files"]),
+    }
     found |= {path.name for path in ROOT.glob("*.md")} | {"CITATION.cff", "Makefile", "mkdocs.yml"}
     automatic = {PROJECT["readme"], *PROJECT["license-files"]}
     assert found - automatic <= named and all((ROOT / name).exists() for name in found)
@@ -71,3 +82,116 @@ def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     pages = [path.relative_to(ROOT) for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"))]
     assert not [str(page) for page in pages if f": {page}\n" not in navigation]
+
+
+# --- before and after publication -----------------------------------------------------------------------------------
+
+
+def texts() -> dict[str, str]:
+    """Everything that users read or run, by its path."""
+    folders = ("fused_optim", "docs", "examples", "benchmarks", ".ci", ".github")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES]
+    files += [*ROOT.glob("*.md"), ROOT / "pyproject.toml", ROOT / "mkdocs.yml", ROOT / "Makefile", ROOT / "setup.py"]
+    return {str(path.relative_to(ROOT)): path.read_text() for path in files}
+
+
+SUFFIXES = {".py", ".md", ".yml", ".toml", ".html"}
+REGISTRIES = (
+    r"\b(?:pypi\.org|pythonhosted\.org|anaconda\.org|conda\.io|ghcr\.io|docker\.io|quay\.io|nvcr\.io|npmjs\.com)\b"
+)
+
+
+def test_nothing_is_installed_by_a_name_that_no_registry_has() -> None:
+    """Until `repository` is filled in: from a checkout or a wheel."""
+    by_name = re.compile(r"pip3? (?:install|download)[^\n`]*?\s['\"]?fused[_-]optim\b(?![\w./-]*(?:\.whl|/))")
+    found = {path: by_name.findall(text) for path, text in texts().items()}
+    assert PUBLICATION["repository"] or not {path: names for path, names in found.items() if names}
+    assert by_name.search("pip install 'fused_optim[tools]'") and by_name.search("pip install -U fused-optim")
+    assert not by_name.search("pip install dist/fused_optim-0.2.0-cp312-cp312-linux_x86_64.whl")
+
+
+def test_no_file_names_the_host_of_a_registry() -> None:
+    assert not [path for path, text in texts().items() if re.search(REGISTRIES, text)]
+
+
+@pytest.mark.parametrize("key", ["repository", "site"])
+def test_addresses_are_those_of_the_publication(key: str) -> None:
+    """They stand in one place; those files that must repeat them agree, and none has another."""
+    address = PUBLICATION[key]
+    label = {"repository": "Repository", "site": "Documentation"}[key]
+    assert PROJECT.get("urls", {}).get(label, "") == address
+    if key == "repository":
+        assert cff().get("repository-code", "").strip("'\"") == address
+    assert not address or re.fullmatch(r"https://\S+[^/]" if key == "repository" else r"https://\S+/", address)
+
+
+def test_the_tag_of_a_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / ".ci")
+    assert importlib.import_module("check_tag").expected() == f"v{fused_optim.__version__}"
+
+
+# --- workflows ------------------------------------------------------------------------------------------------------
+
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+CONTEXTS = {"github", "matrix", "env", "needs", "runner", "steps"}
+
+
+def workflow(path: Path) -> dict[str, Any]:
+    """GitHub reads the key `on` as text; YAML 1.1 as a flag."""
+    loaded: dict[Any, Any] = pytest.importorskip("yaml").safe_load(path.read_text())
+    return {"on" if key is True else key: value for key, value in loaded.items()}
+
+
+def steps_of(workflow: dict[str, Any]) -> list[dict[str, Any]]:
+    return [step for job in workflow["jobs"].values() for step in job.get("steps", [])]
+
+
+def test_there_are_workflows() -> None:
+    assert {path.stem for path in WORKFLOWS} == {"build", "test", "docs", "release"}
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_are_well_formed(path: Path) -> None:
+    """What GitHub would refuse, or what would run for hours or with rights that it need not have."""
+    found = workflow(path)
+    assert set(found) <= {"name", "on", "permissions", "concurrency", "env", "jobs"} and found["name"] == path.stem
+    assert found["permissions"] == {"contents": "read"} and found["jobs"]
+    for name, job in found["jobs"].items():
+        assert set(job) <= {"runs-on", "container", "timeout-minutes", "strategy", "needs", "steps", "uses"}, name
+        needed = [job["needs"]] if isinstance(job.get("needs"), str) else job.get("needs", [])
+        assert set(needed) <= set(found["jobs"]) - {name}
+        if "uses" in job:
+            assert "workflow_call" in workflow(ROOT / job["uses"])["on"] and "steps" not in job
+        else:
+            assert {"runs-on", "timeout-minutes", "steps"} <= set(job)
+    for step in steps_of(found):
+        assert ("run" in step) != ("uses" in step) and set(step) <= {"run", "uses", "with", "env", "if"}
+        assert "uses" not in step or re.fullmatch(r"actions/[a-z-]+@v\d+", step["uses"])
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_expressions_name_what_there_is(path: Path) -> None:
+    text = path.read_text()
+    expressions = re.findall(r"\$\{\{ ([\w.-]+) \}\}", text)
+    assert text.count("${{") == len(expressions)
+    for expression in expressions:
+        context, *names = expression.split(".")
+        assert context in CONTEXTS and names
+        if context == "matrix":
+            matrices = [job["strategy"]["matrix"] for job in workflow(path)["jobs"].values() if "strategy" in job]
+            assert any(names[0] in matrix for matrix in matrices)
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_call_make(path: Path) -> None:
+    """Targets that are there; and what is tested is what the classifiers name."""
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.search(r"^\.PHONY: (.*?[^\\])\n", makefile, re.DOTALL | re.MULTILINE)[1].split())  # type: ignore[index]
+    commands = [step["run"] for step in steps_of(workflow(path)) if "run" in step]
+    called = [word for line in commands if line.startswith("make ") for word in line.split()[1:] if "=" not in word]
+    assert called and set(called) <= targets
+    versions = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if re.search(r"Python :: 3\.\d+$", line)]
+    if path.stem in ("test", "build"):
+        assert sorted(set(re.findall(r"\b3\.1\d\b", path.read_text()))) == sorted(versions)
+    else:
+        assert set(re.findall(r'"(3\.\d+)"', path.read_text())) <= set(versions)

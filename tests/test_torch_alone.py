@@ -140,6 +140,10 @@ COMMANDS = {
 }
 
 
+def needs(what: str, package: str, extra: str) -> str:
+    return f"{what} needs {package}: pip install {package}; or the extra, from a checkout: pip install '.[{extra}]'"
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_name_the_extra(
     command: str, saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -152,14 +156,14 @@ def test_commands_name_the_extra(
     monkeypatch.setattr(sys, "argv", ["fused_optim", *command.split()])
     with pytest.raises(SystemExit) as stopped:
         main()
-    assert stopped.value.code == f"error: {what} needs {package}: pip install 'fused_optim[tools]'"
+    assert stopped.value.code == f"error: {needs(what, package, 'tools')}"
     assert capsys.readouterr().out == "" and sorted(saved.iterdir()) == before
 
 
 def test_it_is_one_line(saved: Path) -> None:
     """Torch's own warning that there is no numpy is not shown."""
     done = python(saved, "-m", "fused_optim", "convert", "saved.pt", "new", "--to", "masters")
-    error = "error: convert --to masters needs safetensors: pip install 'fused_optim[tools]'\n"
+    error = f"error: {needs('convert --to masters', 'safetensors', 'tools')}\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", error)
 
 
@@ -187,7 +191,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Path], object], str, str]] = {
 def test_functions_name_the_extra(doing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     function, package, extra = FUNCTIONS[doing]
     block(monkeypatch, package)
-    text = f"{doing.format(tmp_path / 'new')} needs {package}: pip install 'fused_optim[{extra}]'"
+    text = needs(doing.format(tmp_path / "new"), package, extra)
     with pytest.raises(ImportError, match=f"^{re.escape(text)}$") as raised:
         function(tmp_path / "new")
     assert raised.value.name == package and not any(tmp_path.iterdir())
@@ -198,7 +202,7 @@ def test_packages_that_lack_others_themselves(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "lacking_another.py").write_text("import another.part")
     (tmp_path / "broken_package.py").write_text("from math import nonsense")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ImportError, match=r"^drawing needs another: pip install 'fused_optim\[tools\]'$"):
+    with pytest.raises(ImportError, match=f"^{re.escape(needs('drawing', 'another', 'tools'))}$"):
         optional("lacking_another", "drawing", "tools")
     with pytest.raises(ImportError, match="cannot import name 'nonsense'"):
         optional("broken_package", "drawing", "tools")

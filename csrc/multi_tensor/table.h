@@ -187,6 +187,9 @@ FUSED_OPTIM_HD constexpr int state_count(Rule rule) {
 // The size of arrays that have an element for each state: one at least.
 FUSED_OPTIM_HD constexpr int state_places(Rule rule) { return state_count(rule) > 0 ? state_count(rule) : 1; }
 
+// Whether the update reads the parameter, which else takes what the states and the gradient alone make.
+FUSED_OPTIM_HD constexpr bool reads_param(Rule rule) { return rule != Rule::kMuon; }
+
 // Which state is a square; -1: none.
 FUSED_OPTIM_HD constexpr int square_state(Rule rule) {
     return state_kind(rule, 0) == StateKind::kSquare ? 0 : state_kind(rule, 1) == StateKind::kSquare ? 1 : -1;

@@ -87,10 +87,19 @@ def load_engine(name: Compiled) -> tuple[Engine | None, str]:
     try:
         engine = importlib.import_module(f"fused_optim._engine_{name}")
     except ImportError as error:
-        reason = build_info().get(name, {}).get("reason")
-        return None, str(reason or error)
+        recorded = build_info()
+        return None, str(recorded.get(name, {}).get("reason") or error) if recorded else _unbuilt()
     problem = problem_of(engine)
     return (None, problem) if problem else (cast("Engine", engine), "")
+
+
+def _unbuilt() -> str:
+    """Where nothing was recorded: Python has found a checkout's folder before the installed package."""
+    folder = Path(__file__).parent.parent
+    return (
+        f"{folder} is a source folder, in which nothing was built, and hides an installed package while Python runs in "
+        f"{folder.parent}: run it in another folder, or install with pip install -e {folder.parent}"
+    )
 
 
 def forced_backend() -> Backend | None:

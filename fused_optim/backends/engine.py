@@ -232,4 +232,37 @@ class CudaEngine(Engine, Protocol):
     def DIAGNOSIS_WORKSPACE(self) -> int: ...
 
     def load_kernels(self, rule: int, device: int) -> None: ...
+    def has_products(self, device: int) -> bool: ...
+    def matrix_product(
+        self,
+        *,
+        left: int,
+        right: int,
+        addend: int,
+        result: int,
+        batch: int,
+        rows: int,
+        columns: int,
+        inner: int,
+        alpha: float,
+        beta: float,
+        gamma: float,
+        left_transposed: bool,
+        right_transposed: bool,
+        symmetric: bool,
+        result_type: int,
+        **where: int,
+    ) -> None: ...
+    def normalize(
+        self,
+        *,
+        values: int,
+        norm: int,
+        result: int,
+        numel: int,
+        factor: float,
+        least: float,
+        type: int,
+        **where: int,
+    ) -> None: ...
     def norm_workspace_bytes(self, device: int) -> int: ...

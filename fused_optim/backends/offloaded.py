@@ -145,7 +145,7 @@ def _rounded(size: int) -> int:
 def _cut(work: ShardWork, most: int) -> list[_Part]:
     """All elements, in parts whose states take about ``most`` bytes and not more."""
     layout = work.layout
-    per_element = sum(dtype.itemsize for dtype in layout.dtypes().values())
+    per_element = sum(dtype.itemsize for dtype in layout.dtypes().values()) or 1  # there may be nothing to move
     if scaled := sum(layout.format(name).scaled for name in layout.names):
         per_element += -(-4 * scaled // layout.geometry.block)
     cuts = layout.geometry.cuts(max(most // per_element, 1))

@@ -1,4 +1,6 @@
-"""FusedAdamW with options of their own for some modules, as Hugging Face's Trainer has them for GaLore and others."""
+"""What Hugging Face's Trainer calls with a model: FusedMuon; FusedAdamW with options of their own for some modules, as
+the trainer has them for GaLore and others.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from fused_optim.adam import FusedAdamW
+from fused_optim.muon import FusedMuon
+from fused_optim.muon_groups import muon_param_groups
 
 ALL_LINEAR = "all-linear"
 
@@ -29,6 +33,31 @@ class TargetedAdamW:
     ) -> FusedAdamW:
         """FusedAdamW with ``options`` over the groups of :func:`param_groups`."""
         return FusedAdamW(param_groups(model, target_modules, target_options), **options)
+
+
+class ModelsMuon:
+    """For ``Trainer(optimizer_cls_and_kwargs=(ModelsMuon, {...}))``, which calls it without arguments, then this.
+
+    The trainer's own ``learning_rate`` and ``weight_decay`` are not seen here: give them as options.
+    """
+
+    def __call__(
+        self,
+        model: nn.Module,
+        *,
+        muon: Sequence[str] = (),
+        adamw: Sequence[str] = (),
+        adamw_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> FusedMuon:
+        """FusedMuon with ``options`` over the groups of :func:`fused_optim.muon_param_groups`.
+
+        ``muon``, ``adamw``: its patterns. ``adamw_options``: of AdamW's group, such as ``lr``.
+        """
+        groups = muon_param_groups(model, muon, adamw)
+        for group in groups:
+            group |= adamw_options or {} if group["algorithm"] == "adamw" else {}
+        return FusedMuon(groups, **options)
 
 
 def param_groups(

@@ -15,9 +15,11 @@ from torch.optim import Optimizer
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
 from fused_optim.adam import FusedAdam, FusedAdamW
+from fused_optim.muon import FusedMuon
+from fused_optim.optimizer import ShardedOptimizer
 
 _NAME = "FusedAdamW"
-_OPTIMIZERS: dict[str, type[FusedAdam]] = {"FusedAdam": FusedAdam, _NAME: FusedAdamW}
+_OPTIMIZERS: dict[str, type[ShardedOptimizer]] = {"FusedAdam": FusedAdam, _NAME: FusedAdamW, "FusedMuon": FusedMuon}
 _OF_GROUPS = (
     *("lr", "betas", "eps", "weight_decay", "bias_correction", "maximize"),
     *("exp_avg_dtype", "exp_avg_sq_dtype"),
@@ -25,7 +27,10 @@ _OF_GROUPS = (
 
 
 class FusedOptimizersContainer(OptimizersContainer):  # type: ignore[misc]  # untyped where torchtitan is not there
-    """torchtitan's container, whose param groups may name ``FusedAdamW`` and ``FusedAdam``, too."""
+    """torchtitan's container, whose param groups may name ``FusedAdamW``, ``FusedAdam`` and ``FusedMuon``, too.
+
+    It makes an optimizer for each name, so FusedMuon is given the matrices alone, and FusedAdamW the rest.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):  # type: ignore[misc]

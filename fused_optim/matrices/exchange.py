@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from fused_optim.matrices.owners import Box, Matrix, Ownership, boxes_of, matrices_of, part_of_shard, piece_of
 from fused_optim.sharding.collective import each_on_any_rank, mesh_group
 
-Orthogonalize = Callable[[Matrix, Tensor], Tensor]
+# Values of whole matrices, contiguous, and what is made of them.
+Orthogonalize = Callable[[Sequence[Matrix], Sequence[Tensor]], Sequence[Tensor]]
 
 
 class _Parcel(NamedTuple):
@@ -54,6 +55,23 @@ class MatricesOnMesh:
         # FSDP may leave a rank whose shard is empty without a gradient where others have one.
         self._may_differ = any(box.is_empty for boxes in self._boxes.values() for box in boxes.of_rank)
 
+    @property
+    def is_local(self) -> bool:
+        """Whether nothing is moved."""
+        return self._is_local
+
+    def begin(self, updates: Mapping[int, Tensor], dtypes: Mapping[int, Dtypes]) -> Exchange:
+        """Send local parts to the owners of their matrices: a collective over the mesh, if some are moved.
+
+        ``updates``: local parts, by parameter, also of others. ``dtypes``: of every parameter.
+        """
+        own = {i: update for i, update in updates.items() if i in self._params}
+        taking_part = self._taking_part(own)
+        mine, held = (
+            [n for n in all_ if self._owned.matrices[n].param in taking_part] for all_ in (self._mine, self._held)
+        )
+        return Exchange(self, own, dtypes, mine, held)
+
     def _taking_part(self, with_gradients: Mapping[int, Tensor]) -> set[int]:
         """The parameters that some rank updates: a collective where shards are empty on some."""
         flags = [i in with_gradients for i in self._params]
@@ -61,58 +79,49 @@ class MatricesOnMesh:
             flags = each_on_any_rank(self._params.values(), flags)
         return {i for i, found in zip(self._params, flags, strict=True) if found}
 
-    def run(self, updates: Mapping[int, Tensor], dtypes: Mapping[int, Dtypes], do: Orthogonalize) -> dict[int, Tensor]:
-        """The local parts of what ``do`` makes of whole matrices. A collective over the mesh where pieces are moved.
+    def matrices(self, numbers: Sequence[int]) -> list[Matrix]:
+        return [self._owned.matrices[n] for n in numbers]
 
-        ``updates``: local parts, by parameter, also of others. ``dtypes``: of every parameter.
-        """
-        updates = {i: update for i, update in updates.items() if i in self._params}
-        taking_part = self._taking_part(updates)
-        made = {i: torch.empty_like(update, dtype=dtypes[i].made) for i, update in updates.items()}
-        matrices, owners = self._owned.matrices, self._owned.owners
-        mine, held = ([n for n in own if matrices[n].param in taking_part] for own in (self._mine, self._held))
-        if self._is_local:
-            for n in mine:
-                self._view(made, n).copy_(do(matrices[n], self._view(updates, n).contiguous()))
-            return made
-        whole = {n: self._empty(matrices[n], dtypes, made) for n in mine}
-        self._move(
-            [
-                _Parcel(owners[n], self._view(updates, n))
-                for n in held
-                if self._owned.sender(n, self._held[n]) == self._rank
-            ],
+    def view(self, locals_: Mapping[int, Tensor], number: int) -> Tensor:
+        """What this rank holds of a matrix."""
+        matrix = self._owned.matrices[number]
+        return part_of_shard(locals_[matrix.param], matrix, self._held[number], self._box(matrix))
+
+    def gather(
+        self, held: list[int], mine: list[int], updates: Mapping[int, Tensor], whole: Mapping[int, Tensor]
+    ) -> Delivery:
+        """Pieces of the matrices that this rank holds go to their owners, and those of others come here."""
+        sent = (n for n in held if self._owned.sender(n, self._held[n]) == self._rank)
+        return self._move(
+            [_Parcel(self._owned.owners[n], self.view(updates, n)) for n in sent],
             [
                 _Parcel(self._owned.sender(n, piece), piece.of_matrix(whole[n]))
                 for n in mine
                 for piece in self._owned.pieces[n]
             ],
         )
-        for n in mine:
-            whole[n] = do(matrices[n], whole[n])
-        self._move(
+
+    def scatter(
+        self, held: list[int], mine: list[int], whole: Mapping[int, Tensor], made: Mapping[int, Tensor]
+    ) -> Delivery:
+        """The way back."""
+        return self._move(
             [
                 _Parcel(rank, piece.of_matrix(whole[n]))
                 for n in mine
                 for piece, ranks in self._owned.pieces[n].items()
                 for rank in ranks
             ],
-            [_Parcel(owners[n], self._view(made, n)) for n in held],
+            [_Parcel(self._owned.owners[n], self.view(made, n)) for n in held],
         )
-        return made
+
+    def empty(self, number: int, dtypes: Mapping[int, Dtypes]) -> Tensor:
+        matrix = self._owned.matrices[number]
+        return torch.empty(matrix.rows, matrix.columns, dtype=dtypes[matrix.param].given, device=self._device)
 
     def _box(self, matrix: Matrix) -> Box:
         """What this rank holds of its parameter."""
         return self._boxes[matrix.param].of_rank[self._rank]
-
-    def _view(self, locals_: Mapping[int, Tensor], number: int) -> Tensor:
-        """What this rank holds of a matrix."""
-        matrix = self._owned.matrices[number]
-        return part_of_shard(locals_[matrix.param], matrix, self._held[number], self._box(matrix))
-
-    def _empty(self, matrix: Matrix, dtypes: Mapping[int, Dtypes], like: Mapping[int, Tensor]) -> Tensor:
-        device = next(iter(like.values())).device if like else self._device
-        return torch.empty(matrix.rows, matrix.columns, dtype=dtypes[matrix.param].given, device=device)
 
     @property
     def _device(self) -> torch.device:
@@ -131,7 +140,7 @@ class MatricesOnMesh:
         """Of the mesh's ranks in the process group."""
         return [dist.get_group_rank(self._group, rank) for rank in self._ranks]
 
-    def _move(self, outgoing: list[_Parcel], incoming: list[_Parcel]) -> None:
+    def _move(self, outgoing: list[_Parcel], incoming: list[_Parcel]) -> Delivery:
         """All to all, packed: for each rank one run of bytes, in the order of the matrices."""
         places = self._places
         sent, received = (_by_place(parcels, places) for parcels in (outgoing, incoming))
@@ -141,12 +150,88 @@ class MatricesOnMesh:
             for parcel in parcels:
                 size[places[parcel.rank]] += parcel.memory.nbytes
         target = source.new_empty(sum(sizes[1]))
-        dist.all_to_all_single(target, source, sizes[1], sizes[0], group=self._group)
+        work = dist.all_to_all_single(target, source, sizes[1], sizes[0], group=self._group, async_op=True)
+        return Delivery(work, source, target, received)
+
+
+class Delivery:
+    """What is on its way to this rank."""
+
+    def __init__(self, work: dist.Work, source: Tensor, target: Tensor, parcels: list[_Parcel]) -> None:
+        self._work, self._target, self._parcels = work, target, parcels
+        self._source = source  # which is being read
+
+    def wait(self) -> None:
+        """Put it where it belongs, once it is there; on a GPU, the current stream waits, not the host."""
+        self._work.wait()
         start = 0
-        for parcel in received:
+        for parcel in self._parcels:
             end = start + parcel.memory.nbytes
-            parcel.memory.copy_(target[start:end].view(parcel.memory.dtype).view(parcel.memory.shape))
+            parcel.memory.copy_(self._target[start:end].view(parcel.memory.dtype).view(parcel.memory.shape))
             start = end
+
+
+class Exchange:
+    """Updates of one step on their way to the owners of their matrices, then ``work``, then back, then ``end``.
+
+    What is begun in between is on its way beside the work. ``mine``, ``held``: the matrices that this rank owns, and
+    those of which it holds pieces, as far as they take part.
+    """
+
+    def __init__(
+        self,
+        on_mesh: MatricesOnMesh,
+        updates: Mapping[int, Tensor],
+        dtypes: Mapping[int, Dtypes],
+        mine: list[int],
+        held: list[int],
+    ) -> None:
+        self._on_mesh, self._updates, self._dtypes = on_mesh, updates, dtypes
+        self._mine, self._held = mine, held
+        self._made: dict[int, Tensor] = {}
+        self._delivery: Delivery | None = None
+        self._whole: dict[int, Tensor] = {}
+        if not on_mesh.is_local:
+            self._whole = {n: on_mesh.empty(n, dtypes) for n in mine}
+            self._delivery = on_mesh.gather(held, mine, updates, self._whole)
+
+    def work(self, do: Orthogonalize) -> None:
+        """Orthogonalize what this rank owns. A collective over the mesh, if some are moved."""
+        if self._delivery is None:
+            whole = {n: self._on_mesh.view(self._updates, n).contiguous() for n in self._mine}
+        else:
+            self._delivery.wait()
+            whole = self._whole
+        results = dict(zip(self._mine, do(self._on_mesh.matrices(self._mine), list(whole.values())), strict=True))
+        self._whole = {}
+        if self._delivery is None:
+            self._join(results)
+        else:
+            self._made = {i: self._empty_like(i) for i in self._updates}
+            self._delivery = self._on_mesh.scatter(self._held, self._mine, results, self._made)
+
+    def end(self) -> dict[int, Tensor]:
+        """The local parts of what was made, by parameter."""
+        if self._delivery is not None:
+            self._delivery.wait()
+        return self._made
+
+    def _join(self, results: Mapping[int, Tensor]) -> None:
+        """Results of matrices that this rank holds and owns, by parameter: itself, if it is all of one.
+
+        Empty shards have none.
+        """
+        for n, matrix in zip(self._mine, self._on_mesh.matrices(self._mine), strict=True):
+            if results[n].shape == self._updates[matrix.param].shape:
+                self._made[matrix.param] = results[n]
+                continue
+            if matrix.param not in self._made:
+                self._made[matrix.param] = self._empty_like(matrix.param)
+            self._on_mesh.view(self._made, n).copy_(results[n])
+        self._made |= {i: self._empty_like(i) for i in self._updates.keys() - self._made}
+
+    def _empty_like(self, param: int) -> Tensor:
+        return torch.empty_like(self._updates[param], dtype=self._dtypes[param].made)
 
 
 def _by_place(parcels: list[_Parcel], places: Sequence[int]) -> list[_Parcel]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,79 +13,108 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fused_optim.backends import Backend, ShardWork, uncounted
+from fused_optim.backends.offloaded import Link, OffloadedShards
 from fused_optim.backends.shards import ReferenceShards, shards_on
 from fused_optim.formats.masters import Master
-from fused_optim.matrices.exchange import Dtypes, MatricesOnMesh
-from fused_optim.matrices.newton_schulz import orthogonalized
+from fused_optim.matrices.exchange import Dtypes, Exchange, MatricesOnMesh
+from fused_optim.matrices.orthogonalize import orthogonalize
+from fused_optim.matrices.owners import Matrix
 from fused_optim.matrices.passes import DESCENT, MOMENTUM, after_matrices, before_matrices
 from fused_optim.memory.layout import MASTER, StateLayout
 from fused_optim.rule import Hyper, Orthogonalization, Rule
 
 # Of what a rank sends of a bucket and gets back. The matrices that it owns take as much again.
-BUCKET_BYTES = 512 << 20
+BUCKET_BYTES = 1 << 30
+
+
+class _UnderWay(NamedTuple):
+    """A bucket of shards between the two passes. ``works``: of those that have a gradient here."""
+
+    works: dict[int, ShardWork]
+    exchanges: list[Exchange]
 
 
 class MatrixShards(ReferenceShards):
     """Shards whose update depends on whole matrices. They are described anew at every step: matrices take far longer.
 
-    They are updated bucket by bucket, which bounds the memory that this takes. ``params``: those of the shards, in
-    their order.
+    They are updated bucket by bucket, which bounds the memory that this takes. Where pieces are moved, those of the
+    next bucket are on their way to the owners, and those of the last one on their way back, beside the products of one.
+    ``params``: those of the shards, in their order. ``link``: their states are in host memory.
     """
 
     def __init__(
-        self, device: torch.device, backend: Backend, groups: list[int], group_count: int, params: list[Tensor]
+        self,
+        device: torch.device,
+        backend: Backend,
+        groups: list[int],
+        group_count: int,
+        params: list[Tensor],
+        link: Link | None = None,
     ) -> None:
         super().__init__(groups)
         self._device, self._backend, self._group_count = device, backend, group_count
-        self._params = params
+        self._params, self._link = params, link
         self._leaving = shards_on(device, backend, [], 0, DESCENT)  # to be asked for targets
         self._how: list[Orthogonalization] = []
         self._buckets: list[tuple[set[int], list[MatricesOnMesh]]] = []
 
     def takes_target(self, layout: StateLayout) -> bool:
-        return self._leaving.takes_target(_without_states(layout))
+        return self._link is None and self._leaving.takes_target(_without_states(layout))
 
     def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
         how = [_orthogonalization(hypers[group]) for group in self._groups]
         if not self._buckets or [each.splits for each in how] != [each.splits for each in self._how]:
             self._buckets = self._in_buckets([each.splits for each in how])
         self._how = how
-        for number, (members, meshes) in enumerate(self._buckets, start=1):
-            works = {i: work for i, work in sorted(self.works.items()) if i in members}
-            counting = hypers if number == len(self._buckets) else uncounted(hypers)
-            self._run(works, meshes, counting, workspace)
+        ahead = 0 if all(each.is_local for _, meshes in self._buckets for each in meshes) else 1
+        count = len(self._buckets)
+        under_way: dict[int, _UnderWay] = {}
+        for number in range(count + 2 * ahead):
+            worked, ended = number - ahead, number - 2 * ahead
+            if number < count:
+                under_way[number] = self._begin(*self._buckets[number], uncounted(hypers), workspace)
+            if 0 <= worked < count:
+                for exchange in under_way[worked].exchanges:
+                    exchange.work(self._orthogonalize)
+            if 0 <= ended < count:
+                self._end(under_way.pop(ended), hypers if ended == count - 1 else uncounted(hypers), workspace)
 
-    def _run(
-        self,
-        works: dict[int, ShardWork],
-        meshes: list[MatricesOnMesh],
-        hypers: list[Hyper],
-        workspace: Tensor | None,
-    ) -> None:
-        how = self._how
-        updates = {i: torch.empty_like(work.param, dtype=_sent_as(how[i])) for i, work in works.items()}
+    def _begin(
+        self, members: set[int], meshes: list[MatricesOnMesh], hypers: list[Hyper], workspace: Tensor | None
+    ) -> _UnderWay:
+        works = {i: work for i, work in sorted(self.works.items()) if i in members}
+        updates = {i: torch.empty_like(work.param, dtype=_sent_as(self._how[i])) for i, work in works.items()}
         entering = {i: _entering(work, updates[i]) for i, work in works.items()}
-        self._pass(MOMENTUM, entering, list(map(before_matrices, uncounted(hypers))), workspace)
-        dtypes = {i: Dtypes(_sent_as(each), each.dtype) for i, each in enumerate(how)}
+        self._pass(MOMENTUM, entering, list(map(before_matrices, hypers)), workspace)
+        dtypes = {i: Dtypes(_sent_as(each), each.dtype) for i, each in enumerate(self._how)}
+        return _UnderWay(works, [on_mesh.begin(updates, dtypes) for on_mesh in meshes])
+
+    def _orthogonalize(self, matrices: Sequence[Matrix], values: Sequence[Tensor]) -> list[Tensor]:
+        return orthogonalize(values, [self._how[matrix.param] for matrix in matrices])
+
+    def _end(self, bucket: _UnderWay, hypers: list[Hyper], workspace: Tensor | None) -> None:
         made: dict[int, Tensor] = {}
-        for members in meshes:
-            made |= members.run(updates, dtypes, lambda matrix, values: orthogonalized(values, how[matrix.param]))
-        leaving = {i: _leaving(work, made[i]) for i, work in works.items()}
+        for exchange in bucket.exchanges:
+            made |= exchange.end()
+        leaving = {i: _leaving(work, made[i]) for i, work in bucket.works.items()}
         self._pass(DESCENT, leaving, list(map(after_matrices, hypers)), workspace)
 
     def _pass(self, rule: Rule, works: dict[int, ShardWork], hypers: list[Hyper], workspace: Tensor | None) -> None:
         groups = [self._groups[i] for i in works]
-        shards = shards_on(self._device, self._backend, groups, self._group_count, rule)
+        about = (self._device, self._backend, groups, self._group_count, rule)
+        shards = shards_on(*about) if self._link is None else OffloadedShards(*about, self._link)
         for number, work in enumerate(works.values()):
             shards.set(number, work, None)
         shards.run(hypers, workspace)
 
     def _in_buckets(self, splits: list[tuple[int, ...]]) -> list[tuple[set[int], list[MatricesOnMesh]]]:
         """The shards of each bucket, and their matrices. Cut by global shapes: the same on all ranks."""
+        is_sharded = any(isinstance(param, DTensor) and param.device_mesh.size() > 1 for param in self._params)
+        most = BUCKET_BYTES // 2 if is_sharded else BUCKET_BYTES  # parts of three are there at once
         cuts, size = [0], 0.0
         for i, param in enumerate(self._params):
             own = 4 * param.numel() / (param.device_mesh.size() if isinstance(param, DTensor) else 1)
-            if size and size + own > BUCKET_BYTES:
+            if size and size + own > most:
                 cuts.append(i)
                 size = 0.0
             size += own

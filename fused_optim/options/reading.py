@@ -96,6 +96,9 @@ class MuonOptions(TypedDict, total=False):
     use_decoupled_grad: bool
     skip_nonfinite: bool
     unscales_gradients: bool
+    capturable: bool
+    offload_states: bool
+    offload_fraction: float
     checkpoint_device: CheckpointDevice
     checkpoint_format: CheckpointFormat
     set_grad_none: bool | None

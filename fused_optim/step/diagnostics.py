@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,10 +28,13 @@ from fused_optim.rule import Hyper, Rule
 from fused_optim.sharding.dtensor import dense, finished_local, local_tensor, sharding_dims
 from fused_optim.state.param_state import read_parameter
 from fused_optim.state.store import StateStore
+from fused_optim.step.diagnosed_matrices import sigma_errors
 from fused_optim.step.diagnosed_pieces import LookedAt, add_shard, sums_of
 from fused_optim.step.plan import placed_as
 
 Hypers = Callable[[torch.device], list[Hyper]]  # of the next step, one per param group
+_LOOKED_AT = 4  # parameters of each group whose matrices are orthogonalized
+_SIGMA_ERROR = "sigma_error"
 _ROUNDED = slice(4, 6)  # of a row: what the update moves, and what rounding loses of that
 
 
@@ -47,6 +50,9 @@ class Diagnostics(dict[str, Any]):
     * of moments with scales ``exp_avg_saturated``, the share of elements with their block's largest code (one in each
       block at least), ``exp_avg_lowest``, the share of values other than 0 that get the smallest code or 0, and
       ``exp_avg_scale_min``, ``exp_avg_scale_max`` of scales other than 0; likewise ``exp_avg_sq_...``.
+
+    Muon's matrices have ``sigma_error`` instead: the mean of |sigma - 1| over the singular values of the update. It is
+    computed for a few parameters of each group, and the group has their mean.
 
     What does not exist is left out: without a gradient or elements there is nothing.
     """
@@ -85,11 +91,11 @@ def diagnose(store: StateStore, hypers: Hypers) -> Diagnostics:
 
     Raises RuntimeError where no parameter has states, and for gradients and states that cannot be used.
     """
-    members = list(_members(store))
-    if any(each.rule.whole_matrices for each in members):
-        raise RuntimeError("diagnostics() looks at elements one by one, and Muon's update is of whole matrices")
-    if not any(each.param in store for each in members):
+    everything = list(_members(store))
+    if not any(each.param in store for each in everything):
         raise RuntimeError("diagnostics() looks at the next step of existing states: call step() or initialize_state()")
+    members = [each for each in everything if not each.rule.whole_matrices]
+    of_matrices = [each for each in everything if each.rule.whole_matrices]
     rows = {each.param: row for each, row in zip(members, _empty_rows(members), strict=True)}
     alike: dict[tuple[torch.device, Backend, int], list[_Member]] = {}
     for each in filter(lambda each: _is_updated(store, each), members):
@@ -105,7 +111,9 @@ def diagnose(store: StateStore, hypers: Hypers) -> Diagnostics:
                 if _is_rounded_elsewhere(store, each):
                     rows[each.param][_ROUNDED] = 0.0
     _reduce(members, rows)
-    return _report(store, members, rows)
+    report = _report(store, members, rows)
+    _add_matrices(report, store, of_matrices, hypers)
+    return report
 
 
 def _members(store: StateStore) -> Iterator[_Member]:
@@ -186,6 +194,53 @@ def _by_reference(
         grad = _gradient(store, each).view(-1)
         shard = LookedAt(store[each.param], grad, scalars, each.rule.update(scalars), offset, each.key)
         add_shard(shard, rows[each.param])
+
+
+# --- whole matrices -----------------------------------------------------------------------------------------------
+
+
+def _add_matrices(report: Diagnostics, store: StateStore, members: Sequence[_Member], hypers: Hypers) -> None:
+    """Of some parameters of each group, which are the same ones on all ranks."""
+    chosen = [each for number in sorted({m.number for m in members}) for each in _some_of_group(members, number)]
+    if not chosen:
+        return
+    ways, updates = [], {}
+    for i, each in enumerate(chosen):
+        hyper = hypers(local_tensor(each.param).device)[each.number]
+        assert hyper.orthogonalization is not None
+        ways.append(replace(hyper.orthogonalization, scale=_unscaled))
+        if _is_updated(store, each):
+            updates[i] = _to_orthogonalize(store, each, hyper)
+        elif not local_tensor(each.param).numel() and getattr(each.param, store.grad_attribute, None) is not None:
+            updates[i] = torch.empty_like(local_tensor(each.param.detach()), dtype=torch.float32)
+    errors = sigma_errors([each.param for each in chosen], updates, ways)
+    for i, error in errors.items():
+        name = chosen[i].name or describe(chosen[i].param, chosen[i].index)
+        report["parameters"][name] = {_SIGMA_ERROR: error}
+    for number in {each.number for each in chosen}:
+        own = [error for i, error in errors.items() if chosen[i].number == number]
+        if own:
+            report["groups"][number][_SIGMA_ERROR] = math.fsum(own) / len(own)
+
+
+def _some_of_group(members: Sequence[_Member], number: int) -> list[_Member]:
+    """Spread evenly."""
+    own = [each for each in members if each.number == number]
+    count = min(len(own), _LOOKED_AT)
+    return [own[i * len(own) // count] for i in range(count)]
+
+
+def _to_orthogonalize(store: StateStore, member: _Member, hyper: Hyper) -> Tensor:
+    """The local values that the step will orthogonalize, in FP32."""
+    scalars, _ = derive(hyper)
+    (spec,) = member.rule.states
+    grad = _gradient(store, member).float()
+    momentum = local_tensor(store[member.param].unscaled(spec.name, None)).to(grad.device)
+    return member.rule.update(scalars)(grad, grad, [momentum.view(grad.shape)])[0].contiguous()
+
+
+def _unscaled(rows: int, columns: int) -> float:
+    return 1.0
 
 
 # --- all shards ---------------------------------------------------------------------------------------------------

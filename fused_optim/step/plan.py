@@ -147,7 +147,8 @@ class Plan:
         for (device, offloaded, _), part in parts.items():
             about = (device, part.backend, part.groups, len(groups), rules[part.groups[0]])
             if rules[part.groups[0]].whole_matrices:
-                part.shards = MatrixShards(*about[:4], [watched.param for watched in part.watched])
+                link = store.link(device) if offloaded else None
+                part.shards = MatrixShards(*about[:4], [watched.param for watched in part.watched], link)
             else:
                 part.shards = OffloadedShards(*about, store.link(device)) if offloaded else shards_on(*about)
         self._parts = [parts[key] for key in sorted(parts, key=str)]

@@ -250,6 +250,9 @@ class Stepper:
                 read = read_group(group, self._store.defaults)
                 check_hyperparameters({**group, **read} if read else group, self._store.rule, running=True)
                 group.update(read)
+            except KeyError as error:
+                hint = "it keeps its hyperparameters and its algorithm: make a new optimizer for others"
+                raise ValueError(f"param group {number} has no {error.args[0]!r} any more; {hint}") from error
             except (TypeError, ValueError) as error:
                 raise type(error)(f"param group {number}: {error}") from error
 

@@ -59,6 +59,16 @@ def test_built_engines_import(name: str) -> None:
     assert engine.ShardTable
 
 
+def test_a_source_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a checkout, Python finds its folder first: without engines, though an installation has them."""
+    monkeypatch.setitem(sys.modules, "fused_optim._engine_cpu", None)
+    monkeypatch.setattr(backends, "build_info", dict)
+    engine, reason = load_engine("cpu")
+    assert engine is None and "is a source folder" in reason and "pip install -e" in reason
+    monkeypatch.setattr(backends, "build_info", lambda: {"cpu": {"built": True, "reason": None}})
+    assert "import of fused_optim._engine_cpu" in load_engine("cpu")[1]  # it was built, and does not load
+
+
 def test_unknown_backend(use_backend: Any) -> None:
     param = torch.nn.Parameter(torch.ones(3))
     param.grad = torch.ones(3)
@@ -187,6 +197,15 @@ def setup_script(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_architectures_from_90_on_share_their_ptx(archs: str, codes: str, setup_script: Any) -> None:
     options = (option.partition(",code=") for option in setup_script.codes_of(archs.split()))
     assert [f"{ptx.removeprefix('-gencode=arch=compute_')}:{code}" for ptx, _, code in options] == codes.split()
+
+
+def test_products_are_compiled_for_hopper_alone(setup_script: Any) -> None:
+    """Other builds have functions in their place that say so."""
+    for_hopper = ["-gencode=arch=compute_90a,code=sm_90a"]
+    for archs in (["90"], ["80", "90", "100"], ["90a"]):
+        assert setup_script.codes_of_products(archs) == for_hopper
+    for archs in (["80"], ["89", "120"]):
+        assert setup_script.codes_of_products(archs) == [*setup_script.codes_of(archs), "-DFUSED_OPTIM_WITHOUT_HOPPER"]
 
 
 def test_code_that_shares_a_ptx_does_not_tell_its_architectures_apart() -> None:

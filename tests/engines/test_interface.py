@@ -45,6 +45,10 @@ def test_the_cuda_engine_has_more() -> None:
     engine, reason = load_engine("cuda")
     if engine is None:
         pytest.skip(reason)
-    assert set(declared(CudaEngine)) == {"load_kernels", "norm_workspace_bytes"}
-    for key in declared(CudaEngine):
+    own = declared(CudaEngine)
+    products = {"has_products", "matrix_product", "normalize"}
+    assert set(own) == {"load_kernels", "norm_workspace_bytes", *products}
+    for key, parameters in own.items():
         assert callable(getattr(engine, key))
+        if key in products - {"has_products"}:
+            assert has(engine, key) == parameters

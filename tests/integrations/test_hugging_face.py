@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import distributed
 from cases import values
 from distributed import Part, assert_same, join_all, part, same_bits
-from fused_optim import FusedAdamW
-from fused_optim.integrations.hugging_face import param_groups
+from fused_optim import FusedAdamW, FusedMuon
+from fused_optim.integrations.hugging_face import ModelsMuon, param_groups
 from snippets import run_section
 
 accelerate = pytest.importorskip("accelerate")
@@ -232,6 +232,20 @@ def test_documented_target_modules_run(on_cpu: Path) -> None:
     assert int8 == {name for name in chosen if "mlp" in name or "_proj" in name} and len(int8) == 7
     decayed = {name for group in groups for name in group["param_names"] if group["weight_decay"]}
     assert decayed == {name for name, param in language_model().named_parameters() if param.dim() > 1}
+
+
+def test_trainer_with_muon_resumes(on_cpu: Path) -> None:
+    """Hidden matrices by Muon, the rest by AdamW; a run goes on from the states of all of them."""
+    options = {"lr": 1e-2, "adjust_lr_fn": "match_rms_adamw", "adamw_options": {"lr": 1e-3}, "momentum_dtype": "int8"}
+    run_trainer(2, optimizer_cls_and_kwargs=(ModelsMuon, options))
+    resumed, loaded = run_trainer(4, optimizer_cls_and_kwargs=(ModelsMuon, options))
+    assert loaded.step == 2 and len(loaded.optimizer["state"]) == len(list(resumed.model.parameters()))
+    optimizer = resumed.optimizer.optimizer
+    assert isinstance(optimizer, FusedMuon)
+    by_muon = {param for group in optimizer.param_groups for param in group["params"] if group["algorithm"] == "muon"}
+    names = {name for name, param in resumed.model.named_parameters() if param in by_muon}
+    assert names == {name for name, _ in resumed.model.named_parameters() if "_proj" in name}
+    assert {optimizer.state[param]["momentum_buffer"].dtype for param in by_muon} == {torch.int8}
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 import distributed
 from cases import values
 from distributed import Part, assert_same, join_all, needs_gpus, part, same_bits
-from fused_optim import FusedAdamW
+from fused_optim import FusedAdamW, FusedMuon, muon_param_groups
 from snippets import run_section
 
 lightning = pytest.importorskip("lightning")
@@ -109,6 +109,24 @@ def test_clipped_training_equals_adamw(precision: str, on: str) -> None:
     found = fitted(precision, FusedAdamW, on, unscales_gradients=False)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 if on == "cpu" else 1e-4)  # a step is of 1e-2
+
+
+class WithMuon(Module):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        groups = muon_param_groups(self.net, muon=["2.weight"])  # not taken for a head
+        return FusedMuon(groups, lr=0.01, adjust_lr_fn="match_rms_adamw", unscales_gradients=False)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_muon_trains_clipped(precision: str) -> None:
+    module = WithMuon(FusedMuon)
+    before = [param.detach().clone() for param in module.net.parameters()]
+    trainer = quiet_trainer(10, gradient_clip_val=CLIPPED, precision=precision)
+    trainer.fit(module, batches())
+    (optimizer,) = trainer.optimizers
+    states = [set(optimizer.state[param]) for param in module.net.parameters()]
+    assert states == [{"momentum_buffer"}, {"exp_avg", "exp_avg_sq"}] * 2
+    assert all(not torch.equal(a, b) for a, b in zip(before, module.net.parameters(), strict=True))
 
 
 def test_without_the_option_lightning_refuses_to_clip() -> None:

@@ -15,7 +15,7 @@ from torch import nn
 import distributed
 from distributed import Part, assert_same, join_all, part, same_bits
 from foreign_cases import SETTINGS, build, train
-from fused_optim import FusedAdam, FusedAdamW
+from fused_optim import FusedAdam, FusedAdamW, FusedMuon
 from snippets import code_of
 
 optimizers = pytest.importorskip("torchtitan.components.optimizer")
@@ -132,6 +132,26 @@ def test_the_container_builds_what_is_named() -> None:
     config.param_groups[0].optimizer_name = "Adadelta"
     with pytest.raises(NotImplementedError, match="Adadelta"):
         config.build(model_parts=[model])
+
+
+def test_the_container_builds_muon_for_matrices() -> None:
+    """By patterns of names, the first that matches; what is no matrix is FusedAdamW's."""
+    group = optimizers.ParamGroupConfig
+    vectors = group(pattern=r".*(norm|bias|0\.weight).*", optimizer_name="FusedAdamW", optimizer_kwargs={"lr": 1e-3})
+    muon = {"lr": 0.02, "momentum_dtype": "int8", "adjust_lr_fn": "match_rms_adamw"}
+    matrices = group(pattern=r".*", optimizer_name="FusedMuon", optimizer_kwargs=muon)
+    model = nn.Sequential(nn.Embedding(16, 32), nn.Linear(32, 64, bias=False), nn.Linear(64, 16))
+    container = Container.Config(param_groups=[vectors, matrices]).build(model_parts=[model])
+    kinds = {type(each): each for each in container.optimizers}
+    assert set(kinds) == {FusedAdamW, FusedMuon}
+    assert set(kinds[FusedMuon].store.params) == {model[1].weight, model[2].weight}
+    for step in range(2):
+        torch.manual_seed(step)
+        model(torch.randint(16, (4, 8))).square().mean().backward()
+        container.step()
+        container.zero_grad()
+    assert kinds[FusedMuon].state[model[1].weight]["momentum_buffer"].dtype == torch.int8
+    assert json.dumps(muon)
 
 
 def test_its_config_manager_selects_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

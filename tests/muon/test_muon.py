@@ -163,12 +163,17 @@ def test_splits_are_orthogonalized_apart() -> None:
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 @pytest.mark.parametrize("master", MASTERS, ids=str)
 def test_the_engine_is_the_reference(fmt: Format, master: Master, device: str) -> None:
-    """On GPUs, too: elements are divided by nothing, and both make the same products."""
+    """On GPUs, too: elements are divided by nothing, and both make the same products, if these are FP32."""
     found = []
+    products = "bfloat16" if device == "cpu" else "float32"
     for name in ("torch", device):
         with backend(name):
             optimizer = FusedMuon(
-                params(master.param_dtype, device=device), lr=0.01, momentum_dtype=fmt.dtype, **master.options
+                params(master.param_dtype, device=device),
+                lr=0.01,
+                momentum_dtype=fmt.dtype,
+                ns_dtype=products,
+                **master.options,
             )
             steps(optimizer, range(4))
             found.append([tensor.cpu() for tensor in contents(optimizer)])
@@ -281,8 +286,6 @@ def test_parameters_that_are_no_matrices(shape: tuple[int, ...]) -> None:
         {"lr": -1.0},
         {"weight_decay": -0.1},
         {"momentum_dtype": "int4"},
-        {"capturable": True},
-        {"offload_states": True},
         {"checkpoint_format": "torch"},
         {"momentums": 0.9},
     ],
@@ -305,14 +308,52 @@ def test_groups_that_cannot_be() -> None:
         assert len(optimizer.param_groups) == 1
 
 
-def test_gradient_release_and_diagnostics() -> None:
+@pytest.mark.parametrize(("first", "then", "missing"), [("muon", "adamw", "betas"), ("adamw", "muon", "momentum")])
+def test_an_algorithm_written_into_a_running_group(first: str, then: str, missing: str) -> None:
+    optimizer = FusedMuon([{"params": params(), "algorithm": first}])
+    steps(optimizer, range(1))
+    before = [tensor.clone() for tensor in contents(optimizer)]
+    optimizer.param_groups[0]["algorithm"] = then
+    with pytest.raises(ValueError, match=f"param group 0 has no '{missing}' any more; it keeps"):
+        steps(optimizer, range(1, 2))
+    optimizer.param_groups[0]["algorithm"] = first
+    assert all(map(same_bits, before, contents(optimizer)))
+    steps(optimizer, range(1, 2))
+
+
+def test_gradient_release_is_refused() -> None:
     model = nn.Linear(4, 4, bias=False)
     optimizer = FusedMuon(model.parameters())
     with pytest.raises(RuntimeError, match="gradient release"):
         enable_gradient_release(model, optimizer)
-    steps(optimizer, range(1))
-    with pytest.raises(RuntimeError, match="diagnostics"):
+
+
+def test_diagnostics() -> None:
+    """Of four matrices' singular values; of AdamW's parameters as usual. Nothing is changed."""
+    matrices = [nn.Parameter(values((24, 40 + i), F32, "cpu", seed=i)) for i in range(9)]
+    vector = nn.Parameter(values((40,), F32, "cpu", seed=20))
+    named = [(f"m{i}", matrix) for i, matrix in enumerate(matrices)]
+    groups = [{"params": named}, {"params": [("v", vector)], "algorithm": "adamw"}]
+    optimizer = FusedMuon(groups, lr=1.0, weight_decay=0.0, ns_dtype="float32", momentum_dtype="bfloat16")
+    with pytest.raises(RuntimeError, match="states"):
         optimizer.diagnostics()
+    steps(optimizer, range(1))
+    for i, param in enumerate(optimizer.store.params):
+        param.grad = values(tuple(param.shape), F32, "cpu", seed=50 + i)
+    before = [tensor.clone() for tensor in contents(optimizer)]
+    found = optimizer.diagnostics()
+    assert all(map(same_bits, before, contents(optimizer)))
+    assert set(found["parameters"]) == {"m0", "m2", "m4", "m6", "v"}
+    assert found["parameters"]["v"]["update_rms"] > 0.0
+    olds = [matrix.detach().clone() for matrix in matrices]
+    optimizer.step()
+    errors = []
+    for i in (0, 2, 4, 6):
+        sigma = torch.linalg.svdvals((olds[i] - matrices[i]).detach().double())
+        errors.append(float((sigma - 1.0).abs().mean()))
+        assert abs(found["parameters"][f"m{i}"]["sigma_error"] - errors[-1]) < 1e-3
+    assert abs(found["groups"][0]["sigma_error"] - sum(errors) / 4) < 1e-3
+    assert "optimizer/group0/sigma_error" in found.scalars()
 
 
 # --- what the base gives ----------------------------------------------------------------------------------------------

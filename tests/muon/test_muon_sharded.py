@@ -175,6 +175,26 @@ def test_meshes_that_are_a_part_of_the_world() -> None:
     assert all(distributed.run(4, trained_in_stages, F32))
 
 
+def diagnosed(how: str) -> dict[str, Any]:
+    model, optimizer = build(how, BF16, momentum_dtype="int8", ns_dtype="float32")
+    train(model, optimizer, how, range(2))
+    for i, (name, param) in enumerate(model.items()):
+        is_empty = name == "row" and how == "rows" and param._local_tensor.numel() == 0
+        param.grad = None if is_empty else place(values(tuple(param.shape), param.dtype, "cpu", seed=i), how)
+    found = optimizer.diagnostics()
+    return {name: numbers.get("sigma_error") for name, numbers in found["parameters"].items()}
+
+
+@pytest.mark.parametrize(("ranks", "how"), [(3, "rows"), (4, "hsdp"), (4, "fsdp and tp"), (2, "replicated")])
+def test_diagnostics_are_those_of_one_rank(ranks: int, how: str) -> None:
+    (expected,) = distributed.run(1, diagnosed, "plain")
+    for found in distributed.run(ranks, diagnosed, how):
+        assert found.keys() == expected.keys()
+        for name, error in expected.items():
+            assert (found[name] is None) == (error is None)
+            assert error is None or abs(found[name] - error) < 1e-5
+
+
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,9 @@
 #include "bindings/bindings_cast.h"
 #include "bindings/bindings_decode.h"
 #include "bindings/bindings_norm.h"
+#if defined(FUSED_OPTIM_ENGINE_CUDA)
+#include "bindings/bindings_product.h"
+#endif
 #include "bindings/bindings_quantize.h"
 #include "bindings/shard_table.h"
 #include "bindings/shard_work.h"
@@ -75,6 +78,7 @@ void load_kernels(int rule, int device) {
     load_norm_kernels(device);
     load_quantize_kernels(device);
     load_cast_kernels(device);
+    load_product_kernels(device);
 }
 
 void launch(ShardTable& table, int device, uint64_t stream, uint64_t workspace, uint64_t workspace_size) {
@@ -197,7 +201,9 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
     gradients::define_all(m);
     weights::define_all(m);
     casts::define_all(m);
-#if !defined(FUSED_OPTIM_ENGINE_CUDA)
+#if defined(FUSED_OPTIM_ENGINE_CUDA)
+    products::define_all(m);
+#else
     decoding::define_all(m);
 #endif
     m.def("same_objects", &same_objects, py::arg("left"), py::arg("right"));

@@ -53,12 +53,12 @@ template <class Candidates>
 auto* kernel_of_all(Rule rule, Candidates KernelsOfFormat::* candidates, const Shards& shards) {
     uint64_t total = 0;
     for (const Shard& s : shards) total += s.numel;
-    for (KernelsOfFormat* of_format : own_kernels(rule)) {
-        for (auto& kernel : of_format->*candidates) {
-            if (serves(kernel, shards, total)) return &kernel;
+    for (const KernelsOfFormat* of_format : own_kernels(rule)) {
+        for (auto* kernel : of_format->*candidates) {
+            if (serves(*kernel, shards, total)) return kernel;
         }
     }
-    return static_cast<typename Candidates::pointer>(nullptr);
+    return static_cast<typename Candidates::value_type>(nullptr);
 }
 
 Kernel<BasicTable>& any_combination(Rule rule) {
@@ -67,9 +67,9 @@ Kernel<BasicTable>& any_combination(Rule rule) {
 
 // The kernel of a shard's combination; of combinations that have none, the one for all of them.
 Kernel<BasicTable>& kernel_of(Rule rule, const Shard& shard) {
-    for (KernelsOfFormat* of_format : own_kernels(rule)) {
-        for (auto& kernel : of_format->plain) {
-            if (kernel.is_combination_of(shard)) return kernel;
+    for (const KernelsOfFormat* of_format : own_kernels(rule)) {
+        for (auto* kernel : of_format->plain) {
+            if (kernel->is_combination_of(shard)) return *kernel;
         }
     }
     return any_combination(rule);
@@ -99,8 +99,8 @@ void load_update_kernels(Rule rule, int device) {
     dispatch_rule(rule,
                   [&](auto known) { load_kernel(multi_tensor_update_scalars<decltype(known)::value>, kName, device); });
     for (const KernelsOfFormat* of_format : own_kernels(rule)) {
-        for (const auto& kernel : of_format->plain) load_kernel(kernel.function, kName, device);
-        for (const auto& kernel : of_format->with_weights) load_kernel(kernel.function, kName, device);
+        for (const auto* kernel : of_format->plain) load_kernel(kernel->function, kName, device);
+        for (const auto* kernel : of_format->with_weights) load_kernel(kernel->function, kName, device);
     }
     load_kernel(any_combination(rule).function, kName, device);
 }
@@ -110,7 +110,8 @@ size_t workspace_bytes(const Step& step) { return step.groups.size() * sizeof(Sc
 bool writes_weights_cuda(Rule rule, const State* states) {
     const auto& of_formats = own_kernels(rule);
     return std::any_of(of_formats.begin(), of_formats.end(), [&](const KernelsOfFormat* of_format) {
-        return of_format->with_weights.front().is_of_format(states);
+        const auto& kernels = of_format->with_weights;
+        return !kernels.empty() && kernels.front()->is_of_format(states);
     });
 }
 
@@ -169,12 +170,12 @@ void launch_plain(const Launcher& launch, const Shards& shards) {
 void launch_with_weights(const Launcher& launch, const Shards& shards) {
     if (auto* kernel = kernel_of_all(launch.rule, &KernelsOfFormat::with_weights, shards))
         return launch(*kernel, shards);
-    for (KernelsOfFormat* of_format : own_kernels(launch.rule)) {
-        for (auto& kernel : of_format->with_weights) {
+    for (const KernelsOfFormat* of_format : own_kernels(launch.rule)) {
+        for (auto* kernel : of_format->with_weights) {
             Shards own;
             std::copy_if(shards.begin(), shards.end(), std::back_inserter(own),
-                         [&](const Shard& s) { return s.quantized && kernel.is_combination_of(s); });
-            if (!own.empty()) launch(kernel, own);
+                         [&](const Shard& s) { return s.quantized && kernel->is_combination_of(s); });
+            if (!own.empty()) launch(*kernel, own);
         }
     }
     Shards others;

@@ -252,7 +252,9 @@ __device__ __noinline__ void general_loop() {
                 store_element<false>(view.grad_type(), view.grad, element, unscaled_gradient(grad, scalars), 0);
             }
             grad = scaled_gradient(grad, scalars);
-            param = scaled_master ? load_float16_master(view, element) : load_master(view, element);
+            if constexpr (reads_param(rule)) {
+                param = scaled_master ? load_float16_master(view, element) : load_master(view, element);
+            }
             if (scalars.l2_penalty != 0.0f) grad = penalized_gradient(grad, param, scalars);
             const float direction = Update<rule>::advance(grad, states, scalars);
             if constexpr (square >= 0) root = root_of(states[square]);

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <iterator>
 #include <vector>
@@ -57,25 +56,25 @@ struct Kernel {
 
 // Those of the combinations in which all states have one format.
 struct KernelsOfFormat {
-    std::array<Kernel<BasicTable>, kCount<Master>> plain;
-    std::array<Kernel<WeightsTable>, 2> with_weights;  // of masters that quantized weights may have
+    std::vector<Kernel<BasicTable>*> plain;
+    std::vector<Kernel<WeightsTable>*> with_weights;  // of masters that quantized weights may have
 };
 
 // Defined in one_combination.cu, for the rules and formats that setup.py compiles it for.
 template <Rule rule, Format format>
-KernelsOfFormat& kernels_of();
+const KernelsOfFormat& kernels_of();
 
 template <Rule rule, Format... formats>
-std::vector<KernelsOfFormat*> kernels_of_formats() {
+std::vector<const KernelsOfFormat*> kernels_of_formats() {
     return {&kernels_of<rule, formats>()...};
 }
 
 // FP32 stands for all formats without scales.
-inline const std::vector<KernelsOfFormat*>& own_kernels(Rule rule) {
-    static const std::vector<KernelsOfFormat*> all[] = {
+inline const std::vector<const KernelsOfFormat*>& own_kernels(Rule rule) {
+    static const std::vector<const KernelsOfFormat*> all[] = {
         kernels_of_formats<Rule::kAdam, Format::kFloat32, Format::kFloat16, Format::kFloat8, Format::kInt8>(),
         kernels_of_formats<Rule::kLion, Format::kFloat32, Format::kFloat8, Format::kInt8>(),
-        kernels_of_formats<Rule::kMuon>(),
+        kernels_of_formats<Rule::kMuon, Format::kFloat32, Format::kFloat8, Format::kInt8>(),
         kernels_of_formats<Rule::kDescent, Format::kFloat32>(),
     };
     static_assert(std::size(all) == kCount<Rule>, "kernels of every rule");

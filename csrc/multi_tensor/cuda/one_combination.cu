@@ -27,29 +27,34 @@ constexpr Rule kRule = Rule::FUSED_OPTIM_RULE;
 constexpr Format kFormat = Format::FUSED_OPTIM_FORMAT;
 
 template <Master master, bool has_weights>
-auto make_kernel() {
+auto* kernel() {
     using Loops = OneCombination<Combination<kRule, master, kFormat, has_weights>>;
-    return Kernel<typename Loops::Table>{multi_tensor_update<Loops>,
-                                         kSharedBytes<Loops>,
-                                         Loops::kTilesPerChunk,
-                                         Loops::kScaledMasters,
-                                         kRule,
-                                         false,
-                                         master,
-                                         kFormat};
+    static Kernel<typename Loops::Table> own{multi_tensor_update<Loops>,
+                                             kSharedBytes<Loops>,
+                                             Loops::kTilesPerChunk,
+                                             Loops::kScaledMasters,
+                                             kRule,
+                                             false,
+                                             master,
+                                             kFormat};
+    return &own;
 }
 
 template <int... masters>
-KernelsOfFormat make_kernels(std::integer_sequence<int, masters...>) {
-    return {{make_kernel<static_cast<Master>(masters), false>()...},
-            {make_kernel<Master::kFloat32, true>(), make_kernel<Master::kFloat16, true>()}};
+KernelsOfFormat kernels(std::integer_sequence<int, masters...>) {
+    // What takes the place of the parameter is never a weight, and has no master.
+    if constexpr (!reads_param(kRule))
+        return {{kernel<Master::kParameter, false>()}, {}};
+    else
+        return {{kernel<static_cast<Master>(masters), false>()...},
+                {kernel<Master::kFloat32, true>(), kernel<Master::kFloat16, true>()}};
 }
 
 }  // namespace
 
 template <>
-KernelsOfFormat& kernels_of<kRule, kFormat>() {
-    static KernelsOfFormat all = make_kernels(std::make_integer_sequence<int, kCount<Master>>{});
+const KernelsOfFormat& kernels_of<kRule, kFormat>() {
+    static const KernelsOfFormat all = kernels(std::make_integer_sequence<int, kCount<Master>>{});
     return all;
 }
 

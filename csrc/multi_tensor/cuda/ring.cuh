@@ -88,7 +88,8 @@ struct Pace {
 template <class Formats, bool usual>
 struct Ring {
     static constexpr Master master = Formats::master;
-    static constexpr bool kHasParam = master == Master::kParameter || is_remainder(master);
+    static constexpr bool kReadsParam = master == Master::kParameter && reads_param(Formats::rule);
+    static constexpr bool kHasParam = kReadsParam || is_remainder(master);
     static constexpr bool kHasMaster = master != Master::kParameter;
     static constexpr int kMasterBytes = kHasMaster ? master_bytes(master) : 0;
     static constexpr int kStateBytes = format_bytes(Formats::format);
@@ -111,7 +112,7 @@ struct Ring {
         char* tile = memory + stage * kTileBytes;
         if (element < view.vector_count) {
             fetch(tile, view.grad_type(), view.grad, element);
-            if constexpr (master == Master::kParameter) fetch(tile + kParam, view.param_type(), view.param, element);
+            if constexpr (kReadsParam) fetch(tile + kParam, view.param_type(), view.param, element);
             if constexpr (is_remainder(master)) fetch<2>(tile + kParam, view.param, element);
             if constexpr (kHasMaster) fetch<kMasterBytes>(tile + kMaster, view.master, element);
             if constexpr (kStateCount > 0) fetch<kStateBytes>(tile + kStates, view.states[0], element);
@@ -128,7 +129,7 @@ struct Ring {
         asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 1) : "memory");
         __syncwarp();
         take(raw.grad, view.grad_type(), tile);
-        if constexpr (master == Master::kParameter) take(raw.param, view.param_type(), tile + kParam);
+        if constexpr (kReadsParam) take(raw.param, view.param_type(), tile + kParam);
         if constexpr (is_remainder(master)) take<2>(raw.param.words, tile + kParam);
         if constexpr (kHasMaster) take<kMasterBytes>(raw.master.words, tile + kMaster);
         each_state<Formats::rule>([&](auto state) {

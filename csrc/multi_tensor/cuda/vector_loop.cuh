@@ -239,7 +239,7 @@ struct Raw {
 
     __device__ __forceinline__ void load_all(const View& view, uint32_t element) {
         load(grad, view.grad_type(), view.grad, element);
-        load_param<Formats>(param, master, view, element);
+        if constexpr (reads_param(Formats::rule)) load_param<Formats>(param, master, view, element);
         each_state<Formats::rule>([&](auto state) {
             constexpr int i = decltype(state)::value;
             AccessOf<Formats, i>::load_raw(states[i], view.state_format(i), view.states[i], element);

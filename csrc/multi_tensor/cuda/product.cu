@@ -1,0 +1,467 @@
+// Products on Hopper GPUs. A cluster of two thread blocks makes a block of 256 x 256 of a result, each of them 128
+// rows: one warp has the copy engine fetch slices of both factors ahead, the right one's for both thread blocks at
+// once; two warpgroups multiply, and write what they have through shared memory. Of a symmetric result, the blocks on
+// and below the diagonal are made, and those below are written transposed, too. Each block is summed up in the same
+// order, wherever it is made.
+#if !defined(FUSED_OPTIM_WITHOUT_HOPPER)
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <atomic>
+#include <stdexcept>
+#include <string>
+
+#include "cuda/device.h"
+#include "cuda/hopper.cuh"
+#include "product.h"
+
+namespace fused_optim {
+namespace {
+
+constexpr const char* kName = "matrix_product";  // in errors
+constexpr int kMaxDevices = 64;
+
+constexpr int kRows = 128;     // of a thread block's part of the result
+constexpr int kColumns = 256;  // of it, and of the cluster's
+constexpr int kDepth = 64;     // of the slices: rows of 128 bytes
+constexpr int kStages = 4;     // slices that are there or on their way
+constexpr int kLeftBytes = kRows * kDepth * 2;
+constexpr int kRightBytes = kColumns * kDepth * 2;
+constexpr int kStageBytes = kLeftBytes + kRightBytes;
+constexpr int kBoxBytes = 64 * 64 * 2;
+constexpr int kResultBytes = 2 * 2 * kBoxBytes;  // of each warpgroup: 64 columns, and the same transposed
+constexpr int kSharedBytes = kStages * kStageBytes + kResultBytes + 2 * kStages * 8 + hopper::kAtomBytes;
+constexpr int kThreadsOfProduct = 3 * 128;
+constexpr int kArrivals = 2 * 2 * 4;  // of the warps that multiply, in both thread blocks
+
+struct Factors {
+    CUtensorMap left;
+    CUtensorMap right;
+    CUtensorMap result;
+    const __half* addend;
+    uint32_t batch, rows, columns, inner;
+    float alpha, beta, gamma;
+    uint32_t blocks;  // of 256 x 256, that are made of one result
+    uint32_t blocks_per_row;
+    bool symmetric;
+    bool to_bfloat16;
+};
+
+// Which block of which matrix is the n-th.
+struct Place {
+    uint32_t matrix, row, column;
+
+    __device__ Place(const Factors& f, uint32_t number) {
+        matrix = number / f.blocks;
+        const uint32_t n = number % f.blocks;
+        if (f.symmetric) {
+            row = static_cast<uint32_t>((sqrtf(8.0f * static_cast<float>(n) + 1.0f) - 1.0f) * 0.5f);
+            while (row * (row + 1) / 2 > n) --row;
+            while ((row + 1) * (row + 2) / 2 <= n) ++row;
+            column = n - row * (row + 1) / 2;
+        } else {
+            row = n / f.blocks_per_row;
+            column = n % f.blocks_per_row;
+        }
+    }
+};
+
+// Which slice's memory is next, and how often it has been gone through.
+struct Stage {
+    uint32_t index = 0, parity = 0;
+
+    __device__ void advance() {
+        if (++index == kStages) {
+            index = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+struct SharedMemory {
+    uint32_t base;
+
+    __device__ uint32_t left(uint32_t stage) const { return base + stage * kStageBytes; }
+    __device__ uint32_t right(uint32_t stage) const { return left(stage) + kLeftBytes; }
+    __device__ uint32_t result(uint32_t warpgroup) const {
+        return base + kStages * kStageBytes + warpgroup * 2 * kBoxBytes;
+    }
+    __device__ uint32_t full(uint32_t stage) const { return base + kStages * kStageBytes + kResultBytes + 8 * stage; }
+    __device__ uint32_t empty(uint32_t stage) const { return full(stage) + 8 * kStages; }
+};
+
+template <bool left_transposed, bool right_transposed>
+__device__ __forceinline__ void fetch(const Factors& f, const SharedMemory& shared, uint32_t block, uint32_t first,
+                                      uint32_t step, uint32_t total) {
+    Stage stage;
+    for (uint32_t number = first; number < total; number += step) {
+        const Place place(f, number);
+        const int32_t z = static_cast<int32_t>(place.matrix);
+        const int32_t row = static_cast<int32_t>(place.row * kColumns + block * kRows);
+        const int32_t column = static_cast<int32_t>(place.column * kColumns + block * kRows);  // of half a slice
+        for (int32_t k = 0; k < static_cast<int32_t>(f.inner); k += kDepth, stage.advance()) {
+            hopper::wait(shared.empty(stage.index), stage.parity ^ 1);
+            const uint32_t full = shared.full(stage.index);
+            const uint32_t left = shared.left(stage.index);
+            const uint32_t right = shared.right(stage.index) + block * (kRightBytes / 2);
+            hopper::expect_bytes(full, kStageBytes);
+            if constexpr (left_transposed) {
+                hopper::load_box(left, &f.left, full, row, k, z);
+                hopper::load_box(left + kBoxBytes, &f.left, full, row + 64, k, z);
+            } else {
+                hopper::load_box(left, &f.left, full, k, row, z);
+            }
+            if constexpr (right_transposed) {
+                hopper::load_box_for_both(right, &f.right, full, k, column, z);
+            } else {
+                hopper::load_box_for_both(right, &f.right, full, column, k, z);
+                hopper::load_box_for_both(right + kBoxBytes, &f.right, full, column + 64, k, z);
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ uint32_t packed(float low, float high, bool to_bfloat16) {
+    uint32_t halves, bfloats;  // both, rather than a branch for each pair
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(halves) : "f"(high), "f"(low));
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bfloats) : "f"(high), "f"(low));
+    return to_bfloat16 ? bfloats : halves;
+}
+
+// The part of the result that a warpgroup writes: 64 rows, from `row` on.
+struct Part {
+    uint32_t matrix, row, column;
+    bool mirrored, on_diagonal;
+};
+
+template <bool has_addend>
+__device__ __forceinline__ void write(const Factors& f, const SharedMemory& shared, const Part& part,
+                                      uint32_t warpgroup, float (&sums)[128],
+                                      const uint32_t (&addend)[has_addend ? 64 : 1]) {
+    const uint32_t thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+    const uint32_t plain = shared.result(warpgroup), transposed = plain + kBoxBytes;
+#pragma unroll
+    for (float& sum : sums) sum *= f.alpha;
+    if (part.on_diagonal) {
+        const uint32_t row = part.row + 16 * warp + lane / 4, column = part.column + 2 * (lane % 4);
+#pragma unroll
+        for (uint32_t i = 0; i < 128; ++i) {
+            if (column + 8 * (i / 4) + i % 2 == row + 8 * (i / 2 % 2)) sums[i] += f.gamma;
+        }
+    }
+#pragma unroll
+    for (uint32_t box = 0; box < 4; ++box) {
+        if (thread == 0) hopper::wait_for_reads();
+        hopper::sync_warpgroup(1 + warpgroup);
+#pragma unroll
+        for (uint32_t pair = 0; pair < 4; ++pair) {  // of 8 columns
+            uint32_t values[4];
+#pragma unroll
+            for (uint32_t i = 0; i < 4; ++i) {  // rows 0 to 7, 8 to 15; the next columns
+                const uint32_t eight = 8 * box + 2 * pair + i / 2;
+                float low = sums[4 * eight + 2 * (i % 2)], high = sums[4 * eight + 2 * (i % 2) + 1];
+                if constexpr (has_addend) {
+                    __half2 added;
+                    memcpy(&added, &addend[2 * eight + i % 2], 4);
+                    low += f.beta * __low2float(added);
+                    high += f.beta * __high2float(added);
+                }
+                values[i] = packed(low, high, f.to_bfloat16);
+            }
+            const uint32_t matrix = lane / 8, half = matrix % 2, eight = 2 * pair + matrix / 2;
+            hopper::store_matrices(hopper::swizzled(plain, 16 * warp + 8 * half + lane % 8, eight), values);
+            if (part.mirrored) {
+                hopper::store_transposed(hopper::swizzled(transposed, 8 * eight + lane % 8, 2 * warp + half), values);
+            }
+        }
+        hopper::fence_shared();
+        hopper::sync_warpgroup(1 + warpgroup);
+        if (thread == 0) {
+            const int32_t x = static_cast<int32_t>(part.column + 64 * box), y = static_cast<int32_t>(part.row);
+            hopper::store_box(&f.result, plain, x, y, static_cast<int32_t>(part.matrix));
+            if (part.mirrored) hopper::store_box(&f.result, transposed, y, x, static_cast<int32_t>(part.matrix));
+            hopper::commit_stores();
+        }
+    }
+}
+
+// As the sums lie in registers: of every 8 columns, two of one row, and of the row 8 below.
+__device__ __forceinline__ void load_addend(uint32_t (&addend)[64], const Factors& f, const Part& part) {
+    const uint32_t lane = threadIdx.x % 32;
+    const uint32_t row = part.row + 16 * (threadIdx.x % 128 / 32) + lane / 4;
+    const uint32_t column = part.column + 2 * (lane % 4);
+    const __half* const first = f.addend + (static_cast<uint64_t>(part.matrix) * f.rows + row) * f.columns + column;
+#pragma unroll
+    for (uint32_t i = 0; i < 64; ++i) {
+        const bool is_there = row + 8 * (i % 2) < f.rows && column + 8 * (i / 2) < f.columns;
+        const __half* const own = first + static_cast<uint64_t>(8 * (i % 2)) * f.columns + 8 * (i / 2);
+        addend[i] = is_there ? __ldg(reinterpret_cast<const unsigned int*>(own)) : 0;
+    }
+}
+
+template <bool left_transposed, bool right_transposed, bool has_addend>
+__device__ __forceinline__ void multiply_all(const Factors& f, const SharedMemory& shared, uint32_t block,
+                                             uint32_t first, uint32_t step, uint32_t total) {
+    constexpr uint32_t kLeftStep = left_transposed ? 16 * 128 : 32;  // bytes to the next 16 of the inner dimension
+    constexpr uint32_t kRightStep = right_transposed ? 32 : 16 * 128;
+    const uint32_t warpgroup = threadIdx.x / 128 - 1, lane = threadIdx.x % 32;
+    Stage stage, used;
+    auto release = [&] {
+        if (lane < 2) hopper::arrive_at(shared.empty(used.index), lane);
+        used.advance();
+    };
+    for (uint32_t number = first; number < total; number += step) {
+        const Place place(f, number);
+        const Part part{place.matrix, place.row * kColumns + block * kRows + warpgroup * 64, place.column * kColumns,
+                        f.symmetric && place.row != place.column, f.gamma != 0.0f && place.row == place.column};
+        uint32_t addend[has_addend ? 64 : 1];
+        if constexpr (has_addend) load_addend(addend, f, part);
+        float sums[128];
+        for (uint32_t k = 0; k < f.inner; k += kDepth, stage.advance()) {
+            hopper::wait(shared.full(stage.index), stage.parity);
+            const uint32_t left = shared.left(stage.index) + warpgroup * kBoxBytes, right = shared.right(stage.index);
+            hopper::begin_products();
+#pragma unroll
+            for (uint32_t i = 0; i < kDepth / 16; ++i) {
+                hopper::multiply<left_transposed, !right_transposed>(
+                    sums, hopper::describe(left + i * kLeftStep, kBoxBytes),
+                    hopper::describe(right + i * kRightStep, kBoxBytes), k > 0 || i > 0);
+            }
+            hopper::commit_products();
+            if (k > 0) {
+                hopper::wait_for_products<1>();
+                release();
+            }
+        }
+        hopper::wait_for_products<0>();
+        release();
+        write<has_addend>(f, shared, part, warpgroup, sums, addend);
+    }
+    if (threadIdx.x % 128 == 0) hopper::wait_for_stores();
+}
+
+template <bool left_transposed, bool right_transposed, bool has_addend>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreadsOfProduct, 1)
+    matrix_product(const __grid_constant__ Factors f) {
+    extern __shared__ uint8_t memory[];
+    // The same in both thread blocks.
+    const SharedMemory shared{(hopper::shared_address(memory) + hopper::kAtomBytes - 1) / hopper::kAtomBytes *
+                              hopper::kAtomBytes};
+    const uint32_t block = hopper::block_in_cluster();
+    if (threadIdx.x == 0) {
+        for (uint32_t stage = 0; stage < kStages; ++stage) {
+            hopper::init_barrier(shared.full(stage), 1);
+            hopper::init_barrier(shared.empty(stage), kArrivals);
+        }
+        hopper::fence_barriers();
+    }
+    hopper::sync_cluster();
+    const uint32_t total = f.batch * f.blocks, first = blockIdx.x / 2, step = gridDim.x / 2;
+    if (threadIdx.x < 128) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        if (threadIdx.x == 0) fetch<left_transposed, right_transposed>(f, shared, block, first, step, total);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        multiply_all<left_transposed, right_transposed, has_addend>(f, shared, block, first, step, total);
+    }
+    __syncwarp();
+    hopper::sync_cluster();  // the other thread block may write here and arrive at barriers until then
+}
+
+// --- the launch ------------------------------------------------------------------------------------------------------
+
+using Encode = decltype(&cuTensorMapEncodeTiled);
+
+Encode find_encode(int device) {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult status;
+#if CUDART_VERSION >= 12050
+    check_cuda(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &status),
+               kName, device);
+#else
+    check_cuda(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &status), kName, device);
+#endif
+    if (!found) throw std::runtime_error("fused_optim: the driver has no cuTensorMapEncodeTiled");
+    return reinterpret_cast<Encode>(found);
+}
+
+// Of matrices (batch, rows, columns), boxes of box_rows x 64.
+CUtensorMap map_of(uint64_t address, uint32_t batch, uint32_t rows, uint32_t columns, uint32_t box_rows, int device) {
+    static const Encode encode = find_encode(device);
+    CUtensorMap map;
+    const cuuint64_t sizes[] = {columns, rows, batch};
+    const cuuint64_t strides[] = {uint64_t{2} * columns, uint64_t{2} * columns * rows};  // bytes
+    const cuuint32_t box[] = {64, box_rows, 1}, steps[] = {1, 1, 1};
+    const CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 3, reinterpret_cast<void*>(address), sizes,
+                                   strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (result != CUDA_SUCCESS)
+        throw std::runtime_error("fused_optim: matrix_product: cuTensorMapEncodeTiled failed with error " +
+                                 std::to_string(static_cast<int>(result)));
+    return map;
+}
+
+// `inner_first`: (inner, size), else (size, inner).
+CUtensorMap map_of_factor(uint64_t address, bool inner_first, const MatrixProduct& p, uint32_t size, int device) {
+    return inner_first ? map_of(address, p.batch, p.inner, size, 64, device)
+                       : map_of(address, p.batch, size, p.inner, kRows, device);
+}
+
+cudaLaunchConfig_t launch_config(uint32_t clusters, cudaStream_t stream) {
+    cudaLaunchConfig_t config{};
+    config.gridDim = 2 * clusters;
+    config.blockDim = kThreadsOfProduct;
+    config.dynamicSmemBytes = kSharedBytes;
+    config.stream = stream;
+    return config;
+}
+
+// How many clusters run at once, which results do not depend on. The kernel is loaded then.
+template <bool left_transposed, bool right_transposed, bool has_addend>
+uint32_t clusters_at_once(int device) {
+    constexpr auto kernel = matrix_product<left_transposed, right_transposed, has_addend>;
+    static std::atomic<int> known[kMaxDevices] = {};  // by device
+    std::atomic<int>& clusters = known[std::min(device, kMaxDevices - 1)];
+    if (int count = clusters.load(std::memory_order_relaxed)) return static_cast<uint32_t>(count);
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes), kName, device);
+    int count = 0;
+    const cudaLaunchConfig_t config = launch_config(1, nullptr);
+    check_cuda(cudaOccupancyMaxActiveClusters(&count, kernel, &config), kName, device);
+    count = std::max(1, count);
+    clusters.store(count, std::memory_order_relaxed);
+    return static_cast<uint32_t>(count);
+}
+
+template <bool left_transposed, bool right_transposed, bool has_addend>
+void launch(const Factors& factors, int device, cudaStream_t stream) {
+    const uint32_t at_once = clusters_at_once<left_transposed, right_transposed, has_addend>(device);
+    const cudaLaunchConfig_t config = launch_config(std::min(factors.batch * factors.blocks, at_once), stream);
+    check_cuda(cudaLaunchKernelEx(&config, matrix_product<left_transposed, right_transposed, has_addend>, factors),
+               kName, device);
+}
+
+template <class T>
+__device__ __forceinline__ void load8(float (&x)[8], const T* from);
+
+template <>
+__device__ __forceinline__ void load8<float>(float (&x)[8], const float* from) {
+    const float4 a = reinterpret_cast<const float4*>(from)[0], b = reinterpret_cast<const float4*>(from)[1];
+    const float all[] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = all[i];
+}
+
+template <>
+__device__ __forceinline__ void load8<__nv_bfloat16>(float (&x)[8], const __nv_bfloat16* from) {
+    const uint4 raw = *reinterpret_cast<const uint4*>(from);
+    const uint32_t all[] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        x[2 * i] = __uint_as_float(all[i] << 16);
+        x[2 * i + 1] = __uint_as_float(all[i] & 0xFFFF0000u);
+    }
+}
+
+template <class T>
+__global__ void normalize(const T* values, const float* norm, __half* result, uint64_t groups, float factor,
+                          float least) {
+    const float divisor = fmaxf(*norm, least);
+    for (uint64_t i = blockIdx.x * uint64_t{blockDim.x} + threadIdx.x; i < groups;
+         i += uint64_t{gridDim.x} * blockDim.x) {
+        float x[8];
+        load8(x, values + 8 * i);
+        uint32_t made[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            made[j] = packed(x[2 * j] / divisor * factor, x[2 * j + 1] / divisor * factor, false);
+        reinterpret_cast<uint4*>(result)[i] = make_uint4(made[0], made[1], made[2], made[3]);
+    }
+}
+
+}  // namespace
+
+bool has_products_cuda(int device) {
+    int major = 0, minor = 0;
+    check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), kName, device);
+    check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), kName, device);
+    return major == 9 && minor == 0;
+}
+
+void matrix_product_cuda(const MatrixProduct& p, int device, uint64_t stream_handle) {
+    CudaDeviceGuard guard(kName, device);
+    const auto stream = reinterpret_cast<cudaStream_t>(stream_handle);
+    const uint32_t down = (p.rows + kColumns - 1) / kColumns, across = (p.columns + kColumns - 1) / kColumns;
+    const Factors factors{map_of_factor(p.left, p.left_transposed, p, p.rows, device),
+                          map_of_factor(p.right, !p.right_transposed, p, p.columns, device),
+                          map_of(p.result, p.batch, p.rows, p.columns, 64, device),
+                          reinterpret_cast<const __half*>(p.addend),
+                          p.batch,
+                          p.rows,
+                          p.columns,
+                          p.inner,
+                          p.alpha,
+                          p.beta,
+                          p.gamma,
+                          p.symmetric ? down * (down + 1) / 2 : down * across,
+                          across,
+                          p.symmetric,
+                          p.result_type == Element::kBFloat16};
+    if (!p.left_transposed && !p.right_transposed)
+        return p.addend ? launch<false, false, true>(factors, device, stream)
+                        : launch<false, false, false>(factors, device, stream);
+    if (p.left_transposed && !p.right_transposed && !p.addend)
+        return launch<true, false, false>(factors, device, stream);
+    if (!p.left_transposed && p.right_transposed && !p.addend)
+        return launch<false, true, false>(factors, device, stream);
+    throw std::invalid_argument("fused_optim: matrix_product: there is no such form");
+}
+
+void normalize_cuda(const Normalization& n, int device, uint64_t stream_handle) {
+    CudaDeviceGuard guard("normalize", device);
+    const auto stream = reinterpret_cast<cudaStream_t>(stream_handle);
+    const uint64_t groups = n.numel / 8;
+    const auto blocks = static_cast<uint32_t>(std::min<uint64_t>((groups + 255) / 256, 132 * 8));
+    if (!blocks) return;
+    auto* const result = reinterpret_cast<__half*>(n.result);
+    const auto* const norm = reinterpret_cast<const float*>(n.norm);
+    if (n.type == Element::kBFloat16) {
+        normalize<<<blocks, 256, 0, stream>>>(reinterpret_cast<const __nv_bfloat16*>(n.values), norm, result, groups,
+                                              n.factor, n.least);
+    } else {
+        normalize<<<blocks, 256, 0, stream>>>(reinterpret_cast<const float*>(n.values), norm, result, groups, n.factor,
+                                              n.least);
+    }
+    check_cuda(cudaGetLastError(), "normalize", device);
+}
+
+void load_product_kernels(int device) {
+    CudaDeviceGuard guard(kName, device);
+    if (!has_products_cuda(device)) return;
+    clusters_at_once<true, false, false>(device);
+    clusters_at_once<false, true, false>(device);
+    clusters_at_once<false, false, true>(device);
+    clusters_at_once<false, false, false>(device);
+    load_kernel(normalize<float>, "normalize", device);
+    load_kernel(normalize<__nv_bfloat16>, "normalize", device);
+}
+
+}  // namespace fused_optim
+
+#else
+
+#include <stdexcept>
+
+#include "product.h"
+
+namespace fused_optim {
+
+bool has_products_cuda(int) { return false; }
+void matrix_product_cuda(const MatrixProduct&, int, uint64_t) { throw std::logic_error("fused_optim: no products"); }
+void normalize_cuda(const Normalization&, int, uint64_t) { throw std::logic_error("fused_optim: no products"); }
+void load_product_kernels(int) {}
+
+}  // namespace fused_optim
+
+#endif

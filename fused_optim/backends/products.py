@@ -1,0 +1,151 @@
+"""Products of FP16 matrices: by the CUDA engine on Hopper GPUs, by torch on others.
+
+Each matrix of a batch is multiplied as it would be alone: bits do not depend on how many there are.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fused_optim.backends import forced_backend, load_engine
+from fused_optim.backends.compiled import address, run_on
+from fused_optim.backends.engine import CudaEngine
+from fused_optim.formats.elements import ELEMENT_TYPES
+
+MULTIPLE = 8  # of sizes, for the engine
+
+
+class Products(Protocol):
+    """What Newton-Schulz steps consist of. Matrices: FP16, (batch, rows, columns), contiguous."""
+
+    halves_symmetric: bool  # whether half of the work is done for results that are known to be symmetric
+
+    def normalize(self, values: Tensor, norm: Tensor, result: Tensor, factor: float, least: float) -> None:
+        """``values * factor / max(norm, least)``; ``values``: one matrix, FP32 or BF16; ``norm``: FP32, no dims."""
+
+    def multiply(
+        self,
+        left: Tensor,
+        right: Tensor,
+        result: Tensor,
+        *,
+        alpha: float = 1.0,
+        addend: Tensor | None = None,
+        beta: float = 0.0,
+        gamma: float = 0.0,
+        left_transposed: bool = False,
+        right_transposed: bool = False,
+        symmetric: bool = False,
+    ) -> None:
+        """``result = alpha * left @ right + beta * addend + gamma * identity``, summed up in FP32; FP16 or BF16.
+
+        ``left_transposed``: ``left.mT`` in place of ``left``; likewise ``right``; not both, and without an addend.
+        ``symmetric``: the result is.
+        """
+
+
+class EngineProducts:
+    """The engine's, on Hopper GPUs."""
+
+    halves_symmetric = True
+
+    def __init__(self, engine: CudaEngine) -> None:
+        self._engine = engine
+
+    def normalize(self, values: Tensor, norm: Tensor, result: Tensor, factor: float, least: float) -> None:
+        self._engine.normalize(
+            values=values.data_ptr(),
+            norm=norm.data_ptr(),
+            result=result.data_ptr(),
+            numel=values.numel(),
+            factor=factor,
+            least=least,
+            type=ELEMENT_TYPES[values.dtype],
+            **run_on(values.device),
+        )
+
+    def multiply(
+        self,
+        left: Tensor,
+        right: Tensor,
+        result: Tensor,
+        *,
+        alpha: float = 1.0,
+        addend: Tensor | None = None,
+        beta: float = 0.0,
+        gamma: float = 0.0,
+        left_transposed: bool = False,
+        right_transposed: bool = False,
+        symmetric: bool = False,
+    ) -> None:
+        batch, rows, columns = result.shape
+        self._engine.matrix_product(
+            left=left.data_ptr(),
+            right=right.data_ptr(),
+            addend=address(addend),
+            result=result.data_ptr(),
+            batch=batch,
+            rows=rows,
+            columns=columns,
+            inner=left.shape[1 if left_transposed else 2],
+            alpha=alpha,
+            beta=beta,
+            gamma=gamma,
+            left_transposed=left_transposed,
+            right_transposed=right_transposed,
+            symmetric=symmetric,
+            result_type=ELEMENT_TYPES[result.dtype],
+            **run_on(result.device),
+        )
+
+
+class TorchProducts:
+    """torch's, one matrix after the other."""
+
+    halves_symmetric = False
+
+    def normalize(self, values: Tensor, norm: Tensor, result: Tensor, factor: float, least: float) -> None:
+        result.copy_(values.float() / norm.clamp(min=least) * factor)
+
+    def multiply(
+        self,
+        left: Tensor,
+        right: Tensor,
+        result: Tensor,
+        *,
+        alpha: float = 1.0,
+        addend: Tensor | None = None,
+        beta: float = 0.0,
+        gamma: float = 0.0,
+        left_transposed: bool = False,
+        right_transposed: bool = False,
+        symmetric: bool = False,
+    ) -> None:
+        for i, own in enumerate(result):
+            a = left[i].T if left_transposed else left[i]
+            b = right[i].T if right_transposed else right[i]
+            added = a.new_zeros(()) if addend is None else addend[i]
+            product = torch.addmm(added, a, b, alpha=alpha, beta=0.0 if addend is None else beta)
+            if gamma:
+                product.diagonal().add_(gamma)
+            own.copy_(product)
+
+
+@functools.cache
+def products_on(device: torch.device) -> Products | None:
+    """Those of a GPU; None: of CPUs, whose FP16 is slow."""
+    if device.type != "cuda":
+        return None
+    engine = load_engine("cuda")[0]
+    if engine is not None and engine.has_products(device.index):
+        return EngineProducts(engine)
+    return TorchProducts()
+
+
+def fast_products(device: torch.device) -> Products | None:
+    """The products that updates of matrices on ``device`` are made of; None: other ones, as of the reference."""
+    return None if forced_backend() == "torch" else products_on(device)
