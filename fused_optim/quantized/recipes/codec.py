@@ -200,6 +200,7 @@ class _AlikeEncodings:
     """Those of one recipe on one device."""
 
     def __init__(self, device: torch.device, recipe: Recipe, weights: list[Encoding]) -> None:
+        weights = [x._replace(components=recipe.matrices(x.components)) for x in weights]
         self._device, self._recipe, self._weights = device, recipe, weights
         self._engine = _engine_of(device.type, forced_backend())
         self._columns: list[list[Tensor | None]] = [[x.values for x in weights]]
@@ -266,7 +267,7 @@ class _AlikeEncodings:
 def decode(recipe: Recipe, components: Components, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """The values, rounded from FP32 to ``dtype``: a new tensor."""
     device = components["data"].device
-    engine, kernel = compiled_engine(device), recipe.kernel
+    engine, kernel, components = compiled_engine(device), recipe.kernel, recipe.matrices(components)
     if engine is not None and kernel is not None and dtype in ELEMENT_TYPES:
         out = torch.empty(shape, dtype=dtype, device=device)
         row = _row(out, components)
