@@ -87,6 +87,7 @@ def plan_cpu(cxx: str) -> Engine:
         "norm": (SOURCES / "cpu/norm.cpp", [cxx, *CXX_FLAGS]),
         "cast": (SOURCES / "cpu/cast.cpp", [cxx, *CXX_FLAGS]),
         "decode": (SOURCES / "cpu/decode.cpp", [cxx, *CXX_FLAGS]),
+        "crc32": (SOURCES / "cpu/crc32.cpp", [cxx, *CXX_FLAGS, *defines]),
         "threads": (SOURCES / "cpu/threads.cpp", [cxx, *CXX_FLAGS]),
     }
     for isa, flags in isas.items():

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
-# Where a search looks first: how much more a hit on such a page counts than elsewhere. A word in a title counts 1000 times
-# as much as in a text, and titles of the reference are names.
+# Where a search looks first: how much more a hit on such a page counts than elsewhere. A word in a title counts as much
+# as 1000 in a text, and titles of the reference are names.
 BOOSTS = {"README.md": 2.0, "docs/options.md": 50.0, "docs/start.md": 2.0, "docs/reference/": 0.01, "benchmarks/": 0.3}
 BOOSTS |= {"docs/development.md": 0.3, "CHANGELOG.md": 0.1, "CONTRIBUTING.md": 0.3, "docs/contributing/": 0.3}
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from fused_optim import FusedAdamW
-from step import WORKLOADS, machine, write
+from step import WORKLOADS, Shapes, machine, write
 
 CHOICES = {
     "FP32 parameters and states": {"dtype": torch.float32},
@@ -28,30 +28,35 @@ CHOICES = {
 }
 
 
-def median(work: Callable[[], object], device: str, repeats: int) -> float:
-    """Seconds, after one call that warms up."""
-    times = []
-    for _ in range(repeats + 1):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        work()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+def timed(work: Callable[[], object], device: str) -> tuple[float, float]:
+    """Seconds, and those of all CPU threads together."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start, cpu = time.perf_counter(), time.process_time()
+    work()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start, time.process_time() - cpu
 
 
-def measure(shapes: list[tuple[int, ...]], device: str, repeats: int, choice: dict[str, object]) -> dict[str, float]:
+def measure(shapes: Shapes, device: str, repeats: int, choice: dict[str, object]) -> dict[str, float]:
+    """Medians of steps and diagnostics that take turns, after one of each that warms up.
+
+    ``steps``: by the time of CPU threads on a CPU, which other processes lengthen less, else by the clock.
+    """
     options = {"dtype": torch.bfloat16, **choice}
     dtype = options.pop("dtype")
     params = [torch.nn.Parameter(0.02 * torch.randn(shape, device=device).to(dtype)) for shape in shapes]
     optimizer = FusedAdamW(params, lr=1e-4, **options)
     for param in params:
         param.grad = 1e-3 * torch.randn_like(param)
-    step = median(optimizer.step, device, repeats)
-    looked = median(optimizer.diagnostics, device, repeats)
-    return {"step_ms": 1e3 * step, "diagnostics_ms": 1e3 * looked, "steps": looked / step}
+    pairs = [(timed(optimizer.step, device), timed(optimizer.diagnostics, device)) for _ in range(repeats + 1)]
+    steps, looks = zip(*pairs[1:], strict=True)
+    (step, step_cpu), (look, look_cpu) = (map(statistics.median, zip(*each, strict=True)) for each in (steps, looks))
+    found = {"step_ms": 1e3 * step, "diagnostics_ms": 1e3 * look}
+    if device == "cuda":
+        return {**found, "steps": look / step}
+    return {**found, "step_cpu_ms": 1e3 * step_cpu, "diagnostics_cpu_ms": 1e3 * look_cpu, "steps": look_cpu / step_cpu}
 
 
 def main() -> None:
@@ -71,8 +76,8 @@ def main() -> None:
     }
     for name, choice in CHOICES.items():
         report["choices"][name] = measure(shapes, options.device, options.repeats, choice)
-        print(name, report["choices"][name])
-    write(report, options.output)
+        print(name, report["choices"][name], flush=True)
+        write(report, options.output)
 
 
 if __name__ == "__main__":

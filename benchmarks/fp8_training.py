@@ -35,11 +35,12 @@ from fused_optim.quantized import (
     Recipe,
     quantize_model_,
 )
-from fused_optim.quantized.compute import casts, delayed, products
+from fused_optim.quantized.compute import casts, delayed, measured, products
 from fused_optim.quantized.compute.casts import Codes
 from fused_optim.quantized.recipes import ProductFormat
 from step import machine, synchronize, write
 
+DECODED = Float8CurrentScaling(compute="decode")
 PARTS = ("stack", "products", "casts", "sizes", "experts")
 RECIPES: dict[str, Recipe] = {
     "FP8, one scale": Float8CurrentScaling(compute="fp8"),
@@ -53,6 +54,7 @@ RECIPES: dict[str, Recipe] = {
     "FP8, rows, fast gradients": Float8CurrentScaling(
         compute="fp8", activation_scaling="row", weight_gradients="fp8", fast_gradients=True
     ),
+    "FP8, one scale, weights kept": Float8CurrentScaling(compute="fp8", keep_weights=True),
     "FP8, blocks": Float8BlockScaling(compute="fp8"),
     "FP8, blocks, tiles": Float8BlockScaling(compute="fp8", activation_tiles=True),
 }
@@ -142,7 +144,7 @@ PEERS = {"torchao": torchao_contenders, "transformer_engine": transformer_engine
 def contenders() -> Iterator[Contender]:
     for compiled in (False, True):
         yield Contender("BF16", stack, compiled)
-        yield Contender("FP8 weights, decoded", ours(Float8CurrentScaling()), compiled)
+        yield Contender("FP8 weights, decoded", ours(DECODED), compiled)
         for name, recipe in RECIPES.items():
             yield Contender(name, ours(recipe), compiled)
     for package, peers in PEERS.items():
@@ -398,8 +400,8 @@ def measure_sizes(args: argparse.Namespace, device: torch.device) -> list[dict[s
         row: dict[str, Any] = {"rows": tokens, "inputs": inputs, "outputs": outputs}
         kinds: dict[str, Recipe] = {}
         for recipe in RECIPES.values():  # the first of a kind: others are faster
-            kinds.setdefault(products.kind_of(recipe.products), recipe)
-        for name, recipe in (("BF16", None), ("decoded", Float8CurrentScaling()), *kinds.items()):
+            kinds.setdefault(measured.kind_of(recipe.products, recipe.keeps_weights), recipe)
+        for name, recipe in (("BF16", None), ("decoded", DECODED), *kinds.items()):
             layer = nn.Linear(inputs, outputs, bias=False, device=device).bfloat16()
             if recipe is not None:
                 quantize_model_(layer, recipe, lambda *_: True, keep_initial=False)
@@ -410,42 +412,45 @@ def measure_sizes(args: argparse.Namespace, device: torch.device) -> list[dict[s
 
 
 def measure_experts(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    """Forward and backward of one layer of experts, who have about as many rows each."""
+    """Forward and backward of one layer of experts, who have as many rows each, in eager mode.
+
+    Its rows are what ``compute="auto"`` goes by (``rows``: of each expert).
+    """
     timer, rows = Timer(device), []
-    recipes = {"BF16": None, "FP8 weights, decoded": Float8CurrentScaling(), "FP8": RECIPES["FP8, one scale"]}
-    for experts, inputs, outputs in EXPERTS if device.type == "cuda" else [(2, 32, 64)]:
-        count = args.tokens * EXPERTS_OF_A_TOKEN
-        offsets = torch.arange(1, experts + 1, device=device, dtype=torch.int32) * (count // experts)
-        for name, recipe in recipes.items():
-            layer = GroupedLinear(experts, inputs, outputs, device=device).bfloat16()
-            if recipe is not None:
-                quantize_model_(layer, recipe, lambda *_: True, keep_initial=False)
-            row = times_of_experts(layer, offsets, timer, args)
-            rows.append({"name": name, "experts": experts, "inputs": inputs, "outputs": outputs, "rows": count, **row})
-            label = f"{experts} x {outputs} x {inputs}, {name}"
-            print(f"{label:<50}" + "".join(f"{ms:>10.2f}" for ms in row.values()), flush=True)
+    recipes: dict[str, Recipe | None] = {"BF16": None, "decoded": DECODED}
+    for recipe in RECIPES.values():
+        recipes.setdefault(measured.kind_of(recipe.products, recipe.keeps_weights), recipe)
+    for experts, inputs, outputs in EXPERTS if device.type == "cuda" else [(2, 128, 128)]:
+        for each in (128, 256, 512, 1024, 2048) if device.type == "cuda" else [64]:
+            offsets = torch.arange(1, experts + 1, device=device, dtype=torch.int32) * each
+            row: dict[str, Any] = {"experts": experts, "rows": each, "inputs": inputs, "outputs": outputs}
+            for name, recipe in recipes.items():
+                if name == "block" and experts > 16:  # one by one
+                    continue
+                layer = GroupedLinear(experts, inputs, outputs, device=device, dtype=torch.bfloat16, multiple_of=16)
+                if recipe is not None:
+                    quantize_model_(layer, recipe, lambda *_: True, keep_initial=False)
+                row[name] = time_of_experts(layer, offsets, timer, args)
+                if name == "tensor":
+                    layer.multiple_of = 8
+                    row["tensor, not aligned"] = time_of_experts(layer, offsets, timer, args)
+            rows.append(row)
+            print(", ".join(f"{key} {value:.4g}" for key, value in row.items()), flush=True)
     return rows
 
 
-def times_of_experts(layer: GroupedLinear, offsets: Tensor, timer: Timer, args: argparse.Namespace) -> dict[str, float]:
+def time_of_experts(layer: GroupedLinear, offsets: Tensor, timer: Timer, args: argparse.Namespace) -> float:
     _, outputs, inputs = layer.weight.shape
-    count = args.tokens * EXPERTS_OF_A_TOKEN
+    count = int(offsets[-1])
     x = torch.randn(count, inputs, device=offsets.device).bfloat16().requires_grad_()
     gradient = torch.randn(count, outputs, device=offsets.device).bfloat16()
 
-    def forward() -> Tensor:
-        out: Tensor = layer(x, offsets)
-        return out
-
     def both() -> None:
         layer.weight.grad = x.grad = None
-        forward().backward(gradient)
+        layer(x, offsets).backward(gradient)
 
     both()
-    return {
-        "forward_ms": statistics.median(timer(forward, args.steps)),
-        "both_ms": statistics.median(timer(both, args.steps)),
-    }
+    return statistics.median(timer(both, args.steps))
 
 
 def replay_of(layer: nn.Linear, tokens: int, device: torch.device) -> Callable[[], None]:
@@ -471,8 +476,7 @@ def replay_of(layer: nn.Linear, tokens: int, device: torch.device) -> Callable[[
 TOKENS = (256, 512, 1024, 2048, 8192, 32768)
 SIZES = [(1024, 1024), (2048, 2048), (4096, 1024), (4096, 4096), (4096, 14336), (8192, 8192)]
 
-EXPERTS = [(8, 4096, 14336), (64, 2048, 1408)]  # Mixtral 8x7B's, DeepSeek-V2-Lite's
-EXPERTS_OF_A_TOKEN = 2
+EXPERTS = [(8, 4096, 14336), (16, 4096, 4096), (64, 2048, 1408)]  # Mixtral 8x7B's, -, DeepSeek-V2-Lite's
 
 MEASURES: dict[str, Callable[[argparse.Namespace, torch.device], list[dict[str, Any]]]] = {
     "products": measure_products,

@@ -15,10 +15,10 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 TARGET = Path(__file__).parents[1] / "fused_optim" / "tools" / "measured.json"
-SIZES_TARGET = TARGET.parents[1] / "quantized" / "model" / "measured_sizes.json"
+SIZES_TARGET = TARGET.parents[1] / "quantized" / "compute" / "measured_sizes.json"
 STEPS = "2026-11-23-h200-peers/step.json"
 SAVES = "2026-11-23-h200-saves/saves.json"
-SIZES = "2026-11-22-h200-fp8/sizes.json"
+SIZES, EXPERTS = "2026-11-24-h100-fp8/sizes.json", "2026-11-24-h100-fp8/experts.json"
 OFFLOAD = "2026-11-22-h200-offload/offload.json"
 
 MASTERS = {"FP32": "float32", "16-bit remainder": "remainder16", "8-bit remainder": "remainder8", "no": "none"}
@@ -72,8 +72,9 @@ def save_rates(duration: str) -> dict[str, float]:
 
 def sizes() -> dict[str, Any]:
     report = read(SIZES)
-    what = "ms of a linear layer, forward and backward, compiled"
-    return {"what": what, "machine": report["machine"], "source": SIZES, "sizes": report["sizes"]}
+    what = "ms of a linear layer without the host, and of experts' layers in eager mode; forward and backward"
+    sources = {"source": [SIZES, EXPERTS], "sizes": report["sizes"], "experts": read(EXPERTS)["experts"]}
+    return {"what": what, "machine": report["machine"], **sources}
 
 
 if __name__ == "__main__":

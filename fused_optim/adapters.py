@@ -14,6 +14,7 @@ from typing import Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fused_optim.formats.arithmetic import MASK32
 from fused_optim.formats.rounding import GOLDEN_RATIO, rounding_bits
@@ -27,6 +28,8 @@ ADAPTERS = {
     "transformer_engine.pytorch.tensor.quantized_tensor.QuantizedTensor": "transformer_engine",
     "torchao.prototype.quantized_training.int8.Int8QuantizedTrainingLinearWeight": "torchao",
 }
+# Those that only mark a plain tensor, and modules with their own ``products``: see :meth:`Adapter.products`.
+MARKS = {"fused_optim.quantized.compute.kept.KeptWeight": "kept"}
 
 
 COMPARED = 2**26  # elements of parameters and masters that are compared at a time
@@ -161,7 +164,12 @@ class Adapter(Protocol):
 
 
 class Batch(Protocol):
-    """Updates that are made in one step, or in several as long as they and their parameters are the same objects."""
+    """Updates that are made in one step, or in several as long as they and their parameters are the same objects.
+
+    ``lasts``: it may serve several, since it does not keep the parameters.
+    """
+
+    lasts: bool
 
     def prepare(self, applies: Tensor | None) -> None:
         """See :meth:`Adapter.prepare`."""
@@ -175,6 +183,8 @@ Prepare = Callable[[Sequence[Update], Tensor | None], None]
 
 class SimpleBatch:
     """A batch of an adapter that finds out everything at each step, by its functions ``prepare`` and ``write``."""
+
+    lasts = False
 
     def __init__(self, prepare: Prepare, write: Prepare, updates: Sequence[Update]) -> None:
         self._prepare, self._write, self._updates = prepare, write, updates
@@ -200,6 +210,19 @@ def _adapter_of_type(kind: type) -> Adapter | None:
         if module is not None:
             return cast(Adapter, importlib.import_module(f"{PACKAGE}.{module}"))
     return None
+
+
+def products_of(param: Tensor, rows: int | None) -> dict[str, str | None]:
+    """:meth:`Adapter.products` of any parameter; empty of plain ones."""
+    adapter = adapter_of(param)
+    if adapter is not None:
+        return adapter.products(param, rows)
+    kind = type(param._local_tensor if isinstance(param, DTensor) else param)
+    module = MARKS.get(f"{kind.__module__}.{kind.__qualname__}")
+    if module is None:
+        return {}
+    found: dict[str, str | None] = importlib.import_module(f"{PACKAGE}.{module}").products(param, rows)
+    return found
 
 
 def equal_or_nan(x: Tensor, other: Tensor) -> Tensor:

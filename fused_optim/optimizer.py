@@ -230,8 +230,8 @@ class ShardedOptimizer(Publisher):
             "param_groups": [*map(dict, self.store.groups)],
             "rule": self.rule,
             "settings": replace(self.settings),
-            "layouts": self.store.layouts,
-            "pending": self.store.pending,
+            "layouts": self.store.layouts.of(self.state),
+            "pending": self.store.pending.of(self.store.params),
             "skipped": self.skipped_steps,
             "rounds_by_names": self.store.rounds_by_names,
         }

@@ -54,9 +54,15 @@ ROOMS = (
 )
 HOUSES = {room.split(".")[0] for room in ROOMS if "." in room}  # folders that are given room by room
 # Rooms, or files in them, that may import while they run, and what: adapters of parameters that are met, packages and
-# engines that may be missing, quantized code where it is asked for, and what a command needs.
+# engines that may be missing, quantized code where it is asked for, what a command needs, and a user's own model.
 LAZY = {
-    **{"adapters": "", "optional": "", "backends": "fused_optim._engine_", "tools.commands": "fused_optim."},
+    **{
+        "adapters": "",
+        "optional": "",
+        "backends": "fused_optim._engine_",
+        "tools.commands": "fused_optim.",
+        "tools.doctor": "",
+    },
     **{"__init__": "fused_optim.quantized", "rebuild": "fused_optim.quantized"},
 }
 

@@ -9,6 +9,8 @@ import pytest
 import walkthrough
 from walkthrough import commands_of, follow, missing
 
+pytestmark = pytest.mark.timeout(900)  # many processes, each of which imports torch
+
 
 @pytest.mark.parametrize(
     "page", ["how_to/fsdp2.md", "tutorials/resume_on_another_cluster.md", "tutorials/8b_on_one_gpu.md"]

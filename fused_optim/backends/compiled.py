@@ -17,6 +17,7 @@ from fused_optim.backends import Compiled, ShardWork, load_engine
 from fused_optim.backends.engine import CachedShard, CudaEngine, Engine, EngineTensorReader
 from fused_optim.backends.tables import Rule as RuleNumber
 from fused_optim.formats.elements import ELEMENT_TYPES
+from fused_optim.memory.by_parameter import ByParameter
 from fused_optim.memory.layout import StateLayout
 from fused_optim.rule import Hyper, Rule
 
@@ -49,12 +50,40 @@ def same_objects(left: Sequence[Any], right: list[Any]) -> bool:
     return len(left) == len(right) and all(map(is_, left, right))
 
 
-def same_items(mapping: Mapping[Any, Any], keys: list[Any], values: list[Any]) -> bool:
-    """Whether a dict holds the same objects, in the same order."""
-    engine = _any_engine()
-    if engine is not None and isinstance(mapping, dict):
-        return engine.same_items(mapping, keys, values)
-    return same_objects(list(mapping), keys) and same_objects(list(mapping.values()), values)
+class Identities:
+    """Which objects there were, without keeping them: whoever asks knows that they still live."""
+
+    def __init__(self, objects: Iterable[Any]) -> None:
+        self._list = list(map(id, objects))
+        engine = _any_engine()
+        self._numbers = None if engine is None else engine.Numbers(self._list)
+
+    def are(self, objects: Sequence[Any]) -> bool:
+        """Whether these are the same objects, in the same order."""
+        engine = _any_engine()
+        if engine is not None and self._numbers is not None and isinstance(objects, list):
+            return engine.are_objects(objects, self._numbers)
+        return list(map(id, objects)) == self._list
+
+    @staticmethod
+    def are_items(mapping: Mapping[Any, Any], keys: Identities, values: Identities) -> bool:
+        """Whether a dict holds the same objects, in the same order."""
+        engine, numbers, others = _any_engine(), keys._numbers, values._numbers
+        if engine is not None and numbers is not None and others is not None and isinstance(mapping, dict):
+            return engine.are_items(mapping, numbers, others)
+        return keys.are(list(mapping)) and values.are(list(mapping.values()))
+
+
+class SameTensors:
+    """Which tensors there were, without keeping them: they are others once one of them is gone."""
+
+    def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
+        self._ids, self._alive = Identities(tensors), ByParameter(dict.fromkeys(tensors, True))
+        self._count = len(self._alive)
+
+    def are(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are the same tensors, in the same order."""
+        return len(self._alive) == self._count and self._ids.are(tensors)
 
 
 def load_kernels(rules: Collection[int], device: torch.device) -> None:
@@ -166,6 +195,9 @@ class CompiledShards:
         self.works[shard] = work
         with torch._C.DisableTorchFunctionSubclass():
             return watched is not None and self._table.cache(shard, watched)
+
+    def let_go(self, shard: int) -> None:
+        self.works.pop(shard, None)
 
     def sharing(self) -> Sequence[int]:
         return self._table.sharing()

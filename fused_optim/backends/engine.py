@@ -6,6 +6,7 @@ them. ``where``: ``device`` and ``stream`` of the CUDA engine, ``threads`` of th
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -21,14 +22,14 @@ if TYPE_CHECKING:
 class CachedShard(NamedTuple):
     """What an engine compares to see whether a shard is as it was; the fields are those of ``cached_shard.h``."""
 
-    param: Tensor
+    param_ref: weakref.ref[Tensor]  # others may let go of it at any time
     state0: Tensor | None
     state1: Tensor | None  # None where the update rule has one state
     master: Tensor | None
     spec: DTensorSpec | None  # the parameter's
     states: dict[str, Tensor]  # where the tensors beside the parameter were found
     # Of a quantized weight that an engine can compare:
-    local: Tensor | None = None  # the parameter's local tensor
+    local_ref: weakref.ref[Tensor] | None = None  # the parameter's local tensor, which may be itself
     components: Mapping[str, Tensor] | None = None  # that one's
     names: tuple[str, ...] = ()  # of what is written of it in `components`: codes and scales first
     parts: tuple[Tensor, ...] = ()  # these themselves
@@ -109,7 +110,8 @@ class Engine(Protocol):
     ) -> EngineTensorReader: ...
     def Numbers(self, values: list[int]) -> EngineNumbers: ...
     def same_objects(self, left: list[Any], right: list[Any]) -> bool: ...
-    def same_items(self, dict: dict[Any, Any], keys: list[Any], values: list[Any]) -> bool: ...
+    def are_objects(self, list: list[Any], ids: EngineNumbers) -> bool: ...
+    def are_items(self, dict: dict[Any, Any], keys: EngineNumbers, values: EngineNumbers) -> bool: ...
     def ShardTable(
         self,
         rule: int,
@@ -222,6 +224,8 @@ class CpuEngine(Engine, Protocol):
     def decode_state(
         self, *, bits: int, scale: int, values: int, numel: int, block: int, format: int, square: bool
     ) -> None: ...
+    def can_fold_crc32(self) -> bool: ...
+    def crc32(self, content: object, crc: int) -> int: ...
     def join_remainder(self, *, high: int, low: int, values: int, numel: int, bits: int) -> None: ...
 
 

@@ -184,6 +184,11 @@ class OffloadedShards:
         self._lasting[shard] = work.layout, work.key
         return self._whole.set(shard, work, watched)
 
+    def let_go(self, shard: int) -> None:
+        self._whole.let_go(shard)
+        self._lasting.pop(shard, None)
+        self._known.pop(shard, None)
+
     def written(self) -> Sequence[int]:
         return self._whole.written()
 
@@ -247,7 +252,9 @@ class OffloadedShards:
         """What was set for this step; else the tensors that have been found to be as they were."""
         if index in self.works:
             return self.works[index]
-        param, *states, master = self._watched[index][:4]
+        param_ref, *states, master = self._watched[index][:4]
+        param = param_ref()
+        assert param is not None
         layout, key = self._lasting[index]
         return ShardWork(
             grad=local_tensor(getattr(param, self._attribute)),

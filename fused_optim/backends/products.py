@@ -6,6 +6,8 @@ Each matrix of a batch is multiplied as it would be alone: bits do not depend on
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -104,7 +106,7 @@ class EngineProducts:
 
 
 class TorchProducts:
-    """torch's, one matrix after the other."""
+    """torch's, one matrix after the other. Sums are FP32's whatever the process has chosen for its model."""
 
     halves_symmetric = False
 
@@ -125,6 +127,21 @@ class TorchProducts:
         right_transposed: bool = False,
         symmetric: bool = False,
     ) -> None:
+        with _exact_sums():
+            self._multiply(left, right, result, alpha, addend, beta, gamma, left_transposed, right_transposed)
+
+    @staticmethod
+    def _multiply(
+        left: Tensor,
+        right: Tensor,
+        result: Tensor,
+        alpha: float,
+        addend: Tensor | None,
+        beta: float,
+        gamma: float,
+        left_transposed: bool,
+        right_transposed: bool,
+    ) -> None:
         for i, own in enumerate(result):
             a = left[i].T if left_transposed else left[i]
             b = right[i].T if right_transposed else right[i]
@@ -133,6 +150,18 @@ class TorchProducts:
             if gamma:
                 product.diagonal().add_(gamma)
             own.copy_(product)
+
+
+@contextmanager
+def _exact_sums() -> Iterator[None]:
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_fp16_reduced_precision_reduction
+    try:
+        matmul.allow_fp16_reduced_precision_reduction = False
+        with torch.autocast("cuda", enabled=False):
+            yield
+    finally:
+        matmul.allow_fp16_reduced_precision_reduction = before
 
 
 @functools.cache

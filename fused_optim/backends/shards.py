@@ -34,6 +34,9 @@ class Shards(Protocol):
         Whether it is watched.
         """
 
+    def let_go(self, shard: int) -> None:
+        """Of what is kept of a shard whose parameter is gone: there will be no other step."""
+
     def written(self) -> Sequence[int]:
         """Cached shards that ``refresh`` found as they were, but whose parameter, beside a master, was written."""
 
@@ -91,11 +94,14 @@ class ReferenceShards:
 
     def refresh(self, watched: list[CachedShard], attribute: str) -> Sequence[int]:
         self.works.clear()
-        return [i for i, shard in enumerate(watched) if getattr(shard.param, attribute, None) is not None]
+        return [i for i, shard in enumerate(watched) if getattr(shard.param_ref(), attribute, None) is not None]
 
     def set(self, shard: int, work: ShardWork, watched: CachedShard | None) -> bool:
         self.works[shard] = work
         return False
+
+    def let_go(self, shard: int) -> None:
+        self.works.pop(shard, None)
 
     def written(self) -> Sequence[int]:
         return ()
@@ -124,7 +130,7 @@ class ReferenceShards:
         return sorted(self.works)
 
     def updated(self, watched: list[CachedShard]) -> list[Tensor]:
-        return [watched[i].param for i in self.works]
+        return [param for i in self.works if (param := watched[i].param_ref()) is not None]
 
     def mark(self, watched: list[CachedShard]) -> None:
         self.works.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -42,7 +43,7 @@ class MatricesOnMesh:
     """
 
     def __init__(self, params: Mapping[int, Tensor], splits: Sequence[Sequence[int]], mesh: DeviceMesh | None) -> None:
-        self._params, self._mesh = dict(params), mesh
+        self._params, self._mesh = {i: weakref.ref(param) for i, param in params.items()}, mesh  # not kept
         self._ranks = [0] if mesh is None else mesh.mesh.flatten().tolist()
         self._rank = 0 if mesh is None else self._ranks.index(dist.get_rank())
         self._boxes = {i: boxes_of(param, mesh) for i, param in params.items()}
@@ -76,7 +77,7 @@ class MatricesOnMesh:
         """The parameters that some rank updates: a collective where shards are empty on some."""
         flags = [i in with_gradients for i in self._params]
         if self._may_differ:
-            flags = each_on_any_rank(self._params.values(), flags)
+            flags = each_on_any_rank([param for ref in self._params.values() if (param := ref()) is not None], flags)
         return {i for i, found in zip(self._params, flags, strict=True) if found}
 
     def matrices(self, numbers: Sequence[int]) -> list[Matrix]:

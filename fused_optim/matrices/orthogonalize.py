@@ -16,6 +16,8 @@ from fused_optim.rule import Orthogonalization
 # Elements of the Gram matrices that there are at once, but for one that has more: five such buffers take memory. The
 # more there are, the more evenly they fill the GPU.
 _TOGETHER = 1 << 27
+# Of matrices whose products are torch's, one by one: the launches of smaller ones take longer than what is saved.
+_LEAST_SIZE = 2048
 
 
 def orthogonalize(values: Sequence[Tensor], how: Sequence[Orthogonalization]) -> list[Tensor]:
@@ -45,7 +47,7 @@ def _gains(x: Tensor, how: Orthogonalization, products: Products) -> bool:
     smaller, larger = sorted(x.shape)
     if products.halves_symmetric:
         return smaller % MULTIPLE == 0 and larger % MULTIPLE == 0
-    return larger >= 2 * smaller
+    return smaller >= _LEAST_SIZE and larger >= 2 * smaller
 
 
 def _in_parts(numbers: list[int], most: int) -> Iterator[list[int]]:

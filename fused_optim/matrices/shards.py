@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fused_optim.backends import Backend, ShardWork, uncounted
+from fused_optim.backends import Backend, ShardWork, is_capturing, uncounted
 from fused_optim.backends.offloaded import Link, OffloadedShards
 from fused_optim.backends.shards import ReferenceShards, shards_on
 from fused_optim.formats.masters import Master
@@ -39,7 +40,7 @@ class MatrixShards(ReferenceShards):
 
     They are updated bucket by bucket, which bounds the memory that this takes. Where pieces are moved, those of the
     next bucket are on their way to the owners, and those of the last one on their way back, beside the products of one.
-    ``params``: those of the shards, in their order. ``link``: their states are in host memory.
+    ``params``: those of the shards, in their order, which are not kept. ``link``: their states are in host memory.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class MatrixShards(ReferenceShards):
     ) -> None:
         super().__init__(groups)
         self._device, self._backend, self._group_count = device, backend, group_count
-        self._params, self._link = params, link
+        self._params, self._link = list(map(weakref.ref, params)), link
         self._leaving = shards_on(device, backend, [], 0, DESCENT)  # to be asked for targets
         self._how: list[Orthogonalization] = []
         self._buckets: list[tuple[set[int], list[MatricesOnMesh]]] = []
@@ -67,6 +68,10 @@ class MatrixShards(ReferenceShards):
             self._buckets = self._in_buckets([each.splits for each in how])
         self._how = how
         ahead = 0 if all(each.is_local for _, meshes in self._buckets for each in meshes) else 1
+        if ahead and is_capturing():
+            raise RuntimeError(
+                "CUDA graph capture: FusedMuon moves parts of sharded matrices, which a graph cannot hold"
+            )
         count = len(self._buckets)
         under_way: dict[int, _UnderWay] = {}
         for number in range(count + 2 * ahead):
@@ -109,25 +114,26 @@ class MatrixShards(ReferenceShards):
 
     def _in_buckets(self, splits: list[tuple[int, ...]]) -> list[tuple[set[int], list[MatricesOnMesh]]]:
         """The shards of each bucket, and their matrices. Cut by global shapes: the same on all ranks."""
-        is_sharded = any(isinstance(param, DTensor) and param.device_mesh.size() > 1 for param in self._params)
+        params = {i: param for i, ref in enumerate(self._params) if (param := ref()) is not None}
+        is_sharded = any(isinstance(param, DTensor) and param.device_mesh.size() > 1 for param in params.values())
         most = BUCKET_BYTES // 2 if is_sharded else BUCKET_BYTES  # parts of three are there at once
         cuts, size = [0], 0.0
-        for i, param in enumerate(self._params):
+        for i, param in params.items():
             own = 4 * param.numel() / (param.device_mesh.size() if isinstance(param, DTensor) else 1)
             if size and size + own > most:
                 cuts.append(i)
                 size = 0.0
             size += own
         buckets = [range(*ends) for ends in pairwise([*cuts, len(self._params)])]
-        return [(set(bucket), self._on_meshes(bucket, splits)) for bucket in buckets]
+        return [(set(bucket), _on_meshes({i: params[i] for i in bucket}, splits)) for bucket in buckets]
 
-    def _on_meshes(self, bucket: range, splits: list[tuple[int, ...]]) -> list[MatricesOnMesh]:
-        """In the order in which the parameters name them: the same on all ranks."""
-        by_mesh: dict[DeviceMesh | None, dict[int, Tensor]] = {}
-        for i in bucket:
-            param = self._params[i]
-            by_mesh.setdefault(param.device_mesh if isinstance(param, DTensor) else None, {})[i] = param
-        return [MatricesOnMesh(members, splits, mesh) for mesh, members in by_mesh.items()]
+
+def _on_meshes(bucket: dict[int, Tensor], splits: list[tuple[int, ...]]) -> list[MatricesOnMesh]:
+    """In the order in which the parameters name them: the same on all ranks."""
+    by_mesh: dict[DeviceMesh | None, dict[int, Tensor]] = {}
+    for i, param in bucket.items():
+        by_mesh.setdefault(param.device_mesh if isinstance(param, DTensor) else None, {})[i] = param
+    return [MatricesOnMesh(members, splits, mesh) for mesh, members in by_mesh.items()]
 
 
 def _orthogonalization(hyper: Hyper) -> Orthogonalization:

@@ -2,7 +2,7 @@
 
 import sys
 
-from fused_optim.quantized.compute import GroupedLinear, grouped, grouped_linear, linear
+from fused_optim.quantized.compute import GroupedLinear, KeptWeight, grouped, grouped_linear, linear
 from fused_optim.quantized.files import (
     load_quantized_safetensors,
     save_pretrained_as,
@@ -36,6 +36,7 @@ __all__ = [
     "Float8CurrentScaling",
     "Float8DelayedScaling",
     "GroupedLinear",
+    "KeptWeight",
     "MXFP8BlockScaling",
     "NVFP4BlockScaling",
     "QuantizedTensor",

@@ -34,9 +34,10 @@ SMALLEST_BLOCKED_VECTOR = 4096  # elements; smaller one-dimensional parameters (
 # What torch.distributed.checkpoint asks a local tensor for: where its shard lies, and how it is written.
 _CHUNK_LIST, _WRITE_ITEMS = "__create_chunk_list__", "__create_write_items__"
 
-# Subclasses that only mark a plain tensor, and where they hold it: torchao's weights that are cast as they are gathered
-# or multiplied.
+# Subclasses that only mark a plain tensor, and where they hold it: weights that are cast as they are gathered or
+# multiplied, ours and torchao's.
 _MARKED = {
+    "fused_optim.quantized.compute.kept.KeptWeight": "plain",
     "torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor": "_tensor",
     "torchao.prototype.moe_training.tensor.TrainingWeightWrapperBaseTensor": "_data",
 }

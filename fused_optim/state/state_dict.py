@@ -440,7 +440,7 @@ def _any_misfit(loaded: Mapping[Any, _Loaded], params: Mapping[Any, Tensor]) -> 
 
 def _write(store: StateStore, param: Tensor, loaded: _Loaded, misfit: bool) -> list[Update]:
     """Returns what is still to be written; see ``ParamState.write_master``."""
-    store.pending.pop(param, None)
+    store.pending.pop(param)
     if not loaded.states:
         store.forget(param)
         store.keep_others(param, loaded.others)

@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from fused_optim import adapters
 from fused_optim.adapters import Update
-from fused_optim.backends.compiled import same_objects
+from fused_optim.backends.compiled import SameTensors
 from fused_optim.backends.offloaded import Link
 from fused_optim.formats.masters import Master
 from fused_optim.memory import copies
+from fused_optim.memory.by_parameter import ByParameter
 from fused_optim.memory.layout import MASTER, STEP, StateLayout
 from fused_optim.options.checks import check_param, describe
 from fused_optim.options.reading import CheckpointFormat
@@ -57,8 +58,8 @@ class StateStore:
         rounds_by_names: bool = True,
     ) -> None:
         self._owner: Owner = weakref.proxy(owner)  # which holds this, and is freed as soon as nobody else holds it
-        self.layouts: dict[Tensor, StateLayout] = {} if layouts is None else layouts
-        self.pending: dict[Tensor, LoadedRemainder | None] = {} if pending is None else pending
+        self.layouts: ByParameter[StateLayout] = ByParameter(layouts)
+        self.pending: ByParameter[LoadedRemainder | None] = ByParameter(pending)
         # Where parameters have names: then the optimizers of parts of a model round as one of all of it does. Not after
         # a checkpoint whose run has counted parameters.
         self.rounds_by_names = rounds_by_names
@@ -66,7 +67,7 @@ class StateStore:
         self._links: dict[torch.device, Link] = {}
         self._changing = threading.RLock()  # `state_dict()` may be called in one thread and `step()` in another
         self._groups = ParamGroups(self._owner)
-        self._chosen: tuple[list[Tensor], set[Tensor]] | None = None  # of these parameters, those to be offloaded
+        self._chosen: tuple[SameTensors, set[int]] | None = None  # of these parameters, those to be offloaded
 
     @property
     def rule(self) -> Rules:
@@ -260,7 +261,8 @@ class StateStore:
     def prune(self) -> None:
         """Let go of parameters that were removed from ``optimizer.state``: others may have taken their places."""
         with self._changing:
-            self.layouts = {param: layout for param, layout in self.layouts.items() if param in self}
+            known = self.layouts.of(self._owner.state)
+            self.layouts = ByParameter({param: layout for param, layout in known.items() if param in self})
             self._chosen = None
 
     def exchange_offsets(self) -> None:
@@ -273,8 +275,8 @@ class StateStore:
     def forget(self, param: Tensor) -> None:
         """Drop the states of a parameter."""
         self._owner.state.pop(param, None)
-        self.layouts.pop(param, None)
-        self.pending.pop(param, None)
+        self.layouts.pop(param)
+        self.pending.pop(param)
 
     def check_replacement(self, old: Tensor, new: Tensor) -> None:
         """Raise KeyError, ValueError or TypeError where :meth:`replace` cannot be."""
@@ -329,19 +331,19 @@ class StateStore:
         if fraction >= 1.0:
             return True
         params = self.params
-        if self._chosen is None or not same_objects(params, self._chosen[0]):
-            self._chosen = params, self._choose(params, fraction)
-        return param in self._chosen[1]
+        if self._chosen is None or not self._chosen[0].are(params):
+            self._chosen = SameTensors(params), self._choose(params, fraction)
+        return id(param) in self._chosen[1]
 
-    def _choose(self, params: list[Tensor], fraction: float) -> set[Tensor]:
-        """Those with this share of the elements, spread evenly over all that could be chosen."""
+    def _choose(self, params: list[Tensor], fraction: float) -> set[int]:
+        """Those with this share of the elements, spread evenly over all that could be chosen: their ``id()``."""
         chosen, total, offloaded = set(), 0, 0
         for param in params:
             if may_be_offloaded(param) and not self.is_frozen(param):
                 size = local_tensor(param).numel()
                 total += size
                 if 2 * (offloaded + size) <= 2 * fraction * total + size:
-                    chosen.add(param)
+                    chosen.add(id(param))
                     offloaded += size
         return chosen
 
@@ -356,7 +358,7 @@ class StateStore:
 
     def place_states(self) -> None:
         """Of states that were copied or unpickled: put those that were offloaded into page-locked memory again."""
-        for param, layout in self.layouts.items():
+        for param, layout in self.layouts.of(self._owner.state).items():
             if layout.offloaded and param in self:
                 self[param].place_states(may_be_offloaded(param))
 
@@ -454,9 +456,10 @@ class StateStore:
         """
         if not self.pending:
             return
-        waiting = {p: loaded for p, loaded in self.pending.items() if loaded is not None and p in self}
+        pending = self.pending.of(self.params)
+        waiting = {p: loaded for p, loaded in pending.items() if loaded is not None and p in self}
         misfits = [loaded for param, loaded in waiting.items() if not loaded.fits(param)]
-        if any_rank(self.pending, bool(misfits), False)[0]:
+        if any_rank(pending, bool(misfits), False)[0]:
             raise misfits[0].misfit() if misfits else FailedElsewhere(MISFIT_ELSEWHERE)
         for param, loaded in waiting.items():
             self[param].write_remainder(loaded)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_optim.adapters import adapter_of
+from fused_optim.adapters import adapter_of, products_of
 from fused_optim.backends import backend_of, why_reference
 from fused_optim.formats.masters import Master
 from fused_optim.formats.states import BLOCKS, state_format
@@ -35,7 +35,7 @@ class Summary(dict[str, Any]):
 
     ``formats``: a row for each mix of formats and backend, with its parameters, elements and bytes; ``states``: where
     these are, which is shown if it is not where the parameters are. ``fallbacks``: what was asked for, what there is
-    instead, why, for how many parameters. ``products``: for weights with ``compute="fp8"``, how many of each product
+    instead, why, for how many parameters. ``products``: for weights that FP8 products are for, how many of each product
     run in FP8 and how many decode, and why. ``frozen``: parameters that have no states. ``host_bytes``,
     ``device_bytes``: of moments, masters and scales. All of it counts this rank's shards.
     """
@@ -218,8 +218,7 @@ def _products(store: StateStore, rows: int | None) -> list[dict[str, Any]]:
     """By product: for how many weights, frozen ones too, it runs in FP8, and for which it does not, and why."""
     found: dict[str, dict[str, Any]] = {}
     for param, name, _ in _named(store):
-        adapter = adapter_of(param)
-        for product, why in ({} if adapter is None else adapter.products(param, rows)).items():
+        for product, why in products_of(param, rows).items():
             counted = found.setdefault(product, {"product": product, "fp8": 0, "decoded": 0, "reasons": {}})
             counted["fp8" if why is None else "decoded"] += 1
             if why is not None:

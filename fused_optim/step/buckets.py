@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from fused_optim.backends.compiled import same_objects
+from fused_optim.backends.compiled import SameTensors
 from fused_optim.memory import copies
+from fused_optim.memory.by_parameter import ByParameter
 from fused_optim.memory.layout import STEP
 from fused_optim.options.checks import describe
 from fused_optim.rule import Hyper
@@ -85,11 +86,11 @@ class Buckets:
         self._store, self._stepping, self._choose, self._bucket_bytes = store, stepping, choose, bucket_bytes
         self.streams = SideStreams()
         self.plans: list[Plan] = []  # one for each bucket, and one for all other parameters
-        self._names: dict[Tensor, str] = {}
-        self._trainable: list[Tensor] = []  # of all parameters of the optimizer, when buckets were chosen
-        self._members: list[list[Tensor]] = []
-        self._number: dict[int, int] = {}  # a parameter's bucket, by id(), which hooks get at once
-        self._planned: tuple[list[Tensor], list[int]] = [], []  # parameters, and how many each group has
+        self._names: ByParameter[str] = ByParameter()
+        self._trainable = SameTensors()  # of all parameters of the optimizer, when buckets were chosen
+        self._members: list[list[weakref.ref[Tensor]]] = []
+        self._number: ByParameter[int] = ByParameter()  # a parameter's bucket
+        self._planned: tuple[SameTensors, list[int]] = SameTensors(), []  # parameters, and how many each group has
         self._reset()
         self._choose_buckets()
 
@@ -150,7 +151,7 @@ class Buckets:
 
     def __contains__(self, param: Tensor) -> bool:
         """Whether a parameter is updated in the backward pass."""
-        return id(param) in self._number
+        return param in self._number
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -164,16 +165,17 @@ class Buckets:
             self._check_first(param)
         if not self._is_begun:
             self._begin()
-        number = self._number.get(id(param))
+        number = self._number.get(param)
         if number is None:  # ``step()`` updates it
             return
         self._arrived.add(id(param))
         self._waiting[number] -= 1
         if not self._waiting[number]:
-            with self.streams.beside(self._members[number]):
+            members = _alive(self._members[number])
+            with self.streams.beside(members):
                 copies.wait()
                 self._update([number])
-            _free(self._members[number])
+            _free(members)
 
     def _check_first(self, param: Tensor) -> None:
         if id(param) in self._arrived:
@@ -190,7 +192,7 @@ class Buckets:
             raise RuntimeError(NO_SCALER)
         self._stepping.check_groups()
         self._store.resolve_pending()
-        if not same_objects(self._now_trainable(), self._trainable):
+        if not self._trainable.are(self._now_trainable()):
             self._choose_buckets()
         if not self._plans_fit(self.plans):
             self._make_plans()
@@ -218,7 +220,7 @@ class Buckets:
     def _complete(self) -> None:
         self.streams.join()
         for number in self._done:
-            _free(self._members[number])  # DistributedDataParallel has put them back
+            _free(_alive(self._members[number]))  # DistributedDataParallel has put them back
         left = [number for number in range(len(self.plans)) if number not in self._done]
         if not self._plans_fit([self.plans[number] for number in left]):
             self._make_plans()
@@ -230,7 +232,7 @@ class Buckets:
                 self._reset()
             raise
         for bucket in self._members:
-            _free(bucket)
+            _free(_alive(bucket))
         self._stepping.exchange_counting(self._counting)
         self._end()
 
@@ -285,21 +287,23 @@ class Buckets:
         return [param for param in self._store.params if param.requires_grad]
 
     def _choose_buckets(self) -> None:
-        self._trainable, self._names = self._now_trainable(), self._choose()
+        names = self._choose()
+        self._trainable, self._names = SameTensors(self._now_trainable()), ByParameter(names)
         size = self._bucket_bytes
         if size is None:
-            size = max(LEAST_BYTES, sum(map(_local_bytes, self._names)) // MOST_BUCKETS)
-        self._members = list(_cut(self._names, size))
-        self._planned = [], []  # plans are left where new ones are made: they know what others have written
-        self._number = {id(param): number for number, bucket in enumerate(self._members) for param in bucket}
-        self._waiting = [len(bucket) for bucket in self._members]
+            size = max(LEAST_BYTES, sum(map(_local_bytes, names)) // MOST_BUCKETS)
+        buckets = list(_cut(names, size))
+        self._members = [list(map(weakref.ref, bucket)) for bucket in buckets]
+        self._planned = SameTensors(), []  # plans are left where new ones are made: they know what others have written
+        self._number = ByParameter({param: number for number, bucket in enumerate(buckets) for param in bucket})
+        self._waiting = [len(bucket) for bucket in buckets]
 
     def _plans_fit(self, plans: list[Plan]) -> bool:
         """Whether parameters and groups are those that the plans were made for, and so are the states of ``plans``."""
         store, (params, sizes) = self._store, self._planned
         return (
             bool(plans)
-            and same_objects(store.params, params)
+            and params.are(store.params)
             and [len(group["params"]) for group in store.groups] == sizes
             and all(plan.fits(store.groups, store) for plan in plans)
         )
@@ -311,8 +315,8 @@ class Buckets:
         if [group[STEP] for group in store.groups] != steps:  # new states begin with step 1
             self._hypers.clear()
         others = [param for param in store.params if param not in self]
-        self.plans = [Plan(store.groups, store, bucket) for bucket in [*self._members, others]]
-        self._planned = store.params, [len(group["params"]) for group in store.groups]
+        self.plans = [Plan(store.groups, store, bucket) for bucket in [*map(_alive, self._members), others]]
+        self._planned = SameTensors(store.params), [len(group["params"]) for group in store.groups]
 
 
 def _local_bytes(param: Tensor) -> int:
@@ -335,6 +339,10 @@ def _cut(params: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
             bucket, filled = [], 0
     if bucket:
         yield bucket
+
+
+def _alive(bucket: Iterable[weakref.ref[Tensor]]) -> list[Tensor]:
+    return [param for reference in bucket if (param := reference()) is not None]
 
 
 def _free(params: Iterable[Tensor]) -> None:

@@ -7,6 +7,8 @@ only what differs.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -19,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from fused_optim import adapters
 from fused_optim.adapters import Batch, Fractions, Target, Update, adapter_of
 from fused_optim.backends import Backend, ShardWork, backend_of, forced_backend, is_capturing, uncounted
-from fused_optim.backends.compiled import increment_versions, same_items, same_objects
+from fused_optim.backends.compiled import Identities, increment_versions
 from fused_optim.backends.engine import CachedShard
 from fused_optim.backends.gradients import unscaled, write_
 from fused_optim.backends.offloaded import OffloadedShards
@@ -36,6 +38,18 @@ from fused_optim.state.changes import CODES, SCALES, WHOLE, Shard, StepChanges, 
 from fused_optim.state.groups import Group
 from fused_optim.state.param_state import ParamState, read_parameter
 from fused_optim.state.store import StateStore
+
+
+@dataclass(frozen=True)
+class NewValues:
+    """Of a quantized parameter: an ``Update`` without the parameter."""
+
+    values: Tensor
+    absmax: Tensor | None = None
+    written: bool = False
+
+    def of(self, param: Tensor) -> Update:
+        return Update(param, self.values, absmax=self.absmax, written=self.written)
 
 
 @dataclass
@@ -68,9 +82,17 @@ class _Part:
         slot = self.measured.setdefault(i, len(self.measured))  # side by side: one reduction takes them as they lie
         return self.absmax[slot : slot + 1]
 
-    def watch_memory(self, i: int) -> None:
+    def watch_memory(self, i: int, param: Tensor) -> None:
         freed = self.freed  # not the plan itself, which would live as long as the memory
-        self.memory[i] = memory_of(self.watched[i].param, lambda _: freed.add(i))
+        self.memory[i] = memory_of(param, lambda _: freed.add(i))
+
+    def let_go(self, i: int) -> None:
+        """Of the states of a parameter that nobody holds any more."""
+        self.watched[i] = CachedShard(self.watched[i].param_ref, None, None, None, None, {})
+        self.memory.pop(i, None)
+        self.unwatched.discard(i)
+        self.written.discard(i)
+        self.shards.let_go(i)
 
     def find_freed(self) -> None:
         while self.freed:
@@ -107,23 +129,28 @@ def check_capturable(backends: dict[torch.device, str]) -> None:
 
 
 class Plan:
-    """The shards of all parameters that have states, or of ``members`` alone."""
+    """The shards of all parameters that have states, or of ``members`` alone.
+
+    It keeps none of them: where others let go of a parameter, so does the plan, at once, and fits no more.
+    """
 
     def __init__(self, groups: Sequence[Group], store: StateStore, members: Collection[Tensor] | None = None) -> None:
-        self._params = store.params
-        self._is_part = members is not None
-        own = set(self._params if members is None else members)
+        params = store.params
+        own = set(params if members is None else members)
+        self._members = None if members is None else list(map(self._reference, members))
         self._names, self._numbers = store.names, store.rounding_numbers()
         self._sizes = [len(group["params"]) for group in groups]
         self._seed, self._forced = store.settings.seed, forced_backend()
         self._formats = _formats_of(groups, store)
-        self._in_groups = [list(group["params"]) for group in groups]
-        self._state_keys = [param for param in store.state if param in own] if self._is_part else list(store.state)
-        self._state_dicts = [store.state[key] for key in self._state_keys]
+        self._in_groups = [Identities(group["params"]) for group in groups]
+        self._state_keys = Identities(store.state)
+        self._state_dicts = Identities(store.state.values() if members is None else map(store.state.get, members))
         self._layouts = {
-            index: store.layouts[param] for index, param in enumerate(self._params) if param in own and param in store
+            index: store.layouts[param] for index, param in enumerate(params) if param in own and param in store
         }
-        self._stateless = [param for param in self._params if param in own and param not in store]
+        others = [(i, param) for i, param in enumerate(params) if param in own and i not in self._layouts]
+        self._stateless = [self._reference(param, i) for i, param in others]
+        self._has_lost = False  # a parameter
         self._store = store
         self._copies: list[tuple[Tensor, Tensor]] = []
         parts: dict[tuple[torch.device, bool, int], _Part] = {}
@@ -131,33 +158,47 @@ class Plan:
         rules = [store.rule.for_group(group) for group in groups]
         # Quantized parameters, by position, with their groups; how they are updated: those with targets at every step
         # until they are set again, others in this step.
-        self._quantized = {i: numbers[i] for i in self._layouts if adapter_of(self._params[i]) is not None}
-        self._lasting: dict[int, Update] = {}
-        self._passing: dict[int, Update] = {}
-        self._resting: dict[int, Update] = {}  # of those without a gradient
+        self._quantized = {i: numbers[i] for i in self._layouts if adapter_of(params[i]) is not None}
+        self._lasting: dict[int, NewValues] = {}
+        self._passing: dict[int, NewValues] = {}
         # The last step's updates, as long as the same parameters are updated by the same ones.
         self._batches: list[Batch] | None = None
-        self._batched: list[Tensor] = []
+        self._batched = Identities(())
         self._attribute = ""
+        self._places: dict[int, tuple[_Part, int]] = {}  # by position in the param groups
         for index in self._layouts:
-            param = self._params[index]
+            param = params[index]
             local = local_tensor(param)
             key = local.device, bool(self._layouts[index].offloaded), rules[numbers[index]].code
             part = parts.get(key) or parts.setdefault(key, _Part(local.device, backend_of(local)))
             part.indices.append(index)
             part.groups.append(numbers[index])
             part.unwatched.add(len(part.watched))
-            part.watched.append(_watched(param, store[param]))
+            self._places[index] = part, len(part.watched)
+            part.watched.append(_watched(self._reference(param, index), store[param]))
         for (device, offloaded, _), part in parts.items():
             about = (device, part.backend, part.groups, len(groups), rules[part.groups[0]])
             if rules[part.groups[0]].whole_matrices:
                 link = store.link(device) if offloaded else None
-                part.shards = MatrixShards(*about[:4], [watched.param for watched in part.watched], link)
+                part.shards = MatrixShards(*about[:4], [params[index] for index in part.indices], link)
             else:
                 part.shards = OffloadedShards(*about, store.link(device)) if offloaded else shards_on(*about)
         self._parts = [parts[key] for key in sorted(parts, key=str)]
         self.backends: dict[torch.device, str] = {part.device: part.backend for part in self._parts}
         self._last = {part.device: part for part in self._parts}  # to be launched
+
+    def _reference(self, param: Tensor, index: int | None = None) -> weakref.ref[Tensor]:
+        return weakref.ref(param, None if index is None else functools.partial(_let_go, weakref.ref(self), index))
+
+    def let_go(self, index: int) -> None:
+        """Of all that belongs to a parameter that nobody holds any more."""
+        self._has_lost = True
+        self._batches = None
+        for kept in (self._lasting, self._passing, self._layouts, self._quantized):
+            kept.pop(index, None)
+        if index in self._places:
+            part, i = self._places[index]
+            part.let_go(i)
 
     @property
     def measured(self) -> list[Tensor]:
@@ -170,16 +211,17 @@ class Plan:
         And whether what has no states still has no gradient. Of a plan of some parameters: whether these are as they
         were.
         """
-        is_same = store.settings.seed == self._seed and forced_backend() == self._forced
+        is_same = not self._has_lost and store.settings.seed == self._seed and forced_backend() == self._forced
         if not is_same or self._has_new_gradient(store.grad_attribute) or _formats_of(groups, store) != self._formats:
             return False
         state = store.state
-        if self._is_part:
-            return same_objects([state.get(param) for param in self._state_keys], self._state_dicts)
+        if self._members is not None:
+            alive = [param for member in self._members if (param := member()) is not None]
+            return self._state_dicts.are(list(map(state.get, alive)))
         return (
             len(groups) == len(self._in_groups)
-            and all(same_objects(group["params"], own) for group, own in zip(groups, self._in_groups, strict=True))
-            and same_items(state, self._state_keys, self._state_dicts)
+            and all(own.are(group["params"]) for group, own in zip(groups, self._in_groups, strict=True))
+            and Identities.are_items(state, self._state_keys, self._state_dicts)
         )
 
     def _has_new_gradient(self, attribute: str) -> bool:
@@ -187,7 +229,7 @@ class Plan:
         if not self._stateless:
             return False
         with torch._C.DisableTorchFunctionSubclass():  # of a DTensor, reading `.grad` is slow where torch looks for it
-            return any(getattr(param, attribute, None) is not None for param in self._stateless)
+            return any(getattr(param(), attribute, None) is not None for param in self._stateless)
 
     @property
     def groups_with_gradients(self) -> set[int]:
@@ -205,43 +247,47 @@ class Plan:
         self._copies.clear()
         self._passing.clear()
         self._attribute = attribute
-        stale: list[tuple[_Part, int]] = []
+        stale: list[tuple[_Part, int, Tensor]] = []
         for part in self._parts:
             part.apart.clear()
-            stale += [(part, i) for i in part.shards.refresh(part.watched, attribute)]
+            changed = part.shards.refresh(part.watched, attribute)
+            stale += [(part, i, param) for i in changed if (param := part.watched[i].param_ref()) is not None]
             part.written.update(part.shards.written())  # also of a step that is refused below
             part.find_freed()
-        for part, i in stale:
-            local = local_tensor(part.watched[i].param)
-            is_gone = part.watched[i].param not in self._store
-            if is_gone or local.device != part.device or backend_of(local) != part.backend:
+        for part, _, param in stale:
+            local = local_tensor(param)
+            if param not in self._store or local.device != part.device or backend_of(local) != part.backend:
                 return False
-        for part, i in stale:
-            self._check(part, i, attribute)
-        self._sync([(part, i) for part, i in stale if self._may_be_written(part, i)])
-        for part, i in stale:
-            self._set(part, i, attribute)
+        for part, i, param in stale:
+            self._check(part, i, param, attribute)
+        self._sync([(part, i) for part, i, _ in stale if self._may_be_written(part, i)])
+        for part, i, param in stale:
+            self._set(part, i, param, attribute)
         for part in self._parts if scaled else []:
             for i in part.shards.sharing():
-                self._set(part, i, attribute, shared=True)
+                if (param := part.watched[i].param_ref()) is not None:
+                    self._set(part, i, param, attribute, shared=True)
         return True
 
     @property
     def params(self) -> set[Tensor]:
         """All that it knows of; what was written into others the store knows."""
-        return {watched.param for part in self._parts for watched in part.watched}
+        found = (watched.param_ref() for part in self._parts for watched in part.watched)
+        return {param for param in found if param is not None}
 
     def sync_written_masters(self) -> None:
         """Let masters follow parameters that others have written since the last step."""
         for part in self._parts:
             part.find_freed()
             self._sync([(part, i) for i in part.shards.find_written(part.watched)])
-            self._sync([(part, i) for i in part.unwatched if self._may_be_written(part, i)])
+            self._sync([(part, i) for i in list(part.unwatched) if self._may_be_written(part, i)])
 
     def _may_be_written(self, part: _Part, i: int) -> bool:
         """Of a shard that is not watched; or not any more, when nobody has looked at the parameter's versions."""
-        param = part.watched[i].param
-        return param in self._store and (i not in part.unwatched or self._store[param].is_written)
+        param = part.watched[i].param_ref()
+        if param is None or param not in self._store:
+            return False
+        return i not in part.unwatched or self._store[param].is_written
 
     def _sync(self, shards: Sequence[tuple[_Part, int]]) -> None:
         """Those that raise are followed when this is called again."""
@@ -253,19 +299,20 @@ class Plan:
                 part.written.discard(i)  # another thread may have followed it
 
     def _sync_shard(self, part: _Part, i: int) -> None:
-        if part.watched[i].param not in self._store:
+        param = part.watched[i].param_ref()
+        if param is None or param not in self._store:
             return
-        states = self._store[part.watched[i].param]
+        states = self._store[param]
         if states.layout.master.is_separate and is_capturing():
             who = describe(states.param, part.indices[i], self._names[part.indices[i]])
             hint = "call sync_masters_from_params() before the capture"
             raise RuntimeError(f"CUDA graph capture: {who} may have been written since the last step; {hint}")
         states.sync_master_from_param()
         if i in part.memory:
-            part.watch_memory(i)
+            part.watch_memory(i, param)
 
-    def _check(self, part: _Part, i: int, attribute: str) -> None:
-        index, param, states = part.indices[i], part.watched[i].param, part.watched[i].states
+    def _check(self, part: _Part, i: int, param: Tensor, attribute: str) -> None:
+        index, states = part.indices[i], part.watched[i].states
         name = self._names[index]
         check_update(param, getattr(param, attribute), index, name)
         layout = self._layouts[index]
@@ -274,11 +321,11 @@ class Plan:
             created = layout.geometry.numel
             raise ValueError(f"{describe(param, index, name)}: its states were created for {created} local elements")
 
-    def _set(self, part: _Part, i: int, attribute: str, shared: bool = False) -> None:
-        index, param, states = part.indices[i], part.watched[i].param, part.watched[i].states
+    def _set(self, part: _Part, i: int, param: Tensor, attribute: str, shared: bool = False) -> None:
+        index, states = part.indices[i], part.watched[i].states
         grad, layout = getattr(param, attribute), self._layouts[index]
         master = local_tensor(states[MASTER]) if MASTER in states else None
-        part.watched[i] = _watched(param, ParamState(param, states, layout))
+        part.watched[i] = _watched(part.watched[i].param_ref, ParamState(param, states, layout))
         adapter, target, absmax = adapter_of(param), None, None
         if adapter is not None:
             self._batches = None
@@ -294,11 +341,11 @@ class Plan:
                 master, layout = None, replace(layout, master=Master.PARAMETER)
             if target is None or master is None:
                 self._lasting.pop(index, None)
-                self._passing[index] = Update(param, updated)
+                self._passing[index] = NewValues(updated)
             else:
                 absmax = part.absmax_of(i) if target.measures else None
-                self._lasting[index] = Update(param, updated, absmax=absmax, written=target.data is not None)
-                part.watched[i] = _watched_weight(part.watched[i], target, master)
+                self._lasting[index] = NewValues(updated, absmax, target.data is not None)
+                part.watched[i] = _watched_weight(part.watched[i], param, target, master)
         work = ShardWork(
             grad=self._dense_gradient(part, grad, param, shared),
             param=updated,
@@ -309,16 +356,16 @@ class Plan:
             target=target,
             absmax=absmax,
         )
-        self._let_mark(part, i, work)
+        self._let_mark(part, i, param, work)
         can_be_watched = not shared and (_is_watchable(param) if target is None else target.names is not None)
         is_watched = part.shards.set(i, work, part.watched[i] if can_be_watched else None)
         (part.unwatched.discard if is_watched else part.unwatched.add)(i)
         if is_watched and self._layouts[index].master.is_separate:
-            part.watch_memory(i)
+            part.watch_memory(i, param)
 
-    def _let_mark(self, part: _Part, i: int, work: ShardWork) -> None:
+    def _let_mark(self, part: _Part, i: int, param: Tensor, work: ShardWork) -> None:
         """Let the pass mark what it changes of the parameter's bits, where changes are tracked and it can."""
-        tracker, param = self._store.changes, part.watched[i].param
+        tracker = self._store.changes
         if tracker is None:
             return
         part.tracked[i], part.marked[i] = tracker[param], ()
@@ -382,15 +429,18 @@ class Plan:
         for batch in batches:
             batch.write(applies)
         self._passing.clear()
+        if not all(batch.lasts for batch in batches):
+            self._batches = None
         written = self._updated()
         if per_device and per_device[0][0].grad_scale is not None:
             written += [getattr(param, self._attribute) for param in written]
         increment_versions(written)
         for part in self._parts:  # which may share counters
-            updated = part.unwatched.intersection(part.shards.with_gradients())
+            updated = part.unwatched.intersection(part.shards.with_gradients()) if part.unwatched else ()
             part.shards.mark(part.watched)
             for i in updated:  # of the others nobody has looked whether they were written
-                self._store[part.watched[i].param].record_versions()
+                if (param := part.watched[i].param_ref()) is not None:
+                    self._store[param].record_versions()
         if changes is not None:
             changes.finish()
 
@@ -401,7 +451,9 @@ class Plan:
         for part in self._parts:
             stepped = set(part.shards.with_gradients())
             for i, watched in enumerate(part.watched):
-                param, marked = watched.param, part.marked.get(i, ())
+                param, marked = watched.param_ref(), part.marked.get(i, ())
+                if param is None:
+                    continue
                 reads_old = part.backend == "cpu" or CODES in marked
                 tracked = part.tracked.get(i) or tracker[param]
                 shards.append(Shard(param, watched.master, tracked, i in stepped, marked, reads_old))
@@ -413,22 +465,22 @@ class Plan:
 
     def _batches_of(self, per_device: list[list[Hyper]]) -> list[Batch]:
         updated = self._updated()
-        if self._batches is None or not same_objects(updated, self._batched):
+        if self._batches is None or not self._batched.are(updated):
             hypers = dict(zip((part.device for part in self._parts), per_device, strict=True))
-            self._batches, self._batched = adapters.batches(self._quantized_updates(hypers)), updated
+            self._batches, self._batched = adapters.batches(self._quantized_updates(hypers)), Identities(updated)
         return self._batches
 
     def _quantized_updates(self, hypers: dict[torch.device, list[Hyper]]) -> list[Update]:
         """All quantized parameters, also those that take part in reductions only."""
         updates = []
         for index, group in self._quantized.items():
-            param = self._params[index]
+            part, i = self._places[index]
+            param = part.watched[i].param_ref()
+            assert param is not None
             if getattr(param, self._attribute, None) is None:
-                update = self._resting.setdefault(index, Update(param, None))
-            elif index in self._lasting:
-                update = self._lasting[index]
+                update = Update(param, None)
             else:
-                update = self._passing[index]
+                update = (self._lasting.get(index) or self._passing[index]).of(param)
             if self._layouts[index].master is Master.PARAMETER:
                 fractions = self._fractions(index, hypers[local_tensor(param).device][group])
                 update = replace(update, fractions=fractions)
@@ -443,6 +495,11 @@ class Plan:
         return Fractions(rounding_key(self._seed, self._numbers[index]), self._layouts[index].geometry, step)
 
 
+def _let_go(plan: weakref.ref[Plan], index: int, _: object) -> None:
+    if (kept := plan()) is not None:
+        kept.let_go(index)
+
+
 def _unscaled_apart(apart: list[tuple[Tensor, Tensor]], hypers: list[Hyper]) -> list[tuple[Tensor, Tensor]]:
     """Gradients that a pass does not write itself, and what is to be written: the copies, which it does write."""
     scale, found_inf = hypers[0].grad_scale, hypers[0].found_inf
@@ -453,18 +510,18 @@ def _unscaled_apart(apart: list[tuple[Tensor, Tensor]], hypers: list[Hyper]) -> 
     return [(grad, unscaled(grad, scale) if source is grad else source) for grad, source in apart]
 
 
-def _watched(param: Tensor, states: ParamState) -> CachedShard:
-    spec = param._spec if isinstance(param, DTensor) else None
+def _watched(reference: weakref.ref[Tensor], states: ParamState) -> CachedShard:
+    spec = states.param._spec if isinstance(states.param, DTensor) else None
     state0, state1, *_ = (*(states.tensors.get(each.name) for each in states.layout.specs), None)
-    return CachedShard(param, state0, state1, master=states.tensors.get(MASTER), spec=spec, states=states.tensors)
+    return CachedShard(reference, state0, state1, master=states.tensors.get(MASTER), spec=spec, states=states.tensors)
 
 
-def _watched_weight(watched: CachedShard, target: Target, master: Tensor) -> CachedShard:
+def _watched_weight(watched: CachedShard, param: Tensor, target: Target, master: Tensor) -> CachedShard:
     """The same of a quantized weight, as far as it can be watched."""
     if target.names is None or target.components is None:
         return watched
     return watched._replace(
-        local=local_tensor(watched.param),
+        local_ref=weakref.ref(local_tensor(param)),
         components=target.components,
         names=target.names,
         parts=tuple(target.components[name] for name in target.names),

@@ -19,7 +19,7 @@ Commands = Any  # of argparse, which gives its type no name
 
 def add_commands(commands: Commands) -> None:
     """Each parser has ``run``, which returns the exit status and raises OSError, ValueError or ImportError."""
-    for add in (_add_info, _add_checksums, _add_inspect, _add_convert, _add_plan):
+    for add in (_add_info, _add_checksums, _add_inspect, _add_convert, _add_plan, _add_doctor):
         add(commands)
 
 
@@ -120,6 +120,14 @@ def _convert(args: Arguments) -> int:
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
+def _add_choice(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--world-size", type=int, default=1, metavar="RANKS", help="that shard each parameter by rows")
+    parser.add_argument("--param-dtype", default="bfloat16", metavar="DTYPE", help="or bf16, float16, float32")
+    parser.add_argument("--state-dtype", default="int8", metavar="DTYPE", help=f"one of {', '.join(STATES)}")
+    bits = "of masters: 32 (exact, in the smallest way), 24 or 0 (none)"
+    parser.add_argument("--master-bits", type=int, default=32, choices=MASTER_BITS, help=bits)
+
+
 def _add_plan(commands: Commands) -> None:
     parser = _add(
         commands, "plan", _plan, "what ranks and checkpoints will hold by format, and how long steps will take"
@@ -128,11 +136,7 @@ def _add_plan(commands: Commands) -> None:
     source.add_argument("--params", metavar="NUMBER", help="such as 8B or 350M: matrices with whole blocks")
     source.add_argument("--hf-config", metavar="FILE", help="config.json of a Hugging Face model")
     source.add_argument("--safetensors", metavar="PATH", help="safetensors files of a model, or their index")
-    parser.add_argument("--world-size", type=int, default=1, metavar="RANKS", help="that shard each parameter by rows")
-    parser.add_argument("--param-dtype", default="bfloat16", metavar="DTYPE", help="or bf16, float16, float32")
-    parser.add_argument("--state-dtype", default="int8", metavar="DTYPE", help=f"one of {', '.join(STATES)}")
-    bits = "of masters: 32 (exact, in the smallest way), 24 or 0 (none)"
-    parser.add_argument("--master-bits", type=int, default=32, choices=MASTER_BITS, help=bits)
+    _add_choice(parser)
     offload = "share of the states that lives in host memory (offload_fraction)"
     parser.add_argument("--offload", type=float, default=0.0, metavar="SHARE", help=offload)
     known = f"{', '.join(machine_names())}, none, or a JSON file with memory_bytes_per_s of another one"
@@ -163,4 +167,24 @@ def _plan(args: Arguments) -> int:
     _show(plan, args.json)
     if args.picture is not None:
         draw(plan, args.picture)
+    return 0
+
+
+# --- doctor -----------------------------------------------------------------------------------------------------------
+
+
+def _add_doctor(commands: Commands) -> None:
+    does = "what falls back for a model or a checkpoint, what it costs, and what to change"
+    parser = _add(commands, "doctor", _doctor, does)
+    model = "MODULE:FUNCTION or FILE.py:FUNCTION that returns the model, or a checkpoint, as for inspect"
+    parser.add_argument("target", metavar="TARGET", help=model)
+    _add_choice(parser)
+    parser.add_argument("--json", action="store_true")
+
+
+def _doctor(args: Arguments) -> int:
+    from fused_optim.tools.doctor import diagnose_target
+
+    choice = {key: getattr(args, key) for key in ("world_size", "param_dtype", "state_dtype", "master_bits")}
+    _show(diagnose_target(args.target, **choice), args.json)
     return 0

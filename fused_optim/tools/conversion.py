@@ -36,7 +36,7 @@ from fused_optim.state.groups import DESCRIPTION, KEYED_BY_NAMES, NATIVE, withou
 from fused_optim.state.state_dict import Options, converted
 from fused_optim.state.torch_form import torch_group, torch_states
 from fused_optim.tools.encoding import Encoded, Form, Place, forget
-from fused_optim.tools.names import LAYOUTS, STORED_MASTERS, Layout
+from fused_optim.tools.names import LAYOUTS, STATES, STORED_MASTERS, Layout
 from fused_optim.tools.progress import progress
 
 
@@ -115,7 +115,7 @@ def _checked_dtype(name: str, given: torch.dtype | str | None) -> torch.dtype | 
     try:
         state_format(given)
     except KeyError:
-        raise ValueError(f"{name}: {given} is no format of states") from None
+        raise ValueError(f"{name}: expected one of {', '.join(STATES)}, got {given!r}") from None
     return as_dtype(given)
 
 

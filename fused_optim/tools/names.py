@@ -20,7 +20,7 @@ STORED_MASTERS = ("float32", "float16", "remainder16", "remainder8")
 
 
 # Machines that were not measured, by their data sheets.
-_BY_BANDWIDTH = {
+_BY_BANDWIDTH: dict[str, dict[str, Any]] = {
     "h100": {"name": "NVIDIA H100 SXM", "memory_bytes_per_s": 3.35e12},
     "a100": {"name": "NVIDIA A100 80GB SXM", "memory_bytes_per_s": 2.039e12},
 }
@@ -51,7 +51,7 @@ def rates_of(machine: str) -> dict[str, Any]:
     if machine in measured():
         found: dict[str, Any] = measured()[machine]
         return found
-    given = _BY_BANDWIDTH.get(machine) or _read_machine(machine)
+    given: dict[str, Any] = _BY_BANDWIDTH.get(machine) or _read_machine(machine)
     known = measured()[_MEASURED]
     share = known["copy_bytes_per_s"] / _MEASURED_ON["memory_bytes_per_s"]
     memory = float(given.get("memory_bytes_per_s", 0.0))

@@ -14,13 +14,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fused_optim.sharding.dtensor import forget_meshes, placed_part_of
 
+_MOST_RANKS = 1 << 20
+
 
 @contextmanager
 def simulated(world_size: int, rank: int = 0) -> Iterator[None]:
     """A default process group of ``world_size`` ranks, of which this process is one.
 
-    Raises RuntimeError where there is a process group already.
+    Raises ValueError for a number of ranks that nobody has, RuntimeError where there is a process group already.
     """
+    if not 1 <= world_size <= _MOST_RANKS:
+        raise ValueError(f"world_size: expected a number from 1 to {_MOST_RANKS:,}, got {world_size}")
     if dist.is_initialized():
         raise RuntimeError("a process group is there already: plan for its ranks with the sharded model itself")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -151,6 +153,25 @@ def test_the_same_objects() -> None:
     assert compiled.same_objects([a, b], [a, b]) and compiled.same_objects((a, b), [a, b])
     assert not compiled.same_objects([a, b], [b, a])
     assert not compiled.same_objects([a], [a, b]) and not compiled.same_objects([a, b], [a])
-    assert compiled.same_items({a: 1, b: None}, [a, b], [1, None])
-    for changed in ({a: 1}, {b: None, a: 1}, {a: 1, b: 2}, {a: 1, b: None, "c": 3}):
-        assert not compiled.same_items(changed, [a, b], [1, None])
+
+
+@pytest.mark.parametrize("has_engine", [True, False])
+def test_the_same_objects_without_keeping_them(has_engine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_engine:
+        monkeypatch.setattr(compiled, "_any_engine", lambda: None)
+    a, b = torch.ones(2), torch.ones(2)
+    objects = compiled.Identities([a, b])
+    assert objects.are([a, b]) and objects.are((a, b))
+    assert not any(map(objects.are, ([b, a], [a], [a, b, a], [])))
+    one = {}
+    values = compiled.Identities([1, one])
+    assert objects.are_items({a: 1, b: one}, objects, values)
+    for changed in ({a: 1}, {b: one, a: 1}, {a: 1, b: {}}, {a: 1, b: one, "c": 3}):
+        assert not objects.are_items(changed, objects, values)
+    before = weakref.ref(a)
+    del a, changed
+    gc.disable()
+    try:
+        assert before() is None
+    finally:
+        gc.enable()

@@ -9,6 +9,8 @@ import pytest
 
 from walkthrough import follow
 
+pytestmark = pytest.mark.timeout(900)  # many processes, each of which imports torch
+
 
 def need(*packages: str) -> None:
     for package in packages:

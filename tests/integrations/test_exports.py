@@ -31,6 +31,7 @@ import vllm_rules  # noqa: E402
 from hugging_face_cases import (  # noqa: E402
     MODELS,
     decoded_model,
+    every_linear,
     has_experts,
     language_model,
     logits,
@@ -251,7 +252,7 @@ def test_wrappers_change_no_name(tmp_path: Path) -> None:
 def test_names_that_transformers_does_not_tie_are_all_written(recipe: str, tmp_path: Path) -> None:
     model = language_model("llama")  # whose configuration says that they are not tied
     model.lm_head.weight = model.model.embed_tokens.weight
-    quantize_model_(model, RECIPES[recipe])
+    quantize_model_(model, RECIPES[recipe], every_linear)
     saved(model.eval(), tmp_path, "compressed-tensors")
     assert {"lm_head.weight", "model.embed_tokens.weight"} <= {*read(tmp_path)}
     assert_same_model(loaded(tmp_path, "compressed-tensors"), model)
@@ -313,7 +314,7 @@ def test_a_model_that_was_loaded_quantized_is_written_anew(tmp_path: Path) -> No
     """transformers would quantize weights again that it has decoded as it loaded them."""
     model = saved(quantized_language_model("mixtral", "rows"), tmp_path / "first", "fp8")
     again = loaded(tmp_path / "first", "fp8")
-    quantize_model_(again, RECIPES["rows"])
+    quantize_model_(again, RECIPES["rows"], every_linear)
     quantize_model_(again, RECIPES["rows"], param_filter=lambda param, _: param.dim() == 3)
     saved(again, tmp_path / "second", "fp8")
     assert {*read(tmp_path / "second")} == {*read(tmp_path / "first")}

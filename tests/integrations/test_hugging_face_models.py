@@ -24,7 +24,7 @@ from quantized_cases import RECIPES, has_tiles
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
-from hugging_face_cases import MODELS, TOKENS, language_model, logits, weights_of  # noqa: E402
+from hugging_face_cases import MODELS, TOKENS, every_linear, language_model, logits, weights_of  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 EACH = pytest.mark.parametrize("recipe", ["current", "tiles", "mxfp8", "nvfp4"])
@@ -72,7 +72,7 @@ def test_filters_see_the_loaded_model(name: str, tmp_path: Path) -> None:
 def test_missing_weights_are_initialised_and_quantized(tmp_path: Path) -> None:
     """A head that is in no file."""
     language_model("llama").model.save_pretrained(tmp_path)
-    with quantized_model_init(RECIPES["mxfp8"]):
+    with quantized_model_init(RECIPES["mxfp8"], every_linear):
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert "lm_head.weight" in quantized_names(model) and not model.lm_head.weight.is_pending
     assert 0 < model.lm_head.weight.values().abs().max() < 1 and logits(model).isfinite().all()
@@ -86,7 +86,7 @@ def test_missing_weights_are_initialised_and_quantized(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mean", [True, False])
 def test_heads_are_resized(recipe: str, tokens: int, mean: bool) -> None:
     """The embedding is plain; the head becomes a plain one, with the decoded values."""
-    model = quantize_model_(language_model("llama"), RECIPES[recipe])
+    model = quantize_model_(language_model("llama"), RECIPES[recipe], every_linear)
     discard_high_precision_init(model)
     before = weights_of(model)
     model.resize_token_embeddings(tokens, mean_resizing=mean)
@@ -103,7 +103,7 @@ def test_heads_are_resized(recipe: str, tokens: int, mean: bool) -> None:
 @pytest.mark.parametrize("mean", [True, False])
 @pytest.mark.parametrize("tokens", [80, 48])
 def test_quantized_embeddings_say_what_to_call(tokens: int, mean: bool) -> None:
-    model = quantize_model_(language_model("llama-tied"), RECIPES["mxfp8"]).eval()
+    model = quantize_model_(language_model("llama-tied"), RECIPES["mxfp8"], every_linear).eval()
     discard_high_precision_init(model)
     before, expected = weights_of(model), logits(model)
     with pytest.raises(TypeError, match=r"takes a whole one .* dequantize_model_\(model\) makes plain"):

@@ -27,7 +27,7 @@ from snippets import run_section
 accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
-from hugging_face_cases import TOKENS, language_model, logits, quantized_language_model, weights_of  # noqa: E402
+from hugging_face_cases import TOKENS, every_linear, language_model, logits, quantized_language_model, weights_of  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 NAMES = pytest.mark.parametrize("name", ["llama", "llama-tied", "mixtral", "qwen3_moe-tied"])
@@ -215,5 +215,5 @@ def test_quantizing_after_a_plain_load_is_as_before(tmp_path: Path) -> None:
     save_pretrained_as(model)
     model.save_pretrained(tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    quantize_model_(again, RECIPES["mxfp8"])
+    quantize_model_(again, RECIPES["mxfp8"], every_linear)
     assert_same(weights_of(again), weights_of(model))

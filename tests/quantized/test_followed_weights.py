@@ -15,11 +15,13 @@ import distributed
 from distributed import assert_same, join_all, on_each_device, part
 from fused_optim import FusedAdamW
 from fused_optim.quantized import QuantizedTensor, finish_initialization, quantize_model_
+from pairwise import pairwise
 from quantized_cases import RECIPES, Run, plain_model, values
 
 SHAPE = (256, 128)
 EACH = pytest.mark.parametrize("recipe", RECIPES)
-EVERY_BACKEND = pytest.mark.parametrize("any_backend", ["torch", "engine"], indirect=True)
+BACKENDS = ["torch", "engine"]
+EVERY_BACKEND = pytest.mark.parametrize("any_backend", BACKENDS, indirect=True)
 MASTERS = [torch.float32, torch.float16]
 
 
@@ -119,10 +121,11 @@ def assigned(trained: Trained, new: Tensor) -> None:
     trained.weight.data = QuantizedTensor.from_values(new, trained.weight.recipe)
 
 
-@EACH
-@EVERY_BACKEND
-@pytest.mark.parametrize("smaller", SMALLER)
-@pytest.mark.parametrize("load", [copied, assigned], ids=["copied", "assigned"])
+@pytest.mark.parametrize(
+    "recipe, any_backend, smaller, load",
+    pairwise([*RECIPES], BACKENDS, [*SMALLER], [copied, assigned]),
+    indirect=["any_backend"],
+)
 def test_masters_follow_smaller_codes(recipe: str, any_backend: str, smaller: str, load: Any) -> None:
     trained = Trained(recipe, any_backend)
     load(trained, SMALLER[smaller](trained.before))
@@ -184,10 +187,11 @@ PARTS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@EACH
-@EVERY_BACKEND
-@pytest.mark.parametrize("at", PARTS)
-@pytest.mark.parametrize("factor", [0.0, 0.03, 30.0])
+@pytest.mark.parametrize(
+    "recipe, any_backend, at, factor",
+    pairwise([*RECIPES], BACKENDS, [*PARTS], [0.0, 0.03, 30.0]),
+    indirect=["any_backend"],
+)
 def test_masters_of_what_was_not_written_stay(recipe: str, any_backend: str, at: str, factor: float) -> None:
     """Though the scales of their blocks, or of all of the weight, change."""
     trained = Trained(recipe, any_backend)

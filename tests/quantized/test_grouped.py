@@ -12,23 +12,28 @@ import distributed
 from distributed import on_each_device
 from fused_optim import FusedAdam
 from fused_optim.quantized import (
+    Float8BlockScaling,
     Float8CurrentScaling,
     Float8DelayedScaling,
     GroupedLinear,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
     QuantizedTensor,
     Recipe,
     quantize_model_,
 )
+from fused_optim.quantized.compute import products
 from fused_optim.sharding.dtensor import local_tensor
 from product_cases import matrix, rounded
 
-EXPERTS = {
+EXPERTS: dict[str, Recipe] = {
     "tensor": Float8CurrentScaling(compute="fp8"),
     "row": Float8CurrentScaling(compute="fp8", activation_scaling="row"),
+    "row, FP8": Float8CurrentScaling(compute="fp8", activation_scaling="row", weight_gradients="fp8"),
     "delayed": Float8DelayedScaling(compute="fp8", activation_scaling="row"),
 }
-FP8, DECODED = Float8CurrentScaling(compute="fp8"), Float8CurrentScaling()
-ENDS = [[32, 48, 48, 128], [0, 0, 128, 128], [16, 32, 64, 80]]
+FP8, DECODED = Float8CurrentScaling(compute="fp8"), Float8CurrentScaling(compute="decode")
+ENDS = [[32, 48, 48, 128], [0, 0, 128, 128], [16, 32, 64, 80], [1, 8, 25, 100]]
 
 
 @pytest.fixture
@@ -44,34 +49,98 @@ def layer_of(recipe: Recipe, device: str) -> GroupedLinear:
     return quantize_model_(layer, recipe, lambda module, _: isinstance(module, GroupedLinear))
 
 
+def is_near(found: Tensor, a: Tensor, b: Tensor, adding_up: float) -> None:
+    """``a @ b`` in float64, but for adding up and rounding."""
+    exact, magnitudes = a.double() @ b.double(), a.double().abs() @ b.double().abs()
+    error = (found.detach().cpu().double() - exact).abs()
+    assert (error <= 2.0**-8 * exact.abs() + adding_up * magnitudes).all()
+
+
+@pytest.mark.parametrize("multiple_of", [1, 8, 16])
 @pytest.mark.parametrize("name", EXPERTS)
-@pytest.mark.parametrize("ends", ENDS[:2])
-def test_products_of_groups(ends: list[int], name: str, grouped_device: str) -> None:
-    """Those of the codes, in float64, but for adding up and rounding; weight gradients are those of BF16 values."""
+@pytest.mark.parametrize("ends", ENDS)
+def test_products_of_groups(ends: list[int], name: str, multiple_of: int, grouped_device: str) -> None:
+    """Those of the codes, in float64, but for adding up and rounding. Rows of no expert do not matter."""
+    if any(end % multiple_of for end in ends) or (multiple_of == 16 and ends[-1] < 128):
+        return
     layer = layer_of(EXPERTS[name], grouped_device)
+    layer.multiple_of = multiple_of
     offsets = torch.tensor(ends, dtype=torch.int32, device=grouped_device)
     x, gradient = matrix(128, 64), matrix(128, 96, 2)
+    x[ends[-1] :] = torch.nan
+    gradient[ends[-1] :] = torch.nan
     given = x.to(grouped_device).requires_grad_()
     out = layer(given, offsets)
     out.backward(gradient.to(grouped_device))
     weight: QuantizedTensor = layer.weight
-    values = weight.values().cpu().double()
+    values = weight.values().cpu()
     rows, gradient_rows = (rounded(each, torch.float8_e4m3fn, "row") for each in (x, gradient))
+    of_weight = [x[: ends[-1]], gradient[: ends[-1]]]
+    if EXPERTS[name].products.weight_gradients:
+        of_weight = [rounded(each.t().contiguous(), torch.float8_e4m3fn, "row").t() for each in of_weight]
     adding_up = 2.0**-10 if grouped_device == "cuda" else 2.0**-20
     start = 0
     for expert, end in enumerate(ends):
         part = slice(start, end)
-        pairs = [
-            (out, rows[part] @ values[expert].t(), rows[part].abs() @ values[expert].abs().t()),
-            (given.grad, gradient_rows[part] @ values[expert], gradient_rows[part].abs() @ values[expert].abs()),
-        ]
-        for found, exact, magnitudes in pairs:
-            error = (found.detach().cpu()[part].double() - exact).abs()
-            assert (error <= 2.0**-8 * exact.abs() + adding_up * magnitudes).all(), expert
-        exact = gradient[part].double().t() @ x[part].double()
-        bound = 2.0**-8 * exact.abs() + 2.0**-20 * (gradient[part].double().abs().t() @ x[part].double().abs())
-        assert ((weight.grad[expert].cpu().double() - exact).abs() <= bound).all()
+        is_near(out[part], rows[part], values[expert].t(), adding_up)
+        is_near(given.grad[part], gradient_rows[part], values[expert], adding_up)
+        is_near(layer.weight.grad[expert], of_weight[1][part].t(), of_weight[0][part], adding_up)
         start = end
+
+
+def test_no_rows_and_pickles_of_earlier_releases(device: str) -> None:
+    layer = layer_of(FP8, device)
+    del layer.multiple_of
+    x = torch.zeros(0, 64, dtype=torch.bfloat16, device=device).requires_grad_()
+    out = layer(x, torch.zeros(4, dtype=torch.int32, device=device))
+    assert out.shape == (0, 96)
+
+
+ONE_BY_ONE: dict[str, Recipe] = {
+    "blocks": Float8BlockScaling(compute="fp8"),
+    "blocks, tiles": Float8BlockScaling(compute="fp8", activation_tiles=True, power_of_two=True),
+    "blocks (1, 128)": Float8BlockScaling((1, 128), compute="fp8"),
+    "mxfp8": MXFP8BlockScaling(compute="fp8"),
+    "nvfp4": NVFP4BlockScaling(compute="fp4"),
+}
+
+
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+@pytest.mark.parametrize("ends", [[128, 128, 384], [130, 256, 304]])
+def test_experts_one_by_one_are_linear_layers(ends: list[int], name: str, device: str) -> None:
+    """Of the same bits, whatever their numbers of rows allow; rows of no expert give and take nothing."""
+    recipe = ONE_BY_ONE[name]
+    if device == "cuda" and products.device_unsupported_reason(torch.device("cuda", 0), recipe.products) is not None:
+        pytest.skip("no GPU with these products")
+    torch.manual_seed(0)
+    layer = GroupedLinear(3, 256, 128, device, torch.bfloat16)
+    plain = layer.weight.detach().clone()
+    quantize_model_(layer, recipe, lambda *_: True)
+    x, gradient = matrix(400, 256).to(device).requires_grad_(), matrix(400, 128, 2).to(device)
+    out = layer(x, torch.tensor(ends, dtype=torch.int32, device=device))
+    of_x, of_weight = torch.autograd.grad(out, (x, layer.weight), gradient)
+    start = 0
+    for expert, end in enumerate(ends):
+        alone = nn.Linear(256, 128, bias=False, device=device, dtype=torch.bfloat16)
+        alone.weight.data.copy_(plain[expert])
+        quantize_model_(alone, recipe, lambda *_: True)
+        if recipe.scales_whole_tensor:  # that of all experts
+            values = layer.weight.values()[expert]
+            alone.weight.components.update(
+                {
+                    key: part[expert].view(alone.weight.components[key].shape) if len(part) == 3 else part.clone()
+                    for key, part in layer.weight.components.items()
+                    if key != "initial"
+                }
+            )
+            assert torch.equal(alone.weight.values(), values)
+        rows = x.detach()[start:end].requires_grad_()
+        expected = alone(rows)
+        found_x, found_weight = torch.autograd.grad(expected, (rows, alone.weight), gradient[start:end])
+        assert torch.equal(out[start:end], expected) and torch.equal(of_x[start:end], found_x)
+        assert torch.equal(of_weight[expert], found_weight)
+        start = end
+    assert not out[start:].any() and not of_x[start:].any()
 
 
 def test_groups_are_decoded_without_fp8(device: str) -> None:

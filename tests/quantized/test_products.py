@@ -28,6 +28,7 @@ from fused_optim.quantized.recipes import elements
 from product_cases import RECIPES, Reference, code_error, decoded_recipe, layer_of, matrix, results, rounded, sums
 
 EACH = pytest.mark.parametrize("name", RECIPES)
+DECODED = Float8CurrentScaling(compute="decode")
 SCALINGS = pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 
@@ -226,13 +227,13 @@ def test_unsupported_reasons_are_named() -> None:
     assert "BF16" in products.unsupported_reason("weight gradient", RECIPES["row"], 128, (256, 256))
     assert "transposed" in products.unsupported_reason("input gradient", RECIPES["block (1, 128)"], 128, (256, 256))
     assert "FP4" in products.unsupported_reason("input gradient", RECIPES["nvfp4"], 128, (256, 256))
-    assert products.unsupported_reason("output", Float8CurrentScaling(), 128, (256, 256)) == "the recipe decodes"
+    assert products.unsupported_reason("output", DECODED, 128, (256, 256)) == "the recipe decodes"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_other_dtypes_are_decoded(dtype: torch.dtype, device: str) -> None:
     found = []
-    for recipe in (RECIPES["tensor"], Float8CurrentScaling()):
+    for recipe in (RECIPES["tensor"], DECODED):
         torch.manual_seed(0)
         layer = quantize_model_(nn.Linear(64, 48, dtype=dtype).to(device), recipe)
         found.append(results(layer, torch.randn(32, 64).to(dtype), torch.ones(32, 48, dtype=dtype)))
@@ -436,7 +437,7 @@ def test_modules_become_quantized_linear_layers() -> None:
     quantize_model_(model, RECIPES["tensor"], lambda module, name: isinstance(module, nn.Linear) and name != "2")
     assert [type(module) for module in model] == [QuantizedLinear, Own, nn.Linear]
     assert list(model.state_dict()) == list(kept.state_dict())
-    assert [type(module) for module in quantize_model_(kept, Float8CurrentScaling())] == [nn.Linear, Own, nn.Linear]
+    assert [type(module) for module in quantize_model_(kept, DECODED)] == [nn.Linear, Own, nn.Linear]
     copied, unpickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     x = matrix(16, 32)
     assert type(copied[0]) is type(unpickled[0]) is QuantizedLinear
@@ -482,7 +483,7 @@ def test_recipes_with_other_products_are_equal_and_saved_with_them() -> None:
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"compute": "int8"}, "compute: expected 'dequantize' or 'fp8', got 'int8'"),
+    ({"compute": "int8"}, "compute: expected 'auto' or 'fp8' or 'decode', got 'int8'"),
     ({"gradient_format": "e3m4"}, "gradient_format: expected 'e4m3' or 'e5m2', got 'e3m4'"),
     ({"weight_gradients": "fp32"}, "weight_gradients: expected 'fp8' or 'bf16', got 'fp32'"),
 ])  # fmt: skip
@@ -490,7 +491,7 @@ def test_options_are_checked(options: dict[str, str], message: str) -> None:
     for kind in (Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling):
         with pytest.raises(ValueError, match=message):
             kind(**options)
-    with pytest.raises(ValueError, match="compute: expected 'dequantize' or 'fp4', got 'fp8'"):
+    with pytest.raises(ValueError, match="compute: expected 'decode' or 'fp4', got 'fp8'"):
         NVFP4BlockScaling(compute="fp8")
 
 

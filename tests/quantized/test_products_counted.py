@@ -16,7 +16,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import distributed
 from fused_optim import FusedAdamW
-from fused_optim.quantized import GroupedLinear, QuantizedTensor, quantize_model_
+from fused_optim.quantized import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    GroupedLinear,
+    MXFP8BlockScaling,
+    QuantizedTensor,
+    Recipe,
+    quantize_model_,
+)
 from fused_optim.quantized.compute import grouped, products
 from fused_optim.sharding.dtensor import local_tensor
 from product_cases import RECIPES
@@ -29,7 +37,8 @@ def counted() -> Iterator[Counter[str]]:
     """How many products of each kind run in FP8."""
     seen: Counter[str] = Counter()
     places = [(products, name.replace(" ", "_"), name) for name in products.PRODUCTS] + [
-        (grouped, "_product", "grouped")
+        (grouped, "_product", "grouped"),
+        (grouped, "_weight_gradient", "weight gradient"),
     ]
     originals = [getattr(module, attribute) for module, attribute, _ in places]
 
@@ -102,7 +111,7 @@ def test_what_is_predicted_runs(name: str, rows: int) -> None:
     refused = set()
     for kind, (build, inputs) in LAYERS.items():
         if name == "block" and "experts" in kind:
-            continue  # tiles need two dims
+            continue  # tiles need multiples of 128
         layer = quantize_model_(build().bfloat16(), RECIPES[name], lambda *_: True)
         found = predicted(layer.weight, rows)
         assert set(found) == set(products.PRODUCTS)
@@ -137,7 +146,7 @@ def test_the_summary_counts_products() -> None:
     line = f"  output in FP8 for 2 of 6 parameters; decoded for 4 parameters ({', '.join(examples)}, ...): {reason}"
     assert line in str(summary).splitlines()
     assert "rows = 40" in str(FusedAdamW(list(model.named_parameters())).summary(rows=40))
-    decoding = quantize_model_(nn.Linear(64, 64).bfloat16(), type(RECIPES["tensor"])())
+    decoding = quantize_model_(nn.Linear(64, 64).bfloat16(), type(RECIPES["tensor"])(compute="decode"))
     assert FusedAdamW(decoding.parameters()).summary()["products"] == []
 
 
@@ -154,7 +163,7 @@ def test_gpus_without_such_products_are_named(monkeypatch: pytest.MonkeyPatch) -
     assert why == "products in MXFP8 need compute capability 10.x, this GPU has 9.0"
     shape = (2, 128, 128)
     experts = [grouped.unsupported_reason("output", RECIPES["row"], torch.device("cuda", i), shape) for i in range(3)]
-    assert [why is None for why in experts] == [False, True, False]
+    assert [why is None for why in experts] == [False, True, True]  # the last one by one
     products._capability.cache_clear()
 
 
@@ -198,3 +207,55 @@ def test_shards_are_predicted_as_they_are_multiplied() -> None:
         assert set(why.values()) == {"out_features = 24 is no multiple of 16"} and not seen
         why, seen, _ = found["mixed precision"]
         assert all("FSDP2's mixed precision" in str(each) for each in why.values()) and seen == everything
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    products._capability.cache_clear()
+    products._known_products_in_fp8.cache_clear()
+    yield torch.device("cuda", 7)
+    products._capability.cache_clear()
+    products._known_products_in_fp8.cache_clear()
+
+
+def test_products_are_in_fp8_by_default_where_they_were_measured_to_gain(hopper: torch.device) -> None:
+    recipe, square = Float8CurrentScaling(), (4096, 4096)
+    assert all(products.products_in_fp8(recipe, hopper, 8192, square))
+    assert all(products.products_in_fp8(recipe, hopper, 256, square))  # than decoding: a quantized weight has no BF16
+    assert not any(products.products_in_fp8(recipe, hopper, 8192, (512, 512)))
+    assert not any(products.products_in_fp8(recipe, hopper, 64, square))
+    # Beside BF16, for weights that are kept, more rows are needed.
+    kept = Float8CurrentScaling(keep_weights=True)
+    assert not any(products.products_in_fp8(kept, hopper, 1024, square, "BF16"))
+    assert all(products.products_in_fp8(kept, hopper, 2048, square, "BF16"))
+    for other in (Float8CurrentScaling(compute="decode"), Float8CurrentScaling(compute="dequantize")):
+        assert not any(products.products_in_fp8(other, hopper, 8192, square)) and other.compute == "decode"
+    assert all(products.products_in_fp8(Float8CurrentScaling(compute="fp8"), hopper, 64, (512, 512)))
+    assert not any(products.products_in_fp8(MXFP8BlockScaling(), hopper, 8192, square))
+    assert not any(products.products_in_fp8(recipe, torch.device("cpu"), 8192, square))
+
+
+def test_experts_have_weight_gradients_in_fp8_where_these_gain(hopper: torch.device) -> None:
+    def found(recipe: Recipe, rows: int, weight: tuple[int, ...]) -> list[bool]:
+        return [grouped.unsupported_reason(each, recipe, hopper, weight, rows) is None for each in products.PRODUCTS]
+
+    large, small = (8, 14336, 4096), (64, 1408, 2048)
+    assert found(Float8CurrentScaling(), 16384, large) == [True, True, True]
+    assert found(Float8CurrentScaling(), 8192, large) == [True, True, False]
+    assert found(Float8CurrentScaling(), 16384, small) == [True, True, False]
+    tiles = Float8BlockScaling().for_shape(large)
+    assert found(tiles, 16384, large) == [True, True, True] and not any(found(tiles, 8192, large))
+    assert found(Float8CurrentScaling(compute="fp8"), 64, small) == [True, True, True]
+
+
+def test_the_summary_tells_why_products_are_not_in_fp8() -> None:
+    layer = quantize_model_(nn.Linear(64, 64).bfloat16(), Float8CurrentScaling())
+    found = predicted(layer.weight, 64)
+    assert set(found.values()) == {'CPUs have no FP8 products: compute="fp8" asks for them all the same, in FP32'}
+    kept = quantize_model_(nn.Linear(128, 64).bfloat16(), Float8CurrentScaling(compute="fp8", keep_weights=True))
+    assert predicted(kept.weight, 64) == dict.fromkeys(products.PRODUCTS)
+    in_fp32 = quantize_model_(nn.Linear(64, 64), Float8CurrentScaling(compute="fp8"))
+    assert "it is float32: only autocast" in str(predicted(in_fp32.weight, 64)["output"])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert predicted(in_fp32.weight, 64) == dict.fromkeys(products.PRODUCTS)

@@ -147,14 +147,14 @@ def test_what_stays_eager_compiles_nothing_of_the_weight() -> None:
 
 
 def test_a_layer_alone_compiles_nothing_of_the_weight() -> None:
-    """The layer is torch's: it stays eager, or is a graph of its product (since torch 2.14)."""
+    """It is a graph of its product, as one operator."""
     layer = blocks("mxfp8").get_submodule("0.up")
     expected = layer(activations())
     counter = CompileCounterWithBackend("aot_eager")
     layer.compile(backend=counter)
     assert torch.equal(layer(activations()), expected)
     calls = [node.target for graph in counter.graphs for node in graph.graph.nodes if node.op.startswith("call")]
-    assert calls in ([], [torch._C._nn.linear])
+    assert calls == [torch.ops.fused_optim.linear]
 
 
 def train_sharded(recipe: str, compile_blocks: bool) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from fused_optim.quantized import (
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8DelayedScaling,
+    GroupedLinear,
     MXFP8BlockScaling,
     QuantizedTensor,
     Recipe,
@@ -191,14 +193,16 @@ def experts(recipe: str) -> Experts:
 
 
 def test_tiles_of_three_dims_are_refused_by_name() -> None:
-    refuses(Experts(), ValueError, r"^w1, shape \(5, 96, 64\): .*two dims", Float8BlockScaling(), param_filter=picks)
+    refuses(
+        Experts(), ValueError, r"^w1, shape \(5, 96, 64\): .*multiples of 128", Float8BlockScaling(), param_filter=picks
+    )
     model = quantize_model_(
         Experts(), Float8BlockScaling(), param_filter=lambda _, name: name.endswith("in_proj_weight")
     )
     assert quantized_names(model) == {"attention.in_proj_weight"}
 
 
-THREE_DIMS = [recipe for recipe in RECIPES if recipe != "tiles"]
+THREE_DIMS = [recipe for recipe in RECIPES if recipe != "tiles"]  # whose blocks need larger experts
 
 
 def train_experts(recipes: list[str], sharded: bool) -> dict[str, tuple[dict[str, Part], list[float], list[str]]]:
@@ -266,6 +270,113 @@ def test_masters_of_parameters_of_any_name_start_from_their_values(recipe: str) 
     masters = FusedAdam(model.parameters()).master_state_dict(model)
     for name, param in plain.named_parameters():
         assert torch.equal(masters[name], param), name
+
+
+def train_in_tiles(sharded: bool) -> dict[str, Part]:
+    torch.manual_seed(0)
+    model = Experts(5, 128, 256).to(distributed.device())
+    quantize_model_(model, Float8BlockScaling(), param_filter=lambda param, _: param.dim() == 3)
+    assert quantized_names(model) == {"w1", "w2", "w3"}
+    if sharded:
+        fully_shard(model, mesh=distributed.mesh())
+    optimizer = FusedAdam(model.parameters(), lr=0.01)
+    for step in range(3):
+        model(values((2, 3, 128), 9, step).to(distributed.device())).square().mean().backward()
+        for index, param in enumerate(model.parameters()):
+            param.grad = shard_like(values(param.shape, 7, index, step), param)
+        optimizer.step()
+        optimizer.zero_grad()
+    return parameter_parts(model)
+
+
+@pytest.mark.parametrize("ranks, on", on_each_device((1,), (2,), (3,), (4,)))
+def test_tiles_of_experts_lie_within_them(ranks: int, on: str) -> None:
+    """The bits of each expert alone, and of one rank, after steps on any number of ranks."""
+    (expected,) = distributed.run(1, train_in_tiles, False, on=on)
+    results = distributed.run(ranks, train_in_tiles, True, on=on)
+    assert_same(join_all(results), join_all([expected]))
+    weight = values((3, 256, 384), 5)
+    together = QuantizedTensor.from_values(weight, Float8BlockScaling())
+    for index, expert in enumerate(weight):
+        alone = QuantizedTensor.from_values(expert, Float8BlockScaling())
+        assert torch.equal(together.values()[index], alone.values())
+        assert torch.equal(together.components["scale"][index], alone.components["scale"].flatten())
+
+
+# --- recipes by patterns of names -------------------------------------------------------------------------------
+
+
+class Routed(nn.Module):
+    """A layer with attention and experts of three dims, an embedding, and a head that is tied or not."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 128)
+        self.attn = nn.ModuleDict({name: nn.Linear(128, 128) for name in ("q", "k", "o")})
+        self.mlp = nn.Module()
+        self.mlp.experts = Experts(4, 128, 256)
+        self.lm_head = nn.Linear(128, 64, bias=False)
+        if tied:
+            self.lm_head.weight = self.embed.weight
+
+
+def recipes_of(model: nn.Module) -> dict[str, str]:
+    found = {name: param for name, param in model.named_parameters() if isinstance(param, QuantizedTensor)}
+    return {name: type(param.recipe).__name__ for name, param in found.items()}
+
+
+def test_patterns_of_names_choose_recipes() -> None:
+    by_name = {
+        "attn.k": None,
+        "attn.*": Float8CurrentScaling(),
+        "*.experts.w2": MX,
+        "*.experts.w*": Float8BlockScaling(),
+    }
+    attention = {f"attn.{name}.weight": "Float8CurrentScaling" for name in ("q", "o")}
+    experts = {f"mlp.experts.w{i}": "Float8BlockScaling" for i in (1, 3)} | {"mlp.experts.w2": "MXFP8BlockScaling"}
+    assert recipes_of(quantize_model_(Routed(), by_name)) == attention | experts
+    with torch.device("meta"), quantized_model_init(by_name):
+        built, _loss = Routed(), nn.CrossEntropyLoss()
+    assert recipes_of(built) == attention | experts
+    everything = recipes_of(quantize_model_(Routed(), {"*": MX}))
+    assert {"lm_head.weight", "mlp.experts.attention.out_proj.weight", "mlp.experts.w1"} <= set(everything)
+    assert recipes_of(quantize_model_(Routed(), {"lm_head.weight": MX})) == {"lm_head.weight": "MXFP8BlockScaling"}
+
+
+@pytest.mark.parametrize("by_name, error, text", [
+    ({"*.attention.*": MX, "attn.w*": MX}, ValueError, r"'attn\.w\*' matches no weight of the model, which has attn\."),
+    ({"embed.weight": MX}, ValueError, "matches no weight"), ({"attn.*": "mxfp8"}, TypeError, "got 'mxfp8'"),
+    ({3: MX}, TypeError, "patterns of names as keys, got 3"),
+])  # fmt: skip
+def test_patterns_that_pick_nothing_are_refused(by_name: Any, error: type[Exception], text: str) -> None:
+    refuses(Routed(), error, text, by_name)
+    refuses(Routed(), ValueError, "leave out filter_fn", {"attn.*": MX}, filter_fn=lambda *_: True)
+
+
+def test_tied_weights_have_one_recipe() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model[1].weight = model[0].weight
+    text = "1.weight is tied to 0.weight: expected one recipe for both"
+    refuses(model, ValueError, text, {"0": MX, "1": Float8CurrentScaling()})
+    assert len(recipes_of(quantize_model_(model, {"*": MX}))) == 1
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("built", [False, True])
+def test_heads_tied_weights_and_experts_stay_plain_by_default(built: bool, tied: bool) -> None:
+    with pytest.warns(UserWarning, match=r"3 weights of experts.*stay plain \(mlp\.experts\.w1, mlp\.experts\.w3, "):
+        if built:
+            with quantized_model_init(MX):
+                model = Routed(tied)
+        else:
+            model = quantize_model_(Routed(tied), MX)
+    attention = {f"attn.{name}.weight" for name in ("q", "k", "o")}
+    assert quantized_names(model) == attention | {"mlp.experts.attention.out_proj.weight"}
+    with warnings.catch_warnings(action="error"):  # experts that are quantized already are not named
+        quantize_model_(quantize_model_(Routed(), {"*.w?": MX}), MX)
+    other = nn.Sequential(nn.Embedding(32, 32), nn.Linear(32, 32), nn.Linear(32, 32))
+    other[1].weight = other[0].weight
+    assert quantized_names(quantize_model_(other, MX)) == {"2.weight"}
 
 
 # --- filters ----------------------------------------------------------------------------------------------------
@@ -344,13 +455,22 @@ def test_sizes_that_gain_are_those_of_the_table(kind: str, tmp_path: Path) -> No
         assert quantized_names(quantized) == {f"{i}.weight" for i in picked}
 
 
+def test_experts_of_sizes_that_gain_are_picked() -> None:
+    """By the package's table: 8 large experts from 512 rows each on, 64 small ones never."""
+    recipe = Float8CurrentScaling()
+    with torch.device("meta"):
+        model = nn.ModuleDict({"large": GroupedLinear(8, 4096, 14336), "small": GroupedLinear(64, 2048, 1408)})
+    for rows, picked in ((8 * 256, set()), (8 * 512, {"large.weight"}), (64 * 2048, {"large.weight"})):
+        assert quantized_names(quantize_model_(copy.deepcopy(model), recipe, gains(recipe, rows))) == picked
+
+
 def test_the_table_is_of_the_results() -> None:
     """``python benchmarks/measured.py`` writes it again."""
     assert json.loads(measured.SIZES_TARGET.read_text()) == json.loads(json.dumps(measured.sizes()))
 
 
 @pytest.mark.parametrize("recipe, message", [
-    (Float8CurrentScaling(), 'compute="fp8"'),
+    (Float8CurrentScaling(compute="decode"), 'compute="decode"'),
     (Float8CurrentScaling(compute="fp8", activation_scaling="row", weight_gradients="fp8"), "no times of .*'row'"),
 ])  # fmt: skip
 def test_gains_that_are_not_known_are_refused(recipe: Recipe, message: str, tmp_path: Path) -> None:

@@ -140,8 +140,9 @@ def check_moment(found: dict[str, float], optimizer: FusedAdamW, param: Tensor, 
         assert close(found[f"{name}_saturated"], float((stored == TOP[name][fmt.name]).double().mean()))
 
 
-@pytest.mark.parametrize("kind", [FusedAdam, FusedAdamW, FusedLion])
-@pytest.mark.parametrize("fmt, master", pairwise(FORMATS, MASTERS), ids=str)
+@pytest.mark.parametrize(
+    "fmt, master, kind", pairwise(FORMATS, MASTERS, [FusedAdamW, FusedLion, FusedAdam]), ids=lambda each: str(each)
+)
 def test_engines_find_what_the_reference_does(
     fmt: Format, master: Master, kind: type[FusedAdam | FusedLion], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

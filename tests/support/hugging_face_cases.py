@@ -35,13 +35,18 @@ def language_model(name: str, seed: int = 0) -> nn.Module:
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
+def every_linear(module: nn.Module, _: str) -> bool:
+    """Heads and tied ones, too."""
+    return isinstance(module, nn.Linear)
+
+
 def has_experts(name: str) -> bool:
     return name.startswith(("mixtral", "qwen3_moe"))
 
 
 def quantized_language_model(name: str, recipe: str, train: bool = True) -> nn.Module:
     """Every linear layer, tied and head, and the experts if the recipe can; codes are those of an update."""
-    model = quantize_model_(language_model(name), RECIPES[recipe])
+    model = quantize_model_(language_model(name), RECIPES[recipe], every_linear)
     if has_experts(name) and not has_tiles(recipe):
         quantize_model_(model, RECIPES[recipe], param_filter=lambda param, _: param.dim() == 3)
     if train:

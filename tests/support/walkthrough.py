@@ -85,7 +85,7 @@ def follow(page: str, folder: Path, replaced: Mapping[str, str] | None = None) -
         for word, by in (replaced or {}).items():
             code = code.replace(word, by)
         done = subprocess.run(
-            ["bash", "-ec", TORCHRUN + code], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+            ["bash", "-ec", TORCHRUN + code], cwd=folder, env=environment, capture_output=True, text=True, timeout=400
         )
         output = f"{done.stdout}\n{done.stderr}"
         assert done.returncode == 0, f"{page}: {code}\n{output[-3000:]}"

@@ -248,7 +248,7 @@ def test_what_cannot_be_converted(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     refuse("source is there already", source, source, "native")
     refuse("layout: expected one of unscaled, native", source, target, "apex")
-    refuse("exp_avg_dtype: int7 is no format of states", source, target, "native", exp_avg_dtype="int7")
+    refuse("exp_avg_dtype: expected one of float32, .*, got 'int7'", source, target, "native", exp_avg_dtype="int7")
     refuse("master: expected one of float32, float16", source, target, "native", master="24")
     refuse("formats are chosen for the native form only", source, target, "unscaled", exp_avg_dtype="int8")
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "model")

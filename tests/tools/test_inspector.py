@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -484,3 +485,33 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "step-1")
     run_section("tools.md", "In Python")
     assert inspect_checkpoint("step-1-native")["layout"] == "fused_optim, native form"
+
+
+def test_wrong_calls_are_one_line(tmp_path: Path) -> None:
+    """Of ``inspect``, ``convert``, ``checksum`` and ``verify``, whatever is wrong with a path or with formats."""
+    here, text = tmp_path / "checkpoint", tmp_path / "text"
+    net = nn.Linear(64, 32, dtype=torch.bfloat16)
+    optimizer = FusedAdamW(net.named_parameters(), state_dtype="int8", checkpoint_format="native")
+    net(torch.ones(64, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=here)
+    text.write_text("no checkpoint")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "zip.pt").write_bytes(b"PK\3\4" + bytes(100))
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
+    new = tmp_path / "new"
+    bad = [tmp_path / name for name in ("nothing", "empty", "zip.pt", "model.safetensors", "text")]
+    calls = [("inspect", path) for path in bad]
+    calls += [("inspect", here, option, path) for option in ("--compare", "--model") for path in bad]
+    calls += [("convert", path, new, "--to", "native") for path in bad]
+    calls += [("convert", here, target, "--to", "unscaled") for target in (here, text, tmp_path / "empty", text / "x")]
+    calls += [("convert", here, new, "--to", "native", "--exp-avg-dtype", name) for name in ("int3", "float64", "")]
+    calls += [("convert", here, new, "--to", "torch", "--exp-avg-dtype", "int8")]
+    calls += [("convert", here, new, "--to", "native", "--model", here / "nothing")]
+    calls += [(command, path) for command in ("verify", "checksum") for path in bad]
+    for call in calls:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as raised:
+            patch.setattr(sys, "argv", ["fused_optim", *map(str, call)])
+            main()
+        assert re.fullmatch(r"error: [^\n]+", str(raised.value)), (call, raised.value)
+        assert not new.exists(), call

@@ -145,13 +145,25 @@ bool same_objects(const py::list& left, const py::list& right) {
     return true;
 }
 
-// The same of a dict's keys and values, in its order.
-bool same_items(const py::dict& dict, const py::list& keys, const py::list& values) {
-    const Py_ssize_t count = PyDict_Size(dict.ptr());
-    if (count != PyList_GET_SIZE(keys.ptr()) || count != PyList_GET_SIZE(values.ptr())) return false;
+uint64_t id_of(const PyObject* object) { return reinterpret_cast<uint64_t>(object); }
+
+// The same of objects that are not kept, by their `id()`.
+bool are_objects(const py::list& list, const Numbers& ids) {
+    if (static_cast<size_t>(PyList_GET_SIZE(list.ptr())) != ids.values.size()) return false;
+    for (size_t i = 0; i < ids.values.size(); ++i) {
+        if (id_of(PyList_GET_ITEM(list.ptr(), static_cast<Py_ssize_t>(i))) != ids.values[i]) return false;
+    }
+    return true;
+}
+
+// Of a dict's keys and values, in its order.
+bool are_items(const py::dict& dict, const Numbers& keys, const Numbers& values) {
+    const auto count = static_cast<size_t>(PyDict_Size(dict.ptr()));
+    if (count != keys.values.size() || count != values.values.size()) return false;
     PyObject *key, *value;
-    for (Py_ssize_t i = 0, position = 0; PyDict_Next(dict.ptr(), &position, &key, &value); ++i) {
-        if (key != PyList_GET_ITEM(keys.ptr(), i) || value != PyList_GET_ITEM(values.ptr(), i)) return false;
+    size_t i = 0;
+    for (Py_ssize_t position = 0; PyDict_Next(dict.ptr(), &position, &key, &value); ++i) {
+        if (id_of(key) != keys.values[i] || id_of(value) != values.values[i]) return false;
     }
     return true;
 }
@@ -225,7 +237,8 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
     decoding::define_all(m);
 #endif
     m.def("same_objects", &same_objects, py::arg("left"), py::arg("right"));
-    m.def("same_items", &same_items, py::arg("dict"), py::arg("keys"), py::arg("values"));
+    m.def("are_objects", &are_objects, py::arg("list"), py::arg("ids"));
+    m.def("are_items", &are_items, py::arg("dict"), py::arg("keys"), py::arg("values"));
     py::class_<ShardTable>(m, "ShardTable", py::module_local(),
                            "The shards of one device and their param groups, step by step.")
         .def(py::init([](int rule, const std::vector<py::str>& state_names, const std::vector<uint32_t>& groups,

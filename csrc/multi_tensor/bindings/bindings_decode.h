@@ -1,5 +1,5 @@
-// Python's view of decoding for checkpoints, which the CPU engine alone offers. Without the interpreter's lock: saves
-// run beside training.
+// Python's view of what checkpoints need and the CPU engine alone offers: decoding, CRC-32. Without the interpreter's
+// lock: saves run beside training.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "crc32.h"
 #include "decode.h"
 
 namespace py = pybind11;
@@ -39,7 +40,21 @@ void join_remainder(uint64_t high, uint64_t low, uint64_t values, uint64_t numel
     }
 }
 
+// Of contiguous bytes; BufferError for others.
+uint32_t crc32(const py::object& content, uint32_t crc) {
+    Py_buffer view;
+    if (PyObject_GetBuffer(content.ptr(), &view, PyBUF_SIMPLE) != 0) throw py::error_already_set();
+    {
+        py::gil_scoped_release release;
+        crc = crc32_cpu(static_cast<const uint8_t*>(view.buf), static_cast<size_t>(view.len), crc);
+    }
+    PyBuffer_Release(&view);
+    return crc;
+}
+
 inline void define_all(py::module_& m) {
+    m.def("can_fold_crc32", &can_fold_crc32);
+    m.def("crc32", &crc32, py::arg("content"), py::arg("crc"));
     using NoGil = py::call_guard<py::gil_scoped_release>;
     m.def("decode_state", &decode_state, py::arg("bits"), py::arg("scale"), py::arg("values"), py::arg("numel"),
           py::arg("block"), py::arg("format"), py::arg("square"), NoGil());

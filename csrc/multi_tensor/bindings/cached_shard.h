@@ -14,15 +14,15 @@
 namespace fused_optim {
 
 // What Python keeps, one tuple per shard: the fields of fused_optim/backends's CachedShard. Those up to the master are
-// tensors of one form.
+// tensors of one form. Parameter and local tensor are weak references: others let go of them at any time.
 #define FUSED_OPTIM_CACHED(ROW)    \
-    ROW(kParam, "param")           \
+    ROW(kParamRef, "param_ref")    \
     ROW(kState0, "state0")         \
     ROW(kState1, "state1")         \
     ROW(kMaster, "master")         \
     ROW(kSpec, "spec")             \
     ROW(kStates, "states")         \
-    ROW(kLocal, "local")           \
+    ROW(kLocalRef, "local_ref")    \
     ROW(kComponents, "components") \
     ROW(kNames, "names")           \
     ROW(kParts, "parts")           \
@@ -38,8 +38,27 @@ inline Cached cached_state(int state) {
     return static_cast<Cached>(static_cast<int>(Cached::kState0) + state);
 }
 
+// What a weak reference refers to; null where that is gone.
+inline pybind11::object referent(PyObject* reference) {
+#if PY_VERSION_HEX >= 0x030D0000
+    PyObject* object = nullptr;
+    if (PyWeakref_GetRef(reference, &object) < 0) PyErr_Clear();
+    return pybind11::reinterpret_steal<pybind11::object>(object);
+#else
+    PyObject* object = PyWeakref_GET_OBJECT(reference);
+    return pybind11::reinterpret_borrow<pybind11::object>(object == Py_None ? nullptr : object);
+#endif
+}
+
+// Whether it refers to this, which is alive.
+inline bool refers_to(PyObject* reference, const PyObject* object) {
+    return reinterpret_cast<PyWeakReference*>(reference)->wr_object == object;
+}
+
+inline pybind11::object parameter(PyObject* cached) { return referent(field(cached, Cached::kParamRef)); }
+
 inline bool is_sharded(PyObject* cached) { return field(cached, Cached::kSpec) != Py_None; }
-inline bool is_quantized(PyObject* cached) { return field(cached, Cached::kLocal) != Py_None; }
+inline bool is_quantized(PyObject* cached) { return field(cached, Cached::kLocalRef) != Py_None; }
 
 // What changes when someone writes a parameter: the version counters of it and of its local tensor, or its memory.
 struct Versions {

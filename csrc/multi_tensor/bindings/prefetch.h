@@ -16,7 +16,12 @@ namespace fused_optim {
 
 inline PyObject* item(PyObject* list, size_t i) { return PyList_GET_ITEM(list, static_cast<Py_ssize_t>(i)); }
 
-// What is read of parameters to get their gradients: the tuple, the parameter's object, its body.
+// As long as they are looked at: a parameter, null where it is gone, and its gradient.
+struct ParamAndGrad {
+    py::object param, grad;
+};
+
+// What is read of parameters to get their gradients: the tuple, the weak reference, the parameter's object, its body.
 class GradientPrefetcher {
 public:
     static constexpr size_t kAhead = 12;  // rows, of the first stage
@@ -26,13 +31,18 @@ public:
     // `ahead`: the number of a row, or beyond all of them.
     void fetch(size_t ahead) const {
         if (ahead < count_) __builtin_prefetch(item(cached_, ahead));
-        if (PyObject* object = param(ahead - kAhead / 3)) __builtin_prefetch(object);
-        if (PyObject* object = param(ahead - 2 * kAhead / 3)) TensorLayout::prefetch_body(body_of(object));
+        if (PyObject* object = reference(ahead - kAhead / 4)) __builtin_prefetch(object);
+        if (PyObject* object = param(ahead - kAhead / 2)) __builtin_prefetch(object);
+        if (PyObject* object = param(ahead - 3 * kAhead / 4)) TensorLayout::prefetch_body(body_of(object));
     }
 
 private:
-    PyObject* param(size_t row) const {  // beyond all rows where there is none yet
-        return row < count_ ? field(item(cached_, row), Cached::kParam) : nullptr;
+    PyObject* reference(size_t row) const {  // beyond all rows where there is none yet
+        return row < count_ ? field(item(cached_, row), Cached::kParamRef) : nullptr;
+    }
+    PyObject* param(size_t row) const {
+        PyObject* found = reference(row);
+        return found ? reinterpret_cast<PyWeakReference*>(found)->wr_object : nullptr;
     }
 
     PyObject* cached_;
@@ -44,9 +54,9 @@ class RowPrefetcher {
 public:
     static constexpr size_t kAhead = 10;  // rows, of the first stage
 
-    RowPrefetcher(const std::vector<CachedShard>& rows, PyObject* cached, const std::vector<py::object>& grads,
+    RowPrefetcher(const std::vector<CachedShard>& rows, PyObject* cached, const std::vector<ParamAndGrad>& tensors,
                   const ShardReader& reader)
-        : rows_(rows), cached_(cached), grads_(grads), reader_(reader) {}
+        : rows_(rows), cached_(cached), tensors_(tensors), reader_(reader) {}
 
     // `ahead`: the number of a row, or beyond all of them.
     void fetch(size_t ahead) {
@@ -92,12 +102,12 @@ private:
         PyObject* tuple = item(cached_, row);
         PyObject* parts = field(tuple, Cached::kParts);
         const auto read = std::min<size_t>(rows_[row].weight_sizes.size(), PyTuple_GET_SIZE(parts));
-        return {read > 0 ? PyTuple_GET_ITEM(parts, 0) : field(tuple, Cached::kParam),
+        return {read > 0 ? PyTuple_GET_ITEM(parts, 0) : tensors_[row].param.ptr(),
                 read > 1 ? PyTuple_GET_ITEM(parts, 1) : nullptr,
                 field(tuple, Cached::kState0),
                 field(tuple, Cached::kState1),
                 field(tuple, Cached::kMaster),
-                grads_[row].ptr()};
+                tensors_[row].grad.ptr()};
     }
 
     static PyObject* object_at(const void* tensor) { return static_cast<PyObject*>(const_cast<void*>(tensor)); }
@@ -105,7 +115,7 @@ private:
 
     const std::vector<CachedShard>& rows_;
     PyObject* cached_;
-    const std::vector<py::object>& grads_;
+    const std::vector<ParamAndGrad>& tensors_;
     const ShardReader& reader_;
     std::array<Tensors, 16> fetched_{};  // of the rows that are being fetched
     static_assert(std::tuple_size_v<decltype(fetched_)> > kAhead);

@@ -30,11 +30,14 @@ public:
 
     // Remembers what a shard is like now. False if that cannot be compared.
     bool cache(CachedShard& row, PyObject* cached) const {
-        const Cached first = is_quantized(cached) ? Cached::kMaster : Cached::kParam;  // gives the form
+        const py::object param = parameter(cached);
+        if (!param) return false;
+        const Cached first = is_quantized(cached) ? Cached::kMaster : Cached::kParamRef;  // gives the form
         for (Cached which : {first, Cached::kState0, Cached::kState1, Cached::kMaster}) {
             DLTensor tensor;
-            if (field(cached, which) == Py_None) continue;
-            if (!read_local(reader_of(which), field(cached, which), is_sharded(cached), tensor)) return false;
+            PyObject* object = which == Cached::kParamRef ? param.ptr() : field(cached, which);
+            if (object == Py_None) continue;
+            if (!read_local(reader_of(which), object, is_sharded(cached), tensor)) return false;
             if (which == first) {
                 row.device = tensor.device;
                 row.shape.assign(tensor.shape, tensor.shape + tensor.dims);
@@ -43,18 +46,19 @@ public:
             row.kind(which) = {tensor.device, tensor.type};
         }
         if (is_quantized(cached) && !cache_weight(row, field(cached, Cached::kParts))) return false;
-        if (row.has_own_master(cached)) row.versions = find_versions(row, cached);
+        if (row.has_own_master(cached)) row.versions = find_versions(row, cached, param.ptr());
         return true;
     }
 
     // Takes the addresses. False if something is not as it was. Inlined as a whole: calls would take a sixth of its
     // time.
-    [[gnu::flatten]] bool refresh(CachedShard& row, PyObject* cached, PyObject* grad) const {
+    [[gnu::flatten]] bool refresh(CachedShard& row, PyObject* cached, PyObject* param, PyObject* grad) const {
         const bool sharded = is_sharded(cached);
         PyObject* spec = field(cached, Cached::kSpec);
-        if (sharded && spec_.get(field(cached, Cached::kParam)).ptr() != spec) return false;
-        const bool found = is_quantized(cached) ? refresh_weight(row, cached, sharded)
-                                                : refresh_tensor(row, Cached::kParam, cached, sharded, row.shard.param);
+        if (sharded && spec_.get(param).ptr() != spec) return false;
+        const bool found = is_quantized(cached)
+                               ? refresh_weight(row, cached, param, sharded)
+                               : refresh_tensor(row, Cached::kParamRef, param, sharded, row.shard.param);
         return found && has_states(cached) &&
                refresh_state(row, Cached::kState0, cached, sharded, row.shard.states[0].address) &&
                refresh_state(row, Cached::kState1, cached, sharded, row.shard.states[1].address) &&
@@ -63,8 +67,7 @@ public:
     }
 
     // Of a shard whose addresses were just taken.
-    Versions read_versions(const CachedShard& row, PyObject* cached) const {
-        PyObject* param = field(cached, Cached::kParam);
+    Versions read_versions(const CachedShard& row, PyObject* cached, PyObject* param) const {
         Versions found;
         found.param = version_of(param);
         if (is_sharded(cached)) found.local = version_of(local_.get(param).ptr());
@@ -73,10 +76,10 @@ public:
     }
 
     // Of any.
-    Versions find_versions(const CachedShard& row, PyObject* cached) const {
-        Versions found = read_versions(row, cached);
+    Versions find_versions(const CachedShard& row, PyObject* cached, PyObject* param) const {
+        Versions found = read_versions(row, cached, param);
         DLTensor tensor;
-        if (!is_quantized(cached) && read_local(reader_, field(cached, Cached::kParam), is_sharded(cached), tensor)) {
+        if (!is_quantized(cached) && read_local(reader_, param, is_sharded(cached), tensor)) {
             found.address = address(tensor);
         }
         return found;
@@ -88,7 +91,7 @@ public:
 private:
     static constexpr Py_ssize_t kWritten = 2;  // the first components: codes and scales
 
-    const TensorReader& reader_of(Cached which) const { return which == Cached::kParam ? reader_ : state_reader_; }
+    const TensorReader& reader_of(Cached which) const { return which == Cached::kParamRef ? reader_ : state_reader_; }
 
     bool read_local(const TensorReader& reader, PyObject* object, bool sharded, DLTensor& out) const {
         if (!sharded) return reader.read(object, out);
@@ -124,28 +127,28 @@ private:
     }
 
     // The address of a tensor that has the form, device and type it had.
-    bool refresh_tensor(const CachedShard& row, Cached which, PyObject* cached, bool sharded, uint64_t& target) const {
+    bool refresh_tensor(const CachedShard& row, Cached which, PyObject* object, bool sharded, uint64_t& target) const {
         DLTensor tensor;
-        if (!read_local(reader_of(which), field(cached, which), sharded, tensor)) return false;
+        if (!read_local(reader_of(which), object, sharded, tensor)) return false;
         if (!row.has_form_of(tensor) || !row.has_kind_of(which, tensor)) return false;
         target = address(tensor);
         return true;
     }
 
     bool refresh_state(const CachedShard& row, Cached which, PyObject* cached, bool sharded, uint64_t& target) const {
-        return field(cached, which) == Py_None || refresh_tensor(row, which, cached, sharded, target);
+        PyObject* state = field(cached, which);
+        return state == Py_None || refresh_tensor(row, which, state, sharded, target);
     }
 
     // A quantized weight: the same local tensors and components. Of those that the pass writes the sizes are the same,
     // and their addresses are taken, wherever their memory is by now.
-    bool refresh_weight(CachedShard& row, PyObject* cached, bool sharded) const {
-        PyObject* local = field(cached, Cached::kLocal);
-        PyObject* param = field(cached, Cached::kParam);
-        if ((sharded ? local_.get(param).ptr() : param) != local) return false;
+    bool refresh_weight(CachedShard& row, PyObject* cached, PyObject* param, bool sharded) const {
+        const auto local = sharded ? local_.get(param) : py::reinterpret_borrow<py::object>(param);
+        if (!local || !refers_to(field(cached, Cached::kLocalRef), local.ptr())) return false;
         PyObject* master = field(cached, Cached::kMaster);
         if ((sharded ? local_.get(master).ptr() : master) != field(cached, Cached::kMasterLocal)) return false;
         PyObject* components = field(cached, Cached::kComponents);
-        if (attribute(local, components_.ptr()).ptr() != components) return false;
+        if (attribute(local.ptr(), components_.ptr()).ptr() != components) return false;
         PyObject *names = field(cached, Cached::kNames), *parts = field(cached, Cached::kParts);
         if (!holds(components, items_of(names), items_of(parts), static_cast<size_t>(PyTuple_GET_SIZE(names))))
             return false;

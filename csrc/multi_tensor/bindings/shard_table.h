@@ -36,21 +36,22 @@ public:
     // that are not as they were at `cache`, which Python has to set again.
     std::vector<size_t> refresh(py::list cached, py::str name) {
         if (cached.size() != rows_.size()) throw std::invalid_argument("fused_optim: one cached tuple per shard");
-        const std::vector<py::object> grads = gradients(cached.ptr(), name.ptr());
+        const std::vector<ParamAndGrad> tensors = gradients(cached.ptr(), name.ptr());
         std::vector<size_t> changed;
         written_.clear();
-        RowPrefetcher prefetcher(rows_, cached.ptr(), grads, reader_);
+        RowPrefetcher prefetcher(rows_, cached.ptr(), tensors, reader_);
         for (size_t ahead = 0; ahead < rows_.size() + RowPrefetcher::kAhead; ++ahead) {
             prefetcher.fetch(ahead);
             if (ahead < RowPrefetcher::kAhead) continue;
             const size_t i = ahead - RowPrefetcher::kAhead;
             CachedShard& row = rows_[i];
-            row.has_gradient = grads[i] && !grads[i].is_none();
+            const auto& [param, grad] = tensors[i];
+            row.has_gradient = grad && !grad.is_none();
             if (!row.has_gradient) continue;
             PyObject* tuple = item(cached.ptr(), i);
-            if (!row.is_cached || !reader_.refresh(row, tuple, grads[i].ptr())) {
+            if (!row.is_cached || !reader_.refresh(row, tuple, param.ptr(), grad.ptr())) {
                 changed.push_back(i);
-            } else if (row.has_own_master(tuple) && is_written(row, reader_.read_versions(row, tuple))) {
+            } else if (row.has_own_master(tuple) && is_written(row, reader_.read_versions(row, tuple, param.ptr()))) {
                 written_.push_back(i);
             }
         }
@@ -66,9 +67,9 @@ public:
         for (size_t i = 0; i < rows_.size(); ++i) {
             PyObject* tuple = item(cached.ptr(), i);
             CachedShard& row = rows_[i];
-            if (row.is_cached && row.has_own_master(tuple) && is_written(row, reader_.find_versions(row, tuple))) {
-                found.push_back(i);
-            }
+            if (!row.is_cached || !row.has_own_master(tuple)) continue;
+            const py::object param = parameter(tuple);
+            if (param && is_written(row, reader_.find_versions(row, tuple, param.ptr()))) found.push_back(i);
         }
         return found;
     }
@@ -110,8 +111,9 @@ public:
         const std::vector<size_t> numbers = with_gradients();
         py::list params(numbers.size());
         for (size_t k = 0; k < numbers.size(); ++k) {
-            PyObject* param = field(item(cached.ptr(), numbers[k]), Cached::kParam);
-            PyList_SET_ITEM(params.ptr(), static_cast<Py_ssize_t>(k), py::handle(param).inc_ref().ptr());
+            py::object param = parameter(item(cached.ptr(), numbers[k]));
+            if (!param) throw std::logic_error("fused_optim: a parameter is gone in the middle of a step");
+            PyList_SET_ITEM(params.ptr(), static_cast<Py_ssize_t>(k), param.release().ptr());
         }
         return params;
     }
@@ -146,8 +148,9 @@ public:
         for (size_t i = 0; i < rows_.size(); ++i) {
             PyObject* tuple = item(cached.ptr(), i);
             CachedShard& row = rows_[i];
-            if (row.has_gradient && row.is_cached && row.has_own_master(tuple)) {
-                row.versions = reader_.read_versions(row, tuple);
+            if (!row.has_gradient || !row.is_cached || !row.has_own_master(tuple)) continue;
+            if (const py::object param = parameter(tuple)) {
+                row.versions = reader_.read_versions(row, tuple, param.ptr());
             }
         }
     }
@@ -173,17 +176,19 @@ public:
     }
 
 private:
-    static std::vector<py::object> gradients(PyObject* cached, PyObject* name) {
+    static std::vector<ParamAndGrad> gradients(PyObject* cached, PyObject* name) {
         const auto count = static_cast<size_t>(PyList_GET_SIZE(cached));
-        std::vector<py::object> grads(count);
+        std::vector<ParamAndGrad> tensors(count);
         const GradientPrefetcher prefetcher(cached);
         for (size_t ahead = 0; ahead < count + GradientPrefetcher::kAhead; ++ahead) {
             prefetcher.fetch(ahead);
             if (ahead < GradientPrefetcher::kAhead) continue;
             const size_t i = ahead - GradientPrefetcher::kAhead;
-            grads[i] = attribute(field(item(cached, i), Cached::kParam), name);
+            auto& [param, grad] = tensors[i];
+            param = parameter(item(cached, i));
+            if (param) grad = attribute(param.ptr(), name);
         }
-        return grads;
+        return tensors;
     }
 
     // Whether these versions are others than those known, and not any more. Also true where a step was begun and not

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from fused_optim.backends.checksum import crc32
 from fused_optim.checkpoint.storage.damage import Damaged
 from fused_optim.checkpoint.storage.folders import Folder, PathLike, folder_at, kept_open
 from fused_optim.checkpoint.storage.metadata import FILE as METADATA
@@ -142,7 +143,7 @@ def _crc(folder: Folder, item: _Item, memory: memoryview) -> str | ValueError:
         while start < end:
             piece = memory[: min(end - start, len(memory))]
             folder.read_into(file, start, piece)
-            crc, start = zlib.crc32(piece, crc), start + len(piece)
+            crc, start = crc32(piece, crc), start + len(piece)
     except FileNotFoundError as error:
         return _lacking(item, f"none: {error.strerror or 'no such file'}")
     except EOFError:

@@ -8,7 +8,6 @@ then takes little of the interpreter's time, which training needs for itself.
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fused_optim.backends.checksum import crc32
 from fused_optim.memory.host_memory import memory_of
 
 Write = Callable[[Any], object]
@@ -38,7 +38,7 @@ class _Frame:
 
     def write(self, values: memoryview, write: Write) -> None:
         after = bytearray(self.after)
-        crc = zlib.crc32(values)
+        crc = crc32(values)
         for place in self.places:
             struct.pack_into("<I", after, place, crc)
         write(self.before)
@@ -135,7 +135,7 @@ class _Recorder(_Writer):
         """None where the CRC-32 is not in both places: torch can be told to leave it out."""
         entry = self._after.rfind(_ENTRY, 0, max(self._after.rfind(_NAME), 0))
         places = _DESCRIPTOR_CRC, entry + _ENTRY_CRC
-        crc = struct.pack("<I", zlib.crc32(self._values))
+        crc = struct.pack("<I", crc32(self._values))
         found = entry >= 0 and self._after.startswith(_DESCRIPTOR)
         if not found or any(self._after[place : place + 4] != crc for place in places):
             return None

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fused_optim.backends.checksum import crc32
 from fused_optim.checkpoint.writing.staging import plain_tensors
 from fused_optim.memory.host_memory import memory_of
 from fused_optim.options.checks import some_of
@@ -43,5 +44,5 @@ def _digest(value: Tensor) -> int:
     crc = zlib.crc32(f"{value.dtype} {tuple(value.shape)}".encode())
     for part in plain_tensors(value):
         plain = part.detach().cpu().contiguous()
-        crc = zlib.crc32(memory_of(plain), crc) if plain.nbytes else crc
+        crc = crc32(memory_of(plain), crc) if plain.nbytes else crc
     return crc

@@ -206,7 +206,7 @@ def _memory_of(optimizers: Iterable[Optimizer]) -> set[int]:
         tensors: list[Any] = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
         tensors += chain.from_iterable(states.values() for states in optimizer.state.values())
         if isinstance(optimizer, ShardedOptimizer):
-            tensors += (layout.scales for layout in optimizer.store.layouts.values())
+            tensors += (layout.scales for layout in optimizer.store.layouts.of(optimizer.state).values())
         found.update(
             _address(plain) for tensor in tensors if isinstance(tensor, Tensor) for plain in plain_tensors(tensor)
         )

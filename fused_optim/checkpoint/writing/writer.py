@@ -11,7 +11,6 @@ import heapq
 import io
 import os
 import threading
-import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from fused_optim.backends.checksum import crc32
 from fused_optim.checkpoint.storage.checksums import Range
 from fused_optim.checkpoint.storage.folders import Folder, retried
 from fused_optim.checkpoint.storage.threads import threads
@@ -172,7 +172,7 @@ class _Stream:
     def write(self, content: Any) -> int:
         with memoryview(content).cast("B") as view:
             self.position += len(view)
-            self.crc = zlib.crc32(view, self.crc)
+            self.crc = crc32(view, self.crc)
             if len(self._small) + len(view) < _TOGETHER:
                 self._small += view
             else:

@@ -207,8 +207,8 @@ def _rescale(updates: Iterable[Update], applies: Tensor | None) -> None:
 
 def _absmaxes(updates: Sequence[Update], applies: Tensor | None) -> dict[Tensor, Tensor]:
     """The largest finite magnitude of each weight's local values, 0 in skipped steps: shape ``(1,)``."""
-    weights = {update.param: (_ONE_SCALE, update.values, local_tensor(update.param).device) for update in updates}
-    return codec.absmaxes(weights, applies)
+    weights = [(_ONE_SCALE, update.values, local_tensor(update.param).device) for update in updates]
+    return dict(zip((update.param for update in updates), codec.absmaxes(weights, applies), strict=True))
 
 
 def _inverse_scale(absmax: Tensor, power_of_two: bool, epsilon: float) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -23,7 +24,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from fused_optim.adapters import COMPARED, Place, Target, Update, equal_or_nan
 from fused_optim.backends.compiled import increment_versions
 from fused_optim.quantized.compute import usage
-from fused_optim.quantized.recipes import Encoding, as_matrix, codec, matrix_range, tiles
+from fused_optim.quantized.recipes import Encoding, Recipe, as_matrix, codec, matrix_range, tiles
 from fused_optim.quantized.tensor import Initials, QuantizedTensor, local_weight
 from fused_optim.sharding.dtensor import shard_offsets, shard_ranges, sharded_dim, sharding_dims
 
@@ -135,7 +136,12 @@ def quantize(updates: Sequence[Update], applies: Tensor | None = None, advance: 
 
 
 class Batch:
-    """Updates of many weights, made once or step by step: what lasts as long as their parameters is found out once."""
+    """Updates of many weights, made once or step by step: what lasts as long as their parameters is found out once.
+
+    The parameters themselves are not kept.
+    """
+
+    lasts = True
 
     def __init__(self, updates: Sequence[Update]) -> None:
         pairs = [(local_weight(update.param), update) for update in updates]
@@ -148,15 +154,16 @@ class Batch:
         self._initials = Initials([local for local, _ in changed])
         written = [local for local, update in changed if update.written]
         self._written = codec.countable(x.components[name] for x in written for name in x.recipe.of_elements)
-        self._encodings = {
-            update.param: Encoding(local.recipe, local.components, update.values, update.fractions)
+        encodings = {
+            update.param: (Encoding(local.recipe, local.components, update.values, update.fractions), local.rows_before)
             for local, update in changed
             if not update.written and update.values is not None
         }
-        self._begin_in_blocks = [param for param in self._encodings if local_weight(param).rows_before]
-        others = [weight for param, weight in self._encodings.items() if not local_weight(param).rows_before]
-        self._encoded = codec.Encodings(others)
-        self._sharing_blocks = [update.param for _, update in pairs if _shares_blocks(update.param)]
+        self._begin_in_blocks = [(weight, before) for weight, before in encodings.values() if before]
+        self._encoded = codec.Encodings([weight for weight, before in encodings.values() if not before])
+        sharing = [update.param for _, update in pairs if _shares_blocks(update.param)]
+        self._sharing_blocks = _Params(sharing)
+        self._encoded_sharing = [encodings[param][0] if param in encodings else None for param in sharing]
 
     def _of_rescaled(self, absmaxes: list[Tensor] | None) -> list[Tensor] | None:
         return None if absmaxes is None else [absmaxes[i] for i in self._rescaled]
@@ -176,14 +183,26 @@ class Batch:
     def quantize(self, applies: Tensor | None, advance: bool) -> None:
         absmax = self._reduced.over_shards()
         if not advance:
-            _complete_empty_shards(self._reduced.params)
+            _complete_empty_shards(self._reduced.params.all())
         self._scales.rescale(self._of_rescaled(absmax), applies, advance)
         self._encoded.encode()
-        for param in self._begin_in_blocks:  # views, which do not last
-            codec.encode(tiles.pieces(self._encodings[param], local_weight(param).rows_before))
-        if self._sharing_blocks:
-            _agree_on_blocks(self._sharing_blocks, self._encodings)
+        for weight, before in self._begin_in_blocks:  # views, which do not last
+            codec.encode(tiles.pieces(weight, before))
+        if self._encoded_sharing:
+            _agree_on_blocks(dict(zip(self._sharing_blocks.all(), self._encoded_sharing, strict=True)))
         increment_versions(self._written)
+
+
+class _Params:
+    """Parameters that are not kept: who asks for them has them."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        self._references = [weakref.ref(param) for param in params]
+
+    def all(self) -> list[Tensor]:
+        found = [param for reference in self._references if (param := reference()) is not None]
+        assert len(found) == len(self._references)
+        return found
 
 
 # --- blocks of several rows -------------------------------------------------------------------------------------
@@ -215,11 +234,15 @@ def _edges(param: Tensor, weight: Encoding) -> list[Encoding]:
     return tiles.edges(weight, local.rows_before, ends) if local.numel() else []
 
 
-def _agree_on_blocks(params: Sequence[Tensor], encodings: Mapping[Tensor, Encoding]) -> None:
-    """Give shared blocks the largest scale that a rank has found; all ranks pass the same parameters."""
+def _agree_on_blocks(weights: Mapping[Tensor, Encoding | None]) -> None:
+    """Give shared blocks the largest scale that a rank has found; all ranks pass the same parameters.
+
+    ``weights``: with what this rank has encoded of each, None where it has nothing new.
+    """
+    encodings = {param: weight for param, weight in weights.items() if weight is not None}
     scales: dict[Tensor, Tensor] = {}  # of all blocks of the weight in these columns; 0 of those on other ranks
     own: dict[Tensor, slice] = {}
-    for param in params:
+    for param in weights:
         recipe, here = local_weight(param).recipe, local_weight(param).components["scale"]
         blocks, first = -(-param.shape[0] // recipe.block_rows), _first_row(param) // recipe.block_rows
         scales[param] = here.new_zeros(blocks * here.shape[1])
@@ -230,8 +253,7 @@ def _agree_on_blocks(params: Sequence[Tensor], encodings: Mapping[Tensor, Encodi
         if param in encodings:
             here = local_weight(param).components["scale"]
             here.copy_(largest[own[param]].view(here.shape))
-    shared = {param: encodings[param] for param in params if param in encodings}
-    tiles.encode_under_scales([edge for param, weight in shared.items() for edge in _edges(param, weight)])
+    tiles.encode_under_scales([edge for param, weight in encodings.items() for edge in _edges(param, weight)])
 
 
 # --- reductions -------------------------------------------------------------------------------------------------
@@ -246,15 +268,15 @@ class _Absmaxes:
     """
 
     def __init__(self, updates: Sequence[Update]) -> None:
-        self._updates = updates
-        self.params = [update.param for update in updates]
-        self._measured = {update.param: update.absmax for update in updates if update.absmax is not None}
-        self._are_measured = len(self._measured) == len(updates)
-        by_sharding = _by_sharding(self._measured)
-        stacks = [_side_by_side([self._measured[param] for param in alike]) for alike in by_sharding.values()]
+        self.params = _Params(update.param for update in updates)
+        self._measured = [update.absmax for update in updates]
+        self._others = [_to_be_measured(update) for update in updates if update.absmax is None]
+        measured = {update.param: update.absmax for update in updates if update.absmax is not None}
+        by_sharding = _by_sharding(measured)
+        stacks = [_side_by_side([measured[param] for param in alike]) for alike in by_sharding.values()]
         self._stacks = [(*key[:2], stack) for key, stack in zip(by_sharding, stacks, strict=True) if stack is not None]
-        are_in_place = self._are_measured and len(self._stacks) == len(by_sharding)
-        self.in_place = list(self._measured.values()) if are_in_place else None
+        are_in_place = not self._others and len(self._stacks) == len(by_sharding)
+        self.in_place = list(measured.values()) if are_in_place else None
 
     def over_shards(self) -> list[Tensor] | None:
         """Over all shards, of shape ``(1,)``: as the update pass has measured it, or by a pass of its own.
@@ -262,16 +284,17 @@ class _Absmaxes:
         None: ``in_place``.
         """
         if self.in_place is None:
-            own = self._measured if self._are_measured else {**self._measured, **self._of_values()}
-            reduced = reduce_over_shards({param: own[param] for param in self.params})
-            return [reduced[param] for param in self.params]
+            found = iter(codec.absmaxes(self._others))
+            own = [next(found) if absmax is None else absmax for absmax in self._measured]
+            return list(reduce_over_shards(dict(zip(self.params.all(), own, strict=True))).values())
         for mesh, dims, absmaxes in self._stacks:
             _reduce(absmaxes, mesh, dims)
         return None
 
-    def _of_values(self) -> dict[Tensor, Tensor]:
-        others = [(local_weight(update.param), update) for update in self._updates if update.absmax is None]
-        return codec.absmaxes({update.param: (local.recipe, update.values, local.device) for local, update in others})
+
+def _to_be_measured(update: Update) -> tuple[Recipe, Tensor | None, torch.device]:
+    local = local_weight(update.param)
+    return local.recipe, update.values, local.device
 
 
 def _side_by_side(entries: Sequence[Tensor]) -> Tensor | None:

@@ -2,8 +2,10 @@
 
 from fused_optim.quantized.compute import mm as _mm  # noqa: F401  registers matrix products
 from fused_optim.quantized.compute.grouped import GroupedLinear, grouped_linear
+from fused_optim.quantized.compute.kept import KeptWeight
 
 __all__ = [
     "GroupedLinear",
+    "KeptWeight",
     "grouped_linear",
 ]

@@ -1,32 +1,47 @@
 """Linear layers of experts: products of groups of rows, each with the matrix of its expert.
 
 Weights have shape ``(experts, outputs, inputs)``. Rows are sorted by expert, and ``offsets`` (int32, one per expert)
-says where each expert's rows end, as for ``torch._grouped_mm``. With ``compute="fp8"`` and one scale per weight the
-output and the input gradient are FP8 products with scales per row of activations and gradients; weight gradients are in
-BF16.
+says where each expert's rows end, as for ``torch._grouped_mm``. Two ways to multiply in FP8:
+
+* grouped: weights with one scale on GPUs of compute capability 9.0, in torch's grouped kernels. Activations and
+  gradients are E4M3 with a scale per row, in weight gradients per column, for all experts together. Weight gradients
+  need numbers of rows that are multiples of 16, in BF16 of 8: rows are copied apart where that is not promised.
+* one by one: all others, each expert as a linear layer (``linear.py``). The host waits for ``offsets``.
+
+CPUs compute both in FP32.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fused_optim.quantized.compute import casts, products
+from fused_optim.quantized.compute import casts, measured, products
 from fused_optim.quantized.compute.autograd import as_autocast_wants, check_backward, is_transformed
 from fused_optim.quantized.compute.casts import Codes
-from fused_optim.quantized.compute.products import Product
+from fused_optim.quantized.compute.kept import KeptWeight, quantized
+from fused_optim.quantized.compute.linear import gradients_of, output_of
+from fused_optim.quantized.compute.measured import Instead
+from fused_optim.quantized.compute.products import NONE, InFP8, Product
 from fused_optim.quantized.recipes import Recipe
 from fused_optim.quantized.tensor import QuantizedTensor
+
+_GROUPED_CAPABILITY = (9, 0)
+E4M3 = torch.float8_e4m3fn
 
 
 class GroupedLinear(nn.Module):
     """Experts' linear layers without biases: ``weight`` of shape ``(experts, outputs, inputs)``.
 
-    ``quantize_model_`` takes it where ``filter_fn`` says so.
+    ``quantize_model_`` takes it where a filter, or a pattern of its name, says so. ``multiple_of``: see
+    :func:`grouped_linear`.
     """
+
+    multiple_of = 8  # of pickles of earlier releases
 
     def __init__(
         self,
@@ -35,9 +50,12 @@ class GroupedLinear(nn.Module):
         out_features: int,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        multiple_of: int = 8,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, out_features, in_features, device=device, dtype=dtype))
+        self.multiple_of = multiple_of
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -46,44 +64,213 @@ class GroupedLinear(nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
-        return grouped_linear(x, self.weight, offsets)
+        return grouped_linear(x, self.weight, offsets, multiple_of=self.multiple_of)
 
 
-def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, *, multiple_of: int = 8) -> Tensor:
     """``x[rows of expert e] @ weight[e].t()`` for all experts: shape ``(rows, outputs)``.
 
     Args:
         x: shape ``(rows, inputs)``, sorted by expert.
         weight: plain or quantized, shape ``(experts, outputs, inputs)``.
         offsets: int32, shape ``(experts,)``: where the rows of each expert end.
+        multiple_of: what the number of rows of each expert is a multiple of. Nothing checks it. On GPUs weight
+            gradients need multiples of 16 in FP8 and of 8 in BF16, as torch's own do: where less is promised, rows are
+            copied. With 16, rows of no expert count for the scales of weight gradients: they should be zeros.
 
     Autocast casts activations and weight, as those of ``nn.Linear``.
     """
     x, weight, _ = as_autocast_wants(x, weight, None)
-    if isinstance(weight, QuantizedTensor) and not is_transformed() and _runs(x, weight):
-        out: Tensor = _Grouped.apply(x, weight, offsets)  # type: ignore[no-untyped-call]
-        return out
+    if isinstance(weight, QuantizedTensor | KeptWeight) and not is_transformed() and products.fits(x, weight):
+        instead: Instead = "BF16" if isinstance(weight, KeptWeight) else "decoded"
+        way, in_fp8 = _way(weight.recipe, weight.device, x.shape[0], tuple(weight.shape), instead)
+        if isinstance(weight, KeptWeight) and (way == "grouped" or (way and _may_wait(x))):
+            weight = quantized(weight)
+        if way == "grouped":
+            format = weight.recipe.products
+            if format is not None and format.measured and multiple_of % products.ALIGNMENT:
+                in_fp8 = in_fp8._replace(weight_gradient=False)  # copies of rows cost what they save
+            out: Tensor = _Grouped.apply(x, weight, offsets, multiple_of, in_fp8)  # type: ignore[no-untyped-call]
+            return out
+        if way == "one by one" and _may_wait(x):
+            out = _OneByOne.apply(x, weight, offsets)  # type: ignore[no-untyped-call]
+            return out
     plain = weight.dequantize() if isinstance(weight, QuantizedTensor) and not weight.requires_grad else weight
     return torch._grouped_mm(x, plain.transpose(-2, -1), offs=offsets)
 
 
-def _runs(x: Tensor, weight: QuantizedTensor) -> bool:
-    shape = tuple(weight.shape)
-    return products.fits(x, weight) and unsupported_reason("output", weight.recipe, weight.device, shape) is None
+def _may_wait(x: Tensor) -> bool:
+    """Whether the host can learn what a GPU has computed."""
+    return not torch.compiler.is_compiling() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def unsupported_reason(product: Product, recipe: Recipe, device: torch.device, weight: tuple[int, ...]) -> str | None:
-    """Why a product with experts' weights of this shape does not run in FP8, or None."""
+# --- which way ----------------------------------------------------------------------------------------------------
+
+
+def _way(
+    recipe: Recipe, device: torch.device, rows: int, weight: tuple[int, ...], instead: Instead
+) -> tuple[str | None, InFP8]:
+    """How experts multiply in FP8, if at all, and which products, where all experts have about as many rows."""
+    rows -= rows % (weight[0] * casts.BLOCK)  # numbers that suit no product are those of single experts
+    reasons = [unsupported_reason(each, recipe, device, weight, rows, instead) for each in products.PRODUCTS]
+    in_fp8 = InFP8(*(reason is None for reason in reasons))
+    if not in_fp8.output:
+        return None, NONE
+    return "grouped" if _is_grouped(recipe, device) else "one by one", in_fp8
+
+
+def unsupported_reason(
+    product: Product,
+    recipe: Recipe,
+    device: torch.device,
+    weight: tuple[int, ...],
+    rows: int | None = None,
+    instead: Instead = "decoded",
+) -> str | None:
+    """Why a product with experts' weights of this shape does not run in FP8, or None.
+
+    ``rows``: of all experts together, each of which is taken to have as many; None: a number that suits all products.
+    """
+    format = recipe.products
+    if format is None:
+        return "the recipe decodes"
+    _, columns = recipe.for_shape(weight[1:]).block_shape
+    if weight[2] % columns:  # blocks go on in the next row
+        return f"in_features = {weight[2]} is no multiple of {columns}"
+    each = _MANY if rows is None else rows // weight[0]
+    suits_all = rows is None or _is_grouped(recipe, device)
+    why = products.unsupported_reason(product, recipe, casts.BLOCK if suits_all else each, weight[1:])
+    why = why or products.device_unsupported_reason(device, format)
+    if why is not None or not format.measured:
+        return why
+    return _slower_reason(product, recipe, device, each, weight[1:], instead)
+
+
+_MANY = 1 << 62  # rows: more than any measured number
+
+
+def _slower_reason(
+    product: Product, recipe: Recipe, device: torch.device, rows: int, weight: tuple[int, ...], instead: Instead
+) -> str | None:
+    """Grouped products of weight gradients gain at larger sizes than the others."""
+    kind = _kind(recipe, instead == "BF16")
+    why = measured.slower_reason(kind, device, rows, weight, "experts", instead)
+    if why is None and product == "weight gradient" and _is_grouped(recipe, device):
+        return measured.slower_reason("tensor", device, rows, weight, "experts", _BF16_WEIGHT_GRADIENTS)
+    return why
+
+
+_BF16_WEIGHT_GRADIENTS = f"row{measured.BF16_WEIGHT_GRADIENTS}"  # of grouped products, whose rows have scales
+
+
+def _kind(recipe: Recipe, keeps_weights: bool) -> str:
+    """What the table of experts calls such products, with as few in FP8 as gain first."""
+    assert recipe.products is not None
+    if recipe.products.scaling not in ("tensor", "row"):
+        return measured.kind_of(recipe.products, keeps_weights)
+    return f"tensor{measured.WEIGHTS_KEPT}" if keeps_weights else _BF16_WEIGHT_GRADIENTS
+
+
+def gaining_sizes(recipe: Recipe, table: Path) -> tuple[measured.Size, ...]:
+    """Sizes at which experts were measured to take less time than in BF16; none where they were not measured.
+
+    Rows are those of each expert.
+    """
+    try:
+        return measured.gaining_sizes(_kind(recipe, recipe.keeps_weights), "BF16", "experts", table)
+    except KeyError:
+        return ()
+
+
+def _is_grouped(recipe: Recipe, device: torch.device) -> bool:
+    """Whether torch has a grouped product of such codes."""
     if recipe.products is None or recipe.products.scaling not in ("tensor", "row"):
-        return "experts' products in FP8 need a recipe with one scale per weight"
-    if product == "weight gradient":
-        return "experts have weight gradients in BF16"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
-        return "experts' products in FP8 need compute capability 9.0"
-    for name, size in zip(("out_features", "in_features"), weight[1:], strict=True):
-        if size % products.ALIGNMENT:
-            return f"{name} = {size} is no multiple of {products.ALIGNMENT}"
-    return products.device_unsupported_reason(device, recipe.products)
+        return False
+    return device.type == "cpu" or (
+        device.type == "cuda" and torch.cuda.get_device_capability(device) == _GROUPED_CAPABILITY
+    )
+
+
+# --- grouped ------------------------------------------------------------------------------------------------------
+
+
+class _Groups(NamedTuple):
+    """Groups of rows whose sizes are multiples of a number: where each row goes, where they end, how many that are.
+
+    ``to``: None where rows stay where they are. Rows of no expert go to a last row, which is none of these.
+    """
+
+    ends: Tensor
+    to: Tensor | None = None
+    rows: int = 0
+
+    def spread(self, x: Tensor) -> Tensor:
+        """With zeros in between."""
+        if self.to is None:
+            return x
+        return x.new_zeros(self.rows + 1, x.shape[1]).index_copy_(0, self.to, x)[: self.rows]
+
+
+def _groups(offsets: Tensor, rows: int, multiple: int) -> _Groups:
+    starts = torch.cat([offsets.new_zeros(1), offsets[:-1]])
+    sizes = (offsets - starts + multiple - 1) // multiple * multiple
+    ends = sizes.cumsum(0, dtype=torch.int32)
+    total = (rows + len(offsets) * (multiple - 1)) // multiple * multiple
+    at = torch.arange(rows, device=offsets.device)
+    expert = torch.searchsorted(offsets, at, right=True)
+    moved = torch.cat([ends - sizes - starts, offsets.new_zeros(1)])  # by how many rows those of each expert move
+    to = torch.where(expert < len(offsets), at + moved[expert], total)
+    return _Groups(ends, to, total)
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: QuantizedTensor, offsets: Tensor, multiple_of: int, in_fp8: InFP8
+    ) -> Tensor:
+        need_weight = ctx.needs_input_grad[1]
+        ctx.in_fp8, ctx.groups = in_fp8, None
+        kept: tuple[Tensor, ...] = ()
+        if need_weight:
+            needed = products.ALIGNMENT if in_fp8.weight_gradient else 8
+            fits = multiple_of % needed == 0 and x.shape[0] % needed == 0
+            ctx.groups = _Groups(offsets) if fits else _groups(offsets, x.shape[0], needed)
+        rows, columns = _cast_both(x, ctx.groups if in_fp8.weight_gradient else None, True)
+        assert rows is not None
+        if need_weight:
+            kept = (x,) if columns is None else (columns.data, columns.scale)
+        ctx.save_for_backward(weight, offsets, *kept)
+        return _product(rows, *_matrices(weight), offsets)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        check_backward(gradient)
+        weight, offsets, *kept = ctx.saved_tensors
+        need_x, need_weight, *_ = ctx.needs_input_grad
+        gradient, groups = gradient.contiguous(), ctx.groups
+        fp8_x, fp8_weight = need_x and ctx.in_fp8.input_gradient, need_weight and ctx.in_fp8.weight_gradient
+        rows, columns = _cast_both(gradient, groups if fp8_weight else None, fp8_x)
+        of_x = of_weight = None
+        if rows is not None:
+            of_x = _product(rows, *_transposed(weight, gradient), offsets)
+        elif need_x:
+            of_x = torch._grouped_mm(gradient, weight.dequantize(), offs=offsets)
+        if columns is not None:
+            data, scale = kept
+            fast = weight.recipe.products.fast_gradients
+            of_weight = _weight_gradient(columns, Codes(data, scale, "row"), groups.ends, fast)
+        elif need_weight:
+            of_weight = torch._grouped_mm(groups.spread(gradient).t(), groups.spread(kept[0]), offs=groups.ends)
+        return of_x, of_weight, None, None, None
+
+
+def _cast_both(x: Tensor, groups: _Groups | None, rows: bool) -> tuple[Codes | None, Codes | None]:
+    """``x`` with a scale per row, and the transpose of its groups with one per column. ``groups``: None: not wanted."""
+    if groups is None or groups.to is None:
+        return casts.cast_both(x, E4M3, "row", False, rows, groups is not None)
+    codes, _ = casts.cast_both(x, E4M3, "row", False, rows, False)
+    _, transposed = casts.cast_both(groups.spread(x), E4M3, "row", False, False, True)
+    return codes, transposed
 
 
 def _matrices(weight: QuantizedTensor) -> tuple[Tensor, Tensor]:
@@ -117,9 +304,29 @@ def _product(rows: Codes, matrices: Tensor, scale: Tensor, offsets: Tensor) -> T
     )
 
 
+def _weight_gradient(gradient: Codes, activations: Codes, ends: Tensor, fast: bool) -> Tensor:
+    """``gradient[:, of e] @ activations[:, of e].t()`` for each expert, of the transposes of both."""
+    if gradient.data.device.type == "cpu":
+        return _emulated_weight_gradient(gradient, activations, ends)
+    experts = len(ends)
+    return torch._scaled_grouped_mm(
+        gradient.data,
+        activations.data.t(),
+        gradient.scale.view(-1).repeat(experts),
+        activations.scale.view(-1).repeat(experts),
+        offs=ends,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=fast,
+    )
+
+
+def _expert_of_row(offsets: Tensor, rows: int) -> Tensor:
+    return torch.searchsorted(offsets, torch.arange(rows, dtype=offsets.dtype), right=True)
+
+
 def _emulated(rows: Codes, matrices: Tensor, scale: Tensor, offsets: Tensor) -> Tensor:
     """Every row with every expert, and its own is taken: nothing depends on the values of the offsets."""
-    expert = torch.searchsorted(offsets, torch.arange(rows.data.shape[0], dtype=offsets.dtype), right=True)[:, None]
+    expert = _expert_of_row(offsets, rows.data.shape[0])[:, None]
     values = rows.values()
     out = torch.zeros(rows.data.shape[0], matrices.shape[1], dtype=torch.float32)
     with torch.autocast("cpu", enabled=False):
@@ -128,22 +335,75 @@ def _emulated(rows: Codes, matrices: Tensor, scale: Tensor, offsets: Tensor) -> 
     return out.to(torch.bfloat16)
 
 
-class _Grouped(torch.autograd.Function):
+def _emulated_weight_gradient(gradient: Codes, activations: Codes, ends: Tensor) -> Tensor:
+    expert = _expert_of_row(ends, gradient.data.shape[1])
+    of_rows, values = gradient.values(), activations.values().t()
+    with torch.autocast("cpu", enabled=False):
+        found = [torch.where(expert == index, of_rows, 0.0) @ values for index in range(len(ends))]
+    return torch.stack(found).to(torch.bfloat16)
+
+
+# --- one by one ---------------------------------------------------------------------------------------------------
+
+
+def _experts(weight: QuantizedTensor) -> list[QuantizedTensor]:
+    """The matrix of each expert, in the memory of all."""
+    count, outputs, inputs = weight.shape
+    recipe = weight.recipe.for_shape((outputs, inputs))
+    whole = {part.name: weight.components[part.name] for part in recipe.components if part.tile is None}
+    cut = {part.name: part for part in recipe.components if part.tile is not None}
+    shapes = {name: recipe.component_shape(part, (outputs, inputs)) for name, part in cut.items()}
+    return [
+        QuantizedTensor(
+            {**whole, **{name: weight.components[name][i].view(shape) for name, shape in shapes.items()}},
+            recipe,
+            (outputs, inputs),
+            weight.dtype,
+        )
+        for i in range(count)
+    ]
+
+
+class _OneByOne(torch.autograd.Function):
+    """The layers of experts, each with the products that its number of rows allows."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: QuantizedTensor, offsets: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, offsets)
-        rows = casts.cast(x, torch.float8_e4m3fn, "row", False)
-        return _product(rows, *_matrices(weight), offsets)
+        need_weight = ctx.needs_input_grad[1]
+        ends = offsets.tolist()
+        ctx.parts = [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+        ctx.in_fp8, ctx.kept, saved, outputs = [], [], [], []
+        for expert, part in zip(_experts(weight), ctx.parts, strict=True):
+            in_fp8 = _products_of(expert, part)
+            out, kept = output_of(x[part], expert, None, in_fp8, None, need_weight)
+            outputs.append(out)
+            ctx.in_fp8.append(in_fp8)
+            ctx.kept.append(None if kept is None else kept.scaling)
+            saved += [] if kept is None else [kept.data, kept.scale]
+        outputs.append(x.new_zeros(x.shape[0] - ends[-1], weight.shape[1]))  # rows of no expert
+        wants_x = need_weight and None in ctx.kept
+        ctx.save_for_backward(weight, x if wants_x else None, *saved)
+        return torch.cat(outputs)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         check_backward(gradient)
-        x, weight, offsets = ctx.saved_tensors
-        gradient = gradient.contiguous()
-        of_x = of_weight = None
-        if ctx.needs_input_grad[0]:
-            rows = casts.cast(gradient, torch.float8_e4m3fn, "row", False)
-            of_x = _product(rows, *_transposed(weight, gradient), offsets)
-        if ctx.needs_input_grad[1]:
-            of_weight = torch._grouped_mm(gradient.t(), x, offs=offsets)
-        return of_x, of_weight, None
+        weight, x, *saved = ctx.saved_tensors
+        need_x, need_weight, _ = ctx.needs_input_grad
+        rest = iter(saved)
+        all_of_x: list[Tensor] = []
+        all_of_weight: list[Tensor] = []
+        for expert, part, in_fp8, scaling in zip(_experts(weight), ctx.parts, ctx.in_fp8, ctx.kept, strict=True):
+            kept = None if scaling is None else Codes(next(rest), next(rest), scaling)
+            rows = x[part] if kept is None and need_weight else None
+            found = gradients_of(gradient[part].contiguous(), expert, kept, rows, need_x, in_fp8, None)
+            for each, of_all in zip(found, (all_of_x, all_of_weight), strict=True):
+                of_all += [] if each is None else [each]
+        if need_x:
+            all_of_x.append(gradient.new_zeros(gradient.shape[0] - ctx.parts[-1].stop, weight.shape[2]))
+        return torch.cat(all_of_x) if need_x else None, torch.stack(all_of_weight) if need_weight else None, None
+
+
+def _products_of(expert: QuantizedTensor, part: slice) -> InFP8:
+    rows = part.stop - part.start
+    return products.products_in_fp8(expert.recipe, expert.device, rows, expert.weight_shape) if rows else NONE

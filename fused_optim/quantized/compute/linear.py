@@ -6,6 +6,7 @@ see one operator, ``fused_optim::linear``, and trace what is within it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -23,6 +24,8 @@ from fused_optim.quantized.compute.autograd import (
 )
 from fused_optim.quantized.compute.casts import Codes
 from fused_optim.quantized.compute.delayed import HISTORY, Histories, cast_both
+from fused_optim.quantized.compute.kept import KeptWeight, kept_weight, quantized
+from fused_optim.quantized.compute.measured import Instead
 from fused_optim.quantized.compute.products import InFP8
 from fused_optim.quantized.recipes import ProductFormat
 from fused_optim.quantized.tensor import Args, Kwargs, QuantizedTensor, implements
@@ -80,13 +83,15 @@ def convert(module: nn.Module) -> None:
     """Make a module that has a quantized weight compute with it, where that is more than decoding it."""
     if type(module) is not nn.Linear:  # which may do anything in forward(); its products are those of mm.py
         return
-    local = local_tensor(module.weight)
-    if isinstance(local, QuantizedTensor) and local.recipe.products is not None:
+    kept = kept_weight(module.weight)
+    local = local_tensor(module.weight) if kept is None else kept
+    if isinstance(local, QuantizedTensor | KeptWeight) and local.recipe.products is not None:
         module.__class__ = QuantizedLinear
         if local.recipe.products.delayed:
             assert isinstance(module, QuantizedLinear)
             module.keep_histories(local.device)
-        local.shared.in_layer = True
+        if isinstance(local, QuantizedTensor):
+            local.shared.in_layer = True
 
 
 def linear(
@@ -108,18 +113,19 @@ def linear(
     histories = None if activations is None or gradients is None else Histories(activations, gradients, begins, layer)
     if isinstance(weight, DTensor):
         return _linear_of_shards(x, weight, bias, histories)
-    if not isinstance(weight, QuantizedTensor) or isinstance(x, DTensor):
+    if not isinstance(weight, QuantizedTensor | KeptWeight) or isinstance(x, DTensor):
         return nn.functional.linear(x, weight, bias)
-    x, cast_weight, bias = as_autocast_wants(x, weight, bias)
-    assert isinstance(cast_weight, QuantizedTensor)
-    weight = cast_weight
+    x, weight, bias = as_autocast_wants(x, weight, bias)
+    assert isinstance(weight, QuantizedTensor | KeptWeight)
     in_fp8 = _products_in_fp8(x, weight, bias)
     if in_fp8 is None:
         return nn.functional.linear(x, weight, bias)
+    if isinstance(weight, KeptWeight):
+        weight = quantized(weight)
     if torch.is_grad_enabled():
         out: Tensor = _Linear.apply(x, weight, bias, in_fp8, histories)  # type: ignore[no-untyped-call]
         return out
-    out, _ = _forward(x, weight, bias, in_fp8, histories, False)
+    out, _ = output_of(x, weight, bias, in_fp8, histories, False)
     return _shaped(out, (*x.shape[:-1], weight.shape[0]))
 
 
@@ -137,17 +143,18 @@ def _dispatched(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     return linear(*args, **kwargs)
 
 
-def _products_in_fp8(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> InFP8 | None:
+def _products_in_fp8(x: Tensor, weight: QuantizedTensor | KeptWeight, bias: Tensor | None) -> InFP8 | None:
     """None where torch does it all."""
-    if weight.is_transposed or weight.is_flat or not products.fits(x, weight):
+    if (isinstance(weight, QuantizedTensor) and weight.is_rearranged) or not products.fits(x, weight):
         return None
     if x.shape[-1] != weight.shape[-1] or (bias is not None and bias.dtype != x.dtype):
         return None
-    in_fp8 = products.products_in_fp8(weight.recipe, weight.device, x.numel() // x.shape[-1], weight.weight_shape)
+    rows, shape = x.numel() // x.shape[-1], weight.shape
+    in_fp8 = products.products_in_fp8(weight.recipe, weight.device, rows, shape, _instead(weight))
     return in_fp8 if any(in_fp8) else None
 
 
-def _forward(
+def output_of(
     x: Tensor,
     weight: QuantizedTensor,
     bias: Tensor | None,
@@ -167,6 +174,34 @@ def _forward(
     if codes is None:
         return nn.functional.linear(rows, weight.dequantize(), bias), kept
     return products.output(codes, weight, bias), kept
+
+
+def gradients_of(
+    gradient: Tensor,
+    weight: QuantizedTensor,
+    kept: Codes | None,
+    x: Tensor | None,
+    need_x: bool,
+    in_fp8: InFP8,
+    histories: Histories | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Those of activations and weight; the latter of what :func:`output_of` has ``kept``, or of ``x``, if of any."""
+    format = _format(weight)
+    fp8_x, fp8_weight = need_x and in_fp8.input_gradient, kept is not None
+    rows, columns = None, None
+    if fp8_x or fp8_weight:
+        _, history, begins, layer = histories or (None, None, False, None)
+        rows, columns = cast_both(gradient, format.gradients, format, fp8_x, fp8_weight, history, begins)
+        if isinstance(layer, QuantizedLinear):
+            layer.begins = False
+    of_x = of_weight = None
+    if need_x:
+        of_x = gradient @ weight.dequantize() if rows is None else products.input_gradient(rows, weight)
+    if kept is not None and columns is not None:
+        of_weight = products.weight_gradient(columns, kept, format)
+    elif x is not None:
+        of_weight = gradient.t() @ x
+    return of_x, of_weight
 
 
 def _format(weight: QuantizedTensor) -> ProductFormat:
@@ -191,7 +226,7 @@ class _Linear(torch.autograd.Function):
         histories: Histories | None,
     ) -> Tensor:
         need_x, need_weight, *_ = ctx.needs_input_grad
-        out, kept = _forward(x, weight, bias, in_fp8, histories, need_weight)
+        out, kept = output_of(x, weight, bias, in_fp8, histories, need_weight)
         ctx.in_fp8, ctx.shape, ctx.kept, ctx.histories = in_fp8, x.shape, kept is not None, histories
         activations = () if not need_weight else (casts.matrix_of(x),) if kept is None else (kept.data, kept.scale)
         ctx.save_for_backward(weight if need_x or need_weight else None, *activations)
@@ -203,24 +238,14 @@ class _Linear(torch.autograd.Function):
         need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
         weight, *activations = ctx.saved_tensors
         gradient = casts.matrix_of(gradient).contiguous()
-        format = _format(weight)
-        rows, columns = None, None
-        fp8_x, fp8_weight = need_x and ctx.in_fp8.input_gradient, need_weight and ctx.kept
-        if fp8_x or fp8_weight:
-            _, history, begins, layer = ctx.histories or (None, None, False, None)
-            rows, columns = cast_both(gradient, format.gradients, format, fp8_x, fp8_weight, history, begins)
-            if layer is not None:
-                layer.begins = False
-        of_x = of_weight = None
-        if need_x:
-            of_x = gradient @ weight.dequantize() if rows is None else products.input_gradient(rows, weight)
-            of_x = _shaped(of_x, ctx.shape)
-        if need_weight:
-            if columns is None:
-                of_weight = gradient.t() @ activations[0]
-            else:
-                data, scale = activations
-                of_weight = products.weight_gradient(columns, Codes(data, scale, format.kept), format)
+        kept, x = None, None
+        if need_weight and ctx.kept:
+            data, scale = activations
+            kept = Codes(data, scale, _format(weight).kept)
+        elif need_weight:
+            (x,) = activations
+        of_x, of_weight = gradients_of(gradient, weight, kept, x, need_x, ctx.in_fp8, ctx.histories)
+        of_x = None if of_x is None else _shaped(of_x, ctx.shape)
         return of_x, of_weight, gradient.sum(0) if need_bias else None, None, None
 
 
@@ -230,10 +255,13 @@ class _Linear(torch.autograd.Function):
 def _linear_of_shards(x: Tensor, weight: DTensor, bias: Tensor | None, histories: Histories | None) -> Tensor:
     """Each rank multiplies what it holds, where the placements are those of tensor parallelism; else torch does it."""
     local = weight._local_tensor
-    matches = isinstance(x, DTensor) and isinstance(local, QuantizedTensor) and x.device_mesh == weight.device_mesh
+    known = isinstance(local, QuantizedTensor | KeptWeight)
+    matches = isinstance(x, DTensor) and known and x.device_mesh == weight.device_mesh
     if not matches or (bias is not None and not isinstance(bias, DTensor)):
         return nn.functional.linear(x, weight, bias)
     assert isinstance(x, DTensor)
+    if not _may_run(local, x, weight):
+        return nn.functional.linear(x, weight, bias)
     layouts = [_layout(*pair, x.dim() - 1) for pair in zip(x.placements, weight.placements, strict=True)]
     if None in layouts:
         return nn.functional.linear(x, weight, bias)
@@ -245,6 +273,29 @@ def _linear_of_shards(x: Tensor, weight: DTensor, bias: Tensor | None, histories
     return DTensor.from_local(
         out, x.device_mesh, of_out, run_check=False, shape=shape, stride=torch.empty(shape, device="meta").stride()
     )
+
+
+def _may_run(local: Tensor, x: DTensor, weight: DTensor) -> bool:
+    """Whether products of the largest shards run in FP8 as far as times were measured: on all ranks alike."""
+    assert isinstance(local, QuantizedTensor | KeptWeight)
+    format, instead = local.recipe.products, _instead(local)
+    if format is None or not format.measured:
+        return format is not None
+    *rows, inputs = _largest_shard(x)
+    shape = _largest_shard(weight)
+    return products.slower_reason(format, local.device, math.prod(rows), (shape[0], inputs), instead) is None
+
+
+def _instead(weight: QuantizedTensor | KeptWeight) -> Instead:
+    return "BF16" if isinstance(weight, KeptWeight) else "decoded"
+
+
+def _largest_shard(tensor: DTensor) -> tuple[int, ...]:
+    shape = list(tensor.shape)
+    for dim, place in enumerate(tensor.placements):
+        if isinstance(place, Shard):
+            shape[place.dim] = -(-shape[place.dim] // tensor.device_mesh.size(dim))
+    return tuple(shape)
 
 
 def _local_bias(bias: DTensor, of_out: Sequence[Placement], last: int) -> Tensor:

@@ -34,8 +34,10 @@ def _addmm(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _can_scale(x: Tensor, weight: Tensor) -> bool:
-    """Whether this is ``activations @ weight.t()`` with a weight whose recipe asks for FP8."""
+    """Whether this is ``activations @ weight.t()`` with a weight whose recipe asks for FP8, outside of layers too."""
     if not isinstance(weight, QuantizedTensor) or not weight.is_transposed or not products.fits(x, weight):
+        return False
+    if weight.recipe.products is None or weight.recipe.products.measured:
         return False
     return products.products_in_fp8(weight.recipe, weight.device, x.shape[0], weight.weight_shape).output
 

@@ -1,10 +1,11 @@
-"""The three products of a linear layer in FP8, for weights whose recipe has ``compute="fp8"``.
+"""The three products of a linear layer in FP8, for weights whose recipe has ``compute="fp8"`` or ``"auto"``.
 
     output = x @ weight.t()         activations E4M3
     input gradient = dy @ weight    gradients E5M2 or E4M3; the weight's own codes, transposed
     weight gradient = dy.t() @ x    both transposed
 
-With ``compute="fp4"`` the first one in FP4. Which of them run so is decided one by one (:func:`unsupported_reason`).
+With ``compute="fp4"`` the first one in FP4. Which of them run so is decided one by one (:func:`unsupported_reason`),
+with ``"auto"`` also by what was measured (``measured.py``).
 The others decode the weight, or stay in BF16. CPUs compute the same products of the same codes in FP32.
 """
 
@@ -17,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
-from fused_optim.quantized.compute import casts, microscaling
+from fused_optim.quantized.compute import casts, measured, microscaling
 from fused_optim.quantized.compute.casts import BLOCK, Codes
+from fused_optim.quantized.compute.measured import Instead
 from fused_optim.quantized.recipes import ProductFormat, Recipe, Scaling
 from fused_optim.quantized.tensor import QuantizedTensor
 
@@ -59,6 +61,9 @@ class InFP8(NamedTuple):
     output: bool
     input_gradient: bool
     weight_gradient: bool
+
+
+NONE = InFP8(False, False, False)
 
 
 # --- what can run -----------------------------------------------------------------------------------------------
@@ -111,35 +116,49 @@ def _unsupported_reason(product: Product, format: ProductFormat, rows: int, weig
     return None
 
 
-def kind_of(format: ProductFormat) -> str:
-    """What tables of measured times call such products."""
-    return format.scaling + ("" if format.weight_gradients else ", weight gradients in BF16")
-
-
-def products_in_fp8(recipe: Recipe, device: torch.device, rows: int, weight: tuple[int, ...]) -> InFP8:
+def products_in_fp8(
+    recipe: Recipe, device: torch.device, rows: int, weight: tuple[int, ...], instead: Instead = "decoded"
+) -> InFP8:
+    """``instead``: how the others are computed, which ``compute="auto"`` compares times with."""
     if recipe.products is None:
-        return InFP8(False, False, False)
+        return NONE
     find = (
         _known_products_in_fp8 if type(rows) is int else _products_in_fp8
     )  # compilers have rows whose number is not known
-    return find(recipe.products, device, rows, weight)
+    return find(recipe.products, device, rows, weight, instead)
 
 
-def _products_in_fp8(format: ProductFormat, device: torch.device, rows: int, weight: tuple[int, ...]) -> InFP8:
-    if device_unsupported_reason(device, format) is not None:
-        return InFP8(False, False, False)
+def _products_in_fp8(
+    format: ProductFormat, device: torch.device, rows: int, weight: tuple[int, ...], instead: Instead
+) -> InFP8:
+    if device_unsupported_reason(device, format) is not None or len(weight) != 2:
+        return NONE
+    if slower_reason(format, device, rows, weight, instead) is not None:
+        return NONE
     return InFP8(*(_unsupported_reason(product, format, rows, weight) is None for product in PRODUCTS))
+
+
+def slower_reason(
+    format: ProductFormat, device: torch.device, rows: int, weight: tuple[int, ...], instead: Instead
+) -> str | None:
+    """Why products that are to be in FP8 only where that saves time are not, or None."""
+    if not format.measured:
+        return None
+    kind = measured.kind_of(format, instead == "BF16")
+    return measured.slower_reason(kind, device, rows, weight, "sizes", instead)
 
 
 _known_products_in_fp8 = functools.lru_cache(maxsize=4096)(_products_in_fp8)
 
 
-def fits(x: Tensor, weight: QuantizedTensor) -> bool:
+def fits(x: Tensor, weight: Tensor) -> bool:
     """Whether products of these tensors are considered at all."""
-    if isinstance(x, QuantizedTensor) or weight.recipe.products is None or x.numel() == 0:
+    if isinstance(x, QuantizedTensor) or x.numel() == 0 or not x.dtype == weight.dtype == torch.bfloat16:
         return False
+    if not isinstance(weight, QuantizedTensor):
+        return True
     # Plain values that were written and not quantized since have no codes, and tiles that begin elsewhere no products.
-    return x.dtype == weight.dtype == torch.bfloat16 and not weight.is_pending and weight.rows_before == 0
+    return weight.recipe.products is not None and not weight.is_pending and weight.rows_before == 0
 
 
 # --- products of codes ------------------------------------------------------------------------------------------

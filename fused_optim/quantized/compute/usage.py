@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fused_optim.quantized.compute import grouped, products
 from fused_optim.quantized.compute.casts import BLOCK
+from fused_optim.quantized.compute.kept import kept_weight
+from fused_optim.quantized.compute.measured import Instead
 from fused_optim.quantized.compute.products import PRODUCTS, Product
 from fused_optim.quantized.tensor import QuantizedTensor, local_weight
+
+MANY = 1 << 62  # rows: more than any measured number
 
 
 def unsupported_reasons(param: Tensor, rows: int | None = None) -> dict[str, str | None]:
@@ -23,22 +27,56 @@ def unsupported_reasons(param: Tensor, rows: int | None = None) -> dict[str, str
     if local.recipe.products is None:
         return {}
     shape, device = _shape_in_layers(param), _device_in_layers(param)
-    always = _unsupported_at_all(local) or products.device_unsupported_reason(device, local.recipe.products)
+    always = _unsupported_at_all(local, device) or products.device_unsupported_reason(device, local.recipe.products)
     found: dict[str, str | None] = {}
     for product in PRODUCTS:
         if len(shape) == 3:
-            why = grouped.unsupported_reason(product, local.recipe, device, shape)
+            why = grouped.unsupported_reason(product, local.recipe, device, shape, rows)
         else:
             why = products.unsupported_reason(product, local.recipe, BLOCK if rows is None else rows, shape)
-            why = _unsupported_outside_layers(product, local) or why
+            why = _unsupported_outside_layers(product, local) or why or _slower(local, device, rows, shape)
         found[product] = always or why
     return found
 
 
-def _unsupported_at_all(local: QuantizedTensor) -> str | None:
-    if local.dtype != torch.bfloat16:
-        dtype = str(local.dtype).removeprefix("torch.")
-        return f"it is {dtype}: only autocast or FSDP2's mixed precision to bfloat16 make its products FP8"
+def unsupported_reasons_of_kept(param: Tensor, rows: int | None = None) -> dict[str, str | None]:
+    """:func:`unsupported_reasons` of a :class:`KeptWeight`; a shard counts as what is gathered of it."""
+    kept = kept_weight(param)
+    assert kept is not None
+    recipe, format = kept.recipe, kept.recipe.products
+    assert format is not None
+    shape, device = _gathered_shape(param), _device_in_layers(param)
+    instead: Instead = "decoded" if isinstance(param, DTensor) else "BF16"
+    always = _other_dtype(kept.dtype, device) or products.device_unsupported_reason(device, format)
+    found: dict[str, str | None] = {}
+    for product in PRODUCTS:
+        if len(shape) == 3:
+            why = grouped.unsupported_reason(product, recipe, device, shape, rows, instead)
+        else:
+            why = products.unsupported_reason(product, recipe, BLOCK if rows is None else rows, shape)
+            why = why or products.slower_reason(format, device, MANY if rows is None else rows, shape, instead)
+        found[product] = always or why
+    return found
+
+
+def _slower(local: QuantizedTensor, device: torch.device, rows: int | None, shape: tuple[int, ...]) -> str | None:
+    format = local.recipe.products
+    assert format is not None
+    return products.slower_reason(format, device, MANY if rows is None else rows, shape, "decoded")
+
+
+def _other_dtype(dtype: torch.dtype, device: torch.device) -> str | None:
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    if dtype == torch.bfloat16:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    return f"it is {name}: only autocast or FSDP2's mixed precision to bfloat16 make its products FP8"
+
+
+def _unsupported_at_all(local: QuantizedTensor, device: torch.device) -> str | None:
+    if (why := _other_dtype(local.dtype, device)) is not None:
+        return why
     before = local.shared.position.gathered
     if (local.rows_before if before is None else before) != 0:
         return "tensor parallelism has cut it within a tile"
@@ -46,24 +84,31 @@ def _unsupported_at_all(local: QuantizedTensor) -> str | None:
 
 
 def _unsupported_outside_layers(product: Product, local: QuantizedTensor) -> str | None:
-    if product == "output" or local.shared.in_layer:
+    format = local.recipe.products
+    if local.shared.in_layer or (product == "output" and format is not None and not format.measured):
         return None
     return "no nn.Linear holds it: gradients are those of decoded weights"
 
 
 def _shape_in_layers(param: Tensor) -> tuple[int, ...]:
     """Of what a rank multiplies with: the parts that tensor parallelism makes, gathered by FSDP2."""
-    local = local_weight(param)
+    if local_weight(param).shared.position.gathered is not None:
+        return _gathered_shape(param)
+    return _shape_under(param, list(param.placements)) if isinstance(param, DTensor) else tuple(param.shape)
+
+
+def _gathered_shape(param: Tensor) -> tuple[int, ...]:
     if not isinstance(param, DTensor):
         return tuple(param.shape)
     placements = list(param.placements)
-    if local.shared.position.gathered is not None:
-        rows = [i for i, placement in enumerate(placements) if placement.is_shard(0)]
-        strided = [
-            i for i in rows if type(placements[i]) is not Shard
-        ]  # FSDP2's, where tensor parallelism cuts rows, too
-        for i in (strided or rows)[:1]:
-            placements[i] = Replicate()
+    rows = [i for i, placement in enumerate(placements) if placement.is_shard(0)]
+    strided = [i for i in rows if type(placements[i]) is not Shard]  # FSDP2's, where tensor parallelism cuts rows, too
+    for i in (strided or rows)[:1]:
+        placements[i] = Replicate()
+    return _shape_under(param, placements)
+
+
+def _shape_under(param: DTensor, placements: list[Placement]) -> tuple[int, ...]:
     shape, _ = compute_local_shape_and_global_offset(param.shape, param.device_mesh, placements)
     return tuple(shape)
 

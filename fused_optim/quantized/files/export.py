@@ -176,6 +176,10 @@ def _recipe(tensor: Tensor) -> Recipe | None:
     return local.recipe if isinstance(local, QuantizedTensor) else None
 
 
+def _is_alike(recipe: Recipe | None, other: Recipe) -> bool:
+    return recipe is not None and recipe.same_format(other)
+
+
 def _is_nvfp4(each: Written) -> bool:
     return isinstance(_recipe(each.weight), NVFP4BlockScaling)
 
@@ -195,7 +199,7 @@ def _is_known(model: nn.Module, weight: Tensor, holders: list[Holder], layout: L
     if weight.dim() == 3:
         beside = (param for param in first.module.parameters(recurse=False) if param.dim() == 3)
         reads = readers == "servers" or layouts.transformers_reads_experts(recipe, layout)
-        return reads and all(_recipe(param) == recipe for param in beside)
+        return reads and all(_is_alike(_recipe(param), recipe) for param in beside)
     if is_head(first.name) and (layout == "fp8" or recipe.block_rows > 1):  # servers cut heads by single rows
         return False
     return isinstance(first.module, nn.Linear) and first.key == "weight" and not is_router(model, first.path)
@@ -231,7 +235,8 @@ def _modules(written: list[Written], layout: Layout) -> Modules:
         patterns = len(files) > 1 and layout == "compressed-tensors"  # the other one has none
         if each.rows is not None:
             targets = {_of_experts(name, only=True) for name in files} if patterns else files | names
-            quantized.setdefault(local_weight(each.weight).recipe, set()).update(targets)
+            of_matrices = local_weight(each.weight).recipe.for_shape(tuple(each.weight.shape[-2:]))
+            quantized.setdefault(of_matrices, set()).update(targets)
         elif any(tensor.dim() > 1 and isinstance(tensor, nn.Parameter) for tensor in each.tensors.values()):
             plain |= names | ({_of_experts(name) for name in files} if patterns else files)
     return quantized, plain.difference(*quantized.values())

@@ -79,7 +79,7 @@ def stored(recipe: Recipe, component: str, values: Tensor, layout: Layout) -> tu
         return _PACKED, codes[..., 0::2] | codes[..., 1::2] << 4
     if component == "tensor_scale":
         return (_GLOBAL, values.view(-1)[:1].reciprocal()) if nvfp4 else (scale, values[..., :1])
-    rows, columns = recipe.block_shape
+    rows, columns = _block(recipe) or recipe.block_shape
     of_blocks = values[..., ::columns]
     if nvfp4:
         return scale, of_blocks.to(torch.float8_e4m3fn)
@@ -97,8 +97,9 @@ def one(recipe: Recipe, component: str) -> int:
 
 def _block(recipe: Recipe) -> tuple[int, int] | None:
     """Rows and columns that share a scale; None where a whole weight does, or no layout has them."""
-    known = isinstance(recipe, Float8BlockScaling) or type(recipe) in (MXFP8BlockScaling, NVFP4BlockScaling)
-    return recipe.tile if known else None
+    if isinstance(recipe, Float8BlockScaling):
+        return recipe.block  # experts' weights have a tile of their own
+    return recipe.tile if type(recipe) in (MXFP8BlockScaling, NVFP4BlockScaling) else None
 
 
 # --- configurations -----------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fused_optim.quantized.compute.kept import kept_weight
 from fused_optim.quantized.tensor import QuantizedTensor, local_weight
 from fused_optim.sharding import fsdp
 from fused_optim.sharding.dtensor import local_tensor, rewrap_like
@@ -26,7 +27,7 @@ class Optimizer(Protocol):
 
 @torch.no_grad()
 def dequantize_model_(model: nn.Module, optimizer: Optimizer | None = None) -> nn.Module:
-    """Replace quantized parameters by plain ones of the same shape, dtype and placements; return ``model``.
+    """Replace quantized parameters, and kept ones, by plain ones of the same shape, dtype and placements.
 
     They become the masters of ``optimizer``, which goes on with them and its states; where there is none, the initial
     values that are still kept; else the decoded values. Modules of FSDP2 stay as they are: call it on all ranks. Tied
@@ -39,7 +40,11 @@ def dequantize_model_(model: nn.Module, optimizer: Optimizer | None = None) -> n
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer: expected a FusedAdam, got a {type(optimizer).__name__}")
     fsdp.reshard(model)
-    quantized = [param for param in model.parameters() if isinstance(local_tensor(param), QuantizedTensor)]
+    quantized = [
+        param
+        for param in model.parameters()
+        if isinstance(local_tensor(param), QuantizedTensor) or kept_weight(param) is not None
+    ]
     replaced: dict[Tensor, Tensor] = {param: _plain(param) for param in quantized}
     if optimizer is not None:
         updated = {param for group in optimizer.param_groups for param in group["params"]}
@@ -79,12 +84,18 @@ def decoded_state_dict(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(param: Tensor) -> nn.Parameter:
+    kept = kept_weight(param)
+    if kept is not None:
+        return _with_gradients(nn.Parameter(rewrap_like(kept.plain, param), requires_grad=param.requires_grad), param)
     local = local_weight(param)
     if local.is_meta:
         values = torch.empty(local.shape, dtype=local.dtype, device="meta")
     else:
         values = local.initial_values().to(local.dtype)
-    plain = nn.Parameter(rewrap_like(values, param), requires_grad=param.requires_grad)
+    return _with_gradients(nn.Parameter(rewrap_like(values, param), requires_grad=param.requires_grad), param)
+
+
+def _with_gradients(plain: nn.Parameter, param: Tensor) -> nn.Parameter:
     for gradient in ("grad", "decoupled_grad"):
         if getattr(param, gradient, None) is not None:
             setattr(plain, gradient, getattr(param, gradient))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,16 @@ from fused_optim.adapters import Update
 from fused_optim.memory import copies
 from fused_optim.quantized.adapters import update
 from fused_optim.quantized.compute import linear
-from fused_optim.quantized.model.selection import Filter, ParamFilter, check_arguments, chosen_parameters
+from fused_optim.quantized.compute.kept import keep_state_dicts_plain, kept_like, kept_weight
+from fused_optim.quantized.model.selection import (
+    Filter,
+    ParamFilter,
+    Recipes,
+    check_arguments,
+    chosen_parameters,
+    matched_patterns,
+    usual_filter,
+)
 from fused_optim.quantized.recipes import (
     WHOLE,
     Position,
@@ -50,7 +59,7 @@ from fused_optim.sharding.dtensor import (
 @torch.no_grad()
 def quantize_model_(
     model: nn.Module,
-    recipe: Recipe,
+    recipe: Recipes,
     filter_fn: Filter | None = None,
     *,
     param_filter: ParamFilter | None = None,
@@ -58,11 +67,17 @@ def quantize_model_(
 ) -> nn.Module:
     """Replace weights of modules by quantized parameters, in place, and return ``model``.
 
-    After tensor parallelism and before ``fully_shard``. Weights may be on the meta device. Tied weights stay tied.
+    After tensor parallelism and before ``fully_shard``. Weights may be on the meta device. Tied weights stay tied. With
+    ``keep_weights=True`` in a recipe they become :class:`~fused_optim.quantized.KeptWeight` instead.
 
     Args:
+        recipe: one for all; or several by patterns of names, ``{"*.attn.*": Float8CurrentScaling(), ...}``, as
+            ``fnmatch`` has them, of linear layers and of parameters with three dims (experts): the first pattern that
+            matches the name of a parameter, or of its layer, says how it is quantized (None: not at all), and what
+            none matches stays plain.
         filter_fn: ``filter_fn(module, name) -> bool``: the modules whose ``weight`` is quantized. Default: every
-            ``nn.Linear``.
+            ``nn.Linear`` but output heads, by their names (``lm_head``), and what shares its weight with an
+            ``nn.Embedding``. Weights of experts that it leaves are named in a warning.
         param_filter: instead, ``param_filter(param, name) -> bool``: the parameters, by their names in the model, such
             as the weights of experts (three dims: the first counts rows, as of all weights) and ``in_proj_weight``.
         keep_initial: keep the values that weights have now, until the optimizer has started its FP32 masters from them,
@@ -70,24 +85,28 @@ def quantize_model_(
 
     Raises:
         TypeError: for what is no recipe, for parameters that are not float32, bfloat16 or float16.
-        ValueError: for a weight that the recipe cannot quantize, or that is no parameter (parametrized modules), for a
-            module without a weight, or a model that is sharded already. Nothing has been changed then.
+        ValueError: for a pattern that matches nothing, tied weights with several recipes, a weight that the recipe
+            cannot quantize, or that is no parameter (parametrized modules), for a module without a weight, or a model
+            that is sharded already. Nothing has been changed then.
     """
     check_arguments(recipe, filter_fn, param_filter)
-    chosen = chosen_parameters(model, filter_fn, param_filter)
+    chosen = chosen_parameters(model, recipe, filter_fn, param_filter)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             raise ValueError("quantize_model_ after fully_shard: the order is tensor parallelism, quantization, FSDP")
-    for each in chosen:
-        _check(each.param, recipe, each.name)
+    recipes = [each.recipe.for_shape(tuple(each.param.shape)) for each in chosen]
+    for each, own in zip(chosen, recipes, strict=True):
+        _check(each.param, own, each.name)
     replaced: dict[Tensor, nn.Parameter] = {}
-    for each in chosen:
+    for each, own in zip(chosen, recipes, strict=True):
         if each.param not in replaced:
-            replaced[each.param] = _quantized(each.param, recipe, keep_initial, each.name)
+            replaced[each.param] = _quantized(each.param, own, keep_initial, each.name)
     for module in model.modules():  # tied weights have the same parameter in modules that were not chosen, too
         tied = {key: param for key, param in module._parameters.items() if param is not None and param in replaced}
         for key, param in tied.items():
             module._parameters[key] = replaced[param]
+        if any(kept_weight(replaced[param]) is not None for param in tied.values()):
+            keep_state_dicts_plain(module)
         if tied:
             module.register_load_state_dict_pre_hook(_refuse_codes)
             module.register_load_state_dict_pre_hook(_quantize_assigned)
@@ -139,7 +158,8 @@ def _check(weight: Tensor, recipe: Recipe, name: str) -> None:
     try:
         check_dtype(weight.dtype)
         check_shape(recipe, local.shape)
-        _check_cuts(weight, recipe)
+        if not recipe.keeps_weights:  # each rank quantizes what it multiplies with
+            _check_cuts(weight, recipe)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name}, shape {tuple(weight.shape)}: {error}") from None
 
@@ -167,6 +187,8 @@ def _position(weight: Tensor, recipe: Recipe) -> Position:
 
 
 def _quantized(weight: Tensor, recipe: Recipe, keep_initial: bool, name: str) -> nn.Parameter:
+    if recipe.keeps_weights:
+        return nn.Parameter(kept_like(weight.detach(), recipe), requires_grad=weight.requires_grad)
     values = local_tensor(weight.detach())
     shared = Shared(
         pending=values.device.type != "meta",
@@ -227,41 +249,33 @@ def _pending(params: Sequence[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def quantized_model_init(
-    recipe: Recipe, filter_fn: Filter | None = None, *, param_filter: ParamFilter | None = None
+    recipe: Recipes, filter_fn: Filter | None = None, *, param_filter: ParamFilter | None = None
 ) -> Iterator[None]:
-    """Within this context every ``nn.Linear`` is built with a quantized weight, also on the meta device.
+    """When this context ends, :func:`quantize_model_` is done to all that was built in it, also on the meta device.
 
-    Plain weights that layers were given afterwards, as ``from_pretrained`` of transformers gives them those that it has
-    read, are quantized when the context ends.
-
-    With a filter, as :func:`quantize_model_` has them, all weights are quantized when the context ends, since names are
-    known only then: those within the outermost module that was built in it. So shard it, and give its parameters to an
-    optimizer, afterwards. Initial values are kept until the optimizer has started its FP32 masters from them.
+    To the outermost modules, since names are known only then. So shard a model, and give its parameters to an
+    optimizer, afterwards. Initial values are kept until the optimizer has started its FP32 masters from them. Without a
+    filter or patterns, layers that were not built here, and weights that are computed from others, stay as they are.
 
     Raises what :func:`quantize_model_` raises, also when the context ends.
     """
     check_arguments(recipe, filter_fn, param_filter)
-    every_linear = filter_fn is None and param_filter is None
     built: list[weakref.ref[nn.Module]] = []
-    with ExitStack() as contexts:
-        contexts.enter_context(_after_each(nn.Module, lambda module: built.append(weakref.ref(module))))
-        if every_linear:
-            contexts.enter_context(_after_each(nn.Linear, lambda module: _quantize_layers([module], [module], recipe)))
+    with _after_each(nn.Module, lambda module: built.append(weakref.ref(module))):
         yield
     modules = [module for reference in built if (module := reference()) is not None]
-    if every_linear:
-        _quantize_layers(_outermost(modules), modules, recipe)
+    models = _outermost(modules)
+    if isinstance(recipe, Mapping):
+        for model, patterns in zip(models, matched_patterns(models, recipe), strict=True):
+            quantize_model_(model, {pattern: each for pattern, each in recipe.items() if pattern in patterns})
         return
-    for module in _outermost(modules):
-        quantize_model_(module, recipe, filter_fn, param_filter=param_filter)
-
-
-def _quantize_layers(models: Sequence[nn.Module], built: Sequence[nn.Module], recipe: Recipe) -> None:
-    """Those linear layers of models that were built and have plain weights."""
-    plain = {module for module in built if isinstance(module, nn.Linear) and _has_plain_weight(module)}
+    plain = {module for module in modules if isinstance(module, nn.Linear) and _has_plain_weight(module)}
     for model in models:
-        if any(module in plain for module in model.modules()):
-            quantize_model_(model, recipe, lambda module, _: module in plain)
+        picks = filter_fn
+        if filter_fn is None and param_filter is None:
+            usual = usual_filter(model)
+            picks = lambda module, name, usual=usual: module in plain and usual(module, name)  # noqa: E731
+        quantize_model_(model, recipe, picks, param_filter=param_filter)
 
 
 def _has_plain_weight(layer: nn.Linear) -> bool:

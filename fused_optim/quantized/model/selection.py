@@ -1,42 +1,58 @@
-"""Which parameters of a model are to be quantized: filters, what these may pick, and what is refused by name."""
+"""Which parameters of a model are to be quantized, and how: filters, patterns of names, what is refused by name."""
 
 from __future__ import annotations
 
-import json
+import difflib
 import os
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
-from fused_optim.quantized.compute import products
+from fused_optim.quantized.compute import GroupedLinear, grouped, measured, products
+from fused_optim.quantized.compute.kept import kept_weight
 from fused_optim.quantized.recipes import Recipe, check_recipe
+from fused_optim.quantized.tensor import QuantizedTensor
 from fused_optim.roles import is_embedding, is_head, is_router
+from fused_optim.sharding.dtensor import local_tensor
 
 Filter = Callable[[nn.Module, str], bool]
 ParamFilter = Callable[[nn.Parameter, str], bool]
 
 
+Recipes = Recipe | Mapping[str, Recipe | None]  # one for all, or by patterns of names
+
+
 class Chosen(NamedTuple):
-    """A parameter: the module that holds it, its name there and in the model."""
+    """A parameter: the module that holds it, its name there and in the model, and its recipe."""
 
     module: nn.Module
     key: str
     name: str
+    recipe: Recipe
 
     @property
     def param(self) -> nn.Parameter:
-        param = self.module._parameters[self.key]
-        assert param is not None
-        return param
+        return _param(self.module, self.key)
 
 
 def check_arguments(recipe: object, filter_fn: object, param_filter: object) -> None:
-    """Raise TypeError for what is no recipe, or no filter, ValueError for both filters at once."""
-    check_recipe(recipe)
+    """Raise TypeError for what is no recipe, no pattern or no filter, ValueError for several ways to pick at once."""
+    if isinstance(recipe, Mapping):
+        for pattern, each in recipe.items():
+            if not isinstance(pattern, str):
+                raise TypeError(f"recipe: expected patterns of names as keys, got {pattern!r}")
+            if each is not None:
+                check_recipe(each)
+        if filter_fn is not None or param_filter is not None:
+            raise ValueError("recipe: patterns of names pick weights themselves: leave out filter_fn and param_filter")
+    else:
+        check_recipe(recipe)
     for name, value in (("filter_fn", filter_fn), ("param_filter", param_filter)):
         if value is not None and not callable(value):
             raise TypeError(f"{name}: expected a function, got a {type(value).__name__}")
@@ -44,16 +60,23 @@ def check_arguments(recipe: object, filter_fn: object, param_filter: object) -> 
         raise ValueError("filter_fn picks modules and param_filter parameters: give one of them")
 
 
-def chosen_parameters(model: nn.Module, filter_fn: Filter | None, param_filter: ParamFilter | None) -> list[Chosen]:
-    """The parameters that ``param_filter`` picks, or those named ``weight`` of modules that ``filter_fn`` does.
+def chosen_parameters(
+    model: nn.Module, recipe: Recipes, filter_fn: Filter | None, param_filter: ParamFilter | None
+) -> list[Chosen]:
+    """The parameters that patterns or ``param_filter`` pick, or the ``weight`` of each module that ``filter_fn`` does.
 
-    Raises ValueError for a module without such a parameter, and for parameters that nothing can be quantized of yet.
+    Raises ValueError for a module without such a parameter, for a pattern that picks nothing, and for parameters that
+    nothing can be quantized of yet.
     """
-    if param_filter is not None:
-        chosen = [each for each in _all_parameters(model) if param_filter(each.param, each.name)]
+    if isinstance(recipe, Mapping):
+        chosen = list(_by_patterns(model, recipe))
+    elif param_filter is not None:
+        everything = _all_parameters(model)
+        chosen = [Chosen(*each, recipe) for each in everything if param_filter(_param(*each[:2]), each[2])]
     else:
-        picks = filter_fn.of(model) if isinstance(filter_fn, UsualLayers) else filter_fn or _is_linear
-        chosen = [_weight_of(module, name) for name, module in model.named_modules() if picks(module, name)]
+        picks = filter_fn.of(model) if isinstance(filter_fn, UsualLayers) else filter_fn or usual_filter(model)
+        found = (_weight_of(module, name) for name, module in model.named_modules() if picks(module, name))
+        chosen = [Chosen(*each, recipe) for each in found]
     for each in chosen:
         if isinstance(each.module, ParametrizationList):
             raise ValueError(f"{each.name} is what torch.nn.utils.parametrize computes a parameter from; {_OTHERWISE}")
@@ -65,13 +88,80 @@ def chosen_parameters(model: nn.Module, filter_fn: Filter | None, param_filter: 
 _OTHERWISE = "remove_parametrizations makes it a parameter again, or leave it out by a filter"
 
 
-def _is_linear(module: nn.Module, _: str) -> bool:
-    return isinstance(module, nn.Linear)
+def usual_filter(model: nn.Module) -> Filter:
+    """Every ``nn.Linear`` but output heads and what shares its weight with an embedding. Warns of experts."""
+    experts = [
+        name
+        for module, key, name in _all_parameters(model)
+        if _is_of_experts(module, key) and not _is_quantized(_param(module, key))
+    ]
+    if experts:
+        warnings.warn(
+            f"{len(experts)} weights of experts, which have three dims, stay plain ({', '.join(experts[:3])}"
+            f"{', ...' * (len(experts) > 3)}): pick them by patterns of names or param_filter",
+            stacklevel=4,
+        )
+    embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    return lambda module, name: (
+        isinstance(module, nn.Linear) and not is_head(name) and id(module._parameters.get("weight")) not in embedded
+    )
+
+
+def _is_quantized(param: nn.Parameter) -> bool:
+    return isinstance(local_tensor(param), QuantizedTensor) or kept_weight(param) is not None
+
+
+def _is_of_experts(module: nn.Module, key: str) -> bool:
+    """Whether a parameter is taken for weights of experts: of three dims, and no convolution's."""
+    param = _param(module, key)
+    return not is_lazy(param) and param.dim() == 3 and not type(module).__module__.startswith("torch.nn.")
+
+
+# --- patterns of names ------------------------------------------------------------------------------------------------
+
+
+def _by_patterns(model: nn.Module, recipes: Mapping[str, Recipe | None]) -> Iterator[Chosen]:
+    """Weights of linear layers and of experts whose names match a pattern; the first one that does counts."""
+    matched_patterns([model], recipes)
+    decided: dict[nn.Parameter, tuple[str, Recipe | None]] = {}
+    for module, key, name in _candidates(model):
+        matching = [pattern for pattern in recipes if _matches(name, pattern)]
+        recipe = recipes[matching[0]] if matching else None
+        known = decided.setdefault(_param(module, key), (name, recipe))
+        if repr(known[1]) != repr(recipe):
+            raise ValueError(f"{name} is tied to {known[0]}: expected one recipe for both, got {recipe} and {known[1]}")
+        if recipe is not None:
+            yield Chosen(module, key, name, recipe)
+
+
+def matched_patterns(models: Sequence[nn.Module], recipes: Mapping[str, Recipe | None]) -> list[set[str]]:
+    """The patterns that match weights of each model. Raises ValueError for one that matches none of any."""
+    names = [[name for _, _, name in _candidates(model)] for model in models]
+    found = [{pattern for pattern in recipes if any(_matches(name, pattern) for name in own)} for own in names]
+    shown = [name.removesuffix(".weight") for own in names for name in own]
+    for pattern in recipes:
+        if not any(pattern in own for own in found):
+            near = difflib.get_close_matches(pattern, shown, cutoff=0.3) or shown[:3]
+            has = ", ".join(near) or "none"
+            raise ValueError(f"recipe: {pattern!r} matches no weight of the model, which has {has}")
+    return found
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Of a parameter, or of its layer."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name.removesuffix(".weight"), pattern)
+
+
+def _candidates(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            yield _weight_of(module, path)
+        for key, param in module._parameters.items():
+            if param is not None and _is_of_experts(module, key):
+                yield module, key, _joined(path, key)
 
 
 # --- filters ----------------------------------------------------------------------------------------------------
-
-_MEASURED = Path(__file__).with_name("measured_sizes.json")
 
 
 class UsualLayers:
@@ -116,15 +206,16 @@ def _is_exception(model: nn.Module, name: str) -> bool:
 
 
 def gains(recipe: Recipe, rows: int, table: str | os.PathLike[str] | None = None) -> Filter:
-    """A ``filter_fn``: every ``nn.Linear`` of a size at which FP8 products were measured to save time.
+    """A ``filter_fn``: every ``nn.Linear`` and ``GroupedLinear`` of a size at which FP8 products were measured to gain.
 
     That is one with which a smaller size, or the same, took less time than in BF16, forward and backward: smaller or
     equal in rows, inputs and outputs. Larger ones save more, since casts grow less than products. Sizes that no
     measured one is smaller than are left out, as are those that the recipe multiplies in BF16.
 
     Args:
-        recipe: with ``compute="fp8"``.
-        rows: of activations, of each call on each rank: batch times sequence.
+        recipe: with ``compute="auto"``, the default, or ``"fp8"``.
+        rows: of activations, of each call on each rank: batch times sequence. Of experts all together, who are taken
+            to have as many each.
         table: a file that ``benchmarks/fp8_training.py --parts sizes`` has written; default: that of this package,
             ``measured_sizes.json``, which says what was measured where.
 
@@ -133,46 +224,53 @@ def gains(recipe: Recipe, rows: int, table: str | os.PathLike[str] | None = None
         ValueError: for a recipe that decodes, or that the table does not have.
     """
     check_recipe(recipe)
-    if recipe.products is None:
-        raise ValueError(f'{recipe} has no products in FP8, so no layer gains: give it compute="fp8"')
-    kind = products.kind_of(recipe.products)
-    sizes = json.loads(Path(_MEASURED if table is None else table).read_text())["sizes"]
-    gained = [_size(row) for row in sizes if kind in row and row[kind] < row["BF16"]]
-    if not any(kind in row for row in sizes):
-        raise ValueError(f"{recipe}: {table or _MEASURED.name} has no times of products of kind {kind!r}")
+    format = recipe.products
+    if format is None:
+        raise ValueError(f'{recipe} has no products in FP8, so no layer gains: leave out compute="decode"')
+    kind, path = measured.kind_of(format, recipe.keeps_weights), measured.TABLE if table is None else Path(table)
+    try:
+        gaining = measured.gaining_sizes(kind, "BF16", table=path)
+    except KeyError:
+        raise ValueError(f"{recipe}: {path.name} has no times of products of kind {kind!r}") from None
+    of_experts = grouped.gaining_sizes(recipe, path)
 
     def picks(module: nn.Module, _: str) -> bool:
+        if isinstance(module, GroupedLinear):
+            experts, outputs, inputs = module.weight.shape
+            return measured.gains(measured.Size(rows // experts, inputs, outputs), of_experts)
         if not isinstance(module, nn.Linear):
             return False
         shape = module.out_features, module.in_features
-        size = (rows, module.in_features, module.out_features)
         in_fp8 = products.unsupported_reason("output", recipe, rows, shape) is None
-        return in_fp8 and any(all(a <= b for a, b in zip(known, size, strict=True)) for known in gained)
+        return in_fp8 and measured.gains(measured.Size(rows, module.in_features, module.out_features), gaining)
 
     return picks
-
-
-def _size(row: dict[str, Any]) -> tuple[int, int, int]:
-    return row["rows"], row["inputs"], row["outputs"]
 
 
 # --- parameters by their names ------------------------------------------------------------------------------------
 
 
-def _all_parameters(model: nn.Module) -> Iterator[Chosen]:
-    for module_name, module in model.named_modules():
+def _all_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
+    """Modules, names of their parameters there, and in the model."""
+    for path, module in model.named_modules():
         for key, param in module._parameters.items():
             if param is not None:
-                yield Chosen(module, key, _joined(module_name, key))
+                yield module, key, _joined(path, key)
+
+
+def _param(module: nn.Module, key: str) -> nn.Parameter:
+    param = module._parameters[key]
+    assert param is not None
+    return param
 
 
 def _joined(module_name: str, key: str) -> str:
     return f"{module_name}.{key}" if module_name else key
 
 
-def _weight_of(module: nn.Module, name: str) -> Chosen:
+def _weight_of(module: nn.Module, name: str) -> tuple[nn.Module, str, str]:
     if module._parameters.get("weight") is not None:
-        return Chosen(module, "weight", _joined(name, "weight"))
+        return module, "weight", _joined(name, "weight")
     described = f"{name or 'the model'}, a {type(module).__name__}"
     if isinstance(getattr(module, "weight", None), Tensor):
         how = "as torch.nn.utils.parametrize, weight_norm, spectral_norm and prune do"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -16,17 +17,18 @@ from fused_optim.quantized.recipes.recipe import (
     FLOAT8_DATA,
     TENSOR_SCALE,
     Component,
+    Components,
     KernelFormat,
     ProductFormat,
     Recipe,
     ScaledRecipe,
     as_matrix,
-    check_choice,
+    check_compute,
     set_where,
 )
 from fused_optim.quantized.recipes.tensor_scaling import Float8Recipe
 
-Compute4 = Literal["dequantize", "fp4"]
+Compute4 = Literal["decode", "fp4"]
 
 _MXFP8_TILE = (1, 32)
 _NVFP4_TILE = (1, 16)
@@ -40,10 +42,12 @@ class Float8BlockScaling(Float8Recipe):
     Args:
         block: ``(128, 128)`` or ``(1, 128)``.
         power_of_two: scales are powers of two, rounded up; those of activations and gradients, too.
-        activation_tiles: of ``compute="fp8"``: in weight gradients activations have a scale per 128 x 128, which GPUs
+        activation_tiles: of products in FP8: in weight gradients activations have a scale per 128 x 128, which GPUs
             multiply faster. No part of the format.
+        expert_columns: of weights of three dims, whose last dim it is; :meth:`for_shape` sets it. Blocks of
+            (128, 128) lie within the matrices of experts, whose sizes must be multiples of 128.
 
-    With ``compute="fp8"`` activations and gradients have a scale per 128 elements of a row, all in E4M3, as in
+    In products in FP8 activations and gradients have a scale per 128 elements of a row, all in E4M3, as in
     DeepSeek-V3 (technical report, section 3.3.2). Weights with blocks of (1, 128) are decoded for input gradients.
     """
 
@@ -51,6 +55,7 @@ class Float8BlockScaling(Float8Recipe):
     block: tuple[int, int] = (128, 128)
     power_of_two: bool = False
     activation_tiles: bool = field(default=False, compare=False, kw_only=True)
+    expert_columns: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,8 +66,19 @@ class Float8BlockScaling(Float8Recipe):
 
     @functools.cached_property
     def components(self) -> tuple[Component, ...]:
-        rows, columns = self.block
+        """An expert's matrix is a row of the weight, in which a block takes as many columns as it has elements."""
+        rows, columns = self.block if self.expert_columns is None else (1, self.block[0] * self.block[1])
         return (FLOAT8_DATA, Component("scale", torch.float32, (rows, columns)))
+
+    def for_shape(self, shape: tuple[int, ...]) -> Recipe:
+        columns = shape[2] if len(shape) == 3 and self.block[0] > 1 else None
+        return self if columns == self.expert_columns else replace(self, expert_columns=columns)
+
+    def matrices(self, components: Components) -> Components:
+        if not self.expert_columns or not all(part.is_contiguous() for part in components.values()):
+            return components
+        widths = {"data": self.expert_columns, "scale": self.expert_columns // self.block[1]}
+        return {**components, **{name: components[name].view(-1, width) for name, width in widths.items()}}
 
     @functools.cached_property
     def products(self) -> ProductFormat | None:
@@ -80,9 +96,21 @@ class Float8BlockScaling(Float8Recipe):
         return isinstance(other, Float8BlockScaling) and tuple(other.block) == tuple(self.block)
 
     def problem(self, shape: tuple[int, ...]) -> str | None:
-        if len(shape) != 2 and self.block[0] > 1:
-            return f"{self.name} with blocks of {self.block} needs two dims, got shape {tuple(shape)}"
-        return super().problem(shape)
+        if self.block[0] == 1 or len(shape) == 2:
+            return super().problem(shape)
+        if len(shape) != 3:
+            return f"{self.name} with blocks of {self.block} needs two dims, or three, got shape {tuple(shape)}"
+        if any(size % tile for size, tile in zip(shape[1:], self.block, strict=True)):
+            return f"{self.name}: experts' matrices need sizes that are multiples of 128, got shape {tuple(shape)}"
+        return None
+
+    def cut_problem(self, start: int, end: int, size: int, dim: int) -> str | None:
+        if dim == 0 or self.expert_columns is None:
+            return super().cut_problem(start, end, size, dim)
+        rows = [row // self.expert_columns for row in (start, end)]
+        if not any(row % self.block[0] for row in rows):
+            return None
+        return f"{self.name} cannot be cut to rows {rows[0]} to {rows[1]} of experts' matrices: blocks have 128 rows"
 
     def _scales(self, absmax: Tensor) -> Tensor:
         scales = elements.float8_scale(absmax)
@@ -93,13 +121,23 @@ class Float8BlockScaling(Float8Recipe):
 
     def encode(self, x: Tensor, components: Mapping[str, Tensor], fractions: Tensor | None = None) -> None:
         data, scale = components["data"], components["scale"]
-        x = x.reshape(data.shape)
-        scale.copy_(self._scales(elements.tile_absmax(x, self.block)))
-        inverse = elements.expand_scales(1.0 / scale, self.block, tuple(x.shape))
-        data.copy_(elements.float8_encode(x * inverse, elements.shaped(fractions, data.shape)))
+        x = x.reshape(self._matrix(data.shape))
+        new = self._scales(elements.tile_absmax(x, self.block))
+        inverse = elements.expand_scales(1.0 / new, self.block, tuple(x.shape))
+        scale.copy_(new.view(scale.shape))
+        data.copy_(elements.float8_encode(x * inverse, elements.shaped(fractions, x.shape)).view(data.shape))
 
     def scales(self, components: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
-        return elements.expand_scales(components["scale"], self.block, shape)
+        scale = components["scale"]
+        if self.expert_columns:
+            scale = scale.reshape(-1, self.expert_columns // self.block[1])
+        return elements.expand_scales(scale, self.block, self._matrix(shape)).view(shape)
+
+    def _matrix(self, shape: Sequence[int]) -> tuple[int, int]:
+        """In which blocks lie: one expert's below the other's."""
+        if not self.expert_columns:
+            return shape[0], shape[1]
+        return math.prod(shape) // self.expert_columns, self.expert_columns
 
 
 @dataclass(frozen=True)
@@ -161,11 +199,11 @@ class NVFP4BlockScaling(ScaledRecipe):
     elements.
 
     Args:
-        compute: ``"dequantize"``, or ``"fp4"`` for outputs from activations in NVFP4, too, where the GPU can; gradients
+        compute: ``"decode"``, or ``"fp4"`` for outputs from activations in NVFP4, too, where the GPU can; gradients
             are those of decoded weights and of activations in BF16. No part of the format.
     """
 
-    compute: Compute4 = field(default="dequantize", compare=False, kw_only=True)
+    compute: Compute4 = field(default="decode", compare=False, kw_only=True)
 
     components: ClassVar[tuple[Component, ...]] = (
         Component("data", torch.uint8, (1, 2)),
@@ -176,7 +214,7 @@ class NVFP4BlockScaling(ScaledRecipe):
     half_step_above: ClassVar[float] = 7.0
 
     def __post_init__(self) -> None:
-        check_choice("compute", self.compute, Compute4)
+        check_compute(self, Compute4)
 
     @functools.cached_property
     def products(self) -> ProductFormat | None:

@@ -7,7 +7,7 @@ looks on: a compiler or a dispatch mode would not see what the engine does.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -53,22 +53,22 @@ def absmax(recipes: Sequence[Recipe], values: Sequence[Tensor | None], device: t
 
 
 def absmaxes(
-    weights: Mapping[Tensor, tuple[Recipe, Tensor | None, torch.device]], applies: Tensor | None = None
-) -> dict[Tensor, Tensor]:
+    weights: Sequence[tuple[Recipe, Tensor | None, torch.device]], applies: Tensor | None = None
+) -> list[Tensor]:
     """:func:`absmax` of many parameters' values on their devices: shape ``(1,)`` each, in the same order.
 
     ``applies``: a boolean scalar; where it is False all are 0.
     """
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for param, (_, _, device) in weights.items():
-        by_device.setdefault(device, []).append(param)
-    found: dict[Tensor, Tensor] = {}
+    by_device: dict[torch.device, list[int]] = {}
+    for i, (_, _, device) in enumerate(weights):
+        by_device.setdefault(device, []).append(i)
+    found: dict[int, Tensor] = {}
     for device, there in by_device.items():
-        recipes, values, _ = zip(*(weights[param] for param in there), strict=True)
+        recipes, values, _ = zip(*(weights[i] for i in there), strict=True)
         largest = absmax(recipes, values, device)
         largest = largest if applies is None else torch.where(applies.to(device), largest, 0.0)
         found.update(zip(there, largest.split(1), strict=True))
-    return {param: found[param] for param in weights}
+    return [found[i] for i in range(len(weights))]
 
 
 class Scales:
@@ -200,6 +200,7 @@ class _AlikeEncodings:
     """Those of one recipe on one device."""
 
     def __init__(self, device: torch.device, recipe: Recipe, weights: list[Encoding]) -> None:
+        weights = [x._replace(components=recipe.matrices(x.components)) for x in weights]
         self._device, self._recipe, self._weights = device, recipe, weights
         self._engine = _engine_of(device.type, forced_backend())
         self._columns: list[list[Tensor | None]] = [[x.values for x in weights]]
@@ -266,7 +267,7 @@ class _AlikeEncodings:
 def decode(recipe: Recipe, components: Components, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """The values, rounded from FP32 to ``dtype``: a new tensor."""
     device = components["data"].device
-    engine, kernel = compiled_engine(device), recipe.kernel
+    engine, kernel, components = compiled_engine(device), recipe.kernel, recipe.matrices(components)
     if engine is not None and kernel is not None and dtype in ELEMENT_TYPES:
         out = torch.empty(shape, dtype=dtype, device=device)
         row = _row(out, components)

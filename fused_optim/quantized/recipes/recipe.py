@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -66,7 +66,8 @@ class ProductFormat:
     ``weight_gradients``: whether these are products in FP8, too. ``power_of_two``: scales of blocks are powers of two,
     rounded up. ``no_input_gradients``: why these are products of decoded weights, where they are. ``delayed``: the one
     scale is that of earlier passes. ``activation_tiles``: in weight gradients of blocks, activations have a scale per
-    128 x 128. ``fast_gradients``: as outputs are, they are added up with 14 bits.
+    128 x 128. ``fast_gradients``: as outputs are, they are added up with 14 bits. ``measured``: layers alone have them,
+    of sizes at which they were measured to save time.
     """
 
     scaling: Scaling
@@ -77,6 +78,7 @@ class ProductFormat:
     delayed: bool = False
     activation_tiles: bool = False
     fast_gradients: bool = False
+    measured: bool = False
 
     @property
     def kept(self) -> Scaling:
@@ -139,6 +141,19 @@ class Recipe:
     def products(self) -> ProductFormat | None:
         """How products with such weights are computed in FP8; None where weights are decoded for them."""
         return None
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether weights stay what they are, and are quantized where they are gathered or multiplied alone."""
+        return False
+
+    def for_shape(self, shape: tuple[int, ...]) -> Recipe:
+        """The recipe of weights of this shape: itself, but for blocks that weights of three dims have their own way."""
+        return self
+
+    def matrices(self, components: Components) -> Components:
+        """Views of components, with all that has blocks as one matrix of them: what codecs see."""
+        return components
 
     @functools.cached_property
     def tile(self) -> tuple[int, int] | None:
@@ -301,3 +316,10 @@ def set_where(target: Tensor, value: Tensor, applies: Tensor | None) -> None:
 def check_choice(name: str, value: object, choices: object) -> None:
     if value not in get_args(choices):
         raise ValueError(f"{name}: expected {' or '.join(map(repr, get_args(choices)))}, got {value!r}")
+
+
+def check_compute(recipe: Any, choices: object) -> None:
+    """As :func:`check_choice`; recipes in files of earlier releases call ``"decode"`` ``"dequantize"``."""
+    if recipe.compute == "dequantize":
+        object.__setattr__(recipe, "compute", "decode")
+    check_choice("compute", recipe.compute, choices)

@@ -21,10 +21,11 @@ from fused_optim.quantized.recipes.recipe import (
     ScaledRecipe,
     Scaling,
     check_choice,
+    check_compute,
     set_where,
 )
 
-Compute = Literal["dequantize", "fp8"]
+Compute = Literal["auto", "fp8", "decode"]
 ActivationScaling = Literal["tensor", "row", "delayed"]
 GradientFormat = Literal["e4m3", "e5m2"]
 WeightGradients = Literal["fp8", "bf16"]
@@ -37,23 +38,29 @@ class Float8Recipe(ScaledRecipe):
     """E4M3 elements, which products in FP8 can take as they are.
 
     Args:
-        compute: ``"dequantize"``, or ``"fp8"`` for products in FP8 where the GPU can (``compute/products.py``).
-        gradient_format: of ``compute="fp8"``: ``"e5m2"`` or ``"e4m3"``. Default: E5M2, whose range is wider, where all
+        compute: ``"auto"`` for products in FP8 in layers on GPUs, of sizes at which they were measured to save time
+            (``compute/measured.py``); ``"fp8"`` wherever they can run (``compute/products.py``); ``"decode"`` nowhere.
+        gradient_format: of such products: ``"e5m2"`` or ``"e4m3"``. Default: E5M2, whose range is wider, where all
             of a gradient shares one scale; E4M3, whose steps are finer, where each of its rows or blocks has its own.
-        weight_gradients: of ``compute="fp8"``: products in ``"fp8"`` or ``"bf16"``. Default: ``"fp8"``, but ``"bf16"``
+        weight_gradients: of such products: those in ``"fp8"`` or ``"bf16"``. Default: ``"fp8"``, but ``"bf16"``
             with scales per row.
+        keep_weights: weights stay what they are (BF16, FP32, FP16) for optimizers and checkpoints. They are quantized
+            where FSDP2 gathers them, and where a layer multiplies with them (``compute/kept.py``).
 
     None of these is part of the format: recipes that differ in them only are equal.
     """
 
-    compute: Compute = field(default="dequantize", compare=False, kw_only=True)
+    compute: Compute = field(default="auto", compare=False, kw_only=True)
     gradient_format: GradientFormat | None = field(default=None, compare=False, kw_only=True)
     weight_gradients: WeightGradients | None = field(default=None, compare=False, kw_only=True)
+    keep_weights: bool = field(default=False, compare=False, kw_only=True)
 
     half_step_above: ClassVar[float] = 464.0
 
     def __post_init__(self) -> None:
-        check_choice("compute", self.compute, Compute)
+        check_compute(self, Compute)
+        if self.keep_weights and self.compute == "decode":
+            raise ValueError("keep_weights=True with compute='decode' leaves nothing to quantize for: take no recipe")
         if self.gradient_format is not None:
             check_choice("gradient_format", self.gradient_format, GradientFormat)
         if self.weight_gradients is not None:
@@ -61,12 +68,16 @@ class Float8Recipe(ScaledRecipe):
 
     def _products(self, scaling: Scaling, **others: Any) -> ProductFormat | None:
         """``others``: fields of :class:`ProductFormat`."""
-        if self.compute != "fp8":
+        if self.compute == "decode":
             return None
         gradients = self.gradient_format or ("e5m2" if scaling == "tensor" else "e4m3")
         weight_gradients = self.weight_gradients or ("bf16" if scaling == "row" else "fp8")
         dtype = torch.float8_e5m2 if gradients == "e5m2" else torch.float8_e4m3fn
-        return ProductFormat(scaling, dtype, weight_gradients == "fp8", **others)
+        return ProductFormat(scaling, dtype, weight_gradients == "fp8", measured=self.compute == "auto", **others)
+
+    @property
+    def keeps_weights(self) -> bool:
+        return self.keep_weights
 
     def decode(self, components: Mapping[str, Tensor], shape: tuple[int, ...]) -> Tensor:
         data = components["data"]
@@ -85,10 +96,10 @@ class Float8TensorScaling(Float8Recipe):
     """E4M3 with one FP32 scale per weight.
 
     Args:
-        activation_scaling: of ``compute="fp8"``: one scale per ``"tensor"`` or per ``"row"`` of activations and of
+        activation_scaling: of products in FP8: one scale per ``"tensor"`` or per ``"row"`` of activations and of
             gradients, or ``"delayed"``: one per tensor, from the largest magnitudes of the layer's last 16 training
             passes, so that casts need not measure first.
-        fast_gradients: of ``compute="fp8"``: GPUs add up the products of gradients with 14 bits, as they do those of
+        fast_gradients: of products in FP8: GPUs add up the products of gradients with 14 bits, as they do those of
             outputs. That takes less time, and costs accuracy in long sums.
 
     Neither is part of the format.
@@ -155,6 +166,10 @@ class Float8DelayedScaling(Float8TensorScaling):
         super().__post_init__()
         check_choice("fp8_format", self.fp8_format, Float8Format)
         check_choice("amax_compute_algo", self.amax_compute_algo, AmaxAlgorithm)
+        if self.keep_weights:
+            raise ValueError(
+                "keep_weights: weights that are quantized at each use have no history: Float8CurrentScaling"
+            )
         if self.amax_history_len < 1:
             raise ValueError(f"amax_history_len: expected at least 1, got {self.amax_history_len}")
 

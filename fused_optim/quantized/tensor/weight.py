@@ -125,6 +125,7 @@ class Weight(Decodable):
         check_recipe(recipe)
         check_shape(recipe, shape)
         check_dtype(dtype)
+        recipe = recipe.for_shape(tuple(shape))
         components = recipe.empty(tuple(shape), device, 0 if shared is None else shared.position.rows_before)
         if initial is not None:
             components[INITIAL] = torch.zeros(as_matrix(tuple(shape)), dtype=initial, device=device)

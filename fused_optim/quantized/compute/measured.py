@@ -1,0 +1,82 @@
+"""At which sizes products in FP8 take less time than others: as was measured, in ``measured_sizes.json``.
+
+What is larger than a measured size that gains, in rows, inputs and outputs, or equal, gains too, since casts grow less
+than products. Nothing is known of sizes that no measured one is smaller than, nor of GPUs of other compute
+capabilities.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+
+from fused_optim.quantized.recipes import ProductFormat
+
+TABLE = Path(__file__).with_name("measured_sizes.json")
+CAPABILITY = (9, 0)  # of the GPU that it was measured on
+
+Part = Literal["sizes", "experts"]  # of the table: linear layers, and those of experts with so many rows each
+Instead = Literal["BF16", "decoded"]  # products with plain weights, and with quantized ones that are decoded
+BF16_WEIGHT_GRADIENTS, WEIGHTS_KEPT = ", weight gradients in BF16", ", weights kept"  # at the end of kinds
+
+
+class Size(NamedTuple):
+    """Of a linear layer and its activations."""
+
+    rows: int
+    inputs: int
+    outputs: int
+
+
+def kind_of(format: ProductFormat, keeps_weights: bool = False) -> str:
+    """What tables call such products. ``keeps_weights``: the weight is quantized for each."""
+    kind = format.scaling + ("" if format.weight_gradients else BF16_WEIGHT_GRADIENTS)
+    return f"{kind}{WEIGHTS_KEPT}" if keeps_weights else kind
+
+
+@functools.cache
+def gaining_sizes(kind: str, instead: str, part: Part = "sizes", table: Path = TABLE) -> tuple[Size, ...]:
+    """The measured sizes at which products of a kind took less time than those of another, forward and backward.
+
+    Raises KeyError where the table has no times of them.
+    """
+    rows = json.loads(table.read_text()).get(part, [])
+    if not any(kind in row for row in rows):
+        raise KeyError(kind)
+    gained = [row for row in rows if kind in row and instead in row and row[kind] < row[instead]]
+    return tuple(Size(row["rows"], row["inputs"], row["outputs"]) for row in gained)
+
+
+def gains(size: Size, gaining: tuple[Size, ...]) -> bool:
+    return any(all(a <= b for a, b in zip(known, size, strict=True)) for known in gaining)
+
+
+@functools.cache
+def least_rows(kind: str, weight: tuple[int, ...], part: Part, instead: str) -> int | None:
+    """From how many rows on products with such a weight gain, by the package's table; None: at no known number."""
+    outputs, inputs = weight
+    try:
+        known = gaining_sizes(kind, instead, part)
+    except KeyError:
+        return None
+    return min((size.rows for size in known if size.inputs <= inputs and size.outputs <= outputs), default=None)
+
+
+def slower_reason(
+    kind: str, device: torch.device, rows: int, weight: tuple[int, ...], part: Part, instead: str
+) -> str | None:
+    """Why products that are to be in FP8 only where that saves time are not, or None."""
+    ask = 'compute="fp8" asks for them all the same'
+    if device.type == "cpu":
+        return f"CPUs have no FP8 products: {ask}, in FP32"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) != CAPABILITY:
+        return f"FP8 products were not measured on GPUs like this one: {ask}"
+    least = least_rows(kind, weight, part, instead)
+    if least is None:
+        return f"FP8 products of this size were not measured to save time: {ask}"
+    each = " of each expert" if part == "experts" else ""
+    return None if rows >= least else f"FP8 products of this size save time from {least} rows{each} on: {ask}"

@@ -1,0 +1,236 @@
+"""``python -m fused_optim doctor``: what of a choice will fall back for a model, what that costs, and what to change.
+
+The optimizer itself is asked, for one rank of many, with parameters on the meta device; nothing is trained or loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from fused_optim.adam import FusedAdamW
+from fused_optim.backends import COMPILED, why_reference
+from fused_optim.formats.dtypes import as_dtype
+from fused_optim.formats.elements import ELEMENT_TYPES
+from fused_optim.formats.states import state_format
+from fused_optim.memory.layout import MASTER
+from fused_optim.sharding.dtensor import shard_geometry
+from fused_optim.state.summary import shown_bytes
+from fused_optim.tools.inspector import Report, inspect_checkpoint
+from fused_optim.tools.planner import Plan, plan_parameters
+from fused_optim.tools.simulation import sharded_parameter, simulated
+from fused_optim.torch_versions import RELEASES
+
+Parameters = Sequence[tuple[str, Tensor]]
+_EXAMPLES = 3
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is not as it was asked for. ``costs``: "" where that is nothing to speak of."""
+
+    what: str
+    costs: str
+    change: str
+
+    def __str__(self) -> str:
+        return f"- {self.what}" + f"\n    costs: {self.costs}" * bool(self.costs) + f"\n    change: {self.change}"
+
+
+class Diagnosis(dict[str, Any]):
+    """``findings``: each with ``what``, ``costs``, ``change``; ``plan``: as :class:`Plan`; None without parameters."""
+
+    def __str__(self) -> str:
+        plan, lines = self["plan"], [self["target"]]
+        chosen = plan["chosen"]
+        choice = f"state_dtype={chosen['state_dtype']}, master_bits={chosen['master_bits']}"
+        own, adamws = (shown_bytes(_states(plan[key])) for key in ("chosen", "adamw"))
+        sizes = f"{own} of states and masters, torch.optim.AdamW {adamws}"
+        lines.append(
+            f"  {plan['parameters']:,} parameters of {plan['elements']:,} elements on {plan['world_size']:,} ranks"
+        )
+        lines.append(f"  FusedAdamW({choice}): rank 0 holds {sizes}")
+        lines += [str(Finding(**each)) for each in self["findings"]] or ["  nothing falls back"]
+        return "\n".join(lines)
+
+
+def _states(row: Mapping[str, Any]) -> int:
+    return sum(row["bytes"][key] for key in ("masters", "states", "scales"))
+
+
+def diagnose_target(
+    target: str,
+    *,
+    world_size: int = 1,
+    param_dtype: torch.dtype | str = torch.bfloat16,
+    state_dtype: torch.dtype | str = "int8",
+    master_bits: int = 32,
+) -> Diagnosis:
+    """What would fall back of a model, ``module:function`` or ``file.py:function``, or of a checkpoint's parameters.
+
+    The function takes no arguments and returns the model; it is called with the meta device as torch's default, and may
+    shard the model. Of a checkpoint no more is read than what describes its tensors. ``param_dtype``: of parameters
+    whose dtype the checkpoint does not say.
+
+    Raises ValueError and OSError for a target that is none, and for choices that are none.
+    """
+    report = None if _is_factory(target) else inspect_checkpoint(target, values=False)
+    with simulated(world_size):
+        named = _of_factory(target) if report is None else list(_of_checkpoint(report, param_dtype))
+        params = list(_sharded(named, world_size))
+        plan = plan_parameters(
+            params, state_dtype=state_dtype, master_bits=master_bits, machine=None, world_size=world_size
+        )
+        findings = [*_of_installation(), *_of_parameters(params, plan), *(() if report is None else _of_files(report))]
+    return Diagnosis(target=target, plan=dict(plan), findings=[asdict(each) for each in findings])
+
+
+# --- parameters -------------------------------------------------------------------------------------------------------
+
+
+def _is_factory(target: str) -> bool:
+    """Not where there is a file of that name, or an address such as s3://..."""
+    return ":" in target and "://" not in target and not Path(target).exists()
+
+
+def _of_factory(target: str) -> Parameters:
+    module, _, name = target.rpartition(":")
+    function = getattr(_imported(module), name, None)
+    if not callable(function):
+        raise ValueError(
+            f"{target}: expected MODULE:FUNCTION or FILE.py:FUNCTION, and {module} has no function {name!r}"
+        )
+    try:
+        with torch.device("meta"):
+            model = function()
+    except Exception as error:
+        raise ValueError(f"{target}() raised {type(error).__name__}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{target}(): expected a torch.nn.Module, got {type(model).__name__}")
+    return list(model.named_parameters())
+
+
+def _imported(name: str) -> ModuleType:
+    """The user's own code, which runs."""
+    try:
+        if not name.endswith(".py"):
+            sys.path.insert(0, "")
+            return importlib.import_module(name)
+        spec = importlib.util.spec_from_file_location(Path(name).stem, name)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"{name} cannot be imported: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _of_checkpoint(report: Report, param_dtype: torch.dtype | str) -> Iterator[tuple[str, Tensor]]:
+    """Of its optimizer; without one, all that could be parameters."""
+    default = as_dtype(param_dtype)
+    if default not in ELEMENT_TYPES:
+        raise ValueError(f"param_dtype: expected float32, bfloat16 or float16, got {param_dtype}")
+    own = report["parameters"]
+    others = {key: {**row, "parameter": row} for key, row in report["others"].items()}
+    for name, row in (own or others).items():
+        dtype = as_dtype(row.get("parameter", {}).get("format", "")) or default
+        if dtype in ELEMENT_TYPES and row["shape"]:
+            yield name, torch.empty(row["shape"], dtype=dtype, device="meta")
+
+
+def _sharded(named: Parameters, world_size: int) -> Iterator[tuple[str, Tensor]]:
+    """By rows, as FSDP2 does, unless they are sharded."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    for name, param in named:
+        is_done = isinstance(param, DTensor) or world_size == 1 or not param.dim()
+        yield name, param if is_done else sharded_parameter(param.shape, param.dtype, mesh, [Shard(0)])
+
+
+# --- findings ---------------------------------------------------------------------------------------------------------
+
+
+def _of_installation() -> Iterator[Finding]:
+    release = ".".join(torch.__version__.split(".")[:2])
+    if release not in RELEASES:
+        known = f"{RELEASES[0]} to {RELEASES[-1]}"
+        yield Finding(f"torch {torch.__version__} was not tried: known are {known}", "", f"install a torch of {known}")
+    for kind in COMPILED if torch.cuda.is_available() else ("cpu",):
+        if problem := why_reference(kind):
+            slower = "steps 150 to 300 times as long" if kind == "cuda" else "many times longer steps"
+            what = f"parameters on {kind} are updated by the PyTorch reference: {problem}"
+            yield Finding(what, slower, "`python -m fused_optim info` says what was built")
+    for package, doing in {"numpy": "writing safetensors files", "safetensors": "safetensors files"}.items():
+        if importlib.util.find_spec(package) is None:
+            yield Finding(f"{package} is missing, for {doing}", "", "pip install 'fused_optim[safetensors]'")
+
+
+def _of_parameters(params: Parameters, plan: Plan) -> Iterator[Finding]:
+    chosen = plan["chosen"]
+    options = {key: chosen[key] for key in ("state_dtype", "master_bits")}
+    optimizer = FusedAdamW(params, **options)
+    store, wanted = optimizer.store, state_format(chosen["state_dtype"])
+    short: list[tuple[str, int]] = []
+    unblocked: dict[bool, list[tuple[str, int]]] = {True: [], False: []}  # by whether sharding is why
+    for name, param in params:
+        if store.is_frozen(param):
+            continue
+        layout = store.new_layout(param, store.groups[0])
+        extra = sum(
+            layout.geometry.numel * (fmt.dtype(spec.kind).itemsize - wanted.dtype(spec.kind).itemsize)
+            for spec, fmt in zip(layout.specs, layout.formats, strict=True)
+        )
+        if extra > 0 and param.dim() < 2:
+            short.append((name, extra))
+        elif extra > 0:
+            unblocked[shard_geometry(torch.empty(param.shape, device="meta")).block > 0].append((name, extra))
+    if short:
+        yield Finding(
+            _named(short, "with one dim keep FP32 states"), _bytes(short), "nothing: norms and biases are small"
+        )
+    if cut := unblocked[True]:
+        what = _named(cut, "keep FP32 states: their shards cut rows into pieces that no block of 32 divides")
+        yield Finding(what, _bytes(cut), "shard by rows (dim 0), or into columns of a multiple of 32")
+    if odd := unblocked[False]:
+        what = _named(odd, "keep FP32 states: no block of 32 divides their rows (all that follows dim 0)")
+        yield Finding(what, _bytes(odd), "make the rows' length a multiple of 128, 64 or 32, by padding for instance")
+    yield from _of_masters(params, chosen["master_bits"])
+
+
+def _of_masters(params: Parameters, bits: int) -> Iterator[Finding]:
+    others = [name for name, param in params if param.dtype != torch.bfloat16]
+    if bits == 24 and others:
+        what = f"{len(others):,} parameters are not BF16: FP32 ones are their own masters, FP16 ones have FP32 masters"
+        yield Finding(what, "", "train BF16 parameters, or leave master_bits=32")
+    if bits == 0 and any(param.dtype != torch.float32 for _, param in params):
+        what = "16-bit parameters have no masters (master_bits=0): small updates move them by chance only"
+        yield Finding(what, "accuracy", "master_bits=24 takes 1 byte per BF16 parameter, 32 takes 2")
+
+
+def _of_files(report: Report) -> Iterator[Finding]:
+    rows = report["parameters"].values()
+    lonely = [row for row in rows if "remainder" in row.get(MASTER, {}).get("format", "") and "parameter" not in row]
+    if lonely:
+        what = f"{len(lonely):,} remainders without the BF16 parameters that they complete"
+        yield Finding(what, "", "load the model's checkpoint first; tools take it as --model")
+    if not rows:
+        yield Finding("there are no states of an optimizer in it", "", "nothing, for a new run: they start at zero")
+
+
+def _named(found: Sequence[tuple[str, int]], what: str) -> str:
+    names = ", ".join(name for name, _ in found[:_EXAMPLES]) + ", ..." * (len(found) > _EXAMPLES)
+    return f"{len(found):,} parameters ({names}) {what}"
+
+
+def _bytes(found: Sequence[tuple[str, int]]) -> str:
+    return f"{shown_bytes(sum(extra for _, extra in found))} more on rank 0"

@@ -1,0 +1,62 @@
+"""CRC-32 by the CPU engine: zlib's, whatever is summed up, in one piece or in several."""
+
+from __future__ import annotations
+
+import random
+import zlib
+
+import numpy as np
+import pytest
+import torch
+
+from fused_optim.backends import checksum, load_engine
+from fused_optim.memory.host_memory import memory_of
+
+ENGINE, _ = load_engine("cpu")
+pytestmark = pytest.mark.skipif(ENGINE is None or not ENGINE.can_fold_crc32(), reason="a processor without pclmul")
+BYTES = random.Random(0).randbytes(1 << 20)
+
+
+@pytest.mark.parametrize("start", [0, 1, 7, 16])
+def test_every_length(start: int) -> None:
+    assert ENGINE is not None
+    for size in [*range(400), 1000, 4095, 4096, 4097, 65535, (1 << 20) - start]:
+        content = memoryview(BYTES)[start : start + size]
+        for crc in (0, 1, 0xFFFFFFFF, 0x12345678):
+            assert ENGINE.crc32(content, crc) == zlib.crc32(content, crc), (size, crc)
+
+
+@pytest.mark.parametrize("byte", [0, 255, 128])
+def test_equal_bytes(byte: int) -> None:
+    for size in (64, 1000, 1 << 16):
+        assert checksum.crc32(bytes([byte]) * size) == zlib.crc32(bytes([byte]) * size)
+
+
+def test_each_bit_counts() -> None:
+    content = bytearray(2048)
+    found = {checksum.crc32(content)}
+    for bit in range(8 * len(content)):
+        content[bit // 8] ^= 1 << bit % 8
+        found.add(checksum.crc32(content))
+        content[bit // 8] ^= 1 << bit % 8
+    assert len(found) == 8 * len(content) + 1
+
+
+def test_pieces() -> None:
+    cuts = sorted(random.Random(1).sample(range(len(BYTES)), 50))
+    crc = 0
+    for begin, end in zip([0, *cuts], [*cuts, len(BYTES)], strict=True):
+        crc = checksum.crc32(BYTES[begin:end], crc)
+    assert crc == zlib.crc32(BYTES)
+
+
+def test_whatever_has_bytes() -> None:
+    array = np.frombuffer(BYTES, dtype=np.float32)
+    for content in (BYTES, bytearray(BYTES), memoryview(BYTES), array, memory_of(torch.from_numpy(array.copy()))):
+        assert checksum.crc32(content) == zlib.crc32(BYTES)
+    assert checksum.crc32(b"") == 0 and checksum.crc32(b"", 5) == 5
+    assert ENGINE is not None
+    with pytest.raises((BufferError, ValueError)):
+        ENGINE.crc32(array[::2], 0)
+    with pytest.raises(TypeError):
+        ENGINE.crc32(3, 0)
