@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from byte_gpt import ByteGPT, load_corpus, training_batch
 from fused_optim import FusedAdamW
 from fused_optim.quantized import Float8BlockScaling, Float8DelayedScaling, MXFP8BlockScaling, quantize_model_
+from fused_optim.state.changes import parts_of
 from fused_optim.wire import write_changes
 from step import copy_bandwidth, llama_shapes, machine, timed
 
@@ -144,7 +145,8 @@ def stream(name: str, device: torch.device, recipe: Any = None) -> dict[str, Any
     optimizer = FusedAdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
     optimizer.track_changes()
     numel = sum(param.numel() for param in model.parameters())
-    full = sum(x.nbytes for p in model.parameters() for x in getattr(p, "components", {"": p.detach()}).values())
+    parts = [parts_of(param) for param in model.parameters()]
+    full = sum(part.nbytes for each in parts for part in each.values())
     found: dict[str, Any] = {"name": name, "parameters": numel, "full_bytes": full}
     found["pretraining, each step"] = _publish(model, optimizer, corpus, range(steps + 10), 1, steps, device)
     found["pretraining, every 10 steps"] = _publish(model, optimizer, corpus, range(200, 230), 10, 200, device)
