@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -130,6 +131,29 @@ def test_copies_loads_and_moves() -> None:
         built = quantize_model_(model(), RECIPES["one scale"][0])
     built.to_empty(device="cpu").load_state_dict(model().state_dict())
     assert type(built[0].weight) is KeptWeight and torch.equal(built[0].weight.plain, model()[0].weight)
+
+
+def add_one(weight: Tensor) -> None:
+    with torch.no_grad():
+        weight.add_(1)
+
+
+def test_memory_is_that_of_the_plain_tensor() -> None:
+    layers = quantize_model_(model(), RECIPES["one scale"][0])
+    weight = layers[0].weight
+    before, plain = weight.plain.clone(), weight.plain
+    assert not weight.is_shared() and not weight.is_pinned()
+    assert layers.share_memory() is layers and layers[0].weight is weight
+    assert weight.is_shared() and plain.is_shared() and weight.detach()[:8].is_shared()
+    assert torch.equal(plain, before)
+    assert torch.from_dlpack(weight.detach()).data_ptr() == plain.data_ptr()
+    process = mp.get_context("spawn").Process(target=add_one, args=(plain,))
+    process.start(), process.join()
+    assert process.exitcode == 0 and torch.equal(weight.plain, before + 1)
+    of_fp32 = quantize_model_(nn.Linear(128, 128), RECIPES["one scale"][0]).weight
+    with pytest.raises(RuntimeError, match="requires grad"):
+        of_fp32.numpy()
+    assert (of_fp32.detach().numpy() == of_fp32.plain.numpy()).all() and of_fp32.numpy(force=True).shape == (128, 128)
 
 
 @pytest.mark.parametrize("with_optimizer", [False, True])

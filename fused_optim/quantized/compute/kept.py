@@ -9,6 +9,7 @@ Everything else sees the plain tensor: optimizers update it in place, files hold
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, Self, SupportsIndex, cast
 
@@ -73,6 +74,33 @@ class KeptWeight(Tensor):
                 f"{self.device}, got {tuple(plain.shape)}, {plain.dtype} and {plain.device}"
             )
         self.plain = plain
+
+    # It has no memory of its own: torch would crash, or take addresses of nothing.
+
+    def data_ptr(self) -> int:
+        """0, as torch's copies and stagers expect it; of the plain tensor for safetensors, which reads there."""
+        return self.plain.data_ptr() if _in_safetensors() else super().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.plain.untyped_storage() if _in_safetensors() else super().untyped_storage()
+
+    def share_memory_(self) -> Self:
+        self.plain.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return self.plain.is_shared()
+
+    def is_pinned(self, device: str | torch.device | int | None = None) -> bool:
+        return self.plain.is_pinned()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        if self.requires_grad and not force:
+            raise RuntimeError("numpy() of a weight that requires grad: detach() it, or pass force=True")
+        return self.plain.numpy(force=force)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.plain.__dlpack__(**options)
 
     def __reduce_ex__(self, proto: SupportsIndex) -> Any:
         """Files hold the plain tensor."""
@@ -147,6 +175,11 @@ class KeptWeight(Tensor):
             return None
         gathered, made = all_gather.outputs(outputs, metadata)
         return QuantizedTensor(gathered, self.recipe, metadata.shape, param_dtype), made
+
+
+def _in_safetensors() -> bool:
+    """Whether the function that asks a weight is called by safetensors."""
+    return bool(sys._getframe(2).f_globals.get("__name__", "").startswith("safetensors."))
 
 
 def _plain(value: Any) -> Any:
