@@ -20,6 +20,10 @@ def is_embedding(path: str) -> bool:
     return any("embed" in part for part in path.lower().split("."))
 
 
+def is_expert(path: str) -> bool:
+    return any("expert" in part for part in path.lower().split("."))
+
+
 def is_router(model: nn.Module, path: str) -> bool:
     """Whether a module decides how much of which experts is used."""
     parent, _, last = path.rpartition(".")

@@ -92,7 +92,7 @@ class KeptWeight(Tensor):
         return self.plain.is_shared()
 
     def is_pinned(self, device: str | torch.device | int | None = None) -> bool:
-        return self.plain.is_pinned()
+        return bool(self.plain.is_pinned())
 
     def numpy(self, *, force: bool = False) -> Any:
         if self.requires_grad and not force:

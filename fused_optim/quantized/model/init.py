@@ -1,18 +1,16 @@
-"""Makes weights of modules quantized, after or while they are built."""
+"""Makes weights of modules quantized, after these are built."""
 
 from __future__ import annotations
 
-import functools
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from fused_optim.adapters import Update
 from fused_optim.memory import copies
@@ -20,13 +18,13 @@ from fused_optim.quantized.adapters import update
 from fused_optim.quantized.compute import linear
 from fused_optim.quantized.compute.kept import keep_state_dicts_plain, kept_like, kept_weight
 from fused_optim.quantized.model.selection import (
+    Chosen,
     Filter,
     ParamFilter,
     Recipes,
     check_arguments,
     chosen_parameters,
-    matched_patterns,
-    usual_filter,
+    warn_of_experts,
 )
 from fused_optim.quantized.recipes import (
     WHOLE,
@@ -56,7 +54,6 @@ from fused_optim.sharding.dtensor import (
 )
 
 
-@torch.no_grad()
 def quantize_model_(
     model: nn.Module,
     recipe: Recipes,
@@ -86,14 +83,23 @@ def quantize_model_(
     Raises:
         TypeError: for what is no recipe, for parameters that are not float32, bfloat16 or float16.
         ValueError: for a pattern that matches nothing, tied weights with several recipes, a weight that the recipe
-            cannot quantize, or that is no parameter (parametrized modules), for a module without a weight, or a model
-            that is sharded already. Nothing has been changed then.
+            cannot quantize, that is quantized already or is no parameter (parametrized modules), for a module without a
+            weight, or a model that is sharded or in DDP already. Nothing has been changed then.
     """
     check_arguments(recipe, filter_fn, param_filter)
-    chosen = chosen_parameters(model, recipe, filter_fn, param_filter)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            raise ValueError("quantize_model_ after fully_shard: the order is tensor parallelism, quantization, FSDP")
+    chosen = chosen_parameters([model], recipe, filter_fn, param_filter)
+    replace_parameters([model], chosen, keep_initial=keep_initial)
+    if filter_fn is None and param_filter is None and not isinstance(recipe, Mapping):
+        warn_of_experts([model], stacklevel=3)
+    return model
+
+
+@torch.no_grad()
+def replace_parameters(models: Sequence[nn.Module], chosen: Sequence[Chosen], *, keep_initial: bool) -> None:
+    """Replace them in all of these models, or raise what :func:`quantize_model_` does and change nothing."""
+    modules = list(dict.fromkeys(module for model in models for module in model.modules()))
+    for module in modules:
+        _check_not_sharded(module)
     recipes = [each.recipe.for_shape(tuple(each.param.shape)) for each in chosen]
     for each, own in zip(chosen, recipes, strict=True):
         _check(each.param, own, each.name)
@@ -101,7 +107,7 @@ def quantize_model_(
     for each, own in zip(chosen, recipes, strict=True):
         if each.param not in replaced:
             replaced[each.param] = _quantized(each.param, own, keep_initial, each.name)
-    for module in model.modules():  # tied weights have the same parameter in modules that were not chosen, too
+    for module in modules:  # tied weights have the same parameter in modules that were not chosen, too
         tied = {key: param for key, param in module._parameters.items() if param is not None and param in replaced}
         for key, param in tied.items():
             module._parameters[key] = replaced[param]
@@ -111,8 +117,18 @@ def quantize_model_(
             module.register_load_state_dict_pre_hook(_refuse_codes)
             module.register_load_state_dict_pre_hook(_quantize_assigned)
             linear.convert(module)
-    finish_initialization(model)
-    return model
+    _finish(param for module in modules for param in module._parameters.values() if param is not None)
+
+
+def _check_not_sharded(module: nn.Module) -> None:
+    """Raise ValueError for what holds on to the parameters that were there before."""
+    if isinstance(module, FSDPModule | FullyShardedDataParallel):
+        raise ValueError("quantize_model_ after fully_shard: the order is tensor parallelism, quantization, FSDP")
+    if isinstance(module, DistributedDataParallel):
+        raise ValueError(
+            "quantize_model_ after DistributedDataParallel, which would not reduce the gradients of new parameters: "
+            "the order is tensor parallelism, quantization, DDP"
+        )
 
 
 def _refuse_codes(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -155,6 +171,9 @@ def _check(weight: Tensor, recipe: Recipe, name: str) -> None:
     local = local_tensor(weight)
     if isinstance(local, QuantizedTensor):
         raise ValueError(f"{name} is quantized already: {local.recipe}")
+    kept = kept_weight(weight)
+    if kept is not None:
+        raise ValueError(f"{name} is quantized already, where it is used: {kept.recipe}")
     try:
         check_dtype(weight.dtype)
         check_shape(recipe, local.shape)
@@ -211,7 +230,11 @@ def finish_initialization(model: nn.Module) -> None:
     ``model.apply(initialise)``, and after a state dict that is not quantized was loaded into weights whose recipe has a
     scale for all of a weight. Until then such weights raise where they are used.
     """
-    params = [param for param in dict.fromkeys(model.parameters()) if isinstance(local_tensor(param), QuantizedTensor)]
+    _finish(model.parameters())
+
+
+def _finish(all_params: Iterable[nn.Parameter]) -> None:
+    params = [param for param in dict.fromkeys(all_params) if isinstance(local_tensor(param), QuantizedTensor)]
     params = [param for param in params if not local_tensor(param).is_meta]
     for param in params:
         if not param.requires_grad:
@@ -245,62 +268,3 @@ def _pending(params: Sequence[Tensor]) -> list[Tensor]:
         local = local_weight(param)
         flags[param] = torch.tensor([float(local.is_pending)], dtype=torch.float32, device=local.device)
     return [param for param, flag in update.reduce_over_shards(flags).items() if flag.item()]
-
-
-@contextmanager
-def quantized_model_init(
-    recipe: Recipes, filter_fn: Filter | None = None, *, param_filter: ParamFilter | None = None
-) -> Iterator[None]:
-    """When this context ends, :func:`quantize_model_` is done to all that was built in it, also on the meta device.
-
-    To the outermost modules, since names are known only then. So shard a model, and give its parameters to an
-    optimizer, afterwards. Initial values are kept until the optimizer has started its FP32 masters from them. Without a
-    filter or patterns, layers that were not built here, and weights that are computed from others, stay as they are.
-
-    Raises what :func:`quantize_model_` raises, also when the context ends.
-    """
-    check_arguments(recipe, filter_fn, param_filter)
-    built: list[weakref.ref[nn.Module]] = []
-    with _after_each(nn.Module, lambda module: built.append(weakref.ref(module))):
-        yield
-    modules = [module for reference in built if (module := reference()) is not None]
-    models = _outermost(modules)
-    if isinstance(recipe, Mapping):
-        for model, patterns in zip(models, matched_patterns(models, recipe), strict=True):
-            quantize_model_(model, {pattern: each for pattern, each in recipe.items() if pattern in patterns})
-        return
-    plain = {module for module in modules if isinstance(module, nn.Linear) and _has_plain_weight(module)}
-    for model in models:
-        picks = filter_fn
-        if filter_fn is None and param_filter is None:
-            usual = usual_filter(model)
-            picks = lambda module, name, usual=usual: module in plain and usual(module, name)  # noqa: E731
-        quantize_model_(model, recipe, picks, param_filter=param_filter)
-
-
-def _has_plain_weight(layer: nn.Linear) -> bool:
-    weight = layer._parameters.get("weight")  # none where it is computed from others
-    return weight is not None and not isinstance(local_tensor(weight), QuantizedTensor)
-
-
-@contextmanager
-def _after_each(kind: type[nn.Module], then: Callable[[nn.Module], object]) -> Iterator[None]:
-    """Call ``then`` with every module of a kind after its ``__init__``."""
-    build = kind.__init__
-
-    @functools.wraps(build)
-    def build_and_then(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        build(module, *args, **kwargs)
-        then(module)
-
-    kind.__init__ = build_and_then  # type: ignore[method-assign, assignment]  # for as long as the context lasts
-    try:
-        yield
-    finally:
-        kind.__init__ = build  # type: ignore[method-assign]
-
-
-def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those that none of the others contains."""
-    contained = {child for module in modules for child in module.children()}
-    return [module for module in modules if module not in contained]

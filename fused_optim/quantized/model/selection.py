@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from fused_optim.quantized.compute import GroupedLinear, grouped, measured, prod
 from fused_optim.quantized.compute.kept import kept_weight
 from fused_optim.quantized.recipes import Recipe, check_recipe
 from fused_optim.quantized.tensor import QuantizedTensor
-from fused_optim.roles import is_embedding, is_head, is_router
+from fused_optim.roles import is_embedding, is_expert, is_head, is_router
 from fused_optim.sharding.dtensor import local_tensor
 
 Filter = Callable[[nn.Module, str], bool]
@@ -61,22 +61,31 @@ def check_arguments(recipe: object, filter_fn: object, param_filter: object) -> 
 
 
 def chosen_parameters(
-    model: nn.Module, recipe: Recipes, filter_fn: Filter | None, param_filter: ParamFilter | None
+    models: Sequence[nn.Module],
+    recipe: Recipes,
+    filter_fn: Filter | None,
+    param_filter: ParamFilter | None,
+    of: Container[nn.Module] | None = None,
 ) -> list[Chosen]:
     """The parameters that patterns or ``param_filter`` pick, or the ``weight`` of each module that ``filter_fn`` does.
+
+    ``of``: without any of these, the layers that have not to be quantized yet: plain weights of these are taken.
 
     Raises ValueError for a module without such a parameter, for a pattern that picks nothing, and for parameters that
     nothing can be quantized of yet.
     """
+    chosen: list[Chosen] = []
     if isinstance(recipe, Mapping):
-        chosen = list(_by_patterns(model, recipe))
+        chosen += _by_patterns(models, recipe)
     elif param_filter is not None:
-        everything = _all_parameters(model)
-        chosen = [Chosen(*each, recipe) for each in everything if param_filter(_param(*each[:2]), each[2])]
+        everything = [each for model in models for each in _all_parameters(model)]
+        chosen += [Chosen(*each, recipe) for each in everything if param_filter(_param(*each[:2]), each[2])]
     else:
-        picks = filter_fn.of(model) if isinstance(filter_fn, UsualLayers) else filter_fn or usual_filter(model)
-        found = (_weight_of(module, name) for name, module in model.named_modules() if picks(module, name))
-        chosen = [Chosen(*each, recipe) for each in found]
+        embedded = _embedded(models)
+        for model in models:
+            picks = _filter(model, filter_fn, embedded, of)
+            found = [(module, name) for name, module in model.named_modules() if picks(module, name)]
+            chosen += [Chosen(*_weight_of(*each), recipe) for each in found]
     for each in chosen:
         if isinstance(each.module, ParametrizationList):
             raise ValueError(f"{each.name} is what torch.nn.utils.parametrize computes a parameter from; {_OTHERWISE}")
@@ -88,63 +97,99 @@ def chosen_parameters(
 _OTHERWISE = "remove_parametrizations makes it a parameter again, or leave it out by a filter"
 
 
-def usual_filter(model: nn.Module) -> Filter:
-    """Every ``nn.Linear`` but output heads and what shares its weight with an embedding. Warns of experts."""
+def _filter(model: nn.Module, filter_fn: Filter | None, embedded: Set[int], of: Container[nn.Module] | None) -> Filter:
+    if isinstance(filter_fn, UsualLayers):
+        return filter_fn.of(model, embedded)
+    if filter_fn is not None:
+        return filter_fn
+    return lambda module, name: (
+        isinstance(module, nn.Linear)
+        and not is_head(name)
+        and id(module._parameters.get("weight")) not in embedded
+        and (of is None or (module in of and _has_plain_weight(module)))
+    )
+
+
+def _embedded(models: Iterable[nn.Module]) -> set[int]:
+    """The ids of the weights of embeddings, which layers may share."""
+    modules = (module for model in models for module in model.modules())
+    return {id(module.weight) for module in modules if isinstance(module, nn.Embedding)}
+
+
+def _has_plain_weight(layer: nn.Linear) -> bool:
+    weight = layer._parameters.get("weight")  # none where it is computed from others
+    return weight is not None and not is_quantized(weight)
+
+
+def is_quantized(param: Tensor) -> bool:
+    """Also where it is used alone."""
+    return isinstance(local_tensor(param), QuantizedTensor) or kept_weight(param) is not None
+
+
+def warn_of_experts(models: Sequence[nn.Module], stacklevel: int) -> None:
+    """Name the weights of experts that no filter and no pattern was asked about."""
     experts = [
         name
+        for model in models
         for module, key, name in _all_parameters(model)
-        if _is_of_experts(module, key) and not _is_quantized(_param(module, key))
+        if _is_of_experts(module, key, name) and not is_quantized(_param(module, key))
     ]
     if experts:
         warnings.warn(
             f"{len(experts)} weights of experts, which have three dims, stay plain ({', '.join(experts[:3])}"
             f"{', ...' * (len(experts) > 3)}): pick them by patterns of names or param_filter",
-            stacklevel=4,
+            stacklevel=stacklevel,
         )
-    embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    return lambda module, name: (
-        isinstance(module, nn.Linear) and not is_head(name) and id(module._parameters.get("weight")) not in embedded
-    )
 
 
-def _is_quantized(param: nn.Parameter) -> bool:
-    return isinstance(local_tensor(param), QuantizedTensor) or kept_weight(param) is not None
+def _is_of_experts(module: nn.Module, key: str, name: str) -> bool:
+    """Whether a parameter is taken for weights of experts: of three dims, and no convolution's, no embedding.
 
-
-def _is_of_experts(module: nn.Module, key: str) -> bool:
-    """Whether a parameter is taken for weights of experts: of three dims, and no convolution's."""
+    One that counts a single expert, as ranks may hold it, is known by its name alone: tokens of classes and positions
+    have such a dim, too.
+    """
     param = _param(module, key)
-    return not is_lazy(param) and param.dim() == 3 and not type(module).__module__.startswith("torch.nn.")
+    if is_lazy(param) or param.dim() != 3 or type(module).__module__.startswith("torch.nn."):
+        return False
+    if isinstance(module, GroupedLinear):
+        return True
+    own = ".".join(name.split(".")[-2:])
+    return not is_embedding(own) and (param.shape[0] > 1 or is_expert(name))
 
 
 # --- patterns of names ------------------------------------------------------------------------------------------------
 
 
-def _by_patterns(model: nn.Module, recipes: Mapping[str, Recipe | None]) -> Iterator[Chosen]:
-    """Weights of linear layers and of experts whose names match a pattern; the first one that does counts."""
-    matched_patterns([model], recipes)
+def _by_patterns(models: Sequence[nn.Module], recipes: Mapping[str, Recipe | None]) -> Iterator[Chosen]:
+    """Weights of linear layers and of experts whose names match a pattern; the first one that does counts.
+
+    Raises ValueError for one that matches none in any of the models.
+    """
+    candidates = [each for model in models for each in _candidates(model)]
+    _check_patterns([name for _, _, name in candidates], recipes)
     decided: dict[nn.Parameter, tuple[str, Recipe | None]] = {}
-    for module, key, name in _candidates(model):
+    for module, key, name in candidates:
         matching = [pattern for pattern in recipes if _matches(name, pattern)]
         recipe = recipes[matching[0]] if matching else None
-        known = decided.setdefault(_param(module, key), (name, recipe))
+        if recipe is not None and isinstance(module, nn.Linear) and key == "weight":
+            _weight_of(module, name.removesuffix("weight").removesuffix("."))  # raises where it is computed
+        param = module._parameters.get(key)
+        if param is None:
+            continue
+        known = decided.setdefault(param, (name, recipe))
         if repr(known[1]) != repr(recipe):
             raise ValueError(f"{name} is tied to {known[0]}: expected one recipe for both, got {recipe} and {known[1]}")
         if recipe is not None:
             yield Chosen(module, key, name, recipe)
 
 
-def matched_patterns(models: Sequence[nn.Module], recipes: Mapping[str, Recipe | None]) -> list[set[str]]:
-    """The patterns that match weights of each model. Raises ValueError for one that matches none of any."""
-    names = [[name for _, _, name in _candidates(model)] for model in models]
-    found = [{pattern for pattern in recipes if any(_matches(name, pattern) for name in own)} for own in names]
-    shown = [name.removesuffix(".weight") for own in names for name in own]
+def _check_patterns(names: Sequence[str], recipes: Mapping[str, Recipe | None]) -> None:
+    shown = [name.removesuffix(".weight") for name in names]
     for pattern in recipes:
-        if not any(pattern in own for own in found):
+        if not any(_matches(name, pattern) for name in names):
             near = difflib.get_close_matches(pattern, shown, cutoff=0.3) or shown[:3]
             has = ", ".join(near) or "none"
             raise ValueError(f"recipe: {pattern!r} matches no weight of the model, which has {has}")
-    return found
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -155,10 +200,10 @@ def _matches(name: str, pattern: str) -> bool:
 def _candidates(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            yield _weight_of(module, path)
+            yield module, "weight", _joined(path, "weight")  # which may be computed from others
         for key, param in module._parameters.items():
-            if param is not None and _is_of_experts(module, key):
-                yield module, key, _joined(path, key)
+            if param is not None and _is_of_experts(module, key, name := _joined(path, key)):
+                yield module, key, name
 
 
 # --- filters ----------------------------------------------------------------------------------------------------
@@ -181,16 +226,16 @@ class UsualLayers:
             raise TypeError(f"also: expected a filter, a function of a module and its name, got {also!r}")
         self.also = also
 
-    def of(self, model: nn.Module) -> Filter:
-        """The filter for a model."""
+    def of(self, model: nn.Module, embedded: Set[int]) -> Filter:
+        """The filter for a model. ``embedded``: ids of weights of embeddings, which other models may have."""
         layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+        embeddings = any(isinstance(module, nn.Embedding) for module in model.modules())
         ends = {id(module) for _, module in (layers[:1] if not embeddings else []) + layers[-1:]}
         picked = {
             id(module)
             for name, module in layers
             if id(module) not in ends
-            and not any(module.weight is each for each in embeddings)
+            and id(module._parameters.get("weight")) not in embedded
             and not _is_exception(model, name)
             and (self.also is None or self.also(module, name))
         }

@@ -1,0 +1,170 @@
+"""What quantized_model_init finds in what was built: copies, ties, contexts within; what it refuses, before changes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fused_optim import FusedAdam, FusedMuon
+from fused_optim.quantized import (
+    Float8CurrentScaling,
+    KeptWeight,
+    MXFP8BlockScaling,
+    QuantizedTensor,
+    UsualLayers,
+    quantize_model_,
+    quantized_model_init,
+)
+
+SCALED, KEPT, MX = Float8CurrentScaling(), Float8CurrentScaling(keep_weights=True), MXFP8BlockScaling()
+
+
+def every_linear(module: nn.Module, _: str) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+
+
+def quantized_names(model: nn.Module) -> set[str]:
+    named = model.named_parameters(remove_duplicate=False)
+    return {name for name, param in named if isinstance(param, QuantizedTensor | KeptWeight)}
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(32, 2, 64)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+# --- what is found ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [SCALED, KEPT], ids=["codes", "kept"])
+def test_copied_layers_are_built_too(recipe: Any) -> None:
+    with quantized_model_init(recipe):
+        model = encoder()
+    layers = ("linear1", "linear2", "self_attn.out_proj")
+    assert quantized_names(model) == {f"layers.{i}.{name}.weight" for i in (0, 1) for name in layers}
+
+
+def test_layers_of_before_stay_plain() -> None:
+    before = net()
+    with quantized_model_init(SCALED):
+        model = nn.Sequential(before, nn.Linear(32, 32), copy.deepcopy(before))
+    assert quantized_names(model) == {"1.weight", "2.0.weight", "2.2.weight"}
+
+
+@pytest.mark.parametrize("inner, outer", [(KEPT, SCALED), (SCALED, KEPT)], ids=["kept", "codes"])
+def test_contexts_within_come_first(inner: Float8CurrentScaling, outer: Float8CurrentScaling) -> None:
+    with quantized_model_init(outer):
+        first = nn.Linear(32, 32)
+        with quantized_model_init(inner):
+            model = nn.Sequential(nn.Linear(32, 32))
+        model.append(first)
+    assert [layer.weight.recipe.keep_weights for layer in model] == [inner.keep_weights, outer.keep_weights]
+
+
+@pytest.mark.parametrize("first", [SCALED, KEPT], ids=["codes", "kept"])
+@pytest.mark.parametrize("second", [SCALED, KEPT], ids=["codes", "kept"])
+def test_weights_are_quantized_once(first: Any, second: Any) -> None:
+    model = quantize_model_(net(), first)
+    weights = [param for param in model.parameters()]
+    with pytest.raises(ValueError, match=r"^0\.weight is quantized already"):
+        quantize_model_(model, second)
+    assert all(a is b for a, b in zip(weights, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("filter_fn", [None, every_linear, UsualLayers()], ids=["default", "filter", "usual"])
+def test_ties_across_models_stay(filter_fn: Any) -> None:
+    with quantized_model_init(SCALED, filter_fn):
+        embedding, head, others = nn.Embedding(64, 32), nn.Linear(32, 64, bias=False), nn.ModuleList([net(), net()])
+        head.weight = embedding.weight
+    assert head.weight is embedding.weight
+    assert quantized_names(head) == ({"weight"} if filter_fn is every_linear else set())
+    assert "0.2.weight" in quantized_names(others)
+
+
+def test_tied_layers_of_several_models_have_one_recipe() -> None:
+    with pytest.raises(ValueError, match="expected one recipe for both"), quantized_model_init({"a": SCALED, "b": MX}):
+        first, second = nn.ModuleDict({"a": nn.Linear(32, 32)}), nn.ModuleDict({"b": nn.Linear(32, 32)})
+        second["b"].weight = first["a"].weight
+    assert not quantized_names(first) and not quantized_names(second)
+
+
+class BuiltTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(32, 32)
+        layers = self._modules
+        nn.Module.__init__(self)
+        self._modules.update(layers)
+
+
+@pytest.mark.parametrize("filter_fn", [None, every_linear])
+def test_modules_may_call_init_twice(filter_fn: Any) -> None:
+    with quantized_model_init(SCALED, filter_fn):
+        model = BuiltTwice()
+    assert quantized_names(model) == {"a.weight"}
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_models_in_ddp_are_refused() -> None:
+    model = nn.Sequential(DistributedDataParallel(net()))
+    with pytest.raises(ValueError, match=r"after DistributedDataParallel.* the order is tensor parallelism"):
+        quantize_model_(model, SCALED)
+    assert not quantized_names(model)
+    with pytest.raises(ValueError, match="after DistributedDataParallel"), quantized_model_init(SCALED):
+        other, model = net(), DistributedDataParallel(net())
+    assert not quantized_names(model) and not quantized_names(other)
+    model = DistributedDataParallel(quantize_model_(net(), SCALED))
+    model(torch.ones(2, 32)).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, FusedAdam, FusedMuon, torch.optim.SGD])
+def test_optimizers_of_what_is_replaced_are_refused(make: Any) -> None:
+    message = rf"^0\.weight is held by a {make.__name__} .*: make optimizers after it"
+    with pytest.raises(ValueError, match=message), quantized_model_init(SCALED):
+        other, model = net(), net()
+        optimizer = make([param for param in model.parameters() if param.dim() == 2], lr=1e-3)
+    assert not quantized_names(model) and not quantized_names(other) and optimizer.param_groups
+
+
+def test_optimizers_of_others_are_not_refused() -> None:
+    before = net()
+    earlier = torch.optim.SGD(before.parameters(), lr=1.0)
+    method = torch.optim.Optimizer.add_param_group
+    with quantized_model_init(SCALED):
+        model = net()
+        optimizer = torch.optim.SGD([model[0].bias, *before.parameters()], lr=1.0)
+        torch.optim.SGD(model.parameters(), lr=1.0)  # is gone at the end
+    assert quantized_names(model) == {"0.weight", "2.weight"} and optimizer.param_groups
+    assert torch.optim.Optimizer.add_param_group is method
+    with pytest.raises(ValueError, match="held by a SGD"), quantized_model_init(SCALED):
+        model = net()
+        earlier.add_param_group({"params": model.parameters()})
+
+
+def test_nothing_is_quantized_where_one_model_cannot_be() -> None:
+    for recipe, filters in ((SCALED, {}), ({"*": SCALED}, {}), (SCALED, {"filter_fn": every_linear})):
+        with pytest.raises(TypeError, match="float64"), quantized_model_init(recipe, **filters):
+            model, other = net(), nn.Sequential(nn.Linear(32, 32, dtype=torch.float64))
+        assert not quantized_names(model) and not quantized_names(other)
