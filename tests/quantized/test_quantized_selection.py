@@ -353,6 +353,50 @@ def test_patterns_that_pick_nothing_are_refused(by_name: Any, error: type[Except
     refuses(Routed(), ValueError, "leave out filter_fn", {"attn.*": MX}, filter_fn=lambda *_: True)
 
 
+def test_computed_weights_that_no_pattern_picks_stay_as_they_are() -> None:
+    for by_name in ({"1": MX}, {"0": None, "*": MX}):
+        model = nn.Sequential(parametrizations.weight_norm(nn.Linear(32, 32)), nn.Linear(32, 32))
+        assert set(recipes_of(quantize_model_(model, by_name))) == {"1.weight"}
+    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(32, 32)), nn.Linear(32, 32))
+    refuses(model, ValueError, r"^0, a ParametrizedLinear: its weight is computed", {"*": MX})
+    refuses(parametrizations.weight_norm(nn.Linear(32, 32)), ValueError, "^the model, a Param", {"weight": MX})
+
+
+class Vision(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cls, self.pos_embed = nn.Parameter(torch.ones(1, 1, 32)), nn.Parameter(torch.ones(1, 9, 32))
+        self.time_embedding = nn.Parameter(torch.ones(4, 9, 32))
+        self.conv, self.proj = nn.Conv1d(32, 32, 32), nn.Linear(32, 32)
+
+
+def test_tokens_and_positions_are_no_experts() -> None:
+    with warnings.catch_warnings(action="error"):
+        assert quantized_names(quantize_model_(Vision(), MX)) == {"proj.weight"}
+    assert quantized_names(quantize_model_(Vision(), {"*": MX})) == {"proj.weight"}
+    refuses(Vision(), ValueError, "'pos_embed' matches no weight", {"pos_embed": MX})
+    picked = quantize_model_(Vision(), MX, param_filter=lambda _, name: name == "pos_embed")
+    assert quantized_names(picked) == {"pos_embed"}
+    model = Vision()  # with one expert on each rank
+    model.experts_w1, model.grouped = nn.Parameter(torch.ones(1, 32, 32)), GroupedLinear(1, 32, 32)
+    names = {"proj.weight", "experts_w1", "grouped.weight"}
+    assert quantized_names(quantize_model_(model, {"*": MX})) == names
+
+
+@pytest.mark.parametrize("built", [False, True])
+def test_the_warning_names_the_line_that_calls(built: bool) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if built:
+            with quantized_model_init(MX):
+                Routed()
+                model = Routed()
+            assert model is not None
+        else:
+            quantize_model_(Routed(), MX)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
 def test_tied_weights_have_one_recipe() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     model[1].weight = model[0].weight
