@@ -20,6 +20,7 @@ from fused_optim.quantized import (
     NVFP4BlockScaling,
     QuantizedTensor,
     Recipe,
+    grouped_linear,
     quantize_model_,
 )
 from fused_optim.quantized.compute import products
@@ -213,6 +214,14 @@ def train(recipe: Float8CurrentScaling | None, sharded: bool) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def test_offsets_of_other_numbers_of_experts_are_refused() -> None:
+    x, weight = torch.ones(64, 128).bfloat16(), torch.ones(3, 128, 128).bfloat16()
+    for ends in ([32, 64], [16, 32, 48, 64], 64, [[16, 32, 64]]):
+        for each in (weight, QuantizedTensor.from_values(weight, Float8CurrentScaling(compute="fp8"))):
+            with pytest.raises(ValueError, match=r"offsets: expected shape \(3,\), .* got"):
+                grouped_linear(x, each, torch.tensor(ends, dtype=torch.int32))
 
 
 def test_experts_learn_as_bf16_ones_do(grouped_device: str, monkeypatch: pytest.MonkeyPatch) -> None:

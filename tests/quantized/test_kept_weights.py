@@ -196,6 +196,9 @@ def test_experts() -> None:
 def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(ValueError, match="keep_weights=True with compute='decode'"):
         Float8CurrentScaling(compute="decode", keep_weights=True)
+    for kind in (Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling):
+        with pytest.raises(TypeError, match="keep_weights: expected True or False, got 'yes'"):
+            kind(keep_weights="yes")
     with pytest.raises(ValueError, match="no history"):
         Float8DelayedScaling(keep_weights=True)
 

@@ -78,8 +78,13 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, *, multiple_of: i
             gradients need multiples of 16 in FP8 and of 8 in BF16, as torch's own do: where less is promised, rows are
             copied. With 16, rows of no expert count for the scales of weight gradients: they should be zeros.
 
-    Autocast casts activations and weight, as those of ``nn.Linear``.
+    Autocast casts activations and weight, as those of ``nn.Linear``. Raises ValueError for offsets of another shape.
     """
+    if offsets.shape != weight.shape[:1]:
+        raise ValueError(
+            f"offsets: expected shape {tuple(weight.shape[:1])}, the end of the rows of each expert, got "
+            f"{tuple(offsets.shape)}"
+        )
     x, weight, _ = as_autocast_wants(x, weight, None)
     if isinstance(weight, QuantizedTensor | KeptWeight) and not is_transformed() and products.fits(x, weight):
         instead: Instead = "BF16" if isinstance(weight, KeptWeight) else "decoded"

@@ -59,6 +59,8 @@ class Float8Recipe(ScaledRecipe):
 
     def __post_init__(self) -> None:
         check_compute(self, Compute)
+        if not isinstance(self.keep_weights, bool):
+            raise TypeError(f"keep_weights: expected True or False, got {self.keep_weights!r}")
         if self.keep_weights and self.compute == "decode":
             raise ValueError("keep_weights=True with compute='decode' leaves nothing to quantize for: take no recipe")
         if self.gradient_format is not None:
