@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
+from safetensors.torch import load_file, save_file, save_model
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -30,7 +31,9 @@ from fused_optim.quantized import (
     Recipe,
     dequantize_model_,
     quantize_model_,
+    save_quantized_safetensors,
 )
+from fused_optim.quantized.compute.kept import plain_values
 from fused_optim.quantized.compute.linear import QuantizedLinear
 from fused_optim.sharding.dtensor import local_tensor
 
@@ -131,6 +134,30 @@ def test_copies_loads_and_moves() -> None:
         built = quantize_model_(model(), RECIPES["one scale"][0])
     built.to_empty(device="cpu").load_state_dict(model().state_dict())
     assert type(built[0].weight) is KeptWeight and torch.equal(built[0].weight.plain, model()[0].weight)
+
+
+def test_exports_hold_plain_tensors(tmp_path: Path) -> None:
+    """Also of a layer that shares such a weight since, and of one that is saved without the model."""
+    layers = quantize_model_(model(128), RECIPES["one scale"][0])
+    head = nn.Linear(128, 128, bias=False)
+    head.weight = layers[0].weight
+    layers.append(head)
+    expected = {name: plain_values(param).detach() for name, param in layers.named_parameters(remove_duplicate=False)}
+    assert set(expected) == {"0.weight", "0.bias", "2.weight", "3.weight"}
+    for found in (layers.state_dict(), {f"3.{name}": value for name, value in head.state_dict().items()}):
+        for name, value in found.items():
+            assert type(value) is Tensor and torch.equal(value, expected[name])
+            assert value.data_ptr() == expected[name].data_ptr()
+    assert layers.state_dict(keep_vars=True)["3.weight"] is layers[0].weight
+    save_quantized_safetensors(layers, tmp_path / "quantized")
+    save_file({"w": layers[0].weight.detach(), "b": layers[0].bias.detach()}, tmp_path / "own.safetensors")
+    save_model(layers, str(tmp_path / "model.safetensors"))
+    own = load_file(tmp_path / "own.safetensors")
+    assert torch.equal(own["w"], expected["0.weight"])
+    (file,) = (tmp_path / "quantized").glob("*.safetensors")
+    for each in (load_file(file), load_file(tmp_path / "model.safetensors")):
+        assert {"2.weight", "0.bias"} < set(each) and len(each) == 3
+        assert all(torch.equal(value, expected[name]) for name, value in each.items())
 
 
 def add_one(weight: Tensor) -> None:

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from fused_optim.quantized.compute import casts
 from fused_optim.quantized.recipes import Components, Encoding, Recipe, as_matrix, codec
 from fused_optim.quantized.tensor import QuantizedTensor, all_gather
+from fused_optim.quantized.tensor.dispatch import called_by
 from fused_optim.sharding.dtensor import dense, local_tensor, rewrap_like
 
 aten = torch.ops.aten
@@ -131,6 +132,8 @@ class KeptWeight(Tensor):
         if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
             return func.decompose(*args, **kwargs)
         out = func(*_plain(args), **_plain(kwargs))
+        if func is aten.detach.default and called_by(nn.Module.state_dict):  # whatever modules hold the weight
+            return out
         if func in _MAKES_WEIGHTS and isinstance(args[0], KeptWeight):
             return return_and_correct_aliasing(func, args, kwargs, _weights(func, args, out))
         if func._schema.is_mutable:  # what it has written into is what it returns
@@ -262,20 +265,15 @@ def kept_like(values: Tensor, recipe: Recipe) -> Tensor:
     return rewrap_like(KeptWeight(plain, recipe), values)
 
 
-def keep_state_dicts_plain(module: nn.Module) -> None:
-    """Of a module with such weights; what is assigned from state dicts becomes such weights again."""
-    module.register_state_dict_post_hook(_save_plain)
+def plain_values(tensor: Tensor) -> Tensor:
+    """Of such a weight the plain one, detached; others as they are."""
+    kept = kept_weight(tensor)
+    return tensor if kept is None else rewrap_like(kept.plain.detach(), tensor)
+
+
+def keep_assigned(module: nn.Module) -> None:
+    """What is assigned from state dicts to weights of a module that are kept becomes such weights again."""
     module.register_load_state_dict_pre_hook(_keep_assigned)
-
-
-def _save_plain(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    for key in module._parameters:
-        value = state_dict.get(prefix + key)
-        if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):  # the latter with keep_vars=True
-            continue
-        kept = kept_weight(value)
-        if kept is not None:
-            state_dict[prefix + key] = rewrap_like(kept.plain.detach(), value)
 
 
 def _keep_assigned(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fused_optim.quantized.compute.kept import plain_values
 from fused_optim.quantized.files import layouts
 from fused_optim.quantized.files.layouts import Layout, Readers
 from fused_optim.quantized.recipes import NVFP4BlockScaling, Recipe
@@ -122,7 +123,8 @@ class Written:
     @staticmethod
     def _whole(tensor: Tensor) -> Tensor:
         local = local_tensor(tensor)
-        return full_tensor(rewrap_like(local.dequantize(), tensor) if isinstance(local, QuantizedTensor) else tensor)
+        quantized = isinstance(local, QuantizedTensor)
+        return full_tensor(rewrap_like(local.dequantize(), tensor) if quantized else plain_values(tensor))
 
 
 def _check_merged(model: nn.Module) -> None:

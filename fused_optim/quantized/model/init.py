@@ -16,7 +16,7 @@ from fused_optim.adapters import Update
 from fused_optim.memory import copies
 from fused_optim.quantized.adapters import update
 from fused_optim.quantized.compute import linear
-from fused_optim.quantized.compute.kept import keep_state_dicts_plain, kept_like, kept_weight
+from fused_optim.quantized.compute.kept import keep_assigned, kept_like, kept_weight
 from fused_optim.quantized.model.selection import (
     Chosen,
     Filter,
@@ -112,7 +112,7 @@ def replace_parameters(models: Sequence[nn.Module], chosen: Sequence[Chosen], *,
         for key, param in tied.items():
             module._parameters[key] = replaced[param]
         if any(kept_weight(replaced[param]) is not None for param in tied.values()):
-            keep_state_dicts_plain(module)
+            keep_assigned(module)
         if tied:
             module.register_load_state_dict_pre_hook(_refuse_codes)
             module.register_load_state_dict_pre_hook(_quantize_assigned)
