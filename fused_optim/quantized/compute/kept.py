@@ -90,7 +90,7 @@ class KeptWeight(Tensor):
         return self
 
     def is_shared(self) -> bool:
-        return self.plain.is_shared()
+        return bool(self.plain.is_shared())
 
     def is_pinned(self, device: str | torch.device | int | None = None) -> bool:
         return bool(self.plain.is_pinned())
