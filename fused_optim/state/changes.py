@@ -265,10 +265,13 @@ class ChangeTracker:
 
 
 class StepChanges:
-    """What a step changes: noticed before it, and after it where its pass does not mark it itself."""
+    """What a step changes: noticed before it, and after it where its pass does not mark it itself.
 
-    def __init__(self, shards: Sequence[Shard]) -> None:
-        self._shards = shards
+    ``may_skip``: on a device that nobody waits for, so parameters may be what they were.
+    """
+
+    def __init__(self, shards: Sequence[Shard], may_skip: bool = False) -> None:
+        self._shards, self._may_skip = shards, may_skip
         self._copies: list[tuple[Tensor, str, Tensor, Tensor]] = []  # parameter, part, its bits; a copy from before
         self._marks: list[tuple[Tensor, Tensor]] = []  # bits, and what they were
         with torch._C.DisableTorchFunctionSubclass():
@@ -300,4 +303,4 @@ class StepChanges:
         with torch._C.DisableTorchFunctionSubclass():
             for shard in self._shards:
                 shard.tracked.see(shard.param, shard.master)
-                shard.tracked.is_settled |= shard.has_gradient
+                shard.tracked.is_settled |= shard.has_gradient and not self._may_skip

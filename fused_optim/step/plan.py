@@ -407,7 +407,7 @@ class Plan:
         ``workspaces``: see ``DeviceScalars.workspaces``. ``found_inf``: not 0 skips the step.
         """
         per_device = [hypers(part.device) for part in self._parts]
-        changes = self._begin_changes()
+        changes = self._begin_changes(may_skip=found_inf is not None)
         batches: list[Batch] = []
         applies = None
         if self._quantized:
@@ -445,7 +445,7 @@ class Plan:
         if changes is not None:
             changes.finish()
 
-    def _begin_changes(self) -> StepChanges | None:
+    def _begin_changes(self, may_skip: bool) -> StepChanges | None:
         tracker, shards = self._store.changes, []
         if tracker is None:
             return None
@@ -458,7 +458,7 @@ class Plan:
                 reads_old = part.backend == "cpu" or CODES in marked
                 tracked = part.tracked.get(i) or tracker[param]
                 shards.append(Shard(param, watched.master, tracked, i in stepped, marked, reads_old))
-        return StepChanges(shards)
+        return StepChanges(shards, may_skip)
 
     def _updated(self) -> list[Tensor]:
         """The parameters that have a gradient in this step."""
