@@ -172,7 +172,7 @@ def _of_installation() -> Iterator[Finding]:
             yield Finding(what, slower, "`python -m fused_optim info` says what was built")
     for package, doing in {"numpy": "writing safetensors files", "safetensors": "safetensors files"}.items():
         if importlib.util.find_spec(package) is None:
-            yield Finding(f"{package} is missing, for {doing}", "", "pip install 'fused_optim[safetensors]'")
+            yield Finding(f"{package} is missing, for {doing}", "", "pip install safetensors numpy")
 
 
 def _of_parameters(params: Parameters, plan: Plan) -> Iterator[Finding]:

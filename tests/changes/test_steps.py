@@ -25,6 +25,8 @@ RATES = [1e-6, 1e-4, 1e-2]
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "torch":
         monkeypatch.setenv("FUSED_OPTIM_BACKEND", "torch")
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU")
     return "cuda" if request.param == "cuda" else "cpu"
 
 
@@ -114,6 +116,7 @@ def test_skipped_steps_change_nothing(device: str) -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_replays_of_a_graph() -> None:
     """In which nothing of Python runs."""
     model = Model(torch.bfloat16, "cuda")

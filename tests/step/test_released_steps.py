@@ -45,6 +45,10 @@ CALLS: dict[str, Callable[[Any, FusedAdamW], Any]] = {
     "save_masters": lambda model, optimizer: save_master_safetensors(model, optimizer, "/nowhere"),
     "sync_params_from_master": lambda _, optimizer: optimizer.sync_params_from_master(),
     "sync_masters_from_params": lambda _, optimizer: optimizer.sync_masters_from_params(),
+    "track_changes": lambda _, optimizer: optimizer.track_changes(),
+    "mark_changed": lambda _, optimizer: optimizer.mark_changed(),
+    "take_changes": lambda model, optimizer: optimizer.take_changes(model),
+    "peek_changes": lambda model, optimizer: optimizer.peek_changes(model),
     **{
         name: lambda _, optimizer, name=name, value=value: setattr(optimizer, name, value)
         for name, value in {
