@@ -69,7 +69,7 @@ def chosen_parameters(
 ) -> list[Chosen]:
     """The parameters that patterns or ``param_filter`` pick, or the ``weight`` of each module that ``filter_fn`` does.
 
-    ``of``: without any of these, the layers that have not to be quantized yet: plain weights of these are taken.
+    ``of``: where nothing says which ones, linear layers among these modules whose weights are plain yet.
 
     Raises ValueError for a module without such a parameter, for a pattern that picks nothing, and for parameters that
     nothing can be quantized of yet.
