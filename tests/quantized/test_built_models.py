@@ -127,7 +127,7 @@ def one_rank() -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_rank")
 def test_models_in_ddp_are_refused() -> None:
-    model = nn.Sequential(DistributedDataParallel(net()))
+    model: nn.Module = nn.Sequential(DistributedDataParallel(net()))
     with pytest.raises(ValueError, match=r"after DistributedDataParallel.* the order is tensor parallelism"):
         quantize_model_(model, SCALED)
     assert not quantized_names(model)
@@ -154,7 +154,7 @@ def test_optimizers_of_others_are_not_refused() -> None:
     method = torch.optim.Optimizer.add_param_group
     with quantized_model_init(SCALED):
         model = net()
-        optimizer = torch.optim.SGD([model[0].bias, *before.parameters()], lr=1.0)
+        optimizer = torch.optim.SGD([model.get_parameter("0.bias"), *before.parameters()], lr=1.0)
         torch.optim.SGD(model.parameters(), lr=1.0)  # is gone at the end
     assert quantized_names(model) == {"0.weight", "2.weight"} and optimizer.param_groups
     assert torch.optim.Optimizer.add_param_group is method
@@ -164,7 +164,8 @@ def test_optimizers_of_others_are_not_refused() -> None:
 
 
 def test_nothing_is_quantized_where_one_model_cannot_be() -> None:
-    for recipe, filters in ((SCALED, {}), ({"*": SCALED}, {}), (SCALED, {"filter_fn": every_linear})):
-        with pytest.raises(TypeError, match="float64"), quantized_model_init(recipe, **filters):
+    ways: list[tuple[Any, Any]] = [(SCALED, None), ({"*": SCALED}, None), (SCALED, every_linear)]
+    for recipe, filter_fn in ways:
+        with pytest.raises(TypeError, match="float64"), quantized_model_init(recipe, filter_fn):
             model, other = net(), nn.Sequential(nn.Linear(32, 32, dtype=torch.float64))
         assert not quantized_names(model) and not quantized_names(other)
