@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from fused_optim.adam import FusedAdamW
 from fused_optim.backends import COMPILED, why_reference
@@ -29,7 +30,7 @@ from fused_optim.sharding.dtensor import shard_geometry
 from fused_optim.state.summary import shown_bytes
 from fused_optim.tools.inspector import Report, inspect_checkpoint
 from fused_optim.tools.planner import Plan, plan_parameters
-from fused_optim.tools.simulation import sharded_parameter, simulated
+from fused_optim.tools.simulation import simulated
 from fused_optim.torch_versions import RELEASES
 
 Parameters = Sequence[tuple[str, Tensor]]
@@ -150,11 +151,21 @@ def _of_checkpoint(report: Report, param_dtype: torch.dtype | str) -> Iterator[t
 
 
 def _sharded(named: Parameters, world_size: int) -> Iterator[tuple[str, Tensor]]:
-    """By rows, as FSDP2 does, unless they are sharded."""
+    """By rows, by FSDP2 itself, which knows what quantized ones are made of; unless they are sharded."""
     mesh = init_device_mesh("cpu", (world_size,))
     for name, param in named:
         is_done = isinstance(param, DTensor) or world_size == 1 or not param.dim()
-        yield name, param if is_done else sharded_parameter(param.shape, param.dtype, mesh, [Shard(0)])
+        yield name, param if is_done else _sharded_by_rows(name, param, mesh)
+
+
+def _sharded_by_rows(name: str, param: Tensor, mesh: DeviceMesh) -> Tensor:
+    alone = nn.Module()
+    alone.register_parameter("param", nn.Parameter(param, requires_grad=param.requires_grad))
+    try:
+        fully_shard(alone, mesh=mesh)
+    except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+        raise ValueError(f"{name}: FSDP2 cannot shard it over {mesh.size()} ranks: {error}") from error
+    return alone.get_parameter("param")
 
 
 # --- findings ---------------------------------------------------------------------------------------------------------
