@@ -147,7 +147,7 @@ def _of_checkpoint(report: Report, param_dtype: torch.dtype | str) -> Iterator[t
     for name, row in (own or others).items():
         dtype = as_dtype(row.get("parameter", {}).get("format", "")) or default
         if dtype in ELEMENT_TYPES and row["shape"]:
-            yield name, torch.empty(row["shape"], dtype=dtype, device="meta")
+            yield name, nn.Parameter(torch.empty(row["shape"], dtype=dtype, device="meta"))
 
 
 def _sharded(named: Parameters, world_size: int) -> Iterator[tuple[str, Tensor]]:

@@ -179,8 +179,19 @@ def test_checkpoints(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """Their parameters are planned for; values are not read."""
     path = saved(tmp_path, form, ("model", "optimizer"))
     monkeypatch.delattr(SavedTensor, "value")
+    elements = 256 * 64 + 64 + 64 * 50 + 50
+    for ranks in (1, 2):
+        adamw = diagnose_target(path, world_size=ranks)["plan"]["adamw"]["bytes"]  # all of it BF16
+        assert adamw == {
+            "parameters": 2 * elements // ranks,
+            "gradients": 2 * elements // ranks,
+            "masters": 0,
+            "states": 4 * elements // ranks,
+            "scales": 0,
+            "total": 8 * elements // ranks,
+        }
     diagnosis = diagnose_target(path, state_dtype="float8_e4m3fn")
-    assert diagnosis["plan"]["elements"] == 256 * 64 + 64 + 64 * 50 + 50
+    assert diagnosis["plan"]["elements"] == elements
     ((what, _),) = findings(diagnosis)
     assert what == "2 parameters (0.bias, 1.bias) with one dim keep FP32 states"
 
