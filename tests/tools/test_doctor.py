@@ -43,6 +43,21 @@ def by_columns():
 def raises():
     raise KeyError("layers")
 
+def in_lines():
+    raise ValueError("one\\nanother")
+
+def float64():
+    return nn.Linear(4, 4, dtype=torch.float64)
+
+def integers():
+    return nn.ParameterDict({"steps": nn.Parameter(torch.zeros(3, dtype=torch.int32), requires_grad=False)})
+
+def lazy():
+    return nn.LazyLinear(4)
+
+def empty():
+    return nn.Module()
+
 def number():
     return 3
 
@@ -216,6 +231,14 @@ def test_the_command(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["plan"]["parameters"] == 4
     for command, message in {
         (f"{model}:raises",): r"raises\(\) raised KeyError: 'layers'",
+        (f"{model}:in_lines",): "raised ValueError: one another",
+        (f"{model}:float64",): r"float64: .*'weight'.* got torch.float64",
+        (f"{model}:float64", "--world-size", "2"): r"float64: .*'weight'.* got torch.float64",
+        (f"{model}:integers",): r"integers: .*'steps'.* got torch.int32",
+        (f"{model}:lazy",): "lazy: weight is not initialised",
+        (f"{model}:empty",): "no parameters",
+        (f"{model}:even", "--param-dtype", "foo"): "param_dtype is for checkpoints",
+        (f"{model}:even", "--param-dtype", "bf16"): "param_dtype is for checkpoints",
         (f"{model}:number",): "expected a torch.nn.Module, got int",
         (f"{model}:value",): "no function 'value'",
         (f"{model}:nothing",): "no function 'nothing'",
