@@ -15,6 +15,7 @@ export FUSED_OPTIM_CUDA_ARCHS ?= $(if $(HAS_GPU),,none)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 ENGINE_SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+C_SOURCES := $(ENGINE_SOURCES) $(wildcard tests/*/*.cpp)
 
 .PHONY: demo test test-long test-gpu test-integrations test-torches test-newest-torch peer-suites bench lint format docs docs-check \
     wheel wheels wheel-test release-check check-tag clean FORCE
@@ -82,14 +83,14 @@ lint: $(VENV)/.lint $(VENV)/.torch
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run -Werror $(ENGINE_SOURCES)
+	$(BIN)/clang-format --dry-run -Werror $(C_SOURCES)
 	$(BIN)/codespell $(PROSE)
 	$(BIN)/python .ci/check_prose.py
 
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(ENGINE_SOURCES)
+	$(BIN)/clang-format -i $(C_SOURCES)
 
 # What docs/ and the README link to, where it lies as in the repository: mkdocs.yml says why.
 PAGES := $(wildcard *.md) LICENSE CITATION.cff docs benchmarks examples fused_optim tests

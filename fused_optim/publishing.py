@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -55,8 +56,9 @@ class Publisher(Optimizer):
     def mark_changed(self, param: Tensor | None = None) -> None:
         """All elements of ``param``, or of all parameters, count as changed: after writes that nothing notices."""
         tracker = self._tracker()
+        if param is not None:
+            self.store.describe(param)
         for each in self.store.params if param is None else [param]:
-            self.store.describe(each)
             tracker[each].set_all()
             tracker[each].is_settled = False
 
@@ -113,10 +115,13 @@ class Publisher(Optimizer):
             if param in names and local_tensor(param).numel() and _is_first_replica(param)
             for part, local in parts_of(param).items()
         ]
+        own = [part_name(names[param][0], part) for param, part, _ in published]
+        if twice := sorted(name for name, count in Counter(own).items() if count > 1):
+            raise ValueError(f"two tensors would be published as {', '.join(twice)}: rename the parameter of that name")
         marked = indices_of_all([tracker[param].bits[part] for param, part, _ in published])
-        for (param, part, local), indices in zip(published, marked, strict=True):
+        for name, (param, part, local), indices in zip(own, published, marked, strict=True):
             if indices.numel():
-                yield part_name(names[param][0], part), _changes(param, part, local, indices)
+                yield name, _changes(param, part, local, indices)
 
 
 def _is_first_replica(param: Tensor) -> bool:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fused_optim.adam import FusedAdam
 from fused_optim.decorators import between_graphs
+from fused_optim.memory.by_parameter import ByParameter
 from fused_optim.sharding.collective import parameter_names
 from fused_optim.step.amp import notice_scaled_losses
 
@@ -74,7 +74,7 @@ class GradientRelease:
 
     def __init__(self, model: nn.Module, optimizer: FusedAdam, bucket_bytes: int | None) -> None:
         self._model, self._optimizer = model, optimizer
-        self._hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> handle
+        self._hooks: ByParameter[RemovableHandle] = ByParameter()
         if not self._chosen():
             raise ValueError("the optimizer has none of the model's parameters that require gradients")
         # The optimizer keeps this object. Hooks of the model must not: autograd and DistributedDataParallel hold them
@@ -114,6 +114,7 @@ class GradientRelease:
         """The parameters to be updated in the backward pass, in its order. Puts hooks on those that have none."""
         chosen = self._chosen()
         if self._reducing is None:
+            self._hooks = ByParameter(self._hooks.of(self._optimizer.store.params))
             for param in chosen:
                 if param not in self._hooks:
                     self._hooks[param] = _hook(param, self._this)

@@ -12,6 +12,7 @@ import pytest
 
 import fused_optim
 from fused_optim.torch_versions import PRIVATE
+from sources import own_attributes
 
 # Files and folders of fused_optim/ from the ground up; docs/development.md says what each is for. A folder whose rooms
 # have an order of their own is given room by room, its own ``__init__`` last.
@@ -223,7 +224,7 @@ def private_attributes(package: Package) -> list[str]:
     """Private attributes of objects, and private names of modules, that are used where no class has them."""
     found = []
     for module, tree in package.trees.items():
-        known = {*_own_attributes(tree), *OTHERS_OWN}
+        known = {*own_attributes(tree), *OTHERS_OWN}
         for node in _in_order(tree):
             if isinstance(node, ast.Attribute) and _is_private(node.attr) and node.attr not in known:
                 if ast.unparse(node.value) not in ("self", "cls", "super()"):
@@ -236,18 +237,6 @@ def private_attributes(package: Package) -> list[str]:
 
 def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("__")
-
-
-def _own_attributes(tree: ast.Module) -> Iterator[str]:
-    """What the classes of a file define and set: fields, methods, attributes of ``self``."""
-    for kind in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
-        for node in ast.walk(kind):
-            if isinstance(node, ast.FunctionDef):
-                yield node.name
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                yield node.id
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                yield from [node.attr] if ast.unparse(node.value) in ("self", "cls") else []
 
 
 def _in_order(tree: ast.Module) -> list[ast.AST]:

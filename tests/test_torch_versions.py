@@ -15,6 +15,7 @@ import torch
 
 import fused_optim
 from fused_optim.torch_versions import PRIVATE, RELEASES
+from sources import own_attributes
 
 PACKAGE, ROOT = Path(fused_optim.__file__).parent, Path(__file__).parents[1]
 RELEASE = ".".join(torch.__version__.split(".")[:2])
@@ -100,18 +101,6 @@ def dotted(node: ast.AST, names: dict[str, str]) -> str:
         return names.get(node.id, "")
     base = dotted(node.value, names) if isinstance(node, ast.Attribute) else ""
     return f"{base}.{node.attr}" if base and isinstance(node, ast.Attribute) else ""
-
-
-def own_attributes(tree: ast.Module) -> Iterator[str]:
-    """Of classes that are defined there: methods, fields, and what their methods set."""
-    for kind in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
-        for node in ast.walk(kind):
-            if isinstance(node, ast.FunctionDef):
-                yield node.name
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                yield node.id
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                yield from [node.attr] if ast.unparse(node.value) in ("self", "cls") else []
 
 
 def attributes(tree: ast.Module, names: dict[str, str]) -> Iterator[str]:

@@ -6,7 +6,6 @@ them. ``where``: ``device`` and ``stream`` of the CUDA engine, ``threads`` of th
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fused_optim.formats.elements import Element
+from fused_optim.memory.by_parameter import Reference
 
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 class CachedShard(NamedTuple):
     """What an engine compares to see whether a shard is as it was; the fields are those of ``cached_shard.h``."""
 
-    param_ref: weakref.ref[Tensor]  # others may let go of it at any time
+    param_ref: Reference  # others may let go of it at any time
     state0: Tensor | None
     state1: Tensor | None  # None where the update rule has one state
     master: Tensor | None
     spec: DTensorSpec | None  # the parameter's
     states: dict[str, Tensor]  # where the tensors beside the parameter were found
     # Of a quantized weight that an engine can compare:
-    local_ref: weakref.ref[Tensor] | None = None  # the parameter's local tensor, which may be itself
+    local_ref: Reference | None = None  # the parameter's local tensor, which may be itself
     components: Mapping[str, Tensor] | None = None  # that one's
     names: tuple[str, ...] = ()  # of what is written of it in `components`: codes and scales first
     parts: tuple[Tensor, ...] = ()  # these themselves

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fused_optim.matrices.owners import Box, Matrix, Ownership, boxes_of, matrices_of, part_of_shard, piece_of
+from fused_optim.memory.by_parameter import reference_to
 from fused_optim.sharding.collective import each_on_any_rank, mesh_group
 
 # Values of whole matrices, contiguous, and what is made of them.
@@ -43,7 +43,7 @@ class MatricesOnMesh:
     """
 
     def __init__(self, params: Mapping[int, Tensor], splits: Sequence[Sequence[int]], mesh: DeviceMesh | None) -> None:
-        self._params, self._mesh = {i: weakref.ref(param) for i, param in params.items()}, mesh  # not kept
+        self._params, self._mesh = {i: reference_to(param) for i, param in params.items()}, mesh  # not kept
         self._ranks = [0] if mesh is None else mesh.mesh.flatten().tolist()
         self._rank = 0 if mesh is None else self._ranks.index(dist.get_rank())
         self._boxes = {i: boxes_of(param, mesh) for i, param in params.items()}

@@ -106,7 +106,10 @@ def _times(left: Tensor, right: Tensor, products: Products, factor: float = 1.0)
 
 
 def _cuts(steps: int) -> list[int]:
-    """Where R is made: parts of the steps, as even as can be, shorter ones first."""
+    """Where R is made: parts of the steps, as even as can be, longer ones first.
+
+    What rounding has left of small singular values grows in the steps after it: the last R should serve few of them.
+    """
     count = -(-steps // _MOST_STEPS)
     short, longer = divmod(steps, count)
-    return list(accumulate([short] * (count - longer) + [short + 1] * longer, initial=0))
+    return list(accumulate([short + 1] * longer + [short] * (count - longer), initial=0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -21,6 +20,7 @@ from fused_optim.matrices.exchange import Dtypes, Exchange, MatricesOnMesh
 from fused_optim.matrices.orthogonalize import orthogonalize
 from fused_optim.matrices.owners import Matrix
 from fused_optim.matrices.passes import DESCENT, MOMENTUM, after_matrices, before_matrices
+from fused_optim.memory.by_parameter import reference_to
 from fused_optim.memory.layout import MASTER, StateLayout
 from fused_optim.rule import Hyper, Orthogonalization, Rule
 
@@ -54,7 +54,7 @@ class MatrixShards(ReferenceShards):
     ) -> None:
         super().__init__(groups)
         self._device, self._backend, self._group_count = device, backend, group_count
-        self._params, self._link = list(map(weakref.ref, params)), link
+        self._params, self._link = list(map(reference_to, params)), link
         self._leaving = shards_on(device, backend, [], 0, DESCENT)  # to be asked for targets
         self._how: list[Orthogonalization] = []
         self._buckets: list[tuple[set[int], list[MatricesOnMesh]]] = []

@@ -12,9 +12,12 @@ from torch import Tensor
 
 from fused_optim.optional import optional
 from fused_optim.sharding.collective import gather, on_all_ranks, this_rank
+from fused_optim.sharding.dtensor import has_own_chunks
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+STEM = "model"
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = f"{SUFFIX}.index.json"
+INDEX, SINGLE = f"{STEM}{INDEX_SUFFIX}", f"{STEM}{SUFFIX}"
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,17 @@ class Entry:
 
     sizes: Mapping[str, int]
     read: Callable[[], Mapping[str, Tensor]]
+
+    @classmethod
+    def like(cls, tensors: Mapping[str, Tensor], read: Callable[[], Mapping[str, Tensor]]) -> Entry:
+        """Of the sizes of ``tensors``, which may be without memory."""
+        return cls({key: tensor.nbytes for key, tensor in tensors.items()}, read)
+
+
+def check_gathered(name: str, tensor: Tensor) -> None:
+    """Raise TypeError for a tensor of which no whole one can be had."""
+    if has_own_chunks(tensor):  # gathering goes by placements, and would mix up rows
+        raise TypeError(f"{name}: shards with chunk lists of their own are not gathered")
 
 
 def write_model_files(folder: Path, entries: Mapping[str, Entry], doing: str) -> None:
@@ -58,7 +72,7 @@ def write_model_files(folder: Path, entries: Mapping[str, Entry], doing: str) ->
     try:
         with on_all_ranks(doing):
             if name:
-                safetensors_writer(doing)(own, temporary, metadata={"format": "pt"})
+                safetensors_writer(doing)(own, temporary)
             if this_rank() == 0:  # an older export is not to be taken for this one
                 (folder / INDEX).unlink(missing_ok=True)
         with on_all_ranks(doing):
@@ -70,7 +84,7 @@ def write_model_files(folder: Path, entries: Mapping[str, Entry], doing: str) ->
         if this_rank() == 0:
             weight_map = {key: files[owners[name]] for name, of_entry in sizes.items() for key in of_entry}
             total = sum(sum(of_entry.values()) for of_entry in sizes.values())
-            write_index(folder / INDEX, weight_map, total)
+            write_index(folder, STEM, weight_map, total)
 
 
 def read_index(index: Path) -> dict[str, Path]:
@@ -90,10 +104,17 @@ def read_index(index: Path) -> dict[str, Path]:
 
 
 def safetensors_writer(doing: str, extra: str = "safetensors") -> Callable[..., None]:
-    """``save_file`` of safetensors. Raises ImportError where that is missing, or numpy, which it writes with."""
+    """What writes ``(tensors, file, **metadata)``, by safetensors.
+
+    Raises ImportError where that is missing, or numpy, which it writes with.
+    """
     save_file: Callable[..., None] = optional("safetensors.torch", doing, extra).save_file
     optional("numpy", doing, extra)
-    return save_file
+
+    def write(tensors: Mapping[str, Tensor], file: Path, **metadata: str) -> None:
+        save_file(tensors, file, metadata={"format": "pt", **metadata})
+
+    return write
 
 
 def _share_out(sizes: Mapping[str, int], held: Sequence[Collection[str]]) -> dict[str, int]:
@@ -108,12 +129,17 @@ def _share_out(sizes: Mapping[str, int], held: Sequence[Collection[str]]) -> dic
 
 def _file_names(owners: Mapping[str, int]) -> dict[int, str]:
     writers = sorted(set(owners.values()))
-    return {rank: f"model-{i:05d}-of-{len(writers):05d}.safetensors" for i, rank in enumerate(writers, start=1)}
+    return dict(zip(writers, numbered_files(STEM, len(writers)), strict=True))
 
 
-def write_index(path: Path, weight_map: Mapping[str, str], total: int) -> None:
+def numbered_files(stem: str, count: int) -> list[str]:
+    """The names of the files that an index is written of."""
+    return [f"{stem}-{number:05d}-of-{count:05d}{SUFFIX}" for number in range(1, count + 1)]
+
+
+def write_index(folder: Path, stem: str, weight_map: Mapping[str, str], total: int) -> None:
     """The file of each key, and the bytes of all."""
-    write_json(path, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    write_json(folder / f"{stem}{INDEX_SUFFIX}", {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def write_json(path: Path, value: Mapping[str, object]) -> None:

@@ -89,6 +89,11 @@ class FileTensors:
             return None
         return {name: value.squeeze(-1) for name, value in found.items()}
 
+    def empty(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """What files have of tensors of the model, without memory; in another dtype, where one is given."""
+        meta = {name: torch.empty(x.shape, dtype=dtype or x.dtype, device="meta") for name, x in tensors.items()}
+        return self.convert(meta)
+
     def _of(self, value: Tensor) -> dict[str, Tensor]:
         return self.convert({self.names[0]: value})
 

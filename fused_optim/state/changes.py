@@ -18,11 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from fused_optim.adapters import COMPARED, adapter_of
 from fused_optim.backends import backend_of, is_capturing
 from fused_optim.backends.compiled import mark_differences
+from fused_optim.memory.by_parameter import ByParameter
 from fused_optim.memory.layout import memory_of
 from fused_optim.sharding.dtensor import dense, local_tensor
 
@@ -219,17 +219,21 @@ class Shard(NamedTuple):
 class ChangeTracker:
     """The bits of an optimizer's parameters, and what tells that others have written these.
 
-    Parameters are not kept alive. Nothing of this is copied, pickled or saved.
+    Nothing of this is copied, pickled or saved.
     """
 
     def __init__(self) -> None:
-        self._tracked = WeakTensorKeyDictionary()
+        self._tracked: ByParameter[Tracked] = ByParameter()
 
     def start(self, params: Iterable[Tensor]) -> None:
         """From now on; nothing has changed so far. Raises TypeError for parameters that cannot be tracked."""
         for param, tracked in Tracked.of(params).items():
             tracked.see(param, None)
             self._tracked[param] = tracked
+
+    def keep(self, params: Iterable[Tensor]) -> None:
+        """Let go of all others."""
+        self._tracked = ByParameter(self._tracked.of(params))
 
     def clear(self) -> None:
         """Nothing has changed."""
@@ -239,7 +243,7 @@ class ChangeTracker:
 
     def __getitem__(self, param: Tensor) -> Tracked:
         """Of a parameter that came later, or has another shard by now: all of it is marked."""
-        tracked: Tracked | None = self._tracked.get(param)
+        tracked = self._tracked.get(param)
         if tracked is None or not tracked.fits(param):
             tracked = self._tracked[param] = Tracked.of([param])[param]
             tracked.set_all()
@@ -261,10 +265,13 @@ class ChangeTracker:
 
 
 class StepChanges:
-    """What a step changes: noticed before it, and after it where its pass does not mark it itself."""
+    """What a step changes: noticed before it, and after it where its pass does not mark it itself.
 
-    def __init__(self, shards: Sequence[Shard]) -> None:
-        self._shards = shards
+    ``may_skip``: on a device that nobody waits for, so parameters may be what they were.
+    """
+
+    def __init__(self, shards: Sequence[Shard], may_skip: bool = False) -> None:
+        self._shards, self._may_skip = shards, may_skip
         self._copies: list[tuple[Tensor, str, Tensor, Tensor]] = []  # parameter, part, its bits; a copy from before
         self._marks: list[tuple[Tensor, Tensor]] = []  # bits, and what they were
         with torch._C.DisableTorchFunctionSubclass():
@@ -296,4 +303,4 @@ class StepChanges:
         with torch._C.DisableTorchFunctionSubclass():
             for shard in self._shards:
                 shard.tracked.see(shard.param, shard.master)
-                shard.tracked.is_settled |= shard.has_gradient
+                shard.tracked.is_settled |= shard.has_gradient and not self._may_skip

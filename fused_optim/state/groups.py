@@ -41,6 +41,18 @@ def description(rule: Rule) -> dict[str, Any]:
     return DESCRIPTION if name == ADAM else {**DESCRIPTION, RULE: name}
 
 
+def saved_group(
+    group: Mapping[str, Any], formats: Mapping[str, Any], described: Mapping[str, Any], *, native: bool, keyed: bool
+) -> dict[str, Any]:
+    """A param group as it is saved beside states in a form of our own.
+
+    ``formats``: by the states' options; they become text, since torch.distributed.checkpoint gathers no torch.dtype.
+    ``native``: some state is in native form; ``keyed``: rounding goes by names.
+    """
+    as_text = {option: str(value) for option, value in formats.items()}
+    return {**group, **as_text, **described, "fused_optim_native": NATIVE * native | KEYED_BY_NAMES * keyed}
+
+
 def check_rule(rule: Rule, saved_groups: Iterable[Mapping[str, Any]], what: str) -> None:
     """Raise ValueError for the param groups of another update rule. Those that say nothing pass."""
     expected = rule_name(rule)

@@ -43,6 +43,7 @@ from fused_optim.state.groups import (
     Group,
     check_rule,
     description,
+    saved_group,
 )
 from fused_optim.state.native import check_packed, pack_remainder, pack_state, unpack_state
 from fused_optim.state.param_state import ParamState, read_parameter
@@ -87,16 +88,11 @@ def convert(store: StateStore, state_dict: dict[str, Any], options: Options) -> 
         if states
     }
     packed = any(_is_any_packed(states, store.state_names) for states in state.values())
-    flags = NATIVE * packed | KEYED_BY_NAMES * store.is_keyed_by_names
-    groups = [
-        {
-            **group,
-            **{spec.option: str(as_dtype(group[spec.option])) for spec in store.rule.for_group(group).states},
-            **description(store.rule.for_group(group)),
-            "fused_optim_native": flags,
-        }
-        for group in state_dict["param_groups"]  # as text: torch.distributed.checkpoint gathers no torch.dtype
-    ]
+    groups = []
+    for group in state_dict["param_groups"]:
+        rule = store.rule.for_group(group)
+        formats = {spec.option: as_dtype(group[spec.option]) for spec in rule.states}
+        groups.append(saved_group(group, formats, description(rule), native=packed, keyed=store.is_keyed_by_names))
     return {**state_dict, "state": state, "param_groups": groups}
 
 

@@ -264,6 +264,8 @@ class StateStore:
             known = self.layouts.of(self._owner.state)
             self.layouts = ByParameter({param: layout for param, layout in known.items() if param in self})
             self._chosen = None
+        if self.changes is not None:
+            self.changes.keep(self.params)
 
     def exchange_offsets(self) -> None:
         """Find out where uneven shards lie. A collective over the parameters' meshes."""

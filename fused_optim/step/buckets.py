@@ -22,7 +22,7 @@ from torch.autograd import Variable
 
 from fused_optim.backends.compiled import SameTensors
 from fused_optim.memory import copies
-from fused_optim.memory.by_parameter import ByParameter
+from fused_optim.memory.by_parameter import ByParameter, Reference, reference_to
 from fused_optim.memory.layout import STEP
 from fused_optim.options.checks import describe
 from fused_optim.rule import Hyper
@@ -88,7 +88,7 @@ class Buckets:
         self.plans: list[Plan] = []  # one for each bucket, and one for all other parameters
         self._names: ByParameter[str] = ByParameter()
         self._trainable = SameTensors()  # of all parameters of the optimizer, when buckets were chosen
-        self._members: list[list[weakref.ref[Tensor]]] = []
+        self._members: list[list[Reference]] = []
         self._number: ByParameter[int] = ByParameter()  # a parameter's bucket
         self._planned: tuple[SameTensors, list[int]] = SameTensors(), []  # parameters, and how many each group has
         self._reset()
@@ -293,7 +293,7 @@ class Buckets:
         if size is None:
             size = max(LEAST_BYTES, sum(map(_local_bytes, names)) // MOST_BUCKETS)
         buckets = list(_cut(names, size))
-        self._members = [list(map(weakref.ref, bucket)) for bucket in buckets]
+        self._members = [list(map(reference_to, bucket)) for bucket in buckets]
         self._planned = SameTensors(), []  # plans are left where new ones are made: they know what others have written
         self._number = ByParameter({param: number for number, bucket in enumerate(buckets) for param in bucket})
         self._waiting = [len(bucket) for bucket in buckets]
@@ -341,7 +341,7 @@ def _cut(params: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
         yield bucket
 
 
-def _alive(bucket: Iterable[weakref.ref[Tensor]]) -> list[Tensor]:
+def _alive(bucket: Iterable[Reference]) -> list[Tensor]:
     return [param for reference in bucket if (param := reference()) is not None]
 
 

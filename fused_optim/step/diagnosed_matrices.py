@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -65,5 +66,7 @@ def _sums(
 def _distance(x: Tensor) -> float:
     x = x.float()
     square = x @ x.T if x.shape[0] <= x.shape[1] else x.T @ x
+    if not bool(square.isfinite().all()):
+        return math.nan
     sigma = torch.linalg.eigvalsh(square).clamp(min=0.0).sqrt()
     return float((sigma - 1.0).abs().sum())

@@ -211,7 +211,11 @@ def _add_matrices(report: Diagnostics, store: StateStore, members: Sequence[_Mem
         ways.append(replace(hyper.orthogonalization, scale=_unscaled))
         if _is_updated(store, each):
             updates[i] = _to_orthogonalize(store, each, hyper)
-        elif not local_tensor(each.param).numel() and getattr(each.param, store.grad_attribute, None) is not None:
+        elif (
+            each.param in store  # as on the ranks that have elements of it
+            and not local_tensor(each.param).numel()
+            and getattr(each.param, store.grad_attribute, None) is not None
+        ):
             updates[i] = torch.empty_like(local_tensor(each.param.detach()), dtype=torch.float32)
     errors = sigma_errors([each.param for each in chosen], updates, ways)
     for i, error in errors.items():

@@ -30,6 +30,7 @@ from fused_optim.decorators import with_denormals
 from fused_optim.formats.masters import Master
 from fused_optim.formats.rounding import rounding_key
 from fused_optim.matrices.shards import MatrixShards
+from fused_optim.memory.by_parameter import Reference, reference_to
 from fused_optim.memory.layout import MASTER, memory_of
 from fused_optim.options.checks import check_states, check_update, describe
 from fused_optim.rule import Hyper
@@ -187,8 +188,8 @@ class Plan:
         self.backends: dict[torch.device, str] = {part.device: part.backend for part in self._parts}
         self._last = {part.device: part for part in self._parts}  # to be launched
 
-    def _reference(self, param: Tensor, index: int | None = None) -> weakref.ref[Tensor]:
-        return weakref.ref(param, None if index is None else functools.partial(_let_go, weakref.ref(self), index))
+    def _reference(self, param: Tensor, index: int | None = None) -> Reference:
+        return reference_to(param, None if index is None else functools.partial(_let_go, weakref.ref(self), index))
 
     def let_go(self, index: int) -> None:
         """Of all that belongs to a parameter that nobody holds any more."""
@@ -406,7 +407,7 @@ class Plan:
         ``workspaces``: see ``DeviceScalars.workspaces``. ``found_inf``: not 0 skips the step.
         """
         per_device = [hypers(part.device) for part in self._parts]
-        changes = self._begin_changes()
+        changes = self._begin_changes(may_skip=found_inf is not None)
         batches: list[Batch] = []
         applies = None
         if self._quantized:
@@ -444,7 +445,7 @@ class Plan:
         if changes is not None:
             changes.finish()
 
-    def _begin_changes(self) -> StepChanges | None:
+    def _begin_changes(self, may_skip: bool) -> StepChanges | None:
         tracker, shards = self._store.changes, []
         if tracker is None:
             return None
@@ -457,7 +458,7 @@ class Plan:
                 reads_old = part.backend == "cpu" or CODES in marked
                 tracked = part.tracked.get(i) or tracker[param]
                 shards.append(Shard(param, watched.master, tracked, i in stepped, marked, reads_old))
-        return StepChanges(shards)
+        return StepChanges(shards, may_skip)
 
     def _updated(self) -> list[Tensor]:
         """The parameters that have a gradient in this step."""
@@ -510,7 +511,7 @@ def _unscaled_apart(apart: list[tuple[Tensor, Tensor]], hypers: list[Hyper]) -> 
     return [(grad, unscaled(grad, scale) if source is grad else source) for grad, source in apart]
 
 
-def _watched(reference: weakref.ref[Tensor], states: ParamState) -> CachedShard:
+def _watched(reference: Reference, states: ParamState) -> CachedShard:
     spec = states.param._spec if isinstance(states.param, DTensor) else None
     state0, state1, *_ = (*(states.tensors.get(each.name) for each in states.layout.specs), None)
     return CachedShard(reference, state0, state1, master=states.tensors.get(MASTER), spec=spec, states=states.tensors)
@@ -521,7 +522,7 @@ def _watched_weight(watched: CachedShard, param: Tensor, target: Target, master:
     if target.names is None or target.components is None:
         return watched
     return watched._replace(
-        local_ref=weakref.ref(local_tensor(param)),
+        local_ref=reference_to(local_tensor(param)),
         components=target.components,
         names=target.names,
         parts=tuple(target.components[name] for name in target.names),

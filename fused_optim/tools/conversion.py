@@ -32,7 +32,7 @@ from fused_optim.memory.layout import MASTER, STEP
 from fused_optim.options.reading import CheckpointFormat
 from fused_optim.rule import StateSpec
 from fused_optim.sharding.model_files import safetensors_writer
-from fused_optim.state.groups import DESCRIPTION, KEYED_BY_NAMES, NATIVE, without_adamws_keys
+from fused_optim.state.groups import DESCRIPTION, KEYED_BY_NAMES, saved_group, without_adamws_keys
 from fused_optim.state.state_dict import Options, converted
 from fused_optim.state.torch_form import torch_group, torch_states
 from fused_optim.tools.encoding import Encoded, Form, Place, forget
@@ -266,20 +266,20 @@ class _Conversion:
             group = {"bias_correction": True, **given}
             return torch_group(group, bool(given.get("decoupled_weight_decay", True))) | names
         older = {"bias_correction": True} if states_of(found) == ADAM_STATES else {}
-        kept = older | without_adamws_keys(given)
-        keyed = int(found.get("fused_optim_native", 0)) & KEYED_BY_NAMES  # the values go on being rounded as they were
-        native = {"fused_optim_native": NATIVE * (self._wanted.layout == "native") | keyed}
         step = max((self._steps[id_] for id_ in ids if id_ in self._steps), default=0)
-        return {**kept, **self._dtypes(ids, given), **names, STEP: step, **DESCRIPTION, **native}
+        kept = {**older, **without_adamws_keys(given), **names, STEP: step}
+        flags = int(found.get("fused_optim_native", 0))  # rounding goes on as it was
+        native, keyed = self._wanted.layout == "native", bool(flags & KEYED_BY_NAMES)
+        return saved_group(kept, self._dtypes(ids, given), DESCRIPTION, native=native, keyed=keyed)
 
-    def _dtypes(self, ids: list[str], given: Mapping[str, Any]) -> dict[str, str]:
-        """The formats that a group asks for, as text."""
+    def _dtypes(self, ids: list[str], given: Mapping[str, Any]) -> dict[str, Any]:
+        """The formats that a group asks for."""
         found = self._contents.settings.get(ids[0], {}) if ids else {}
         with_states = [name for name in map(self._optimizer.names.__getitem__, ids) if name in self._optimizer.states]
         if with_states and self._wanted.layout == "native":
             chosen = self._formats(with_states[0], self._optimizer.states[with_states[0]])
-            return {spec.option: str(dtype) for spec, dtype in chosen.items()}
-        return {spec.option: str(given.get(spec.option, torch.float32)) for spec in states_of(found)}
+            return {spec.option: dtype for spec, dtype in chosen.items()}
+        return {spec.option: given.get(spec.option, torch.float32) for spec in states_of(found)}
 
 
 def _itself(value: Any) -> Any:

@@ -55,6 +55,7 @@ def fused_rows(model: nn.Module | Mapping[str, Tensor], fused: Mapping[str, Mapp
         for own, count in parts.items():
             rows[own] = layer, before, sum(parts.values())
             before += count
+    places = {own: (place, len(parts)) for parts in fused.values() for place, own in enumerate(parts)}
     shapes = {name: tuple(tensor.shape) for name, tensor in _targets(model).items()}
 
     def names(name: str, shape: tuple[int, ...]) -> Sequence[Box] | None:
@@ -66,6 +67,11 @@ def fused_rows(model: nn.Module | Mapping[str, Tensor], fused: Mapping[str, Mapp
         key = next(iter(_known_as(".".join([*path[:at], layer, *path[at + 1 :]]), shapes)), None)
         if key is None:
             return None
+        if name.endswith(_TENSOR_SCALE):
+            place, count = places[path[at]]
+            if shapes[key] != (count,):
+                raise ValueError(f"{name}: {key} has shape {shapes[key]}, not a scale for each of {count} layers")
+            return [Box(key, (0,) * len(shape), (place,), (1,))]
         here = shapes[key][0]
         if before * here % total:
             raise ValueError(f"{name}: {before} rows of {total} are no whole rows of {key}, which has {here}")
@@ -126,11 +132,25 @@ def _planned(targets: Mapping[str, Tensor], name: str, changes: Changes, names: 
     if key is None:
         raise KeyError(f"{name} is in the file, and not in the model")
     target = _checked(targets[key], key, changes.values.dtype)
-    if changes.values.numel() == 1 and changes.shape in ((), (1,)):  # of a whole weight, once or for each row
+    if name.endswith(_TENSOR_SCALE) and changes.values.numel() == 1:  # of a whole weight, once or for each row
         return [(target, (), _integers(changes.values).view(()))]
-    if target.numel() == math.prod(changes.shape):  # of a weight with more dims than the matrix that was quantized
+    shapes = tuple(target.shape), tuple(changes.shape)
+    # Of a weight with more dims than the matrix that was quantized, or the other way round.
+    if shapes[0] == shapes[1] or _is_merged(*shapes) or _is_merged(*reversed(shapes)):
         return [_at(target, changes.indices, _integers(changes.values))]
     raise ValueError(f"{key}: expected shape {changes.shape}, as {name} was published, got {tuple(target.shape)}")
+
+
+def _is_merged(fine: tuple[int, ...], coarse: tuple[int, ...]) -> bool:
+    """Whether neighbouring dims of ``fine`` together are those of ``coarse``."""
+    rest = list(fine)
+    for size in coarse:
+        product = 1
+        while rest and product < size:
+            product *= rest.pop(0)
+        if product != size:
+            return False
+    return math.prod(rest) == 1
 
 
 def _at(target: Tensor, indices: Tensor, values: Tensor) -> _Write:
@@ -161,6 +181,8 @@ def _targets(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     given = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
     found: dict[str, Tensor] = {}
     for name, tensor in given.items():
+        if not isinstance(tensor, Tensor):  # what a module returns from get_extra_state
+            continue
         components: Mapping[str, Tensor] = getattr(tensor, "components", {"": getattr(tensor, "plain", tensor)})
         for part, value in components.items():
             found[part_name(name, part)] = value.detach()

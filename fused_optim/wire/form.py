@@ -11,7 +11,7 @@ whole tensor in the encoding that takes fewest bytes:
 
 The metadata have ``format``, ``version``, ``base`` and ``step`` (the step that the values belong to, and the one that
 they are to be applied to), ``tensors`` (JSON: name -> shape and encoding) and ``checksum``, the SHA-256 of all other
-metadata and of the tensors' bytes.
+metadata and of each tensor: its name, dtype, shape and bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -150,6 +150,7 @@ def write_changes(changes: Mapping[str, Changes], file: str | os.PathLike[str], 
             raise ValueError(f"{name}: {indices.numel()} indices and {values.numel()} values")
         if not indices.numel():
             continue
+        _check_indices(name, indices, math.prod(shape))
         encoding, encoded = encode_indices(indices, math.prod(shape))
         tensors[name] = values.reshape(-1)
         if encoded is not None:
@@ -159,7 +160,7 @@ def write_changes(changes: Mapping[str, Changes], file: str | os.PathLike[str], 
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
     metadata = {"format": FORMAT, "version": str(VERSION), "base": str(base), "step": str(step)}
     metadata["tensors"] = json.dumps(described)
-    metadata["checksum"] = _checksum(metadata, map(safetensors.raw, tensors.values()))
+    metadata["checksum"] = _checksum(metadata, tensors)
     safetensors.write(file, tensors, metadata)
     return os.path.getsize(file)
 
@@ -170,14 +171,14 @@ def read_changes(file: str | os.PathLike[str]) -> ChangesFile:
     Raises ValueError: :class:`~fused_optim.wire.safetensors.DamagedFile` where it is not as it was written, else for
     another format or a newer version.
     """
-    tensors, metadata, data = safetensors.read(file)
+    tensors, metadata = safetensors.read(file)
     where = os.fspath(file)
     if metadata.get("format") != FORMAT:
         raise ValueError(f"{where} has no changes of weights: expected format {FORMAT!r}, got {metadata.get('format')}")
     if metadata.get("version") != str(VERSION):
         raise ValueError(f"{where} has version {metadata.get('version')} of the form, and {VERSION} is known: update")
     checksum = metadata.pop("checksum", "")
-    if _checksum(metadata, [data]) != checksum:
+    if _checksum(metadata, tensors) != checksum:
         raise DamagedFile(f"{where}: its checksum is another: it was not written whole, or changed since")
     described: dict[str, dict[str, object]] = json.loads(metadata["tensors"])
     changes = {name: _changes(tensors, name, entry, where) for name, entry in described.items()}
@@ -196,8 +197,14 @@ def _changes(tensors: Mapping[str, Tensor], name: str, entry: Mapping[str, objec
     return Changes(indices, tensors[name], tuple(sizes))
 
 
-def _checksum(metadata: Mapping[str, str], data: Iterable[bytes | memoryview]) -> str:
+def _check_indices(name: str, indices: Tensor, numel: int) -> None:
+    if int(indices[0]) < 0 or int(indices[-1]) >= numel or bool((torch.diff(indices) <= 0).any()):
+        raise ValueError(f"{name}: expected ascending and distinct indices of {numel} elements")
+
+
+def _checksum(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256(json.dumps(dict(sorted(metadata.items()))).encode())
-    for piece in data:
-        digest.update(piece)
+    for name, tensor in sorted(tensors.items()):
+        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        digest.update(safetensors.raw(tensor))
     return digest.hexdigest()

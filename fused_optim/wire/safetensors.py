@@ -62,8 +62,8 @@ def write(file: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata:
     os.replace(temporary, file)
 
 
-def read(file: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str], memoryview]:
-    """Tensors in host memory, metadata, and the bytes of all tensors. Raises :class:`DamagedFile`."""
+def read(file: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors in host memory, and metadata. Raises :class:`DamagedFile`."""
     with open(file, "rb") as source:
         content = bytearray(source.read())
     try:
@@ -78,7 +78,7 @@ def read(file: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str
             raise ValueError("it has more, or fewer, bytes than its header says")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, RuntimeError) as error:
         raise DamagedFile(f"{os.fspath(file)} is no whole safetensors file: {error}") from error
-    return tensors, {str(key): str(value) for key, value in metadata.items()}, data
+    return tensors, {str(key): str(value) for key, value in metadata.items()}
 
 
 def _tensor(data: memoryview, entry: Mapping[str, Any]) -> Tensor:

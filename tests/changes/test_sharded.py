@@ -14,15 +14,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import distributed
-from change_cases import INTEGERS
+from change_cases import INTEGERS, RECIPES
 from distributed import on_each_device, shard
 from fused_optim import FusedAdamW
 from fused_optim.quantized import (
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8DelayedScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
     quantize_model_,
 )
 from fused_optim.wire import Changes
@@ -151,16 +146,6 @@ def _check(taken: dict[str, Changes], before: dict[str, Tensor], after: dict[str
             continue
         assert torch.equal(taken[name].indices, expected), name
         assert torch.equal(taken[name].values, value.view(-1).cpu()[expected]), name
-
-
-RECIPES = [
-    Float8CurrentScaling(),
-    Float8DelayedScaling(),
-    Float8BlockScaling(),
-    Float8BlockScaling((1, 128)),
-    MXFP8BlockScaling(),
-    NVFP4BlockScaling(),
-]
 
 
 @pytest.mark.parametrize(("ranks", "kind"), [(1, "FSDP2"), (2, "FSDP2"), (3, "FSDP2"), (4, "HSDP"), (4, "TP")])

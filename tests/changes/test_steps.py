@@ -11,27 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from change_cases import MASTERS, STATES, Expected, Model, set_gradients
+from change_cases import MASTERS, RECIPES, STATES, Expected, Model, set_gradients
 from fused_optim import FusedAdam, FusedAdamW, FusedLion, FusedMuon, enable_gradient_release, muon_param_groups
 from fused_optim.quantized import (
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8DelayedScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
     quantize_model_,
 )
 
 BACKENDS = ["torch", "cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 RATES = [1e-6, 1e-4, 1e-2]
-RECIPES = [
-    Float8CurrentScaling(),
-    Float8DelayedScaling(),
-    Float8BlockScaling(),
-    Float8BlockScaling((1, 128)),
-    MXFP8BlockScaling(),
-    NVFP4BlockScaling(),
-]
 
 
 @pytest.fixture(params=BACKENDS)

@@ -174,6 +174,11 @@ def test_names_and_indices_that_are_refused(tmp_path: Path) -> None:
         write_changes({"a::b": Changes(torch.tensor([0]), one, (3,))}, tmp_path / "file", base=0, step=1)
     with pytest.raises(ValueError, match="2 indices and 1 values"):
         write_changes({"a": Changes(torch.tensor([0, 1]), one, (3,))}, tmp_path / "file", base=0, step=1)
+    for indices in ([1, 0], [2, 2], [-1, 2], [2, 3]):
+        with pytest.raises(ValueError, match="a: expected ascending and distinct indices of 3 elements"):
+            write_changes(
+                {"a": Changes(torch.tensor(indices), torch.zeros(2), (3,))}, tmp_path / "file", base=0, step=1
+            )
     for encoding, encoded in [
         ("gaps8", torch.tensor([255], dtype=torch.uint8)),
         ("gaps8", torch.tensor([9], dtype=torch.uint8)),
@@ -182,6 +187,89 @@ def test_names_and_indices_that_are_refused(tmp_path: Path) -> None:
     ]:
         with pytest.raises(ValueError):
             decode_indices(encoding, encoded, 5)
+
+
+@pytest.mark.parametrize(
+    ("published", "served", "fits"),
+    [
+        ((2, 3), (2, 3), True),
+        ((6, 4), (2, 3, 4), True),  # experts, published as a matrix
+        ((2, 3, 4), (6, 4), True),
+        ((2, 3), (3, 2), False),
+        ((6,), (2, 3), True),
+        ((4, 6), (2, 3, 4), False),
+        ((1,), (3, 4), False),
+        ((1,), (), True),
+    ],
+)
+def test_shapes_of_targets(tmp_path: Path, published: tuple[int, ...], served: tuple[int, ...], fits: bool) -> None:
+    numel = math.prod(published)
+    values = torch.arange(1.0, numel + 1)
+    write_changes({"a": Changes(torch.arange(numel), values, published)}, tmp_path / "file", base=0, step=1)
+    target = torch.zeros(served)
+    if not fits:
+        with pytest.raises(ValueError, match="expected shape"):
+            apply_changes({"a": target}, tmp_path / "file", base=0)
+    else:
+        apply_changes({"a": target}, tmp_path / "file", base=0)
+    assert torch.equal(target.view(-1), values if fits else torch.zeros(target.numel()))
+
+
+def test_two_alike_tensors_cannot_change_places(tmp_path: Path) -> None:
+    changes = {
+        name: Changes(torch.arange(2), torch.full((2,), value), (2,)) for name, value in (("a", 1.0), ("b", 2.0))
+    }
+    file = tmp_path / "file"
+    write_changes(changes, file, base=0, step=1)
+    content = file.read_bytes()
+    swapped = content.replace(b"[0, 8]", b"[x, 8]").replace(b"[8, 16]", b"[0, 8]").replace(b"[x, 8]", b"[8, 16]")
+    length = int.from_bytes(content[:8], "little")
+    assert len(swapped) == len(content) and swapped[8 + length :] == content[8 + length :] and swapped != content
+    file.write_bytes(swapped)
+    with pytest.raises(ValueError, match="checksum"):
+        read_changes(file)
+
+
+class _WithExtraState(nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"a": 1}
+
+    def set_extra_state(self, state: object) -> None: ...
+
+
+def test_modules_with_extra_state(tmp_path: Path) -> None:
+    model = _WithExtraState(2, 1, bias=False)
+    write_changes({"weight": Changes(torch.tensor([1]), torch.tensor([9.0]), (1, 2))}, tmp_path / "f", base=0, step=1)
+    apply_changes(model, tmp_path / "f", base=0, names=fused_rows(model, {}))
+    assert model.weight[0, 1] == 9.0
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_scales_of_whole_weights_in_fused_layers(tmp_path: Path, place: int) -> None:
+    part = ("q_proj", "k_proj", "v_proj")[place]
+    file = tmp_path / "file"
+    changes = {f"{part}.weight_tensor_scale": Changes(torch.tensor([0]), torch.tensor([5.0]), (1,))}
+    write_changes(changes, file, base=0, step=1)
+    target = {"qkv_proj.weight_scale": torch.zeros(3)}
+    apply_changes(target, file, base=0, names=fused_rows(target, {"qkv_proj": {"q_proj": 4, "k_proj": 1, "v_proj": 1}}))
+    assert target["qkv_proj.weight_scale"].tolist() == [5.0 * (i == place) for i in range(3)]
+    for other in (torch.zeros(()), torch.zeros(6)):
+        target = {"qkv_proj.weight_scale": other}
+        with pytest.raises(ValueError, match="not a scale for each of 3 layers"):
+            names = fused_rows(target, {"qkv_proj": {"q_proj": 4, "k_proj": 1, "v_proj": 1}})
+            apply_changes(target, file, base=0, names=names)
+
+
+def test_names_that_two_tensors_would_have() -> None:
+    model = nn.Module()
+    model.lin = quantize_model_(nn.Sequential(nn.Linear(128, 128, dtype=torch.bfloat16)), Float8BlockScaling((1, 128)))[
+        0
+    ]
+    model.lin.weight_scale = nn.Parameter(torch.zeros(3))
+    optimizer = FusedAdamW(model.parameters(), lr=1e-3)
+    optimizer.track_changes()
+    with pytest.raises(ValueError, match=r"two tensors would be published as lin\.weight_scale"):
+        optimizer.take_changes(model)
 
 
 class _Separate(nn.Module):

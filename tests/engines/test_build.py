@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import fused_optim
+from build_script import load_build_script
 from fused_optim import FusedAdam, backends
 from fused_optim.backends import COMPILED, backend_for, build_info, load_engine
 from fused_optim.backends.tables import Rule, tables
@@ -167,20 +168,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def setup_script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """setup.py as a module."""
-    setuptools = pytest.importorskip("setuptools")
-    pytest.importorskip("ninja")
-    pytest.importorskip("pybind11")
-    if not (ROOT / "setup.py").exists():
-        pytest.skip("an installed package has no setup.py")
-    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
-    monkeypatch.chdir(ROOT)
-    spec = importlib.util.spec_from_file_location("setup_script", ROOT / "setup.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "setup_script", module)
-    spec.loader.exec_module(module)
-    return module
+    return load_build_script(monkeypatch)
 
 
 @pytest.mark.parametrize(

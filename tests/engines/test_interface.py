@@ -47,7 +47,7 @@ def test_the_cuda_engine_has_more() -> None:
         pytest.skip(reason)
     own = declared(CudaEngine)
     products = {"has_products", "matrix_product", "normalize"}
-    assert set(own) == {"load_kernels", "norm_workspace_bytes", *products}
+    assert set(own) == {"load_kernels", "norm_workspace_bytes", "mark_differences", *products}
     for key, parameters in own.items():
         assert callable(getattr(engine, key))
         if key in products - {"has_products"}:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import pickle
 from collections.abc import Iterator
@@ -354,6 +355,15 @@ def test_diagnostics() -> None:
         assert abs(found["parameters"][f"m{i}"]["sigma_error"] - errors[-1]) < 1e-3
     assert abs(found["groups"][0]["sigma_error"] - sum(errors) / 4) < 1e-3
     assert "optimizer/group0/sigma_error" in found.scalars()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_diagnostics_of_gradients_that_are_not_finite(value: float) -> None:
+    matrix = nn.Parameter(values((32, 16), F32, "cpu", seed=0))
+    optimizer = FusedMuon([("m", matrix)], lr=0.1)
+    steps(optimizer, range(1))
+    matrix.grad = torch.full((32, 16), value)
+    assert math.isnan(optimizer.diagnostics()["parameters"]["m"]["sigma_error"])
 
 
 # --- what the base gives ----------------------------------------------------------------------------------------------

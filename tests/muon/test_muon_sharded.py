@@ -195,6 +195,29 @@ def test_diagnostics_are_those_of_one_rank(ranks: int, how: str) -> None:
             assert error is None or abs(found[name] - error) < 1e-5
 
 
+def diagnosed_before_states() -> set[str]:
+    """A parameter that is unfrozen between steps; some ranks have no elements of it."""
+    mesh = distributed.mesh()
+    shapes = {"trained": (16, 16), "unfrozen": (1, 16)}
+    model = {
+        name: nn.Parameter(distributed.shard(values(shape, F32, "cpu", seed=i), mesh, [Shard(0)]), name == "trained")
+        for i, (name, shape) in enumerate(shapes.items())
+    }
+    optimizer = FusedMuon([*model.items()], lr=0.1)
+    for names in (["trained"], shapes):
+        for name in names:
+            model[name].requires_grad_(True)
+            model[name].grad = distributed.shard(values(shapes[name], F32, "cpu", seed=5), mesh, [Shard(0)])
+        if len(names) == 1:
+            optimizer.step()
+    return {name for name, numbers in optimizer.diagnostics()["parameters"].items() if "sigma_error" in numbers}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_diagnostics_of_parameters_without_states(ranks: int) -> None:
+    assert all(found == {"trained"} for found in distributed.run(ranks, diagnosed_before_states))
+
+
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 

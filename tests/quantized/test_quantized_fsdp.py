@@ -318,7 +318,8 @@ def train_tied(recipe: str) -> list[Any]:
         model[0].weight.data = values((7, 64), 1)
         model[1].weight = model[0].weight
         models.append(model)
-    quantize_model_(models[0], RECIPES[recipe])
+    quantize_model_(models[0], RECIPES[recipe], lambda module, _: isinstance(module, nn.Linear))
+    assert isinstance(models[0][0].weight, QuantizedTensor)
     models[1][0].weight.data.copy_(models[0][0].weight.dequantize())
     x, found = torch.tensor([[0, 3, 3], [6, 1, dist.get_rank()]], device=distributed.device()), []
     for model in models:

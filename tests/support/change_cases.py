@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fused_optim.quantized import QuantizedTensor
+from fused_optim.quantized import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8DelayedScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QuantizedTensor,
+)
 from fused_optim.wire import Changes
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -25,6 +32,14 @@ MASTERS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "float16 no master": (torch.float16, {"master_bits": 0}),
 }
 STATES = ["fp32", "bf16", "fp16", "fp8", "int8"]
+RECIPES = [
+    Float8CurrentScaling(),
+    Float8DelayedScaling(),
+    Float8BlockScaling(),
+    Float8BlockScaling((1, 128)),
+    MXFP8BlockScaling(),
+    NVFP4BlockScaling(),
+]
 SHAPES = {"weight": (6, 128), "wide": (3, 1024), "odd": (7, 33), "bias": (37,), "none": (0, 64), "one": ()}
 
 

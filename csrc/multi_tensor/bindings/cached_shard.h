@@ -14,7 +14,8 @@
 namespace fused_optim {
 
 // What Python keeps, one tuple per shard: the fields of fused_optim/backends's CachedShard. Those up to the master are
-// tensors of one form. Parameter and local tensor are weak references: others let go of them at any time.
+// tensors of one form. Parameter and local tensor are weak references, others let go of them at any time; of what torch
+// may swap they are tuples that keep it.
 #define FUSED_OPTIM_CACHED(ROW)    \
     ROW(kParamRef, "param_ref")    \
     ROW(kState0, "state0")         \
@@ -38,8 +39,11 @@ inline Cached cached_state(int state) {
     return static_cast<Cached>(static_cast<int>(Cached::kState0) + state);
 }
 
-// What a weak reference refers to; null where that is gone.
+// What a reference refers to; null where that is gone.
 inline pybind11::object referent(PyObject* reference) {
+    if (PyTuple_Check(reference)) {
+        return pybind11::reinterpret_borrow<pybind11::object>(PyTuple_GET_ITEM(reference, 0));
+    }
 #if PY_VERSION_HEX >= 0x030D0000
     PyObject* object = nullptr;
     if (PyWeakref_GetRef(reference, &object) < 0) PyErr_Clear();
@@ -50,10 +54,14 @@ inline pybind11::object referent(PyObject* reference) {
 #endif
 }
 
-// Whether it refers to this, which is alive.
-inline bool refers_to(PyObject* reference, const PyObject* object) {
-    return reinterpret_cast<PyWeakReference*>(reference)->wr_object == object;
+// The same without holding it: it may be gone at any time.
+inline PyObject* peek_at_referent(PyObject* reference) {
+    if (PyTuple_Check(reference)) return PyTuple_GET_ITEM(reference, 0);
+    return reinterpret_cast<PyWeakReference*>(reference)->wr_object;
 }
+
+// Whether it refers to this, which is alive.
+inline bool refers_to(PyObject* reference, const PyObject* object) { return peek_at_referent(reference) == object; }
 
 inline pybind11::object parameter(PyObject* cached) { return referent(field(cached, Cached::kParamRef)); }
 

@@ -21,7 +21,7 @@ struct ParamAndGrad {
     py::object param, grad;
 };
 
-// What is read of parameters to get their gradients: the tuple, the weak reference, the parameter's object, its body.
+// What is read of parameters to get their gradients: the tuple, the reference, the parameter's object, its body.
 class GradientPrefetcher {
 public:
     static constexpr size_t kAhead = 12;  // rows, of the first stage
@@ -42,7 +42,7 @@ private:
     }
     PyObject* param(size_t row) const {
         PyObject* found = reference(row);
-        return found ? reinterpret_cast<PyWeakReference*>(found)->wr_object : nullptr;
+        return found ? peek_at_referent(found) : nullptr;
     }
 
     PyObject* cached_;

@@ -34,4 +34,19 @@ inline Isa best_isa() {
     throw std::runtime_error("FUSED_OPTIM_CPU_ISA=" + name + ": expected baseline, avx2 or avx512");
 }
 
+// Declares an inner part's function, `name`_baseline and so on, and best_`name`(), which chooses one.
+#if defined(FUSED_OPTIM_X86_ISAS)
+#define FUSED_OPTIM_PER_ISA(Function, name)                       \
+    Function name##_baseline, name##_avx2, name##_avx512;         \
+    inline Function* best_##name() {                              \
+        const Isa isa = best_isa();                               \
+        if (isa == Isa::kAVX512) return name##_avx512;            \
+        return isa == Isa::kAVX2 ? name##_avx2 : name##_baseline; \
+    }
+#else
+#define FUSED_OPTIM_PER_ISA(Function, name) \
+    Function name##_baseline;               \
+    inline Function* best_##name() { return name##_baseline; }
+#endif
+
 }  // namespace fused_optim

@@ -10,24 +10,12 @@
 namespace fused_optim {
 
 using UpdateRange = uint32_t(Rule, const Shard&, const Scalars&, uint64_t, uint64_t);
-UpdateRange update_range_baseline;
-#if defined(FUSED_OPTIM_X86_ISAS)
-UpdateRange update_range_avx2;
-UpdateRange update_range_avx512;
-#endif
+FUSED_OPTIM_PER_ISA(UpdateRange, update_range)
 
 namespace {
 
 constexpr uint64_t kChunk = 16384;              // elements; a multiple of every block
 constexpr uint64_t kElementsPerThread = 65536;  // below this a thread costs more than it saves
-
-UpdateRange* best_update_range() {
-#if defined(FUSED_OPTIM_X86_ISAS)
-    if (best_isa() == Isa::kAVX512) return update_range_avx512;
-    if (best_isa() == Isa::kAVX2) return update_range_avx2;
-#endif
-    return update_range_baseline;
-}
 
 struct Chunk {
     const Shard* shard;

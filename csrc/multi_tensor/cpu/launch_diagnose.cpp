@@ -10,24 +10,12 @@
 namespace fused_optim {
 
 using DiagnoseRange = void(Rule, const Shard&, const Scalars&, uint64_t, uint64_t, uint64_t, double*);
-DiagnoseRange diagnose_range_baseline;
-#if defined(FUSED_OPTIM_X86_ISAS)
-DiagnoseRange diagnose_range_avx2;
-DiagnoseRange diagnose_range_avx512;
-#endif
+FUSED_OPTIM_PER_ISA(DiagnoseRange, diagnose_range)
 
 namespace {
 
 constexpr uint64_t kChunk = 16384;              // elements; a multiple of every block
 constexpr uint64_t kElementsPerThread = 16384;  // below this a thread costs more than it saves
-
-DiagnoseRange* best_diagnose_range() {
-#if defined(FUSED_OPTIM_X86_ISAS)
-    if (best_isa() == Isa::kAVX512) return diagnose_range_avx512;
-    if (best_isa() == Isa::kAVX2) return diagnose_range_avx2;
-#endif
-    return diagnose_range_baseline;
-}
 
 std::vector<float> copied_scales(Rule rule, const Shard& shard) {
     size_t scaled = is_scaled(shard.master_kind) ? 1 : 0;

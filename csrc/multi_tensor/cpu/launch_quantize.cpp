@@ -10,14 +10,9 @@ namespace fused_optim {
 using AbsmaxRange = uint32_t(const float*, uint64_t);
 using EncodeRange = void(const Weight&, const WeightKind&, uint64_t, uint64_t);
 using DecodeRange = void(const Weight&, WeightFormat, Element, uint64_t, uint64_t);
-AbsmaxRange absmax_range_baseline;
-EncodeRange encode_range_baseline;
-DecodeRange decode_range_baseline;
-#if defined(FUSED_OPTIM_X86_ISAS)
-AbsmaxRange absmax_range_avx2, absmax_range_avx512;
-EncodeRange encode_range_avx2, encode_range_avx512;
-DecodeRange decode_range_avx2, decode_range_avx512;
-#endif
+FUSED_OPTIM_PER_ISA(AbsmaxRange, absmax_range)
+FUSED_OPTIM_PER_ISA(EncodeRange, encode_range)
+FUSED_OPTIM_PER_ISA(DecodeRange, decode_range)
 
 namespace {
 
@@ -31,14 +26,7 @@ struct Inner {
 };
 
 const Inner& inner() {
-    static const Inner chosen = [] {
-#if defined(FUSED_OPTIM_X86_ISAS)
-        const Isa isa = best_isa();
-        if (isa == Isa::kAVX512) return Inner{absmax_range_avx512, encode_range_avx512, decode_range_avx512};
-        if (isa == Isa::kAVX2) return Inner{absmax_range_avx2, encode_range_avx2, decode_range_avx2};
-#endif
-        return Inner{absmax_range_baseline, encode_range_baseline, decode_range_baseline};
-    }();
+    static const Inner chosen{best_absmax_range(), best_encode_range(), best_decode_range()};
     return chosen;
 }
 

@@ -14,11 +14,10 @@ from torch.distributed.tensor import DTensor
 from fused_optim.checkpoint.reading.source import Source, TensorInfo
 from fused_optim.checkpoint.storage.untrusted import load_json, load_object
 from fused_optim.optional import optional
-from fused_optim.sharding.model_files import read_index
+from fused_optim.sharding.model_files import INDEX_SUFFIX, SUFFIX, read_index
+from fused_optim.wire.safetensors import DTYPES
 
 OBJECTS = "fused_optim_objects"  # in the header of safetensors files: what is no tensor, as JSON
-_INDEX = ".safetensors.index.json"
-_SUFFIX = ".safetensors"
 
 
 class TorchFile(Source):
@@ -56,13 +55,13 @@ class TorchFile(Source):
 
 def safetensors_files(path: Path) -> list[Path]:
     """Of a file, a folder or an index: those that an index names, or all where there is none."""
-    if path.name.endswith(_INDEX):
+    if path.name.endswith(INDEX_SUFFIX):
         path = path.parent
     if path.is_file():
-        return [path] if path.suffix == _SUFFIX else []
-    indices = sorted(path.glob(f"*{_INDEX}"))
+        return [path] if path.suffix == SUFFIX else []
+    indices = sorted(path.glob(f"*{INDEX_SUFFIX}"))
     if not indices:
-        return sorted(path.glob(f"*{_SUFFIX}"))
+        return sorted(path.glob(f"*{SUFFIX}"))
     return sorted({file for index in indices for file in read_index(index).values()})
 
 
@@ -102,8 +101,7 @@ class SafetensorsFiles(Source):
 
 
 _DTYPES = {
-    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
-    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
-    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu},
-    **{"U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool, "C64": torch.complex64},
+    **DTYPES,
+    **{"U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64},
+    **{"F8_E8M0": torch.float8_e8m0fnu, "C64": torch.complex64},
 }

@@ -23,7 +23,7 @@ from fused_optim.checkpoint.writing.archives import Archives
 from fused_optim.checkpoint.writing.planner import Planner, size_of
 from fused_optim.checkpoint.writing.saver import set_places
 from fused_optim.checkpoint.writing.writer import RankFiles, Writer
-from fused_optim.sharding.model_files import safetensors_writer, write_index
+from fused_optim.sharding.model_files import numbered_files, safetensors_writer, write_index
 
 
 @dataclass(frozen=True)
@@ -83,18 +83,17 @@ def write_safetensors(entries: Mapping[str, Entry], folder: Path, stem: str) -> 
 
     Raises ImportError without safetensors, ValueError for an object that JSON does not know.
     """
-    save_file = safetensors_writer(f"writing {folder}", "tools")
+    write = safetensors_writer(f"writing {folder}", "tools")
     tensors = {key: entry for key, entry in entries.items() if entry.info is not None}
     objects = {key: _as_json(key, entry.read()) for key, entry in entries.items() if entry.info is None}
     files = _files({key: entry.nbytes for key, entry in tensors.items()})
     weight_map: dict[str, str] = {}
-    for number, keys in enumerate(files, 1):
-        name = f"{stem}-{number:05d}-of-{len(files):05d}.safetensors"
-        header = {"format": "pt", **({OBJECTS: json.dumps(objects)} if objects and number == 1 else {})}
-        save_file({key: _decoded(tensors[key].read()) for key in keys}, folder / name, metadata=header)
+    header = {OBJECTS: json.dumps(objects)} if objects else {}
+    for name, keys in zip(numbered_files(stem, len(files)), files, strict=True):
+        write({key: _decoded(tensors[key].read()) for key in keys}, folder / name, **header)
         weight_map |= dict.fromkeys(keys, name)
-    total = sum(entry.nbytes for entry in tensors.values())
-    write_index(folder / f"{stem}.safetensors.index.json", weight_map, total)
+        header = {}
+    write_index(folder, stem, weight_map, sum(entry.nbytes for entry in tensors.values()))
 
 
 def _files(sizes: Mapping[str, int]) -> list[list[str]]:

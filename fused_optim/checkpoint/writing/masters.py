@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from fused_optim.adam import FusedAdam
 from fused_optim.options.checks import check_belongs, check_whole
 from fused_optim.sharding.collective import on_all_ranks, parameter_names
-from fused_optim.sharding.dtensor import full_tensor, has_own_chunks
-from fused_optim.sharding.model_files import Entry, safetensors_writer, write_model_files
+from fused_optim.sharding.dtensor import full_tensor
+from fused_optim.sharding.model_files import Entry, check_gathered, safetensors_writer, write_model_files
 from fused_optim.sharding.model_tensors import FileTensors, file_tensors, names_to_write
 from fused_optim.sharding.replicas import check_replicas
 
@@ -43,8 +43,7 @@ def save_master_safetensors(model: torch.nn.Module, optimizer: FusedAdam, folder
         folder.mkdir(parents=True, exist_ok=True)
         params = _named(model, optimizer)
         for name, param in params.items():
-            if has_own_chunks(param):  # gathering goes by placements, and would mix up rows
-                raise TypeError(f"{name}: shards with chunk lists of their own are not gathered")
+            check_gathered(name, param)
     plain = ((name, [optimizer.store.master(p)]) for name, p in params.items() if not isinstance(p, DTensor))
     check_replicas(doing, plain)
     files = file_tensors(model, {name: param.shape for name, param in params.items()})
@@ -58,9 +57,11 @@ def _named(model: torch.nn.Module, optimizer: FusedAdam) -> dict[str, Tensor]:
 
 
 def _entry(optimizer: FusedAdam, files: FileTensors, params: dict[str, Tensor]) -> Entry:
-    meta = {name: torch.empty(params[name].shape, dtype=torch.float32, device="meta") for name in files.names}
-    sizes = {name: tensor.nbytes for name, tensor in files.convert(meta).items()}
-    return Entry(sizes, lambda: files.convert({name: _whole(optimizer, params[name]) for name in files.names}))
+    own = {name: params[name] for name in files.names}
+    return Entry.like(
+        files.empty(own, torch.float32),
+        lambda: files.convert({name: _whole(optimizer, param) for name, param in own.items()}),
+    )
 
 
 def _whole(optimizer: FusedAdam, param: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -23,6 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from fused_optim.adapters import COMPARED, Place, Target, Update, equal_or_nan
 from fused_optim.backends.compiled import increment_versions
+from fused_optim.memory.by_parameter import reference_to
 from fused_optim.quantized.compute import usage
 from fused_optim.quantized.recipes import Encoding, Recipe, as_matrix, codec, matrix_range, tiles
 from fused_optim.quantized.tensor import Initials, QuantizedTensor, local_weight
@@ -197,7 +197,7 @@ class _Params:
     """Parameters that are not kept: who asks for them has them."""
 
     def __init__(self, params: Iterable[Tensor]) -> None:
-        self._references = [weakref.ref(param) for param in params]
+        self._references = list(map(reference_to, params))
 
     def all(self) -> list[Tensor]:
         found = [param for reference in self._references if (param := reference()) is not None]

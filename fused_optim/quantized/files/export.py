@@ -22,8 +22,8 @@ from fused_optim.quantized.recipes import NVFP4BlockScaling, Recipe
 from fused_optim.quantized.tensor import QuantizedTensor, local_weight
 from fused_optim.roles import is_head, is_router
 from fused_optim.sharding.collective import gather, on_all_ranks, this_rank
-from fused_optim.sharding.dtensor import full_tensor, has_own_chunks, local_tensor, rewrap_like
-from fused_optim.sharding.model_files import Entry, safetensors_writer, write_json, write_model_files
+from fused_optim.sharding.dtensor import full_tensor, local_tensor, rewrap_like
+from fused_optim.sharding.model_files import Entry, check_gathered, safetensors_writer, write_json, write_model_files
 from fused_optim.sharding.model_tensors import (
     FileTensors,
     Holder,
@@ -112,8 +112,7 @@ class Written:
 
     def empty(self) -> dict[str, Tensor]:
         """What files have of the values, without memory."""
-        meta = {name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in self.tensors.items()}
-        return self.files.convert(meta)
+        return self.files.empty(self.tensors)
 
     def values(self) -> dict[str, Tensor]:
         """What files have of the values: a collective."""
@@ -185,8 +184,7 @@ def _is_nvfp4(each: Written) -> bool:
 
 
 def _check(name: str, tensor: Tensor) -> None:
-    if has_own_chunks(tensor):  # gathering goes by placements, and would mix up rows
-        raise TypeError(f"{name}: shards with chunk lists of their own are not gathered")
+    check_gathered(name, tensor)
     if _recipe(tensor) is not None:
         local_weight(tensor).check_quantized()
 
@@ -311,7 +309,7 @@ def _common_scales(written: list[Written]) -> dict[str, float]:
 def _entry(each: Written, layout: Layout, common: float | None) -> Entry:
     """``common``: the scale that an NVFP4 weight is to be written with, if not its own."""
     if (rows := each.rows) is None:
-        return Entry(_sizes(each.empty()), each.values)
+        return Entry.like(each.empty(), each.values)
     weight, recipe = each.weight, local_weight(each.weight).recipe
 
     def stored(whole: Callable[[str], Tensor]) -> dict[str, Tensor]:
@@ -324,12 +322,8 @@ def _entry(each: Written, layout: Layout, common: float | None) -> Entry:
                 found[f"{name}{suffix}"] = value
         return found
 
-    sizes = _sizes(stored(lambda _: torch.empty(weight.shape, device="meta")))
-    return Entry(sizes, lambda: stored(lambda component: _whole(weight, component, common)))
-
-
-def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    return {name: tensor.nbytes for name, tensor in tensors.items()}
+    empty = stored(lambda _: torch.empty(weight.shape, device="meta"))
+    return Entry.like(empty, lambda: stored(lambda component: _whole(weight, component, common)))
 
 
 def _whole(param: Tensor, component: str, common: float | None) -> Tensor:

@@ -12,7 +12,6 @@ import functools
 import hashlib
 import inspect
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -230,26 +229,19 @@ class QuantizedTensor(Weight):
 
 
 class Initials:
-    """The initial values of many weights, as long as these keep their ``components``; asked at every step.
-
-    The weights themselves are not kept.
-    """
+    """The initial values of many weights, as long as these keep their ``components``; asked at every step."""
 
     def __init__(self, weights: Sequence[QuantizedTensor]) -> None:
-        self._weights = [(weakref.ref(weight), weight.shared, weight.whole.components) for weight in weights]
+        self._weights = [(weight, weight.shared, weight.whole.components) for weight in weights]
 
     def mark_updated(self) -> None:
         """:meth:`QuantizedTensor.mark_updated` of each."""
-        for reference, shared, components in self._weights:
+        for weight, shared, components in self._weights:
             if shared.pending or shared.discard or INITIAL in components:
-                weight = reference()
-                assert weight is not None
                 weight.mark_updated()
 
     def mark_quantized(self) -> None:
-        for reference, _, _ in self._weights:
-            weight = reference()
-            assert weight is not None
+        for weight, _, _ in self._weights:
             weight.mark_quantized()
 
 
