@@ -23,7 +23,7 @@ WIDTH, LAYERS, LENGTH, BATCH = 128, 2, 128, 12  # BATCH: sequences per step, ove
 
 
 class Model(nn.Module):
-    """Predicts each byte of a text from those before it."""
+    """Predicts each byte of a text from those before it: the sum of their cross-entropies."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Model(nn.Module):
         mask = nn.Transformer.generate_square_subsequent_mask(LENGTH, device=x.device, dtype=x.dtype)
         for layer in self.layers:
             x = layer(x, src_mask=mask, is_causal=True)
-        return F.cross_entropy(self.head(x).flatten(0, 1).float(), targets.flatten())
+        return F.cross_entropy(self.head(x).flatten(0, 1).float(), targets.flatten(), reduction="sum")
 
 
 def load_text() -> Tensor:
@@ -51,11 +51,11 @@ def load_text() -> Tensor:
 
 
 def batch_of(text: Tensor, step: int) -> Tensor:
-    """This rank's part of the step's batch, which is the same for every number of ranks."""
+    """This rank's part, of any size, of the step's batch, which is the same for every number of ranks."""
     generator = torch.Generator().manual_seed(step)
     starts = torch.randint(len(text) - LENGTH, (BATCH, 1), generator=generator)
     windows = text[starts + torch.arange(LENGTH + 1)].long()
-    return windows.chunk(dist.get_world_size())[dist.get_rank()]
+    return windows.tensor_split(dist.get_world_size())[dist.get_rank()]
 
 
 def main() -> None:
@@ -88,7 +88,8 @@ def main() -> None:
     with Checkpointer(model, optimizer, args.checkpoints, extra={"scheduler": scheduler}, every=20) as checkpointer:
         first = checkpointer.load_latest() or 0
         for step in range(first, args.steps):
-            loss = model(batch_of(text, step).to(device))
+            # FSDP2 takes the mean over ranks, which makes this the mean over all bytes of the batch.
+            loss = model(batch_of(text, step).to(device)) * (dist.get_world_size() / (BATCH * LENGTH))
             loss.backward()
             optimizer.clip_grad_norm_(1.0)
             optimizer.step()

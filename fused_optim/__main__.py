@@ -19,7 +19,7 @@ def main() -> None:
     try:
         status: int = args.run(args)
     except (OSError, ValueError, ImportError) as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {' '.join(str(error).split())}")  # one line, whoever wrote it
     if status:
         sys.exit(status)
 

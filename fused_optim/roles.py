@@ -5,15 +5,16 @@ from __future__ import annotations
 from torch import nn
 
 _HEADS = {"lm_head", "output_layer", "embed_out", "score", "classifier", "unembed"}
+_HEADS_OUTSIDE_OF_LAYERS = {"output", "head"}
 
 
 def is_head(path: str) -> bool:
     """Whether a module is an output head, by the name that these usually have.
 
-    What is called ``output`` in a numbered layer is none: attention has one in some models.
+    What is called ``output`` or ``head`` in a numbered layer is none: attention has one in some models.
     """
     *outer, last = path.split(".")
-    return last in _HEADS or (last == "output" and not any(part.isdigit() for part in outer))
+    return last in _HEADS or (last in _HEADS_OUTSIDE_OF_LAYERS and not any(part.isdigit() for part in outer))
 
 
 def is_embedding(path: str) -> bool:

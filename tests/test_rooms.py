@@ -96,7 +96,9 @@ BY_NAME = {
     },
     "sharding.fsdp": dict.fromkeys(("_fsdp_param_groups", "_unsharded_param"), "not in all releases, not at all times"),
     "sharding.uneven": {"_shard_order": "Megatron-FSDP's note on a mesh"},
-    "wire.apply": {"components": "of weights that are quantized, whose classes a server need not have"},
+    "wire.apply": dict.fromkeys(
+        ("components", "plain"), "of weights that are quantized, whose classes a server need not have"
+    ),
     "options.checks": {"_is_flat_param": "FSDP1's mark on parameters"},
 }
 

@@ -147,10 +147,11 @@ def _add_plan(commands: Commands) -> None:
 
 def _plan(args: Arguments) -> int:
     from fused_optim.tools.models import number_of, of_config, of_number, of_safetensors
-    from fused_optim.tools.planner import draw, plan_shapes
+    from fused_optim.tools.planner import check_picture, draw, plan_shapes
 
-    if args.picture is not None:
-        optional("matplotlib", "plan --picture", "tools")  # before the work, not after it
+    if args.picture is not None:  # before the work, not after it
+        optional("matplotlib", "plan --picture", "tools")
+        check_picture(args.picture)
     if args.params is not None:
         shapes = of_number(number_of(args.params))
     else:
@@ -179,6 +180,7 @@ def _add_doctor(commands: Commands) -> None:
     model = "MODULE:FUNCTION or FILE.py:FUNCTION that returns the model, or a checkpoint, as for inspect"
     parser.add_argument("target", metavar="TARGET", help=model)
     _add_choice(parser)
+    parser.set_defaults(param_dtype=None)  # a model has its own
     parser.add_argument("--json", action="store_true")
 
 

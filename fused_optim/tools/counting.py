@@ -90,10 +90,10 @@ class Counted:
         """The same of ``torch.optim.AdamW``, whose states have the parameters' dtype, and which has no masters."""
         held: Counter[str] = Counter(dict.fromkeys(HELD, 0))
         for param, count in self._alike:
-            own = _nbytes(param)
-            held["parameters"] += count * own
+            plain = _plain_nbytes(param)
+            held["parameters"] += count * _nbytes(param)
             if param.requires_grad:
-                held.update({"gradients": count * own, "states": 2 * count * own})
+                held.update({"gradients": count * plain, "states": 2 * count * plain})
         total = sum(held.values())
         per_parameter = total / max(1, self._elements)
         return {"bytes": {**held, "total": total}, "bytes_per_parameter": per_parameter, "gathered": self._gathered}
@@ -124,6 +124,11 @@ def _nbytes(param: Tensor) -> int:
     return sum(part.numel() * part.element_size() for part in parts)
 
 
+def _plain_nbytes(param: Tensor) -> int:
+    """Of a plain tensor like this rank's shard, such as its gradient."""
+    return local_tensor(param).numel() * param.element_size()
+
+
 def _whole_bytes(param: Tensor) -> int:
     local = local_tensor(param).numel()
     return math.ceil(_nbytes(param) / local * param.numel()) if local else param.numel() * param.element_size()
@@ -134,7 +139,7 @@ def _held_bytes(param: Tensor, layout: StateLayout | None) -> dict[str, int]:
     held = dict.fromkeys(HELD, 0) | {"parameters": _nbytes(param)}
     if layout is not None:
         sizes = layout.nbytes
-        held["gradients"] = local_tensor(param).numel() * param.element_size()
+        held["gradients"] = _plain_nbytes(param)
         held["masters"] = sizes.get(MASTER, 0)
         held["states"] = sum(sizes[spec.name] for spec in layout.specs)
         held["scales"] = sizes["scales"]

@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from fused_optim.adam import FusedAdamW
 from fused_optim.backends import COMPILED, why_reference
@@ -29,7 +31,7 @@ from fused_optim.sharding.dtensor import shard_geometry
 from fused_optim.state.summary import shown_bytes
 from fused_optim.tools.inspector import Report, inspect_checkpoint
 from fused_optim.tools.planner import Plan, plan_parameters
-from fused_optim.tools.simulation import sharded_parameter, simulated
+from fused_optim.tools.simulation import simulated
 from fused_optim.torch_versions import RELEASES
 
 Parameters = Sequence[tuple[str, Tensor]]
@@ -73,7 +75,7 @@ def diagnose_target(
     target: str,
     *,
     world_size: int = 1,
-    param_dtype: torch.dtype | str = torch.bfloat16,
+    param_dtype: torch.dtype | str | None = None,
     state_dtype: torch.dtype | str = "int8",
     master_bits: int = 32,
 ) -> Diagnosis:
@@ -81,13 +83,15 @@ def diagnose_target(
 
     The function takes no arguments and returns the model; it is called with the meta device as torch's default, and may
     shard the model. Of a checkpoint no more is read than what describes its tensors. ``param_dtype``: of parameters
-    whose dtype the checkpoint does not say.
+    whose dtype the checkpoint does not say, bfloat16 by default; not for models, which have theirs.
 
     Raises ValueError and OSError for a target that is none, and for choices that are none.
     """
+    if param_dtype is not None and _is_factory(target):
+        raise ValueError(f"param_dtype is for checkpoints that do not say it: {target} makes parameters of some dtype")
     report = None if _is_factory(target) else inspect_checkpoint(target, values=False)
     with simulated(world_size):
-        named = _of_factory(target) if report is None else list(_of_checkpoint(report, param_dtype))
+        named = _of_factory(target) if report is None else list(_of_checkpoint(report, param_dtype or torch.bfloat16))
         params = list(_sharded(named, world_size))
         plan = plan_parameters(
             params, state_dtype=state_dtype, master_bits=master_bits, machine=None, world_size=world_size
@@ -118,7 +122,16 @@ def _of_factory(target: str) -> Parameters:
         raise ValueError(f"{target}() raised {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"{target}(): expected a torch.nn.Module, got {type(model).__name__}")
-    return list(model.named_parameters())
+    named = list(model.named_parameters())
+    if lazy := [name for name, param in named if is_lazy(param)]:
+        raise ValueError(f"{target}: {lazy[0]} is not initialised: run a lazy module once before it is returned")
+    if not named:
+        raise ValueError(f"{target}: the model has no parameters")
+    try:
+        FusedAdamW(named)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{target}: the optimizer does not take its parameters: {error}") from error
+    return named
 
 
 def _imported(name: str) -> ModuleType:
@@ -146,15 +159,25 @@ def _of_checkpoint(report: Report, param_dtype: torch.dtype | str) -> Iterator[t
     for name, row in (own or others).items():
         dtype = as_dtype(row.get("parameter", {}).get("format", "")) or default
         if dtype in ELEMENT_TYPES and row["shape"]:
-            yield name, torch.empty(row["shape"], dtype=dtype, device="meta")
+            yield name, nn.Parameter(torch.empty(row["shape"], dtype=dtype, device="meta"))
 
 
 def _sharded(named: Parameters, world_size: int) -> Iterator[tuple[str, Tensor]]:
-    """By rows, as FSDP2 does, unless they are sharded."""
+    """By rows, by FSDP2 itself, which knows what quantized ones are made of; unless they are sharded."""
     mesh = init_device_mesh("cpu", (world_size,))
     for name, param in named:
         is_done = isinstance(param, DTensor) or world_size == 1 or not param.dim()
-        yield name, param if is_done else sharded_parameter(param.shape, param.dtype, mesh, [Shard(0)])
+        yield name, param if is_done else _sharded_by_rows(name, param, mesh)
+
+
+def _sharded_by_rows(name: str, param: Tensor, mesh: DeviceMesh) -> Tensor:
+    alone = nn.Module()
+    alone.register_parameter("param", nn.Parameter(param, requires_grad=param.requires_grad))
+    try:
+        fully_shard(alone, mesh=mesh)
+    except (TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+        raise ValueError(f"{name}: FSDP2 cannot shard it over {mesh.size()} ranks: {error}") from error
+    return alone.get_parameter("param")
 
 
 # --- findings ---------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ _ROW = 4096
 
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _MOST = 1e15  # parameters
+_LARGEST = 1 << 24  # of a config's sizes
 
 
 def number_of(text: str) -> float:
@@ -55,7 +56,7 @@ def of_config(path: str) -> Named:
     """
     try:
         config = json.loads(Path(path).read_bytes())
-        kind = config["model_type"]
+        kind = str(config["model_type"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no config of a model ({type(error).__name__}: {error})") from error
     if kind in _DECODERS:
@@ -63,6 +64,8 @@ def of_config(path: str) -> Named:
             return list(_decoder(config))
         except KeyError as error:
             raise ValueError(f"{path} lacks {error}, which a {kind} model has") from error
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
     if find_spec("transformers") is None:
         known = ", ".join(_DECODERS)
         raise ValueError(f"{path}: known without transformers are {known}, not {kind}: install transformers")
@@ -72,9 +75,13 @@ def of_config(path: str) -> Named:
 def _by_transformers(path: str) -> Named:
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(Path(path).parent if Path(path).name == "config.json" else path)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
+    where = Path(path).parent if Path(path).name == "config.json" else path
+    try:
+        config = transformers.AutoConfig.from_pretrained(where)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+    except Exception as error:
+        raise ValueError(f"{path}: transformers makes no model of it ({type(error).__name__}: {error})") from error
     return [(name, tuple(param.shape)) for name, param in model.named_parameters()]
 
 
@@ -87,15 +94,24 @@ _DECODERS: dict[str, tuple[bool, bool]] = {
 }
 
 
+def _size(config: dict[str, Any], key: str) -> int:
+    value = config[key]
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST:
+        raise ValueError(f"{key}: expected a whole number from 1 to {_LARGEST:,}, got {value!r}")
+    return value
+
+
 def _decoder(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     biased, normed = _DECODERS[config["model_type"]]
-    width, inner, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    heads = config["num_attention_heads"]
-    keys = config.get("num_key_value_heads") or heads
-    size = config.get("head_dim") or width // heads
+    width, inner, vocabulary = (_size(config, key) for key in ("hidden_size", "intermediate_size", "vocab_size"))
+    heads, layers = _size(config, "num_attention_heads"), _size(config, "num_hidden_layers")
+    keys = heads if config.get("num_key_value_heads") is None else _size(config, "num_key_value_heads")
+    size = width // heads if config.get("head_dim") is None else _size(config, "head_dim")
+    if not size:
+        raise ValueError(f"num_attention_heads: expected at most hidden_size, {width}, got {heads}")
     biased = config.get("attention_bias", biased) if config["model_type"] != "qwen2" else biased
     yield "model.embed_tokens.weight", (vocabulary, width)
-    for layer in range(config["num_hidden_layers"]):
+    for layer in range(layers):
         first = f"model.layers.{layer}"
         for name, rows in {"q": heads * size, "k": keys * size, "v": keys * size}.items():
             yield f"{first}.self_attn.{name}_proj.weight", (rows, width)

@@ -7,6 +7,7 @@ for them is what is counted.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -181,6 +182,16 @@ def _time(seconds: float | None) -> str:
 
 def _label(row: dict[str, Any]) -> str:
     return f"{row['state_dtype']}, {row['master_bits']}-bit masters" if "state_dtype" in row else "torch AdamW"
+
+
+def check_picture(path: str) -> None:
+    """Raises ValueError where no picture can be written: no such folder, or no format of this name."""
+    known = sorted(optional("matplotlib.figure", f"drawing {path}", "tools").Figure().canvas.get_supported_filetypes())
+    suffix = Path(path).suffix[1:].lower()
+    if not Path(path).parent.is_dir():
+        raise ValueError(f"{path}: there is no folder {Path(path).parent}")
+    if suffix and suffix not in known:
+        raise ValueError(f"{path}: expected a file named .{', .'.join(known)}")
 
 
 def draw(plan: Plan, path: str) -> None:

@@ -177,14 +177,14 @@ def _into_box(targets: Mapping[str, Tensor], name: str, changes: Changes, box: B
 
 
 def _targets(model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by name; of weights that this package has quantized their components, as they are published."""
+    """Tensors by name; of weights that this package has quantized what is published: components, or kept values."""
     given = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
     found: dict[str, Tensor] = {}
     for name, tensor in given.items():
         if not isinstance(tensor, Tensor):  # what a module returns from get_extra_state
             continue
-        components: Mapping[str, Tensor] | None = getattr(tensor, "components", None)
-        for part, value in {"": tensor}.items() if components is None else components.items():
+        components: Mapping[str, Tensor] = getattr(tensor, "components", {"": getattr(tensor, "plain", tensor)})
+        for part, value in components.items():
             found[part_name(name, part)] = value.detach()
     return found
 

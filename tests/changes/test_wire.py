@@ -392,6 +392,26 @@ def test_quantized_replicas_follow(tmp_path: Path, recipe: object) -> None:
         assert torch.equal(model[0].weight.dequantize(), replica[0].weight.dequantize())
 
 
+@pytest.mark.parametrize("served_kept", [False, True])
+def test_kept_weights_follow_as_plain_ones(tmp_path: Path, served_kept: bool) -> None:
+    model, served = (nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128)).bfloat16() for _ in range(2))
+    recipe = Float8CurrentScaling(keep_weights=True)
+    quantize_model_(model, recipe)
+    if served_kept:
+        quantize_model_(served, recipe)
+    served.load_state_dict(model.state_dict())
+    optimizer = FusedAdamW(model.parameters())
+    optimizer.track_changes()
+    for param in model.parameters():
+        param.grad = torch.ones(param.shape, dtype=param.dtype)
+    optimizer.step()
+    write_changes(optimizer.take_changes(model), tmp_path / "1.safetensors", base=0, step=1)
+    assert not torch.equal(served.state_dict()["0.weight"], model.state_dict()["0.weight"])
+    apply_changes(served, tmp_path / "1.safetensors", base=0)
+    for name, value in model.state_dict().items():
+        assert torch.equal(served.state_dict()[name], value), name
+
+
 def test_a_scale_of_a_weight_fills_what_has_it_once_per_row(tmp_path: Path) -> None:
     changes = {"w_tensor_scale": Changes(torch.tensor([0]), torch.tensor([0.5]), (1,))}
     write_changes(changes, tmp_path / "file", base=0, step=1)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +24,22 @@ def need(*packages: str) -> None:
 def test_hugging_face_trainer(tmp_path: Path) -> None:
     need("transformers", "accelerate")
     follow("how_to/trainer.md", tmp_path)
+
+
+def losses_on(ranks: int, folder: Path) -> str:
+    """What the example of FSDP2 prints, on CPUs."""
+    script = Path(__file__).parents[2] / "examples" / "fsdp2.py"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [*torchrun, str(script), "--steps", "10", "--checkpoints", str(folder / str(ranks))]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+
+def test_fsdp2_on_ranks_that_do_not_divide_the_batch(tmp_path: Path) -> None:
+    """Twelve sequences on five ranks: the losses of one rank."""
+    alone = losses_on(1, tmp_path)
+    assert alone.startswith("step 1: loss 5.") and alone.count("step") == 2
+    assert losses_on(5, tmp_path) == alone
 
 
 def test_torchtitan(tmp_path: Path) -> None:

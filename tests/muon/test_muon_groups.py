@@ -77,13 +77,15 @@ def test_what_cannot_be_told() -> None:
 
 
 def test_gates_and_outputs() -> None:
-    """A gate is a router beside experts alone, an output a head outside of the layers alone."""
+    """A gate is a router beside experts alone, an output or a head is the model's outside of the layers alone."""
     model = Model()
-    model.layers[0].gate, model.layers[0].output = nn.Linear(16, 4), nn.Linear(16, 16)
-    model.output = nn.Linear(16, 50)
+    inside = {"gate": 4, "output": 16, "head": 16}
+    for name, rows in inside.items():
+        setattr(model.layers[0], name, nn.Linear(16, rows))
+    model.output, model.head = nn.Linear(16, 50), nn.Linear(16, 50)
     found = sorted_names(model)
-    assert {"layers.0.gate.weight", "layers.0.output.weight"} <= found["muon"]
-    assert "output.weight" in found["adamw"]
+    assert {f"layers.0.{name}.weight" for name in inside} <= found["muon"]
+    assert {"output.weight", "head.weight"} <= found["adamw"]
     model.layers[0].experts = Experts()
     assert "layers.0.gate.weight" in sorted_names(model)["adamw"]
 

@@ -19,6 +19,7 @@ import distributed
 from distributed import Part, assert_same, join_all, on_each_device, part
 from fused_optim import FusedAdam
 from fused_optim.quantized import (
+    Float8BlockScaling,
     Float8CurrentScaling,
     GroupedLinear,
     MXFP8BlockScaling,
@@ -192,6 +193,23 @@ def test_mixed_recipes_are_told_apart_by_names(tmp_path: Path) -> None:
     assert config["format"] == "mixed-precision" and config["ignore"] == ["3"]
     with pytest.raises(ValueError, match="'fp8' has FP8 with scales of blocks, not NVFP4BlockScaling"):
         save_quantized_safetensors(model, tmp_path, "fp8")
+
+
+@pytest.mark.parametrize("name", ["head", "lm_head"])
+def test_heads_are_named_to_servers(name: str, tmp_path: Path) -> None:
+    """Which do not take them for linear layers; and cannot cut blocks of their rows."""
+    everything = {"filter_fn": lambda module, _: isinstance(module, nn.Linear)}
+
+    def build() -> nn.ModuleDict:
+        layers = {"up": nn.Linear(128, 128), name: nn.Linear(128, 128, bias=False)}
+        return nn.ModuleDict(layers).bfloat16()
+
+    save_quantized_safetensors(quantize_model_(build(), MXFP8BlockScaling(), **everything), tmp_path / "rows")
+    config = json.loads((tmp_path / "rows" / "config.json").read_text())["quantization_config"]
+    assert config["config_groups"]["group_0"]["targets"] == [name, "Linear"] and config["ignore"] == []
+    save_quantized_safetensors(quantize_model_(build(), Float8BlockScaling(), **everything), tmp_path / "tiles", "fp8")
+    config = json.loads((tmp_path / "tiles" / "config.json").read_text())["quantization_config"]
+    assert config["modules_to_not_convert"] == [name]
 
 
 class Experts(nn.Module):

@@ -470,6 +470,25 @@ def test_usual_exceptions_stay_plain() -> None:
     assert quantized_names(quantize_model_(Decoder(), MX, chosen)) == {name for name in USUAL if "experts" in name}
 
 
+@pytest.mark.parametrize("name", ["head", "lm_head", "output", "score", "classifier"])
+@pytest.mark.parametrize("filter_fn", [None, UsualLayers()], ids=["default", "usual"])
+def test_heads_stay_plain_by_their_names(name: str, filter_fn: UsualLayers | None) -> None:
+    """Outside of numbered layers, where ``head`` may be any layer's name."""
+
+    def build() -> nn.Module:
+        layers = [nn.ModuleDict({key: nn.Linear(32, 32) for key in ("up", "head")}) for _ in range(2)]
+        return nn.ModuleDict({"first": nn.Embedding(8, 32), "layers": nn.ModuleList(layers), name: nn.Linear(32, 8)})
+
+    inner = {f"layers.{i}.{key}.weight" for i in range(2) for key in ("up", "head")}
+    model = build()
+    model.last = nn.Linear(32, 32)  # which UsualLayers leaves out, wherever the head is
+    expected = inner | (set() if filter_fn else {"last.weight"})
+    assert quantized_names(quantize_model_(model, MX, filter_fn)) == expected
+    with quantized_model_init(MX, filter_fn):
+        model = nn.ModuleDict({"model": build()})
+    assert quantized_names(model) == {f"model.{each}" for each in inner}
+
+
 def test_usual_exceptions_are_of_whole_models() -> None:
     with pytest.raises(TypeError, match="give it as filter_fn itself"):
         quantize_model_(Decoder(), MX, lambda module, name: UsualLayers()(module, name))

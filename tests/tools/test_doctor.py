@@ -9,14 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import fully_shard
 
+import distributed
 from fused_optim import FusedAdamW
 from fused_optim.__main__ import main
 from fused_optim.checkpoint.reading.saved_optimizer import SavedTensor
+from fused_optim.quantized import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, quantize_model_
 from fused_optim.tools import doctor
 from fused_optim.tools.doctor import Diagnosis, diagnose_target
+from fused_optim.tools.planner import plan_parameters
 
 MODEL = """
 import torch
@@ -38,6 +42,21 @@ def by_columns():
 
 def raises():
     raise KeyError("layers")
+
+def in_lines():
+    raise ValueError("one\\nanother")
+
+def float64():
+    return nn.Linear(4, 4, dtype=torch.float64)
+
+def integers():
+    return nn.ParameterDict({"steps": nn.Parameter(torch.zeros(3, dtype=torch.int32), requires_grad=False)})
+
+def lazy():
+    return nn.LazyLinear(4)
+
+def empty():
+    return nn.Module()
 
 def number():
     return 3
@@ -73,6 +92,65 @@ def test_what_falls_back_and_what_it_costs(model: str) -> None:
         assert odd[0].startswith("1 parameters (2.weight) keep FP32 states: no block of 32 divides their rows")
         assert odd[1] == f"{256 * 50 * 6 / ranks / 1e3:.2f} kB more on rank 0"
     assert findings(diagnose_target(f"{model}:odd", state_dtype="bf16")) == []
+
+
+# --- quantized models -------------------------------------------------------------------------------------------------
+
+RECIPES = {
+    "current": Float8CurrentScaling(),
+    "blocks": Float8BlockScaling(),  # of 128 rows, which shards cut
+    "mxfp8": MXFP8BlockScaling(),
+    "kept": MXFP8BlockScaling(keep_weights=True),
+}
+
+
+def quantized(recipe: str) -> nn.Module:
+    linears = [nn.Linear(256, 256, dtype=torch.bfloat16) for _ in range(2)]
+    linears[0].bias.requires_grad_(False)
+    return quantize_model_(nn.Sequential(*linears), RECIPES[recipe])
+
+
+def held_of(recipe: str, state_dtype: str) -> tuple[int, int]:
+    """Bytes of states and masters, and of parameters, after a step of FSDP2 training."""
+    model = fully_shard(quantized(recipe), mesh=distributed.mesh())
+    optimizer = FusedAdamW(model.parameters(), state_dtype=state_dtype)
+    model(torch.ones(4, 256, dtype=torch.bfloat16)).float().sum().backward()
+    optimizer.step()
+    model.reshard()
+    return optimizer.state_bytes(), sum(bytes_of(param.to_local()) for param in model.parameters())
+
+
+def bytes_of(local: Tensor) -> int:
+    components = getattr(local, "components", None)
+    return local.nbytes if components is None else sum(part.nbytes for part in components.values())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_quantized_models_are_sharded_as_fsdp2_does(recipe: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have FP32 masters, the smaller weights of their recipe, and their frozen parameters have no states."""
+    monkeypatch.setattr(doctor, "_of_factory", lambda _: list(on_meta(recipe).named_parameters()))
+    plan = diagnose_target("any:model", world_size=ranks, state_dtype="int8")["plan"]
+    states, weights = distributed.run(ranks, held_of, recipe, "int8")[0]
+    held = plan["chosen"]["bytes"]
+    assert held["masters"] + held["states"] + held["scales"] == states
+    assert held["parameters"] == weights
+    gradients = sum(-(-256 // ranks) * numel for numel in (256, 256, 1)) * 2  # of two weights and a bias
+    assert held["gradients"] == plan["adamw"]["bytes"]["gradients"] == gradients
+    assert plan["adamw"]["bytes"]["states"] == 2 * gradients
+
+
+def on_meta(recipe: str) -> nn.Module:
+    with torch.device("meta"):
+        return quantized(recipe)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_summaries_of_quantized_models_without_values(recipe: str) -> None:
+    model = on_meta(recipe)
+    rows = FusedAdamW(model.named_parameters()).summary()["formats"]
+    assert sum(row["parameters"] for row in rows) == 3
+    assert plan_parameters(model.named_parameters())["chosen"]["bytes"]["masters"] >= 2 * 256 * 256 * 2
 
 
 def test_sharding_that_cuts_blocks(model: str) -> None:
@@ -116,8 +194,19 @@ def test_checkpoints(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """Their parameters are planned for; values are not read."""
     path = saved(tmp_path, form, ("model", "optimizer"))
     monkeypatch.delattr(SavedTensor, "value")
+    elements = 256 * 64 + 64 + 64 * 50 + 50
+    for ranks in (1, 2):
+        adamw = diagnose_target(path, world_size=ranks)["plan"]["adamw"]["bytes"]  # all of it BF16
+        assert adamw == {
+            "parameters": 2 * elements // ranks,
+            "gradients": 2 * elements // ranks,
+            "masters": 0,
+            "states": 4 * elements // ranks,
+            "scales": 0,
+            "total": 8 * elements // ranks,
+        }
     diagnosis = diagnose_target(path, state_dtype="float8_e4m3fn")
-    assert diagnosis["plan"]["elements"] == 256 * 64 + 64 + 64 * 50 + 50
+    assert diagnosis["plan"]["elements"] == elements
     ((what, _),) = findings(diagnosis)
     assert what == "2 parameters (0.bias, 1.bias) with one dim keep FP32 states"
 
@@ -142,6 +231,14 @@ def test_the_command(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["plan"]["parameters"] == 4
     for command, message in {
         (f"{model}:raises",): r"raises\(\) raised KeyError: 'layers'",
+        (f"{model}:in_lines",): "raised ValueError: one another",
+        (f"{model}:float64",): r"float64: .*'weight'.* got torch.float64",
+        (f"{model}:float64", "--world-size", "2"): r"float64: .*'weight'.* got torch.float64",
+        (f"{model}:integers",): r"integers: .*'steps'.* got torch.int32",
+        (f"{model}:lazy",): "lazy: weight is not initialised",
+        (f"{model}:empty",): "no parameters",
+        (f"{model}:even", "--param-dtype", "foo"): "param_dtype is for checkpoints",
+        (f"{model}:even", "--param-dtype", "bf16"): "param_dtype is for checkpoints",
         (f"{model}:number",): "expected a torch.nn.Module, got int",
         (f"{model}:value",): "no function 'value'",
         (f"{model}:nothing",): "no function 'nothing'",

@@ -425,9 +425,11 @@ def test_what_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mystery"}))
     (tmp_path / "lacking.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 8}))
     (tmp_path / "no.json").write_text("[")
+    (tmp_path / "kind.json").write_text(json.dumps({"model_type": ["llama"]}))
     for command, message in {
         ("--hf-config", tmp_path / "config.json"): "not mystery|mystery",
         ("--hf-config", tmp_path / "lacking.json"): "lacks 'intermediate_size', which a llama model has",
+        ("--hf-config", tmp_path / "kind.json"): "not \\['llama'\\]|transformers makes no model",
         ("--hf-config", tmp_path / "no.json"): "is no config of a model",
         ("--safetensors", tmp_path / "nothing"): "found nothing",
         ("--params", "1e6", "--world-size", "0"): "world_size: expected a number from 1 to 1,048,576, got 0",
@@ -454,6 +456,30 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with simulated(2), pytest.raises(RuntimeError, match="a process group is there already"):
         plan_shapes([("w", (8, 8))])
     assert set(STATES) <= {key.split("/")[1] for key in names.measured()["h200"]["share_of_copy"]}
+
+
+@pytest.mark.parametrize(
+    "key", ["hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "head_dim"]
+)
+def test_sizes_that_are_none(key: str, tmp_path: Path) -> None:
+    config = CONFIGS[8_190_735_360]
+    for wrong in (0, -1, "4096", 1.5, True, [8], 1 << 62):
+        (tmp_path / "config.json").write_text(json.dumps({**config, key: wrong}))
+        with pytest.raises(SystemExit, match=rf"^error: .*config\.json: {key}: expected a whole number from 1"):
+            run("--hf-config", tmp_path / "config.json")
+    (tmp_path / "config.json").write_text(json.dumps({**config, "head_dim": None, "num_attention_heads": 4097}))
+    with pytest.raises(SystemExit, match="num_attention_heads: expected at most hidden_size, 4096"):
+        run("--hf-config", tmp_path / "config.json")
+
+
+def test_pictures_are_refused_before_anything_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, message in {
+        "missing/plan.svg": "there is no folder",
+        "plan.mystery": r"expected a file named .*\.svg",
+    }.items():
+        with pytest.raises(SystemExit, match=message):
+            run("--params", "1e6", "--picture", tmp_path / name)
+    assert capsys.readouterr().out == "" and not [*tmp_path.iterdir()]
 
 
 def test_the_page() -> None:

@@ -66,7 +66,7 @@ def _slower(local: QuantizedTensor, device: torch.device, rows: int | None, shap
 
 
 def _other_dtype(dtype: torch.dtype, device: torch.device) -> str | None:
-    if torch.is_autocast_enabled(device.type):
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):  # which autocast does not know
         dtype = torch.get_autocast_dtype(device.type)
     if dtype == torch.bfloat16:
         return None

@@ -213,10 +213,10 @@ class UsualLayers:
     """A ``filter_fn``: every ``nn.Linear`` but those that are usually left in high precision.
 
     These are: the first one, unless the model has embeddings, which are its first layer then; the last one; output
-    heads (``lm_head``, ``output_layer``, ``embed_out``, ``unembed``, ``score``, ``classifier``, and ``output`` outside
-    of numbered layers); what has ``embed`` in its name, or shares its weight with an ``nn.Embedding``; routers: what
-    has ``router`` in its name, or is named ``gate`` or ``shared_expert_gate`` and lies beside ``experts``. First and
-    last go by the order in which modules are registered.
+    heads (``lm_head``, ``output_layer``, ``embed_out``, ``unembed``, ``score``, ``classifier``, and ``output`` and
+    ``head`` outside of numbered layers); what has ``embed`` in its name, or shares its weight with an
+    ``nn.Embedding``; routers: what has ``router`` in its name, or is named ``gate`` or ``shared_expert_gate`` and lies
+    beside ``experts``. First and last go by the order in which modules are registered.
 
     ``also``: a filter that layers must pass, too, such as :func:`gains`.
     """
