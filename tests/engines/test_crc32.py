@@ -52,7 +52,8 @@ def test_pieces() -> None:
 
 def test_whatever_has_bytes() -> None:
     array = np.frombuffer(BYTES, dtype=np.float32)
-    for content in (BYTES, bytearray(BYTES), memoryview(BYTES), array, memory_of(torch.from_numpy(array.copy()))):
+    tensor = torch.from_numpy(array.copy())  # kept: its memory is looked at
+    for content in (BYTES, bytearray(BYTES), memoryview(BYTES), array, memory_of(tensor)):
         assert checksum.crc32(content) == zlib.crc32(BYTES)
     assert checksum.crc32(b"") == 0 and checksum.crc32(b"", 5) == 5
     assert ENGINE is not None

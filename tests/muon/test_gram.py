@@ -159,6 +159,8 @@ def test_what_is_left_to_plain_products() -> None:
 
 
 def engine_products() -> EngineProducts:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
     found = products_on(torch.device("cuda", 0))
     return found if isinstance(found, EngineProducts) else pytest.skip("no Hopper GPU, or no engine for it")
 
