@@ -90,7 +90,8 @@ def train(name: str, model: nn.Module, optimizer: FusedAdamW, first: int, last: 
 
 
 def masters(model: nn.Module, optimizer: FusedAdamW) -> dict[str, Tensor]:
-    return {key: local_tensor(optimizer.state[p]["master_param"]).clone() for key, p in model.named_parameters()}
+    """Of BF16 biases, too, whose states have remainders."""
+    return {key: local_tensor(optimizer.store.master(p)).clone() for key, p in model.named_parameters()}
 
 
 @torch.no_grad()
