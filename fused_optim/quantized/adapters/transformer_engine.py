@@ -101,9 +101,8 @@ def values(local: Tensor) -> Tensor:
 
 def codes(local: Tensor) -> Tensor | None:
     """By rows; those by columns, which its layers make and drop as they like, only where there are no others."""
-    holder: object = getattr(local, _STORAGES[0], None)
-    holder = local if holder is None else holder
-    found: list[Tensor | None] = [getattr(holder, name, None) for name in _CODES]
+    holders = [getattr(local, name, None) for name in _STORAGES] + [local]
+    found: list[Tensor | None] = [getattr(holder, name, None) for holder in holders for name in _CODES]
     return next((each for each in found if each is not None), None)
 
 
