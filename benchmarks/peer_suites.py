@@ -162,8 +162,9 @@ def blob(path: Path) -> str:
 
 def lanes(suites: list[Suite]) -> Iterator[list[tuple[Suite, str]]]:
     """What runs side by side. The tests of several ranks write the same files, so they follow one another."""
-    for launched in (False, True):
-        yield [(suite, optimizer) for optimizer in OPTIMIZERS for suite in suites if bool(suite.ranks) == launched]
+    pairs = [(suite, optimizer) for optimizer in OPTIMIZERS for suite in suites]
+    yield from ([pair] for pair in pairs if not pair[0].ranks)
+    yield [pair for pair in pairs if pair[0].ranks]
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -204,8 +205,9 @@ def main(arguments: list[str] | None = None) -> int:
                 write(report, options.output)
                 show(suite.name, optimizer, found)
 
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(run_lane, lanes(suites)))
+    side_by_side = list(lanes(suites))
+    with ThreadPoolExecutor(len(side_by_side)) as pool:
+        list(pool.map(run_lane, side_by_side))
     found = [found for by_optimizer in results.values() for found in by_optimizer.values()]
     return int(any(each["unexpected"] or each["unfinished"] for each in found))
 

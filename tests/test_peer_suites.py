@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import peer_suites
+from peer_plugin import OPTIMIZERS
 from peer_suites import APEX_TESTS, FSDP2, SUITES, TE_TESTS
 
 ROOT = Path(__file__).parents[1]
@@ -129,6 +130,14 @@ def test_one_gpu(sources: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert f"{TE.name}, own: 1 passed, 1 skipped, 1 xfailed, 1 failed (" in capsys.readouterr().out
     log = (sources / "results.log").read_text()
     assert log.count("test_SGD") == 0 and log.count("test_fp16_master FAILED") == 2
+
+
+def test_suites_of_several_ranks_follow_one_another() -> None:
+    *alone, together = peer_suites.lanes(list(SUITES))
+    assert sorted((suite.name, optimizer) for ((suite, optimizer),) in alone) == [
+        (suite.name, optimizer) for suite in (APEX, TE) for optimizer in sorted(OPTIMIZERS)
+    ]
+    assert [suite for suite, _ in together] == [SHARDED, RESHARDED] * len(OPTIMIZERS)
 
 
 def test_several_ranks(sources: Path) -> None:
