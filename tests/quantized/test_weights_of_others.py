@@ -1,4 +1,7 @@
-"""What others write into TransformerEngine's weights between steps, and what is no write. With doubles."""
+"""What others write into weights of other libraries between steps, and what is no write.
+
+With doubles of TransformerEngine's, and torchao's own where it is installed.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fused_optim import FusedAdamW
 from fused_optim.state.param_state import ParamState
@@ -104,3 +107,19 @@ def test_what_was_loaded_leaves_masters_that_it_is_the_rounding_of(kind: str) ->
         param.copy_(before)
     optimizer.sync_masters_from_params()
     assert torch.equal(master(param, optimizer), before)
+
+
+def test_torchaos_weights_are_compared_after_writes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    int8 = pytest.importorskip("torchao.prototype.quantized_training.int8").Int8QuantizedTrainingLinearWeight
+    param = nn.Parameter(int8.from_float(random(0)))
+    optimizer = FusedAdamW([param], lr=0.01)
+    compared, sync = [], ParamState.sync_master_from_param
+    monkeypatch.setattr(ParamState, "sync_master_from_param", lambda self: compared.append(self) or sync(self))
+    for number in range(3):
+        param.grad = gradient(SHAPE, 0, number)
+        optimizer.step()
+        optimizer.state_dict()
+    assert not compared
+    param.int_data = int8.from_float(-random(0)).int_data
+    master = optimizer.get_unscaled_state(param, "master_param")
+    assert float((master - param.detach().dequantize()).abs().max()) < 0.05
