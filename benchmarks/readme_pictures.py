@@ -2,8 +2,8 @@
 
     python benchmarks/readme_pictures.py
 
-Writes memory.svg, step_time.svg and training.svg into docs/pictures. Each has the colours of both modes, and a ground of
-its own, so that it can be read on any page.
+Writes memory.svg, step_time.svg and training.svg into docs/pictures. Each has the colours of both modes, and a ground
+of its own, so that it can be read on any page.
 """
 
 from __future__ import annotations
