@@ -17,7 +17,20 @@ __device__ __forceinline__ uint32_t rounded_pair(float low, float high) {
     return pair;
 }
 
-__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+constexpr float kZeroSigmoid = -87.0f;  // below: sigmoids would be subnormal numbers, and are 0
+
+// 1 / x, rounded to nearest, for x from 1 to 2^126: what a division does there, without its branch, around which no
+// other element's operations could be moved.
+__device__ __forceinline__ float reciprocal(float x) {
+    float near;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(near) : "f"(x));
+    return fused(near, fused(-x, near, 1.0f), near);
+}
+
+__device__ __forceinline__ float sigmoid(float x) {
+    const float result = reciprocal(1.0f + expf(-x));
+    return x < kZeroSigmoid ? 0.0f : result;
+}
 
 __device__ __forceinline__ float hidden(float gate, float up) { return gate * sigmoid(gate) * up; }
 

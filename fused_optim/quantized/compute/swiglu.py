@@ -36,15 +36,20 @@ def is_supported(format: ProductFormat) -> bool:
 def hidden(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up``."""
     g = gate.float()
-    return (g * torch.sigmoid(g) * up.float()).to(gate.dtype)
+    return (g * _sigmoid(g) * up.float()).to(gate.dtype)
 
 
 def hidden_gradients(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Those of gate and up."""
     d, g = gradient.float(), gate.float()
-    s = torch.sigmoid(g)
+    s = _sigmoid(g)
     of_gate = d * up.float() * (s * (1.0 + g * (1.0 - s)))
     return of_gate.to(gate.dtype), (d * (g * s)).to(gate.dtype)
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    """0 where it would be a subnormal number."""
+    return torch.where(x < -87.0, 0.0, torch.sigmoid(x))
 
 
 def cast_hidden(gate: Tensor, up: Tensor, format: ProductFormat, history: Tensor | None) -> tuple[Codes, Codes]:
