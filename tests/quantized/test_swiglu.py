@@ -216,11 +216,20 @@ def hooked(model: MLP) -> None:
     model.gate.register_forward_hook(lambda *_: None)
 
 
+def replaced(model: MLP) -> None:
+    forward = model.gate.forward
+    model.gate.forward = lambda x: forward(x)
+
+
+def shared(model: MLP) -> None:
+    model.up = model.gate
+
+
 def kept_bf16(model: MLP) -> None:
     model.down = nn.Linear(HIDDEN, INPUTS, bias=False).bfloat16()
 
 
-@pytest.mark.parametrize("change", [frozen, hooked, kept_bf16])
+@pytest.mark.parametrize("change", [frozen, hooked, replaced, shared, kept_bf16])
 def test_other_layers_are_called(change: Any, fused: list[int]) -> None:
     model = model_of(RECIPES["one scale"])
     change(model)

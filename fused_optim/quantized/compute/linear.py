@@ -50,9 +50,10 @@ class QuantizedLinear(nn.Linear):
 
     @property
     def only_multiplies(self) -> bool:
-        """Whether calling it is no more than a product with its weight; else hooks may do anything."""
+        """Whether calling it is no more than a product with its weight: hooks, and a forward() that somebody has
+        replaced, may do anything."""
         hooks = self._forward_pre_hooks, self._forward_hooks, self._backward_pre_hooks, self._backward_hooks
-        return self.bias is None and not any(hooks)
+        return self.bias is None and not any(hooks) and "forward" not in self.__dict__
 
     def forward(self, input: Tensor) -> Tensor:
         compiles = torch.compiler.is_compiling()

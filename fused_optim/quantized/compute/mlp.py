@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.distributed.tensor import DTensor
 
 from fused_optim.quantized.compute import casts, products, swiglu
 from fused_optim.quantized.compute.autograd import as_autocast_wants, check_backward, is_transformed
@@ -42,7 +43,7 @@ def swiglu_mlp(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Te
     to BF16 once, as in compiled code; PyTorch's operations round twice in eager mode.
     """
     layers = [layer for layer in (gate, up, down) if _may_be_fused(layer)]
-    if len(layers) < 3:
+    if len(layers) < 3 or gate is up:
         out: Tensor = down(nn.functional.silu(gate(x)) * up(x))
         return out
     weights: list[Tensor] = []
@@ -62,7 +63,7 @@ def _may_be_fused(layer: nn.Module) -> bool:
 
 def _swiglu_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *histories: Tensor | None) -> Tensor:
     given = *histories, *[None] * (6 - len(histories))  # torch leaves out what an operator has by default
-    pairs = given[0:2], given[2:4], given[4:6]
+    pairs = [(given[i], given[i + 1]) for i in (0, 2, 4)]
     format = None if is_transformed() else _format_of_all(x, gate, up, down)
     if format is None:
         of_gate, of_up = (linear(x, weight, None, *pair) for weight, pair in zip((gate, up), pairs, strict=False))
@@ -71,7 +72,7 @@ def _swiglu_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *histories: T
     for weight in (gate, up, down):
         x, weight, _ = as_autocast_wants(x, weight, None)
         weights.append(quantized(weight) if isinstance(weight, KeptWeight) else weight)
-    known = [None if None in pair else Histories(*pair, False) for pair in pairs]  # type: ignore[arg-type]
+    known = [None if first is None or second is None else Histories(first, second, False) for first, second in pairs]
     out: Tensor = _SwiGLUMLP.apply(x, *weights, format, known)  # type: ignore[no-untyped-call]
     return out
 
@@ -93,7 +94,7 @@ def _dispatched(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 
 def _format_of_all(x: Tensor, *weights: Tensor) -> ProductFormat | None:
     """Of weights whose products all run in FP8 alike; None of others."""
-    if not torch.is_grad_enabled() or not all(weight.requires_grad for weight in weights):
+    if isinstance(x, DTensor) or not torch.is_grad_enabled() or not all(weight.requires_grad for weight in weights):
         return None
     if not all(isinstance(weight, QuantizedTensor | KeptWeight) for weight in weights):
         return None
