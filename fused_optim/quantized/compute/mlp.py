@@ -23,8 +23,6 @@ from fused_optim.quantized.compute.linear import QuantizedLinear, format_of, ins
 from fused_optim.quantized.recipes import ProductFormat
 from fused_optim.quantized.tensor import Args, Kwargs, QuantizedTensor, implements
 
-Weights = tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor]
-
 
 def swiglu_mlp(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Tensor:
     """``down(silu(gate(x)) * up(x))``, in fewer passes over memory where the layers' products run in FP8.
