@@ -238,6 +238,24 @@ class CudaEngine(Engine, Protocol):
     def load_kernels(self, rule: int, device: int) -> None: ...
     def mark_differences(self, rows: list[tuple[int, int, int, int, int]], *, device: int, stream: int) -> None: ...
     def has_products(self, device: int) -> bool: ...
+    def swiglu(
+        self,
+        *,
+        gradient: int,
+        gate: int,
+        up: int,
+        results: list[tuple[int, int, int, int, int]],
+        absmax: int,
+        remembered: int,
+        rows: int,
+        columns: int,
+        format: int,
+        scaling: int,
+        power_of_two: bool,
+        tiles: bool,
+        device: int,
+        stream: int,
+    ) -> None: ...
     def matrix_product(
         self,
         *,
