@@ -440,6 +440,7 @@ def main() -> None:
         loads = []
         for each in loads_of_all_forms(training, args, parent):
             loads.append(each)
+            print(f"{each.way}, {each.form}: {each.seconds:.2f} s", file=sys.stderr)
             report["loads"].append(asdict(each))
             write(report, output)
         print(load_table(loads), flush=True)
