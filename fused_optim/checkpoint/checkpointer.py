@@ -399,7 +399,7 @@ class Checkpointer:
         return self._load(found, self._open(found, verify), options)
 
     def _options(self, without: Collection[str], leeway: Leeway, model_only: bool, dry_run: bool) -> LoadOptions:
-        if isinstance(without, str):
+        if without is None or isinstance(without, str):
             raise TypeError(f"without: expected a list of names of extras, got {without!r}")
         return LoadOptions(leeway, frozenset(without), model_only, dry_run)
 
