@@ -159,20 +159,19 @@ class PinnedStager(AsyncStager):
         late = [pair for pair in pairs if _address(pair[0]) in steady]
         early = [pair for pair in pairs if _address(pair[0]) not in steady]
         with torch.cuda.stream(side):
+            _copy_all(early)
             if early:
-                _copy_all(early)
                 current.wait_stream(side)
-            if late:
-                _copy_all(late)
+            _copy_all(late)
             done = torch.cuda.Event(blocking=True)  # the thread that waits for it sleeps
             done.record(side)
         return Copy(device, done, list(_named(self._optimizers)) if late else [])
 
 
-def _copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Queue copies on the current stream: one call of torch's, since there are hundreds."""
-    sources, targets = zip(*pairs, strict=True)
-    torch._foreach_copy_(targets, sources, non_blocking=True)
+def _copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Queue copies on the current stream."""
+    for source, target in pairs:
+        target.copy_(source, non_blocking=True)
 
 
 def wait_for_copies() -> None:
