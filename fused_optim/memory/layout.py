@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -131,10 +132,10 @@ class StateLayout:
 
     def scale(self, state: str) -> Tensor | None:
         """The scales of one state, as a view; None where it has none."""
-        scaled = [name for name in self.names if self.format(name).scaled]
-        if state not in scaled:
+        if not self.format(state).scaled:
             return None
-        first = self.geometry.blocks * scaled.index(state)
+        preceding = itertools.takewhile(lambda pair: pair[0].name != state, zip(self.specs, self.formats, strict=True))
+        first = self.geometry.blocks * sum(fmt.scaled for _, fmt in preceding)
         return self.scales[first : first + self.geometry.blocks]
 
     @property
