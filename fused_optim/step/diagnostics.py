@@ -7,7 +7,7 @@ only; nothing of it is in the way of ``step()``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from fused_optim.formats.rounding import rounding_key
 from fused_optim.memory.layout import MASTER
 from fused_optim.options.checks import check_states, check_update, describe
 from fused_optim.rule import Hyper, Rule
+from fused_optim.sharding.collective import failing_together
 from fused_optim.sharding.dtensor import dense, finished_local, local_tensor, sharding_dims
 from fused_optim.state.param_state import read_parameter
 from fused_optim.state.store import StateStore
@@ -87,18 +88,21 @@ class _Member:
 
 
 def diagnose(store: StateStore, hypers: Hypers) -> Diagnostics:
-    """A collective over the meshes that cut parameters.
+    """A collective over the meshes of parameters.
 
-    Raises RuntimeError where no parameter has states, and for gradients and states that cannot be used.
+    Raises RuntimeError where no parameter has states, and for gradients and states that cannot be used; where another
+    rank does, FailedElsewhere, a ValueError.
     """
     everything = list(_members(store))
-    if not any(each.param in store for each in everything):
-        raise RuntimeError("diagnostics() looks at the next step of existing states: call step() or initialize_state()")
+    with failing_together(store.params, "diagnostics(): another rank cannot look at its parameters; its error says why"):
+        if not any(each.param in store for each in everything):
+            raise RuntimeError("diagnostics() looks at the next step of existing states: call step() or initialize_state()")
+        updated = {each.param for each in everything if _is_updated(store, each)}
     members = [each for each in everything if not each.rule.whole_matrices]
     of_matrices = [each for each in everything if each.rule.whole_matrices]
     rows = {each.param: row for each, row in zip(members, _empty_rows(members), strict=True)}
     alike: dict[tuple[torch.device, Backend, int], list[_Member]] = {}
-    for each in filter(lambda each: _is_updated(store, each), members):
+    for each in (each for each in members if each.param in updated):
         alike.setdefault((local_tensor(each.param).device, _backend(store, each), each.rule.code), []).append(each)
     for (device, backend, _), some in alike.items():
         if backend == "torch":
@@ -112,7 +116,7 @@ def diagnose(store: StateStore, hypers: Hypers) -> Diagnostics:
                     rows[each.param][_ROUNDED] = 0.0
     _reduce(members, rows)
     report = _report(store, members, rows)
-    _add_matrices(report, store, of_matrices, hypers)
+    _add_matrices(report, store, of_matrices, hypers, updated)
     return report
 
 
@@ -199,7 +203,9 @@ def _by_reference(
 # --- whole matrices -----------------------------------------------------------------------------------------------
 
 
-def _add_matrices(report: Diagnostics, store: StateStore, members: Sequence[_Member], hypers: Hypers) -> None:
+def _add_matrices(
+    report: Diagnostics, store: StateStore, members: Sequence[_Member], hypers: Hypers, updated: Collection[Tensor]
+) -> None:
     """Of some parameters of each group, which are the same ones on all ranks."""
     chosen = [each for number in sorted({m.number for m in members}) for each in _some_of_group(members, number)]
     if not chosen:
@@ -209,7 +215,7 @@ def _add_matrices(report: Diagnostics, store: StateStore, members: Sequence[_Mem
         hyper = hypers(local_tensor(each.param).device)[each.number]
         assert hyper.orthogonalization is not None
         ways.append(replace(hyper.orthogonalization, scale=_unscaled))
-        if _is_updated(store, each):
+        if each.param in updated:
             updates[i] = _to_orthogonalize(store, each, hyper)
         elif (
             each.param in store  # as on the ranks that have elements of it
