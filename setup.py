@@ -127,7 +127,8 @@ def plan_cuda(cxx: str) -> Engine:
         "apply": (SOURCES / "cuda/apply.cu", compile_kernels),
         "norm": (SOURCES / "cuda/norm.cu", compile_kernels),
         **{
-            f"diagnose_{rule}": (SOURCES / "cuda/diagnose.cu", of_rule(compile_kernels, rule)) for rule in DIAGNOSED_RULES
+            f"diagnose_{rule}": (SOURCES / "cuda/diagnose.cu", of_rule(compile_kernels, rule))
+            for rule in DIAGNOSED_RULES
         },
         "launch_diagnose": (SOURCES / "cuda/launch_diagnose.cu", compile_kernels),
         "quantize": (SOURCES / "cuda/quantize.cu", compile_kernels),

@@ -93,7 +93,8 @@ def _canonical(value: Any) -> Iterator[bytes]:
 def check_loadable(what: str, state: Any) -> None:
     """Raise ValueError for a value that could be saved, but not loaded again without running code of the file.
 
-    What other packages have had torch admit is refused: the process that loads may not have imported them. ``what`` it is, for messages. Shards are not looked at, nor are other tensors of a model and an optimizer.
+    What other packages have had torch admit is refused: the process that loads may not have imported them.
+    ``what`` it is, for messages. Shards are not looked at, nor are other tensors of a model and an optimizer.
     """
     for path, value in _leaves(state, what):
         if _is_plain(value):

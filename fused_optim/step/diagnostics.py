@@ -94,9 +94,13 @@ def diagnose(store: StateStore, hypers: Hypers) -> Diagnostics:
     rank does, FailedElsewhere, a ValueError.
     """
     everything = list(_members(store))
-    with failing_together(store.params, "diagnostics(): another rank cannot look at its parameters; its error says why"):
+    with failing_together(
+        store.params, "diagnostics(): another rank cannot look at its parameters; its error says why"
+    ):
         if not any(each.param in store for each in everything):
-            raise RuntimeError("diagnostics() looks at the next step of existing states: call step() or initialize_state()")
+            raise RuntimeError(
+                "diagnostics() looks at the next step of existing states: call step() or initialize_state()"
+            )
         updated = {each.param for each in everything if _is_updated(store, each)}
     members = [each for each in everything if not each.rule.whole_matrices]
     of_matrices = [each for each in everything if each.rule.whole_matrices]

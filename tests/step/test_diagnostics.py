@@ -301,7 +301,9 @@ def test_shards_are_counted_together() -> None:
 
 def refused_by_one(kind: str) -> str:
     """What each rank raises where the second one alone cannot look."""
-    params = [nn.Parameter(shard(values((5, 256), torch.bfloat16, "cpu", seed=i), mesh(), [Shard(0)])) for i in range(2)]
+    params = [
+        nn.Parameter(shard(values((5, 256), torch.bfloat16, "cpu", seed=i), mesh(), [Shard(0)])) for i in range(2)
+    ]
     optimizer = FusedAdamW(params, **INT8)
     for param in params:
         param.grad = torch.ones_like(param)

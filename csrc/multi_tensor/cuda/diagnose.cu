@@ -90,8 +90,8 @@ __device__ __forceinline__ float rounded_master(const View& view, uint32_t eleme
     float kept = 0.0f;
     const uint32_t own_bits = inside ? master_rounding(before, after, bits) : kNearest;
     const int block_log2 = view.info.block_log2;
-    RoundElement{Format::kFloat16, element,    inside, true,   after, after,
-                 own_bits,         block_log2, maxima, unused, kept}(Float16Master{});
+    RoundElement{Format::kFloat16, element, inside, true, after, after, own_bits, block_log2, maxima, unused, kept}(
+        Float16Master{});
     return kept;
 }
 
@@ -134,9 +134,8 @@ __device__ __forceinline__ void diagnose_elements(const View& view, const Scalar
         constexpr int i = decltype(state)::value;
         const Format format = view.state_format(i);
         float kept = 0.0f;
-        dispatch_codec<state_kind(kRule, i)>(format,
-                                             RoundElement{format, element, inside, i == square, states[i], root, bits,
-                                                          block_log2, maxima[i], found.states[i], kept});
+        dispatch_codec<state_kind(kRule, i)>(format, RoundElement{format, element, inside, i == square, states[i], root,
+                                                                  bits, block_log2, maxima[i], found.states[i], kept});
         if (!inside) return;
         found.states[i].value += square_of(states[i]);
         found.states[i].error += square_of_change(states[i], kept);
@@ -201,8 +200,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
 
 template <>
 Kernel<DiagnosisTable>& diagnosis_kernel<kRule>() {
-    static Kernel<DiagnosisTable> kernel{multi_tensor_diagnosis, kBlockBytes<true>, kMaxTilesPerChunk, true, kRule,
-                                         true};
+    static Kernel<DiagnosisTable> kernel{
+        multi_tensor_diagnosis, kBlockBytes<true>, kMaxTilesPerChunk, true, kRule, true};
     return kernel;
 }
 

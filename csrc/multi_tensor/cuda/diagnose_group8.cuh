@@ -133,7 +133,7 @@ __device__ __forceinline__ void round_masters(float* rounded, const View& view, 
 __device__ __forceinline__ void diagnose_group8(const View& view, const Scalars& scalars, Values<AnyFormats>& values,
                                                 uint32_t element, Diagnosis& found) {
     constexpr Rule rule = AnyFormats::rule;
-    float(&grad)[kVector] = values.grad, (&param)[kVector] = values.param;
+    float (&grad)[kVector] = values.grad, (&param)[kVector] = values.param;
     auto& states = values.states;
     float root[kVector]{}, before[kVector], scaled[kVector];
 #pragma unroll
@@ -164,9 +164,8 @@ __device__ __forceinline__ void diagnose_group8(const View& view, const Scalars&
         const Format format = view.state_format(i);
         const int block_log2 = view.info.block_log2;
         float kept[kVector];
-        dispatch_codec<kind>(format,
-                             RoundGroup8<kind>{format, element, states[i], largest, root, group8, scalars.rounding,
-                                               block_log2, found.states[i], kept});
+        dispatch_codec<kind>(format, RoundGroup8<kind>{format, element, states[i], largest, root, group8,
+                                                       scalars.rounding, block_log2, found.states[i], kept});
         found.states[i].value += sum_of_squares<is_square>(states[i]);
         found.states[i].error += sum_of_changes<is_square>(states[i], kept);
     });
