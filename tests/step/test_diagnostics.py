@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 import distributed
 from cases import FORMATS, MASTERS, SHAPES, Format, Master, values
@@ -299,8 +299,8 @@ def test_shards_are_counted_together() -> None:
         assert close(weight, alone["parameters"]["2"]["weight_rms"], 1e-9)
 
 
-def refused_by_one(kind: str) -> str:
-    """What each rank raises where the second one alone cannot look."""
+def refused_by_one(kind: str, is_sent: bool) -> str:
+    """What each rank raises where the second one alone cannot look. ``is_sent``: a gradient has to be, before that."""
     params = [
         nn.Parameter(shard(values((5, 256), torch.bfloat16, "cpu", seed=i), mesh(), [Shard(0)])) for i in range(2)
     ]
@@ -309,11 +309,13 @@ def refused_by_one(kind: str) -> str:
         param.grad = torch.ones_like(param)
     optimizer.step()
     if torch.distributed.get_rank() == 1:
-        local = local_tensor(params[1].grad)
+        local = local_tensor(params[0].grad)
         if kind == "freed gradient":
             local.untyped_storage().resize_(0)
         else:
-            del optimizer.state[params[1]]["exp_avg"]
+            del optimizer.state[params[0]]["exp_avg"]
+    if is_sent:
+        params[1].grad = DTensor.from_local(torch.ones(5, 256, dtype=torch.bfloat16), mesh(), [Partial()])
     try:
         optimizer.diagnostics()
     except Exception as error:
@@ -321,13 +323,14 @@ def refused_by_one(kind: str) -> str:
     return ""
 
 
+@pytest.mark.parametrize("is_sent", [False, True])
 @pytest.mark.parametrize(
     "kind, expected", [("freed gradient", "gradient has no memory"), ("lost state", "exp_avg was removed")]
 )
-def test_what_one_rank_refuses_raises_on_all(kind: str, expected: str) -> None:
+def test_what_one_rank_refuses_raises_on_all(kind: str, expected: str, is_sent: bool) -> None:
     """They do not wait for one that has left."""
     for ranks in (2, 3):
-        raised = distributed.run(ranks, refused_by_one, kind)
+        raised = distributed.run(ranks, refused_by_one, kind, is_sent)
         assert expected in raised[1]
         for rank in {*range(ranks)} - {1}:
             assert "another rank cannot look at its parameters" in raised[rank], raised
