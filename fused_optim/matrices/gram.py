@@ -60,8 +60,8 @@ class _Stack:
 def orthogonalized_together(values: Sequence[Tensor], how: Orthogonalization, products: Products) -> list[Tensor]:
     """Each as :func:`fused_optim.matrices.newton_schulz.orthogonalized` makes it, within the error of FP16 products.
 
-    ``values``: FP32 or BF16, contiguous, all with the same smaller size; all of them square, or none. The bits of each depend on its values, its
-    shape and ``how`` alone.
+    ``values``: FP32 or BF16, contiguous, all with the same smaller size; all of them square, or none. The bits of each
+    depend on its values, its shape and ``how`` alone.
     """
     size = min(values[0].shape)
     by_shape: dict[torch.Size, list[int]] = {}

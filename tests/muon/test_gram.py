@@ -199,7 +199,15 @@ FORMS = [  # left and right transposed, symmetric, addend
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize(
     ("batch", "rows", "columns", "inner"),
-    [(1, 8, 8, 8), (3, 256, 256, 64), (2, 136, 264, 72), (2, 520, 520, 328), (40, 256, 512, 128), (70, 256, 256, 136), (2, 1024, 768, 1024)],
+    [
+        (1, 8, 8, 8),
+        (3, 256, 256, 64),
+        (2, 136, 264, 72),
+        (2, 520, 520, 328),
+        (40, 256, 512, 128),
+        (70, 256, 256, 136),
+        (2, 1024, 768, 1024),
+    ],
 )
 def test_products(form: tuple[bool, bool, bool, bool], batch: int, rows: int, columns: int, inner: int) -> None:
     products = engine_products()
