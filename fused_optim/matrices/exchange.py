@@ -61,6 +61,23 @@ class MatricesOnMesh:
         """Whether nothing is moved."""
         return self._is_local
 
+    @property
+    def work(self) -> list[int]:
+        """What the products of the matrices of each rank cost; see :attr:`Matrix.cost`."""
+        found = [0] * len(self._ranks)
+        for matrix, owner in zip(self._owned.matrices, self._owned.owners, strict=True):
+            found[owner] += matrix.cost
+        return found
+
+    @property
+    def sent_elements(self) -> tuple[int, int]:
+        """What this rank puts into the two all-to-alls of a step, what it keeps itself included."""
+        if self._is_local:
+            return 0, 0
+        there = (piece for n, piece in self._held.items() if self._owned.sender(n, piece) == self._rank)
+        back = ((piece, ranks) for n in self._mine for piece, ranks in self._owned.pieces[n].items())
+        return sum(piece.numel for piece in there), sum(piece.numel * len(ranks) for piece, ranks in back)
+
     def begin(self, updates: Mapping[int, Tensor], dtypes: Mapping[int, Dtypes]) -> Exchange:
         """Send local parts to the owners of their matrices: a collective over the mesh, if some are moved.
 

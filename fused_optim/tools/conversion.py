@@ -215,7 +215,9 @@ class _Conversion:
             found = " and ".join(spec.name for spec in specs)
             raise ValueError(f"{name}: {where} has its {found}, and 'torch' is torch.optim.AdamW's and Muon's layout")
         if self._wanted.layout == "torch" and is_muon and len(states[specs[0].name].shape) != 2:
-            raise ValueError(f"{name}: torch.optim.Muon takes parameters with two dims only, so it cannot continue this run")
+            raise ValueError(
+                f"{name}: torch.optim.Muon takes parameters with two dims only, so it cannot continue this run"
+            )
         if self._ids[name] not in self._steps and not is_muon:
             raise ValueError(f"{name}: {where} has its states but no step, neither its own nor its param group's")
 
