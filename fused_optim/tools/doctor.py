@@ -102,7 +102,7 @@ def diagnose_target(
     with simulated(world_size):
         if report is None:
             model = _of_factory(target)
-            named = list(model.named_parameters())
+            named: Parameters = list(model.named_parameters())
             muon = _muons_of(model, target) if algorithm == "muon" else muon_names(named, algorithm)
         else:
             named = list(_of_checkpoint(report, param_dtype or torch.bfloat16))
