@@ -32,8 +32,8 @@ class Plan(dict[str, Any]):
     ``choices``: a row for each mix of states and masters, the smallest first, with the bytes that rank 0 holds (no rank
     holds more), those of offloaded states apart as ``host_bytes``, and what is gathered of layers at most; seconds of a
     step, of ``Checkpointer``'s saves and lost to them; ``adamw``: the bytes of torch.optim.AdamW; ``chosen``: the row
-    that was asked for; ``fallbacks``: of that, as in ``optimizer.summary()``; ``muon``: what orthogonalization takes, as
-    :func:`fused_optim.tools.muon_plan.muon_facts` says; None without Muon.
+    that was asked for; ``fallbacks``: of that, as in ``optimizer.summary()``; ``muon``: what orthogonalization takes,
+    as ``muon_plan.muon_facts`` says; None without Muon.
     """
 
     def __str__(self) -> str:

@@ -238,7 +238,7 @@ def test_products(form: tuple[bool, bool, bool, bool], batch: int, rows: int, co
     if added is not None:
         expected += 0.5 * added.cpu().double()
     assert error(result, expected.numpy()) < (3e-4 if result_type == F16 else 2.5e-3)
-    for one in (slice(0, 1), slice(batch - 1, batch)):  # few matrices are made by halves of blocks
+    for one in (slice(0, 1), slice(batch - 1, batch)):
         alone = torch.full_like(result[:1], math.nan)
         own = [each[one].contiguous() for each in given]
         products.multiply(*own, alone, addend=None if added is None else added[one].contiguous(), **factors, **options)

@@ -1,9 +1,8 @@
 // Products on Hopper GPUs. A cluster of two thread blocks makes a block of 256 x 256 of a result, each of them 128
 // rows: one warp has the copy engine fetch slices of both factors ahead, the right one's for both thread blocks at
 // once; two warpgroups multiply, and write what they have through shared memory. Of a symmetric result, the blocks on
-// and below the diagonal are made, and those below are written transposed, too. Blocks that are left when all clusters
-// have had as many are made by two clusters each, where there are enough: 128 rows by one, 64 of them by a thread
-// block. Each element is summed up in the same order, wherever it is made.
+// and below the diagonal are made, and those below are written transposed, too. Each block is summed up in the same
+// order, wherever it is made.
 #if !defined(FUSED_OPTIM_WITHOUT_HOPPER)
 
 #include <cuda_bf16.h>
@@ -45,24 +44,18 @@ struct Factors {
     uint32_t batch, rows, columns, inner;
     float alpha, beta, gamma;
     uint32_t blocks;  // of 256 x 256, that are made of one result
-    uint32_t whole;   // how many blocks of all results are made whole; the others are made by halves
     uint32_t blocks_per_row;
     bool symmetric;
     bool to_bfloat16;
 };
 
-// Which block of which matrix is the n-th, or which half of it.
+// Which block of which matrix is the n-th.
 struct Place {
     uint32_t matrix, row, column;
-    bool is_half;
-    uint32_t half;
 
     __device__ Place(const Factors& f, uint32_t number) {
-        is_half = number >= f.whole;
-        half = is_half ? (number - f.whole) % 2 : 0;
-        const uint32_t of_all = is_half ? f.whole + (number - f.whole) / 2 : number;
-        matrix = of_all / f.blocks;
-        const uint32_t n = of_all % f.blocks;
+        matrix = number / f.blocks;
+        const uint32_t n = number % f.blocks;
         if (f.symmetric) {
             row = static_cast<uint32_t>((sqrtf(8.0f * static_cast<float>(n) + 1.0f) - 1.0f) * 0.5f);
             while (row * (row + 1) / 2 > n) --row;
@@ -72,11 +65,6 @@ struct Place {
             row = n / f.blocks_per_row;
             column = n % f.blocks_per_row;
         }
-    }
-
-    // The first row that a thread block of the cluster makes.
-    __device__ uint32_t first_row(uint32_t block) const {
-        return row * kColumns + (is_half ? half * kRows + block * (kRows / 2) : block * kRows);
     }
 };
 
@@ -111,18 +99,19 @@ __device__ __forceinline__ void fetch(const Factors& f, const SharedMemory& shar
     for (uint32_t number = first; number < total; number += step) {
         const Place place(f, number);
         const int32_t z = static_cast<int32_t>(place.matrix);
-        const int32_t row = static_cast<int32_t>(place.first_row(block));
+        const int32_t row = static_cast<int32_t>(place.row * kColumns + block * kRows);
         const int32_t column = static_cast<int32_t>(place.column * kColumns + block * kRows);  // of half a slice
         for (int32_t k = 0; k < static_cast<int32_t>(f.inner); k += kDepth, stage.advance()) {
             hopper::wait(shared.empty(stage.index), stage.parity ^ 1);
             const uint32_t full = shared.full(stage.index);
             const uint32_t left = shared.left(stage.index);
             const uint32_t right = shared.right(stage.index) + block * (kRightBytes / 2);
-            hopper::expect_bytes(full, place.is_half ? kStageBytes - kBoxBytes : kStageBytes);
-            for (int32_t part = 0; part < (place.is_half ? 1 : 2); ++part) {
-                const int32_t own = row + 64 * part;
-                hopper::load_box(left + part * kBoxBytes, &f.left, full, left_transposed ? own : k,
-                                 left_transposed ? k : own, z);
+            hopper::expect_bytes(full, kStageBytes);
+            if constexpr (left_transposed) {
+                hopper::load_box(left, &f.left, full, row, k, z);
+                hopper::load_box(left + kBoxBytes, &f.left, full, row + 64, k, z);
+            } else {
+                hopper::load_box(left, &f.left, full, k, row, z);
             }
             if constexpr (right_transposed) {
                 hopper::load_box_for_both(right, &f.right, full, k, column, z);
@@ -225,14 +214,7 @@ __device__ __forceinline__ void multiply_all(const Factors& f, const SharedMemor
     };
     for (uint32_t number = first; number < total; number += step) {
         const Place place(f, number);
-        if (place.is_half && warpgroup > 0) {  // its rows are the other half's
-            for (uint32_t k = 0; k < f.inner; k += kDepth, stage.advance()) {
-                hopper::wait(shared.full(stage.index), stage.parity);
-                release();
-            }
-            continue;
-        }
-        const Part part{place.matrix, place.first_row(block) + warpgroup * 64, place.column * kColumns,
+        const Part part{place.matrix, place.row * kColumns + block * kRows + warpgroup * 64, place.column * kColumns,
                         f.symmetric && place.row != place.column, f.gamma != 0.0f && place.row == place.column};
         uint32_t addend[has_addend ? 64 : 1];
         if constexpr (has_addend) load_addend(addend, f, part);
@@ -276,7 +258,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreadsOfProduct, 1
         hopper::fence_barriers();
     }
     hopper::sync_cluster();
-    const uint32_t total = 2 * f.batch * f.blocks - f.whole, first = blockIdx.x / 2, step = gridDim.x / 2;
+    const uint32_t total = f.batch * f.blocks, first = blockIdx.x / 2, step = gridDim.x / 2;
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (threadIdx.x == 0) fetch<left_transposed, right_transposed>(f, shared, block, first, step, total);
@@ -321,11 +303,10 @@ CUtensorMap map_of(uint64_t address, uint32_t batch, uint32_t rows, uint32_t col
     return map;
 }
 
-// `inner_first`: (inner, size), else (size, inner), of which `box` come at once.
-CUtensorMap map_of_factor(uint64_t address, bool inner_first, const MatrixProduct& p, uint32_t size, uint32_t box,
-                          int device) {
+// `inner_first`: (inner, size), else (size, inner).
+CUtensorMap map_of_factor(uint64_t address, bool inner_first, const MatrixProduct& p, uint32_t size, int device) {
     return inner_first ? map_of(address, p.batch, p.inner, size, 64, device)
-                       : map_of(address, p.batch, size, p.inner, box, device);
+                       : map_of(address, p.batch, size, p.inner, kRows, device);
 }
 
 cudaLaunchConfig_t launch_config(uint32_t clusters, cudaStream_t stream) {
@@ -354,11 +335,9 @@ uint32_t clusters_at_once(int device) {
 }
 
 template <bool left_transposed, bool right_transposed, bool has_addend>
-void launch(Factors factors, int device, cudaStream_t stream) {
+void launch(const Factors& factors, int device, cudaStream_t stream) {
     const uint32_t at_once = clusters_at_once<left_transposed, right_transposed, has_addend>(device);
-    const uint32_t blocks = factors.batch * factors.blocks, left = blocks % at_once;
-    factors.whole = 2 * left <= at_once ? blocks - left : blocks;
-    const cudaLaunchConfig_t config = launch_config(std::min(2 * blocks - factors.whole, at_once), stream);
+    const cudaLaunchConfig_t config = launch_config(std::min(factors.batch * factors.blocks, at_once), stream);
     check_cuda(cudaLaunchKernelEx(&config, matrix_product<left_transposed, right_transposed, has_addend>, factors),
                kName, device);
 }
@@ -414,8 +393,8 @@ void matrix_product_cuda(const MatrixProduct& p, int device, uint64_t stream_han
     CudaDeviceGuard guard(kName, device);
     const auto stream = reinterpret_cast<cudaStream_t>(stream_handle);
     const uint32_t down = (p.rows + kColumns - 1) / kColumns, across = (p.columns + kColumns - 1) / kColumns;
-    const Factors factors{map_of_factor(p.left, p.left_transposed, p, p.rows, 64, device),
-                          map_of_factor(p.right, !p.right_transposed, p, p.columns, kRows, device),
+    const Factors factors{map_of_factor(p.left, p.left_transposed, p, p.rows, device),
+                          map_of_factor(p.right, !p.right_transposed, p, p.columns, device),
                           map_of(p.result, p.batch, p.rows, p.columns, 64, device),
                           reinterpret_cast<const __half*>(p.addend),
                           p.batch,
@@ -426,7 +405,6 @@ void matrix_product_cuda(const MatrixProduct& p, int device, uint64_t stream_han
                           p.beta,
                           p.gamma,
                           p.symmetric ? down * (down + 1) / 2 : down * across,
-                          0,  // the launch knows
                           across,
                           p.symmetric,
                           p.result_type == Element::kBFloat16};
