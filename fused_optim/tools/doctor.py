@@ -116,7 +116,8 @@ def diagnose_target(
             *_of_parameters(params, plan, muon),
             *(() if report is None else _of_files(report)),
         ]
-    sorted_ = {kind: [name for name, _ in named if (name in muon) == (kind == "muon")] for kind in ("muon", "adamw")}
+    trained = [name for name, param in named if param.requires_grad]
+    sorted_ = {kind: [name for name in trained if (name in muon) == (kind == "muon")] for kind in ("muon", "adamw")}
     return Diagnosis(
         target=target,
         plan=dict(plan),
