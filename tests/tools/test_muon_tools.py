@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 import distributed
 from distributed import same_bits
-from fused_optim import FusedMuon, load_optimizer_checkpoint, muon_param_groups
+from fused_optim import FusedLion, FusedMuon, load_optimizer_checkpoint, muon_param_groups
 from fused_optim.__main__ import main
 from fused_optim.tools.comparison import compare_checkpoints
 from fused_optim.tools.conversion import convert_checkpoint
@@ -184,6 +184,16 @@ def test_parameters_that_torchs_muon_does_not_take(tmp_path: Path) -> None:
     torch.save({"optimizer": optimizer.state_dict()}, tmp_path / "experts.pt")
     with pytest.raises(ValueError, match="two dims only"):
         convert_checkpoint(tmp_path / "experts.pt", tmp_path / "torch", "torch")
+
+
+def test_lions_states_have_no_layout_of_torchs(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = FusedLion(model.named_parameters())
+    model(torch.arange(32)).square().mean().backward()
+    optimizer.step()
+    torch.save({"optimizer": optimizer.state_dict()}, tmp_path / "lion.pt")
+    with pytest.raises(ValueError, match=r"has its exp_avg, and 'torch' is torch\.optim\.AdamW's and Muon's layout"):
+        convert_checkpoint(tmp_path / "lion.pt", tmp_path / "torch", "torch")
 
 
 def test_numbered_parameters_of_two_optimizers(tmp_path: Path) -> None:
