@@ -43,14 +43,48 @@ WIDTHS = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "n
 SIZES = {**SPECIAL, **WIDTHS, "num_key_value_heads": 2, "max_position_embeddings": 64, "head_dim": 16}
 LATENT = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 8, "v_head_dim": 16, "qk_nope_head_dim": 16}
 GROUPS = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
-DEEPSEEK = {**SIZES, **LATENT, **GROUPS, "num_key_value_heads": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
+DEEPSEEK = {
+    **SIZES,
+    **LATENT,
+    **GROUPS,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 32,
+    "num_experts_per_tok": 2,
+}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 ODD = {**SIZES, "hidden_size": 40, "intermediate_size": 52, "head_dim": 10, "attention_bias": True, "mlp_bias": True}
-ENCODER, DECODER = ({f"{part}_layers": 2, f"{part}_attention_heads": 4, f"{part}_ffn_dim": 96} for part in ("encoder", "decoder"))
-WHISPER = {**SPECIAL, **ENCODER, **DECODER, "d_model": 64, "num_mel_bins": 16, "max_source_positions": 16}
-T5 = {"vocab_size": 64, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+ENCODER, DECODER = (
+    {f"{part}_layers": 2, f"{part}_attention_heads": 4, f"{part}_ffn_dim": 96} for part in ("encoder", "decoder")
+)
+WHISPER = {
+    **SPECIAL,
+    "decoder_start_token_id": 1,
+    **ENCODER,
+    **DECODER,
+    "d_model": 64,
+    "num_mel_bins": 16,
+    "max_source_positions": 16,
+}
+T5 = {
+    "vocab_size": 64,
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 96,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+}
 VIT = {**WIDTHS, "image_size": 16, "patch_size": 4, "num_labels": 10}
-GPT2 = {"vocab_size": 64, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2}
+GPT2 = {
+    "vocab_size": 64,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 # The class, its configuration, how many weights the default quantizes.
 MODELS: dict[str, tuple[str, str, dict[str, Any], int]] = {
@@ -165,7 +199,10 @@ def test_training_is_that_of_rounded_masters(name: str, recipe: str) -> None:
     model, plain = quantize_model_(model_of(name), quantizes), model_of(name)
     names = quantized_names(model)
     masters = {key: param.detach().clone().requires_grad_() for key, param in plain.named_parameters()}
-    ours, theirs = FusedAdamW(model.parameters(), lr=1e-3, eps=1e-3), torch.optim.AdamW(masters.values(), lr=1e-3, eps=1e-3)
+    ours, theirs = (
+        FusedAdamW(model.parameters(), lr=1e-3, eps=1e-3),
+        torch.optim.AdamW(masters.values(), lr=1e-3, eps=1e-3),
+    )
     for _ in range(3):
         with torch.no_grad():
             for key, param in plain.named_parameters():
@@ -191,7 +228,8 @@ def test_layers_that_are_no_linear_ones_are_not_left_silently(tmp_path: Path) ->
         quantize_model_(model_of("gpt2"), Float8CurrentScaling())
     model_of("gpt2").save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match="no weight is quantized"), quantized_model_init(Float8CurrentScaling()):
-        transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
+        model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
+    assert not quantized_names(model)
 
 
 def test_transposed_weights_are_picked_by_a_filter(tmp_path: Path) -> None:

@@ -242,7 +242,9 @@ def test_products_are_in_fp8_by_default_where_they_were_measured_to_gain(hopper:
         format = recipe_of_blocks.products
         assert format is not None
         why = products.slower_reason(format, hopper, 32768, square, "BF16")
-        assert why == 'FP8 products were not measured with block, weights kept: compute="fp8" asks for them all the same'
+        assert (
+            why == 'FP8 products were not measured with block, weights kept: compute="fp8" asks for them all the same'
+        )
         assert products.slower_reason(format, hopper, 32768, square, "decoded") is None  # as FSDP2 gathers them
     for other in (Float8CurrentScaling(compute="decode"), Float8CurrentScaling(compute="dequantize")):
         assert not any(products.products_in_fp8(other, hopper, 8192, square)) and other.compute == "decode"

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from fused_optim.quantized.compute import casts
 from fused_optim.quantized.recipes import Components, Encoding, Recipe, as_matrix, codec
 from fused_optim.quantized.tensor import QuantizedTensor, all_gather, patches
-from fused_optim.quantized.tensor.dispatch import as_parameter, asked_by, called_by
+from fused_optim.quantized.tensor.dispatch import NO_RECIPE, as_parameter, asked_by, called_by
 from fused_optim.sharding.dtensor import dense, local_tensor, rewrap_like
 
 aten = torch.ops.aten
@@ -52,7 +52,7 @@ class KeptWeight(Tensor):
     def __new__(
         cls,
         plain: Tensor,
-        recipe: Recipe = cast(Recipe, None),
+        recipe: Recipe = NO_RECIPE,
         padded_rows: int = 0,
         requires_grad: bool | None = None,
     ) -> Self:

@@ -93,8 +93,8 @@ def chosen_parameters(
             raise ValueError(f"{each.name} is not initialised: run a lazy module once before quantize_model_")
         if _is_offloaded(each.module):
             raise ValueError(
-                f"{each.name} is offloaded by Accelerate, to the CPU or to disk: load the model without such a device_map, "
-                "then quantize it, then offload it by dispatch_model or cpu_offload"
+                f"{each.name} is offloaded by Accelerate, to the CPU or to disk: load the model without such a "
+                "device_map, then quantize it, then offload it by dispatch_model or cpu_offload"
             )
     return chosen
 
@@ -139,7 +139,7 @@ def is_quantized(param: Tensor) -> bool:
 
 
 def warn_of_plain(models: Sequence[nn.Module], chosen: Sequence[Chosen], stacklevel: int) -> None:
-    """Name the weights of experts that no filter and no pattern was asked about; or tell that none was chosen at all."""
+    """Name the weights of experts that no filter and no pattern was asked about; or tell that nothing was chosen."""
     if models and not chosen:
         warnings.warn(
             "no weight is quantized: by default these are the weights of nn.Linear, except output heads and what is "

@@ -14,11 +14,14 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from fused_optim.quantized.recipes import Recipe
+
 # What torch calls with a function of ``torch.ops`` and its arguments, which are whatever that function takes.
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Handler = Callable[[OpOverload, Args, Kwargs], Any]
 _Tensor = TypeVar("_Tensor", bound=Tensor)
+NO_RECIPE = cast(Recipe, None)  # of what is made by :func:`as_parameter`, and has its own
 
 
 class OperatorKind(enum.Enum):
@@ -63,8 +66,8 @@ def as_parameter(kind: type[_Tensor], given: object, requires_grad: bool) -> _Te
     if not isinstance(given, kind):
         raise TypeError(
             "plain values in the place of a quantized weight, whose recipe they do not tell: load_state_dict, "
-            "load_quantized_safetensors, or from_pretrained within quantized_model_init, load weights. Accelerate offloads "
-            "quantized weights to the CPU, not to disk, and weights that are kept (keep_weights=True) not at all"
+            "load_quantized_safetensors or from_pretrained within quantized_model_init load weights. Accelerate "
+            "offloads quantized weights to the CPU, not to disk, and with keep_weights=True not at all"
         )
     return cast(_Tensor, torch.nn.Parameter(given, requires_grad))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self, cast
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from fused_optim.quantized.recipes import (
 )
 from fused_optim.quantized.tensor import all_gather, patches
 from fused_optim.quantized.tensor.coverage import Region, joined
-from fused_optim.quantized.tensor.dispatch import Decodable, as_parameter, view_of
+from fused_optim.quantized.tensor.dispatch import NO_RECIPE, Decodable, as_parameter, view_of
 
 INITIAL = "initial"  # the component with high-precision initial values, until the optimizer has seeded its master
 INITIAL_COMPONENT = Component(INITIAL, torch.float32, (1, 1))
@@ -84,7 +84,7 @@ class Weight(Decodable):
     def __new__(
         cls,
         components: Components,
-        recipe: Recipe = cast(Recipe, None),
+        recipe: Recipe = NO_RECIPE,
         shape: Sequence[int] = (),
         dtype: torch.dtype = torch.float32,
         transposed: bool = False,
