@@ -2,8 +2,7 @@
 
 A step is X <- Z X with Z = a I + b R + c R R, and then R <- Z R Z. So Q, the product of several Z, is found from R
 alone, and X <- Q X once, with all matrices but X itself n x n and symmetric. Rounding adds up in R, whose small
-eigenvalues it may make negative ones that grow: after three steps at most R is made from X anew. For square matrices
-that is done after every step: X is no larger than R, and has as few products then, which are fewer and larger launches.
+eigenvalues it may make negative ones that grow: after three steps at most R is made from X anew.
 
 Values are FP16, whose rounding is an eighth of BF16's. R is scaled so that its diagonal is about 1.
 
@@ -25,7 +24,7 @@ from fused_optim.rule import Orthogonalization
 
 Triple = tuple[float, float, float]
 
-_MOST_STEPS = 3  # of matrices that are not square, without making R anew
+_MOST_STEPS = 3  # without making R anew
 _LARGEST_SQUARE = 2.0**12  # that R is multiplied by: its largest eigenvalue then is that at most
 
 
@@ -60,8 +59,8 @@ class _Stack:
 def orthogonalized_together(values: Sequence[Tensor], how: Orthogonalization, products: Products) -> list[Tensor]:
     """Each as :func:`fused_optim.matrices.newton_schulz.orthogonalized` makes it, within the error of FP16 products.
 
-    ``values``: FP32 or BF16, contiguous, all with the same smaller size; all of them square, or none. The bits of each
-    depend on its values, its shape and ``how`` alone.
+    ``values``: FP32 or BF16, contiguous, all with the same smaller size. The bits of each depend on its values, its
+    shape and ``how`` alone.
     """
     size = min(values[0].shape)
     by_shape: dict[torch.Size, list[int]] = {}
@@ -72,8 +71,7 @@ def orthogonalized_together(values: Sequence[Tensor], how: Orthogonalization, pr
     square = min(4.0 ** math.floor(math.log2(size) / 2), _LARGEST_SQUARE)
     for stack in stacks:
         stack.normalize(values, products, math.sqrt(square), how.eps)
-    most = 1 if is_square(values[0]) else _MOST_STEPS
-    for first, end in pairwise(_cuts(len(how.coefficients), most)):
+    for first, end in pairwise(_cuts(len(how.coefficients))):
         gram = torch.empty(len(values), size, size, dtype=torch.float16, device=values[0].device)
         for stack in stacks:
             stack.make_gram(gram, products)
@@ -107,15 +105,11 @@ def _times(left: Tensor, right: Tensor, products: Products, factor: float = 1.0)
     return result
 
 
-def is_square(x: Tensor) -> bool:
-    return x.shape[0] == x.shape[1]
-
-
-def _cuts(steps: int, most: int) -> list[int]:
+def _cuts(steps: int) -> list[int]:
     """Where R is made: parts of the steps, as even as can be, longer ones first.
 
     What rounding has left of small singular values grows in the steps after it: the last R should serve few of them.
     """
-    count = -(-steps // most)
+    count = -(-steps // _MOST_STEPS)
     short, longer = divmod(steps, count)
     return list(accumulate([short + 1] * longer + [short] * (count - longer), initial=0))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fused_optim.backends.products import MULTIPLE, Products, fast_products
-from fused_optim.matrices.gram import is_square, orthogonalized_together
+from fused_optim.matrices.gram import orthogonalized_together
 from fused_optim.matrices.newton_schulz import orthogonalized
 from fused_optim.rule import Orthogonalization
 
@@ -27,14 +27,14 @@ def orthogonalize(values: Sequence[Tensor], how: Sequence[Orthogonalization]) ->
     the other.
     """
     made: dict[int, Tensor] = {}
-    together: dict[tuple[Orthogonalization, int, bool, Products], list[int]] = {}
+    together: dict[tuple[Orthogonalization, int, Products], list[int]] = {}
     for number, (x, own) in enumerate(zip(values, how, strict=True)):
         products = fast_products(x.device)
         if products is None or not _gains(x, own, products):
             made[number] = orthogonalized(x, own)
         else:
-            together.setdefault((own, min(x.shape), is_square(x), products), []).append(number)
-    for (own, size, _, products), numbers in together.items():
+            together.setdefault((own, min(x.shape), products), []).append(number)
+    for (own, size, products), numbers in together.items():
         for some in _in_parts(numbers, max(1, _TOGETHER // size**2)):
             made |= zip(some, orthogonalized_together([values[i] for i in some], own, products), strict=True)
     return [made[number] for number in range(len(values))]

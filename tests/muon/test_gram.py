@@ -61,28 +61,8 @@ def products_of(device: str) -> Products:
 
 
 def test_parts_of_the_steps() -> None:
-    assert [_cuts(steps, 3) for steps in (1, 3, 4, 5, 6)] == [[0, 1], [0, 3], [0, 2, 4], [0, 3, 5], [0, 3, 6]]
-    assert _cuts(10, 3) == [0, 3, 6, 8, 10]
-    assert _cuts(3, 1) == [0, 1, 2, 3]
-
-
-class Counted(TorchProducts):
-    """How many products there are, symmetric or not."""
-
-    def __init__(self) -> None:
-        self.counts = {True: 0, False: 0}
-
-    def multiply(self, left: Tensor, right: Tensor, result: Tensor, **options: Any) -> None:
-        self.counts[options.get("symmetric", False)] += 1
-        super().multiply(left, right, result, **options)
-
-
-@pytest.mark.parametrize(("shape", "symmetric", "others"), [((32, 32), 10, 5), ((32, 64), 16, 2), ((64, 32), 16, 2)])
-def test_products_of_five_steps(shape: tuple[int, int], symmetric: int, others: int) -> None:
-    """Of square matrices those with X itself cost no more than others, so nothing is gained by fewer of them."""
-    products = Counted()
-    orthogonalized_together([normal(shape)], how(), products)
-    assert products.counts == {True: symmetric, False: others}
+    assert [_cuts(steps) for steps in (1, 3, 4, 5, 6)] == [[0, 1], [0, 3], [0, 2, 4], [0, 3, 5], [0, 3, 6]]
+    assert _cuts(10) == [0, 3, 6, 8, 10]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +83,7 @@ def test_it_is_the_polynomial_of_the_singular_values(name: Any, steps: int, dtyp
 
 
 def test_errors_do_not_grow_with_the_size(device: str) -> None:
-    """Of square matrices, whose small singular values rounding moves most."""
+    """Of square matrices, whose small singular values rounding moves most: an R of three steps must not be the last."""
     kind = how("polar_express", 5)
     x = normal((256, 256), device)
     expected = exact(x, kind.coefficients)
@@ -152,8 +132,8 @@ def test_bits_do_not_depend_on_the_others(device: str) -> None:
     together = orthogonalize(values, [kind] * len(values))
     for x, found in zip(values, together, strict=True):
         assert torch.equal(orthogonalize([x], [kind])[0], found)
-    stacked = orthogonalized_together([values[i] for i in (0, 1, 3, 5)], kind, products_of(device))
-    for i, found in zip((0, 1, 3, 5), stacked, strict=True):
+    stacked = orthogonalized_together([values[i] for i in (0, 1, 2, 3, 5)], kind, products_of(device))
+    for i, found in zip((0, 1, 2, 3, 5), stacked, strict=True):
         assert torch.equal(orthogonalized_together([values[i]], kind, products_of(device))[0], found)
 
 
