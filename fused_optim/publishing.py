@@ -106,7 +106,7 @@ class Publisher(Optimizer):
         tracker = self._tracker()
         check_whole(model, params)
         check_belongs(model, params)
-        self.store.synchronize()
+        self.store.offloading.synchronize()
         tracker.notice({param: state.get(param, {}).get(MASTER) for param in params})
         names = parameter_names(model)
         published = [

@@ -112,10 +112,10 @@ class Plan:
         for (device, offloaded, _), part in parts.items():
             about = (device, part.backend, part.groups, len(groups), rules[part.groups[0]])
             if rules[part.groups[0]].whole_matrices:
-                link = store.link(device) if offloaded else None
+                link = store.offloading.link(device) if offloaded else None
                 part.shards = MatrixShards(*about[:4], [params[index] for index in part.indices], link)
             else:
-                part.shards = OffloadedShards(*about, store.link(device)) if offloaded else shards_on(*about)
+                part.shards = OffloadedShards(*about, store.offloading.link(device)) if offloaded else shards_on(*about)
         self._parts = [parts[key] for key in sorted(parts, key=str)]
         self.backends: dict[torch.device, str] = {part.device: part.backend for part in self._parts}
         self._last = {part.device: part for part in self._parts}  # to be launched
