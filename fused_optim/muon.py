@@ -60,9 +60,7 @@ class Muon(MomentumPass):
         return ""
 
     def check(self, group: Mapping[str, Any]) -> None:
-        check_number("momentum", group["momentum"])
-        if not group["momentum"] < 1.0:
-            raise ValueError(f"momentum: expected a number in [0, 1), got {group['momentum']}")
+        check_number("momentum", group["momentum"], below=1.0)
         check_number("eps", group["eps"])
         flag_of("nesterov", group["nesterov"])
         if not whole_number("ns_steps", group["ns_steps"], 0) < 100:

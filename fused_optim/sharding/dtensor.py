@@ -113,15 +113,13 @@ class Portable(DTensor):
 
 def portable(local: Tensor, like: DTensor) -> Portable:
     """``local`` wrapped as :func:`rewrap_like` does, to be pickled."""
-    spec = _spec(like.device_mesh, tuple(like.placements), like.shape, like.stride(), local.dtype)
-    return Portable(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]  # DTensor's
+    return _rebuild_portable(local, like.device_mesh, tuple(like.placements), like.shape, like.stride())
 
 
 def _rebuild_portable(
     local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, stride: tuple[int, ...]
 ) -> Portable:
-    meta = TensorMeta(shape, stride, local.dtype)
-    spec = DTensorSpec(mesh, placements, meta)
+    spec = _spec(mesh, placements, shape, stride, local.dtype)
     return Portable(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]  # DTensor's
 
 

@@ -17,10 +17,11 @@ from torch.distributed.tensor import Shard
 
 from fused_optim.adam import FusedAdamW
 from fused_optim.formats.dtypes import as_dtype
-from fused_optim.formats.states import state_format
 from fused_optim.optional import optional
+from fused_optim.options.checks import check_number
 from fused_optim.state.summary import aligned, shown_bytes
 from fused_optim.tools.counting import FORMS, HELD, Choice, Counted
+from fused_optim.tools.encoding import known_format
 from fused_optim.tools.models import Named
 from fused_optim.tools.names import MASTER_BITS, STATES, rates_of
 from fused_optim.tools.simulation import sharded_parameter, simulated
@@ -87,10 +88,9 @@ def plan_parameters(
     This rank's shards are counted. Arguments and errors as of :func:`plan_shapes`.
     """
     params = list(named)
-    chosen = Choice(_format_name(state_dtype), _known_bits(master_bits))
+    chosen = Choice(known_format("state_dtype", state_dtype).name, _known_bits(master_bits))
     rates = None if machine is None else rates_of(machine)
-    if not 0.0 <= offload <= 1.0:
-        raise ValueError(f"offload: expected a number in [0, 1], got {offload}")
+    check_number("offload", offload, most=1.0)
     if not params:
         raise ValueError("there are no parameters to plan for")
     counted = Counted(params)
@@ -109,13 +109,6 @@ def plan_parameters(
         fallbacks=[each for each in optimizer.summary()["fallbacks"] if each["what"] != "backend"],
         machine=None if rates is None else {"name": rates["name"], "sources": rates["sources"]},
     )
-
-
-def _format_name(given: torch.dtype | str) -> str:
-    try:
-        return state_format(given).name
-    except KeyError:
-        raise ValueError(f"state_dtype: expected one of {', '.join(STATES)}, got {given!r}") from None
 
 
 def _known_bits(given: int) -> int:
