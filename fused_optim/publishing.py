@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 
@@ -12,13 +13,14 @@ from torch.optim.optimizer import Optimizer
 
 from fused_optim.adapters import Place, adapter_of
 from fused_optim.backends import is_capturing
+from fused_optim.backends.changed_bits import MarkedTensor, collect
 from fused_optim.decorators import between_graphs, between_steps, ungraded
 from fused_optim.memory.layout import MASTER
 from fused_optim.options.checks import check_belongs, check_whole
 from fused_optim.sharding.collective import gather as collective_gather
 from fused_optim.sharding.collective import on_all_ranks, parameter_names
 from fused_optim.sharding.dtensor import dense, local_tensor, shard_offsets
-from fused_optim.state.changes import ChangeTracker, indices_of_all, parts_of
+from fused_optim.state.changes import ChangeTracker, parts_of
 from fused_optim.state.store import StateStore
 from fused_optim.step.run import Stepper
 from fused_optim.wire.apply import part_name
@@ -60,7 +62,6 @@ class Publisher(Optimizer):
             self.store.describe(param)
         for each in self.store.params if param is None else [param]:
             tracker[each].set_all()
-            tracker[each].is_settled = False
 
     @between_graphs
     @ungraded
@@ -118,10 +119,14 @@ class Publisher(Optimizer):
         own = [part_name(names[param][0], part) for param, part, _ in published]
         if twice := sorted(name for name, count in Counter(own).items() if count > 1):
             raise ValueError(f"two tensors would be published as {', '.join(twice)}: rename the parameter of that name")
-        marked = indices_of_all([tracker[param].bits[part] for param, part, _ in published])
-        for name, (param, part, local), indices in zip(own, published, marked, strict=True):
+        marked = [
+            MarkedTensor(tracker[param].bits[part], dense(local.detach()).view(-1)) for param, part, local in published
+        ]
+        taken = collect(marked)
+        for name, (param, part, local), (indices, values) in zip(own, published, taken, strict=True):
             if indices.numel():
-                yield name, _changes(param, part, local, indices)
+                place = _place(param, part)
+                yield name, Changes(_in_whole(indices, tuple(local.shape), place), values, place.shape)
 
 
 def _is_first_replica(param: Tensor) -> bool:
@@ -132,22 +137,19 @@ def _is_first_replica(param: Tensor) -> bool:
     return all(i == 0 for i, placement in zip(at, param.placements, strict=True) if placement.is_replicate())
 
 
-def _changes(param: Tensor, part: str, local: Tensor, indices: Tensor) -> Changes:
-    values = dense(local.detach()).view(-1)[indices]
+def _place(param: Tensor, part: str) -> Place:
     adapter = adapter_of(param)
     if adapter is not None:
-        place = adapter.place(param, part)
-    elif isinstance(param, DTensor):
-        place = Place(tuple(param.shape), tuple(shard_offsets(param)))
-    else:
-        place = Place(tuple(param.shape), (0,) * param.dim())
-    return Changes(_in_whole(indices, tuple(local.shape), place), values, place.shape)
+        return adapter.place(param, part)
+    offsets = shard_offsets(param) if isinstance(param, DTensor) else (0,) * param.dim()
+    return Place(tuple(param.shape), tuple(offsets))
 
 
 def _in_whole(indices: Tensor, shape: tuple[int, ...], place: Place) -> Tensor:
     """Flat indices in a part of ``shape`` as those in the whole."""
-    if shape == place.shape:
-        return indices
+    if shape[1:] == place.shape[1:]:  # rows
+        first = math.prod(place.shape[1:]) * (place.offsets[0] if place.offsets else 0)
+        return indices + first if first else indices
     found = torch.zeros_like(indices)
     for at, first, size in zip(torch.unravel_index(indices, shape), place.offsets, place.shape, strict=True):
         found = found * size + (at + first)

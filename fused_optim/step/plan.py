@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -35,7 +35,7 @@ from fused_optim.memory.layout import MASTER, memory_of
 from fused_optim.options.checks import check_states, check_update, describe
 from fused_optim.rule import Hyper
 from fused_optim.sharding.dtensor import dense, finished_local, is_dense, local_tensor
-from fused_optim.state.changes import CODES, SCALES, WHOLE, Shard, StepChanges, Tracked
+from fused_optim.state.changes import CODES, SCALES, WHOLE, ChangeTracker, Shard, StepChanges, Tracked
 from fused_optim.state.groups import Group
 from fused_optim.state.param_state import ParamState, read_parameter
 from fused_optim.state.store import StateStore
@@ -48,9 +48,10 @@ class NewValues:
     values: Tensor
     absmax: Tensor | None = None
     written: bool = False
+    changes: Mapping[str, Tensor] | None = None
 
     def of(self, param: Tensor) -> Update:
-        return Update(param, self.values, absmax=self.absmax, written=self.written)
+        return Update(param, self.values, absmax=self.absmax, written=self.written, changes=self.changes)
 
 
 @dataclass
@@ -72,9 +73,10 @@ class _Part:
     # Of watched shards beside masters: their memory. Where it was freed, others have written, whatever is there now.
     memory: dict[int, object] = field(default_factory=dict)
     freed: set[int] = field(default_factory=set)
-    # By shard, where changes are tracked: the parts of its parameter whose changed bits the pass marks itself.
+    # By shard, where changes are tracked: the parts of its parameter whose changed bits a step marks itself.
     marked: dict[int, tuple[str, ...]] = field(default_factory=dict)
     tracked: dict[int, Tracked] = field(default_factory=dict)
+    changes: StepChanges | None = None  # as long as no shard is described again
     shards: Shards = field(init=False)
 
     def absmax_of(self, i: int) -> Tensor:
@@ -93,7 +95,21 @@ class _Part:
         self.memory.pop(i, None)
         self.unwatched.discard(i)
         self.written.discard(i)
+        self.tracked.pop(i, None)
+        self.changes = None
         self.shards.let_go(i)
+
+    def changes_of_step(self, tracker: ChangeTracker) -> StepChanges:
+        """Where all of its parameters live."""
+        if self.changes is None:
+            shards = []
+            for i, watched in enumerate(self.watched):
+                param = watched.param_ref()
+                assert param is not None
+                tracked, marked = self.tracked.get(i) or tracker[param], self.marked.get(i, ())
+                shards.append(Shard(tracked, marked, self.backend == "cpu" or adapter_of(param) is not None))
+            self.changes = StepChanges(self.device, self.watched, shards)
+        return self.changes
 
     def find_freed(self) -> None:
         while self.freed:
@@ -328,6 +344,7 @@ class Plan:
         master = local_tensor(states[MASTER]) if MASTER in states else None
         part.watched[i] = _watched(part.watched[i].param_ref, ParamState(param, states, layout))
         adapter, target, absmax = adapter_of(param), None, None
+        changes = self._track(part, i, param)
         if adapter is not None:
             self._batches = None
         if adapter is None:
@@ -342,10 +359,10 @@ class Plan:
                 master, layout = None, replace(layout, master=Master.PARAMETER)
             if target is None or master is None:
                 self._lasting.pop(index, None)
-                self._passing[index] = NewValues(updated)
+                self._passing[index] = NewValues(updated, changes=changes)
             else:
                 absmax = part.absmax_of(i) if target.measures else None
-                self._lasting[index] = NewValues(updated, absmax, target.data is not None)
+                self._lasting[index] = NewValues(updated, absmax, target.data is not None, changes)
                 part.watched[i] = _watched_weight(part.watched[i], param, target, master)
         work = ShardWork(
             grad=self._dense_gradient(part, grad, param, shared),
@@ -357,27 +374,33 @@ class Plan:
             target=target,
             absmax=absmax,
         )
-        self._let_mark(part, i, param, work)
+        self._let_mark(part, i, work, work.param is local_tensor(param))
         can_be_watched = not shared and (_is_watchable(param) if target is None else target.names is not None)
         is_watched = part.shards.set(i, work, part.watched[i] if can_be_watched else None)
         (part.unwatched.discard if is_watched else part.unwatched.add)(i)
         if is_watched and self._layouts[index].master.is_separate:
             part.watch_memory(i, param)
 
-    def _let_mark(self, part: _Part, i: int, param: Tensor, work: ShardWork) -> None:
+    def _track(self, part: _Part, i: int, param: Tensor) -> dict[str, Tensor] | None:
+        """Where changes are tracked: the bits that an adapter's writes of the parameter mark."""
+        part.changes = None
+        if self._store.changes is None:
+            return None
+        part.tracked[i] = tracked = self._store.changes[param]
+        adapter = adapter_of(param)
+        part.marked[i] = () if adapter is None else tuple(adapter.marks(param))
+        return {name: tracked.bits[name] for name in part.marked[i]}
+
+    def _let_mark(self, part: _Part, i: int, work: ShardWork, has_param: bool) -> None:
         """Let the pass mark what it changes of the parameter's bits, where changes are tracked and it can."""
-        tracker = self._store.changes
-        if tracker is None:
-            return
-        part.tracked[i], part.marked[i] = tracker[param], ()
-        if not part.shards.marks(work):
+        if self._store.changes is None or not part.shards.marks(work):
             return
         bits, target = part.tracked[i].bits, work.target
-        if target is None and work.param is local_tensor(param):
+        if target is None and has_param and WHOLE in bits:
             work.changes, part.marked[i] = bits[WHOLE], (WHOLE,)
         elif target is not None and target.data is not None:
             work.changes, work.scale_changes = bits[CODES], bits.get(SCALES)
-            part.marked[i] = (CODES, SCALES)
+            part.marked[i] = tuple({*part.marked[i], CODES, SCALES})
 
     @staticmethod
     def _dense_gradient(part: _Part, grad: Tensor, param: Tensor, shared: bool) -> Tensor:
@@ -407,11 +430,12 @@ class Plan:
         ``workspaces``: see ``DeviceScalars.workspaces``. ``found_inf``: not 0 skips the step.
         """
         per_device = [hypers(part.device) for part in self._parts]
-        changes = self._begin_changes(may_skip=found_inf is not None)
         batches: list[Batch] = []
         applies = None
         if self._quantized:
             batches = self._batches_of(per_device)
+        changes = self._begin_changes()
+        if self._quantized:
             applies = None if found_inf is None else found_inf.reshape(()) == 0
             for batch in batches:
                 batch.prepare(applies)
@@ -442,23 +466,17 @@ class Plan:
             for i in updated:  # of the others nobody has looked whether they were written
                 if (param := part.watched[i].param_ref()) is not None:
                     self._store[param].record_versions()
-        if changes is not None:
-            changes.finish()
+        for each in changes:
+            each.finish(may_skip=found_inf is not None)
 
-    def _begin_changes(self, may_skip: bool) -> StepChanges | None:
-        tracker, shards = self._store.changes, []
-        if tracker is None:
-            return None
+    def _begin_changes(self) -> list[StepChanges]:
+        if (tracker := self._store.changes) is None:
+            return []
+        found = []
         for part in self._parts:
-            stepped = set(part.shards.with_gradients())
-            for i, watched in enumerate(part.watched):
-                param, marked = watched.param_ref(), part.marked.get(i, ())
-                if param is None:
-                    continue
-                reads_old = part.backend == "cpu" or CODES in marked
-                tracked = part.tracked.get(i) or tracker[param]
-                shards.append(Shard(param, watched.master, tracked, i in stepped, marked, reads_old))
-        return StepChanges(shards, may_skip)
+            found.append(part.changes_of_step(tracker))
+            found[-1].begin(part.shards.with_gradients())
+        return found
 
     def _updated(self) -> list[Tensor]:
         """The parameters that have a gradient in this step."""
