@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +66,6 @@ class Publisher(Optimizer):
 
     @between_graphs
     @ungraded
-    @between_steps
     def take_changes(self, model: nn.Module, gather: bool = False) -> dict[str, Changes]:
         """What has changed since the last call, or since :meth:`track_changes`: by name, where in the whole tensor, and
         what it is now. Nothing counts as changed afterwards.
@@ -78,22 +78,24 @@ class Publisher(Optimizer):
         parameters, DistributedDataParallel's for one, are given on every rank. ``gather``: everything on every rank, a
         collective of all of them. Waits for the device.
 
-        Raises RuntimeError without :meth:`track_changes`, KeyError and TypeError as :meth:`master_state_dict` does.
+        Raises RuntimeError without :meth:`track_changes`, KeyError and TypeError as :meth:`master_state_dict` does;
+        with ``gather`` on every rank where one of them raises.
         """
-        changes = self.peek_changes(model, gather)
+        changes = self._look_at_changes("take_changes()", model, gather)
         self._tracker().clear()
         return changes
 
     @between_graphs
     @ungraded
-    @between_steps
     def peek_changes(self, model: nn.Module, gather: bool = False) -> dict[str, Changes]:
         """:meth:`take_changes`, which still count as changed afterwards."""
-        if not gather:
-            return dict(self._own_changes(model))
-        with on_all_ranks("gathering changes"):
-            own = {name: each.cpu() for name, each in self._own_changes(model)}
-        return _joined(collective_gather(own))
+        return self._look_at_changes("peek_changes()", model, gather)
+
+    def _look_at_changes(self, asked: str, model: nn.Module, gather: bool) -> dict[str, Changes]:
+        with on_all_ranks("gathering changes") if gather else nullcontext():
+            self.stepper.check_idle(asked)
+            own = {name: each.cpu() if gather else each for name, each in self._own_changes(model)}
+        return _joined(collective_gather(own)) if gather else own
 
     def _tracker(self) -> ChangeTracker:
         if self.store.changes is None:

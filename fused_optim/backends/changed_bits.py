@@ -6,6 +6,7 @@ Bit ``e % 8`` of byte ``e // 8`` is that of element ``e``; those beyond the last
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -115,13 +116,11 @@ def _by_engine(engine: Engine, tensors: Sequence[MarkedTensor], device: torch.de
     unit_ends = torch.tensor(units).cumsum(0).tolist()
     first_units = [end - own for end, own in zip(unit_ends, units, strict=True)]
     counts = torch.zeros(unit_ends[-1] + 1, dtype=torch.int64, device=device)  # and one, for a tensor without elements
-    heads = [
-        (each.bits.data_ptr(), *sizes) for each, *sizes in zip(tensors, numels, first_units, strict=True)
-    ]
+    heads = [(each.bits.data_ptr(), *sizes) for each, *sizes in zip(tensors, numels, first_units, strict=True)]
     engine.count_changed(rows=heads, counts=counts.data_ptr(), **run_on(device))
     ends = counts.cumsum(0)
     before = (ends - counts)[torch.tensor([*first_units, unit_ends[-1]], device=device)].tolist()
-    totals = [end - start for start, end in zip(before, before[1:], strict=False)]
+    totals = [end - start for start, end in pairwise(before)]
     return _collected(engine, tensors, heads, totals, (counts, ends))
 
 

@@ -6,7 +6,7 @@ An engine looks at hundreds of parameters in the time that Python takes for a fe
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,5 +89,5 @@ def looker_on(device: torch.device) -> EngineLooker:
     engine = any_engine() if _engines_look(device) else None
     if engine is None:
         return _Looker()
-    backend: Compiled = "cpu" if load_engine("cpu")[0] is not None else cast(Compiled, "cuda")
+    backend: Compiled = "cpu" if load_engine("cpu")[0] is not None else "cuda"
     return engine.Looker(tensor_reader(device, backend), DTensor)

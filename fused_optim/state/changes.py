@@ -115,7 +115,9 @@ class Watch:
                 return
             if is_capturing():
                 hint = "take_changes() or a step before the capture notices it"
-                raise RuntimeError(f"CUDA graph capture: a parameter or its master was written since the last step; {hint}")
+                raise RuntimeError(
+                    f"CUDA graph capture: a parameter or its master was written since the last step; {hint}"
+                )
             for i in params:
                 self._tracked[i].set_all()
             for i in masters:

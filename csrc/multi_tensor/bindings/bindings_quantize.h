@@ -100,7 +100,8 @@ std::vector<TensorScale> scales_of(const Column& scales, const Column& histories
     return rows;
 }
 
-// Addresses of bits, one for each of `count` rows; 0 where nothing is marked, and an empty list where nothing is at all.
+// Addresses of bits, one for each of `count` rows; 0 where nothing is marked, and an empty list where nothing is at
+// all.
 void require_marks(const Column& marks, size_t count) {
     require(marks.empty() || marks.size() == count, "lists of one length");
     for (uint64_t address : marks) require(address % 4 == 0, "whole words of bits");

@@ -26,15 +26,19 @@ public:
         std::vector<int64_t> versions;
         std::vector<uint64_t> addresses;
 
-        bool operator==(const Numbers& other) const {
-            return versions == other.versions && addresses == other.addresses;
+        bool operator!=(const Numbers& other) const {
+            return versions != other.versions || addresses != other.addresses;
+        }
+        void clear() {
+            versions.clear();
+            addresses.clear();
         }
     };
 
     Look(py::str held_in, std::vector<py::str> components) : inner(held_in), names(std::move(components)) {}
 
     // Whatever is at these addresses by now, it is something else.
-    void forget() { param = {}; }
+    void forget() { param.clear(); }
 
     py::str inner;
     std::vector<py::str> names;
@@ -51,9 +55,9 @@ public:
     std::pair<std::vector<size_t>, std::vector<size_t>> find_written(const py::list& cached,
                                                                      const std::vector<Look*>& looks) const {
         std::pair<std::vector<size_t>, std::vector<size_t>> found;
-        each(cached, looks, [&](size_t i, PyObject* param, PyObject* master) {
-            if (!(of_parameter(*looks[i], param) == looks[i]->param)) found.first.push_back(i);
-            if (!(of_master(master) == looks[i]->master)) found.second.push_back(i);
+        each(cached, looks, [&](size_t i, const Look::Numbers& param, const Look::Numbers& master) {
+            if (param != looks[i]->param) found.first.push_back(i);
+            if (master != looks[i]->master) found.second.push_back(i);
         });
         return found;
     }
@@ -61,49 +65,50 @@ public:
     // Looks at all of them. The numbers of those that are elsewhere than they were.
     std::vector<size_t> remember(const py::list& cached, const std::vector<Look*>& looks) const {
         std::vector<size_t> moved;
-        each(cached, looks, [&](size_t i, PyObject* param, PyObject* master) {
-            Look::Numbers now = of_parameter(*looks[i], param);
-            if (now.addresses != looks[i]->param.addresses) moved.push_back(i);
-            looks[i]->param = std::move(now);
-            looks[i]->master = of_master(master);
+        each(cached, looks, [&](size_t i, const Look::Numbers& param, const Look::Numbers& master) {
+            if (param.addresses != looks[i]->param.addresses) moved.push_back(i);
+            looks[i]->param = param;
+            looks[i]->master = master;
         });
         return moved;
     }
 
 private:
+    // Calls visit(i, numbers of the parameter, those of its master) for each that is not gone.
     template <class Visit>
-    static void each(const py::list& cached, const std::vector<Look*>& looks, const Visit& visit) {
+    void each(const py::list& cached, const std::vector<Look*>& looks, const Visit& visit) const {
         if (cached.size() != looks.size()) throw std::invalid_argument("fused_optim: one look per parameter");
+        Look::Numbers param_now, master_now;
         for (size_t i = 0; i < looks.size(); ++i) {
             PyObject* tuple = item(cached.ptr(), i);
-            if (const py::object param = parameter(tuple)) visit(i, param.ptr(), field(tuple, Cached::kMaster));
+            const py::object param = parameter(tuple);
+            if (!param) continue;
+            param_now.clear();
+            master_now.clear();
+            add_parameter(param_now, *looks[i], param.ptr());
+            PyObject* master = field(tuple, Cached::kMaster);
+            if (master != Py_None) add(master_now, local_of(master).ptr());
+            visit(i, param_now, master_now);
         }
     }
 
-    Look::Numbers of_parameter(const Look& look, PyObject* param) const {
-        Look::Numbers found;
+    void add_parameter(Look::Numbers& numbers, const Look& look, PyObject* param) const {
         py::object local = local_of(param);
         if (PyUnicode_GET_LENGTH(look.inner.ptr())) local = attribute(local.ptr(), look.inner.ptr());
-        if (!local) return found;
-        found.versions.push_back(version_of(param));
-        if (local.ptr() != param) found.versions.push_back(version_of(local.ptr()));
-        if (look.names.empty()) {
-            found.addresses.push_back(address_of(local.ptr()));
-            return found;
-        }
+        if (!local) return;
+        if (local.ptr() != param) numbers.versions.push_back(version_of(param));
+        if (look.names.empty()) return add(numbers, local.ptr());
+        numbers.versions.push_back(version_of(local.ptr()));
         const py::object components = attribute(local.ptr(), components_.ptr());
         for (const py::str& name : look.names) {
             PyObject* part = components ? PyDict_GetItemWithError(components.ptr(), name.ptr()) : nullptr;
-            found.versions.push_back(part ? version_of(part) : 0);
-            found.addresses.push_back(part ? address_of(part) : 0);
+            if (part) add(numbers, part);
         }
-        return found;
     }
 
-    Look::Numbers of_master(PyObject* master) const {
-        if (master == Py_None) return {};
-        const py::object local = local_of(master);
-        return {{version_of(local.ptr())}, {address_of(local.ptr())}};
+    void add(Look::Numbers& numbers, PyObject* tensor) const {
+        numbers.versions.push_back(version_of(tensor));
+        numbers.addresses.push_back(address_of(tensor));
     }
 
     py::object local_of(PyObject* tensor) const {

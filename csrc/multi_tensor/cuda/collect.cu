@@ -1,7 +1,6 @@
 // Changed bits as indices and values. A thread block takes a unit, a warp 128 words of it, of which each lane holds
 // four: word by word all lanes take an element each, or, where few bits are set, each lane those of its own words.
 #include "collect.h"
-
 #include "cuda/device.h"
 #include "cuda/units.cuh"
 #include "cuda/warp.cuh"
