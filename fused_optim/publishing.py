@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from fused_optim.adapters import Place, adapter_of
+from fused_optim.adapters import Place
 from fused_optim.backends import is_capturing
 from fused_optim.backends.changed_bits import MarkedTensor, collect
 from fused_optim.decorators import between_graphs, between_steps, ungraded
 from fused_optim.memory.layout import MASTER
-from fused_optim.options.checks import check_belongs, check_whole
 from fused_optim.sharding.collective import gather as collective_gather
-from fused_optim.sharding.collective import on_all_ranks, parameter_names
-from fused_optim.sharding.dtensor import dense, local_tensor, shard_offsets
-from fused_optim.state.changes import ChangeTracker, parts_of
+from fused_optim.sharding.collective import on_all_ranks
+from fused_optim.sharding.dtensor import dense
+from fused_optim.state.changes import ChangeTracker
+from fused_optim.state.published import Published
 from fused_optim.state.store import StateStore
 from fused_optim.step.run import Stepper
-from fused_optim.wire.apply import part_name
 from fused_optim.wire.form import Changes
 
 
@@ -107,44 +104,20 @@ class Publisher(Optimizer):
     def _own_changes(self, model: nn.Module) -> Iterator[tuple[str, Changes]]:
         params, state = self.store.params, self.store.state
         tracker = self._tracker()
-        check_whole(model, params)
-        check_belongs(model, params)
+        published = self.store.published
+        if published is None or not published.is_of(model, params):
+            self.store.published = published = Published(model, params)
         self.store.synchronize()
         tracker.notice({param: state.get(param, {}).get(MASTER) for param in params})
-        names = parameter_names(model)
-        published = [
-            (param, part, local)
-            for param in params
-            if param in names and local_tensor(param).numel() and _is_first_replica(param)
-            for part, local in parts_of(param).items()
+        parts = list(published.parts(params))
+        flat = [dense(each.local.detach()).view(-1) for each in parts]
+        bits = [
+            tracker.bits_of(each.param, each.part, values.numel()) for each, values in zip(parts, flat, strict=True)
         ]
-        own = [part_name(names[param][0], part) for param, part, _ in published]
-        if twice := sorted(name for name, count in Counter(own).items() if count > 1):
-            raise ValueError(f"two tensors would be published as {', '.join(twice)}: rename the parameter of that name")
-        marked = [
-            MarkedTensor(tracker[param].bits[part], dense(local.detach()).view(-1)) for param, part, local in published
-        ]
-        taken = collect(marked)
-        for name, (param, part, local), (indices, values) in zip(own, published, taken, strict=True):
+        for each, (indices, values) in zip(parts, collect(map(MarkedTensor, bits, flat)), strict=True):
             if indices.numel():
-                place = _place(param, part)
-                yield name, Changes(_in_whole(indices, tuple(local.shape), place), values, place.shape)
-
-
-def _is_first_replica(param: Tensor) -> bool:
-    """Of the ranks that hold the same shard of a DTensor."""
-    if not isinstance(param, DTensor):
-        return True
-    at = param.device_mesh.get_coordinate() or ()
-    return all(i == 0 for i, placement in zip(at, param.placements, strict=True) if placement.is_replicate())
-
-
-def _place(param: Tensor, part: str) -> Place:
-    adapter = adapter_of(param)
-    if adapter is not None:
-        return adapter.place(param, part)
-    offsets = shard_offsets(param) if isinstance(param, DTensor) else (0,) * param.dim()
-    return Place(tuple(param.shape), tuple(offsets))
+                place = each.place
+                yield each.name, Changes(_in_whole(indices, tuple(each.local.shape), place), values, place.shape)
 
 
 def _in_whole(indices: Tensor, shape: tuple[int, ...], place: Place) -> Tensor:

@@ -75,12 +75,13 @@ class MarkedTensor(NamedTuple):
     first: int = 0
 
 
-def collect(tensors: Sequence[MarkedTensor]) -> list[tuple[Tensor, Tensor]]:
+def collect(marked: Iterable[MarkedTensor]) -> list[tuple[Tensor, Tensor]]:
     """Of each the indices of marked elements, ascending (int64), and their values. Waits for each device once.
 
     What is given back may lie in one memory, and where all elements of tensors are marked their indices may be the same
     tensor's.
     """
+    tensors = list(marked)
     by_device: dict[torch.device, list[int]] = {}
     found: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * len(tensors)
     for i, each in enumerate(tensors):

@@ -55,6 +55,7 @@ class Tracked:
     """
 
     bits: dict[str, Tensor]
+    memory: Tensor  # in which they lie, and others'
     numels: dict[str, int]
     look: EngineLook
     is_settled: bool = False
@@ -76,7 +77,7 @@ class Tracked:
         for param, parts in numels.items():
             own = memory[local_tensor(param).device]
             bits = {name: own.narrow(0, starts[param, name], bit_bytes(numel)) for name, numel in parts.items()}
-            found[param] = Tracked(bits, parts, new_look(param, [name for name in parts if name != WHOLE]))
+            found[param] = Tracked(bits, own, parts, new_look(param, [name for name in parts if name != WHOLE]))
         return found
 
     def fits(self, param: Tensor) -> bool:
@@ -160,10 +161,8 @@ class ChangeTracker:
 
     def clear(self) -> None:
         """Nothing has changed."""
-        every = (bits for tracked in self._tracked.values() for bits in tracked.bits.values())
-        memory = {bits.untyped_storage().data_ptr(): bits for bits in every}
-        for bits in memory.values():
-            torch.empty(0, dtype=torch.uint8, device=bits.device).set_(bits.untyped_storage()).zero_()
+        for memory in {id(tracked.memory): tracked.memory for tracked in self._tracked.values()}.values():
+            memory.zero_()
 
     def __getitem__(self, param: Tensor) -> Tracked:
         """Of a parameter that came later, or has another shard by now: all of it is marked."""
@@ -186,9 +185,17 @@ class ChangeTracker:
     def notice(self, masters: Mapping[Tensor, Tensor | None]) -> None:
         """Mark all of the parameters that others have written since the last step. Values: their masters."""
         for param in masters:
-            self[param]
+            if param not in self._tracked:
+                self[param]
         for watch in self._watches(masters):
             watch.notice()
+
+    def bits_of(self, param: Tensor, part: str, numel: int) -> Tensor:
+        """Those of a part that has so many elements by now."""
+        tracked = self._tracked[param]
+        if tracked.numels.get(part) != numel:
+            tracked = self[param]
+        return tracked.bits[part]
 
     @contextmanager
     def unchanged(self, param: Tensor) -> Iterator[None]:
