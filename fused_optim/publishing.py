@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -111,20 +110,18 @@ class Publisher(Optimizer):
         tracker.notice({param: state.get(param, {}).get(MASTER) for param in params})
         parts = list(published.parts(params))
         flat = [dense(each.local.detach()).view(-1) for each in parts]
-        bits = [
-            tracker.bits_of(each.param, each.part, values.numel()) for each, values in zip(parts, flat, strict=True)
+        marked = [
+            MarkedTensor(tracker.bits_of(each.param, each.part, values.numel()), values, each.first or 0)
+            for each, values in zip(parts, flat, strict=True)
         ]
-        for each, (indices, values) in zip(parts, collect(map(MarkedTensor, bits, flat)), strict=True):
+        for each, (indices, values) in zip(parts, collect(marked), strict=True):
             if indices.numel():
-                place = each.place
-                yield each.name, Changes(_in_whole(indices, tuple(each.local.shape), place), values, place.shape)
+                indices = indices if each.first is not None else _in_whole(indices, tuple(each.local.shape), each.place)
+                yield each.name, Changes(indices, values, each.place.shape)
 
 
 def _in_whole(indices: Tensor, shape: tuple[int, ...], place: Place) -> Tensor:
     """Flat indices in a part of ``shape`` as those in the whole."""
-    if shape[1:] == place.shape[1:]:  # rows
-        first = math.prod(place.shape[1:]) * (place.offsets[0] if place.offsets else 0)
-        return indices + first if first else indices
     found = torch.zeros_like(indices)
     for at, first, size in zip(torch.unravel_index(indices, shape), place.offsets, place.shape, strict=True):
         found = found * size + (at + first)

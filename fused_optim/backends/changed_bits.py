@@ -6,7 +6,7 @@ Bit ``e % 8`` of byte ``e // 8`` is that of element ``e``; those beyond the last
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import NamedTuple
 
 import torch
@@ -135,22 +135,31 @@ def _collected(
     """``totals``: how many elements of each are marked."""
     device = tensors[0].values.device
     whole = [0 < total == each.values.numel() for each, total in zip(tensors, totals, strict=True)]
+    every = torch.arange(max(compress(totals, whole), default=0), device=device)
     some = [0 if is_whole else total for is_whole, total in zip(whole, totals, strict=True)]
-    longest = max((total for is_whole, total in zip(whole, totals, strict=True) if is_whole), default=0)
-    every = torch.arange(longest, device=device)
     indices = torch.empty(sum(some), dtype=torch.int64, device=device).split(some)
+    values = _side_by_side([each.values for each in tensors], some)
     found, rows, start = [], [], 0
-    for each, head, own, total, is_whole in zip(tensors, heads, indices, totals, whole, strict=True):
+    for each, head, pair, total, is_whole in zip(tensors, heads, zip(indices, values), totals, whole, strict=True):
         if is_whole:
-            taken = every[:total] + each.first if each.first else every[:total]
-            found.append((taken, each.values.clone()))
+            found.append((every[:total] + each.first if each.first else every[:total], each.values.clone()))
         else:
-            found.append((own, each.values.new_empty(total)))
+            found.append(pair)
             if total:
-                row = each.values.data_ptr(), own.data_ptr(), found[-1][1].data_ptr()
-                rows.append((*head, *row, start, each.first, each.values.element_size()))
+                addresses = (tensor.data_ptr() for tensor in (each.values, *pair))
+                rows.append((*head, *addresses, start, each.first, each.values.element_size()))
         start += total
-    counts, ends = (each.data_ptr() for each in counted)
     if rows:
+        counts, ends = (each.data_ptr() for each in counted)
         engine.collect_changed(rows=rows, counts=counts, ends=ends, **run_on(device))
     return found
+
+
+def _side_by_side(like: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]:
+    """New tensors of these sizes, those of one dtype in one memory."""
+    sizes: dict[torch.dtype, list[int]] = {}
+    for tensor, numel in zip(like, numels, strict=True):
+        sizes.setdefault(tensor.dtype, []).append(numel)
+    device = like[0].device
+    new = {dtype: iter(torch.empty(sum(own), dtype=dtype, device=device).split(own)) for dtype, own in sizes.items()}
+    return [next(new[tensor.dtype]) for tensor in like]

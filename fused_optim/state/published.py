@@ -5,6 +5,7 @@ Names take longer to find than a device takes to collect what has changed, so th
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -22,21 +23,29 @@ from fused_optim.wire.apply import part_name
 
 
 class Part(NamedTuple):
-    """A tensor that is published. ``local``: what this rank holds of it; it has elements."""
+    """A tensor that is published. ``local``: what this rank holds of it, at ``place``; it has elements."""
 
     name: str
     param: Tensor
     part: str
     local: Tensor
+    place: Place
 
     @property
-    def place(self) -> Place:
-        """Where the local tensor lies in the whole."""
-        param, adapter = self.param, adapter_of(self.param)
-        if adapter is not None:
-            return adapter.place(param, self.part)
-        offsets = shard_offsets(param) if isinstance(param, DTensor) else (0,) * param.dim()
-        return Place(tuple(param.shape), tuple(offsets))
+    def first(self) -> int | None:
+        """The index of the local tensor's first element in the whole, if the others follow it as they do here."""
+        _, *inner = self.place.shape or (1,)
+        if list(self.local.shape[1:]) != inner:
+            return None
+        return math.prod(inner) * (self.place.offsets[0] if self.place.offsets else 0)
+
+
+def _place(param: Tensor, part: str) -> Place:
+    adapter = adapter_of(param)
+    if adapter is not None:
+        return adapter.place(param, part)
+    offsets = shard_offsets(param) if isinstance(param, DTensor) else (0,) * param.dim()
+    return Place(tuple(param.shape), tuple(offsets))
 
 
 class Published:
@@ -54,6 +63,9 @@ class Published:
         self._in_model, self._own = Identities(param for _, param in named), Identities(params)
         first = [(i, param) for i, param in enumerate(params) if param in names and _is_first_replica(param)]
         self._names = [(i, {part: part_name(names[param][0], part) for part in parts_of(param)}) for i, param in first]
+        # Of quantized weights: these take longest to find. Shards may come to lie elsewhere.
+        whole = [i for i, param in first if adapter_of(param) is not None and not isinstance(param, DTensor)]
+        self._places = {(i, part): _place(params[i], part) for i in whole for part in parts_of(params[i])}
         every = Counter(name for _, own in self._names for name in own.values())
         if twice := sorted(name for name, count in every.items() if count > 1):
             raise ValueError(f"two tensors would be published as {', '.join(twice)}: rename the parameter of that name")
@@ -73,7 +85,8 @@ class Published:
             found = parts_of(params[i])
             if next(iter(found.values())).numel():
                 for part, local in found.items():
-                    yield Part(names[part], params[i], part, local)
+                    place = self._places.get((i, part)) or _place(params[i], part)
+                    yield Part(names[part], params[i], part, local, place)
 
 
 def _is_first_replica(param: Tensor) -> bool:
