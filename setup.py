@@ -86,6 +86,7 @@ def plan_cpu(cxx: str) -> Engine:
         "launch_diagnose": (SOURCES / "cpu/launch_diagnose.cpp", [cxx, *CXX_FLAGS, *defines]),
         "norm": (SOURCES / "cpu/norm.cpp", [cxx, *CXX_FLAGS]),
         "cast": (SOURCES / "cpu/cast.cpp", [cxx, *CXX_FLAGS]),
+        "collect": (SOURCES / "cpu/collect.cpp", [cxx, *CXX_FLAGS]),
         "decode": (SOURCES / "cpu/decode.cpp", [cxx, *CXX_FLAGS]),
         "crc32": (SOURCES / "cpu/crc32.cpp", [cxx, *CXX_FLAGS, *defines]),
         "threads": (SOURCES / "cpu/threads.cpp", [cxx, *CXX_FLAGS]),
@@ -127,6 +128,7 @@ def plan_cuda(cxx: str) -> Engine:
         "diagnose": (SOURCES / "cuda/diagnose.cu", compile_kernels),
         "quantize": (SOURCES / "cuda/quantize.cu", compile_kernels),
         "cast": (SOURCES / "cuda/cast.cu", compile_kernels),
+        "collect": (SOURCES / "cuda/collect.cu", compile_kernels),
         "compare": (SOURCES / "cuda/compare.cu", compile_kernels),
         "product": (SOURCES / "cuda/product.cu", [nvcc, f"-ccbin={cxx}", *NVCC_FLAGS, *codes_of_products(archs)]),
     }

@@ -37,6 +37,7 @@ from fused_optim.state.param_state import (
     master_kind,
     offloadable,
 )
+from fused_optim.state.published import Published
 from fused_optim.state.remainders import MISFIT_ELSEWHERE, LoadedRemainder
 
 
@@ -61,6 +62,7 @@ class StateStore:
         # a checkpoint whose run has counted parameters.
         self.rounds_by_names = rounds_by_names
         self.changes: ChangeTracker | None = None  # of parameters' bits, where users ask for them
+        self.published: Published | None = None  # in the model of the last take
         self.offloading = Offloading(self._owner)
         self._changing = threading.RLock()  # `state_dict()` may be called in one thread and `step()` in another
         self._groups = ParamGroups(self._owner)

@@ -17,7 +17,7 @@ from fused_optim.memory.by_parameter import Reference, reference_to
 from fused_optim.memory.layout import MASTER, memory_of
 from fused_optim.rule import Hyper
 from fused_optim.sharding.dtensor import is_dense, local_tensor
-from fused_optim.state.changes import Tracked
+from fused_optim.state.changes import ChangeTracker, Shard, StepChanges, Tracked
 from fused_optim.state.param_state import ParamState
 
 
@@ -40,9 +40,10 @@ class Part:
     # Of watched shards beside masters: their memory. Where it was freed, others have written, whatever is there now.
     memory: dict[int, object] = field(default_factory=dict)
     freed: set[int] = field(default_factory=set)
-    # By shard, where changes are tracked: the parts of its parameter whose changed bits the pass marks itself.
+    # By shard, where changes are tracked: the parts of its parameter whose changed bits a step marks itself.
     marked: dict[int, tuple[str, ...]] = field(default_factory=dict)
     tracked: dict[int, Tracked] = field(default_factory=dict)
+    changes: StepChanges | None = None  # as long as no shard is described again
     shards: Shards = field(init=False)
 
     def absmax_of(self, i: int) -> Tensor:
@@ -61,7 +62,21 @@ class Part:
         self.memory.pop(i, None)
         self.unwatched.discard(i)
         self.written.discard(i)
+        self.tracked.pop(i, None)
+        self.changes = None
         self.shards.let_go(i)
+
+    def changes_of_step(self, tracker: ChangeTracker) -> StepChanges:
+        """Where all of its parameters live."""
+        if self.changes is None:
+            shards = []
+            for i, watched in enumerate(self.watched):
+                param = watched.param_ref()
+                assert param is not None
+                tracked, marked = self.tracked.get(i) or tracker[param], self.marked.get(i, ())
+                shards.append(Shard(tracked, marked, self.backend == "cpu" or adapter_of(param) is not None))
+            self.changes = StepChanges(self.device, self.watched, shards)
+        return self.changes
 
     def find_freed(self) -> None:
         while self.freed:

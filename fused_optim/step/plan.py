@@ -32,7 +32,7 @@ from fused_optim.memory.layout import MASTER
 from fused_optim.options.checks import check_states, check_update, describe
 from fused_optim.rule import Hyper
 from fused_optim.sharding.dtensor import dense, finished_local, local_tensor
-from fused_optim.state.changes import CODES, SCALES, WHOLE, Shard, StepChanges
+from fused_optim.state.changes import CODES, SCALES, WHOLE, StepChanges
 from fused_optim.state.groups import Group
 from fused_optim.state.param_state import ParamState, read_parameter
 from fused_optim.state.store import StateStore
@@ -259,6 +259,7 @@ class Plan:
         master = local_tensor(states[MASTER]) if MASTER in states else None
         part.watched[i] = cached(part.watched[i].param_ref, ParamState(param, states, layout))
         adapter, target, absmax = adapter_of(param), None, None
+        changes = self._track(part, i, param)
         if adapter is None:
             updated = self._contiguous_param(param)
         else:
@@ -270,10 +271,10 @@ class Plan:
             elif target is None or master is None:  # the values are updated as an FP32 parameter is, and then encoded
                 master, layout = None, replace(layout, master=Master.PARAMETER)
             if target is None or master is None:
-                self._weights.put(index, NewValues(updated), lasts=False)
+                self._weights.put(index, NewValues(updated, changes=changes), lasts=False)
             else:
                 absmax = part.absmax_of(i) if target.measures else None
-                self._weights.put(index, NewValues(updated, absmax, target.data is not None), lasts=True)
+                self._weights.put(index, NewValues(updated, absmax, target.data is not None, changes), lasts=True)
                 part.watched[i] = cached_weight(part.watched[i], param, target, master)
         work = ShardWork(
             grad=self._dense_gradient(part, grad, param, shared),
@@ -285,27 +286,33 @@ class Plan:
             target=target,
             absmax=absmax,
         )
-        self._let_mark(part, i, param, work)
+        self._let_mark(part, i, work, work.param is local_tensor(param))
         can_be_watched = not shared and (is_watchable(param) if target is None else target.names is not None)
         is_watched = part.shards.set(i, work, part.watched[i] if can_be_watched else None)
         (part.unwatched.discard if is_watched else part.unwatched.add)(i)
         if is_watched and self._layouts[index].master.is_separate:
             part.watch_memory(i, param)
 
-    def _let_mark(self, part: Part, i: int, param: Tensor, work: ShardWork) -> None:
+    def _track(self, part: Part, i: int, param: Tensor) -> dict[str, Tensor] | None:
+        """Where changes are tracked: the bits that an adapter's writes of the parameter mark."""
+        part.changes = None
+        if self._store.changes is None:
+            return None
+        part.tracked[i] = tracked = self._store.changes[param]
+        adapter = adapter_of(param)
+        part.marked[i] = () if adapter is None else tuple(adapter.marks(param))
+        return {name: tracked.bits[name] for name in part.marked[i]}
+
+    def _let_mark(self, part: Part, i: int, work: ShardWork, has_param: bool) -> None:
         """Let the pass mark what it changes of the parameter's bits, where changes are tracked and it can."""
-        tracker = self._store.changes
-        if tracker is None:
-            return
-        part.tracked[i], part.marked[i] = tracker[param], ()
-        if not part.shards.marks(work):
+        if self._store.changes is None or not part.shards.marks(work):
             return
         bits, target = part.tracked[i].bits, work.target
-        if target is None and work.param is local_tensor(param):
+        if target is None and has_param and WHOLE in bits:
             work.changes, part.marked[i] = bits[WHOLE], (WHOLE,)
         elif target is not None and target.data is not None:
             work.changes, work.scale_changes = bits[CODES], bits.get(SCALES)
-            part.marked[i] = (CODES, SCALES)
+            part.marked[i] = tuple({*part.marked[i], CODES, SCALES})
 
     @staticmethod
     def _dense_gradient(part: Part, grad: Tensor, param: Tensor, shared: bool) -> Tensor:
@@ -335,8 +342,8 @@ class Plan:
         ``workspaces``: see ``DeviceScalars.workspaces``. ``found_inf``: not 0 skips the step.
         """
         on_devices, updated = {device: hypers(device) for device in self.backends}, self._updated()
-        changes = self._begin_changes(may_skip=found_inf is not None)
         batches = self._weights.batches(self._attribute, updated, on_devices)
+        changes = self._begin_changes()
         applies = None if found_inf is None or not batches else found_inf.reshape(()) == 0
         for batch in batches:
             batch.prepare(applies)
@@ -359,23 +366,17 @@ class Plan:
             for i in unwatched:  # of the others nobody has looked whether they were written
                 if (param := part.watched[i].param_ref()) is not None:
                     self._store[param].record_versions()
-        if changes is not None:
-            changes.finish()
+        for each in changes:
+            each.finish(may_skip=found_inf is not None)
 
-    def _begin_changes(self, may_skip: bool) -> StepChanges | None:
-        tracker, shards = self._store.changes, []
-        if tracker is None:
-            return None
+    def _begin_changes(self) -> list[StepChanges]:
+        if (tracker := self._store.changes) is None:
+            return []
+        found = []
         for part in self._parts:
-            stepped = set(part.shards.with_gradients())
-            for i, watched in enumerate(part.watched):
-                param, marked = watched.param_ref(), part.marked.get(i, ())
-                if param is None:
-                    continue
-                reads_old = part.backend == "cpu" or CODES in marked
-                tracked = part.tracked.get(i) or tracker[param]
-                shards.append(Shard(param, watched.master, tracked, i in stepped, marked, reads_old))
-        return StepChanges(shards, may_skip)
+            found.append(part.changes_of_step(tracker))
+            found[-1].begin(part.shards.with_gradients())
+        return found
 
     def _updated(self) -> list[Tensor]:
         """The parameters that have a gradient in this step."""
