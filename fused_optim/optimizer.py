@@ -256,8 +256,9 @@ class ShardedOptimizer(Publisher):
     def checkpoint_format(self, form: CheckpointFormat) -> None:
         self._check_form(form)
         self._forget_compilers_key()
-        self.settings.checkpoint_format = form
-        self.store.show_groups()
+        former, self.settings.checkpoint_format = self.settings.checkpoint_format, form
+        if "torch" in (former, form):  # which shows other keys
+            self.store.show_groups()
 
     def _check_form(self, form: CheckpointFormat) -> None:
         check_checkpoint_format(form)
