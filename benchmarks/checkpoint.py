@@ -1,8 +1,8 @@
 """What saves cost training, and how long loads take: Checkpointer and ``dcp.async_save`` with torch's stagers.
 
-A model with the shapes of Llama 3.2 1B is trained, eagerly and in BF16; every way of saving saves several times while
-training goes on. ``python benchmarks/checkpoint.py --output DIR`` writes DIR/checkpoint.json, after every way again,
-and prints the tables. ``--device cpu --small`` is a trial.
+A model with the shapes of Llama 3.2 1B is trained in BF16, eagerly or compiled; every way of saving saves several times
+while training goes on. Loads are measured first. ``python benchmarks/checkpoint.py --output DIR`` writes
+DIR/checkpoint.json, after every save again, and prints the tables. ``--device cpu --small`` is a trial.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from itertools import pairwise, product
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -42,6 +44,7 @@ FORMATS: dict[str, Any] = {
     "store_param_remainders": True,
 }
 WARMUP = 4  # steps
+PASSES = ("eager", "compiled")
 GB = 1e9
 
 
@@ -54,6 +57,7 @@ class Save:
 
     way: str
     form: str
+    passes: str  # "eager" or "compiled"
     number: int  # of the saves by this way; 0: allocating memory before the first
     call_s: float
     lost_s: float
@@ -63,6 +67,7 @@ class Save:
     gpu_bytes_above_training: int
     host_bytes_above_before: int
     written_bytes: int
+    each_step_s: list[float]  # from the call on
 
 
 @dataclass
@@ -88,27 +93,56 @@ class Training:
             for block in self.model.blocks:
                 fully_shard(block)
             fully_shard(self.model)
-        if args.compile:
+        if "compiled" in args.passes:
             self.model.compile()
         self.optimizer = FusedAdamW(self.model.parameters(), lr=1e-5, **FORMATS)
         shape = (1, 129) if args.small else (args.batch, 2049)
         vocabulary = self.model.embedding.num_embeddings
         self.tokens = torch.randint(vocabulary, shape, device=device)
 
-    def seconds(
-        self, steps: int, first: Callable[[], Any] = lambda: None, between: Callable[[], Any] = lambda: None
-    ) -> float:
-        """Of so many steps until the device is done; of what comes ``first``, and between backward and step, too."""
+    def steps(
+        self,
+        steps: int,
+        first: Callable[[], Any] = lambda: None,
+        between: Callable[[], Any] = lambda: None,
+        is_done: Callable[[], bool] = lambda: True,
+    ) -> list[float]:
+        """The seconds that each of so many steps takes, and of more until ``is_done``.
+
+        The first one takes what comes ``first``, too, for which the device has nothing left to do. Afterwards the host
+        queues a step while the device makes the one before: it waits for that, as loops do that print the loss.
+        """
         synchronize(self.device)
-        start = time.perf_counter()
+        marks = [self._mark()]
         first()
-        for _ in range(steps):
+        while len(marks) <= steps or not is_done():
             self.model(self.tokens).backward()
             between()
             self.optimizer.step()
             self.optimizer.zero_grad()
+            marks.append(self._mark())
+            if isinstance(marks[-2], torch.cuda.Event):
+                marks[-2].synchronize()
         synchronize(self.device)
-        return time.perf_counter() - start
+        return [_between(earlier, later) for earlier, later in pairwise(marks)]
+
+    def _mark(self) -> torch.cuda.Event | float:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _between(earlier: torch.cuda.Event | float, later: torch.cuda.Event | float) -> float:
+    if isinstance(earlier, float) or isinstance(later, float):
+        return float(later) - float(earlier)
+    return earlier.elapsed_time(later) / 1e3
+
+
+def passes_that_are(passes: str) -> AbstractContextManager[Any]:
+    """Of a model that was compiled, or not."""
+    return torch.compiler.set_stance("force_eager") if passes == "eager" else nullcontext()
 
 
 class HostMemory:
@@ -224,13 +258,15 @@ ON_GPUS = {"async_save, torch's pinned", "async_save, torch's in background"}
 # --- measuring --------------------------------------------------------------------------------------------------
 
 
-def measure_saves(name: str, form: str, training: Training, args: argparse.Namespace, folder: Path) -> Iterator[Save]:
+def measure_saves(
+    name: str, form: str, passes: str, training: Training, args: argparse.Namespace, folder: Path
+) -> Iterator[Save]:
     way = WAYS[name]()
     on_gpu = training.device.type == "cuda"
-    training.seconds(WARMUP)
+    training.steps(WARMUP)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    before = training.seconds(args.steps) / args.steps
+    before = mean(training.steps(args.steps))
     usual = torch.cuda.max_memory_allocated() if on_gpu else 0
     way.open(training, form, folder)
     for number in range(way.first, args.saves + 1):
@@ -245,15 +281,13 @@ def measure_saves(name: str, form: str, training: Training, args: argparse.Names
             call = time.perf_counter() - started
 
         with HostMemory() as host:
-            taken, steps = training.seconds(args.steps, save, way.before_step), args.steps
-            while not way.done():  # steps slow down as long as files are written
-                taken += training.seconds(1, between=way.before_step)
-                steps += 1
+            taken = training.steps(args.steps, save, way.before_step, way.done)  # slower as long as files are written
         above = torch.cuda.max_memory_allocated() - usual if on_gpu else 0
-        after = training.seconds(args.steps) / args.steps
+        after = mean(training.steps(args.steps))
         step = (before + after) / 2
+        lost = sum(taken) - len(taken) * step
         sizes = above, host.peak - host.before, bytes_in(folder)
-        yield Save(name, form, number, call, taken - steps * step, step, steps, taken, *sizes)
+        yield Save(name, form, passes, number, call, lost, step, len(taken), sum(taken), *sizes, taken)
         before = after
     way.close()
 
@@ -267,37 +301,44 @@ def bytes_in(folder: Path) -> int:
     return sum(file.stat().st_size for file in newest.rglob("*") if file.is_file())
 
 
-def load_as_documented(training: Training, path: Path) -> None:
+def load_verified(training: Training, form: str, folder: Path, verify: bool = True) -> None:
+    options: Any = {"format": form, "sigterm": False}
+    checkpointer = Checkpointer(training.model, training.optimizer, folder, **options)
+    assert checkpointer.load_latest(verify=verify) is not None
+
+
+def load_unverified(training: Training, form: str, folder: Path) -> None:
+    load_verified(training, form, folder, verify=False)
+
+
+def load_optimizer_alone(training: Training, form: str, folder: Path) -> None:
+    state, path = {"model": training.model.state_dict()}, next(folder.iterdir())
+    dcp.load(state, checkpoint_id=path)
+    load_optimizer_checkpoint(training.model, training.optimizer, path, verify=False)
+
+
+def load_as_documented(training: Training, form: str, folder: Path) -> None:
     model, optimizer = get_state_dict(training.model, training.optimizer)
     state = {"model": model, "optimizer": optimizer}
-    dcp.load(state, checkpoint_id=path)
+    dcp.load(state, checkpoint_id=next(folder.iterdir()))
     set_state_dict(
         training.model, training.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
 
 
-def load_optimizer_alone(training: Training, path: Path) -> None:
-    state = {"model": training.model.state_dict()}
-    dcp.load(state, checkpoint_id=path)
-    load_optimizer_checkpoint(training.model, training.optimizer, path, verify=False)
+LOADS: dict[str, Callable[[Training, str, Path], None]] = {
+    "Checkpointer, every byte verified": load_verified,
+    "Checkpointer, every byte verified, again": load_verified,
+    "Checkpointer": load_unverified,
+    "Checkpointer, again": load_unverified,
+    "dcp.load, load_optimizer_checkpoint": load_optimizer_alone,
+    "dcp.load, set_state_dict": load_as_documented,
+}
 
 
 def measure_loads(form: str, args: argparse.Namespace, device: torch.device, folder: Path) -> Iterator[Load]:
-    """Of the checkpoint that is there, into objects that were just built; the last one is checked."""
-    path = next(folder.iterdir())
-
-    def by_checkpointer(training: Training, verify: bool) -> None:
-        checkpointer = Checkpointer(training.model, training.optimizer, folder, format=form, sigterm=False)
-        assert checkpointer.load_latest(verify=verify) is not None
-
-    ways: dict[str, Callable[[Training], Any]] = {
-        "Checkpointer": lambda training: by_checkpointer(training, False),
-        "Checkpointer, again": lambda training: by_checkpointer(training, False),
-        "Checkpointer, every byte verified": lambda training: by_checkpointer(training, True),
-        "dcp.load, load_optimizer_checkpoint": lambda training: load_optimizer_alone(training, path),
-        "dcp.load, set_state_dict": lambda training: load_as_documented(training, path),
-    }
-    for name, load in ways.items():
+    """Of the checkpoint that is there, into objects that were just built."""
+    for name in args.loads:
         training = Training(args, device, seed=1)
         training.optimizer.checkpoint_format = form
         training.optimizer.initialize_state()
@@ -306,7 +347,7 @@ def measure_loads(form: str, args: argparse.Namespace, device: torch.device, fol
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
-        load(training)
+        LOADS[name](training, form, folder)
         synchronize(device)
         taken = time.perf_counter() - started
         above = torch.cuda.max_memory_allocated() - resident if device.type == "cuda" else 0
@@ -324,21 +365,24 @@ def free(device: torch.device) -> None:
 # --- reporting --------------------------------------------------------------------------------------------------
 
 
+def title(save: Save) -> str:
+    return f"{save.way}, {save.passes}, {save.form}, {save.number}"
+
+
 def save_table(saves: list[Save]) -> str:
     lines = [f"{'':<46}{'call':>9}{'lost':>9}{'written':>10}{'GPU':>9}{'host':>9}{'steps of':>11}"]
     for s in saves:
         sizes = f"{s.gpu_bytes_above_training / GB:>6.2f} GB{s.host_bytes_above_before / GB:>6.2f} GB"
-        title = f"{s.way}, {s.form}, {s.number}"
         times = f"{s.call_s:>7.3f} s{s.lost_s:>7.3f} s{s.written_after_s:>8.2f} s"
-        lines.append(f"{title:<46}{times}{sizes}{1e3 * s.step_s:>8.1f} ms")
+        lines.append(f"{title(s):<46}{times}{sizes}{1e3 * s.step_s:>8.1f} ms")
     return "\n".join(lines)
 
 
 def load_table(loads: list[Load]) -> str:
-    lines = [f"{'':<46}{'load':>9}{'GPU':>9}"]
+    lines = [f"{'':<56}{'load':>9}{'GPU':>9}"]
     for each in loads:
-        title = f"{each.way}, {each.form}"
-        lines.append(f"{title:<46}{each.seconds:>7.2f} s{each.gpu_bytes_above_resident / GB:>6.2f} GB")
+        name = f"{each.way}, {each.form}"
+        lines.append(f"{name:<56}{each.seconds:>7.2f} s{each.gpu_bytes_above_resident / GB:>6.2f} GB")
     return "\n".join(lines)
 
 
@@ -365,13 +409,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--small", action="store_true", help="a model of 3 M parameters")
     parser.add_argument("--fsdp", action="store_true", help="parameters are DTensors, on a mesh of one rank")
-    parser.add_argument("--compile", action="store_true", help="the model's forward and backward pass")
+    parser.add_argument("--passes", nargs="*", choices=PASSES, default=["eager"], help="forward and backward")
     parser.add_argument("--batch", type=int, default=4, help="texts of 2048 tokens")
     parser.add_argument("--steps", type=int, default=10, help="after each save, at least")
     parser.add_argument("--saves", type=int, default=3)
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=list(WAYS))
     parser.add_argument("--forms", nargs="*", choices=("native", "unscaled"), default=["native", "unscaled"])
-    parser.add_argument("--no-loads", action="store_true")
+    parser.add_argument("--loads", nargs="*", choices=LOADS, default=list(LOADS), help="none without names")
     parser.add_argument("--folder", type=Path, help="to write into; default: memory, if it has room")
     parser.add_argument("--commit", default="", help="what the results are of, where the tree is no git checkout")
     parser.add_argument("--output", type=Path, help="folder for checkpoint.json")
@@ -385,39 +429,48 @@ def main() -> None:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # asynchronous saves need one for CPUs
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    report: dict[str, Any] = {"machine": machine(device, args.commit), "fsdp": args.fsdp, "compiled": args.compile}
-    report |= {"saves": [], "loads": []}
+    report: dict[str, Any] = {"machine": machine(device, args.commit), "fsdp": args.fsdp, "loads": [], "saves": []}
     output = args.output and args.output / "checkpoint.json"
     training = Training(args, device)
     elements = sum(param.numel() for param in training.model.parameters())
     parent = args.folder or roomy_folder(needed=3 * 15 * elements)
     report |= {"elements": elements, "folder": str(parent)}
     print(f"{report['machine']}\n{elements:,} elements; files in {parent}", flush=True)
-    saves: list[Save] = []
-    for name in args.ways:
-        if name in ON_GPUS and device.type != "cuda":
-            continue
-        for form in args.forms:
-            with empty_folder(parent) as folder:
-                for each in measure_saves(name, form, training, args, folder):
-                    saves.append(each)
-                    print(f"{name}, {form}: call {each.call_s:.3f} s, lost {each.lost_s:.3f} s", file=sys.stderr)
-            free(device)
-            report["saves"] = [asdict(each) for each in saves]
+    if args.loads:
+        loads = []
+        for each in loads_of_all_forms(training, args, parent):
+            loads.append(each)
+            print(f"{each.way}, {each.form}: {each.seconds:.2f} s", file=sys.stderr)
+            report["loads"].append(asdict(each))
             write(report, output)
+        print(load_table(loads), flush=True)
+    saves = []
+    for save in saves_of_all_ways(training, args, parent):
+        saves.append(save)
+        print(f"{title(save)}: call {save.call_s:.3f} s, lost {save.lost_s:.3f} s", file=sys.stderr)
+        report["saves"].append(asdict(save))
+        write(report, output)
     print(save_table(saves), flush=True)
-    training.seconds(1)  # there are states, even if no way to save was measured
-    loads: list[Load] = []
-    for form in [] if args.no_loads else args.forms:
+    dist.destroy_process_group()
+
+
+def saves_of_all_ways(training: Training, args: argparse.Namespace, parent: Path) -> Iterator[Save]:
+    ways = [name for name in args.ways if name not in ON_GPUS or training.device.type == "cuda"]
+    for passes, name, form in product(args.passes, ways, args.forms):
+        with passes_that_are(passes), empty_folder(parent) as folder:
+            yield from measure_saves(name, form, passes, training, args, folder)
+        free(training.device)
+
+
+def loads_of_all_forms(training: Training, args: argparse.Namespace, parent: Path) -> Iterator[Load]:
+    with passes_that_are("eager"):
+        training.steps(1)  # there are states
+    for form in args.forms:
         with empty_folder(parent) as folder:
             with Checkpointer(training.model, training.optimizer, folder, format=form, sigterm=False) as checkpointer:
                 checkpointer.save(1)
             del checkpointer
-            loads += measure_loads(form, args, device, folder)
-        report["loads"] = [asdict(each) for each in loads]
-        write(report, output)
-    print(load_table(loads))
-    dist.destroy_process_group()
+            yield from measure_loads(form, args, training.device, folder)
 
 
 if __name__ == "__main__":

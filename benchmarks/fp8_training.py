@@ -18,7 +18,7 @@ import re
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ from fused_optim.quantized import (
     GroupedLinear,
     Recipe,
     quantize_model_,
+    swiglu_mlp,
 )
 from fused_optim.quantized.compute import casts, delayed, measured, products
 from fused_optim.quantized.compute.casts import Codes
@@ -63,7 +64,9 @@ RECIPES: dict[str, Recipe] = {
 
 
 class Block(nn.Module):
-    """``linear(inputs, outputs)`` makes its layers."""
+    """``linear(inputs, outputs)`` makes its layers. ``fused``: those around SwiGLU run as one operation."""
+
+    fused = False
 
     def __init__(self, width: int, hidden: int, linear: Callable[[int, int], nn.Module]) -> None:
         super().__init__()
@@ -74,6 +77,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.out(self.query(self.first_norm(x)))
         y = self.second_norm(x)
+        if self.fused:
+            return x + swiglu_mlp(y, self.gate, self.up, self.down)
         return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
 
 
@@ -98,8 +103,14 @@ def stack(args: argparse.Namespace, linear: Callable[[int, int], nn.Module] = pl
         return nn.Sequential(*blocks).bfloat16()
 
 
-def ours(recipe: Recipe) -> Callable[[argparse.Namespace], nn.Module]:
-    return lambda args: quantize_model_(stack(args), recipe, keep_initial=False)
+def ours(recipe: Recipe, fused: bool = False) -> Callable[[argparse.Namespace], nn.Module]:
+    def build(args: argparse.Namespace) -> nn.Module:
+        model = quantize_model_(stack(args), recipe, keep_initial=False)
+        for block in model:
+            block.fused = fused
+        return model
+
+    return build
 
 
 def torchao_contenders() -> Iterator[Contender]:
@@ -147,6 +158,8 @@ def contenders() -> Iterator[Contender]:
         yield Contender("FP8 weights, decoded", ours(DECODED), compiled)
         for name, recipe in RECIPES.items():
             yield Contender(name, ours(recipe), compiled)
+            if recipe.products is not None and recipe.products.weight_gradients and not recipe.keeps_weights:
+                yield Contender(f"{name}, fused", ours(recipe, fused=True), compiled)
     for package, peers in PEERS.items():
         if importlib.util.find_spec(package) is None:
             print(f"skipped: {package} is not installed")
@@ -250,7 +263,7 @@ def measure(contender: Contender, args: argparse.Namespace, device: torch.device
         "weights_gb": held / 2**30,
     }
     if device.type == "cuda":
-        row["both_rested_ms"] = statistics.median(runner.rested_ms() for _ in range(5))
+        row["both_rested_ms"] = statistics.median(runner.rested_ms() for _ in range(3))
     if re.search(args.profile, f"{contender.name}, {'compiled' if contender.compiled else 'eager'}"):
         print_profile(runner)
     return row
@@ -263,8 +276,7 @@ def print_profile(runner: Runner) -> None:
     print(profile.key_averages().table(sort_by="self_device_time_total", row_limit=28, max_name_column_width=90))
 
 
-def measure_stack(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    rows = []
+def measure_stack(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
     print(f"{'':<50}{'forward':>10}{'no grad':>10}{'both':>10}{'host':>10}{'peak GB':>10}{'held GB':>10}{'rested':>10}")
     for contender in contenders():
         label = f"{contender.name}, {'compiled' if contender.compiled else 'eager'}"
@@ -279,12 +291,11 @@ def measure_stack(args: argparse.Namespace, device: torch.device) -> list[dict[s
         except Exception as error:  # a peer's
             traceback.print_exc()
             row = {"error": repr(error)}
-        rows.append({"name": label, **row})
         print(
             f"{label:<50}" + "".join(f"{v:>10.2f}" if isinstance(v, float) else f" {v}" for v in row.values()),
             flush=True,
         )
-    return rows
+        yield {"name": label, **row}
 
 
 DELAYED = ProductFormat("tensor", torch.float8_e5m2, True, delayed=True)
@@ -478,7 +489,7 @@ SIZES = [(1024, 1024), (2048, 2048), (4096, 1024), (4096, 4096), (4096, 14336), 
 
 EXPERTS = [(8, 4096, 14336), (16, 4096, 4096), (64, 2048, 1408)]  # Mixtral 8x7B's, -, DeepSeek-V2-Lite's
 
-MEASURES: dict[str, Callable[[argparse.Namespace, torch.device], list[dict[str, Any]]]] = {
+MEASURES: dict[str, Callable[[argparse.Namespace, torch.device], Iterable[dict[str, Any]]]] = {
     "products": measure_products,
     "casts": measure_casts,
     "stack": measure_stack,
@@ -513,8 +524,10 @@ def main() -> None:
     print(report["machine"], flush=True)
     for part in args.parts:
         print(f"\n{part}", flush=True)
-        report[part] = MEASURES[part](args, device)
-        write(report, args.output)
+        report[part] = []
+        for row in MEASURES[part](args, device):
+            report[part].append(row)
+            write(report, args.output)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Draws the two pictures of the README from a committed result: bytes per parameter, and time per step.
+"""Draws the pictures of the README from committed results: bytes per parameter, time per step, speed of training.
 
     python benchmarks/readme_pictures.py
 
-Writes docs/pictures/memory.svg and docs/pictures/step_time.svg. Each has the colours of both modes, and a ground of its
-own, so that it can be read on any page.
+Writes memory.svg, step_time.svg and training.svg into docs/pictures. Each has the colours of both modes, and a ground
+of its own, so that it can be read on any page.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCE = ROOT / "benchmarks" / "results" / "2026-11-23-h200-peers" / "step.json"
+RESULTS = ROOT / "benchmarks" / "results"
+STEPS = RESULTS / "2026-11-23-h200-peers" / "step.json"
+TRAINING = [RESULTS / "2026-11-24-h100-training" / name for name in ("end_to_end.json", "peers.json")]
 PICTURES = ROOT / "docs" / "pictures"
 
 # What a bar is called, and the contender of `step.py` that it shows.
@@ -25,6 +27,16 @@ BARS = {
     "torchao 8-bit, no master": "torchao AdamW8bit, no master",
     "bitsandbytes 8-bit, no master": "bitsandbytes AdamW8bit, no master",
     "fused_optim, 24-bit master": "FusedAdamW 8-bit remainder, int8 states",
+}
+
+# The same of `end_to_end.py`.
+TRAINING_BARS = {
+    "torch AdamW, FP32": "torch AdamW fused, FP32 parameters",
+    "torch AdamW, FP32 masters": "torch AdamW fused around FP32 masters, BF16",
+    "bitsandbytes 8-bit, no master": "bitsandbytes AdamW8bit, BF16, no master",
+    "torchao 8-bit, no master": "torchao AdamW8bit, BF16, stochastic rounding",
+    "fused_optim, 24-bit master": "FusedAdamW, BF16, int8 states, 24-bit masters",
+    "fused_optim, FP8 weights": "FusedAdamW, FP8 weights, int8 states, FP32 masters",
 }
 
 WIDTH, TOP, ROW, BAR = 420, 42, 23, 14
@@ -46,7 +58,7 @@ STYLE = """\
 
 
 def bars(title: str, values: dict[str, float], digits: int) -> str:
-    """An SVG of horizontal bars, in the order of ``values``; the last one is this package's."""
+    """An SVG of horizontal bars, in the order of ``values``."""
     height = TOP + ROW * len(values) + 6
     scale = (WIDTH - LABELS - NUMBERS) / max(values.values())
     lines = [
@@ -60,7 +72,7 @@ def bars(title: str, values: dict[str, float], digits: int) -> str:
     for number, (name, value) in enumerate(values.items()):
         y, length = TOP + ROW * number, value * scale
         lines += [
-            f'<g class="{"ours" if number == len(values) - 1 else "peer"}">',
+            f'<g class="{"ours" if name.startswith("fused_optim") else "peer"}">',
             f'<text x="{LABELS - 8}" y="{y + 12}" text-anchor="end">{escape(name)}</text>',
             f'<rect x="{LABELS}" y="{y}" width="{length:.1f}" height="{BAR}" rx="2"/>',
             f'<text x="{LABELS + length + 6:.1f}" y="{y + 12}">{value:.{digits}f}</text>',
@@ -72,14 +84,17 @@ def bars(title: str, values: dict[str, float], digits: int) -> str:
 def pictures() -> dict[str, str]:
     """The files of docs/pictures that this script writes, by name."""
     rows: dict[str, dict[str, Any]] = {
-        row["name"]: row for row in json.loads(SOURCE.read_text())["workloads"]["llama-1b"]
+        row["name"]: row for row in json.loads(STEPS.read_text())["workloads"]["llama-1b"]
     }
     chosen = {bar: rows[name] for bar, name in BARS.items()}
     memory = {bar: row["allocated_bytes_per_param"] for bar, row in chosen.items()}
     times = {bar: row["ms"] for bar, row in chosen.items()}
+    runs = {name: run for file in TRAINING for name, run in json.loads(file.read_text())["results"].items()}
+    speeds = {bar: runs[name]["tokens_per_second"] / 1000 for bar, name in TRAINING_BARS.items()}
     return {
         "memory.svg": bars("Memory: bytes per parameter, gradient included", memory, 1),
         "step_time.svg": bars("Time: ms per step, 1.24 B parameters, H200", times, 1),
+        "training.svg": bars("Training: thousand tokens per second, H100", speeds, 1),
     }
 
 

@@ -116,6 +116,13 @@ class Adapter(Protocol):
     def values(self, local: Tensor) -> Tensor:
         """The decoded values: a new FP32 tensor."""
 
+    def codes(self, local: Tensor) -> Tensor | None:
+        """The tensor that holds the codes. Where another one does, or in other memory, someone has written the weight.
+
+        Not the weight itself, which has no memory of its own: what it says of that may differ each time it is asked.
+        None if it is without codes.
+        """
+
     def is_master(self, param: Tensor, master: Tensor, written: Tensor) -> Tensor:
         """Elementwise, whether a parameter still is its rounded master: no more than half a step away from it.
 

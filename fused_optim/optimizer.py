@@ -256,8 +256,10 @@ class ShardedOptimizer(Publisher):
     def checkpoint_format(self, form: CheckpointFormat) -> None:
         self._check_form(form)
         self._forget_compilers_key()
+        is_shown = "torch" not in (form, self.settings.checkpoint_format)
         self.settings.checkpoint_format = form
-        self.store.show_groups()
+        if not is_shown:
+            self.store.show_groups()
 
     def _check_form(self, form: CheckpointFormat) -> None:
         check_checkpoint_format(form)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import peer_suites
+from peer_plugin import OPTIMIZERS
 from peer_suites import APEX_TESTS, FSDP2, SUITES, TE_TESTS
 
 ROOT = Path(__file__).parents[1]
@@ -129,6 +130,12 @@ def test_one_gpu(sources: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert f"{TE.name}, own: 1 passed, 1 skipped, 1 xfailed, 1 failed (" in capsys.readouterr().out
     log = (sources / "results.log").read_text()
     assert log.count("test_SGD") == 0 and log.count("test_fp16_master FAILED") == 2
+
+
+def test_suites_of_a_peer_follow_one_another() -> None:
+    found = [[suite for suite, _ in lane] for lane in peer_suites.lanes(list(SUITES))]
+    times = len(OPTIMIZERS)
+    assert found == [[TE] * times, [SHARDED, RESHARDED] * times, [APEX] * times]
 
 
 def test_several_ranks(sources: Path) -> None:

@@ -81,7 +81,6 @@ BY_NAME = {
     "decorators": {"hooked": "torch sets it on what it has decorated"},
     "integrations.megatron": {"__wrapped__": "of functions of Megatron's, or what replaces them"},
     "muon_groups": {"in_features": "modules of models have what they like"},
-    "memory.layout": {"components": "of weights that are quantized, whose classes nothing imports below them"},
     "optimizer": {"decoupled_grad": "set by users"},
     "options.reading": dict.fromkeys(("item", "size", "tolist"), "of arrays of NumPy, which may not be installed"),
     "quantized.adapters.transformer_engine": dict.fromkeys(

@@ -35,6 +35,24 @@ struct Cast {
     bool backwards = false;     // the CUDA engine goes from the end to the start
 };
 
+// How codes are scaled.
+#define FUSED_OPTIM_CAST_SCALINGS(ROW)                         \
+    ROW(kTensor, "TENSOR")   /* one scale, measured */         \
+    ROW(kDelayed, "DELAYED") /* one scale, of earlier casts */ \
+    ROW(kRow, "ROW")         /* one per row, and per column */ \
+    ROW(kBlock, "BLOCK")     /* one per 128 elements of either */
+FUSED_OPTIM_ENUM(CastScaling, FUSED_OPTIM_CAST_SCALINGS);
+
+// silu(gate) * up, cast on the way; with a `gradient` of that those of gate and up, in this order. Computed in FP32 and
+// rounded to BF16, as fused_optim/quantized/compute/swiglu.py defines it. `values` of the results are not read. Their
+// `absmax` lie one after the other.
+struct SwiGLU {
+    Cast results[2];
+    uint64_t gradient;
+    uint64_t gate;
+    uint64_t up;
+};
+
 // E5M2: five bits of exponent, two of the mantissa. For magnitudes below 61440, which the largest code's are rounded
 // to.
 FUSED_OPTIM_HD uint32_t e5m2_nearest_even(float x) {
@@ -106,7 +124,9 @@ void cast_tensor_cuda(const Cast& cast, CastFormat format, bool measured, int de
 void cast_delayed_cuda(const Cast& cast, CastFormat format, int device, uint64_t stream);
 void cast_rows_cuda(const Cast& cast, CastFormat format, int device, uint64_t stream);
 void cast_blocks_cuda(const Cast& cast, CastFormat format, int device, uint64_t stream);
+void swiglu_cuda(const SwiGLU& work, CastFormat format, CastScaling scaling, int device, uint64_t stream);
 void transpose_cuda(const Cast& cast, int device, uint64_t stream);
 void load_cast_kernels(int device);
+void load_swiglu_kernels(int device);
 
 }  // namespace fused_optim

@@ -21,6 +21,15 @@ def crc32(content: Any, crc: int = 0) -> int:
     return zlib.crc32(content, crc) if engine is None else engine.crc32(content, crc)
 
 
+def crc32_of_file(descriptor: int, start: int, size: int) -> tuple[int, int] | None:
+    """Of bytes of an open file, and how many there were: fewer than ``size`` where it ends.
+
+    None where no engine does it: the file is read by the caller then. Raises OSError.
+    """
+    engine = _engine()
+    return None if engine is None else engine.crc32_of_file(descriptor, start, size)
+
+
 @functools.cache
 def _engine() -> CpuEngine | None:
     engine, _ = load_engine("cpu")

@@ -253,6 +253,7 @@ class CpuEngine(Engine, Protocol):
     ) -> None: ...
     def can_fold_crc32(self) -> bool: ...
     def crc32(self, content: object, crc: int) -> int: ...
+    def crc32_of_file(self, descriptor: int, start: int, size: int) -> tuple[int, int]: ...
     def join_remainder(self, *, high: int, low: int, values: int, numel: int, bits: int) -> None: ...
 
 
@@ -265,6 +266,24 @@ class CudaEngine(Engine, Protocol):
     def load_kernels(self, rule: int, device: int) -> None: ...
     def mark_differences(self, rows: list[tuple[int, int, int, int, int]], *, device: int, stream: int) -> None: ...
     def has_products(self, device: int) -> bool: ...
+    def swiglu(
+        self,
+        *,
+        gradient: int,
+        gate: int,
+        up: int,
+        results: list[tuple[int, int, int, int, int]],
+        absmax: int,
+        remembered: int,
+        rows: int,
+        columns: int,
+        format: int,
+        scaling: int,
+        power_of_two: bool,
+        tiles: bool,
+        device: int,
+        stream: int,
+    ) -> None: ...
     def matrix_product(
         self,
         *,

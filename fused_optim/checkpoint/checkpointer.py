@@ -28,6 +28,7 @@ from fused_optim.checkpoint.storage import checksums
 from fused_optim.checkpoint.storage.damage import Damaged, is_damage
 from fused_optim.checkpoint.storage.directory import CheckpointDirectory, Found
 from fused_optim.checkpoint.storage.folders import LocalFolder, PathLike, folder_at
+from fused_optim.checkpoint.storage.garbage import without_collection
 from fused_optim.checkpoint.storage.nested import flat
 from fused_optim.checkpoint.storage.retention import Retention, finite_metrics
 from fused_optim.checkpoint.storage.torch_errors import SINGLE_PROCESS
@@ -235,7 +236,8 @@ class Checkpointer:
     def _start(self, step: int, metrics: dict[str, float]) -> None:
         staged: Future[dict[str, Any]] = Future()
         try:
-            staged = self._stager.stage(self._collect())
+            with without_collection():
+                staged = self._stager.stage(self._collect())
         except Exception as error:  # the other ranks have to know
             staged.set_exception(error)
         self._last = step
@@ -397,7 +399,7 @@ class Checkpointer:
         return self._load(found, self._open(found, verify), options)
 
     def _options(self, without: Collection[str], leeway: Leeway, model_only: bool, dry_run: bool) -> LoadOptions:
-        if isinstance(without, str):
+        if without is None or isinstance(without, str):
             raise TypeError(f"without: expected a list of names of extras, got {without!r}")
         return LoadOptions(leeway, frozenset(without), model_only, dry_run)
 

@@ -92,6 +92,7 @@ class OtherLoader:
         try:
             if not self._is_flat:
                 self._optimizer.load_state_dict(state)
+                self._put_texts()
                 return
             with taken_for_initialized(self._optimizer):
                 set_optimizer_state_dict(self._model, self._optimizer, state, options=StateDictOptions(strict=False))
@@ -99,6 +100,12 @@ class OtherLoader:
             kind = type(self._optimizer).__name__
             text = f"{kind} loads nothing of parameters that have no states of its own yet: it lacks {error}"
             raise ValueError(f"{self._source.path}: {text}") from error
+
+    def _put_texts(self) -> None:
+        """torch.optim takes texts in states apart, as if they were lists."""
+        for param, names in self._names.items():
+            saved, loaded = self._state.get(names[0], {}), self._optimizer.state.get(param, {})
+            loaded.update({key: _with_texts(loaded[key], saved[key]) for key in loaded.keys() & saved.keys()})
 
     def undo(self) -> None:
         """Of a load that has failed, here or on another rank: torch.optim puts new states and param groups there."""
@@ -251,6 +258,17 @@ def _without_step_hooks(optimizer: Optimizer) -> Iterator[None]:
     finally:
         for each, kept in hooks:
             each.update(kept)
+
+
+def _with_texts(loaded: Any, saved: Any) -> Any:
+    """What torch.optim has made of tensors, and all else as it was saved."""
+    if isinstance(saved, Tensor):
+        return loaded
+    if isinstance(saved, dict):
+        return {key: _with_texts(loaded[key], item) for key, item in saved.items()}
+    if isinstance(saved, list | tuple):
+        return type(saved)(_with_texts(*pair) for pair in zip(loaded, saved, strict=True))
+    return saved
 
 
 def _copied_group(group: Mapping[str, Any]) -> dict[str, Any]:

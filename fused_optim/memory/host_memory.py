@@ -7,15 +7,16 @@ import ctypes
 import math
 import mmap
 import sys
+import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
 
 _ALIGNMENT = 4096  # bytes, of a buffer in its segment
-_SEGMENT = 1 << 28  # bytes that are allocated, and page-locked, at once; a larger buffer has a segment of its own
+_SEGMENT = 1 << 26  # bytes that are allocated, and page-locked, at once; a larger buffer has a segment of its own
 _HUGE = 1 << 21  # bytes of a huge page
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all GPUs
 
@@ -24,11 +25,14 @@ class HostBuffers:
     """Buffers of given sizes in bytes, each a flat uint8 tensor.
 
     ``locked``: GPUs copy into them without waiting for the host. ``shared``: other processes can map them. Every
-    tensor has a storage of its own size, which torch writes without another copy. Raises RuntimeError where the
-    memory cannot be page-locked.
+    tensor has a storage of its own size, which torch writes without another copy. ``rest``: is called whenever a part
+    of the memory is page-locked, with the seconds that took: meanwhile the driver lets nobody launch kernels. Raises
+    RuntimeError where the memory cannot be page-locked.
     """
 
-    def __init__(self, sizes: Sequence[int], *, locked: bool, shared: bool) -> None:
+    def __init__(
+        self, sizes: Sequence[int], *, locked: bool, shared: bool, rest: Callable[[float], object] | None = None
+    ) -> None:
         self.sizes = tuple(sizes)
         self.locked = locked
         found: dict[int, Tensor] = {}
@@ -37,9 +41,21 @@ class HostBuffers:
         for members, size in segments:
             segment = _Shared(size) if shared else _Mapped(size)
             if locked:
-                segment.lock()
+                taken = segment.lock()
+                if rest is not None:
+                    rest(taken)
             found.update({i: segment.part(offset, sizes[i]) for i, offset in members.items()})
         self.tensors = [found[i] for i in range(len(sizes))]
+        self._kinds: list[tuple[torch.dtype, torch.Size]] = []
+        self._shaped: list[Tensor] = []
+
+    def like(self, others: Sequence[Tensor]) -> list[Tensor]:
+        """The buffers as tensors of these dtypes and shapes, which are made once for all that are alike."""
+        kinds = [(other.dtype, other.shape) for other in others]
+        if kinds != self._kinds:
+            pairs = zip(self.tensors, kinds, strict=True)
+            self._kinds, self._shaped = kinds, [own.view(dtype).view(shape) for own, (dtype, shape) in pairs]
+        return self._shaped
 
 
 def room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -134,11 +150,15 @@ class _Mapped(mmap.mmap):
             with suppress(OSError):  # of a kernel that was built without it
                 self.madvise(getattr(mmap, advice))
 
-    def lock(self) -> None:
+    def lock(self) -> float:
+        """The seconds that page-locking took."""
         self._advise("MADV_DONTFORK")
-        whole = self.part(0, len(self))
-        _lock(whole.zero_())  # pages are made on several threads, and before the driver has its locks
+        # Pages are made on several threads, and before the driver has its locks.
+        whole = self.part(0, len(self)).zero_()
+        started = time.perf_counter()
+        _lock(whole)
         self._address = whole.data_ptr()
+        return time.perf_counter() - started
 
     def __del__(self) -> None:
         if self._address and not sys.is_finalizing():
@@ -155,9 +175,12 @@ class _Shared:
     def part(self, offset: int, size: int) -> Tensor:
         return self._whole[offset : offset + size]
 
-    def lock(self) -> None:
-        _lock(self._whole.zero_())
+    def lock(self) -> float:
+        self._whole.zero_()
+        started = time.perf_counter()
+        _lock(self._whole)
         weakref.finalize(self._storage, _unlock, self._whole.data_ptr()).atexit = False
+        return time.perf_counter() - started
 
 
 def _lock(whole: Tensor) -> None:

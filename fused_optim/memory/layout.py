@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fused_optim.adapters import adapter_of
 from fused_optim.formats.masters import Master
 from fused_optim.formats.states import FLOAT16, FLOAT32, Kind, StateFormat, state_format
 from fused_optim.memory.host_memory import host_zeros
@@ -37,23 +39,25 @@ class Versions(NamedTuple):
         with torch._C.DisableTorchFunctionSubclass():
             local = local_tensor(param)
             counters = [0 if tensor.is_inference() else tensor._version for tensor in (param, local)]
-        components = getattr(local, "components", None)
-        if components is not None:
-            address = id(components)
-        else:
-            address = local.data_ptr() if has_values(local) else 0
-        return Versions(counters[0], counters[1], address, memory_of(param))
+            values = _values_of(param)
+            address = 0 if values is None else values.data_ptr()
+            return Versions(counters[0], counters[1], address, memory_of(param))
 
 
 def memory_of(
     param: Tensor, when_freed: Callable[[object], object] | None = None
 ) -> weakref.ref[torch.UntypedStorage] | None:
-    """The memory of a parameter's shard, of a quantized one that of its first component; None without values."""
+    """The memory of a parameter's shard, of a quantized one that of its codes; None without values."""
     with torch._C.DisableTorchFunctionSubclass():
-        local = local_tensor(param)
-        components = getattr(local, "components", None)
-        first = local if components is None else next(iter(components.values()))
-        return weakref.ref(first.untyped_storage(), when_freed) if has_values(first) else None
+        values = _values_of(param)
+        return None if values is None else weakref.ref(values.untyped_storage(), when_freed)
+
+
+def _values_of(param: Tensor) -> Tensor | None:
+    """The plain tensor in whose memory a parameter's shard lies; None where there are no values."""
+    local, adapter = local_tensor(param), adapter_of(param)
+    values = local if adapter is None else adapter.codes(local)
+    return values if values is not None and has_values(values) else None
 
 
 def state_zeros(param: Tensor, shape: Sequence[int], dtype: torch.dtype, offloaded: bool) -> Tensor:
@@ -128,10 +132,10 @@ class StateLayout:
 
     def scale(self, state: str) -> Tensor | None:
         """The scales of one state, as a view; None where it has none."""
-        scaled = [name for name in self.names if self.format(name).scaled]
-        if state not in scaled:
+        if not self.format(state).scaled:
             return None
-        first = self.geometry.blocks * scaled.index(state)
+        preceding = itertools.takewhile(lambda pair: pair[0].name != state, zip(self.specs, self.formats, strict=True))
+        first = self.geometry.blocks * sum(fmt.scaled for _, fmt in preceding)
         return self.scales[first : first + self.geometry.blocks]
 
     @property

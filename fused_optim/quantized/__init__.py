@@ -2,7 +2,7 @@
 
 import sys
 
-from fused_optim.quantized.compute import GroupedLinear, KeptWeight, grouped, grouped_linear, linear
+from fused_optim.quantized.compute import GroupedLinear, KeptWeight, grouped, grouped_linear, linear, swiglu_mlp
 from fused_optim.quantized.files import (
     load_quantized_safetensors,
     save_pretrained_as,
@@ -53,6 +53,7 @@ __all__ = [
     "quantized_model_init",
     "save_pretrained_as",
     "save_quantized_safetensors",
+    "swiglu_mlp",
     "write_plain_weights",
 ]
 

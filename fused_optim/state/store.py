@@ -201,7 +201,7 @@ class StateStore:
             self._chosen = None  # others may be frozen by now
         for group in self.groups:
             for candidate in group["params"]:
-                if candidate in self or (param is not None and candidate is not param):
+                if (param is not None and candidate is not param) or candidate in self:
                     continue
                 if param is None and self.is_frozen(candidate):
                     discard_initial(candidate)  # no master will start from it
@@ -258,7 +258,8 @@ class StateStore:
         return param not in self.layouts and self._has_any(param)
 
     def _has_any(self, param: Tensor) -> bool:
-        return not self._owner.state.get(param, {}).keys().isdisjoint(self.state_names)
+        states = self._owner.state.get(param, {})
+        return any(spec.name in states for spec in self._owner.rule.states) or MASTER in states
 
     def prune(self) -> None:
         """Let go of parameters that were removed from ``optimizer.state``: others may have taken their places."""

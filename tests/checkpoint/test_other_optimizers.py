@@ -376,6 +376,23 @@ REFUSED: list[tuple[str, str, Any, str]] = [
 ]
 
 
+def test_texts_in_states(tmp_path: Path) -> None:
+    """Which torch.optim's own loader takes apart."""
+    notes = {"text": "warm", "notes": {"seen": 7, "of": ["a", ("b", 1.5)], "sum": torch.ones(2)}, "bytes": b"ab"}
+    param, again = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer, other = AdamW(param.parameters()), AdamW(again.parameters())
+    param.weight.grad = torch.ones(2, 2)
+    optimizer.step()
+    optimizer.state[param.weight].update(notes)
+    with Checkpointer(param, optimizer, tmp_path, sigterm=False) as checkpointer:
+        checkpointer.save(1)
+    assert Checkpointer(again, other, tmp_path, sigterm=False).load_latest() == 1
+    own, loaded = optimizer.state[param.weight], other.state[again.weight]
+    assert torch.equal(loaded["exp_avg"], own["exp_avg"]) and torch.equal(loaded["notes"].pop("sum"), torch.ones(2))
+    assert {key: loaded[key] for key in ("text", "bytes")} == {"text": "warm", "bytes": b"ab"}
+    assert loaded["notes"] == {"seen": 7, "of": ["a", ("b", 1.5)]}
+
+
 @pytest.mark.parametrize("saved, loaded, how, match", REFUSED, ids=lambda value: getattr(value, "__name__", None))
 def test_what_does_not_fit_is_refused(saved: str, loaded: str, how: Any, match: str, tmp_path: Path) -> None:
     """On every rank, in one line, before anything was changed."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,8 @@ from checkpoint_cases import Run
 from distributed import assert_same, same_bits
 from fused_optim import FusedAdam, FusedLion
 from fused_optim.checkpoint import PinnedStager
-from fused_optim.checkpoint.writing.staging import _is_captured, _memory_of
+from fused_optim.checkpoint.writing.staging import _is_captured, _memory_of, _Sources
+from fused_optim.memory import host_memory
 from fused_optim.memory.host_memory import HostBuffers
 from fused_optim.quantized import QuantizedTensor
 from fused_optim.sharding.dtensor import keep_chunks, local_tensor
@@ -193,6 +196,25 @@ def test_memory_is_allocated_before_the_first_save(monkeypatch: pytest.MonkeyPat
     assert torch.equal(stager.stage(state).result()["x"], state["x"])
     with pytest.raises(TypeError):  # of another size
         stager.stage({"x": torch.ones(5001)})
+
+
+def test_page_locking_rests_until_somebody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver launches nothing while it locks pages: in between, training has as much time as that took."""
+    clock = itertools.count(0, 1000)  # every look at it comes 1000 seconds later
+    monkeypatch.setattr(host_memory, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+    monkeypatch.setattr(host_memory, "_SEGMENT", 1 << 18)
+    monkeypatch.setattr(host_memory, "_lock", lambda whole: None)
+    monkeypatch.setattr(host_memory, "_unlock", lambda address: None)
+    monkeypatch.setattr(_Sources, "on_gpu", True)
+    state = {str(i): torch.full((200 << 10,), i, dtype=torch.uint8) for i in range(3)}
+    rests: list[float] = []
+    HostBuffers([len(each) for each in state.values()], locked=True, shared=False, rest=rests.append)
+    assert rests == [1000.0] * 3
+    stager = PinnedStager()
+    preparing = stager.prepare(state)
+    with pytest.raises(TimeoutError):
+        preparing.result(timeout=0.3)
+    assert torch.equal(stager.stage(state).result()["2"], state["2"]) and preparing.done()
 
 
 @pytest.mark.parametrize("kind", [FusedAdam, FusedLion])

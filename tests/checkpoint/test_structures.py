@@ -29,6 +29,7 @@ VALUES: dict[str, Any] = {
     "empty": {},
     "numbered": {1: "one", (2, 3): "pair"},
     "with.dots": {"a.b": 1.5},
+    "unnamed": {"": 1, "a": {"": torch.ones(2)}},
 }
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -61,3 +63,24 @@ def test_whatever_has_bytes() -> None:
         ENGINE.crc32(array[::2], 0)
     with pytest.raises(TypeError):
         ENGINE.crc32(3, 0)
+
+
+def test_files(tmp_path: Path) -> None:
+    """In pieces of the engine's own size; a file that ends says how much it had."""
+    content = BYTES + BYTES[:1001]
+    (tmp_path / "file").write_bytes(content)
+    descriptor = os.open(tmp_path / "file", os.O_RDONLY)
+    try:
+        for start, size in [(0, len(content)), (3, 100), (7, 1 << 19), (1, (1 << 19) + 1), (5, 0), (1 << 20, 1001)]:
+            expected = zlib.crc32(content[start : start + size]), size
+            assert checksum.crc32_of_file(descriptor, start, size) == expected
+        assert checksum.crc32_of_file(descriptor, len(content) - 10, 1 << 30) == (zlib.crc32(content[-10:]), 10)
+        assert checksum.crc32_of_file(descriptor, len(content) + 10, 10) == (0, 0)
+    finally:
+        os.close(descriptor)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        checksum.crc32_of_file(descriptor, 0, 10)
+    folder = os.open(tmp_path, os.O_RDONLY)
+    with pytest.raises(IsADirectoryError):
+        checksum.crc32_of_file(folder, 0, 10)
+    os.close(folder)

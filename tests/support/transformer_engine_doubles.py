@@ -45,6 +45,19 @@ class QuantizedTensor(torch.Tensor):
     def dequantize(self, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return (self._data.view(E4M3).float() * self._scale_inv).to(dtype)
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """A new one each time, without a byte."""
+        return torch.UntypedStorage(0, device=self.device)
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, other: Tensor) -> None:
+        """The parts of another tensor, which moves no counter."""
+        self.__dict__.update(other.__dict__)
+
     def _reset_caches(self) -> None:
         self._transpose_invalid = True
 
@@ -57,6 +70,9 @@ class QuantizedTensor(torch.Tensor):
             alias = cls.__new__(cls, args[0], None)
             alias.__dict__ = args[0].__dict__
             return alias
+        if func is aten.copy_.default and isinstance(args[0], cls):
+            args[0].quantize_(args[1].dequantize() if isinstance(args[1], cls) else args[1])
+            return args[0]
         decode = lambda tree: torch.utils._pytree.tree_map_only(cls, lambda t: t.dequantize(), tree)  # noqa: E731
         return func(*decode(args), **decode(kwargs or {}))
 
@@ -96,14 +112,21 @@ def store(values: Tensor, scale: Tensor, out: QuantizedTensor) -> None:
     out._create_transpose()
 
 
-class Float8BlockQuantizer:
+class Quantizer:
+    kind: type[QuantizedTensor] = Float8Tensor
+
+    def make_empty(self, shape: torch.Size, *, dtype: torch.dtype, device: torch.device) -> QuantizedTensor:
+        return self.kind(torch.zeros(shape, device=device), self)
+
+
+class Float8BlockQuantizer(Quantizer):
     """Stands for all that need nothing from outside."""
 
     def update_quantized(self, values: Tensor, out: QuantizedTensor) -> None:
         store(values, torch.tensor(64.0, device=values.device), out)
 
 
-class Float8Quantizer:
+class Float8Quantizer(Quantizer):
     """Delayed scaling: ``scale`` and ``amax`` are views of a module's buffers."""
 
     def __init__(self, device: str | torch.device) -> None:
@@ -206,7 +229,9 @@ class Float8BlockwiseQTensor(QuantizedTensor):
         self._columnwise_scale_inv = self._quantizer.laid_out(self._rowwise_scale_inv[:rows, :columns].t())
 
 
-class HybridQuantizer:
+class HybridQuantizer(Quantizer):
+    kind = HybridQuantizedTensor
+
     def __init__(self, rowwise: Any, columnwise: Any) -> None:
         self.rowwise_quantizer, self.columnwise_quantizer = rowwise, columnwise
 

@@ -2,9 +2,12 @@
 #pragma once
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
+#include <array>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "bindings/where.h"
 #include "cast.h"
@@ -70,6 +73,37 @@ void cast_blocks(uint64_t values, uint64_t codes, uint64_t scale, uint64_t trans
     FUSED_OPTIM_ON(cast_blocks)(cast, cast_format_of(format), FUSED_OPTIM_HERE);
 }
 
+#if defined(FUSED_OPTIM_ENGINE_CUDA)
+// Of each result: codes, transposed, scale, transposed_scale, history.
+using ResultRow = std::array<uint64_t, 5>;
+
+void swiglu(uint64_t gradient, uint64_t gate, uint64_t up, const std::vector<ResultRow>& results, uint64_t absmax,
+            uint32_t remembered, uint64_t rows, uint64_t columns, uint32_t format, uint32_t scaling, bool power_of_two,
+            bool tiles, int device, uint64_t stream) {
+    require(gate && up, "addresses of all tensors");
+    require(results.size() == (gradient ? 2 : 1), "a result, or one for each of the gradients");
+    require(scaling < kCount<CastScaling>, "a known scaling");
+    const auto kind = static_cast<CastScaling>(scaling);
+    const bool parts = kind == CastScaling::kRow || kind == CastScaling::kBlock;
+    require(kind == CastScaling::kBlock || absmax, "addresses of all tensors");
+    require(kind != CastScaling::kBlock || (rows % kCastBlock == 0 && columns % kCastBlock == 0), "blocks of 128");
+    const uint64_t words = kind == CastScaling::kRow ? rows + columns : 2;
+    SwiGLU work{{}, gradient, gate, up};
+    for (size_t i = 0; i < results.size(); ++i) {
+        const auto& [codes, transposed, scale, transposed_scale, history] = results[i];
+        require(codes && transposed && scale && (!parts || transposed_scale), "addresses of all tensors");
+        require(kind != CastScaling::kDelayed || (history && remembered), "addresses of all tensors");
+        work.results[i] = checked({0, codes, transposed, scale, transposed_scale, absmax + i * words * sizeof(float),
+                                   rows, columns, power_of_two, tiles, history, remembered});
+    }
+    for (const uint64_t address : {gradient, gate, up}) {
+        require(address % kCastMultiple == 0, "addresses that are multiples of 16");
+    }
+    py::gil_scoped_release release;
+    swiglu_cuda(work, cast_format_of(format), kind, device, stream);
+}
+#endif
+
 void transpose(uint64_t codes, uint64_t transposed, uint64_t rows, uint64_t columns, FUSED_OPTIM_WHERE) {
     require(codes && transposed, "addresses of all tensors");
     FUSED_OPTIM_ON(transpose)(checked({0, codes, transposed, 0, 0, 0, rows, columns}), FUSED_OPTIM_HERE);
@@ -88,6 +122,11 @@ inline void define_all(py::module_& m) {
     define(m, "cast_blocks", &cast_blocks, py::arg("values"), py::arg("codes"), py::arg("scale"), py::arg("transposed"),
            py::arg("transposed_scale"), py::arg("rows"), py::arg("columns"), py::arg("power_of_two"), py::arg("tiles"),
            py::arg("format"));
+#if defined(FUSED_OPTIM_ENGINE_CUDA)
+    m.def("swiglu", &swiglu, py::kw_only(), py::arg("gradient"), py::arg("gate"), py::arg("up"), py::arg("results"),
+          py::arg("absmax"), py::arg("remembered"), py::arg("rows"), py::arg("columns"), py::arg("format"),
+          py::arg("scaling"), py::arg("power_of_two"), py::arg("tiles"), py::arg("device"), py::arg("stream"));
+#endif
     define(m, "transpose", &transpose, py::arg("codes"), py::arg("transposed"), py::arg("rows"), py::arg("columns"));
 }
 

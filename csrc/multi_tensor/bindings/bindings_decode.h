@@ -3,7 +3,11 @@
 #pragma once
 
 #include <pybind11/pybind11.h>
+#include <unistd.h>
 
+#include <algorithm>
+#include <cerrno>
+#include <memory>
 #include <stdexcept>
 #include <string>
 
@@ -52,9 +56,39 @@ uint32_t crc32(const py::object& content, uint32_t crc) {
     return crc;
 }
 
+// Of bytes of a file, and how many there were: fewer than `size` where it ends. OSError for what cannot be read.
+// Python threads that read piece by piece would wait for the lock at every piece.
+py::tuple crc32_of_file(int descriptor, uint64_t start, uint64_t size) {
+    constexpr uint64_t kPiece = 1 << 19;  // which stays in the second-level cache
+    uint64_t done = 0;
+    uint32_t crc = 0;
+    int error = 0;
+    {
+        py::gil_scoped_release release;
+        const std::unique_ptr<uint8_t[]> piece(new uint8_t[std::min(size, kPiece)]);
+        while (done < size && !error) {
+            const ssize_t count = pread(descriptor, piece.get(), std::min(size - done, kPiece), start + done);
+            if (count == 0) break;
+            if (count > 0) {
+                crc = crc32_cpu(piece.get(), static_cast<size_t>(count), crc);
+                done += static_cast<uint64_t>(count);
+            } else if (errno != EINTR) {
+                error = errno;
+            }
+        }
+    }
+    if (error) {
+        errno = error;
+        PyErr_SetFromErrno(PyExc_OSError);
+        throw py::error_already_set();
+    }
+    return py::make_tuple(crc, done);
+}
+
 inline void define_all(py::module_& m) {
     m.def("can_fold_crc32", &can_fold_crc32);
     m.def("crc32", &crc32, py::arg("content"), py::arg("crc"));
+    m.def("crc32_of_file", &crc32_of_file, py::arg("descriptor"), py::arg("start"), py::arg("size"));
     using NoGil = py::call_guard<py::gil_scoped_release>;
     m.def("decode_state", &decode_state, py::arg("bits"), py::arg("scale"), py::arg("values"), py::arg("numel"),
           py::arg("block"), py::arg("format"), py::arg("square"), NoGil());

@@ -148,13 +148,16 @@ __device__ __forceinline__ void store_turned(const Cast& cast, const Place& plac
 struct Values {
     uint32_t pairs[kRowsPerLane][kPairs];
 
-    __device__ __forceinline__ Values(const Cast& cast, const Place& place) {
+    Values() = default;
+    __device__ __forceinline__ Values(const Cast& cast, const Place& place) : Values(cast, place, cast.values) {}
+    // Of another matrix of this shape, at `values`.
+    __device__ __forceinline__ Values(const Cast& cast, const Place& place, uint64_t values) {
 #pragma unroll
         for (uint32_t i = 0; i < kRowsPerLane; ++i) {
 #pragma unroll
             for (uint32_t half = 0; half < 2; ++half) {
                 const uint64_t row = place.first_row() + i, column = column_of(place, half);
-                const uint64_t address = cast.values + (row * cast.columns + column) * 2;
+                const uint64_t address = values + (row * cast.columns + column) * 2;
                 const bool inside = row < cast.rows && column < cast.columns;
                 const uint4 packet = inside ? *reinterpret_cast<const uint4*>(address) : uint4{};
                 reinterpret_cast<uint4*>(pairs[i])[half] = packet;

@@ -17,7 +17,7 @@ from fused_optim.memory.host_memory import room
 from fused_optim.options.checks import some_of
 
 _PREFIX, _STATES = "model.", "optimizer.state."
-_EXTRA_STATE = re.compile(r"(?P<name>(?:.+\.)?_extra_state)(?:\.(?P<rest>.+))?")
+_EXTRA_STATE = re.compile(r"(?P<name>(?:.+\.)?_extra_state)(?:\.(?P<rest>.*))?")
 
 
 def misfit(current: Any, info: TensorInfo | None) -> str:
@@ -92,7 +92,9 @@ class ModelLoader:
             extra = _EXTRA_STATE.fullmatch(name)
             if extra and naming(extra["name"]) in naming.known:
                 name, rest = extra["name"], extra["rest"]
-            saved.setdefault(naming.note(name), {})[key] = path_after(self._source.place(key), rest) if rest else ()
+            saved.setdefault(naming.note(name), {})[key] = (
+                () if rest is None else path_after(self._source.place(key), rest)
+            )
         return saved
 
     def _drop_aliases(self, names: list[str]) -> list[str]:

@@ -7,7 +7,6 @@ where they lie is what ``.metadata`` says, whose own checksum ties the file to t
 from __future__ import annotations
 
 import json
-import threading
 import zlib
 from collections.abc import Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,6 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from fused_optim.backends.checksum import crc32
 from fused_optim.checkpoint.storage.damage import Damaged
 from fused_optim.checkpoint.storage.folders import Folder, PathLike, folder_at, kept_open
 from fused_optim.checkpoint.storage.metadata import FILE as METADATA
@@ -27,8 +25,6 @@ from fused_optim.sharding.collective import gather, gather_at_first, on_all_rank
 
 FILE = "fused_optim_checksums.json"
 VERSION = 1
-_NEAR = 1 << 22  # bytes read at a time from this machine
-_FAR = 1 << 23  # from elsewhere, where every read takes its time
 
 Range = tuple[str, int, int]  # file, start, length
 
@@ -116,39 +112,20 @@ def _damages(folder: Folder, items: Iterable[_Item], expected: Mapping[Range, st
             yield f"{item}: expected CRC-32 {wanted}, found {found}"
 
 
-class _OfThread(threading.local):
-    """Each thread has a buffer, whose pages are made once."""
-
-    memory: memoryview | None = None
-
-
 def _sum_up(folder: Folder, items: Iterable[_Item]) -> Iterator[tuple[_Item, str | ValueError]]:
     """The checksums of items, or what is wrong with their bytes."""
     listed = sorted(items, key=lambda item: item.range[2], reverse=True)  # no large one is left to a single thread
-    own = _OfThread()
-
-    def sum_up(item: _Item) -> str | ValueError:
-        if own.memory is None:
-            own.memory = memoryview(bytearray(_NEAR if folder.is_local else _FAR))
-        return _crc(opened, item, own.memory)
-
     with kept_open(folder) as opened, ThreadPoolExecutor(threads_to_read()) as pool:
-        yield from zip(listed, pool.map(sum_up, listed), strict=True)
+        yield from zip(listed, pool.map(lambda item: _crc(opened, item), listed), strict=True)
 
 
-def _crc(folder: Folder, item: _Item, memory: memoryview) -> str | ValueError:
-    file, start, length = item.range
-    crc, end = 0, start + length
+def _crc(folder: Folder, item: _Item) -> str | ValueError:
     try:
-        while start < end:
-            piece = memory[: min(end - start, len(memory))]
-            folder.read_into(file, start, piece)
-            crc, start = crc32(piece, crc), start + len(piece)
+        return f"{folder.crc32(*item.range):08x}"
     except FileNotFoundError as error:
         return _lacking(item, f"none: {error.strerror or 'no such file'}")
     except EOFError:
-        return _lacking(item, f"{max((folder.size(file) or 0) - item.range[1], 0)}: the file is truncated")
-    return f"{crc:08x}"
+        return _lacking(item, f"{max((folder.size(item.range[0]) or 0) - item.range[1], 0)}: the file is truncated")
 
 
 def _lacking(item: _Item, found: str) -> ValueError:

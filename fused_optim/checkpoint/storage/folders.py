@@ -15,11 +15,15 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
 
+from fused_optim.backends.checksum import crc32, crc32_of_file
+
 logger = logging.getLogger("fused_optim")
 
 T = TypeVar("T")
 _MOST_OPEN = 64  # files of a folder at a time
 _ONE_READ = 1 << 20  # bytes that the system reads at once, if they are there
+_NEAR = 1 << 22  # bytes that are summed up at a time, of files of this machine
+_FAR = 1 << 23  # from elsewhere, where every read takes its time
 PathLike = str | os.PathLike[str]
 
 
@@ -55,6 +59,9 @@ class Folder(Protocol):
 
     def read_into(self, name: str, start: int, memory: memoryview) -> None:
         """All of ``memory``, from byte ``start`` of a file on. Raises EOFError where the file is shorter."""
+
+    def crc32(self, name: str, start: int, length: int) -> int:
+        """Of so many bytes of a file. Raises EOFError where it is shorter."""
 
     def write(self, name: str, content: bytes) -> None:
         """All of it or nothing: a file that is read meanwhile, or after a crash, is the old one or the new one."""
@@ -163,6 +170,9 @@ class LocalFolder:
                     raise EOFError(f"{self.path / name} ends at byte {start}")
                 memory, start = memory[count:], start + count
 
+    def crc32(self, name: str, start: int, length: int) -> int:
+        return _crc32_by_pieces(self, name, start, length, _NEAR)
+
     @contextmanager
     def _reading(self, name: str) -> Iterator[int]:
         descriptor = self._opened(name)
@@ -229,6 +239,15 @@ class _KeptOpen(LocalFolder):
         with self._reading(name) as descriptor:
             return os.pread(descriptor, length, start)
 
+    def crc32(self, name: str, start: int, length: int) -> int:
+        with self._reading(name) as descriptor:
+            found = crc32_of_file(descriptor, start, length)
+        if found is None:
+            return super().crc32(name, start, length)
+        if found[1] < length:
+            raise EOFError(f"{self.path / name} ends at byte {start + found[1]}")
+        return found[0]
+
     def close(self) -> None:
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
@@ -245,6 +264,26 @@ def kept_open(folder: Folder) -> Iterator[Folder]:
         return
     with closing(_KeptOpen(folder.path)) as opened:
         yield opened
+
+
+class _OfThread(threading.local):
+    """Each thread has a buffer, whose pages are made once."""
+
+    memory: memoryview = memoryview(b"")
+
+
+_own = _OfThread()
+
+
+def _crc32_by_pieces(folder: Folder, name: str, start: int, length: int, at_once: int) -> int:
+    if len(_own.memory) < at_once:
+        _own.memory = memoryview(bytearray(at_once))
+    crc, end = 0, start + length
+    while start < end:
+        piece = _own.memory[: min(end - start, at_once)]
+        folder.read_into(name, start, piece)
+        crc, start = crc32(piece, crc), start + len(piece)
+    return crc
 
 
 _TRIES, _PAUSE = 4, 0.25  # seconds, before the second try; then three times as long each time
@@ -336,6 +375,9 @@ class RemoteFolder:
         if len(content) < len(memory):
             raise EOFError(f"{self._shown}/{name} ends at byte {start + len(content)}")
         memory[:] = content
+
+    def crc32(self, name: str, start: int, length: int) -> int:
+        return _crc32_by_pieces(self, name, start, length, _FAR)
 
     def write(self, name: str, content: bytes) -> None:
         retried(lambda: self._system.pipe_file(self._at(name), content))

@@ -28,6 +28,8 @@ from fused_optim.sharding.dtensor import finished_local, keep_chunks, portable
 from fused_optim.state.values import LazyTensor, parts, with_parts
 
 _KEPT = 2  # sets of buffers: one is written to disk while the next state is copied into the other
+_UNCHANGING = frozenset((bool, int, float, str, bytes, type(None)))
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Staged(dict[str, Any]):
@@ -92,7 +94,7 @@ class PinnedStager(AsyncStager):
         tree = sources.collect(state_dict)
         buffers = self._memory.take(sources.sizes, sources.on_gpu)
         try:
-            targets = [b.view(s.dtype).view(s.shape) for b, s in zip(buffers.tensors, sources.tensors, strict=True)]
+            targets = buffers.like(sources.tensors)
             underway = self._copy(sources.tensors, targets)
         except BaseException:
             self._memory.give_back(buffers)
@@ -154,19 +156,22 @@ class PinnedStager(AsyncStager):
             self._streams[device] = torch.cuda.Stream(device)
         side = self._streams[device]
         side.wait_stream(current)
-        late = [_address(source) in steady for source, _ in pairs]
+        late = [pair for pair in pairs if _address(pair[0]) in steady]
+        early = [pair for pair in pairs if _address(pair[0]) not in steady]
         with torch.cuda.stream(side):
-            for (source, target), is_late in zip(pairs, late, strict=True):
-                if not is_late:
-                    target.copy_(source, non_blocking=True)
-            if not all(late):
+            _copy_all(early)
+            if early:
                 current.wait_stream(side)
-            for (source, target), is_late in zip(pairs, late, strict=True):
-                if is_late:
-                    target.copy_(source, non_blocking=True)
+            _copy_all(late)
             done = torch.cuda.Event(blocking=True)  # the thread that waits for it sleeps
             done.record(side)
-        return Copy(device, done, list(_named(self._optimizers)) if any(late) else [])
+        return Copy(device, done, list(_named(self._optimizers)) if late else [])
+
+
+def _copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Queue copies on the current stream."""
+    for source, target in pairs:
+        target.copy_(source, non_blocking=True)
 
 
 def wait_for_copies() -> None:
@@ -222,7 +227,9 @@ def _address(tensor: Tensor) -> int:
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """The tensors with memory that a tensor consists of on this rank, in the order of :func:`_mapped`."""
-    if isinstance(tensor, DTensor):
+    if type(tensor) is Tensor:
+        yield tensor.detach() if tensor.requires_grad else tensor
+    elif isinstance(tensor, DTensor):
         yield from plain_tensors(finished_local(tensor))
     elif isinstance(tensor, LazyTensor):
         for part in parts(tensor.source).values():
@@ -262,7 +269,7 @@ def _unflattened(kind: Any, inner: dict[str, Tensor], context: Any, shape: torch
 
 def _has_memory(tensor: Tensor) -> bool:
     """Whether it is a plain tensor whose bytes are its values."""
-    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided and not tensor.is_meta
+    return type(tensor) in _PLAIN and tensor.layout == torch.strided and not tensor.is_meta
 
 
 @dataclass
@@ -281,36 +288,49 @@ class _Sources:
         return any(tensor.device.type == "cuda" for tensor in self.tensors)
 
     def collect(self, value: Any) -> Any:
-        """The same tree with copies of what is no tensor; its tensors are noted."""
+        """The same tree with copies of what is no tensor, and notes of its tensors."""
+        kind = type(value)
+        if kind in _UNCHANGING:
+            return value
+        if kind in (dict, OrderedDict):
+            return {key: self.collect(item) for key, item in value.items()}
         if isinstance(value, Tensor):
             return self._collect_tensor(value)
-        if type(value) in (dict, OrderedDict):
-            return {key: self.collect(item) for key, item in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(map(self.collect, value))
+        if kind in (list, tuple):
+            return kind(map(self.collect, value))
         return copy.deepcopy(value)
 
     def _collect_tensor(self, tensor: Tensor) -> Any:
         plain = list(plain_tensors(tensor))
         if not all(map(_has_memory, plain)):
             return _Copied(_copied_by_torch(tensor))
-        for each in plain:
-            if _key(each) not in self._numbers:
-                self._numbers[_key(each)] = len(self.tensors)
-                self.tensors.append(each)
-        return tensor
+        return _Place(tensor, [self._number(each) for each in plain])
+
+    def _number(self, plain: Tensor) -> int:
+        number = self._numbers.setdefault(_key(plain), len(self.tensors))
+        if number == len(self.tensors):
+            self.tensors.append(plain)
+        return number
 
     def rebuild(self, tree: Any, copied: Sequence[Tensor]) -> Any:
         """The tree with ``copied`` in the places of the tensors."""
-        if isinstance(tree, _Copied):
+        if type(tree) is _Place:
+            return _mapped(tree.tensor, (copied[number] for number in tree.numbers))
+        if type(tree) is _Copied:
             return tree.tensor
-        if isinstance(tree, Tensor):
-            return _mapped(tree, (copied[self._numbers[_key(plain)]] for plain in plain_tensors(tree)))
         if type(tree) is dict:
             return {key: self.rebuild(item, copied) for key, item in tree.items()}
         if type(tree) in (list, tuple):
             return type(tree)(self.rebuild(item, copied) for item in tree)
         return tree
+
+
+@dataclass
+class _Place:
+    """A tensor of a tree, and which of the sources it consists of."""
+
+    tensor: Tensor
+    numbers: list[int]
 
 
 @dataclass
@@ -345,11 +365,12 @@ class _Memory:
         self._free: list[HostBuffers] = []
         self._lock = threading.Lock()
         self._preparing: Future[None] | None = None
+        self._is_wanted = threading.Event()  # somebody waits for what is being prepared
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="PinnedStager memory")
 
     def prepare(self, sizes: Sequence[int], locked: bool) -> Future[None]:
         def allocate() -> None:
-            self.give_back(HostBuffers(sizes, locked=locked, shared=self._shared))
+            self.give_back(HostBuffers(sizes, locked=locked, shared=self._shared, rest=self._is_wanted.wait))
 
         self._preparing = self._thread.submit(allocate)
         return self._preparing
@@ -357,7 +378,9 @@ class _Memory:
     def take(self, sizes: Sequence[int], locked: bool) -> HostBuffers:
         if self._preparing is not None:
             preparing, self._preparing = self._preparing, None
+            self._is_wanted.set()
             preparing.result()
+            self._is_wanted.clear()
         with self._lock:
             fitting = [b for b in self._free if (b.sizes, b.locked) == (tuple(sizes), locked)]
             self._free = fitting[1:]  # others were for a state dict that has changed

@@ -16,6 +16,7 @@ from fused_optim.sharding.dtensor import local_tensor
 
 
 class _ScaledRows(Protocol):
+    int_data: Tensor
     scale: Tensor  # of each row
 
 
@@ -37,6 +38,10 @@ def discard_initial(param: Tensor) -> None:
 
 def values(local: Tensor) -> Tensor:
     return local.dequantize().to(torch.float32, copy=True)
+
+
+def codes(local: Tensor) -> Tensor:
+    return cast(_ScaledRows, local).int_data
 
 
 def keeps(param: Tensor, master: Tensor) -> bool:

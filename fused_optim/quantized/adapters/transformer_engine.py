@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from fused_optim.adapters import Place, SimpleBatch, Target, Update
+from fused_optim.adapters import Place, SimpleBatch, Target, Update, equal_or_nan
 from fused_optim.backends import is_capturing
 from fused_optim.formats.arithmetic import SMALLEST_NORMAL
 from fused_optim.quantized.adapters import transformer_engine_codes
@@ -32,6 +32,8 @@ from fused_optim.quantized.recipes import Float8DelayedScaling, codec
 from fused_optim.sharding.dtensor import local_tensor, sharded_dim, sharding_dims
 
 _E4M3 = Float8DelayedScaling().kernel
+_STORAGES = ("_rowwise_storage", "_columnwise_storage")  # of a HybridQuantizedTensor
+_CODES = ("_data", "_rowwise_data", "_transpose", "_columnwise_data")  # each kind of tensor has two of them
 
 
 class _HasInitialValues(Protocol):
@@ -42,6 +44,8 @@ class _HasInitialValues(Protocol):
 class _Quantizer(Protocol):
     amax_reduction_group: ProcessGroup | None
     with_amax_reduction: bool
+
+    def make_empty(self, shape: torch.Size, *, dtype: torch.dtype, device: torch.device) -> Tensor: ...
 
 
 class _Quantized(Protocol):
@@ -95,9 +99,29 @@ def values(local: Tensor) -> Tensor:
     return _quantized(local).dequantize(dtype=torch.float32).clone()
 
 
+def codes(local: Tensor) -> Tensor | None:
+    """By rows; those by columns, which its layers make and drop as they like, only where there are no others."""
+    holders = [getattr(local, name, None) for name in _STORAGES] + [local]
+    found: list[Tensor | None] = [getattr(holder, name, None) for holder in holders for name in _CODES]
+    return next((each for each in found if each is not None), None)
+
+
 def is_master(param: Tensor, master: Tensor, written: Tensor) -> Tensor:
     found = transformer_engine_codes.is_master(param, master, written)
-    return _near(master, written) if found is None else found
+    if found is not None:
+        return found
+    near = _near(master, written)
+    if needs_collective(param) or not master.numel():  # the other ranks may not ask
+        return near
+    return near | equal_or_nan(_rounded(local_tensor(param), master), written)
+
+
+@torch.no_grad()
+def _rounded(local: Tensor, master: Tensor) -> Tensor:
+    """What the tensor's quantizer makes of a master, which only TransformerEngine knows."""
+    other = _quantized(local)._quantizer.make_empty(local.shape, dtype=local.dtype, device=local.device)
+    _quantized(other).quantize_(master)
+    return values(other)
 
 
 def _near(master: Tensor, written: Tensor) -> Tensor:
@@ -194,9 +218,7 @@ def needs_collective(param: Tensor) -> bool:
 
 def _reducing(local: Tensor) -> list[_Quantized]:
     """The tensors whose scales are reduced: this one, or those that a ``HybridQuantizedTensor`` consists of."""
-    hybrid: list[_Quantized | None] = [
-        getattr(local, name, None) for name in ("_rowwise_storage", "_columnwise_storage")
-    ]
+    hybrid: list[_Quantized | None] = [getattr(local, name, None) for name in _STORAGES]
     parts = [part for part in hybrid if part is not None] or [_quantized(local)]
     return [part for part in parts if hasattr(part._quantizer, "with_amax_reduction")]
 

@@ -70,6 +70,10 @@ def _is_master(local: QuantizedTensor, rows: slice, master: Tensor, written: Ten
     return same | equal_or_nan(rounded.to(local.dtype).float(), written)
 
 
+def codes(local: Tensor) -> Tensor:
+    return local_weight(local).components["data"]
+
+
 def keeps(param: Tensor, master: Tensor) -> bool:
     return False  # checkpoints have all scales
 

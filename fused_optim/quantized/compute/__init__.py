@@ -3,9 +3,11 @@
 from fused_optim.quantized.compute import mm as _mm  # noqa: F401  registers matrix products
 from fused_optim.quantized.compute.grouped import GroupedLinear, grouped_linear
 from fused_optim.quantized.compute.kept import KeptWeight
+from fused_optim.quantized.compute.mlp import swiglu_mlp
 
 __all__ = [
     "GroupedLinear",
     "KeptWeight",
     "grouped_linear",
+    "swiglu_mlp",
 ]

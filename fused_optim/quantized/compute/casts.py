@@ -33,7 +33,7 @@ AS_WEIGHTS: dict[Scaling, Recipe] = {"mxfp8": MXFP8BlockScaling(), "nvfp4": NVFP
 LIBRARY = torch.library.Library("fused_optim", "DEF")
 
 
-_FORMATS = {torch.float8_e4m3fn: CastFormat.E4M3, torch.float8_e5m2: CastFormat.E5M2}
+FORMATS = {torch.float8_e4m3fn: CastFormat.E4M3, torch.float8_e5m2: CastFormat.E5M2}
 
 
 class Codes(NamedTuple):
@@ -235,7 +235,7 @@ def _columns_of_blocks(x: Tensor, dtype: torch.dtype, power_of_two: bool, tiles:
 # --- operators ----------------------------------------------------------------------------------------------------
 
 
-def _operator(schema: str, results: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def operator(schema: str, results: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Makes a function an operator, too, which runs where something looks on: see :func:`is_observed`.
 
     ``results``: makes the memory of its results.
@@ -247,11 +247,11 @@ def _operator(schema: str, results: Callable[..., Any]) -> Callable[[Callable[..
         for key in ("CPU", "CUDA"):
             LIBRARY.impl(name, _without_missing(function), key)
         torch.library.register_fake(f"fused_optim::{name}", _without_missing(results), lib=LIBRARY)
-        operator = getattr(torch.ops.fused_optim, name)
+        registered = getattr(torch.ops.fused_optim, name)
 
         @functools.wraps(function)
         def run(x: Tensor, *args: Any) -> Any:
-            return operator(x, *args) if is_observed(x) else function(x, *args)
+            return registered(x, *args) if is_observed(x) else function(x, *args)
 
         return run
 
@@ -268,30 +268,30 @@ def _without_missing(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _engine_for(x: Tensor, dtype: torch.dtype) -> Engine | None:
+def engine_for(x: Tensor, dtype: torch.dtype) -> Engine | None:
     if x.dtype != dtype or x.numel() == 0 or x.shape[0] % _MULTIPLE or x.shape[1] % _MULTIPLE:
         return None
     return compiled_engine(x.device)
 
 
-def _room(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def room(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return x.new_empty(shape, dtype=dtype)  # cheaper for the host than torch.empty(device=)
 
 
-def _room_of_tensor(
+def room_of_tensor(
     x: Tensor, absmax: Tensor | None, dtype: torch.dtype, rows: bool, columns: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     m, n = x.shape
     return (
-        _room(x, (m, n), dtype) if rows else None,
-        _room(x, (n, m), dtype) if columns else None,
-        _room(x, (1,), torch.float32),
+        room(x, (m, n), dtype) if rows else None,
+        room(x, (n, m), dtype) if columns else None,
+        room(x, (1,), torch.float32),
     )
 
 
-@_operator(
+@operator(
     "fp8_cast_tensor(Tensor x, Tensor? absmax, ScalarType dtype, bool rows, bool columns) -> (Tensor, Tensor, Tensor)",
-    _room_of_tensor,
+    room_of_tensor,
 )
 def cast_tensor(
     x: Tensor, absmax: Tensor | None, dtype: torch.dtype, rows: bool, columns: bool
@@ -300,11 +300,11 @@ def cast_tensor(
 
     ``absmax``: the largest magnitude, FP32 of shape ``(1,)``, where it is known.
     """
-    engine = _engine_for(x, torch.bfloat16)
+    engine = engine_for(x, torch.bfloat16)
     if engine is None:
         codes, scale = _cast_tensor(x, absmax, dtype)
         return codes if rows else None, codes.t().contiguous() if columns else None, scale
-    data, transposed_data, scale = _room_of_tensor(x, absmax, dtype, rows, columns)
+    data, transposed_data, scale = room_of_tensor(x, absmax, dtype, rows, columns)
     largest = torch.empty_like(scale) if absmax is None else absmax
     engine.cast_tensor(
         values=x.data_ptr(),
@@ -314,7 +314,7 @@ def cast_tensor(
         absmax=largest.data_ptr(),
         rows=x.shape[0],
         columns=x.shape[1],
-        format=_FORMATS[dtype],
+        format=FORMATS[dtype],
         measured=absmax is not None,
         **run_on(x.device),
     )
@@ -324,10 +324,10 @@ def cast_tensor(
 def _room_of_delayed(
     x: Tensor, history: Tensor, dtype: torch.dtype, rows: bool, columns: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    return _room_of_tensor(x, None, dtype, rows, columns)
+    return room_of_tensor(x, None, dtype, rows, columns)
 
 
-@_operator(
+@operator(
     "fp8_cast_delayed(Tensor x, Tensor(a!) history, ScalarType dtype, bool rows, bool columns)"
     " -> (Tensor, Tensor, Tensor)",
     _room_of_delayed,
@@ -336,12 +336,12 @@ def cast_delayed(
     x: Tensor, history: Tensor, dtype: torch.dtype, rows: bool, columns: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """Codes, those of the transpose, and the scale, of shape ``(1,)``. Moves ``history`` on: see ``delayed.py``."""
-    engine = _engine_for(x, torch.bfloat16)
+    engine = engine_for(x, torch.bfloat16)
     if engine is None:
         codes, scale = _cast_delayed(x, history, dtype)
         return codes if rows else None, codes.t().contiguous() if columns else None, scale
-    data, transposed_data, scale = _room_of_tensor(x, None, dtype, rows, columns)
-    absmax = _room(x, (2,), torch.float32)
+    data, transposed_data, scale = room_of_tensor(x, None, dtype, rows, columns)
+    absmax = room(x, (2,), torch.float32)
     engine.cast_delayed(
         values=x.data_ptr(),
         codes=address(data),
@@ -352,38 +352,38 @@ def cast_delayed(
         remembered=len(history) - 1,
         rows=x.shape[0],
         columns=x.shape[1],
-        format=_FORMATS[dtype],
+        format=FORMATS[dtype],
         **run_on(x.device),
     )
     return data, transposed_data, scale
 
 
-def _room_of_rows(
+def room_of_rows(
     x: Tensor, dtype: torch.dtype, rows: bool, columns: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     m, n = x.shape
     return (
-        *((_room(x, (m, n), dtype), _room(x, (m, 1), torch.float32)) if rows else (None, None)),
-        *((_room(x, (n, m), dtype), _room(x, (n, 1), torch.float32)) if columns else (None, None)),
+        *((room(x, (m, n), dtype), room(x, (m, 1), torch.float32)) if rows else (None, None)),
+        *((room(x, (n, m), dtype), room(x, (n, 1), torch.float32)) if columns else (None, None)),
     )
 
 
-@_operator(
+@operator(
     "fp8_cast_rows(Tensor x, ScalarType dtype, bool rows, bool columns) -> (Tensor, Tensor, Tensor, Tensor)",
-    _room_of_rows,
+    room_of_rows,
 )
 def cast_rows(
     x: Tensor, dtype: torch.dtype, rows: bool, columns: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Codes and scales of shape ``(rows, 1)``, and both of the transpose."""
-    engine = _engine_for(x, torch.bfloat16)
+    engine = engine_for(x, torch.bfloat16)
     if engine is None:
         return (
             *(_cast_rows(x, dtype) if rows else (None, None)),
             *(_cast_rows(x.t().contiguous(), dtype) if columns else (None, None)),
         )
-    data, scale, transposed_data, transposed_scale = _room_of_rows(x, dtype, rows, columns)
-    absmax = _room(x, (sum(x.shape),), torch.float32) if columns else None
+    data, scale, transposed_data, transposed_scale = room_of_rows(x, dtype, rows, columns)
+    absmax = room(x, (sum(x.shape),), torch.float32) if columns else None
     engine.cast_rows(
         values=x.data_ptr(),
         codes=address(data),
@@ -393,40 +393,40 @@ def cast_rows(
         absmax=address(absmax),
         rows=x.shape[0],
         columns=x.shape[1],
-        format=_FORMATS[dtype],
+        format=FORMATS[dtype],
         **run_on(x.device),
     )
     return data, scale, transposed_data, transposed_scale
 
 
-def _room_of_blocks(
+def room_of_blocks(
     x: Tensor, dtype: torch.dtype, power_of_two: bool, tiles: bool, rows: bool, columns: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     m, n = x.shape
     of_columns = (-(-n // BLOCK), m // BLOCK) if tiles else (m // BLOCK, n)
     return (
-        *((_room(x, (m, n), dtype), _room(x, (n // BLOCK, m), torch.float32)) if rows else (None, None)),
-        *((_room(x, (n, m), dtype), _room(x, of_columns, torch.float32)) if columns else (None, None)),
+        *((room(x, (m, n), dtype), room(x, (n // BLOCK, m), torch.float32)) if rows else (None, None)),
+        *((room(x, (n, m), dtype), room(x, of_columns, torch.float32)) if columns else (None, None)),
     )
 
 
-@_operator(
+@operator(
     "fp8_cast_blocks(Tensor x, ScalarType dtype, bool power_of_two, bool tiles, bool rows, bool columns)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
-    _room_of_blocks,
+    room_of_blocks,
 )
 def cast_blocks(
     x: Tensor, dtype: torch.dtype, power_of_two: bool, tiles: bool, rows: bool, columns: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Codes and scales of shape ``(columns / 128, rows)``, and both of the transpose, or with ``tiles`` scales of shape
     ``(columns / 128, rows / 128)`` there."""
-    engine = _engine_for(x, torch.bfloat16)
+    engine = engine_for(x, torch.bfloat16)
     if engine is None:
         return (
             *(_cast_blocks(x, dtype, power_of_two) if rows else (None, None)),
             *(_columns_of_blocks(x, dtype, power_of_two, tiles) if columns else (None, None)),
         )
-    data, scale, transposed_data, transposed_scale = _room_of_blocks(x, dtype, power_of_two, tiles, rows, columns)
+    data, scale, transposed_data, transposed_scale = room_of_blocks(x, dtype, power_of_two, tiles, rows, columns)
     engine.cast_blocks(
         values=x.data_ptr(),
         codes=address(data),
@@ -437,7 +437,7 @@ def cast_blocks(
         columns=x.shape[1],
         power_of_two=power_of_two,
         tiles=tiles,
-        format=_FORMATS[dtype],
+        format=FORMATS[dtype],
         **run_on(x.device),
     )
     return data, scale, transposed_data, transposed_scale
@@ -445,16 +445,16 @@ def cast_blocks(
 
 def _room_of_transpose(codes: Tensor, after: Tensor | None = None) -> Tensor:
     m, n = codes.shape
-    return _room(codes, (n, m), codes.dtype)
+    return room(codes, (n, m), codes.dtype)
 
 
-@_operator(
+@operator(
     "fp8_transpose(Tensor codes, Tensor? after=None) -> Tensor",
     _room_of_transpose,
 )
 def transpose(codes: Tensor, after: Tensor | None = None) -> Tensor:
     """A contiguous transpose of a contiguous matrix in FP8. ``after``: see :func:`transposed`."""
-    engine = _engine_for(codes, codes.dtype)
+    engine = engine_for(codes, codes.dtype)
     if engine is None or not codes.is_contiguous():
         return codes.t().contiguous()
     result = _room_of_transpose(codes)
@@ -471,10 +471,10 @@ def transpose(codes: Tensor, after: Tensor | None = None) -> Tensor:
 def _room_of_columns_mxfp8(x: Tensor, *_: Tensor | None) -> tuple[Tensor, Tensor]:
     m, n = x.shape
     block = AS_WEIGHTS["mxfp8"].block_shape[1]
-    return _room(x, (n, m), torch.uint8), _room(x, (n, -(-m // block)), torch.uint8)
+    return room(x, (n, m), torch.uint8), room(x, (n, -(-m // block)), torch.uint8)
 
 
-@_operator(
+@operator(
     "mxfp8_cast_columns(Tensor x) -> (Tensor, Tensor)",
     _room_of_columns_mxfp8,
 )
@@ -484,7 +484,7 @@ def cast_columns_mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes.data, codes.scale
 
 
-@_operator(
+@operator(
     "mxfp8_transpose(Tensor codes, Tensor scale, Tensor? after=None) -> (Tensor, Tensor)",
     _room_of_columns_mxfp8,
 )

@@ -44,10 +44,21 @@ class QuantizedLinear(nn.Linear):
     delays = False  # whether it has them
     begins = True  # until a backward pass has filled them; compiled, until a forward pass has been traced
 
+    @property
+    def delays_now(self) -> bool:
+        return self.delays and self.training and torch.is_grad_enabled()
+
+    @property
+    def only_multiplies(self) -> bool:
+        """Whether calling it is no more than a product with its weight: hooks, and a forward() that somebody has
+        replaced, may do anything."""
+        hooks = self._forward_pre_hooks, self._forward_hooks, self._backward_pre_hooks, self._backward_hooks
+        return self.bias is None and not any(hooks) and "forward" not in self.__dict__
+
     def forward(self, input: Tensor) -> Tensor:
         compiles = torch.compiler.is_compiling()
         histories: tuple[Any, ...] = ()
-        if self.delays and self.training and torch.is_grad_enabled():
+        if self.delays_now:
             histories = self.activation_history, self.gradient_history, self.begins
             if compiles:
                 self.begins = False
@@ -126,7 +137,7 @@ def linear(
         out: Tensor = _Linear.apply(x, weight, bias, in_fp8, histories)  # type: ignore[no-untyped-call]
         return out
     out, _ = output_of(x, weight, bias, in_fp8, histories, False)
-    return _shaped(out, (*x.shape[:-1], weight.shape[0]))
+    return shaped(out, (*x.shape[:-1], weight.shape[0]))
 
 
 casts.LIBRARY.define(
@@ -150,7 +161,7 @@ def _products_in_fp8(x: Tensor, weight: QuantizedTensor | KeptWeight, bias: Tens
     if x.shape[-1] != weight.shape[-1] or (bias is not None and bias.dtype != x.dtype):
         return None
     rows, shape = x.numel() // x.shape[-1], weight.shape
-    in_fp8 = products.products_in_fp8(weight.recipe, weight.device, rows, shape, _instead(weight))
+    in_fp8 = products.products_in_fp8(weight.recipe, weight.device, rows, shape, instead_of(weight))
     return in_fp8 if any(in_fp8) else None
 
 
@@ -166,7 +177,7 @@ def output_of(
 
     Both are cast at once: a transpose of the codes, later on, would read them and write as much.
     """
-    format = _format(weight)
+    format = format_of(weight)
     keep = keep and in_fp8.weight_gradient
     history, begins = (None, False) if histories is None else (histories.activations, histories.begins)
     rows, tiles = casts.matrix_of(x), format.activation_tiles
@@ -186,7 +197,7 @@ def gradients_of(
     histories: Histories | None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Those of activations and weight; the latter of what :func:`output_of` has ``kept``, or of ``x``, if of any."""
-    format = _format(weight)
+    format = format_of(weight)
     fp8_x, fp8_weight = need_x and in_fp8.input_gradient, kept is not None
     rows, columns = None, None
     if fp8_x or fp8_weight:
@@ -204,13 +215,13 @@ def gradients_of(
     return of_x, of_weight
 
 
-def _format(weight: QuantizedTensor) -> ProductFormat:
+def format_of(weight: QuantizedTensor) -> ProductFormat:
     format = weight.recipe.products
     assert format is not None
     return format
 
 
-def _shaped(matrix: Tensor, shape: Sequence[int]) -> Tensor:
+def shaped(matrix: Tensor, shape: Sequence[int]) -> Tensor:
     """No view as autograd knows them, as in torch's own linear layers: it may be changed in place."""
     return matrix if len(shape) == 2 else torch.ops.aten._unsafe_view.default(matrix, shape)
 
@@ -230,7 +241,7 @@ class _Linear(torch.autograd.Function):
         ctx.in_fp8, ctx.shape, ctx.kept, ctx.histories = in_fp8, x.shape, kept is not None, histories
         activations = () if not need_weight else (casts.matrix_of(x),) if kept is None else (kept.data, kept.scale)
         ctx.save_for_backward(weight if need_x or need_weight else None, *activations)
-        return _shaped(out, (*x.shape[:-1], out.shape[1]))
+        return shaped(out, (*x.shape[:-1], out.shape[1]))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -241,11 +252,11 @@ class _Linear(torch.autograd.Function):
         kept, x = None, None
         if need_weight and ctx.kept:
             data, scale = activations
-            kept = Codes(data, scale, _format(weight).kept)
+            kept = Codes(data, scale, format_of(weight).kept)
         elif need_weight:
             (x,) = activations
         of_x, of_weight = gradients_of(gradient, weight, kept, x, need_x, ctx.in_fp8, ctx.histories)
-        of_x = None if of_x is None else _shaped(of_x, ctx.shape)
+        of_x = None if of_x is None else shaped(of_x, ctx.shape)
         return of_x, of_weight, gradient.sum(0) if need_bias else None, None, None
 
 
@@ -278,7 +289,7 @@ def _linear_of_shards(x: Tensor, weight: DTensor, bias: Tensor | None, histories
 def _may_run(local: Tensor, x: DTensor, weight: DTensor) -> bool:
     """Whether products of the largest shards run in FP8 as far as times were measured: on all ranks alike."""
     assert isinstance(local, QuantizedTensor | KeptWeight)
-    format, instead = local.recipe.products, _instead(local)
+    format, instead = local.recipe.products, instead_of(local)
     if format is None or not format.measured:
         return format is not None
     *rows, inputs = _largest_shard(x)
@@ -286,7 +297,7 @@ def _may_run(local: Tensor, x: DTensor, weight: DTensor) -> bool:
     return products.slower_reason(format, local.device, math.prod(rows), (shape[0], inputs), instead) is None
 
 
-def _instead(weight: QuantizedTensor | KeptWeight) -> Instead:
+def instead_of(weight: QuantizedTensor | KeptWeight) -> Instead:
     return "BF16" if isinstance(weight, KeptWeight) else "decoded"
 
 
