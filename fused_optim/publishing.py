@@ -111,7 +111,7 @@ class Publisher(Optimizer):
         parts = list(published.parts(params))
         flat = [dense(each.local.detach()).view(-1) for each in parts]
         marked = [
-            MarkedTensor(tracker.bits_of(each.param, each.part, values.numel()), values, each.first or 0)
+            MarkedTensor(tracker.bits_of(each.param, each.part, values), values, each.first or 0)
             for each, values in zip(parts, flat, strict=True)
         ]
         for each, (indices, values) in zip(parts, collect(marked), strict=True):

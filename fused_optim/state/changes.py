@@ -190,10 +190,10 @@ class ChangeTracker:
         for watch in self._watches(masters):
             watch.notice()
 
-    def bits_of(self, param: Tensor, part: str, numel: int) -> Tensor:
-        """Those of a part that has so many elements by now."""
+    def bits_of(self, param: Tensor, part: str, values: Tensor) -> Tensor:
+        """Those of a part that has these values by now."""
         tracked = self._tracked[param]
-        if tracked.numels.get(part) != numel:
+        if tracked.numels.get(part) != values.numel() or tracked.memory.device != values.device:
             tracked = self[param]
         return tracked.bits[part]
 
