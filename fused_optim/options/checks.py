@@ -72,14 +72,12 @@ def check_hyperparameters(group: Mapping[str, Any], rules: Rules, running: bool 
             raise ValueError(f"{spec.option}: expected one of {expected}, got {group[spec.option]}")
 
 
-def check_number(key: str, value: Any, least: float = 0.0, *, most: float = math.inf, below: float = math.inf) -> None:
-    """Raise TypeError or ValueError for what is not a finite number from ``least`` to ``most``, or ``below`` that."""
+def check_number(key: str, value: Any, least: float = 0.0) -> None:
+    """Raise TypeError or ValueError for what is not a finite number of at least ``least``."""
     if not _is_number(value):
         raise TypeError(f"{key}: expected a number, got {type(value).__name__}")
-    if not (least <= value <= most and value < below and math.isfinite(value)):
-        end = f"{most:g}]" if most < math.inf else f"{below:g})"
-        expected = "finite number >= 0" if min(most, below) == math.inf else f"number in [{least:g}, {end}"
-        raise ValueError(f"{key}: expected a {expected}, got {value}")
+    if not math.isfinite(value) or value < least:
+        raise ValueError(f"{key}: expected a finite number >= 0, got {value}")
 
 
 def check_decay_rates(betas: Any) -> None:
@@ -89,7 +87,10 @@ def check_decay_rates(betas: Any) -> None:
     if len(betas) != 2:
         raise TypeError(f"betas: expected two numbers, got {len(betas)}")
     for i, beta in enumerate(betas):
-        check_number(f"betas[{i}]", beta, below=1.0)
+        if not _is_number(beta):
+            raise TypeError(f"betas[{i}]: expected a number, got {type(beta).__name__}")
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"betas[{i}]: expected a number in [0, 1), got {beta}")
 
 
 def check_saved_group(group: dict[str, Any], saved: Mapping[str, Any], rules: Rules) -> None:
@@ -140,7 +141,10 @@ def check_torchs_options(group: Mapping[str, Any], rules: Rules) -> None:
 
 def check_offloading(offload_states: bool, fraction: Any, capturable: bool) -> None:
     """Raise ValueError or TypeError for states that cannot be in host memory as they are asked to."""
-    check_number("offload_fraction", fraction, most=1.0)
+    if not _is_number(fraction):
+        raise TypeError(f"offload_fraction: expected a number in [0, 1], got {type(fraction).__name__}")
+    if not 0.0 <= fraction <= 1.0:
+        raise ValueError(f"offload_fraction: expected a number in [0, 1], got {fraction}")
     if fraction != 1.0 and not offload_states:
         raise ValueError(f"offload_fraction={fraction} needs offload_states=True")
     if offload_states and capturable:

@@ -18,7 +18,6 @@ from torch.distributed.tensor import Shard
 from fused_optim.adam import FusedAdamW
 from fused_optim.formats.dtypes import as_dtype
 from fused_optim.optional import optional
-from fused_optim.options.checks import check_number
 from fused_optim.state.summary import aligned, shown_bytes
 from fused_optim.tools.counting import FORMS, HELD, Choice, Counted
 from fused_optim.tools.encoding import known_format
@@ -90,7 +89,8 @@ def plan_parameters(
     params = list(named)
     chosen = Choice(known_format("state_dtype", state_dtype).name, _known_bits(master_bits))
     rates = None if machine is None else rates_of(machine)
-    check_number("offload", offload, most=1.0)
+    if not 0.0 <= offload <= 1.0:
+        raise ValueError(f"offload: expected a number in [0, 1], got {offload}")
     if not params:
         raise ValueError("there are no parameters to plan for")
     counted = Counted(params)
