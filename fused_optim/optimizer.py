@@ -256,9 +256,8 @@ class ShardedOptimizer(Publisher):
     def checkpoint_format(self, form: CheckpointFormat) -> None:
         self._check_form(form)
         self._forget_compilers_key()
-        is_shown = "torch" not in (form, self.settings.checkpoint_format)
-        self.settings.checkpoint_format = form
-        if not is_shown:
+        former, self.settings.checkpoint_format = self.settings.checkpoint_format, form
+        if "torch" in (former, form):  # which shows other keys
             self.store.show_groups()
 
     def _check_form(self, form: CheckpointFormat) -> None:

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from fused_optim.adapters import Place, adapter_of
+from fused_optim.adapters import Place
 from fused_optim.backends import is_capturing
+from fused_optim.backends.changed_bits import MarkedTensor, collect
 from fused_optim.decorators import between_graphs, between_steps, ungraded
 from fused_optim.memory.layout import MASTER
-from fused_optim.options.checks import check_belongs, check_whole
 from fused_optim.sharding.collective import gather as collective_gather
-from fused_optim.sharding.collective import on_all_ranks, parameter_names
-from fused_optim.sharding.dtensor import dense, local_tensor, shard_offsets
-from fused_optim.state.changes import ChangeTracker, indices_of_all, parts_of
+from fused_optim.sharding.collective import on_all_ranks
+from fused_optim.sharding.dtensor import dense
+from fused_optim.state.changes import ChangeTracker
+from fused_optim.state.published import Published
 from fused_optim.state.store import StateStore
 from fused_optim.step.run import Stepper
-from fused_optim.wire.apply import part_name
 from fused_optim.wire.form import Changes
 
 
@@ -60,11 +59,9 @@ class Publisher(Optimizer):
             self.store.describe(param)
         for each in self.store.params if param is None else [param]:
             tracker[each].set_all()
-            tracker[each].is_settled = False
 
     @between_graphs
     @ungraded
-    @between_steps
     def take_changes(self, model: nn.Module, gather: bool = False) -> dict[str, Changes]:
         """What has changed since the last call, or since :meth:`track_changes`: by name, where in the whole tensor, and
         what it is now. Nothing counts as changed afterwards.
@@ -77,22 +74,24 @@ class Publisher(Optimizer):
         parameters, DistributedDataParallel's for one, are given on every rank. ``gather``: everything on every rank, a
         collective of all of them. Waits for the device.
 
-        Raises RuntimeError without :meth:`track_changes`, KeyError and TypeError as :meth:`master_state_dict` does.
+        Raises RuntimeError without :meth:`track_changes`, KeyError and TypeError as :meth:`master_state_dict` does;
+        with ``gather`` on every rank where one of them raises.
         """
-        changes = self.peek_changes(model, gather)
+        changes = self._look_at_changes("take_changes()", model, gather)
         self._tracker().clear()
         return changes
 
     @between_graphs
     @ungraded
-    @between_steps
     def peek_changes(self, model: nn.Module, gather: bool = False) -> dict[str, Changes]:
         """:meth:`take_changes`, which still count as changed afterwards."""
-        if not gather:
-            return dict(self._own_changes(model))
-        with on_all_ranks("gathering changes"):
-            own = {name: each.cpu() for name, each in self._own_changes(model)}
-        return _joined(collective_gather(own))
+        return self._look_at_changes("peek_changes()", model, gather)
+
+    def _look_at_changes(self, asked: str, model: nn.Module, gather: bool) -> dict[str, Changes]:
+        with on_all_ranks("gathering changes") if gather else nullcontext():
+            self.stepper.check_idle(asked)
+            own = {name: each.cpu() if gather else each for name, each in self._own_changes(model)}
+        return _joined(collective_gather(own)) if gather else own
 
     def _tracker(self) -> ChangeTracker:
         if self.store.changes is None:
@@ -104,50 +103,25 @@ class Publisher(Optimizer):
     def _own_changes(self, model: nn.Module) -> Iterator[tuple[str, Changes]]:
         params, state = self.store.params, self.store.state
         tracker = self._tracker()
-        check_whole(model, params)
-        check_belongs(model, params)
-        self.store.synchronize()
+        published = self.store.published
+        if published is None or not published.is_of(model, params):
+            self.store.published = published = Published(model, params)
+        self.store.offloading.synchronize()
         tracker.notice({param: state.get(param, {}).get(MASTER) for param in params})
-        names = parameter_names(model)
-        published = [
-            (param, part, local)
-            for param in params
-            if param in names and local_tensor(param).numel() and _is_first_replica(param)
-            for part, local in parts_of(param).items()
+        parts = list(published.parts(params))
+        flat = [dense(each.local.detach()).view(-1) for each in parts]
+        marked = [
+            MarkedTensor(tracker.bits_of(each.param, each.part, values), values, each.first or 0)
+            for each, values in zip(parts, flat, strict=True)
         ]
-        own = [part_name(names[param][0], part) for param, part, _ in published]
-        if twice := sorted(name for name, count in Counter(own).items() if count > 1):
-            raise ValueError(f"two tensors would be published as {', '.join(twice)}: rename the parameter of that name")
-        marked = indices_of_all([tracker[param].bits[part] for param, part, _ in published])
-        for name, (param, part, local), indices in zip(own, published, marked, strict=True):
+        for each, (indices, values) in zip(parts, collect(marked), strict=True):
             if indices.numel():
-                yield name, _changes(param, part, local, indices)
-
-
-def _is_first_replica(param: Tensor) -> bool:
-    """Of the ranks that hold the same shard of a DTensor."""
-    if not isinstance(param, DTensor):
-        return True
-    at = param.device_mesh.get_coordinate() or ()
-    return all(i == 0 for i, placement in zip(at, param.placements, strict=True) if placement.is_replicate())
-
-
-def _changes(param: Tensor, part: str, local: Tensor, indices: Tensor) -> Changes:
-    values = dense(local.detach()).view(-1)[indices]
-    adapter = adapter_of(param)
-    if adapter is not None:
-        place = adapter.place(param, part)
-    elif isinstance(param, DTensor):
-        place = Place(tuple(param.shape), tuple(shard_offsets(param)))
-    else:
-        place = Place(tuple(param.shape), (0,) * param.dim())
-    return Changes(_in_whole(indices, tuple(local.shape), place), values, place.shape)
+                indices = indices if each.first is not None else _in_whole(indices, tuple(each.local.shape), each.place)
+                yield each.name, Changes(indices, values, each.place.shape)
 
 
 def _in_whole(indices: Tensor, shape: tuple[int, ...], place: Place) -> Tensor:
     """Flat indices in a part of ``shape`` as those in the whole."""
-    if shape == place.shape:
-        return indices
     found = torch.zeros_like(indices)
     for at, first, size in zip(torch.unravel_index(indices, shape), place.offsets, place.shape, strict=True):
         found = found * size + (at + first)

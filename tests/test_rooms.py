@@ -54,6 +54,7 @@ ROOMS = (
     *("compat", "integrations", "__init__", "tools", "__main__"),
 )
 HOUSES = {room.split(".")[0] for room in ROOMS if "." in room}  # folders that are given room by room
+MOST_LINES, MOST_LINES_OF_A_FUNCTION = 500, 60
 # Rooms, or files in them, that may import while they run, and what: adapters of parameters that are met, packages and
 # engines that may be missing, quantized code where it is asked for, what a command needs, and a user's own model.
 LAZY = {
@@ -302,10 +303,30 @@ def _is_spelled(element: ast.expr | None) -> bool:
     return isinstance(element, ast.Attribute) and ast.unparse(element).replace(".", "").isidentifier()
 
 
+def long_files(package: Package) -> list[str]:
+    """Files that are not read in one sitting."""
+    lines = {module: len(path.read_text().splitlines()) for module, path in package.files.items()}
+    return [f"{module} has {count} lines" for module, count in lines.items() if count > MOST_LINES]
+
+
+def long_functions(package: Package) -> list[str]:
+    """Functions that are not read at a glance, without their signatures and docstrings."""
+    found = []
+    for module, tree in package.trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                body = node.body[1:] if ast.get_docstring(node) else node.body
+                count = sum((each.end_lineno or 0) - each.lineno + 1 for each in body)
+                if count > MOST_LINES_OF_A_FUNCTION:
+                    found.append(f"{module}:{node.lineno} {node.name} has {count} lines")
+    return found
+
+
 Check = Callable[[Package], list[str]]
 CHECKS: list[Check] = [
     *(other_rooms, upward_imports, circles, lazy_imports, imports_of_quantized),
     *(private_attributes, attributes_by_name, tables_spelled_twice),
+    *(long_files, long_functions),
 ]
 
 
@@ -485,6 +506,19 @@ WRONG: dict[str, tuple[Check, dict[str, str], list[str]]] = {
         upward_imports,
         {"quantized/model/a": "from fused_optim.quantized import quantize_model_"},
         ["fused_optim.quantized.model.a:1 imports fused_optim.quantized: quantized.model is below quantized.__init__"],
+    ),
+    "long": (
+        long_files,
+        {"step/plan": "\n" * 500, "step/run": "\n" * 501},
+        ["fused_optim.step.run has 501 lines"],
+    ),
+    "long functions": (
+        long_functions,
+        {
+            "step/plan": "def f():\n" + "    a\n" * 60,
+            "step/run": "class C:\n    def f(a):\n        '''A.\n\n        '''\n" + "        a\n" * 61,
+        },
+        ["fused_optim.step.run:2 f has 61 lines"],
     ),
     "rooms that nobody knows": (
         other_rooms,

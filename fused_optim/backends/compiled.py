@@ -39,13 +39,14 @@ def run_on(device: torch.device) -> dict[str, int]:
 
 
 @functools.cache
-def _any_engine() -> Engine | None:
+def any_engine() -> Engine | None:
+    """For what all engines do alike."""
     return load_engine("cpu")[0] or load_engine("cuda")[0]
 
 
 def same_objects(left: Sequence[Any], right: list[Any]) -> bool:
     """Whether both hold the same objects."""
-    engine = _any_engine()
+    engine = any_engine()
     if engine is not None and isinstance(left, list):
         return engine.same_objects(left, right)
     return len(left) == len(right) and all(map(is_, left, right))
@@ -56,12 +57,12 @@ class Identities:
 
     def __init__(self, objects: Iterable[Any]) -> None:
         self._list = list(map(id, objects))
-        engine = _any_engine()
+        engine = any_engine()
         self._numbers = None if engine is None else engine.Numbers(self._list)
 
     def are(self, objects: Sequence[Any]) -> bool:
         """Whether these are the same objects, in the same order."""
-        engine = _any_engine()
+        engine = any_engine()
         if engine is not None and self._numbers is not None and isinstance(objects, list):
             return engine.are_objects(objects, self._numbers)
         return list(map(id, objects)) == self._list
@@ -69,7 +70,7 @@ class Identities:
     @staticmethod
     def are_items(mapping: Mapping[Any, Any], keys: Identities, values: Identities) -> bool:
         """Whether a dict holds the same objects, in the same order."""
-        engine, numbers, others = _any_engine(), keys._numbers, values._numbers
+        engine, numbers, others = any_engine(), keys._numbers, values._numbers
         if engine is not None and numbers is not None and others is not None and isinstance(mapping, dict):
             return engine.are_items(mapping, numbers, others)
         return keys.are(list(mapping)) and values.are(list(mapping.values()))

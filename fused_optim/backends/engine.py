@@ -51,6 +51,23 @@ class EngineTensorReader(Protocol):
     def addresses(self, tensors: list[Tensor | None]) -> EngineNumbers | None: ...
 
 
+class EngineLook(Protocol):
+    """What tells that others have written a parameter or its master, as it was when they were last looked at."""
+
+    def forget(self) -> None:
+        """Whatever is at the parameter's addresses from now on is something else."""
+
+
+class EngineLooker(Protocol):
+    """Looks at the parameters of one device; see ``look.h``. Parameters that are gone are left out."""
+
+    def find_written(self, cached: list[CachedShard], looks: list[Any]) -> tuple[list[int], list[int]]:
+        """The numbers of parameters that were written since, and of those whose masters were."""
+
+    def remember(self, cached: list[CachedShard], looks: list[Any]) -> list[int]:
+        """Look at all. The numbers of those that are elsewhere than before."""
+
+
 class EngineShardTable(Protocol):
     """The shards of one device and their param groups, step by step; see ``shard_table.h``."""
 
@@ -99,6 +116,9 @@ class EngineGradients(Protocol):
 class Engine(Protocol):
     """The module of an engine."""
 
+    @property
+    def CHANGES_PER_UNIT(self) -> int: ...
+
     def TensorReader(
         self,
         exchange_api: object,
@@ -140,6 +160,7 @@ class Engine(Protocol):
         most_recent: bool,
         stage: int,
         applies: int,
+        changes: EngineNumbers | list[int],
         **where: int,
     ) -> None: ...
     def quantize_encode(
@@ -154,6 +175,8 @@ class Engine(Protocol):
         roundings: Sequence[tuple[int, ...]],
         format: int,
         round_up: bool,
+        changes: EngineNumbers | list[int],
+        scale_changes: EngineNumbers | list[int],
         **where: int,
     ) -> None: ...
     def cast_tensor(
@@ -215,6 +238,10 @@ class Engine(Protocol):
         **where: int,
     ) -> None: ...
     def transpose(self, *, codes: int, transposed: int, rows: int, columns: int, **where: int) -> None: ...
+    def Look(self, inner: str, names: list[str]) -> EngineLook: ...
+    def Looker(self, reader: EngineTensorReader, dtensor_type: type) -> EngineLooker: ...
+    def count_changed(self, *, rows: list[tuple[int, ...]], counts: int, **where: int) -> None: ...
+    def collect_changed(self, *, rows: list[tuple[int, ...]], counts: int, ends: int, **where: int) -> None: ...
     def quantize_decode(self, *, weight: tuple[int, ...], format: int, type: int, **where: int) -> None: ...
 
 

@@ -46,12 +46,13 @@ _MARKED = {
 def local_tensor(tensor: Tensor) -> Tensor:
     """What this rank holds: a plain tensor or, of quantized parameters, a quantized one. No copy."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    marked = _marked_attribute(type(local))
+    marked = held_attribute(type(local))
     return local if marked is None else getattr(local, marked)
 
 
 @functools.cache
-def _marked_attribute(kind: type) -> str | None:
+def held_attribute(kind: type) -> str | None:
+    """Where local tensors of this type hold the plain tensor that they only mark; None: they mark none."""
     names = (f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__)
     return next((_MARKED[name] for name in names if name in _MARKED), None)
 
@@ -113,15 +114,13 @@ class Portable(DTensor):
 
 def portable(local: Tensor, like: DTensor) -> Portable:
     """``local`` wrapped as :func:`rewrap_like` does, to be pickled."""
-    spec = _spec(like.device_mesh, tuple(like.placements), like.shape, like.stride(), local.dtype)
-    return Portable(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]  # DTensor's
+    return _rebuild_portable(local, like.device_mesh, tuple(like.placements), like.shape, like.stride())
 
 
 def _rebuild_portable(
     local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, stride: tuple[int, ...]
 ) -> Portable:
-    meta = TensorMeta(shape, stride, local.dtype)
-    spec = DTensorSpec(mesh, placements, meta)
+    spec = _spec(mesh, placements, shape, stride, local.dtype)
     return Portable(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]  # DTensor's
 
 

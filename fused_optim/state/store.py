@@ -16,8 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from fused_optim import adapters
 from fused_optim.adapters import Update
-from fused_optim.backends.compiled import SameTensors
-from fused_optim.backends.offloaded import Link
 from fused_optim.formats.masters import Master
 from fused_optim.memory import copies
 from fused_optim.memory.by_parameter import ByParameter
@@ -27,10 +25,11 @@ from fused_optim.options.reading import CheckpointFormat
 from fused_optim.options.settings import Settings
 from fused_optim.rule import Rule, Rules
 from fused_optim.sharding.collective import FailedElsewhere, any_rank, bare_name
-from fused_optim.sharding.dtensor import has_own_chunks, has_values, local_tensor, rewrap_like, shard_geometry
+from fused_optim.sharding.dtensor import has_own_chunks, local_tensor, rewrap_like, shard_geometry
 from fused_optim.sharding.uneven import locate_uneven_shards
 from fused_optim.state.changes import ChangeTracker
 from fused_optim.state.groups import Group, Owner, ParamGroups, WholeGroup
+from fused_optim.state.host_states import Offloading, may_be_offloaded
 from fused_optim.state.param_state import (
     ParamState,
     discard_initial,
@@ -38,9 +37,8 @@ from fused_optim.state.param_state import (
     master_kind,
     offloadable,
 )
+from fused_optim.state.published import Published
 from fused_optim.state.remainders import MISFIT_ELSEWHERE, LoadedRemainder
-
-OFFLOADED_FROM = ("cuda",)  # kinds of devices
 
 
 class StateStore:
@@ -64,10 +62,10 @@ class StateStore:
         # a checkpoint whose run has counted parameters.
         self.rounds_by_names = rounds_by_names
         self.changes: ChangeTracker | None = None  # of parameters' bits, where users ask for them
-        self._links: dict[torch.device, Link] = {}
+        self.published: Published | None = None  # in the model of the last take
+        self.offloading = Offloading(self._owner)
         self._changing = threading.RLock()  # `state_dict()` may be called in one thread and `step()` in another
         self._groups = ParamGroups(self._owner)
-        self._chosen: tuple[SameTensors, set[int]] | None = None  # of these parameters, those to be offloaded
 
     @property
     def rule(self) -> Rules:
@@ -173,10 +171,21 @@ class StateStore:
         """Where parameters have their gradients."""
         return "decoupled_grad" if self._owner.settings.use_decoupled_grad else "grad"
 
+    def gradient(self, param: Tensor) -> Tensor | None:
+        grad: Tensor | None = getattr(param, self.grad_attribute, None)
+        return grad
+
+    def gradients(self) -> list[Tensor | None]:
+        """Of all parameters, in the order of the param groups."""
+        return list(map(self.gradient, self.params))
+
+    def has_gradient(self, param: Tensor) -> bool:
+        return self.gradient(param) is not None
+
     def is_frozen(self, param: Tensor) -> bool:
         """Whether a parameter needs no states. Not a plain tensor: Megatron-LM's slices never require gradients."""
         frozen = isinstance(param, torch.nn.Parameter) and not param.requires_grad
-        return frozen and getattr(param, self.grad_attribute, None) is None
+        return frozen and not self.has_gradient(param)
 
     def groups_without_elements(self) -> set[int]:
         """The numbers of the param groups of which this rank has nothing, although others may train them."""
@@ -196,7 +205,7 @@ class StateStore:
         overrides the optimizer's ``store_param_remainders``.
         """
         if param is None:
-            self._chosen = None  # others may be frozen by now
+            self.offloading.choose_again()
         for group in self.groups:
             for candidate in group["params"]:
                 if (param is not None and candidate is not param) or candidate in self:
@@ -212,7 +221,8 @@ class StateStore:
         remainders = settings.keeps_remainders if remainders is None else remainders
         bits = settings.param_remainder_bits if remainders else None
         kind = master_kind(param, settings.master_weights, bits, settings.master_weight_dtype)
-        offloaded = offloadable(param, specs, kind) if self.is_to_be_offloaded(param) else ()
+        on_host = self.offloading.takes(param, lambda: self.params, self.is_frozen)
+        offloaded = offloadable(param, specs, kind) if on_host else ()
         return StateLayout.create(param, kind, specs, [group[spec.option] for spec in specs], offloaded=offloaded)
 
     def _create(self, param: Tensor, group: Group, remainders: bool | None) -> None:
@@ -264,7 +274,7 @@ class StateStore:
         with self._changing:
             known = self.layouts.of(self._owner.state)
             self.layouts = ByParameter({param: layout for param, layout in known.items() if param in self})
-            self._chosen = None
+            self.offloading.choose_again()
         if self.changes is not None:
             self.changes.keep(self.params)
 
@@ -318,46 +328,6 @@ class StateStore:
             for name in kept.keys() - {*self.state_names, STEP}:
                 del kept[name]
             kept.update(others)
-
-    # --- states in host memory ------------------------------------------------------------------------------------
-
-    @property
-    def offloads(self) -> bool:
-        """Whether states are to be offloaded where they can be."""
-        return self.settings.offload_states and self.settings.offload_fraction > 0.0
-
-    def is_to_be_offloaded(self, param: Tensor) -> bool:
-        """Whether new states of a parameter go into host memory."""
-        fraction = self.settings.offload_fraction
-        if not self.offloads or not may_be_offloaded(param):
-            return False
-        if fraction >= 1.0:
-            return True
-        params = self.params
-        if self._chosen is None or not self._chosen[0].are(params):
-            self._chosen = SameTensors(params), self._choose(params, fraction)
-        return id(param) in self._chosen[1]
-
-    def _choose(self, params: list[Tensor], fraction: float) -> set[int]:
-        """Those with this share of the elements, spread evenly over all that could be chosen: their ``id()``."""
-        chosen, total, offloaded = set(), 0, 0
-        for param in params:
-            if may_be_offloaded(param) and not self.is_frozen(param):
-                size = local_tensor(param).numel()
-                total += size
-                if 2 * (offloaded + size) <= 2 * fraction * total + size:
-                    chosen.add(id(param))
-                    offloaded += size
-        return chosen
-
-    def link(self, device: torch.device) -> Link:
-        """What moves states in host memory to a device and back."""
-        return self._links.get(device) or self._links.setdefault(device, Link(device))
-
-    def synchronize(self) -> None:
-        """Wait until states in host memory are there."""
-        for link in self._links.values():
-            link.synchronize()
 
     def place_states(self) -> None:
         """Of states that were copied or unpickled: put those that were offloaded into page-locked memory again."""
@@ -488,11 +458,6 @@ class StateStore:
     def nbytes(self) -> int:
         """Bytes that this rank holds for moments, masters and scales."""
         return sum(states.nbytes for states in self)
-
-
-def may_be_offloaded(param: Tensor) -> bool:
-    """Whether states of a parameter may live in host memory while it does not."""
-    return local_tensor(param).device.type in OFFLOADED_FROM and has_values(param)
 
 
 def _placement(param: Tensor) -> tuple[object, object] | None:

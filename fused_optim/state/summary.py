@@ -17,8 +17,9 @@ from fused_optim.memory.layout import MASTER, STEP, StateLayout
 from fused_optim.rule import StateSpec
 from fused_optim.sharding.dtensor import SMALLEST_BLOCKED_VECTOR, has_values, local_tensor
 from fused_optim.state.groups import Group
+from fused_optim.state.host_states import may_be_offloaded
 from fused_optim.state.param_state import ParamState
-from fused_optim.state.store import StateStore, may_be_offloaded
+from fused_optim.state.store import StateStore
 
 _MASTERS = {
     Master.PARAMETER: "none",
@@ -206,7 +207,7 @@ def _fallbacks_of(store: StateStore, each: _Described) -> Iterator[tuple[str, st
     if asked is not None and each.layout.master is not asked:
         yield MASTER, _MASTERS[asked], _MASTERS[each.layout.master], _why_other_master(each.param, asked)
     device = local_tensor(each.param).device
-    if store.offloads and adapter_of(each.param) is not None and may_be_offloaded(each.param):
+    if store.offloading.is_on and adapter_of(each.param) is not None and may_be_offloaded(each.param):
         what = MASTER if each.layout.offloaded else "states"
         yield what, "host memory", str(device), "it is quantized, and encoded from its master"
     device_type = device.type
@@ -299,7 +300,7 @@ def choices_without_effect(store: StateStore, ignored: Mapping[int, Sequence[str
             "use it (under Accelerate with mixed_precision='no', since 'bf16' makes them FP32 first), or leave it out"
         )
     on_host = all(local_tensor(each.param).device.type == "cpu" and not each.layout.offloaded for each in states)
-    if states and store.offloads and on_host:
+    if states and store.offloading.is_on and on_host:
         found.append(
             f"offload_states=True has no effect: all of the {_plural(len(states))} are in host memory, where their "
             "states are anyway"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -18,98 +18,32 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fused_optim import adapters
-from fused_optim.adapters import Batch, Fractions, Target, Update, adapter_of
-from fused_optim.backends import Backend, ShardWork, backend_of, forced_backend, is_capturing, uncounted
+from fused_optim.adapters import adapter_of
+from fused_optim.backends import ShardWork, backend_of, forced_backend, is_capturing, uncounted
 from fused_optim.backends.compiled import Identities, increment_versions
-from fused_optim.backends.engine import CachedShard
-from fused_optim.backends.gradients import unscaled, write_
 from fused_optim.backends.offloaded import OffloadedShards
-from fused_optim.backends.shards import Shards, shards_on
+from fused_optim.backends.shards import shards_on
 from fused_optim.decorators import with_denormals
 from fused_optim.formats.masters import Master
 from fused_optim.formats.rounding import rounding_key
 from fused_optim.matrices.shards import MatrixShards
 from fused_optim.memory.by_parameter import Reference, reference_to
-from fused_optim.memory.layout import MASTER, memory_of
+from fused_optim.memory.layout import MASTER
 from fused_optim.options.checks import check_states, check_update, describe
 from fused_optim.rule import Hyper
-from fused_optim.sharding.dtensor import dense, finished_local, is_dense, local_tensor
-from fused_optim.state.changes import CODES, SCALES, WHOLE, Shard, StepChanges, Tracked
+from fused_optim.sharding.dtensor import dense, finished_local, local_tensor
+from fused_optim.state.changes import CODES, SCALES, WHOLE, StepChanges
 from fused_optim.state.groups import Group
 from fused_optim.state.param_state import ParamState, read_parameter
 from fused_optim.state.store import StateStore
-
-
-@dataclass(frozen=True)
-class NewValues:
-    """Of a quantized parameter: an ``Update`` without the parameter."""
-
-    values: Tensor
-    absmax: Tensor | None = None
-    written: bool = False
-
-    def of(self, param: Tensor) -> Update:
-        return Update(param, self.values, absmax=self.absmax, written=self.written)
-
-
-@dataclass
-class _Part:
-    """The shards of one device whose states are there, or those whose states are in host memory."""
-
-    device: torch.device
-    backend: Backend
-    indices: list[int] = field(default_factory=list)  # positions in the param groups
-    groups: list[int] = field(default_factory=list)
-    watched: list[CachedShard] = field(default_factory=list)
-    absmax: Tensor | None = None  # of shards whose targets measure it, memory for as many as there are shards
-    measured: dict[int, int] = field(default_factory=dict)  # where a shard's absmax lies in it
-    # Gradients that this step reads from copies, and where their unscaled values come from: those copies or, where the
-    # copy is placed in another way, themselves.
-    apart: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    unwatched: set[int] = field(default_factory=set)  # shards that are described at every step
-    written: set[int] = field(default_factory=set)  # shards that others have written, which is told once
-    # Of watched shards beside masters: their memory. Where it was freed, others have written, whatever is there now.
-    memory: dict[int, object] = field(default_factory=dict)
-    freed: set[int] = field(default_factory=set)
-    # By shard, where changes are tracked: the parts of its parameter whose changed bits the pass marks itself.
-    marked: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    tracked: dict[int, Tracked] = field(default_factory=dict)
-    shards: Shards = field(init=False)
-
-    def absmax_of(self, i: int) -> Tensor:
-        if self.absmax is None:
-            self.absmax = torch.zeros(len(self.indices), dtype=torch.float32, device=self.device)
-        slot = self.measured.setdefault(i, len(self.measured))  # side by side: one reduction takes them as they lie
-        return self.absmax[slot : slot + 1]
-
-    def watch_memory(self, i: int, param: Tensor) -> None:
-        freed = self.freed  # not the plan itself, which would live as long as the memory
-        self.memory[i] = memory_of(param, lambda _: freed.add(i))
-
-    def let_go(self, i: int) -> None:
-        """Of the states of a parameter that nobody holds any more."""
-        self.watched[i] = CachedShard(self.watched[i].param_ref, None, None, None, None, {})
-        self.memory.pop(i, None)
-        self.unwatched.discard(i)
-        self.written.discard(i)
-        self.shards.let_go(i)
-
-    def find_freed(self) -> None:
-        while self.freed:
-            self.written.add(self.freed.pop())
+from fused_optim.step.parts import Part, cached, cached_weight, is_watchable
+from fused_optim.step.weights import NewValues, Weight, WeightUpdates
 
 
 def _formats_of(groups: Sequence[Group], store: StateStore) -> list[Any]:
     """What the groups ask for, as it is written there."""
     options = store.format_options
     return [group.get(option) for group in groups for option in options]
-
-
-def _is_watchable(param: Tensor) -> bool:
-    """Not where the parameter's memory is another than that of the contiguous tensor that is updated."""
-    plain = type(param) in (Tensor, torch.nn.Parameter, DTensor) and adapter_of(param) is None
-    return plain and is_dense(local_tensor(param))
 
 
 def placed_as(grad: Tensor, param: Tensor) -> Tensor:
@@ -154,36 +88,34 @@ class Plan:
         self._has_lost = False  # a parameter
         self._store = store
         self._copies: list[tuple[Tensor, Tensor]] = []
-        parts: dict[tuple[torch.device, bool, int], _Part] = {}
+        parts: dict[tuple[torch.device, bool, int], Part] = {}
         numbers = [number for number, size in enumerate(self._sizes) for _ in range(size)]
         rules = [store.rule.for_group(group) for group in groups]
-        # Quantized parameters, by position, with their groups; how they are updated: those with targets at every step
-        # until they are set again, others in this step.
-        self._quantized = {i: numbers[i] for i in self._layouts if adapter_of(params[i]) is not None}
-        self._lasting: dict[int, NewValues] = {}
-        self._passing: dict[int, NewValues] = {}
-        # The last step's updates, as long as the same parameters are updated by the same ones.
-        self._batches: list[Batch] | None = None
-        self._batched = Identities(())
         self._attribute = ""
-        self._places: dict[int, tuple[_Part, int]] = {}  # by position in the param groups
+        self._places: dict[int, tuple[Part, int]] = {}  # by position in the param groups
         for index in self._layouts:
             param = params[index]
             local = local_tensor(param)
             key = local.device, bool(self._layouts[index].offloaded), rules[numbers[index]].code
-            part = parts.get(key) or parts.setdefault(key, _Part(local.device, backend_of(local)))
+            part = parts.get(key) or parts.setdefault(key, Part(local.device, backend_of(local)))
             part.indices.append(index)
             part.groups.append(numbers[index])
             part.unwatched.add(len(part.watched))
             self._places[index] = part, len(part.watched)
-            part.watched.append(_watched(self._reference(param, index), store[param]))
+            part.watched.append(cached(self._reference(param, index), store[param]))
+        weights = {
+            index: Weight(self._reference(params[index], index), numbers[index], layout, self._numbers[index])
+            for index, layout in self._layouts.items()
+            if adapter_of(params[index]) is not None
+        }
+        self._weights = WeightUpdates(weights, self._seed)
         for (device, offloaded, _), part in parts.items():
             about = (device, part.backend, part.groups, len(groups), rules[part.groups[0]])
             if rules[part.groups[0]].whole_matrices:
-                link = store.link(device) if offloaded else None
+                link = store.offloading.link(device) if offloaded else None
                 part.shards = MatrixShards(*about[:4], [params[index] for index in part.indices], link)
             else:
-                part.shards = OffloadedShards(*about, store.link(device)) if offloaded else shards_on(*about)
+                part.shards = OffloadedShards(*about, store.offloading.link(device)) if offloaded else shards_on(*about)
         self._parts = [parts[key] for key in sorted(parts, key=str)]
         self.backends: dict[torch.device, str] = {part.device: part.backend for part in self._parts}
         self._last = {part.device: part for part in self._parts}  # to be launched
@@ -194,9 +126,8 @@ class Plan:
     def let_go(self, index: int) -> None:
         """Of all that belongs to a parameter that nobody holds any more."""
         self._has_lost = True
-        self._batches = None
-        for kept in (self._lasting, self._passing, self._layouts, self._quantized):
-            kept.pop(index, None)
+        self._layouts.pop(index, None)
+        self._weights.let_go(index)
         if index in self._places:
             part, i = self._places[index]
             part.let_go(i)
@@ -246,9 +177,9 @@ class Plan:
         Raises for gradients and states that cannot be used; nothing has been changed then.
         """
         self._copies.clear()
-        self._passing.clear()
+        self._weights.end_step()  # where one was refused
         self._attribute = attribute
-        stale: list[tuple[_Part, int, Tensor]] = []
+        stale: list[tuple[Part, int, Tensor]] = []
         for part in self._parts:
             part.apart.clear()
             changed = part.shards.refresh(part.watched, attribute)
@@ -283,14 +214,14 @@ class Plan:
             self._sync([(part, i) for i in part.shards.find_written(part.watched)])
             self._sync([(part, i) for i in list(part.unwatched) if self._may_be_written(part, i)])
 
-    def _may_be_written(self, part: _Part, i: int) -> bool:
+    def _may_be_written(self, part: Part, i: int) -> bool:
         """Of a shard that is not watched; or not any more, when nobody has looked at the parameter's versions."""
         param = part.watched[i].param_ref()
         if param is None or param not in self._store:
             return False
         return i not in part.unwatched or self._store[param].is_written
 
-    def _sync(self, shards: Sequence[tuple[_Part, int]]) -> None:
+    def _sync(self, shards: Sequence[tuple[Part, int]]) -> None:
         """Those that raise are followed when this is called again."""
         for part, i in shards:
             part.written.add(i)
@@ -299,7 +230,7 @@ class Plan:
                 self._sync_shard(part, i)
                 part.written.discard(i)  # another thread may have followed it
 
-    def _sync_shard(self, part: _Part, i: int) -> None:
+    def _sync_shard(self, part: Part, i: int) -> None:
         param = part.watched[i].param_ref()
         if param is None or param not in self._store:
             return
@@ -312,7 +243,7 @@ class Plan:
         if i in part.memory:
             part.watch_memory(i, param)
 
-    def _check(self, part: _Part, i: int, param: Tensor, attribute: str) -> None:
+    def _check(self, part: Part, i: int, param: Tensor, attribute: str) -> None:
         index, states = part.indices[i], part.watched[i].states
         name = self._names[index]
         check_update(param, getattr(param, attribute), index, name)
@@ -322,14 +253,13 @@ class Plan:
             created = layout.geometry.numel
             raise ValueError(f"{describe(param, index, name)}: its states were created for {created} local elements")
 
-    def _set(self, part: _Part, i: int, param: Tensor, attribute: str, shared: bool = False) -> None:
+    def _set(self, part: Part, i: int, param: Tensor, attribute: str, shared: bool = False) -> None:
         index, states = part.indices[i], part.watched[i].states
         grad, layout = getattr(param, attribute), self._layouts[index]
         master = local_tensor(states[MASTER]) if MASTER in states else None
-        part.watched[i] = _watched(part.watched[i].param_ref, ParamState(param, states, layout))
+        part.watched[i] = cached(part.watched[i].param_ref, ParamState(param, states, layout))
         adapter, target, absmax = adapter_of(param), None, None
-        if adapter is not None:
-            self._batches = None
+        changes = self._track(part, i, param)
         if adapter is None:
             updated = self._contiguous_param(param)
         else:
@@ -341,12 +271,11 @@ class Plan:
             elif target is None or master is None:  # the values are updated as an FP32 parameter is, and then encoded
                 master, layout = None, replace(layout, master=Master.PARAMETER)
             if target is None or master is None:
-                self._lasting.pop(index, None)
-                self._passing[index] = NewValues(updated)
+                self._weights.put(index, NewValues(updated, changes=changes), lasts=False)
             else:
                 absmax = part.absmax_of(i) if target.measures else None
-                self._lasting[index] = NewValues(updated, absmax, target.data is not None)
-                part.watched[i] = _watched_weight(part.watched[i], param, target, master)
+                self._weights.put(index, NewValues(updated, absmax, target.data is not None, changes), lasts=True)
+                part.watched[i] = cached_weight(part.watched[i], param, target, master)
         work = ShardWork(
             grad=self._dense_gradient(part, grad, param, shared),
             param=updated,
@@ -357,30 +286,36 @@ class Plan:
             target=target,
             absmax=absmax,
         )
-        self._let_mark(part, i, param, work)
-        can_be_watched = not shared and (_is_watchable(param) if target is None else target.names is not None)
+        self._let_mark(part, i, work, work.param is local_tensor(param))
+        can_be_watched = not shared and (is_watchable(param) if target is None else target.names is not None)
         is_watched = part.shards.set(i, work, part.watched[i] if can_be_watched else None)
         (part.unwatched.discard if is_watched else part.unwatched.add)(i)
         if is_watched and self._layouts[index].master.is_separate:
             part.watch_memory(i, param)
 
-    def _let_mark(self, part: _Part, i: int, param: Tensor, work: ShardWork) -> None:
+    def _track(self, part: Part, i: int, param: Tensor) -> dict[str, Tensor] | None:
+        """Where changes are tracked: the bits that an adapter's writes of the parameter mark."""
+        part.changes = None
+        if self._store.changes is None:
+            return None
+        part.tracked[i] = tracked = self._store.changes[param]
+        adapter = adapter_of(param)
+        part.marked[i] = () if adapter is None else tuple(adapter.marks(param))
+        return {name: tracked.bits[name] for name in part.marked[i]}
+
+    def _let_mark(self, part: Part, i: int, work: ShardWork, has_param: bool) -> None:
         """Let the pass mark what it changes of the parameter's bits, where changes are tracked and it can."""
-        tracker = self._store.changes
-        if tracker is None:
-            return
-        part.tracked[i], part.marked[i] = tracker[param], ()
-        if not part.shards.marks(work):
+        if self._store.changes is None or not part.shards.marks(work):
             return
         bits, target = part.tracked[i].bits, work.target
-        if target is None and work.param is local_tensor(param):
+        if target is None and has_param and WHOLE in bits:
             work.changes, part.marked[i] = bits[WHOLE], (WHOLE,)
         elif target is not None and target.data is not None:
             work.changes, work.scale_changes = bits[CODES], bits.get(SCALES)
-            part.marked[i] = (CODES, SCALES)
+            part.marked[i] = tuple({*part.marked[i], CODES, SCALES})
 
     @staticmethod
-    def _dense_gradient(part: _Part, grad: Tensor, param: Tensor, shared: bool) -> Tensor:
+    def _dense_gradient(part: Part, grad: Tensor, param: Tensor, shared: bool) -> Tensor:
         local, aligned = finished_local(grad), placed_as(grad, param)
         placed = local if aligned is grad else finished_local(aligned)
         read = placed.clone(memory_format=torch.contiguous_format) if shared else dense(placed)
@@ -406,125 +341,48 @@ class Plan:
 
         ``workspaces``: see ``DeviceScalars.workspaces``. ``found_inf``: not 0 skips the step.
         """
-        per_device = [hypers(part.device) for part in self._parts]
-        changes = self._begin_changes(may_skip=found_inf is not None)
-        batches: list[Batch] = []
-        applies = None
-        if self._quantized:
-            batches = self._batches_of(per_device)
-            applies = None if found_inf is None else found_inf.reshape(()) == 0
-            for batch in batches:
-                batch.prepare(applies)
-        for part, on_device in zip(self._parts, per_device, strict=True):
-            if part.absmax is not None:
-                part.absmax.zero_()
-            unscaled_apart = _unscaled_apart(part.apart, on_device)
+        on_devices, updated = {device: hypers(device) for device in self.backends}, self._updated()
+        batches = self._weights.batches(self._attribute, updated, on_devices)
+        changes = self._begin_changes()
+        applies = None if found_inf is None or not batches else found_inf.reshape(()) == 0
+        for batch in batches:
+            batch.prepare(applies)
+        for part in self._parts:
+            on_device = on_devices[part.device]
             counting = on_device if part is self._last[part.device] else uncounted(on_device)
-            part.shards.run(counting, workspaces.get(part.device))
-            for grad, value in unscaled_apart:
-                write_(grad, value)
-            part.apart.clear()
+            part.run(counting, workspaces.get(part.device))
         for target, source in self._copies:
             target.copy_(source)
         self._copies.clear()
         for batch in batches:
             batch.write(applies)
-        self._passing.clear()
-        if not all(batch.lasts for batch in batches):
-            self._batches = None
-        written = self._updated()
-        if per_device and per_device[0][0].grad_scale is not None:
-            written += [getattr(param, self._attribute) for param in written]
-        increment_versions(written)
+        self._weights.end_step()
+        if any(on_device[0].grad_scale is not None for on_device in on_devices.values()):
+            increment_versions([getattr(param, self._attribute) for param in updated])
+        increment_versions(updated)
         for part in self._parts:  # which may share counters
-            updated = part.unwatched.intersection(part.shards.with_gradients()) if part.unwatched else ()
+            unwatched = part.unwatched.intersection(part.shards.with_gradients()) if part.unwatched else ()
             part.shards.mark(part.watched)
-            for i in updated:  # of the others nobody has looked whether they were written
+            for i in unwatched:  # of the others nobody has looked whether they were written
                 if (param := part.watched[i].param_ref()) is not None:
                     self._store[param].record_versions()
-        if changes is not None:
-            changes.finish()
+        for each in changes:
+            each.finish(may_skip=found_inf is not None)
 
-    def _begin_changes(self, may_skip: bool) -> StepChanges | None:
-        tracker, shards = self._store.changes, []
-        if tracker is None:
-            return None
+    def _begin_changes(self) -> list[StepChanges]:
+        if (tracker := self._store.changes) is None:
+            return []
+        found = []
         for part in self._parts:
-            stepped = set(part.shards.with_gradients())
-            for i, watched in enumerate(part.watched):
-                param, marked = watched.param_ref(), part.marked.get(i, ())
-                if param is None:
-                    continue
-                reads_old = part.backend == "cpu" or CODES in marked
-                tracked = part.tracked.get(i) or tracker[param]
-                shards.append(Shard(param, watched.master, tracked, i in stepped, marked, reads_old))
-        return StepChanges(shards, may_skip)
+            found.append(part.changes_of_step(tracker))
+            found[-1].begin(part.shards.with_gradients())
+        return found
 
     def _updated(self) -> list[Tensor]:
         """The parameters that have a gradient in this step."""
         return list(chain.from_iterable(part.shards.updated(part.watched) for part in self._parts))
 
-    def _batches_of(self, per_device: list[list[Hyper]]) -> list[Batch]:
-        updated = self._updated()
-        if self._batches is None or not self._batched.are(updated):
-            hypers = dict(zip((part.device for part in self._parts), per_device, strict=True))
-            self._batches, self._batched = adapters.batches(self._quantized_updates(hypers)), Identities(updated)
-        return self._batches
-
-    def _quantized_updates(self, hypers: dict[torch.device, list[Hyper]]) -> list[Update]:
-        """All quantized parameters, also those that take part in reductions only."""
-        updates = []
-        for index, group in self._quantized.items():
-            part, i = self._places[index]
-            param = part.watched[i].param_ref()
-            assert param is not None
-            if getattr(param, self._attribute, None) is None:
-                update = Update(param, None)
-            else:
-                update = (self._lasting.get(index) or self._passing[index]).of(param)
-            if self._layouts[index].master is Master.PARAMETER:
-                fractions = self._fractions(index, hypers[local_tensor(param).device][group])
-                update = replace(update, fractions=fractions)
-            updates.append(update)
-        return updates
-
-    def _fractions(self, index: int, hyper: Hyper) -> Fractions | None:
-        """Rotating rounding of a quantized parameter that has no master."""
-        if not hyper.stochastic_rounding:
-            return None
-        step = hyper.step if hyper.steps_done is None else hyper.steps_done  # counted already
-        return Fractions(rounding_key(self._seed, self._numbers[index]), self._layouts[index].geometry, step)
-
 
 def _let_go(plan: weakref.ref[Plan], index: int, _: object) -> None:
     if (kept := plan()) is not None:
         kept.let_go(index)
-
-
-def _unscaled_apart(apart: list[tuple[Tensor, Tensor]], hypers: list[Hyper]) -> list[tuple[Tensor, Tensor]]:
-    """Gradients that a pass does not write itself, and what is to be written: the copies, which it does write."""
-    scale, found_inf = hypers[0].grad_scale, hypers[0].found_inf
-    if scale is None:
-        return []
-    if found_inf is not None:
-        scale = torch.where(found_inf == 0, scale, 1.0)
-    return [(grad, unscaled(grad, scale) if source is grad else source) for grad, source in apart]
-
-
-def _watched(reference: Reference, states: ParamState) -> CachedShard:
-    spec = states.param._spec if isinstance(states.param, DTensor) else None
-    state0, state1, *_ = (*(states.tensors.get(each.name) for each in states.layout.specs), None)
-    return CachedShard(reference, state0, state1, master=states.tensors.get(MASTER), spec=spec, states=states.tensors)
-
-
-def _watched_weight(watched: CachedShard, param: Tensor, target: Target, master: Tensor) -> CachedShard:
-    """The same of a quantized weight, as far as it can be watched."""
-    if target.names is None or target.components is None:
-        return watched
-    return watched._replace(
-        local_ref=reference_to(local_tensor(param)),
-        components=target.components,
-        names=target.names,
-        parts=tuple(target.components[name] for name in target.names),
-        master_local=master,
-    )

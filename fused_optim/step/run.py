@@ -23,11 +23,11 @@ from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.state.groups import Group
 from fused_optim.state.store import StateStore
 from fused_optim.state.summary import choices_without_effect
-from fused_optim.step import clip
 from fused_optim.step.buckets import NO_SCALER, Buckets, Choice
 from fused_optim.step.conversion import convert, stale_formats
+from fused_optim.step.deferred_clip import DeferredClip
 from fused_optim.step.plan import Plan, check_capturable, placed_as
-from fused_optim.step.scalars import DeviceScalars, host_lr, on_device
+from fused_optim.step.scalars import DeviceScalars, host_lr, is_capturable_on, on_device
 from fused_optim.step.skip import Skips
 from fused_optim.step.synthetic import any_nonzero, may_be_synthetic
 
@@ -52,7 +52,7 @@ class Stepper:
         self.scalars = DeviceScalars()
         self._plan: Plan | None = None
         self.buckets: Buckets | None = None  # of its steps; None: they are made at once
-        self._clip: clip.Clip | None = None  # what the next step does with the gradients that it was measured on
+        self.clipping = DeferredClip(store, self.scalars, self.skips)
         self._knows_offsets = False  # what `StateStore.exchange_offsets` finds
         self._left_out: set[int] | None = None  # what `_exchange_gradients` finds
         self._has_warned = False  # of choices without effect
@@ -66,10 +66,6 @@ class Stepper:
     @property
     def _groups(self) -> Sequence[Group]:
         return self._store.groups
-
-    def _gradient(self, param: Tensor) -> Tensor | None:
-        grad: Tensor | None = getattr(param, self._store.grad_attribute, None)
-        return grad
 
     # --- masters and parameters ------------------------------------------------------------------------------------
 
@@ -103,42 +99,13 @@ class Stepper:
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Clip the next step's gradients; see ``ShardedOptimizer.clip_grad_norm_``."""
         self.refuse_in_buckets("clip_grad_norm_()")
-        params = self._store.params
-        measured = clip.measure(params, list(map(self._gradient, params)), max_norm, norm_type, error_if_nonfinite)
-        self._clip = measured
-        if self._store.settings.skip_nonfinite:
-            self.skips.note(measured)
-        for device, factor in measured.factors.items():
-            if self._is_capturable_on(device):
-                self.scalars.factor(device).copy_(factor)
-        return measured.norm
+        return self.clipping.measure(max_norm, norm_type, error_if_nonfinite)
 
     def drop_gradients(self) -> None:
         """What is kept of them, before ``zero_grad()``."""
         if self.buckets is not None:
             self.buckets.drop_gradients()
-        self.drop_clipping()
-
-    def drop_clipping(self) -> None:
-        for device in () if self._clip is None else self._clip.factors:
-            if self._is_capturable_on(device):
-                self.scalars.factor(device).fill_(1.0)
-        self._clip = None
-        self.skips.forget()
-
-    def _drop_former_clipping(self) -> None:
-        """A step that was refused or skipped may have left the clipping of gradients that are gone."""
-        if self._clip is not None and not self._clip.is_of(map(self._gradient, self._store.params)):
-            self.drop_clipping()
-
-    def _is_capturable_on(self, device: torch.device) -> bool:
-        return self._store.settings.capturable and device.type == "cuda"
-
-    def _clipping_factor(self, device: torch.device) -> Tensor | None:
-        """A graph reads the optimizer's own scalar, into which every call of :meth:`clip` writes."""
-        if self._is_capturable_on(device):
-            return self.scalars.factor(device)
-        return None if self._clip is None else self._clip.factors.get(device)
+        self.clipping.drop()
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -151,19 +118,19 @@ class Stepper:
         if capturing:
             self._check_capture()
         self._store.resolve_pending()
-        self._drop_former_clipping()
+        self.clipping.drop_former()
         scaling = ask_scaler()
         if self.buckets is not None and scaling != (None, None):
             raise RuntimeError(NO_SCALER)
         if self.buckets is None and not capturing and self._is_synthetic():
             self._store.create()
             self.prepare_capture()
-            self.drop_clipping()
+            self.clipping.drop()
         elif self.buckets is not None:
             self.buckets.finish()
         else:
             self._update(self._checked_plan(scaling[0] is not None), scaling, capturing)
-        self._store.synchronize()
+        self._store.offloading.synchronize()
 
     def prepare_capture(self) -> None:
         """What a captured step cannot do itself; nothing without ``capturable`` or during a capture."""
@@ -222,12 +189,9 @@ class Stepper:
         is_synthetic = resting and not is_real
         if not is_synthetic:
             self.exchange_counting(
-                {n for n, group in enumerate(self._groups) if any(map(self._has_gradient, group["params"]))}
+                {n for n, group in enumerate(self._groups) if any(map(self._store.has_gradient, group["params"]))}
             )
         return is_synthetic
-
-    def _has_gradient(self, param: Tensor) -> bool:
-        return self._gradient(param) is not None
 
     def exchange_counting(self, own: Collection[int]) -> None:
         """Find the param groups without elements on this rank that have gradients on others only; ``own``: with some.
@@ -261,7 +225,7 @@ class Stepper:
         self.check_groups()
         grads = []
         for index, (param, name) in enumerate(zip(self._store.params, self._store.names, strict=True)):
-            grad = self._gradient(param)
+            grad = self._store.gradient(param)
             if grad is not None:
                 check_update(param, grad, index, name)
                 grads.append((param, grad))
@@ -287,7 +251,7 @@ class Stepper:
         """From now on steps are whole again."""
         self.leave_plan()
         self.buckets = None
-        self._store.synchronize()
+        self._store.offloading.synchronize()
 
     def check_can_be_in_buckets(self) -> None:
         """Raise RuntimeError for what needs all gradients at once, and where steps are in buckets already."""
@@ -295,8 +259,8 @@ class Stepper:
             raise RuntimeError("gradient release is enabled for this optimizer already: call disable() of that first")
         for option in _NEEDS_ALL_GRADIENTS:
             self._refuse_option(option, getattr(self._store.settings, option))
-        self._drop_former_clipping()
-        if self._clip is not None:
+        self.clipping.drop_former()
+        if self.clipping.due is not None:
             raise RuntimeError(
                 "clip_grad_norm_() was called for the next step, which gradient release would not clip: enable it "
                 "after step()"
@@ -402,7 +366,7 @@ class Stepper:
             self._check_no_collective()
         if settings.skip_nonfinite:
             params = self._store.params
-            found_inf = self.skips.decide(params, list(map(self._gradient, params)), found_inf, self.skip_group)
+            found_inf = self.skips.decide(params, self._store.gradients(), found_inf, self.skip_group)
         on_gpu = any(device.type == "cuda" for device in devices)
         # Without parameters there is no device to count.
         counted_there = bool(devices) and (
@@ -415,17 +379,14 @@ class Stepper:
 
         def hypers(device: torch.device) -> list[Hyper]:
             scale, skip = _placed(grad_scale, device), _placed(found_inf, device)
-            factor = _placed(self._clipping_factor(device), device)
+            factor = _placed(self.clipping.factor(device), device)
             return [
                 self._hyper(number, group, device, counted_there and number in counting, scale, factor, skip)
                 for number, group in enumerate(groups)
             ]
 
         plan.run(hypers, self.scalars.workspaces(devices, groups), found_inf)
-        for device in devices:
-            if self._is_capturable_on(device):
-                self.scalars.factor(device).fill_(1.0)  # in a graph too: each clipping serves one step
-        self._clip = None
+        self.clipping.serve(devices)
         if not capturing:
             for number in counting:
                 groups[number]["step"] = int(groups[number]["step"]) + 1
@@ -457,10 +418,10 @@ class Stepper:
     def next_hypers(self) -> Callable[[torch.device], list[Hyper]]:
         """Of a step that would be made now, without a GradScaler's scale, for ``diagnostics()``."""
         self.refuse_in_buckets("diagnostics()")
-        self._drop_former_clipping()
+        self.clipping.drop_former()
 
         def hypers(device: torch.device) -> list[Hyper]:
-            factor = _placed(self._clipping_factor(device), device)
+            factor = _placed(self.clipping.factor(device), device)
             return [self._hyper(number, group, device, grad_factor=factor) for number, group in enumerate(self._groups)]
 
         return hypers
@@ -479,7 +440,7 @@ class Stepper:
         lr: float | Tensor
         if on_host is None:
             lr = on_device(group["lr"], device)
-        elif self._is_capturable_on(device):
+        elif is_capturable_on(device, self._store.settings):
             lr = self.scalars.lr(device, number)
         else:
             lr = on_host

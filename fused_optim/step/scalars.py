@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fused_optim.options.settings import Settings
 from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.state.groups import Group
 
@@ -24,6 +25,11 @@ def host_lr(group: Group) -> float | None:
     """The learning rate, None where only a device knows it."""
     lr = group["lr"]
     return None if isinstance(lr, Tensor) and lr.device.type != "cpu" else float(lr)
+
+
+def is_capturable_on(device: torch.device, settings: Settings) -> bool:
+    """Whether CUDA graphs may hold steps there, which then read all scalars from the device."""
+    return settings.capturable and device.type == "cuda"
 
 
 def keep_rates(groups: Groups, rates: list[float | Tensor]) -> None:

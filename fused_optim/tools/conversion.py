@@ -26,7 +26,7 @@ from fused_optim.checkpoint.storage.folders import PathLike
 from fused_optim.checkpoint.writing.entries import Entry, write_folder, write_safetensors
 from fused_optim.formats.dtypes import as_dtype
 from fused_optim.formats.masters import Master
-from fused_optim.formats.states import STATE_FORMATS, state_format
+from fused_optim.formats.states import STATE_FORMATS
 from fused_optim.known_rules import states_of
 from fused_optim.memory.layout import MASTER, STEP
 from fused_optim.muon import ALGORITHM
@@ -36,8 +36,8 @@ from fused_optim.sharding.model_files import safetensors_writer
 from fused_optim.state.groups import DESCRIPTION, KEYED_BY_NAMES, saved_group, without_adamws_keys
 from fused_optim.state.state_dict import Options, converted
 from fused_optim.state.torch_form import torch_group, torch_states
-from fused_optim.tools.encoding import Encoded, Form, Place, forget
-from fused_optim.tools.names import LAYOUTS, STATES, STORED_MASTERS, Layout
+from fused_optim.tools.encoding import Encoded, Form, Place, forget, known_format
+from fused_optim.tools.names import LAYOUTS, STORED_MASTERS, Layout
 from fused_optim.tools.progress import progress
 from fused_optim.tools.torch_muon import is_muons, muon_group, muon_states, our_group
 
@@ -113,12 +113,8 @@ def _check(wanted: _Wanted, target: PathLike) -> None:
 
 
 def _checked_dtype(name: str, given: torch.dtype | str | None) -> torch.dtype | None:
-    if given is None:
-        return None
-    try:
-        state_format(given)
-    except KeyError:
-        raise ValueError(f"{name}: expected one of {', '.join(STATES)}, got {given!r}") from None
+    if given is not None:
+        known_format(name, given)
     return as_dtype(given)
 
 

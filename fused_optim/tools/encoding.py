@@ -14,13 +14,22 @@ from fused_optim.checkpoint.reading.saved_optimizer import SavedState
 from fused_optim.checkpoint.reading.source import TensorInfo
 from fused_optim.checkpoint.writing.entries import Entry
 from fused_optim.formats.masters import Master
-from fused_optim.formats.states import FLOAT32
+from fused_optim.formats.states import FLOAT32, StateFormat, state_format
 from fused_optim.memory.layout import MASTER, StateLayout
 from fused_optim.rule import StateSpec
 from fused_optim.state.param_state import ParamState
+from fused_optim.tools.names import STATES
 
 Place = tuple[str, ...]  # in the state dict of the optimizer
 Form = Callable[[ParamState], Mapping[str, Any]]  # a parameter's states as state dicts have them
+
+
+def known_format(name: str, given: torch.dtype | str) -> StateFormat:
+    """A format of states. Raises ValueError, which names the option, for what is none."""
+    try:
+        return state_format(given)
+    except KeyError:
+        raise ValueError(f"{name}: expected one of {', '.join(STATES)}, got {given!r}") from None
 
 
 class Encoded:

@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from fused_optim.formats.dtypes import as_dtype
-from fused_optim.formats.states import state_format
 from fused_optim.optional import optional
 from fused_optim.state.summary import aligned, shown_bytes
 from fused_optim.tools.counting import FORMS, HELD, Choice, Counted
+from fused_optim.tools.encoding import known_format
 from fused_optim.tools.models import Named
 from fused_optim.tools.muon_plan import algorithm_counts, muon_facts, muon_names, optimizer_of
 from fused_optim.tools.names import MASTER_BITS, STATES, rates_of
@@ -94,7 +94,7 @@ def plan_parameters(
     Otherwise arguments and errors as of :func:`plan_shapes`.
     """
     params = list(named)
-    chosen = Choice(_format_name(state_dtype), _known_bits(master_bits))
+    chosen = Choice(known_format("state_dtype", state_dtype).name, _known_bits(master_bits))
     rates = None if machine is None else rates_of(machine)
     if not 0.0 <= offload <= 1.0:
         raise ValueError(f"offload: expected a number in [0, 1], got {offload}")
@@ -118,13 +118,6 @@ def plan_parameters(
         fallbacks=[each for each in optimizer.summary()["fallbacks"] if each["what"] != "backend"],
         machine=None if rates is None else {"name": rates["name"], "sources": rates["sources"]},
     )
-
-
-def _format_name(given: torch.dtype | str) -> str:
-    try:
-        return state_format(given).name
-    except KeyError:
-        raise ValueError(f"state_dtype: expected one of {', '.join(STATES)}, got {given!r}") from None
 
 
 def _known_bits(given: int) -> int:

@@ -47,8 +47,8 @@ class Changes(NamedTuple):
     shape: tuple[int, ...]
 
     def cpu(self) -> Changes:
-        """In host memory."""
-        return Changes(self.indices.cpu(), self.values.cpu(), self.shape)
+        """Copies in host memory, each in its own."""
+        return Changes(self.indices.to("cpu", copy=True), self.values.to("cpu", copy=True), self.shape)
 
 
 @dataclass(frozen=True)

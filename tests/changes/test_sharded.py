@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import distributed
 from change_cases import INTEGERS, RECIPES
 from distributed import on_each_device, shard
-from fused_optim import FusedAdamW
+from fused_optim import FusedAdamW, enable_gradient_release
 from fused_optim.quantized import (
     quantize_model_,
 )
@@ -83,6 +83,36 @@ def test_what_ranks_hold_is_all_together(ranks: int, device: str, layout: str, b
     for step, (expected, _) in enumerate(of_ranks[0]):
         own = [element for rank in of_ranks for element in rank[step][1]]
         assert sorted(own) == expected, "each element is given by one rank"
+
+
+def _raising_on_one_rank(what: str) -> None:
+    """Nobody waits for a rank that cannot give its changes, and nothing is taken."""
+    model = nn.Linear(8, 8)
+    optimizer = FusedAdamW(model.parameters(), lr=1e-2)
+    enable_gradient_release(model, optimizer)
+    last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+    if what != "not tracked" or not last:
+        optimizer.track_changes()
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    asked: nn.Module = model
+    if what == "in a step" and last:
+        nn.functional.linear(torch.ones(2, 8), model.weight).sum().backward()
+    if what == "another model" and last:
+        asked = nn.Linear(8, 8)
+    expected = {"not tracked": "not tracked", "in a step": "step", "another model": "not one of the model"}[what]
+    for ask in (optimizer.peek_changes, optimizer.take_changes):
+        with pytest.raises((RuntimeError, KeyError), match=expected):
+            ask(asked, gather=True)
+    if what == "in a step" and last:
+        optimizer.step()
+    if what != "not tracked":
+        assert set(optimizer.take_changes(model, gather=True)) == {"weight", "bias"}
+
+
+@pytest.mark.parametrize("what", ["not tracked", "in a step", "another model"])
+def test_what_raises_on_one_rank_raises_on_all(what: str) -> None:
+    distributed.run(2, _raising_on_one_rank, what)
 
 
 class _Block(nn.Module):

@@ -12,7 +12,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch.distributed as dist
 
 import cases
 import distributed
+import fresh
 from checkpoint_cases import kill_one_rank, wait_for
 from distributed import Workers
 from fused_optim.checkpoint import Checkpointer
@@ -383,10 +383,7 @@ print("ended", flush=True)
 )
 def test_sigterm_ends_the_process(when: str, status: int, steps: list[int], tmp_path: Path) -> None:
     """Once; twice, where launchers forward what schedulers send; again after a while; after the last save."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "run"), when], env=environment, capture_output=True, timeout=120
-    )
-    assert done.returncode == status and b"ended" not in done.stdout, done.stderr.decode()
+    done = fresh.run(SCRIPT, tmp_path / "run", when, imported=("torch", "fused_optim.checkpoint"))
+    assert done.returncode == status and "ended" not in done.stdout, done.stderr
     found = sorted((tmp_path / "run").glob("step-*")) if (tmp_path / "run").exists() else []
     assert [json.loads((path / MANIFEST).read_text())["step"] for path in found] == steps

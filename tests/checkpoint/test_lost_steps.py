@@ -31,6 +31,7 @@ from torch.distributed.fsdp import fully_shard
 
 import cases
 import distributed
+import fresh
 from checkpoint_cases import wait_for
 from fused_optim import FusedAdamW
 from fused_optim.checkpoint import Checkpointer, extras
@@ -584,14 +585,11 @@ ENDS: dict[str, tuple[str, int, list[str]]] = {
 @pytest.mark.parametrize("how", ENDS)
 def test_the_end_of_the_process(how: str, tmp_path: Path) -> None:
     code, status, saved = ENDS[how]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     folder = tmp_path / "runs"
     folder.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT + code, str(folder), how], env=environment, capture_output=True, timeout=120
-    )
-    text = done.stderr.decode()
-    assert done.returncode == status and b"goes on" not in done.stdout, text
+    done = fresh.run(SCRIPT + code, folder, how, imported=("torch", "fused_optim.checkpoint"))
+    text = done.stderr
+    assert done.returncode == status and "goes on" not in done.stdout, text
     found = [name for name in names(folder) if (folder / name).is_dir() and list((folder / name).glob("step-*"))]
     assert found == saved, text
     for name in found:

@@ -8,7 +8,14 @@ import re
 import pytest
 
 from fused_optim.backends import load_engine
-from fused_optim.backends.engine import CudaEngine, Engine, EngineGradients, EngineShardTable
+from fused_optim.backends.engine import (
+    CudaEngine,
+    Engine,
+    EngineGradients,
+    EngineLook,
+    EngineLooker,
+    EngineShardTable,
+)
 
 OWN = {"device", "stream", "workspace", "workspace_size", "threads"}  # where an engine runs: *where or **where
 
@@ -36,9 +43,10 @@ def test_engines_take_what_their_protocol_says(name: str) -> None:
     if engine is None:
         pytest.skip(reason)
     holders = {Engine: engine, EngineShardTable: engine.ShardTable, EngineGradients: engine.Gradients}
+    holders |= {EngineLook: engine.Look, EngineLooker: engine.Looker}
     found = {protocol: {key: has(holder, key) for key in declared(protocol)} for protocol, holder in holders.items()}
     assert found == {protocol: declared(protocol) for protocol in holders}
-    assert len(found[EngineShardTable]["set_group"]) == 16 and len(found[Engine]["quantize_rescale"]) == 9
+    assert len(found[EngineShardTable]["set_group"]) == 16 and len(found[Engine]["quantize_rescale"]) == 10
 
 
 def test_the_cuda_engine_has_more() -> None:

@@ -15,7 +15,7 @@ from distributed import same_bits
 from fused_optim import FusedMuon
 from fused_optim.backends import offloaded
 from fused_optim.quantized import Float8BlockScaling, quantize_model_
-from fused_optim.state import store
+from fused_optim.state import host_states
 
 # Some are cut into parts in chunks of 32 kB; some have Gram matrices on GPUs, some plain steps.
 SHAPES = [(64, 256), (272, 256), (6, 128), (3, 32, 64), (130, 384)]
@@ -49,7 +49,7 @@ def contents(optimizer: FusedMuon) -> list[Tensor]:
 def offloading() -> Iterator[None]:
     """Where there is no GPU, the CPU plays one."""
     with (
-        mock.patch.object(store, "OFFLOADED_FROM", ("cuda", "cpu")),
+        mock.patch.object(host_states, "OFFLOADED_FROM", ("cuda", "cpu")),
         mock.patch.object(offloaded, "CHUNK_BYTES", 1 << 15),
     ):
         yield

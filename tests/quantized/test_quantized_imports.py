@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import fresh
 from distributed import assert_same
 from fused_optim.quantized import QuantizedTensor
 from quantized_cases import RECIPES, plain_model, quantize_model_
@@ -24,9 +22,7 @@ LOADED = "any(name.startswith('fused_optim.quantized') for name in sys.modules)"
 
 
 def run(code: str, *arguments: object) -> str:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", f"import sys, torch\n{code}", *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = fresh.run(f"import sys, torch\n{code}", *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -34,7 +34,7 @@ from fused_optim.quantized import (
     QuantizedTensor,
     quantize_model_,
 )
-from fused_optim.state import store
+from fused_optim.state import host_states
 
 Kept = list[weakref.ref[Tensor]]
 BF16 = torch.bfloat16
@@ -218,7 +218,7 @@ def test_other_rules(make: Any, way: str) -> None:
 
 @pytest.mark.parametrize("way", ["by hand", "replace_parameters", "removed"])
 def test_offloaded_states(way: str) -> None:
-    with mock.patch.object(store, "OFFLOADED_FROM", ("cuda", "cpu")):
+    with mock.patch.object(host_states, "OFFLOADED_FROM", ("cuda", "cpu")):
         for fraction in (1.0, 0.5):
             optimizer = FusedAdamW(
                 [plain(), plain(seed=1)], lr=0.1, state_dtype="int8", offload_states=True, offload_fraction=fraction

@@ -379,14 +379,14 @@ def test_grad_factor_is_used_once(device: str, use_backend: Callable[[str], None
             give_gradients(others, number, 0.25 if number == 1 else 1.0)
             if number == 1:
                 optimizer.clip_grad_norm_(1.0)
-                optimizer.stepper._clip.factors[where] = torch.tensor(0.25, device=where)
+                optimizer.stepper.clipping.due.factors[where] = torch.tensor(0.25, device=where)
             optimizer.step()
             expected.step()
-            assert optimizer.stepper._clip is None
+            assert optimizer.stepper.clipping.due is None
         assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
         optimizer.clip_grad_norm_(1.0)
         optimizer.zero_grad()
-        assert optimizer.stepper._clip is None
+        assert optimizer.stepper.clipping.due is None
 
 
 def test_scale_and_factor_go_together(device: str) -> None:
@@ -397,7 +397,7 @@ def test_scale_and_factor_go_together(device: str) -> None:
     give_gradients(params, 0, 256.0)
     give_gradients(others, 0, 0.5)
     optimizer.clip_grad_norm_(1.0)
-    optimizer.stepper._clip.factors[params[0].device] = torch.tensor(0.5, device=device)
+    optimizer.stepper.clipping.due.factors[params[0].device] = torch.tensor(0.5, device=device)
     scaler.step(optimizer)
     expected.step()
     assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))

@@ -34,7 +34,7 @@ from fused_optim.options import checks
 from fused_optim.quantized import Float8CurrentScaling, MXFP8BlockScaling, quantize_model_
 from fused_optim.quantized.recipes import Recipe
 from fused_optim.sharding.dtensor import Geometry, local_tensor
-from fused_optim.state import store
+from fused_optim.state import host_states
 
 INT8 = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8}
 # Cut into several parts in chunks of 32 kB, or put into one with others.
@@ -44,7 +44,7 @@ SIZES = [(40, 256), (7,), (130, 384), (5, 50), (9000,), (0, 128), (3, 96)]
 @contextmanager
 def offloading(chunk_bytes: int = 1 << 15) -> Iterator[None]:
     with (
-        mock.patch.object(store, "OFFLOADED_FROM", ("cuda", "cpu")),
+        mock.patch.object(host_states, "OFFLOADED_FROM", ("cuda", "cpu")),
         mock.patch.object(offloaded, "CHUNK_BYTES", chunk_bytes),
     ):
         yield
@@ -481,7 +481,7 @@ def test_memory_that_is_unlocked_is_noticed(device: str) -> None:
 
 
 def test_parameters_in_host_memory_have_their_states_there() -> None:
-    with mock.patch.object(store, "OFFLOADED_FROM", ("cuda",)):
+    with mock.patch.object(host_states, "OFFLOADED_FROM", ("cuda",)):
         optimizer = make(True, "cpu")
         with pytest.warns(UserWarning, match="offload_states=True has no effect: all of the .* are in host memory"):
             train(optimizer, range(1))

@@ -21,7 +21,7 @@ from cases import FORMAT, MASTER, Format, Master, values
 from fused_optim import FusedAdam, adapters
 from fused_optim.quantized import MXFP8BlockScaling, quantize_model_
 from fused_optim.sharding.dtensor import local_tensor
-from fused_optim.state import store
+from fused_optim.state import host_states
 from fused_optim.step.plan import Plan
 
 SHAPES = [(4, 128), (5, 7), (0, 32), (300,)]
@@ -35,7 +35,7 @@ VARIANTS = [
 
 @pytest.fixture(autouse=True)
 def _cpu_plays_a_gpu() -> Iterator[None]:
-    with mock.patch.object(store, "OFFLOADED_FROM", ("cuda", "cpu")):
+    with mock.patch.object(host_states, "OFFLOADED_FROM", ("cuda", "cpu")):
         yield
 
 

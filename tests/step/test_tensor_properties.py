@@ -191,7 +191,9 @@ def test_deferred_clipping(change: Property, pair: tuple[Trainer, Trainer]) -> N
     norms = [trainer.optimizer.clip_grad_norm_(0.5) for trainer in pair]
     torch.testing.assert_close(norms[0], norms[1], rtol=1e-6, atol=0)
     for trainer in pair:
-        trainer.optimizer.stepper._clip.factors[trainer.params[0].device] = torch.tensor(0.5, device=trainer.device)
+        trainer.optimizer.stepper.clipping.due.factors[trainer.params[0].device] = torch.tensor(
+            0.5, device=trainer.device
+        )
         trainer.optimizer.step()
     assert_same(*pair)
 

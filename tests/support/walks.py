@@ -23,7 +23,7 @@ import cases
 import distributed
 from distributed import same_bits, shard_like
 from fused_optim import FusedAdamW, enable_gradient_release
-from fused_optim.state import store
+from fused_optim.state import host_states
 
 SHAPES = [(6, 128), (7,), (4, 64), (3, 40)]  # of the first two groups, two each
 LATE = [(5, 128), (9,), (2, 96)]  # of groups that are added
@@ -365,7 +365,7 @@ NOTHING = "nothing"
 def walk(config: Config, operations: Sequence[Operation]) -> str:
     """What went wrong, and where; empty if nothing did."""
     made: list[Operation] = []
-    with mock.patch.object(store, "OFFLOADED_FROM", ("cuda", "cpu")), warnings.catch_warnings():
+    with mock.patch.object(host_states, "OFFLOADED_FROM", ("cuda", "cpu")), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             both = Walk(config)

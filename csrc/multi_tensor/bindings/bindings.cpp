@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "bindings/bindings_cast.h"
+#include "bindings/bindings_changes.h"
 #include "bindings/bindings_decode.h"
 #include "bindings/bindings_norm.h"
 #if defined(FUSED_OPTIM_ENGINE_CUDA)
@@ -18,7 +19,6 @@
 #include "bindings/shard_work.h"
 #include "bindings/tensor_reader.h"
 #include "cast.h"
-#include "compare.h"
 #include "diagnose.h"
 #include "launch.h"
 #include "norm.h"
@@ -82,21 +82,6 @@ void load_kernels(int rule, int device) {
     load_cast_kernels(device);
     load_swiglu_kernels(device);
     load_product_kernels(device);
-}
-
-// before, after, bits, elements, bytes of one
-using ComparisonRow = std::array<uint64_t, 5>;
-
-void mark_differences(const std::vector<ComparisonRow>& rows, int device, uint64_t stream) {
-    std::vector<Comparison> comparisons;
-    for (const auto& [before, after, bits, numel, bytes] : rows) {
-        if (!before || !after || !bits || !(bytes == 1 || bytes == 2 || bytes == 4)) {
-            throw std::invalid_argument("fused_optim: expected tensors with elements of 1, 2 or 4 bytes");
-        }
-        comparisons.push_back({before, after, bits, numel, static_cast<uint32_t>(bytes)});
-    }
-    py::gil_scoped_release release;
-    compare_cuda(comparisons, device, stream);
 }
 
 void launch(ShardTable& table, int device, uint64_t stream, uint64_t workspace, uint64_t workspace_size) {
@@ -213,7 +198,6 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
     m.def("writes_weights", &writes_weights, py::arg("rule"), py::arg("state_formats"));
 #if defined(FUSED_OPTIM_ENGINE_CUDA)
     m.def("load_kernels", &load_kernels, py::arg("rule"), py::arg("device"));
-    m.def("mark_differences", &mark_differences, py::arg("rows"), py::arg("device"), py::arg("stream"));
     m.attr("DIAGNOSIS_WORKSPACE") = kDiagnosisWorkspace;
 #endif
     py::class_<Numbers>(m, "Numbers", py::module_local(), "A list of addresses or sizes, kept in C++.")
@@ -235,6 +219,7 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
     gradients::define_all(m);
     weights::define_all(m);
     casts::define_all(m);
+    changes::define_all(m);
 #if defined(FUSED_OPTIM_ENGINE_CUDA)
     products::define_all(m);
 #else

@@ -272,7 +272,7 @@ void store_weight(const float* values, const Shard& shard, uint64_t element, int
             for (int first = 0; first < count; first += kStripSize) {
                 const int rest = count - first < kStripSize ? count - first : kStripSize;
                 const Strip strip{0, element + first, element + first, static_cast<uint32_t>(rest)};
-                encode_strip<Codec>(weight, shard.round_up, whole, values + first, nullptr, strip);
+                encode_strip<Codec>(weight, {}, shard.round_up, whole, values + first, nullptr, strip);
             }
         }
     });

@@ -1,0 +1,98 @@
+// Marks which codes and scales of quantized weights an encoder changes. `Marker<false>` does nothing, in kernels that
+// mark nothing.
+#pragma once
+
+#include "cuda/warp.cuh"
+#include "cuda/weight_group8.cuh"
+#include "quantize.h"
+
+namespace fused_optim {
+namespace {
+
+template <bool tracked>
+struct Marker {
+    WeightMarks marks;
+
+    // Bit i: whether byte i of two words is another one.
+    __device__ __forceinline__ static uint32_t differing(uint32_t before, uint32_t after) {
+        constexpr uint32_t kGather = 0x01020408u;  // brings the lowest bits of four bytes together in the highest byte
+        return (__vsetne4(before, after) * kGather >> 24) & 0xFu;
+    }
+
+    // Sets up to eight bits from `first` on, whose words other threads have bits in.
+    __device__ __forceinline__ static void set(uint64_t bits, uint64_t first, uint32_t changed) {
+        if (!changed) return;
+        uint32_t* const words = reinterpret_cast<uint32_t*>(bits) + first / 32;
+        const uint64_t shifted = uint64_t{changed} << first % 32;
+        if (static_cast<uint32_t>(shifted)) atomicOr(words, static_cast<uint32_t>(shifted));
+        if (shifted >> 32) atomicOr(words + 1, static_cast<uint32_t>(shifted >> 32));
+    }
+
+    template <class Codec>
+    __device__ __forceinline__ void scale(const Weight& w, uint64_t index, uint32_t fresh) const {
+        if constexpr (tracked && !std::is_void_v<typename Codec::Scale>) {
+            if (marks.scales && load_scale<Codec>(w, index) != fresh) set(marks.scales, index, 1);
+        }
+    }
+
+    // The first `count` of up to four bytes of codes, which are not stored yet.
+    __device__ __forceinline__ void bytes(const Weight& w, uint64_t first, uint32_t fresh, int count) const {
+        if constexpr (tracked) {
+            if (!marks.codes) return;
+            const uint8_t* const stored = reinterpret_cast<const uint8_t*>(w.data) + first;
+            uint32_t changed = 0;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (i < count && stored[i] != (fresh >> 8 * i & 0xFFu)) changed |= 1u << i;
+            }
+            set(marks.codes, first, changed);
+        }
+    }
+
+    // Words of four bytes, side by side in the lanes of a warp from a multiple of 32 bytes on. Every lane calls it.
+    __device__ __forceinline__ void row(uint64_t first, uint32_t before, uint32_t fresh) const {
+        if constexpr (tracked) {
+            uint32_t word = differing(before, fresh) << 4 * (threadIdx.x & 7);
+#pragma unroll
+            for (int step = 1; step < 8; step *= 2) word |= __shfl_xor_sync(kAllLanes, word, step);
+            if (word && (threadIdx.x & 7) == 0) {
+                atomicOr(reinterpret_cast<uint32_t*>(marks.codes) + first / 32, word);
+            }
+        }
+    }
+};
+
+// The words of codes that `encode_group8` replaces: eight bytes, or four where a byte has two codes.
+template <class Codec, bool tracked>
+struct StoredGroup8 {
+    static constexpr int kWords = kGroup8Words<Codec>;
+    uint32_t words[kWords];
+
+    __device__ __forceinline__ void load(const Weight& w, uint64_t group8) {
+        if constexpr (tracked && kWords == 2) {
+            const uint2 stored = reinterpret_cast<const uint2*>(w.data)[group8];
+            words[0] = stored.x;
+            words[1] = stored.y;
+        } else if constexpr (tracked) {
+            words[0] = reinterpret_cast<const uint32_t*>(w.data)[group8];
+        }
+    }
+
+    // A group of eight bytes has a byte of bits to itself.
+    __device__ __forceinline__ void mark(const Marker<tracked>& marker, uint64_t group8, const uint32_t* fresh) const {
+        if constexpr (tracked) {
+            if (!marker.marks.codes) return;
+            const uint32_t low = marker.differing(words[0], fresh[0]);
+            if constexpr (kWords == 2) {
+                const uint32_t changed = low | marker.differing(words[1], fresh[1]) << 4;
+                uint8_t* const bits = reinterpret_cast<uint8_t*>(marker.marks.codes) + group8;
+                if (changed) *bits |= static_cast<uint8_t>(changed);
+            } else {
+                marker.set(marker.marks.codes, 4 * group8, low);
+            }
+        }
+    }
+};
+
+}  // namespace
+}  // namespace fused_optim

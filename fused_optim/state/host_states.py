@@ -1,0 +1,71 @@
+"""Which states live in host memory, and the links by which they come to their parameters' devices and go back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fused_optim.backends.compiled import SameTensors
+from fused_optim.backends.offloaded import Link
+from fused_optim.sharding.dtensor import has_values, local_tensor
+from fused_optim.state.groups import Owner
+
+OFFLOADED_FROM = ("cuda",)  # kinds of devices
+
+
+def may_be_offloaded(param: Tensor) -> bool:
+    """Whether states of a parameter may live in host memory while it does not."""
+    return local_tensor(param).device.type in OFFLOADED_FROM and has_values(param)
+
+
+class Offloading:
+    """Of one optimizer, by its ``offload_states`` and ``offload_fraction``."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self._links: dict[torch.device, Link] = {}
+        self._chosen: tuple[SameTensors, set[int]] | None = None  # of these parameters, those to be offloaded
+
+    @property
+    def is_on(self) -> bool:
+        """Whether states are to be offloaded where they can be."""
+        return self._owner.settings.offload_states and self._owner.settings.offload_fraction > 0.0
+
+    def takes(self, param: Tensor, params: Callable[[], list[Tensor]], is_frozen: Callable[[Tensor], bool]) -> bool:
+        """Whether new states of a parameter go into host memory; ``params``: all of the optimizer's."""
+        fraction = self._owner.settings.offload_fraction
+        if not self.is_on or not may_be_offloaded(param):
+            return False
+        if fraction >= 1.0:
+            return True
+        if self._chosen is None or not self._chosen[0].are(params()):
+            self._chosen = SameTensors(params()), _choose(params(), fraction, is_frozen)
+        return id(param) in self._chosen[1]
+
+    def choose_again(self) -> None:
+        """Where others may be frozen by now, or have states."""
+        self._chosen = None
+
+    def link(self, device: torch.device) -> Link:
+        """What moves states in host memory to a device and back."""
+        return self._links.get(device) or self._links.setdefault(device, Link(device))
+
+    def synchronize(self) -> None:
+        """Wait until states in host memory are there."""
+        for link in self._links.values():
+            link.synchronize()
+
+
+def _choose(params: list[Tensor], fraction: float, is_frozen: Callable[[Tensor], bool]) -> set[int]:
+    """Those with this share of the elements, spread evenly over all that could be chosen: their ``id()``."""
+    chosen, total, offloaded = set(), 0, 0
+    for param in params:
+        if may_be_offloaded(param) and not is_frozen(param):
+            size = local_tensor(param).numel()
+            total += size
+            if 2 * (offloaded + size) <= 2 * fraction * total + size:
+                chosen.add(id(param))
+                offloaded += size
+    return chosen

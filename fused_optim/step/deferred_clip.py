@@ -1,0 +1,66 @@
+"""Clipping that the next step's pass does: the factors of the gradients that were measured last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from fused_optim.state.store import StateStore
+from fused_optim.step import clip
+from fused_optim.step.scalars import DeviceScalars, is_capturable_on
+from fused_optim.step.skip import Skips
+
+
+class DeferredClip:
+    """Of one optimizer. A step uses it once; gradients that are dropped take it with them.
+
+    A CUDA graph reads the optimizer's own scalar, into which every call of :meth:`measure` writes.
+    """
+
+    def __init__(self, store: StateStore, scalars: DeviceScalars, skips: Skips) -> None:
+        self._store, self._scalars, self._skips = store, scalars, skips
+        self.due: clip.Clip | None = None
+
+    def measure(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        """Clip the next step's gradients; see ``ShardedOptimizer.clip_grad_norm_``."""
+        store = self._store
+        measured = clip.measure(store.params, store.gradients(), max_norm, norm_type, error_if_nonfinite)
+        self.due = measured
+        if store.settings.skip_nonfinite:
+            self._skips.note(measured)
+        for device, factor in measured.factors.items():
+            if self._is_in_graphs(device):
+                self._scalars.factor(device).copy_(factor)
+        return measured.norm
+
+    def drop(self) -> None:
+        for device in () if self.due is None else self.due.factors:
+            self._reset(device)
+        self.due = None
+        self._skips.forget()
+
+    def drop_former(self) -> None:
+        """A step that was refused or skipped may have left the clipping of gradients that are gone."""
+        if self.due is not None and not self.due.is_of(self._store.gradients()):
+            self.drop()
+
+    def factor(self, device: torch.device) -> Tensor | None:
+        """What gradients on a device are multiplied by: a float32 scalar, which may be on another one."""
+        if self._is_in_graphs(device):
+            return self._scalars.factor(device)
+        return None if self.due is None else self.due.factors.get(device)
+
+    def serve(self, devices: Iterable[torch.device]) -> None:
+        """After a step, also in a graph: each clipping serves one."""
+        for device in devices:
+            self._reset(device)
+        self.due = None
+
+    def _reset(self, device: torch.device) -> None:
+        if self._is_in_graphs(device):
+            self._scalars.factor(device).fill_(1.0)
+
+    def _is_in_graphs(self, device: torch.device) -> bool:
+        return is_capturable_on(device, self._store.settings)

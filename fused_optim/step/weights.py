@@ -1,0 +1,106 @@
+"""Quantized parameters in a step: what the passes have computed for them, and the adapters' updates made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fused_optim import adapters
+from fused_optim.adapters import Batch, Fractions, Update
+from fused_optim.backends.compiled import Identities
+from fused_optim.formats.masters import Master
+from fused_optim.formats.rounding import rounding_key
+from fused_optim.memory.by_parameter import Reference
+from fused_optim.memory.layout import StateLayout
+from fused_optim.rule import Hyper
+from fused_optim.sharding.dtensor import local_tensor
+
+
+@dataclass(frozen=True)
+class NewValues:
+    """An ``Update`` without the parameter."""
+
+    values: Tensor
+    absmax: Tensor | None = None
+    written: bool = False
+    changes: Mapping[str, Tensor] | None = None
+
+    def of(self, param: Tensor) -> Update:
+        return Update(param, self.values, absmax=self.absmax, written=self.written, changes=self.changes)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A quantized parameter: the number of its group, its layout, and that of its sequence of rounding."""
+
+    param_ref: Reference
+    group: int
+    layout: StateLayout
+    rounding: int
+
+
+class WeightUpdates:
+    """Of a plan's quantized parameters, by their positions in the param groups."""
+
+    def __init__(self, weights: dict[int, Weight], seed: int) -> None:
+        self._weights, self._seed = weights, seed
+        self._lasting: dict[int, NewValues] = {}  # of those with targets: at every step until they are put again
+        self._passing: dict[int, NewValues] = {}  # of this step
+        # The last step's updates, as long as the same parameters are updated by the same ones.
+        self._batches: list[Batch] | None = None
+        self._batched = Identities(())
+
+    def put(self, index: int, values: NewValues, lasts: bool) -> None:
+        self._batches = None
+        if lasts:
+            self._lasting[index] = values
+        else:
+            self._lasting.pop(index, None)
+            self._passing[index] = values
+
+    def let_go(self, index: int) -> None:
+        self._batches = None
+        for kept in (self._weights, self._lasting, self._passing):
+            kept.pop(index, None)
+
+    def end_step(self) -> None:
+        self._passing.clear()
+        if self._batches and not all(batch.lasts for batch in self._batches):
+            self._batches = None
+
+    def batches(
+        self, attribute: str, updated: Sequence[Tensor], hypers: Mapping[torch.device, list[Hyper]]
+    ) -> list[Batch]:
+        """Of a step over ``updated`` parameters, quantized or not, whose gradients are in ``attribute``."""
+        if not self._weights:
+            return []
+        if self._batches is None or not self._batched.are(updated):
+            self._batches = adapters.batches(self._updates(attribute, hypers))
+            self._batched = Identities(updated)
+        return self._batches
+
+    def _updates(self, attribute: str, hypers: Mapping[torch.device, list[Hyper]]) -> list[Update]:
+        """All quantized parameters, also those that take part in reductions only."""
+        updates = []
+        for index, weight in self._weights.items():
+            param = weight.param_ref()
+            assert param is not None
+            if getattr(param, attribute, None) is None:
+                update = Update(param, None)
+            else:
+                update = (self._lasting.get(index) or self._passing[index]).of(param)
+            if weight.layout.master is Master.PARAMETER:
+                hyper = hypers[local_tensor(param).device][weight.group]
+                update = replace(update, fractions=self._fractions(weight, hyper))
+            updates.append(update)
+        return updates
+
+    def _fractions(self, weight: Weight, hyper: Hyper) -> Fractions | None:
+        """Rotating rounding of a quantized parameter that has no master."""
+        if not hyper.stochastic_rounding:
+            return None
+        step = hyper.step if hyper.steps_done is None else hyper.steps_done  # counted already
+        return Fractions(rounding_key(self._seed, weight.rounding), weight.layout.geometry, step)
