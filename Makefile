@@ -38,7 +38,7 @@ test-gpu: $(VENV)/.installed
 	$(BIN)/python -m pytest -m cuda
 
 # The real packages, on the CPU; the imports first, since tests of a package that is not there are skipped.
-INTEGRATIONS := examples megatron_fsdp megatron_lm drop_in inference_packages exports hugging_face hugging_face_models hugging_face_saves lightning torchtitan
+INTEGRATIONS := architectures device_maps examples megatron_fsdp megatron_lm drop_in inference_packages exports hugging_face hugging_face_models hugging_face_saves lightning torchtitan
 
 test-integrations: $(VENV)/.installed $(VENV)/.integrations
 	$(BIN)/python -W ignore -c 'import megatron.core.optimizer, megatron_fsdp, accelerate, transformers, peft, trl, \

@@ -55,6 +55,8 @@ OWN_KERNELS = {
 }
 # The same of kernels that mark which bits they change.
 TRACKED_KERNELS = {"kAdam": OWN_KERNELS["kAdam"], "kLion": ()}
+# Rules with kernels for diagnostics, as in diagnosis.h.
+DIAGNOSED_RULES = ("kAdam", "kLion")
 
 
 class Unavailable(Exception):
@@ -125,7 +127,11 @@ def plan_cuda(cxx: str) -> Engine:
         **{f"tracked_any_{rule}": (any_of_them, of_rule(compile_tracked, rule)) for rule in TRACKED_KERNELS},
         "apply": (SOURCES / "cuda/apply.cu", compile_kernels),
         "norm": (SOURCES / "cuda/norm.cu", compile_kernels),
-        "diagnose": (SOURCES / "cuda/diagnose.cu", compile_kernels),
+        **{
+            f"diagnose_{rule}": (SOURCES / "cuda/diagnose.cu", of_rule(compile_kernels, rule))
+            for rule in DIAGNOSED_RULES
+        },
+        "launch_diagnose": (SOURCES / "cuda/launch_diagnose.cu", compile_kernels),
         "quantize": (SOURCES / "cuda/quantize.cu", compile_kernels),
         "cast": (SOURCES / "cuda/cast.cu", compile_kernels),
         "collect": (SOURCES / "cuda/collect.cu", compile_kernels),

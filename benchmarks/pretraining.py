@@ -3,6 +3,7 @@
     python benchmarks/pretraining.py prepare --cache DIR                        # text, tokenizer, tokens
     python benchmarks/pretraining.py queue --gpus 4 --seconds 560 --cache DIR --output DIR --runs fp32 int8 ...
     python benchmarks/pretraining.py train int8 --cache DIR --output DIR        # one run; goes on where it was stopped
+    python benchmarks/pretraining.py train fp32 muon-torch muon-bf16 muon-int8 --steps 200 --batch 32 --seconds 100 ...
     python benchmarks/pretraining.py errors --cache DIR --output DIR            # of the updates, by type of weight
     python benchmarks/pretraining.py report DIR --output DIR/summary.json       # a table of all runs
 
@@ -38,7 +39,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from corpus import Source, Text, machine_folders, prepare, stopwatch
+from corpus import SAMPLE_BYTES, Source, Text, machine_folders, prepare, stopwatch
 from fused_optim import FusedAdamW
 from peer_formats import PEER_FORMATS, RoundedAdamW
 from pretraining_runs import RUNS, Trainee, type_of
@@ -254,7 +255,12 @@ def write_json(file: Path, facts: dict[str, Any]) -> None:
 
 
 def train(args: argparse.Namespace) -> int:
+    start, longest = time.monotonic(), 0.0
     for name in args.runs:
+        begun = time.monotonic()
+        if begun - start + longest > args.seconds:
+            print(f"{name}: no time is left")
+            continue
         if obstacle := RUNS[name].obstacle(device_of(args)):
             raise SystemExit(f"{name}: {obstacle}")
         if (args.output / f"{name}.json").exists():
@@ -271,6 +277,7 @@ def train(args: argparse.Namespace) -> int:
         print(f"{name}: {json.loads(training.result.read_text())['held_out_loss']:.4f}", flush=True)
         del training
         gc.collect()
+        longest = max(longest, time.monotonic() - begun)
     return 0
 
 
@@ -550,6 +557,7 @@ OPTIONS: dict[str, Any] = {  # of every command but report
     "device": "cuda" if torch.cuda.is_available() else "cpu",
     "vocabulary": 25_344,
     "max-bytes": 1_500_000_000,
+    "sample-bytes": SAMPLE_BYTES,
     "layers": 12,
     "width": 768,
     "context": 1024,
@@ -564,7 +572,7 @@ OPTIONS: dict[str, Any] = {  # of every command but report
     "save-every": 60.0,
     "commit": "",
 }
-NOT_OF_A_RUN = ("device", "save-every", "commit", "error-steps")
+NOT_OF_A_RUN = ("device", "sample-bytes", "save-every", "commit", "error-steps")
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -582,7 +590,7 @@ def as_arguments(args: argparse.Namespace) -> list[str]:
 
 def text_of(args: argparse.Namespace) -> Text:
     folders = args.text or machine_folders()
-    return prepare(Source(folders, args.vocabulary, args.max_bytes), args.cache)
+    return prepare(Source(folders, args.vocabulary, args.max_bytes, args.sample_bytes), args.cache)
 
 
 def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -599,6 +607,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     one.set_defaults(command=lambda args: print(json.dumps(text_of(args).facts)))
     one = commands.add_parser("train", parents=[common])
     one.add_argument("runs", nargs="+", choices=list(RUNS))
+    one.add_argument("--seconds", type=float, default=float("inf"), help="no run begins that would end later")
     one.set_defaults(command=train)
     one = commands.add_parser("errors", parents=[common])
     one.set_defaults(command=errors)

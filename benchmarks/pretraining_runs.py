@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from fp8_training import RECIPES
-from fused_optim import FusedAdamW
+from fused_optim import FusedAdamW, FusedMuon
 from fused_optim.quantized import Recipe, UsualLayers, quantize_model_
 from quality import HEAD_WIDTH, LARGEST_NORM, WEIGHT_DECAY
 
@@ -92,6 +92,7 @@ class Run:
     recipe: Recipe | None = None  # of the weights, and of their products
     needs: str = ""  # a package
     cpu: bool = True
+    named: bool = False  # whether the optimizer is given (name, parameter) pairs
 
     def obstacle(self, device: torch.device) -> str:
         """Why it cannot run; empty if it can."""
@@ -127,6 +128,66 @@ def fp32(seed: int) -> Run:
     return Run("torch AdamW, FP32", partial(torch.optim.AdamW, fused=True), True, seed)
 
 
+MUONS_RATE = 20.0  # times AdamW's: 0.02, as usual, where that has 0.001
+Named = list[tuple[str, Tensor]]
+
+
+def muons_groups(named: Named, lr: float, betas: tuple[float, float], weight_decay: float) -> list[dict[str, Any]]:
+    """The matrices of the blocks, whose weights decay as fast as others' do, and the rest."""
+    matrices = {name for name, param in named if name.startswith("blocks.") and param.dim() == 2}
+    muon = {"params": [pair for pair in named if pair[0] in matrices], "lr": MUONS_RATE * lr}
+    rest = {"params": [pair for pair in named if pair[0] not in matrices], "lr": lr, "betas": betas}
+    return [{**muon, "weight_decay": weight_decay / MUONS_RATE}, {**rest, "weight_decay": weight_decay}]
+
+
+def fused_muon(named: Named, *, momentum: torch.dtype, **common: Any) -> FusedMuon:
+    groups = muons_groups(named, **common)
+    return FusedMuon([groups[0], {**groups[1], "algorithm": "adamw"}], momentum_dtype=momentum, **SEPARATE)
+
+
+class TorchMuon:
+    """torch.optim.Muon and AdamW, as one optimizer."""
+
+    def __init__(self, named: Named, **common: Any) -> None:
+        muon, rest = muons_groups(named, **common)
+        self.optimizers: list[Optimizer] = [torch.optim.Muon([muon]), torch.optim.AdamW([rest], fused=True)]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"both": [optimizer.state_dict() for optimizer in self.optimizers]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for optimizer, own in zip(self.optimizers, state["both"], strict=True):
+            optimizer.load_state_dict(own)
+
+
+def muon(label: str, build: Callable[..., Any], seed: int, copies: bool = False) -> Run:
+    return Run(label, build, copies, seed, named=True)
+
+
+def muons(seed: int) -> dict[str, Run]:
+    """The same matrices with Muon, the rest with AdamW."""
+    ending = f"-seed{seed}" if seed else ""
+    of_format = {"bf16": BF16, "int8": INT8}
+    ours_ = {
+        f"muon-{name}": muon(f"FusedMuon FP32 master, {name} momentum", partial(fused_muon, momentum=dtype), seed)
+        for name, dtype in of_format.items()
+    }
+    both = {"muon-torch": muon("torch Muon and AdamW, FP32", TorchMuon, seed, copies=True), **ours_}
+    return {f"{name}{ending}": run for name, run in both.items()}
+
+
 BF16, FP8, INT8 = torch.bfloat16, torch.float8_e4m3fn, torch.int8
 RUNS: dict[str, Run] = {  # in the order of their worth
     "fp32": fp32(0),
@@ -144,6 +205,8 @@ RUNS: dict[str, Run] = {  # in the order of their worth
     "products-blocks": fp8_products("FP8, blocks"),
     "products-delayed": fp8_products("FP8, one scale, delayed"),
     "products-rows-fp8": fp8_products("FP8, rows"),
+    **muons(0),
+    **muons(1),
 }
 
 # --- one run's model and optimizer --------------------------------------------------------------------------------
@@ -161,8 +224,10 @@ class Trainee:
         self.params = (
             [weight.detach().float().requires_grad_() for weight in self.weights] if run.copies else self.weights
         )
-        self.optimizer = run.optimizer(self.params, lr=rate, betas=BETAS, weight_decay=WEIGHT_DECAY)
-        self.rate = rate
+        names = [name for name, _ in self.model.named_parameters()]
+        given: list[Any] = list(zip(names, self.params, strict=True)) if run.named else self.params
+        self.optimizer = run.optimizer(given, lr=rate, betas=BETAS, weight_decay=WEIGHT_DECAY)
+        self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def backward(self, windows: Tensor) -> Tensor:
         """The loss; ``params`` have its gradients, clipped."""
@@ -171,7 +236,7 @@ class Trainee:
         if self.params is not self.weights:
             for param, weight in zip(self.params, self.weights):
                 param.grad, weight.grad = weight.grad.float(), None
-        if isinstance(self.optimizer, FusedAdamW):
+        if isinstance(self.optimizer, FusedAdamW | FusedMuon):
             self.optimizer.clip_grad_norm_(LARGEST_NORM)
         else:
             nn.utils.clip_grad_norm_(self.params, LARGEST_NORM)
@@ -179,11 +244,11 @@ class Trainee:
 
     def step(self, share: float) -> None:
         """With a share of the learning rate."""
-        for group in self.optimizer.param_groups:
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             if isinstance(group["lr"], Tensor):  # torchao's
-                group["lr"].fill_(share * self.rate)
+                group["lr"].fill_(share * rate)
             else:
-                group["lr"] = share * self.rate
+                group["lr"] = share * rate
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.write_weights()

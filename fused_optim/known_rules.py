@@ -16,9 +16,14 @@ RULES = tuple(_STATES)
 ALL_STATES: dict[str, StateSpec] = {spec.name: spec for own in _STATES.values() for spec in own}
 
 
-def states_of(group: Mapping[str, Any]) -> tuple[StateSpec, ...]:
-    """The states that a saved param group's parameters have. Raises ValueError for an update rule that is not known."""
-    rule = str(group.get(RULE, ADAM))
+def rule_of(group: Mapping[str, Any]) -> str:
+    """The update rule of a saved param group, also of torch.optim.Muon's. Raises ValueError for one that is unknown."""
+    rule = str(group.get(RULE, "muon" if "ns_coefficients" in group else ADAM))
     if rule not in _STATES:
         raise ValueError(f"{RULE}: expected one of {', '.join(_STATES)}, found {rule}")
-    return _STATES[rule]
+    return rule
+
+
+def states_of(group: Mapping[str, Any]) -> tuple[StateSpec, ...]:
+    """The states that a saved param group's parameters have. Raises ValueError as :func:`rule_of` does."""
+    return _STATES[rule_of(group)]

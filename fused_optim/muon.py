@@ -21,7 +21,6 @@ from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.options.checks import check_differentiable, check_number, whole_number
 from fused_optim.options.reading import MuonOptions, check_names, flag_of
 from fused_optim.rule import Orthogonalization, Rule, StateSpec
-from fused_optim.sharding.dtensor import has_own_chunks
 
 ALGORITHM = "algorithm"  # of a param group: a key of `MuonWithAdamW.rules`
 # Hyperparameters of param groups that one of the two algorithms has alone.
@@ -52,8 +51,6 @@ class Muon(MomentumPass):
     def problem_of(self, param: Tensor, group: Mapping[str, Any]) -> str:
         if param.dim() not in (2, 3):
             return "Muon updates matrices: expected two dims, or three of experts; use algorithm='adamw' for others"
-        if has_own_chunks(param):
-            return "Muon needs to know where shards lie, which its placements do not tell; use algorithm='adamw'"
         splits = group["splits"]
         if splits and sum(splits) != param.shape[-2]:
             return f"splits: expected {param.shape[-2]} rows together, got {sum(splits)}"

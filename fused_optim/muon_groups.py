@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -13,6 +13,7 @@ from fused_optim.options.checks import some_of
 from fused_optim.roles import is_embedding, is_head, is_router
 from fused_optim.sharding.collective import bare_name
 
+_EMBEDDINGS = re.compile(r"(?:^|\.)(?:wte|wpe)$")  # that are called otherwise
 _EXPERTS = re.compile(r"(?:^|[._])experts?(?:[._]|$)")
 
 
@@ -49,6 +50,20 @@ def muon_param_groups(
         )
     groups = [{"params": own, "algorithm": algorithm} for algorithm, own in placed.items() if own]
     return [{**group, **(options if group["algorithm"] == "muon" else {})} for group in groups]
+
+
+def is_muons_by_name(name: str, dims: int, names: Collection[str]) -> bool | None:
+    """Whether a parameter would be under Muon, as far as its name says, where no module tells; None: it cannot be told.
+
+    ``names``: of all parameters of the model.
+    """
+    path, _, _ = name.rpartition(".")
+    parent, _, last = path.rpartition(".")
+    is_gate = last in ("gate", "shared_expert_gate") and any(other.startswith(f"{parent}.experts") for other in names)
+    is_end = is_embedding(path) or is_head(path) or bool(_EMBEDDINGS.search(path))
+    if dims < 2 or is_end or is_gate or "router" in path.lower() or "norm" in last.lower():
+        return False
+    return True if dims == 2 or (dims == 3 and _EXPERTS.search(name)) else None
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor, list[tuple[str, nn.Module]]]]:

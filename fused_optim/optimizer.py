@@ -34,7 +34,7 @@ from fused_optim.options.reading import (
 from fused_optim.options.settings import Setting, Settings
 from fused_optim.publishing import Publisher
 from fused_optim.rule import Rules
-from fused_optim.sharding.collective import parameter_names
+from fused_optim.sharding.collective import failing_together, parameter_names
 from fused_optim.state import state_dict as forms
 from fused_optim.state import torch_form
 from fused_optim.state.groups import description
@@ -484,7 +484,7 @@ class ShardedOptimizer(Publisher):
         A collective where parameters are DTensors: all ranks of their meshes call it. Raises on every rank if it fails
         on one; nothing has been changed then. Raises KeyError, TypeError, ValueError or RuntimeError, by the fault.
         """
-        with forms.failing_together(self.store.params):
+        with failing_together(self.store.params, forms.CANNOT_LOAD_ELSEWHERE):
             state_dict = forms.passed_through(self._optimizer_load_state_dict_pre_hooks.values(), self, state_dict)
             checked = forms.check(self.store, state_dict, self._keeping(state_dict))
         self.stepper.leave_plan()

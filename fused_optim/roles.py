@@ -6,6 +6,7 @@ from torch import nn
 
 _HEADS = {"lm_head", "output_layer", "embed_out", "score", "classifier", "unembed"}
 _HEADS_OUTSIDE_OF_LAYERS = {"output", "head"}
+_IN_WRAPPERS = {"base_layer", "original_module"}  # what PEFT calls a layer that it has put a module around
 
 
 def is_head(path: str) -> bool:
@@ -13,7 +14,7 @@ def is_head(path: str) -> bool:
 
     What is called ``output`` or ``head`` in a numbered layer is none: attention has one in some models.
     """
-    *outer, last = path.split(".")
+    *outer, last = [part for part in path.split(".") if part not in _IN_WRAPPERS] or [""]
     return last in _HEADS or (last in _HEADS_OUTSIDE_OF_LAYERS and not any(part.isdigit() for part in outer))
 
 
@@ -30,3 +31,13 @@ def is_router(model: nn.Module, path: str) -> bool:
     parent, _, last = path.rpartition(".")
     is_gate = last in ("gate", "shared_expert_gate") and hasattr(model.get_submodule(parent), "experts")
     return is_gate or any("router" in part for part in path.lower().split("."))
+
+
+def is_adapter(model: nn.Module, path: str) -> bool:
+    """Whether a module is part of an adapter of PEFT, and not the layer that it adapts."""
+    module: object = model
+    for part in path.split("."):
+        if part in getattr(module, "adapter_layer_names", ()):
+            return True
+        module = getattr(module, part, None)
+    return False

@@ -87,8 +87,15 @@ BY_NAME = {
         ("amax_reduction_group", "get_high_precision_init_val", "with_amax_reduction"),
         "some kinds and releases of TransformerEngine's tensors have it",
     ),
-    "quantized.model.selection": {"weight": "modules of models have what they like"},
-    "roles": {"experts": "modules of models have what they like"},
+    "quantized.model.selection": {
+        "weight": "modules of models have what they like",
+        **dict.fromkeys(("_hf_hook", "hooks", "offload"), "of hooks that Accelerate puts on modules"),
+    },
+    "quantized.tensor.patches": {"recipe": "of weights that are kept, whose class is above"},
+    "roles": {
+        "experts": "modules of models have what they like",
+        "adapter_layer_names": "of layers that PEFT has put adapters beside",
+    },
     "step.amp": {
         **dict.fromkeys(("found_inf", "grad_scale"), "set by torch.amp.GradScaler, and only for a step"),
         "use_decoupled_grad": "of optimizers that are not ours, too",

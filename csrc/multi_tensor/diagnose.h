@@ -2,7 +2,9 @@
 // PyTorch reference (fused_optim/step/diagnosed_pieces.py) defines them.
 #pragma once
 
-#include "table.h"
+#include <vector>
+
+#include "launch.h"
 
 namespace fused_optim {
 
@@ -72,11 +74,13 @@ FUSED_OPTIM_HD void write_row(const Diagnosis& found, double* row) {
 // `row`: diagnosis_width() numbers. The result does not depend on `threads`.
 void diagnose_cpu(Rule rule, const Shard& shard, const Hyper& hyper, double* row, int threads);
 
-// Enqueued on `stream` of `device`. `workspace` is memory of kDiagnosisWorkspace bytes that was zero when it was new
-// and serves one stream. Throws std::runtime_error naming the kernel and the CUDA error.
-void diagnose_cuda(Rule rule, const Shard& shard, const Hyper& hyper, double* row, int device, uint64_t stream,
+// Looks at the shards of a step, whose quantized weights are given as their values; every shard has elements. `rows`:
+// of each the address of diagnosis_width() numbers. Enqueued on `stream` of `device`. `workspace`: device memory of
+// kDiagnosisWorkspace bytes. Throws std::runtime_error naming the kernel and the CUDA error.
+void diagnose_cuda(const Step& step, const std::vector<uint64_t>& rows, int device, uint64_t stream,
                    uint64_t workspace);
-constexpr uint32_t kDiagnosisBlocks = 1056;  // thread blocks at most: eight for each multiprocessor of an H100
-constexpr uint64_t kDiagnosisWorkspace = 16 + sizeof(double) * kMaxDiagnosisWidth * kDiagnosisBlocks;
+constexpr uint32_t kDiagnosisBlocks = 4224;  // thread blocks of a launch, at most: 32 for each of 132 multiprocessors
+constexpr uint32_t kDiagnosedShards = 330;   // the same of shards
+constexpr uint64_t kDiagnosisWorkspace = sizeof(double) * kMaxDiagnosisWidth * (kDiagnosisBlocks + kDiagnosedShards);
 
 }  // namespace fused_optim

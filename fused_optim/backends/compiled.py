@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from operator import is_
 from typing import Any, cast
@@ -23,6 +23,7 @@ from fused_optim.rule import Hyper, Rule
 
 # Update rules whose kernels on GPUs exist a second time, to mark what they change.
 _MARKING = (RuleNumber.ADAM, RuleNumber.LION)
+_DIAGNOSED_TOGETHER = 1 << 27  # elements
 
 
 def address(tensor: Tensor | None) -> int:
@@ -150,6 +151,20 @@ def mark_differences(parts: Sequence[tuple[Tensor, Tensor, Tensor]], device: tor
     engine.mark_differences(rows, **run_on(device))
 
 
+def _batches(shards: Iterable[tuple[ShardWork, Tensor]]) -> Iterator[list[tuple[ShardWork, Tensor]]]:
+    """Together so many elements as keep a GPU busy."""
+    batch: list[tuple[ShardWork, Tensor]] = []
+    elements = 0
+    for work, row in shards:
+        batch.append((work, row))
+        elements += work.grad.numel()
+        if elements >= _DIAGNOSED_TOGETHER:
+            yield batch
+            batch, elements = [], 0
+    if batch:
+        yield batch
+
+
 class CompiledShards:
     """The shards of one device in the ``cpu`` or ``cuda`` engine, which looks for changes itself (``shard_table.h``).
 
@@ -236,17 +251,21 @@ class CompiledShards:
     def diagnose(self, hypers: list[Hyper], shards: Iterable[tuple[ShardWork, Tensor]]) -> None:
         """What a step would do to all shards, as sums: each into a row, FP64 on the device, as ``diagnose.h`` has it.
 
-        ``shards``: all of them, which have elements. Each is let go before the next one is asked for.
+        ``shards``: all of them, which have elements. They are asked for as those before are let go, many at a time:
+        gradients and parameters may be copies.
         """
         self._set_groups(hypers)
         where = run_on(self._device)
         if self._backend == "cuda":
             engine = cast(CudaEngine, load_engine("cuda")[0])
-            workspace = torch.zeros(engine.DIAGNOSIS_WORKSPACE, dtype=torch.uint8, device=self._device)
+            workspace = torch.empty(engine.DIAGNOSIS_WORKSPACE, dtype=torch.uint8, device=self._device)
             where["workspace"] = workspace.data_ptr()
-        for i, (work, row) in enumerate(shards):
-            self._table.set_shard(i, work)
-            self._table.diagnose(i, row.data_ptr(), **where)
+        first = 0
+        for together in _batches(shards):
+            for i, (work, _) in enumerate(together, first):
+                self._table.set_shard(i, work)
+            self._table.diagnose(first, [row.data_ptr() for _, row in together], **where)
+            first += len(together)
 
     def _set_groups(self, hypers: list[Hyper]) -> None:
         for group, h in enumerate(hypers):

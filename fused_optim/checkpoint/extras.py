@@ -93,6 +93,7 @@ def _canonical(value: Any) -> Iterator[bytes]:
 def check_loadable(what: str, state: Any) -> None:
     """Raise ValueError for a value that could be saved, but not loaded again without running code of the file.
 
+    What other packages have had torch admit is refused: the process that loads may not have imported them.
     ``what`` it is, for messages. Shards are not looked at, nor are other tensors of a model and an optimizer.
     """
     for path, value in _leaves(state, what):
@@ -101,7 +102,7 @@ def check_loadable(what: str, state: Any) -> None:
         try:
             if isinstance(value, Tensor) and value.is_meta:
                 raise ValueError("it has no data")
-            load_object(io.BytesIO(_saved(value)), "it")
+            load_object(io.BytesIO(_saved(value)), "it", admits_registered=False)
         except Exception as error:
             expected = "expected tensors and plain values (numbers, texts, lists, tuples, dicts, sets of these)"
             raise ValueError(f"{path}: {expected}, got {_kind(value)}, which could not be loaded again") from error

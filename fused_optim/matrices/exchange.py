@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fused_optim.matrices.owners import Box, Matrix, Ownership, boxes_of, matrices_of, part_of_shard, piece_of
+from fused_optim.matrices.owners import Box, Boxes, Matrix, Ownership, boxes_of, matrices_of, part_of_shard, piece_of
 from fused_optim.memory.by_parameter import reference_to
-from fused_optim.sharding.collective import each_on_any_rank, mesh_group
+from fused_optim.sharding.collective import each_on_any_rank, gather, mesh_group
+from fused_optim.sharding.dtensor import own_chunk
 
 # Values of whole matrices, contiguous, and what is made of them.
 Orthogonalize = Callable[[Sequence[Matrix], Sequence[Tensor]], Sequence[Tensor]]
@@ -36,6 +37,9 @@ class Dtypes(NamedTuple):
 class MatricesOnMesh:
     """The matrices of the parameters on one mesh; without a mesh, those of plain parameters.
 
+    Made by all ranks of the mesh together: where shards lie elsewhere than placements say, as Megatron-FSDP's do, they
+    tell each other.
+
     Args:
         params: by their numbers, the same ones on every rank of the mesh.
         splits: by number, see :func:`matrices_of`.
@@ -46,7 +50,7 @@ class MatricesOnMesh:
         self._params, self._mesh = {i: reference_to(param) for i, param in params.items()}, mesh  # not kept
         self._ranks = [0] if mesh is None else mesh.mesh.flatten().tolist()
         self._rank = 0 if mesh is None else self._ranks.index(dist.get_rank())
-        self._boxes = {i: boxes_of(param, mesh) for i, param in params.items()}
+        self._boxes = self._boxes_of(params)
         matrices = [matrix for i, param in params.items() for matrix in matrices_of(i, param.shape, splits[i])]
         self._owned = Ownership.of(matrices, self._boxes, len(self._ranks))
         self._is_local = self._owned.is_local
@@ -56,10 +60,37 @@ class MatricesOnMesh:
         # FSDP may leave a rank whose shard is empty without a gradient where others have one.
         self._may_differ = any(box.is_empty for boxes in self._boxes.values() for box in boxes.of_rank)
 
+    def _boxes_of(self, params: Mapping[int, Tensor]) -> dict[int, Boxes]:
+        chunks = {i: own_chunk(param) for i, param in params.items()}
+        own = {i: (tuple(chunk.sizes), tuple(chunk.offsets)) for i, chunk in chunks.items() if chunk is not None}
+        found = {i: boxes_of(param, self._mesh) for i, param in params.items() if i not in own}
+        if own:
+            everyone = gather(own, group=self._group)
+            parts = [everyone[place] for place in self._places]
+            found |= {i: Boxes([Box.of(*of_rank[i]) for of_rank in parts]) for i in own}
+        return found
+
     @property
     def is_local(self) -> bool:
         """Whether nothing is moved."""
         return self._is_local
+
+    @property
+    def work(self) -> list[int]:
+        """What the products of the matrices of each rank cost; see :attr:`Matrix.cost`."""
+        found = [0] * len(self._ranks)
+        for matrix, owner in zip(self._owned.matrices, self._owned.owners, strict=True):
+            found[owner] += matrix.cost
+        return found
+
+    @property
+    def sent_elements(self) -> tuple[int, int]:
+        """What this rank puts into the two all-to-alls of a step, what it keeps itself included."""
+        if self._is_local:
+            return 0, 0
+        there = (piece for n, piece in self._held.items() if self._owned.sender(n, piece) == self._rank)
+        back = ((piece, ranks) for n in self._mine for piece, ranks in self._owned.pieces[n].items())
+        return sum(piece.numel for piece in there), sum(piece.numel * len(ranks) for piece, ranks in back)
 
     def begin(self, updates: Mapping[int, Tensor], dtypes: Mapping[int, Dtypes]) -> Exchange:
         """Send local parts to the owners of their matrices: a collective over the mesh, if some are moved.

@@ -61,6 +61,11 @@ class Piece(NamedTuple):
     rows: Range
     columns: Range
 
+    @property
+    def numel(self) -> int:
+        (first_row, last_row), (first_column, last_column) = self
+        return (last_row - first_row) * (last_column - first_column)
+
     def of_matrix(self, matrix: Tensor) -> Tensor:
         return matrix[slice(*self.rows), slice(*self.columns)]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -26,6 +25,7 @@ from fused_optim.rule import Hyper, Orthogonalization, Rule
 
 # Of what a rank sends of a bucket and gets back. The matrices that it owns take as much again.
 BUCKET_BYTES = 1 << 30
+Bucket = tuple[set[int], list[MatricesOnMesh]]
 
 
 class _UnderWay(NamedTuple):
@@ -57,7 +57,7 @@ class MatrixShards(ReferenceShards):
         self._params, self._link = list(map(reference_to, params)), link
         self._leaving = shards_on(device, backend, [], 0, DESCENT)  # to be asked for targets
         self._how: list[Orthogonalization] = []
-        self._buckets: list[tuple[set[int], list[MatricesOnMesh]]] = []
+        self._buckets: list[Bucket] = []
 
     def takes_target(self, layout: StateLayout) -> bool:
         return self._link is None and self._leaving.takes_target(_without_states(layout))
@@ -112,20 +112,24 @@ class MatrixShards(ReferenceShards):
             shards.set(number, work, None)
         shards.run(hypers, workspace)
 
-    def _in_buckets(self, splits: list[tuple[int, ...]]) -> list[tuple[set[int], list[MatricesOnMesh]]]:
-        """The shards of each bucket, and their matrices. Cut by global shapes: the same on all ranks."""
-        params = {i: param for i, ref in enumerate(self._params) if (param := ref()) is not None}
-        is_sharded = any(isinstance(param, DTensor) and param.device_mesh.size() > 1 for param in params.values())
-        most = BUCKET_BYTES // 2 if is_sharded else BUCKET_BYTES  # parts of three are there at once
-        cuts, size = [0], 0.0
-        for i, param in params.items():
-            own = 4 * param.numel() / (param.device_mesh.size() if isinstance(param, DTensor) else 1)
-            if size and size + own > most:
-                cuts.append(i)
-                size = 0.0
-            size += own
-        buckets = [range(*ends) for ends in pairwise([*cuts, len(self._params)])]
-        return [(set(bucket), _on_meshes({i: params[i] for i in bucket}, splits)) for bucket in buckets]
+    def _in_buckets(self, splits: list[tuple[int, ...]]) -> list[Bucket]:
+        return in_buckets({i: param for i, ref in enumerate(self._params) if (param := ref()) is not None}, splits)
+
+
+def in_buckets(params: dict[int, Tensor], splits: list[tuple[int, ...]]) -> list[Bucket]:
+    """The parameters of each bucket, and their matrices. Cut by global shapes: the same on all ranks."""
+    is_sharded = any(isinstance(param, DTensor) and param.device_mesh.size() > 1 for param in params.values())
+    most = BUCKET_BYTES // 2 if is_sharded else BUCKET_BYTES  # parts of three are there at once
+    buckets: list[dict[int, Tensor]] = [{}]
+    size = 0.0
+    for i, param in params.items():
+        own = 4 * param.numel() / (param.device_mesh.size() if isinstance(param, DTensor) else 1)
+        if size and size + own > most:
+            buckets.append({})
+            size = 0.0
+        buckets[-1][i] = param
+        size += own
+    return [(set(bucket), _on_meshes(bucket, splits)) for bucket in buckets]
 
 
 def _on_meshes(bucket: dict[int, Tensor], splits: list[tuple[int, ...]]) -> list[MatricesOnMesh]:

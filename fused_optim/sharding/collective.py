@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -134,6 +134,21 @@ def announce_failure(params: Iterable[Tensor]) -> None:
         for dim in range(mesh.ndim):
             flags = torch.tensor([False, True], dtype=torch.int32, device=mesh.device_type)
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=mesh.get_group(dim), async_op=True)
+
+
+@contextmanager
+def failing_together(params: Collection[Tensor], elsewhere: str) -> Iterator[None]:
+    """Where the body fails on one rank of the parameters' meshes, raise on all: a collective over these meshes.
+
+    Its own error there, FailedElsewhere with the text ``elsewhere`` on the others.
+    """
+    try:
+        yield
+    except Exception:
+        announce_failure(params)
+        raise
+    if any_rank(params, False, False)[1]:
+        raise FailedElsewhere(elsewhere)
 
 
 def _meshes(params: Iterable[Tensor]) -> list[DeviceMesh]:

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -32,7 +31,7 @@ from fused_optim.memory.layout import MASTER, STEP
 from fused_optim.options.checks import check_checkpoint_device, check_checkpoint_format, check_saved_group, describe
 from fused_optim.options.reading import FLAGS, CheckpointDevice, CheckpointFormat, read_group
 from fused_optim.rule import Rule, StateSpec
-from fused_optim.sharding.collective import FailedElsewhere, announce_failure, any_rank
+from fused_optim.sharding.collective import any_rank, failing_together
 from fused_optim.sharding.dtensor import cut_by_rows, local_tensor, placed_part, rewrap_like
 from fused_optim.state.groups import (
     DESCRIPTION,
@@ -56,6 +55,7 @@ from fused_optim.state.remainders import (
 from fused_optim.state.store import StateStore
 from fused_optim.state.values import Stored, given
 
+CANNOT_LOAD_ELSEWHERE = "another rank cannot load its part of the state dict; its error says why"
 # What learning-rate schedulers keep in param groups, beside their `initial_...`.
 _SCHEDULERS_KEYS = ("max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 
@@ -169,7 +169,7 @@ def load(store: StateStore, checked: Checked) -> None:
     Its tensors are not changed or kept. Remainders whose parameters are not there yet wait for them in ``store``.
     """
     params = checked.params
-    with failing_together(store.params):
+    with failing_together(store.params, CANNOT_LOAD_ELSEWHERE):
         rules = store.rules()
         loaded = {
             id_: _unpack(params[id_], saved, rules[params[id_]].states, checked.who[id_])
@@ -198,18 +198,6 @@ def passed_through(hooks: Iterable[Callable[..., Any]], optimizer: Any, state_di
         replaced = hook(optimizer, state_dict)
         state_dict = state_dict if replaced is None else replaced
     return state_dict
-
-
-@contextmanager
-def failing_together(params: Collection[Tensor]) -> Iterator[None]:
-    """Where the body fails on one rank of the parameters' meshes, raise on all: a collective over these meshes."""
-    try:
-        yield
-    except Exception:
-        announce_failure(params)
-        raise
-    if any_rank(params, False, False)[1]:
-        raise FailedElsewhere("another rank cannot load its part of the state dict; its error says why")
 
 
 def _without_repeats(saved: dict[str, Any]) -> dict[str, Any]:

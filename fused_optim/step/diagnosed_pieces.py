@@ -6,7 +6,8 @@ memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +30,8 @@ _SUMS = ("elements", "update", "weight", "gradient", "moved", "lost")
 _OF_STATES = ("value", "error", "coded", "top", "low")
 
 
-def sums_of(names: Sequence[str]) -> list[str]:
+@functools.cache
+def sums_of(names: tuple[str, ...]) -> list[str]:
     """``names``: of the rule's states."""
     return [*_SUMS, *(f"{name}_{what}" for name in names for what in _OF_STATES)]
 
@@ -72,7 +74,7 @@ def _add_piece(shard: LookedAt, before: Tensor, piece: slice, sums: Tensor, boun
         found["lost"] = found["moved"] & (rounded == before)
     for i, (spec, fmt, value) in enumerate(zip(layout.specs, layout.formats, values, strict=True)):
         found |= _rounding_of(spec, value, fmt, layout.geometry.block, u, bounds[i])
-    index = {name: i for i, name in enumerate(sums_of(names))}
+    index = {name: i for i, name in enumerate(sums_of(tuple(names)))}
     for name, counted in found.items():
         sums[index[name]] += counted.sum(dtype=torch.float64)
 

@@ -25,14 +25,16 @@ from fused_optim.formats.rounding import rounding_key
 from fused_optim.memory.layout import MASTER
 from fused_optim.options.checks import check_states, check_update, describe
 from fused_optim.rule import Hyper, Rule
+from fused_optim.sharding.collective import failing_together
 from fused_optim.sharding.dtensor import dense, finished_local, local_tensor, sharding_dims
-from fused_optim.state.param_state import read_parameter
+from fused_optim.state.param_state import ParamState, read_parameter
 from fused_optim.state.store import StateStore
 from fused_optim.step.diagnosed_matrices import sigma_errors
 from fused_optim.step.diagnosed_pieces import LookedAt, add_shard, sums_of
 from fused_optim.step.plan import placed_as
 
 Hypers = Callable[[torch.device], list[Hyper]]  # of the next step, one per param group
+_ELSEWHERE = "diagnostics(): another rank cannot look at its parameters; its error says why"
 _LOOKED_AT = 4  # parameters of each group whose matrices are orthogonalized
 _SIGMA_ERROR = "sigma_error"
 _ROUNDED = slice(4, 6)  # of a row: what the update moves, and what rounding loses of that
@@ -72,58 +74,116 @@ class Diagnostics(dict[str, Any]):
 
 @dataclass(frozen=True)
 class _Member:
-    """A parameter: its position, the number of its group."""
+    """A parameter: its position, the number of its group, and what the next step reads of it."""
 
     index: int
     number: int
     param: Tensor
+    grad: Tensor | None
+    states: ParamState | None
     name: str | None
     rule: Rule
     key: int  # of its rounding
 
     @property
-    def state_names(self) -> list[str]:
-        return [spec.name for spec in self.rule.states]
+    def state_names(self) -> tuple[str, ...]:
+        return tuple(spec.name for spec in self.rule.states)
+
+    @property
+    def changes(self) -> bool:
+        """Whether the step changes anything here."""
+        return self.grad is not None and self.states is not None and local_tensor(self.param).numel() > 0
+
+    def check(self) -> ParamState | None:
+        """Raise for a gradient and states that the step would refuse. The states, where it would update them."""
+        if self.grad is None or self.states is None:
+            return None
+        check_update(self.param, self.grad, self.index, self.name)
+        layout = self.states.layout
+        check_states(self.param, self.states.tensors, layout.dtypes(), self.index, self.name, layout.offloaded)
+        return self.states if self.changes else None
+
+    def local_gradient(self) -> Tensor:
+        """Dense."""
+        assert self.grad is not None
+        return dense(finished_local(placed_as(self.grad, self.param)))
+
+    @property
+    def needs_others(self) -> bool:
+        """Whether the gradient is placed in another way, so that what is read of it has to be sent."""
+        param, grad = self.param, self.grad
+        return isinstance(param, DTensor) and isinstance(grad, DTensor) and grad.placements != param.placements
+
+    @property
+    def backend(self) -> Backend:
+        """Of this pass. The reference fetches states from host memory piece by piece."""
+        assert self.states is not None
+        return "torch" if self.states.layout.offloaded else backend_of(local_tensor(self.param))
+
+    @property
+    def is_rounded_elsewhere(self) -> bool:
+        """A quantized parameter without a master: only its library knows what rounding makes of the new values."""
+        assert self.states is not None
+        return adapter_of(self.param) is not None and self.states.layout.master is Master.PARAMETER
 
 
 def diagnose(store: StateStore, hypers: Hypers) -> Diagnostics:
-    """A collective over the meshes that cut parameters.
+    """A collective over the meshes of parameters.
 
-    Raises RuntimeError where no parameter has states, and for gradients and states that cannot be used.
+    Raises RuntimeError where no parameter has states, and for gradients and states that cannot be used; where another
+    rank does, FailedElsewhere, a ValueError.
     """
     everything = list(_members(store))
-    if not any(each.param in store for each in everything):
-        raise RuntimeError("diagnostics() looks at the next step of existing states: call step() or initialize_state()")
     members = [each for each in everything if not each.rule.whole_matrices]
     of_matrices = [each for each in everything if each.rule.whole_matrices]
     rows = {each.param: row for each, row in zip(members, _empty_rows(members), strict=True)}
-    alike: dict[tuple[torch.device, Backend, int], list[_Member]] = {}
-    for each in filter(lambda each: _is_updated(store, each), members):
-        alike.setdefault((local_tensor(each.param).device, _backend(store, each), each.rule.code), []).append(each)
-    for (device, backend, _), some in alike.items():
-        if backend == "torch":
-            _by_reference(store, some, hypers(device), rows)
-        else:
-            numbers = [each.number for each in some]
-            shards = CompiledShards(device, backend, numbers, len(store.groups), some[0].rule)
-            shards.diagnose(hypers(device), ((_work(store, each), rows[each.param]) for each in some))
-            for each in some:
-                if _is_rounded_elsewhere(store, each):
-                    rows[each.param][_ROUNDED] = 0.0
+    if any(each.needs_others for each in everything):  # ranks agree before they send anything
+        with failing_together(store.params, _ELSEWHERE):
+            for each in everything:
+                each.check()
+    with failing_together(store.params, _ELSEWHERE):
+        if not any(each.states for each in everything):
+            raise RuntimeError(
+                "diagnostics() looks at the next step of existing states: call step() or initialize_state()"
+            )
+        _look(members, hypers, rows, len(store.groups))
+        for each in of_matrices:
+            each.check()
     _reduce(members, rows)
     report = _report(store, members, rows)
-    _add_matrices(report, store, of_matrices, hypers)
+    _add_matrices(report, of_matrices, hypers)
     return report
 
 
 def _members(store: StateStore) -> Iterator[_Member]:
     rules, names, numbers, seed = store.rules(), store.names, store.rounding_numbers(), store.settings.seed
+    known = {states.param: states for states in store}
     index = 0
     for number, group in enumerate(store.groups):
         for param in group["params"]:
+            grad = getattr(param, store.grad_attribute, None)
             key = rounding_key(seed, numbers[index])
-            yield _Member(index, number, param, names[index], rules[param], key)
+            yield _Member(index, number, param, grad, known.get(param), names[index], rules[param], key)
             index += 1
+
+
+def _look(members: Iterable[_Member], hypers: Hypers, rows: Mapping[Tensor, Tensor], group_count: int) -> None:
+    """Fill the rows. Checks each one in its turn, while a GPU looks at those before."""
+    alike: dict[tuple[torch.device, Backend, int], list[_Member]] = {}
+    for each in members:
+        if each.changes:
+            alike.setdefault((local_tensor(each.param).device, each.backend, each.rule.code), []).append(each)
+        else:
+            each.check()
+    for (device, backend, _), some in alike.items():
+        if backend == "torch":
+            _by_reference(some, hypers(device), rows)
+        else:
+            shards = CompiledShards(device, backend, [each.number for each in some], group_count, some[0].rule)
+            shards.diagnose(hypers(device), ((_work(each), rows[each.param]) for each in some))
+            for each in some:
+                if each.is_rounded_elsewhere:
+                    rows[each.param][_ROUNDED] = 0.0
 
 
 def _empty_rows(members: Sequence[_Member]) -> list[Tensor]:
@@ -141,42 +201,16 @@ def _empty_rows(members: Sequence[_Member]) -> list[Tensor]:
     return [memory[kind].pop(0) for kind in kinds]
 
 
-def _is_updated(store: StateStore, member: _Member) -> bool:
-    """Checks what the step will read."""
-    param, index, name = member.param, member.index, member.name
-    grad = getattr(param, store.grad_attribute, None)
-    if grad is None or param not in store:
-        return False
-    states = store[param]
-    check_update(param, grad, index, name)
-    check_states(param, states.tensors, states.layout.dtypes(), index, name, states.layout.offloaded)
-    return local_tensor(param).numel() > 0
-
-
-def _backend(store: StateStore, member: _Member) -> Backend:
-    """Of this pass. The reference fetches states from host memory piece by piece."""
-    return "torch" if store.layouts[member.param].offloaded else backend_of(local_tensor(member.param))
-
-
-def _gradient(store: StateStore, member: _Member) -> Tensor:
-    """Local, dense."""
-    return dense(finished_local(placed_as(getattr(member.param, store.grad_attribute), member.param)))
-
-
-def _is_rounded_elsewhere(store: StateStore, member: _Member) -> bool:
-    """A quantized parameter without a master: only its library knows what rounding makes of the new values."""
-    return adapter_of(member.param) is not None and store.layouts[member.param].master is Master.PARAMETER
-
-
-def _work(store: StateStore, member: _Member) -> ShardWork:
+def _work(member: _Member) -> ShardWork:
     """A shard as an engine has it; of a quantized parameter its master alone, or its values."""
-    param, states = member.param, store[member.param]
+    param, states = member.param, member.check()
+    assert states is not None
     master = local_tensor(states.tensors[MASTER]) if states.layout.master is not Master.PARAMETER else None
     local = local_tensor(param.detach())
     if adapter_of(param) is not None:
         local = read_parameter(param) if master is None else master
     return ShardWork(
-        grad=_gradient(store, member),
+        grad=member.local_gradient(),
         param=dense(local),
         master=master,
         states=tuple(local_tensor(states.tensors[spec.name]) for spec in states.layout.specs),
@@ -185,21 +219,20 @@ def _work(store: StateStore, member: _Member) -> ShardWork:
     )
 
 
-def _by_reference(
-    store: StateStore, members: Iterable[_Member], hypers: Sequence[Hyper], rows: Mapping[Tensor, Tensor]
-) -> None:
+def _by_reference(members: Iterable[_Member], hypers: Sequence[Hyper], rows: Mapping[Tensor, Tensor]) -> None:
     derived = list(map(derive, hypers))
     for each in members:
+        states = each.check()
+        assert states is not None
         scalars, offset = derived[each.number]
-        grad = _gradient(store, each).view(-1)
-        shard = LookedAt(store[each.param], grad, scalars, each.rule.update(scalars), offset, each.key)
-        add_shard(shard, rows[each.param])
+        grad = each.local_gradient().view(-1)
+        add_shard(LookedAt(states, grad, scalars, each.rule.update(scalars), offset, each.key), rows[each.param])
 
 
 # --- whole matrices -----------------------------------------------------------------------------------------------
 
 
-def _add_matrices(report: Diagnostics, store: StateStore, members: Sequence[_Member], hypers: Hypers) -> None:
+def _add_matrices(report: Diagnostics, members: Sequence[_Member], hypers: Hypers) -> None:
     """Of some parameters of each group, which are the same ones on all ranks."""
     chosen = [each for number in sorted({m.number for m in members}) for each in _some_of_group(members, number)]
     if not chosen:
@@ -209,13 +242,9 @@ def _add_matrices(report: Diagnostics, store: StateStore, members: Sequence[_Mem
         hyper = hypers(local_tensor(each.param).device)[each.number]
         assert hyper.orthogonalization is not None
         ways.append(replace(hyper.orthogonalization, scale=_unscaled))
-        if _is_updated(store, each):
-            updates[i] = _to_orthogonalize(store, each, hyper)
-        elif (
-            each.param in store  # as on the ranks that have elements of it
-            and not local_tensor(each.param).numel()
-            and getattr(each.param, store.grad_attribute, None) is not None
-        ):
+        if each.changes:
+            updates[i] = _to_orthogonalize(each, hyper)
+        elif each.grad is not None and each.states is not None:  # as on the ranks that have elements of it
             updates[i] = torch.empty_like(local_tensor(each.param.detach()), dtype=torch.float32)
     errors = sigma_errors([each.param for each in chosen], updates, ways)
     for i, error in errors.items():
@@ -234,12 +263,13 @@ def _some_of_group(members: Sequence[_Member], number: int) -> list[_Member]:
     return [own[i * len(own) // count] for i in range(count)]
 
 
-def _to_orthogonalize(store: StateStore, member: _Member, hyper: Hyper) -> Tensor:
+def _to_orthogonalize(member: _Member, hyper: Hyper) -> Tensor:
     """The local values that the step will orthogonalize, in FP32."""
+    assert member.states is not None
     scalars, _ = derive(hyper)
     (spec,) = member.rule.states
-    grad = _gradient(store, member).float()
-    momentum = local_tensor(store[member.param].unscaled(spec.name, None)).to(grad.device)
+    grad = member.local_gradient().float()
+    momentum = local_tensor(member.states.unscaled(spec.name, None)).to(grad.device)
     return member.rule.update(scalars)(grad, grad, [momentum.view(grad.shape)])[0].contiguous()
 
 
@@ -291,11 +321,14 @@ def _on_host(rows: Sequence[Tensor]) -> list[list[float]]:
     return [found[i] for i in range(len(rows))]
 
 
-def _values(rows: Sequence[Sequence[float]], names: Sequence[str]) -> dict[str, float]:
+def _values(rows: Sequence[Sequence[float]], names: tuple[str, ...]) -> dict[str, float]:
     """The numbers of some parameters together. ``names``: of their states."""
-    columns, sum_names = list(zip(*rows, strict=True)), sums_of(names)
-    sums = dict(zip(sum_names, map(sum, columns), strict=False))
-    bounds = list(map(max, columns[len(sum_names) :]))
+    sum_names = sums_of(names)
+    of_sums, bounds = rows[0][: len(sum_names)], rows[0][len(sum_names) :]
+    if len(rows) > 1:
+        columns = list(zip(*rows, strict=True))
+        of_sums, bounds = [*map(sum, columns[: len(sum_names)])], [*map(max, columns[len(sum_names) :])]
+    sums = dict(zip(sum_names, of_sums, strict=True))
     count = sums["elements"]
     if not count:
         return {}

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fused_optim.optional import optional
-from fused_optim.tools.names import LAYOUTS, MASTER_BITS, STATES, STORED_MASTERS, machine_names
+from fused_optim.tools.names import ALGORITHMS, LAYOUTS, MASTER_BITS, STATES, STORED_MASTERS, machine_names
 
 Arguments = argparse.Namespace
 Commands = Any  # of argparse, which gives its type no name
@@ -124,6 +124,8 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world-size", type=int, default=1, metavar="RANKS", help="that shard each parameter by rows")
     parser.add_argument("--param-dtype", default="bfloat16", metavar="DTYPE", help="or bf16, float16, float32")
     parser.add_argument("--state-dtype", default="int8", metavar="DTYPE", help=f"one of {', '.join(STATES)}")
+    known = "adamw: FusedAdamW; muon: FusedMuon, with Muon for hidden matrices"
+    parser.add_argument("--algorithm", default=ALGORITHMS[0], choices=ALGORITHMS, help=known)
     bits = "of masters: 32 (exact, in the smallest way), 24 or 0 (none)"
     parser.add_argument("--master-bits", type=int, default=32, choices=MASTER_BITS, help=bits)
 
@@ -152,6 +154,8 @@ def _plan(args: Arguments) -> int:
     if args.picture is not None:  # before the work, not after it
         optional("matplotlib", "plan --picture", "tools")
         check_picture(args.picture)
+    if args.params is not None and args.algorithm == "muon":
+        raise ValueError("params: Muon's work depends on the shapes of matrices: give --hf-config or --safetensors")
     if args.params is not None:
         shapes = of_number(number_of(args.params))
     else:
@@ -164,6 +168,7 @@ def _plan(args: Arguments) -> int:
         master_bits=args.master_bits,
         machine=None if args.machine == "none" else args.machine,
         offload=args.offload,
+        algorithm=args.algorithm,
     )
     _show(plan, args.json)
     if args.picture is not None:
@@ -187,6 +192,7 @@ def _add_doctor(commands: Commands) -> None:
 def _doctor(args: Arguments) -> int:
     from fused_optim.tools.doctor import diagnose_target
 
-    choice = {key: getattr(args, key) for key in ("world_size", "param_dtype", "state_dtype", "master_bits")}
+    names = ("world_size", "param_dtype", "state_dtype", "master_bits", "algorithm")
+    choice = {key: getattr(args, key) for key in names}
     _show(diagnose_target(args.target, **choice), args.json)
     return 0

@@ -29,6 +29,7 @@ from fused_optim.formats.masters import Master
 from fused_optim.formats.states import STATE_FORMATS, state_format
 from fused_optim.known_rules import states_of
 from fused_optim.memory.layout import MASTER, STEP
+from fused_optim.muon import ALGORITHM
 from fused_optim.options.reading import CheckpointFormat
 from fused_optim.rule import StateSpec
 from fused_optim.sharding.model_files import safetensors_writer
@@ -38,6 +39,7 @@ from fused_optim.state.torch_form import torch_group, torch_states
 from fused_optim.tools.encoding import Encoded, Form, Place, forget
 from fused_optim.tools.names import LAYOUTS, STATES, STORED_MASTERS, Layout
 from fused_optim.tools.progress import progress
+from fused_optim.tools.torch_muon import is_muons, muon_group, muon_states, our_group
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,10 @@ def convert_checkpoint(
 ) -> None:
     """Write the checkpoint ``source`` again, in another layout, into the new folder ``target``.
 
-    ``layout``: "unscaled" and "native" are the forms that optimizers here save, "torch" is torch.optim.AdamW's, all of
-    them folders of torch.distributed.checkpoint with checksums. "safetensors": the unscaled form as safetensors files,
-    which this reads again. "masters": the masters alone under the model's names, as Hugging Face's sharded models.
+    ``layout``: "unscaled" and "native" are the forms that optimizers here save, "torch" is torch.optim.AdamW's and, of
+    parameters under Muon, torch.optim.Muon's, all of them folders of torch.distributed.checkpoint with checksums.
+    "safetensors": the unscaled form as safetensors files, which this reads again. "masters": the masters alone under
+    the model's names, as Hugging Face's sharded models.
 
     ``exp_avg_dtype``, ``exp_avg_sq_dtype``, ``momentum_dtype``, ``master`` ("float32", "float16", "remainder16",
     "remainder8"): of the native form; as in the source by default. ``model``: the model's checkpoint, where that is
@@ -161,6 +164,7 @@ class _Conversion:
 
     def _entries(self) -> dict[str, Entry]:
         """All of the target, by flat key."""
+        self._check_numbers()
         entries = self._others()
         for name, states in self._optimizer.states.items():
             self._check_states(name, states)
@@ -191,6 +195,8 @@ class _Conversion:
     # --- states -------------------------------------------------------------------------------------------------
 
     def _form(self, name: str) -> Form:
+        if self._wanted.layout == "torch" and is_muons(self._group_of(name)):
+            return muon_states
         if self._wanted.layout == "torch":
             return partial(torch_states, step=self._steps[self._ids[name]], device=None)
         form: CheckpointFormat = "native" if self._wanted.layout == "native" else "unscaled"
@@ -204,11 +210,25 @@ class _Conversion:
         where, specs = self._source.path, states_of(self._group_of(name))
         if lacking := [spec.name for spec in specs if spec.name not in states]:
             raise ValueError(f"{name}: {where} lacks its {' and '.join(lacking)}")
-        if self._wanted.layout == "torch" and specs != ADAM_STATES:
+        is_muon = is_muons(self._group_of(name))
+        if self._wanted.layout == "torch" and specs != ADAM_STATES and not is_muon:
             found = " and ".join(spec.name for spec in specs)
-            raise ValueError(f"{name}: {where} has its {found}, and the layout 'torch' is torch.optim.AdamW's")
-        if self._ids[name] not in self._steps:
+            raise ValueError(f"{name}: {where} has its {found}, and 'torch' is torch.optim.AdamW's and Muon's layout")
+        if self._wanted.layout == "torch" and is_muon and len(states[specs[0].name].shape) != 2:
+            raise ValueError(
+                f"{name}: torch.optim.Muon takes parameters with two dims only, so it cannot continue this run"
+            )
+        if self._ids[name] not in self._steps and not is_muon:
             raise ValueError(f"{name}: {where} has its states but no step, neither its own nor its param group's")
+
+    def _check_numbers(self) -> None:
+        """torch.optim.Muon and AdamW are two optimizers, which share a state dict by names alone."""
+        groups = self._contents.settings.items()
+        if self._wanted.layout == "torch" and len({is_muons(group) for id_, group in groups if id_.isdigit()}) > 1:
+            raise ValueError(
+                f"{self._source.path} numbers its parameters, and the layout 'torch' is of two optimizers, Muon and "
+                "AdamW: save with torch.distributed.checkpoint.state_dict, which names them"
+            )
 
     def _formats(self, name: str, states: Mapping[str, SavedState]) -> dict[StateSpec, torch.dtype]:
         """Of its states: what is asked for, what the run was asked for, or what is there; FP32 in other forms."""
@@ -262,9 +282,12 @@ class _Conversion:
         found = self._contents.settings.get(ids[0], {}) if ids else {}
         given = {key: value for key, value in found.items() if key not in NOT_SETTINGS}
         names = {"param_names": found["param_names"]} if "param_names" in found else {}
+        if self._wanted.layout == "torch" and is_muons(found):
+            return muon_group(given) | names
         if self._wanted.layout == "torch":
-            group = {"bias_correction": True, **given}
+            group = {"bias_correction": True, **{key: value for key, value in given.items() if key != ALGORITHM}}
             return torch_group(group, bool(given.get("decoupled_weight_decay", True))) | names
+        given = our_group(given) if is_muons(found) else given
         older = {"bias_correction": True} if states_of(found) == ADAM_STATES else {}
         step = max((self._steps[id_] for id_ in ids if id_ in self._steps), default=0)
         kept = {**older, **without_adamws_keys(given), **names, STEP: step}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fused_optim.adam import FusedAdamW
 from fused_optim.formats.masters import Master
 from fused_optim.memory.layout import MASTER, StateLayout
 from fused_optim.options.reading import CheckpointFormat
 from fused_optim.sharding.dtensor import cut_by_rows, local_tensor
 from fused_optim.state.param_state import offloadable
+from fused_optim.tools.muon_plan import optimizer_of
 
 FORMS: tuple[CheckpointFormat, ...] = get_args(CheckpointFormat)
 SAVED_FORMS = ("unscaled", "native")  # whose saves were measured
@@ -40,15 +40,16 @@ class Choice:
 
 
 class Counted:
-    """Parameters, those that are alike together."""
+    """Parameters, those that are alike together. ``muon``: the names of those under Muon."""
 
-    def __init__(self, params: Sequence[tuple[str, Tensor]]) -> None:
-        alike: dict[Any, list[Tensor]] = {}
-        for _, param in params:
+    def __init__(self, params: Sequence[tuple[str, Tensor]], muon: Collection[str] = ()) -> None:
+        alike: dict[Any, list[tuple[str, Tensor]]] = {}
+        for name, param in params:
             placement = (param.placements, param.device_mesh) if isinstance(param, DTensor) else ()
             kind = param.dtype, param.requires_grad, type(local_tensor(param))
-            alike.setdefault((tuple(param.shape), *kind, *placement), []).append(param)
-        self._alike = [(members[0], len(members)) for members in alike.values()]
+            alike.setdefault((name in muon, tuple(param.shape), *kind, *placement), []).append((name, param))
+        self._examples, self._muon = [members[0] for members in alike.values()], muon
+        self._alike = [(members[0][1], len(members)) for members in alike.values()]
         self._count = len(params)
         self._gathered = _gathered_bytes(params)
         self._dtypes = {param.dtype for _, param in params}
@@ -76,7 +77,10 @@ class Counted:
         row["gathered"] = self._gathered
         row["checkpoint"] = dict(saved)
         measured = f"{self._master(choice.master_bits)}/{choice.state_dtype}"
-        return row | ({} if rates is None else _seconds(measured, moved, host, self._count, saved, self._share, rates))
+        if rates is None:
+            return row
+        row |= _seconds(measured, moved, host, self._count, saved, self._share, rates)
+        return row | ({"step_s": None, "step_bound": "products"} if self._muon else {})  # nobody has measured these
 
     def _master(self, bits: int) -> str:
         """What these masters are called in the results."""
@@ -100,10 +104,11 @@ class Counted:
 
     def _layouts(self, choice: Choice) -> Iterator[tuple[Tensor, StateLayout | None, int]]:
         """What the optimizer would keep of each kind of parameter; nothing of frozen ones."""
-        optimizer = FusedAdamW([param for param, _ in self._alike], **choice.options)
+        optimizer = optimizer_of(self._examples, self._muon, **choice.options)
+        store = optimizer.store
+        groups = {param: group for group in store.groups for param in group["params"]}
         for param, count in self._alike:
-            frozen = optimizer.store.is_frozen(param)
-            yield param, None if frozen else optimizer.store.new_layout(param, optimizer.store.groups[0]), count
+            yield param, None if store.is_frozen(param) else store.new_layout(param, groups[param]), count
 
     @property
     def _elements(self) -> int:
@@ -178,7 +183,7 @@ def _saved_bytes(param: Tensor, layout: StateLayout, form: str) -> int:
     """Of a parameter's states in a checkpoint of all ranks; see ``state_dict.converted``."""
     count, rows = param.numel(), param.shape[0] if param.dim() else 1
     if form == "torch":
-        return 8 * count + 4
+        return sum(4 * count for _ in layout.specs) + (4 if len(layout.specs) > 1 else 0)  # Muon has no step
     packed = form == "native" and cut_by_rows(param)
     scales = 4 * count // layout.geometry.block if layout.geometry.block else 0
     total = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -27,9 +27,11 @@ from fused_optim.formats.dtypes import as_dtype
 from fused_optim.formats.elements import ELEMENT_TYPES
 from fused_optim.formats.states import state_format
 from fused_optim.memory.layout import MASTER
+from fused_optim.muon_groups import muon_param_groups
 from fused_optim.sharding.dtensor import shard_geometry
 from fused_optim.state.summary import shown_bytes
 from fused_optim.tools.inspector import Report, inspect_checkpoint
+from fused_optim.tools.muon_plan import algorithm_counts, muon_names, optimizer_of
 from fused_optim.tools.planner import Plan, plan_parameters
 from fused_optim.tools.simulation import simulated
 from fused_optim.torch_versions import RELEASES
@@ -51,7 +53,10 @@ class Finding:
 
 
 class Diagnosis(dict[str, Any]):
-    """``findings``: each with ``what``, ``costs``, ``change``; ``plan``: as :class:`Plan`; None without parameters."""
+    """``findings``: each with ``what``, ``costs``, ``change``; ``plan``: as :class:`Plan`; None without parameters.
+
+    ``algorithms``: with FusedMuon, the parameters' names by what updates them.
+    """
 
     def __str__(self) -> str:
         plan, lines = self["plan"], [self["target"]]
@@ -62,7 +67,9 @@ class Diagnosis(dict[str, Any]):
         lines.append(
             f"  {plan['parameters']:,} parameters of {plan['elements']:,} elements on {plan['world_size']:,} ranks"
         )
-        lines.append(f"  FusedAdamW({choice}): rank 0 holds {sizes}")
+        lines.append(f"  {'FusedMuon' if plan['muon'] else 'FusedAdamW'}({choice}): rank 0 holds {sizes}")
+        lines += [f"  {algorithm_counts(plan['muon'])}"] if plan["muon"] else []
+        lines += [f"    {kind}: {_shown(names)}" for kind, names in self["algorithms"].items()]
         lines += [str(Finding(**each)) for each in self["findings"]] or ["  nothing falls back"]
         return "\n".join(lines)
 
@@ -78,12 +85,14 @@ def diagnose_target(
     param_dtype: torch.dtype | str | None = None,
     state_dtype: torch.dtype | str = "int8",
     master_bits: int = 32,
+    algorithm: str = "adamw",
 ) -> Diagnosis:
     """What would fall back of a model, ``module:function`` or ``file.py:function``, or of a checkpoint's parameters.
 
     The function takes no arguments and returns the model; it is called with the meta device as torch's default, and may
     shard the model. Of a checkpoint no more is read than what describes its tensors. ``param_dtype``: of parameters
-    whose dtype the checkpoint does not say, bfloat16 by default; not for models, which have theirs.
+    whose dtype the checkpoint does not say, bfloat16 by default; not for models, which have theirs. ``algorithm``:
+    "muon" is FusedMuon with the groups of :func:`fused_optim.muon_param_groups`; of checkpoints, as names tell.
 
     Raises ValueError and OSError for a target that is none, and for choices that are none.
     """
@@ -91,13 +100,30 @@ def diagnose_target(
         raise ValueError(f"param_dtype is for checkpoints that do not say it: {target} makes parameters of some dtype")
     report = None if _is_factory(target) else inspect_checkpoint(target, values=False)
     with simulated(world_size):
-        named = _of_factory(target) if report is None else list(_of_checkpoint(report, param_dtype or torch.bfloat16))
+        if report is None:
+            model = _of_factory(target)
+            named: Parameters = list(model.named_parameters())
+            muon = _muons_of(model, target) if algorithm == "muon" else muon_names(named, algorithm)
+        else:
+            named = list(_of_checkpoint(report, param_dtype or torch.bfloat16))
+            muon = muon_names(named, algorithm)
         params = list(_sharded(named, world_size))
         plan = plan_parameters(
-            params, state_dtype=state_dtype, master_bits=master_bits, machine=None, world_size=world_size
+            params, state_dtype=state_dtype, master_bits=master_bits, machine=None, world_size=world_size, muon=muon
         )
-        findings = [*_of_installation(), *_of_parameters(params, plan), *(() if report is None else _of_files(report))]
-    return Diagnosis(target=target, plan=dict(plan), findings=[asdict(each) for each in findings])
+        findings = [
+            *_of_installation(),
+            *_of_parameters(params, plan, muon),
+            *(() if report is None else _of_files(report)),
+        ]
+    trained = [name for name, param in named if param.requires_grad]
+    sorted_ = {kind: [name for name in trained if (name in muon) == (kind == "muon")] for kind in ("muon", "adamw")}
+    return Diagnosis(
+        target=target,
+        plan=dict(plan),
+        algorithms=sorted_ if algorithm == "muon" else {},
+        findings=[asdict(each) for each in findings],
+    )
 
 
 # --- parameters -------------------------------------------------------------------------------------------------------
@@ -108,7 +134,16 @@ def _is_factory(target: str) -> bool:
     return ":" in target and "://" not in target and not Path(target).exists()
 
 
-def _of_factory(target: str) -> Parameters:
+def _muons_of(model: nn.Module, target: str) -> set[str]:
+    """The names of the parameters that are for Muon. Raises ValueError for those that cannot be placed."""
+    try:
+        groups = muon_param_groups(model)
+    except ValueError as error:
+        raise ValueError(f"{target}: {error}") from error
+    return {name for group in groups if group["algorithm"] == "muon" for name, _ in group["params"]}
+
+
+def _of_factory(target: str) -> nn.Module:
     module, _, name = target.rpartition(":")
     function = getattr(_imported(module), name, None)
     if not callable(function):
@@ -131,7 +166,7 @@ def _of_factory(target: str) -> Parameters:
         FusedAdamW(named)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{target}: the optimizer does not take its parameters: {error}") from error
-    return named
+    return model
 
 
 def _imported(name: str) -> ModuleType:
@@ -198,17 +233,18 @@ def _of_installation() -> Iterator[Finding]:
             yield Finding(f"{package} is missing, for {doing}", "", "pip install safetensors numpy")
 
 
-def _of_parameters(params: Parameters, plan: Plan) -> Iterator[Finding]:
+def _of_parameters(params: Parameters, plan: Plan, muon: Collection[str]) -> Iterator[Finding]:
     chosen = plan["chosen"]
     options = {key: chosen[key] for key in ("state_dtype", "master_bits")}
-    optimizer = FusedAdamW(params, **options)
+    optimizer = optimizer_of(params, muon, **options)
     store, wanted = optimizer.store, state_format(chosen["state_dtype"])
+    groups = {param: group for group in store.groups for param in group["params"]}
     short: list[tuple[str, int]] = []
     unblocked: dict[bool, list[tuple[str, int]]] = {True: [], False: []}  # by whether sharding is why
     for name, param in params:
         if store.is_frozen(param):
             continue
-        layout = store.new_layout(param, store.groups[0])
+        layout = store.new_layout(param, groups[param])
         extra = sum(
             layout.geometry.numel * (fmt.dtype(spec.kind).itemsize - wanted.dtype(spec.kind).itemsize)
             for spec, fmt in zip(layout.specs, layout.formats, strict=True)
@@ -251,8 +287,11 @@ def _of_files(report: Report) -> Iterator[Finding]:
 
 
 def _named(found: Sequence[tuple[str, int]], what: str) -> str:
-    names = ", ".join(name for name, _ in found[:_EXAMPLES]) + ", ..." * (len(found) > _EXAMPLES)
-    return f"{len(found):,} parameters ({names}) {what}"
+    return f"{len(found):,} parameters ({_shown([name for name, _ in found])}) {what}"
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:_EXAMPLES]) + ", ..." * (len(names) > _EXAMPLES)
 
 
 def _bytes(found: Sequence[tuple[str, int]]) -> str:

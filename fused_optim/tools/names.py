@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 # Of plans: formats of the states, bits of the masters.
 STATES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int8")
 MASTER_BITS = (32, 24, 0)
+ALGORITHMS = ("adamw", "muon")
 
 # Of conversions.
 Layout = Literal["unscaled", "native", "torch", "safetensors", "masters"]

@@ -6,7 +6,7 @@ for them is what is counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from fused_optim.adam import FusedAdamW
 from fused_optim.formats.dtypes import as_dtype
 from fused_optim.formats.states import state_format
 from fused_optim.optional import optional
 from fused_optim.state.summary import aligned, shown_bytes
 from fused_optim.tools.counting import FORMS, HELD, Choice, Counted
 from fused_optim.tools.models import Named
+from fused_optim.tools.muon_plan import algorithm_counts, muon_facts, muon_names, optimizer_of
 from fused_optim.tools.names import MASTER_BITS, STATES, rates_of
 from fused_optim.tools.simulation import sharded_parameter, simulated
 
@@ -32,7 +32,8 @@ class Plan(dict[str, Any]):
     ``choices``: a row for each mix of states and masters, the smallest first, with the bytes that rank 0 holds (no rank
     holds more), those of offloaded states apart as ``host_bytes``, and what is gathered of layers at most; seconds of a
     step, of ``Checkpointer``'s saves and lost to them; ``adamw``: the bytes of torch.optim.AdamW; ``chosen``: the row
-    that was asked for; ``fallbacks``: of that, as in ``optimizer.summary()``.
+    that was asked for; ``fallbacks``: of that, as in ``optimizer.summary()``; ``muon``: what orthogonalization takes,
+    as ``muon_plan.muon_facts`` says; None without Muon.
     """
 
     def __str__(self) -> str:
@@ -48,12 +49,14 @@ def plan_shapes(
     master_bits: int = 32,
     machine: str | None = "h200",
     offload: float = 0.0,
+    algorithm: str = "adamw",
 ) -> Plan:
     """Plan for a model of these shapes, each parameter sharded by rows over ``world_size`` ranks, as FSDP2 does.
 
     ``state_dtype``, ``master_bits``: the optimizer's. ``machine``: "h200", "h100", "a100", or a JSON file with
     ``memory_bytes_per_s``, from which times are predicted; None: no times. ``offload``: the share of the states that
-    lives in host memory, the optimizer's ``offload_fraction``.
+    lives in host memory, the optimizer's ``offload_fraction``. ``algorithm``: "adamw"; "muon": FusedMuon, with Muon for
+    hidden matrices, as far as names tell them.
 
     Raises ValueError for what is not known, RuntimeError where a process group is there already.
     """
@@ -70,6 +73,7 @@ def plan_shapes(
             machine=machine,
             world_size=world_size,
             offload=offload,
+            algorithm=algorithm,
         )
 
 
@@ -81,10 +85,13 @@ def plan_parameters(
     machine: str | None = "h200",
     world_size: int | None = None,
     offload: float = 0.0,
+    algorithm: str = "adamw",
+    muon: Collection[str] | None = None,
 ) -> Plan:
     """Plan for parameters as they are, such as ``model.named_parameters()``, on whatever device, sharded or not.
 
-    This rank's shards are counted. Arguments and errors as of :func:`plan_shapes`.
+    This rank's shards are counted. ``muon``: the names of parameters under Muon, where names do not tell them.
+    Otherwise arguments and errors as of :func:`plan_shapes`.
     """
     params = list(named)
     chosen = Choice(_format_name(state_dtype), _known_bits(master_bits))
@@ -93,10 +100,11 @@ def plan_parameters(
         raise ValueError(f"offload: expected a number in [0, 1], got {offload}")
     if not params:
         raise ValueError("there are no parameters to plan for")
-    counted = Counted(params)
+    under_muon = muon_names(params, algorithm) if muon is None else muon
+    counted = Counted(params, under_muon)
     rows = [counted.row(choice, rates, offload) for choice in _choices(params, chosen)]
     rows.sort(key=lambda row: row["bytes"]["total"])
-    optimizer = FusedAdamW(params, **chosen.options)
+    optimizer = optimizer_of(params, under_muon, **chosen.options)
     return Plan(
         parameters=len(params),
         elements=sum(param.numel() for _, param in params),
@@ -105,6 +113,7 @@ def plan_parameters(
         param_dtypes=sorted({str(param.dtype).removeprefix("torch.") for _, param in params}),
         chosen=next(row for row in rows if Choice(row["state_dtype"], row["master_bits"]) == chosen),
         choices=rows,
+        muon=muon_facts(params, under_muon) if under_muon else None,
         adamw=counted.adamws,
         fallbacks=[each for each in optimizer.summary()["fallbacks"] if each["what"] != "backend"],
         machine=None if rates is None else {"name": rates["name"], "sources": rates["sources"]},
@@ -155,14 +164,26 @@ def _text(plan: Plan) -> Iterator[str]:
     chosen = plan["chosen"]
     sizes = ", ".join(f"{form} {shown_bytes(chosen['checkpoint'][form])}" for form in FORMS)
     yield f"A checkpoint of all ranks: model {shown_bytes(chosen['checkpoint']['model'])}; optimizer: {sizes}"
+    if plan["muon"] is not None:
+        yield from _muon_text(plan["muon"])
     if timed:
         yield from _saves(chosen)
-        yield f"A step is bound by the {chosen['step_bound']}"
+        not_known = ", whose time is not predicted" * (chosen["step_bound"] == "products")
+        yield f"A step is bound by the {chosen['step_bound']}{not_known}"
         yield f"(predicted for {plan['machine']['name']} from {', '.join(plan['machine']['sources'])})"
     for each in plan["fallbacks"]:
         names = ", ".join(each["examples"]) + ", ..." * (each["parameters"] > len(each["examples"]))
         what = f"{each['what']} {each['actual']} instead of {each['asked']}"
         yield f"{what} for {each['parameters']:,} parameters ({names}): {each['reason']}"
+
+
+def _muon_text(facts: dict[str, Any]) -> Iterator[str]:
+    yield algorithm_counts(facts)
+    if facts["sent_bytes"]:
+        largest, sent = (shown_bytes(facts[key]) for key in ("buffer_bytes", "sent_bytes"))
+        yield f"A step sends {sent} of updates in {facts['buckets']:,} buckets, in send buffers of up to {largest}"
+    share = f"{facts['most_work_to_mean']:.2f} times the mean"
+    yield f"Five Newton-Schulz steps are {facts['most_flops'] / 1e12:.3g} TFLOP on the rank with most, {share}"
 
 
 def _saves(row: dict[str, Any]) -> Iterator[str]:

@@ -16,7 +16,7 @@ import threading
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any, BinaryIO
 
 import fsspec
@@ -718,6 +718,12 @@ def test_extras_that_could_not_be_loaded_are_refused(value: Any, tmp_path: Path)
     with pytest.raises(RuntimeError, match=r"extra loader\.inner\.0\.here: expected tensors and plain"):
         checkpointer.close()
     assert not list(tmp_path.glob("step-*"))
+
+
+def test_extras_of_registered_classes_are_refused_too(tmp_path: Path) -> None:
+    """Megatron-core, for one, registers paths as it is imported; who loads may not have imported it."""
+    with torch.serialization.safe_globals([PosixPath, (Color, "elsewhere.Color")]):
+        test_extras_that_could_not_be_loaded_are_refused(PosixPath("x"), tmp_path)
 
 
 def test_extras_that_can_be_loaded(tmp_path: Path) -> None:

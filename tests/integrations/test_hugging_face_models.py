@@ -12,12 +12,16 @@ from torch import Tensor, nn
 
 from fused_optim import FusedAdamW
 from fused_optim.quantized import (
+    Float8CurrentScaling,
+    KeptWeight,
     QuantizedTensor,
+    UsualLayers,
     dequantize_model_,
     discard_high_precision_init,
     finish_initialization,
     quantize_model_,
     quantized_model_init,
+    save_pretrained_as,
 )
 from quantized_cases import RECIPES, has_tiles
 
@@ -188,3 +192,101 @@ def test_initial_values_are_merged_and_unmerged(recipe: str) -> None:
     assert torch.equal(found.initial_values(), expected.float())
     finish_initialization(model)
     assert torch.equal(found.dequantize(), QuantizedTensor.from_values(expected.detach(), RECIPES[recipe]).dequantize())
+
+
+LINEAR = {f"model.layers.{i}.{name}" for i in range(2) for name in (
+    *(f"self_attn.{each}_proj" for each in "qkvo"), *(f"mlp.{each}_proj" for each in ("gate", "up", "down")),
+)}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["default", "patterns", "usual", "init"])
+def test_adapters_stay_plain(how: str) -> None:
+    """And a head that is wrapped, and copies of layers that are saved whole, where the base is quantized afterwards."""
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], modules_to_save=["up_proj"])
+    if how == "init":
+        with quantized_model_init(RECIPES["mxfp8"]):
+            model = peft.get_peft_model(language_model("llama"), config)
+    else:
+        model = peft.get_peft_model(language_model("llama"), config)
+        recipes = {"*.q_proj*": RECIPES["mxfp8"], "*.up_proj*": RECIPES["mxfp8"]}
+        recipe = recipes if how == "patterns" else RECIPES["mxfp8"]
+        quantize_model_(model, recipe, UsualLayers() if how == "usual" else None)
+    picked = {name for name in LINEAR if how != "patterns" or name.endswith(("q_proj", "up_proj"))}
+    inner = {
+        name: ".base_layer" if name.endswith("q_proj") else ".original_module" * name.endswith("up_proj")
+        for name in picked
+    }
+    assert quantized_names(model) == {f"base_model.model.{name}{inner[name]}.weight" for name in picked}
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("merge", MERGES)
+def test_merges_that_stop_halfway_go_on_later(merge: str, dora: bool) -> None:
+    """PEFT merges layer by layer: plain ones before the first quantized one are merged; the model computes the same."""
+
+    def build(quantizes: bool) -> nn.Module:
+        base = language_model("llama")
+        if quantizes:
+            quantize_model_(base, {"*.down_proj": RECIPES["mxfp8"]}, keep_initial=False)
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], use_dora=dora, init_lora_weights=False)
+        return peft.get_peft_model(base, config).eval()
+
+    model = build(True)
+    others, expected = decoded_base(model), logits(model)
+    with pytest.raises((TypeError, RuntimeError), match=r"down_proj\.weight.*dequantize_model_"):
+        MERGES[merge](model)
+    assert len(quantized_names(model)) == 2
+    assert (logits(model) - expected).norm() < 0.02 * expected.norm()  # what one merged layer is rounded by
+    MERGES[merge](dequantize_model_(model)), MERGES[merge](others)
+    assert torch.equal(logits(model), logits(others))
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_kept_weights_are_merged_as_plain_ones(dora: bool) -> None:
+    """In all orders: they are plain for all but products."""
+    models = []
+    for recipe in (None, Float8CurrentScaling(compute="fp8", keep_weights=True)):
+        base = language_model("llama") if recipe is None else quantize_model_(language_model("llama"), recipe)
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], use_dora=dora, init_lora_weights=False)
+        models.append(peft.get_peft_model(base, config).eval())
+    steps: list[Callable[[nn.Module], object]] = [
+        *(lambda model: model.merge_adapter(), lambda model: model.unmerge_adapter()),
+        *(lambda model: model.merge_adapter(safe_merge=True), lambda model: model.unmerge_adapter()),
+        lambda model: model.merge_and_unload(),
+    ]
+    for step in steps:
+        for model in models:
+            step(model)
+        check_same(models[1].state_dict(), models[0].state_dict())
+        assert sum(type(param) is KeptWeight for param in models[1].parameters()) == 14
+
+
+@EACH
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapters_are_saved_and_loaded(recipe: str, dora: bool, tmp_path: Path) -> None:
+    """Beside a quantized base, and beside its decoded values."""
+    model = adapted(recipe, dora).eval()
+    model.save_pretrained(tmp_path)
+    base = quantize_model_(language_model("llama"), RECIPES[recipe], keep_initial=False)
+    for each in (base, dequantize_model_(copy.deepcopy(base))):
+        assert torch.equal(logits(peft.PeftModel.from_pretrained(each, tmp_path).eval()), logits(model))
+
+
+def test_whole_layers_are_saved_decoded_beside_adapters(tmp_path: Path) -> None:
+    """Layers of the quantized base that train themselves, too."""
+    base = quantize_model_(language_model("llama"), RECIPES["mxfp8"])
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["up_proj"]))
+    optimizer = FusedAdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+    for _ in range(2):
+        model(TOKENS, labels=TOKENS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with pytest.raises(TypeError, match=r"up_proj\.weight.*save_pretrained_as\(model\)"):
+        model.save_pretrained(tmp_path)
+    save_pretrained_as(model)
+    model.save_pretrained(tmp_path)
+    base = quantize_model_(language_model("llama"), RECIPES["mxfp8"], keep_initial=False)
+    for each in (base, dequantize_model_(copy.deepcopy(base))):
+        assert torch.equal(logits(peft.PeftModel.from_pretrained(each, tmp_path).eval()), logits(model.eval()))

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -31,6 +32,7 @@ from megatron_cases import (
     MASTERS,
     SHAPES,
     build,
+    build_muon,
     contents,
     joined,
     own_rows,
@@ -81,6 +83,39 @@ def test_uneven_shards_give_the_bits_of_one_rank(kind: str, fmt: torch.dtype) ->
     expected = joined(distributed.run(1, trained, kind, state_options(fmt), 3))
     for world_size in (2, 3):
         assert_same(joined(distributed.run(world_size, trained, kind, state_options(fmt), 3)), expected)
+
+
+def trained_by_muon(kind: str, fmt: torch.dtype) -> Any:
+    model, optimizer = build_muon(kind, state_dtype=fmt)
+    train(model, optimizer, range(3))
+    return contents(model, optimizer), None
+
+
+@pytest.mark.parametrize("fmt", [F32, torch.int8], ids=str)
+@pytest.mark.parametrize("kind", ["fp32", "masters", "remainders"])
+def test_muon_puts_uneven_shards_together(kind: str, fmt: torch.dtype) -> None:
+    """Wherever rows are cut, with ranks that have none; the second parameter's experts are moved to nobody."""
+    expected = joined(distributed.run(1, trained_by_muon, kind, fmt))
+    for world_size in (2, 3):
+        assert_same(joined(distributed.run(world_size, trained_by_muon, kind, fmt)), expected)
+    before = {name: normal(shape, i) for i, (name, shape) in enumerate(SHAPES.items())}
+    assert all(not torch.equal(expected[f"{name} parameter"].float(), value) for name, value in before.items())
+
+
+def muon_loads(folder: str, saves: bool) -> Any:
+    model, optimizer = build_muon("fp32", state_dtype=torch.int8)
+    if saves:
+        train(model, optimizer, range(2))
+        dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder)
+    else:
+        load_optimizer_checkpoint(model, optimizer, folder)
+    found = contents(model, optimizer)
+    return {key: value for key, value in found.items() if "momentum" in key or "exp_avg" in key}, None
+
+
+def test_muons_momenta_load_on_other_ranks(tmp_path: Path) -> None:
+    expected = joined(distributed.run(3, muon_loads, str(tmp_path), True))
+    assert_same(joined(distributed.run(2, muon_loads, str(tmp_path), False)), expected)
 
 
 @pytest.mark.parametrize("grad_dtype", [F32, BF16])

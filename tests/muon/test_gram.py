@@ -179,7 +179,15 @@ FORMS = [  # left and right transposed, symmetric, addend
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize(
     ("batch", "rows", "columns", "inner"),
-    [(1, 8, 8, 8), (3, 256, 256, 64), (2, 136, 264, 72), (2, 520, 520, 328), (40, 256, 512, 128), (2, 1024, 768, 1024)],
+    [
+        (1, 8, 8, 8),
+        (3, 256, 256, 64),
+        (2, 136, 264, 72),
+        (2, 520, 520, 328),
+        (40, 256, 512, 128),
+        (70, 256, 256, 136),
+        (2, 1024, 768, 1024),
+    ],
 )
 def test_products(form: tuple[bool, bool, bool, bool], batch: int, rows: int, columns: int, inner: int) -> None:
     products = engine_products()
@@ -210,10 +218,11 @@ def test_products(form: tuple[bool, bool, bool, bool], batch: int, rows: int, co
     if added is not None:
         expected += 0.5 * added.cpu().double()
     assert error(result, expected.numpy()) < (3e-4 if result_type == F16 else 2.5e-3)
-    alone = torch.full_like(result[:1], math.nan)
-    last = [each[-1:].contiguous() for each in given]
-    products.multiply(*last, alone, addend=None if added is None else added[-1:].contiguous(), **factors, **options)
-    assert torch.equal(alone[0], result[-1])
+    for one in (slice(0, 1), slice(batch - 1, batch)):
+        alone = torch.full_like(result[:1], math.nan)
+        own = [each[one].contiguous() for each in given]
+        products.multiply(*own, alone, addend=None if added is None else added[one].contiguous(), **factors, **options)
+        assert torch.equal(alone, result[one])
     if symmetric and rows > 256:
         assert torch.equal(result[:, 256:, :256], result[:, :256, 256:].mT)
 

@@ -144,8 +144,10 @@ def test_experts_one_by_one_are_linear_layers(ends: list[int], name: str, device
     assert not out[start:].any() and not of_x[start:].any()
 
 
-def test_groups_are_decoded_without_fp8(device: str) -> None:
-    layer = layer_of(DECODED, device)
+@pytest.mark.parametrize("recipe", [DECODED, MXFP8BlockScaling(), NVFP4BlockScaling()], ids=lambda each: each.name)
+def test_groups_are_decoded_without_fp8(recipe: Recipe, device: str) -> None:
+    """As MXFP8 and NVFP4 are, on GPUs that have no such products."""
+    layer = layer_of(recipe, device)
     offsets = torch.tensor(ENDS[0], dtype=torch.int32, device=device)
     x = matrix(128, 64).to(device).requires_grad_()
     plain = layer.weight.dequantize().requires_grad_()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from fused_optim.quantized import (
     Float8CurrentScaling,
     GroupedLinear,
     MXFP8BlockScaling,
+    NVFP4BlockScaling,
     QuantizedTensor,
     Recipe,
     quantize_model_,
@@ -229,6 +231,21 @@ def test_products_are_in_fp8_by_default_where_they_were_measured_to_gain(hopper:
     kept = Float8CurrentScaling(keep_weights=True)
     assert not any(products.products_in_fp8(kept, hopper, 1024, square, "BF16"))
     assert all(products.products_in_fp8(kept, hopper, 2048, square, "BF16"))
+    # Scales by rows are those of activations: their weights are cast as those with one scale. Blocks were not measured.
+    rows = Float8CurrentScaling(keep_weights=True, activation_scaling="row", weight_gradients="fp8")
+    assert not any(products.products_in_fp8(rows, hopper, 1024, square, "BF16"))
+    assert all(products.products_in_fp8(rows, hopper, 2048, square, "BF16"))
+    assert not any(products.products_in_fp8(rows, hopper, 8192, (1024, 4096), "BF16"))  # a gain that the cast costs
+    assert all(products.products_in_fp8(kept, hopper, 32768, (1024, 4096), "BF16"))
+    assert any(products.products_in_fp8(dataclasses.replace(rows, weight_gradients=None), hopper, 8192, square, "BF16"))
+    for recipe_of_blocks in (Float8BlockScaling(keep_weights=True), Float8BlockScaling((1, 128), keep_weights=True)):
+        format = recipe_of_blocks.products
+        assert format is not None
+        why = products.slower_reason(format, hopper, 32768, square, "BF16")
+        assert (
+            why == 'FP8 products were not measured with block, weights kept: compute="fp8" asks for them all the same'
+        )
+        assert products.slower_reason(format, hopper, 32768, square, "decoded") is None  # as FSDP2 gathers them
     for other in (Float8CurrentScaling(compute="decode"), Float8CurrentScaling(compute="dequantize")):
         assert not any(products.products_in_fp8(other, hopper, 8192, square)) and other.compute == "decode"
     assert all(products.products_in_fp8(Float8CurrentScaling(compute="fp8"), hopper, 64, (512, 512)))
@@ -247,6 +264,10 @@ def test_experts_have_weight_gradients_in_fp8_where_these_gain(hopper: torch.dev
     tiles = Float8BlockScaling().for_shape(large)
     assert found(tiles, 16384, large) == [True, True, True] and not any(found(tiles, 8192, large))
     assert found(Float8CurrentScaling(compute="fp8"), 64, small) == [True, True, True]
+    for recipe in (MXFP8BlockScaling(compute="fp8"), NVFP4BlockScaling(compute="fp4")):
+        why = grouped.unsupported_reason("output", recipe, hopper, large, 16384)
+        assert "need compute capability 10.x, this GPU has 9.0" in str(why)
+        assert not any(found(recipe, 16384, large))
 
 
 def test_the_summary_tells_why_products_are_not_in_fp8() -> None:
@@ -259,3 +280,7 @@ def test_the_summary_tells_why_products_are_not_in_fp8() -> None:
     assert "it is float32: only autocast" in str(predicted(in_fp32.weight, 64)["output"])
     with torch.autocast("cpu", torch.bfloat16):
         assert predicted(in_fp32.weight, 64) == dict.fromkeys(products.PRODUCTS)
+    with torch.autocast("cpu", torch.float16):
+        for each in (layer, kept, in_fp32):
+            for reason in predicted(each.weight, 64).values():
+                assert "it is float16: only" in str(reason) and "torch has none of float16" in str(reason)

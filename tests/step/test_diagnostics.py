@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 import distributed
 from cases import FORMATS, MASTERS, SHAPES, Format, Master, values
@@ -173,6 +173,49 @@ def compare_backends(optimizer: FusedAdamW | FusedLion, device: str, monkeypatch
     assert len(reference) > 20 and engines == pytest.approx(reference, **tolerance, nan_ok=True)
 
 
+def test_many_shards_in_many_groups(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More shards, groups and elements than go into one launch; slices that begin anywhere; several formats."""
+    memory = values((1 << 20,), torch.bfloat16, device, seed=1)
+    sizes = [(3, 128), (1, 40), (2, 4096), (5, 64), (1, 1)]
+    groups, first = [], 0
+    for number in range(20):
+        params = []
+        for i in range(20):
+            rows, row = sizes[(number + i) % len(sizes)]
+            params.append(nn.Parameter(memory[first : first + rows * row].view(rows, row)))
+            first += rows * row + i % 3
+        fmt = [*FORMATS][number % len(FORMATS)]
+        groups.append({"params": params, "lr": 1e-3 * (1 + number % 3), "exp_avg_dtype": fmt.dtype})
+    optimizer = FusedAdamW(groups, **{**SETTINGS, "state_dtype": "int8"})
+    for step in range(2):
+        set_grads(optimizer.store.params, step)
+        optimizer.step()
+    set_grads(optimizer.store.params, 2)
+    monkeypatch.setattr("fused_optim.backends.compiled._DIAGNOSED_TOGETHER", 1 << 17)
+    assert first > 3 << 17, "several times what is looked at together"
+    compare_backends(optimizer, device, monkeypatch)
+
+
+@pytest.mark.parametrize("state_dtype", ["fp32", "int8"])
+def test_one_large_shard(state_dtype: str, device: str) -> None:
+    """Of many thread blocks, against double precision; FP32 sums of as many elements would err."""
+    rows = 4099 if device == "cuda" else 259
+    param = nn.Parameter(values((rows, 2048), torch.float32, device, seed=1))
+    optimizer = FusedAdamW([("w", param)], **SETTINGS, state_dtype=state_dtype)
+    for step in range(2):
+        set_grads([param], step)
+        optimizer.step()
+    set_grads([param], 2)
+    exact, before = exact_moments(optimizer, param), param.detach().double().clone()
+    found = optimizer.diagnostics()["parameters"]["w"]
+    optimizer.step()
+    assert close(found["weight_rms"], rms(before), 1e-6) and close(found["gradient_rms"], rms(param.grad), 1e-6)
+    assert close(found["update_rms"], rms(param.detach().double() - before), 1e-4)
+    for name, value in exact.items():
+        error = rms(optimizer.get_unscaled_state(param, name).double() - value) / rms(value)
+        assert math.isclose(found[f"{name}_error"], error, rel_tol=1e-4, abs_tol=1e-6)
+
+
 def test_lost_updates_of_weights_without_masters(device: str) -> None:
     """Rounded to nearest, BF16 weights lose what is below half their last place; rotating rounding moves a share."""
     shares = {}
@@ -254,6 +297,43 @@ def test_shards_are_counted_together() -> None:
                 assert close(everyone[0]["parameters"][name][key], value, 1e-9), (name, key)
         weight = everyone[0]["parameters"]["2"]["weight_rms"]
         assert close(weight, alone["parameters"]["2"]["weight_rms"], 1e-9)
+
+
+def refused_by_one(kind: str, is_sent: bool) -> str:
+    """What each rank raises where the second one alone cannot look. ``is_sent``: a gradient has to be, before that."""
+    params = [
+        nn.Parameter(shard(values((5, 256), torch.bfloat16, "cpu", seed=i), mesh(), [Shard(0)])) for i in range(2)
+    ]
+    optimizer = FusedAdamW(params, **INT8)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    if torch.distributed.get_rank() == 1:
+        local = local_tensor(params[0].grad)
+        if kind == "freed gradient":
+            local.untyped_storage().resize_(0)
+        else:
+            del optimizer.state[params[0]]["exp_avg"]
+    if is_sent:
+        params[1].grad = DTensor.from_local(torch.ones(5, 256, dtype=torch.bfloat16), mesh(), [Partial()])
+    try:
+        optimizer.diagnostics()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("is_sent", [False, True])
+@pytest.mark.parametrize(
+    "kind, expected", [("freed gradient", "gradient has no memory"), ("lost state", "exp_avg was removed")]
+)
+def test_what_one_rank_refuses_raises_on_all(kind: str, expected: str, is_sent: bool) -> None:
+    """They do not wait for one that has left."""
+    for ranks in (2, 3):
+        raised = distributed.run(ranks, refused_by_one, kind, is_sent)
+        assert expected in raised[1]
+        for rank in {*range(ranks)} - {1}:
+            assert "another rank cannot look at its parameters" in raised[rank], raised
 
 
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import distributed
 from cases import normal
-from fused_optim import FusedAdam
+from fused_optim import FusedAdam, FusedMuon
 from fused_optim.sharding.dtensor import local_tensor
 
 SHAPES = {"matrix": (7, 64), "second": (7, 2, 32), "vector": (11,), "wide": (4, 128)}
@@ -69,15 +69,31 @@ def named_parameters(dtype: torch.dtype, fresh: bool) -> Iterator[tuple[str, nn.
         yield name, nn.Parameter(value)  # which loses what the line above has set
 
 
+def build_model(dtype: torch.dtype, fresh: bool) -> nn.ParameterDict:
+    model = nn.ParameterDict(dict(named_parameters(dtype, fresh)))
+    stand_in = Model()
+    for param in model.parameters():
+        param._megatron_fsdp_model = stand_in
+    return model
+
+
+def build_muon(kind: str, **options: Any) -> tuple[nn.ParameterDict, FusedMuon]:
+    """Muon for matrices, the second one of experts; wrapped by the real ``fully_shard_optimizer``."""
+    from megatron_fsdp.fully_shard import fully_shard_optimizer
+
+    dtype, masters = MASTERS[kind]
+    model = build_model(dtype, fresh=False)
+    matrix, second, vector, wide = model.values()
+    groups = [{"params": [matrix, second, wide]}, {"params": [vector], "algorithm": "adamw"}]
+    return model, fully_shard_optimizer(FusedMuon(groups, lr=0.02, **masters, **options))
+
+
 def build(kind: str, *, fresh: bool = False, **options: Any) -> tuple[nn.ParameterDict, FusedAdam]:
     """Two param groups with their own settings, wrapped by the real ``fully_shard_optimizer``."""
     from megatron_fsdp.fully_shard import fully_shard_optimizer
 
     dtype, masters = MASTERS[kind]
-    model = nn.ParameterDict(dict(named_parameters(dtype, fresh)))
-    stand_in = Model()
-    for param in model.parameters():
-        param._megatron_fsdp_model = stand_in
+    model = build_model(dtype, fresh)
     matrix, second, vector, wide = model.values()
     groups = [
         {"params": [matrix, vector], "weight_decay": 0.3},
@@ -87,7 +103,9 @@ def build(kind: str, *, fresh: bool = False, **options: Any) -> tuple[nn.Paramet
     return model, fully_shard_optimizer(optimizer)
 
 
-def train(model: nn.ParameterDict, optimizer: FusedAdam, steps: range, grad_dtype: torch.dtype | None = None) -> None:
+def train(
+    model: nn.ParameterDict, optimizer: FusedAdam | FusedMuon, steps: range, grad_dtype: torch.dtype | None = None
+) -> None:
     attribute = "decoupled_grad" if optimizer.use_decoupled_grad else "grad"
     for step in steps:
         for i, (name, param) in enumerate(model.items()):
@@ -98,12 +116,12 @@ def train(model: nn.ParameterDict, optimizer: FusedAdam, steps: range, grad_dtyp
         optimizer.zero_grad()
 
 
-def contents(model: nn.Module, optimizer: FusedAdam) -> dict[str, Tensor]:
+def contents(model: nn.Module, optimizer: FusedAdam | FusedMuon) -> dict[str, Tensor]:
     """This rank's parts of parameters, masters and moments, in host memory."""
     found = {f"{name} parameter": param.detach() for name, param in model.named_parameters()}
     found |= {f"{name} master": value for name, value in optimizer.master_state_dict(model).items()}
     for name, param in model.named_parameters():
-        for moment in ("exp_avg", "exp_avg_sq"):
+        for moment in sorted({"exp_avg", "exp_avg_sq", "momentum_buffer"} & optimizer.state[param].keys()):
             found[f"{name} {moment}"] = optimizer.get_unscaled_state(param, moment)
     return {key: local_tensor(value).cpu().clone() for key, value in found.items()}
 

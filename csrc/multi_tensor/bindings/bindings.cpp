@@ -91,10 +91,11 @@ void launch(ShardTable& table, int device, uint64_t stream, uint64_t workspace, 
     launch_cuda(step, device, stream, workspace);
 }
 
-void diagnose(ShardTable& table, size_t shard, uint64_t row, int device, uint64_t stream, uint64_t workspace) {
-    const Shard& looked_at = table.shard(shard);
-    diagnose_cuda(table.rule(), looked_at, table.group(looked_at.group), reinterpret_cast<double*>(row), device, stream,
-                  workspace);
+void diagnose(ShardTable& table, size_t first, const std::vector<uint64_t>& rows, int device, uint64_t stream,
+              uint64_t workspace) {
+    const Step step = table.step_of(first, rows.size());
+    py::gil_scoped_release release;
+    diagnose_cuda(step, rows, device, stream, workspace);
 }
 #else
 void launch(ShardTable& table, int threads) {
@@ -103,12 +104,13 @@ void launch(ShardTable& table, int threads) {
     launch_cpu(step, threads);
 }
 
-void diagnose(ShardTable& table, size_t shard, uint64_t row, int threads) {
-    const Shard looked_at = table.shard(shard);
-    const Hyper hyper = table.group(looked_at.group);
-    const Rule rule = table.rule();
+void diagnose(ShardTable& table, size_t first, const std::vector<uint64_t>& rows, int threads) {
+    const Step step = table.step_of(first, rows.size());
     py::gil_scoped_release release;
-    diagnose_cpu(rule, looked_at, hyper, reinterpret_cast<double*>(row), threads);
+    for (size_t i = 0; i < rows.size(); ++i) {
+        const Shard& shard = step.shards[i];
+        diagnose_cpu(step.rule, shard, step.groups[shard.group], reinterpret_cast<double*>(rows[i]), threads);
+    }
 }
 #endif
 
@@ -256,11 +258,11 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
 #if defined(FUSED_OPTIM_ENGINE_CUDA)
         .def("launch", &launch, py::arg("device"), py::arg("stream"), py::arg("workspace") = 0,
              py::arg("workspace_size") = 0)
-        .def("diagnose", &diagnose, py::arg("shard"), py::arg("row"), py::arg("device"), py::arg("stream"),
+        .def("diagnose", &diagnose, py::arg("first"), py::arg("rows"), py::arg("device"), py::arg("stream"),
              py::arg("workspace"))
 #else
         .def("launch", &launch, py::arg("threads"))
-        .def("diagnose", &diagnose, py::arg("shard"), py::arg("row"), py::arg("threads"))
+        .def("diagnose", &diagnose, py::arg("first"), py::arg("rows"), py::arg("threads"))
 #endif
         ;
 }

@@ -94,8 +94,13 @@ public:
     }
 
     Hyper& group(size_t i) { return step_.groups.at(i); }
-    Rule rule() const { return step_.rule; }
-    const Shard& shard(size_t i) const { return rows_.at(i).shard; }
+
+    // A step of `count` shards from the `first` on, whatever they have to do.
+    Step step_of(size_t first, size_t count) const {
+        Step step{step_.rule, {}, step_.groups};
+        for (size_t i = first; i < first + count; ++i) step.shards.push_back(rows_.at(i).shard);
+        return step;
+    }
 
     // The numbers of the shards that have a gradient.
     std::vector<size_t> with_gradients() const {

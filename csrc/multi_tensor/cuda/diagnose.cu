@@ -1,84 +1,35 @@
-// The CUDA engine's pass for diagnostics: a launch for each shard, one element per thread at a time, in the way of the
-// general loop but without its stores. Elements are assigned to threads by number alone, and every sum has a fixed
-// order: the same shard gives the same bits each time.
-#include <algorithm>
-
+// The CUDA engine's pass for diagnostics, compiled once per update rule, FUSED_OPTIM_RULE: the loops of the update
+// without their stores. Elements are assigned to threads by number alone, and every sum has a fixed order: the same
+// shards give the same bits each time.
+#include "cuda/diagnose_group8.cuh"
+#include "cuda/diagnosis.h"
 #include "cuda/general_loop.cuh"
-#include "diagnose.h"
 #include "rules.h"
 
 namespace fused_optim {
 namespace {
 
-struct DiagnosisArguments {
-    Shard shard;
-    Hyper hyper;
-    double* row;
-    double* partials;    // [thread block][number]
-    uint32_t* arrivals;  // 0 between launches
-};
-
-constexpr int kWarps = kThreads / kWarp;
+constexpr Rule kRule = AnyFormats::rule;
+static_assert(is_diagnosed(kRule));
 
 // Shared by the threads of a block, a slot per warp: of the largest magnitudes in blocks of scales.
 struct BlockMaxima {
-    float absmax[kWarps];
-    float rounded[kWarps];
-    float kept[kWarps];
+    float absmax[kThreads / kWarp];
+    float rounded[kThreads / kWarp];
+    float kept[kThreads / kWarp];
 };
-
-// The scales of a state, or of the master, from those of the shard's first element on.
-__device__ __forceinline__ const float* scales_of(const Shard& shard, int state) {
-    const auto* scales = reinterpret_cast<const float*>(shard.scales);
-    for (int i = 0; i < state; ++i) {
-        if (is_scaled(shard.states[i].format)) scales += block_count(shard);
-    }
-    return scales;
-}
-
-struct DecodeElement {
-    State state;
-    uint64_t element;
-    const float* scales;
-    int block_log2;
-    float& value;
-
-    __device__ __forceinline__ void operator()(Unscaled) const {
-        value = load_element(unscaled_type(state.format), state.address, element);
-    }
-    template <class Codec>
-    __device__ __forceinline__ void operator()(Codec) const {
-        value = Codec::decode(at<typename Codec::Bits>(state.address, element), scales[element >> block_log2]);
-    }
-};
-
-__device__ __forceinline__ float decode_master(const Shard& shard, uint64_t element) {
-    switch (shard.master_kind) {
-        case Master::kParameter: return load_element(shard.param_type, shard.param, element);
-        case Master::kFloat32: return at<float>(shard.master, element);
-        case Master::kRemainder16:
-            return join_remainder16(at<uint16_t>(shard.param, element), at<int16_t>(shard.master, element));
-        case Master::kRemainder8:
-            return join_remainder8(at<uint16_t>(shard.param, element), at<int8_t>(shard.master, element));
-        default:
-            return Float16Master::decode(at<uint16_t>(shard.master, element),
-                                         scales_of(shard, kMaxStates)[element >> shard.block_log2]);
-    }
-}
 
 template <bool rotates>
 __device__ __forceinline__ float rounded_element(Element type, float value, uint32_t bits) {
     if (type == Element::kFloat32) return value;
-    if (type == Element::kBFloat16) {
-        return bfloat16_decode(rotates ? bfloat16_rotating(value, bits) : bfloat16_nearest_even(value));
-    }
-    return float16_decode(rotates ? float16_rotating(value, bits) : float16_nearest_even(value));
+    if (type == Element::kBFloat16) return bfloat16_decode(encode_bfloat16<rotates>(value, bits));
+    return float16_decode(encode_float16<rotates>(value, bits));
 }
 
 // What storing makes of a value. Called by all threads; those beyond the end, which are not `inside`, hold a zero.
 struct RoundElement {
     Format format;
-    uint64_t element;
+    uint32_t element;
     bool inside;
     bool rotates;  // a square, and an FP16 master
     float value;
@@ -126,151 +77,132 @@ __device__ __forceinline__ double square_of_change(float before, float after) {
 }
 
 // What the step makes of the new master. Called by all threads.
-__device__ __forceinline__ float rounded_master(const Shard& shard, uint64_t element, bool inside, float before,
+__device__ __forceinline__ float rounded_master(const View& view, uint32_t element, bool inside, float before,
                                                 float after, uint32_t bits, BlockMaxima& maxima) {
-    if (shard.master_kind == Master::kParameter) return rounded_element<true>(shard.param_type, after, bits);
-    if (shard.master_kind == Master::kRemainder8) {
+    const Master kind = view.master_kind();
+    if (kind == Master::kParameter) return rounded_element<true>(view.param_type(), after, bits);
+    if (kind == Master::kRemainder8) {
         const Split split = split_remainder8(after);
         return join_remainder8(split.high, static_cast<int8_t>(split.low));
     }
-    if (shard.master_kind != Master::kFloat16) return after;
+    if (kind != Master::kFloat16) return after;
     StateDiagnosis unused{};
     float kept = 0.0f;
-    RoundElement{
-        Format::kFloat16, element, inside, true, after, after, inside ? master_rounding(before, after, bits) : kNearest,
-        shard.block_log2, maxima,  unused, kept}(Float16Master{});
+    const uint32_t own_bits = inside ? master_rounding(before, after, bits) : kNearest;
+    const int block_log2 = view.info.block_log2;
+    RoundElement{Format::kFloat16, element, inside, true, after, after, own_bits, block_log2, maxima, unused, kept}(
+        Float16Master{});
     return kept;
 }
 
 // Each thread looks at one element of the kThreads from `first` on.
-template <Rule rule>
-__device__ __forceinline__ void diagnose_elements(const Shard& shard, const Scalars& scalars, uint64_t first,
+__device__ __forceinline__ void diagnose_elements(const View& view, const Scalars& scalars, uint32_t first,
                                                   BlockMaxima (&maxima)[kMaxStates + 1], Diagnosis& found) {
-    constexpr int square = square_state(rule);
-    const uint64_t element = first + threadIdx.x;
-    const bool inside = element < shard.numel;
-    float states[state_places(rule)] = {}, root = 0.0f, before = 0.0f, after = 0.0f;
+    constexpr int square = square_state(kRule);
+    const uint32_t element = first + threadIdx.x;
+    const int block_log2 = view.info.block_log2;
+    const bool inside = element < view.count;
+    float states[state_places(kRule)] = {}, root = 0.0f, before = 0.0f, after = 0.0f;
     uint32_t bits = kNearest;
     if (inside) {
-        each_state<rule>([&](auto state) {
+        each_state<kRule>([&](auto state) {
             constexpr int i = decltype(state)::value;
-            dispatch_codec<state_kind(rule, i)>(
-                shard.states[i].format,
-                DecodeElement{shard.states[i], element, scales_of(shard, i), shard.block_log2, states[i]});
+            const Format format = view.state_format(i);
+            dispatch_codec<state_kind(kRule, i)>(
+                format, LoadState{format, view.states[i], element, view.state_scales[i], block_log2, states[i]});
         });
-        float grad = scaled_gradient(load_element(shard.grad_type, shard.grad, element), scalars);
+        float grad = scaled_gradient(load_element(view.grad_type(), view.grad, element), scalars);
         found.gradient += square_of(grad);
-        before = decode_master(shard, element);
+        before = is_scaled(view.master_kind()) ? load_float16_master(view, element) : load_master(view, element);
         if (scalars.l2_penalty != 0.0f) grad = penalized_gradient(grad, before, scalars);
-        const float direction = Update<rule>::advance(grad, states, scalars);
+        const float direction = Update<kRule>::advance(grad, states, scalars);
         if constexpr (square >= 0) root = root_of(states[square]);
-        const uint64_t global =
-            global_index(element, shard.offset, shard.geometry, shard.geometry.is_consecutive(shard.numel));
-        bits = scalars.rounding.bits(scalars.rounding.group8(shard.key, global), static_cast<uint32_t>(global));
-        after = Update<rule>::next_param(before, direction, root, scalars);
+        const uint64_t global = view.global_index(element);
+        bits = scalars.rounding.bits(scalars.rounding.group8(view.key, global), static_cast<uint32_t>(global));
+        after = Update<kRule>::next_param(before, direction, root, scalars);
         found.elements += 1;
         found.update += square_of_change(before, after);
         found.weight += square_of(before);
     }
-    const float rounded = rounded_master(shard, element, inside, before, after, bits, maxima[kMaxStates]);
+    const float rounded = rounded_master(view, element, inside, before, after, bits, maxima[kMaxStates]);
     const bool moves = states[0] != 0.0f || (scalars.decay != 1.0f && before != 0.0f);
     if (inside && moves && scalars.step_size != 0.0f) {
         found.moved += 1;
         found.lost += rounded == before;
     }
-    each_state<rule>([&](auto state) {
+    each_state<kRule>([&](auto state) {
         constexpr int i = decltype(state)::value;
-        const Format format = shard.states[i].format;
+        const Format format = view.state_format(i);
         float kept = 0.0f;
-        dispatch_codec<state_kind(rule, i)>(
-            format, RoundElement{format, element, inside, i == square, states[i], root, bits, shard.block_log2,
-                                 maxima[i], found.states[i], kept});
+        dispatch_codec<state_kind(kRule, i)>(format, RoundElement{format, element, inside, i == square, states[i], root,
+                                                                  bits, block_log2, maxima[i], found.states[i], kept});
         if (!inside) return;
         found.states[i].value += square_of(states[i]);
         found.states[i].error += square_of_change(states[i], kept);
     });
 }
 
-// Rows of numbers combined, sums and maxima: those of a block's threads, and those of all blocks.
-struct Combine {
-    bool is_sum;
-
-    __device__ __forceinline__ double operator()(double a, double b) const { return is_sum ? a + b : fmax(a, b); }
-    __device__ __forceinline__ double none() const { return is_sum ? 0.0 : -INFINITY; }
-};
-
-// The block's values combined, on thread 0. Every thread calls it.
-__device__ double combine_block(double value, const Combine& combine, double (&warps)[kWarps]) {
-    value = combine_lanes<kWarp>(value, combine);
-    __syncthreads();  // the values of the call before have been read
-    if (threadIdx.x % kWarp == 0) warps[threadIdx.x / kWarp] = value;
-    __syncthreads();
-    for (int warp = 1; warp < kWarps && threadIdx.x == 0; ++warp) value = combine(value, warps[warp]);
-    return value;
+// Of the elements that are left, in a function of its own: its registers are not the vector loop's.
+__device__ __noinline__ Diagnosis diagnose_others(Diagnosis found) {
+    __shared__ BlockMaxima maxima[kMaxStates + 1];
+    const View& view = block->view;
+    for (uint32_t first = view.vector_count; first < view.count; first += kThreads) {
+        __syncthreads();  // the maxima of the round before have been read
+        diagnose_elements(view, block->scalars, first, maxima, found);
+    }
+    return found;
 }
 
-template <Rule rule>
-__global__ void __launch_bounds__(kThreads) diagnose_shard(const __grid_constant__ DiagnosisArguments arguments) {
-    constexpr int width = diagnosis_width(rule);
-    __shared__ Scalars scalars;
-    __shared__ BlockMaxima maxima[kMaxStates + 1];
-    __shared__ double warps[kWarps];
-    __shared__ bool last;
-    const Shard& shard = arguments.shard;
-    if (threadIdx.x == 0) scalars = derive<rule>(arguments.hyper);
-    Diagnosis found = Diagnosis::empty();
-    for (uint64_t first = uint64_t{blockIdx.x} * kThreads; first < shard.numel;
-         first += uint64_t{gridDim.x} * kThreads) {
-        __syncthreads();  // scalars are there, and the maxima of the round before have been read
-        diagnose_elements<rule>(shard, scalars, first, maxima, found);
-    }
+__device__ __noinline__ void leave(Diagnosis found, double* target) {
+    constexpr int width = diagnosis_width(kRule);
     double row[width];
-    write_row<rule>(found, row);
+    write_row<kRule>(found, row);
 #pragma unroll
     for (int i = 0; i < width; ++i) {
-        const double value = combine_block(row[i], Combine{i < diagnosis_sums(rule)}, warps);
-        if (threadIdx.x == 0) arguments.partials[uint64_t{blockIdx.x} * width + i] = value;
+        const double value = combine_block(row[i], Combine{i < diagnosis_sums(kRule)});
+        if (threadIdx.x == 0) target[i] = value;
     }
-    if (threadIdx.x == 0) {
-        __threadfence();
-        last = atomicAdd(arguments.arrivals, 1u) == gridDim.x - 1;
-        __threadfence();
-    }
-    __syncthreads();
-    if (!last) return;  // the block that comes last sees all
-    for (int i = 0; i < width; ++i) {
-        const Combine combine{i < diagnosis_sums(rule)};
-        double value = combine.none();
-        for (uint32_t other = threadIdx.x; other < gridDim.x; other += kThreads) {
-            value = combine(value, __ldcg(arguments.partials + uint64_t{other} * width + i));
-        }
-        value = combine_block(value, combine, warps);
-        if (threadIdx.x == 0) arguments.row[i] = value;
-    }
-    if (threadIdx.x == 0) *arguments.arrivals = 0;
 }
 
-constexpr uint64_t kArrivalsBytes = 16;  // keeps the partial results behind it aligned
+constexpr int kBlocksPerMultiprocessor = 4;
+
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    multi_tensor_diagnosis(const __grid_constant__ DiagnosisTable table) {
+    constexpr int width = diagnosis_width(kRule);
+    const uint32_t chunks = table.first_chunk[table.shard_count];
+    const uint32_t begin = blockIdx.x * table.chunks_per_block, end = min(begin + table.chunks_per_block, chunks);
+    uint32_t shard = table.bucket_shard[begin >> table.bucket_log2];
+    while (begin >= table.first_chunk[shard + 1]) ++shard;
+    uint32_t group = kMaxGroups;  // none: of the scalars that are there
+    Diagnosis found = Diagnosis::empty();
+#pragma unroll 1
+    for (uint32_t chunk = begin; chunk < end; ++chunk) {
+        if (chunk == table.first_chunk[shard + 1]) {
+            leave(found, table.partial(blockIdx.x, shard++, width));
+            found = Diagnosis::empty();
+        }
+        __syncthreads();  // the chunk before has been looked at
+        if (threadIdx.x == 0) {
+            block->view.prepare(table, shard, static_cast<uint64_t>(chunk - table.first_chunk[shard]) * table.chunk);
+            if (group != block->view.info.group) {
+                group = block->view.info.group;
+                block->scalars = derive<kRule>(table.hypers[group]);
+            }
+        }
+        __syncthreads();
+        if (block->view.vector_count > 0) diagnose_vectors(found);
+        if (block->view.vector_count < block->view.count) found = diagnose_others(found);
+    }
+    leave(found, table.partial(blockIdx.x, shard, width));
+}
 
 }  // namespace
 
-void diagnose_cuda(Rule rule, const Shard& shard, const Hyper& hyper, double* row, int device, uint64_t stream,
-                   uint64_t workspace) {
-    constexpr const char* kernel = "diagnose_shard";
-    CudaDeviceGuard guard(kernel, device);
-    DiagnosisArguments arguments{};
-    arguments.shard = shard;
-    arguments.hyper = hyper;
-    arguments.row = row;
-    arguments.arrivals = reinterpret_cast<uint32_t*>(workspace);
-    arguments.partials = reinterpret_cast<double*>(workspace + kArrivalsBytes);
-    const uint64_t wanted = (shard.numel + kThreads - 1) / kThreads;
-    const auto blocks = static_cast<uint32_t>(std::min<uint64_t>(std::max<uint64_t>(wanted, 1), kDiagnosisBlocks));
-    dispatch_rule(rule, [&](auto known) {
-        diagnose_shard<decltype(known)::value>
-            <<<blocks, kThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(arguments);
-    });
-    check_cuda(cudaGetLastError(), kernel, device);
+template <>
+Kernel<DiagnosisTable>& diagnosis_kernel<kRule>() {
+    static Kernel<DiagnosisTable> kernel{
+        multi_tensor_diagnosis, kBlockBytes<true>, kMaxTilesPerChunk, true, kRule, true};
+    return kernel;
 }
 
 }  // namespace fused_optim

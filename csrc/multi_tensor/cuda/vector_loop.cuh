@@ -47,10 +47,9 @@ struct Rounded {
     }
 };
 
-// Sets the scale of a block. Called by all lanes of a warp.
+// The scale of a block. Called by all lanes of a warp.
 template <class Codec, class R>
-__device__ __forceinline__ BlockScale store_scale(float absmax, const Rounded<R>& rounded, float* scale, int block_log2,
-                                                  uint32_t element) {
+__device__ __forceinline__ BlockScale fresh_scale(float absmax, const Rounded<R>& rounded, int block_log2) {
     const int lanes = (1 << block_log2) / kVector;
     uint32_t largest = float_bits(lanes_max_or_nan<kLargestBlock / kVector>(absmax, lanes));
     if constexpr (kFollowsRounding<Codec>) {
@@ -59,7 +58,14 @@ __device__ __forceinline__ BlockScale store_scale(float absmax, const Rounded<R>
             largest = float16_largest(largest, float_bits(of_block));
         }
     }
-    BlockScale fresh = Codec::scale(largest);
+    return Codec::scale(largest);
+}
+
+// Sets the scale of a block. Called by all lanes of a warp.
+template <class Codec, class R>
+__device__ __forceinline__ BlockScale store_scale(float absmax, const Rounded<R>& rounded, float* scale, int block_log2,
+                                                  uint32_t element) {
+    const BlockScale fresh = fresh_scale<Codec>(absmax, rounded, block_log2);
     __syncwarp();  // every lane has read the old scale
     if ((element & ((1u << block_log2) - 1)) == 0) *scale = fresh.scale;
     return fresh;

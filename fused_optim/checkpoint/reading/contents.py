@@ -19,7 +19,7 @@ from torch import Tensor
 from fused_optim.checkpoint.reading.leeway import Naming
 from fused_optim.checkpoint.reading.source import Source
 from fused_optim.checkpoint.storage.nested import Path, assembled, setting_after
-from fused_optim.known_rules import ALL_STATES
+from fused_optim.known_rules import ALL_STATES, rule_of
 from fused_optim.memory.host_memory import room
 from fused_optim.memory.layout import MASTER, STEP
 
@@ -57,10 +57,14 @@ class Contents:
         settings = next(iter(self.settings.values()), {})
         if "fused_optim_version" in settings or "exp_avg_dtype" in settings:
             return "fused_optim"
+        found = []
         if any("step" in states for states in self.states.values()):
-            decoupled = settings.get("decoupled_weight_decay")
-            return "torch.optim.Adam(W)" if decoupled is None else f"torch.optim.Adam{'W' * bool(decoupled)}"
-        return "TransformerEngine or Apex FusedAdam"
+            decoupled = {each.get("decoupled_weight_decay") for each in self.settings.values()} & {True, False}
+            known = decoupled.pop() if len(decoupled) == 1 else None
+            found.append("torch.optim.Adam(W)" if known is None else f"torch.optim.Adam{'W' * bool(known)}")
+        if any(rule_of(each) == "muon" for each in self.settings.values()):
+            found.append("torch.optim.Muon")
+        return " and ".join(found) or "TransformerEngine or Apex FusedAdam"
 
 
 def read_contents(source: Source) -> Contents:

@@ -233,14 +233,15 @@ def _chunk(key: str, given: Any, whole: torch.Size) -> ChunkStorageMetadata:
 
 
 def _size(key: str, given: Any) -> torch.Size:
-    if type(given) is not _SIZE or len(given.args) != 1 or not isinstance(given.args[0], tuple):
+    numbers = given.args[0] if type(given) is _SIZE and len(given.args) == 1 else given  # Megatron-FSDP's are tuples
+    if type(numbers) is not tuple:
         raise _unexpected(f"a size of {key}", "torch.Size", given)
-    if len(given.args[0]) > _MOST_DIMS:
-        raise ValueError(f"a size of {key}: expected {_MOST_DIMS} dims at most, found {len(given.args[0])}")
-    for each in given.args[0]:
+    if len(numbers) > _MOST_DIMS:
+        raise ValueError(f"a size of {key}: expected {_MOST_DIMS} dims at most, found {len(numbers)}")
+    for each in numbers:
         if type(each) is not int or not 0 <= each <= _LARGEST:
             raise _unexpected(f"a size of {key}", "numbers from 0 to 2**63 - 1", each)
-    return torch.Size(given.args[0])
+    return torch.Size(numbers)
 
 
 def _planner_data(given: Any) -> dict[str, tuple[Any, ...]] | None:

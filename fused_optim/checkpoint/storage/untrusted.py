@@ -46,9 +46,14 @@ class _Calling(Given):
 
 
 class _StandIns(dict[tuple[str, str], Any]):
-    """For any names: what torch does not admit, it refuses itself."""
+    """For any names: what torch does not admit, it refuses itself. ``asked``: those that a pickle has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: set[tuple[str, str]] = set()
 
     def __missing__(self, key: tuple[str, str]) -> type[Given]:
+        self.asked.add(key)
         module, name = key
         of_torch = module.partition(".")[0] == "torch" and name.endswith(("Tensor", "Storage"))
         if of_torch or key == ("builtins", "bytearray"):
@@ -60,17 +65,22 @@ class Refused(ValueError):
     """Raised for what might run code if it were read."""
 
 
-def load_object(file: Path | IO[bytes], what: str) -> Any:
+def load_object(file: Path | IO[bytes], what: str, admits_registered: bool = True) -> Any:
     """``torch.load(weights_only=True)`` into host memory, of a path mapped into it.
 
-    ``what`` it is, for messages. Raises :class:`Refused` for what torch does not admit, Damaged (a ValueError) for
+    ``what`` it is, for messages. ``admits_registered``: also classes that torch admits only because a package that this
+    process has imported told it to. Raises :class:`Refused` for what torch does not admit, Damaged (a ValueError) for
     what cannot be read.
     """
     try:
-        _check_archive(file)
+        names = _check_archive(file)
         if not isinstance(file, Path):
             file.seek(0)
+        if not admits_registered and (others := names & _registered_by_others()):
+            raise Refused(f"{what} names {min(others)}, which other processes may not admit")
         return torch.load(file, map_location="cpu", mmap=isinstance(file, Path), weights_only=True)
+    except Refused:
+        raise
     except Exception as error:
         named = re.search(r"\bGLOBAL ([\w.]+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
         if named:
@@ -80,8 +90,18 @@ def load_object(file: Path | IO[bytes], what: str) -> Any:
         raise Damaged(f"{what} cannot be read by torch.load ({reason}); it is truncated or damaged") from error
 
 
-def _check_archive(file: Path | IO[bytes]) -> None:
-    """Raise ValueError for what takes more time or memory than its bytes do.
+def _registered_by_others() -> set[str]:
+    """What packages other than torch and this one have passed to ``torch.serialization.add_safe_globals``."""
+    found = set()
+    for each in torch.serialization.get_safe_globals():
+        name = each[1] if isinstance(each, tuple) else f"{each.__module__}.{each.__qualname__}"
+        if name.partition(".")[0] not in ("torch", "fused_optim"):
+            found.add(name)
+    return found
+
+
+def _check_archive(file: Path | IO[bytes]) -> set[str]:
+    """The names in its pickle. Raise ValueError for what takes more time or memory than its bytes do.
 
     torch stores what it writes as it is; archives that are compressed may hold a thousand times their size.
     """
@@ -94,7 +114,9 @@ def _check_archive(file: Path | IO[bytes]) -> None:
     if not isinstance(file, Path):
         file.seek(0)
     reader = torch._C.PyTorchFileReader(str(file) if isinstance(file, Path) else file)
-    read_pickle(reader.get_record("data.pkl"), _StandIns())
+    stand_ins = _StandIns()
+    read_pickle(reader.get_record("data.pkl"), stand_ins)
+    return {f"{module}.{name}" for module, name in stand_ins.asked}
 
 
 def load_json(content: bytes, what: str) -> dict[str, Any]:

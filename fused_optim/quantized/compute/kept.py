@@ -9,7 +9,6 @@ Everything else sees the plain tensor: optimizers update it in place, files hold
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any, Self, SupportsIndex, cast
 
@@ -23,8 +22,8 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from fused_optim.quantized.compute import casts
 from fused_optim.quantized.recipes import Components, Encoding, Recipe, as_matrix, codec
-from fused_optim.quantized.tensor import QuantizedTensor, all_gather
-from fused_optim.quantized.tensor.dispatch import called_by
+from fused_optim.quantized.tensor import QuantizedTensor, all_gather, patches
+from fused_optim.quantized.tensor.dispatch import NO_RECIPE, as_parameter, asked_by, called_by
 from fused_optim.sharding.dtensor import dense, local_tensor, rewrap_like
 
 aten = torch.ops.aten
@@ -50,7 +49,16 @@ class KeptWeight(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, plain: Tensor, recipe: Recipe, padded_rows: int = 0) -> Self:
+    def __new__(
+        cls,
+        plain: Tensor,
+        recipe: Recipe = NO_RECIPE,
+        padded_rows: int = 0,
+        requires_grad: bool | None = None,
+    ) -> Self:
+        if requires_grad is not None:
+            return as_parameter(cls, plain, requires_grad)
+        patches.install()
         self = torch.Tensor._make_wrapper_subclass(
             cls, plain.shape, plain.stride(), plain.storage_offset(), None, plain.dtype, plain.layout, plain.device
         )
@@ -79,11 +87,15 @@ class KeptWeight(Tensor):
     # It has no memory of its own: torch would crash, or take addresses of nothing.
 
     def data_ptr(self) -> int:
-        """0, as torch's copies and stagers expect it; of the plain tensor for safetensors, which reads there."""
-        return self.plain.data_ptr() if _in_safetensors() else super().data_ptr()
+        """0, as torch's copies and stagers expect it; of the plain tensor for safetensors, which reads there.
+
+        For Accelerate, too, which would take all weights with one address for tied.
+        """
+        asks = asked_by("safetensors") or asked_by("accelerate")
+        return self.plain.data_ptr() if asks else super().data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        return self.plain.untyped_storage() if _in_safetensors() else super().untyped_storage()
+        return self.plain.untyped_storage() if asked_by("safetensors") else super().untyped_storage()
 
     def share_memory_(self) -> Self:
         self.plain.share_memory_()
@@ -178,11 +190,6 @@ class KeptWeight(Tensor):
             return None
         gathered, made = all_gather.outputs(outputs, metadata)
         return QuantizedTensor(gathered, self.recipe, metadata.shape, param_dtype), made
-
-
-def _in_safetensors() -> bool:
-    """Whether the function that asks a weight is called by safetensors."""
-    return bool(sys._getframe(2).f_globals.get("__name__", "").startswith("safetensors."))
 
 
 def _plain(value: Any) -> Any:

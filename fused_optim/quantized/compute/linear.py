@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import MethodType
 from typing import Any, Self
 
 import torch
@@ -98,6 +99,8 @@ def convert(module: nn.Module) -> None:
     local = local_tensor(module.weight) if kept is None else kept
     if isinstance(local, QuantizedTensor | KeptWeight) and local.recipe.products is not None:
         module.__class__ = QuantizedLinear
+        if "_old_forward" in vars(module):  # what a hook of Accelerate calls, and bound before
+            vars(module)["_old_forward"] = MethodType(QuantizedLinear.forward, module)
         if local.recipe.products.delayed:
             assert isinstance(module, QuantizedLinear)
             module.keep_histories(local.device)

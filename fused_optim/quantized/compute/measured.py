@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -45,10 +46,19 @@ def gaining_sizes(kind: str, instead: str, part: Part = "sizes", table: Path = T
     Raises KeyError where the table has no times of them.
     """
     rows = json.loads(table.read_text()).get(part, [])
-    if not any(kind in row for row in rows):
+    timed = [(row, time) for row in rows if (time := _time(row, kind)) is not None]
+    if not timed:
         raise KeyError(kind)
-    gained = [row for row in rows if kind in row and instead in row and row[kind] < row[instead]]
+    gained = [row for row, time in timed if instead in row and time < row[instead]]
     return tuple(Size(row["rows"], row["inputs"], row["outputs"]) for row in gained)
+
+
+def _time(row: Mapping[str, float], kind: str) -> float | None:
+    """In ms. Scales by rows are those of activations: to keep a weight takes as much more time as with one scale."""
+    gathered, one_scale = kind.removesuffix(WEIGHTS_KEPT), f"tensor{WEIGHTS_KEPT}"
+    if kind not in row and kind.startswith("row") and {gathered, one_scale, "tensor"} <= row.keys():
+        return row[gathered] + row[one_scale] - row["tensor"]
+    return row.get(kind)
 
 
 def gains(size: Size, gaining: tuple[Size, ...]) -> bool:
@@ -66,6 +76,15 @@ def least_rows(kind: str, weight: tuple[int, ...], part: Part, instead: str) -> 
     return min((size.rows for size in known if size.inputs <= inputs and size.outputs <= outputs), default=None)
 
 
+@functools.cache
+def _is_measured(kind: str, part: Part) -> bool:
+    try:
+        gaining_sizes(kind, "BF16", part)
+    except KeyError:
+        return False
+    return True
+
+
 def slower_reason(
     kind: str, device: torch.device, rows: int, weight: tuple[int, ...], part: Part, instead: str
 ) -> str | None:
@@ -76,6 +95,8 @@ def slower_reason(
     if device.type == "cuda" and torch.cuda.get_device_capability(device) != CAPABILITY:
         return f"FP8 products were not measured on GPUs like this one: {ask}"
     least = least_rows(kind, weight, part, instead)
+    if least is None and not _is_measured(kind, part):
+        return f"FP8 products were not measured with {kind}: {ask}"
     if least is None:
         return f"FP8 products of this size were not measured to save time: {ask}"
     each = " of each expert" if part == "experts" else ""

@@ -71,7 +71,8 @@ def _other_dtype(dtype: torch.dtype, device: torch.device) -> str | None:
     if dtype == torch.bfloat16:
         return None
     name = str(dtype).removeprefix("torch.")
-    return f"it is {name}: only autocast or FSDP2's mixed precision to bfloat16 make its products FP8"
+    half = ", since torch has none of float16 with scales per row" if dtype == torch.float16 else ""
+    return f"it is {name}: only autocast or FSDP2's mixed precision to bfloat16 make its products FP8{half}"
 
 
 def _unsupported_at_all(local: QuantizedTensor, device: torch.device) -> str | None:

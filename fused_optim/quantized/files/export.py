@@ -61,9 +61,9 @@ def save_quantized_safetensors(
             ``Float8BlockScaling`` and ``MXFP8BlockScaling``; see ``layouts.py``.
         readers: ``"servers"``: layers that vLLM and SGLang join (queries, keys and values; gate and up) have one FP32
             scale in NVFP4, since these take one for all of them; their scales of blocks are rounded to E4M3 for it, by
-            2 ** -4 at most, but for the one with the most elements. ``"transformers"``: all bits are kept, and experts
-            that transformers does not decode, in compressed-tensors those with scales of blocks, are plain; NVFP4 in
-            models with experts is refused.
+            2 ** -4 at most, but for the one with the most elements. ``"transformers"``: all bits are kept, and what
+            transformers does not decode is plain: in compressed-tensors experts with scales of blocks, in ``"fp8"``
+            weights with 128 x 128 blocks of which the last ones are short; NVFP4 in models with experts is refused.
 
     A collective: all ranks call it. Raises on every rank if it fails on one: ValueError for weights that the layout
     does not have, and for adapters of PEFT, TypeError for shards with chunk lists of their own. Nothing has been
@@ -195,6 +195,8 @@ def _is_known(model: nn.Module, weight: Tensor, holders: list[Holder], layout: L
     """Whether a layout has words for a quantized weight where it is: for linear layers, and experts of one recipe."""
     recipe, first = local_weight(weight).recipe, holders[0]
     if any(holder.module is not first.module for holder in holders):
+        return False
+    if readers == "transformers" and not layouts.transformers_reads_blocks(recipe, layout, tuple(weight.shape)):
         return False
     if weight.dim() == 3:
         beside = (param for param in first.module.parameters(recurse=False) if param.dim() == 3)

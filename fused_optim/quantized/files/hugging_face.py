@@ -67,7 +67,7 @@ def _save_plain(
     **options: Any,
 ) -> None:
     state = decoded_state_dict(model.state_dict() if state_dict is None else state_dict)
-    type(model).save_pretrained(model, save_directory, is_main_process, state, **options)
+    type(model).save_pretrained(model, save_directory, is_main_process=is_main_process, state_dict=state, **options)
 
 
 def _save_quantized(

@@ -61,6 +61,14 @@ def transformers_reads_experts(recipe: Recipe, layout: Layout) -> bool:
     return layout == "fp8" or isinstance(recipe, Float8TensorScaling)
 
 
+def transformers_reads_blocks(recipe: Recipe, layout: Layout, shape: tuple[int, ...]) -> bool:
+    """As of 5.23.0, which takes the blocks of ``"fp8"`` to be equally large, where it decodes them."""
+    block = _block(recipe)
+    if layout == "compressed-tensors" or block is None:
+        return True
+    return all(size % each == 0 or size < each for size, each in zip(shape[-2:], block, strict=True))
+
+
 def components(recipe: Recipe) -> list[str]:
     """Those that files hold something of: histories are not needed to decode."""
     return [part.name for part in recipe.components if part.name != "amax_history"]

@@ -19,7 +19,7 @@ from fused_optim.quantized.model.selection import (
     Recipes,
     check_arguments,
     chosen_parameters,
-    warn_of_experts,
+    warn_of_plain,
 )
 
 _T = TypeVar("_T")
@@ -56,7 +56,7 @@ def quantized_model_init(
     _check_without_optimizer(chosen, _alive(optimizers))
     replace_parameters(models, chosen, keep_initial=True)
     if by_default:
-        warn_of_experts(models, stacklevel=4)
+        warn_of_plain(models, chosen, stacklevel=4)
 
 
 def _check_without_optimizer(chosen: Sequence[Chosen], optimizers: Sequence[Optimizer]) -> None:

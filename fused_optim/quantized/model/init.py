@@ -24,7 +24,7 @@ from fused_optim.quantized.model.selection import (
     Recipes,
     check_arguments,
     chosen_parameters,
-    warn_of_experts,
+    warn_of_plain,
 )
 from fused_optim.quantized.recipes import (
     WHOLE,
@@ -74,7 +74,8 @@ def quantize_model_(
             none matches stays plain.
         filter_fn: ``filter_fn(module, name) -> bool``: the modules whose ``weight`` is quantized. Default: every
             ``nn.Linear`` but output heads, by their names (``lm_head``), and what shares its weight with an
-            ``nn.Embedding``. Weights of experts that it leaves are named in a warning.
+            ``nn.Embedding``, and PEFT's adapters. A warning names weights of experts that stay plain, or says that no
+            weight is quantized.
         param_filter: instead, ``param_filter(param, name) -> bool``: the parameters, by their names in the model, such
             as the weights of experts (three dims: the first counts rows, as of all weights) and ``in_proj_weight``.
         keep_initial: keep the values that weights have now, until the optimizer has started its FP32 masters from them,
@@ -83,14 +84,14 @@ def quantize_model_(
     Raises:
         TypeError: for what is no recipe, for parameters that are not float32, bfloat16 or float16.
         ValueError: for a pattern that matches nothing, tied weights with several recipes, a weight that the recipe
-            cannot quantize, that is quantized already or is no parameter (parametrized modules), for a module without a
-            weight, or a model that is sharded or in DDP already. Nothing has been changed then.
+            cannot quantize, that is quantized already, offloaded by Accelerate, or no parameter (parametrized modules),
+            for a module without a weight, or a model that is sharded or in DDP already. Nothing has been changed then.
     """
     check_arguments(recipe, filter_fn, param_filter)
     chosen = chosen_parameters([model], recipe, filter_fn, param_filter)
     replace_parameters([model], chosen, keep_initial=keep_initial)
     if filter_fn is None and param_filter is None and not isinstance(recipe, Mapping):
-        warn_of_experts([model], stacklevel=3)
+        warn_of_plain([model], chosen, stacklevel=3)
     return model
 
 

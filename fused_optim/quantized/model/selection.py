@@ -18,7 +18,7 @@ from fused_optim.quantized.compute import GroupedLinear, grouped, measured, prod
 from fused_optim.quantized.compute.kept import kept_weight
 from fused_optim.quantized.recipes import Recipe, check_recipe
 from fused_optim.quantized.tensor import QuantizedTensor
-from fused_optim.roles import is_embedding, is_expert, is_head, is_router
+from fused_optim.roles import is_adapter, is_embedding, is_expert, is_head, is_router
 from fused_optim.sharding.dtensor import local_tensor
 
 Filter = Callable[[nn.Module, str], bool]
@@ -91,7 +91,18 @@ def chosen_parameters(
             raise ValueError(f"{each.name} is what torch.nn.utils.parametrize computes a parameter from; {_OTHERWISE}")
         if is_lazy(each.param):
             raise ValueError(f"{each.name} is not initialised: run a lazy module once before quantize_model_")
+        if _is_offloaded(each.module):
+            raise ValueError(
+                f"{each.name} is offloaded by Accelerate, to the CPU or to disk: load the model without such a "
+                "device_map, then quantize it, then offload it by dispatch_model or cpu_offload"
+            )
     return chosen
+
+
+def _is_offloaded(module: nn.Module) -> bool:
+    """Whether a hook of Accelerate replaces the module's parameters at each call, by those of a table."""
+    hook = getattr(module, "_hf_hook", None)
+    return any(getattr(each, "offload", False) for each in getattr(hook, "hooks", [hook]))
 
 
 _OTHERWISE = "remove_parametrizations makes it a parameter again, or leave it out by a filter"
@@ -105,6 +116,7 @@ def _filter(model: nn.Module, filter_fn: Filter | None, embedded: Set[int], of: 
     return lambda module, name: (
         isinstance(module, nn.Linear)
         and not is_head(name)
+        and not is_adapter(model, name)
         and id(module._parameters.get("weight")) not in embedded
         and (of is None or (module in of and _has_plain_weight(module)))
     )
@@ -126,8 +138,14 @@ def is_quantized(param: Tensor) -> bool:
     return isinstance(local_tensor(param), QuantizedTensor) or kept_weight(param) is not None
 
 
-def warn_of_experts(models: Sequence[nn.Module], stacklevel: int) -> None:
-    """Name the weights of experts that no filter and no pattern was asked about."""
+def warn_of_plain(models: Sequence[nn.Module], chosen: Sequence[Chosen], stacklevel: int) -> None:
+    """Name the weights of experts that no filter and no pattern was asked about; or tell that nothing was chosen."""
+    if models and not chosen:
+        warnings.warn(
+            "no weight is quantized: by default these are the weights of nn.Linear, except output heads and what is "
+            "tied to an embedding; pick others, as those of transformers' Conv1D (GPT-2), by filter_fn",
+            stacklevel=stacklevel,
+        )
     experts = [
         name
         for model in models
@@ -199,6 +217,8 @@ def _matches(name: str, pattern: str) -> bool:
 
 def _candidates(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
     for path, module in model.named_modules():
+        if is_adapter(model, path):
+            continue
         if isinstance(module, nn.Linear):
             yield module, "weight", _joined(path, "weight")  # which may be computed from others
         for key, param in module._parameters.items():
@@ -247,7 +267,7 @@ class UsualLayers:
 
 
 def _is_exception(model: nn.Module, name: str) -> bool:
-    return is_head(name) or is_router(model, name) or is_embedding(name)
+    return is_head(name) or is_router(model, name) or is_embedding(name) or is_adapter(model, name)
 
 
 def gains(recipe: Recipe, rows: int, table: str | os.PathLike[str] | None = None) -> Filter:

@@ -8,16 +8,20 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from fused_optim.quantized.recipes import Recipe
+
 # What torch calls with a function of ``torch.ops`` and its arguments, which are whatever that function takes.
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Handler = Callable[[OpOverload, Args, Kwargs], Any]
+_Tensor = TypeVar("_Tensor", bound=Tensor)
+NO_RECIPE = cast(Recipe, None)  # of what is made by :func:`as_parameter`, and has its own
 
 
 class OperatorKind(enum.Enum):
@@ -52,6 +56,25 @@ class Decodable(torch.Tensor):
     ) -> Any:
         handler = cls.handlers.get(func)
         return (_default_handler(func) if handler is None else handler)(func, args, kwargs or {})
+
+
+def as_parameter(kind: type[_Tensor], given: object, requires_grad: bool) -> _Tensor:
+    """A parameter, as ``nn.Parameter`` makes one: Accelerate calls the classes of parameters so, when it moves these.
+
+    Raises TypeError for plain values, which say nothing of a recipe.
+    """
+    if not isinstance(given, kind):
+        raise TypeError(
+            "plain values in the place of a quantized weight, whose recipe they do not tell: load_state_dict, "
+            "load_quantized_safetensors or from_pretrained within quantized_model_init load weights. Accelerate "
+            "offloads quantized weights to the CPU, not to disk, and with keep_weights=True not at all"
+        )
+    return cast(_Tensor, torch.nn.Parameter(given, requires_grad))
+
+
+def asked_by(package: str) -> bool:
+    """Whether the method that calls this is called by a module of a package."""
+    return bool(sys._getframe(2).f_globals.get("__name__", "").startswith(f"{package}."))
 
 
 Made = TypeVar("Made")

@@ -129,8 +129,8 @@ def view(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
 def _shows(weight: QuantizedTensor, shown: Tensor, func: OpOverload) -> WeightView:
     if shown.dtype != weight.dtype:
         raise TypeError(
-            f"{weight.prefix}{func}: a quantized weight has no memory to be seen as {shown.dtype}; "
-            "dequantize() gives a plain copy"
+            f"{weight.prefix}{func}: a quantized weight has no memory to be seen as {shown.dtype}, as "
+            "Accelerate writes weights to disk; dequantize() gives a plain copy, dequantize_model_(model) a plain model"
         )
     size, stride, offset = shown.shape, shown.stride(), int(shown.storage_offset())
     start, end = _touched_rows(weight, shown)

@@ -28,7 +28,7 @@ from fused_optim.quantized.recipes import (
 )
 from fused_optim.quantized.tensor import all_gather, patches
 from fused_optim.quantized.tensor.coverage import Region, joined
-from fused_optim.quantized.tensor.dispatch import Decodable, view_of
+from fused_optim.quantized.tensor.dispatch import NO_RECIPE, Decodable, as_parameter, view_of
 
 INITIAL = "initial"  # the component with high-precision initial values, until the optimizer has seeded its master
 INITIAL_COMPONENT = Component(INITIAL, torch.float32, (1, 1))
@@ -84,9 +84,9 @@ class Weight(Decodable):
     def __new__(
         cls,
         components: Components,
-        recipe: Recipe,
-        shape: Sequence[int],
-        dtype: torch.dtype,
+        recipe: Recipe = NO_RECIPE,
+        shape: Sequence[int] = (),
+        dtype: torch.dtype = torch.float32,
         transposed: bool = False,
         flat: bool = False,
         cut_from: tuple[Weight, int, int, int] | None = None,
@@ -94,7 +94,10 @@ class Weight(Decodable):
         padded_rows: int = 0,
         start: int = 0,
         split: Position | None = None,
+        requires_grad: bool | None = None,
     ) -> Self:
+        if requires_grad is not None:
+            return as_parameter(cls, components, requires_grad)
         patches.install()
         size = (math.prod(shape),) if flat else (shape[1], shape[0]) if transposed else shape
         strides = (1, shape[1]) if transposed else None
