@@ -238,6 +238,26 @@ def test_other_layers_are_called(change: Any, fused: list[int]) -> None:
     assert not fused
 
 
+def test_hooks_of_all_modules_see_the_layers(fused: list[int]) -> None:
+    model, seen = model_of(RECIPES["one scale"]), []
+    with nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module)):
+        model(matrix(ROWS, INPUTS))
+    assert seen == [model.gate, model.up, model.down, model] and not fused
+
+
+@pytest.mark.parametrize("name", ["gate", "up", "down"])
+def test_layers_of_which_one_does_not_train_keep_their_histories(name: str, fused: list[int]) -> None:
+    """It measures; the other ones have delayed scales, which the first pass begins."""
+    model = model_of(RECIPES["delayed"])
+    other = copy.deepcopy(model)
+    for step in range(3):
+        for each in (model, other):
+            each.get_submodule(name).train(step == 0)
+        pair = matrix(ROWS, INPUTS, 2 * step), matrix(ROWS, INPUTS, 2 * step + 1)
+        assert_equal(results(model, model, *pair), results(other, as_written, *pair))
+    assert not fused
+
+
 @pytest.mark.parametrize("recipe", [None, Float8CurrentScaling(), RECIPES["one scale"]])
 def test_layers_with_biases_and_layers_that_decode_are_called(recipe: Recipe | None, fused: list[int]) -> None:
     model = model_of(recipe, bias=recipe is not None and recipe.products == FORMATS["one scale"])

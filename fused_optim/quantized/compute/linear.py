@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.nn.modules.module import _has_any_global_hook
 
 from fused_optim.quantized.compute import casts, products
 from fused_optim.quantized.compute.autograd import (
@@ -51,10 +52,11 @@ class QuantizedLinear(nn.Linear):
 
     @property
     def only_multiplies(self) -> bool:
-        """Whether calling it is no more than a product with its weight: hooks, and a forward() that somebody has
-        replaced, may do anything."""
+        """Whether calling it is no more than a product with its weight: hooks, its own and those of all modules, and a
+        forward() that somebody has replaced, may do anything."""
         hooks = self._forward_pre_hooks, self._forward_hooks, self._backward_pre_hooks, self._backward_hooks
-        return self.bias is None and not any(hooks) and "forward" not in self.__dict__
+        hooked = any(hooks) or _has_any_global_hook()
+        return self.bias is None and not hooked and "forward" not in self.__dict__
 
     def forward(self, input: Tensor) -> Tensor:
         compiles = torch.compiler.is_compiling()

@@ -38,23 +38,23 @@ def swiglu_mlp(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Te
     In training, layers are fused that ``quantize_model_`` has made compute in FP8, by one recipe, if all their products
     run in FP8, with one scale, scales per row or blocks, and if no layer has a bias, a frozen weight, or hooks (so do
     not ``fully_shard`` each layer on its own). Everything else calls the layers. Fused, ``silu(gate) * up`` is rounded
-    to BF16 once, as in compiled code; PyTorch's operations round twice in eager mode.
+    to BF16 once, as in compiled code; PyTorch's operations round twice in eager mode. A delayed scale of ``x`` is that
+    of ``gate``, for both.
     """
-    layers = [layer for layer in (gate, up, down) if _may_be_fused(layer)]
-    if len(layers) < 3 or gate is up:
+    layers = [layer for layer in (gate, up, down) if isinstance(layer, QuantizedLinear) and _may_be_fused(layer)]
+    if len(layers) < 3 or gate is up or len({layer.delays_now for layer in layers}) > 1:
         out: Tensor = down(nn.functional.silu(gate(x)) * up(x))
         return out
     weights: list[Tensor] = []
     histories: list[Tensor | None] = []
     for layer in layers:
-        assert isinstance(layer, QuantizedLinear)
         weights.append(layer.weight)
         histories += (layer.activation_history, layer.gradient_history) if layer.delays_now else (None, None)
     run = torch.ops.fused_optim.swiglu_mlp if torch.compiler.is_compiling() else _swiglu_mlp
     return cast(Tensor, run(x, *weights, *histories))
 
 
-def _may_be_fused(layer: nn.Module) -> bool:
+def _may_be_fused(layer: QuantizedLinear) -> bool:
     """As far as the module knows. A layer whose delayed scales have not begun measures them on its own."""
     return type(layer) is QuantizedLinear and layer.only_multiplies and not (layer.delays and layer.begins)
 
