@@ -109,6 +109,7 @@ _ALWAYS = (
     "torch.distributed.fsdp._flat_param.FlatParameter._is_flat_param",
     # checkpoints: what writes and reads them, and names in their pickles
     "torch._utils._rebuild_tensor_v2",
+    "torch._weights_only_unpickler._get_allowed_globals",
     "torch.distributed._state_dict_utils._broadcast_tensors",
     "torch.distributed._state_dict_utils._iterate_state_dict",
     "torch.distributed.checkpoint._nested_dict.flatten_state_dict",

@@ -261,14 +261,14 @@ def _without_step_hooks(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _with_texts(loaded: Any, saved: Any) -> Any:
-    """What torch.optim has made of tensors, and all else as it was saved."""
-    if isinstance(saved, Tensor):
+    """What torch.optim has made of saved values, with their texts; what the optimizer itself has put there stays."""
+    if type(loaded) is not type(saved):
         return loaded
     if isinstance(saved, dict):
-        return {key: _with_texts(loaded[key], item) for key, item in saved.items()}
-    if isinstance(saved, list | tuple):
+        return {key: _with_texts(item, saved[key]) if key in saved else item for key, item in loaded.items()}
+    if isinstance(saved, list | tuple) and len(loaded) == len(saved):
         return type(saved)(_with_texts(*pair) for pair in zip(loaded, saved, strict=True))
-    return saved
+    return saved if isinstance(saved, str) else loaded
 
 
 def _copied_group(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,15 @@ def muon_names(named: Sequence[tuple[str, Tensor]], algorithm: str) -> set[str]:
     return {name for name, is_muons in found.items() if is_muons}
 
 
+def known_names(named: Sequence[tuple[str, Tensor]], muon: Collection[str]) -> set[str]:
+    """The names that were given of parameters under Muon. Raises ValueError for others than the parameters' names."""
+    if isinstance(muon, str):
+        raise ValueError(f"muon: expected a collection of names, got {muon!r}")
+    if unknown := sorted(set(muon) - {name for name, _ in named}):
+        raise ValueError(f"muon: there are no parameters {some_of(unknown)}")
+    return set(muon)
+
+
 def optimizer_of(named: Sequence[tuple[str, Tensor]], muon: Collection[str], **options: Any) -> ShardedOptimizer:
     """FusedMuon if some parameters are under Muon, else FusedAdamW."""
     if not muon:

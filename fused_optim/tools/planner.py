@@ -21,7 +21,7 @@ from fused_optim.state.summary import aligned, shown_bytes
 from fused_optim.tools.counting import FORMS, HELD, Choice, Counted
 from fused_optim.tools.encoding import known_format
 from fused_optim.tools.models import Named
-from fused_optim.tools.muon_plan import algorithm_counts, muon_facts, muon_names, optimizer_of
+from fused_optim.tools.muon_plan import algorithm_counts, known_names, muon_facts, muon_names, optimizer_of
 from fused_optim.tools.names import MASTER_BITS, STATES, rates_of
 from fused_optim.tools.simulation import sharded_parameter, simulated
 
@@ -100,7 +100,7 @@ def plan_parameters(
         raise ValueError(f"offload: expected a number in [0, 1], got {offload}")
     if not params:
         raise ValueError("there are no parameters to plan for")
-    under_muon = muon_names(params, algorithm) if muon is None else muon
+    under_muon = muon_names(params, algorithm) if muon is None else known_names(params, muon)
     counted = Counted(params, under_muon)
     rows = [counted.row(choice, rates, offload) for choice in _choices(params, chosen)]
     rows.sort(key=lambda row: row["bytes"]["total"])

@@ -393,6 +393,29 @@ def test_texts_in_states(tmp_path: Path) -> None:
     assert loaded["notes"] == {"seen": 7, "of": ["a", ("b", 1.5)]}
 
 
+class Rearranging(AdamW):
+    """Whose states look otherwise once they are loaded."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for states in self.state.values():
+            states.update(mode=3, window=states["window"][-1:], notes={"new": True}, none=None)
+
+
+def test_texts_replace_nothing_that_optimizers_put_there(tmp_path: Path) -> None:
+    param, again = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    optimizer, other = Rearranging(param.parameters()), Rearranging(again.parameters())
+    param.weight.grad = torch.ones(2, 2)
+    optimizer.step()
+    optimizer.state[param.weight].update(mode="warm", window=["a", "b"], notes={"old": "text"}, none=["x"], text="kept")
+    with Checkpointer(param, optimizer, tmp_path, sigterm=False) as checkpointer:
+        checkpointer.save(1)
+    assert Checkpointer(again, other, tmp_path, sigterm=False).load_latest() == 1
+    loaded = other.state[again.weight]
+    assert (loaded["mode"], loaded["notes"], loaded["none"]) == (3, {"new": True}, None)
+    assert len(loaded["window"]) == 1 and loaded["text"] == "kept"
+
+
 @pytest.mark.parametrize("saved, loaded, how, match", REFUSED, ids=lambda value: getattr(value, "__name__", None))
 def test_what_does_not_fit_is_refused(saved: str, loaded: str, how: Any, match: str, tmp_path: Path) -> None:
     """On every rank, in one line, before anything was changed."""

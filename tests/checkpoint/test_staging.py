@@ -189,6 +189,15 @@ def test_buffers_are_used_again_once_nobody_has_them() -> None:
     assert [staged["x"][0].item() for staged in (third, fourth, fifth)] == [3.0, 4.0, 5.0]
 
 
+def test_memory_of_inference_mode_serves_others() -> None:
+    stager, source = PinnedStager(), torch.zeros(3)
+    for inference in (True, False):
+        source += 1
+        with torch.inference_mode(inference):
+            assert torch.equal(stager.stage({"a": source}).result()["a"], source)
+        gc.collect()
+
+
 def test_memory_is_allocated_before_the_first_save(monkeypatch: pytest.MonkeyPatch) -> None:
     stager, state = PinnedStager(), {"x": torch.ones(5000), "y": [torch.ones(3)]}
     stager.prepare(state).result()

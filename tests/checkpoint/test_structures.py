@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,19 @@ def test_extras_without_data_are_not_saved(value: Any, tmp_path: Path) -> None:
     checkpointer.save(1)
     with pytest.raises(RuntimeError, match=r"extra mine\.value: expected tensors"):
         checkpointer.wait()
+
+
+def test_what_torch_itself_admits_may_be_registered(tmp_path: Path) -> None:
+    """As other packages do, for all that they name."""
+    model, optimizer = built("plain")
+    extra = Extra(torch.eye(2).to_sparse())
+    checkpointer = Checkpointer(model, optimizer, tmp_path, extra={"mine": extra}, sigterm=False)
+    with torch.serialization.safe_globals([OrderedDict, set]):
+        checkpointer.save(1)
+        checkpointer.wait()
+    extra.value = None
+    assert checkpointer.load_latest() == 1
+    assert torch.equal(extra.value.to_dense(), torch.eye(2))
 
 
 # --- tied parameters ------------------------------------------------------------------------------------------------

@@ -338,3 +338,9 @@ def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "A step is bound by the products, whose time is not predicted" in shown and "A step sends " in shown
     with pytest.raises(SystemExit, match="params: Muon's work depends on the shapes"):
         run("plan", "--params", "8B", "--algorithm", "muon")
+
+
+@pytest.mark.parametrize("muon, match", [(["nope"], "no parameters nope"), ("weight", "a collection of names")])
+def test_names_under_muon_that_cannot_be(muon: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=f"muon: .*{match}"):
+        plan_parameters([("weight", nn.Parameter(torch.zeros(4, 4, device="meta")))], muon=muon)

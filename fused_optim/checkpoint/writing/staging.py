@@ -87,6 +87,7 @@ class PinnedStager(AsyncStager):
         rebuilt: dict[str, Any] = sources.rebuild(tree, without_memory)
         return rebuilt
 
+    @torch.inference_mode(False)  # the memory would be for no other mode
     @torch.no_grad()
     def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
         """The copy of ``state_dict``, in a future that is done when nothing of the original is needed any more."""
