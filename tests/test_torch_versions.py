@@ -19,8 +19,8 @@ from sources import own_attributes
 
 PACKAGE, ROOT = Path(fused_optim.__file__).parent, Path(__file__).parents[1]
 RELEASE = ".".join(torch.__version__.split(".")[:2])
-# Private attributes of what is not torch's: of the standard library, and of Megatron.
-OTHERS = {"_exit", "_register_atexit", "_fields", "_getframe", "_replace", "_param_name", "_shard_order"}
+# Private attributes of what is not torch's: of the standard library, Megatron and Accelerate.
+OTHERS = {"_exit", "_register_atexit", "_fields", "_getframe", "_replace", "_param_name", "_shard_order", "_hf_hook"}
 LISTED = tuple(f"{name}." for name in PRIVATE)
 
 

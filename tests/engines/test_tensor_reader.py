@@ -158,7 +158,7 @@ def test_the_same_objects() -> None:
 @pytest.mark.parametrize("has_engine", [True, False])
 def test_the_same_objects_without_keeping_them(has_engine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not has_engine:
-        monkeypatch.setattr(compiled, "_any_engine", lambda: None)
+        monkeypatch.setattr(compiled, "any_engine", lambda: None)
     a, b = torch.ones(2), torch.ones(2)
     objects = compiled.Identities([a, b])
     assert objects.are([a, b]) and objects.are((a, b))
