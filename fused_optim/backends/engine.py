@@ -281,8 +281,7 @@ class CudaEngine(Engine, Protocol):
         scaling: int,
         power_of_two: bool,
         tiles: bool,
-        device: int,
-        stream: int,
+        **where: int,
     ) -> None: ...
     def matrix_product(
         self,

@@ -92,12 +92,12 @@ def load_object(file: Path | IO[bytes], what: str, admits_registered: bool = Tru
 
 def _registered_by_others() -> set[str]:
     """What packages other than this one have passed to ``torch.serialization.add_safe_globals``, beside torch's own."""
-    found = set()
+    found: set[str] = set()
     for each in torch.serialization.get_safe_globals():
         name = each[1] if isinstance(each, tuple) else f"{each.__module__}.{each.__qualname__}"
         if name.partition(".")[0] not in ("torch", "fused_optim"):
             found.add(name)
-    return found - torch._weights_only_unpickler._get_allowed_globals().keys()
+    return found.difference(torch._weights_only_unpickler._get_allowed_globals())
 
 
 def _check_archive(file: Path | IO[bytes]) -> set[str]:
