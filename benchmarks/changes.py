@@ -137,7 +137,7 @@ def take(model: Weights, optimizer: FusedAdamW, device: torch.device) -> dict[st
         "take_returns_ms": statistics.median(on_host),
         "take_device_ms": sum(map(sum, launched.values())),
         "take_launches": sum(map(len, launched.values())),
-        "take_slowest": {name.split("(")[0][-60:]: [len(each), sum(each)] for name, each in slowest},
+        "take_slowest": {name[:100]: [len(each), sum(each)] for name, each in slowest},
         "changed": changed,
     }
 

@@ -123,7 +123,7 @@ def _by_engine(engine: Engine, tensors: Sequence[MarkedTensor], device: torch.de
     whole = [0 < total == row[1] for row, total in zip(rows, totals, strict=True)]
     every = torch.arange(max(compress(totals, whole), default=0), device=device)
     listed = [0 if is_whole else total for is_whole, total in zip(whole, totals, strict=True)]
-    indices = torch.empty(sum(listed), dtype=torch.int64, device=device).split(listed)
+    indices = _split(listed, torch.int64, device)
     values = _side_by_side([each.values for each in tensors], totals)
     targets = [
         (0 if is_whole else of_indices.data_ptr(), of_values.data_ptr()) if total else (0, 0)
@@ -146,5 +146,14 @@ def _side_by_side(like: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]
     for tensor, numel in zip(like, numels, strict=True):
         sizes.setdefault(tensor.dtype, []).append(numel)
     device = like[0].device
-    new = {dtype: iter(torch.empty(sum(own), dtype=dtype, device=device).split(own)) for dtype, own in sizes.items()}
+    new = {dtype: iter(_split(own, dtype, device)) for dtype, own in sizes.items()}
     return [next(new[tensor.dtype]) for tensor in like]
+
+
+def _split(numels: Sequence[int], dtype: torch.dtype, device: torch.device) -> Sequence[Tensor]:
+    """Parts of one new tensor. It has up to an eighth more room: takes of about as much find the same memory."""
+    total = sum(numels)
+    step = 1 << max(total.bit_length() - 4, 0)
+    room = torch.empty(-(-total // step) * step, dtype=dtype, device=device)
+    parts: Sequence[Tensor] = room.narrow(0, 0, total).split(list(numels))
+    return parts
