@@ -14,8 +14,8 @@ constexpr uint32_t kProductMultiple = 8;  // of sizes: rows of 16 bytes, which a
 // matrices of a batch lie one behind the other. A result's bits depend on its own matrices alone.
 //
 // left: (rows, inner), or if `left_transposed` (inner, rows); right: (inner, columns), or if `right_transposed`
-// (columns, inner). addend, result: (rows, columns). `symmetric`: the result is, so what lies above its blocks of
-// 256 x 256 on the diagonal is copied from below.
+// (columns, inner). addend, result: (rows, columns). `symmetric`: the result is, so what lies above its boxes of
+// 64 x 64 on the diagonal is copied from below.
 struct MatrixProduct {
     uint64_t left;
     uint64_t right;
