@@ -123,6 +123,14 @@ __device__ __forceinline__ void store_transposed(uint32_t address, const uint32_
                  : "memory");
 }
 
+// The other way round, of what the copy engine has written.
+__device__ __forceinline__ void load_matrices(uint32_t address, uint32_t* values) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(values[0]), "=r"(values[1]), "=r"(values[2]), "=r"(values[3])
+                 : "r"(address)
+                 : "memory");
+}
+
 // --- products --------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -152,31 +160,31 @@ __device__ __forceinline__ void wait_for_products() {
     ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
     "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 // Their names, then those of the other operands, which follow them.
-#define FUSED_OPTIM_MULTIPLY(columns, names, left_name, right_name, adds_name, left_form, right_form, ...)    \
-    asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " adds_name ", 0;\n"                                \
+#define FUSED_OPTIM_MULTIPLY(columns, names, left_name, right_name, left_form, right_form, ...) \
+    asm volatile("{\n.reg .pred adds;\nsetp.eq.b32 adds, 0, 0;\n"                                              \
                  "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32.f16.f16 {" names "}, "                  \
                  left_name ", " right_name ", adds, 1, 1, " left_form ", " right_form ";\n}"                  \
                  : __VA_ARGS__                                                                                \
-                 : "l"(left), "l"(right), "r"(static_cast<int>(adds)), "n"(left_across), "n"(right_across))
+                 : "l"(left), "l"(right), "n"(left_across), "n"(right_across))
 // clang-format on
 
-// sums (64 x 64 * boxes) += left (64 x 16) * right (16 x 64 * boxes), FP16; or only their product if not `adds`. A thread
+// sums (64 x 64 * boxes) += left (64 x 16) * right (16 x 64 * boxes), FP16. A thread
 // has 32 of each 64 x 64: of 8 columns, four. The others of `sums` are left alone.
 // `left_across`, `right_across`: rows of the left factor, columns of the right one are what is contiguous.
 template <int boxes, bool left_across, bool right_across>
-__device__ __forceinline__ void multiply(float (&sums)[128], uint64_t left, uint64_t right, bool adds) {
+__device__ __forceinline__ void multiply(float (&sums)[128], uint64_t left, uint64_t right) {
     static_assert(boxes >= 1 && boxes <= 4);
     if constexpr (boxes == 1)
-        FUSED_OPTIM_MULTIPLY("64", FUSED_OPTIM_NAMES_0, "%32", "%33", "%34", "%35", "%36", FUSED_OPTIM_SUMS_32(0));
+        FUSED_OPTIM_MULTIPLY("64", FUSED_OPTIM_NAMES_0, "%32", "%33", "%34", "%35", FUSED_OPTIM_SUMS_32(0));
     if constexpr (boxes == 2)
-        FUSED_OPTIM_MULTIPLY("128", FUSED_OPTIM_NAMES_0 FUSED_OPTIM_NAMES_1, "%64", "%65", "%66", "%67", "%68",
+        FUSED_OPTIM_MULTIPLY("128", FUSED_OPTIM_NAMES_0 FUSED_OPTIM_NAMES_1, "%64", "%65", "%66", "%67",
                              FUSED_OPTIM_SUMS_32(0), FUSED_OPTIM_SUMS_32(32));
     if constexpr (boxes == 3)
         FUSED_OPTIM_MULTIPLY("192", FUSED_OPTIM_NAMES_0 FUSED_OPTIM_NAMES_1 FUSED_OPTIM_NAMES_2, "%96", "%97", "%98",
-                             "%99", "%100", FUSED_OPTIM_SUMS_32(0), FUSED_OPTIM_SUMS_32(32), FUSED_OPTIM_SUMS_32(64));
+                             "%99", FUSED_OPTIM_SUMS_32(0), FUSED_OPTIM_SUMS_32(32), FUSED_OPTIM_SUMS_32(64));
     if constexpr (boxes == 4)
         FUSED_OPTIM_MULTIPLY("256", FUSED_OPTIM_NAMES_0 FUSED_OPTIM_NAMES_1 FUSED_OPTIM_NAMES_2 FUSED_OPTIM_NAMES_3,
-                             "%128", "%129", "%130", "%131", "%132", FUSED_OPTIM_SUMS_32(0), FUSED_OPTIM_SUMS_32(32),
+                             "%128", "%129", "%130", "%131", FUSED_OPTIM_SUMS_32(0), FUSED_OPTIM_SUMS_32(32),
                              FUSED_OPTIM_SUMS_32(64), FUSED_OPTIM_SUMS_32(96));
 }
 

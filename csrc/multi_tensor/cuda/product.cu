@@ -12,6 +12,7 @@
 #include <atomic>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "cuda/device.h"
 #include "cuda/hopper.cuh"
@@ -41,8 +42,7 @@ struct Factors {
     CUtensorMap left;
     CUtensorMap right;
     CUtensorMap result;
-    const __half* addend;
-    uint32_t rows, columns, inner;
+    uint32_t inner;
     float alpha, beta, gamma;
     ProductBlocks blocks;
     bool to_bfloat16;
@@ -135,10 +135,15 @@ struct Part {
     }
 };
 
-template <bool has_addend>
+// Where a thread's row is in a box, of the two times two matrices of 8 x 8 that are a warp's 16 rows of 16 columns.
+__device__ __forceinline__ uint32_t place_of_pair(uint32_t box, uint32_t warp, uint32_t lane, uint32_t pair) {
+    return hopper::swizzled(box, 16 * warp + lane % 16, 2 * pair + lane / 16);
+}
+
+template <bool adds_left>
 __device__ __forceinline__ void write(const Factors& f, const SharedMemory& shared, const Part& part,
                                       uint32_t warpgroup, float (&sums)[128],
-                                      const uint32_t (&addend)[has_addend ? 64 : 1]) {
+                                      const uint32_t (&added)[adds_left ? 64 : 1]) {
     const uint32_t thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
     const uint32_t plain = shared.result(warpgroup), transposed = plain + kBoxBytes;
 #pragma unroll
@@ -163,16 +168,16 @@ __device__ __forceinline__ void write(const Factors& f, const SharedMemory& shar
             for (uint32_t i = 0; i < 4; ++i) {  // rows 0 to 7, 8 to 15; the next columns
                 const uint32_t eight = 8 * box + 2 * pair + i / 2;
                 float low = sums[4 * eight + 2 * (i % 2)], high = sums[4 * eight + 2 * (i % 2) + 1];
-                if constexpr (has_addend) {
-                    __half2 added;
-                    memcpy(&added, &addend[2 * eight + i % 2], 4);
-                    low += f.beta * __low2float(added);
-                    high += f.beta * __high2float(added);
+                if constexpr (adds_left) {
+                    __half2 own;
+                    memcpy(&own, &added[2 * eight + i % 2], 4);
+                    low += f.beta * __low2float(own);
+                    high += f.beta * __high2float(own);
                 }
                 values[i] = packed(low, high, f.to_bfloat16);
             }
             const uint32_t matrix = lane / 8, half = matrix % 2, eight = 2 * pair + matrix / 2;
-            hopper::store_matrices(hopper::swizzled(plain, 16 * warp + 8 * half + lane % 8, eight), values);
+            hopper::store_matrices(place_of_pair(plain, warp, lane, pair), values);
             if (mirrored) {
                 hopper::store_transposed(hopper::swizzled(transposed, 8 * eight + lane % 8, 2 * warp + half), values);
             }
@@ -188,18 +193,12 @@ __device__ __forceinline__ void write(const Factors& f, const SharedMemory& shar
     }
 }
 
-// As the sums lie in registers: of every 8 columns, two of one row, and of the row 8 below.
-__device__ __forceinline__ void load_addend(uint32_t (&addend)[64], const Factors& f, const Part& part) {
-    const uint32_t lane = threadIdx.x % 32;
-    const uint32_t row = part.row + 16 * (threadIdx.x % 128 / 32) + lane / 4;
-    const uint32_t column = part.column + 2 * (lane % 4);
-    const __half* const first = f.addend + (static_cast<uint64_t>(part.matrix) * f.rows + row) * f.columns + column;
+// What a slice of the left factor holds of the addend: 64 rows and columns, as the sums lie in registers.
+__device__ __forceinline__ void load_addend(uint32_t* added, uint32_t left) {
+    const uint32_t warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
 #pragma unroll
-    for (uint32_t i = 0; i < 64; ++i) {
-        const bool is_there = i / 16 < part.boxes && row + 8 * (i % 2) < f.rows && column + 8 * (i / 2) < f.columns;
-        const __half* const own = first + static_cast<uint64_t>(8 * (i % 2)) * f.columns + 8 * (i / 2);
-        addend[i] = is_there ? __ldg(reinterpret_cast<const unsigned int*>(own)) : 0;
-    }
+    for (uint32_t pair = 0; pair < 4; ++pair)
+        hopper::load_matrices(place_of_pair(left, warp, lane, pair), added + 4 * pair);
 }
 
 // Which slices a warpgroup has multiplied by and not released yet.
@@ -213,8 +212,9 @@ struct Slices {
     }
 };
 
-template <int boxes, bool left_transposed, bool right_transposed>
-__device__ __forceinline__ void sum_up(float (&sums)[128], Slices& slices, const Factors& f, const SharedMemory& shared,
+template <int boxes, bool left_transposed, bool right_transposed, bool adds_left>
+__device__ __forceinline__ void sum_up(float (&sums)[128], uint32_t (&added)[adds_left ? 64 : 1], Slices& slices,
+                                       const Factors& f, const SharedMemory& shared, uint32_t first_column,
                                        uint32_t warpgroup) {
     constexpr uint32_t kLeftStep = left_transposed ? 16 * 128 : 32;  // bytes to the next 16 of the inner dimension
     constexpr uint32_t kRightStep = right_transposed ? 32 : 16 * 128;
@@ -227,9 +227,15 @@ __device__ __forceinline__ void sum_up(float (&sums)[128], Slices& slices, const
         for (uint32_t i = 0; i < kDepth / 16; ++i) {
             hopper::multiply<boxes, left_transposed, !right_transposed>(
                 sums, hopper::describe(left + i * kLeftStep, kBoxBytes),
-                hopper::describe(right + i * kRightStep, kBoxBytes), k > 0 || i > 0);
+                hopper::describe(right + i * kRightStep, kBoxBytes));
         }
         hopper::commit_products();
+        if constexpr (adds_left) {
+#pragma unroll
+            for (uint32_t box = 0; box < boxes; ++box) {
+                if (k == first_column + 64 * box) load_addend(&added[16 * box], left);
+            }
+        }
         if (k > 0) {
             hopper::wait_for_products<1>();
             slices.release(shared);
@@ -239,28 +245,31 @@ __device__ __forceinline__ void sum_up(float (&sums)[128], Slices& slices, const
     slices.release(shared);
 }
 
-template <bool left_transposed, bool right_transposed, bool has_addend>
+template <bool left_transposed, bool right_transposed, bool adds_left>
 __device__ __forceinline__ void multiply_all(const Factors& f, const SharedMemory& shared, uint32_t block,
                                              uint32_t cluster) {
     const uint32_t warpgroup = threadIdx.x / 128 - 1;
     Slices slices;
     for (uint32_t i = 0, number; (number = f.blocks.number(cluster, i)) != kNoBlock; ++i) {
         const Part part(f, f.blocks.place(number), block, warpgroup);
-        uint32_t addend[has_addend ? 64 : 1];
-        if constexpr (has_addend) load_addend(addend, f, part);
+        uint32_t added[adds_left ? 64 : 1] = {};
         float sums[128] = {};
+        auto sum = [&](auto boxes) {
+            sum_up<boxes, left_transposed, right_transposed, adds_left>(sums, added, slices, f, shared, part.column,
+                                                                        warpgroup);
+        };
         switch (part.boxes) {
-            case 1: sum_up<1, left_transposed, right_transposed>(sums, slices, f, shared, warpgroup); break;
-            case 2: sum_up<2, left_transposed, right_transposed>(sums, slices, f, shared, warpgroup); break;
-            case 3: sum_up<3, left_transposed, right_transposed>(sums, slices, f, shared, warpgroup); break;
-            default: sum_up<4, left_transposed, right_transposed>(sums, slices, f, shared, warpgroup);
+            case 1: sum(std::integral_constant<int, 1>()); break;
+            case 2: sum(std::integral_constant<int, 2>()); break;
+            case 3: sum(std::integral_constant<int, 3>()); break;
+            default: sum(std::integral_constant<int, 4>());
         }
-        write<has_addend>(f, shared, part, warpgroup, sums, addend);
+        write<adds_left>(f, shared, part, warpgroup, sums, added);
     }
     if (threadIdx.x % 128 == 0) hopper::wait_for_stores();
 }
 
-template <bool left_transposed, bool right_transposed, bool has_addend>
+template <bool left_transposed, bool right_transposed, bool adds_left>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreadsOfProduct, 1)
     matrix_product(const __grid_constant__ Factors f) {
     extern __shared__ uint8_t memory[];
@@ -282,7 +291,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreadsOfProduct, 1
         if (threadIdx.x == 0) fetch<left_transposed, right_transposed>(f, shared, block, cluster);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-        multiply_all<left_transposed, right_transposed, has_addend>(f, shared, block, cluster);
+        multiply_all<left_transposed, right_transposed, adds_left>(f, shared, block, cluster);
     }
     __syncwarp();
     hopper::sync_cluster();  // the other thread block may write here and arrive at barriers until then
@@ -338,9 +347,9 @@ cudaLaunchConfig_t launch_config(uint32_t clusters, cudaStream_t stream) {
 }
 
 // How many clusters run at once, which results do not depend on. The kernel is loaded then.
-template <bool left_transposed, bool right_transposed, bool has_addend>
+template <bool left_transposed, bool right_transposed, bool adds_left>
 uint32_t clusters_at_once(int device) {
-    constexpr auto kernel = matrix_product<left_transposed, right_transposed, has_addend>;
+    constexpr auto kernel = matrix_product<left_transposed, right_transposed, adds_left>;
     static std::atomic<int> known[kMaxDevices] = {};  // by device
     std::atomic<int>& clusters = known[std::min(device, kMaxDevices - 1)];
     if (int count = clusters.load(std::memory_order_relaxed)) return static_cast<uint32_t>(count);
@@ -353,12 +362,12 @@ uint32_t clusters_at_once(int device) {
     return static_cast<uint32_t>(count);
 }
 
-template <bool left_transposed, bool right_transposed, bool has_addend>
+template <bool left_transposed, bool right_transposed, bool adds_left>
 void launch(Factors& factors, const MatrixProduct& p, int device, cudaStream_t stream) {
     factors.blocks = share_blocks(p.batch, p.rows, p.columns, p.symmetric,
-                                  clusters_at_once<left_transposed, right_transposed, has_addend>(device));
+                                  clusters_at_once<left_transposed, right_transposed, adds_left>(device));
     const cudaLaunchConfig_t config = launch_config(factors.blocks.clusters, stream);
-    check_cuda(cudaLaunchKernelEx(&config, matrix_product<left_transposed, right_transposed, has_addend>, factors),
+    check_cuda(cudaLaunchKernelEx(&config, matrix_product<left_transposed, right_transposed, adds_left>, factors),
                kName, device);
 }
 
@@ -415,9 +424,6 @@ void matrix_product_cuda(const MatrixProduct& p, int device, uint64_t stream_han
     Factors factors{map_of_factor(p.left, p.left_transposed, p, p.rows, 64, device),
                     map_of_factor(p.right, !p.right_transposed, p, p.columns, kRows, device),
                     map_of(p.result, p.batch, p.rows, p.columns, 64, device),
-                    reinterpret_cast<const __half*>(p.addend),
-                    p.rows,
-                    p.columns,
                     p.inner,
                     p.alpha,
                     p.beta,
@@ -425,11 +431,11 @@ void matrix_product_cuda(const MatrixProduct& p, int device, uint64_t stream_han
                     {},
                     p.result_type == Element::kBFloat16};
     if (!p.left_transposed && !p.right_transposed)
-        return p.addend ? launch<false, false, true>(factors, p, device, stream)
-                        : launch<false, false, false>(factors, p, device, stream);
-    if (p.left_transposed && !p.right_transposed && !p.addend)
+        return p.beta != 0.0f ? launch<false, false, true>(factors, p, device, stream)
+                              : launch<false, false, false>(factors, p, device, stream);
+    if (p.left_transposed && !p.right_transposed && p.beta == 0.0f)
         return launch<true, false, false>(factors, p, device, stream);
-    if (!p.left_transposed && p.right_transposed && !p.addend)
+    if (!p.left_transposed && p.right_transposed && p.beta == 0.0f)
         return launch<false, true, false>(factors, p, device, stream);
     throw std::invalid_argument("fused_optim: matrix_product: there is no such form");
 }

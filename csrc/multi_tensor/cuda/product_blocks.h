@@ -21,9 +21,9 @@ struct Place {
 // different numbers of both, such that all are done at about the same time: first each makes `rounds` whole blocks,
 // then `halving` clusters make those on diagonals, and the others the rest of the whole ones.
 struct ProductBlocks {
-    uint32_t down, across;         // of one result
-    uint32_t whole, halved;        // how many there are in all results, and how they are numbered: whole ones first
-    uint32_t whole_in_one;         // result
+    uint32_t down, across;   // of one result
+    uint32_t whole, halved;  // how many there are in all results, and how they are numbered: whole ones first
+    uint32_t whole_in_one;   // result
     uint32_t clusters, rounds, halving;
 
     // The i-th block of a cluster; kNoBlock: it has made all of its own.
@@ -69,8 +69,8 @@ inline ProductBlocks share_blocks(uint32_t batch, uint32_t rows, uint32_t column
         const uint32_t left = b.whole - rounds * b.clusters;
         for (uint32_t halving = left ? b.clusters - 1 : b.clusters; halving > 0; --halving) {
             const uint32_t others = b.clusters - halving;
-            const uint32_t time = std::max(kHalvedTime * ceil_div(b.halved, halving),
-                                           kWholeTime * (left ? ceil_div(left, others) : 0));
+            const uint32_t time =
+                std::max(kHalvedTime * ceil_div(b.halved, halving), kWholeTime * (left ? ceil_div(left, others) : 0));
             if (kWholeTime * rounds + time >= least) continue;
             least = kWholeTime * rounds + time;
             b.rounds = rounds;
