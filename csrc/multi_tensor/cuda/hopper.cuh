@@ -57,12 +57,21 @@ __device__ __forceinline__ uint32_t block_in_cluster() {
     return rank;
 }
 
+// A kernel may be started while the one before it in the stream is not done, where its thread blocks have left room.
+// The next one may start; until the one before is done and what it has written can be read.
+__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // Of the threads of a warpgroup; 0 is taken by __syncthreads.
 __device__ __forceinline__ void sync_warpgroup(uint32_t number) {
     asm volatile("bar.sync %0, 128;" ::"r"(number) : "memory");
 }
 
 // --- the bulk copy engine --------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
 
 __device__ __forceinline__ void load_box(uint32_t target, const CUtensorMap* map, uint32_t barrier, int32_t x,
                                          int32_t y, int32_t z) {

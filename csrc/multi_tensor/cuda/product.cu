@@ -283,8 +283,11 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreadsOfProduct, 1
             hopper::init_barrier(shared.empty(stage), kArrivals);
         }
         hopper::fence_barriers();
+        for (const CUtensorMap* map : {&f.left, &f.right, &f.result}) hopper::prefetch_map(map);
     }
     hopper::sync_cluster();
+    hopper::let_next_start();
+    hopper::wait_for_previous();
     const uint32_t cluster = blockIdx.x / 2;
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
@@ -366,7 +369,12 @@ template <bool left_transposed, bool right_transposed, bool adds_left>
 void launch(Factors& factors, const MatrixProduct& p, int device, cudaStream_t stream) {
     factors.blocks = share_blocks(p.batch, p.rows, p.columns, p.symmetric,
                                   clusters_at_once<left_transposed, right_transposed, adds_left>(device));
-    const cudaLaunchConfig_t config = launch_config(factors.blocks.clusters, stream);
+    cudaLaunchConfig_t config = launch_config(factors.blocks.clusters, stream);
+    cudaLaunchAttribute starts_early{};
+    starts_early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    starts_early.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &starts_early;
+    config.numAttrs = 1;
     check_cuda(cudaLaunchKernelEx(&config, matrix_product<left_transposed, right_transposed, adds_left>, factors),
                kName, device);
 }
