@@ -99,8 +99,11 @@ __device__ __forceinline__ void store_box(const CUtensorMap* map, uint32_t sourc
 }
 
 __device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until shared memory may be written again; until all is done.
-__device__ __forceinline__ void wait_for_reads() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Until shared memory may be written again, but for what the last `pending` groups of stores read; until all is done.
+template <int pending>
+__device__ __forceinline__ void wait_for_reads() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
+}
 __device__ __forceinline__ void wait_for_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 // What threads have written to shared memory, before the copy engine reads it.
 __device__ __forceinline__ void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -145,11 +145,14 @@ __device__ __forceinline__ void write(const Factors& f, const SharedMemory& shar
                                       uint32_t warpgroup, float (&sums)[128],
                                       const uint32_t (&added)[adds_left ? 64 : 1]) {
     const uint32_t thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-    const uint32_t plain = shared.result(warpgroup), transposed = plain + kBoxBytes;
+    const bool is_symmetric = f.blocks.halved;
 #pragma unroll
     for (uint32_t box = 0; box < kColumns / 64; ++box) {
         if (box == part.boxes) break;
         const bool mirrored = box < part.mirrored_boxes;
+        // Where nothing is mirrored, one box is written while the copy engine reads the last one.
+        const uint32_t plain = shared.result(warpgroup) + (is_symmetric ? 0 : box % 2 * kBoxBytes);
+        const uint32_t transposed = shared.result(warpgroup) + kBoxBytes;
 #pragma unroll
         for (uint32_t i = 32 * box; i < 32 * (box + 1); ++i) sums[i] *= f.alpha;
         if (part.on_diagonal && f.gamma != 0.0f) {
@@ -159,7 +162,7 @@ __device__ __forceinline__ void write(const Factors& f, const SharedMemory& shar
                 if (column + 8 * (i / 4) + i % 2 == row + 8 * (i / 2 % 2)) sums[i] += f.gamma;
             }
         }
-        if (thread == 0) hopper::wait_for_reads();
+        if (thread == 0) is_symmetric ? hopper::wait_for_reads<0>() : hopper::wait_for_reads<1>();
         hopper::sync_warpgroup(1 + warpgroup);
 #pragma unroll
         for (uint32_t pair = 0; pair < 4; ++pair) {  // of 8 columns
