@@ -180,8 +180,8 @@ __device__ __forceinline__ void wait_for_products() {
                  : "l"(left), "l"(right), "n"(left_across), "n"(right_across))
 // clang-format on
 
-// sums (64 x 64 * boxes) += left (64 x 16) * right (16 x 64 * boxes), FP16. A thread
-// has 32 of each 64 x 64: of 8 columns, four. The others of `sums` are left alone.
+// sums (64 x 64 * boxes) += left (64 x 16) * right (16 x 64 * boxes), FP16. A thread has 32 of each
+// 64 x 64: of 8 columns, four. The other sums are left alone.
 // `left_across`, `right_across`: rows of the left factor, columns of the right one are what is contiguous.
 template <int boxes, bool left_across, bool right_across>
 __device__ __forceinline__ void multiply(float (&sums)[128], uint64_t left, uint64_t right) {

@@ -25,10 +25,10 @@ namespace {
 constexpr const char* kName = "matrix_product";  // in errors
 constexpr int kMaxDevices = 64;
 
-constexpr int kRows = 128;     // of a thread block's part of the result
-constexpr int kColumns = 256;  // of it, and of the cluster's
-constexpr int kDepth = 64;     // of the slices: rows of 128 bytes
-constexpr int kStages = 4;     // slices that are there or on their way
+constexpr int kRows = 128;        // of a thread block's part of the result
+constexpr int kColumns = kBlock;  // of it, and of the cluster's
+constexpr int kDepth = 64;        // of the slices: rows of 128 bytes
+constexpr int kStages = 4;        // slices that are there or on their way
 constexpr int kLeftBytes = kRows * kDepth * 2;
 constexpr int kRightBytes = kColumns * kDepth * 2;
 constexpr int kStageBytes = kLeftBytes + kRightBytes;
@@ -51,7 +51,7 @@ struct Factors {
 // Which 64 rows of a block a warpgroup of a thread block makes. Of the 4 x 4 boxes of a halved block, those of its row
 // up to the diagonal: five in each thread block.
 __device__ __forceinline__ uint32_t row_of_boxes(const Place& place, uint32_t block, uint32_t warpgroup) {
-    return place.is_halved && warpgroup == 1 ? 3 - block : place.is_halved ? block : 2 * block + warpgroup;
+    return !place.is_halved ? 2 * block + warpgroup : warpgroup ? 3 - block : block;
 }
 
 // Which slice's memory is next, and how often it has been gone through.
