@@ -39,7 +39,7 @@ def swiglu_mlp(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Te
     run in FP8, with one scale, scales per row or blocks, and if no layer has a bias, a frozen weight, or hooks (so do
     not ``fully_shard`` each layer on its own). Everything else calls the layers. Fused, ``silu(gate) * up`` is rounded
     to BF16 once, as in compiled code; PyTorch's operations round twice in eager mode. Where the delayed
-    scales of ``gate`` and ``up`` for ``x`` differ, because the layers had other inputs before, the larger one is both's.
+    scales of ``gate`` and ``up`` for ``x`` differ, since the layers had other inputs before, both use the larger one.
     """
     layers = [layer for layer in (gate, up, down) if isinstance(layer, QuantizedLinear) and _may_be_fused(layer)]
     if len(layers) < 3 or gate is up or len({layer.delays_now for layer in layers}) > 1:
