@@ -339,13 +339,26 @@ class Checkpointer:
     ) -> int | None:
         """Load the newest checkpoint that is whole, and return its step; None if there is none at all.
 
-        One that is torn, or of which a byte has changed, is passed over with a warning. Folders of ``dcp.save`` and
+        One that is torn, or of which a byte has changed, is passed over with a warning. Where a run that saves removes
+        checkpoints meanwhile, its newer ones are loaded. Folders of ``dcp.save`` and
         ``convert`` that are named as checkpoints are loaded, too; they have no extras. Raises ValueError if none is
         whole, and for one of a newer version; OSError for what cannot be opened; and whatever :meth:`load` does.
         """
         options = self._options(without, Leeway.of(strict, partial, rename), model_only, dry_run)
         self.wait()
-        listed, problems = self._list(), []
+        listed = self._list()
+        while listed:
+            try:
+                return self._load_newest(listed, verify, options)
+            except (OSError, ValueError, RaisedElsewhere):  # on all ranks
+                earlier, listed = listed, self._list()
+                if not _has_rotated(earlier, listed):
+                    raise
+        return None
+
+    def _load_newest(self, listed: Sequence[Found], verify: bool, options: LoadOptions) -> int:
+        """Of those that are whole."""
+        problems = []
         for found in listed:
             try:
                 source = self._open(found, verify)
@@ -356,10 +369,8 @@ class Checkpointer:
                 problems.append(error)
             else:
                 return self._load(found, source, options)
-        if listed:
-            none = f"{self._directory.folder} has {len(listed)} checkpoints, of which none is whole"
-            raise ValueError(f"{none}; the newest: {problems[0]}")
-        return None
+        none = f"{self._directory.folder} has {len(listed)} checkpoints, of which none is whole"
+        raise ValueError(f"{none}; the newest: {problems[0]}")
 
     def load(
         self,
@@ -473,3 +484,11 @@ class Checkpointer:
         if not isinstance(error, SystemExit) and self._termination is not None and self._termination.asked:
             logger.error("SIGTERM ends this process after", exc_info=error)
         self._let_go()
+
+
+def _has_rotated(earlier: Sequence[Found], now: Sequence[Found]) -> bool:
+    """Whether some that were there are gone, for others."""
+    before, after = (
+        {(f.name, 0 if f.manifest is None else f.manifest.number) for f in each} for each in (earlier, now)
+    )
+    return bool(before - after) and bool(after - before)

@@ -1,0 +1,116 @@
+"""Readers beside a run whose folder they read, and Checkpointers that follow each other in one process."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import distributed
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from fused_optim import FusedAdamW
+from fused_optim.checkpoint import Checkpointer
+
+
+def built() -> tuple[nn.Module, FusedAdamW]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 6))
+    if torch.distributed.is_initialized():
+        fully_shard(model, mesh=distributed.mesh())
+    return model, FusedAdamW(model.named_parameters(), lr=0.1)
+
+
+def train(model: nn.Module, optimizer: FusedAdamW) -> None:
+    model(torch.ones(2, 64)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def local_values(model: nn.Module) -> list[torch.Tensor]:
+    return [getattr(p, "_local_tensor", p).detach().clone() for p in model.parameters()]
+
+
+def opened(folder: str, **options: Any) -> tuple[nn.Module, FusedAdamW, Checkpointer]:
+    model, optimizer = built()
+    return model, optimizer, Checkpointer(model, optimizer, folder, **options)
+
+
+# --- a run goes on while its newest checkpoint is read ----------------------------------------------------------------
+
+
+def read_while(when: str, keep: int, rotations: int, folder: str) -> tuple[int | None, bool]:
+    """The step that an evaluation loads, and whether the values are those of that step."""
+    model, optimizer, writer = opened(folder, keep=keep, sigterm=False)
+    for step in range(1, keep + 1):
+        train(model, optimizer)
+        writer.save(step)
+    writer.wait()
+    read, _, reader = opened(folder, readonly=True)
+    there: Callable[..., Any] = getattr(reader, when)
+    rotated = []
+
+    def goes_on(*args: Any) -> Any:
+        found = there(*args)
+        if len(rotated) < rotations:
+            rotated.append(1)
+            for _ in range(keep):  # so that nothing stays of what was listed
+                train(model, optimizer)
+                writer.save(keep + sum(rotated) * keep)
+                writer.wait()
+        return found
+
+    setattr(reader, when, goes_on)
+    step = reader.load_latest()
+    return step, all(map(torch.equal, local_values(read), local_values(model)))
+
+
+@pytest.mark.parametrize("when", ["_list", "_open"])
+@pytest.mark.parametrize(("ranks", "keep", "rotations"), [(1, 1, 1), (2, 1, 1), (1, 1, 3), (3, 1, 2)])
+def test_the_newest_is_loaded_although_what_was_listed_is_gone(
+    ranks: int, keep: int, rotations: int, when: str, tmp_path: Path
+) -> None:
+    for step, is_right in distributed.run(ranks, read_while, when, keep, rotations, str(tmp_path)):
+        assert (step, is_right) == (1 + rotations, True)
+
+
+def test_what_is_damaged_is_not_read_for_ever(tmp_path: Path) -> None:
+    model, optimizer, writer = opened(str(tmp_path), sigterm=False)
+    train(model, optimizer)
+    writer.save(1)
+    writer.close()
+    next(tmp_path.glob("step-*/*.distcp")).write_bytes(b"")
+    with pytest.raises(ValueError, match="of which none is whole"):
+        opened(str(tmp_path), readonly=True)[2].load_latest()
+
+
+# --- one after the other, without close() ---------------------------------------------------------------------------
+
+
+def follow(folder: str, count: int) -> list[int]:
+    """As cells of a notebook that are run again."""
+    model, optimizer = built()
+    checkpointer = None
+    for step in range(1, count + 1):
+        checkpointer = Checkpointer(model, optimizer, folder, keep=None, sigterm=False)
+        gc.collect()  # of the one before, whose save is under way
+        train(model, optimizer)
+        checkpointer.save(step)
+    assert checkpointer is not None
+    checkpointer.wait()
+    return checkpointer.steps()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_what_an_earlier_one_has_under_way_is_saved(ranks: int, tmp_path: Path) -> None:
+    for steps in distributed.run(ranks, follow, str(tmp_path), 5):
+        assert steps == [5, 4, 3, 2, 1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:08}" for step in range(1, 6)]
+
+
+def test_on_object_stores_too() -> None:
+    assert follow("memory://followed", 4) == [4, 3, 2, 1]
