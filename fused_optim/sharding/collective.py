@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
@@ -62,6 +62,14 @@ def distinct(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     digest = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7])
     largest, smallest = _largest([digest, -digest], group)
     return [value] if largest == -smallest else gather(value, group=group)
+
+
+def check_alike(who: str, options: Mapping[str, object], group: dist.ProcessGroup | None = None) -> None:
+    """Raise ValueError, on all ranks, for options that other ranks were given other values of, as their reprs say."""
+    given = distinct({name: repr(value) for name, value in options.items()}, group)
+    if differing := [name for name in options if len({each[name] for each in given}) > 1]:
+        own = ", ".join(f"{name}={options[name]!r}" for name in differing)
+        raise ValueError(f"{who}: ranks were given different options, this one {own}: give all of them the same")
 
 
 def _largest(numbers: list[int], group: dist.ProcessGroup | None) -> list[int]:

@@ -114,3 +114,75 @@ def test_what_an_earlier_one_has_under_way_is_saved(ranks: int, tmp_path: Path) 
 
 def test_on_object_stores_too() -> None:
     assert follow("memory://followed", 4) == [4, 3, 2, 1]
+
+
+# --- ranks that do not do the same ------------------------------------------------------------------------------------
+
+
+class Extra:
+    """Its state is refused by some ranks."""
+
+    def __init__(self, refuses: bool) -> None:
+        self.refuses = refuses
+
+    def state_dict(self) -> dict[str, int]:
+        return {"a": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if self.refuses:
+            raise RuntimeError("not this one")
+
+
+def refuses_extra(folder: str) -> str:
+    model, optimizer = built()
+    extra = {"mine": Extra(torch.distributed.get_rank() == 0)}
+    with Checkpointer(model, optimizer, folder, extra=extra, sigterm=False) as checkpointer:
+        train(model, optimizer)
+        checkpointer.save(1)
+        with pytest.raises(RuntimeError) as raised:
+            checkpointer.load_latest()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_what_one_rank_cannot_load_raises_on_all(ranks: int, tmp_path: Path) -> None:
+    for text in distributed.run(ranks, refuses_extra, str(tmp_path), timeout=20):
+        assert "not this one" in text
+
+
+def saves_other_step(folder: str, is_later: bool) -> list[int]:
+    model, optimizer, checkpointer = opened(folder, every=1 if is_later else None)
+    train(model, optimizer)
+    if is_later:
+        checkpointer.save(4)
+    with pytest.raises(ValueError, match=r"save\(\d\): ranks were given steps from 5 to \d; all save the same one"):
+        checkpointer.save(5 + torch.distributed.get_rank())
+    checkpointer.save(9)
+    checkpointer.close()
+    return checkpointer.steps()
+
+
+@pytest.mark.parametrize("is_later", [True, False])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_save_the_same_step(ranks: int, is_later: bool, tmp_path: Path) -> None:
+    expected = [9, 4] if is_later else [9]
+    assert distributed.run(ranks, saves_other_step, str(tmp_path), is_later, timeout=20) == [expected] * ranks
+
+
+def opens_differently(folder: str, options: dict[str, list[Any]]) -> str:
+    model, optimizer = built()
+    own = {name: values[torch.distributed.get_rank()] for name, values in options.items()}
+    with pytest.raises(ValueError, match="ranks were given different options, this one ") as raised:
+        Checkpointer(model, optimizer, folder, **own)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"every": [1, 2]}, {"keep": [3, None]}, {"sigterm": [True, False]}, {"readonly": [True, False]}],
+    ids=lambda options: next(iter(options)),
+)
+def test_ranks_are_given_the_same_options(options: dict[str, list[Any]], tmp_path: Path) -> None:
+    for rank, text in enumerate(distributed.run(2, opens_differently, str(tmp_path), options, timeout=20)):
+        (name, values), *_ = options.items()
+        assert f"{name}=" in text and (name == "keep" or repr(values[rank]) in text)
