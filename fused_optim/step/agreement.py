@@ -17,6 +17,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -40,14 +41,21 @@ def is_misplaced(param: Tensor, grad: Tensor | None) -> bool:
     return grad._spec is not param._spec and grad.placements != param.placements
 
 
+class Misplaced(NamedTuple):
+    """A gradient, and its parameter: ``key`` is the same on all ranks, ``text`` names the parameter."""
+
+    key: str
+    text: str
+
+
 @dataclass
 class Own:
-    """What this rank is going to send: by mesh its misplaced gradients, in words.
+    """What this rank is going to send: its misplaced gradients, by mesh.
 
     ``gradients``: of the parameters that are whole matrices, whether they have one; None: no elements of it either.
     """
 
-    misplaced: dict[DeviceMesh, list[str]] = field(default_factory=dict)
+    misplaced: dict[DeviceMesh, list[Misplaced]] = field(default_factory=dict)
     gradients: dict[DeviceMesh, list[bool | None]] = field(default_factory=dict)
 
     @classmethod
@@ -71,8 +79,9 @@ class Own:
     def add(self, param: Tensor, grad: Tensor, index: int, name: str | None = None) -> None:
         """Look at a gradient."""
         if isinstance(grad, DTensor) and is_misplaced(param, grad):
-            text = f"{describe(param, index, name)}: gradient with {list(grad.placements)}"
-            self.misplaced.setdefault(grad.device_mesh, []).append(text)
+            placed = f"gradient with {list(grad.placements)}"
+            misplaced = Misplaced(f"{tuple(param.shape)} {placed}", f"{describe(param, index, name)}: {placed}")
+            self.misplaced.setdefault(grad.device_mesh, []).append(misplaced)
 
     def add_matrices(self, store: StateStore) -> None:
         """Look which parameters of whole matrices have gradients."""
@@ -120,7 +129,8 @@ class Agreement:
             has_new = bool(own.misplaced.get(mesh)) or self._has_other_matrices(mesh, own)
             is_asked = self._is_first or mesh in self._with_misplaced
             if is_asked or has_new:
-                error = error or self._ask(mesh, own, None if is_asked else LIMIT, error is not None)
+                found = self._ask(mesh, own, None if is_asked else LIMIT, error is not None)
+                error = error or found
         self._is_first = False
         if error is not None:
             raise RuntimeError(error)
@@ -130,8 +140,9 @@ class Agreement:
 
     def _ask(self, mesh: DeviceMesh, own: Own, limit: timedelta | None, has_failed: bool) -> str | None:
         """What is wrong."""
-        texts = own.misplaced.get(mesh, [])
-        digest = int.from_bytes(hashlib.sha256("\n".join(texts).encode()).digest()[:7])
+        misplaced = own.misplaced.get(mesh, [])
+        texts = [each.text for each in misplaced]
+        digest = int.from_bytes(hashlib.sha256("\n".join(each.key for each in misplaced).encode()).digest()[:7])
         numbers = [digest, -digest, int(has_failed), int(self._has_other_matrices(mesh, own))]
         try:
             largest, smallest, failed, others = largest_on(mesh, numbers, limit)

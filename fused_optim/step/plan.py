@@ -188,6 +188,7 @@ class Plan:
             stale += [(part, i, param) for i in changed if (param := part.watched[i].param_ref()) is not None]
             part.written.update(part.shards.written())  # also of a step that is refused below
             part.find_freed()
+        stale.sort(key=lambda each: each[0].indices[each[1]])  # some are sent: in one order on all ranks
         for part, _, param in stale:
             local = local_tensor(param)
             if param not in self._store or local.device != part.device or backend_of(local) != part.backend:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from fused_optim import FusedAdamW, FusedMuon, clip_grad_norm_
+from fused_optim.state import host_states
 from fused_optim.step import agreement
 
 ROWS = 7
@@ -191,6 +192,44 @@ def test_what_one_rank_alone_changes_later_raises_there(call: Call) -> None:
     text = str(raised.value)
     assert "rank 0 raised" in text and "went on" in text
     assert "have not said the same within 1 s" in text and "[Partial(sum)]" in text
+
+
+def on_two_meshes() -> str:
+    """A parameter on either dim of a mesh. The first rank alone has partial sums, on the first one."""
+    both = mesh(2, 2, names=("a", "b"))
+    params = [nn.Parameter(shard(torch.ones(4, 64), both[name], [Shard(0)])) for name in ("a", "b")]
+    optimizer = FusedAdamW(params, lr=0.1)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    if dist.get_rank() == 0:
+        params[0].grad = DTensor.from_local(torch.ones(4, 64), both["a"], [Partial()], run_check=False)
+    return raised_by(step, optimizer, params)
+
+
+def test_ranks_of_other_meshes_raise_too() -> None:
+    first, told, second, told_too = distributed.run(4, on_two_meshes, timeout=20)
+    assert DIFFERENT in first and DIFFERENT in second
+    for text in (told, told_too):
+        assert "another rank refused its own, or has found that ranks have different ones" in text
+
+
+def with_part_offloaded(fraction: list[float]) -> list[distributed.Part]:
+    """Ranks have other states in host memory, hence go through their parameters in other orders."""
+    options = {"offload_states": True, "offload_fraction": fraction[dist.get_rank()]}
+    with mock.patch.object(host_states, "OFFLOADED_FROM", ("cuda", "cpu")):
+        optimizer, params = made(FusedAdamW, **options)
+        for seed in range(3):
+            for i, param in enumerate(params):
+                param.grad = gradient(param, Partial()) * (1.0 + i * (-1) ** seed)
+            optimizer.step()
+    return [distributed.part(param) for param in params]
+
+
+def test_gradients_are_sent_in_one_order() -> None:
+    mixed = distributed.run(2, with_part_offloaded, [0.3, 0.6], timeout=20)
+    plain = distributed.run(2, with_part_offloaded, [0.0, 0.0], timeout=20)
+    for own, expected in zip(zip(*mixed, strict=True), zip(*plain, strict=True), strict=True):
+        assert torch.equal(distributed.join(own), distributed.join(expected))
 
 
 # --- matrices -------------------------------------------------------------------------------------------------------
