@@ -288,7 +288,6 @@ class CudaEngine(Engine, Protocol):
         *,
         left: int,
         right: int,
-        addend: int,
         result: int,
         batch: int,
         rows: int,
