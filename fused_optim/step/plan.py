@@ -36,6 +36,7 @@ from fused_optim.state.changes import CODES, SCALES, WHOLE, StepChanges
 from fused_optim.state.groups import Group
 from fused_optim.state.param_state import ParamState, read_parameter
 from fused_optim.state.store import StateStore
+from fused_optim.step.agreement import Agreement, Own
 from fused_optim.step.parts import Part, cached, cached_weight, is_watchable
 from fused_optim.step.weights import NewValues, Weight, WeightUpdates
 
@@ -168,10 +169,11 @@ class Plan:
         """The numbers of the param groups that have a gradient in this step."""
         return {number for part in self._parts for number in part.shards.groups_with_gradients()}
 
-    def refresh(self, attribute: str, scaled: bool = False) -> bool:
+    def refresh(self, attribute: str, scaled: bool = False, agreement: Agreement | None = None) -> bool:
         """Take the gradients, ``param.<attribute>``, and all addresses of this step.
 
-        ``scaled``: the gradients have a scale, so the pass writes them, too.
+        ``scaled``: the gradients have a scale, so the pass writes them, too. ``agreement``: what to ask other ranks
+        before gradients are sent.
 
         False if a parameter has left its device or backend, or its states were removed: the plan does not fit any more.
         Raises for gradients and states that cannot be used; nothing has been changed then.
@@ -186,12 +188,15 @@ class Plan:
             stale += [(part, i, param) for i in changed if (param := part.watched[i].param_ref()) is not None]
             part.written.update(part.shards.written())  # also of a step that is refused below
             part.find_freed()
+        stale.sort(key=lambda each: each[0].indices[each[1]])  # some are sent: in one order on all ranks
         for part, _, param in stale:
             local = local_tensor(param)
             if param not in self._store or local.device != part.device or backend_of(local) != part.backend:
                 return False
         for part, i, param in stale:
             self._check(part, i, param, attribute)
+        if agreement is not None:
+            agreement.reach(self._store.params, self._to_send(stale, attribute))
         self._sync([(part, i) for part, i, _ in stale if self._may_be_written(part, i)])
         for part, i, param in stale:
             self._set(part, i, param, attribute)
@@ -200,6 +205,14 @@ class Plan:
                 if (param := part.watched[i].param_ref()) is not None:
                     self._set(part, i, param, attribute, shared=True)
         return True
+
+    def _to_send(self, stale: Sequence[tuple[Part, int, Tensor]], attribute: str) -> Own:
+        own = Own()
+        for part, i, param in stale:
+            own.add(param, getattr(param, attribute), part.indices[i], self._names[part.indices[i]])
+        if any(isinstance(part.shards, MatrixShards) for part in self._parts):
+            own.add_matrices(self._store)
+        return own
 
     @property
     def params(self) -> set[Tensor]:
