@@ -395,7 +395,7 @@ def test_compiled(name: str, fp8_device: str) -> None:
     pair = matrix(ROWS, INPUTS), matrix(ROWS, INPUTS, 2)
     for _ in range(3):
         expected, found = results(block, *pair), results(other, *pair, compiled)
-    assert_close(found, expected)
+    assert_close(found, expected, 2.0**-3)  # what is between the layers has other roundings, which each of them grows
 
 
 def body_sharded(name: str) -> None:

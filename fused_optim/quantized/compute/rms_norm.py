@@ -68,6 +68,10 @@ def cast_normed(
 # --- operators ----------------------------------------------------------------------------------------------------
 
 
+def _has_kernel(x: Tensor, weight: Tensor) -> bool:
+    return computed.has_kernel(x) and weight.data_ptr() % 16 == 0  # which a part of a larger buffer may not be
+
+
 def _room_of_normed(
     x: Tensor,
     weight: Tensor,
@@ -103,7 +107,7 @@ def _cast_normed(
     tiles: bool,
 ) -> tuple[Tensor | None, ...]:
     """The last one is ``rstd`` where it is not given."""
-    if not computed.has_kernel(x):
+    if not _has_kernel(x, weight):
         measured = rstd_of(x, eps) if rstd is None else rstd
         values = normed(x, measured, weight)
         parts = computed.cast_values(values, history, dtype, scaling, power_of_two, tiles)
@@ -158,7 +162,7 @@ def differentiate(
 ) -> tuple[Tensor, Tensor]:
     """:func:`gradients`, of up to three incoming ones, by the engine where it can. Matrices are contiguous."""
     incoming = [each for each in (first, second, third) if each is not None]
-    if not computed.has_kernel(x):
+    if not _has_kernel(x, weight):
         return gradients(x, weight, rstd, incoming, addend)
     of_x, of_weight = _room_of_gradients(x, weight, rstd, first, second, third, addend)
     parts = casts.room(x, (min(x.shape[0], _PARTS), x.shape[1]), torch.float32)
