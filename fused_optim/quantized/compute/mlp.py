@@ -97,7 +97,8 @@ def _swiglu_mlp(
     pairs = [(given[i], given[i + 1]) for i in (0, 2, 4)]
     format = _format(x, gate, up, down)
     if format is None:
-        of_gate, of_up = (linear(x, weight, None, *pair) for weight, pair in zip((gate, up), pairs, strict=False))
+        y = x if norm is None else nn.functional.rms_norm(x, norm.shape, norm, eps)
+        of_gate, of_up = (linear(y, weight, None, *pair) for weight, pair in zip((gate, up), pairs, strict=False))
         out = linear(nn.functional.silu(of_gate) * of_up, down, None, *pairs[2])
         return x + out if residual else out
     x, weights = operands(x, (gate, up, down))
