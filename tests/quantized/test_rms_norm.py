@@ -398,6 +398,24 @@ def test_compiled(name: str, fp8_device: str) -> None:
     assert_close(found, expected, 2.0**-3)  # what is between the layers has other roundings, which each of them grows
 
 
+def test_compiled_for_any_number_of_rows() -> None:
+    """Also where a graph's result is its own input, and without gradients."""
+    torch._dynamo.reset()
+    block = block_of(RECIPES["one scale"])
+    other = copy.deepcopy(block)
+    compiled = torch.compile(lambda x: rms_norm_linear(x, other.first_norm, other.query), fullgraph=True, dynamic=True)
+    for rows in (256, 128):
+        incoming, leaves = [matrix(rows, INPUTS, seed) for seed in (2, 3)], []
+        for run in (lambda x: rms_norm_linear(x, block.first_norm, block.query), compiled):
+            leaves.append(matrix(rows, INPUTS).requires_grad_())
+            torch.autograd.backward(run(leaves[-1]), incoming)
+        assert_close({"input": leaves[1].grad}, {"input": leaves[0].grad})
+        assert_close(*({name: param.grad for name, param in each.named_parameters() if param.grad is not None}
+                       for each in (other, block)))  # fmt: skip
+    with torch.no_grad():
+        assert len(compiled(leaves[0])) == 2
+
+
 def body_sharded(name: str) -> None:
     device = distributed.device()
     block = block_of(RECIPES[name], device.type)
