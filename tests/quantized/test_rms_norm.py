@@ -289,6 +289,18 @@ def test_mlp_alone(residual: bool, normed: bool, fused: list[int]) -> None:
     assert len(fused) == normed
 
 
+def test_residual_connections_keep_their_dtype_under_autocast() -> None:
+    torch.manual_seed(0)
+    block = quantize_model_(Block(), RECIPES["one scale"])
+    x = torch.randn(ROWS, INPUTS).requires_grad_()
+    for norm in (None, block.second_norm):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = swiglu_mlp(x, block.gate, block.up, block.down, norm=norm, residual=True)
+        assert out.dtype == torch.float32
+        out.sum().backward()
+        assert x.grad is not None and x.grad.dtype == torch.float32
+
+
 # --- what is left to the modules --------------------------------------------------------------------------------------
 
 

@@ -69,12 +69,11 @@ def swiglu_mlp(
         return x + out if residual else out
     weights = layers[0].weight, layers[1].weight, layers[2].weight
     known = None if norm is None or _format(x, *weights) is None else norm_of(norm, x)
-    if norm is not None and known is None:
-        out = swiglu_mlp(norm(x), gate, up, down)
-        return x + out if residual else out
-    weight, eps = (None, 0.0) if known is None else known
     run = torch.ops.fused_optim.swiglu_mlp if torch.compiler.is_compiling() else _swiglu_mlp
-    return cast(Tensor, run(x, *weights, weight, eps, residual, *histories_of(layers)))
+    if known is None:
+        out = run(x if norm is None else norm(x), *weights, None, 0.0, False, *histories_of(layers))
+        return x + out if residual else out
+    return cast(Tensor, run(x, *weights, *known, residual, *histories_of(layers)))
 
 
 def _format(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> ProductFormat | None:
