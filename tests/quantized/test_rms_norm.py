@@ -428,6 +428,15 @@ def test_compiled_for_any_number_of_rows() -> None:
         assert len(compiled(leaves[0])) == 2
 
 
+def test_blocks_share_what_is_compiled() -> None:
+    torch._dynamo.reset()
+    first, second = (block_of(RECIPES["one scale"]) for _ in range(2))
+    for block in (first, second):
+        block.compile(fullgraph=True)
+        with torch._dynamo.config.patch(error_on_recompile=block is second):
+            results(block, matrix(ROWS, INPUTS), matrix(ROWS, INPUTS, 2))
+
+
 def body_sharded(name: str) -> None:
     device = distributed.device()
     block = block_of(RECIPES[name], device.type)

@@ -41,8 +41,11 @@ def fusible(layers: tuple[nn.Module, ...]) -> list[QuantizedLinear] | None:
         for layer in layers
         if type(layer) is QuantizedLinear and layer.only_multiplies and not (layer.delays and layer.begins)
     ]
-    if len(found) < len(layers) or len({id(layer) for layer in found}) < len(found):
+    if len(found) < len(layers):
         return None
+    for number, layer in enumerate(found):
+        if any(layer is other for other in found[:number]):  # compilers would guard id(), and compile for each layer
+            return None
     return found if len({layer.delays_now for layer in found}) == 1 else None
 
 
