@@ -322,7 +322,6 @@ class CudaEngine(Engine, Protocol):
         *,
         left: int,
         right: int,
-        addend: int,
         result: int,
         batch: int,
         rows: int,
