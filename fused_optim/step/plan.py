@@ -286,7 +286,7 @@ class Plan:
             target=target,
             absmax=absmax,
         )
-        self._let_mark(part, i, work, work.param is local_tensor(param))
+        self._let_mark(part, i, work, param)
         can_be_watched = not shared and (is_watchable(param) if target is None else target.names is not None)
         is_watched = part.shards.set(i, work, part.watched[i] if can_be_watched else None)
         (part.unwatched.discard if is_watched else part.unwatched.add)(i)
@@ -301,15 +301,19 @@ class Plan:
         part.tracked[i] = tracked = self._store.changes[param]
         adapter = adapter_of(param)
         part.marked[i] = () if adapter is None else tuple(adapter.marks(param))
+        (part.exact.discard if adapter is None and part.backend != "cpu" else part.exact.add)(i)
         return {name: tracked.bits[name] for name in part.marked[i]}
 
-    def _let_mark(self, part: Part, i: int, work: ShardWork, has_param: bool) -> None:
+    def _let_mark(self, part: Part, i: int, work: ShardWork, param: Tensor) -> None:
         """Let the pass mark what it changes of the parameter's bits, where changes are tracked and it can."""
         if self._store.changes is None or not part.shards.marks(work):
             return
         bits, target = part.tracked[i].bits, work.target
-        if target is None and has_param and WHOLE in bits:
+        if target is None and work.param is local_tensor(param) and WHOLE in bits:
             work.changes, part.marked[i] = bits[WHOLE], (WHOLE,)
+            # What a NaN in FP16 was is in no register.
+            if not self._layouts[part.indices[i]].master.is_separate and param.dtype != torch.float16:
+                part.exact.add(i)
         elif target is not None and target.data is not None:
             work.changes, work.scale_changes = bits[CODES], bits.get(SCALES)
             part.marked[i] = tuple({*part.marked[i], CODES, SCALES})
@@ -367,7 +371,7 @@ class Plan:
                 if (param := part.watched[i].param_ref()) is not None:
                     self._store[param].record_versions()
         for each in changes:
-            each.finish(may_skip=found_inf is not None)
+            each.finish(found_inf)
 
     def _begin_changes(self) -> list[StepChanges]:
         if (tracker := self._store.changes) is None:
