@@ -136,6 +136,7 @@ def plan_cuda(cxx: str) -> Engine:
         "cast": (SOURCES / "cuda/cast.cu", compile_kernels),
         "collect": (SOURCES / "cuda/collect.cu", compile_kernels),
         "swiglu": (SOURCES / "cuda/swiglu.cu", compile_kernels),
+        "rms_norm": (SOURCES / "cuda/rms_norm.cu", compile_kernels),
         "compare": (SOURCES / "cuda/compare.cu", compile_kernels),
         "product": (SOURCES / "cuda/product.cu", [nvcc, f"-ccbin={cxx}", *NVCC_FLAGS, *codes_of_products(archs)]),
     }

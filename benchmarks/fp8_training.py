@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from fused_optim.quantized import (
     GroupedLinear,
     Recipe,
     quantize_model_,
+    rms_norm_linear,
     swiglu_mlp,
 )
 from fused_optim.quantized.compute import casts, delayed, measured, products
@@ -64,9 +65,10 @@ RECIPES: dict[str, Recipe] = {
 
 
 class Block(nn.Module):
-    """``linear(inputs, outputs)`` makes its layers. ``fused``: those around SwiGLU run as one operation."""
+    """``linear(inputs, outputs)`` makes its layers. ``fused``: the layers around SwiGLU run as one operation, or with
+    norms all that follows a norm does."""
 
-    fused = False
+    fused: Literal["no", "mlp", "norms"] = "no"
 
     def __init__(self, width: int, hidden: int, linear: Callable[[int, int], nn.Module]) -> None:
         super().__init__()
@@ -75,9 +77,14 @@ class Block(nn.Module):
         self.gate, self.up, self.down = linear(width, hidden), linear(width, hidden), linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.fused == "norms":
+            x, queries = rms_norm_linear(x, self.first_norm, self.query)
+            return swiglu_mlp(
+                x + self.out(queries), self.gate, self.up, self.down, norm=self.second_norm, residual=True
+            )
         x = x + self.out(self.query(self.first_norm(x)))
         y = self.second_norm(x)
-        if self.fused:
+        if self.fused == "mlp":
             return x + swiglu_mlp(y, self.gate, self.up, self.down)
         return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
 
@@ -103,7 +110,7 @@ def stack(args: argparse.Namespace, linear: Callable[[int, int], nn.Module] = pl
         return nn.Sequential(*blocks).bfloat16()
 
 
-def ours(recipe: Recipe, fused: bool = False) -> Callable[[argparse.Namespace], nn.Module]:
+def ours(recipe: Recipe, fused: Literal["no", "mlp", "norms"] = "no") -> Callable[[argparse.Namespace], nn.Module]:
     def build(args: argparse.Namespace) -> nn.Module:
         model = quantize_model_(stack(args), recipe, keep_initial=False)
         for block in model:
@@ -159,7 +166,8 @@ def contenders() -> Iterator[Contender]:
         for name, recipe in RECIPES.items():
             yield Contender(name, ours(recipe), compiled)
             if recipe.products is not None and recipe.products.weight_gradients and not recipe.keeps_weights:
-                yield Contender(f"{name}, fused", ours(recipe, fused=True), compiled)
+                yield Contender(f"{name}, fused", ours(recipe, "mlp"), compiled)
+                yield Contender(f"{name}, fused with norms", ours(recipe, "norms"), compiled)
     for package, peers in PEERS.items():
         if importlib.util.find_spec(package) is None:
             print(f"skipped: {package} is not installed")

@@ -53,6 +53,35 @@ struct SwiGLU {
     uint64_t up;
 };
 
+// RMSNorm, x * rstd * weight with rstd = 1 / sqrt(mean(x * x) + eps) of each row, cast on the way. Computed in FP32 and
+// rounded to BF16, as fused_optim/quantized/compute/rms_norm.py defines it.
+struct RMSNorm {
+    Cast result;  // `values` are x
+    uint64_t weight;
+    uint64_t rstd;  // FP32
+    float eps;
+    bool measured;  // rstd is there already, and nothing else is to be measured
+};
+
+constexpr uint32_t kNormGradients = 3;
+constexpr uint32_t kNormColumns = 16384;  // at most
+constexpr uint32_t kNormParts = 512;      // of rows, at most, whose gradients of the weight are summed up one by one
+
+// Its gradients. `gradients` are those of its results, which are summed up, 0 after the last one; `addend` is another
+// gradient of x, or 0. FP32 but for what is read and written, which is BF16.
+struct RMSNormGradient {
+    uint64_t gradients[kNormGradients];
+    uint64_t addend;
+    uint64_t x;
+    uint64_t weight;
+    uint64_t rstd;
+    uint64_t of_x;
+    uint64_t of_weight;
+    uint64_t parts;  // FP32: room for min(rows, kNormParts) gradients of the weight
+    uint64_t rows;
+    uint64_t columns;
+};
+
 // E5M2: five bits of exponent, two of the mantissa. For magnitudes below 61440, which the largest code's are rounded
 // to.
 FUSED_OPTIM_HD uint32_t e5m2_nearest_even(float x) {
@@ -125,8 +154,11 @@ void cast_delayed_cuda(const Cast& cast, CastFormat format, int device, uint64_t
 void cast_rows_cuda(const Cast& cast, CastFormat format, int device, uint64_t stream);
 void cast_blocks_cuda(const Cast& cast, CastFormat format, int device, uint64_t stream);
 void swiglu_cuda(const SwiGLU& work, CastFormat format, CastScaling scaling, int device, uint64_t stream);
+void rms_norm_cuda(const RMSNorm& work, CastFormat format, CastScaling scaling, int device, uint64_t stream);
+void rms_norm_backward_cuda(const RMSNormGradient& work, int device, uint64_t stream);
 void transpose_cuda(const Cast& cast, int device, uint64_t stream);
 void load_cast_kernels(int device);
 void load_swiglu_kernels(int device);
+void load_rms_norm_kernels(int device);
 
 }  // namespace fused_optim

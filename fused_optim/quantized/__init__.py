@@ -2,7 +2,15 @@
 
 import sys
 
-from fused_optim.quantized.compute import GroupedLinear, KeptWeight, grouped, grouped_linear, linear, swiglu_mlp
+from fused_optim.quantized.compute import (
+    GroupedLinear,
+    KeptWeight,
+    grouped,
+    grouped_linear,
+    linear,
+    rms_norm_linear,
+    swiglu_mlp,
+)
 from fused_optim.quantized.files import (
     load_quantized_safetensors,
     save_pretrained_as,
@@ -51,6 +59,7 @@ __all__ = [
     "plain_state_dict",
     "quantize_model_",
     "quantized_model_init",
+    "rms_norm_linear",
     "save_pretrained_as",
     "save_quantized_safetensors",
     "swiglu_mlp",

@@ -194,6 +194,28 @@ def test_initial_values_are_merged_and_unmerged(recipe: str) -> None:
     assert torch.equal(found.dequantize(), QuantizedTensor.from_values(expected.detach(), RECIPES[recipe]).dequantize())
 
 
+@EACH
+def test_oft_trains_and_merges_by_quantizing_again(recipe: str) -> None:
+    """It writes whole weights, so nothing is lost but the rounding; what it would write through ``.data`` raises."""
+    torch.manual_seed(1)
+    base = quantize_model_(language_model("llama"), RECIPES[recipe], keep_initial=False)
+    model = peft.get_peft_model(base, peft.OFTConfig(r=0, oft_block_size=32, target_modules=["q_proj"]))
+    plain = decoded_base(model)
+    for each in (model, plain):
+        optimizer = FusedAdamW([param for param in each.parameters() if param.requires_grad], lr=1e-2)
+        each(TOKENS, labels=TOKENS).loss.backward()
+        optimizer.step()
+    assert torch.equal(logits(model.eval()), logits(plain.eval()))
+    with pytest.raises(TypeError, match=r"q_proj\.weight.*dequantize_model_"):
+        copy.deepcopy(model).merge_adapter(safe_merge=True)
+
+    merged, expected = (each.merge_and_unload().model.layers[0].self_attn.q_proj.weight for each in (model, plain))
+    assert isinstance(merged, QuantizedTensor)
+    quantized = QuantizedTensor.from_values(expected.detach(), RECIPES[recipe])
+    errors = [(each.dequantize().float() - expected.float()).norm() for each in (merged, quantized)]
+    assert 0 < errors[0] <= 1.05 * errors[1]  # it quantizes FP32 values
+
+
 LINEAR = {f"model.layers.{i}.{name}" for i in range(2) for name in (
     *(f"self_attn.{each}_proj" for each in "qkvo"), *(f"mlp.{each}_proj" for each in ("gate", "up", "down")),
 )}  # fmt: skip

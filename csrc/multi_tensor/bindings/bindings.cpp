@@ -81,6 +81,7 @@ void load_kernels(int rule, int device) {
     load_quantize_kernels(device);
     load_cast_kernels(device);
     load_swiglu_kernels(device);
+    load_rms_norm_kernels(device);
     load_product_kernels(device);
 }
 

@@ -29,6 +29,12 @@ constexpr uint32_t kPairMagnitude = 0x7FFF7FFFu;
 __device__ __forceinline__ float low_value(uint32_t pair) { return bits_float(pair << 16); }
 __device__ __forceinline__ float high_value(uint32_t pair) { return bits_float(pair & 0xFFFF0000u); }
 
+__device__ __forceinline__ uint32_t rounded_pair(float low, float high) {
+    uint32_t pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
 // The larger magnitudes, and NaN for NaN.
 __device__ __forceinline__ uint32_t larger_pair(uint32_t a, uint32_t b) {
     uint32_t result;

@@ -11,12 +11,6 @@ namespace {
 // ---------------------------------------------------------------------------------------------------------------
 // Values
 
-__device__ __forceinline__ uint32_t rounded_pair(float low, float high) {
-    uint32_t pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-
 constexpr float kZeroSigmoid = -87.0f;  // below: sigmoids would be subnormal numbers, and are 0
 
 // 1 / x, rounded to nearest, for x from 1 to 2^126: what a division does there, without its branch, around which no
