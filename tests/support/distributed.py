@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -198,12 +199,18 @@ def _serve(rank: int, connection: Connection, world_size: int, device_type: str,
 # --- in the test ------------------------------------------------------------------------------------------------
 
 
+def processes() -> ForkServerContext:
+    """Starts processes that have imported what workers need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
 class Workers:
     """The processes of one world size."""
 
     def __init__(self, world_size: int, device_type: str) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context = processes()
         self.folder = tempfile.TemporaryDirectory()
         # A FileStore looks for news every 10 ms; making a process group waits for several.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
