@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, settings
 
 from fused_optim.backends import load_engine
 
-# One thread, as most tensors here are tiny: in fixtures of modules, and in the processes that tests start. Where several
-# processes share the cores, threads of OpenMP wait for each other most of the time, and keep the cores busy meanwhile.
+# One thread, as most tensors here are tiny: in fixtures of modules, too, and in the processes that tests start. Where
+# several processes share the cores, threads of OpenMP wait for each other most of the time, and keep the cores busy.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
