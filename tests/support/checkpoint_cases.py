@@ -46,8 +46,8 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "never": (5, 32),  # gets no gradient
     "frozen": (3, 32),
 }
-# What has no blocks, or no gradient, is kept alike in all scaled formats, and in FP32.
-OF_ALL_FORMATS, ONE_OF_EACH_KIND = ("even", "uneven", "few", "unblocked"), (torch.int8, torch.bfloat16)
+# What gets no gradient has no state that depends on the format: one scaled, one plain.
+WITHOUT_GRADIENT, ONE_OF_EACH_KIND = ("never", "frozen"), (torch.int8, torch.bfloat16)
 MASTERS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "float32": (torch.float32, {}),
     "bfloat16": (torch.bfloat16, {"store_param_remainders": False}),
@@ -76,7 +76,7 @@ def build_model(seed: int, dtype: torch.dtype) -> nn.Module:
     model = nn.Module()
     for group, fmt in enumerate(FORMATS):
         for index, (name, shape) in enumerate(SHAPES.items()):
-            if name not in OF_ALL_FORMATS and fmt not in ONE_OF_EACH_KIND:
+            if name in WITHOUT_GRADIENT and fmt not in ONE_OF_EACH_KIND:
                 continue
             initial = values(shape, seed, group, index).to(distributed.device(), dtype)
             param = nn.Parameter(initial, requires_grad=name != "frozen")
@@ -116,7 +116,7 @@ class Run:
         """Steps with given gradients."""
         for step in range(first, last):
             for index, (name, param) in enumerate(self.model.named_parameters()):
-                if not name.endswith(("never", "frozen")):
+                if not name.endswith(WITHOUT_GRADIENT):
                     param.grad = shard_like(values(param.shape, index, step).to(param.dtype), param)
             self.optimizer.step()
             self.optimizer.zero_grad()
