@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,6 +11,11 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from fused_optim.backends import load_engine
+
+# One thread, as most tensors here are tiny: in fixtures of modules, too, and in the processes that tests start. Where
+# several processes share the cores, threads of OpenMP wait for each other most of the time, and keep the cores busy.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Derandomized: a failure is reproducible, and a run of the tests takes the same time twice.
 settings.register_profile(
@@ -61,13 +67,11 @@ def any_backend(request: pytest.FixtureRequest, device: str, use_backend: Callab
 
 @pytest.fixture(autouse=True)
 def _defaults(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No backend is forced from outside; random numbers start anew; one thread, as most tensors here are tiny."""
+    """No backend is forced from outside; random numbers start anew; whatever tests do, the next has one thread."""
     monkeypatch.delenv("FUSED_OPTIM_BACKEND", raising=False)
     torch.manual_seed(0)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     yield
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 import distributed
 from fused_optim import FusedAdamW, FusedLion, LoadReport, load_optimizer_checkpoint
 from fused_optim.checkpoint import Checkpointer
+from pairwise import pairwise
 
 OPTIMIZERS: dict[str, Callable[..., FusedAdamW | FusedLion]] = {
     "float32": FusedAdamW,
@@ -119,6 +120,10 @@ OTHERS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
+def renamed_body(name: str) -> str:
+    return name.replace("body", "trunk")
+
+
 def refusals(how: str, folder: str) -> list[str]:
     texts = []
     save(how, folder, "int8", "native", torch.float32)
@@ -139,42 +144,60 @@ def test_another_model_is_refused_before_anything_is_changed(how: str, ranks: in
             assert re.search(match, text), text
 
 
-def loads_what_fits(how: str, folder: str, fmt: str, form: str) -> None:
-    saved = save(how, folder, fmt, form, torch.float32)
-    head = {"head.weight", "head.bias"}
-    body = {key for key in saved if key.startswith("body.")}
-
-    def check(model: dict[str, Any], expected: dict[str, Any], loaded: Any, kept: Any, **options: Any) -> None:
-        before, after, report, error = load(how, folder, fmt, model, dry_run=True, **options)
-        assert error is None and same(after, before), error
-        before, after, again, error = load(how, folder, fmt, model, **options)
-        assert error is None and again == report, error
-        for name, value in expected.items():
-            assert set(getattr(report.model, name)) == set(value), name
-            parameters = {each for each in value if "seen" not in each}
-            assert set(getattr(report.optimizer.differences, name)) == parameters, name
-        assert same(after, saved, loaded) and same(after, before, kept)
-        for name in kept:  # what starts anew
-            assert not after.get(f"{name}.exp_avg", torch.zeros(1)).any()
-
-    check({"layers": 1}, {"removed": {"body.1.weight", "body.1.bias"}}, {*head, "body.0.weight"}, {}, strict=False)
-    check({"layers": 3}, {"new": {"body.2.weight", "body.2.bias"}}, body, {"body.2.weight"}, partial=["body.2.*"])
-    check({"classes": 7}, {"reshaped": head}, body, head, partial=["head.*"])
-    renamed = {name: name.replace("body", "trunk") for name in body if name.count(".") == 2}
-    for rename in ({"body": "trunk"}, renamed, lambda name: name.replace("body", "trunk")):
-        check({"body": "trunk"}, {"renamed": renamed, "new": {}, "removed": {}}, saved, {}, rename=rename)
-    both = {"body": "trunk", "layers": 1, "classes": 3}
-    check(both, {"renamed": {n: o for n, o in renamed.items() if "1" not in n}}, {"body.0.weight.exp_avg"}, head,
-          rename={"body": "trunk"}, strict=False)  # fmt: skip
+RENAMED = {f"body.{layer}.{kind}": f"trunk.{layer}.{kind}" for layer in (0, 1) for kind in ("weight", "bias")}
+HEAD, BODY = {"head.weight", "head.bias"}, "body."
+# By what changed: the model; what the report lists; keys that are loaded (None: all); names that start anew; options.
+FITS: dict[str, tuple[dict[str, Any], dict[str, Any], Any, Any, dict[str, Any]]] = {
+    "smaller": (
+        {"layers": 1}, {"removed": {"body.1.weight", "body.1.bias"}}, {*HEAD, "body.0.weight"}, {}, {"strict": False}
+    ),
+    "larger": (
+        {"layers": 3}, {"new": {"body.2.weight", "body.2.bias"}}, BODY, {"body.2.weight"}, {"partial": ["body.2.*"]}
+    ),
+    "reshaped": ({"classes": 7}, {"reshaped": HEAD}, BODY, HEAD, {"partial": ["head.*"]}),
+    **{
+        f"renamed by {way}": (
+            {"body": "trunk"}, {"renamed": RENAMED, "new": {}, "removed": {}}, None, {}, {"rename": rename}
+        )
+        for way, rename in (("parts", {"body": "trunk"}), ("names", RENAMED), ("function", renamed_body))
+    },
+    "renamed, smaller, reshaped": (
+        {"body": "trunk", "layers": 1, "classes": 3},
+        {"renamed": {new: old for new, old in RENAMED.items() if "1" not in new}},
+        {"body.0.weight.exp_avg"},
+        HEAD,
+        {"rename": {"body": "trunk"}, "strict": False},
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("how, ranks", WAYS)
-@pytest.mark.parametrize(
-    "fmt, form",
-    [("float32", "unscaled"), ("int8", "native"), ("int8", "unscaled"), ("lion", "native"), ("lion", "unscaled")],
-)
-def test_what_fits_is_loaded(how: str, ranks: int, fmt: str, form: str, tmp_path: Path) -> None:
-    distributed.run(ranks, loads_what_fits, how, str(tmp_path), fmt, form)
+def loads_what_fits(how: str, folder: str, stored: tuple[str, str], changed: str) -> None:
+    saved = save(how, folder, *stored, torch.float32)
+    assert {key for key in saved if key.startswith(BODY) and key.count(".") == 2} == set(RENAMED)
+    model, expected, loaded, kept, options = FITS[changed]
+    if loaded == BODY:
+        loaded = {key for key in saved if key.startswith(BODY)}
+    before, after, report, error = load(how, folder, stored[0], model, dry_run=True, **options)
+    assert error is None and same(after, before), error
+    before, after, again, error = load(how, folder, stored[0], model, **options)
+    assert error is None and again == report, error
+    for name, value in expected.items():
+        assert set(getattr(report.model, name)) == set(value), name
+        parameters = {each for each in value if "seen" not in each}
+        assert set(getattr(report.optimizer.differences, name)) == parameters, name
+    assert same(after, saved, loaded) and same(after, before, kept)
+    for name in kept:  # what starts anew
+        assert not after.get(f"{name}.exp_avg", torch.zeros(1)).any()
+
+
+STORED = [("float32", "unscaled"), ("int8", "native"), ("int8", "unscaled"), ("lion", "native"), ("lion", "unscaled")]
+
+
+# Not all ways x formats x changes: each two of them.
+@pytest.mark.parametrize("way, stored, changed", pairwise(WAYS, STORED, list(FITS)), ids=str)
+def test_what_fits_is_loaded(way: tuple[str, int], stored: tuple[str, str], changed: str, tmp_path: Path) -> None:
+    how, ranks = way
+    distributed.run(ranks, loads_what_fits, how, str(tmp_path), stored, changed)
 
 
 def loads_the_model_alone(how: str, folder: str) -> None:

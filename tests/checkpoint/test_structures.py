@@ -20,6 +20,7 @@ import distributed
 from fused_optim import FusedAdamW
 from fused_optim.checkpoint import Checkpointer
 from fused_optim.checkpoint.storage.nested import assembled, flat
+from pairwise import pairwise
 
 VALUES: dict[str, Any] = {
     "number": 0.25,
@@ -51,7 +52,9 @@ def full(value: Tensor) -> Tensor:
 
 leaves = st.one_of(st.integers(), st.text(), st.none(), st.tuples(st.integers()), st.just(torch.ones(2)))
 keys = st.text("ab", min_size=1)
-trees = st.recursive(leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3))
+trees = st.recursive(
+    leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3), max_leaves=12
+)
 
 
 @given(st.dictionaries(keys, st.dictionaries(keys, st.dictionaries(keys, trees, min_size=1), min_size=1)))
@@ -149,21 +152,32 @@ def test_users_values_of_stages(tmp_path: Path) -> None:
     distributed.run(2, stages, str(tmp_path))
 
 
-def extra_states(how: str, folder: str) -> None:
+CURRENT: dict[str, Any] = {
+    "none": None,
+    "empty": {},
+    "other keys": {1: "another"},
+    "more": {"a": 7, "z": torch.ones(1)},
+}
+CURRENT |= {"tensor": torch.ones(5), "same": ...}
+
+
+def extra_states(how: str, folder: str, cases: list[tuple[str, str]]) -> None:
     for number, (name, value) in enumerate(VALUES.items()):
         model, optimizer = built(how, value)
         step(model, optimizer)
         with Checkpointer(model, optimizer, folder, sigterm=False) as checkpointer:
             checkpointer.save(number)
-        for current in (None, {}, {1: "another"}, {"a": 7, "z": torch.ones(1)}, torch.ones(5), value):
-            model, optimizer = built(how, current)
+        for current in [current for saved, current in cases if saved == name]:
+            model, optimizer = built(how, value if current == "same" else CURRENT[current])
             Checkpointer(model, optimizer, folder, sigterm=False).load(number)
             assert equal(model.note, value), (name, current)
 
 
 @pytest.mark.parametrize("how, ranks", [("plain", 1), ("fsdp", 2)])
 def test_extra_states_of_any_structure(how: str, ranks: int, tmp_path: Path) -> None:
-    distributed.run(ranks, extra_states, how, str(tmp_path))
+    """Each value over each: plain or sharded, and either over or from every one."""
+    cases = pairwise(["plain", "fsdp"], list(VALUES), list(CURRENT))
+    distributed.run(ranks, extra_states, how, str(tmp_path), [case[1:] for case in cases if case[0] == how])
 
 
 class Odd:

@@ -16,6 +16,7 @@ import distributed
 from distributed import assert_same, on_each_device
 from fused_optim.quantized import QuantizedTensor, finish_initialization
 from fused_optim.sharding.dtensor import local_tensor
+from pairwise import pairwise
 from quantized_cases import RECIPES, Run, mesh_of, perceptron, quantized_model, values
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -81,34 +82,39 @@ def save_full(recipes: list[str], folder: str) -> set[type]:
     return found
 
 
-def load_full(recipes: list[str], how: str, folder: str) -> dict[str, list[dict[str, Tensor]]]:
-    """Broadcast from the first rank, and loaded by every rank for itself."""
-    found: dict[str, list[dict[str, Tensor]]] = {}
-    for recipe in recipes:
-        for name in ("own", "unsharded", "sharded"):
-            for options in (BROADCAST, FULL):
-                model = fully_shard(quantized_model(recipe, seed=1), mesh=mesh_of(how))
-                state = torch.load(f"{folder}/{recipe}-{name}", weights_only=True)
-                if options is BROADCAST and dist.get_rank() > 0:
-                    state = {}
-                set_model_state_dict(model, state, options=options)
-                finish_initialization(model)
-                full = {key: param.full_tensor().detach().cpu() for key, param in model.named_parameters()}
-                found.setdefault(recipe, []).append(full)
+Case = tuple[str, str, str]  # recipe, who saved, how it is loaded
+PLACES = [(1, "fsdp"), (2, "fsdp"), (3, "fsdp"), (4, "hsdp")]
+LOADS = {"broadcast": BROADCAST, "by every rank": FULL}
+# Not all places x recipes x models x loads: each two of them.
+LOADED = pairwise(PLACES, list(RECIPES), ["own", "unsharded", "sharded"], list(LOADS))
+
+
+def load_full(cases: list[Case], how: str, folder: str) -> list[dict[str, Tensor]]:
+    """Broadcast from the first rank, or loaded by every rank for itself."""
+    found = []
+    for recipe, name, load in cases:
+        model = fully_shard(quantized_model(recipe, seed=1), mesh=mesh_of(how))
+        state = torch.load(f"{folder}/{recipe}-{name}", weights_only=True)
+        if load == "broadcast" and dist.get_rank() > 0:
+            state = {}
+        set_model_state_dict(model, state, options=LOADS[load])
+        finish_initialization(model)
+        found.append({key: param.full_tensor().detach().cpu() for key, param in model.named_parameters()})
     return found
 
 
-@pytest.mark.parametrize("ranks, how, on", on_each_device((1, "fsdp"), (2, "fsdp"), (3, "fsdp"), (4, "hsdp")))
+@pytest.mark.parametrize("ranks, how, on", on_each_device(*PLACES))
 def test_state_dicts_of_one_process_load_on_several(ranks: int, how: str, on: str, tmp_path: Path) -> None:
     assert distributed.run(1, save_full, list(RECIPES), str(tmp_path), on=on) == [{Tensor}]
-    results = distributed.run(ranks, load_full, list(RECIPES), how, str(tmp_path), on=on, timeout=120)
-    for recipe in RECIPES:
-        model = quantized_model(recipe)
+    cases: list[Case] = [case[1:] for case in LOADED if case[0] == (ranks, how)]
+    cases += [(recipe, "own", "by every rank") for recipe in RECIPES if (recipe, "own", "by every rank") not in cases]
+    results = distributed.run(ranks, load_full, cases, how, str(tmp_path), on=on, timeout=120)
+    for number, case in enumerate(cases):
+        model = quantized_model(case[0])
         expected = {name: param.detach() for name, param in model.named_parameters()}
         expected |= {k: v.dequantize() for k, v in expected.items() if isinstance(v, QuantizedTensor)}
         for result in results:
-            assert len(result[recipe]) == 6
-            assert_same(result[recipe][1], expected)  # bytes
-            for full in result[recipe]:  # else the scale may differ by BF16's rounding
-                for name, value in full.items():
-                    assert torch.allclose(value.float(), expected[name].float(), rtol=2**-7, atol=0), (recipe, name)
+            if case[1:] == ("own", "by every rank"):
+                assert_same(result[number], expected)  # bytes
+            for name, value in result[number].items():  # else the scale may differ by BF16's rounding
+                assert torch.allclose(value.float(), expected[name].float(), rtol=2**-7, atol=0), (case, name)

@@ -140,7 +140,6 @@ WAYS = {"by hand": set_by_hand, "states move": move_states, "replace_parameters"
 
 @contextlib.contextmanager
 def without_collector() -> Iterator[None]:
-    gc.collect()
     gc.disable()
     try:
         yield

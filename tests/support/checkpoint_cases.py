@@ -46,6 +46,8 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "never": (5, 32),  # gets no gradient
     "frozen": (3, 32),
 }
+# What gets no gradient has no state that depends on the format: one scaled, one plain.
+WITHOUT_GRADIENT, ONE_OF_EACH_KIND = ("never", "frozen"), (torch.int8, torch.bfloat16)
 MASTERS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "float32": (torch.float32, {}),
     "bfloat16": (torch.bfloat16, {"store_param_remainders": False}),
@@ -65,14 +67,20 @@ def values(shape: tuple[int, ...], *seed: int) -> Tensor:
 # --- model and optimizer ----------------------------------------------------------------------------------------
 
 
+def prefix_of(fmt: torch.dtype) -> str:
+    return str(fmt).removeprefix("torch.")
+
+
 def build_model(seed: int, dtype: torch.dtype) -> nn.Module:
-    """One parameter of every shape for every state format."""
+    """Parameters of every shape for every state format that tells them apart."""
     model = nn.Module()
     for group, fmt in enumerate(FORMATS):
         for index, (name, shape) in enumerate(SHAPES.items()):
+            if name in WITHOUT_GRADIENT and fmt not in ONE_OF_EACH_KIND:
+                continue
             initial = values(shape, seed, group, index).to(distributed.device(), dtype)
             param = nn.Parameter(initial, requires_grad=name != "frozen")
-            model.register_parameter(f"{str(fmt).removeprefix('torch.')}_{name}", param)
+            model.register_parameter(f"{prefix_of(fmt)}_{name}", param)
     return model
 
 
@@ -98,7 +106,7 @@ class Run:
         named = list(self.model.named_parameters())
         groups = []
         for index, fmt in enumerate(formats):
-            params = named[index * len(SHAPES) : (index + 1) * len(SHAPES)]
+            params = [(name, param) for name, param in named if name.startswith(f"{prefix_of(FORMATS[index])}_")]
             decay = 0.7 if fresh else 0.1 * index
             groups.append({"params": params, "exp_avg_dtype": fmt, "exp_avg_sq_dtype": fmt, "weight_decay": decay})
         self.optimizer = FusedAdam(groups, lr=0.5 if fresh else 0.01, seed=3, **options)
@@ -108,7 +116,7 @@ class Run:
         """Steps with given gradients."""
         for step in range(first, last):
             for index, (name, param) in enumerate(self.model.named_parameters()):
-                if not name.endswith(("never", "frozen")):
+                if not name.endswith(WITHOUT_GRADIENT):
                     param.grad = shard_like(values(param.shape, index, step).to(param.dtype), param)
             self.optimizer.step()
             self.optimizer.zero_grad()
