@@ -113,7 +113,7 @@ def parameters(shapes: Shapes, mesh: DeviceMesh, device: torch.device, is_sharde
         whole = (scale * torch.randn(shape, device=device, generator=generator)).bfloat16()
         return distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None) if is_sharded else whole
 
-    params = []
+    params: list[Tensor] = []
     for shape in shapes:
         param = values(shape, 0.02 if params else 0.0).requires_grad_()
         param.grad = values(shape, 1e-3)
@@ -122,7 +122,7 @@ def parameters(shapes: Shapes, mesh: DeviceMesh, device: torch.device, is_sharde
 
 
 def local(tensor: Tensor) -> Tensor:
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def own_rows(whole: Tensor, mesh: DeviceMesh) -> Tensor:
