@@ -150,6 +150,13 @@ def test_several_ranks(sources: Path) -> None:
     assert found["failures"][second] == "ValueError: first line\nlast line"
 
 
+@pytest.mark.parametrize("optimizer, unexpected", [("own", 0), ("drop_in", 2)])
+def test_some_failures_are_expected_of_one_class(sources: Path, optimizer: str, unexpected: int) -> None:
+    (sources / FSDP2).write_text(FSDP2_FILE + "def test_fused_adam_fp8_master_weights(recipe): assert False\n")
+    found = peer_suites.outcomes(SHARDED, optimizer, sources, sources / "log")
+    assert found["failed"] == 2 and len(found["unexpected"]) == unexpected
+
+
 @pytest.mark.parametrize("broken", ["\ndef test_ends():\n    import os; os._exit(0)\n", "\nimport no_such_module\n"])
 def test_suites_that_do_not_end(sources: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     (sources / TE.files[0]).write_text(TE_FILE + broken)

@@ -66,7 +66,8 @@ def load_whole(recipes: list[str], folder: str) -> list[bool]:
     same = []
     for recipe in recipes:
         weight = weight_of(recipe).detach()
-        zero = QuantizedTensor.empty(weight.recipe, weight.shape, weight.dtype, weight.device)
+        # Where there are backends for CPUs and GPUs, torch's reader broadcasts from the first one's memory: on both ranks
+        zero = QuantizedTensor.empty(weight.recipe, weight.shape, weight.dtype, torch.device("cpu"))
         on_meta, zeros = {"weight": weight.to("meta")}, {"weight": zero}
         dcp.save({"weight": weight}, checkpoint_id=f"{folder}/{recipe}")
         dcp.load(on_meta, checkpoint_id=f"{folder}/{recipe}")
@@ -75,7 +76,7 @@ def load_whole(recipes: list[str], folder: str) -> list[bool]:
         dist.barrier()
         reader, planner = BroadcastingTorchSaveReader(), DynamicMetaLoadPlanner()
         dcp.load(zeros, checkpoint_id=f"{folder}/{recipe}.pt", storage_reader=reader, planner=planner)
-        same += [same_components(state["weight"], weight) for state in (on_meta, zeros)]
+        same += [same_components(on_meta["weight"], weight), same_components(zeros["weight"], weight.cpu())]
     return same
 
 
