@@ -29,7 +29,7 @@ def test_what_is_missing_is_found_out(missing: str) -> None:
 def test_a_trial(tmp_path: Path) -> None:
     """Two ranks make the bits that one makes, in every format."""
     report = tmp_path / "report.json"
-    ranks = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [sys.executable, *ranks, muon_fsdp2.__file__, *TRIAL, f"--output={report}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
