@@ -30,6 +30,8 @@ from fused_optim.wire import write_changes
 from step import copy_bandwidth, llama_shapes, machine, timed
 
 ROUNDS, STEPS = 2, 10
+TAKES = 9
+SLOWEST = 4  # kernels of a take that are named
 
 
 class Weights(nn.Module):
@@ -107,19 +109,37 @@ def steps_and_takes(device: torch.device) -> list[dict[str, Any]]:
 
 
 def take(model: Weights, optimizer: FusedAdamW, device: torch.device) -> dict[str, Any]:
-    """Milliseconds until the changes of one step are there, and how many those are."""
-    times, changed = [], 0
-    for _ in range(5):
+    """Milliseconds until the changes of one step are there, and how many those are; of one take those of the device."""
+    times, on_host, changed = [], [], 0
+    for _ in range(TAKES):
         optimizer.take_changes(model)
         optimizer.step()
         torch.cuda.synchronize(device)
         start = time.perf_counter()
         taken = optimizer.take_changes(model)
+        on_host.append(1e3 * (time.perf_counter() - start))
         torch.cuda.synchronize(device)
         times.append(1e3 * (time.perf_counter() - start))
         changed = sum(each.indices.numel() for each in taken.values())
         del taken
-    return {"take_ms": statistics.median(times), "changed": changed}
+    optimizer.step()
+    torch.cuda.synchronize(device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        optimizer.take_changes(model)
+        torch.cuda.synchronize(device)
+    launched: dict[str, list[float]] = {}
+    for event in profile.events() or ():
+        if event.device_time_total:
+            launched.setdefault(event.name, []).append(event.device_time_total / 1e3)
+    slowest = sorted(launched.items(), key=lambda item: -sum(item[1]))[:SLOWEST]
+    return {
+        "take_ms": statistics.median(times),
+        "take_returns_ms": statistics.median(on_host),
+        "take_device_ms": sum(map(sum, launched.values())),
+        "take_launches": sum(map(len, launched.values())),
+        "take_slowest": {name[:100]: [len(each), sum(each)] for name, each in slowest},
+        "changed": changed,
+    }
 
 
 def copy_of_weights(model: Weights, device: torch.device) -> float:

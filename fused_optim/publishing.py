@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +17,12 @@ from fused_optim.decorators import between_graphs, between_steps, ungraded
 from fused_optim.memory.layout import MASTER
 from fused_optim.sharding.collective import gather as collective_gather
 from fused_optim.sharding.collective import on_all_ranks
-from fused_optim.sharding.dtensor import dense
+from fused_optim.sharding.dtensor import dense, is_dense
 from fused_optim.state.changes import ChangeTracker
 from fused_optim.state.published import Published
 from fused_optim.state.store import StateStore
 from fused_optim.step.run import Stepper
-from fused_optim.wire.form import Changes
+from fused_optim.wire.form import Changes, PackedChanges
 
 
 class Publisher(Optimizer):
@@ -90,8 +91,11 @@ class Publisher(Optimizer):
     def _look_at_changes(self, asked: str, model: nn.Module, gather: bool) -> dict[str, Changes]:
         with on_all_ranks("gathering changes") if gather else nullcontext():
             self.stepper.check_idle(asked)
-            own = {name: each.cpu() if gather else each for name, each in self._own_changes(model)}
-        return _joined(collective_gather(own)) if gather else own
+            own = dict(self._own_changes(model))
+            packed = PackedChanges.of(own) if gather else None
+        if packed is None:
+            return own
+        return _joined([each.unpacked() for each in collective_gather(packed)])
 
     def _tracker(self) -> ChangeTracker:
         if self.store.changes is None:
@@ -109,15 +113,14 @@ class Publisher(Optimizer):
         self.store.offloading.synchronize()
         tracker.notice({param: state.get(param, {}).get(MASTER) for param in params})
         parts = list(published.parts(params))
-        flat = [dense(each.local.detach()).view(-1) for each in parts]
-        marked = [
-            MarkedTensor(tracker.bits_of(each.param, each.part, values), values, each.first or 0)
-            for each, values in zip(parts, flat, strict=True)
-        ]
-        for each, (indices, values) in zip(parts, collect(marked), strict=True):
+        marked = []
+        for _, param, part, local, at in parts:
+            values = local if is_dense(local) else dense(local.detach())
+            marked.append(MarkedTensor(tracker.bits_of(param, part, values), values, at.first or 0))
+        for (name, _, _, _, at), (indices, values) in zip(parts, collect(marked), strict=True):
             if indices.numel():
-                indices = indices if each.first is not None else _in_whole(indices, tuple(each.local.shape), each.place)
-                yield each.name, Changes(indices, values, each.place.shape)
+                indices = indices if at.first is not None else _in_whole(indices, tuple(at.local), at.place)
+                yield name, Changes(indices, values, at.place.shape)
 
 
 def _in_whole(indices: Tensor, shape: tuple[int, ...], place: Place) -> Tensor:
@@ -130,12 +133,18 @@ def _in_whole(indices: Tensor, shape: tuple[int, ...], place: Place) -> Tensor:
 
 def _joined(of_ranks: list[dict[str, Changes]]) -> dict[str, Changes]:
     """Those of all ranks, ascending; elements that several hold, once."""
-    found: dict[str, Changes] = {}
-    for name in dict.fromkeys(name for own in of_ranks for name in own):
-        parts = [own[name] for own in of_ranks if name in own]
-        indices, order = torch.cat([part.indices for part in parts]).sort(stable=True)
-        values = torch.cat([part.values for part in parts])[order]
-        is_first = torch.ones_like(indices, dtype=torch.bool)
-        is_first[1:] = indices[1:] != indices[:-1]
-        found[name] = Changes(indices[is_first], values[is_first], parts[0].shape)
-    return found
+    names = dict.fromkeys(name for own in of_ranks for name in own)
+    return {name: _of_ranks([own[name] for own in of_ranks if name in own]) for name in names}
+
+
+def _of_ranks(parts: list[Changes]) -> Changes:
+    parts.sort(key=lambda part: int(part.indices[0]))
+    if len(parts) == 1:
+        return parts[0]
+    indices, values = (torch.cat(own) for own in zip(*((part.indices, part.values) for part in parts), strict=True))
+    if all(int(a.indices[-1]) < int(b.indices[0]) for a, b in pairwise(parts)):  # rows, one rank's after the other's
+        return Changes(indices, values, parts[0].shape)
+    indices, order = indices.sort(stable=True)
+    is_first = torch.ones_like(indices, dtype=torch.bool)
+    is_first[1:] = indices[1:] != indices[:-1]
+    return Changes(indices[is_first], values[order][is_first], parts[0].shape)

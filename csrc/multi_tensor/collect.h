@@ -20,25 +20,15 @@ struct Marked {
     uint64_t first_unit;  // number of its first unit among those of all tensors
     // What only collecting needs:
     uint64_t values;
-    uint64_t indices_out;  // int64, one for each bit that is set
+    uint64_t first;        // what the index of element 0 is
+    uint64_t bytes;        // of an element: 1, 2 or 4
+    uint64_t indices_out;  // int64, one for each bit that is set; 0: all are, and only values are wanted
     uint64_t values_out;
-    uint64_t start;  // bits that are set in the tensors before
-    uint64_t first;  // what the index of element 0 is
-    uint64_t bytes;  // of an element: 1, 2 or 4
 
     FUSED_OPTIM_HD uint64_t units() const { return (numel + kUnitBits - 1) / kUnitBits; }
     FUSED_OPTIM_HD uint64_t words() const { return (numel + kBitsOfWord - 1) / kBitsOfWord; }
     FUSED_OPTIM_HD uint32_t word(uint64_t i) const {
         return i < words() ? reinterpret_cast<const uint32_t*>(bits)[i] : 0u;
-    }
-    // Where the first one of a unit goes. `ends`: of each unit, how many are set up to its end.
-    FUSED_OPTIM_HD uint64_t place(uint64_t unit, const int64_t* counts, const int64_t* ends) const {
-        return static_cast<uint64_t>(ends[first_unit + unit] - counts[first_unit + unit]) - start;
-    }
-    template <class Bits>
-    FUSED_OPTIM_HD void put(uint64_t place, uint64_t element) const {
-        reinterpret_cast<int64_t*>(indices_out)[place] = static_cast<int64_t>(first + element);
-        reinterpret_cast<Bits*>(values_out)[place] = reinterpret_cast<const Bits*>(values)[element];
     }
 };
 
@@ -49,11 +39,14 @@ FUSED_OPTIM_HD void dispatch_bytes(uint64_t bytes, const Visit& visit) {
     visit(uint32_t{});
 }
 
-// `counts`: of each unit; in the memory of the tensors' device.
-void count_cpu(const std::vector<Marked>& tensors, int64_t* counts, int threads);
-void collect_cpu(const std::vector<Marked>& tensors, const int64_t* counts, const int64_t* ends, int threads);
-void count_cuda(const std::vector<Marked>& tensors, int64_t* counts, int device, uint64_t stream);
-void collect_cuda(const std::vector<Marked>& tensors, const int64_t* counts, const int64_t* ends, int device,
-                  uint64_t stream);
+// How many bits are set: in all of each tensor, which is returned, and in `places`, in the memory of the tensors'
+// device, in the tensor's units before each unit. `places` has a number per unit and, after those, one per tensor.
+// Waits for the device.
+std::vector<int64_t> count_cpu(const std::vector<Marked>& tensors, int64_t* places, int threads);
+std::vector<int64_t> count_cuda(const std::vector<Marked>& tensors, int64_t* places, int device, uint64_t stream);
+
+// Waits for nothing.
+void collect_cpu(const std::vector<Marked>& tensors, const int64_t* places, int threads);
+void collect_cuda(const std::vector<Marked>& tensors, const int64_t* places, int device, uint64_t stream);
 
 }  // namespace fused_optim

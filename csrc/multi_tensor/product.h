@@ -10,16 +10,15 @@ namespace fused_optim {
 
 constexpr uint32_t kProductMultiple = 8;  // of sizes: rows of 16 bytes, which addresses are multiples of, too
 
-// `batch` times: result = alpha * left * right + beta * addend + gamma * identity, summed up in FP32. FP16, row by row;
+// `batch` times: result = alpha * left * right + beta * left + gamma * identity, summed up in FP32. FP16, row by row;
 // matrices of a batch lie one behind the other. A result's bits depend on its own matrices alone.
 //
 // left: (rows, inner), or if `left_transposed` (inner, rows); right: (inner, columns), or if `right_transposed`
-// (columns, inner). addend, result: (rows, columns). `symmetric`: the result is, so what lies above its blocks of
-// 256 x 256 on the diagonal is copied from below.
+// (columns, inner). result: (rows, columns); `beta`: 0, or the right factor is square. `symmetric`: the result is, so
+// what lies above its boxes of 64 x 64 on the diagonal is copied from below.
 struct MatrixProduct {
     uint64_t left;
     uint64_t right;
-    uint64_t addend;  // 0: none
     uint64_t result;
     uint32_t batch;
     uint32_t rows;
@@ -49,7 +48,7 @@ struct Normalization {
 bool has_products_cuda(int device);
 
 // Enqueued on `stream` of `device`. Throw std::runtime_error naming the kernel and the CUDA error. Of the transposed
-// forms there are: none; left alone and right alone, without an addend.
+// forms there are: none; left alone and right alone, with a beta of 0.
 void matrix_product_cuda(const MatrixProduct& product, int device, uint64_t stream);
 void normalize_cuda(const Normalization& normalization, int device, uint64_t stream);
 void load_product_kernels(int device);

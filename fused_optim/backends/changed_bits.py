@@ -6,7 +6,7 @@ Bit ``e % 8`` of byte ``e // 8`` is that of element ``e``; those beyond the last
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import compress, pairwise
+from itertools import compress
 from typing import NamedTuple
 
 import torch
@@ -68,7 +68,7 @@ def _mark_differences(bits: Tensor, before: Tensor, after: Tensor) -> None:
 
 
 class MarkedTensor(NamedTuple):
-    """A tensor's bits and its values, flat and dense. ``first``: what the index of its first element is."""
+    """A tensor's bits and its values, dense. ``first``: what the index of its first element is."""
 
     bits: Tensor
     values: Tensor
@@ -100,7 +100,7 @@ def _by_torch(tensor: MarkedTensor) -> tuple[Tensor, Tensor]:
     bits = tensor.bits[: -(-tensor.values.numel() // 8)]
     pieces = [_indices(piece) + 8 * _EXTRACTED * i for i, piece in enumerate(bits.split(_EXTRACTED))]
     indices = torch.cat(pieces)
-    return indices + tensor.first, tensor.values[indices]
+    return indices + tensor.first, tensor.values.detach().view(-1)[indices]
 
 
 def _indices(bits: Tensor) -> Tensor:
@@ -112,47 +112,32 @@ def _indices(bits: Tensor) -> Tensor:
 
 
 def _by_engine(engine: Engine, tensors: Sequence[MarkedTensor], device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    numels = [each.values.numel() for each in tensors]
-    units = [-(-numel // engine.CHANGES_PER_UNIT) for numel in numels]
-    unit_ends = torch.tensor(units).cumsum(0).tolist()
-    first_units = [end - own for end, own in zip(unit_ends, units, strict=True)]
-    counts = torch.zeros(unit_ends[-1] + 1, dtype=torch.int64, device=device)  # and one, for a tensor without elements
-    heads = [(each.bits.data_ptr(), *sizes) for each, *sizes in zip(tensors, numels, first_units, strict=True)]
-    engine.count_changed(rows=heads, counts=counts.data_ptr(), **run_on(device))
-    ends = counts.cumsum(0)
-    before = (ends - counts)[torch.tensor([*first_units, unit_ends[-1]], device=device)].tolist()
-    totals = [end - start for start, end in pairwise(before)]
-    return _collected(engine, tensors, heads, totals, (counts, ends))
-
-
-def _collected(
-    engine: Engine,
-    tensors: Sequence[MarkedTensor],
-    heads: Sequence[tuple[int, ...]],
-    totals: Sequence[int],
-    counted: tuple[Tensor, Tensor],
-) -> list[tuple[Tensor, Tensor]]:
-    """``totals``: how many elements of each are marked."""
-    device = tensors[0].values.device
-    whole = [0 < total == each.values.numel() for each, total in zip(tensors, totals, strict=True)]
+    rows = [
+        (bits.data_ptr(), values.numel(), values.data_ptr(), first, values.element_size())
+        for bits, values, first in tensors
+    ]
+    units = sum(-(-numel // engine.CHANGES_PER_UNIT) for _, numel, *_ in rows)
+    places = torch.empty(units + len(rows), dtype=torch.int64, device=device)
+    totals = engine.count_changed(rows=rows, places=places.data_ptr(), **run_on(device))
+    # Where all elements are marked they are copied, and one tensor has the indices of all such tensors.
+    whole = [0 < total == row[1] for row, total in zip(rows, totals, strict=True)]
     every = torch.arange(max(compress(totals, whole), default=0), device=device)
-    some = [0 if is_whole else total for is_whole, total in zip(whole, totals, strict=True)]
-    indices = torch.empty(sum(some), dtype=torch.int64, device=device).split(some)
-    values = _side_by_side([each.values for each in tensors], some)
-    found, rows, start = [], [], 0
-    for each, head, pair, total, is_whole in zip(tensors, heads, zip(indices, values), totals, whole, strict=True):
-        if is_whole:
-            found.append((every[:total] + each.first if each.first else every[:total], each.values.clone()))
-        else:
-            found.append(pair)
-            if total:
-                addresses = (tensor.data_ptr() for tensor in (each.values, *pair))
-                rows.append((*head, *addresses, start, each.first, each.values.element_size()))
-        start += total
-    if rows:
-        counts, ends = (each.data_ptr() for each in counted)
-        engine.collect_changed(rows=rows, counts=counts, ends=ends, **run_on(device))
-    return found
+    listed = [0 if is_whole else total for is_whole, total in zip(whole, totals, strict=True)]
+    indices = _split(listed, torch.int64, device)
+    values = _side_by_side([each.values for each in tensors], totals)
+    targets = [
+        (0 if is_whole else of_indices.data_ptr(), of_values.data_ptr()) if total else (0, 0)
+        for is_whole, of_indices, of_values, total in zip(whole, indices, values, totals, strict=True)
+    ]
+    engine.collect_changed(rows=rows, targets=targets, places=places.data_ptr(), **run_on(device))
+    return [
+        (_shifted(every[:total], each.first) if is_whole else own, taken)
+        for each, is_whole, total, own, taken in zip(tensors, whole, totals, indices, values, strict=True)
+    ]
+
+
+def _shifted(indices: Tensor, first: int) -> Tensor:
+    return indices + first if first else indices
 
 
 def _side_by_side(like: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]:
@@ -161,5 +146,14 @@ def _side_by_side(like: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]
     for tensor, numel in zip(like, numels, strict=True):
         sizes.setdefault(tensor.dtype, []).append(numel)
     device = like[0].device
-    new = {dtype: iter(torch.empty(sum(own), dtype=dtype, device=device).split(own)) for dtype, own in sizes.items()}
+    new = {dtype: iter(_split(own, dtype, device)) for dtype, own in sizes.items()}
     return [next(new[tensor.dtype]) for tensor in like]
+
+
+def _split(numels: Sequence[int], dtype: torch.dtype, device: torch.device) -> Sequence[Tensor]:
+    """Parts of one new tensor. It has up to an eighth more room: takes of about as much find the same memory."""
+    total = sum(numels)
+    step = 1 << max(total.bit_length() - 4, 0)
+    room = torch.empty(-(-total // step) * step, dtype=dtype, device=device)
+    parts: Sequence[Tensor] = room.narrow(0, 0, total).split(list(numels))
+    return parts

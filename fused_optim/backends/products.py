@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fused_optim.backends import forced_backend, load_engine
-from fused_optim.backends.compiled import address, run_on
+from fused_optim.backends.compiled import run_on
 from fused_optim.backends.engine import CudaEngine
 from fused_optim.formats.elements import ELEMENT_TYPES
 
@@ -36,16 +36,15 @@ class Products(Protocol):
         result: Tensor,
         *,
         alpha: float = 1.0,
-        addend: Tensor | None = None,
         beta: float = 0.0,
         gamma: float = 0.0,
         left_transposed: bool = False,
         right_transposed: bool = False,
         symmetric: bool = False,
     ) -> None:
-        """``result = alpha * left @ right + beta * addend + gamma * identity``, summed up in FP32; FP16 or BF16.
+        """``result = alpha * left @ right + beta * left + gamma * identity``, summed up in FP32; FP16 or BF16.
 
-        ``left_transposed``: ``left.mT`` in place of ``left``; likewise ``right``; not both, and without an addend.
+        ``left_transposed``: ``left.mT`` in place of ``left``; likewise ``right``; not both, and with a beta of 0.
         ``symmetric``: the result is.
         """
 
@@ -77,7 +76,6 @@ class EngineProducts:
         result: Tensor,
         *,
         alpha: float = 1.0,
-        addend: Tensor | None = None,
         beta: float = 0.0,
         gamma: float = 0.0,
         left_transposed: bool = False,
@@ -88,7 +86,6 @@ class EngineProducts:
         self._engine.matrix_product(
             left=left.data_ptr(),
             right=right.data_ptr(),
-            addend=address(addend),
             result=result.data_ptr(),
             batch=batch,
             rows=rows,
@@ -120,7 +117,6 @@ class TorchProducts:
         result: Tensor,
         *,
         alpha: float = 1.0,
-        addend: Tensor | None = None,
         beta: float = 0.0,
         gamma: float = 0.0,
         left_transposed: bool = False,
@@ -128,7 +124,7 @@ class TorchProducts:
         symmetric: bool = False,
     ) -> None:
         with _exact_sums():
-            self._multiply(left, right, result, alpha, addend, beta, gamma, left_transposed, right_transposed)
+            self._multiply(left, right, result, alpha, beta, gamma, left_transposed, right_transposed)
 
     @staticmethod
     def _multiply(
@@ -136,7 +132,6 @@ class TorchProducts:
         right: Tensor,
         result: Tensor,
         alpha: float,
-        addend: Tensor | None,
         beta: float,
         gamma: float,
         left_transposed: bool,
@@ -145,8 +140,7 @@ class TorchProducts:
         for i, own in enumerate(result):
             a = left[i].T if left_transposed else left[i]
             b = right[i].T if right_transposed else right[i]
-            added = a.new_zeros(()) if addend is None else addend[i]
-            product = torch.addmm(added, a, b, alpha=alpha, beta=0.0 if addend is None else beta)
+            product = torch.addmm(a if beta else a.new_zeros(()), a, b, alpha=alpha, beta=beta)
             if gamma:
                 product.diagonal().add_(gamma)
             own.copy_(product)

@@ -26,7 +26,7 @@ from fused_optim.checkpoint.reading.leeway import Leeway, Rename
 from fused_optim.checkpoint.saves import BackgroundSaves, Save
 from fused_optim.checkpoint.storage import checksums
 from fused_optim.checkpoint.storage.damage import Damaged, is_damage
-from fused_optim.checkpoint.storage.directory import CheckpointDirectory, Found
+from fused_optim.checkpoint.storage.directory import CheckpointDirectory, Found, have_rotated
 from fused_optim.checkpoint.storage.folders import LocalFolder, PathLike, folder_at
 from fused_optim.checkpoint.storage.garbage import without_collection
 from fused_optim.checkpoint.storage.nested import flat
@@ -38,7 +38,15 @@ from fused_optim.checkpoint.writing.staging import PinnedStager
 from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.options.checks import whole_number
 from fused_optim.options.reading import CheckpointFormat
-from fused_optim.sharding.collective import RaisedElsewhere, gather, on_all_ranks, on_any, this_rank, world_size
+from fused_optim.sharding.collective import (
+    RaisedElsewhere,
+    check_alike,
+    gather,
+    on_all_ranks,
+    on_any,
+    this_rank,
+    world_size,
+)
 
 logger = logging.getLogger("fused_optim")
 
@@ -126,6 +134,8 @@ class Checkpointer:
         # Of their own: the thread that writes makes collectives while this one and training make others.
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._writing_group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        options = {"every": every, "keep": retention, "format": format, "sigterm": sigterm, "readonly": readonly}
+        check_alike("Checkpointer", options, self._group)
         self._termination = Termination() if sigterm and not readonly else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="Checkpointer")
         self._saves: deque[tuple[int, Future[str | None]]] = deque()
@@ -177,7 +187,7 @@ class Checkpointer:
         if not due and self._termination is None:
             return
         numbers, problem = self._own_metrics(metrics)
-        ending, is_refused, failures = self._agree(problem is not None)
+        ending, is_refused, failures = self._agree(step, problem is not None)
         if is_refused:
             failures.append(problem or "metrics: the first rank was given what are no numbers")
             if not ending:
@@ -207,19 +217,23 @@ class Checkpointer:
         if writer is not self:
             raise ValueError(f"another Checkpointer saves in {self._directory.folder}: give each a folder of its own")
 
-    def _agree(self, is_refused: bool) -> tuple[bool, bool, list[str]]:
+    def _agree(self, step: int, is_refused: bool) -> tuple[bool, bool, list[str]]:
         """Whether some rank is to end, or was given what is refused.
 
-        Takes leave of saves that have ended on all ranks: what has failed of them.
+        Takes leave of saves that have ended on all ranks: what has failed of them. Raises ValueError for other steps on
+        other ranks.
         """
         asked, ended = False, sum(1 for _, save in self._saves if save.done())
         if self._termination is not None:
             self._termination.is_used = True
             asked = self._termination.asked and not self._termination.has_ended
         if self._group is not None and world_size() > 1:
-            flags = torch.tensor([int(asked), -ended, int(is_refused)], dtype=torch.int32)
+            flags = torch.tensor([int(asked), -ended, int(is_refused), step, -step], dtype=torch.int64)
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
             asked, ended, is_refused = bool(flags[0]), -int(flags[1]), bool(flags[2])
+            last, first = int(flags[3]), -int(flags[4])
+            if first != last:
+                raise ValueError(f"save({step}): ranks were given steps from {first} to {last}; all save the same one")
         if asked and self._termination is not None:
             self._termination.note()
         return asked, is_refused, [failure for _ in range(ended) for failure in self._finish_oldest()]
@@ -339,13 +353,26 @@ class Checkpointer:
     ) -> int | None:
         """Load the newest checkpoint that is whole, and return its step; None if there is none at all.
 
-        One that is torn, or of which a byte has changed, is passed over with a warning. Folders of ``dcp.save`` and
+        One that is torn, or of which a byte has changed, is passed over with a warning. Where a run that saves removes
+        checkpoints meanwhile, its newer ones are loaded. Folders of ``dcp.save`` and
         ``convert`` that are named as checkpoints are loaded, too; they have no extras. Raises ValueError if none is
         whole, and for one of a newer version; OSError for what cannot be opened; and whatever :meth:`load` does.
         """
         options = self._options(without, Leeway.of(strict, partial, rename), model_only, dry_run)
         self.wait()
-        listed, problems = self._list(), []
+        listed = self._list()
+        while listed:
+            try:
+                return self._load_newest(listed, verify, options)
+            except Exception:  # on all ranks, whatever it is on each
+                earlier, listed = listed, self._list()
+                if not have_rotated(earlier, listed):
+                    raise
+        return None
+
+    def _load_newest(self, listed: Sequence[Found], verify: bool, options: LoadOptions) -> int:
+        """Of those that are whole."""
+        problems = []
         for found in listed:
             try:
                 source = self._open(found, verify)
@@ -356,10 +383,8 @@ class Checkpointer:
                 problems.append(error)
             else:
                 return self._load(found, source, options)
-        if listed:
-            none = f"{self._directory.folder} has {len(listed)} checkpoints, of which none is whole"
-            raise ValueError(f"{none}; the newest: {problems[0]}")
-        return None
+        none = f"{self._directory.folder} has {len(listed)} checkpoints, of which none is whole"
+        raise ValueError(f"{none}; the newest: {problems[0]}")
 
     def load(
         self,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
+from collections import defaultdict
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +27,9 @@ from fused_optim.options.reading import CheckpointFormat
 from fused_optim.sharding.collective import gather, on_all_ranks, this_rank, world_size
 
 logger = logging.getLogger("fused_optim")
+# By folder: what another Checkpointer of this process, which may be gone, has under way there is finished first. The
+# first rank, which changes folders, has the lock; the others wait for it.
+_writing: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,8 @@ class BackgroundSaves:
         """What went wrong, on every rank if it did on one."""
         doing = f"saving step {save.step} to {self._directory.folder}"
         try:
-            nbytes = self._write(save, doing)
+            with _writing[str(self._directory.folder)] if this_rank() == 0 else nullcontext():
+                nbytes = self._write(save, doing)
         except (Exception, CheckpointException) as error:
             failure = f"{doing} failed: {str(error).removeprefix(f'{doing}: ')}"
             logger.error("%s", failure, exc_info=True)

@@ -89,7 +89,7 @@ def _polynomial(gram: Tensor, steps: Sequence[Triple], square: float, products: 
     found: Tensor | None = None
     for number, (a, b, c) in enumerate(steps, start=1):
         by = torch.empty_like(gram)
-        products.multiply(gram, gram, by, alpha=c / square**2, addend=gram, beta=b / square, gamma=a, symmetric=True)
+        products.multiply(gram, gram, by, alpha=c / square**2, beta=b / square, gamma=a, symmetric=True)
         found = by if found is None else _times(found, by, products)
         if number < len(steps):
             gram = _times(_times(gram, by, products), by, products, 1.0 / square)

@@ -217,7 +217,10 @@ def _lacks_memory(local: Tensor) -> bool:
     if isinstance(local, FakeTensor):
         return True
     try:
-        last = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
+        if local.is_contiguous():  # usually, and faster
+            last = local.numel() - 1
+        else:
+            last = sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
         needed = (local.storage_offset() + last + 1) * local.element_size()
         return local.data_ptr() == 0 or local.untyped_storage().nbytes() < needed
     except RuntimeError:  # wrappers of torch.func

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -63,6 +64,14 @@ def distinct(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return [value] if largest == -smallest else gather(value, group=group)
 
 
+def check_alike(who: str, options: Mapping[str, object], group: dist.ProcessGroup | None = None) -> None:
+    """Raise ValueError, on all ranks, for options that other ranks were given other values of, as their reprs say."""
+    given = distinct({name: repr(value) for name, value in options.items()}, group)
+    if differing := [name for name in options if len({each[name] for each in given}) > 1]:
+        own = ", ".join(f"{name}={options[name]!r}" for name in differing)
+        raise ValueError(f"{who}: ranks were given different options, this one {own}: give all of them the same")
+
+
 def _largest(numbers: list[int], group: dist.ProcessGroup | None) -> list[int]:
     """Of each, over the ranks."""
     if not dist.is_initialized():
@@ -117,7 +126,7 @@ def any_rank(params: Iterable[Tensor], nonzero: bool, failed: bool) -> tuple[boo
 
 def each_on_any_rank(params: Iterable[Tensor], flags: list[bool]) -> list[bool]:
     """:func:`any_rank` for any number of flags."""
-    for mesh in _meshes(params):
+    for mesh in meshes_of(params):
         reduced = torch.tensor(flags, dtype=torch.int32, device=mesh.device_type)
         for dim in range(mesh.ndim):
             dist.all_reduce(reduced, dist.ReduceOp.MAX, group=mesh.get_group(dim))
@@ -130,7 +139,7 @@ def announce_failure(params: Iterable[Tensor]) -> None:
 
     Without waiting for them, who may have failed elsewhere.
     """
-    for mesh in _meshes(params):
+    for mesh in meshes_of(params):
         for dim in range(mesh.ndim):
             flags = torch.tensor([False, True], dtype=torch.int32, device=mesh.device_type)
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=mesh.get_group(dim), async_op=True)
@@ -151,8 +160,30 @@ def failing_together(params: Collection[Tensor], elsewhere: str) -> Iterator[Non
         raise FailedElsewhere(elsewhere)
 
 
-def _meshes(params: Iterable[Tensor]) -> list[DeviceMesh]:
+def meshes_of(params: Iterable[Tensor]) -> list[DeviceMesh]:
+    """Those of the DTensors, each once."""
     return list(dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor)))
+
+
+def largest_on(mesh: DeviceMesh, numbers: list[int], limit: timedelta | None = None) -> list[int]:
+    """Of each number, over the ranks of a mesh: a collective.
+
+    ``limit``: raise RuntimeError where the others do not take part within that time. The process groups are of no use
+    then.
+    """
+    reduced = torch.tensor(numbers, dtype=torch.int64, device=mesh.device_type)
+    for dim in range(mesh.ndim):
+        work = dist.all_reduce(reduced, dist.ReduceOp.MAX, group=mesh.get_group(dim), async_op=True)
+        assert work is not None
+        work.wait(*(() if limit is None else (limit,)))
+    return [int(number) for number in reduced.tolist()]
+
+
+def announce_on(mesh: DeviceMesh, numbers: list[int]) -> None:
+    """Take part in the other ranks' :func:`largest_on` without waiting for them."""
+    for dim in range(mesh.ndim):
+        reduced = torch.tensor(numbers, dtype=torch.int64, device=mesh.device_type)
+        dist.all_reduce(reduced, dist.ReduceOp.MAX, group=mesh.get_group(dim), async_op=True)
 
 
 def mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:

@@ -46,7 +46,10 @@ _MARKED = {
 def local_tensor(tensor: Tensor) -> Tensor:
     """What this rank holds: a plain tensor or, of quantized parameters, a quantized one. No copy."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    marked = held_attribute(type(local))
+    kind = type(local)
+    if kind is Tensor or kind is torch.nn.Parameter:  # usually: this is called most of all
+        return local
+    marked = held_attribute(kind)
     return local if marked is None else getattr(local, marked)
 
 

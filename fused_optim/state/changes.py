@@ -262,10 +262,11 @@ class StepChanges:
             parts = parts_of(param)
             self._copies += [(i, name, raw_bits(parts[name]).clone()) for name in names]
 
-    def finish(self, may_skip: bool) -> None:
+    def finish(self, found_inf: Tensor | None) -> None:
         """After the step, of which version counters know.
 
-        ``may_skip``: on a device that nobody waits for, so parameters may be what they were.
+        ``found_inf``: not 0 has skipped it. Waits for that where it tells whether parameters are settled, which is in
+        the first step, and after writes of others, of those with a separate master alone.
         """
         for bits, before in self._marks:
             bits.copy_(before)
@@ -273,8 +274,9 @@ class StepChanges:
         self._copies.clear()
         self._marks.clear()
         self._watch.see()
-        for i in () if may_skip else self._unsettled:
-            self._tracked[i].is_settled = True
+        if self._unsettled and (found_inf is None or not (is_capturing() or bool(found_inf))):
+            for i in self._unsettled:
+                self._tracked[i].is_settled = True
 
     def _differing(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         for i, name, before in self._copies:

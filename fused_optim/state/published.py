@@ -10,34 +10,48 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fused_optim.adapters import Place, adapter_of
 from fused_optim.backends.compiled import Identities
 from fused_optim.options.checks import check_belongs, check_whole
 from fused_optim.sharding.collective import parameter_names
-from fused_optim.sharding.dtensor import shard_offsets
+from fused_optim.sharding.dtensor import own_chunk, shard_offsets
 from fused_optim.state.changes import parts_of
 from fused_optim.wire.apply import part_name
 
 
+class Located(NamedTuple):
+    """Where a local tensor of shape ``local`` lies in the whole. ``spec``: of the parameter, if it is a DTensor.
+
+    ``first``: the index of the local tensor's first element in the whole, if the others follow it as they do here.
+    """
+
+    local: torch.Size
+    spec: DTensorSpec | None
+    place: Place
+    first: int | None
+
+    @staticmethod
+    def of(param: Tensor, part: str, local: Tensor) -> Located:
+        place, spec = _place(param, part), param._spec if isinstance(param, DTensor) else None
+        _, *inner = place.shape or (1,)
+        follows = [*local.shape[1:]] == inner
+        first = math.prod(inner) * (place.offsets[0] if place.offsets else 0) if follows else None
+        return Located(local.shape, spec, place, first)
+
+
 class Part(NamedTuple):
-    """A tensor that is published. ``local``: what this rank holds of it, at ``place``; it has elements."""
+    """A tensor that is published. ``local``: what this rank holds of it; it has elements."""
 
     name: str
     param: Tensor
     part: str
     local: Tensor
-    place: Place
-
-    @property
-    def first(self) -> int | None:
-        """The index of the local tensor's first element in the whole, if the others follow it as they do here."""
-        _, *inner = self.place.shape or (1,)
-        if list(self.local.shape[1:]) != inner:
-            return None
-        return math.prod(inner) * (self.place.offsets[0] if self.place.offsets else 0)
+    at: Located
 
 
 def _place(param: Tensor, part: str) -> Place:
@@ -63,9 +77,7 @@ class Published:
         self._in_model, self._own = Identities(param for _, param in named), Identities(params)
         first = [(i, param) for i, param in enumerate(params) if param in names and _is_first_replica(param)]
         self._names = [(i, {part: part_name(names[param][0], part) for part in parts_of(param)}) for i, param in first]
-        # Of quantized weights: these take longest to find. Shards may come to lie elsewhere.
-        whole = [i for i, param in first if adapter_of(param) is not None and not isinstance(param, DTensor)]
-        self._places = {(i, part): _place(params[i], part) for i in whole for part in parts_of(params[i])}
+        self._located: dict[tuple[int, str], Located] = {}
         every = Counter(name for _, own in self._names for name in own.values())
         if twice := sorted(name for name, count in every.items() if count > 1):
             raise ValueError(f"two tensors would be published as {', '.join(twice)}: rename the parameter of that name")
@@ -82,11 +94,23 @@ class Published:
     def parts(self, params: Sequence[Tensor]) -> Iterator[Part]:
         """Those that this rank gives. ``params``: the optimizer's."""
         for i, names in self._names:
-            found = parts_of(params[i])
+            param = params[i]
+            found = parts_of(param)
             if next(iter(found.values())).numel():
                 for part, local in found.items():
-                    place = self._places.get((i, part)) or _place(params[i], part)
-                    yield Part(names[part], params[i], part, local, place)
+                    yield Part(names[part], param, part, local, self._locate(i, param, part, local))
+
+    def _locate(self, i: int, param: Tensor, part: str, local: Tensor) -> Located:
+        """Found once, as long as the parameter is sharded as it was, by placements alone."""
+        known = self._located.get((i, part))
+        if not isinstance(param, DTensor):
+            is_known = known is not None and known.spec is None and known.local == local.shape
+        else:
+            is_known = known is not None and known.spec is param._spec and known.local == local.shape
+            is_known = is_known and own_chunk(param) is None
+        if known is None or not is_known:
+            known = self._located[i, part] = Located.of(param, part, local)
+        return known
 
 
 def _is_first_replica(param: Tensor) -> bool:

@@ -266,14 +266,21 @@ class StateStore:
         return param not in self.layouts and self._has_any(param)
 
     def _has_any(self, param: Tensor) -> bool:
-        states = self._owner.state.get(param, {})
-        return any(spec.name in states for spec in self._owner.rule.states) or MASTER in states
+        states = self._owner.state.get(param)
+        if not states:
+            return False
+        for spec in self._owner.rule.states:  # no generator: this is asked many times of each parameter
+            if spec.name in states:
+                return True
+        return MASTER in states
 
     def prune(self) -> None:
         """Let go of parameters that were removed from ``optimizer.state``: others may have taken their places."""
         with self._changing:
             known = self.layouts.of(self._owner.state)
-            self.layouts = ByParameter({param: layout for param, layout in known.items() if param in self})
+            kept = {param: layout for param, layout in known.items() if self._has_any(param)}
+            if len(kept) < len(self.layouts):
+                self.layouts = ByParameter(kept)
             self.offloading.choose_again()
         if self.changes is not None:
             self.changes.keep(self.params)

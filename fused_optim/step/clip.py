@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fused_optim.backends.gradients import NormRequest, power_sums, scale_
 from fused_optim.decorators import between_graphs
 from fused_optim.sharding.dtensor import finished_local, local_tensor
+from fused_optim.step.agreement import Agreement, Own
 
 
 class Ranks(NamedTuple):
@@ -58,12 +59,14 @@ def clip_grad_norm_(
         foreach: has no effect.
 
     Raises:
-        RuntimeError: for sparse gradients, and as above; the gradients are unchanged then.
+        RuntimeError: for sparse gradients, as above, and for gradients that only some ranks have as partial sums; the
+            gradients are unchanged then.
         TypeError: for gradients that are not of a floating type.
         ValueError: for another norm_type.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(dict.fromkeys(parameters))
     grads = [param.grad for param in params]
+    Agreement(is_first=False).reach(params, Own.of(params, grads))
     clip = measure(params, grads, max_norm, norm_type, error_if_nonfinite)
     by_device: dict[torch.device, list[Tensor]] = {}
     for grad in grads:

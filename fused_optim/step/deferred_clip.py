@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fused_optim.state.store import StateStore
 from fused_optim.step import clip
+from fused_optim.step.agreement import Agreement, Own
 from fused_optim.step.scalars import DeviceScalars, is_capturable_on
 from fused_optim.step.skip import Skips
 
@@ -19,14 +20,16 @@ class DeferredClip:
     A CUDA graph reads the optimizer's own scalar, into which every call of :meth:`measure` writes.
     """
 
-    def __init__(self, store: StateStore, scalars: DeviceScalars, skips: Skips) -> None:
-        self._store, self._scalars, self._skips = store, scalars, skips
+    def __init__(self, store: StateStore, scalars: DeviceScalars, skips: Skips, agreement: Agreement) -> None:
+        self._store, self._scalars, self._skips, self._agreement = store, scalars, skips, agreement
         self.due: clip.Clip | None = None
 
     def measure(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Clip the next step's gradients; see ``ShardedOptimizer.clip_grad_norm_``."""
         store = self._store
-        measured = clip.measure(store.params, store.gradients(), max_norm, norm_type, error_if_nonfinite)
+        grads = store.gradients()
+        self._agreement.reach(store.params, Own.of(store.params, grads, store.names))
+        measured = clip.measure(store.params, grads, max_norm, norm_type, error_if_nonfinite)
         self.due = measured
         if store.settings.skip_nonfinite:
             self._skips.note(measured)

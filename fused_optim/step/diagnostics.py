@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +30,7 @@ from fused_optim.sharding.collective import failing_together
 from fused_optim.sharding.dtensor import dense, finished_local, local_tensor, sharding_dims
 from fused_optim.state.param_state import ParamState, read_parameter
 from fused_optim.state.store import StateStore
+from fused_optim.step.agreement import Agreement, Own, is_misplaced
 from fused_optim.step.diagnosed_matrices import sigma_errors
 from fused_optim.step.diagnosed_pieces import LookedAt, add_shard, sums_of
 from fused_optim.step.plan import placed_as
@@ -109,12 +111,6 @@ class _Member:
         return dense(finished_local(placed_as(self.grad, self.param)))
 
     @property
-    def needs_others(self) -> bool:
-        """Whether the gradient is placed in another way, so that what is read of it has to be sent."""
-        param, grad = self.param, self.grad
-        return isinstance(param, DTensor) and isinstance(grad, DTensor) and grad.placements != param.placements
-
-    @property
     def backend(self) -> Backend:
         """Of this pass. The reference fetches states from host memory piece by piece."""
         assert self.states is not None
@@ -137,11 +133,12 @@ def diagnose(store: StateStore, hypers: Hypers) -> Diagnostics:
     members = [each for each in everything if not each.rule.whole_matrices]
     of_matrices = [each for each in everything if each.rule.whole_matrices]
     rows = {each.param: row for each, row in zip(members, _empty_rows(members), strict=True)}
-    if any(each.needs_others for each in everything):  # ranks agree before they send anything
-        with failing_together(store.params, _ELSEWHERE):
-            for each in everything:
-                each.check()
     with failing_together(store.params, _ELSEWHERE):
+        Agreement().reach(store.params, Own.of_all(store))
+        sent = [each.param for each in everything if is_misplaced(each.param, each.grad)]  # alike on all ranks, hence
+        with failing_together(sent, _ELSEWHERE) if sent else nullcontext():
+            for each in everything if sent else ():
+                each.check()
         if not any(each.states for each in everything):
             raise RuntimeError(
                 "diagnostics() looks at the next step of existing states: call step() or initialize_state()"

@@ -42,6 +42,7 @@ class Part:
     freed: set[int] = field(default_factory=set)
     # By shard, where changes are tracked: the parts of its parameter whose changed bits a step marks itself.
     marked: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    exact: set[int] = field(default_factory=set)  # which mark by what is stored, whoever has written it
     tracked: dict[int, Tracked] = field(default_factory=dict)
     changes: StepChanges | None = None  # as long as no shard is described again
     shards: Shards = field(init=False)
@@ -74,7 +75,7 @@ class Part:
                 param = watched.param_ref()
                 assert param is not None
                 tracked, marked = self.tracked.get(i) or tracker[param], self.marked.get(i, ())
-                shards.append(Shard(tracked, marked, self.backend == "cpu" or adapter_of(param) is not None))
+                shards.append(Shard(tracked, marked, i in self.exact))
             self.changes = StepChanges(self.device, self.watched, shards)
         return self.changes
 

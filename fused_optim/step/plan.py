@@ -36,6 +36,7 @@ from fused_optim.state.changes import CODES, SCALES, WHOLE, StepChanges
 from fused_optim.state.groups import Group
 from fused_optim.state.param_state import ParamState, read_parameter
 from fused_optim.state.store import StateStore
+from fused_optim.step.agreement import Agreement, Own
 from fused_optim.step.parts import Part, cached, cached_weight, is_watchable
 from fused_optim.step.weights import NewValues, Weight, WeightUpdates
 
@@ -168,10 +169,11 @@ class Plan:
         """The numbers of the param groups that have a gradient in this step."""
         return {number for part in self._parts for number in part.shards.groups_with_gradients()}
 
-    def refresh(self, attribute: str, scaled: bool = False) -> bool:
+    def refresh(self, attribute: str, scaled: bool = False, agreement: Agreement | None = None) -> bool:
         """Take the gradients, ``param.<attribute>``, and all addresses of this step.
 
-        ``scaled``: the gradients have a scale, so the pass writes them, too.
+        ``scaled``: the gradients have a scale, so the pass writes them, too. ``agreement``: what to ask other ranks
+        before gradients are sent.
 
         False if a parameter has left its device or backend, or its states were removed: the plan does not fit any more.
         Raises for gradients and states that cannot be used; nothing has been changed then.
@@ -186,12 +188,15 @@ class Plan:
             stale += [(part, i, param) for i in changed if (param := part.watched[i].param_ref()) is not None]
             part.written.update(part.shards.written())  # also of a step that is refused below
             part.find_freed()
+        stale.sort(key=lambda each: each[0].indices[each[1]])  # some are sent: in one order on all ranks
         for part, _, param in stale:
             local = local_tensor(param)
             if param not in self._store or local.device != part.device or backend_of(local) != part.backend:
                 return False
         for part, i, param in stale:
             self._check(part, i, param, attribute)
+        if agreement is not None:
+            agreement.reach(self._store.params, self._to_send(stale, attribute))
         self._sync([(part, i) for part, i, _ in stale if self._may_be_written(part, i)])
         for part, i, param in stale:
             self._set(part, i, param, attribute)
@@ -200,6 +205,14 @@ class Plan:
                 if (param := part.watched[i].param_ref()) is not None:
                     self._set(part, i, param, attribute, shared=True)
         return True
+
+    def _to_send(self, stale: Sequence[tuple[Part, int, Tensor]], attribute: str) -> Own:
+        own = Own()
+        for part, i, param in stale:
+            own.add(param, getattr(param, attribute), part.indices[i], self._names[part.indices[i]])
+        if any(isinstance(part.shards, MatrixShards) for part in self._parts):
+            own.add_matrices(self._store)
+        return own
 
     @property
     def params(self) -> set[Tensor]:
@@ -286,7 +299,7 @@ class Plan:
             target=target,
             absmax=absmax,
         )
-        self._let_mark(part, i, work, work.param is local_tensor(param))
+        self._let_mark(part, i, work, param)
         can_be_watched = not shared and (is_watchable(param) if target is None else target.names is not None)
         is_watched = part.shards.set(i, work, part.watched[i] if can_be_watched else None)
         (part.unwatched.discard if is_watched else part.unwatched.add)(i)
@@ -301,15 +314,19 @@ class Plan:
         part.tracked[i] = tracked = self._store.changes[param]
         adapter = adapter_of(param)
         part.marked[i] = () if adapter is None else tuple(adapter.marks(param))
+        (part.exact.discard if adapter is None and part.backend != "cpu" else part.exact.add)(i)
         return {name: tracked.bits[name] for name in part.marked[i]}
 
-    def _let_mark(self, part: Part, i: int, work: ShardWork, has_param: bool) -> None:
+    def _let_mark(self, part: Part, i: int, work: ShardWork, param: Tensor) -> None:
         """Let the pass mark what it changes of the parameter's bits, where changes are tracked and it can."""
         if self._store.changes is None or not part.shards.marks(work):
             return
         bits, target = part.tracked[i].bits, work.target
-        if target is None and has_param and WHOLE in bits:
+        if target is None and work.param is local_tensor(param) and WHOLE in bits:
             work.changes, part.marked[i] = bits[WHOLE], (WHOLE,)
+            # What a NaN in FP16 was is in no register.
+            if not self._layouts[part.indices[i]].master.is_separate and param.dtype != torch.float16:
+                part.exact.add(i)
         elif target is not None and target.data is not None:
             work.changes, work.scale_changes = bits[CODES], bits.get(SCALES)
             part.marked[i] = tuple({*part.marked[i], CODES, SCALES})
@@ -367,7 +384,7 @@ class Plan:
                 if (param := part.watched[i].param_ref()) is not None:
                     self._store[param].record_versions()
         for each in changes:
-            each.finish(may_skip=found_inf is not None)
+            each.finish(found_inf)
 
     def _begin_changes(self) -> list[StepChanges]:
         if (tracker := self._store.changes) is None:

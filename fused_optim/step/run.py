@@ -23,10 +23,11 @@ from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.state.groups import Group
 from fused_optim.state.store import StateStore
 from fused_optim.state.summary import choices_without_effect
+from fused_optim.step.agreement import Agreement, Own
 from fused_optim.step.buckets import NO_SCALER, Buckets, Choice
 from fused_optim.step.conversion import convert, stale_formats
 from fused_optim.step.deferred_clip import DeferredClip
-from fused_optim.step.plan import Plan, check_capturable, placed_as
+from fused_optim.step.plan import Plan, check_capturable
 from fused_optim.step.scalars import DeviceScalars, host_lr, is_capturable_on, on_device
 from fused_optim.step.skip import Skips
 from fused_optim.step.synthetic import any_nonzero, may_be_synthetic
@@ -52,7 +53,8 @@ class Stepper:
         self.scalars = DeviceScalars()
         self._plan: Plan | None = None
         self.buckets: Buckets | None = None  # of its steps; None: they are made at once
-        self.clipping = DeferredClip(store, self.scalars, self.skips)
+        self.agreement = Agreement()
+        self.clipping = DeferredClip(store, self.scalars, self.skips, self.agreement)
         self._knows_offsets = False  # what `StateStore.exchange_offsets` finds
         self._left_out: set[int] | None = None  # what `_exchange_gradients` finds
         self._has_warned = False  # of choices without effect
@@ -185,6 +187,7 @@ class Stepper:
         is_real, failed = any_rank(params, is_real, False)
         if failed:
             raise RuntimeError("another rank refused its gradients before the first step; its error says why")
+        self.agreement.reach(params, Own.of_all(self._store), is_first=True)
         self._exchange_offsets()
         is_synthetic = resting and not is_real
         if not is_synthetic:
@@ -221,15 +224,15 @@ class Stepper:
                 raise type(error)(f"param group {number}: {error}") from error
 
     def _checked_grads(self) -> list[Tensor]:
-        """All gradients, placed as their parameters are."""
+        """All gradients. Raises for those that cannot be used, and for hyperparameters."""
         self.check_groups()
         grads = []
         for index, (param, name) in enumerate(zip(self._store.params, self._store.names, strict=True)):
             grad = self._store.gradient(param)
             if grad is not None:
                 check_update(param, grad, index, name)
-                grads.append((param, grad))
-        return [placed_as(grad, param) for param, grad in grads]
+                grads.append(grad)
+        return grads
 
     # --- steps in buckets ---------------------------------------------------------------------------------------------
 
@@ -307,9 +310,11 @@ class Stepper:
     # --- a whole step -----------------------------------------------------------------------------------------------
 
     def _checked_plan(self, scaled: bool) -> Plan:
+        self.agreement.open()
         try:
             return self._refreshed_plan(scaled)
         except Exception:
+            self.agreement.give_up()
             if self._store.settings.skip_nonfinite:
                 self.skips.abandon(self.skip_group)
             raise
@@ -319,9 +324,9 @@ class Stepper:
         plan = self._plan
         if plan is None or not plan.fits(self._groups, self._store):
             plan = self._new_plan()
-        if not plan.refresh(self._store.grad_attribute, scaled):
+        if not plan.refresh(self._store.grad_attribute, scaled, self.agreement):
             plan = self._new_plan()
-            plan.refresh(self._store.grad_attribute, scaled)
+            plan.refresh(self._store.grad_attribute, scaled, self.agreement)
         return plan
 
     def _new_plan(self) -> Plan:

@@ -46,9 +46,41 @@ class Changes(NamedTuple):
     values: Tensor
     shape: tuple[int, ...]
 
-    def cpu(self) -> Changes:
-        """Copies in host memory, each in its own."""
-        return Changes(self.indices.to("cpu", copy=True), self.values.to("cpu", copy=True), self.shape)
+
+class PackedChanges(NamedTuple):
+    """Changes of many tensors in host memory, for other processes: a tensor of all indices, one per dtype of values.
+
+    ``tensors``: of each its name, dtype, number of elements and whole shape. Those of which all elements are there have
+    no indices.
+    """
+
+    tensors: list[tuple[str, torch.dtype, int, tuple[int, ...]]]
+    indices: Tensor
+    values: dict[torch.dtype, Tensor]
+
+    @staticmethod
+    def of(changes: Mapping[str, Changes]) -> PackedChanges:
+        """A device copies each of the tensors once."""
+        tensors, indices = [], [torch.empty(0, dtype=torch.int64)]
+        values: dict[torch.dtype, list[Tensor]] = {}
+        for name, each in changes.items():
+            tensors.append((name, each.values.dtype, each.values.numel(), each.shape))
+            values.setdefault(each.values.dtype, []).append(each.values)
+            if each.indices.numel() < math.prod(each.shape):
+                indices.append(each.indices)
+        joined = torch.cat(indices[1:] or indices).cpu()
+        return PackedChanges(tensors, joined, {dtype: torch.cat(own).cpu() for dtype, own in values.items()})
+
+    def unpacked(self) -> dict[str, Changes]:
+        """Views of what is here."""
+        found: dict[str, Changes] = {}
+        at, starts = 0, dict.fromkeys(self.values, 0)
+        for name, dtype, count, shape in self.tensors:
+            some = count < math.prod(shape)
+            indices = self.indices[at : at + count] if some else torch.arange(count)
+            found[name] = Changes(indices, self.values[dtype][starts[dtype] : starts[dtype] + count], shape)
+            at, starts[dtype] = at + count * some, starts[dtype] + count
+        return found
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from fused_optim import FusedAdamW, enable_gradient_release
 from fused_optim.quantized import (
     quantize_model_,
 )
+from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.wire import Changes
 
 # Shape, mesh (empty: all ranks in one dim), placements.
@@ -127,7 +128,7 @@ class _Block(nn.Module):
 
 
 def _fsdp(kind: str) -> None:
-    """A model under FSDP2, HSDP or FSDP2 with tensor parallelism, with real gradients."""
+    """A model under FSDP2, HSDP or FSDP2 with tensor parallelism, with real gradients, and steps that are skipped."""
     torch.manual_seed(0)
     model = _Block().to(distributed.device(), torch.bfloat16)
     world = torch.distributed.get_world_size()
@@ -140,22 +141,25 @@ def _fsdp(kind: str) -> None:
     else:
         mesh = distributed.mesh()
     fully_shard(model, mesh=mesh)
-    optimizer = FusedAdamW(model.parameters(), lr=1e-3, state_dtype="int8")
+    optimizer = FusedAdamW(model.parameters(), lr=1e-3, state_dtype="int8", skip_nonfinite=True)
     _train(model, optimizer, 0)  # FSDP2 finds its memory in the first forward
     optimizer.track_changes()
     before = _copies(model)
-    for seed in range(1, 4):
-        _train(model, optimizer, seed)
+    for seed, is_skipped in enumerate([True, False, True, False, False], start=1):
+        _train(model, optimizer, seed, is_skipped)
         after = _copies(model)
         taken = optimizer.take_changes(model, gather=True)
+        assert bool(taken) != is_skipped
         _check(taken, before, after)
         before = after
     assert optimizer.take_changes(model, gather=True) == {}
 
 
-def _train(model: nn.Module, optimizer: FusedAdamW, seed: int) -> None:
+def _train(model: nn.Module, optimizer: FusedAdamW, seed: int, is_skipped: bool = False) -> None:
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(seed)).to(distributed.device(), torch.bfloat16)
     model(x).square().mean().backward()
+    if is_skipped and torch.distributed.get_rank() == 0:
+        local_tensor(model.norm.weight.grad).view(-1)[:1] = float("inf")
     optimizer.step()
     optimizer.zero_grad()
 

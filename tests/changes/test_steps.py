@@ -115,6 +115,28 @@ def test_skipped_steps_change_nothing(device: str) -> None:
     assert optimizer.take_changes(model) == {}
 
 
+@pytest.mark.parametrize("master", MASTERS)
+def test_takes_among_skipped_steps(device: str, master: str) -> None:
+    """The first one, of which nobody knows yet what parameters were, and later ones; several to a take."""
+    dtype, options = MASTERS[master]
+    model = Model(dtype, device)
+    with torch.no_grad():
+        model.odd[:2] = float("nan")  # which a step may store in other bits
+    optimizer = FusedAdamW(model.parameters(), lr=1e-3, skip_nonfinite=True, **options)
+    optimizer.initialize_state()
+    optimizer.track_changes()
+    expected = Expected(model)
+    for seed, skipped in enumerate([True, True, False, True, False, False, True]):
+        set_gradients(model, seed)
+        if skipped:
+            model.bias.grad[3] = float("inf")
+        optimizer.step()
+        expected.look()
+        if seed != 4:
+            expected.check(optimizer.take_changes(model), some=not skipped)
+    assert optimizer.skipped_steps == 4
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_replays_of_a_graph() -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,29 @@ from change_cases import PARTS, Expected, Model, bits, copy_of, set_gradients
 from fused_optim import FusedAdamW
 from fused_optim.quantized import Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling, quantize_model_
 from fused_optim.wire import Box, Changes, apply_changes, fused_rows, read_changes, write_changes
-from fused_optim.wire.form import decode_indices, encode_indices
+from fused_optim.wire.form import PackedChanges, decode_indices, encode_indices
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e4m3fn]
+
+
+def test_changes_for_other_processes_are_few_tensors() -> None:
+    """Of which each has its own memory, as pickles need; whole tensors have no indices."""
+    memory = torch.arange(100)
+    changes = {
+        "a": Changes(memory[3:5], torch.randn(50)[2:4].bfloat16(), (4, 2)),
+        "whole": Changes(memory[:6], torch.randn(6), (2, 3)),
+        "one": Changes(memory[:1], torch.ones(1), ()),
+        "b": Changes(memory[90:93], torch.randn(3).bfloat16(), (100,)),
+    }
+    packed = PackedChanges.of(changes)
+    assert packed.indices.tolist() == [3, 4, 90, 91, 92]
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in (packed.indices, *packed.values.values()))
+    found = packed.unpacked()
+    assert list(found) == list(changes)
+    for name, (indices, values, shape) in changes.items():
+        assert torch.equal(found[name].indices, indices) and found[name].shape == shape
+        assert torch.equal(found[name].values, values) and found[name].values.dtype == values.dtype
+    assert PackedChanges.of({}).unpacked() == {}
 
 
 @st.composite
@@ -319,6 +340,58 @@ def test_servers_that_fuse_layers(tmp_path: Path) -> None:
         apply_changes(server, tmp_path / "file", base=step, names=names)
         for name, value in _fuse(model.state_dict()).items():
             assert torch.equal(server.state_dict()[name], value), name
+
+
+class _SGLang:
+    """What SGLang's updates do with named tensors: a loader by its name gets them all, ``load_weights`` whole ones."""
+
+    def __init__(self, model: nn.Module, loaders: dict[str, Callable[[nn.Module, list[tuple[str, Tensor]]], None]]):
+        self.model, self.loaders = model, loaders
+
+    def update_weights_from_tensor(self, named: list[tuple[str, Tensor]], load_format: str | None = None) -> None:
+        named = [(name, tensor.clone()) for name, tensor in named]
+        if load_format is not None:
+            return self.loaders[load_format](self.model, named)
+        params = dict(self.model.named_parameters())
+        for name, tensor in named:
+            layer, own = next(((k, v) for k, v in FUSED.items() if any(part in name for part in v)), ("", {}))
+            before = 0
+            for part, rows in own.items():
+                if part in name:
+                    params[name.replace(part, layer)].data[before : before + rows].copy_(tensor)
+                before += rows
+            if not own:
+                params[name].data.copy_(tensor)
+        return None
+
+
+def test_sglang_takes_files_through_a_loader_and_changed_tensors_whole(tmp_path: Path) -> None:
+    """The names of files, as docs/how_to/publish_weights.md has it, and all that are in ``take_changes``."""
+    torch.manual_seed(0)
+    model = _Separate().to(torch.bfloat16)
+    whole, sparse = (_Fused().to(torch.bfloat16) for _ in range(2))
+    for served in (whole, sparse):
+        served.load_state_dict(_fuse(model.state_dict()))
+
+    def load_changes(served: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
+        for file, base in named_tensors:
+            apply_changes(served, file, base=int(base), names=fused_rows(served, FUSED))
+
+    servers = _SGLang(whole, {}), _SGLang(sparse, {"server.load_changes": load_changes})
+    optimizer = FusedAdamW(model.parameters(), lr=1e-4)
+    optimizer.track_changes()
+    for step in range(1, 4):
+        set_gradients(model, step)
+        model.layers[0]["q_proj"].weight.grad = None
+        optimizer.step()
+        changes = optimizer.take_changes(model, gather=True)
+        assert "layers.0.q_proj.weight" not in changes and "layers.0.k_proj.weight" in changes
+        file = str(tmp_path / f"{step}.safetensors")
+        write_changes(changes, file, base=step - 1, step=step)
+        servers[0].update_weights_from_tensor([(name, model.get_parameter(name).detach()) for name in changes])
+        servers[1].update_weights_from_tensor([(file, torch.tensor(step - 1))], load_format="server.load_changes")
+        for name, value in _fuse(model.state_dict()).items():
+            assert torch.equal(whole.state_dict()[name], value) and torch.equal(sparse.state_dict()[name], value), name
 
 
 def test_servers_that_fuse_fp8_layers(tmp_path: Path) -> None:

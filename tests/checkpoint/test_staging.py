@@ -19,6 +19,7 @@ from checkpoint_cases import Run
 from distributed import assert_same, same_bits
 from fused_optim import FusedAdam, FusedLion
 from fused_optim.checkpoint import PinnedStager
+from fused_optim.checkpoint.writing import staging
 from fused_optim.checkpoint.writing.staging import _is_captured, _memory_of, _Sources
 from fused_optim.memory import host_memory
 from fused_optim.memory.host_memory import HostBuffers
@@ -98,6 +99,23 @@ def test_quantized_weights_are_copied_as_codes(recipe: str) -> None:
     weight = staged.result()["model"]["uneven.weight"]
     assert same_components(weight, before) and not weight.is_pending
     assert_same(values_of(staged.result()), expected)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("recipe", ["delayed", "tiles", "nvfp4"])
+def test_what_happens_to_a_weight_while_it_is_copied_did_not_happen_to_the_copy(recipe: str, kept: bool) -> None:
+    """A copy is put together when the GPU is done, by then the weight may be another."""
+    weight = QuantizedRun(recipe, how="plain").model.state_dict()["uneven.weight"]
+    sources = _Sources()
+    tree = sources.collect({"weight": weight})
+    copied = [tensor.clone() for tensor in sources.tensors]
+    before = weight.clone()
+    if kept:
+        weight.keep_plain(torch.ones(weight.shape))
+    else:
+        weight.components = {name: torch.zeros(1) for name in weight.components}
+    rebuilt = sources.rebuild(tree, copied)["weight"]
+    assert same_components(rebuilt, before) and not rebuilt.is_pending
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------
@@ -287,3 +305,27 @@ def test_what_is_made_later_reads_as_usual() -> None:
     other.load_state_dict(lazy)
     assert_same(values_of(lazy), values_of(expected))
     assert_same(tensors_of(other.state_dict()["state"]), tensors_of(expected["state"]))
+
+
+def fails(sizes: Any, **options: Any) -> HostBuffers:
+    raise RuntimeError("CUDA error 2")
+
+
+def test_memory_is_prepared_at_leisure_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``rest`` returns at once only where somebody waits."""
+    rested = []
+
+    def slow(sizes: Any, rest: Any, **options: Any) -> HostBuffers:
+        rested.append(rest(0.05))
+        return HostBuffers(sizes, **options)
+
+    stager, state = PinnedStager(), {"a": torch.ones(3)}
+    for failures in range(3):
+        monkeypatch.setattr(staging, "HostBuffers", fails)
+        stager.prepare(state)
+        with pytest.raises(RuntimeError, match="CUDA error 2"):
+            stager.stage(state)
+        monkeypatch.setattr(staging, "HostBuffers", slow)
+        stager.prepare(state).result()
+        assert rested == [False] * (failures + 1)
+        assert torch.equal(stager.stage(state).result()["a"], state["a"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -233,6 +234,28 @@ def test_what_torch_itself_admits_may_be_registered(tmp_path: Path) -> None:
     extra.value = None
     assert checkpointer.load_latest() == 1
     assert torch.equal(extra.value.to_dense(), torch.eye(2))
+
+
+class Nameless:
+    """An instance with ``__call__``, as a functools.partial is."""
+
+    def __call__(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize("registered", [functools.partial(int, base=2), Nameless()], ids=["partial", "callable"])
+@pytest.mark.parametrize("value", [{3, 4}, torch.eye(3).to_sparse(), 1j, torch.float16], ids=str)
+def test_what_is_registered_may_have_no_name(value: Any, registered: Any, tmp_path: Path) -> None:
+    """Values of which torch.save writes names, beside registrations that have none."""
+    model, optimizer = built("plain")
+    extra = Extra(value)
+    with torch.serialization.safe_globals([registered]):
+        checkpointer = Checkpointer(model, optimizer, tmp_path, extra={"mine": extra}, sigterm=False)
+        checkpointer.save(1)
+        checkpointer.wait()
+        extra.value = None
+        assert checkpointer.load_latest() == 1
+    assert str(extra.value) == str(value)
 
 
 # --- tied parameters ------------------------------------------------------------------------------------------------

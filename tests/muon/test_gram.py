@@ -165,7 +165,7 @@ def engine_products() -> EngineProducts:
     return found if isinstance(found, EngineProducts) else pytest.skip("no Hopper GPU, or no engine for it")
 
 
-FORMS = [  # left and right transposed, symmetric, addend
+FORMS = [  # left and right transposed, symmetric, left one added
     *((left, right, False, False) for left, right in ((False, False), (True, False), (False, True))),
     (True, False, True, False),
     (False, True, True, False),
@@ -184,16 +184,20 @@ FORMS = [  # left and right transposed, symmetric, addend
         (3, 256, 256, 64),
         (2, 136, 264, 72),
         (2, 520, 520, 328),
+        (5, 776, 776, 64),
         (40, 256, 512, 128),
         (70, 256, 256, 136),
         (2, 1024, 768, 1024),
+        (16, 1024, 1024, 128),  # of whose blocks clusters make different numbers
     ],
 )
 def test_products(form: tuple[bool, bool, bool, bool], batch: int, rows: int, columns: int, inner: int) -> None:
     products = engine_products()
-    left_transposed, right_transposed, symmetric, has_addend = form
+    left_transposed, right_transposed, symmetric, adds_left = form
     if symmetric:
         columns = rows
+    if adds_left:
+        inner = columns
     left, right = normal((batch, rows, inner)), normal((batch, inner, columns), seed=1)
     if symmetric and (left_transposed or right_transposed):
         right = left.mT
@@ -202,8 +206,6 @@ def test_products(form: tuple[bool, bool, bool, bool], batch: int, rows: int, co
         left = normal((batch, rows, rows)) / math.sqrt(rows)
         left = left + left.mT
         left, right = left.to(F16).float(), left.to(F16).float()
-    addend = normal((batch, rows, columns), seed=2)
-    addend = addend + addend.mT if symmetric else addend
     given = [
         (left.mT if left_transposed else left).contiguous().to("cuda", F16),
         (right.mT if right_transposed else right).contiguous().to("cuda", F16),
@@ -211,20 +213,21 @@ def test_products(form: tuple[bool, bool, bool, bool], batch: int, rows: int, co
     result_type = F16 if symmetric else BF16
     result = torch.full((batch, rows, columns), math.nan, device="cuda", dtype=result_type)
     options = {"left_transposed": left_transposed, "right_transposed": right_transposed, "symmetric": symmetric}
-    factors = {"alpha": 1.0 / math.sqrt(inner), "beta": 0.5 if has_addend else 0.0, "gamma": 2.0}
-    added = addend.to("cuda", F16) if has_addend else None
-    products.multiply(*given, result, addend=added, **factors, **options)
-    expected = factors["alpha"] * (left.to(F16).double() @ right.to(F16).double()) + 2.0 * torch.eye(rows, columns)
-    if added is not None:
-        expected += 0.5 * added.cpu().double()
+    factors = {"alpha": 1.0 / math.sqrt(inner), "beta": 0.5 if adds_left else 0.0, "gamma": 2.0}
+    products.multiply(*given, result, **factors, **options)
+    whole = left.to("cuda", F16).double() @ right.to("cuda", F16).double()
+    expected = factors["alpha"] * whole.cpu() + 2.0 * torch.eye(rows, columns)
+    if adds_left:
+        expected += 0.5 * left.to(F16).double()
     assert error(result, expected.numpy()) < (3e-4 if result_type == F16 else 2.5e-3)
     for one in (slice(0, 1), slice(batch - 1, batch)):
         alone = torch.full_like(result[:1], math.nan)
         own = [each[one].contiguous() for each in given]
-        products.multiply(*own, alone, addend=None if added is None else added[one].contiguous(), **factors, **options)
+        products.multiply(*own, alone, **factors, **options)
         assert torch.equal(alone, result[one])
-    if symmetric and rows > 256:
-        assert torch.equal(result[:, 256:, :256], result[:, :256, 256:].mT)
+    if symmetric:
+        place = torch.arange(rows, device="cuda") // 64
+        assert torch.equal(*(each.masked_fill(place[:, None] == place, 0.0) for each in (result, result.mT)))
 
 
 @pytest.mark.cuda
@@ -247,5 +250,8 @@ def test_products_refuse_what_they_cannot_read() -> None:
     with pytest.raises(ValueError, match="multiples of 16"):
         odd = torch.zeros(257, dtype=F16, device="cuda")[1:].view(1, 16, 16)
         products.multiply(odd, x, x.clone())
-    with pytest.raises(ValueError, match="no such form"):
-        products.multiply(x, x, x.clone(), left_transposed=True, right_transposed=True)
+    for form in ({"right_transposed": True}, {"beta": 1.0}):
+        with pytest.raises(ValueError, match="no such form"):
+            products.multiply(x, x, x.clone(), left_transposed=True, **form)
+    with pytest.raises(ValueError, match="a square right factor"):
+        products.multiply(x[:, :, :8].contiguous(), x[:, :8].contiguous(), x.clone(), beta=1.0)

@@ -66,7 +66,7 @@ def load_whole(recipes: list[str], folder: str) -> list[bool]:
     same = []
     for recipe in recipes:
         weight = weight_of(recipe).detach()
-        # Where there are backends for CPUs and GPUs, torch's reader broadcasts from the first one's memory: on both ranks
+        # With backends for CPUs and GPUs, torch's reader broadcasts from host memory: receive there
         zero = QuantizedTensor.empty(weight.recipe, weight.shape, weight.dtype, torch.device("cpu"))
         on_meta, zeros = {"weight": weight.to("meta")}, {"weight": zero}
         dcp.save({"weight": weight}, checkpoint_id=f"{folder}/{recipe}")

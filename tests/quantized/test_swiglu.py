@@ -258,6 +258,25 @@ def test_layers_of_which_one_does_not_train_keep_their_histories(name: str, fuse
     assert not fused
 
 
+@pytest.mark.parametrize("former", [(0.01, 1.0), (1.0, 0.01), (0.01, 0.02), (4.0, 1.0)], ids=str)
+def test_layers_with_different_histories_share_what_fits_both(
+    former: tuple[float, float], fp8_device: str, fused: list[int]
+) -> None:
+    """``former``: the magnitudes that gate and up have seen. The bits are those of layers that have seen the larger."""
+    model = model_of(RECIPES["delayed"], fp8_device)
+    pair = matrix(ROWS, INPUTS), matrix(ROWS, INPUTS, 2)
+    results(model, layer_by_layer, *pair)
+    largest = copy.deepcopy(model)
+    model.gate.activation_history.mul_(former[0])
+    model.up.activation_history.mul_(former[1])
+    for layer in (largest.gate, largest.up):
+        layer.activation_history.mul_(max(former))
+    for _ in range(2):
+        assert_equal(results(model, model, *pair), results(largest, layer_by_layer, *pair))
+        assert torch.equal(model.gate.activation_history, model.up.activation_history)
+    assert len(fused) == 2
+
+
 @pytest.mark.parametrize("recipe", [None, Float8CurrentScaling(), RECIPES["one scale"]])
 def test_layers_with_biases_and_layers_that_decode_are_called(recipe: Recipe | None, fused: list[int]) -> None:
     model = model_of(recipe, bias=recipe is not None and recipe.products == FORMATS["one scale"])

@@ -37,31 +37,40 @@ void mark_differences(const std::vector<ComparisonRow>& rows, int device, uint64
 }
 #endif
 
-// bits, elements, first unit
-using CountRow = std::array<uint64_t, 3>;
+// bits, elements, values, index of the first element, bytes of one
+using MarkedRow = std::array<uint64_t, 5>;
 
-void count_changed(const std::vector<CountRow>& rows, uint64_t counts, FUSED_OPTIM_WHERE) {
+std::vector<Marked> marked(const std::vector<MarkedRow>& rows, uint64_t places) {
     std::vector<Marked> tensors;
-    for (const auto& [bits, numel, first_unit] : rows) {
-        require(counts && (bits || !numel) && bits % 4 == 0, "whole words of bits");
-        tensors.push_back({bits, numel, first_unit, 0, 0, 0, 0, 0, 0});
+    uint64_t units = 0;
+    for (const auto& [bits, numel, values, first, bytes] : rows) {
+        require(places && (!numel || (bits && values)) && bits % 4 == 0,
+                "addresses of all tensors, whole words of bits");
+        require(bytes == 1 || bytes == 2 || bytes == 4, "elements of 1, 2 or 4 bytes");
+        tensors.push_back({bits, numel, units, values, first, bytes, 0, 0});
+        units += tensors.back().units();
     }
-    FUSED_OPTIM_ON(count)(tensors, reinterpret_cast<int64_t*>(counts), FUSED_OPTIM_HERE);
+    return tensors;
 }
 
-// The fields of Marked.
-using MarkedRow = std::array<uint64_t, 9>;
+std::vector<int64_t> count_changed(const std::vector<MarkedRow>& rows, uint64_t places, FUSED_OPTIM_WHERE) {
+    return FUSED_OPTIM_ON(count)(marked(rows, places), reinterpret_cast<int64_t*>(places), FUSED_OPTIM_HERE);
+}
 
-void collect_changed(const std::vector<MarkedRow>& rows, uint64_t counts, uint64_t ends, FUSED_OPTIM_WHERE) {
-    std::vector<Marked> tensors;
-    for (const auto& [bits, numel, first_unit, values, indices_out, values_out, start, first, bytes] : rows) {
-        require(counts && ends && bits % 4 == 0 && (!numel || (bits && values && indices_out && values_out)),
-                "addresses of all tensors");
-        require(bytes == 1 || bytes == 2 || bytes == 4, "elements of 1, 2 or 4 bytes");
-        tensors.push_back({bits, numel, first_unit, values, indices_out, values_out, start, first, bytes});
+// of indices, or 0 where all elements are wanted, and of values; both 0: nothing is
+using TargetRow = std::array<uint64_t, 2>;
+
+void collect_changed(const std::vector<MarkedRow>& rows, const std::vector<TargetRow>& targets, uint64_t places,
+                     FUSED_OPTIM_WHERE) {
+    require(targets.size() == rows.size(), "targets of all tensors");
+    std::vector<Marked> wanted;
+    std::vector<Marked> tensors = marked(rows, places);
+    for (size_t i = 0; i < rows.size(); ++i) {
+        tensors[i].indices_out = targets[i][0];
+        tensors[i].values_out = targets[i][1];
+        if (tensors[i].values_out) wanted.push_back(tensors[i]);
     }
-    FUSED_OPTIM_ON(collect)
-    (tensors, reinterpret_cast<const int64_t*>(counts), reinterpret_cast<const int64_t*>(ends), FUSED_OPTIM_HERE);
+    FUSED_OPTIM_ON(collect)(wanted, reinterpret_cast<const int64_t*>(places), FUSED_OPTIM_HERE);
 }
 
 }  // namespace
@@ -71,8 +80,8 @@ inline void define_all(py::module_& m) {
     define(m, "mark_differences", &mark_differences, py::arg("rows"));
 #endif
     m.attr("CHANGES_PER_UNIT") = kUnitBits;
-    define(m, "count_changed", &count_changed, py::arg("rows"), py::arg("counts"));
-    define(m, "collect_changed", &collect_changed, py::arg("rows"), py::arg("counts"), py::arg("ends"));
+    define(m, "count_changed", &count_changed, py::arg("rows"), py::arg("places"));
+    define(m, "collect_changed", &collect_changed, py::arg("rows"), py::arg("targets"), py::arg("places"));
     py::class_<Look>(m, "Look", py::module_local(), "What tells that others have written a parameter.")
         .def(py::init<py::str, std::vector<py::str>>(), py::arg("inner"), py::arg("names"))
         .def("forget", &Look::forget);

@@ -18,19 +18,20 @@ void require(bool condition, const char* expected) {
 }
 
 // The last check before raw addresses are used.
-void matrix_product(uint64_t left, uint64_t right, uint64_t addend, uint64_t result, uint32_t batch, uint32_t rows,
-                    uint32_t columns, uint32_t inner, float alpha, float beta, float gamma, bool left_transposed,
-                    bool right_transposed, bool symmetric, uint32_t result_type, int device, uint64_t stream) {
+void matrix_product(uint64_t left, uint64_t right, uint64_t result, uint32_t batch, uint32_t rows, uint32_t columns,
+                    uint32_t inner, float alpha, float beta, float gamma, bool left_transposed, bool right_transposed,
+                    bool symmetric, uint32_t result_type, int device, uint64_t stream) {
     require(left && right && result, "addresses of all matrices");
-    for (const uint64_t address : {left, right, addend, result})
+    for (const uint64_t address : {left, right, result})
         require(address % 16 == 0, "addresses that are multiples of 16");
     for (const uint32_t size : {rows, columns, inner})
         require(size > 0 && size <= 1u << 24 && size % kProductMultiple == 0, "sizes that are multiples of 8");
     require(batch > 0 && batch <= 1u << 16, "1 to 65536 matrices");
     require(!symmetric || rows == columns, "as many rows as columns of a symmetric result");
+    require(beta == 0.0f || inner == columns, "a square right factor if the left one is added");
     const auto type = static_cast<Element>(result_type);
     require(type == Element::kFloat16 || type == Element::kBFloat16, "a result in FP16 or BF16");
-    matrix_product_cuda({left, right, addend, result, batch, rows, columns, inner, alpha, beta, gamma, left_transposed,
+    matrix_product_cuda({left, right, result, batch, rows, columns, inner, alpha, beta, gamma, left_transposed,
                          right_transposed, symmetric, type},
                         device, stream);
 }
@@ -49,10 +50,10 @@ void normalize(uint64_t values, uint64_t norm, uint64_t result, uint64_t numel, 
 inline void define_all(py::module_& m) {
     using NoGil = py::call_guard<py::gil_scoped_release>;
     m.def("has_products", &has_products_cuda, py::arg("device"));
-    m.def("matrix_product", &matrix_product, py::kw_only(), py::arg("left"), py::arg("right"), py::arg("addend"),
-          py::arg("result"), py::arg("batch"), py::arg("rows"), py::arg("columns"), py::arg("inner"), py::arg("alpha"),
-          py::arg("beta"), py::arg("gamma"), py::arg("left_transposed"), py::arg("right_transposed"),
-          py::arg("symmetric"), py::arg("result_type"), py::arg("device"), py::arg("stream"), NoGil());
+    m.def("matrix_product", &matrix_product, py::kw_only(), py::arg("left"), py::arg("right"), py::arg("result"),
+          py::arg("batch"), py::arg("rows"), py::arg("columns"), py::arg("inner"), py::arg("alpha"), py::arg("beta"),
+          py::arg("gamma"), py::arg("left_transposed"), py::arg("right_transposed"), py::arg("symmetric"),
+          py::arg("result_type"), py::arg("device"), py::arg("stream"), NoGil());
     m.def("normalize", &normalize, py::kw_only(), py::arg("values"), py::arg("norm"), py::arg("result"),
           py::arg("numel"), py::arg("factor"), py::arg("least"), py::arg("type"), py::arg("device"), py::arg("stream"),
           NoGil());

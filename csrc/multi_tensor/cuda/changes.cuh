@@ -22,13 +22,16 @@ __device__ __forceinline__ uint32_t upper_bits(float value, uint32_t carry) {
     return (float_bits(value) + carry) >> 16;
 }
 
-// Whether the parameter of a master changes with it. Values that are NaN are as they were stored.
+// Whether the parameter of a master changes with it. What it was is taken as it is stored, whatever NaN it may be; what
+// it becomes is rounded as it will be.
 __device__ __forceinline__ bool is_changed(Master master, Element type, float before, float after, uint32_t bits) {
-    if (master == Master::kParameter)
-        return stored_bits<false>(type, before, 0) != stored_bits<true>(type, after, bits);
+    if (master == Master::kParameter) {
+        const uint32_t was = type == Element::kBFloat16 ? upper_bits(before, 0) : stored_bits<false>(type, before, 0);
+        return was != stored_bits<true>(type, after, bits);
+    }
     if (is_remainder(master)) {
         const uint32_t carry = master == Master::kRemainder16 ? 0x8000u : 0x8080u;
-        return upper_bits(before, carry) != upper_bits(after, carry);
+        return upper_bits(before, carry) != upper_bits(bits_float(canonical_bits(after)), carry);
     }
     return stored_bits<false>(type, before, 0) != stored_bits<false>(type, after, 0);
 }

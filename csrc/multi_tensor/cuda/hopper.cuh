@@ -57,12 +57,21 @@ __device__ __forceinline__ uint32_t block_in_cluster() {
     return rank;
 }
 
+// A kernel may be started while the one before it in the stream is not done, where its thread blocks have left room.
+// The next one may start; until the one before is done and what it has written can be read.
+__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // Of the threads of a warpgroup; 0 is taken by __syncthreads.
 __device__ __forceinline__ void sync_warpgroup(uint32_t number) {
     asm volatile("bar.sync %0, 128;" ::"r"(number) : "memory");
 }
 
 // --- the bulk copy engine --------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
 
 __device__ __forceinline__ void load_box(uint32_t target, const CUtensorMap* map, uint32_t barrier, int32_t x,
                                          int32_t y, int32_t z) {
@@ -90,8 +99,11 @@ __device__ __forceinline__ void store_box(const CUtensorMap* map, uint32_t sourc
 }
 
 __device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until shared memory may be written again; until all is done.
-__device__ __forceinline__ void wait_for_reads() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Until shared memory may be written again, but for what the last `pending` groups of stores read; until all is done.
+template <int pending>
+__device__ __forceinline__ void wait_for_reads() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
+}
 __device__ __forceinline__ void wait_for_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 // What threads have written to shared memory, before the copy engine reads it.
 __device__ __forceinline__ void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -123,6 +135,14 @@ __device__ __forceinline__ void store_transposed(uint32_t address, const uint32_
                  : "memory");
 }
 
+// The other way round, of what the copy engine has written.
+__device__ __forceinline__ void load_matrices(uint32_t address, uint32_t* values) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(values[0]), "=r"(values[1]), "=r"(values[2]), "=r"(values[3])
+                 : "r"(address)
+                 : "memory");
+}
+
 // --- products --------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -134,65 +154,58 @@ __device__ __forceinline__ void wait_for_products() {
 }
 
 // clang-format off
-// sums (64 x 256) += left (64 x 16) * right (16 x 256), FP16; or only their product if not `adds`. A thread has 128 of the
-// sums: of 8 columns, four.
-// `left_across`, `right_across`: rows of the left factor, columns of the right one are what is contiguous.
-template <bool left_across, bool right_across>
-__device__ __forceinline__ void multiply(float (&sums)[128], uint64_t left, uint64_t right, bool adds) {
-    asm volatile(
-        "{\n.reg .pred adds;\nsetp.ne.b32 adds, %130, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, "
-        "%8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, "
-        "%24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, "
-        "%40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, "
-        "%56, %57, %58, %59, %60, %61, %62, %63, "
-        "%64, %65, %66, %67, %68, %69, %70, %71, "
-        "%72, %73, %74, %75, %76, %77, %78, %79, "
-        "%80, %81, %82, %83, %84, %85, %86, %87, "
-        "%88, %89, %90, %91, %92, %93, %94, %95, "
-        "%96, %97, %98, %99, %100, %101, %102, %103, "
-        "%104, %105, %106, %107, %108, %109, %110, %111, "
-        "%112, %113, %114, %115, %116, %117, %118, %119, "
-        "%120, %121, %122, %123, %124, %125, %126, %127"
-        "}, %128, %129, adds, 1, 1, %131, %132;\n}"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]),
-          "+f"(sums[4]), "+f"(sums[5]), "+f"(sums[6]), "+f"(sums[7]),
-          "+f"(sums[8]), "+f"(sums[9]), "+f"(sums[10]), "+f"(sums[11]),
-          "+f"(sums[12]), "+f"(sums[13]), "+f"(sums[14]), "+f"(sums[15]),
-          "+f"(sums[16]), "+f"(sums[17]), "+f"(sums[18]), "+f"(sums[19]),
-          "+f"(sums[20]), "+f"(sums[21]), "+f"(sums[22]), "+f"(sums[23]),
-          "+f"(sums[24]), "+f"(sums[25]), "+f"(sums[26]), "+f"(sums[27]),
-          "+f"(sums[28]), "+f"(sums[29]), "+f"(sums[30]), "+f"(sums[31]),
-          "+f"(sums[32]), "+f"(sums[33]), "+f"(sums[34]), "+f"(sums[35]),
-          "+f"(sums[36]), "+f"(sums[37]), "+f"(sums[38]), "+f"(sums[39]),
-          "+f"(sums[40]), "+f"(sums[41]), "+f"(sums[42]), "+f"(sums[43]),
-          "+f"(sums[44]), "+f"(sums[45]), "+f"(sums[46]), "+f"(sums[47]),
-          "+f"(sums[48]), "+f"(sums[49]), "+f"(sums[50]), "+f"(sums[51]),
-          "+f"(sums[52]), "+f"(sums[53]), "+f"(sums[54]), "+f"(sums[55]),
-          "+f"(sums[56]), "+f"(sums[57]), "+f"(sums[58]), "+f"(sums[59]),
-          "+f"(sums[60]), "+f"(sums[61]), "+f"(sums[62]), "+f"(sums[63]),
-          "+f"(sums[64]), "+f"(sums[65]), "+f"(sums[66]), "+f"(sums[67]),
-          "+f"(sums[68]), "+f"(sums[69]), "+f"(sums[70]), "+f"(sums[71]),
-          "+f"(sums[72]), "+f"(sums[73]), "+f"(sums[74]), "+f"(sums[75]),
-          "+f"(sums[76]), "+f"(sums[77]), "+f"(sums[78]), "+f"(sums[79]),
-          "+f"(sums[80]), "+f"(sums[81]), "+f"(sums[82]), "+f"(sums[83]),
-          "+f"(sums[84]), "+f"(sums[85]), "+f"(sums[86]), "+f"(sums[87]),
-          "+f"(sums[88]), "+f"(sums[89]), "+f"(sums[90]), "+f"(sums[91]),
-          "+f"(sums[92]), "+f"(sums[93]), "+f"(sums[94]), "+f"(sums[95]),
-          "+f"(sums[96]), "+f"(sums[97]), "+f"(sums[98]), "+f"(sums[99]),
-          "+f"(sums[100]), "+f"(sums[101]), "+f"(sums[102]), "+f"(sums[103]),
-          "+f"(sums[104]), "+f"(sums[105]), "+f"(sums[106]), "+f"(sums[107]),
-          "+f"(sums[108]), "+f"(sums[109]), "+f"(sums[110]), "+f"(sums[111]),
-          "+f"(sums[112]), "+f"(sums[113]), "+f"(sums[114]), "+f"(sums[115]),
-          "+f"(sums[116]), "+f"(sums[117]), "+f"(sums[118]), "+f"(sums[119]),
-          "+f"(sums[120]), "+f"(sums[121]), "+f"(sums[122]), "+f"(sums[123]),
-          "+f"(sums[124]), "+f"(sums[125]), "+f"(sums[126]), "+f"(sums[127])
-        : "l"(left), "l"(right), "r"(static_cast<int>(adds)), "n"(left_across), "n"(right_across));
-}
+#define FUSED_OPTIM_SUMS_8(i) \
+    "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3]), \
+    "+f"(sums[i + 4]), "+f"(sums[i + 5]), "+f"(sums[i + 6]), "+f"(sums[i + 7])
+#define FUSED_OPTIM_SUMS_32(i) \
+    FUSED_OPTIM_SUMS_8(i), FUSED_OPTIM_SUMS_8(i + 8), FUSED_OPTIM_SUMS_8(i + 16), FUSED_OPTIM_SUMS_8(i + 24)
+#define FUSED_OPTIM_NAMES_0 \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define FUSED_OPTIM_NAMES_1 \
+    ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define FUSED_OPTIM_NAMES_2 \
+    ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define FUSED_OPTIM_NAMES_3 \
+    ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+    "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+// Their names, then those of the other operands, which follow them.
+#define FUSED_OPTIM_MULTIPLY(columns, names, left_name, right_name, left_form, right_form, ...) \
+    asm volatile("{\n.reg .pred adds;\nsetp.eq.b32 adds, 0, 0;\n"                                              \
+                 "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32.f16.f16 {" names "}, "                  \
+                 left_name ", " right_name ", adds, 1, 1, " left_form ", " right_form ";\n}"                  \
+                 : __VA_ARGS__                                                                                \
+                 : "l"(left), "l"(right), "n"(left_across), "n"(right_across))
 // clang-format on
+
+// sums (64 x 64 * boxes) += left (64 x 16) * right (16 x 64 * boxes), FP16. A thread has 32 of each
+// 64 x 64: of 8 columns, four. The other sums are left alone.
+// `left_across`, `right_across`: rows of the left factor, columns of the right one are what is contiguous.
+template <int boxes, bool left_across, bool right_across>
+__device__ __forceinline__ void multiply(float (&sums)[128], uint64_t left, uint64_t right) {
+    static_assert(boxes >= 1 && boxes <= 4);
+    if constexpr (boxes == 1)
+        FUSED_OPTIM_MULTIPLY("64", FUSED_OPTIM_NAMES_0, "%32", "%33", "%34", "%35", FUSED_OPTIM_SUMS_32(0));
+    if constexpr (boxes == 2)
+        FUSED_OPTIM_MULTIPLY("128", FUSED_OPTIM_NAMES_0 FUSED_OPTIM_NAMES_1, "%64", "%65", "%66", "%67",
+                             FUSED_OPTIM_SUMS_32(0), FUSED_OPTIM_SUMS_32(32));
+    if constexpr (boxes == 3)
+        FUSED_OPTIM_MULTIPLY("192", FUSED_OPTIM_NAMES_0 FUSED_OPTIM_NAMES_1 FUSED_OPTIM_NAMES_2, "%96", "%97", "%98",
+                             "%99", FUSED_OPTIM_SUMS_32(0), FUSED_OPTIM_SUMS_32(32), FUSED_OPTIM_SUMS_32(64));
+    if constexpr (boxes == 4)
+        FUSED_OPTIM_MULTIPLY("256", FUSED_OPTIM_NAMES_0 FUSED_OPTIM_NAMES_1 FUSED_OPTIM_NAMES_2 FUSED_OPTIM_NAMES_3,
+                             "%128", "%129", "%130", "%131", FUSED_OPTIM_SUMS_32(0), FUSED_OPTIM_SUMS_32(32),
+                             FUSED_OPTIM_SUMS_32(64), FUSED_OPTIM_SUMS_32(96));
+}
+
+#undef FUSED_OPTIM_MULTIPLY
+#undef FUSED_OPTIM_NAMES_3
+#undef FUSED_OPTIM_NAMES_2
+#undef FUSED_OPTIM_NAMES_1
+#undef FUSED_OPTIM_NAMES_0
+#undef FUSED_OPTIM_SUMS_32
+#undef FUSED_OPTIM_SUMS_8
 
 }  // namespace fused_optim::hopper

@@ -1,8 +1,8 @@
 // Products on Hopper GPUs. A cluster of two thread blocks makes a block of 256 x 256 of a result, each of them 128
 // rows: one warp has the copy engine fetch slices of both factors ahead, the right one's for both thread blocks at
-// once; two warpgroups multiply, and write what they have through shared memory. Of a symmetric result, the blocks on
-// and below the diagonal are made, and those below are written transposed, too. Each block is summed up in the same
-// order, wherever it is made.
+// once; two warpgroups multiply, and write what they have through shared memory. Of a symmetric result, the boxes of
+// 64 x 64 on and below the diagonal are made, and those below are written transposed, too. Each block is summed up in
+// the same order, wherever it is made.
 #if !defined(FUSED_OPTIM_WITHOUT_HOPPER)
 
 #include <cuda_bf16.h>
@@ -12,9 +12,11 @@
 #include <atomic>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "cuda/device.h"
 #include "cuda/hopper.cuh"
+#include "cuda/product_blocks.h"
 #include "product.h"
 
 namespace fused_optim {
@@ -23,10 +25,10 @@ namespace {
 constexpr const char* kName = "matrix_product";  // in errors
 constexpr int kMaxDevices = 64;
 
-constexpr int kRows = 128;     // of a thread block's part of the result
-constexpr int kColumns = 256;  // of it, and of the cluster's
-constexpr int kDepth = 64;     // of the slices: rows of 128 bytes
-constexpr int kStages = 4;     // slices that are there or on their way
+constexpr int kRows = 128;        // of a thread block's part of the result
+constexpr int kColumns = kBlock;  // of it, and of the cluster's
+constexpr int kDepth = 64;        // of the slices: rows of 128 bytes
+constexpr int kStages = 4;        // slices that are there or on their way
 constexpr int kLeftBytes = kRows * kDepth * 2;
 constexpr int kRightBytes = kColumns * kDepth * 2;
 constexpr int kStageBytes = kLeftBytes + kRightBytes;
@@ -40,33 +42,17 @@ struct Factors {
     CUtensorMap left;
     CUtensorMap right;
     CUtensorMap result;
-    const __half* addend;
-    uint32_t batch, rows, columns, inner;
+    uint32_t inner;
     float alpha, beta, gamma;
-    uint32_t blocks;  // of 256 x 256, that are made of one result
-    uint32_t blocks_per_row;
-    bool symmetric;
+    ProductBlocks blocks;
     bool to_bfloat16;
 };
 
-// Which block of which matrix is the n-th.
-struct Place {
-    uint32_t matrix, row, column;
-
-    __device__ Place(const Factors& f, uint32_t number) {
-        matrix = number / f.blocks;
-        const uint32_t n = number % f.blocks;
-        if (f.symmetric) {
-            row = static_cast<uint32_t>((sqrtf(8.0f * static_cast<float>(n) + 1.0f) - 1.0f) * 0.5f);
-            while (row * (row + 1) / 2 > n) --row;
-            while ((row + 1) * (row + 2) / 2 <= n) ++row;
-            column = n - row * (row + 1) / 2;
-        } else {
-            row = n / f.blocks_per_row;
-            column = n % f.blocks_per_row;
-        }
-    }
-};
+// Which 64 rows of a block a warpgroup of a thread block makes. Of the 4 x 4 boxes of a halved block, those of its row
+// up to the diagonal: five in each thread block.
+__device__ __forceinline__ uint32_t row_of_boxes(const Place& place, uint32_t block, uint32_t warpgroup) {
+    return !place.is_halved ? 2 * block + warpgroup : warpgroup ? 3 - block : block;
+}
 
 // Which slice's memory is next, and how often it has been gone through.
 struct Stage {
@@ -93,13 +79,14 @@ struct SharedMemory {
 };
 
 template <bool left_transposed, bool right_transposed>
-__device__ __forceinline__ void fetch(const Factors& f, const SharedMemory& shared, uint32_t block, uint32_t first,
-                                      uint32_t step, uint32_t total) {
+__device__ __forceinline__ void fetch(const Factors& f, const SharedMemory& shared, uint32_t block, uint32_t cluster) {
     Stage stage;
-    for (uint32_t number = first; number < total; number += step) {
-        const Place place(f, number);
+    for (uint32_t i = 0, number; (number = f.blocks.number(cluster, i)) != kNoBlock; ++i) {
+        const Place place = f.blocks.place(number);
         const int32_t z = static_cast<int32_t>(place.matrix);
-        const int32_t row = static_cast<int32_t>(place.row * kColumns + block * kRows);
+        const uint32_t top = place.row * kColumns;
+        const auto upper = static_cast<int32_t>(top + 64 * row_of_boxes(place, block, 0));
+        const auto lower = static_cast<int32_t>(top + 64 * row_of_boxes(place, block, 1));
         const int32_t column = static_cast<int32_t>(place.column * kColumns + block * kRows);  // of half a slice
         for (int32_t k = 0; k < static_cast<int32_t>(f.inner); k += kDepth, stage.advance()) {
             hopper::wait(shared.empty(stage.index), stage.parity ^ 1);
@@ -108,10 +95,11 @@ __device__ __forceinline__ void fetch(const Factors& f, const SharedMemory& shar
             const uint32_t right = shared.right(stage.index) + block * (kRightBytes / 2);
             hopper::expect_bytes(full, kStageBytes);
             if constexpr (left_transposed) {
-                hopper::load_box(left, &f.left, full, row, k, z);
-                hopper::load_box(left + kBoxBytes, &f.left, full, row + 64, k, z);
+                hopper::load_box(left, &f.left, full, upper, k, z);
+                hopper::load_box(left + kBoxBytes, &f.left, full, lower, k, z);
             } else {
-                hopper::load_box(left, &f.left, full, k, row, z);
+                hopper::load_box(left, &f.left, full, k, upper, z);
+                hopper::load_box(left + kBoxBytes, &f.left, full, k, lower, z);
             }
             if constexpr (right_transposed) {
                 hopper::load_box_for_both(right, &f.right, full, k, column, z);
@@ -130,30 +118,51 @@ __device__ __forceinline__ uint32_t packed(float low, float high, bool to_bfloat
     return to_bfloat16 ? bfloats : halves;
 }
 
-// The part of the result that a warpgroup writes: 64 rows, from `row` on.
+// The part of the result that a warpgroup makes: 64 rows, from `row` on, of so many times 64 columns.
 struct Part {
     uint32_t matrix, row, column;
-    bool mirrored, on_diagonal;
+    uint32_t boxes, mirrored_boxes;  // the first of them
+    bool on_diagonal;
+
+    __device__ Part(const Factors& f, const Place& place, uint32_t block, uint32_t warpgroup) {
+        const uint32_t boxes_above = row_of_boxes(place, block, warpgroup);
+        matrix = place.matrix;
+        row = place.row * kColumns + 64 * boxes_above;
+        column = place.column * kColumns;
+        boxes = place.is_halved ? boxes_above + 1 : kColumns / 64;
+        mirrored_boxes = place.is_halved ? boxes_above : f.blocks.halved ? boxes : 0;
+        on_diagonal = place.row == place.column;
+    }
 };
 
-template <bool has_addend>
+// Where a thread's row is in a box, of the two times two matrices of 8 x 8 that are a warp's 16 rows of 16 columns.
+__device__ __forceinline__ uint32_t place_of_pair(uint32_t box, uint32_t warp, uint32_t lane, uint32_t pair) {
+    return hopper::swizzled(box, 16 * warp + lane % 16, 2 * pair + lane / 16);
+}
+
+template <bool adds_left>
 __device__ __forceinline__ void write(const Factors& f, const SharedMemory& shared, const Part& part,
                                       uint32_t warpgroup, float (&sums)[128],
-                                      const uint32_t (&addend)[has_addend ? 64 : 1]) {
+                                      const uint32_t (&added)[adds_left ? 64 : 1]) {
     const uint32_t thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-    const uint32_t plain = shared.result(warpgroup), transposed = plain + kBoxBytes;
+    const bool is_symmetric = f.blocks.halved;
 #pragma unroll
-    for (float& sum : sums) sum *= f.alpha;
-    if (part.on_diagonal) {
-        const uint32_t row = part.row + 16 * warp + lane / 4, column = part.column + 2 * (lane % 4);
+    for (uint32_t box = 0; box < kColumns / 64; ++box) {
+        if (box == part.boxes) break;
+        const bool mirrored = box < part.mirrored_boxes;
+        // Where nothing is mirrored, one box is written while the copy engine reads the last one.
+        const uint32_t plain = shared.result(warpgroup) + (is_symmetric ? 0 : box % 2 * kBoxBytes);
+        const uint32_t transposed = shared.result(warpgroup) + kBoxBytes;
 #pragma unroll
-        for (uint32_t i = 0; i < 128; ++i) {
-            if (column + 8 * (i / 4) + i % 2 == row + 8 * (i / 2 % 2)) sums[i] += f.gamma;
+        for (uint32_t i = 32 * box; i < 32 * (box + 1); ++i) sums[i] *= f.alpha;
+        if (part.on_diagonal && f.gamma != 0.0f) {
+            const uint32_t row = part.row + 16 * warp + lane / 4, column = part.column + 2 * (lane % 4);
+#pragma unroll
+            for (uint32_t i = 32 * box; i < 32 * (box + 1); ++i) {
+                if (column + 8 * (i / 4) + i % 2 == row + 8 * (i / 2 % 2)) sums[i] += f.gamma;
+            }
         }
-    }
-#pragma unroll
-    for (uint32_t box = 0; box < 4; ++box) {
-        if (thread == 0) hopper::wait_for_reads();
+        if (thread == 0) is_symmetric ? hopper::wait_for_reads<0>() : hopper::wait_for_reads<1>();
         hopper::sync_warpgroup(1 + warpgroup);
 #pragma unroll
         for (uint32_t pair = 0; pair < 4; ++pair) {  // of 8 columns
@@ -162,17 +171,17 @@ __device__ __forceinline__ void write(const Factors& f, const SharedMemory& shar
             for (uint32_t i = 0; i < 4; ++i) {  // rows 0 to 7, 8 to 15; the next columns
                 const uint32_t eight = 8 * box + 2 * pair + i / 2;
                 float low = sums[4 * eight + 2 * (i % 2)], high = sums[4 * eight + 2 * (i % 2) + 1];
-                if constexpr (has_addend) {
-                    __half2 added;
-                    memcpy(&added, &addend[2 * eight + i % 2], 4);
-                    low += f.beta * __low2float(added);
-                    high += f.beta * __high2float(added);
+                if constexpr (adds_left) {
+                    __half2 own;
+                    memcpy(&own, &added[2 * eight + i % 2], 4);
+                    low += f.beta * __low2float(own);
+                    high += f.beta * __high2float(own);
                 }
                 values[i] = packed(low, high, f.to_bfloat16);
             }
             const uint32_t matrix = lane / 8, half = matrix % 2, eight = 2 * pair + matrix / 2;
-            hopper::store_matrices(hopper::swizzled(plain, 16 * warp + 8 * half + lane % 8, eight), values);
-            if (part.mirrored) {
+            hopper::store_matrices(place_of_pair(plain, warp, lane, pair), values);
+            if (mirrored) {
                 hopper::store_transposed(hopper::swizzled(transposed, 8 * eight + lane % 8, 2 * warp + half), values);
             }
         }
@@ -181,68 +190,89 @@ __device__ __forceinline__ void write(const Factors& f, const SharedMemory& shar
         if (thread == 0) {
             const int32_t x = static_cast<int32_t>(part.column + 64 * box), y = static_cast<int32_t>(part.row);
             hopper::store_box(&f.result, plain, x, y, static_cast<int32_t>(part.matrix));
-            if (part.mirrored) hopper::store_box(&f.result, transposed, y, x, static_cast<int32_t>(part.matrix));
+            if (mirrored) hopper::store_box(&f.result, transposed, y, x, static_cast<int32_t>(part.matrix));
             hopper::commit_stores();
         }
     }
 }
 
-// As the sums lie in registers: of every 8 columns, two of one row, and of the row 8 below.
-__device__ __forceinline__ void load_addend(uint32_t (&addend)[64], const Factors& f, const Part& part) {
-    const uint32_t lane = threadIdx.x % 32;
-    const uint32_t row = part.row + 16 * (threadIdx.x % 128 / 32) + lane / 4;
-    const uint32_t column = part.column + 2 * (lane % 4);
-    const __half* const first = f.addend + (static_cast<uint64_t>(part.matrix) * f.rows + row) * f.columns + column;
+// What a slice of the left factor holds of the addend: 64 rows and columns, as the sums lie in registers.
+__device__ __forceinline__ void load_addend(uint32_t* added, uint32_t left) {
+    const uint32_t warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
 #pragma unroll
-    for (uint32_t i = 0; i < 64; ++i) {
-        const bool is_there = row + 8 * (i % 2) < f.rows && column + 8 * (i / 2) < f.columns;
-        const __half* const own = first + static_cast<uint64_t>(8 * (i % 2)) * f.columns + 8 * (i / 2);
-        addend[i] = is_there ? __ldg(reinterpret_cast<const unsigned int*>(own)) : 0;
-    }
+    for (uint32_t pair = 0; pair < 4; ++pair)
+        hopper::load_matrices(place_of_pair(left, warp, lane, pair), added + 4 * pair);
 }
 
-template <bool left_transposed, bool right_transposed, bool has_addend>
-__device__ __forceinline__ void multiply_all(const Factors& f, const SharedMemory& shared, uint32_t block,
-                                             uint32_t first, uint32_t step, uint32_t total) {
-    constexpr uint32_t kLeftStep = left_transposed ? 16 * 128 : 32;  // bytes to the next 16 of the inner dimension
-    constexpr uint32_t kRightStep = right_transposed ? 32 : 16 * 128;
-    const uint32_t warpgroup = threadIdx.x / 128 - 1, lane = threadIdx.x % 32;
-    Stage stage, used;
-    auto release = [&] {
+// Which slices a warpgroup has multiplied by and not released yet.
+struct Slices {
+    Stage next, used;
+
+    __device__ void release(const SharedMemory& shared) {
+        const uint32_t lane = threadIdx.x % 32;
         if (lane < 2) hopper::arrive_at(shared.empty(used.index), lane);
         used.advance();
-    };
-    for (uint32_t number = first; number < total; number += step) {
-        const Place place(f, number);
-        const Part part{place.matrix, place.row * kColumns + block * kRows + warpgroup * 64, place.column * kColumns,
-                        f.symmetric && place.row != place.column, f.gamma != 0.0f && place.row == place.column};
-        uint32_t addend[has_addend ? 64 : 1];
-        if constexpr (has_addend) load_addend(addend, f, part);
-        float sums[128];
-        for (uint32_t k = 0; k < f.inner; k += kDepth, stage.advance()) {
-            hopper::wait(shared.full(stage.index), stage.parity);
-            const uint32_t left = shared.left(stage.index) + warpgroup * kBoxBytes, right = shared.right(stage.index);
-            hopper::begin_products();
+    }
+};
+
+template <int boxes, bool left_transposed, bool right_transposed, bool adds_left>
+__device__ __forceinline__ void sum_up(float (&sums)[128], uint32_t (&added)[adds_left ? 64 : 1], Slices& slices,
+                                       const Factors& f, const SharedMemory& shared, uint32_t first_column,
+                                       uint32_t warpgroup) {
+    constexpr uint32_t kLeftStep = left_transposed ? 16 * 128 : 32;  // bytes to the next 16 of the inner dimension
+    constexpr uint32_t kRightStep = right_transposed ? 32 : 16 * 128;
+    for (uint32_t k = 0; k < f.inner; k += kDepth, slices.next.advance()) {
+        const uint32_t stage = slices.next.index;
+        hopper::wait(shared.full(stage), slices.next.parity);
+        const uint32_t left = shared.left(stage) + warpgroup * kBoxBytes, right = shared.right(stage);
+        hopper::begin_products();
 #pragma unroll
-            for (uint32_t i = 0; i < kDepth / 16; ++i) {
-                hopper::multiply<left_transposed, !right_transposed>(
-                    sums, hopper::describe(left + i * kLeftStep, kBoxBytes),
-                    hopper::describe(right + i * kRightStep, kBoxBytes), k > 0 || i > 0);
-            }
-            hopper::commit_products();
-            if (k > 0) {
-                hopper::wait_for_products<1>();
-                release();
+        for (uint32_t i = 0; i < kDepth / 16; ++i) {
+            hopper::multiply<boxes, left_transposed, !right_transposed>(
+                sums, hopper::describe(left + i * kLeftStep, kBoxBytes),
+                hopper::describe(right + i * kRightStep, kBoxBytes));
+        }
+        hopper::commit_products();
+        if constexpr (adds_left) {
+#pragma unroll
+            for (uint32_t box = 0; box < boxes; ++box) {
+                if (k == first_column + 64 * box) load_addend(&added[16 * box], left);
             }
         }
-        hopper::wait_for_products<0>();
-        release();
-        write<has_addend>(f, shared, part, warpgroup, sums, addend);
+        if (k > 0) {
+            hopper::wait_for_products<1>();
+            slices.release(shared);
+        }
+    }
+    hopper::wait_for_products<0>();
+    slices.release(shared);
+}
+
+template <bool left_transposed, bool right_transposed, bool adds_left>
+__device__ __forceinline__ void multiply_all(const Factors& f, const SharedMemory& shared, uint32_t block,
+                                             uint32_t cluster) {
+    const uint32_t warpgroup = threadIdx.x / 128 - 1;
+    Slices slices;
+    for (uint32_t i = 0, number; (number = f.blocks.number(cluster, i)) != kNoBlock; ++i) {
+        const Part part(f, f.blocks.place(number), block, warpgroup);
+        uint32_t added[adds_left ? 64 : 1] = {};
+        float sums[128] = {};
+        auto sum = [&](auto boxes) {
+            sum_up<boxes, left_transposed, right_transposed, adds_left>(sums, added, slices, f, shared, part.column,
+                                                                        warpgroup);
+        };
+        switch (part.boxes) {
+            case 1: sum(std::integral_constant<int, 1>()); break;
+            case 2: sum(std::integral_constant<int, 2>()); break;
+            case 3: sum(std::integral_constant<int, 3>()); break;
+            default: sum(std::integral_constant<int, 4>());
+        }
+        write<adds_left>(f, shared, part, warpgroup, sums, added);
     }
     if (threadIdx.x % 128 == 0) hopper::wait_for_stores();
 }
 
-template <bool left_transposed, bool right_transposed, bool has_addend>
+template <bool left_transposed, bool right_transposed, bool adds_left>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreadsOfProduct, 1)
     matrix_product(const __grid_constant__ Factors f) {
     extern __shared__ uint8_t memory[];
@@ -256,15 +286,18 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreadsOfProduct, 1
             hopper::init_barrier(shared.empty(stage), kArrivals);
         }
         hopper::fence_barriers();
+        for (const CUtensorMap* map : {&f.left, &f.right, &f.result}) hopper::prefetch_map(map);
     }
     hopper::sync_cluster();
-    const uint32_t total = f.batch * f.blocks, first = blockIdx.x / 2, step = gridDim.x / 2;
+    hopper::let_next_start();
+    hopper::wait_for_previous();
+    const uint32_t cluster = blockIdx.x / 2;
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        if (threadIdx.x == 0) fetch<left_transposed, right_transposed>(f, shared, block, first, step, total);
+        if (threadIdx.x == 0) fetch<left_transposed, right_transposed>(f, shared, block, cluster);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-        multiply_all<left_transposed, right_transposed, has_addend>(f, shared, block, first, step, total);
+        multiply_all<left_transposed, right_transposed, adds_left>(f, shared, block, cluster);
     }
     __syncwarp();
     hopper::sync_cluster();  // the other thread block may write here and arrive at barriers until then
@@ -303,10 +336,11 @@ CUtensorMap map_of(uint64_t address, uint32_t batch, uint32_t rows, uint32_t col
     return map;
 }
 
-// `inner_first`: (inner, size), else (size, inner).
-CUtensorMap map_of_factor(uint64_t address, bool inner_first, const MatrixProduct& p, uint32_t size, int device) {
+// `inner_first`: (inner, size) in boxes of 64 x 64, else (size, inner).
+CUtensorMap map_of_factor(uint64_t address, bool inner_first, const MatrixProduct& p, uint32_t size, uint32_t box_rows,
+                          int device) {
     return inner_first ? map_of(address, p.batch, p.inner, size, 64, device)
-                       : map_of(address, p.batch, size, p.inner, kRows, device);
+                       : map_of(address, p.batch, size, p.inner, box_rows, device);
 }
 
 cudaLaunchConfig_t launch_config(uint32_t clusters, cudaStream_t stream) {
@@ -319,9 +353,9 @@ cudaLaunchConfig_t launch_config(uint32_t clusters, cudaStream_t stream) {
 }
 
 // How many clusters run at once, which results do not depend on. The kernel is loaded then.
-template <bool left_transposed, bool right_transposed, bool has_addend>
+template <bool left_transposed, bool right_transposed, bool adds_left>
 uint32_t clusters_at_once(int device) {
-    constexpr auto kernel = matrix_product<left_transposed, right_transposed, has_addend>;
+    constexpr auto kernel = matrix_product<left_transposed, right_transposed, adds_left>;
     static std::atomic<int> known[kMaxDevices] = {};  // by device
     std::atomic<int>& clusters = known[std::min(device, kMaxDevices - 1)];
     if (int count = clusters.load(std::memory_order_relaxed)) return static_cast<uint32_t>(count);
@@ -334,11 +368,17 @@ uint32_t clusters_at_once(int device) {
     return static_cast<uint32_t>(count);
 }
 
-template <bool left_transposed, bool right_transposed, bool has_addend>
-void launch(const Factors& factors, int device, cudaStream_t stream) {
-    const uint32_t at_once = clusters_at_once<left_transposed, right_transposed, has_addend>(device);
-    const cudaLaunchConfig_t config = launch_config(std::min(factors.batch * factors.blocks, at_once), stream);
-    check_cuda(cudaLaunchKernelEx(&config, matrix_product<left_transposed, right_transposed, has_addend>, factors),
+template <bool left_transposed, bool right_transposed, bool adds_left>
+void launch(Factors& factors, const MatrixProduct& p, int device, cudaStream_t stream) {
+    factors.blocks = share_blocks(p.batch, p.rows, p.columns, p.symmetric,
+                                  clusters_at_once<left_transposed, right_transposed, adds_left>(device));
+    cudaLaunchConfig_t config = launch_config(factors.blocks.clusters, stream);
+    cudaLaunchAttribute starts_early{};
+    starts_early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    starts_early.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &starts_early;
+    config.numAttrs = 1;
+    check_cuda(cudaLaunchKernelEx(&config, matrix_product<left_transposed, right_transposed, adds_left>, factors),
                kName, device);
 }
 
@@ -392,29 +432,22 @@ bool has_products_cuda(int device) {
 void matrix_product_cuda(const MatrixProduct& p, int device, uint64_t stream_handle) {
     CudaDeviceGuard guard(kName, device);
     const auto stream = reinterpret_cast<cudaStream_t>(stream_handle);
-    const uint32_t down = (p.rows + kColumns - 1) / kColumns, across = (p.columns + kColumns - 1) / kColumns;
-    const Factors factors{map_of_factor(p.left, p.left_transposed, p, p.rows, device),
-                          map_of_factor(p.right, !p.right_transposed, p, p.columns, device),
-                          map_of(p.result, p.batch, p.rows, p.columns, 64, device),
-                          reinterpret_cast<const __half*>(p.addend),
-                          p.batch,
-                          p.rows,
-                          p.columns,
-                          p.inner,
-                          p.alpha,
-                          p.beta,
-                          p.gamma,
-                          p.symmetric ? down * (down + 1) / 2 : down * across,
-                          across,
-                          p.symmetric,
-                          p.result_type == Element::kBFloat16};
+    Factors factors{map_of_factor(p.left, p.left_transposed, p, p.rows, 64, device),
+                    map_of_factor(p.right, !p.right_transposed, p, p.columns, kRows, device),
+                    map_of(p.result, p.batch, p.rows, p.columns, 64, device),
+                    p.inner,
+                    p.alpha,
+                    p.beta,
+                    p.gamma,
+                    {},
+                    p.result_type == Element::kBFloat16};
     if (!p.left_transposed && !p.right_transposed)
-        return p.addend ? launch<false, false, true>(factors, device, stream)
-                        : launch<false, false, false>(factors, device, stream);
-    if (p.left_transposed && !p.right_transposed && !p.addend)
-        return launch<true, false, false>(factors, device, stream);
-    if (!p.left_transposed && p.right_transposed && !p.addend)
-        return launch<false, true, false>(factors, device, stream);
+        return p.beta != 0.0f ? launch<false, false, true>(factors, p, device, stream)
+                              : launch<false, false, false>(factors, p, device, stream);
+    if (p.left_transposed && !p.right_transposed && p.beta == 0.0f)
+        return launch<true, false, false>(factors, p, device, stream);
+    if (!p.left_transposed && p.right_transposed && p.beta == 0.0f)
+        return launch<false, true, false>(factors, p, device, stream);
     throw std::invalid_argument("fused_optim: matrix_product: there is no such form");
 }
 

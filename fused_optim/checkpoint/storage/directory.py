@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -277,3 +277,11 @@ def _age(found: Found, others: Iterable[Found]) -> tuple[int, int]:
 
 def _name(step: int) -> str:
     return f"step-{step:08d}"
+
+
+def have_rotated(earlier: Sequence[Found], now: Sequence[Found]) -> bool:
+    """Whether some checkpoints that were there are gone, for others."""
+    before, after = (
+        {(f.name, 0 if f.manifest is None else f.manifest.number) for f in each} for each in (earlier, now)
+    )
+    return bool(before - after) and bool(after - before)

@@ -94,7 +94,10 @@ def _registered_by_others() -> set[str]:
     """What packages other than this one have passed to ``torch.serialization.add_safe_globals``, beside torch's own."""
     found: set[str] = set()
     for each in torch.serialization.get_safe_globals():
-        name = each[1] if isinstance(each, tuple) else f"{each.__module__}.{each.__qualname__}"
+        try:
+            name = each[1] if isinstance(each, tuple) else f"{each.__module__}.{each.__qualname__}"
+        except AttributeError:  # a functools.partial has no name by which a pickle could ask for it
+            continue
         if name.partition(".")[0] not in ("torch", "fused_optim"):
             found.add(name)
     return found.difference(torch._weights_only_unpickler._get_allowed_globals())

@@ -226,46 +226,47 @@ def _address(tensor: Tensor) -> int:
 # --- what is in a state dict --------------------------------------------------------------------------------------
 
 
-def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors with memory that a tensor consists of on this rank, in the order of :func:`_mapped`."""
-    if type(tensor) is Tensor:
-        yield tensor.detach() if tensor.requires_grad else tensor
-    elif isinstance(tensor, DTensor):
-        yield from plain_tensors(finished_local(tensor))
-    elif isinstance(tensor, LazyTensor):
-        for part in parts(tensor.source).values():
-            yield from plain_tensors(part)
-    elif isinstance(tensor, AsyncCollectiveTensor):
-        yield from plain_tensors(tensor.wait())
-    elif is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from plain_tensors(getattr(tensor, name))
-    else:
-        yield tensor.detach() if tensor.requires_grad else tensor
+Rebuild = Callable[[Iterator[Tensor]], Tensor]  # the same kind of tensor, of others instead of those with memory
 
 
-def _mapped(tensor: Tensor, copied: Iterator[Tensor]) -> Tensor:
-    """The same kind of tensor, of the next ones of ``copied`` instead of those with memory that it consists of."""
+def plain_tensors(tensor: Tensor) -> list[Tensor]:
+    """The tensors with memory that a tensor consists of on this rank."""
+    plain: list[Tensor] = []
+    _take_apart(tensor, plain)
+    return plain
+
+
+def _take_apart(tensor: Tensor, plain: list[Tensor]) -> Rebuild:
+    """Add to ``plain`` what a tensor consists of. What puts others together looks at nothing that may have changed."""
     if isinstance(tensor, DTensor):
-        return keep_chunks(portable(_mapped(finished_local(tensor), copied), tensor), tensor)
+        local = _take_apart(finished_local(tensor), plain)
+        return lambda copied: keep_chunks(portable(local(copied), tensor), tensor)
     if isinstance(tensor, LazyTensor):
-        made_of = {name: _mapped(part, copied) for name, part in parts(tensor.source).items()}
-        return LazyTensor(with_parts(tensor.source, made_of))
+        source = tensor.source
+        made_of = {name: _take_apart(part, plain) for name, part in parts(source).items()}
+        return lambda copied: LazyTensor(with_parts(source, {name: make(copied) for name, make in made_of.items()}))
     if isinstance(tensor, AsyncCollectiveTensor):
-        return _mapped(tensor.wait(), copied)
-    if is_traceable_wrapper_subclass(tensor):
-        names, context = tensor.__tensor_flatten__()
-        inner = {name: _mapped(getattr(tensor, name), copied) for name in names}
-        return _unflattened(type(tensor), inner, context, tensor.shape, tensor.stride())
-    return next(copied)
+        return _take_apart(tensor.wait(), plain)
+    if type(tensor) is not Tensor and is_traceable_wrapper_subclass(tensor):
+        return _take_wrapper_apart(tensor, plain)
+    plain.append(tensor.detach() if tensor.requires_grad else tensor)
+    return next
 
 
-def _unflattened(kind: Any, inner: dict[str, Tensor], context: Any, shape: torch.Size, stride: Any) -> Tensor:
+def _take_wrapper_apart(tensor: Any, plain: list[Tensor]) -> Rebuild:
     """With notes of its own, where tensors share notes that change."""
+    names, context = tensor.__tensor_flatten__()
     if isinstance(context, tuple):
         context = tuple(copy.copy(note) if is_dataclass(note) else note for note in context)
-    rebuilt: Tensor = kind.__tensor_unflatten__(inner, context, shape, stride)
-    return rebuilt
+    kind, shape, stride = type(tensor), tensor.shape, tensor.stride()
+    inner = {name: _take_apart(getattr(tensor, name), plain) for name in names}
+
+    def rebuild(copied: Iterator[Tensor]) -> Tensor:
+        made = {name: make(copied) for name, make in inner.items()}
+        rebuilt: Tensor = kind.__tensor_unflatten__(made, context, shape, stride)
+        return rebuilt
+
+    return rebuild
 
 
 def _has_memory(tensor: Tensor) -> bool:
@@ -302,10 +303,11 @@ class _Sources:
         return copy.deepcopy(value)
 
     def _collect_tensor(self, tensor: Tensor) -> Any:
-        plain = list(plain_tensors(tensor))
+        plain: list[Tensor] = []
+        rebuild = _take_apart(tensor, plain)
         if not all(map(_has_memory, plain)):
             return _Copied(_copied_by_torch(tensor))
-        return _Place(tensor, [self._number(each) for each in plain])
+        return _Place(rebuild, [self._number(each) for each in plain])
 
     def _number(self, plain: Tensor) -> int:
         number = self._numbers.setdefault(_key(plain), len(self.tensors))
@@ -316,7 +318,7 @@ class _Sources:
     def rebuild(self, tree: Any, copied: Sequence[Tensor]) -> Any:
         """The tree with ``copied`` in the places of the tensors."""
         if type(tree) is _Place:
-            return _mapped(tree.tensor, (copied[number] for number in tree.numbers))
+            return tree.rebuild(copied[number] for number in tree.numbers)
         if type(tree) is _Copied:
             return tree.tensor
         if type(tree) is dict:
@@ -328,9 +330,9 @@ class _Sources:
 
 @dataclass
 class _Place:
-    """A tensor of a tree, and which of the sources it consists of."""
+    """A tensor of a tree: how it is rebuilt, and which of the sources it consists of."""
 
-    tensor: Tensor
+    rebuild: Rebuild
     numbers: list[int]
 
 
@@ -380,8 +382,10 @@ class _Memory:
         if self._preparing is not None:
             preparing, self._preparing = self._preparing, None
             self._is_wanted.set()
-            preparing.result()
-            self._is_wanted.clear()
+            try:
+                preparing.result()
+            finally:
+                self._is_wanted.clear()
         with self._lock:
             fitting = [b for b in self._free if (b.sizes, b.locked) == (tuple(sizes), locked)]
             self._free = fitting[1:]  # others were for a state dict that has changed

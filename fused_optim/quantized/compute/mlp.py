@@ -38,8 +38,8 @@ def swiglu_mlp(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Te
     In training, layers are fused that ``quantize_model_`` has made compute in FP8, by one recipe, if all their products
     run in FP8, with one scale, scales per row or blocks, and if no layer has a bias, a frozen weight, or hooks (so do
     not ``fully_shard`` each layer on its own). Everything else calls the layers. Fused, ``silu(gate) * up`` is rounded
-    to BF16 once, as in compiled code; PyTorch's operations round twice in eager mode. A delayed scale of ``x`` is that
-    of ``gate``, for both.
+    to BF16 once, as in compiled code; PyTorch's operations round twice in eager mode. Where the delayed
+    scales of ``gate`` and ``up`` for ``x`` differ, since the layers had other inputs before, both use the larger one.
     """
     layers = [layer for layer in (gate, up, down) if isinstance(layer, QuantizedLinear) and _may_be_fused(layer)]
     if len(layers) < 3 or gate is up or len({layer.delays_now for layer in layers}) > 1:
@@ -127,6 +127,8 @@ class _SwiGLUMLP(torch.autograd.Function):
     ) -> Tensor:
         of_gate, of_up, of_down = (None if each is None else each.activations for each in histories)
         rows, tiles = casts.matrix_of(x), format.activation_tiles
+        if of_gate is not None and of_up is not None:
+            of_gate.copy_(torch.maximum(of_gate, of_up))  # the same, unless the layers have had lives of their own
         codes, kept_x = cast_both(rows, torch.float8_e4m3fn, format, True, True, of_gate, False, tiles)
         assert codes is not None and kept_x is not None
         if of_gate is not None and of_up is not None:

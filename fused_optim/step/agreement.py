@@ -1,0 +1,191 @@
+"""What ranks must have alike of their gradients, because steps send them: found out before anything is sent.
+
+A gradient that is placed otherwise than its parameter, partial sums for one, is brought to its parameter's placements,
+and whole matrices are put together of all ranks' gradients. Each rank begins these collectives because of the gradients
+that it has. Where another one has others, both would wait for ever. Usually ranks have them alike, and then nothing is
+asked:
+
+* Before the first step, or the first clipping, all ranks tell each other what they are going to send.
+* Where a mesh has had gradients out of place, its ranks do so again each time.
+* Elsewhere a rank that has something else to send than last time asks the others, who ask, too, if they have. Where
+  they do not within ``LIMIT``, it raises. Only a question in every step would let them know.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fused_optim.backends import is_capturing
+from fused_optim.options.checks import describe
+from fused_optim.sharding.collective import announce_on, largest_on, meshes_of
+from fused_optim.sharding.dtensor import local_tensor
+from fused_optim.state.store import StateStore
+
+LIMIT = timedelta(minutes=2)
+_FAILED = [0, 0, 1, 0]
+_ELSEWHERE = "gradients: another rank refused its own, or has found that ranks have different ones; its error says why"
+
+
+def is_misplaced(param: Tensor, grad: Tensor | None) -> bool:
+    """Whether a gradient is placed otherwise than its parameter."""
+    if not isinstance(param, DTensor) or not isinstance(grad, DTensor):
+        return False
+    return grad._spec is not param._spec and grad.placements != param.placements
+
+
+class Misplaced(NamedTuple):
+    """A gradient, and its parameter: ``key`` is the same on all ranks, ``text`` names the parameter."""
+
+    key: str
+    text: str
+
+
+@dataclass
+class Own:
+    """What this rank is going to send: its misplaced gradients, by mesh.
+
+    ``gradients``: of the parameters that are whole matrices, whether they have one; None: no elements of it either.
+    """
+
+    misplaced: dict[DeviceMesh, list[Misplaced]] = field(default_factory=dict)
+    gradients: dict[DeviceMesh, list[bool | None]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, params: Sequence[Tensor], grads: Sequence[Tensor | None], names: Sequence[str | None] | None = None
+    ) -> Own:
+        """Of some parameters' gradients, where no matrices are put together."""
+        own = cls()
+        for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
+            if grad is not None:
+                own.add(param, grad, index, None if names is None else names[index])
+        return own
+
+    @classmethod
+    def of_all(cls, store: StateStore) -> Own:
+        """Of all of an optimizer's gradients."""
+        own = cls.of(store.params, store.gradients(), store.names)
+        own.add_matrices(store)
+        return own
+
+    def add(self, param: Tensor, grad: Tensor, index: int, name: str | None = None) -> None:
+        """Look at a gradient."""
+        if isinstance(grad, DTensor) and is_misplaced(param, grad):
+            placed = f"gradient with {list(grad.placements)}"
+            misplaced = Misplaced(f"{tuple(param.shape)} {placed}", f"{describe(param, index, name)}: {placed}")
+            self.misplaced.setdefault(grad.device_mesh, []).append(misplaced)
+
+    def add_matrices(self, store: StateStore) -> None:
+        """Look which parameters of whole matrices have gradients."""
+        for param, rule in store.rules().items():
+            if rule.whole_matrices and isinstance(param, DTensor):
+                has = True if store.has_gradient(param) else False if local_tensor(param).numel() else None
+                self.gradients.setdefault(param.device_mesh, []).append(has)
+
+
+class Agreement:
+    """What the ranks have told each other of the gradients of one optimizer.
+
+    ``is_first``: they have told each other nothing so far, and all of them do so now.
+    """
+
+    def __init__(self, is_first: bool = True) -> None:
+        self._is_first = is_first
+        self._with_misplaced: set[DeviceMesh] = set()
+        self._gradients: dict[DeviceMesh, list[bool | None]] = {}
+        self._is_open = False
+
+    def open(self) -> None:
+        """A step has begun, in which others may ask this rank."""
+        self._is_open = True
+
+    def give_up(self) -> None:
+        """This rank refuses the step before it has answered: let those who ask it raise."""
+        if self._is_open and not is_capturing():
+            self._is_open = False
+            for mesh in self._with_misplaced:
+                announce_on(mesh, _FAILED)
+
+    def reach(self, params: Sequence[Tensor], own: Own, is_first: bool = False) -> None:
+        """Raises RuntimeError where ranks would send different gradients, on all ranks that were asked.
+
+        A collective over the meshes that the module's text names; nothing in a CUDA graph, before which all was said.
+        ``is_first``: all ranks tell each other in any case.
+        """
+        self._is_open = False
+        self._is_first |= is_first
+        if is_capturing() or not (self._is_first or own.misplaced or own.gradients or self._with_misplaced):
+            return
+        error = None
+        for mesh in meshes_of(params):
+            has_new = bool(own.misplaced.get(mesh)) or self._has_other_matrices(mesh, own)
+            is_asked = self._is_first or mesh in self._with_misplaced
+            if is_asked or has_new:
+                found = self._ask(mesh, own, None if is_asked else LIMIT, error is not None)
+                error = error or found
+        self._is_first = False
+        if error is not None:
+            raise RuntimeError(error)
+
+    def _has_other_matrices(self, mesh: DeviceMesh, own: Own) -> bool:
+        return mesh in own.gradients and own.gradients[mesh] != self._gradients.get(mesh)
+
+    def _ask(self, mesh: DeviceMesh, own: Own, limit: timedelta | None, has_failed: bool) -> str | None:
+        """What is wrong."""
+        misplaced = own.misplaced.get(mesh, [])
+        texts = [each.text for each in misplaced]
+        digest = int.from_bytes(hashlib.sha256("\n".join(each.key for each in misplaced).encode()).digest()[:7])
+        numbers = [digest, -digest, int(has_failed), int(self._has_other_matrices(mesh, own))]
+        try:
+            largest, smallest, failed, others = largest_on(mesh, numbers, limit)
+        except RuntimeError as error:
+            if limit is None:
+                raise
+            raise RuntimeError(_alone(texts, limit)) from error
+        if failed:
+            return _ELSEWHERE
+        if largest != -smallest:
+            return _different(texts)
+        if texts:
+            self._with_misplaced.add(mesh)
+        return self._ask_for_matrices(mesh, own.gradients.get(mesh, [])) if others else None
+
+    def _ask_for_matrices(self, mesh: DeviceMesh, gradients: list[bool | None]) -> str | None:
+        found = largest_on(mesh, [int(has is kind) for kind in (True, False) for has in gradients])
+        count = len(gradients)
+        wrong = [i for i in range(count) if found[i] and found[count + i]]
+        if wrong:
+            lacking = sum(gradients[i] is False for i in wrong)
+            return (
+                f"{len(wrong)} parameters that are updated as whole matrices have gradients on some ranks only "
+                f"({lacking} of them have none on this rank): set gradients, or None, on all ranks alike"
+            )
+        self._gradients[mesh] = list(gradients)
+        return None
+
+
+def _different(texts: Sequence[str]) -> str:
+    return (
+        "gradients are placed otherwise than their parameters, and not alike on all ranks, which would wait for each "
+        f"other. On this rank: {_listed(texts)}"
+    )
+
+
+def _alone(texts: Sequence[str], limit: timedelta) -> str:
+    what = f"placed otherwise than their parameters ({_listed(texts)})" if texts else "there, or missing, for matrices"
+    return (
+        f"gradients are {what}, which was not so in the steps before, and other ranks have not said the same within "
+        f"{limit.total_seconds():g} s: let all ranks have gradients alike"
+    )
+
+
+def _listed(texts: Sequence[str]) -> str:
+    return "; ".join([*texts[:3], *([f"{len(texts) - 3} more"] if len(texts) > 3 else [])]) or "none"

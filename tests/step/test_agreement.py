@@ -1,0 +1,289 @@
+"""Ranks whose gradients are placed differently, or are missing on some, raise instead of waiting for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import distributed
+from support.distributed import mesh, shard
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from fused_optim import FusedAdamW, FusedMuon, clip_grad_norm_
+from fused_optim.state import host_states
+from fused_optim.step import agreement
+
+ROWS = 7
+Optimizer = FusedAdamW | FusedMuon
+Call = Callable[[Optimizer], object]
+
+
+def made(kind: type[Optimizer], **options: object) -> tuple[Optimizer, list[nn.Parameter]]:
+    torch.manual_seed(0)
+    wholes = [torch.randn(ROWS, 64) for _ in range(3)]
+    params = [nn.Parameter(shard(whole, mesh(), [Shard(0)])) for whole in wholes]
+    named = [(f"layers.{i}", param) for i, param in enumerate(params)]
+    return kind(named, lr=0.1, **options), params
+
+
+def gradient(param: DTensor, placement: Placement | None) -> DTensor | None:
+    """All ones, or none."""
+    if placement is None:
+        return None
+    ones = torch.ones(ROWS, 64)
+    if placement.is_partial():
+        local = ones if dist.get_rank() == 0 else torch.zeros_like(ones)
+        return DTensor.from_local(local, param.device_mesh, [placement], run_check=False)
+    return shard(ones, param.device_mesh, [placement])
+
+
+ROW_WISE = Shard(0)  # as the parameters are
+
+
+def give(params: list[nn.Parameter], second: Placement | None = ROW_WISE) -> None:
+    """The gradients of all; ``second``: where that of the second parameter lies."""
+    for i, param in enumerate(params):
+        param.grad = gradient(param, second if i == 1 else Shard(0))
+
+
+def step(optimizer: Optimizer) -> None:
+    optimizer.step()
+
+
+def clip(optimizer: Optimizer) -> None:
+    optimizer.clip_grad_norm_(1.0)
+
+
+def diagnose(optimizer: Optimizer) -> None:
+    optimizer.diagnostics()
+
+
+def raised_by(call: Call, optimizer: Optimizer, params: list[nn.Parameter]) -> str:
+    """The error's text. Nothing has been changed where there is one."""
+    before = [param.to_local().clone() for param in params]
+    try:
+        call(optimizer)
+    except Exception as error:
+        assert all(map(torch.equal, before, [param.to_local() for param in params]))
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+# --- gradients that are placed otherwise than their parameters ------------------------------------------------------
+
+
+def differing(call: Call, when: str, usual: Placement, other: Placement | None, options: dict[str, object]) -> str:
+    """``usual``: the second gradient's placement, but on the last rank."""
+    optimizer, params = made(FusedAdamW, **options)
+    if when == "later":
+        give(params, usual)
+        optimizer.step()
+    else:
+        optimizer.initialize_state()
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    give(params, other if is_last else usual)
+    text = raised_by(call, optimizer, params)
+    give(params, usual)  # all alike again
+    optimizer.step()
+    return text
+
+
+DIFFERENT = "RuntimeError: gradients are placed otherwise than their parameters, and not alike on all ranks"
+
+
+@pytest.mark.parametrize("when", ["first", "later"])
+@pytest.mark.parametrize(
+    ("call", "options"),
+    [(step, {}), (step, {"skip_nonfinite": True}), (step, {"state_dtype": "int8"}), (clip, {}), (diagnose, {})],
+    ids=["step", "skip_nonfinite", "int8", "clip", "diagnostics"],
+)
+@pytest.mark.parametrize("other", [None, Shard(0), Shard(1), Replicate()], ids=str)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_all_ranks_raise_where_one_has_another_placement(
+    world_size: int, other: Placement | None, call: Call, options: dict[str, object], when: str
+) -> None:
+    texts = distributed.run(world_size, differing, call, when, Partial(), other, options, timeout=20)
+    for rank, text in enumerate(texts):
+        assert DIFFERENT in text, text
+        has_one = rank < world_size - 1 or other in (Shard(1), Replicate())
+        assert ("layers.1" in text) == has_one and text.endswith("none") != has_one, text
+
+
+@pytest.mark.parametrize("call", [step, clip, diagnose])
+def test_all_ranks_raise_where_gradients_lie_in_two_other_ways(call: Call) -> None:
+    for text in distributed.run(2, differing, call, "first", Shard(1), Replicate(), {}, timeout=20):
+        assert DIFFERENT in text and "layers.1" in text
+
+
+def refused_by_one(is_first: bool) -> str:
+    optimizer, params = made(FusedAdamW)
+    if not is_first:
+        give(params, Partial())
+        optimizer.step()
+    give(params, Partial())
+    if dist.get_rank() == 1:
+        params[0].grad.to_local().untyped_storage().resize_(0)
+    text = raised_by(step, optimizer, params)
+    give(params, Partial())
+    optimizer.step()
+    return text
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_that_refuses_a_gradient_lets_the_others_raise(world_size: int, is_first: bool) -> None:
+    for rank, text in enumerate(distributed.run(world_size, refused_by_one, is_first, timeout=20)):
+        assert ("gradient has no memory" if rank == 1 else "another rank refused") in text, text
+
+
+def trained(placements: list[Placement | None]) -> list[distributed.Part]:
+    optimizer, params = made(FusedAdamW)
+    for placement in placements:
+        give(params, placement)
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+    return [distributed.part(param) for param in params]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    "placements",
+    [
+        [Shard(0), Partial(), Partial(), Shard(0)],
+        [Partial(), Shard(1), Replicate(), Partial()],
+        [Shard(0), Replicate(), Shard(0), Shard(1)],
+    ],
+    ids=str,
+)
+def test_what_all_ranks_change_alike_is_the_same_training(world_size: int, placements: list[Placement | None]) -> None:
+    here = distributed.run(world_size, trained, placements, timeout=20)
+    usual = distributed.run(world_size, trained, [Shard(0)] * 4)
+    for own, expected in zip(zip(*here, strict=True), zip(*usual, strict=True), strict=True):
+        torch.testing.assert_close(distributed.join(own), distributed.join(expected))
+
+
+def lone(call: Call, limit: float) -> None:
+    optimizer, params = made(FusedAdamW)
+    give(params)
+    optimizer.step()
+    give(params, Partial() if dist.get_rank() == 1 else Shard(0))
+    with mock.patch.object(agreement, "LIMIT", timedelta(seconds=limit)):
+        if dist.get_rank() == 1:
+            call(optimizer)
+            return
+        if call is step:
+            optimizer.step()  # nothing holds it up
+    raise RuntimeError("went on")
+
+
+def clip_all(optimizer: Optimizer) -> None:
+    clip_grad_norm_([param for group in optimizer.param_groups for param in group["params"]], 1.0)
+
+
+@pytest.mark.parametrize("call", [step, clip, clip_all], ids=["step", "clip", "clip_grad_norm_"])
+def test_what_one_rank_alone_changes_later_raises_there(call: Call) -> None:
+    with pytest.raises(distributed.RemoteError) as raised:  # the processes are not used again
+        distributed.run(2, lone, call, 1.0, timeout=20)
+    text = str(raised.value)
+    assert "rank 0 raised" in text and "went on" in text
+    assert "have not said the same within 1 s" in text and "[Partial(sum)]" in text
+
+
+def on_two_meshes() -> str:
+    """A parameter on either dim of a mesh. The first rank alone has partial sums, on the first one."""
+    both = mesh(2, 2, names=("a", "b"))
+    params = [nn.Parameter(shard(torch.ones(4, 64), both[name], [Shard(0)])) for name in ("a", "b")]
+    optimizer = FusedAdamW(params, lr=0.1)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    if dist.get_rank() == 0:
+        params[0].grad = DTensor.from_local(torch.ones(4, 64), both["a"], [Partial()], run_check=False)
+    return raised_by(step, optimizer, params)
+
+
+def test_ranks_of_other_meshes_raise_too() -> None:
+    first, told, second, told_too = distributed.run(4, on_two_meshes, timeout=20)
+    assert DIFFERENT in first and DIFFERENT in second
+    for text in (told, told_too):
+        assert "another rank refused its own, or has found that ranks have different ones" in text
+
+
+def with_part_offloaded(fraction: list[float]) -> list[distributed.Part]:
+    """Ranks have other states in host memory, hence go through their parameters in other orders."""
+    options = {"offload_states": True, "offload_fraction": fraction[dist.get_rank()]}
+    with mock.patch.object(host_states, "OFFLOADED_FROM", ("cuda", "cpu")):
+        optimizer, params = made(FusedAdamW, **options)
+        for seed in range(3):
+            for i, param in enumerate(params):
+                param.grad = gradient(param, Partial()) * (1.0 + i * (-1) ** seed)
+            optimizer.step()
+    return [distributed.part(param) for param in params]
+
+
+def test_gradients_are_sent_in_one_order() -> None:
+    mixed = distributed.run(2, with_part_offloaded, [0.3, 0.6], timeout=20)
+    plain = distributed.run(2, with_part_offloaded, [0.0, 0.0], timeout=20)
+    for own, expected in zip(zip(*mixed, strict=True), zip(*plain, strict=True), strict=True):
+        assert torch.equal(distributed.join(own), distributed.join(expected))
+
+
+# --- matrices -------------------------------------------------------------------------------------------------------
+
+
+def without_some(when: str, call: Call) -> str:
+    optimizer, params = made(FusedMuon)
+    give(params, None if when == "later on all" else Shard(0))
+    if when == "first":
+        optimizer.initialize_state()
+    else:
+        optimizer.step()
+    others = {"later on all": Shard(0)}.get(when)
+    give(params, others if dist.get_rank() == 1 else Shard(0))
+    return raised_by(call, optimizer, params)
+
+
+@pytest.mark.parametrize("call", [step, diagnose])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_matrix_without_a_gradient_on_one_rank_raises_on_all(world_size: int, call: Call) -> None:
+    texts = distributed.run(world_size, without_some, "first", call, timeout=20)
+    for rank, text in enumerate(texts):
+        assert "1 parameters that are updated as whole matrices have gradients on some ranks only" in text, text
+        assert f"({int(rank == 1)} of them" in text
+
+
+@pytest.mark.parametrize("call", [step, diagnose])
+def test_matrices_that_come_later_on_all_ranks(call: Call) -> None:
+    assert distributed.run(2, without_some, "later on all", call, timeout=20) == ["", ""]
+
+
+# --- cost -----------------------------------------------------------------------------------------------------------
+
+
+def collectives_of_a_step(kind: type[Optimizer], second: Placement | None) -> list[int]:
+    """Of three steps with clipping."""
+    optimizer, params = made(kind)
+    counts = []
+    for _ in range(3):
+        give(params, second)
+        optimizer.clip_grad_norm_(1.0)
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
+            optimizer.step()
+        counts.append(reduced.call_count)
+    return counts
+
+
+@pytest.mark.parametrize("second", [Shard(0), None], ids=str)
+@pytest.mark.parametrize("kind", [FusedAdamW, FusedMuon])
+def test_usual_steps_ask_nobody(kind: type[Optimizer], second: Placement | None) -> None:
+    for first, *later in distributed.run(2, collectives_of_a_step, kind, second):
+        assert first > 0 and later == [0, 0]
+
+
+def test_steps_with_partial_sums_ask_once() -> None:
+    for _, *later in distributed.run(2, collectives_of_a_step, FusedAdamW, Partial()):
+        assert later == [1, 1]
