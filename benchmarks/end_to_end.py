@@ -210,7 +210,8 @@ def in_a_process(args: argparse.Namespace, name: str, result: Path) -> dict[str,
     """What a process for this optimizer alone finds, or its error: one that fails must not hide the others."""
     passed = [f"--{key}={getattr(args, key)}" for key in ("model", "steps", "batch", "length", "device")]
     passed += ["--no-largest"] * args.no_largest + [f"--torchrun={args.torchrun}"] * bool(args.torchrun)
-    ranks = ["-m", "torch.distributed.run", f"--nproc-per-node={args.torchrun}"] if args.torchrun else []
+    run = ["-m", "torch.distributed.run", "--standalone"]  # on a port that is free
+    ranks = [*run, f"--nproc-per-node={args.torchrun}"] if args.torchrun else []
     command = [sys.executable, *ranks, __file__, *passed, f"--contender={name}", f"--output={result}"]
     # The same for all: searching for the largest batch must not fail for fragments.
     environment = {**os.environ, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}

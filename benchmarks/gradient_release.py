@@ -13,6 +13,7 @@ import gc
 import importlib
 import importlib.util
 import os
+import re
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
@@ -269,6 +270,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="*", default=[256, 512, 4096], help="tokens of a step on a rank")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=6, help="steps timed in each round")
+    parser.add_argument("--only", default="", help="cases whose name this regular expression matches")
     parser.add_argument("--commit", default="", help="what the results are of, where the tree is no git checkout")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
@@ -310,7 +312,8 @@ def join(args: argparse.Namespace, device: torch.device) -> None:
 
 def measure_cases(args: argparse.Namespace, kind: str, device: torch.device, report: dict[str, Any]) -> Iterator[None]:
     """Puts the rows of all cases into the report, one more each time."""
-    cases = [case for case in CASES if importlib.util.find_spec(case.needs) is not None]
+    there = [case for case in CASES if importlib.util.find_spec(case.needs) is not None]
+    cases = [case for case in there if re.search(args.only, case.name)]
     found: dict[str, list[dict[int, dict[str, Any]]]] = {case.name: [] for case in cases}
     for number in range(args.rounds):
         for case in cases[:: 1 - 2 * (number % 2)]:  # so that drifts of the machine hit all alike

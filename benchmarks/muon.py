@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
+import importlib.util
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -188,6 +190,17 @@ def gram(values: Sequence[Tensor], kind: Orthogonalization, products: Products) 
     return orthogonalized_together(values, kind, products)
 
 
+def peers(values: Sequence[Tensor]) -> dict[str, Callable[[], Any]]:
+    """gram-newton-schulz, where it is installed; its kernels need quack. It is given the matrices stacked."""
+    if importlib.util.find_spec("gram_newton_schulz") is None:
+        return {}
+    has_kernels = importlib.util.find_spec("quack") is not None
+    module = importlib.import_module("gram_newton_schulz")
+    together = module.GramNewtonSchulz(ns_use_kernels=has_kernels, ns_coefficients=[[*JORDAN]] * 5)
+    name = "gram-newton-schulz" if has_kernels else "gram-newton-schulz, torch's products"
+    return {name: partial(together.__call__, torch.stack([*values]))}  # of the object: compiled
+
+
 def sigmas(x: Tensor) -> Tensor:
     """Singular values in FP64."""
     x = x.double()
@@ -229,7 +242,7 @@ def orthogonalizations(repeats: int, has_errors: bool) -> list[dict[str, Any]]:
             make = decaying if kind == "decaying" else partial(torch.randn, device="cuda")
             values = [make(shape).to(BF16) for _ in range(count)]
             row: dict[str, Any] = {"case": title, "shape": shape, "values": kind}
-            forms: dict[str, tuple[Callable[[], list[Tensor]], Orthogonalization]] = {
+            forms: dict[str, tuple[Callable[[], Any], Orthogonalization]] = {
                 "torch": (partial(as_torch, values), how(JORDAN, 5)),
                 "plain": (partial(plain, values, how(JORDAN, 5)), how(JORDAN, 5)),
                 "Gram, cuBLAS": (partial(gram, values, how(JORDAN, 5), TorchProducts()), how(JORDAN, 5)),
@@ -242,6 +255,7 @@ def orthogonalizations(repeats: int, has_errors: bool) -> list[dict[str, Any]]:
                     partial(gram, values, how("polar_express", 6), products),
                     how("polar_express", 6),
                 ),
+                **{name: (do, how(JORDAN, 5)) for name, do in peers(values).items()},
             }
             for name, (do, kind_of) in forms.items():
                 if kind == "normal":

@@ -453,6 +453,9 @@ def run_queue(args: argparse.Namespace) -> int:
 SUMMARIZED = ("name", "label", "seed", "held_out_loss", "tokens_per_s", "held_bytes_per_param", "peak_bytes", "steps")
 SUMMARIZED += ("trained_tokens", "distinct_tokens", "epochs", "finite")
 
+# What runs of the same seed are compared with, too, by how their names begin: the same with BF16 products, torch's.
+REFERENCES = {"products": ("int8", "bf16_products"), "muon": ("muon-torch", "torch_muon")}
+
 
 def results_in(folders: Sequence[Path], ending: str = "json") -> list[dict[str, Any]]:
     """Of finished runs, or of stopped ones ("partial.json"), in the order of RUNS."""
@@ -476,8 +479,10 @@ def summary_of(folders: Sequence[Path]) -> dict[str, Any]:
     rows = []
     for run in found:
         row = row_of(run) | percent(run["held_out_loss"], losses.get("fp32"), "fp32")
-        if run["name"].startswith("products"):  # the same optimizer with BF16 products
-            row |= percent(run["held_out_loss"], losses.get("int8"), "bf16_products")
+        for beginning, (reference, what) in REFERENCES.items():
+            name = f"{reference}-seed{run['seed']}" if run["seed"] else reference
+            if run["name"].startswith(beginning) and run["name"] != name:
+                row |= percent(run["held_out_loss"], losses.get(name), what)
         rows.append(row)
     facts = {key: first[key] for key in ("machine", "options", "text", "parameters", "trained_tokens", "epochs")}
     facts |= {"runs": rows, "stopped": stopped_rows(stopped, found)}

@@ -104,13 +104,17 @@ class Run:
 SEPARATE = {"store_param_remainders": False}  # FP32 masters
 
 
-def ours(label: str, states: torch.dtype, recipe: Recipe | None = None, **options: Any) -> Run:
+def ours(label: str, states: torch.dtype, recipe: Recipe | None = None, seed: int = 0, **options: Any) -> Run:
     optimizer = partial(FusedAdamW, exp_avg_dtype=states, exp_avg_sq_dtype=states, **options)
-    return Run(f"FusedAdamW {label}", optimizer, recipe=recipe)
+    return Run(f"FusedAdamW {label}", optimizer, seed=seed, recipe=recipe)
 
 
-def fp8_products(recipe: str) -> Run:
-    return ours(f"FP32 master, int8 states; {recipe}", torch.int8, RECIPES[recipe], **SEPARATE)
+def int8(seed: int = 0) -> Run:
+    return ours("FP32 master, int8 states", torch.int8, seed=seed, **SEPARATE)
+
+
+def fp8_products(recipe: str, seed: int = 0) -> Run:
+    return ours(f"FP32 master, int8 states; {recipe}", torch.int8, RECIPES[recipe], seed, **SEPARATE)
 
 
 def peer(label: str, path: str, copies: bool, **options: Any) -> Run:
@@ -192,7 +196,7 @@ BF16, FP8, INT8 = torch.bfloat16, torch.float8_e4m3fn, torch.int8
 RUNS: dict[str, Run] = {  # in the order of their worth
     "fp32": fp32(0),
     "fp32-seed1": fp32(1),
-    "int8": ours("FP32 master, int8 states", INT8, **SEPARATE),
+    "int8": int8(),
     "remainder8-int8": ours("8-bit remainder, int8 states", INT8, store_param_remainders=True, param_remainder_bits=8),
     "fp8": ours("FP32 master, FP8 states", FP8, **SEPARATE),
     "bf16": ours("FP32 master, BF16 states", BF16, **SEPARATE),
@@ -207,6 +211,10 @@ RUNS: dict[str, Run] = {  # in the order of their worth
     "products-rows-fp8": fp8_products("FP8, rows"),
     **muons(0),
     **muons(1),
+    "int8-seed1": int8(1),
+    "products-tensor-seed1": fp8_products("FP8, one scale", 1),
+    "products-rows-seed1": fp8_products("FP8, rows, weight gradients BF16", 1),
+    "products-blocks-seed1": fp8_products("FP8, blocks", 1),
 }
 
 # --- one run's model and optimizer --------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """What FSDP2 training costs with quantized and with BF16 weights: times of a step, memory, bytes that are gathered.
 
-Products in FP8, and torchao's float8 training with FP8 all-gathers, where it is installed; eager, and each group of
-layers compiled. ``--decoded``: recipes that decode, too.
+Products in FP8, always and where the recipes' default takes them, and torchao's float8 training with FP8 all-gathers,
+where it is installed; eager, and each group of layers compiled. ``--decoded``: weights that are decoded, too.
 
 torchrun --nproc-per-node 2 benchmarks/quantized.py --batch 32768 --output FILE
 torchrun --nproc-per-node 2 benchmarks/quantized.py --width 256 --layers 4 --batch 128 --steps 2   # a trial on CPUs
@@ -46,14 +46,17 @@ RECIPES: dict[str, Recipe | None] = {
     "one scale, FP8 products": Float8CurrentScaling(compute="fp8"),
     "rows, FP8 products": Float8CurrentScaling(compute="fp8", activation_scaling="row"),
     "blocks, FP8 products": Float8BlockScaling(compute="fp8"),
+    "one scale, default products": Float8CurrentScaling(),
+    "rows, default products": Float8CurrentScaling(activation_scaling="row"),
+    "blocks, default products": Float8BlockScaling(),
 }
 DECODED: dict[str, Recipe | None] = {
-    "Float8CurrentScaling": Float8CurrentScaling(),
-    "Float8DelayedScaling": Float8DelayedScaling(),
-    "Float8BlockScaling (1, 128)": Float8BlockScaling(block=(1, 128)),
-    "Float8BlockScaling (128, 128)": Float8BlockScaling(),
-    "MXFP8BlockScaling": MXFP8BlockScaling(),
-    "NVFP4BlockScaling": NVFP4BlockScaling(),
+    "Float8CurrentScaling": Float8CurrentScaling(compute="decode"),
+    "Float8DelayedScaling": Float8DelayedScaling(compute="decode"),
+    "Float8BlockScaling (1, 128)": Float8BlockScaling(block=(1, 128), compute="decode"),
+    "Float8BlockScaling (128, 128)": Float8BlockScaling(compute="decode"),
+    "MXFP8BlockScaling": MXFP8BlockScaling(compute="decode"),
+    "NVFP4BlockScaling": NVFP4BlockScaling(compute="decode"),
 }
 WAYS = ("eager", "compiled")
 

@@ -273,6 +273,26 @@ def test_a_summary_compares_runs_of_one_text(runs: Path, texts: Path) -> None:
             summary_of([runs])
 
 
+def test_runs_are_compared_with_the_same_seeds(tmp_path: Path, texts: Path, runs: Path) -> None:
+    """Muon with torch's, FP8 products with BF16's."""
+    losses = {"int8": 8.0, "products-rows": 8.4, "muon-torch": 4.0, "muon-int8": 4.04}
+    losses |= {"int8-seed1": 9.0, "products-rows-seed1": 8.1, "muon-torch-seed1": 2.0, "muon-int8-seed1": 2.2}
+    for name, loss in losses.items():
+        facts = result(texts, "int8") | {"name": name, "held_out_loss": loss, "seed": int(name.endswith("seed1"))}
+        (tmp_path / f"{name}.json").write_text(json.dumps(facts))
+    percents = {
+        row["name"]: {key: value for key, value in row.items() if key.startswith("percent")}
+        for row in summary_of([tmp_path])["runs"]
+    }
+    assert percents == {
+        **{name: {} for name in ("int8", "int8-seed1", "muon-torch", "muon-torch-seed1")},
+        "products-rows": {"percent_above_bf16_products": pytest.approx(5.0)},
+        "products-rows-seed1": {"percent_below_bf16_products": pytest.approx(10.0)},
+        "muon-int8": {"percent_above_torch_muon": pytest.approx(1.0)},
+        "muon-int8-seed1": {"percent_above_torch_muon": pytest.approx(10.0)},
+    }
+
+
 def test_a_stopped_run_is_compared_after_as_many_steps(
     runs: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

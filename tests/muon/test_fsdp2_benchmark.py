@@ -1,0 +1,45 @@
+"""``benchmarks/muon_fsdp2.py``: a trial on two ranks, and what is counted as not hidden."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import muon_fsdp2
+from muon_fsdp2 import ALONE, CONTENDERS, covered
+
+TRIAL = ["--models", "tiny", "--repeats", "1", "--only", "FusedMuon"]
+
+
+def test_overlapping_spans_are_counted_once() -> None:
+    assert covered([]) == 0.0
+    assert covered([(5.0, 7.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.75), (7.0, 8.0)]) == 6.0
+
+
+@pytest.mark.parametrize("missing", ["muon_fsdp2_has_no_such_package", "muon_fsdp2_has_no_such_package.part"])
+def test_what_is_missing_is_found_out(missing: str) -> None:
+    assert not muon_fsdp2.can_import(missing)
+    assert muon_fsdp2.can_import("torch.optim")
+
+
+def test_a_trial(tmp_path: Path) -> None:
+    """Two ranks make the bits that one makes, in every format."""
+    report = tmp_path / "report.json"
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, *ranks, muon_fsdp2.__file__, *TRIAL, f"--output={report}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(report.read_text())["models"]["tiny"]
+    names = [contender.name for contender in CONTENDERS if contender.name.startswith("FusedMuon")]
+    assert [*rows] == names and len(names) == 4
+    for name in names:
+        assert rows[name]["ms"] > 0
+        if not name.endswith(ALONE):
+            assert rows[name]["same_bits_as_one_gpu"]
+            assert rows[name]["share_of_one_gpu"] == rows[name]["ms"] / rows[name + ALONE]["ms"]
+            assert rows[name]["sent_bytes"] == 4 * sum(a * b for a, b in muon_fsdp2.MODELS["tiny"]) // 4
+    assert all(rows[name]["difference_of_first_update"] < 0.01 for name in names[1:])
