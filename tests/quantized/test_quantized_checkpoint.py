@@ -76,7 +76,7 @@ def load_whole(recipes: list[str], folder: str) -> list[bool]:
         dist.barrier()
         reader, planner = BroadcastingTorchSaveReader(), DynamicMetaLoadPlanner()
         dcp.load(zeros, checkpoint_id=f"{folder}/{recipe}.pt", storage_reader=reader, planner=planner)
-        same += [same_components(on_meta["weight"], weight), same_components(zeros["weight"], weight.cpu())]
+        same += [same_components(state["weight"].cpu(), weight.cpu()) for state in (on_meta, zeros)]
     return same
 
 
