@@ -428,6 +428,27 @@ def test_compiled_for_any_number_of_rows() -> None:
         assert len(compiled(leaves[0])) == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_under_autocast(dtype: torch.dtype, fused: list[int]) -> None:
+    """As one graph, of weights and activations in either dtype."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    block = quantize_model_(Block().to(dtype), RECIPES["one scale"])
+    other = copy.deepcopy(block)
+    compiled = torch.compile(other, fullgraph=True, backend="aot_eager")
+
+    def run(forward: Any) -> Any:
+        def under_autocast(x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return forward(x)
+
+        return under_autocast
+
+    pair = matrix(ROWS, INPUTS).to(dtype), matrix(ROWS, INPUTS, 2).to(dtype)
+    assert_close(results(other, *pair, run(compiled)), results(block, *pair, run(block)))
+    assert bool(fused) == (dtype == torch.bfloat16)
+
+
 def test_blocks_share_what_is_compiled() -> None:
     torch._dynamo.reset()
     first, second = (block_of(RECIPES["one scale"]) for _ in range(2))
