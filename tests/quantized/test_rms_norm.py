@@ -301,6 +301,26 @@ def test_residual_connections_keep_their_dtype_under_autocast() -> None:
         assert x.grad is not None and x.grad.dtype == torch.float32
 
 
+def test_activations_and_gradients_may_lie_anywhere(fp8_device: str) -> None:
+    """Parts of larger buffers, at addresses that engines do not take."""
+    block = block_of(RECIPES["one scale"], fp8_device)
+    x, *gradients = (matrix(ROWS, INPUTS, seed).to(fp8_device) for seed in range(3))
+
+    def moved(values: Tensor) -> Tensor:
+        return values.new_empty(values.numel() + 1)[1:].view(values.shape).copy_(values)
+
+    def run(place_x: Any, place: Any) -> dict[str, Tensor]:
+        leaf = place_x(x).requires_grad_()
+        outputs = rms_norm_linear(leaf, block.first_norm, block.query)
+        inputs = leaf, block.first_norm.weight, block.query.weight
+        found = torch.autograd.grad(outputs, inputs, [place(each) for each in gradients])
+        return {str(i): each for i, each in enumerate((*outputs, *found))}
+
+    expected = run(Tensor.clone, Tensor.clone)
+    for places in ((moved, Tensor.clone), (Tensor.clone, moved), (moved, moved)):
+        assert_close(run(*places), expected)
+
+
 # --- what is left to the modules --------------------------------------------------------------------------------------
 
 
@@ -377,6 +397,13 @@ def test_second_derivatives_raise() -> None:
     _, out = rms_norm_linear(x, block.first_norm, block.query)
     with pytest.raises(RuntimeError, match="cannot be differentiated again"):
         torch.autograd.grad(out.sum(), x, create_graph=True)
+
+
+def test_the_input_cannot_be_changed_in_place() -> None:
+    block, x = block_of(RECIPES["one scale"]), matrix(ROWS, INPUTS)
+    same, out = rms_norm_linear(x, block.first_norm, block.query)
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        same += out
 
 
 # --- around it --------------------------------------------------------------------------------------------------------
