@@ -115,10 +115,15 @@ class _OneDevice(type):
     """Calls make groups of gloo that share this process's device, and their instances are all groups of gloo.
 
     A device is a thread that wakes up 100 times a second. With one of its own for each group, ten idle workers took a
-    tenth of a core, and groups took twice as long to make, and four times as long to end.
+    tenth of a core, and groups took twice as long to make, and four times as long to end. torch 2.15 has more options,
+    which only its own constructor knows: there each group keeps a device of its own.
     """
 
-    def __call__(cls, store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+    def __call__(
+        cls, store: dist.Store, rank: int, size: int, timeout: timedelta, **others: Any
+    ) -> dist.ProcessGroupGloo:
+        if others:
+            return dist.ProcessGroupGloo(store, rank, size, timeout=timeout, **others)
         options = dist.ProcessGroupGloo._Options()
         options._devices, options._timeout = [_gloo_device()], timeout
         return dist.ProcessGroupGloo(store, rank, size, options)
