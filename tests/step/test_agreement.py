@@ -261,6 +261,36 @@ def test_matrices_that_come_later_on_all_ranks(call: Call) -> None:
     assert distributed.run(2, without_some, "later on all", call, timeout=20) == ["", ""]
 
 
+def with_empty_shards(later: str) -> list[str]:
+    """Of matrices of one row, without gradients where there is none, as FSDP may leave them. The last comes later."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(shard(torch.randn(rows, 64), mesh(), [Shard(0)])) for rows in (1, 8, 1)]
+    optimizer = FusedMuon(params, lr=0.1)
+    texts = []
+    for count in (2, 2, 3, 2):
+        for i, param in enumerate(params):
+            has_one = i < count and param.to_local().numel() > 0
+            param.grad = torch.ones_like(param) if has_one else None
+        if count == 3 and later == "refused" and dist.get_rank() == 0:
+            params[1].grad.to_local().untyped_storage().resize_(0)
+        elif count == 3 and later == "missing" and dist.get_rank() == 0:
+            params[1].grad = None
+        with mock.patch.object(agreement, "LIMIT", timedelta(seconds=1)):
+            texts.append(raised_by(step, optimizer, params))
+    return texts
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    ("later", "expected"), [("all", ""), ("missing", "on some ranks only"), ("refused", "another rank refused")]
+)
+def test_ranks_without_elements_of_a_matrix_are_asked_in_each_step(world_size: int, later: str, expected: str) -> None:
+    for rank, texts in enumerate(distributed.run(world_size, with_empty_shards, later, timeout=20)):
+        assert [texts[i] for i in (0, 1, 3)] == ["", "", ""]
+        own = "gradient has no memory" if later == "refused" and rank == 0 else expected
+        assert own in texts[2] and bool(texts[2]) == bool(expected)
+
+
 # --- cost -----------------------------------------------------------------------------------------------------------
 
 
