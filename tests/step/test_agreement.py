@@ -213,6 +213,31 @@ def test_ranks_of_other_meshes_raise_too() -> None:
         assert "another rank refused its own, or has found that ranks have different ones" in text
 
 
+def refused_in_one_mesh(placement: Placement) -> tuple[str, list[int], int]:
+    """As of pipelines' stages. The first step is refused by the first one alone, and then all make one."""
+    both = mesh(2, 2, names=("stages", "shards"))
+    param = nn.Parameter(shard(torch.ones(4, 64), both["shards"], [Shard(0)]))
+    optimizer = FusedAdamW([param], lr=0.1, skip_nonfinite=True)
+    param.grad = torch.ones_like(param)
+    if dist.get_rank() == 0 and placement.is_partial():
+        param.grad = DTensor.from_local(torch.ones(4, 64), both["shards"], [placement], run_check=False)
+    elif dist.get_rank() == 0:
+        param.grad.to_local().untyped_storage().resize_(0)
+    text = raised_by(step, optimizer, [param])
+    for _ in range(2):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+    return text, [group["step"] for group in optimizer.param_groups], optimizer.skipped_steps
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Partial()], ids=str)
+def test_a_first_step_that_one_mesh_refuses_is_skipped_by_others(placement: Placement) -> None:
+    found = distributed.run(4, refused_in_one_mesh, placement, timeout=20)
+    assert [bool(text) for text, _, _ in found] == [True, True, False, False]
+    assert [skipped for _, _, skipped in found] == [0, 0, 1, 1]
+    assert all(steps == [2] for _, steps, _ in found)
+
+
 def with_part_offloaded(fraction: list[float]) -> list[distributed.Part]:
     """Ranks have other states in host memory, hence go through their parameters in other orders."""
     options = {"offload_states": True, "offload_fraction": fraction[dist.get_rank()]}
