@@ -22,6 +22,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -60,7 +61,6 @@ class PackedChanges(NamedTuple):
 
     @staticmethod
     def of(changes: Mapping[str, Changes]) -> PackedChanges:
-        """A device copies each of the tensors once."""
         tensors, indices = [], [torch.empty(0, dtype=torch.int64)]
         values: dict[torch.dtype, list[Tensor]] = {}
         for name, each in changes.items():
@@ -68,8 +68,8 @@ class PackedChanges(NamedTuple):
             values.setdefault(each.values.dtype, []).append(each.values)
             if each.indices.numel() < math.prod(each.shape):
                 indices.append(each.indices)
-        joined = torch.cat(indices[1:] or indices).cpu()
-        return PackedChanges(tensors, joined, {dtype: torch.cat(own).cpu() for dtype, own in values.items()})
+        joined = _in_host_memory(indices[1:] or indices)
+        return PackedChanges(tensors, joined, {dtype: _in_host_memory(own) for dtype, own in values.items()})
 
     def unpacked(self) -> dict[str, Changes]:
         """Views of what is here."""
@@ -81,6 +81,12 @@ class PackedChanges(NamedTuple):
             found[name] = Changes(indices, self.values[dtype][starts[dtype] : starts[dtype] + count], shape)
             at, starts[dtype] = at + count * some, starts[dtype] + count
         return found
+
+
+def _in_host_memory(tensors: list[Tensor]) -> Tensor:
+    """One after the other. A device sends what is on it at once."""
+    pieces = [torch.cat([*own]).cpu() for _, own in groupby(tensors, key=lambda each: each.device)]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 from change_cases import PARTS, Expected, Model, bits, copy_of, set_gradients
 from fused_optim import FusedAdamW
@@ -42,6 +43,19 @@ def test_changes_for_other_processes_are_few_tensors() -> None:
         assert torch.equal(found[name].indices, indices) and found[name].shape == shape
         assert torch.equal(found[name].values, values) and found[name].values.dtype == values.dtype
     assert PackedChanges.of({}).unpacked() == {}
+
+
+def test_changes_on_several_devices_are_packed() -> None:
+    """Parameters may lie on a GPU and in host memory; no GPU is needed to see that they are brought together."""
+    with FakeTensorMode():
+        devices = "cuda", "cpu", "cuda"
+        changes = {
+            f"{i}": Changes(torch.zeros(3, dtype=torch.int64, device=on), torch.zeros(3, device=on), (10,))
+            for i, on in enumerate(devices)
+        }
+        packed = PackedChanges.of(changes)
+        for tensor in (packed.indices, packed.values[torch.float32]):
+            assert tensor.device.type == "cpu" and tensor.shape == (9,)
 
 
 @st.composite

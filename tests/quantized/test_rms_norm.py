@@ -301,6 +301,26 @@ def test_residual_connections_keep_their_dtype_under_autocast() -> None:
         assert x.grad is not None and x.grad.dtype == torch.float32
 
 
+def test_activations_and_gradients_may_lie_anywhere(fp8_device: str) -> None:
+    """Parts of larger buffers, at addresses that engines do not take."""
+    block = block_of(RECIPES["one scale"], fp8_device)
+    x, *gradients = (matrix(ROWS, INPUTS, seed).to(fp8_device) for seed in range(3))
+
+    def moved(values: Tensor) -> Tensor:
+        return values.new_empty(values.numel() + 1)[1:].view(values.shape).copy_(values)
+
+    def run(place_x: Any, place: Any) -> dict[str, Tensor]:
+        leaf = place_x(x).requires_grad_()
+        outputs = rms_norm_linear(leaf, block.first_norm, block.query)
+        inputs = leaf, block.first_norm.weight, block.query.weight
+        found = torch.autograd.grad(outputs, inputs, [place(each) for each in gradients])
+        return {str(i): each for i, each in enumerate((*outputs, *found))}
+
+    expected = run(Tensor.clone, Tensor.clone)
+    for places in ((moved, Tensor.clone), (Tensor.clone, moved), (moved, moved)):
+        assert_close(run(*places), expected)
+
+
 # --- what is left to the modules --------------------------------------------------------------------------------------
 
 
@@ -379,6 +399,13 @@ def test_second_derivatives_raise() -> None:
         torch.autograd.grad(out.sum(), x, create_graph=True)
 
 
+def test_the_input_cannot_be_changed_in_place() -> None:
+    block, x = block_of(RECIPES["one scale"]), matrix(ROWS, INPUTS)
+    same, out = rms_norm_linear(x, block.first_norm, block.query)
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        same += out
+
+
 # --- around it --------------------------------------------------------------------------------------------------------
 
 
@@ -426,6 +453,27 @@ def test_compiled_for_any_number_of_rows() -> None:
                        for each in (other, block)))  # fmt: skip
     with torch.no_grad():
         assert len(compiled(leaves[0])) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_under_autocast(dtype: torch.dtype, fused: list[int]) -> None:
+    """As one graph, of weights and activations in either dtype."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    block = quantize_model_(Block().to(dtype), RECIPES["one scale"])
+    other = copy.deepcopy(block)
+    compiled = torch.compile(other, fullgraph=True, backend="aot_eager")
+
+    def run(forward: Any) -> Any:
+        def under_autocast(x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return forward(x)
+
+        return under_autocast
+
+    pair = matrix(ROWS, INPUTS).to(dtype), matrix(ROWS, INPUTS, 2).to(dtype)
+    assert_close(results(other, *pair, run(compiled)), results(block, *pair, run(block)))
+    assert bool(fused) == (dtype == torch.bfloat16)
 
 
 def test_blocks_share_what_is_compiled() -> None:

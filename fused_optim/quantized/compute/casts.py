@@ -25,7 +25,7 @@ from fused_optim.quantized.recipes.codec import absmax, compiled_engine, decode,
 
 LARGEST = {torch.float8_e4m3fn: elements.FLOAT8_LARGEST, torch.float8_e5m2: 57344.0}
 BLOCK = 128
-_MULTIPLE = 16  # of the sizes of what the engines cast
+_MULTIPLE = 16  # of the sizes of what the engines cast, and of addresses
 
 # What is quantized as weights are.
 AS_WEIGHTS: dict[Scaling, Recipe] = {"mxfp8": MXFP8BlockScaling(), "nvfp4": NVFP4BlockScaling()}
@@ -269,9 +269,14 @@ def _without_missing(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def engine_for(x: Tensor, dtype: torch.dtype) -> Engine | None:
-    if x.dtype != dtype or x.numel() == 0 or x.shape[0] % _MULTIPLE or x.shape[1] % _MULTIPLE:
+    if x.dtype != dtype or x.numel() == 0 or x.shape[0] % _MULTIPLE or x.shape[1] % _MULTIPLE or not is_aligned(x):
         return None
     return compiled_engine(x.device)
+
+
+def is_aligned(x: Tensor) -> bool:
+    """As engines read it, which a part of a larger buffer may not be."""
+    return x.data_ptr() % _MULTIPLE == 0
 
 
 def room(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -260,7 +260,9 @@ class _Linear(torch.autograd.Function):
             kept = Codes(data, scale, format_of(weight).kept)
         elif need_weight:
             (x,) = activations
-        of_x, of_weight = gradients_of(gradient, weight, kept, x, need_x, ctx.in_fp8, ctx.histories)
+        of_x = of_weight = None
+        if need_x or need_weight:  # else the bias alone is trained, of a first layer
+            of_x, of_weight = gradients_of(gradient, weight, kept, x, need_x, ctx.in_fp8, ctx.histories)
         of_x = None if of_x is None else shaped(of_x, ctx.shape)
         return of_x, of_weight, gradient.sum(0) if need_bias else None, None, None
 

@@ -44,7 +44,7 @@ def rms_norm_linear(x: Tensor, norm: nn.Module, *layers: nn.Module) -> tuple[Ten
 
     Returns:
         ``x``, for what else reads it, as a residual connection does: its gradient from there is then added where the
-        norm's is computed. And an output of each layer, of shape ``(..., outputs)``.
+        norm's is computed; not to be changed in place. And an output of each layer, of shape ``(..., outputs)``.
 
     In training, one to three layers are fused under the conditions of :func:`swiglu_mlp`, if ``norm`` is a
     :class:`torch.nn.RMSNorm` whose weight is BF16, as ``x`` is, with up to 16384 elements. Everything else calls the

@@ -151,9 +151,11 @@ def slower_reason(
 _known_products_in_fp8 = functools.lru_cache(maxsize=4096)(_products_in_fp8)
 
 
-def fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether products of these tensors are considered at all."""
-    if isinstance(x, QuantizedTensor) or x.numel() == 0 or not x.dtype == weight.dtype == torch.bfloat16:
+def fits(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Whether products of these tensors are considered at all. ``dtype``: what both are still to be cast to."""
+    if isinstance(x, QuantizedTensor) or x.numel() == 0:
+        return False
+    if not (dtype or x.dtype) == (dtype or weight.dtype) == torch.bfloat16:
         return False
     if not isinstance(weight, QuantizedTensor):
         return True

@@ -68,8 +68,8 @@ def cast_normed(
 # --- operators ----------------------------------------------------------------------------------------------------
 
 
-def _has_kernel(x: Tensor, weight: Tensor) -> bool:
-    return computed.has_kernel(x) and weight.data_ptr() % 16 == 0  # which a part of a larger buffer may not be
+def _has_kernel(x: Tensor, *others: Tensor | None) -> bool:
+    return computed.has_kernel(x) and all(each is None or casts.is_aligned(each) for each in others)
 
 
 def _room_of_normed(
@@ -162,7 +162,7 @@ def differentiate(
 ) -> tuple[Tensor, Tensor]:
     """:func:`gradients`, of up to three incoming ones, by the engine where it can. Matrices are contiguous."""
     incoming = [each for each in (first, second, third) if each is not None]
-    if not _has_kernel(x, weight):
+    if not _has_kernel(x, weight, addend, *incoming):
         return gradients(x, weight, rstd, incoming, addend)
     of_x, of_weight = _room_of_gradients(x, weight, rstd, first, second, third, addend)
     parts = casts.room(x, (min(x.shape[0], _PARTS), x.shape[1]), torch.float32)

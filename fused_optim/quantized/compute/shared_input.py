@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from fused_optim.quantized.compute import computed, products, rms_norm
-from fused_optim.quantized.compute.autograd import as_autocast_wants, is_transformed
+from fused_optim.quantized.compute.autograd import as_autocast_wants, autocast_dtype, is_transformed
 from fused_optim.quantized.compute.casts import Codes
 from fused_optim.quantized.compute.delayed import Histories, cast_both
 from fused_optim.quantized.compute.kept import KeptWeight, quantized
@@ -84,10 +84,9 @@ def format_of_all(x: Tensor, first: Tensor, *weights: Tensor) -> ProductFormat |
     format = cast(QuantizedTensor | KeptWeight, first).recipe.products
     if format is None or not computed.is_supported(format):
         return None
-    rows = x.numel() // x.shape[-1]
+    rows, dtype = x.numel() // x.shape[-1], autocast_dtype(x)  # compilers cannot follow casts of weights here
     for weight in cast(tuple[QuantizedTensor | KeptWeight, ...], weights):
-        value, fitting, _ = as_autocast_wants(x, weight, None)
-        if weight.recipe.products != format or not products.fits(value, fitting):
+        if weight.recipe.products != format or not products.fits(x, weight, dtype):
             return None
         if isinstance(weight, QuantizedTensor) and weight.is_rearranged:
             return None
