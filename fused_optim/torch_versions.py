@@ -55,6 +55,7 @@ _ALWAYS = (
     "torch.autograd._profiler_enabled",
     "torch.autograd.forward_ad._current_level",
     # a backward pass, while it runs
+    "torch._C._current_graph_task_id",
     "torch.autograd.Variable._execution_engine.queue_callback",
     # modules, optimizers, GradScaler
     "torch.amp.grad_scaler.GradScaler._check_inf_per_device",

@@ -6,7 +6,8 @@ that it has. Where another one has others, both would wait for ever. Usually ran
 asked:
 
 * Before the first step, or the first clipping, all ranks tell each other what they are going to send.
-* Where a mesh has had gradients out of place, its ranks do so again each time.
+* Where a mesh has had gradients out of place, its ranks do so again each time; before each step, too, where some rank
+  has no elements of a matrix, for which FSDP may leave it without a gradient.
 * Elsewhere a rank that has something else to send than last time asks the others, who ask, too, if they have. Where
   they do not within ``LIMIT``, it raises. Only a question in every step would let them know.
 """
@@ -30,7 +31,7 @@ from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.state.store import StateStore
 
 LIMIT = timedelta(minutes=2)
-_FAILED = [0, 0, 1, 0]
+_FAILED = [0, 0, 1, 0, 0]
 _ELSEWHERE = "gradients: another rank refused its own, or has found that ranks have different ones; its error says why"
 
 
@@ -53,10 +54,12 @@ class Own:
     """What this rank is going to send: its misplaced gradients, by mesh.
 
     ``gradients``: of the parameters that are whole matrices, whether they have one; None: no elements of it either.
+    ``with_empty``: the meshes with such a parameter that this rank has no elements of.
     """
 
     misplaced: dict[DeviceMesh, list[Misplaced]] = field(default_factory=dict)
     gradients: dict[DeviceMesh, list[bool | None]] = field(default_factory=dict)
+    with_empty: set[DeviceMesh] = field(default_factory=set)
 
     @classmethod
     def of(
@@ -87,8 +90,11 @@ class Own:
         """Look which parameters of whole matrices have gradients."""
         for param, rule in store.rules().items():
             if rule.whole_matrices and isinstance(param, DTensor):
-                has = True if store.has_gradient(param) else False if local_tensor(param).numel() else None
+                is_empty = not local_tensor(param).numel()
+                has = True if store.has_gradient(param) else None if is_empty else False
                 self.gradients.setdefault(param.device_mesh, []).append(has)
+                if is_empty:
+                    self.with_empty.add(param.device_mesh)
 
 
 class Agreement:
@@ -100,6 +106,7 @@ class Agreement:
     def __init__(self, is_first: bool = True) -> None:
         self._is_first = is_first
         self._with_misplaced: set[DeviceMesh] = set()
+        self._with_empty: set[DeviceMesh] = set()  # on some rank, as in `Own`
         self._gradients: dict[DeviceMesh, list[bool | None]] = {}
         self._is_open = False
 
@@ -111,7 +118,7 @@ class Agreement:
         """This rank refuses the step before it has answered: let those who ask it raise."""
         if self._is_open and not is_capturing():
             self._is_open = False
-            for mesh in self._with_misplaced:
+            for mesh in self._with_misplaced | self._with_empty:
                 announce_on(mesh, _FAILED)
 
     def reach(self, params: Sequence[Tensor], own: Own, is_first: bool = False) -> None:
@@ -128,6 +135,7 @@ class Agreement:
         for mesh in meshes_of(params):
             has_new = bool(own.misplaced.get(mesh)) or self._has_other_matrices(mesh, own)
             is_asked = self._is_first or mesh in self._with_misplaced
+            is_asked = is_asked or (mesh in self._with_empty and mesh in own.gradients)
             if is_asked or has_new:
                 found = self._ask(mesh, own, None if is_asked else LIMIT, error is not None)
                 error = error or found
@@ -143,9 +151,10 @@ class Agreement:
         misplaced = own.misplaced.get(mesh, [])
         texts = [each.text for each in misplaced]
         digest = int.from_bytes(hashlib.sha256("\n".join(each.key for each in misplaced).encode()).digest()[:7])
-        numbers = [digest, -digest, int(has_failed), int(self._has_other_matrices(mesh, own))]
+        has_other, has_empty = self._has_other_matrices(mesh, own), mesh in own.with_empty
+        numbers = [digest, -digest, int(has_failed), int(has_other), int(has_empty)]
         try:
-            largest, smallest, failed, others = largest_on(mesh, numbers, limit)
+            largest, smallest, failed, others, empty = largest_on(mesh, numbers, limit)
         except RuntimeError as error:
             if limit is None:
                 raise
@@ -156,6 +165,8 @@ class Agreement:
             return _different(texts)
         if texts:
             self._with_misplaced.add(mesh)
+        if empty:
+            self._with_empty.add(mesh)
         return self._ask_for_matrices(mesh, own.gradients.get(mesh, [])) if others else None
 
     def _ask_for_matrices(self, mesh: DeviceMesh, gradients: list[bool | None]) -> str | None:

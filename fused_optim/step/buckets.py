@@ -11,6 +11,7 @@ A backward pass that fails ends its step: what it has updated counts, and other 
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import Enum
@@ -35,6 +36,7 @@ from fused_optim.step.streams import SideStreams
 
 LEAST_BYTES = 32 << 20  # of a bucket, and
 MOST_BUCKETS = 8  # of a step: what they cost the host does not grow with the model
+PATIENCE = 5.0  # seconds, with a backward pass that seems to run elsewhere
 
 NO_SCALER = (
     "torch.amp.GradScaler looks for overflows in all gradients before a step; this one is made in buckets (gradient "
@@ -108,11 +110,24 @@ class Buckets:
 
     def phase(self) -> Phase:
         """Where the step is; that of a backward pass which has failed is ended here."""
-        if self._running is not None and self._running() is None:
+        if self._has_failed():
             self._end()
         if not self._is_begun:
             return Phase.IDLE
         return Phase.PARTLY_STEPPED if self._running is None else Phase.IN_BACKWARD
+
+    def _has_failed(self) -> bool:
+        """Whether the backward pass has.
+
+        On GPUs it has a thread of autograd's, which may let go of it only a moment after ``backward()`` has raised: who
+        asks from outside of a pass waits for that.
+        """
+        deadline = time.monotonic() + PATIENCE
+        while (running := self._running) is not None and running() is not None:
+            if torch._C._current_graph_task_id() != -1 or time.monotonic() > deadline:
+                return False
+            time.sleep(1e-4)
+        return running is not None
 
     def check_idle(self, what: str) -> None:
         """Raise RuntimeError where some parameters are a step ahead of the others."""

@@ -179,6 +179,14 @@ class Stepper:
         if not params:  # a rank that owns none has nobody to ask
             return resting
         try:
+            return self._agreed_before_first(params, resting)
+        except Exception:
+            if not resting:  # ranks of other meshes make a step
+                self._abandon_skips()
+            raise
+
+    def _agreed_before_first(self, params: Sequence[Tensor], resting: bool) -> bool:
+        try:
             grads = self._checked_grads()
         except Exception:
             announce_failure(params)
@@ -315,9 +323,13 @@ class Stepper:
             return self._refreshed_plan(scaled)
         except Exception:
             self.agreement.give_up()
-            if self._store.settings.skip_nonfinite:
-                self.skips.abandon(self.skip_group)
+            self._abandon_skips()
             raise
+
+    def _abandon_skips(self) -> None:
+        """This rank refuses the step: let the others skip it where they would wait to decide together."""
+        if self._store.settings.skip_nonfinite:
+            self.skips.abandon(self.skip_group)
 
     def _refreshed_plan(self, scaled: bool) -> Plan:
         self.check_groups()

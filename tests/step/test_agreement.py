@@ -213,6 +213,31 @@ def test_ranks_of_other_meshes_raise_too() -> None:
         assert "another rank refused its own, or has found that ranks have different ones" in text
 
 
+def refused_in_one_mesh(placement: Placement) -> tuple[str, list[int], int]:
+    """As of pipelines' stages. The first step is refused by the first one alone, and then all make one."""
+    both = mesh(2, 2, names=("stages", "shards"))
+    param = nn.Parameter(shard(torch.ones(4, 64), both["shards"], [Shard(0)]))
+    optimizer = FusedAdamW([param], lr=0.1, skip_nonfinite=True)
+    param.grad = torch.ones_like(param)
+    if dist.get_rank() == 0 and placement.is_partial():
+        param.grad = DTensor.from_local(torch.ones(4, 64), both["shards"], [placement], run_check=False)
+    elif dist.get_rank() == 0:
+        param.grad.to_local().untyped_storage().resize_(0)
+    text = raised_by(step, optimizer, [param])
+    for _ in range(2):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+    return text, [group["step"] for group in optimizer.param_groups], optimizer.skipped_steps
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Partial()], ids=str)
+def test_a_first_step_that_one_mesh_refuses_is_skipped_by_others(placement: Placement) -> None:
+    found = distributed.run(4, refused_in_one_mesh, placement, timeout=20)
+    assert [bool(text) for text, _, _ in found] == [True, True, False, False]
+    assert [skipped for _, _, skipped in found] == [0, 0, 1, 1]
+    assert all(steps == [2] for _, steps, _ in found)
+
+
 def with_part_offloaded(fraction: list[float]) -> list[distributed.Part]:
     """Ranks have other states in host memory, hence go through their parameters in other orders."""
     options = {"offload_states": True, "offload_fraction": fraction[dist.get_rank()]}
@@ -259,6 +284,36 @@ def test_a_matrix_without_a_gradient_on_one_rank_raises_on_all(world_size: int, 
 @pytest.mark.parametrize("call", [step, diagnose])
 def test_matrices_that_come_later_on_all_ranks(call: Call) -> None:
     assert distributed.run(2, without_some, "later on all", call, timeout=20) == ["", ""]
+
+
+def with_empty_shards(later: str) -> list[str]:
+    """Of matrices of one row, without gradients where there is none, as FSDP may leave them. The last comes later."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(shard(torch.randn(rows, 64), mesh(), [Shard(0)])) for rows in (1, 8, 1)]
+    optimizer = FusedMuon(params, lr=0.1)
+    texts = []
+    for count in (2, 2, 3, 2):
+        for i, param in enumerate(params):
+            has_one = i < count and param.to_local().numel() > 0
+            param.grad = torch.ones_like(param) if has_one else None
+        if count == 3 and later == "refused" and dist.get_rank() == 0:
+            params[1].grad.to_local().untyped_storage().resize_(0)
+        elif count == 3 and later == "missing" and dist.get_rank() == 0:
+            params[1].grad = None
+        with mock.patch.object(agreement, "LIMIT", timedelta(seconds=1)):
+            texts.append(raised_by(step, optimizer, params))
+    return texts
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    ("later", "expected"), [("all", ""), ("missing", "on some ranks only"), ("refused", "another rank refused")]
+)
+def test_ranks_without_elements_of_a_matrix_are_asked_in_each_step(world_size: int, later: str, expected: str) -> None:
+    for rank, texts in enumerate(distributed.run(world_size, with_empty_shards, later, timeout=20)):
+        assert [texts[i] for i in (0, 1, 3)] == ["", "", ""]
+        own = "gradient has no memory" if later == "refused" and rank == 0 else expected
+        assert own in texts[2] and bool(texts[2]) == bool(expected)
 
 
 # --- cost -----------------------------------------------------------------------------------------------------------
