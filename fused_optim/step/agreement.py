@@ -30,7 +30,8 @@ from fused_optim.sharding.collective import announce_on, largest_on, meshes_of
 from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.state.store import StateStore
 
-LIMIT = timedelta(minutes=2)
+# Just before NCCL gives up by default: ranks may be minutes apart, after an evaluation on one of them.
+LIMIT = timedelta(minutes=9)
 _FAILED = [0, 0, 1, 0, 0]
 _ELSEWHERE = "gradients: another rank refused its own, or has found that ranks have different ones; its error says why"
 
