@@ -51,7 +51,7 @@ from fused_optim.sharding.collective import (
 logger = logging.getLogger("fused_optim")
 
 _UNDER_WAY = 2  # saves: one is written, another one copied
-_writers: weakref.WeakValueDictionary[str, Checkpointer] = weakref.WeakValueDictionary()  # by folder, of this process
+_writers: weakref.WeakValueDictionary[str, Checkpointer] = weakref.WeakValueDictionary()  # by place, of this process
 
 
 class Checkpointer:
@@ -213,7 +213,7 @@ class Checkpointer:
             raise ValueError(f"{self._directory.folder} was opened with readonly=True: nothing is saved there")
         if self._is_closed:
             raise ValueError(f"the Checkpointer of {self._directory.folder} was closed: nothing is saved any more")
-        writer = _writers.setdefault(str(self._directory.folder), self)
+        writer = _writers.setdefault(self._directory.folder.place, self)
         if writer is not self:
             raise ValueError(f"another Checkpointer saves in {self._directory.folder}: give each a folder of its own")
 
@@ -473,8 +473,8 @@ class Checkpointer:
             return
         self._is_closed = True
         self._thread.shutdown(wait=False)
-        if _writers.get(str(self._directory.folder)) is self:
-            del _writers[str(self._directory.folder)]
+        if _writers.get(place := self._directory.folder.place) is self:
+            del _writers[place]
         for group in (self._group, self._writing_group):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)

@@ -27,7 +27,7 @@ from fused_optim.options.reading import CheckpointFormat
 from fused_optim.sharding.collective import gather, on_all_ranks, this_rank, world_size
 
 logger = logging.getLogger("fused_optim")
-# By folder: what another Checkpointer of this process, which may be gone, has under way there is finished first. The
+# By place: what another Checkpointer of this process, which may be gone, has under way there is finished first. The
 # first rank, which changes folders, has the lock; the others wait for it.
 _writing: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 
@@ -66,7 +66,7 @@ class BackgroundSaves:
         """What went wrong, on every rank if it did on one."""
         doing = f"saving step {save.step} to {self._directory.folder}"
         try:
-            with _writing[str(self._directory.folder)] if this_rank() == 0 else nullcontext():
+            with _writing[self._directory.folder.place] if this_rank() == 0 else nullcontext():
                 nbytes = self._write(save, doing)
         except (Exception, CheckpointException) as error:
             failure = f"{doing} failed: {str(error).removeprefix(f'{doing}: ')}"

@@ -435,8 +435,11 @@ def test_readonly(tmp_path: Path) -> None:
         reader.save(1)
 
 
-def test_two_that_save_need_two_folders(tmp_path: Path) -> None:
-    first, second = opened(tmp_path), opened(str(tmp_path))
+@pytest.mark.parametrize("spelling", ["text", "link"])
+def test_two_that_save_need_two_folders(tmp_path: Path, spelling: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    first, second = opened(tmp_path / "run"), opened(str(tmp_path / ("run" if spelling == "text" else "link")))
     first.save(1)
     assert second.load_latest() in (1, None)
     with pytest.raises(ValueError, match="another Checkpointer saves in"):

@@ -37,6 +37,10 @@ class Folder(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def place(self) -> str:
+        """Where it is, which is the same however it is spelled."""
+
     def child(self, name: str) -> Folder: ...
 
     def exists(self) -> bool: ...
@@ -109,6 +113,10 @@ class LocalFolder:
     @property
     def name(self) -> str:
         return self.path.name
+
+    @property
+    def place(self) -> str:
+        return os.path.realpath(self.path)
 
     def child(self, name: str) -> LocalFolder:
         return LocalFolder(self.path / name)
@@ -325,6 +333,10 @@ class RemoteFolder:
     @property
     def name(self) -> str:
         return posixpath.basename(self._shown)
+
+    @property
+    def place(self) -> str:
+        return self._shown
 
     def _at(self, name: str) -> str:
         return posixpath.join(self._path, name)
