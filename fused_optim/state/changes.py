@@ -266,7 +266,8 @@ class StepChanges:
         """After the step, of which version counters know.
 
         ``found_inf``: not 0 has skipped it. Waits for that where it tells whether parameters are settled, which is in
-        the first step, and after writes of others, of those with a separate master alone.
+        the first step, and after writes of others, of those with a separate master alone. A step that is captured has
+        not been made.
         """
         for bits, before in self._marks:
             bits.copy_(before)
@@ -274,7 +275,7 @@ class StepChanges:
         self._copies.clear()
         self._marks.clear()
         self._watch.see()
-        if self._unsettled and (found_inf is None or not (is_capturing() or bool(found_inf))):
+        if self._unsettled and not is_capturing() and (found_inf is None or not bool(found_inf)):
             for i in self._unsettled:
                 self._tracked[i].is_settled = True
 

@@ -13,9 +13,13 @@ from torch import nn
 
 from change_cases import MASTERS, RECIPES, STATES, Expected, Model, set_gradients
 from fused_optim import FusedAdam, FusedAdamW, FusedLion, FusedMuon, enable_gradient_release, muon_param_groups
+from fused_optim.backends.engine import CachedShard
+from fused_optim.memory.by_parameter import Held
 from fused_optim.quantized import (
     quantize_model_,
 )
+from fused_optim.state import changes
+from fused_optim.state.changes import WHOLE, ChangeTracker, Shard, StepChanges
 
 BACKENDS = ["torch", "cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 RATES = [1e-6, 1e-4, 1e-2]
@@ -366,3 +370,21 @@ def test_tied_parameters_have_one_name(device: str) -> None:
     optimizer.step()
     names = set(optimizer.take_changes(model))
     assert "weight" in names and "again" not in names
+
+
+@pytest.mark.parametrize("found_inf", [None, 0.0])
+def test_a_captured_step_settles_nothing(found_inf: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has not been made: without a replay, the next one cannot tell from masters what parameters were."""
+    param = nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))
+    tracker, skipped = ChangeTracker(), None if found_inf is None else torch.tensor(found_inf)
+    tracker.start([param])
+    cached = [CachedShard(Held((param,)), None, None, None, None, {})]
+    step = StepChanges(param.device, cached, [Shard(tracker[param], {WHOLE}, always=False)])
+    with monkeypatch.context() as patched:
+        patched.setattr(changes, "is_capturing", lambda: True)
+        step.begin([0])
+        step.finish(skipped)
+    assert not tracker[param].is_settled
+    step.begin([0])
+    step.finish(skipped)
+    assert tracker[param].is_settled
