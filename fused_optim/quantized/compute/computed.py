@@ -63,8 +63,11 @@ def cast_values(
 # --- for kernels --------------------------------------------------------------------------------------------------
 
 
-def has_kernel(x: Tensor) -> bool:
-    return x.device.type == "cuda" and casts.engine_for(x, torch.bfloat16) is not None
+def has_kernel(x: Tensor, *others: Tensor | None) -> bool:
+    """``others``: what kernels read beside the matrix ``x``."""
+    if x.device.type != "cuda" or casts.engine_for(x, torch.bfloat16) is None:
+        return False
+    return all(each is None or casts.is_aligned(each) for each in others)
 
 
 def room(x: Tensor, dtype: torch.dtype, scaling: int, tiles: bool) -> Parts:

@@ -20,10 +20,12 @@ from fused_optim.quantized.compute.delayed import Histories, cast_both
 from fused_optim.quantized.compute.linear import format_of, linear, shaped
 from fused_optim.quantized.compute.shared_input import (
     Norm,
+    as_histories,
     cast_input,
     format_of_all,
     fusible,
     histories_of,
+    in_pairs,
     input_gradients,
     norm_of,
     operands,
@@ -92,8 +94,7 @@ def _swiglu_mlp(
     residual: bool,
     *histories: Tensor | None,
 ) -> Tensor:
-    given = *histories, *[None] * (6 - len(histories))  # torch leaves out what an operator has by default
-    pairs = [(given[i], given[i + 1]) for i in (0, 2, 4)]
+    pairs = in_pairs(histories, 3)
     format = _format(x, gate, up, down)
     if format is None:
         y = x if norm is None else nn.functional.rms_norm(x, norm.shape, norm, eps)
@@ -101,8 +102,8 @@ def _swiglu_mlp(
         out = linear(nn.functional.silu(of_gate) * of_up, down, None, *pairs[2])
         return x + out if residual else out
     x, weights = operands(x, (gate, up, down))
-    known = [None if first is None or second is None else Histories(first, second, False) for first, second in pairs]
-    return cast(Tensor, _SwiGLUMLP.apply(x, norm, *weights, eps, residual, format, known))  # type: ignore[no-untyped-call]
+    found = _SwiGLUMLP.apply(x, norm, *weights, eps, residual, format, as_histories(pairs))  # type: ignore[no-untyped-call]
+    return cast(Tensor, found)
 
 
 casts.LIBRARY.define(

@@ -20,10 +20,12 @@ from fused_optim.quantized.compute.delayed import Histories, cast_both
 from fused_optim.quantized.compute.linear import format_of, linear, shaped
 from fused_optim.quantized.compute.shared_input import (
     Norm,
+    as_histories,
     cast_input,
     format_of_all,
     fusible,
     histories_of,
+    in_pairs,
     input_gradients,
     norm_of,
     operands,
@@ -74,15 +76,13 @@ def _rms_norm_linear(
     *histories: Tensor | None,
 ) -> list[Tensor]:
     given = tuple(weight for weight in (first, second, third) if weight is not None)
-    histories = *histories, *[None] * (2 * _MOST - len(histories))  # torch leaves out what an operator has by default
-    pairs = [(histories[2 * i], histories[2 * i + 1]) for i in range(len(given))]
+    pairs = in_pairs(histories, _MOST)[: len(given)]
     format = format_of_all(x, *given)
     if format is None:
         y = nn.functional.rms_norm(x, norm.shape, norm, eps)
         return [x, *(linear(y, weight, None, *pair) for weight, pair in zip(given, pairs, strict=True))]
     x, weights = operands(x, given)
-    known = [None if a is None or b is None else Histories(a, b, False) for a, b in pairs]
-    return list(_NormLinear.apply(x, norm, eps, format, known, *weights))  # type: ignore[no-untyped-call]
+    return list(_NormLinear.apply(x, norm, eps, format, as_histories(pairs), *weights))  # type: ignore[no-untyped-call]
 
 
 casts.LIBRARY.define(

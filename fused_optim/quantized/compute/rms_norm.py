@@ -68,10 +68,6 @@ def cast_normed(
 # --- operators ----------------------------------------------------------------------------------------------------
 
 
-def _has_kernel(x: Tensor, *others: Tensor | None) -> bool:
-    return computed.has_kernel(x) and all(each is None or casts.is_aligned(each) for each in others)
-
-
 def _room_of_normed(
     x: Tensor,
     weight: Tensor,
@@ -107,7 +103,7 @@ def _cast_normed(
     tiles: bool,
 ) -> tuple[Tensor | None, ...]:
     """The last one is ``rstd`` where it is not given."""
-    if not _has_kernel(x, weight):
+    if not computed.has_kernel(x, weight):
         measured = rstd_of(x, eps) if rstd is None else rstd
         values = normed(x, measured, weight)
         parts = computed.cast_values(values, history, dtype, scaling, power_of_two, tiles)
@@ -162,7 +158,7 @@ def differentiate(
 ) -> tuple[Tensor, Tensor]:
     """:func:`gradients`, of up to three incoming ones, by the engine where it can. Matrices are contiguous."""
     incoming = [each for each in (first, second, third) if each is not None]
-    if not _has_kernel(x, weight, addend, *incoming):
+    if not computed.has_kernel(x, weight, addend, *incoming):
         return gradients(x, weight, rstd, incoming, addend)
     of_x, of_weight = _room_of_gradients(x, weight, rstd, first, second, third, addend)
     parts = casts.room(x, (min(x.shape[0], _PARTS), x.shape[1]), torch.float32)

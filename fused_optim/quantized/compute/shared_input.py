@@ -72,6 +72,16 @@ def histories_of(layers: list[QuantizedLinear]) -> list[Tensor | None]:
     return found
 
 
+def in_pairs(histories: tuple[Tensor | None, ...], layers: int) -> list[tuple[Tensor | None, Tensor | None]]:
+    """Of each layer, as :func:`histories_of` gave them. torch leaves out what an operator has by default."""
+    given = *histories, *[None] * (2 * layers - len(histories))
+    return [(given[2 * i], given[2 * i + 1]) for i in range(layers)]
+
+
+def as_histories(pairs: list[tuple[Tensor | None, Tensor | None]]) -> list[Histories | None]:
+    return [None if first is None or second is None else Histories(first, second, False) for first, second in pairs]
+
+
 def format_of_all(x: Tensor, first: Tensor, *weights: Tensor) -> ProductFormat | None:
     """Of weights whose products all run in FP8 alike, of ``first`` with ``x``; None of others."""
     weights = first, *weights
@@ -118,7 +128,7 @@ def cast_input(
     rstd = None
     for other in others:
         if other is not None and first is not None:
-            first.copy_(torch.maximum(first, other))
+            torch.maximum(first, other, out=first)
     if norm is None:
         tiles = format.activation_tiles
         codes, kept = cast_both(x, torch.float8_e4m3fn, format, True, True, first, False, tiles)

@@ -90,7 +90,7 @@ def _cast_hidden(
     power_of_two: bool,
     tiles: bool,
 ) -> computed.Parts:
-    if not computed.has_kernel(gate):
+    if not computed.has_kernel(gate, up):
         return computed.cast_values(hidden(gate, up), history, dtype, scaling, power_of_two, tiles)
     parts = computed.room(gate, dtype, scaling, tiles)
     _run(None, gate, up, [(parts, history)], dtype, scaling, power_of_two, tiles)
@@ -127,7 +127,7 @@ def _cast_gradients(
     power_of_two: bool,
 ) -> tuple[Tensor | None, ...]:
     histories = gate_history, up_history
-    if not computed.has_kernel(gate):
+    if not computed.has_kernel(gate, up, gradient):
         values = hidden_gradients(gradient, gate, up)
         of_gate, of_up = (
             computed.cast_values(x, history, dtype, scaling, power_of_two, False)
