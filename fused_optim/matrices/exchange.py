@@ -195,17 +195,21 @@ class Exchange:
     def work(self, do: Orthogonalize) -> None:
         """Orthogonalize what this rank owns."""
         route, on_mesh = self._route, self._on_mesh
-        memory = self._memory if self._delivery is None else self._whole_matrices(self._delivery)
-        self._delivery = None
-        whole = [region.of(memory) for region in route.matrices.values()]
-        results = dict(zip(route.mine, do(on_mesh.matrices(route.mine), whole), strict=True))
+        results = self._orthogonalized(do)
         if on_mesh.is_local:
             self._join(results)
-        else:
-            source = memory.new_empty(route.returning.numel, dtype=self._dtypes.made)
-            copy_all([(to.of(source), piece.of_matrix(results[n])) for to, n, piece in route.returned])
-            target = source.new_empty(route.made.numel)
-            self._delivery = on_mesh.send(source, target, route.returning, route.back)
+            return
+        source = torch.empty(route.returning.numel, dtype=self._dtypes.made, device=on_mesh.device)
+        copy_all([(to.of(source), piece.of_matrix(results[n])) for to, n, piece in route.returned])
+        target = source.new_empty(route.made.numel)
+        self._delivery = on_mesh.send(source, target, route.returning, route.back)
+
+    def _orthogonalized(self, do: Orthogonalize) -> dict[int, Tensor]:
+        mine = self._route.mine
+        memory = self._memory if self._delivery is None else self._whole_matrices(self._delivery)
+        self._delivery = None
+        whole = [region.of(memory) for region in self._route.matrices.values()]
+        return dict(zip(mine, do(self._on_mesh.matrices(mine), whole), strict=True))
 
     def end(self) -> dict[int, Tensor]:
         """The local parts of what was made, flat, by parameter."""
@@ -225,5 +229,7 @@ class Exchange:
         """Results of matrices that this rank holds and owns; those of a parameter lie one behind the other."""
         for param, numbers in self._route.held_of.items():
             own = [results[n].view(-1) for n in numbers]
-            none = torch.empty(0, dtype=self._dtypes.made, device=self._on_mesh.shard_device)
-            self._made[param] = own[0] if len(own) == 1 else torch.cat(own) if own else none
+            self._made[param] = own[0] if len(own) == 1 else torch.cat(own or [self._nothing()])
+
+    def _nothing(self) -> Tensor:
+        return torch.empty(0, dtype=self._dtypes.made, device=self._on_mesh.shard_device)
