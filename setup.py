@@ -138,6 +138,7 @@ def plan_cuda(cxx: str) -> Engine:
         "swiglu": (SOURCES / "cuda/swiglu.cu", compile_kernels),
         "rms_norm": (SOURCES / "cuda/rms_norm.cu", compile_kernels),
         "compare": (SOURCES / "cuda/compare.cu", compile_kernels),
+        "normalize": (SOURCES / "cuda/normalize.cu", compile_kernels),
         "product": (SOURCES / "cuda/product.cu", [nvcc, f"-ccbin={cxx}", *NVCC_FLAGS, *codes_of_products(archs)]),
     }
     release = re.findall(r"release ([\d.]+)", capture(nvcc, "--version"))

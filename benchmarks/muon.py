@@ -114,7 +114,13 @@ def measure_step(name: str, shapes: Shapes, repeats: int) -> dict[str, Any]:
     }
 
 
-_KERNELS = {"matrix_product": "products", "normalize": "normalize", "Rule)2": "momentum pass", "Rule)3": "descent pass"}
+_KERNELS = {
+    "matrix_product": "products",
+    "normalize": "normalize",
+    "add_squares": "normalize",
+    "Rule)2": "momentum pass",
+    "Rule)3": "descent pass",
+}
 
 
 def kernels_of(step: Callable[[], Any]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "table.h"
 
@@ -33,11 +34,14 @@ struct MatrixProduct {
     Element result_type;  // FP16 or BF16
 };
 
-// FP16 values = values * factor / max(*norm, least): what products begin with.
+constexpr uint32_t kNormSums = 128;  // that the squares of a matrix are added up in
+
+// FP16 matrices = values * factor / max(Frobenius norm, least): what products begin with. Of one shape; results lie one
+// behind the other. A result's bits depend on its own values and the shape alone.
 struct Normalization {
-    uint64_t values;  // of `type`
-    uint64_t norm;    // FP32
+    std::vector<uint64_t> values;  // of `type`
     uint64_t result;
+    uint64_t sums;  // FP32: memory for kNormSums of each matrix
     uint64_t numel;
     float factor;
     float least;
@@ -52,5 +56,6 @@ bool has_products_cuda(int device);
 void matrix_product_cuda(const MatrixProduct& product, int device, uint64_t stream);
 void normalize_cuda(const Normalization& normalization, int device, uint64_t stream);
 void load_product_kernels(int device);
+void load_normalize_kernels(int device);
 
 }  // namespace fused_optim

@@ -241,12 +241,26 @@ class CompiledShards:
 
     def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
         self._set_groups(hypers)
-        if self._backend == "cuda":
-            size = 0 if workspace is None else workspace.nbytes
-            self._table.launch(workspace=address(workspace), workspace_size=size, **run_on(self._device))
-        else:
-            self._table.launch(**run_on(self._device))
+        self._table.launch(**self._where(workspace))
         self.works.clear()
+
+    def run_matrix_pass(
+        self, first: bool, values: Mapping[int, Tensor], hypers: list[Hyper], workspace: Tensor | None
+    ) -> None:
+        """Of Muon: over these shards, ascending, the pass before matrices are orthogonalized, or that after it.
+
+        ``values``: flat, contiguous: what the first writes, or the second reads.
+        """
+        self._set_groups(hypers)
+        addresses = [value.data_ptr() for value in values.values()]
+        types = [ELEMENT_TYPES[value.dtype] for value in values.values()]
+        self._table.launch_matrix_pass(first, list(values), addresses, types, **self._where(workspace))
+
+    def _where(self, workspace: Tensor | None) -> dict[str, int]:
+        if self._backend != "cuda":
+            return run_on(self._device)
+        size = 0 if workspace is None else workspace.nbytes
+        return {"workspace": address(workspace), "workspace_size": size, **run_on(self._device)}
 
     def diagnose(self, hypers: list[Hyper], shards: Iterable[tuple[ShardWork, Tensor]]) -> None:
         """What a step would do to all shards, as sums: each into a row, FP64 on the device, as ``diagnose.h`` has it.

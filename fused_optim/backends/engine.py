@@ -101,6 +101,9 @@ class EngineShardTable(Protocol):
         step_pointer: int = 0,
     ) -> None: ...
     def launch(self, **where: int) -> None: ...
+    def launch_matrix_pass(
+        self, first: bool, shards: list[int], values: list[int], types: Sequence[int], **where: int
+    ) -> None: ...
     def diagnose(self, first: int, rows: Sequence[int], **where: int) -> None: ...
 
 
@@ -264,6 +267,8 @@ class CudaEngine(Engine, Protocol):
 
     @property
     def DIAGNOSIS_WORKSPACE(self) -> int: ...
+    @property
+    def NORM_SUMS(self) -> int: ...
 
     def load_kernels(self, rule: int, device: int) -> None: ...
     def mark_differences(self, rows: list[tuple[int, int, int, int, int]], *, device: int, stream: int) -> None: ...
@@ -341,9 +346,9 @@ class CudaEngine(Engine, Protocol):
     def normalize(
         self,
         *,
-        values: int,
-        norm: int,
+        values: list[int],
         result: int,
+        sums: int,
         numel: int,
         factor: float,
         least: float,

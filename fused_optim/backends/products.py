@@ -6,7 +6,7 @@ Each matrix of a batch is multiplied as it would be alone: bits do not depend on
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -26,8 +26,8 @@ class Products(Protocol):
 
     halves_symmetric: bool  # whether half of the work is done for results that are known to be symmetric
 
-    def normalize(self, values: Tensor, norm: Tensor, result: Tensor, factor: float, least: float) -> None:
-        """``values * factor / max(norm, least)``; ``values``: one matrix, FP32 or BF16; ``norm``: FP32, no dims."""
+    def normalize(self, values: Sequence[Tensor], result: Tensor, factor: float, least: float) -> None:
+        """Each matrix times ``factor / max(its Frobenius norm, least)``; ``values``: FP32 or BF16, contiguous."""
 
     def multiply(
         self,
@@ -57,16 +57,17 @@ class EngineProducts:
     def __init__(self, engine: CudaEngine) -> None:
         self._engine = engine
 
-    def normalize(self, values: Tensor, norm: Tensor, result: Tensor, factor: float, least: float) -> None:
+    def normalize(self, values: Sequence[Tensor], result: Tensor, factor: float, least: float) -> None:
+        sums = torch.empty(len(values) * self._engine.NORM_SUMS, dtype=torch.float32, device=result.device)
         self._engine.normalize(
-            values=values.data_ptr(),
-            norm=norm.data_ptr(),
+            values=[each.data_ptr() for each in values],
             result=result.data_ptr(),
-            numel=values.numel(),
+            sums=sums.data_ptr(),
+            numel=result[0].numel(),
             factor=factor,
             least=least,
-            type=ELEMENT_TYPES[values.dtype],
-            **run_on(values.device),
+            type=ELEMENT_TYPES[values[0].dtype],
+            **run_on(result.device),
         )
 
     def multiply(
@@ -107,8 +108,10 @@ class TorchProducts:
 
     halves_symmetric = False
 
-    def normalize(self, values: Tensor, norm: Tensor, result: Tensor, factor: float, least: float) -> None:
-        result.copy_(values.float() / norm.clamp(min=least) * factor)
+    def normalize(self, values: Sequence[Tensor], result: Tensor, factor: float, least: float) -> None:
+        for x, own in zip(values, result, strict=True):
+            norm = torch.linalg.vector_norm(x, dtype=torch.float32)
+            own.copy_(x.float() / norm.clamp(min=least) * factor)
 
     def multiply(
         self,

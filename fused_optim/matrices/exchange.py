@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -11,24 +11,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fused_optim.matrices.owners import Box, Boxes, Matrix, Ownership, boxes_of, matrices_of, part_of_shard, piece_of
+from fused_optim.matrices.owners import Box, Boxes, Matrix, Ownership, boxes_of, matrices_of, piece_of
+from fused_optim.matrices.routes import Message, Route, copy_all, copy_regions
 from fused_optim.memory.by_parameter import reference_to
 from fused_optim.sharding.collective import each_on_any_rank, gather, mesh_group
-from fused_optim.sharding.dtensor import own_chunk
+from fused_optim.sharding.dtensor import local_tensor, own_chunk
 
 # Values of whole matrices, contiguous, and what is made of them.
 Orthogonalize = Callable[[Sequence[Matrix], Sequence[Tensor]], Sequence[Tensor]]
 
 
-class _Parcel(NamedTuple):
-    """Values that go to another rank, or come from there: ``memory`` has them, or takes them."""
-
-    rank: int
-    memory: Tensor
-
-
 class Dtypes(NamedTuple):
-    """Of a parameter's values as they are orthogonalized, and of what is made of them."""
+    """Of values as they are orthogonalized, and of what is made of them."""
 
     given: torch.dtype
     made: torch.dtype
@@ -57,6 +51,8 @@ class MatricesOnMesh:
         self._mine = [n for n, owner in enumerate(self._owned.owners) if owner == self._rank]
         own = ((n, piece_of(matrix, self._box(matrix))) for n, matrix in enumerate(matrices))
         self._held = {n: piece for n, piece in own if piece is not None}
+        self._shard_device = local_tensor(next(iter(params.values()))).device
+        self._last: tuple[list[int], set[int], Route] | None = None  # of which parameters, and of whose matrices
         # FSDP may leave a rank whose shard is empty without a gradient where others have one.
         self._may_differ = any(box.is_empty for boxes in self._boxes.values() for box in boxes.of_rank)
 
@@ -92,19 +88,24 @@ class MatricesOnMesh:
         back = ((piece, ranks) for n in self._mine for piece, ranks in self._owned.pieces[n].items())
         return sum(piece.numel for piece in there), sum(piece.numel * len(ranks) for piece, ranks in back)
 
-    def begin(self, updates: Mapping[int, Tensor], dtypes: Mapping[int, Dtypes]) -> Exchange:
-        """Send local parts to the owners of their matrices: a collective over the mesh, if some are moved.
+    def begin(self, updated: Collection[int], dtypes: Dtypes) -> Exchange:
+        """An exchange of what will be orthogonalized: a collective over the mesh where shards are empty on some ranks.
 
-        ``updates``: local parts, by parameter, also of others. ``dtypes``: of every parameter.
+        ``updated``: the parameters, also others, that this rank updates.
         """
-        own = {i: update for i, update in updates.items() if i in self._params}
-        taking_part = self._taking_part(own)
-        mine, held = (
-            [n for n in all_ if self._owned.matrices[n].param in taking_part] for all_ in (self._mine, self._held)
-        )
-        return Exchange(self, own, dtypes, mine, held)
+        return Exchange(self, self._route([i for i in self._params if i in updated]), dtypes)
 
-    def _taking_part(self, with_gradients: Mapping[int, Tensor]) -> set[int]:
+    def _route(self, own: list[int]) -> Route:
+        """As in the step before, mostly."""
+        taking_part = self._taking_part(own)
+        if self._last is None or self._last[:2] != (own, taking_part):
+            matrices = self._owned.matrices
+            held = {n: piece for n, piece in self._held.items() if matrices[n].param in taking_part}
+            mine = [n for n in self._mine if matrices[n].param in taking_part]
+            self._last = own, taking_part, Route(self._owned, self._rank, self._places, own, held, mine)
+        return self._last[2]
+
+    def _taking_part(self, with_gradients: Collection[int]) -> set[int]:
         """The parameters that some rank updates: a collective where shards are empty on some."""
         flags = [i in with_gradients for i in self._params]
         if self._may_differ:
@@ -114,53 +115,32 @@ class MatricesOnMesh:
     def matrices(self, numbers: Sequence[int]) -> list[Matrix]:
         return [self._owned.matrices[n] for n in numbers]
 
-    def view(self, locals_: Mapping[int, Tensor], number: int) -> Tensor:
-        """What this rank holds of a matrix."""
-        matrix = self._owned.matrices[number]
-        return part_of_shard(locals_[matrix.param], matrix, self._held[number], self._box(matrix))
+    @property
+    def shard_device(self) -> torch.device:
+        return self._shard_device
 
-    def gather(
-        self, held: list[int], mine: list[int], updates: Mapping[int, Tensor], whole: Mapping[int, Tensor]
-    ) -> Delivery:
-        """Pieces of the matrices that this rank holds go to their owners, and those of others come here."""
-        sent = (n for n in held if self._owned.sender(n, self._held[n]) == self._rank)
-        return self._move(
-            [_Parcel(self._owned.owners[n], self.view(updates, n)) for n in sent],
-            [
-                _Parcel(self._owned.sender(n, piece), piece.of_matrix(whole[n]))
-                for n in mine
-                for piece in self._owned.pieces[n]
-            ],
+    @property
+    def device(self) -> torch.device:
+        """On which matrices are orthogonalized."""
+        if self._mesh is None:
+            return self._shard_device
+        if self._mesh.device_type == "cpu":
+            return torch.device("cpu")
+        return torch.device(self._mesh.device_type, torch.accelerator.current_device_index())
+
+    def send(self, source: Tensor, target: Tensor, sent: Message, received: Message) -> Delivery:
+        """All to all. Messages are what ``source`` and ``target`` begin with."""
+        size = source.element_size()
+        target_bytes, source_bytes = (
+            memory[: message.numel].view(torch.uint8) for memory, message in ((target, received), (source, sent))
         )
-
-    def scatter(
-        self, held: list[int], mine: list[int], whole: Mapping[int, Tensor], made: Mapping[int, Tensor]
-    ) -> Delivery:
-        """The way back."""
-        return self._move(
-            [
-                _Parcel(rank, piece.of_matrix(whole[n]))
-                for n in mine
-                for piece, ranks in self._owned.pieces[n].items()
-                for rank in ranks
-            ],
-            [_Parcel(self._owned.owners[n], self.view(made, n)) for n in held],
-        )
-
-    def empty(self, number: int, dtypes: Mapping[int, Dtypes]) -> Tensor:
-        matrix = self._owned.matrices[number]
-        return torch.empty(matrix.rows, matrix.columns, dtype=dtypes[matrix.param].given, device=self._device)
+        into, of = ([size * numel for numel in message.sizes] for message in (received, sent))
+        work = dist.all_to_all_single(target_bytes, source_bytes, into, of, group=self._group, async_op=True)
+        return Delivery(work, source, target)
 
     def _box(self, matrix: Matrix) -> Box:
         """What this rank holds of its parameter."""
         return self._boxes[matrix.param].of_rank[self._rank]
-
-    @property
-    def _device(self) -> torch.device:
-        assert self._mesh is not None
-        if self._mesh.device_type == "cpu":
-            return torch.device("cpu")
-        return torch.device(self._mesh.device_type, torch.accelerator.current_device_index())
 
     @cached_property
     def _group(self) -> dist.ProcessGroup:
@@ -170,106 +150,86 @@ class MatricesOnMesh:
     @cached_property
     def _places(self) -> list[int]:
         """Of the mesh's ranks in the process group."""
+        if self._mesh is None:
+            return [0]
         return [dist.get_group_rank(self._group, rank) for rank in self._ranks]
 
-    def _move(self, outgoing: list[_Parcel], incoming: list[_Parcel]) -> Delivery:
-        """All to all, packed: for each rank one run of bytes, in the order of the matrices."""
-        places = self._places
-        sent, received = (_by_place(parcels, places) for parcels in (outgoing, incoming))
-        source = _packed([parcel.memory for parcel in sent], self._device)
-        sizes = [[0] * len(places), [0] * len(places)]
-        for size, parcels in zip(sizes, (sent, received), strict=True):
-            for parcel in parcels:
-                size[places[parcel.rank]] += parcel.memory.nbytes
-        target = source.new_empty(sum(sizes[1]))
-        work = dist.all_to_all_single(target, source, sizes[1], sizes[0], group=self._group, async_op=True)
-        return Delivery(work, source, target, received)
 
+class Delivery(NamedTuple):
+    """What is on its way to this rank. ``source`` is being read."""
 
-class Delivery:
-    """What is on its way to this rank."""
+    work: dist.Work
+    source: Tensor
+    target: Tensor
 
-    def __init__(self, work: dist.Work, source: Tensor, target: Tensor, parcels: list[_Parcel]) -> None:
-        self._work, self._target, self._parcels = work, target, parcels
-        self._source = source  # which is being read
-
-    def wait(self) -> None:
-        """Put it where it belongs, once it is there; on a GPU, the current stream waits, not the host."""
-        self._work.wait()
-        start = 0
-        for parcel in self._parcels:
-            end = start + parcel.memory.nbytes
-            parcel.memory.copy_(self._target[start:end].view(parcel.memory.dtype).view(parcel.memory.shape))
-            start = end
+    def wait(self) -> Tensor:
+        """What has come; on a GPU, the current stream waits for it, not the host."""
+        self.work.wait()
+        return self.target
 
 
 class Exchange:
-    """Updates of one step on their way to the owners of their matrices, then ``work``, then back, then ``end``.
+    """Updates of one step on their way to the owners of their matrices: ``send``, then ``work``, then back, ``end``.
 
-    What is begun in between is on its way beside the work. ``mine``, ``held``: the matrices that this rank owns, and
-    those of which it holds pieces, as far as they take part.
+    Each of the first two is a collective over the mesh, if some are moved. What is begun in between is on its way
+    beside the work. ``updates``: memory for the local parts, flat, by parameter, which ``send`` reads.
     """
 
-    def __init__(
-        self,
-        on_mesh: MatricesOnMesh,
-        updates: Mapping[int, Tensor],
-        dtypes: Mapping[int, Dtypes],
-        mine: list[int],
-        held: list[int],
-    ) -> None:
-        self._on_mesh, self._updates, self._dtypes = on_mesh, updates, dtypes
-        self._mine, self._held = mine, held
+    def __init__(self, on_mesh: MatricesOnMesh, route: Route, dtypes: Dtypes) -> None:
+        self._on_mesh, self._route, self._dtypes = on_mesh, route, dtypes
+        self._memory = torch.empty(route.updates.numel, dtype=dtypes.given, device=on_mesh.shard_device)
+        self.updates = route.updates.of_params(self._memory)
         self._made: dict[int, Tensor] = {}
         self._delivery: Delivery | None = None
-        self._whole: dict[int, Tensor] = {}
-        if not on_mesh.is_local:
-            self._whole = {n: on_mesh.empty(n, dtypes) for n in mine}
-            self._delivery = on_mesh.gather(held, mine, updates, self._whole)
+
+    def send(self) -> None:
+        if self._on_mesh.is_local:
+            return
+        route, source = self._route, self._memory
+        copy_regions(source, source, route.updates.apart)
+        target = source.new_empty(route.coming.numel)
+        self._delivery = self._on_mesh.send(source, target, route.sent, route.coming)
+        self.updates.clear()
+        del self._memory  # which the delivery has
 
     def work(self, do: Orthogonalize) -> None:
-        """Orthogonalize what this rank owns. A collective over the mesh, if some are moved."""
-        if self._delivery is None:
-            whole = {n: self._on_mesh.view(self._updates, n).contiguous() for n in self._mine}
-        else:
-            self._delivery.wait()
-            whole = self._whole
-        results = dict(zip(self._mine, do(self._on_mesh.matrices(self._mine), list(whole.values())), strict=True))
-        self._whole = {}
-        if self._delivery is None:
+        """Orthogonalize what this rank owns."""
+        route, on_mesh = self._route, self._on_mesh
+        results = self._orthogonalized(do)
+        if on_mesh.is_local:
             self._join(results)
-        else:
-            self._made = {i: self._empty_like(i) for i in self._updates}
-            self._delivery = self._on_mesh.scatter(self._held, self._mine, results, self._made)
+            return
+        source = torch.empty(route.returning.numel, dtype=self._dtypes.made, device=on_mesh.device)
+        copy_all([(to.of(source), piece.of_matrix(results[n])) for to, n, piece in route.returned])
+        target = source.new_empty(route.made.numel)
+        self._delivery = on_mesh.send(source, target, route.returning, route.back)
+
+    def _orthogonalized(self, do: Orthogonalize) -> dict[int, Tensor]:
+        mine = self._route.mine
+        memory = self._memory if self._delivery is None else self._whole_matrices(self._delivery)
+        self._delivery = None
+        whole = [region.of(memory) for region in self._route.matrices.values()]
+        return dict(zip(mine, do(self._on_mesh.matrices(mine), whole), strict=True))
 
     def end(self) -> dict[int, Tensor]:
-        """The local parts of what was made, by parameter."""
+        """The local parts of what was made, flat, by parameter."""
         if self._delivery is not None:
-            self._delivery.wait()
+            target = self._delivery.wait().to(self._on_mesh.shard_device)
+            copy_regions(target, target, [(shard, there) for there, shard in self._route.made.apart])
+            self._made = self._route.made.of_params(target)
         return self._made
 
+    def _whole_matrices(self, delivery: Delivery) -> Tensor:
+        come = delivery.wait()
+        memory = torch.empty(self._route.numel, dtype=come.dtype, device=self._on_mesh.device)
+        copy_regions(memory, come, self._route.gathered)
+        return memory
+
     def _join(self, results: Mapping[int, Tensor]) -> None:
-        """Results of matrices that this rank holds and owns, by parameter: itself, if it is all of one.
+        """Results of matrices that this rank holds and owns; those of a parameter lie one behind the other."""
+        for param, numbers in self._route.held_of.items():
+            own = [results[n].view(-1) for n in numbers]
+            self._made[param] = own[0] if len(own) == 1 else torch.cat(own or [self._nothing()])
 
-        Empty shards have none.
-        """
-        for n, matrix in zip(self._mine, self._on_mesh.matrices(self._mine), strict=True):
-            if results[n].shape == self._updates[matrix.param].shape:
-                self._made[matrix.param] = results[n]
-                continue
-            if matrix.param not in self._made:
-                self._made[matrix.param] = self._empty_like(matrix.param)
-            self._on_mesh.view(self._made, n).copy_(results[n])
-        self._made |= {i: self._empty_like(i) for i in self._updates.keys() - self._made}
-
-    def _empty_like(self, param: int) -> Tensor:
-        return torch.empty_like(self._updates[param], dtype=self._dtypes[param].made)
-
-
-def _by_place(parcels: list[_Parcel], places: Sequence[int]) -> list[_Parcel]:
-    return sorted(parcels, key=lambda parcel: places[parcel.rank])
-
-
-def _packed(values: list[Tensor], device: torch.device) -> Tensor:
-    flat = [value.contiguous().view(-1).view(torch.uint8) for value in values]
-    return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8, device=device)
+    def _nothing(self) -> Tensor:
+        return torch.empty(0, dtype=self._dtypes.made, device=self._on_mesh.shard_device)

@@ -40,9 +40,7 @@ class _Stack:
         self.x = torch.empty(len(numbers), *like.shape, dtype=torch.float16, device=like.device)
 
     def normalize(self, values: Sequence[Tensor], products: Products, factor: float, least: float) -> None:
-        for number, x in zip(self.numbers, self.x, strict=True):
-            norm = torch.linalg.vector_norm(values[number], dtype=torch.float32)
-            products.normalize(values[number], norm, x, factor, least)
+        products.normalize([values[number] for number in self.numbers], self.x, factor, least)
 
     def make_gram(self, gram: Tensor, products: Products) -> None:
         own, tall = gram[self.place], self.is_tall

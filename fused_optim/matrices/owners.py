@@ -56,15 +56,23 @@ class Box(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The part of a matrix that a rank holds: ranges of the matrix's rows and columns."""
+    """The part of a matrix that a rank holds: ranges of the matrix's rows and columns.
+
+    In the rank's shard of the parameter its elements are consecutive, and pieces of the next matrix come next.
+    """
 
     rows: Range
     columns: Range
 
     @property
+    def shape(self) -> tuple[int, int]:
+        (first_row, end_row), (first_column, end_column) = self
+        return end_row - first_row, end_column - first_column
+
+    @property
     def numel(self) -> int:
-        (first_row, last_row), (first_column, last_column) = self
-        return (last_row - first_row) * (last_column - first_column)
+        rows, columns = self.shape
+        return rows * columns
 
     def of_matrix(self, matrix: Tensor) -> Tensor:
         return matrix[slice(*self.rows), slice(*self.columns)]
@@ -90,13 +98,6 @@ def piece_of(matrix: Matrix, box: Box) -> Piece | None:
     if start >= end or box.columns[0] >= box.columns[1]:
         return None
     return Piece((start, end), box.columns)
-
-
-def part_of_shard(local: Tensor, matrix: Matrix, piece: Piece, box: Box) -> Tensor:
-    """The piece of a matrix in the shard of the rank that holds it: a view."""
-    expert = local[matrix.expert - box.experts[0]] if local.dim() == 3 else local
-    first = matrix.first_row + piece.rows[0] - box.rows[0]
-    return expert[first : first + piece.rows[1] - piece.rows[0]]
 
 
 class Boxes:
@@ -170,7 +171,7 @@ class Ownership:
         candidates = [next(iter(own.values())) if len(own) == 1 else None for own in pieces]
         return Ownership(matrices, pieces, assign(matrices, candidates, ranks))
 
-    @property
+    @functools.cached_property
     def is_local(self) -> bool:
         """Whether no piece is moved."""
         return all(

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fused_optim.backends import Backend, ShardWork, is_capturing, uncounted
+from fused_optim.backends import Backend, Compiled, ShardWork, is_capturing, uncounted
+from fused_optim.backends.compiled import CompiledShards
+from fused_optim.backends.engine import CachedShard
 from fused_optim.backends.offloaded import Link, OffloadedShards
-from fused_optim.backends.shards import ReferenceShards, shards_on
+from fused_optim.backends.shards import ReferenceShards, Shards, shards_on
 from fused_optim.formats.masters import Master
 from fused_optim.matrices.exchange import Dtypes, Exchange, MatricesOnMesh
 from fused_optim.matrices.orthogonalize import orthogonalize
@@ -25,18 +27,73 @@ from fused_optim.rule import Hyper, Orthogonalization, Rule
 
 # Of what a rank sends of a bucket and gets back. The matrices that it owns take as much again.
 BUCKET_BYTES = 1 << 30
-Bucket = tuple[set[int], list[MatricesOnMesh]]
+OnMesh = tuple[MatricesOnMesh, Dtypes]
+Bucket = tuple[list[int], list[OnMesh]]
+
+
+class Kind(NamedTuple):
+    """What of a parameter's orthogonalization decides which matrices there are, and how they are sent."""
+
+    splits: tuple[int, ...]
+    dtypes: Dtypes
+
+    @staticmethod
+    def of(how: Orthogonalization) -> Kind:
+        given = torch.float32 if how.dtype == torch.float16 else how.dtype  # gradients may be too small for FP16
+        return Kind(how.splits, Dtypes(given, how.dtype))
 
 
 class _UnderWay(NamedTuple):
-    """A bucket of shards between the two passes. ``works``: of those that have a gradient here."""
+    """A bucket of shards between the two passes. ``members``: those that have a gradient here."""
 
-    works: dict[int, ShardWork]
+    members: list[int]
     exchanges: list[Exchange]
 
 
-class MatrixShards(ReferenceShards):
-    """Shards whose update depends on whole matrices. They are described anew at every step: matrices take far longer.
+class _Passes(Protocol):
+    """The shards in both passes over elements."""
+
+    @property
+    def kept(self) -> Shards:
+        """What refreshes and sets them."""
+
+    def run(self, rule: Rule, values: Mapping[int, Tensor], hypers: list[Hyper], workspace: Tensor | None) -> None:
+        """``values``: flat, by shard, ascending: what :data:`MOMENTUM` writes, or what :data:`DESCENT` reads."""
+
+
+class _CompiledPasses:
+    """In an engine, which knows what else there is of the shards."""
+
+    def __init__(self, device: torch.device, backend: Compiled, groups: list[int], group_count: int) -> None:
+        self.kept = CompiledShards(device, backend, groups, group_count, MOMENTUM)
+
+    def run(self, rule: Rule, values: Mapping[int, Tensor], hypers: list[Hyper], workspace: Tensor | None) -> None:
+        self.kept.run_matrix_pass(rule is MOMENTUM, values, hypers, workspace)
+
+
+class _DescribedPasses:
+    """In the reference, or of states in host memory. Shards are described anew at every step: that takes far longer."""
+
+    def __init__(
+        self, device: torch.device, backend: Backend, groups: list[int], group_count: int, link: Link | None
+    ) -> None:
+        self.kept = ReferenceShards(groups)
+        self._device, self._backend, self._groups, self._group_count = device, backend, groups, group_count
+        self._link = link
+
+    def run(self, rule: Rule, values: Mapping[int, Tensor], hypers: list[Hyper], workspace: Tensor | None) -> None:
+        groups = [self._groups[i] for i in values]
+        about = (self._device, self._backend, groups, self._group_count, rule)
+        shards = shards_on(*about) if self._link is None else OffloadedShards(*about, self._link)
+        describe = _entering if rule is MOMENTUM else _leaving
+        for number, (i, value) in enumerate(values.items()):
+            work = self.kept.works[i]
+            shards.set(number, describe(work, value.view(work.param.shape)), None)
+        shards.run(hypers, workspace)
+
+
+class MatrixShards:
+    """Shards whose update depends on whole matrices.
 
     They are updated bucket by bucket, which bounds the memory that this takes. Where pieces are moved, those of the
     next bucket are on their way to the owners, and those of the last one on their way back, beside the products of one.
@@ -52,47 +109,94 @@ class MatrixShards(ReferenceShards):
         params: list[Tensor],
         link: Link | None = None,
     ) -> None:
-        super().__init__(groups)
-        self._device, self._backend, self._group_count = device, backend, group_count
-        self._params, self._link = list(map(reference_to, params)), link
-        self._leaving = shards_on(device, backend, [], 0, DESCENT)  # to be asked for targets
+        self._groups, self._params = groups, list(map(reference_to, params))
+        self._passes: _Passes
+        if backend == "torch" or link is not None:
+            self._passes = _DescribedPasses(device, backend, groups, group_count, link)
+        else:
+            self._passes = _CompiledPasses(device, backend, groups, group_count)
+        self._kept = self._passes.kept
+        self.works = self._kept.works
+        # To be asked for targets.
+        self._leaving = None if link is not None else shards_on(device, backend, [], 0, DESCENT)
         self._how: list[Orthogonalization] = []
+        self._kinds: list[Kind] = []
         self._buckets: list[Bucket] = []
 
+    def refresh(self, watched: list[CachedShard], attribute: str) -> Sequence[int]:
+        return self._kept.refresh(watched, attribute)
+
+    def set(self, shard: int, work: ShardWork, watched: CachedShard | None) -> bool:
+        return self._kept.set(shard, work, watched)
+
+    def let_go(self, shard: int) -> None:
+        self._kept.let_go(shard)
+
+    def written(self) -> Sequence[int]:
+        return self._kept.written()
+
+    def find_written(self, watched: list[CachedShard]) -> Sequence[int]:
+        return self._kept.find_written(watched)
+
+    def sharing(self) -> Sequence[int]:
+        return self._kept.sharing()
+
     def takes_target(self, layout: StateLayout) -> bool:
-        return self._link is None and self._leaving.takes_target(_without_states(layout))
+        return self._leaving is not None and self._leaving.takes_target(_without_states(layout))
+
+    def marks(self, work: ShardWork) -> bool:
+        return False
+
+    def with_gradients(self) -> Sequence[int]:
+        return self._kept.with_gradients()
+
+    def updated(self, watched: list[CachedShard]) -> list[Tensor]:
+        return self._kept.updated(watched)
+
+    def mark(self, watched: list[CachedShard]) -> None:
+        self._kept.mark(watched)
+
+    def groups_with_gradients(self) -> Sequence[int]:
+        return self._kept.groups_with_gradients()
 
     def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
-        how = [_orthogonalization(hypers[group]) for group in self._groups]
-        if not self._buckets or [each.splits for each in how] != [each.splits for each in self._how]:
-            self._buckets = self._in_buckets([each.splits for each in how])
-        self._how = how
-        ahead = 0 if all(each.is_local for _, meshes in self._buckets for each in meshes) else 1
+        self._choose_buckets(hypers)
+        ahead = 0 if all(on_mesh.is_local for _, meshes in self._buckets for on_mesh, _ in meshes) else 1
         if ahead and is_capturing():
             raise RuntimeError(
                 "CUDA graph capture: FusedMuon moves parts of sharded matrices, which a graph cannot hold"
             )
-        count = len(self._buckets)
+        count, updated = len(self._buckets), set(self.with_gradients())
         under_way: dict[int, _UnderWay] = {}
         for number in range(count + 2 * ahead):
             worked, ended = number - ahead, number - 2 * ahead
             if number < count:
-                under_way[number] = self._begin(*self._buckets[number], uncounted(hypers), workspace)
+                members, meshes = self._buckets[number]
+                own = [i for i in members if i in updated]
+                under_way[number] = self._begin(own, meshes, uncounted(hypers), workspace)
             if 0 <= worked < count:
                 for exchange in under_way[worked].exchanges:
                     exchange.work(self._orthogonalize)
             if 0 <= ended < count:
                 self._end(under_way.pop(ended), hypers if ended == count - 1 else uncounted(hypers), workspace)
+        self.works.clear()
 
-    def _begin(
-        self, members: set[int], meshes: list[MatricesOnMesh], hypers: list[Hyper], workspace: Tensor | None
-    ) -> _UnderWay:
-        works = {i: work for i, work in sorted(self.works.items()) if i in members}
-        updates = {i: torch.empty_like(work.param, dtype=_sent_as(self._how[i])) for i, work in works.items()}
-        entering = {i: _entering(work, updates[i]) for i, work in works.items()}
-        self._pass(MOMENTUM, entering, list(map(before_matrices, hypers)), workspace)
-        dtypes = {i: Dtypes(_sent_as(each), each.dtype) for i, each in enumerate(self._how)}
-        return _UnderWay(works, [on_mesh.begin(updates, dtypes) for on_mesh in meshes])
+    def _choose_buckets(self, hypers: list[Hyper]) -> None:
+        of_group = [hyper.orthogonalization for hyper in hypers]
+        self._how = [_given(of_group[group]) for group in self._groups]
+        kinds = list(map(Kind.of, self._how))
+        if not self._buckets or kinds != self._kinds:
+            self._buckets, self._kinds = self._in_buckets(kinds), kinds
+
+    def _begin(self, own: list[int], meshes: list[OnMesh], hypers: list[Hyper], workspace: Tensor | None) -> _UnderWay:
+        exchanges = [on_mesh.begin(own, dtypes) for on_mesh, dtypes in meshes]
+        updates: dict[int, Tensor] = {}
+        for exchange in exchanges:
+            updates |= exchange.updates
+        self._passes.run(MOMENTUM, {i: updates[i] for i in own}, list(map(before_matrices, hypers)), workspace)
+        for exchange in exchanges:
+            exchange.send()
+        return _UnderWay(own, exchanges)
 
     def _orthogonalize(self, matrices: Sequence[Matrix], values: Sequence[Tensor]) -> list[Tensor]:
         return orthogonalize(values, [self._how[matrix.param] for matrix in matrices])
@@ -101,23 +205,18 @@ class MatrixShards(ReferenceShards):
         made: dict[int, Tensor] = {}
         for exchange in bucket.exchanges:
             made |= exchange.end()
-        leaving = {i: _leaving(work, made[i]) for i, work in bucket.works.items()}
-        self._pass(DESCENT, leaving, list(map(after_matrices, hypers)), workspace)
+        values = {i: made[i] for i in bucket.members}
+        self._passes.run(DESCENT, values, list(map(after_matrices, hypers)), workspace)
 
-    def _pass(self, rule: Rule, works: dict[int, ShardWork], hypers: list[Hyper], workspace: Tensor | None) -> None:
-        groups = [self._groups[i] for i in works]
-        about = (self._device, self._backend, groups, self._group_count, rule)
-        shards = shards_on(*about) if self._link is None else OffloadedShards(*about, self._link)
-        for number, work in enumerate(works.values()):
-            shards.set(number, work, None)
-        shards.run(hypers, workspace)
-
-    def _in_buckets(self, splits: list[tuple[int, ...]]) -> list[Bucket]:
-        return in_buckets({i: param for i, ref in enumerate(self._params) if (param := ref()) is not None}, splits)
+    def _in_buckets(self, kinds: list[Kind]) -> list[Bucket]:
+        return in_buckets({i: param for i, ref in enumerate(self._params) if (param := ref()) is not None}, kinds)
 
 
-def in_buckets(params: dict[int, Tensor], splits: list[tuple[int, ...]]) -> list[Bucket]:
-    """The parameters of each bucket, and their matrices. Cut by global shapes: the same on all ranks."""
+def in_buckets(params: dict[int, Tensor], kinds: Sequence[Kind]) -> list[Bucket]:
+    """The parameters of each bucket, ascending, and their matrices. Cut by global shapes: the same on all ranks.
+
+    ``kinds``: by the parameters' numbers.
+    """
     is_sharded = any(isinstance(param, DTensor) and param.device_mesh.size() > 1 for param in params.values())
     most = BUCKET_BYTES // 2 if is_sharded else BUCKET_BYTES  # parts of three are there at once
     buckets: list[dict[int, Tensor]] = [{}]
@@ -129,25 +228,22 @@ def in_buckets(params: dict[int, Tensor], splits: list[tuple[int, ...]]) -> list
             size = 0.0
         buckets[-1][i] = param
         size += own
-    return [(set(bucket), _on_meshes(bucket, splits)) for bucket in buckets]
+    return [(list(bucket), _on_meshes(bucket, kinds)) for bucket in buckets]
 
 
-def _on_meshes(bucket: dict[int, Tensor], splits: list[tuple[int, ...]]) -> list[MatricesOnMesh]:
+def _on_meshes(bucket: dict[int, Tensor], kinds: Sequence[Kind]) -> list[OnMesh]:
     """In the order in which the parameters name them: the same on all ranks."""
-    by_mesh: dict[DeviceMesh | None, dict[int, Tensor]] = {}
+    found: dict[tuple[DeviceMesh | None, Dtypes], dict[int, Tensor]] = {}
     for i, param in bucket.items():
-        by_mesh.setdefault(param.device_mesh if isinstance(param, DTensor) else None, {})[i] = param
-    return [MatricesOnMesh(members, splits, mesh) for mesh, members in by_mesh.items()]
+        mesh = param.device_mesh if isinstance(param, DTensor) else None
+        found.setdefault((mesh, kinds[i].dtypes), {})[i] = param
+    splits = [kind.splits for kind in kinds]
+    return [(MatricesOnMesh(members, splits, mesh), dtypes) for (mesh, dtypes), members in found.items()]
 
 
-def _orthogonalization(hyper: Hyper) -> Orthogonalization:
-    assert hyper.orthogonalization is not None
-    return hyper.orthogonalization
-
-
-def _sent_as(how: Orthogonalization) -> torch.dtype:
-    """The dtype of values that are to be orthogonalized: gradients may be too small for FP16."""
-    return torch.float32 if how.dtype == torch.float16 else how.dtype
+def _given(how: Orthogonalization | None) -> Orthogonalization:
+    assert how is not None
+    return how
 
 
 def _entering(work: ShardWork, update: Tensor) -> ShardWork:

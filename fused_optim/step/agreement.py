@@ -130,7 +130,7 @@ class Agreement:
         """
         self._is_open = False
         self._is_first |= is_first
-        if is_capturing() or not (self._is_first or own.misplaced or own.gradients or self._with_misplaced):
+        if is_capturing() or not (self._is_first or self._with_misplaced or self._has_something_to_say(own)):
             return
         error = None
         for mesh in meshes_of(params):
@@ -143,6 +143,11 @@ class Agreement:
         self._is_first = False
         if error is not None:
             raise RuntimeError(error)
+
+    def _has_something_to_say(self, own: Own) -> bool:
+        return bool(own.misplaced) or any(
+            mesh in self._with_empty or self._has_other_matrices(mesh, own) for mesh in own.gradients
+        )
 
     def _has_other_matrices(self, mesh: DeviceMesh, own: Own) -> bool:
         return mesh in own.gradients and own.gradients[mesh] != self._gradients.get(mesh)

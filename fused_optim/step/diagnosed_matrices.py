@@ -52,8 +52,11 @@ def _sums(
             sums[matrix.param][1] += min(result.shape)
         return made
 
-    dtypes = {i: Dtypes(torch.float32, how[i].dtype) for i in params}
-    exchange = MatricesOnMesh(params, [each.splits for each in how], mesh).begin(updates, dtypes)
+    on_mesh = MatricesOnMesh(params, [each.splits for each in how], mesh)
+    exchange = on_mesh.begin(updates, Dtypes(torch.float32, torch.float32))
+    for i, memory in exchange.updates.items():
+        memory.copy_(updates[i].reshape(-1))
+    exchange.send()
     exchange.work(look)
     exchange.end()
     total = torch.tensor(list(sums.values()), dtype=torch.float64)

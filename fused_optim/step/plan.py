@@ -87,6 +87,7 @@ class Plan:
         others = [(i, param) for i, param in enumerate(params) if param in own and i not in self._layouts]
         self._stateless = [self._reference(param, i) for i, param in others]
         self._has_lost = False  # a parameter
+        self._sent: tuple[list[list[int]], Own] | None = None  # matrices, and which shards had gradients
         self._store = store
         self._copies: list[tuple[Tensor, Tensor]] = []
         parts: dict[tuple[torch.device, bool, int], Part] = {}
@@ -211,8 +212,19 @@ class Plan:
         for part, i, param in stale:
             own.add(param, getattr(param, attribute), part.indices[i], self._names[part.indices[i]])
         if any(isinstance(part.shards, MatrixShards) for part in self._parts):
-            own.add_matrices(self._store)
+            matrices = self._matrices_to_send(bool(stale))
+            own.gradients, own.with_empty = matrices.gradients, matrices.with_empty
         return own
+
+    def _matrices_to_send(self, has_stale: bool) -> Own:
+        """Those of the step before, as long as the same shards have gradients, and all are as they were."""
+        having = [list(part.shards.with_gradients()) for part in self._parts]
+        if has_stale or self._sent is None or self._sent[0] != having:
+            own = Own()
+            own.add_matrices(self._store)
+            self._sent = None if has_stale else (having, own)
+            return own
+        return self._sent[1]
 
     @property
     def params(self) -> set[Tensor]:

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fused_optim.adam import FusedAdamW
-from fused_optim.matrices.shards import in_buckets
+from fused_optim.matrices.exchange import Dtypes
+from fused_optim.matrices.shards import Kind, in_buckets
 from fused_optim.muon import ALGORITHM, FusedMuon
 from fused_optim.muon_groups import is_muons_by_name
 from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.options.checks import some_of
 from fused_optim.tools.names import ALGORITHMS
 
-_SENT_BYTES = 2  # of an element: BF16, there and back
+_SENT = Kind((), Dtypes(torch.bfloat16, torch.bfloat16))  # there and back
+_SENT_BYTES = torch.bfloat16.itemsize
 _NS_STEPS = 5  # FusedMuon's default
 
 
@@ -62,11 +65,11 @@ def muon_facts(named: Sequence[tuple[str, Tensor]], muon: Collection[str]) -> di
     one that has most, as the plain form of five steps counts them; ``most_work_to_mean``.
     """
     params = dict(enumerate(param for name, param in named if name in muon and param.requires_grad))
-    buckets = in_buckets(params, [()] * len(params))
+    buckets = in_buckets(params, [_SENT] * len(params))
     work: list[int] = []
     buffers: list[int] = []
     for _, meshes in buckets:
-        for on_mesh in meshes:
+        for on_mesh, _ in meshes:
             buffers += [_SENT_BYTES * elements for elements in on_mesh.sent_elements]
             work = _added(work, on_mesh.work)
     total, most = sum(work), max(work, default=0)

@@ -232,13 +232,22 @@ def test_products(form: tuple[bool, bool, bool, bool], batch: int, rows: int, co
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
-def test_normalized_values(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("shape", [(8, 1), (40, 1000), (2048, 1032)], ids=str)
+def test_normalized_values(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """Of small, large and zero matrices; bits do not depend on how many there are, 256 of them are a launch."""
     products = engine_products()
-    x = normal((40, 1000), "cuda").to(dtype)
-    for norm in (torch.tensor(3.0, device="cuda"), torch.tensor(0.0, device="cuda")):
-        found = torch.full((40, 1000), math.nan, dtype=F16, device="cuda")
-        products.normalize(x, norm, found, 32.0, 0.5)
-        assert torch.equal(found, (x.float() / norm.clamp(min=0.5) * 32.0).to(F16))
+    count = 3 if shape[0] == 2048 else 300
+    values = [(normal(shape, "cuda") * 2.0 ** -(i % 30)).to(dtype) for i in range(count)]
+    values[1].zero_()
+    found = torch.full((count, *shape), math.nan, dtype=F16, device="cuda")
+    products.normalize(values, found, 32.0, 1e-5)
+    for i in {0, 1, 2, count - 1}:
+        norm = torch.linalg.vector_norm(values[i].double()).clamp(min=1e-5)
+        expected = values[i].double() / norm * 32.0
+        assert torch.allclose(found[i].double(), expected, rtol=6e-4, atol=3e-8)
+        alone = torch.full_like(found[:1], math.nan)
+        products.normalize([values[i]], alone, 32.0, 1e-5)
+        assert torch.equal(alone[0], found[i])
 
 
 @pytest.mark.cuda

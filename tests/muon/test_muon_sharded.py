@@ -24,6 +24,7 @@ from distributed import Part, join_all, part, same_bits
 from fused_optim import FusedAdamW, FusedMuon, load_optimizer_checkpoint, muon_param_groups
 from fused_optim.checkpoint import Checkpointer
 from fused_optim.matrices import shards
+from fused_optim.matrices.exchange import Dtypes
 from fused_optim.optimizer import ShardedOptimizer
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -66,7 +67,7 @@ def build(how: str, dtype: torch.dtype, **options: Any) -> tuple[nn.ParameterDic
     matrices = [(name, param) for name, param in model.items() if name not in ("vector", "split")]
     groups: list[dict[str, Any]] = [
         {"params": matrices},
-        {"params": [("split", model["split"])], "splits": (16, 24, 8)},
+        {"params": [("split", model["split"])], "splits": (16, 24, 8), "ns_dtype": "float16"},  # sent by itself
         {"params": [("vector", model["vector"])], "algorithm": "adamw"},
     ]
     return model, FusedMuon(groups, lr=0.02, **options)
@@ -146,7 +147,8 @@ def test_buckets_are_small() -> None:
     for limit, expected in ((10**9, [5]), (80_000, [2, 1, 2]), (1, [1] * 5), (160_000, [2, 3])):
         with mock.patch.object(shards, "BUCKET_BYTES", limit):
             of_cpu = shards.MatrixShards(torch.device("cpu"), "cpu", [0] * 5, 1, params)
-            assert [len(bucket) for bucket, _ in of_cpu._in_buckets([()] * 5)] == expected
+            kinds = [shards.Kind((), Dtypes(BF16, BF16))] * 5
+            assert [len(bucket) for bucket, _ in of_cpu._in_buckets(kinds)] == expected
 
 
 @pytest.mark.parametrize("but", ["row", "uneven"])

@@ -74,6 +74,13 @@ bool writes_weights(int rule, const std::vector<int>& state_formats) {
 #endif
 }
 
+std::vector<Element> elements_of(const std::vector<int>& types) {
+    std::vector<Element> found;
+    for (size_t i = 0; i < types.size(); ++i)
+        found.push_back(enumerator<Element>(types[i], i, "values of a known element type"));
+    return found;
+}
+
 #if defined(FUSED_OPTIM_ENGINE_CUDA)
 void load_kernels(int rule, int device) {
     load_update_kernels(rule_of(rule), device);
@@ -83,13 +90,24 @@ void load_kernels(int rule, int device) {
     load_swiglu_kernels(device);
     load_rms_norm_kernels(device);
     load_product_kernels(device);
+    load_normalize_kernels(device);
 }
 
-void launch(ShardTable& table, int device, uint64_t stream, uint64_t workspace, uint64_t workspace_size) {
-    const Step& step = table.step();
+void launch_step(const Step& step, int device, uint64_t stream, uint64_t workspace, uint64_t workspace_size) {
     py::gil_scoped_release release;
     if (workspace_size < workspace_bytes(step)) workspace = 0;
     launch_cuda(step, device, stream, workspace);
+}
+
+void launch(ShardTable& table, int device, uint64_t stream, uint64_t workspace, uint64_t workspace_size) {
+    launch_step(table.step(), device, stream, workspace, workspace_size);
+}
+
+void launch_matrix_pass(ShardTable& table, bool first, const std::vector<size_t>& shards,
+                        const std::vector<uint64_t>& values, const std::vector<int>& types, int device, uint64_t stream,
+                        uint64_t workspace, uint64_t workspace_size) {
+    launch_step(table.matrix_pass(first, shards, values, elements_of(types)), device, stream, workspace,
+                workspace_size);
 }
 
 void diagnose(ShardTable& table, size_t first, const std::vector<uint64_t>& rows, int device, uint64_t stream,
@@ -99,10 +117,16 @@ void diagnose(ShardTable& table, size_t first, const std::vector<uint64_t>& rows
     diagnose_cuda(step, rows, device, stream, workspace);
 }
 #else
-void launch(ShardTable& table, int threads) {
-    const Step& step = table.step();
+void launch_step(const Step& step, int threads) {
     py::gil_scoped_release release;
     launch_cpu(step, threads);
+}
+
+void launch(ShardTable& table, int threads) { launch_step(table.step(), threads); }
+
+void launch_matrix_pass(ShardTable& table, bool first, const std::vector<size_t>& shards,
+                        const std::vector<uint64_t>& values, const std::vector<int>& types, int threads) {
+    launch_step(table.matrix_pass(first, shards, values, elements_of(types)), threads);
 }
 
 void diagnose(ShardTable& table, size_t first, const std::vector<uint64_t>& rows, int threads) {
@@ -259,10 +283,15 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
 #if defined(FUSED_OPTIM_ENGINE_CUDA)
         .def("launch", &launch, py::arg("device"), py::arg("stream"), py::arg("workspace") = 0,
              py::arg("workspace_size") = 0)
+        .def("launch_matrix_pass", &launch_matrix_pass, py::arg("first"), py::arg("shards"), py::arg("values"),
+             py::arg("types"), py::arg("device"), py::arg("stream"), py::arg("workspace") = 0,
+             py::arg("workspace_size") = 0)
         .def("diagnose", &diagnose, py::arg("first"), py::arg("rows"), py::arg("device"), py::arg("stream"),
              py::arg("workspace"))
 #else
         .def("launch", &launch, py::arg("threads"))
+        .def("launch_matrix_pass", &launch_matrix_pass, py::arg("first"), py::arg("shards"), py::arg("values"),
+             py::arg("types"), py::arg("threads"))
         .def("diagnose", &diagnose, py::arg("first"), py::arg("rows"), py::arg("threads"))
 #endif
         ;

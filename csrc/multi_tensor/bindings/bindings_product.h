@@ -2,9 +2,11 @@
 #pragma once
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "product.h"
 
@@ -36,13 +38,14 @@ void matrix_product(uint64_t left, uint64_t right, uint64_t result, uint32_t bat
                         device, stream);
 }
 
-void normalize(uint64_t values, uint64_t norm, uint64_t result, uint64_t numel, float factor, float least,
-               uint32_t type, int device, uint64_t stream) {
-    require(values && norm && result && values % 16 == 0 && result % 16 == 0, "addresses that are multiples of 16");
-    require(numel % kProductMultiple == 0, "a multiple of 8 elements");
+void normalize(const std::vector<uint64_t>& values, uint64_t result, uint64_t sums, uint64_t numel, float factor,
+               float least, uint32_t type, int device, uint64_t stream) {
+    require(result && result % 16 == 0 && sums && sums % 4 == 0, "addresses of results and sums");
+    for (const uint64_t address : values) require(address && address % 16 == 0, "addresses that are multiples of 16");
+    require(numel > 0 && numel % kProductMultiple == 0, "a multiple of 8 elements");
     const auto element = static_cast<Element>(type);
     require(element == Element::kFloat32 || element == Element::kBFloat16, "values in FP32 or BF16");
-    normalize_cuda({values, norm, result, numel, factor, least, element}, device, stream);
+    normalize_cuda({values, result, sums, numel, factor, least, element}, device, stream);
 }
 
 }  // namespace
@@ -54,7 +57,8 @@ inline void define_all(py::module_& m) {
           py::arg("batch"), py::arg("rows"), py::arg("columns"), py::arg("inner"), py::arg("alpha"), py::arg("beta"),
           py::arg("gamma"), py::arg("left_transposed"), py::arg("right_transposed"), py::arg("symmetric"),
           py::arg("result_type"), py::arg("device"), py::arg("stream"), NoGil());
-    m.def("normalize", &normalize, py::kw_only(), py::arg("values"), py::arg("norm"), py::arg("result"),
+    m.attr("NORM_SUMS") = kNormSums;
+    m.def("normalize", &normalize, py::kw_only(), py::arg("values"), py::arg("result"), py::arg("sums"),
           py::arg("numel"), py::arg("factor"), py::arg("least"), py::arg("type"), py::arg("device"), py::arg("stream"),
           NoGil());
 }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "bindings/cached_shard.h"
+#include "bindings/matrix_pass.h"
 #include "bindings/prefetch.h"
 #include "bindings/shard_reader.h"
 #include "bindings/shard_work.h"
@@ -99,6 +100,25 @@ public:
     Step step_of(size_t first, size_t count) const {
         Step step{step_.rule, {}, step_.groups};
         for (size_t i = first; i < first + count; ++i) step.shards.push_back(rows_.at(i).shard);
+        return step;
+    }
+
+    // The first of Muon's passes over these shards, or else the second; `values`: see matrix_pass.h.
+    Step matrix_pass(bool first, const std::vector<size_t>& numbers, const std::vector<uint64_t>& values,
+                     const std::vector<Element>& types) const {
+        if (step_.rule != Rule::kMuon || values.size() != numbers.size() || types.size() != numbers.size()) {
+            throw std::invalid_argument(
+                "fused_optim: expected shards of Muon, and for each the values of its matrices");
+        }
+        Step step{first ? Rule::kMuon : Rule::kDescent, {}, step_.groups};
+        for (size_t k = 0; k < numbers.size(); ++k) {
+            const CachedShard& row = rows_.at(numbers[k]);
+            if (!row.has_gradient || (row.shard.numel && !values[k])) {
+                throw std::invalid_argument("fused_optim: expected shards with gradients, and addresses of values");
+            }
+            if (!row.shard.numel) continue;
+            step.shards.push_back((first ? before_matrices : after_matrices)(row.shard, values[k], types[k]));
+        }
         return step;
     }
 

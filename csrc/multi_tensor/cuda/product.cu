@@ -5,7 +5,6 @@
 // the same order, wherever it is made.
 #if !defined(FUSED_OPTIM_WITHOUT_HOPPER)
 
-#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <algorithm>
@@ -382,44 +381,6 @@ void launch(Factors& factors, const MatrixProduct& p, int device, cudaStream_t s
                kName, device);
 }
 
-template <class T>
-__device__ __forceinline__ void load8(float (&x)[8], const T* from);
-
-template <>
-__device__ __forceinline__ void load8<float>(float (&x)[8], const float* from) {
-    const float4 a = reinterpret_cast<const float4*>(from)[0], b = reinterpret_cast<const float4*>(from)[1];
-    const float all[] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-#pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = all[i];
-}
-
-template <>
-__device__ __forceinline__ void load8<__nv_bfloat16>(float (&x)[8], const __nv_bfloat16* from) {
-    const uint4 raw = *reinterpret_cast<const uint4*>(from);
-    const uint32_t all[] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        x[2 * i] = __uint_as_float(all[i] << 16);
-        x[2 * i + 1] = __uint_as_float(all[i] & 0xFFFF0000u);
-    }
-}
-
-template <class T>
-__global__ void normalize(const T* values, const float* norm, __half* result, uint64_t groups, float factor,
-                          float least) {
-    const float divisor = fmaxf(*norm, least);
-    for (uint64_t i = blockIdx.x * uint64_t{blockDim.x} + threadIdx.x; i < groups;
-         i += uint64_t{gridDim.x} * blockDim.x) {
-        float x[8];
-        load8(x, values + 8 * i);
-        uint32_t made[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-            made[j] = packed(x[2 * j] / divisor * factor, x[2 * j + 1] / divisor * factor, false);
-        reinterpret_cast<uint4*>(result)[i] = make_uint4(made[0], made[1], made[2], made[3]);
-    }
-}
-
 }  // namespace
 
 bool has_products_cuda(int device) {
@@ -451,24 +412,6 @@ void matrix_product_cuda(const MatrixProduct& p, int device, uint64_t stream_han
     throw std::invalid_argument("fused_optim: matrix_product: there is no such form");
 }
 
-void normalize_cuda(const Normalization& n, int device, uint64_t stream_handle) {
-    CudaDeviceGuard guard("normalize", device);
-    const auto stream = reinterpret_cast<cudaStream_t>(stream_handle);
-    const uint64_t groups = n.numel / 8;
-    const auto blocks = static_cast<uint32_t>(std::min<uint64_t>((groups + 255) / 256, 132 * 8));
-    if (!blocks) return;
-    auto* const result = reinterpret_cast<__half*>(n.result);
-    const auto* const norm = reinterpret_cast<const float*>(n.norm);
-    if (n.type == Element::kBFloat16) {
-        normalize<<<blocks, 256, 0, stream>>>(reinterpret_cast<const __nv_bfloat16*>(n.values), norm, result, groups,
-                                              n.factor, n.least);
-    } else {
-        normalize<<<blocks, 256, 0, stream>>>(reinterpret_cast<const float*>(n.values), norm, result, groups, n.factor,
-                                              n.least);
-    }
-    check_cuda(cudaGetLastError(), "normalize", device);
-}
-
 void load_product_kernels(int device) {
     CudaDeviceGuard guard(kName, device);
     if (!has_products_cuda(device)) return;
@@ -476,8 +419,6 @@ void load_product_kernels(int device) {
     clusters_at_once<false, true, false>(device);
     clusters_at_once<false, false, true>(device);
     clusters_at_once<false, false, false>(device);
-    load_kernel(normalize<float>, "normalize", device);
-    load_kernel(normalize<__nv_bfloat16>, "normalize", device);
 }
 
 }  // namespace fused_optim
@@ -492,7 +433,6 @@ namespace fused_optim {
 
 bool has_products_cuda(int) { return false; }
 void matrix_product_cuda(const MatrixProduct&, int, uint64_t) { throw std::logic_error("fused_optim: no products"); }
-void normalize_cuda(const Normalization&, int, uint64_t) { throw std::logic_error("fused_optim: no products"); }
 void load_product_kernels(int) {}
 
 }  // namespace fused_optim
