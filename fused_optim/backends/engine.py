@@ -189,6 +189,7 @@ class Engine(Protocol):
         absmax: int,
         rows: int,
         columns: int,
+        half: bool,
         format: int,
         measured: bool,
         **where: int,
@@ -205,6 +206,7 @@ class Engine(Protocol):
         remembered: int,
         rows: int,
         columns: int,
+        half: bool,
         format: int,
         **where: int,
     ) -> None: ...
@@ -219,6 +221,7 @@ class Engine(Protocol):
         absmax: int,
         rows: int,
         columns: int,
+        half: bool,
         format: int,
         **where: int,
     ) -> None: ...
@@ -232,6 +235,7 @@ class Engine(Protocol):
         transposed_scale: int,
         rows: int,
         columns: int,
+        half: bool,
         power_of_two: bool,
         tiles: bool,
         format: int,
