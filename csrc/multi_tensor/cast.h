@@ -1,6 +1,6 @@
-// Matrices of BF16 values in FP8, for products: the math of their scales and codes, and what both engines offer. The
-// PyTorch reference (fused_optim/quantized/compute/casts.py) defines the bits, but for the sign of NaN. What is not
-// finite counts for scales, so all that shares one with it becomes NaN.
+// Matrices of BF16 or FP16 values in FP8, for products: the math of their scales and codes, and what both engines
+// offer. The PyTorch reference (fused_optim/quantized/compute/casts.py) defines the bits, but for the sign of NaN. What
+// is not finite counts for scales, so all that shares one with it becomes NaN.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ constexpr uint32_t kCastMultiple = 16;  // of rows and columns
 
 // A matrix, row by row. `transposed` has the codes of its transpose; either may be 0.
 struct Cast {
-    uint64_t values;  // BF16
+    uint64_t values;  // BF16, or FP16 with `half`
     uint64_t codes;
     uint64_t transposed;
     uint64_t scale;             // FP32: see the launchers
@@ -32,6 +32,7 @@ struct Cast {
     bool tiles = false;         // of blocks: the transpose has scales of 128 x 128
     uint64_t history = 0;       // of delayed scales: the scale, then the largest magnitudes of the last casts
     uint32_t remembered = 0;    // how many
+    bool half = false;          // see `values`; not where these are computed
     bool backwards = false;     // the CUDA engine goes from the end to the start
 };
 
@@ -56,7 +57,8 @@ struct SwiGLU {
 // RMSNorm, x * rstd * weight with rstd = 1 / sqrt(mean(x * x) + eps) of each row, cast on the way. Computed in FP32 and
 // rounded to BF16, as fused_optim/quantized/compute/rms_norm.py defines it.
 struct RMSNorm {
-    Cast result;  // `values` are x
+    Cast
+        result;  // `values` are x; with scales of rows, `absmax` has room for norm_parts(rows) * columns / 2 words more
     uint64_t weight;
     uint64_t rstd;  // FP32
     float eps;
@@ -65,7 +67,9 @@ struct RMSNorm {
 
 constexpr uint32_t kNormGradients = 3;
 constexpr uint32_t kNormColumns = 16384;  // at most
-constexpr uint32_t kNormParts = 512;      // of rows, at most, whose gradients of the weight are summed up one by one
+constexpr uint32_t kNormParts = 512;      // of rows, at most, each of them with a result of its own for each column
+
+FUSED_OPTIM_HD uint64_t norm_parts(uint64_t rows) { return rows < kNormParts ? rows : kNormParts; }
 
 // Its gradients. `gradients` are those of its results, which are summed up, 0 after the last one; `addend` is another
 // gradient of x, or 0. FP32 but for what is read and written, which is BF16.
@@ -77,7 +81,7 @@ struct RMSNormGradient {
     uint64_t rstd;
     uint64_t of_x;
     uint64_t of_weight;
-    uint64_t parts;  // FP32: room for min(rows, kNormParts) gradients of the weight
+    uint64_t parts;  // FP32: room for norm_parts(rows) gradients of the weight
     uint64_t rows;
     uint64_t columns;
 };

@@ -192,6 +192,7 @@ class Engine(Protocol):
         absmax: int,
         rows: int,
         columns: int,
+        half: bool,
         format: int,
         measured: bool,
         **where: int,
@@ -208,6 +209,7 @@ class Engine(Protocol):
         remembered: int,
         rows: int,
         columns: int,
+        half: bool,
         format: int,
         **where: int,
     ) -> None: ...
@@ -222,6 +224,7 @@ class Engine(Protocol):
         absmax: int,
         rows: int,
         columns: int,
+        half: bool,
         format: int,
         **where: int,
     ) -> None: ...
@@ -235,6 +238,7 @@ class Engine(Protocol):
         transposed_scale: int,
         rows: int,
         columns: int,
+        half: bool,
         power_of_two: bool,
         tiles: bool,
         format: int,

@@ -57,12 +57,13 @@ def parameter_holders(model: nn.Module) -> dict[Tensor, list[Holder]]:
 class FileTensors:
     """What a tensor of a model becomes in files, or several together.
 
-    ``names``: in the model. ``convert``: values by our names to values by theirs.
+    ``names``: in the model. ``convert``: values by our names to values by theirs; with ``are_views``, views of them.
     """
 
     names: tuple[str, ...]
     convert: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
     new_name: str | None = None  # of one that stays as it is
+    are_views: bool = False
 
     def rows(self, shape: torch.Size) -> dict[str, Tensor | None] | None:
         """Which rows each tensor in files has of the one in the model, as a matrix; by name. None for all, in order.
@@ -110,6 +111,30 @@ def file_tensors(model: nn.Module, shapes: Shapes, experts: Collection[str] = ()
         own = {name: left.pop(name) for name in list(left) if name.startswith(prefix)}
         found += _Reverting(prefix, root).file_tensors(own)
     return found + [_per_expert(name) if name in experts else _renamed(name, name) for name in left]
+
+
+def linear_experts(model: nn.Module, name: str) -> FileTensors | None:
+    """Llama 4's experts as linear layers, which transformers makes of them where it reads compressed-tensors.
+
+    In the model ``gate_up_proj`` and ``down_proj`` have inputs in their rows. None for other tensors.
+    """
+    parent, _, own = name.rpartition(".")
+    modules = (module for path, module in model.named_modules() if state_name(model, path) == parent)
+    if own not in ("gate_up_proj", "down_proj") or type(next(modules, None)).__name__ != "Llama4TextExperts":
+        return None
+
+    def convert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        turned = tensors[name].transpose(-2, -1)
+        parts = {"down_proj": turned}
+        if own == "gate_up_proj":
+            parts = dict(zip(("gate_proj", "up_proj"), turned.chunk(2, 1), strict=True))
+        return {
+            f"{parent}.{expert}.{layer}.weight": matrix
+            for layer, matrices in parts.items()
+            for expert, matrix in enumerate(matrices.unbind(0))
+        }
+
+    return FileTensors((name,), convert, are_views=True)
 
 
 def names_to_write(model: nn.Module, names: list[str]) -> list[str]:

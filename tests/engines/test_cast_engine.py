@@ -19,15 +19,17 @@ from fused_optim.quantized.compute import casts, delayed
 DTYPES = pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 SIZES = [16, 32, 48, 112, 128, 144, 256, 272, 400]
 SPECIAL = [0.0, -0.0, 1e-40, -1e-40, 2.0**-126, 3e38, -3e38, 1.0, 448.0, 57344.0]
+MAGNITUDES = {torch.bfloat16: [-140, -126, -100, -20, 0, 90, 120], torch.float16: [-26, -14, 0, 12]}  # powers of 2
 NOT_FINITE = [math.inf, -math.inf, math.nan]
 
 
 @st.composite
 def matrices(draw: st.DrawFn, rows: list[int], columns: list[int]) -> Tensor:
-    """BF16 values of many magnitudes, with special ones strewn in, and sometimes rows that are not finite."""
+    """BF16 or FP16 values of many magnitudes, with special ones strewn in, and sometimes rows that are not finite."""
+    dtype, magnitudes = draw(st.sampled_from(list(MAGNITUDES.items())))
     shape = draw(st.sampled_from(rows)), draw(st.sampled_from(columns))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    x = rng.standard_normal(shape) * 2.0 ** draw(st.sampled_from([-140, -126, -100, -20, 0, 90, 120]))
+    x = rng.standard_normal(shape) * 2.0 ** draw(st.sampled_from(magnitudes))
     x *= 2.0 ** rng.integers(-30, 4, shape) if draw(st.booleans()) else 1.0
     strewn = draw(st.sampled_from([[], SPECIAL, SPECIAL + NOT_FINITE, NOT_FINITE, [0.0]]))
     if strewn:
@@ -35,7 +37,7 @@ def matrices(draw: st.DrawFn, rows: list[int], columns: list[int]) -> Tensor:
     if draw(st.booleans()):
         x[rng.integers(shape[0])] = draw(st.sampled_from([*NOT_FINITE, 0.0, 1e-40]))
     with np.errstate(over="ignore"):
-        return torch.from_numpy(x.astype(np.float32)).bfloat16()
+        return torch.from_numpy(x.astype(np.float32)).to(dtype)
 
 
 def bits(x: Tensor) -> Tensor:
@@ -171,7 +173,7 @@ def test_what_the_engines_cannot_take_is_left_to_pytorch(device: str) -> None:
 def test_engines_refuse_what_they_cannot_take(change: dict[str, int], message: str, engine: str) -> None:
     module, _ = load_engine(engine)
     arguments: dict[str, Any] = dict.fromkeys(("values", "codes", "scale", "rows", "columns"), 16)
-    arguments |= dict.fromkeys(("transposed", "transposed_scale", "absmax", "format"), 0)
+    arguments |= dict.fromkeys(("transposed", "transposed_scale", "absmax", "half", "format"), 0)
     with pytest.raises(ValueError, match=message):
         module.cast_rows(**arguments | change, **run_on(torch.device(engine, 0)))
 

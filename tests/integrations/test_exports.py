@@ -116,6 +116,54 @@ def test_transformers_loads_what_was_trained(name: str, recipe: str, layout: str
     assert len(quantized) >= 14 - 6 * has_experts(name)  # the linear layers of two layers
 
 
+@EACH
+def test_experts_of_llama_4_are_what_transformers_makes_of_them(recipe: str, layout: str, tmp_path: Path) -> None:
+    """In compressed-tensors linear layers, expert by expert, with inputs in columns; and they are read again."""
+    model = saved(quantized_language_model("llama4", recipe), tmp_path, layout, readers="transformers")
+    found = loaded(tmp_path, layout)
+    expected, actual = weights_of(model), weights_of(found)
+    if layout == "compressed-tensors":
+        expected = as_linear_experts(expected)
+        (dtype,) = {value.dtype for name, value in read(tmp_path).items() if name.endswith("experts.2.up_proj.weight")}
+        assert dtype == (torch.float8_e4m3fn if recipe == "current" else torch.bfloat16)
+    assert {*actual} == {*expected}
+    assert not {name for name, value in expected.items() if not torch.equal(actual[name], value)}
+    torch.testing.assert_close(logits(found), logits(model), rtol=0.0, atol=2.0**-6 * float(logits(model).abs().max()))
+    again = language_model("llama4", seed=1)
+    load_quantized_safetensors(again, tmp_path)
+    assert_same_model(again.eval(), model)
+
+
+def as_linear_experts(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    found = {}
+    for name, value in weights.items():
+        parent, _, own = name.rpartition(".")
+        if not parent.endswith("experts"):
+            found[name] = value
+            continue
+        parts = (
+            {"down_proj": value} if own == "down_proj" else {"gate_proj": value[..., :384], "up_proj": value[..., 384:]}
+        )
+        for layer, part in parts.items():
+            found |= {f"{parent}.{expert}.{layer}.weight": part[expert].t() for expert in range(4)}
+    return found
+
+
+def test_experts_of_llama_4_have_the_names_of_servers(tmp_path: Path) -> None:
+    """For which the default is; and codes load into the same recipe."""
+    model = saved(quantized_language_model("llama4", "current"), tmp_path, "compressed-tensors")
+    plain, router = quantization(tmp_path)["ignore"], "model.layers.1.feed_forward.router"
+    assert router in plain and not [name for name in plain if "experts" in name]
+    assert read(tmp_path)[f"{router}.weight"].dtype == torch.bfloat16
+    again = quantized_language_model("llama4", "current", train=False)
+    load_quantized_safetensors(again, tmp_path)
+    assert_same_model(again, model)
+    shape = {"model.layers.0.feed_forward.experts.0.up_proj.weight": torch.zeros(3, 256)}
+    save_file(shape, tmp_path / "other.safetensors")
+    with pytest.raises(KeyError, match="the files lack"):
+        load_quantized_safetensors(again, tmp_path / "other.safetensors")
+
+
 @pytest.mark.parametrize("recipe", FORMATS)
 @ALL
 def test_compressed_tensors_decompresses_what_was_trained(name: str, recipe: str, tmp_path: Path) -> None:

@@ -230,10 +230,10 @@ def test_unsupported_reasons_are_named() -> None:
     assert products.unsupported_reason("output", DECODED, 128, (256, 256)) == "the recipe decodes"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_other_dtypes_are_decoded(dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize("name, dtype", [("tensor", torch.float32), ("mxfp8", torch.float16)])
+def test_other_dtypes_are_decoded(name: str, dtype: torch.dtype, device: str) -> None:
     found = []
-    for recipe in (RECIPES["tensor"], DECODED):
+    for recipe in (RECIPES[name], decoded_recipe(name)):
         torch.manual_seed(0)
         layer = quantize_model_(nn.Linear(64, 48, dtype=dtype).to(device), recipe)
         found.append(results(layer, torch.randn(32, 64).to(dtype), torch.ones(32, 48, dtype=dtype)))

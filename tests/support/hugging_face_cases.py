@@ -20,6 +20,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"intermediate_size": 384}),
     "qwen3": ("Qwen3Config", {"intermediate_size": 384}),
     "mixtral": ("MixtralConfig", {"intermediate_size": 384, "num_local_experts": 4, **EXPERTS}),
+    "llama4": (
+        "Llama4TextConfig",
+        {"intermediate_size": 384, "intermediate_size_mlp": 512, "num_local_experts": 4, "attention_chunk_size": 32}
+        | {"interleave_moe_layer_step": 1, **EXPERTS},
+    ),
     "qwen3_moe": ("Qwen3MoeConfig", {"moe_intermediate_size": 384, "num_experts": 4, **EXPERTS}),
 }
 # {tied, untied} x {dense, experts}
@@ -41,7 +46,7 @@ def every_linear(module: nn.Module, _: str) -> bool:
 
 
 def has_experts(name: str) -> bool:
-    return name.startswith(("mixtral", "qwen3_moe"))
+    return name.startswith(("mixtral", "qwen3_moe", "llama4"))
 
 
 def quantized_language_model(name: str, recipe: str, train: bool = True) -> nn.Module:

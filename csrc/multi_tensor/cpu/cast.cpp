@@ -25,7 +25,8 @@ struct Casting {
     const Cast& cast;
 
     float value(uint64_t row, uint64_t column) const {
-        return bfloat16_decode(pointer<const uint16_t>(cast.values, row * cast.columns)[column]);
+        const uint16_t bits = pointer<const uint16_t>(cast.values, row * cast.columns)[column];
+        return cast.half ? float16_decode(bits) : bfloat16_decode(bits);
     }
     uint8_t* codes(uint64_t row) const { return pointer<uint8_t>(cast.codes, row * cast.columns); }
     uint8_t* transposed(uint64_t column) const { return pointer<uint8_t>(cast.transposed, column * cast.rows); }

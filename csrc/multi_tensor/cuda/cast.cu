@@ -40,46 +40,48 @@ __global__ void __launch_bounds__(kThreads) transpose_codes(const __grid_constan
 // ---------------------------------------------------------------------------------------------------------------
 // Casts by tiles
 
-template <CastFormat format>
+template <CastFormat format, class Pairs>
 __global__ void __launch_bounds__(kThreads) cast_tiles(const __grid_constant__ Cast cast) {
     const Place place(cast);
-    encode_measured<format>(cast, place, Values(cast, place));
+    encode_measured<format>(cast, place, ValuesOf<Pairs>(cast, place));
 }
 
-template <CastFormat format>
+template <CastFormat format, class Pairs>
 __global__ void __launch_bounds__(kThreads) cast_delayed(const __grid_constant__ Cast cast) {
     const Place place(cast);
-    encode_delayed<format>(cast, place, Values(cast, place));
+    encode_delayed<format>(cast, place, ValuesOf<Pairs>(cast, place));
 }
 
+template <class Pairs>
 __global__ void __launch_bounds__(kThreads) measure_rows_and_columns(const __grid_constant__ Cast cast) {
     const Place place(cast);
-    measure_both(cast, place, Values(cast, place));
+    measure_both(cast, place, ValuesOf<Pairs>(cast, place));
 }
 
-template <CastFormat format>
+template <CastFormat format, class Pairs>
 __global__ void __launch_bounds__(kThreads) cast_rows_and_columns(const __grid_constant__ Cast cast) {
     const Place place(cast);
-    encode_both<format>(cast, place, Values(cast, place));
+    encode_both<format>(cast, place, ValuesOf<Pairs>(cast, place));
 }
 
-template <CastFormat format>
+template <CastFormat format, class Pairs>
 __global__ void __launch_bounds__(kThreads) cast_blocks(const __grid_constant__ Cast cast) {
     const Place place(cast);
-    encode_blocks<format>(cast, place, Values(cast, place));
+    encode_blocks<format>(cast, place, ValuesOf<Pairs>(cast, place));
 }
 
 // ---------------------------------------------------------------------------------------------------------------
 // Casts that keep the order
 
+template <class Pairs>
 __device__ __forceinline__ uint32_t larger_of(const uint4& packet) {
-    return larger_of(larger_pair(larger_pair(packet.x, packet.y), larger_pair(packet.z, packet.w)));
+    return larger_of<Pairs>(Pairs::larger(Pairs::larger(packet.x, packet.y), Pairs::larger(packet.z, packet.w)));
 }
 
-template <CastFormat format>
+template <CastFormat format, class Pairs>
 __device__ __forceinline__ uint2 encode_packet(const uint4& packet, float inverse) {
-    return make_uint2(encode_word<format>(packet.x, packet.y, inverse),
-                      encode_word<format>(packet.z, packet.w, inverse));
+    return make_uint2(encode_word<format, Pairs>(packet.x, packet.y, inverse),
+                      encode_word<format, Pairs>(packet.z, packet.w, inverse));
 }
 
 __device__ __forceinline__ uint4 packet_at(const Cast& cast, uint64_t packet) {
@@ -87,6 +89,7 @@ __device__ __forceinline__ uint4 packet_at(const Cast& cast, uint64_t packet) {
 }
 
 // `absmax` is zero before. Magnitudes compare as their bits do, so the order of the maxima does not matter.
+template <class Pairs>
 __global__ void __launch_bounds__(kThreads) measure(const __grid_constant__ Cast cast) {
     const uint64_t count = cast.rows * cast.columns / kPacket;
     const uint64_t first = uint64_t{block_number(cast)} * (kThreads * kAbsmaxLoads) + threadIdx.x;
@@ -98,12 +101,12 @@ __global__ void __launch_bounds__(kThreads) measure(const __grid_constant__ Cast
     }
     uint32_t absmax = 0;
 #pragma unroll
-    for (uint32_t k = 0; k < kAbsmaxLoads; ++k) absmax = max(absmax, larger_of(packets[k]));
+    for (uint32_t k = 0; k < kAbsmaxLoads; ++k) absmax = max(absmax, larger_of<Pairs>(packets[k]));
     absmax = largest_of_block(absmax);
     if (threadIdx.x == 0 && absmax > 0) atomicMax(reinterpret_cast<uint32_t*>(cast.absmax), absmax);
 }
 
-template <CastFormat format>
+template <CastFormat format, class Pairs>
 __global__ void __launch_bounds__(kThreads) cast_elements(const __grid_constant__ Cast cast) {
     const uint64_t count = cast.rows * cast.columns / kPacket;
     const uint64_t first = uint64_t{block_number(cast)} * (kThreads * kAbsmaxLoads) + threadIdx.x;
@@ -117,12 +120,13 @@ __global__ void __launch_bounds__(kThreads) cast_elements(const __grid_constant_
 #pragma unroll
     for (uint32_t k = 0; k < kAbsmaxLoads; ++k) {
         const uint64_t packet = first + k * kThreads;
-        if (packet < count) reinterpret_cast<uint2*>(cast.codes)[packet] = encode_packet<format>(packets[k], inverse);
+        if (packet >= count) continue;
+        reinterpret_cast<uint2*>(cast.codes)[packet] = encode_packet<format, Pairs>(packets[k], inverse);
     }
 }
 
 // A thread block per row. What does not fit into registers is read again, from the cache.
-template <CastFormat format>
+template <CastFormat format, class Pairs>
 __global__ void __launch_bounds__(kThreads) cast_whole_rows(const __grid_constant__ Cast cast) {
     const uint32_t count = static_cast<uint32_t>(cast.columns / kPacket);
     const uint32_t number = block_number(cast);
@@ -135,9 +139,9 @@ __global__ void __launch_bounds__(kThreads) cast_whole_rows(const __grid_constan
     }
     uint32_t absmax = 0;
 #pragma unroll
-    for (uint32_t k = 0; k < kRowLoads; ++k) absmax = max(absmax, larger_of(packets[k]));
+    for (uint32_t k = 0; k < kRowLoads; ++k) absmax = max(absmax, larger_of<Pairs>(packets[k]));
     for (uint32_t packet = threadIdx.x + kRowLoads * kThreads; packet < count; packet += kThreads) {
-        absmax = max(absmax, larger_of(packet_at(cast, row + packet)));
+        absmax = max(absmax, larger_of<Pairs>(packet_at(cast, row + packet)));
     }
     const float scale = cast_scale<CastCodec<format>>(largest_of_block(absmax));
     const float inverse = 1.0f / scale;
@@ -146,10 +150,10 @@ __global__ void __launch_bounds__(kThreads) cast_whole_rows(const __grid_constan
 #pragma unroll
     for (uint32_t k = 0; k < kRowLoads; ++k) {
         const uint32_t packet = threadIdx.x + k * kThreads;
-        if (packet < count) codes[packet] = encode_packet<format>(packets[k], inverse);
+        if (packet < count) codes[packet] = encode_packet<format, Pairs>(packets[k], inverse);
     }
     for (uint32_t packet = threadIdx.x + kRowLoads * kThreads; packet < count; packet += kThreads) {
-        codes[packet] = encode_packet<format>(packet_at(cast, row + packet), inverse);
+        codes[packet] = encode_packet<format, Pairs>(packet_at(cast, row + packet), inverse);
     }
 }
 
@@ -157,16 +161,19 @@ __global__ void __launch_bounds__(kThreads) cast_whole_rows(const __grid_constan
 
 void load_cast_kernels(int device) {
     CudaDeviceGuard guard("cast", device);
-    for (const CastFormat format : {CastFormat::kE4M3, CastFormat::kE5M2}) {
-        load_kernel(FUSED_OPTIM_KERNEL(cast_tiles, format), "cast_tensor", device);
-        load_kernel(FUSED_OPTIM_KERNEL(cast_elements, format), "cast_tensor", device);
-        load_kernel(FUSED_OPTIM_KERNEL(cast_delayed, format), "cast_delayed", device);
-        load_kernel(FUSED_OPTIM_KERNEL(cast_rows_and_columns, format), "cast_rows", device);
-        load_kernel(FUSED_OPTIM_KERNEL(cast_whole_rows, format), "cast_rows", device);
-        load_kernel(FUSED_OPTIM_KERNEL(cast_blocks, format), "cast_blocks", device);
+    for (const bool half : {false, true}) {
+        for (const CastFormat format : {CastFormat::kE4M3, CastFormat::kE5M2}) {
+            load_kernel(FUSED_OPTIM_KERNEL(cast_tiles, format, half), "cast_tensor", device);
+            load_kernel(FUSED_OPTIM_KERNEL(cast_elements, format, half), "cast_tensor", device);
+            load_kernel(FUSED_OPTIM_KERNEL(cast_delayed, format, half), "cast_delayed", device);
+            load_kernel(FUSED_OPTIM_KERNEL(cast_rows_and_columns, format, half), "cast_rows", device);
+            load_kernel(FUSED_OPTIM_KERNEL(cast_whole_rows, format, half), "cast_rows", device);
+            load_kernel(FUSED_OPTIM_KERNEL(cast_blocks, format, half), "cast_blocks", device);
+        }
+        load_kernel(half ? measure<FP16Pairs> : measure<BF16Pairs>, "cast_tensor", device);
+        load_kernel(half ? measure_rows_and_columns<FP16Pairs> : measure_rows_and_columns<BF16Pairs>, "cast_rows",
+                    device);
     }
-    load_kernel(measure, "cast_tensor", device);
-    load_kernel(measure_rows_and_columns, "cast_rows", device);
     load_kernel(transpose_codes, "transpose", device);
 }
 
@@ -176,20 +183,20 @@ void cast_tensor_cuda(const Cast& cast, CastFormat format, bool measured, int de
     const uint64_t units = ceil_divide(cast.rows * cast.columns, kAbsmaxUnit);
     if (!measured) {
         clear_absmax(cast, 1, name, device, stream);
-        launch(measure, name, units, from_the_end(cast), device, stream);
+        launch(cast.half ? measure<FP16Pairs> : measure<BF16Pairs>, name, units, from_the_end(cast), device, stream);
     }
     const Cast order = measured ? from_the_end(cast) : cast;
     if (cast.transposed) {
-        return launch(FUSED_OPTIM_KERNEL(cast_tiles, format), name, tiles(cast), order, device, stream);
+        return launch(FUSED_OPTIM_KERNEL(cast_tiles, format, cast.half), name, tiles(cast), order, device, stream);
     }
-    launch(FUSED_OPTIM_KERNEL(cast_elements, format), name, units, order, device, stream);
+    launch(FUSED_OPTIM_KERNEL(cast_elements, format, cast.half), name, units, order, device, stream);
 }
 
 void cast_delayed_cuda(const Cast& cast, CastFormat format, int device, uint64_t stream) {
     constexpr const char* name = "cast_delayed";
     CudaDeviceGuard guard(name, device);
     clear_absmax(cast, 2, name, device, stream);
-    launch(FUSED_OPTIM_KERNEL(cast_delayed, format), name, tiles(cast), from_the_end(cast), device, stream);
+    launch(FUSED_OPTIM_KERNEL(cast_delayed, format, cast.half), name, tiles(cast), from_the_end(cast), device, stream);
 }
 
 void cast_rows_cuda(const Cast& cast, CastFormat format, int device, uint64_t stream) {
@@ -197,17 +204,19 @@ void cast_rows_cuda(const Cast& cast, CastFormat format, int device, uint64_t st
     CudaDeviceGuard guard(name, device);
     if (cast.transposed) {
         clear_absmax(cast, cast.rows + cast.columns, name, device, stream);
-        launch(measure_rows_and_columns, name, tiles(cast), from_the_end(cast), device, stream);
-        return launch(FUSED_OPTIM_KERNEL(cast_rows_and_columns, format), name, tiles(cast), cast, device, stream);
+        const auto measure = cast.half ? measure_rows_and_columns<FP16Pairs> : measure_rows_and_columns<BF16Pairs>;
+        launch(measure, name, tiles(cast), from_the_end(cast), device, stream);
+        const auto encode = FUSED_OPTIM_KERNEL(cast_rows_and_columns, format, cast.half);
+        return launch(encode, name, tiles(cast), cast, device, stream);
     }
     const uint64_t blocks = cast.columns ? cast.rows : 0;
-    launch(FUSED_OPTIM_KERNEL(cast_whole_rows, format), name, blocks, from_the_end(cast), device, stream);
+    launch(FUSED_OPTIM_KERNEL(cast_whole_rows, format, cast.half), name, blocks, from_the_end(cast), device, stream);
 }
 
 void cast_blocks_cuda(const Cast& cast, CastFormat format, int device, uint64_t stream) {
     constexpr const char* name = "cast_blocks";
     CudaDeviceGuard guard(name, device);
-    launch(FUSED_OPTIM_KERNEL(cast_blocks, format), name, tiles(cast), from_the_end(cast), device, stream);
+    launch(FUSED_OPTIM_KERNEL(cast_blocks, format, cast.half), name, tiles(cast), from_the_end(cast), device, stream);
 }
 
 void transpose_cuda(const Cast& cast, int device, uint64_t stream) {

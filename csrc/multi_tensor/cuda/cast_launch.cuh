@@ -17,7 +17,10 @@ auto kernel_for(CastFormat format, void (*e4m3)(Work), void (*e5m2)(Work)) {
     return format == CastFormat::kE4M3 ? e4m3 : e5m2;
 }
 
-#define FUSED_OPTIM_KERNEL(name, format) kernel_for(format, name<CastFormat::kE4M3>, name<CastFormat::kE5M2>)
+// `half`: of FP16 values.
+#define FUSED_OPTIM_KERNEL(name, format, half)                                                           \
+    ((half) ? kernel_for(format, name<CastFormat::kE4M3, FP16Pairs>, name<CastFormat::kE5M2, FP16Pairs>) \
+            : kernel_for(format, name<CastFormat::kE4M3, BF16Pairs>, name<CastFormat::kE5M2, BF16Pairs>))
 
 template <class Work>
 void launch(void (*kernel)(Work), const char* name, uint64_t blocks, const Work& work, int device, uint64_t stream) {

@@ -24,7 +24,7 @@ static_assert(kWarps * (kWarp / kLanesPerRow) * kRowsPerLane == kTileSize && kLa
                   kTileSize == kCastBlock,
               "threads fill a tile, which is a block high and wide");
 
-// Pairs of BF16 values in a word.
+// Pairs of 16-bit values in a word; where nothing is said, BF16.
 constexpr uint32_t kPairMagnitude = 0x7FFF7FFFu;
 __device__ __forceinline__ float low_value(uint32_t pair) { return bits_float(pair << 16); }
 __device__ __forceinline__ float high_value(uint32_t pair) { return bits_float(pair & 0xFFFF0000u); }
@@ -42,9 +42,39 @@ __device__ __forceinline__ uint32_t larger_pair(uint32_t a, uint32_t b) {
     return result;
 }
 
-// The bits of the larger one of a pair of magnitudes, as an FP32 number: these compare as integers.
+// What the kernels know of a dtype.
+struct BF16Pairs {
+    __device__ __forceinline__ static float low(uint32_t pair) { return low_value(pair); }
+    __device__ __forceinline__ static float high(uint32_t pair) { return high_value(pair); }
+    __device__ __forceinline__ static uint32_t larger(uint32_t a, uint32_t b) { return larger_pair(a, b); }
+};
+
+struct FP16Pairs {
+    __device__ __forceinline__ static float low(uint32_t pair) {
+        float value;
+        asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<uint16_t>(pair)));
+        return value;
+    }
+    __device__ __forceinline__ static float high(uint32_t pair) { return low(pair >> 16); }
+    __device__ __forceinline__ static uint32_t larger(uint32_t a, uint32_t b) {
+        uint32_t result;
+        asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a & kPairMagnitude), "r"(b & kPairMagnitude));
+        return result;
+    }
+};
+
+// The bits of magnitudes as FP32 numbers, which compare as integers.
+template <class Pairs = BF16Pairs>
+__device__ __forceinline__ uint32_t low_magnitude(uint32_t pair) {
+    return float_bits(Pairs::low(pair)) & kMagnitude;
+}
+template <class Pairs = BF16Pairs>
+__device__ __forceinline__ uint32_t high_magnitude(uint32_t pair) {
+    return float_bits(Pairs::high(pair)) & kMagnitude;
+}
+template <class Pairs = BF16Pairs>
 __device__ __forceinline__ uint32_t larger_of(uint32_t pair) {
-    return max(pair << 16, pair & 0xFFFF0000u) & kMagnitude;
+    return max(low_magnitude<Pairs>(pair), high_magnitude<Pairs>(pair));
 }
 
 // Two codes, that of `a` in the low byte. Scales leave nothing that would overflow, and infinities become NaN with
@@ -66,16 +96,16 @@ __device__ __forceinline__ uint32_t encode_pair(float a, float b) {
 }
 
 // Four codes of two pairs.
-template <CastFormat format>
+template <CastFormat format, class Pairs>
 __device__ __forceinline__ uint32_t encode_word(uint32_t first, uint32_t second, const float (&inverse)[4]) {
-    return encode_pair<format>(low_value(first) * inverse[0], high_value(first) * inverse[1]) |
-           encode_pair<format>(low_value(second) * inverse[2], high_value(second) * inverse[3]) << 16;
+    return encode_pair<format>(Pairs::low(first) * inverse[0], Pairs::high(first) * inverse[1]) |
+           encode_pair<format>(Pairs::low(second) * inverse[2], Pairs::high(second) * inverse[3]) << 16;
 }
 
-template <CastFormat format>
+template <CastFormat format, class Pairs>
 __device__ __forceinline__ uint32_t encode_word(uint32_t first, uint32_t second, float inverse) {
     const float all[4] = {inverse, inverse, inverse, inverse};
-    return encode_word<format>(first, second, all);
+    return encode_word<format, Pairs>(first, second, all);
 }
 
 // Words of four rows become words of four columns: byte i of word j and byte j of word i change places.
@@ -151,13 +181,14 @@ __device__ __forceinline__ void store_turned(const Cast& cast, const Place& plac
 }
 
 // This thread's values: pairs[i] of row i, the first half of them at columns 8 * lane, the second one half a tile on.
-struct Values {
+template <class Pairs>
+struct ValuesOf {
     uint32_t pairs[kRowsPerLane][kPairs];
 
-    Values() = default;
-    __device__ __forceinline__ Values(const Cast& cast, const Place& place) : Values(cast, place, cast.values) {}
+    ValuesOf() = default;
+    __device__ __forceinline__ ValuesOf(const Cast& cast, const Place& place) : ValuesOf(cast, place, cast.values) {}
     // Of another matrix of this shape, at `values`.
-    __device__ __forceinline__ Values(const Cast& cast, const Place& place, uint64_t values) {
+    __device__ __forceinline__ ValuesOf(const Cast& cast, const Place& place, uint64_t values) {
 #pragma unroll
         for (uint32_t i = 0; i < kRowsPerLane; ++i) {
 #pragma unroll
@@ -174,28 +205,29 @@ struct Values {
     __device__ __forceinline__ uint32_t largest(uint32_t i) const {
         uint32_t pair = pairs[i][0];
 #pragma unroll
-        for (uint32_t k = 1; k < kPairs; ++k) pair = larger_pair(pair, pairs[i][k]);
-        return larger_of(pair);
+        for (uint32_t k = 1; k < kPairs; ++k) pair = Pairs::larger(pair, pairs[i][k]);
+        return larger_of<Pairs>(pair);
     }
     __device__ __forceinline__ static uint64_t column_of(const Place& place, uint32_t half) {
         return place.column + half * (kTileSize / 2) + place.lane * kPacket;
     }
 };
+using Values = ValuesOf<BF16Pairs>;
 
-template <CastFormat format>
-__device__ __forceinline__ void encode_rows(const Cast& cast, const Place& place, const Values& values,
+template <CastFormat format, class Pairs>
+__device__ __forceinline__ void encode_rows(const Cast& cast, const Place& place, const ValuesOf<Pairs>& values,
                                             const float (&inverses)[kRowsPerLane],
                                             uint32_t (&codes)[kRowsPerLane][kPairs / 2]) {
 #pragma unroll
     for (uint32_t i = 0; i < kRowsPerLane; ++i) {
 #pragma unroll
         for (uint32_t k = 0; k < kPairs / 2; ++k) {
-            codes[i][k] = encode_word<format>(values.pairs[i][2 * k], values.pairs[i][2 * k + 1], inverses[i]);
+            codes[i][k] = encode_word<format, Pairs>(values.pairs[i][2 * k], values.pairs[i][2 * k + 1], inverses[i]);
         }
         if (!cast.codes) continue;
 #pragma unroll
         for (uint32_t half = 0; half < 2; ++half) {
-            const uint64_t row = place.first_row() + i, column = Values::column_of(place, half);
+            const uint64_t row = place.first_row() + i, column = ValuesOf<Pairs>::column_of(place, half);
             if (row >= cast.rows || column >= cast.columns) continue;
             const uint2 packet = make_uint2(codes[i][2 * half], codes[i][2 * half + 1]);
             *reinterpret_cast<uint2*>(cast.codes + row * cast.columns + column) = packet;
@@ -214,15 +246,16 @@ __device__ __forceinline__ void put_turned(TurnedTile& tile, const Place& place,
 __device__ __forceinline__ uint32_t turns_of(uint32_t column) { return column / kPacket % kLanesPerRow; }
 
 // Of columns 2 * threadIdx.x and the next one of the tile, in the first threads. Every thread of the block calls it.
-__device__ __forceinline__ uint32_t largest_of_columns(const Place& place, const Values& values) {
+template <class Pairs>
+__device__ __forceinline__ uint32_t largest_of_columns(const Place& place, const ValuesOf<Pairs>& values) {
     __shared__ uint32_t largest[kWarps][kTileSize / 2];  // pairs of columns
 #pragma unroll
     for (uint32_t k = 0; k < kPairs; ++k) {
-        uint32_t pair = larger_pair(larger_pair(values.pairs[0][k], values.pairs[1][k]),
-                                    larger_pair(values.pairs[2][k], values.pairs[3][k]));
+        uint32_t pair = Pairs::larger(Pairs::larger(values.pairs[0][k], values.pairs[1][k]),
+                                      Pairs::larger(values.pairs[2][k], values.pairs[3][k]));
 #pragma unroll
         for (uint32_t distance = kLanesPerRow; distance < kWarp; distance *= 2) {
-            pair = larger_pair(pair, __shfl_xor_sync(kAllLanes, pair, distance));
+            pair = Pairs::larger(pair, __shfl_xor_sync(kAllLanes, pair, distance));
         }
         const uint32_t column = k / 4 * (kTileSize / 4) + place.lane * (kPacket / 2) + k % 4;
         if (threadIdx.x % kWarp < kLanesPerRow) largest[threadIdx.x / kWarp][column] = pair;
@@ -231,14 +264,14 @@ __device__ __forceinline__ uint32_t largest_of_columns(const Place& place, const
     uint32_t pair = 0;
     if (threadIdx.x < kTileSize / 2) {
 #pragma unroll
-        for (uint32_t warp = 0; warp < kWarps; ++warp) pair = larger_pair(pair, largest[warp][threadIdx.x]);
+        for (uint32_t warp = 0; warp < kWarps; ++warp) pair = Pairs::larger(pair, largest[warp][threadIdx.x]);
     }
     return pair;
 }
 
 // `inverses`: of the columns of the tile, in shared memory. Every thread of the block calls it.
-template <CastFormat format>
-__device__ __forceinline__ void encode_columns(const Cast& cast, const Place& place, const Values& values,
+template <CastFormat format, class Pairs>
+__device__ __forceinline__ void encode_columns(const Cast& cast, const Place& place, const ValuesOf<Pairs>& values,
                                                const float* inverses) {
     __shared__ TurnedTile tile;
     __syncthreads();
@@ -250,7 +283,7 @@ __device__ __forceinline__ void encode_columns(const Cast& cast, const Place& pl
         uint32_t words[4];
 #pragma unroll
         for (uint32_t i = 0; i < kRowsPerLane; ++i) {
-            words[i] = encode_word<format>(values.pairs[i][2 * k], values.pairs[i][2 * k + 1], four);
+            words[i] = encode_word<format, Pairs>(values.pairs[i][2 * k], values.pairs[i][2 * k + 1], four);
         }
         put_turned(tile, place, k, words);
     }

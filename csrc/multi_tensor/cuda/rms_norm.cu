@@ -1,7 +1,5 @@
 // RMSNorm, cast where it is computed, so that no values of it are written; and its gradients. Rows are measured one by
 // one, and cast tile by tile.
-#include <algorithm>
-
 #include "arithmetic.h"
 #include "cast.h"
 #include "cuda/cast_launch.cuh"
@@ -68,10 +66,16 @@ __device__ __forceinline__ uint32_t normed_pair(uint32_t x, float rstd, uint32_t
     return rounded_pair(low_value(x) * rstd * low_value(weight), high_value(x) * rstd * high_value(weight));
 }
 
+// Where largest magnitudes of columns lie, pair by pair, for each thread block that measures rows.
+__device__ __forceinline__ uint32_t* parts_of_columns(const Cast& cast) {
+    return reinterpret_cast<uint32_t*>(cast.absmax) + cast.rows + cast.columns;
+}
+
 template <CastScaling scaling>
 constexpr bool kMeasuresResult = scaling == CastScaling::kTensor || scaling == CastScaling::kRow;
 
-// rstd of each row, and the largest magnitudes that a cast with measured scales wants: `absmax`, zero before.
+// rstd of each row, and the largest magnitudes that a cast with measured scales wants: of all, `absmax`, zero before;
+// or of each row, and of the columns of this thread block's rows, as pairs of values, which largest_of_parts combines.
 template <CastScaling scaling>
 __global__ void __launch_bounds__(kMostThreads) measure(const __grid_constant__ RMSNorm work) {
     constexpr bool measures = kMeasuresResult<scaling>;
@@ -110,14 +114,35 @@ __global__ void __launch_bounds__(kMostThreads) measure(const __grid_constant__ 
         if (threadIdx.x == 0) atomicMax(absmax, largest);
     }
     if constexpr (scaling == CastScaling::kRow) {
-        for_each_pair([&](uint32_t k, uint32_t i) {
+        uint4* const part = reinterpret_cast<uint4*>(parts_of_columns(cast)) + blockIdx.x * packets;
+#pragma unroll
+        for (uint32_t k = 0; k < kRowPackets; ++k) {
             const uint32_t packet = threadIdx.x + k * blockDim.x;
-            if (packet >= packets) return;
-            uint32_t* const target = absmax + cast.rows + packet * kPacket + 2 * i;
-            atomicMax(target, of_columns[k][i] << 16 & kMagnitude);
-            atomicMax(target + 1, of_columns[k][i] & 0x7FFF0000u);
-        });
+            if (packet < packets) part[packet] = *reinterpret_cast<const uint4*>(of_columns[k]);
+        }
     }
+}
+
+// A warp has 32 pairs of columns of every kWarps-th part.
+__global__ void __launch_bounds__(kThreads) largest_of_parts(const __grid_constant__ RMSNorm work) {
+    __shared__ uint32_t largest[kWarps][kWarp];
+    const Cast& cast = work.result;
+    const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    const uint64_t index = uint64_t{blockIdx.x} * kWarp + lane, pairs = cast.columns / 2;
+    uint32_t pair = 0;
+    if (index < pairs) {
+#pragma unroll 16
+        for (uint64_t part = warp; part < norm_parts(cast.rows); part += kWarps) {
+            pair = larger_pair(pair, parts_of_columns(cast)[part * pairs + index]);
+        }
+    }
+    largest[warp][lane] = pair;
+    __syncthreads();
+    if (warp > 0 || index >= pairs) return;
+#pragma unroll
+    for (uint32_t i = 1; i < kWarps; ++i) pair = larger_pair(pair, largest[i][lane]);
+    uint2* const of_columns = reinterpret_cast<uint2*>(cast.absmax + cast.rows * sizeof(float));
+    of_columns[index] = make_uint2(low_magnitude(pair), high_magnitude(pair));
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -219,7 +244,7 @@ __global__ void __launch_bounds__(kThreads) sum_parts(const __grid_constant__ RM
     __shared__ float sums[kWarps][kWarp];
     const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
     const uint64_t column = uint64_t{blockIdx.x} * kWarp + lane;
-    const uint64_t parts = work.rows < kNormParts ? work.rows : kNormParts;
+    const uint64_t parts = norm_parts(work.rows);
     float sum = 0.0f;
     if (column < work.columns) {
 #pragma unroll 8
@@ -279,6 +304,7 @@ void load_rms_norm_kernels(int device) {
             });
         }
     }
+    load_kernel(largest_of_parts, kForward, device);
     load_kernel(differentiate<1>, kBackward, device);
     load_kernel(differentiate<2>, kBackward, device);
     load_kernel(differentiate<3>, kBackward, device);
@@ -288,21 +314,24 @@ void load_rms_norm_kernels(int device) {
 void rms_norm_cuda(const RMSNorm& work, CastFormat format, CastScaling scaling, int device, uint64_t stream) {
     CudaDeviceGuard guard(kForward, device);
     const Cast& cast = work.result;
-    if (scaling != CastScaling::kBlock) {
-        clear_absmax(cast, scaling == CastScaling::kRow ? cast.rows + cast.columns : 2, kForward, device, stream);
+    if (scaling == CastScaling::kTensor || scaling == CastScaling::kDelayed) {
+        clear_absmax(cast, 2, kForward, device, stream);
     }
     RMSNorm order = work;
     order.result.backwards = true;
     with_kernels(format, scaling, [&](auto known, auto kind) {
-        const uint64_t blocks = kMeasuresResult<kind()> ? std::min<uint64_t>(cast.rows, kNormParts) : cast.rows;
+        const uint64_t blocks = kMeasuresResult<kind()> ? norm_parts(cast.rows) : cast.rows;
         if (!work.measured) launch_rows(measure<kind()>, kForward, blocks, cast.columns, work, device, stream);
+        if constexpr (kind() == CastScaling::kRow) {
+            launch(largest_of_parts, kForward, ceil_divide(cast.columns, 2 * kWarp), work, device, stream);
+        }
         launch(encode<known(), kind()>, kForward, tiles(cast), order, device, stream);
     });
 }
 
 void rms_norm_backward_cuda(const RMSNormGradient& work, int device, uint64_t stream) {
     CudaDeviceGuard guard(kBackward, device);
-    const uint64_t blocks = std::min<uint64_t>(work.rows, kNormParts);
+    const uint64_t blocks = norm_parts(work.rows);
     static_assert(kNormGradients == 3);
     const auto kernel = work.gradients[2] ? differentiate<3> : work.gradients[1] ? differentiate<2> : differentiate<1>;
     launch_rows(kernel, kBackward, blocks, work.columns, work, device, stream);

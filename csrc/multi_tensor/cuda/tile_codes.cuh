@@ -17,8 +17,9 @@ __device__ __forceinline__ float inverse_of_tensor(const Cast& cast) {
     return 1.0f / scale;
 }
 
-template <CastFormat format>
-__device__ __forceinline__ void encode_tile(const Cast& cast, const Place& place, const Values& values, float inverse) {
+template <CastFormat format, class Pairs>
+__device__ __forceinline__ void encode_tile(const Cast& cast, const Place& place, const ValuesOf<Pairs>& values,
+                                            float inverse) {
     __shared__ TurnedTile tile;
     const float inverses[kRowsPerLane] = {inverse, inverse, inverse, inverse};
     uint32_t codes[kRowsPerLane][kPairs / 2];
@@ -33,15 +34,15 @@ __device__ __forceinline__ void encode_tile(const Cast& cast, const Place& place
     store_turned(cast, place, tile, turns_of);
 }
 
-template <CastFormat format>
-__device__ __forceinline__ void encode_measured(const Cast& cast, const Place& place, const Values& values) {
+template <CastFormat format, class Pairs>
+__device__ __forceinline__ void encode_measured(const Cast& cast, const Place& place, const ValuesOf<Pairs>& values) {
     encode_tile<format>(cast, place, values, inverse_of_tensor<format>(cast));
 }
 
 // `absmax` are two zeros before: the largest magnitude so far, and how many thread blocks have added theirs. The last
 // one of them remembers it: all have read the history then.
-template <CastFormat format>
-__device__ __forceinline__ void encode_delayed(const Cast& cast, const Place& place, const Values& values) {
+template <CastFormat format, class Pairs>
+__device__ __forceinline__ void encode_delayed(const Cast& cast, const Place& place, const ValuesOf<Pairs>& values) {
     float* const history = reinterpret_cast<float*>(cast.history);
     const float inverse = 1.0f / delayed_scale(history);
     uint32_t absmax = 0;
@@ -60,21 +61,31 @@ __device__ __forceinline__ void encode_delayed(const Cast& cast, const Place& pl
     encode_tile<format>(cast, place, values, inverse);
 }
 
-// `absmax`: zeros before, of rows, then of columns.
-__device__ __forceinline__ void measure_both(const Cast& cast, const Place& place, const Values& values) {
-    uint32_t* const of_rows = reinterpret_cast<uint32_t*>(cast.absmax);
-    uint32_t* const of_columns = of_rows + cast.rows;
+// `absmax`: zeros before, of rows, then of columns. The lanes of a warp have neighbouring ones, so that the cache
+// combines them in few operations.
+template <class Pairs>
+__device__ __forceinline__ void measure_both(const Cast& cast, const Place& place, const ValuesOf<Pairs>& values) {
+    __shared__ uint32_t of_rows[kTileSize];
 #pragma unroll
     for (uint32_t i = 0; i < kRowsPerLane; ++i) {
         const uint32_t absmax = lanes_max<kLanesPerRow>(values.largest(i));
-        const uint64_t row = place.first_row() + i;
-        if (place.lane == 0 && row < cast.rows) atomicMax(of_rows + row, absmax);
+        if (place.lane == 0) of_rows[place.group * kRowsPerLane + i] = absmax;
     }
-    const uint32_t pair = largest_of_columns(place, values);
-    const uint64_t column = place.column + 2 * threadIdx.x;
-    if (threadIdx.x >= kTileSize / 2 || column >= cast.columns) return;
-    atomicMax(of_columns + column, pair << 16 & kMagnitude);
-    atomicMax(of_columns + column + 1, pair & 0x7FFF0000u);
+    const uint32_t pair = largest_of_columns(place, values);  // waits for all of_rows
+    uint32_t* const absmax = reinterpret_cast<uint32_t*>(cast.absmax);
+    if (threadIdx.x >= kThreads - kTileSize) {
+        const uint32_t number = threadIdx.x - (kThreads - kTileSize);
+        if (place.row + number < cast.rows) atomicMax(absmax + place.row + number, of_rows[number]);
+    } else if (threadIdx.x < kTileSize / 2) {
+        const uint32_t lane = threadIdx.x % kWarp, first = threadIdx.x / kWarp * 2 * kWarp;
+#pragma unroll
+        for (uint32_t half = 0; half < 2; ++half) {
+            const uint32_t other = __shfl_sync(kAllLanes, pair, half * (kWarp / 2) + lane / 2);
+            const uint32_t found = lane % 2 ? high_magnitude<Pairs>(other) : low_magnitude<Pairs>(other);
+            const uint64_t column = place.column + first + half * kWarp + lane;
+            if (column < cast.columns) atomicMax(absmax + cast.rows + column, found);
+        }
+    }
 }
 
 // The inverse scale of row or column `index`. The tile that comes first in its direction writes the scale.
@@ -85,8 +96,8 @@ __device__ __forceinline__ float known_inverse(uint64_t absmax, uint64_t scales,
     return 1.0f / scale;
 }
 
-template <CastFormat format>
-__device__ __forceinline__ void encode_both(const Cast& cast, const Place& place, const Values& values) {
+template <CastFormat format, class Pairs>
+__device__ __forceinline__ void encode_both(const Cast& cast, const Place& place, const ValuesOf<Pairs>& values) {
     __shared__ __align__(16) float of_columns[kTileSize];
     const uint64_t column = place.column + threadIdx.x;
     if (threadIdx.x < kTileSize && column < cast.columns) {
@@ -106,8 +117,9 @@ __device__ __forceinline__ void encode_both(const Cast& cast, const Place& place
     encode_columns<format>(cast, place, values, of_columns);
 }
 
-template <CastFormat format>
-__device__ __forceinline__ void cast_rows_of_blocks(const Cast& cast, const Place& place, const Values& values) {
+template <CastFormat format, class Pairs>
+__device__ __forceinline__ void cast_rows_of_blocks(const Cast& cast, const Place& place,
+                                                    const ValuesOf<Pairs>& values) {
     float scales[kRowsPerLane], inverses[kRowsPerLane];
 #pragma unroll
     for (uint32_t i = 0; i < kRowsPerLane; ++i) {
@@ -124,16 +136,17 @@ __device__ __forceinline__ void cast_rows_of_blocks(const Cast& cast, const Plac
 }
 
 // Every thread of the block calls it.
-template <CastFormat format>
-__device__ __forceinline__ void cast_columns_of_blocks(const Cast& cast, const Place& place, const Values& values) {
+template <CastFormat format, class Pairs>
+__device__ __forceinline__ void cast_columns_of_blocks(const Cast& cast, const Place& place,
+                                                       const ValuesOf<Pairs>& values) {
     __shared__ __align__(16) float inverses[kTileSize];
     const uint32_t pair = largest_of_columns(place, values);
-    float2 scale = make_float2(cast_scale<CastCodec<format>>(pair << 16 & kMagnitude, cast.power_of_two),
-                               cast_scale<CastCodec<format>>(pair & 0x7FFF0000u, cast.power_of_two));
+    float2 scale = make_float2(cast_scale<CastCodec<format>>(low_magnitude<Pairs>(pair), cast.power_of_two),
+                               cast_scale<CastCodec<format>>(high_magnitude<Pairs>(pair), cast.power_of_two));
     float* const target = reinterpret_cast<float*>(cast.transposed_scale);
     const uint64_t row = place.row / kTileSize, column = place.column + 2 * threadIdx.x;
     if (cast.tiles) {
-        scale.x = scale.y = cast_scale<CastCodec<format>>(largest_of_block(larger_of(pair)), cast.power_of_two);
+        scale.x = scale.y = cast_scale<CastCodec<format>>(largest_of_block(larger_of<Pairs>(pair)), cast.power_of_two);
         const uint64_t down = ceil_divide(cast.rows, kTileSize);
         if (threadIdx.x == 0) target[place.column / kTileSize * down + row] = scale.x;
     } else if (threadIdx.x < kTileSize / 2 && column < cast.columns) {
@@ -145,8 +158,8 @@ __device__ __forceinline__ void cast_columns_of_blocks(const Cast& cast, const P
     encode_columns<format>(cast, place, values, inverses);
 }
 
-template <CastFormat format>
-__device__ __forceinline__ void encode_blocks(const Cast& cast, const Place& place, const Values& values) {
+template <CastFormat format, class Pairs>
+__device__ __forceinline__ void encode_blocks(const Cast& cast, const Place& place, const ValuesOf<Pairs>& values) {
     if (cast.codes) cast_rows_of_blocks<format>(cast, place, values);
     if (cast.transposed) cast_columns_of_blocks<format>(cast, place, values);
 }

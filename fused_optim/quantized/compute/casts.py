@@ -4,8 +4,8 @@ Matrices only. A scale is what codes are multiplied by: the largest magnitude th
 What is not finite counts for the largest, so all that shares a scale with it becomes NaN.
 
 The functions that begin with an underscore and a verb define the bits in PyTorch. The compiled engines do the same for
-BF16, in fewer passes, as operators (``torch.ops.fused_optim.fp8_*``) that compilers know. Where something traces, it
-measures what has one scale, and casts rows, so that it can fuse that with what surrounds it.
+BF16 and FP16, in fewer passes, as operators (``torch.ops.fused_optim.fp8_*``) that compilers know. Where something
+traces, it measures what has one scale, and casts rows, so that it can fuse that with what surrounds it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from fused_optim.quantized.recipes.codec import absmax, compiled_engine, decode,
 
 LARGEST = {torch.float8_e4m3fn: elements.FLOAT8_LARGEST, torch.float8_e5m2: 57344.0}
 BLOCK = 128
+VALUES = (torch.bfloat16, torch.float16)  # what the engines cast
 _MULTIPLE = 16  # of the sizes of what the engines cast, and of addresses
 
 # What is quantized as weights are.
@@ -268,8 +269,8 @@ def _without_missing(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def engine_for(x: Tensor, dtype: torch.dtype) -> Engine | None:
-    if x.dtype != dtype or x.numel() == 0 or x.shape[0] % _MULTIPLE or x.shape[1] % _MULTIPLE or not is_aligned(x):
+def engine_for(x: Tensor, *dtypes: torch.dtype) -> Engine | None:
+    if x.dtype not in dtypes or x.numel() == 0 or x.shape[0] % _MULTIPLE or x.shape[1] % _MULTIPLE or not is_aligned(x):
         return None
     return compiled_engine(x.device)
 
@@ -277,6 +278,12 @@ def engine_for(x: Tensor, dtype: torch.dtype) -> Engine | None:
 def is_aligned(x: Tensor) -> bool:
     """As engines read it, which a part of a larger buffer may not be."""
     return x.data_ptr() % _MULTIPLE == 0
+
+
+def _matrix(x: Tensor) -> dict[str, Any]:
+    """As engines take it, and where they run."""
+    m, n = x.shape
+    return {"values": x.data_ptr(), "rows": m, "columns": n, "half": x.dtype == torch.float16, **run_on(x.device)}
 
 
 def room(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -305,23 +312,20 @@ def cast_tensor(
 
     ``absmax``: the largest magnitude, FP32 of shape ``(1,)``, where it is known.
     """
-    engine = engine_for(x, torch.bfloat16)
+    engine = engine_for(x, *VALUES)
     if engine is None:
         codes, scale = _cast_tensor(x, absmax, dtype)
         return codes if rows else None, codes.t().contiguous() if columns else None, scale
     data, transposed_data, scale = room_of_tensor(x, absmax, dtype, rows, columns)
     largest = torch.empty_like(scale) if absmax is None else absmax
     engine.cast_tensor(
-        values=x.data_ptr(),
+        **_matrix(x),
         codes=address(data),
         transposed=address(transposed_data),
         scale=scale.data_ptr(),
         absmax=largest.data_ptr(),
-        rows=x.shape[0],
-        columns=x.shape[1],
         format=FORMATS[dtype],
         measured=absmax is not None,
-        **run_on(x.device),
     )
     return data, transposed_data, scale
 
@@ -341,24 +345,21 @@ def cast_delayed(
     x: Tensor, history: Tensor, dtype: torch.dtype, rows: bool, columns: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """Codes, those of the transpose, and the scale, of shape ``(1,)``. Moves ``history`` on: see ``delayed.py``."""
-    engine = engine_for(x, torch.bfloat16)
+    engine = engine_for(x, *VALUES)
     if engine is None:
         codes, scale = _cast_delayed(x, history, dtype)
         return codes if rows else None, codes.t().contiguous() if columns else None, scale
     data, transposed_data, scale = room_of_tensor(x, None, dtype, rows, columns)
     absmax = room(x, (2,), torch.float32)
     engine.cast_delayed(
-        values=x.data_ptr(),
+        **_matrix(x),
         codes=address(data),
         transposed=address(transposed_data),
         scale=scale.data_ptr(),
         absmax=absmax.data_ptr(),
         history=history.data_ptr(),
         remembered=len(history) - 1,
-        rows=x.shape[0],
-        columns=x.shape[1],
         format=FORMATS[dtype],
-        **run_on(x.device),
     )
     return data, transposed_data, scale
 
@@ -381,7 +382,7 @@ def cast_rows(
     x: Tensor, dtype: torch.dtype, rows: bool, columns: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Codes and scales of shape ``(rows, 1)``, and both of the transpose."""
-    engine = engine_for(x, torch.bfloat16)
+    engine = engine_for(x, *VALUES)
     if engine is None:
         return (
             *(_cast_rows(x, dtype) if rows else (None, None)),
@@ -390,16 +391,13 @@ def cast_rows(
     data, scale, transposed_data, transposed_scale = room_of_rows(x, dtype, rows, columns)
     absmax = room(x, (sum(x.shape),), torch.float32) if columns else None
     engine.cast_rows(
-        values=x.data_ptr(),
+        **_matrix(x),
         codes=address(data),
         scale=address(scale),
         transposed=address(transposed_data),
         transposed_scale=address(transposed_scale),
         absmax=address(absmax),
-        rows=x.shape[0],
-        columns=x.shape[1],
         format=FORMATS[dtype],
-        **run_on(x.device),
     )
     return data, scale, transposed_data, transposed_scale
 
@@ -425,7 +423,7 @@ def cast_blocks(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Codes and scales of shape ``(columns / 128, rows)``, and both of the transpose, or with ``tiles`` scales of shape
     ``(columns / 128, rows / 128)`` there."""
-    engine = engine_for(x, torch.bfloat16)
+    engine = engine_for(x, *VALUES)
     if engine is None:
         return (
             *(_cast_blocks(x, dtype, power_of_two) if rows else (None, None)),
@@ -433,17 +431,14 @@ def cast_blocks(
         )
     data, scale, transposed_data, transposed_scale = room_of_blocks(x, dtype, power_of_two, tiles, rows, columns)
     engine.cast_blocks(
-        values=x.data_ptr(),
+        **_matrix(x),
         codes=address(data),
         scale=address(scale),
         transposed=address(transposed_data),
         transposed_scale=address(transposed_scale),
-        rows=x.shape[0],
-        columns=x.shape[1],
         power_of_two=power_of_two,
         tiles=tiles,
         format=FORMATS[dtype],
-        **run_on(x.device),
     )
     return data, scale, transposed_data, transposed_scale
 

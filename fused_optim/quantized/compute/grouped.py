@@ -86,7 +86,8 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, *, multiple_of: i
             f"{tuple(offsets.shape)}"
         )
     x, weight, _ = as_autocast_wants(x, weight, None)
-    if isinstance(weight, QuantizedTensor | KeptWeight) and not is_transformed() and products.fits(x, weight):
+    may = weight.dtype == torch.bfloat16 and not is_transformed()  # torch has no grouped products in FP8 with others
+    if may and isinstance(weight, QuantizedTensor | KeptWeight) and products.fits(x, weight):
         instead: Instead = "BF16" if isinstance(weight, KeptWeight) else "decoded"
         way, in_fp8 = _way(weight.recipe, weight.device, x.shape[0], tuple(weight.shape), instead)
         if isinstance(weight, KeptWeight) and (way == "grouped" or (way and _may_wait(x))):

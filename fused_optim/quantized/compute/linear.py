@@ -214,7 +214,7 @@ def gradients_of(
     if need_x:
         of_x = gradient @ weight.dequantize() if rows is None else products.input_gradient(rows, weight)
     if kept is not None and columns is not None:
-        of_weight = products.weight_gradient(columns, kept, format)
+        of_weight = products.weight_gradient(columns, kept, weight)
     elif x is not None:
         of_weight = gradient.t() @ x
     return of_x, of_weight

@@ -159,13 +159,13 @@ class _SwiGLUMLP(torch.autograd.Function):
         rows, columns = cast_both(gradient, format.gradients, format, True, True, of_down)
         assert rows is not None and columns is not None
         of_hidden = products.input_gradient(rows, down)
-        down_gradient = products.weight_gradient(columns, kept_hidden, format)
+        down_gradient = products.weight_gradient(columns, kept_hidden, down)
         gate_codes, up_codes = swiglu.cast_hidden_gradients(of_hidden, gates, ups, format, of_gate, of_up)
         of_x = of_norm = None
         if ctx.needs_input_grad[0] or normed[0] is not None:
             of_both = [products.input_gradient(gate_codes[0], gate), products.input_gradient(up_codes[0], up)]
             of_x, of_norm = input_gradients(of_both, gradient if ctx.residual else None, *normed)
             of_x = shaped(of_x, ctx.shape)
-        gate_gradient = products.weight_gradient(gate_codes[1], kept_x, format)
-        up_gradient = products.weight_gradient(up_codes[1], kept_x, format)
+        gate_gradient = products.weight_gradient(gate_codes[1], kept_x, gate)
+        up_gradient = products.weight_gradient(up_codes[1], kept_x, up)
         return of_x, of_norm, gate_gradient, up_gradient, down_gradient, None, None, None, None

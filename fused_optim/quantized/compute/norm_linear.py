@@ -137,7 +137,7 @@ class _NormLinear(torch.autograd.Function):
             rows, columns = cast_both(matrix, format.gradients, format, True, True, of_gradients)
             assert rows is not None and columns is not None
             of_outputs.append(products.input_gradient(rows, weight))
-            of_weights.append(products.weight_gradient(columns, kept, format))
+            of_weights.append(products.weight_gradient(columns, kept, weight))
         if not of_outputs:
             return addend, None, None, None, None, *of_weights
         beside = None if addend is None else casts.matrix_of(addend).contiguous()

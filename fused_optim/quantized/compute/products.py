@@ -7,6 +7,8 @@
 With ``compute="fp4"`` the first one in FP4. Which of them run so is decided one by one (:func:`unsupported_reason`),
 with ``"auto"`` also by what was measured (``measured.py``).
 The others decode the weight, or stay in BF16. CPUs compute the same products of the same codes in FP32.
+
+Where this speaks of BF16, layers in FP16 have FP16 (:func:`dtype_unsupported_reason`).
 """
 
 from __future__ import annotations
@@ -20,12 +22,14 @@ from torch.nn.functional import ScalingType, scaled_mm
 
 from fused_optim.quantized.compute import casts, measured, microscaling
 from fused_optim.quantized.compute.casts import BLOCK, Codes
+from fused_optim.quantized.compute.kept import KeptWeight
 from fused_optim.quantized.compute.measured import Instead
 from fused_optim.quantized.recipes import ProductFormat, Recipe, Scaling
 from fused_optim.quantized.tensor import QuantizedTensor
 
 Product = Literal["output", "input gradient", "weight gradient"]
 PRODUCTS: tuple[Product, ...] = get_args(Product)
+OUTPUTS = (torch.bfloat16, torch.float16)
 ALIGNMENT = 16  # of all sizes of FP8 products, but for the rows of the first matrix
 
 _BLOCKS = {"block": ScalingType.BlockWise1x128, "tile": ScalingType.BlockWise128x128}
@@ -85,6 +89,29 @@ def device_unsupported_reason(device: torch.device, format: ProductFormat) -> st
         return None
     has = f"this GPU has {capability[0]}.{capability[1]}"
     return f"{needs.name} need compute capability {needs.capability}, {has}"
+
+
+def dtype_unsupported_reason(dtype: torch.dtype, device: torch.device, format: ProductFormat) -> str | None:
+    """Why layers that compute in this dtype have no such products, or None."""
+    if dtype == torch.bfloat16:
+        return None
+    if dtype != torch.float16:
+        name = str(dtype).removeprefix("torch.")
+        return f"it is {name}: only autocast or FSDP2's mixed precision to bfloat16 or float16 make its products FP8"
+    if format.scaling in casts.AS_WEIGHTS:
+        return f"it is float16: {NEEDS[format.scaling].name} have outputs in bfloat16 alone"
+    if format.scaling == "row" and not _has_half_of_rows(device):
+        return "it is float16: torch has such outputs of scales per row for compute capability 9.x and CUDA 12.9 alone"
+    return None
+
+
+@functools.cache
+def _has_half_of_rows(device: torch.device) -> bool:
+    """torch leaves the choice of the output to cuBLAS where that has products of scales per row."""
+    if device.type != "cuda":
+        return True
+    cuda = tuple(map(int, (torch.version.cuda or "0").split(".")))
+    return (9, 0) <= _capability(device) < (10, 0) and cuda >= (12, 9)
 
 
 def unsupported_reason(product: Product, recipe: Recipe, rows: int, weight: tuple[int, ...]) -> str | None:
@@ -151,41 +178,43 @@ def slower_reason(
 _known_products_in_fp8 = functools.lru_cache(maxsize=4096)(_products_in_fp8)
 
 
-def fits(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> bool:
+def fits(x: Tensor, weight: QuantizedTensor | KeptWeight, dtype: torch.dtype | None = None) -> bool:
     """Whether products of these tensors are considered at all. ``dtype``: what both are still to be cast to."""
     if isinstance(x, QuantizedTensor) or x.numel() == 0:
         return False
-    if not (dtype or x.dtype) == (dtype or weight.dtype) == torch.bfloat16:
+    common = dtype or weight.dtype
+    if common not in OUTPUTS or (dtype or x.dtype) != common:
         return False
-    if not isinstance(weight, QuantizedTensor):
-        return True
+    format = weight.recipe.products
+    if format is None or (common == torch.float16 and dtype_unsupported_reason(common, weight.device, format)):
+        return False
     # Plain values that were written and not quantized since have no codes, and tiles that begin elsewhere no products.
-    return weight.recipe.products is not None and not weight.is_pending and weight.rows_before == 0
+    return not isinstance(weight, QuantizedTensor) or (not weight.is_pending and weight.rows_before == 0)
 
 
 # --- products of codes ------------------------------------------------------------------------------------------
 
 
-def product(a: Codes, b: Codes, *, bias: Tensor | None = None, fast: bool = False) -> Tensor:
-    """``a @ b.t() + bias`` in BF16.
+def product(
+    a: Codes, b: Codes, *, bias: Tensor | None = None, fast: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """``a @ b.t() + bias`` in ``dtype``, one of ``OUTPUTS``; MXFP8 and NVFP4 in BF16 alone.
 
     ``fast``: the GPU adds up with 14 bits, which costs accuracy in long sums and saves time.
     """
     if a.data.device.type == "cpu":
-        return _emulated(a, b, bias)
+        return _emulated(a, b, bias, dtype)
     if a.scaling not in ("tensor", "row"):
-        out = microscaling.product(a, b) if a.scaling in casts.AS_WEIGHTS else _product_of_blocks(a, b)
+        out = microscaling.product(a, b) if a.scaling in casts.AS_WEIGHTS else _product_of_blocks(a, b, dtype)
         return out if bias is None else out.add_(bias)
     scale_a, scale_b = _alike(a, b)
-    return torch._scaled_mm(
-        a.data, b.data.t(), scale_a, scale_b.t(), bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast
-    )
+    return torch._scaled_mm(a.data, b.data.t(), scale_a, scale_b.t(), bias=bias, out_dtype=dtype, use_fast_accum=fast)
 
 
-def _emulated(a: Codes, b: Codes, bias: Tensor | None) -> Tensor:
+def _emulated(a: Codes, b: Codes, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     with torch.autocast("cpu", enabled=False):
         out = a.values() @ b.values().t()
-        return (out if bias is None else out + bias.float()).to(torch.bfloat16)
+        return (out if bias is None else out + bias.float()).to(dtype)
 
 
 def _alike(a: Codes, b: Codes) -> tuple[Tensor, Tensor]:
@@ -196,7 +225,7 @@ def _alike(a: Codes, b: Codes) -> tuple[Tensor, Tensor]:
     return tuple(by_rows)  # type: ignore[return-value]
 
 
-def _product_of_blocks(a: Codes, b: Codes) -> Tensor:
+def _product_of_blocks(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
     return scaled_mm(
         a.data,
         b.data.t(),
@@ -204,7 +233,7 @@ def _product_of_blocks(a: Codes, b: Codes) -> Tensor:
         _BLOCKS[a.scaling],
         _scale_operand(b),
         _BLOCKS[b.scaling],
-        output_dtype=torch.bfloat16,
+        output_dtype=dtype,
     )
 
 
@@ -241,15 +270,19 @@ def weight_codes(weight: QuantizedTensor) -> Codes:
 
 
 def output(codes: Codes, weight: QuantizedTensor, bias: Tensor | None = None) -> Tensor:
-    return product(codes, weight_codes(weight), bias=bias, fast=codes.scaling in ("tensor", "row"))
+    fast = codes.scaling in ("tensor", "row")
+    return product(codes, weight_codes(weight), bias=bias, fast=fast, dtype=weight.dtype)
 
 
 def input_gradient(gradient: Codes, weight: QuantizedTensor) -> Tensor:
     format = weight.recipe.products
     fast = format is not None and format.fast_gradients
-    return product(gradient, casts.transposed(weight_codes(weight), after=gradient.data), fast=fast)
+    transposed = casts.transposed(weight_codes(weight), after=gradient.data)
+    return product(gradient, transposed, fast=fast, dtype=weight.dtype)
 
 
-def weight_gradient(gradient: Codes, activations: Codes, format: ProductFormat) -> Tensor:
+def weight_gradient(gradient: Codes, activations: Codes, weight: QuantizedTensor) -> Tensor:
     """Of the transposes of both."""
-    return product(gradient, activations, fast=format.fast_gradients)
+    format = weight.recipe.products
+    fast = format is not None and format.fast_gradients
+    return product(gradient, activations, fast=fast, dtype=weight.dtype)

@@ -22,7 +22,7 @@ from fused_optim.quantized.recipes import ProductFormat
 
 MOST_GRADIENTS = 3  # of one norm
 MOST_COLUMNS = 16384
-_PARTS = 512  # of rows, at most, whose gradients of the weight the engine sums up one by one
+_PARTS = 512  # of rows, at most, each of them with a result of its own for each column in the engine
 
 
 def rstd_of(x: Tensor, eps: float) -> Tensor:
@@ -117,7 +117,7 @@ def _cast_normed(
         eps=eps,
         measured=rstd is not None,
         result=computed.row_of(parts, history),
-        absmax=address(computed.room_of_absmax(x, scaling)),
+        absmax=address(_room_of_absmax(x, scaling)),
         remembered=0 if history is None else len(history) - 1,
         rows=x.shape[0],
         columns=x.shape[1],
@@ -128,6 +128,17 @@ def _cast_normed(
         **run_on(x.device),
     )
     return *parts, found if rstd is None else None
+
+
+def _parts(x: Tensor) -> int:
+    return min(x.shape[0], _PARTS)
+
+
+def _room_of_absmax(x: Tensor, scaling: int) -> Tensor | None:
+    """With scales of rows also for those of columns over parts of the rows, in BF16."""
+    if scaling != CastScaling.ROW:
+        return computed.room_of_absmax(x, scaling)
+    return casts.room(x, (sum(x.shape) + _parts(x) * x.shape[1] // 2,), torch.float32)
 
 
 def _room_of_gradients(
@@ -161,7 +172,7 @@ def differentiate(
     if not computed.has_kernel(x, weight, addend, *incoming):
         return gradients(x, weight, rstd, incoming, addend)
     of_x, of_weight = _room_of_gradients(x, weight, rstd, first, second, third, addend)
-    parts = casts.room(x, (min(x.shape[0], _PARTS), x.shape[1]), torch.float32)
+    parts = casts.room(x, (_parts(x), x.shape[1]), torch.float32)
     cast(CudaEngine, casts.engine_for(x, torch.bfloat16)).rms_norm_backward(
         gradients=[each.data_ptr() for each in incoming],
         addend=address(addend),

@@ -12,6 +12,7 @@ from fused_optim.quantized.compute.casts import BLOCK
 from fused_optim.quantized.compute.kept import kept_weight
 from fused_optim.quantized.compute.measured import Instead
 from fused_optim.quantized.compute.products import PRODUCTS, Product
+from fused_optim.quantized.recipes import ProductFormat
 from fused_optim.quantized.tensor import QuantizedTensor, local_weight
 
 MANY = 1 << 62  # rows: more than any measured number
@@ -47,7 +48,7 @@ def unsupported_reasons_of_kept(param: Tensor, rows: int | None = None) -> dict[
     assert format is not None
     shape, device = _gathered_shape(param), _device_in_layers(param)
     instead: Instead = "decoded" if isinstance(param, DTensor) else "BF16"
-    always = _other_dtype(kept.dtype, device) or products.device_unsupported_reason(device, format)
+    always = _other_dtype(kept.dtype, device, format, len(shape)) or products.device_unsupported_reason(device, format)
     found: dict[str, str | None] = {}
     for product in PRODUCTS:
         if len(shape) == 3:
@@ -65,18 +66,18 @@ def _slower(local: QuantizedTensor, device: torch.device, rows: int | None, shap
     return products.slower_reason(format, device, MANY if rows is None else rows, shape, "decoded")
 
 
-def _other_dtype(dtype: torch.dtype, device: torch.device) -> str | None:
+def _other_dtype(dtype: torch.dtype, device: torch.device, format: ProductFormat, dims: int) -> str | None:
     if device.type != "meta" and torch.is_autocast_enabled(device.type):  # which autocast does not know
         dtype = torch.get_autocast_dtype(device.type)
-    if dtype == torch.bfloat16:
-        return None
-    name = str(dtype).removeprefix("torch.")
-    half = ", since torch has none of float16 with scales per row" if dtype == torch.float16 else ""
-    return f"it is {name}: only autocast or FSDP2's mixed precision to bfloat16 make its products FP8{half}"
+    if dtype == torch.float16 and dims == 3:
+        return "it is float16: torch's grouped products in FP8 have outputs in bfloat16 alone"
+    return products.dtype_unsupported_reason(dtype, device, format)
 
 
 def _unsupported_at_all(local: QuantizedTensor, device: torch.device) -> str | None:
-    if (why := _other_dtype(local.dtype, device)) is not None:
+    assert local.recipe.products is not None
+    why = _other_dtype(local.dtype, device, local.recipe.products, len(local.shape))
+    if why is not None:
         return why
     before = local.shared.position.gathered
     if (local.rows_before if before is None else before) != 0:

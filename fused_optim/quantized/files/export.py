@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from fused_optim.quantized.compute.kept import plain_values
 from fused_optim.quantized.files import layouts
 from fused_optim.quantized.files.layouts import Layout, Readers
-from fused_optim.quantized.recipes import NVFP4BlockScaling, Recipe
+from fused_optim.quantized.recipes import Float8TensorScaling, NVFP4BlockScaling, Recipe
 from fused_optim.quantized.tensor import QuantizedTensor, local_weight
 from fused_optim.roles import is_head, is_router
 from fused_optim.sharding.collective import gather, on_all_ranks, this_rank
@@ -29,6 +29,7 @@ from fused_optim.sharding.model_tensors import (
     FileTensors,
     Holder,
     file_tensors,
+    linear_experts,
     names_to_write,
     parameter_holders,
     tensor_names,
@@ -93,7 +94,8 @@ def save_quantized_safetensors(
 
 @dataclass(frozen=True)
 class Written:
-    """What becomes tensors in files together. ``rows``: which of a quantized weight, as ``FileTensors.rows`` has them.
+    """What becomes tensors in files together. ``rows``: which of a quantized weight, as ``FileTensors.rows`` has them
+    (names alone, where files have views of it).
 
     Without these, values are written.
     """
@@ -118,6 +120,16 @@ class Written:
     def values(self) -> dict[str, Tensor]:
         """What files have of the values: a collective."""
         return self.files.convert({name: self._whole(tensor.detach()) for name, tensor in self.tensors.items()})
+
+    def matrices(self, values: Tensor) -> dict[str, Tensor]:
+        """What files have of the values at all elements of a quantized weight."""
+        assert self.rows is not None
+        if self.files.are_views:
+            return {name: matrix.contiguous() for name, matrix in self.files.convert({self.name: values}).items()}
+        return {
+            name: values if part is None else values.flatten(0, -2)[part.to(values.device)]
+            for name, part in self.rows.items()
+        }
 
     @staticmethod
     def _whole(tensor: Tensor) -> Tensor:
@@ -154,6 +166,8 @@ def _written(model: nn.Module, tensors: Mapping[str, Tensor], layout: Layout, re
     experts = [name for name, tensor in known.items() if tensor.dim() == 3]
     found = []
     for files in file_tensors(model, {name: tensor.shape for name, tensor in tensors.items()}, experts):
+        if layout == "compressed-tensors":
+            files = linear_experts(model, files.names[0]) or files
         own = {name: tensors[name] for name in files.names}
         each = Written(files, own, tuple(holder for tensor in own.values() for holder in holders.get(tensor, ())))
         found.append(replace(each, rows=_rows(each, layout)) if each.name in known else each)
@@ -165,7 +179,8 @@ def _check_nvfp4(written: list[Written], readers: Readers) -> None:
     """Raise, or warn, where transformers would load experts to other values."""
     quantized = [each for each in written if each.rows is not None and _is_nvfp4(each)]
     text = "transformers 5.23.0 decodes experts beside NVFP4 without their FP32 scale; vLLM and SGLang read them"
-    if readers == "transformers" and quantized and any(len(each.empty()) > 1 for each in written):
+    joined = (each for each in written if len(each.empty()) > 1 and not each.files.are_views)
+    if readers == "transformers" and quantized and any(joined):
         raise ValueError(f"{quantized[0].name}: {text}: use readers='servers', or another recipe")
     experts = [each.name for each in quantized if each.weight.dim() == 3]
     if experts and this_rank() == 0:
@@ -210,6 +225,8 @@ def _is_known(model: nn.Module, weight: Tensor, holders: list[Holder], layout: L
 def _rows(each: Written, layout: Layout) -> dict[str, Tensor | None] | None:
     """Nothing where files have other than matrices of whole blocks. Raises ValueError for what a layout has not."""
     weight, recipe = each.weight, local_weight(each.weight).recipe
+    if each.files.are_views:
+        return dict.fromkeys(each.empty()) if isinstance(recipe, Float8TensorScaling) else None
     rows = each.files.rows(weight.shape)
     if rows is None or any((weight.dim() if part is None else part.dim() + 1) != 2 for part in rows.values()):
         return None
@@ -312,16 +329,14 @@ def _common_scales(written: list[Written]) -> dict[str, float]:
 
 def _entry(each: Written, layout: Layout, common: float | None) -> Entry:
     """``common``: the scale that an NVFP4 weight is to be written with, if not its own."""
-    if (rows := each.rows) is None:
+    if each.rows is None:
         return Entry.like(each.empty(), each.values)
     weight, recipe = each.weight, local_weight(each.weight).recipe
 
     def stored(whole: Callable[[str], Tensor]) -> dict[str, Tensor]:
         found = {}
         for component in layouts.components(recipe):
-            values = whole(component)
-            for name, part in rows.items():
-                matrix = values if part is None else values.flatten(0, -2)[part.to(values.device)]
+            for name, matrix in each.matrices(whole(component)).items():
                 suffix, value = layouts.stored(recipe, component, matrix, layout)
                 found[f"{name}{suffix}"] = value
         return found

@@ -19,7 +19,7 @@ from fused_optim.quantized.tensor import QuantizedTensor
 from fused_optim.sharding.collective import on_all_ranks
 from fused_optim.sharding.dtensor import local_tensor, placed_part, rewrap_like
 from fused_optim.sharding.model_files import INDEX, SINGLE, read_index
-from fused_optim.sharding.model_tensors import file_tensors, tensor_names
+from fused_optim.sharding.model_tensors import FileTensors, file_tensors, linear_experts, tensor_names
 
 
 @torch.no_grad()
@@ -44,7 +44,7 @@ def load_quantized_safetensors(model: nn.Module, path: str | os.PathLike[str], s
             if strict:
                 _check_names(targets, found, keys)
             for name, parts in found.items():
-                _load(targets[name].tensor, parts, lambda part: [read(key) for key in layouts.keys_of(part, keys)])
+                _load(targets[name], parts, lambda part: [read(key) for key in layouts.keys_of(part, keys)])
     finish_initialization(model)
 
 
@@ -58,11 +58,17 @@ class _Target:
     tensor: Tensor
     names: list[str]
     parts: Parts
+    views: FileTensors | None = None  # of it, which files may have instead
 
     def parts_in(self, keys: Collection[str]) -> Parts:
         """Itself, or its parts where files have all of them; else nothing."""
-        whole: list[Parts] = [{name: None} for name in self.names]
-        return next((parts for parts in [*whole, self.parts] if all(layouts.keys_of(name, keys) for name in parts)), {})
+        ways: list[Parts] = [*({name: None} for name in self.names), self.parts, self.of_views()]
+        return next((parts for parts in ways if parts and all(layouts.keys_of(name, keys) for name in parts)), {})
+
+    def of_views(self, tensor: Tensor | None = None) -> dict[str, Tensor]:
+        """Of the tensor; or of nothing, with their shapes."""
+        whole = torch.empty(self.tensor.shape, device="meta") if tensor is None else tensor
+        return {} if self.views is None else self.views.convert({self.names[0]: whole})
 
 
 def _targets(model: nn.Module) -> dict[str, _Target]:
@@ -74,13 +80,16 @@ def _targets(model: nn.Module) -> dict[str, _Target]:
     shapes = {name: tensor.shape for name, (tensor, _) in tensors.items()}
     experts = [name for name, shape in shapes.items() if len(shape) == 3]
     parts = {each.names[0]: each.rows(shapes[each.names[0]]) for each in file_tensors(model, shapes, experts)}
-    return {name: _Target(tensor, names, parts.get(name) or {}) for name, (tensor, names) in tensors.items()}
+    return {
+        name: _Target(tensor, names, parts.get(name) or {}, linear_experts(model, name))
+        for name, (tensor, names) in tensors.items()
+    }
 
 
 def _check_names(targets: dict[str, _Target], found: Mapping[str, Parts], keys: Collection[str]) -> None:
     missing = sorted(set(targets).difference(found))
     used = {key for parts in found.values() for name in parts for key in layouts.keys_of(name, keys)}
-    known = {name for target in targets.values() for name in (*target.names, *target.parts)}
+    known = {name for target in targets.values() for name in (*target.names, *target.parts, *target.of_views())}
     left = sorted(key for key in set(keys) - used if layouts.weight_of(key) not in known)
     if missing or left:
         texts = [f"the files lack {', '.join(missing[:5])}"] if missing else []
@@ -88,9 +97,14 @@ def _check_names(targets: dict[str, _Target], found: Mapping[str, Parts], keys: 
         raise KeyError(f"{' and '.join(texts)} ({len(missing)} and {len(left)} names); strict=False loads the others")
 
 
-def _load(tensor: Tensor, parts: Parts, read: Callable[[str], list[Tensor]]) -> None:
+def _load(target: _Target, parts: Parts, read: Callable[[str], list[Tensor]]) -> None:
+    tensor = target.tensor
     local = local_tensor(tensor)
     dtype = tensor.dtype if isinstance(local, QuantizedTensor) else torch.float32
+    if parts.keys() == target.of_views().keys():
+        loaded = _of_views(target, {part: layouts.read(read(part), part, dtype) for part in parts})
+        tensor.copy_(rewrap_like(placed_part(loaded, tensor), tensor))
+        return
     read_parts = [(layouts.read(read(part), part, dtype), rows) for part, rows in parts.items()]
     for (part, rows), of in zip(read_parts, parts, strict=True):
         expected = tuple(tensor.shape) if rows is None else (*rows.shape, tensor.shape[-1])
@@ -106,6 +120,16 @@ def _load(tensor: Tensor, parts: Parts, read: Callable[[str], list[Tensor]]) -> 
                 return
         loaded = loaded.values()
     tensor.copy_(rewrap_like(placed_part(loaded, tensor), tensor))
+
+
+def _of_views(target: _Target, parts: Mapping[str, Tensor]) -> Tensor:
+    values = torch.empty(target.tensor.shape)
+    for name, view in target.of_views(values).items():
+        part = parts[name]
+        if part.shape != view.shape:
+            raise ValueError(f"{name}: expected shape {tuple(view.shape)}, the files have {tuple(part.shape)}")
+        view.copy_(part.values() if isinstance(part, QuantizedTensor) else part)
+    return values
 
 
 def _joined(parts: list[tuple[Tensor, Tensor | None]], shape: torch.Size) -> Tensor:
