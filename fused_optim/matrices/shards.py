@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fused_optim.backends import Backend, ShardWork, is_capturing, uncounted
+from fused_optim.backends import NOT_MARKING, Backend, Marking, ShardWork, is_capturing, uncounted
 from fused_optim.backends.offloaded import Link, OffloadedShards
 from fused_optim.backends.shards import ReferenceShards, shards_on
 from fused_optim.formats.masters import Master
@@ -62,7 +62,7 @@ class MatrixShards(ReferenceShards):
     def takes_target(self, layout: StateLayout) -> bool:
         return self._link is None and self._leaving.takes_target(_without_states(layout))
 
-    def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
+    def run(self, hypers: list[Hyper], workspace: Tensor | None, marking: Marking = NOT_MARKING) -> None:
         how = [_orthogonalization(hypers[group]) for group in self._groups]
         if not self._buckets or [each.splits for each in how] != [each.splits for each in self._how]:
             self._buckets = self._in_buckets([each.splits for each in how])
