@@ -92,9 +92,9 @@ void launch(ShardTable& table, int device, uint64_t stream, uint64_t workspace, 
     launch_cuda(step, device, stream, workspace);
 }
 
-void diagnose(ShardTable& table, size_t first, const std::vector<uint64_t>& rows, int device, uint64_t stream,
-              uint64_t workspace) {
-    const Step step = table.step_of(first, rows.size());
+void diagnose(ShardTable& table, const std::vector<size_t>& shards, const std::vector<uint64_t>& rows, int device,
+              uint64_t stream, uint64_t workspace) {
+    const Step step = table.look_at(shards);
     py::gil_scoped_release release;
     diagnose_cuda(step, rows, device, stream, workspace);
 }
@@ -105,8 +105,8 @@ void launch(ShardTable& table, int threads) {
     launch_cpu(step, threads);
 }
 
-void diagnose(ShardTable& table, size_t first, const std::vector<uint64_t>& rows, int threads) {
-    const Step step = table.step_of(first, rows.size());
+void diagnose(ShardTable& table, const std::vector<size_t>& shards, const std::vector<uint64_t>& rows, int threads) {
+    const Step step = table.look_at(shards);
     py::gil_scoped_release release;
     for (size_t i = 0; i < rows.size(); ++i) {
         const Shard& shard = step.shards[i];
@@ -259,11 +259,11 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
 #if defined(FUSED_OPTIM_ENGINE_CUDA)
         .def("launch", &launch, py::arg("device"), py::arg("stream"), py::arg("workspace") = 0,
              py::arg("workspace_size") = 0)
-        .def("diagnose", &diagnose, py::arg("first"), py::arg("rows"), py::arg("device"), py::arg("stream"),
+        .def("diagnose", &diagnose, py::arg("shards"), py::arg("rows"), py::arg("device"), py::arg("stream"),
              py::arg("workspace"))
 #else
         .def("launch", &launch, py::arg("threads"))
-        .def("diagnose", &diagnose, py::arg("first"), py::arg("rows"), py::arg("threads"))
+        .def("diagnose", &diagnose, py::arg("shards"), py::arg("rows"), py::arg("threads"))
 #endif
         ;
 }
