@@ -218,7 +218,8 @@ def test_peaks_of_a_rank(ranks: int) -> None:
         kept = chosen["bytes"]["total"] - chosen["bytes"]["gradients"]
         assert chosen["gathered"] == pytest.approx(found[0], rel=0.01), (layers, vocabulary, head)
         assert chosen["peaks"]["forward"] == kept + chosen["gathered"]
-        assert chosen["peaks"]["backward"] - kept == pytest.approx(found[1], rel=0.01), (layers, vocabulary, head)
+        both = max(chosen["peaks"][name] for name in ("forward", "backward")) - kept
+        assert both == pytest.approx(found[1], rel=0.01), (layers, vocabulary, head)
 
 
 def trained(model: nn.Module) -> None:
