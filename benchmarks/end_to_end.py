@@ -3,10 +3,14 @@
     python benchmarks/end_to_end.py --output end_to_end.json                               # 1.2 B parameters, one GPU
     python benchmarks/end_to_end.py --model 8b --torchrun 2 --output end_to_end_8b.json    # FSDP2 on two
     python benchmarks/end_to_end.py --device cpu --model small --steps 4 --length 64       # a trial
+    python benchmarks/end_to_end.py --merge part0.json part1.json --output end_to_end.json # one report of several
 
 A Llama with random weights learns the bytes of Python's standard library. Initial weights and batches are the same for
-all. Each optimizer has a process of its own, so that peaks are its own. Nothing is compiled, activations are kept,
-logits are computed again in the backward pass. What is not installed is skipped, and the JSON says why.
+all. Nothing is compiled, activations are kept, logits are computed again in the backward pass. What is not installed is
+skipped, and the JSON says why.
+
+Each optimizer has a process of its own, so that peaks are its own, and its result is written as soon as it is there.
+With ``--only``, several GPUs can each run some of them; ``--merge`` puts their reports together.
 
 The largest batch is searched on one GPU, by doubling and bisection: a batch fits if two whole steps do.
 """
@@ -21,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,6 +66,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=900, help="seconds for one optimizer")
     parser.add_argument("--commit", default="", help="where there is no git")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--merge", type=Path, nargs="+", metavar="REPORT", help="run nothing, merge reports")
     parser.add_argument("--contender", help=argparse.SUPPRESS)  # what a process of its own is to run
     args = parser.parse_args()
     if args.steps < 1 or args.batch < 1 or args.length < 2:
@@ -250,6 +255,25 @@ def run_all(args: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
+def merged(paths: Sequence[Path]) -> dict[str, Any]:
+    """One report of those that were made with the same settings, of different optimizers on machines of one kind.
+
+    Raises ValueError for others. An optimizer that ran in one of them only may have failed in others.
+    """
+    reports = [json.loads(path.read_text()) for path in paths]
+    results: dict[str, Any] = {}
+    for path, report in zip(paths, reports, strict=True):
+        for key in report.keys() - {"results"}:
+            if report[key] != reports[0].get(key):
+                raise ValueError(f"{path}: {key} is {report[key]!r}, but {reports[0].get(key)!r} in {paths[0]}")
+        for name, found in report["results"].items():
+            if "loss" in found and "loss" in results.get(name, {}):
+                raise ValueError(f"{path}: {name} is in another report, too")
+            if "loss" in found or name not in results:
+                results[name] = found
+    return {**reports[0], "results": {name: results[name] for name in RUNS if name in results}}
+
+
 def table(results: dict[str, dict[str, Any]]) -> str:
     rows = ["| optimizer | tokens/s | peak | loss | held-out loss | largest batch |", "|---|---|---|---|---|---|"]
     for name, found in results.items():
@@ -264,6 +288,11 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 def main() -> None:
     args = parse_args()
+    if args.merge:
+        report = merged(args.merge)
+        write(report, args.output)
+        print(table(report["results"]))
+        return
     if args.contender is None:
         print(table(run_all(args)["results"]))
         return

@@ -401,7 +401,7 @@ class ShardedOptimizer(Publisher):
         self._reconcile()
         self.stepper.check_groups()
         self.stepper.prepare_capture()
-        return diagnose(self.store, self.stepper.next_hypers())
+        return diagnose(self.store, self.stepper.next_hypers(), self.stepper.plan_to_look_at)
 
     def __repr__(self) -> str:
         return short_description(type(self).__name__, self.store)

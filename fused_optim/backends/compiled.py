@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from operator import is_
 from typing import Any, cast
@@ -23,7 +23,6 @@ from fused_optim.rule import Hyper, Rule
 
 # Update rules whose kernels on GPUs exist a second time, to mark what they change.
 _MARKING = (RuleNumber.ADAM, RuleNumber.LION)
-_DIAGNOSED_TOGETHER = 1 << 27  # elements
 
 
 def address(tensor: Tensor | None) -> int:
@@ -151,20 +150,6 @@ def mark_differences(parts: Sequence[tuple[Tensor, Tensor, Tensor]], device: tor
     engine.mark_differences(rows, **run_on(device))
 
 
-def _batches(shards: Iterable[tuple[ShardWork, Tensor]]) -> Iterator[list[tuple[ShardWork, Tensor]]]:
-    """Together so many elements as keep a GPU busy."""
-    batch: list[tuple[ShardWork, Tensor]] = []
-    elements = 0
-    for work, row in shards:
-        batch.append((work, row))
-        elements += work.grad.numel()
-        if elements >= _DIAGNOSED_TOGETHER:
-            yield batch
-            batch, elements = [], 0
-    if batch:
-        yield batch
-
-
 class CompiledShards:
     """The shards of one device in the ``cpu`` or ``cuda`` engine, which looks for changes itself (``shard_table.h``).
 
@@ -266,11 +251,11 @@ class CompiledShards:
         size = 0 if workspace is None else workspace.nbytes
         return {"workspace": address(workspace), "workspace_size": size, **run_on(self._device)}
 
-    def diagnose(self, hypers: list[Hyper], shards: Iterable[tuple[ShardWork, Tensor]]) -> None:
-        """What a step would do to all shards, as sums: each into a row, FP64 on the device, as ``diagnose.h`` has it.
+    def diagnose(self, hypers: list[Hyper], shards: Sequence[int], rows: Sequence[int]) -> None:
+        """What this step would do to some shards, as sums: nothing is written but these, as ``diagnose.h`` has it.
 
-        ``shards``: all of them, which have elements. They are asked for as those before are let go, many at a time:
-        gradients and parameters may be copies.
+        ``shards``: the numbers of shards with gradients and elements. ``rows``: of each the address of FP64 numbers on
+        the device.
         """
         self._set_groups(hypers)
         where = run_on(self._device)
@@ -278,12 +263,7 @@ class CompiledShards:
             engine = cast(CudaEngine, load_engine("cuda")[0])
             workspace = torch.empty(engine.DIAGNOSIS_WORKSPACE, dtype=torch.uint8, device=self._device)
             where["workspace"] = workspace.data_ptr()
-        first = 0
-        for together in _batches(shards):
-            for i, (work, _) in enumerate(together, first):
-                self._table.set_shard(i, work)
-            self._table.diagnose(first, [row.data_ptr() for _, row in together], **where)
-            first += len(together)
+        self._table.diagnose(shards, rows, **where)
 
     def _set_groups(self, hypers: list[Hyper]) -> None:
         for group, h in enumerate(hypers):

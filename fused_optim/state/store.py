@@ -422,9 +422,10 @@ class StateStore:
 
     def sync_masters_from_params(self, written_only: bool = True, but: Collection[Tensor] = ()) -> None:
         """Let masters follow parameters that others have written; see ``ParamState.sync_master_from_param``."""
-        for states in self:
-            if states.param not in but and (states.is_written or not written_only):
-                states.sync_master_from_param()
+        self.import_external()
+        for param in self.params:
+            if param not in but and param in self and (self[param].is_written or not written_only):
+                self[param].sync_master_from_param()
 
     # --- remainders that were loaded before their parameters ----------------------------------------------------------
 

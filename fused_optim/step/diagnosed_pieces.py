@@ -28,6 +28,7 @@ from fused_optim.state.remainders import PIECE
 # and have the smallest code or none.
 _SUMS = ("elements", "update", "weight", "gradient", "moved", "lost")
 _OF_STATES = ("value", "error", "coded", "top", "low")
+OF_ALL, OF_STATE = len(_SUMS), len(_OF_STATES)
 
 
 @functools.cache

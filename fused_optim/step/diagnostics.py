@@ -1,41 +1,43 @@
 """What the next step will do to each parameter, and what rounding makes of it: one extra pass that changes nothing.
 
-Each backend makes the pass over its own shards; what it gives are sums, and bounds of scales. It is made on request
-only; nothing of it is in the way of ``step()``.
+The next step's plan is refreshed, as the step will do, and what it would refuse raises here. Then each backend makes
+the pass over its own shards; what it gives are sums, and bounds of scales. It is made on request only; nothing of it is
+in the way of ``step()``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fused_optim.adapters import adapter_of
-from fused_optim.backends import Backend, ShardWork, backend_of
 from fused_optim.backends.compiled import CompiledShards
 from fused_optim.backends.torch_reference import derive
 from fused_optim.formats.masters import Master
 from fused_optim.formats.rounding import rounding_key
-from fused_optim.memory.layout import MASTER
 from fused_optim.options.checks import check_states, check_update, describe
 from fused_optim.rule import Hyper, Rule
 from fused_optim.sharding.collective import failing_together
 from fused_optim.sharding.dtensor import dense, finished_local, local_tensor, sharding_dims
-from fused_optim.state.param_state import ParamState, read_parameter
+from fused_optim.state.param_state import ParamState
 from fused_optim.state.store import StateStore
 from fused_optim.step.agreement import Agreement, Own, is_misplaced
 from fused_optim.step.diagnosed_matrices import sigma_errors
-from fused_optim.step.diagnosed_pieces import LookedAt, add_shard, sums_of
-from fused_optim.step.plan import placed_as
+from fused_optim.step.diagnosed_pieces import OF_ALL, OF_STATE, LookedAt, add_shard, sums_of
+from fused_optim.step.parts import Part
+from fused_optim.step.plan import Plan, placed_as
 
 Hypers = Callable[[torch.device], list[Hyper]]  # of the next step, one per param group
+_Kind = tuple[torch.device, int]  # of rows: how many states there are
 _ELSEWHERE = "diagnostics(): another rank cannot look at its parameters; its error says why"
 _LOOKED_AT = 4  # parameters of each group whose matrices are orthogonalized
 _SIGMA_ERROR = "sigma_error"
@@ -74,162 +76,159 @@ class Diagnostics(dict[str, Any]):
         return found
 
 
-@dataclass(frozen=True)
-class _Member:
+class _Member(NamedTuple):
     """A parameter: its position, the number of its group, and what the next step reads of it."""
 
-    index: int
+    position: int
     number: int
     param: Tensor
     grad: Tensor | None
-    states: ParamState | None
     name: str | None
     rule: Rule
-    key: int  # of its rounding
 
     @property
-    def state_names(self) -> tuple[str, ...]:
-        return tuple(spec.name for spec in self.rule.states)
+    def shown_name(self) -> str:
+        return self.name or describe(self.param, self.position)
 
-    @property
-    def changes(self) -> bool:
-        """Whether the step changes anything here."""
-        return self.grad is not None and self.states is not None and local_tensor(self.param).numel() > 0
-
-    def check(self) -> ParamState | None:
-        """Raise for a gradient and states that the step would refuse. The states, where it would update them."""
-        if self.grad is None or self.states is None:
+    def states_to_change(self, store: StateStore) -> ParamState | None:
+        """Those that the step updates, of a parameter with elements. Raises for what the step would refuse."""
+        if self.grad is None or self.param not in store:
             return None
-        check_update(self.param, self.grad, self.index, self.name)
-        layout = self.states.layout
-        check_states(self.param, self.states.tensors, layout.dtypes(), self.index, self.name, layout.offloaded)
-        return self.states if self.changes else None
+        states = store[self.param]
+        check_update(self.param, self.grad, self.position, self.name)
+        layout = states.layout
+        check_states(self.param, states.tensors, layout.dtypes(), self.position, self.name, layout.offloaded)
+        return states if local_tensor(self.param).numel() else None
 
     def local_gradient(self) -> Tensor:
         """Dense."""
         assert self.grad is not None
         return dense(finished_local(placed_as(self.grad, self.param)))
 
-    @property
-    def backend(self) -> Backend:
-        """Of this pass. The reference fetches states from host memory piece by piece."""
-        assert self.states is not None
-        return "torch" if self.states.layout.offloaded else backend_of(local_tensor(self.param))
 
-    @property
-    def is_rounded_elsewhere(self) -> bool:
-        """A quantized parameter without a master: only its library knows what rounding makes of the new values."""
-        assert self.states is not None
-        return adapter_of(self.param) is not None and self.states.layout.master is Master.PARAMETER
+class _Rows:
+    """Of each parameter sums, then the bounds of its states' scales, on its device.
+
+    A bound's least has its sign changed, so that both are maxima.
+    """
+
+    def __init__(self, members: Sequence[_Member]) -> None:
+        kinds = [(local_tensor(each.param).device, len(each.rule.states)) for each in members]
+        self._matrices: dict[_Kind, Tensor] = {}
+        for device, states in dict.fromkeys(kinds):
+            sums = len(sums_of(("",) * states))
+            matrix = torch.zeros(kinds.count((device, states)), sums + 2 * states, dtype=torch.float64, device=device)
+            matrix[:, sums:] = -math.inf
+            self._matrices[device, states] = matrix
+        used = dict.fromkeys(self._matrices, 0)
+        self._places: dict[int, tuple[_Kind, int]] = {}
+        for each, kind in zip(members, kinds, strict=True):
+            self._places[each.position] = kind, used[kind]
+            used[kind] += 1
+
+    def of(self, index: int) -> Tensor:
+        """A parameter's, by its position."""
+        kind, row = self._places[index]
+        return self._matrices[kind][row]
+
+    def addresses(self, indices: Iterable[int]) -> list[int]:
+        """Of parameters' rows."""
+        first = {kind: matrix.data_ptr() for kind, matrix in self._matrices.items()}
+        width = {kind: matrix.shape[1] * matrix.element_size() for kind, matrix in self._matrices.items()}
+        return [first[kind] + row * width[kind] for kind, row in map(self._places.__getitem__, indices)]
+
+    def reduce(self, members: Iterable[_Member]) -> None:
+        """Replace each row by that over the ranks that hold the parameter's shards."""
+        alike: dict[tuple[DeviceMesh, tuple[int, ...], _Kind], list[int]] = {}
+        for each in members:
+            param = each.param
+            if isinstance(param, DTensor) and (dims := sharding_dims(param)):
+                kind, row = self._places[each.position]
+                alike.setdefault((param.device_mesh, tuple(dims), kind), []).append(row)
+        for (mesh, dims, kind), some in alike.items():
+            matrix, sums = self._matrices[kind], len(sums_of(("",) * kind[1]))
+            own = matrix[some].to(mesh.device_type)
+            both = [own[:, :sums].contiguous(), own[:, sums:].contiguous()]
+            for dim in dims:
+                for values, how in zip(both, (dist.ReduceOp.SUM, dist.ReduceOp.MAX), strict=True):
+                    dist.all_reduce(values, how, group=mesh.get_group(dim))
+            matrix[some] = torch.cat(both, 1).to(matrix.device)
+
+    def on_host(self) -> dict[int, list[float]]:
+        """By the parameters' positions. Each device is waited for once."""
+        listed = {kind: matrix.tolist() for kind, matrix in self._matrices.items()}
+        return {index: listed[kind][row] for index, (kind, row) in self._places.items()}
 
 
-def diagnose(store: StateStore, hypers: Hypers) -> Diagnostics:
-    """A collective over the meshes of parameters.
+def diagnose(store: StateStore, hypers: Hypers, refreshed_plan: Callable[[], Plan]) -> Diagnostics:
+    """A collective over the meshes of parameters. ``refreshed_plan``: gives the next step's, with its gradients.
 
     Raises RuntimeError where no parameter has states, and for gradients and states that cannot be used; where another
     rank does, FailedElsewhere, a ValueError.
     """
-    everything = list(_members(store))
+    everything = _members(store)
     members = [each for each in everything if not each.rule.whole_matrices]
-    of_matrices = [each for each in everything if each.rule.whole_matrices]
-    rows = {each.param: row for each, row in zip(members, _empty_rows(members), strict=True)}
+    rows = _Rows(members)
     with failing_together(store.params, _ELSEWHERE):
         Agreement().reach(store.params, Own.of_all(store))
         sent = [each.param for each in everything if is_misplaced(each.param, each.grad)]  # alike on all ranks, hence
         with failing_together(sent, _ELSEWHERE) if sent else nullcontext():
             for each in everything if sent else ():
-                each.check()
-        if not any(each.states for each in everything):
+                each.states_to_change(store)
+        if not any(param in store for param in store.params):
             raise RuntimeError(
                 "diagnostics() looks at the next step of existing states: call step() or initialize_state()"
             )
-        _look(members, hypers, rows, len(store.groups))
-        for each in of_matrices:
-            each.check()
-    _reduce(members, rows)
-    report = _report(store, members, rows)
-    _add_matrices(report, of_matrices, hypers)
+        plan = refreshed_plan()
+        for part in plan.parts:
+            _look(store, part, {each.position: each for each in members}, hypers(part.device), rows)
+        plan.give_up()
+    rows.reduce(members)
+    report = _report(store, members, rows.on_host())
+    _add_matrices(store, report, [each for each in everything if each.rule.whole_matrices], hypers)
     return report
 
 
-def _members(store: StateStore) -> Iterator[_Member]:
-    rules, names, numbers, seed = store.rules(), store.names, store.rounding_numbers(), store.settings.seed
-    known = {states.param: states for states in store}
-    index = 0
+def _members(store: StateStore) -> list[_Member]:
+    found: list[_Member] = []
+    rules, names, attribute = store.rules(), store.names, store.grad_attribute
     for number, group in enumerate(store.groups):
         for param in group["params"]:
-            grad = getattr(param, store.grad_attribute, None)
-            key = rounding_key(seed, numbers[index])
-            yield _Member(index, number, param, grad, known.get(param), names[index], rules[param], key)
-            index += 1
+            position = len(found)
+            grad = getattr(param, attribute, None)
+            found.append(_Member(position, number, param, grad, names[position], rules[param]))
+    return found
 
 
-def _look(members: Iterable[_Member], hypers: Hypers, rows: Mapping[Tensor, Tensor], group_count: int) -> None:
-    """Fill the rows. Checks each one in its turn, while a GPU looks at those before."""
-    alike: dict[tuple[torch.device, Backend, int], list[_Member]] = {}
-    for each in members:
-        if each.changes:
-            alike.setdefault((local_tensor(each.param).device, each.backend, each.rule.code), []).append(each)
-        else:
-            each.check()
-    for (device, backend, _), some in alike.items():
-        if backend == "torch":
-            _by_reference(some, hypers(device), rows)
-        else:
-            shards = CompiledShards(device, backend, [each.number for each in some], group_count, some[0].rule)
-            shards.diagnose(hypers(device), ((_work(each), rows[each.param]) for each in some))
-            for each in some:
-                if each.is_rounded_elsewhere:
-                    rows[each.param][_ROUNDED] = 0.0
+def _look(store: StateStore, part: Part, members: Mapping[int, _Member], hypers: list[Hyper], rows: _Rows) -> None:
+    """Fill the rows of a part's shards, by the backend that updates them.
 
-
-def _empty_rows(members: Sequence[_Member]) -> list[Tensor]:
-    """Of each parameter sums, then the bounds of its states' scales, on its device.
-
-    A bound's least has its sign changed, so that both are maxima.
+    The reference looks at states in host memory, which it fetches piece by piece; matrices have no rows.
     """
-    memory: dict[tuple[torch.device, int], list[Tensor]] = {}
-    kinds = [(local_tensor(each.param).device, len(each.rule.states)) for each in members]
-    for device, states in dict.fromkeys(kinds):
-        sums = len(sums_of(("",) * states))
-        rows = torch.zeros(kinds.count((device, states)), sums + 2 * states, dtype=torch.float64, device=device)
-        rows[:, sums:] = -math.inf
-        memory[device, states] = list(rows.unbind())
-    return [memory[kind].pop(0) for kind in kinds]
+    own = [(i, part.indices[i]) for i in part.shards.with_gradients() if part.indices[i] in members]
+    own = [(i, index) for i, index in own if local_tensor(members[index].param).numel()]
+    if not isinstance(part.shards, CompiledShards):
+        return _by_reference(store, [members[index] for _, index in own], hypers, rows)
+    part.shards.diagnose(hypers, [i for i, _ in own], rows.addresses(index for _, index in own))
+    for _, index in own:
+        param = members[index].param
+        if adapter_of(param) is not None and store.layouts[param].master is Master.PARAMETER:
+            rows.of(index)[_ROUNDED] = 0.0  # only its library knows what rounding makes of the new values
 
 
-def _work(member: _Member) -> ShardWork:
-    """A shard as an engine has it; of a quantized parameter its master alone, or its values."""
-    param, states = member.param, member.check()
-    assert states is not None
-    master = local_tensor(states.tensors[MASTER]) if states.layout.master is not Master.PARAMETER else None
-    local = local_tensor(param.detach())
-    if adapter_of(param) is not None:
-        local = read_parameter(param) if master is None else master
-    return ShardWork(
-        grad=member.local_gradient(),
-        param=dense(local),
-        master=master,
-        states=tuple(local_tensor(states.tensors[spec.name]) for spec in states.layout.specs),
-        layout=states.layout,
-        key=member.key,
-    )
-
-
-def _by_reference(members: Iterable[_Member], hypers: Sequence[Hyper], rows: Mapping[Tensor, Tensor]) -> None:
-    derived = list(map(derive, hypers))
+def _by_reference(store: StateStore, members: Iterable[_Member], hypers: Sequence[Hyper], rows: _Rows) -> None:
+    derived, numbers, seed = list(map(derive, hypers)), store.rounding_numbers(), store.settings.seed
     for each in members:
-        states = each.check()
-        assert states is not None
         scalars, offset = derived[each.number]
-        grad = each.local_gradient().view(-1)
-        add_shard(LookedAt(states, grad, scalars, each.rule.update(scalars), offset, each.key), rows[each.param])
+        grad, key = each.local_gradient().view(-1), rounding_key(seed, numbers[each.position])
+        looked_at = LookedAt(store[each.param], grad, scalars, each.rule.update(scalars), offset, key)
+        add_shard(looked_at, rows.of(each.position))
 
 
 # --- whole matrices -----------------------------------------------------------------------------------------------
 
 
-def _add_matrices(report: Diagnostics, members: Sequence[_Member], hypers: Hypers) -> None:
+def _add_matrices(store: StateStore, report: Diagnostics, members: Sequence[_Member], hypers: Hypers) -> None:
     """Of some parameters of each group, which are the same ones on all ranks."""
     chosen = [each for number in sorted({m.number for m in members}) for each in _some_of_group(members, number)]
     if not chosen:
@@ -239,14 +238,13 @@ def _add_matrices(report: Diagnostics, members: Sequence[_Member], hypers: Hyper
         hyper = hypers(local_tensor(each.param).device)[each.number]
         assert hyper.orthogonalization is not None
         ways.append(replace(hyper.orthogonalization, scale=_unscaled))
-        if each.changes:
-            updates[i] = _to_orthogonalize(each, hyper)
-        elif each.grad is not None and each.states is not None:  # as on the ranks that have elements of it
+        if states := each.states_to_change(store):
+            updates[i] = _to_orthogonalize(each, states, hyper)
+        elif each.grad is not None and each.param in store:  # as on the ranks that have elements of it
             updates[i] = torch.empty_like(local_tensor(each.param.detach()), dtype=torch.float32)
     errors = sigma_errors([each.param for each in chosen], updates, ways)
     for i, error in errors.items():
-        name = chosen[i].name or describe(chosen[i].param, chosen[i].index)
-        report["parameters"][name] = {_SIGMA_ERROR: error}
+        report["parameters"][chosen[i].shown_name] = {_SIGMA_ERROR: error}
     for number in {each.number for each in chosen}:
         own = [error for i, error in errors.items() if chosen[i].number == number]
         if own:
@@ -260,13 +258,12 @@ def _some_of_group(members: Sequence[_Member], number: int) -> list[_Member]:
     return [own[i * len(own) // count] for i in range(count)]
 
 
-def _to_orthogonalize(member: _Member, hyper: Hyper) -> Tensor:
+def _to_orthogonalize(member: _Member, states: ParamState, hyper: Hyper) -> Tensor:
     """The local values that the step will orthogonalize, in FP32."""
-    assert member.states is not None
     scalars, _ = derive(hyper)
     (spec,) = member.rule.states
     grad = member.local_gradient().float()
-    momentum = local_tensor(member.states.unscaled(spec.name, None)).to(grad.device)
+    momentum = local_tensor(states.unscaled(spec.name, None)).to(grad.device)
     return member.rule.update(scalars)(grad, grad, [momentum.view(grad.shape)])[0].contiguous()
 
 
@@ -274,72 +271,50 @@ def _unscaled(rows: int, columns: int) -> float:
     return 1.0
 
 
-# --- all shards ---------------------------------------------------------------------------------------------------
+# --- the report ---------------------------------------------------------------------------------------------------
 
 
-def _reduce(members: Iterable[_Member], rows: dict[Tensor, Tensor]) -> None:
-    """Replace each parameter's row by that over the ranks that hold its shards."""
-    alike: dict[Any, list[_Member]] = {}
-    for each in members:
-        param = each.param
-        if isinstance(param, DTensor) and sharding_dims(param):
-            kind = param.device_mesh, sharding_dims(param), len(each.rule.states)
-            alike.setdefault(kind, []).append(each)
-    for (mesh, dims, _), some in alike.items():
-        all_rows = torch.stack([rows[each.param].to(mesh.device_type) for each in some])
-        sums = len(sums_of(some[0].state_names))
-        both = [all_rows[:, :sums].contiguous(), all_rows[:, sums:].contiguous()]
-        for dim in dims:
-            for values, how in zip(both, (dist.ReduceOp.SUM, dist.ReduceOp.MAX), strict=True):
-                dist.all_reduce(values, how, group=mesh.get_group(dim))
-        rows.update(zip((each.param for each in some), torch.cat(both, 1).unbind(), strict=True))
-
-
-def _report(store: StateStore, members: Sequence[_Member], rows: Mapping[Tensor, Tensor]) -> Diagnostics:
-    listed = dict(zip(rows, _on_host(list(rows.values())), strict=True))
+def _report(store: StateStore, members: Sequence[_Member], rows: Mapping[int, Sequence[float]]) -> Diagnostics:
     parameters: dict[str, dict[str, float]] = {}
     groups: list[dict[str, float]] = [{"step": int(group["step"]) + 1} for group in store.groups]
+    by_group: list[list[_Member]] = [[] for _ in groups]
     for each in members:
-        if values := _values([listed[each.param]], each.state_names):
-            parameters[each.name or describe(each.param, each.index)] = values
-    for number, group in enumerate(groups):
-        own = [each for each in members if each.number == number]
-        group |= _values([listed[each.param] for each in own], own[0].state_names) if own else {}
+        by_group[each.number].append(each)
+    for group, own in zip(groups, by_group, strict=True):
+        if not own:
+            continue
+        names = [spec.name for spec in own[0].rule.states]
+        for each in own:
+            if values := _values(rows[each.position], names):
+                parameters[each.shown_name] = values
+        group |= _values(_total([rows[each.position] for each in own], len(names)), names)
     return Diagnostics(parameters=parameters, groups=groups)
 
 
-def _on_host(rows: Sequence[Tensor]) -> list[list[float]]:
-    """Each device is waited for once."""
-    found: dict[int, list[float]] = {}
-    kinds = [(row.device, row.numel()) for row in rows]
-    for kind in dict.fromkeys(kinds):
-        own = [i for i, each in enumerate(kinds) if each == kind]
-        found |= zip(own, torch.stack([rows[i] for i in own]).tolist(), strict=True)
-    return [found[i] for i in range(len(rows))]
+def _total(rows: Sequence[Sequence[float]], states: int) -> list[float]:
+    columns, sums = list(zip(*rows, strict=True)), -2 * states
+    return [*map(sum, columns[:sums]), *map(max, columns[sums:])]
 
 
-def _values(rows: Sequence[Sequence[float]], names: tuple[str, ...]) -> dict[str, float]:
-    """The numbers of some parameters together. ``names``: of their states."""
-    sum_names = sums_of(names)
-    of_sums, bounds = rows[0][: len(sum_names)], rows[0][len(sum_names) :]
-    if len(rows) > 1:
-        columns = list(zip(*rows, strict=True))
-        of_sums, bounds = [*map(sum, columns[: len(sum_names)])], [*map(max, columns[len(sum_names) :])]
-    sums = dict(zip(sum_names, of_sums, strict=True))
-    count = sums["elements"]
-    if not count:
+def _values(row: Sequence[float], names: Sequence[str]) -> dict[str, float]:
+    """The numbers of a parameter, or of some together. ``names``: of its states."""
+    elements, update, weight, gradient, moved, lost = row[:OF_ALL]
+    if not elements:
         return {}
-    found = {f"{key}_rms": math.sqrt(sums[key] / count) for key in ("update", "weight", "gradient")}
-    found |= _ratio("update_to_weight", found["update_rms"], found["weight_rms"])
-    found |= _ratio("lost_updates", sums["lost"], sums["moved"])
-    for name, least, largest in zip(names, bounds[::2], bounds[1::2], strict=True):
-        found |= _ratio(f"{name}_error", math.sqrt(sums[f"{name}_error"]), math.sqrt(sums[f"{name}_value"]))
-        found |= _ratio(f"{name}_saturated", sums[f"{name}_top"], sums[f"{name}_coded"])
-        found |= _ratio(f"{name}_lowest", sums[f"{name}_low"], sums[f"{name}_coded"])
+    found = {"update_rms": math.sqrt(update / elements), "weight_rms": math.sqrt(weight / elements)}
+    found["gradient_rms"] = math.sqrt(gradient / elements)
+    if found["weight_rms"]:
+        found["update_to_weight"] = found["update_rms"] / found["weight_rms"]
+    if moved:
+        found["lost_updates"] = lost / moved
+    for i, name in enumerate(names):
+        first = OF_ALL + i * OF_STATE
+        value, error, coded, top, low = row[first : first + OF_STATE]
+        least, largest = row[2 * (i - len(names))], row[2 * (i - len(names)) + 1]
+        if value:
+            found[f"{name}_error"] = math.sqrt(error) / math.sqrt(value)
+        if coded:
+            found[f"{name}_saturated"], found[f"{name}_lowest"] = top / coded, low / coded
         if largest > 0.0:
-            found |= {f"{name}_scale_min": -least, f"{name}_scale_max": largest}
+            found[f"{name}_scale_min"], found[f"{name}_scale_max"] = -least, largest
     return found
-
-
-def _ratio(name: str, part: float, whole: float) -> dict[str, float]:
-    return {name: part / whole} if whole else {}

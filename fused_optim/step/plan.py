@@ -118,9 +118,9 @@ class Plan:
                 part.shards = MatrixShards(*about[:4], [params[index] for index in part.indices], link)
             else:
                 part.shards = OffloadedShards(*about, store.offloading.link(device)) if offloaded else shards_on(*about)
-        self._parts = [parts[key] for key in sorted(parts, key=str)]
-        self.backends: dict[torch.device, str] = {part.device: part.backend for part in self._parts}
-        self._last = {part.device: part for part in self._parts}  # to be launched
+        self.parts = [parts[key] for key in sorted(parts, key=str)]
+        self.backends: dict[torch.device, str] = {part.device: part.backend for part in self.parts}
+        self._last = {part.device: part for part in self.parts}  # to be launched
 
     def _reference(self, param: Tensor, index: int | None = None) -> Reference:
         return reference_to(param, None if index is None else functools.partial(_let_go, weakref.ref(self), index))
@@ -137,7 +137,7 @@ class Plan:
     @property
     def measured(self) -> list[Tensor]:
         """Memory of its own that steps write to."""
-        return [part.absmax for part in self._parts if part.absmax is not None]
+        return [part.absmax for part in self.parts if part.absmax is not None]
 
     def fits(self, groups: Sequence[Group], store: StateStore) -> bool:
         """Whether parameters, groups, dicts of states, formats, seed and backend are those of when the plan was built.
@@ -168,7 +168,7 @@ class Plan:
     @property
     def groups_with_gradients(self) -> set[int]:
         """The numbers of the param groups that have a gradient in this step."""
-        return {number for part in self._parts for number in part.shards.groups_with_gradients()}
+        return {number for part in self.parts for number in part.shards.groups_with_gradients()}
 
     def refresh(self, attribute: str, scaled: bool = False, agreement: Agreement | None = None) -> bool:
         """Take the gradients, ``param.<attribute>``, and all addresses of this step.
@@ -183,7 +183,7 @@ class Plan:
         self._weights.end_step()  # where one was refused
         self._attribute = attribute
         stale: list[tuple[Part, int, Tensor]] = []
-        for part in self._parts:
+        for part in self.parts:
             part.apart.clear()
             changed = part.shards.refresh(part.watched, attribute)
             stale += [(part, i, param) for i in changed if (param := part.watched[i].param_ref()) is not None]
@@ -201,24 +201,32 @@ class Plan:
         self._sync([(part, i) for part, i, _ in stale if self._may_be_written(part, i)])
         for part, i, param in stale:
             self._set(part, i, param, attribute)
-        for part in self._parts if scaled else []:
+        for part in self.parts if scaled else []:
             for i in part.shards.sharing():
                 if (param := part.watched[i].param_ref()) is not None:
                     self._set(part, i, param, attribute, shared=True)
         return True
 
+    def give_up(self) -> None:
+        """Let go of what was refreshed for a step that is not made."""
+        self._copies.clear()
+        self._weights.end_step()
+        for part in self.parts:
+            part.apart.clear()
+            part.shards.works.clear()
+
     def _to_send(self, stale: Sequence[tuple[Part, int, Tensor]], attribute: str) -> Own:
         own = Own()
         for part, i, param in stale:
             own.add(param, getattr(param, attribute), part.indices[i], self._names[part.indices[i]])
-        if any(isinstance(part.shards, MatrixShards) for part in self._parts):
+        if any(isinstance(part.shards, MatrixShards) for part in self.parts):
             matrices = self._matrices_to_send(bool(stale))
             own.gradients, own.with_empty = matrices.gradients, matrices.with_empty
         return own
 
     def _matrices_to_send(self, has_stale: bool) -> Own:
         """Those of the step before, as long as the same shards have gradients, and all are as they were."""
-        having = [list(part.shards.with_gradients()) for part in self._parts]
+        having = [list(part.shards.with_gradients()) for part in self.parts]
         if has_stale or self._sent is None or self._sent[0] != having:
             own = Own()
             own.add_matrices(self._store)
@@ -229,12 +237,12 @@ class Plan:
     @property
     def params(self) -> set[Tensor]:
         """All that it knows of; what was written into others the store knows."""
-        found = (watched.param_ref() for part in self._parts for watched in part.watched)
+        found = (watched.param_ref() for part in self.parts for watched in part.watched)
         return {param for param in found if param is not None}
 
     def sync_written_masters(self) -> None:
         """Let masters follow parameters that others have written since the last step."""
-        for part in self._parts:
+        for part in self.parts:
             part.find_freed()
             self._sync([(part, i) for i in part.shards.find_written(part.watched)])
             self._sync([(part, i) for i in list(part.unwatched) if self._may_be_written(part, i)])
@@ -250,7 +258,7 @@ class Plan:
         """Those that raise are followed when this is called again."""
         for part, i in shards:
             part.written.add(i)
-        for part in self._parts:
+        for part in self.parts:
             for i in sorted(part.written):
                 self._sync_shard(part, i)
                 part.written.discard(i)  # another thread may have followed it
@@ -395,7 +403,7 @@ class Plan:
         applies = None if found_inf is None or not batches else found_inf.reshape(()) == 0
         for batch in batches:
             batch.prepare(applies)
-        for part in self._parts:
+        for part in self.parts:
             on_device = on_devices[part.device]
             counting = on_device if part is self._last[part.device] else uncounted(on_device)
             part.run(counting, workspaces.get(part.device))
@@ -408,7 +416,7 @@ class Plan:
         if any(on_device[0].grad_scale is not None for on_device in on_devices.values()):
             increment_versions([getattr(param, self._attribute) for param in updated])
         increment_versions(updated)
-        for part in self._parts:  # which may share counters
+        for part in self.parts:  # which may share counters
             unwatched = part.unwatched.intersection(part.shards.with_gradients()) if part.unwatched else ()
             part.shards.mark(part.watched)
             for i in unwatched:  # of the others nobody has looked whether they were written
@@ -421,14 +429,14 @@ class Plan:
         if (tracker := self._store.changes) is None:
             return []
         found = []
-        for part in self._parts:
+        for part in self.parts:
             found.append(part.changes_of_step(tracker))
             part.marking = found[-1].begin(part.shards.with_gradients(), may_be_skipped)
         return found
 
     def _updated(self) -> list[Tensor]:
         """The parameters that have a gradient in this step."""
-        return list(chain.from_iterable(part.shards.updated(part.watched) for part in self._parts))
+        return list(chain.from_iterable(part.shards.updated(part.watched) for part in self.parts))
 
 
 def _let_go(plan: weakref.ref[Plan], index: int, _: object) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -20,11 +19,11 @@ from fused_optim.options.reading import CheckpointFormat
 from fused_optim.sharding.dtensor import cut_by_rows, local_tensor
 from fused_optim.state.param_state import offloadable
 from fused_optim.tools.muon_plan import optimizer_of
+from fused_optim.tools.peaks import Units, backward_peak, forward_peak, ranks_of
 
 FORMS: tuple[CheckpointFormat, ...] = get_args(CheckpointFormat)
 SAVED_FORMS = ("unscaled", "native")  # whose saves were measured
 HELD = ("parameters", "gradients", "masters", "states", "scales")
-_LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.)")  # "model.layers.3", "3"
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Counted:
         self._examples, self._muon = [members[0] for members in alike.values()], muon
         self._alike = [(members[0][1], len(members)) for members in alike.values()]
         self._count = len(params)
-        self._gathered = _gathered_bytes(params)
+        self._units, self._ranks = Units.of([_unit_sizes(*named) for named in params]), ranks_of([p for _, p in params])
         self._dtypes = {param.dtype for _, param in params}
 
     def row(self, choice: Choice, rates: dict[str, Any] | None, offload: float = 0.0) -> dict[str, Any]:
@@ -74,7 +73,7 @@ class Counted:
         total = sum(held.values())
         row: dict[str, Any] = {**choice.options, "bytes": {**held, "total": total}, "host_bytes": host}
         row["bytes_per_parameter"] = total / max(1, self._elements)
-        row["gathered"] = self._gathered
+        row |= {"gathered": self._gathered, "peaks": self._peaks(held)}
         row["checkpoint"] = dict(saved)
         measured = f"{self._master(choice.master_bits)}/{choice.state_dtype}"
         if rates is None:
@@ -100,7 +99,21 @@ class Counted:
                 held.update({"gradients": count * plain, "states": 2 * count * plain})
         total = sum(held.values())
         per_parameter = total / max(1, self._elements)
-        return {"bytes": {**held, "total": total}, "bytes_per_parameter": per_parameter, "gathered": self._gathered}
+        found = {"bytes": {**held, "total": total}, "bytes_per_parameter": per_parameter, "gathered": self._gathered}
+        return found | {"peaks": self._peaks(held)}
+
+    @property
+    def _gathered(self) -> int | None:
+        return forward_peak(self._units, self._ranks) if self._units.layers and self._ranks else None
+
+    def _peaks(self, held: Mapping[str, int]) -> dict[str, int] | None:
+        """Of this rank's memory in a training step under FSDP2, without activations. None where nothing is sharded."""
+        if not self._units.layers or not self._ranks:
+            return None
+        total = sum(held.values())
+        kept = total - held["gradients"]  # beside which the backward pass makes them
+        forward, backward = (peak(self._units, self._ranks) for peak in (forward_peak, backward_peak))
+        return {"forward": kept + forward, "backward": kept + backward, "step": total}
 
     def _layouts(self, choice: Choice) -> Iterator[tuple[Tensor, StateLayout | None, int]]:
         """What the optimizer would keep of each kind of parameter; nothing of frozen ones."""
@@ -157,19 +170,9 @@ def _offloaded(param: Tensor, layout: StateLayout | None) -> Iterator[str]:
     yield from (["masters"] if MASTER in states else []) + (["states", "scales"] if states else [])
 
 
-def _gathered_bytes(params: Sequence[tuple[str, Tensor]]) -> int | None:
-    """What FSDP2 gathers at most in a forward pass: what is in no layer, which stays, and three times a layer.
-
-    It copies a layer out of the buffer that it was received in, and keeps the buffer until the next one has been
-    received: the first layer is beside that of what is in none. Layers are told by the numbers in names; None where
-    there are none.
-    """
-    sizes: Counter[str] = Counter()
-    for name, param in params:
-        match = _LAYER.match(name)
-        sizes[match[0] if match else ""] += _whole_bytes(param)
-    rest = sizes.pop("", 0)
-    return rest + 2 * max(sizes.values()) + max(rest, *sizes.values()) if sizes else None
+def _unit_sizes(name: str, param: Tensor) -> tuple[str, int, int]:
+    """A parameter's name, and the bytes of its whole values and gradient."""
+    return name, _whole_bytes(param), param.numel() * param.element_size() if param.requires_grad else 0
 
 
 def _moved_bytes(own: dict[str, int], layout: StateLayout) -> int:

@@ -30,7 +30,8 @@ class Plan(dict[str, Any]):
     """Numbers, texts, and lists and dicts of these; ``str()`` of it is for people.
 
     ``choices``: a row for each mix of states and masters, the smallest first, with the bytes that rank 0 holds (no rank
-    holds more), those of offloaded states apart as ``host_bytes``, and what is gathered of layers at most; seconds of a
+    holds more), those of offloaded states apart as ``host_bytes``, what is gathered of layers at most, and as ``peaks``
+    the most that a rank has of all this in the forward and backward pass under FSDP2, and in the step; seconds of a
     step, of ``Checkpointer``'s saves and lost to them; ``adamw``: the bytes of torch.optim.AdamW; ``chosen``: the row
     that was asked for; ``fallbacks``: of that, as in ``optimizer.summary()``; ``muon``: what orthogonalization takes,
     as ``muon_plan.muon_facts`` says; None without Muon.
@@ -156,6 +157,9 @@ def _text(plan: Plan) -> Iterator[str]:
     yield from aligned(table)
     chosen = plan["chosen"]
     sizes = ", ".join(f"{form} {shown_bytes(chosen['checkpoint'][form])}" for form in FORMS)
+    if chosen["peaks"] is not None:
+        peaks = ", ".join(f"{name} {shown_bytes(size)}" for name, size in chosen["peaks"].items())
+        yield f"Peaks under FSDP2, without activations: {peaks}"
     yield f"A checkpoint of all ranks: model {shown_bytes(chosen['checkpoint']['model'])}; optimizer: {sizes}"
     if plan["muon"] is not None:
         yield from _muon_text(plan["muon"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import weakref
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,9 +19,11 @@ import distributed
 from cases import FORMATS, MASTERS, SHAPES, Format, Master, values
 from distributed import assert_same, mesh, shard
 from fused_optim import FusedAdam, FusedAdamW, FusedLion
-from fused_optim.quantized import MXFP8BlockScaling, quantize_model_
+from fused_optim.quantized import MXFP8BlockScaling, Recipe, quantize_model_
 from fused_optim.sharding.dtensor import local_tensor
+from fused_optim.step.plan import Plan
 from pairwise import pairwise
+from quantized_cases import RECIPES
 from snippets import run_section
 
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1, "seed": 4}
@@ -174,7 +177,7 @@ def compare_backends(optimizer: FusedAdamW | FusedLion, device: str, monkeypatch
 
 
 def test_many_shards_in_many_groups(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More shards, groups and elements than go into one launch; slices that begin anywhere; several formats."""
+    """More shards and groups than go into one launch; slices that begin anywhere; several formats."""
     memory = values((1 << 20,), torch.bfloat16, device, seed=1)
     sizes = [(3, 128), (1, 40), (2, 4096), (5, 64), (1, 1)]
     groups, first = [], 0
@@ -191,8 +194,6 @@ def test_many_shards_in_many_groups(device: str, monkeypatch: pytest.MonkeyPatch
         set_grads(optimizer.store.params, step)
         optimizer.step()
     set_grads(optimizer.store.params, 2)
-    monkeypatch.setattr("fused_optim.backends.compiled._DIAGNOSED_TOGETHER", 1 << 17)
-    assert first > 3 << 17, "several times what is looked at together"
     compare_backends(optimizer, device, monkeypatch)
 
 
@@ -240,6 +241,104 @@ def test_clipping_counts_as_in_the_step(device: str) -> None:
     optimizer.clip_grad_norm_(1.0)
     assert close(optimizer.diagnostics()["parameters"]["w"]["gradient_rms"], 1.0 / math.sqrt(param.numel()))
     assert optimizer.diagnostics() == optimizer.diagnostics(), "looking does not use it up"
+
+
+@pytest.mark.parametrize("bits", [24, 32])
+def test_the_plan_of_steps_is_used(bits: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is as it was is not checked again: not for a look, nor for the step after it."""
+    params = [nn.Parameter(values((4, 128), torch.bfloat16, device, seed=i)) for i in range(3)]
+    optimizer = FusedAdamW(params, **SETTINGS, state_dtype="int8", master_bits=bits)
+    for step in range(3):
+        set_grads(params, step)
+        optimizer.step()
+    checked: list[int] = []
+    check = Plan._check
+    monkeypatch.setattr(Plan, "_check", lambda *args: (checked.append(args[2]), check(*args))[1])
+    set_grads(params, 3)
+    optimizer.diagnostics()
+    assert checked == []
+    params[1].grad = params[1].grad.t().contiguous().t()  # not dense: read from a copy
+    optimizer.diagnostics()
+    optimizer.step()
+    assert checked == [1, 1]
+    params.append(nn.Parameter(torch.ones(4, 128, dtype=torch.bfloat16, device=device)))
+    optimizer.add_param_group({"params": params[3:]})
+    set_grads(params, 4)
+    found = optimizer.diagnostics()
+    assert len(found["parameters"]) == 3 and params[3] not in optimizer.state, "a look creates no states"
+
+
+@pytest.mark.parametrize("fmt, master", pairwise(FORMATS, MASTERS), ids=str)
+def test_steps_are_the_same_with_looks_between(fmt: Format, master: Master, device: str) -> None:
+    """Also where others have written a parameter, and where states were taken away."""
+    kept = []
+    for looks in (False, True):
+        params, optimizer = built(fmt, master, device)
+        for step in range(3, 7):
+            set_grads(params, step)
+            if step == 4:
+                with torch.no_grad():
+                    params[0].mul_(0.5)
+            if step == 5:
+                optimizer.state.pop(params[1])
+            if looks:
+                optimizer.diagnostics()
+            optimizer.step()
+        kept.append(snapshot(params, optimizer))
+    assert_same(*kept)
+
+
+def test_a_look_keeps_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is not dense is read from a copy."""
+    param = nn.Parameter(torch.ones(64, 128))
+    optimizer = FusedAdamW([param])
+    optimizer.initialize_state()
+    param.grad = torch.ones(128, 64).t()
+    optimizer.step()
+    read: list[weakref.ref[Tensor]] = []
+    refresh = Plan.refresh
+
+    def refreshed(plan: Plan, *args: Any) -> bool:
+        done = refresh(plan, *args)
+        read.extend(weakref.ref(work.grad) for part in plan.parts for work in part.shards.works.values())
+        return done
+
+    monkeypatch.setattr(Plan, "refresh", refreshed)
+    optimizer.diagnostics()
+    assert len(read) == 1 and read[0]() is None
+
+
+@pytest.mark.parametrize("recipe", [None, MXFP8BlockScaling()], ids=["plain", "mxfp8"])
+def test_a_look_marks_no_changes(recipe: Recipe | None, device: str) -> None:
+    layer = nn.Sequential(nn.Linear(256, 128, bias=False, dtype=torch.bfloat16, device=device))
+    if recipe is not None:
+        quantize_model_(layer, recipe)
+    optimizer = FusedAdamW(layer.named_parameters(), **SETTINGS, **INT8)
+    optimizer.track_changes()
+    for step in range(3):
+        layer[0].weight.grad = values((128, 256), torch.bfloat16, device, seed=step)
+        optimizer.step()
+        assert len(optimizer.take_changes(layer)) == (1 if recipe is None else 2)
+        optimizer.diagnostics()
+        assert not optimizer.take_changes(layer)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("options", [{}, {"master_weight_dtype": torch.float16}, {"master_weights": False}], ids=str)
+def test_quantized_weights_are_as_the_reference_says(
+    recipe: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the update pass writes of them stays as it is, and no changed bits are marked."""
+    layer = nn.Sequential(nn.Linear(256, 128, bias=False, dtype=torch.bfloat16))
+    quantize_model_(layer, RECIPES[recipe])
+    optimizer = FusedAdamW(layer.named_parameters(), **SETTINGS, **INT8, **options)
+    for step in range(3):
+        layer[0].weight.grad = values((128, 256), torch.bfloat16, "cpu", seed=step)
+        if step < 2:
+            optimizer.step()
+    before = {name: tensor.clone() for name, tensor in layer[0].weight.components.items()}
+    compare_backends(optimizer, "cpu", monkeypatch)
+    assert_same(layer[0].weight.components, before)
 
 
 def test_quantized_weights() -> None:

@@ -110,9 +110,9 @@ void launch_matrix_pass(ShardTable& table, bool first, const std::vector<size_t>
                 workspace_size);
 }
 
-void diagnose(ShardTable& table, size_t first, const std::vector<uint64_t>& rows, int device, uint64_t stream,
-              uint64_t workspace) {
-    const Step step = table.step_of(first, rows.size());
+void diagnose(ShardTable& table, const std::vector<size_t>& shards, const std::vector<uint64_t>& rows, int device,
+              uint64_t stream, uint64_t workspace) {
+    const Step step = table.look_at(shards);
     py::gil_scoped_release release;
     diagnose_cuda(step, rows, device, stream, workspace);
 }
@@ -129,8 +129,8 @@ void launch_matrix_pass(ShardTable& table, bool first, const std::vector<size_t>
     launch_step(table.matrix_pass(first, shards, values, elements_of(types)), threads);
 }
 
-void diagnose(ShardTable& table, size_t first, const std::vector<uint64_t>& rows, int threads) {
-    const Step step = table.step_of(first, rows.size());
+void diagnose(ShardTable& table, const std::vector<size_t>& shards, const std::vector<uint64_t>& rows, int threads) {
+    const Step step = table.look_at(shards);
     py::gil_scoped_release release;
     for (size_t i = 0; i < rows.size(); ++i) {
         const Shard& shard = step.shards[i];
@@ -287,13 +287,13 @@ PYBIND11_MODULE(FUSED_OPTIM_MODULE, m) {
         .def("launch_matrix_pass", &launch_matrix_pass, py::arg("first"), py::arg("shards"), py::arg("values"),
              py::arg("types"), py::arg("device"), py::arg("stream"), py::arg("workspace") = 0,
              py::arg("workspace_size") = 0)
-        .def("diagnose", &diagnose, py::arg("first"), py::arg("rows"), py::arg("device"), py::arg("stream"),
+        .def("diagnose", &diagnose, py::arg("shards"), py::arg("rows"), py::arg("device"), py::arg("stream"),
              py::arg("workspace"))
 #else
         .def("launch", &launch, py::arg("threads"))
         .def("launch_matrix_pass", &launch_matrix_pass, py::arg("first"), py::arg("shards"), py::arg("values"),
              py::arg("types"), py::arg("threads"))
-        .def("diagnose", &diagnose, py::arg("first"), py::arg("rows"), py::arg("threads"))
+        .def("diagnose", &diagnose, py::arg("shards"), py::arg("rows"), py::arg("threads"))
 #endif
         ;
 }

@@ -98,10 +98,16 @@ public:
 
     Hyper& group(size_t i) { return step_.groups.at(i); }
 
-    // A step of `count` shards from the `first` on, whatever they have to do.
-    Step step_of(size_t first, size_t count) const {
+    // A step of these shards that is only looked at: of quantized weights their masters, and nothing is marked.
+    Step look_at(const std::vector<size_t>& numbers) const {
         Step step{step_.rule, {}, step_.groups};
-        for (size_t i = first; i < first + count; ++i) step.shards.push_back(rows_.at(i).shard);
+        for (const size_t i : numbers) {
+            Shard shard = rows_.at(i).shard;
+            if (shard.quantized) shard.param = shard.master;
+            shard.quantized = false;
+            shard.weight_scales = shard.absmax = shard.changes = shard.scale_changes = 0;
+            step.shards.push_back(shard);
+        }
         return step;
     }
 
