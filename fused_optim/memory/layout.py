@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -125,18 +124,25 @@ class StateLayout:
         """Of masters, only FP16 ones have one of these; it is FLOAT32 for all others."""
         if state == MASTER:
             return FLOAT16 if self.master is Master.FLOAT16 else FLOAT32
-        return next(fmt for spec, fmt in zip(self.specs, self.formats, strict=True) if spec.name == state)
+        for spec, fmt in zip(self.specs, self.formats, strict=True):  # no generator: saves ask for each state
+            if spec.name == state:
+                return fmt
+        raise KeyError(state)
 
     def kind(self, state: str) -> Kind:
-        return next((spec.kind for spec in self.specs if spec.name == state), Kind.MASTER)
+        for spec in self.specs:
+            if spec.name == state:
+                return spec.kind
+        return Kind.MASTER
 
     def scale(self, state: str) -> Tensor | None:
         """The scales of one state, as a view; None where it has none."""
-        if not self.format(state).scaled:
-            return None
-        preceding = itertools.takewhile(lambda pair: pair[0].name != state, zip(self.specs, self.formats, strict=True))
-        first = self.geometry.blocks * sum(fmt.scaled for _, fmt in preceding)
-        return self.scales[first : first + self.geometry.blocks]
+        first, blocks = 0, self.geometry.blocks
+        for spec, fmt in zip(self.specs, self.formats, strict=True):
+            if spec.name == state:
+                return self.scales[first : first + blocks] if fmt.scaled else None
+            first += blocks * fmt.scaled
+        return self.scales[first : first + blocks] if self.format(state).scaled else None
 
     @property
     def nbytes(self) -> dict[str, int]:

@@ -6,6 +6,7 @@ the stored tensors. So a save moves no more bytes than are stored, and GPUs conv
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
@@ -147,8 +148,12 @@ class RowChecks:
 
 def parts(values: Values) -> dict[str, Tensor]:
     """The tensors that values are made of, by the names of their fields."""
-    own = {field.name: getattr(values, field.name) for field in fields(values)}  # type: ignore[arg-type]
-    return {name: value for name, value in own.items() if isinstance(value, Tensor)}
+    return {name: value for name in _names(type(values)) if isinstance(value := getattr(values, name), Tensor)}
+
+
+@functools.cache  # saves ask for each tensor, while training waits
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
 
 
 def with_parts(values: Values, replaced: dict[str, Tensor]) -> Values:

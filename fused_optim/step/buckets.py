@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from enum import Enum
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -29,8 +30,9 @@ from fused_optim.options.checks import describe
 from fused_optim.rule import Hyper
 from fused_optim.sharding.dtensor import local_tensor
 from fused_optim.state.store import StateStore
+from fused_optim.step.agreement import Agreement, Own, is_misplaced
 from fused_optim.step.amp import gradients_are_scaled
-from fused_optim.step.plan import Plan
+from fused_optim.step.plan import Basis, Plan, placed_as
 from fused_optim.step.scalars import DeviceScalars
 from fused_optim.step.streams import SideStreams
 
@@ -55,10 +57,15 @@ class Phase(Enum):
     PARTLY_STEPPED = "between backward() and step()"
 
 
+class OutOfPlace(Exception):
+    """Gradients are placed otherwise than their parameters, so a step sends them to other ranks."""
+
+
 class Stepping(Protocol):
     """What these steps have in common with whole ones."""
 
     scalars: DeviceScalars
+    agreement: Agreement
 
     def check_groups(self) -> None:
         """Raise for hyperparameters that cannot be used."""
@@ -92,19 +99,27 @@ class Buckets:
         self._trainable = SameTensors()  # of all parameters of the optimizer, when buckets were chosen
         self._members: list[list[Reference]] = []
         self._number: ByParameter[int] = ByParameter()  # a parameter's bucket
-        self._planned: tuple[SameTensors, list[int]] = SameTensors(), []  # parameters, and how many each group has
+        self._numbers: dict[int, int] = {}  # the same by `id()`, as long as the parameters are those of `_trainable`
+        self._basis: Basis | None = None  # of the plans; None: new ones are due
+        self._others: list[Reference] = []  # parameters in no bucket
+        # Of which `step()` takes care: it can ask other ranks whether they have the like.
+        self._out_of_place: ByParameter[bool] = ByParameter()
         self._reset()
         self._choose_buckets()
 
     def _reset(self) -> None:
         self._is_begun = False
         self._running: weakref.ref[Callable[[], None]] | None = None  # the backward pass, as long as it is not over
-        self._waiting = [len(bucket) for bucket in self._members]
-        self._arrived: set[int] = set()
+        self._expect_all()
+        self._arrived: set[int] = set()  # of parameters in no bucket
         self._done: set[int] = set()  # buckets
         self._counting: set[int] = set()  # param groups whose step this is
         self._hypers: dict[torch.device, list[Hyper]] = {}
         self._begun_with: list[dict[str, Any]] = []
+
+    def _expect_all(self) -> None:
+        self._expected = self._numbers.copy()  # without those whose gradients are there
+        self._waiting = [len(bucket) for bucket in self._members]
 
     # --- where a step is --------------------------------------------------------------------------------------------
 
@@ -171,29 +186,54 @@ class Buckets:
     # --- a step -----------------------------------------------------------------------------------------------------
 
     def arrive(self, param: Tensor) -> None:
-        """A parameter's gradient is ready. Updates its bucket if it is the last one there."""
+        """A parameter's gradient is ready. Updates its bucket if it is the last one there.
+
+        Of each parameter in each backward pass: what is not rare costs the host time here.
+        """
         if self._running is None or self._running() is None:
-            self.phase()
-            self._check_first(param)
-            self._watch_pass()
-        else:
-            self._check_first(param)
-        if not self._is_begun:
-            self._begin()
-        number = self._number.get(param)
-        if number is None:  # ``step()`` updates it
+            self._enter_pass(param)
+        number = self._expected.pop(id(param), None)
+        if number is None:
+            self._note_other(param)
             return
-        self._arrived.add(id(param))
         self._waiting[number] -= 1
         if not self._waiting[number]:
-            members = _alive(self._members[number])
-            with self.streams.beside(members):
-                copies.wait()
-                self._update([number])
-            _free(members)
+            self._update_bucket(number)
+
+    def _update_bucket(self, number: int) -> None:
+        members = _alive(self._members[number])
+        with self.streams.beside(members):
+            copies.wait()
+            try:
+                self._update([number], _send_nothing)
+            except OutOfPlace:
+                self._leave_to_step(members)
+                return
+        _free(members)
+
+    def _leave_to_step(self, members: list[Tensor]) -> None:
+        """A bucket with gradients that are out of place. Where they are so again, they are in no bucket any more."""
+        for param in members:
+            if is_misplaced(param, param.grad):
+                self._out_of_place[param] = True
+        self._trainable = SameTensors()  # buckets are chosen anew before the next step
+
+    def _enter_pass(self, param: Tensor) -> None:
+        """The first gradient of a backward pass is there, that of ``param``."""
+        self.phase()
+        self._check_first(param)
+        self._watch_pass()
+        if not self._is_begun:
+            self._begin()
+
+    def _note_other(self, param: Tensor) -> None:
+        """A gradient that ``step()`` uses, or a second one."""
+        self._check_first(param)
+        self._arrived.add(id(param))
 
     def _check_first(self, param: Tensor) -> None:
-        if id(param) in self._arrived:
+        key = id(param)
+        if key in self._arrived or (key in self._numbers and key not in self._expected):
             index = next(i for i, each in enumerate(self._store.params) if each is param)
             raise RuntimeError(
                 f"{describe(param, index, self._names.get(param))}: it has a second gradient before optimizer.step(). "
@@ -235,31 +275,48 @@ class Buckets:
     def _complete(self) -> None:
         self.streams.join()
         for number in self._done:
-            _free(_alive(self._members[number]))  # DistributedDataParallel has put them back
+            _free(_alive(self._members[number]))  # DistributedDataParallel, or a refused pass, has put them back
         left = [number for number in range(len(self.plans)) if number not in self._done]
         if not self._plans_fit([self.plans[number] for number in left]):
             self._make_plans()
-            left = [number for number in range(len(self.plans)) if number not in self._done]
+        agreement = self._stepping.agreement
+        agreement.open()
         try:
+            self._place_gradients([*chain.from_iterable(self._members[number] for number in left[:-1]), *self._others])
             self._update(left)
         except Exception:
+            agreement.give_up()
             if not self._done:  # nothing has been changed
                 self._reset()
             raise
-        for bucket in self._members:
-            _free(_alive(bucket))
+        for number in left[:-1]:
+            _free(_alive(self._members[number]))
         self._stepping.exchange_counting(self._counting)
         self._end()
 
-    def _update(self, numbers: list[int]) -> None:
+    def _place_gradients(self, references: Sequence[Reference]) -> None:
+        """Bring gradients to their parameters' placements, if all ranks have the like.
+
+        In the optimizer's order: in buckets, ranks may have other ones together. A collective of the first step.
+        """
+        params = self._store.params
+        out = {param for param in _alive(references) if is_misplaced(param, param.grad)}
+        grads = [param.grad if param in out else None for param in params] if out else [None] * len(params)
+        self._stepping.agreement.reach(params, Own.of(params, grads, self._store.names))
+        for param, grad in zip(params, grads, strict=True):
+            if grad is not None:
+                param.grad = placed_as(grad, param)
+
+    def _update(self, numbers: list[int], agree: Callable[[Own], None] | None = None) -> None:
         """Raises before anything is changed for gradients that do not fit their parameters."""
         attribute, scalars = self._store.grad_attribute, self._stepping.scalars
-        if not all(self.plans[number].refresh(attribute) for number in numbers):  # a parameter has left its device
+        plans = [self.plans[number] for number in numbers]
+        if not all([plan.refresh(attribute, agree=agree) for plan in plans]):  # a parameter has left its device
             self._make_plans()
-            for number in numbers:
-                self.plans[number].refresh(attribute)
-        for number in numbers:
-            plan = self.plans[number]
+            plans = [self.plans[number] for number in numbers]
+            for plan in plans:
+                plan.refresh(attribute, agree=agree)
+        for number, plan in zip(numbers, plans, strict=True):
             counting = plan.groups_with_gradients
             plan.run(self._hypers_on, scalars.workspaces(plan.backends, self._store.groups), None)
             self._counting |= counting
@@ -299,28 +356,32 @@ class Buckets:
     # --- buckets and plans ------------------------------------------------------------------------------------------
 
     def _now_trainable(self) -> list[Tensor]:
-        return [param for param in self._store.params if param.requires_grad]
+        with torch._C.DisableTorchFunctionSubclass():
+            return [param for param in self._store.params if param.requires_grad]
 
     def _choose_buckets(self) -> None:
         names = self._choose()
         self._trainable, self._names = SameTensors(self._now_trainable()), ByParameter(names)
+        chosen = [param for param in names if param not in self._out_of_place]
         size = self._bucket_bytes
         if size is None:
-            size = max(LEAST_BYTES, sum(map(_local_bytes, names)) // MOST_BUCKETS)
-        buckets = list(_cut(names, size))
+            size = max(LEAST_BYTES, sum(map(_local_bytes, chosen)) // MOST_BUCKETS)
+        buckets = list(_cut(chosen, size))
         self._members = [list(map(reference_to, bucket)) for bucket in buckets]
-        self._planned = SameTensors(), []  # plans are left where new ones are made: they know what others have written
+        self._basis = None  # plans are left where new ones are made: they know what others have written
         self._number = ByParameter({param: number for number, bucket in enumerate(buckets) for param in bucket})
-        self._waiting = [len(bucket) for bucket in buckets]
+        self._numbers = {id(param): number for number, bucket in enumerate(buckets) for param in bucket}
+        self._expect_all()
 
     def _plans_fit(self, plans: list[Plan]) -> bool:
-        """Whether parameters and groups are those that the plans were made for, and so are the states of ``plans``."""
-        store, (params, sizes) = self._store, self._planned
+        """Whether what all plans were made of is as it was, and ``plans`` have all that they need."""
+        store = self._store
+        attribute = store.grad_attribute
         return (
             bool(plans)
-            and params.are(store.params)
-            and [len(group["params"]) for group in store.groups] == sizes
-            and all(plan.fits(store.groups, store) for plan in plans)
+            and self._basis is not None
+            and all(plan.is_whole(attribute) for plan in plans)
+            and self._basis.is_that_of(store.groups, store)
         )
 
     def _make_plans(self) -> None:
@@ -330,8 +391,9 @@ class Buckets:
         if [group[STEP] for group in store.groups] != steps:  # new states begin with step 1
             self._hypers.clear()
         others = [param for param in store.params if param not in self]
-        self.plans = [Plan(store.groups, store, bucket) for bucket in [*map(_alive, self._members), others]]
-        self._planned = SameTensors(store.params), [len(group["params"]) for group in store.groups]
+        self._others = list(map(reference_to, others))
+        self._basis = basis = Basis(store.groups, store)
+        self.plans = [Plan(store.groups, store, bucket, basis) for bucket in [*map(_alive, self._members), others]]
 
 
 def _local_bytes(param: Tensor) -> int:
@@ -360,9 +422,16 @@ def _alive(bucket: Iterable[Reference]) -> list[Tensor]:
     return [param for reference in bucket if (param := reference()) is not None]
 
 
+def _send_nothing(own: Own) -> None:
+    """Not in the backward pass, in which other ranks may not be there, or be about to send something else."""
+    if own.misplaced:
+        raise OutOfPlace
+
+
 def _free(params: Iterable[Tensor]) -> None:
-    for param in params:
-        param.grad = None
+    with torch._C.DisableTorchFunctionSubclass():  # of a DTensor, `.grad` is slow where torch looks for it
+        for param in params:
+            param.grad = None
 
 
 def _comparable(value: Any) -> Any:

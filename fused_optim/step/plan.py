@@ -36,7 +36,7 @@ from fused_optim.state.changes import CODES, SCALES, WHOLE, StepChanges
 from fused_optim.state.groups import Group
 from fused_optim.state.param_state import ParamState, read_parameter
 from fused_optim.state.store import StateStore
-from fused_optim.step.agreement import Agreement, Own
+from fused_optim.step.agreement import Own
 from fused_optim.step.parts import Part, cached, cached_weight, is_watchable
 from fused_optim.step.weights import NewValues, Weight, WeightUpdates
 
@@ -64,23 +64,46 @@ def check_capturable(backends: dict[torch.device, str]) -> None:
             )
 
 
-class Plan:
-    """The shards of all parameters that have states, or of ``members`` alone.
+class Basis:
+    """What plans are made of: param groups, dicts of states, formats, seed and backend. Keeps none of them."""
 
-    It keeps none of them: where others let go of a parameter, so does the plan, at once, and fits no more.
-    """
-
-    def __init__(self, groups: Sequence[Group], store: StateStore, members: Collection[Tensor] | None = None) -> None:
-        params = store.params
-        own = set(params if members is None else members)
-        self._members = None if members is None else list(map(self._reference, members))
-        self._names, self._numbers = store.names, store.rounding_numbers()
-        self._sizes = [len(group["params"]) for group in groups]
+    def __init__(self, groups: Sequence[Group], store: StateStore) -> None:
         self._seed, self._forced = store.settings.seed, forced_backend()
         self._formats = _formats_of(groups, store)
         self._in_groups = [Identities(group["params"]) for group in groups]
-        self._state_keys = Identities(store.state)
-        self._state_dicts = Identities(store.state.values() if members is None else map(store.state.get, members))
+        self._state_keys, self._state_dicts = Identities(store.state), Identities(store.state.values())
+
+    def is_that_of(self, groups: Sequence[Group], store: StateStore) -> bool:
+        """Whether all is as it was. Who asks knows that no parameter is gone, which another may have replaced."""
+        return (
+            store.settings.seed == self._seed
+            and forced_backend() == self._forced
+            and _formats_of(groups, store) == self._formats
+            and len(groups) == len(self._in_groups)
+            and all(own.are(group["params"]) for group, own in zip(groups, self._in_groups, strict=True))
+            and Identities.are_items(store.state, self._state_keys, self._state_dicts)
+        )
+
+
+class Plan:
+    """The shards of all parameters that have states, or of ``members`` alone.
+
+    It keeps none of them: where others let go of a parameter, so does the plan, at once, and fits no more. Several
+    plans have their ``basis`` in common, which is compared once for all.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        store: StateStore,
+        members: Collection[Tensor] | None = None,
+        basis: Basis | None = None,
+    ) -> None:
+        params = store.params
+        own = set(params if members is None else members)
+        self._names, self._numbers = store.names, store.rounding_numbers()
+        self._sizes, self._seed = [len(group["params"]) for group in groups], store.settings.seed
+        self._basis = basis or Basis(groups, store)
         self._layouts = {
             index: store.layouts[param] for index, param in enumerate(params) if param in own and param in store
         }
@@ -122,8 +145,8 @@ class Plan:
         self.backends: dict[torch.device, str] = {part.device: part.backend for part in self.parts}
         self._last = {part.device: part for part in self.parts}  # to be launched
 
-    def _reference(self, param: Tensor, index: int | None = None) -> Reference:
-        return reference_to(param, None if index is None else functools.partial(_let_go, weakref.ref(self), index))
+    def _reference(self, param: Tensor, index: int) -> Reference:
+        return reference_to(param, functools.partial(_let_go, weakref.ref(self), index))
 
     def let_go(self, index: int) -> None:
         """Of all that belongs to a parameter that nobody holds any more."""
@@ -140,23 +163,12 @@ class Plan:
         return [part.absmax for part in self.parts if part.absmax is not None]
 
     def fits(self, groups: Sequence[Group], store: StateStore) -> bool:
-        """Whether parameters, groups, dicts of states, formats, seed and backend are those of when the plan was built.
+        """Whether it is still a plan for what there is now."""
+        return self.is_whole(store.grad_attribute) and self._basis.is_that_of(groups, store)
 
-        And whether what has no states still has no gradient. Of a plan of some parameters: whether these are as they
-        were.
-        """
-        is_same = not self._has_lost and store.settings.seed == self._seed and forced_backend() == self._forced
-        if not is_same or self._has_new_gradient(store.grad_attribute) or _formats_of(groups, store) != self._formats:
-            return False
-        state = store.state
-        if self._members is not None:
-            alive = [param for member in self._members if (param := member()) is not None]
-            return self._state_dicts.are(list(map(state.get, alive)))
-        return (
-            len(groups) == len(self._in_groups)
-            and all(own.are(group["params"]) for group, own in zip(groups, self._in_groups, strict=True))
-            and Identities.are_items(state, self._state_keys, self._state_dicts)
-        )
+    def is_whole(self, attribute: str) -> bool:
+        """Whether no parameter is gone, and what has no states still has no gradient, ``param.<attribute>``."""
+        return not self._has_lost and not self._has_new_gradient(attribute)
 
     def _has_new_gradient(self, attribute: str) -> bool:
         """Whether a parameter without states has a gradient."""
@@ -170,11 +182,11 @@ class Plan:
         """The numbers of the param groups that have a gradient in this step."""
         return {number for part in self.parts for number in part.shards.groups_with_gradients()}
 
-    def refresh(self, attribute: str, scaled: bool = False, agreement: Agreement | None = None) -> bool:
+    def refresh(self, attribute: str, scaled: bool = False, agree: Callable[[Own], None] | None = None) -> bool:
         """Take the gradients, ``param.<attribute>``, and all addresses of this step.
 
-        ``scaled``: the gradients have a scale, so the pass writes them, too. ``agreement``: what to ask other ranks
-        before gradients are sent.
+        ``scaled``: the gradients have a scale, so the pass writes them, too. ``agree``: is called with what is to be
+        sent to other ranks, before it is, and may raise.
 
         False if a parameter has left its device or backend, or its states were removed: the plan does not fit any more.
         Raises for gradients and states that cannot be used; nothing has been changed then.
@@ -196,8 +208,8 @@ class Plan:
                 return False
         for part, i, param in stale:
             self._check(part, i, param, attribute)
-        if agreement is not None:
-            agreement.reach(self._store.params, self._to_send(stale, attribute))
+        if agree is not None:
+            agree(self._to_send(stale, attribute))
         self._sync([(part, i) for part, i, _ in stale if self._may_be_written(part, i)])
         for part, i, param in stale:
             self._set(part, i, param, attribute)

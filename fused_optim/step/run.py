@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Collection, Sequence
 
@@ -336,9 +337,10 @@ class Stepper:
         plan = self._plan
         if plan is None or not plan.fits(self._groups, self._store):
             plan = self._new_plan()
-        if not plan.refresh(self._store.grad_attribute, scaled, self.agreement):
+        agree = functools.partial(self.agreement.reach, self._store.params)
+        if not plan.refresh(self._store.grad_attribute, scaled, agree):
             plan = self._new_plan()
-            plan.refresh(self._store.grad_attribute, scaled, self.agreement)
+            plan.refresh(self._store.grad_attribute, scaled, agree)
         return plan
 
     def _new_plan(self) -> Plan:

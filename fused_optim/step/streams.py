@@ -25,7 +25,9 @@ class SideStreams:
         if device.type != "cuda":
             _await_offloaded(params[0])
             return nullcontext()
-        return self._lane(device).beside([param.grad for param in params])
+        with torch._C.DisableTorchFunctionSubclass():  # of a DTensor, `.grad` is slow where torch looks for it
+            grads = [param.grad for param in params]
+        return self._lane(device).beside(grads)
 
     def waiting(self, params: Sequence[Tensor]) -> AbstractContextManager[Any]:
         """For what an update of these parameters has to wait for, and nothing else."""
@@ -53,22 +55,31 @@ class _Lane:
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
         self._computing = torch.cuda.default_stream(device)  # as known from the last step on
-        self._last: tuple[torch.cuda.Event, list[Tensor | None]] | None = None
+        # Recorded again and again: who was told to wait does so for what had been recorded by then.
+        self._ready, self._updated = torch.cuda.Event(), torch.cuda.Event()
+        self._last: list[Tensor | None] | None = None  # the gradients of the update that was recorded last
 
     @contextmanager
     def beside(self, grads: list[Tensor | None]) -> Iterator[None]:
         current = torch.cuda.current_stream(self._device)
-        with self.entered():
+        with self._after(current):
             yield
         if current == self._stream:  # of buffers that are DistributedDataParallel's, and stay
             return
         if self._last is not None:
-            for stream in {current, self._computing}:
-                stream.wait_event(self._last[0])
-        self._last = self._stream.record_event(), grads
+            current.wait_event(self._updated)
+            if self._computing != current:
+                self._computing.wait_event(self._updated)
+        self._updated.record(self._stream)
+        self._last = grads
 
     def entered(self) -> AbstractContextManager[Any]:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return self._after(torch.cuda.current_stream(self._device))
+
+    def _after(self, current: torch.cuda.Stream) -> AbstractContextManager[Any]:
+        if current != self._stream:
+            self._ready.record(current)
+            self._stream.wait_event(self._ready)
         return torch.cuda.stream(self._stream)
 
     def join(self) -> None:

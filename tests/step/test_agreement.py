@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from support import distributed
 from support.distributed import mesh, shard
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from fused_optim import FusedAdamW, FusedMuon, clip_grad_norm_
+from fused_optim import FusedAdamW, FusedMuon, clip_grad_norm_, enable_gradient_release
 from fused_optim.state import host_states
 from fused_optim.step import agreement
 
@@ -342,3 +342,79 @@ def test_usual_steps_ask_nobody(kind: type[Optimizer], second: Placement | None)
 def test_steps_with_partial_sums_ask_once() -> None:
     for _, *later in distributed.run(2, collectives_of_a_step, FusedAdamW, Partial()):
         assert later == [1, 1]
+
+
+# --- gradient release -------------------------------------------------------------------------------------------------
+
+
+class Parallel(nn.Module):
+    """Tensor-parallel: each rank has some rows of the input, and so a part of the gradients' sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weights = nn.ParameterList(nn.Parameter(shard(torch.randn(64, 64), mesh(), [Replicate()])) for _ in "123")
+
+    def forward(self, step: int, reduced: bool) -> Tensor:
+        """``reduced``: the second weight's gradient is placed as the weight is."""
+        rows = torch.randn(6, 64, generator=torch.Generator().manual_seed(step))
+        x = shard(rows, mesh(), [Shard(0)])
+        first, second, third = self.weights
+        x = torch.tanh(x @ first)
+        y = x.redistribute(placements=[Replicate()]) @ second if reduced else x @ second
+        return (torch.tanh(y.redistribute(placements=[Shard(0)])) @ third).square().sum().full_tensor()
+
+
+def released(release: bool, bucket_bytes: int, reduced: list[bool]) -> tuple[list[distributed.Part], list[list[int]]]:
+    """The weights, and the numbers of those that have gradients after each backward pass."""
+    model = Parallel()
+    optimizer = FusedAdamW(model.parameters(), lr=0.1)
+    left = []
+    if release:
+        enable_gradient_release(model, optimizer, bucket_bytes=bucket_bytes)
+    for step, each in enumerate(reduced):
+        model(step, each).backward()
+        left.append([i for i, weight in enumerate(model.weights) if weight.grad is not None])
+        optimizer.step()
+        optimizer.zero_grad()
+    return [distributed.part(weight) for weight in model.weights], left
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("bucket_bytes", [0, 1 << 20])
+def test_release_leaves_partial_sums_to_the_step(world_size: int, bucket_bytes: int) -> None:
+    """It asks all ranks before they send. The next passes update the others without them."""
+    reduced = [True, True, False, True]
+    here = distributed.run(world_size, released, True, bucket_bytes, reduced)
+    usual = distributed.run(world_size, released, False, bucket_bytes, reduced)
+    both = [zip(*(weights for weights, _ in ranks), strict=True) for ranks in (here, usual)]
+    assert all(torch.equal(distributed.join(own), distributed.join(whole)) for own, whole in zip(*both, strict=True))
+    first = [0, 2] if bucket_bytes == 0 else [0, 1, 2]
+    assert all(left == [first, [0, 2], [0, 1, 2], [0, 1, 2]] for _, left in here)
+
+
+def released_by_one(when: int) -> str:
+    """From step ``when`` on the first rank alone has partial sums, of what all have computed."""
+    model = Parallel()
+    optimizer = FusedAdamW(model.parameters(), lr=0.1)
+    enable_gradient_release(model, optimizer, bucket_bytes=0)
+    usual = gradient_of(Replicate())
+    for step in range(when + 1):
+        other = step == when and dist.get_rank() == 0
+        for weight in model.weights:
+            weight.grad = gradient_of(Partial()) if other else usual
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def gradient_of(placement: Placement) -> DTensor:
+    return DTensor.from_local(torch.ones(64, 64), mesh(), [placement], run_check=False)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_all_ranks_raise_where_one_would_send_what_release_left(world_size: int) -> None:
+    found = distributed.run(world_size, released_by_one, 0, timeout=20)
+    assert all("not alike on all ranks" in each for each in found)

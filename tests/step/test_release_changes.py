@@ -366,18 +366,22 @@ class FakeStream:
     """A stream that notes what is done with it."""
 
     def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self._log, self._events = name, log, 0
+        self.name, self._log, self.done = name, log, 0
 
     def wait_stream(self, other: FakeStream) -> None:
-        if other is not self:
-            self._log.append(f"{self.name} waits for {other.name}")
+        self._log.append(f"{self.name} waits for {other.name}")
 
-    def wait_event(self, event: str) -> None:
-        self._log.append(f"{self.name} waits for {event}")
+    def wait_event(self, event: FakeEvent) -> None:
+        self._log.append(f"{self.name} waits for {event.recorded}")
 
-    def record_event(self) -> str:
-        self._events += 1
-        return f"update {self._events}"
+
+class FakeEvent:
+    """What has been enqueued when it was recorded last."""
+
+    recorded = "nothing"
+
+    def record(self, stream: FakeStream) -> None:
+        self.recorded = f"update {stream.done}" if stream.name == "side" else stream.name
 
 
 @pytest.mark.parametrize("reducing", [False, True], ids=["plain", "fsdp2"])
@@ -390,6 +394,7 @@ def test_order_of_streams(monkeypatch: pytest.MonkeyPatch, reducing: bool) -> No
     monkeypatch.setattr("torch.cuda.default_stream", lambda device: computing)
     monkeypatch.setattr("torch.cuda.current_stream", lambda device: current)
     monkeypatch.setattr("torch.cuda.stream", lambda stream: nullcontext())
+    monkeypatch.setattr("torch.cuda.Event", FakeEvent)
     lane, alive = _Lane(torch.device("cuda", 0)), []
     for number in (1, 2, 3):
         grad = torch.ones(3)
@@ -397,6 +402,7 @@ def test_order_of_streams(monkeypatch: pytest.MonkeyPatch, reducing: bool) -> No
         grads: list[Tensor | None] = [grad, None]
         with lane.beside(grads):
             log.append(f"update {number}")
+            side.done = number
         del grad, grads
         assert [each() is not None for each in alive] == [False] * (number - 1) + [True]
     current = computing

@@ -171,8 +171,9 @@ class PinnedStager(AsyncStager):
 
 def _copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Queue copies on the current stream."""
-    for source, target in pairs:
-        target.copy_(source, non_blocking=True)
+    if pairs := list(pairs):
+        sources, targets = map(list, zip(*pairs, strict=True))
+        torch._foreach_copy_(targets, sources, non_blocking=True)  # one call: the host is not free for training yet
 
 
 def wait_for_copies() -> None:
@@ -213,9 +214,11 @@ def _memory_of(optimizers: Iterable[Optimizer]) -> set[int]:
         tensors += chain.from_iterable(states.values() for states in optimizer.state.values())
         if isinstance(optimizer, ShardedOptimizer):
             tensors += (layout.scales for layout in optimizer.store.layouts.of(optimizer.state).values())
-        found.update(
-            _address(plain) for tensor in tensors if isinstance(tensor, Tensor) for plain in plain_tensors(tensor)
-        )
+        for tensor in tensors:
+            if type(tensor) in _PLAIN:
+                found.add(_address(tensor))
+            elif isinstance(tensor, Tensor):
+                found.update(map(_address, plain_tensors(tensor)))
     return found
 
 
@@ -279,7 +282,8 @@ class _Sources:
     """The tensors of a state dict that are to be copied, each once."""
 
     tensors: list[Tensor] = field(default_factory=list)
-    _numbers: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    _at: dict[int, int] = field(default_factory=dict)  # the first at an address
+    _numbers: dict[tuple[Any, ...], int] = field(default_factory=dict)  # those at an address that several have
 
     @property
     def sizes(self) -> list[int]:
@@ -303,6 +307,8 @@ class _Sources:
         return copy.deepcopy(value)
 
     def _collect_tensor(self, tensor: Tensor) -> Any:
+        if type(tensor) in _PLAIN and _has_memory(tensor):  # most of them: training waits
+            return _Number(self._number(tensor.detach() if tensor.requires_grad else tensor))
         plain: list[Tensor] = []
         rebuild = _take_apart(tensor, plain)
         if not all(map(_has_memory, plain)):
@@ -310,13 +316,19 @@ class _Sources:
         return _Place(rebuild, [self._number(each) for each in plain])
 
     def _number(self, plain: Tensor) -> int:
-        number = self._numbers.setdefault(_key(plain), len(self.tensors))
-        if number == len(self.tensors):
+        added = len(self.tensors)
+        number = first = self._at.setdefault(plain.data_ptr(), added)
+        if first != added:
+            self._numbers.setdefault(_key(self.tensors[first]), first)
+            number = self._numbers.setdefault(_key(plain), added)
+        if number == added:
             self.tensors.append(plain)
         return number
 
     def rebuild(self, tree: Any, copied: Sequence[Tensor]) -> Any:
         """The tree with ``copied`` in the places of the tensors."""
+        if type(tree) is _Number:
+            return copied[tree]
         if type(tree) is _Place:
             return tree.rebuild(copied[number] for number in tree.numbers)
         if type(tree) is _Copied:
@@ -326,6 +338,10 @@ class _Sources:
         if type(tree) in (list, tuple):
             return type(tree)(self.rebuild(item, copied) for item in tree)
         return tree
+
+
+class _Number(int):
+    """A plain tensor of a tree: which of the sources it is."""
 
 
 @dataclass
