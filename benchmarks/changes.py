@@ -109,12 +109,14 @@ def steps_and_takes(device: torch.device) -> list[dict[str, Any]]:
 
 
 def take(model: Weights, optimizer: FusedAdamW, device: torch.device) -> dict[str, Any]:
-    """Milliseconds until the changes of one step are there, and how many those are; of one take those of the device."""
-    times, on_host, changed = [], [], 0
+    """Milliseconds until the changes of one step are there, and how many those are; of one take those of the device.
+
+    ``first_step_ms``: of steps that follow a take.
+    """
+    times, on_host, first_steps, changed = [], [], [], 0
     for _ in range(TAKES):
         optimizer.take_changes(model)
-        optimizer.step()
-        torch.cuda.synchronize(device)
+        first_steps.append(step_on_device(optimizer, device))
         start = time.perf_counter()
         taken = optimizer.take_changes(model)
         on_host.append(1e3 * (time.perf_counter() - start))
@@ -133,6 +135,7 @@ def take(model: Weights, optimizer: FusedAdamW, device: torch.device) -> dict[st
             launched.setdefault(event.name, []).append(event.device_time_total / 1e3)
     slowest = sorted(launched.items(), key=lambda item: -sum(item[1]))[:SLOWEST]
     return {
+        "first_step_ms": statistics.median(first_steps),
         "take_ms": statistics.median(times),
         "take_returns_ms": statistics.median(on_host),
         "take_device_ms": sum(map(sum, launched.values())),
@@ -140,6 +143,17 @@ def take(model: Weights, optimizer: FusedAdamW, device: torch.device) -> dict[st
         "take_slowest": {name[:100]: [len(each), sum(each)] for name, each in slowest},
         "changed": changed,
     }
+
+
+def step_on_device(optimizer: FusedAdamW, device: torch.device) -> float:
+    """Milliseconds of one step, which begins once all of it is launched."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(10_000_000)
+    start.record()
+    optimizer.step()
+    end.record()
+    torch.cuda.synchronize(device)
+    return start.elapsed_time(end)
 
 
 def copy_of_weights(model: Weights, device: torch.device) -> float:

@@ -12,12 +12,10 @@ from torch.optim.optimizer import Optimizer
 
 from fused_optim.adapters import Place
 from fused_optim.backends import is_capturing
-from fused_optim.backends.changed_bits import MarkedTensor, collect
 from fused_optim.decorators import between_graphs, between_steps, ungraded
 from fused_optim.memory.layout import MASTER
 from fused_optim.sharding.collective import gather as collective_gather
 from fused_optim.sharding.collective import on_all_ranks
-from fused_optim.sharding.dtensor import dense, is_dense
 from fused_optim.state.changes import ChangeTracker
 from fused_optim.state.published import Published
 from fused_optim.state.store import StateStore
@@ -44,6 +42,7 @@ class Publisher(Optimizer):
         Raises TypeError for weights that another package has quantized.
         """
         self.stepper.leave_plan()
+        self.store.published = None
         if not enabled:
             self.store.changes = None
             return
@@ -79,7 +78,7 @@ class Publisher(Optimizer):
         with ``gather`` on every rank where one of them raises.
         """
         changes = self._look_at_changes("take_changes()", model, gather)
-        self._tracker().clear()
+        self._tracker().clear(at_once=self.store.settings.capturable)
         return changes
 
     @between_graphs
@@ -112,12 +111,9 @@ class Publisher(Optimizer):
             self.store.published = published = Published(model, params)
         self.store.offloading.synchronize()
         tracker.notice({param: state.get(param, {}).get(MASTER) for param in params})
-        parts = list(published.parts(params))
-        marked = []
-        for _, param, part, local, at in parts:
-            values = local if is_dense(local) else dense(local.detach())
-            marked.append(MarkedTensor(tracker.bits_of(param, part, values), values, at.first or 0))
-        for (name, _, _, _, at), (indices, values) in zip(parts, collect(marked), strict=True):
+        sources = published.sources(params, tracker)
+        tracker.wipe()
+        for (name, at), (indices, values) in zip(sources.named, sources.collect(), strict=True):
             if indices.numel():
                 indices = indices if at.first is not None else _in_whole(indices, tuple(at.local), at.place)
                 yield name, Changes(indices, values, at.place.shape)

@@ -13,6 +13,7 @@ struct Step {
     Rule rule;
     std::vector<Shard> shards;
     std::vector<Hyper> groups;
+    Marking marking{};
 };
 
 // `threads`: upper bound for the number of CPU threads.

@@ -6,7 +6,7 @@ Bit ``e % 8`` of byte ``e // 8`` is that of element ``e``; those beyond the last
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import compress
+from itertools import accumulate, compress
 from typing import NamedTuple
 
 import torch
@@ -81,19 +81,40 @@ def collect(marked: Iterable[MarkedTensor]) -> list[tuple[Tensor, Tensor]]:
     What is given back may lie in one memory, and where all elements of tensors are marked their indices may be the same
     tensor's.
     """
-    tensors = list(marked)
-    by_device: dict[torch.device, list[int]] = {}
-    found: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * len(tensors)
-    for i, each in enumerate(tensors):
-        by_device.setdefault(each.values.device, []).append(i)
-    for device, members in by_device.items():
-        own = [tensors[i] for i in members]
-        backend = backend_of(own[0].values)
-        engine = None if backend == "torch" else load_engine(backend)[0]
-        taken = [_by_torch(each) for each in own] if engine is None else _by_engine(engine, own, device)
-        for i, pair in zip(members, taken, strict=True):
-            found[i] = pair
-    return found
+    return Collector(list(marked)).collect()
+
+
+class Collector:
+    """:func:`collect` of tensors that stay where they are, again and again: what does not change is found out once.
+
+    ``can_be_kept``: without keeping these, or their bits, which is the caller's; it must not be asked once they moved.
+    """
+
+    def __init__(self, tensors: Sequence[MarkedTensor]) -> None:
+        by_device: dict[torch.device, list[int]] = {}
+        for i, each in enumerate(tensors):
+            by_device.setdefault(each.values.device, []).append(i)
+        self._count = len(tensors)
+        self._by_torch: list[tuple[int, MarkedTensor]] = []
+        self._by_engine: list[tuple[list[int], _EngineCollector]] = []
+        for device, members in by_device.items():
+            own = [tensors[i] for i in members]
+            backend = backend_of(own[0].values)
+            engine = None if backend == "torch" else load_engine(backend)[0]
+            if engine is None:
+                self._by_torch += zip(members, own, strict=True)
+            else:
+                self._by_engine.append((members, _EngineCollector(engine, own, device)))
+        self.can_be_kept = not self._by_torch
+
+    def collect(self) -> list[tuple[Tensor, Tensor]]:
+        found: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * self._count
+        for i, each in self._by_torch:
+            found[i] = _by_torch(each)
+        for members, own in self._by_engine:
+            for i, pair in zip(members, own.collect(), strict=True):
+                found[i] = pair
+        return found
 
 
 def _by_torch(tensor: MarkedTensor) -> tuple[Tensor, Tensor]:
@@ -111,49 +132,61 @@ def _indices(bits: Tensor) -> Tensor:
     return at[found >> 3].mul_(8).add_(found & 7)
 
 
-def _by_engine(engine: Engine, tensors: Sequence[MarkedTensor], device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    rows = [
-        (bits.data_ptr(), values.numel(), values.data_ptr(), first, values.element_size())
-        for bits, values, first in tensors
-    ]
-    units = sum(-(-numel // engine.CHANGES_PER_UNIT) for _, numel, *_ in rows)
-    places = torch.empty(units + len(rows), dtype=torch.int64, device=device)
-    totals = engine.count_changed(rows=rows, places=places.data_ptr(), **run_on(device))
-    # Where all elements are marked they are copied, and one tensor has the indices of all such tensors.
-    whole = [0 < total == row[1] for row, total in zip(rows, totals, strict=True)]
-    every = torch.arange(max(compress(totals, whole), default=0), device=device)
-    listed = [0 if is_whole else total for is_whole, total in zip(whole, totals, strict=True)]
-    indices = _split(listed, torch.int64, device)
-    values = _side_by_side([each.values for each in tensors], totals)
-    targets = [
-        (0 if is_whole else of_indices.data_ptr(), of_values.data_ptr()) if total else (0, 0)
-        for is_whole, of_indices, of_values, total in zip(whole, indices, values, totals, strict=True)
-    ]
-    engine.collect_changed(rows=rows, targets=targets, places=places.data_ptr(), **run_on(device))
-    return [
-        (_shifted(every[:total], each.first) if is_whole else own, taken)
-        for each, is_whole, total, own, taken in zip(tensors, whole, totals, indices, values, strict=True)
-    ]
+class _EngineCollector:
+    """Those of one device that has an engine."""
+
+    def __init__(self, engine: Engine, tensors: Sequence[MarkedTensor], device: torch.device) -> None:
+        self._engine, self._device = engine, device
+        rows = [
+            (bits.data_ptr(), values.numel(), values.data_ptr(), first, values.element_size())
+            for bits, values, first in tensors
+        ]
+        self._rows = engine.MarkedRows(rows)
+        self._numels = [each.values.numel() for each in tensors]
+        self._firsts = [each.first for each in tensors]
+        self._dtypes = [each.values.dtype for each in tensors]
+        units = sum(-(-numel // engine.CHANGES_PER_UNIT) for numel in self._numels)
+        self._places = torch.empty(units + len(rows), dtype=torch.int64, device=device)
+
+    def collect(self) -> list[tuple[Tensor, Tensor]]:
+        engine, device, places = self._engine, self._device, self._places.data_ptr()
+        totals = engine.count_changed(rows=self._rows, places=places, **run_on(device))
+        # Where all elements are marked they are copied, and one tensor has the indices of all such tensors.
+        whole = [0 < total == numel for total, numel in zip(totals, self._numels, strict=True)]
+        every = torch.arange(max(compress(totals, whole), default=0), device=device)
+        listed = [0 if is_whole else total for is_whole, total in zip(whole, totals, strict=True)]
+        indices, index_addresses = _split(listed, torch.int64, device)
+        values, value_addresses = self._side_by_side(totals)
+        targets = list(zip(index_addresses, value_addresses, strict=True))
+        engine.collect_changed(rows=self._rows, targets=targets, places=places, **run_on(device))
+        return [
+            (_shifted(every[:total], first) if is_whole else own, taken)
+            for first, is_whole, total, own, taken in zip(self._firsts, whole, totals, indices, values, strict=True)
+        ]
+
+    def _side_by_side(self, numels: Sequence[int]) -> tuple[list[Tensor], list[int]]:
+        """New tensors of these sizes, those of one dtype in one memory, and their addresses."""
+        sizes: dict[torch.dtype, list[int]] = {}
+        for dtype, numel in zip(self._dtypes, numels, strict=True):
+            sizes.setdefault(dtype, []).append(numel)
+        new = {dtype: zip(*_split(own, dtype, self._device), strict=True) for dtype, own in sizes.items()}
+        pairs = [next(new[dtype]) for dtype in self._dtypes]
+        return [tensor for tensor, _ in pairs], [where for _, where in pairs]
 
 
 def _shifted(indices: Tensor, first: int) -> Tensor:
     return indices + first if first else indices
 
 
-def _side_by_side(like: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]:
-    """New tensors of these sizes, those of one dtype in one memory."""
-    sizes: dict[torch.dtype, list[int]] = {}
-    for tensor, numel in zip(like, numels, strict=True):
-        sizes.setdefault(tensor.dtype, []).append(numel)
-    device = like[0].device
-    new = {dtype: iter(_split(own, dtype, device)) for dtype, own in sizes.items()}
-    return [next(new[tensor.dtype]) for tensor in like]
+def _split(numels: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Sequence[Tensor], list[int]]:
+    """Parts of one new tensor, and their addresses; 0 of empty ones.
 
-
-def _split(numels: Sequence[int], dtype: torch.dtype, device: torch.device) -> Sequence[Tensor]:
-    """Parts of one new tensor. It has up to an eighth more room: takes of about as much find the same memory."""
-    total = sum(numels)
+    It has up to an eighth more room: takes of about as much find the same memory.
+    """
+    ends = list(accumulate(numels, initial=0))
+    total = ends[-1]
     step = 1 << max(total.bit_length() - 4, 0)
     room = torch.empty(-(-total // step) * step, dtype=dtype, device=device)
-    parts: Sequence[Tensor] = room.narrow(0, 0, total).split(list(numels))
-    return parts
+    parts: Sequence[Tensor] = torch.split_with_sizes(room.narrow(0, 0, total), numels)
+    start = room.data_ptr()
+    return parts, [start + begin * dtype.itemsize if numel else 0 for begin, numel in zip(ends, numels, strict=False)]

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fused_optim.backends import Backend, GroupWork, ShardWork, torch_reference
+from fused_optim.backends import NOT_MARKING, Backend, GroupWork, Marking, ShardWork, torch_reference
 from fused_optim.backends.compiled import CompiledShards
 from fused_optim.backends.engine import CachedShard
 from fused_optim.memory.layout import StateLayout
@@ -52,6 +52,9 @@ class Shards(Protocol):
     def marks(self, work: ShardWork) -> bool:
         """Whether ``run`` marks, in ``work.changes``, what it changes of the parameter's bits."""
 
+    def can_overwrite(self) -> bool:
+        """Whether ``run`` obeys what it is told of marking."""
+
     def with_gradients(self) -> Sequence[int]:
         """The numbers of the shards that have a gradient in this step, ascending."""
 
@@ -64,8 +67,11 @@ class Shards(Protocol):
     def groups_with_gradients(self) -> Sequence[int]:
         """Their param groups."""
 
-    def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
-        """Update them. ``workspace``: memory of a GPU, needed where hyperparameters lie there."""
+    def run(self, hypers: list[Hyper], workspace: Tensor | None, marking: Marking = NOT_MARKING) -> None:
+        """Update them. ``workspace``: memory of a GPU, needed where hyperparameters lie there.
+
+        ``marking``: which only shards obey that :meth:`can_overwrite`; others OR bits, and read codes.
+        """
 
 
 def shards_on(
@@ -126,6 +132,9 @@ class ReferenceShards:
     def marks(self, work: ShardWork) -> bool:
         return False
 
+    def can_overwrite(self) -> bool:
+        return False
+
     def with_gradients(self) -> Sequence[int]:
         return sorted(self.works)
 
@@ -138,7 +147,7 @@ class ReferenceShards:
     def groups_with_gradients(self) -> Sequence[int]:
         return [self._groups[i] for i in self.works]
 
-    def run(self, hypers: list[Hyper], workspace: Tensor | None) -> None:
+    def run(self, hypers: list[Hyper], workspace: Tensor | None, marking: Marking = NOT_MARKING) -> None:
         groups = [GroupWork(hyper, []) for hyper in hypers]
         for i, work in sorted(self.works.items()):
             groups[self._groups[i]].shards.append(work)

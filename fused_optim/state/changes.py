@@ -14,14 +14,14 @@ import functools
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fused_optim.adapters import adapter_of
-from fused_optim.backends import is_capturing
+from fused_optim.backends import Marking, is_capturing
 from fused_optim.backends.changed_bits import bit_bytes, compare, raw_bits, set_all
 from fused_optim.backends.engine import CachedShard, EngineLook, EngineLooker
 from fused_optim.backends.looks import looker_on, new_look
@@ -31,6 +31,8 @@ from fused_optim.sharding.dtensor import local_tensor
 
 WHOLE = ""  # the one part of a parameter that is not quantized
 CODES, SCALES = "data", "scale"
+_OF_ELEMENTS = (WHOLE, CODES)
+_NO_STATES: dict[str, Tensor] = {}  # one for all: thousands of new objects let Python collect its garbage
 
 
 def parts_of(param: Tensor) -> dict[str, Tensor]:
@@ -46,6 +48,43 @@ def parts_of(param: Tensor) -> dict[str, Tensor]:
     return parts
 
 
+class BitMemory:
+    """The bits of many parameters: those of elements first. ``owners``: parameters that have elements."""
+
+    def __init__(self, device: torch.device, element_bytes: int, other_bytes: int, owners: int) -> None:
+        self.bits = torch.zeros(element_bytes + other_bytes, dtype=torch.uint8, device=device)
+        self.owners = owners
+        self._others = self.bits[element_bytes:]
+        self.is_stale = False  # nothing counts as changed, whatever the bits are
+
+    def forget(self, at_once: bool) -> None:
+        """Nothing counts as changed. On GPUs the next step need not read what it finds then."""
+        self.is_stale = True
+        if at_once or not self.bits.is_cuda:
+            self.wipe()
+
+    def wipe(self) -> None:
+        """Before any of the bits is read or set."""
+        if self.is_stale:
+            if is_capturing():  # each replay would do it
+                hint = "set it before them, or make a step before the capture"
+                raise RuntimeError(f"CUDA graph capture: changes were taken without capturable=True: {hint}")
+            self.bits.zero_()
+            self.is_stale = False
+
+    def wipe_others(self) -> None:
+        """Before a step that stores all bits of elements."""
+        self._others.zero_()
+        self.is_stale = False
+
+
+@dataclass
+class Arrangement:
+    """Counts how often bits or values have moved: whoever has taken their addresses must take them again."""
+
+    moves: int = 0
+
+
 @dataclass
 class Tracked:
     """The bits of a parameter, by part, and what tells that someone else has written it.
@@ -55,30 +94,37 @@ class Tracked:
     """
 
     bits: dict[str, Tensor]
-    memory: Tensor  # in which they lie, and others'
+    memory: BitMemory  # in which they lie, and others'
     numels: dict[str, int]
     look: EngineLook
+    arrangement: Arrangement = field(default_factory=Arrangement)
     is_settled: bool = False
     _memory: weakref.ref[torch.UntypedStorage] | None = None
 
     @staticmethod
     def of(params: Iterable[Tensor]) -> dict[Tensor, Tracked]:
         """None marked. The bits of all that is on one device lie in one memory."""
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for param in params:
+            by_device.setdefault(local_tensor(param).device, []).append(param)
+        return {param: own for device, there in by_device.items() for param, own in Tracked._on(device, there).items()}
+
+    @staticmethod
+    def _on(device: torch.device, params: Sequence[Tensor]) -> dict[Tensor, Tracked]:
         numels = {param: {name: part.numel() for name, part in parts_of(param).items()} for param in params}
-        sizes: dict[torch.device, int] = {}
-        starts = {}
-        for param, parts in numels.items():
-            device = local_tensor(param).device
-            for name, numel in parts.items():
-                starts[param, name] = sizes.get(device, 0)
-                sizes[device] = starts[param, name] + bit_bytes(numel)
-        memory = {device: torch.zeros(size, dtype=torch.uint8, device=device) for device, size in sizes.items()}
-        found = {}
-        for param, parts in numels.items():
-            own = memory[local_tensor(param).device]
-            bits = {name: own.narrow(0, starts[param, name], bit_bytes(numel)) for name, numel in parts.items()}
-            found[param] = Tracked(bits, own, parts, new_look(param, [name for name in parts if name != WHOLE]))
-        return found
+        parts = [(param, name, numel) for param, own in numels.items() for name, numel in own.items()]
+        elements = [part for part in parts if part[1] in _OF_ELEMENTS]
+        others = [part for part in parts if part[1] not in _OF_ELEMENTS]
+        of_elements, of_others = (sum(bit_bytes(numel) for _, _, numel in each) for each in (elements, others))
+        memory = BitMemory(device, of_elements, of_others, sum(numel > 0 for _, _, numel in elements))
+        bits: dict[Tensor, dict[str, Tensor]] = {param: {} for param in numels}
+        views = memory.bits.split([bit_bytes(numel) for _, _, numel in (*elements, *others)])
+        for (param, name, _), view in zip((*elements, *others), views, strict=True):
+            bits[param][name] = view
+        return {
+            param: Tracked(bits[param], memory, own, new_look(param, [name for name in own if name != WHOLE]))
+            for param, own in numels.items()
+        }
 
     def fits(self, param: Tensor) -> bool:
         parts = parts_of(param)
@@ -88,6 +134,7 @@ class Tracked:
 
     def set_all(self) -> None:
         """Someone else has written the parameter."""
+        self.memory.wipe()
         for name, bits in self.bits.items():
             set_all(bits, self.numels[name])
         self.is_settled = False
@@ -129,6 +176,7 @@ class Watch:
         """Remember them as they are."""
         with torch._C.DisableTorchFunctionSubclass():
             for i in self._looker.remember(self._cached, self._looks):
+                self._tracked[i].arrangement.moves += 1
                 if (param := self._cached[i].param_ref()) is not None:
                     self._tracked[i].watch_memory(param)
 
@@ -146,30 +194,37 @@ class ChangeTracker:
 
     def __init__(self) -> None:
         self._tracked: ByParameter[Tracked] = ByParameter()
+        self.arrangement = Arrangement()
 
     def start(self, params: Iterable[Tensor]) -> None:
         """From now on; nothing has changed so far. Raises TypeError for parameters that cannot be tracked."""
         started = Tracked.of(params)
         for param, tracked in started.items():
-            self._tracked[param] = tracked
+            self._put(param, tracked)
         for watch in self._watches(dict.fromkeys(started)):
             watch.see()
+
+    def _put(self, param: Tensor, tracked: Tracked) -> None:
+        tracked.arrangement = self.arrangement
+        self.arrangement.moves += 1
+        self._tracked[param] = tracked
 
     def keep(self, params: Iterable[Tensor]) -> None:
         """Let go of all others."""
         self._tracked = ByParameter(self._tracked.of(params))
 
-    def clear(self) -> None:
-        """Nothing has changed."""
-        for memory in {id(tracked.memory): tracked.memory for tracked in self._tracked.values()}.values():
-            memory.zero_()
+    def clear(self, at_once: bool) -> None:
+        """Nothing has changed. ``at_once``: the next step may be a graph's, which ORs bits at each replay."""
+        for memory in self._memories():
+            memory.forget(at_once)
 
     def __getitem__(self, param: Tensor) -> Tracked:
         """Of a parameter that came later, or has another shard by now: all of it is marked."""
         tracked = self._tracked.get(param)
         if tracked is None or not tracked.fits(param):
-            tracked = self._tracked[param] = Tracked.of([param])[param]
+            tracked = Tracked.of([param])[param]
             tracked.set_all()
+            self._put(param, tracked)
             for watch in self._watches({param: None}):
                 watch.see()
         return tracked
@@ -178,7 +233,7 @@ class ChangeTracker:
         by_device: dict[torch.device, tuple[list[CachedShard], list[Tracked]]] = {}
         for param, master in masters.items():
             cached, tracked = by_device.setdefault(local_tensor(param).device, ([], []))
-            cached.append(CachedShard(Held((param,)), None, None, master, None, {}))
+            cached.append(CachedShard(Held((param,)), None, None, master, None, _NO_STATES))
             tracked.append(self._tracked[param])
         return [Watch(device, *own) for device, own in by_device.items()]
 
@@ -193,9 +248,17 @@ class ChangeTracker:
     def bits_of(self, param: Tensor, part: str, values: Tensor) -> Tensor:
         """Those of a part that has these values by now."""
         tracked = self._tracked[param]
-        if tracked.numels.get(part) != values.numel() or tracked.memory.device != values.device:
+        if tracked.numels.get(part) != values.numel() or tracked.memory.bits.device != values.device:
             tracked = self[param]
         return tracked.bits[part]
+
+    def wipe(self) -> None:
+        """Before bits are read."""
+        for memory in self._memories():
+            memory.wipe()
+
+    def _memories(self) -> Iterable[BitMemory]:
+        return {id(tracked.memory): tracked.memory for tracked in self._tracked.values()}.values()
 
     @contextmanager
     def unchanged(self, param: Tensor) -> Iterator[None]:
@@ -209,29 +272,45 @@ class ChangeTracker:
 class Shard(NamedTuple):
     """A parameter in steps. ``marked``: the parts that a step marks itself where the parameter is settled.
 
-    ``always``: also where it is not.
+    ``always``: also where it is not. ``by_pass``: the update pass is what marks its elements. ``recalls``: where it is
+    settled, what its codes were needs not be read.
     """
 
     tracked: Tracked
     marked: Collection[str]
     always: bool
+    by_pass: bool = False
+    recalls: bool = False
 
 
 class StepChanges:
     """What steps change of the parameters of one device: noticed before a step, and after it where it does not mark it.
 
     What to do is found out once for all steps that take the same shards in the same way. ``cached``: the plan's own
-    list; the parameters themselves are not kept.
+    list; the parameters themselves are not kept. ``can_overwrite``: whether the pass obeys :class:`Marking`.
     """
 
-    def __init__(self, device: torch.device, cached: list[CachedShard], shards: Sequence[Shard]) -> None:
+    def __init__(
+        self, device: torch.device, cached: list[CachedShard], shards: Sequence[Shard], can_overwrite: bool = False
+    ) -> None:
         self._cached, self._tracked = cached, [shard.tracked for shard in shards]
         self._watch = Watch(device, cached, self._tracked)
         self._unmarked = [self._names(shard, shard.marked) for shard in shards]
         self._marked = [self._names(shard, ()) if not shard.always else () for shard in shards]
         self._compared = [i for i, names in enumerate(self._unmarked) if names]
         self._to_settle = [i for i, names in enumerate(self._marked) if names]
+        self._recalling = [i for i, shard in enumerate(shards) if shard.recalls]
+        self._memories = list({id(tracked.memory): tracked.memory for tracked in self._tracked}.values())
+        owners = [any(tracked.numels.get(name) for name in _OF_ELEMENTS) for tracked in self._tracked]
+        self._overwritten = (
+            can_overwrite
+            and not self._compared
+            and all(shard.by_pass for shard, is_owner in zip(shards, owners, strict=True) if is_owner)
+        )
+        self._overwritten &= sum(owners) == sum(memory.owners for memory in self._memories)
+        self._owners = {i for i, is_owner in enumerate(owners) if is_owner}
         self._unsettled: list[int] = []
+        self._unsettled_codes: list[int] = []
         self._copies: list[tuple[int, str, Tensor]] = []  # shard, part, what it was
         self._marks: list[tuple[Tensor, Tensor]] = []  # bits, and what they were
 
@@ -239,16 +318,33 @@ class StepChanges:
     def _names(shard: Shard, but: Collection[str]) -> tuple[str, ...]:
         return tuple(name for name, numel in shard.tracked.numels.items() if name not in but and numel)
 
-    def begin(self, stepped: Sequence[int]) -> None:
+    def begin(self, stepped: Sequence[int], may_be_skipped: bool = False) -> Marking:
         """``stepped``: the shards that have a gradient."""
         self._copies.clear()
         self._marks.clear()
         self._watch.notice()
-        self._unsettled = [i for i in self._to_settle if not self._tracked[i].is_settled]
-        if not self._compared and not self._unsettled:
-            return
         have_gradients = set(stepped)
-        self._unsettled = [i for i in self._unsettled if i in have_gradients]
+        self._unsettled = self._not_settled(self._to_settle, have_gradients)
+        self._unsettled_codes = self._not_settled(self._recalling, have_gradients)
+        overwrites = (
+            self._overwritten
+            and not may_be_skipped
+            and not self._unsettled
+            and not is_capturing()
+            and all(memory.is_stale for memory in self._memories)
+            and self._owners <= have_gradients
+        )
+        for memory in self._memories:
+            memory.wipe_others() if overwrites else memory.wipe()
+        if self._compared or self._unsettled:
+            self._copy_unmarked(have_gradients)
+        # Between replays of a graph others may write, and it stays as it was captured.
+        return Marking(overwrites, not self._unsettled_codes and not is_capturing())
+
+    def _not_settled(self, shards: Sequence[int], have_gradients: set[int]) -> list[int]:
+        return [i for i in shards if i in have_gradients and not self._tracked[i].is_settled]
+
+    def _copy_unmarked(self, have_gradients: set[int]) -> None:
         for i in have_gradients.intersection(self._compared).difference(self._unsettled):
             self._copy(i, self._unmarked[i])
         for i in self._unsettled:
@@ -275,8 +371,9 @@ class StepChanges:
         self._copies.clear()
         self._marks.clear()
         self._watch.see()
-        if self._unsettled and not is_capturing() and (found_inf is None or not bool(found_inf)):
-            for i in self._unsettled:
+        unsettled = [*self._unsettled, *self._unsettled_codes]
+        if unsettled and not is_capturing() and (found_inf is None or not bool(found_inf)):
+            for i in unsettled:
                 self._tracked[i].is_settled = True
 
     def _differing(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -96,6 +96,9 @@ class ParamState:
         """
         if self.layout.master is Master.FLOAT16:
             self.write(MASTER, value)
+        elif self.layout.master.is_remainder:
+            copies.wait()
+            local_tensor(self.tensors[MASTER]).zero_()  # to split NaN would give it other bits
         elif self.layout.master is not Master.PARAMETER:
             self.write_master(value)
 

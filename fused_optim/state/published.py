@@ -16,11 +16,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fused_optim.adapters import Place, adapter_of
+from fused_optim.backends import forced_backend
+from fused_optim.backends.changed_bits import Collector, MarkedTensor
 from fused_optim.backends.compiled import Identities
 from fused_optim.options.checks import check_belongs, check_whole
 from fused_optim.sharding.collective import parameter_names
-from fused_optim.sharding.dtensor import own_chunk, shard_offsets
-from fused_optim.state.changes import parts_of
+from fused_optim.sharding.dtensor import dense, has_own_chunks, is_dense, own_chunk, shard_offsets
+from fused_optim.state.changes import ChangeTracker, parts_of
 from fused_optim.wire.apply import part_name
 
 
@@ -78,6 +80,7 @@ class Published:
         first = [(i, param) for i, param in enumerate(params) if param in names and _is_first_replica(param)]
         self._names = [(i, {part: part_name(names[param][0], part) for part in parts_of(param)}) for i, param in first]
         self._located: dict[tuple[int, str], Located] = {}
+        self._sources: Sources | None = None
         every = Counter(name for _, own in self._names for name in own.values())
         if twice := sorted(name for name, count in every.items() if count > 1):
             raise ValueError(f"two tensors would be published as {', '.join(twice)}: rename the parameter of that name")
@@ -90,6 +93,14 @@ class Published:
             and self._in_model.are([param for _, param in named])
             and self._names_in_model == [name for name, _ in named]
         )
+
+    def sources(self, params: Sequence[Tensor], tracker: ChangeTracker) -> Sources:
+        """Those of the last call, if nothing has moved since. ``params``: the optimizer's."""
+        found = self._sources
+        if found is None or not found.are_of(params, tracker):
+            found = Sources(list(self.parts(params)), params, tracker)
+            self._sources = found if found.can_be_kept else None
+        return found
 
     def parts(self, params: Sequence[Tensor]) -> Iterator[Part]:
         """Those that this rank gives. ``params``: the optimizer's."""
@@ -111,6 +122,41 @@ class Published:
         if known is None or not is_known:
             known = self._located[i, part] = Located.of(param, part, local)
         return known
+
+
+class Sources:
+    """The bits and values of all that is published, by address. Neither these nor the parameters are kept."""
+
+    def __init__(self, parts: Sequence[Part], params: Sequence[Tensor], tracker: ChangeTracker) -> None:
+        marked, self._copies = [], []
+        for _, param, part, local, at in parts:
+            values = local
+            if not is_dense(local):
+                values = dense(local.detach())
+                self._copies.append(values)
+            marked.append(MarkedTensor(tracker.bits_of(param, part, values), values, at.first or 0))
+        self.named = [(part.name, part.at) for part in parts]
+        self._collector = Collector(marked)
+        self._arrangement, self._moves = tracker.arrangement, tracker.arrangement.moves
+        self._shardings, self._backend = list(map(_sharding, params)), forced_backend()
+        self.can_be_kept = self._collector.can_be_kept and not (
+            self._copies or any(has_own_chunks(part.param) for part in parts)
+        )
+
+    def are_of(self, params: Sequence[Tensor], tracker: ChangeTracker) -> bool:
+        return (
+            self._arrangement is tracker.arrangement
+            and self._moves == tracker.arrangement.moves
+            and self._backend == forced_backend()
+            and self._shardings == list(map(_sharding, params))
+        )
+
+    def collect(self) -> list[tuple[Tensor, Tensor]]:
+        return self._collector.collect()
+
+
+def _sharding(param: Tensor) -> object:
+    return param._spec if isinstance(param, DTensor) else param.shape
 
 
 def _is_first_replica(param: Tensor) -> bool:

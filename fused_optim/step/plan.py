@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fused_optim.adapters import adapter_of
+from fused_optim.adapters import MOVED, SCALE_BEFORE, Target, adapter_of
 from fused_optim.backends import ShardWork, backend_of, forced_backend, is_capturing, uncounted
 from fused_optim.backends.compiled import Identities, increment_versions
 from fused_optim.backends.offloaded import OffloadedShards
@@ -311,7 +311,8 @@ class Plan:
             target=target,
             absmax=absmax,
         )
-        self._let_mark(part, i, work, param)
+        if changes is not None and part.shards.marks(work):
+            self._let_mark(part, i, work, param, changes)
         can_be_watched = not shared and (is_watchable(param) if target is None else target.names is not None)
         is_watched = part.shards.set(i, work, part.watched[i] if can_be_watched else None)
         (part.unwatched.discard if is_watched else part.unwatched.add)(i)
@@ -326,22 +327,40 @@ class Plan:
         part.tracked[i] = tracked = self._store.changes[param]
         adapter = adapter_of(param)
         part.marked[i] = () if adapter is None else tuple(adapter.marks(param))
+        part.by_pass.discard(i)
+        part.recalling.discard(i)
         (part.exact.discard if adapter is None and part.backend != "cpu" else part.exact.add)(i)
         return {name: tracked.bits[name] for name in part.marked[i]}
 
-    def _let_mark(self, part: Part, i: int, work: ShardWork, param: Tensor) -> None:
-        """Let the pass mark what it changes of the parameter's bits, where changes are tracked and it can."""
-        if self._store.changes is None or not part.shards.marks(work):
-            return
+    def _let_mark(self, part: Part, i: int, work: ShardWork, param: Tensor, changes: dict[str, Tensor]) -> None:
+        """Let the pass mark what it changes of the parameter's bits, where it can."""
         bits, target = part.tracked[i].bits, work.target
         if target is None and work.param is local_tensor(param) and WHOLE in bits:
             work.changes, part.marked[i] = bits[WHOLE], (WHOLE,)
+            part.by_pass.add(i)
             # What a NaN in FP16 was is in no register.
             if not self._layouts[part.indices[i]].master.is_separate and param.dtype != torch.float16:
                 part.exact.add(i)
         elif target is not None and target.data is not None:
             work.changes, work.scale_changes = bits[CODES], bits.get(SCALES)
             part.marked[i] = tuple({*part.marked[i], CODES, SCALES})
+            part.by_pass.add(i)
+        if target is not None and part.shards.can_overwrite():
+            self._let_recall(part, i, work, target, changes)
+
+    @staticmethod
+    def _let_recall(part: Part, i: int, work: ShardWork, target: Target, changes: dict[str, Tensor]) -> None:
+        """Let codes be told from the master: by the pass, or by the encoder after it, which reads ``changes``."""
+        in_bytes = part.tracked[i].numels[CODES] == work.param.numel()  # encoders recall no others
+        if target.data is None and not (CODES in changes and in_bytes):
+            return
+        moved, before = part.recall_of(i)
+        if target.measures:
+            changes[SCALE_BEFORE] = before
+        if target.data is None:
+            work.moved = changes[MOVED] = moved
+        elif target.measures:
+            work.scale_before = before
 
     @staticmethod
     def _dense_gradient(part: Part, grad: Tensor, param: Tensor, shared: bool) -> Tensor:
@@ -372,7 +391,7 @@ class Plan:
         """
         on_devices, updated = {device: hypers(device) for device in self.backends}, self._updated()
         batches = self._weights.batches(self._attribute, updated, on_devices)
-        changes = self._begin_changes()
+        changes = self._begin_changes(found_inf is not None)
         applies = None if found_inf is None or not batches else found_inf.reshape(()) == 0
         for batch in batches:
             batch.prepare(applies)
@@ -398,13 +417,13 @@ class Plan:
         for each in changes:
             each.finish(found_inf)
 
-    def _begin_changes(self) -> list[StepChanges]:
+    def _begin_changes(self, may_be_skipped: bool) -> list[StepChanges]:
         if (tracker := self._store.changes) is None:
             return []
         found = []
         for part in self._parts:
             found.append(part.changes_of_step(tracker))
-            found[-1].begin(part.shards.with_gradients())
+            part.marking = found[-1].begin(part.shards.with_gradients(), may_be_skipped)
         return found
 
     def _updated(self) -> list[Tensor]:

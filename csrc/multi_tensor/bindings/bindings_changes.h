@@ -40,35 +40,39 @@ void mark_differences(const std::vector<ComparisonRow>& rows, int device, uint64
 // bits, elements, values, index of the first element, bytes of one
 using MarkedRow = std::array<uint64_t, 5>;
 
-std::vector<Marked> marked(const std::vector<MarkedRow>& rows, uint64_t places) {
+// Many calls take the same ones.
+struct MarkedRows {
     std::vector<Marked> tensors;
-    uint64_t units = 0;
-    for (const auto& [bits, numel, values, first, bytes] : rows) {
-        require(places && (!numel || (bits && values)) && bits % 4 == 0,
-                "addresses of all tensors, whole words of bits");
-        require(bytes == 1 || bytes == 2 || bytes == 4, "elements of 1, 2 or 4 bytes");
-        tensors.push_back({bits, numel, units, values, first, bytes, 0, 0});
-        units += tensors.back().units();
-    }
-    return tensors;
-}
 
-std::vector<int64_t> count_changed(const std::vector<MarkedRow>& rows, uint64_t places, FUSED_OPTIM_WHERE) {
-    return FUSED_OPTIM_ON(count)(marked(rows, places), reinterpret_cast<int64_t*>(places), FUSED_OPTIM_HERE);
+    explicit MarkedRows(const std::vector<MarkedRow>& rows) {
+        uint64_t units = 0;
+        for (const auto& [bits, numel, values, first, bytes] : rows) {
+            require((!numel || (bits && values)) && bits % 4 == 0, "addresses of all tensors, whole words of bits");
+            require(bytes == 1 || bytes == 2 || bytes == 4, "elements of 1, 2 or 4 bytes");
+            tensors.push_back({bits, numel, units, values, first, bytes, 0, 0});
+            units += tensors.back().units();
+        }
+    }
+};
+
+std::vector<int64_t> count_changed(const MarkedRows& rows, uint64_t places, FUSED_OPTIM_WHERE) {
+    require(places || rows.tensors.empty(), "an address of places");
+    return FUSED_OPTIM_ON(count)(rows.tensors, reinterpret_cast<int64_t*>(places), FUSED_OPTIM_HERE);
 }
 
 // of indices, or 0 where all elements are wanted, and of values; both 0: nothing is
 using TargetRow = std::array<uint64_t, 2>;
 
-void collect_changed(const std::vector<MarkedRow>& rows, const std::vector<TargetRow>& targets, uint64_t places,
+void collect_changed(const MarkedRows& rows, const std::vector<TargetRow>& targets, uint64_t places,
                      FUSED_OPTIM_WHERE) {
-    require(targets.size() == rows.size(), "targets of all tensors");
+    require(targets.size() == rows.tensors.size(), "targets of all tensors");
+    require(places || targets.empty(), "an address of places");
     std::vector<Marked> wanted;
-    std::vector<Marked> tensors = marked(rows, places);
-    for (size_t i = 0; i < rows.size(); ++i) {
-        tensors[i].indices_out = targets[i][0];
-        tensors[i].values_out = targets[i][1];
-        if (tensors[i].values_out) wanted.push_back(tensors[i]);
+    for (size_t i = 0; i < targets.size(); ++i) {
+        if (!targets[i][1]) continue;
+        wanted.push_back(rows.tensors[i]);
+        wanted.back().indices_out = targets[i][0];
+        wanted.back().values_out = targets[i][1];
     }
     FUSED_OPTIM_ON(collect)(wanted, reinterpret_cast<const int64_t*>(places), FUSED_OPTIM_HERE);
 }
@@ -80,6 +84,8 @@ inline void define_all(py::module_& m) {
     define(m, "mark_differences", &mark_differences, py::arg("rows"));
 #endif
     m.attr("CHANGES_PER_UNIT") = kUnitBits;
+    py::class_<MarkedRows>(m, "MarkedRows", py::module_local(), "Tensors and their bits, by address.")
+        .def(py::init<const std::vector<MarkedRow>&>(), py::arg("rows"));
     define(m, "count_changed", &count_changed, py::arg("rows"), py::arg("places"));
     define(m, "collect_changed", &collect_changed, py::arg("rows"), py::arg("targets"), py::arg("places"));
     py::class_<Look>(m, "Look", py::module_local(), "What tells that others have written a parameter.")

@@ -94,6 +94,8 @@ public:
         row.is_cached = false;
     }
 
+    void set_marking(bool overwrites, bool recalls) { step_.marking = {overwrites, recalls}; }
+
     Hyper& group(size_t i) { return step_.groups.at(i); }
 
     // A step of `count` shards from the `first` on, whatever they have to do.

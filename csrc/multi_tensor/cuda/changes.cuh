@@ -36,15 +36,22 @@ __device__ __forceinline__ bool is_changed(Master master, Element type, float be
     return stored_bits<false>(type, before, 0) != stored_bits<false>(type, after, 0);
 }
 
-// Bit i: of element i of a thread's eight. Four neighbours have a word together, which no other thread has; it is sent
-// off without waiting for what was there. Every lane of the warp calls it.
+// A word of bits that one thread has to itself; it is sent off without waiting for what was there.
+__device__ __forceinline__ void mark_word(uint64_t index, uint32_t word) {
+    uint32_t* const target = reinterpret_cast<uint32_t*>(changes_of_chunk.elements) + index;
+    if (changes_of_chunk.marking.overwrites) {
+        *target = word;
+    } else if (word) {
+        atomicOr(target, word);
+    }
+}
+
+// Bit i: of element i of a thread's eight. Four neighbours have a word together. Every lane of the warp calls it.
 __device__ __forceinline__ void mark_group8(uint32_t element, uint32_t changed) {
     uint32_t word = changed << 8 * (threadIdx.x & 3);
     word |= __shfl_xor_sync(kAllLanes, word, 1);
     word |= __shfl_xor_sync(kAllLanes, word, 2);
-    if (word && (threadIdx.x & 3) == 0) {
-        atomicOr(reinterpret_cast<uint32_t*>(changes_of_chunk.elements) + element / 32, word);
-    }
+    if ((threadIdx.x & 3) == 0) mark_word(element / 32, word);
 }
 
 // Two elements of 16 bits to a word: bit i says whether element i differs.
@@ -133,11 +140,23 @@ __device__ __forceinline__ void copy_scales_and_mark(T* target, const T* source,
 }
 
 // Of the general loop: a warp's elements begin at a multiple of 32, and their word is no other warp's. All lanes call.
-__device__ __forceinline__ void mark_element(uint32_t element, bool changed) {
+__device__ __forceinline__ void mark_element(uint32_t element, bool inside, bool changed) {
     const uint32_t of_warp = __ballot_sync(kAllLanes, changed);
-    if (of_warp && threadIdx.x % kWarp == 0 && changes_of_chunk.elements) {
-        reinterpret_cast<uint32_t*>(changes_of_chunk.elements)[element / kWarp] |= of_warp;
-    }
+    if (inside && threadIdx.x % kWarp == 0 && changes_of_chunk.elements) mark_word(element / kWarp, of_warp);
+}
+
+// How far values of the master move, of a warp. Every lane calls it.
+__device__ __forceinline__ void add_moved(float largest) {
+    const uint32_t of_warp = __reduce_max_sync(kAllLanes, float_bits(largest));
+    if (threadIdx.x % kWarp == 0) atomicMax(&changes_of_chunk.moved_of_chunk, of_warp);
+}
+
+// Of a chunk whose warps have all added theirs. Every thread calls it.
+__device__ __forceinline__ void store_moved() {
+    if (!changes_of_chunk.moved) return;
+    __syncthreads();
+    if (threadIdx.x == 0)
+        atomicMax(reinterpret_cast<uint32_t*>(changes_of_chunk.moved), changes_of_chunk.moved_of_chunk);
 }
 
 // What was stored of a quantized weight at an element, and of the block that begins there.
