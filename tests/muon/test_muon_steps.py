@@ -130,7 +130,7 @@ def test_sharded_steps_are_planned_once() -> None:
 def test_passes_refuse_what_they_do_not_know(device: str) -> None:
     optimizer = make(device)
     step(optimizer, 0)
-    (part,) = optimizer.stepper._plans()[0]._parts
+    (part,) = optimizer.stepper._plans()[0].parts
     table, where = part.shards._kept._table, part.shards._kept._where(None)
     address = optimizer.store.params[0].data_ptr()
     with pytest.raises(ValueError, match="for each the values"):
