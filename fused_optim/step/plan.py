@@ -370,17 +370,15 @@ class Plan:
 
     @staticmethod
     def _let_recall(part: Part, i: int, work: ShardWork, target: Target, changes: dict[str, Tensor]) -> None:
-        """Let codes be told from the master: by the pass, or by the encoder after it, which reads ``changes``."""
+        """Let codes be told from the master: by the pass, or by the encoder of blocks after it, which reads ``changes``."""
         in_bytes = part.tracked[i].numels[CODES] == work.param.numel()  # encoders recall no others
-        if target.data is None and not (CODES in changes and in_bytes):
+        if target.data is None and (target.measures or not (CODES in changes and in_bytes)):
             return
         moved, before = part.recall_of(i)
-        if target.measures:
-            changes[SCALE_BEFORE] = before
         if target.data is None:
             work.moved = changes[MOVED] = moved
         elif target.measures:
-            work.scale_before = before
+            work.scale_before = changes[SCALE_BEFORE] = before
 
     @staticmethod
     def _dense_gradient(part: Part, grad: Tensor, param: Tensor, shared: bool) -> Tensor:

@@ -183,6 +183,22 @@ def test_weights_of_delayed_scaling_that_were_loaded_before_their_masters_stay(s
         assert not torch.equal(codes, encode(master, torch.tensor(scale)))
 
 
+@pytest.mark.parametrize("scale", [64.0, 48.0, 100.0, 33.0])
+def test_masters_of_delayed_scaling_stay_when_their_weights_are_loaded_after_them(scale: float) -> None:
+    """As torch's ``set_state_dict`` does: the model comes last. Other values are followed."""
+    saved, optimizer = trained_delayed(64.0)
+    fresh, other = trained_delayed(scale)
+    other.load_state_dict(optimizer.state_dict())
+    expected = optimizer.state[saved]["master_param"].clone()
+    values = saved.dequantize(dtype=torch.float32)
+    values[3, 5] *= -1.0
+    with torch.no_grad():
+        fresh.copy_(values)
+    master = other.state_dict()["state"][0]["master_param"]
+    expected[3, 5] = fresh.dequantize(dtype=torch.float32)[3, 5]
+    assert torch.equal(master, expected)
+
+
 @pytest.mark.parametrize("change", [0.0, 2.0, -1.0, float("nan")])
 def test_weights_of_delayed_scaling_that_are_not_their_masters_are_written(change: float) -> None:
     """Of one element of all."""

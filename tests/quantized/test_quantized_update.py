@@ -403,7 +403,7 @@ def test_freed_weights_are_refused(engine: str) -> None:
         others.grad = values((256, 8), step).to(engine, BF16).t()  # is made contiguous for the step
         with pytest.raises(RuntimeError, match="has been freed"):
             training.optimizer.step()
-        (part,) = training.optimizer.stepper._plan._parts
+        (part,) = training.optimizer.stepper._plan.parts
         assert not part.shards.works, "memory of refused steps is kept"
 
 

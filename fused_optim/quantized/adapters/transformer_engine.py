@@ -109,7 +109,7 @@ def codes(local: Tensor) -> Tensor | None:
 def is_master(param: Tensor, master: Tensor, written: Tensor) -> Tensor:
     found = transformer_engine_codes.is_master(param, master, written)
     if found is not None:
-        return found
+        return found | _rounded_twice(param, master, written)
     near = _near(master, written)
     if needs_collective(param) or not master.numel():  # the other ranks may not ask
         return near
@@ -130,14 +130,20 @@ def _near(master: Tensor, written: Tensor) -> Tensor:
 
 
 def keeps(param: Tensor, master: Tensor) -> bool:
-    """Delayed scaling's scales are in a module's extra state, which DCP does not save: its codes are rounded a second
-    time when the model is loaded. So they may be two halves of a step off, by each scale."""
+    return bool(_rounded_twice(param, master, values(local_tensor(param.detach()))).all())
+
+
+def _rounded_twice(param: Tensor, master: Tensor, written: Tensor) -> Tensor:
+    """Where ``written`` may be the master rounded with one scale, and then with the tensor's.
+
+    Delayed scaling's scales are in a module's extra state, which DCP does not save: codes are rounded a second time when
+    a model is loaded, be it before its optimizer or after it. So they may be two halves of a step off, by each scale.
+    """
     local = local_tensor(param.detach())
     if scaling_of(local) != DELAYED or not is_e4m3(local):
-        return False
+        return torch.zeros_like(master, dtype=torch.bool)
     largest = master.abs() * 2.0**-3 + float8(local)._scale_inv * 2.0**-8  # a step; twice that of denormals
-    near = (values(local) - master).abs() <= largest
-    return bool((near | (values(local).isnan() & master.isnan())).all())
+    return ((written - master).abs() <= largest) | (written.isnan() & master.isnan())
 
 
 # --- delayed scaling --------------------------------------------------------------------------------------------
