@@ -161,8 +161,9 @@ def failing_together(params: Collection[Tensor], elsewhere: str) -> Iterator[Non
 
 
 def meshes_of(params: Iterable[Tensor]) -> list[DeviceMesh]:
-    """Those of the DTensors, each once."""
-    return list(dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor)))
+    """Those of the DTensors, each once; not those of other ranks alone, whose collectives are none of ours."""
+    meshes = dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor))
+    return [mesh for mesh in meshes if mesh.get_coordinate() is not None]
 
 
 def largest_on(mesh: DeviceMesh, numbers: list[int], limit: timedelta | None = None) -> list[int]:

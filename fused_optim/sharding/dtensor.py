@@ -287,6 +287,8 @@ def shard_geometry(param: Tensor) -> Geometry:
     block = _block_size(tuple(param.shape), _possible_rows(param))
     if not isinstance(param, DTensor):
         return Geometry(local.numel(), 0, max(local.numel(), 1), max(local.numel(), 1), block)
+    if param.device_mesh.get_coordinate() is None:  # a mesh of other ranks: torch has no shape and no offsets here
+        return Geometry(0, 0, 1, 1, block)
     shape, offsets = tuple(param.shape), shard_offsets(param)
     cut = [d for d in range(1, len(shape)) if local.shape[d] != shape[d]]
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]

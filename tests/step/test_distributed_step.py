@@ -11,15 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import distributed
 from distributed import Part, assert_same, join_all, part, shard, shard_like, two_gpus
-from fused_optim import FusedAdam
+from fused_optim import FusedAdam, FusedAdamW
 
 STEPS = 4
 FORMATS = [
@@ -442,3 +444,28 @@ def refuse_on_one_rank() -> bool:
 
 def test_first_step_refused_on_one_rank_fails_on_all() -> None:
     assert distributed.run(2, refuse_on_one_rank, timeout=20) == [True, True]
+
+
+def on_meshes_of_others(kind: type[Any], rounds: int) -> list[Tensor]:
+    """Each rank has a mesh of its own, as pipeline stages have, and all parameters in its optimizer."""
+    meshes = [DeviceMesh("cpu", [rank]) for rank in range(dist.get_world_size())]
+    torch.manual_seed(0)
+    params = [nn.Parameter(distribute_tensor(torch.randn(8, 64), each, [Shard(0)])) for each in meshes]
+    optimizer = kind(params, lr=0.1)
+    for _ in range(rounds):
+        params[dist.get_rank()].grad = torch.ones_like(params[dist.get_rank()])
+        if kind is FusedAdamW:
+            optimizer.clip_grad_norm_(1e9)
+        optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    return [param._local_tensor.detach().clone() for param in params]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_parameters_on_meshes_of_other_ranks_have_no_elements_here(world_size: int) -> None:
+    """As in torch.optim: a rank updates what it has."""
+    found = distributed.run(world_size, on_meshes_of_others, FusedAdamW, 3)
+    usual = distributed.run(world_size, on_meshes_of_others, torch.optim.AdamW, 3)
+    for rank, (own, expected) in enumerate(zip(found, usual, strict=True)):
+        assert [local.numel() for local in own] == [512 if i == rank else 0 for i in range(world_size)]
+        torch.testing.assert_close(own[rank], expected[rank])
