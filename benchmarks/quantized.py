@@ -63,11 +63,24 @@ WAYS = ("eager", "compiled")
 Convert = Callable[[nn.Module], Any]
 
 
+class Group(nn.Sequential):
+    """Layers that are gathered, and compiled, together.
+
+    torch's compiler leaves the frames of ``torch.nn`` alone: within an ``nn.Sequential`` that FSDP2 has hooked, each
+    quantized layer would be a graph of its own, and layers of BF16 none.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            input = layer(input)
+        return input
+
+
 def build(convert: Convert, way: str, args: argparse.Namespace, device: torch.device) -> tuple[nn.Module, FusedAdamW]:
     torch.manual_seed(0)
     torch._dynamo.reset()
     layers = [nn.Linear(args.width, args.width, bias=False, device=device) for _ in range(args.layers)]
-    groups = [nn.Sequential(*layers[i : i + args.group]) for i in range(0, args.layers, args.group)]
+    groups = [Group(*layers[i : i + args.group]) for i in range(0, args.layers, args.group)]
     model = nn.Sequential(*groups).bfloat16()
     convert(model)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))

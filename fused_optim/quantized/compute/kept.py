@@ -133,7 +133,8 @@ class KeptWeight(Tensor):
     @classmethod
     def __metadata_guard__(cls, compiled: tuple[Recipe, int], other: tuple[Recipe, int]) -> bool:
         """How recipes compute matters, though they compare equal."""
-        return repr(compiled) == repr(other)
+        (recipe, padded_rows), (other_recipe, other_padded_rows) = compiled, other
+        return padded_rows == other_padded_rows and (recipe is other_recipe or repr(recipe) == repr(other_recipe))
 
     @classmethod
     @torch._disable_dynamo
