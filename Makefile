@@ -24,15 +24,18 @@ demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py --output demo_output $(if $(QUANTIZE),--quantize $(QUANTIZE)) \
 		$(if $(OPTIMIZER),--optimizer $(OPTIMIZER))
 
+# Without their bytecode, each of the many processes that tests start would compile the package's modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Two processes, as CI has two cores. A file's tests stay together: groups of ranks and what was compiled are used again.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test: $(VENV)/.installed
-	$(PYTEST) -m 'not long'
+	$(PYTEST) -m 'not long and not cuda'
 
 test-long: export FUSED_OPTIM_TEST_KILLS ?= 5
 test-long: $(VENV)/.installed
-	$(PYTEST) -m long
+	$(PYTEST) -m 'long and not cuda'
 
 test-gpu: $(VENV)/.installed
 	$(BIN)/python -m pytest -m cuda

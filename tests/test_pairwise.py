@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 import pytest
 
-from pairwise import pairwise
+from pairwise import each_once, pairwise
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,21 @@ def test_every_pair_is_in_a_case(sizes: tuple[int, ...], most: int) -> None:
 
 def test_values_need_no_order_and_no_hash() -> None:
     assert pairwise([{}, None], [[1], "a"]) == [({}, [1]), ({}, "a"), (None, [1]), (None, "a")]
+
+
+@pytest.mark.parametrize("sizes, usual", [((8, 3), 8), ((2, 2), 2), ((3, 5, 4), 5), ((4, 1), 4)])
+def test_the_usual_run_has_each_value(sizes: tuple[int, ...], usual: int) -> None:
+    parameters = [[f"{name}{i}" for i in range(size)] for name, size in zip("abc", sizes)]
+    cases = each_once(product(*parameters))
+    plain = [case for case in cases if type(case) is tuple]
+    others = [case for case in cases if type(case) is not tuple]
+    assert len(plain) == usual and [set(values) for values in zip(*plain)] == list(map(set, parameters))
+    assert all([mark.name for mark in case.marks] == ["long"] for case in others)
+    everything = [case if type(case) is tuple else tuple(case.values) for case in cases]
+    assert everything == [*product(*parameters)]  # in their order, and none is lost
+
+
+def test_the_usual_run_spreads_what_is_seldom() -> None:
+    """As many cases with each of the shorter parameter's values, not all with the first."""
+    plain = [case for case in each_once(product("abcdef", [{}, [1]])) if type(case) is tuple]
+    assert [sum(case[1] == value for case in plain) for value in ({}, [1])] == [3, 3]

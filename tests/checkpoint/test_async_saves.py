@@ -11,6 +11,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import distributed
 from checkpoint_cases import STAGERS, WAYS, let_write, start_save, trained_states
 from distributed import Part, assert_same, join_all
 from native_cases import NativeRun
+from pairwise import each_once
 
 FORMS = ("unscaled", "native")
 MASTER = "remainder16"
@@ -94,9 +96,9 @@ def check(results: list[list[list[dict[str, Part]]]]) -> None:
 OURS = [("stager", name) for name in STAGERS if name.startswith("ours")]
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("device, name", [*((None, name) for name in STAGERS), *OURS])
-def test_in_a_thread(form: str, device: str | None, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("staged, form", each_once(product([*((None, name) for name in STAGERS), *OURS], FORMS)))
+def test_in_a_thread(staged: tuple[str | None, str], form: str, tmp_path: Path) -> None:
+    device, name = staged
     arguments = (form, device, AsyncCheckpointerType.THREAD, name, str(tmp_path / "checkpoint"))
     check(distributed.run(2, save_and_load, *arguments))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import distributed
 from checkpoint_cases import END, SAVED_AT, WAYS, Run, straight, trained_states, values
 from distributed import Part, assert_same, join_all, part, shard_like
 from fused_optim import FusedAdam
+from pairwise import each_once
 
 FORMS = pytest.mark.parametrize("form", ["unscaled", "native"])
 
@@ -39,8 +41,8 @@ def resume_each_way(how: str, form: str, ways: list[str], folder: str) -> dict[s
     return found
 
 
-@FORMS
-@pytest.mark.parametrize("how", ["hsdp", "tp"])  # FSDP2 alone: test_distributed_checkpoint.py
+# FSDP2 alone: test_distributed_checkpoint.py
+@pytest.mark.parametrize("how, form", each_once(product(["hsdp", "tp"], ["native", "unscaled"])))
 def test_every_interface_with_every_placement(how: str, form: str, tmp_path: Path) -> None:
     # torch cannot cut a model's whole tensors into the strided shards of FSDP2 with tensor parallelism.
     ways = [way for way in WAYS if how != "tp" or way not in ("full", "broadcast")]

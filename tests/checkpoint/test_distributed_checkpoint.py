@@ -11,6 +11,7 @@ import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from checkpoint_cases import (
 from distributed import Part, assert_same, join_all, part, same_bits, shard, shard_like, two_gpus
 from fused_optim import FusedAdam
 from fused_optim.sharding.dtensor import local_tensor
+from pairwise import each_once
 
 
 def train_and_save(how: str, master: str, way: str, path: str) -> dict[str, Part]:
@@ -90,24 +92,24 @@ def check_resumed(world_size: int, how: str, master: str, way: str, path: str, o
         assert_same(joined, trained_states(expected[at]))
 
 
-@pytest.mark.parametrize("master", ["float32", "bfloat16", "remainder16"])
-@pytest.mark.parametrize(
-    "source, target",
-    [
-        ((1, "fsdp"), (2, "fsdp")),
-        ((2, "fsdp"), (1, "fsdp")),
-        ((2, "fsdp"), (3, "fsdp")),
-        ((3, "fsdp"), (4, "fsdp")),
-        ((4, "fsdp"), (2, "fsdp")),
-        ((4, "fsdp"), (4, "hsdp")),
-        ((4, "hsdp"), (4, "tp")),
-        ((4, "tp"), (3, "fsdp")),
-    ],
-    ids=str,
-)
+USUAL_MASTERS = ["float32", "bfloat16", "remainder16"]
+MOVES = [
+    ((1, "fsdp"), (2, "fsdp")),
+    ((2, "fsdp"), (1, "fsdp")),
+    ((2, "fsdp"), (3, "fsdp")),
+    ((3, "fsdp"), (4, "fsdp")),
+    ((4, "fsdp"), (2, "fsdp")),
+    ((4, "fsdp"), (4, "hsdp")),
+    ((4, "hsdp"), (4, "tp")),
+    ((4, "tp"), (3, "fsdp")),
+]
+
+
+@pytest.mark.parametrize("move, master", each_once(product(MOVES, USUAL_MASTERS)), ids=str)
 def test_resuming_on_other_ranks_changes_no_bit(
-    checkpoints: Callable[..., str], source: tuple[int, str], target: tuple[int, str], master: str
+    checkpoints: Callable[..., str], move: tuple[tuple[int, str], tuple[int, str]], master: str
 ) -> None:
+    source, target = move
     check_resumed(*target, master, "nested", checkpoints(*source, master))
 
 
@@ -116,8 +118,9 @@ def test_resuming_with_other_masters_changes_no_bit(checkpoints: Callable[..., s
     check_resumed(3, "fsdp", master, "nested", checkpoints(2, "fsdp", master))
 
 
-@pytest.mark.parametrize("master", ["float32", "bfloat16", "remainder16"])
-@pytest.mark.parametrize("way", ["flat", "plain", "cpu", "full", "broadcast"])
+@pytest.mark.parametrize(
+    "way, master", each_once(product(["flat", "plain", "cpu", "full", "broadcast"], USUAL_MASTERS))
+)
 def test_resuming_through_every_interface_changes_no_bit(
     checkpoints: Callable[..., str], way: str, master: str
 ) -> None:

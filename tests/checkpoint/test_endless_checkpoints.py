@@ -163,6 +163,7 @@ def refuse_all(folder: Path) -> None:
         refused(f"object, {name}", lambda p=program: load_object(io.BytesIO(archive_of(p)), "x"), "x cannot be read")
 
 
+@pytest.mark.long  # test_any_program_ends is shorter
 def test_what_takes_for_ever_is_refused(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, __file__, str(tmp_path)]
@@ -226,7 +227,7 @@ def paired(value: Any, like: Any) -> Any:
 @settings(max_examples=300, deadline=None)
 def test_what_is_plain_is_read(value: Any, protocol: int, twice: bool) -> None:
     """As Python reads it, also where it is there twice, and where there are many frames."""
-    value = [value, value, {0: [f"text {i}" for i in range(10_000)]}] if twice else value
+    value = [value, value, {0: [f"text {i}" * 20 for i in range(1_000)]}] if twice else value
     found = read_pickle(pickle.dumps(value, protocol) + b"what follows", {})
     assert paired(found, value) == without_dicts(value)
 

@@ -98,7 +98,8 @@ def go_on(folders: list[str], environment: Mapping[str, str]) -> None:
             checkpointer.save(step + 1)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long  # killed saves on disk: test_killed_saves.py; faults of S3: test_object_store.py
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_kills_on_s3(ranks: int, environment: dict[str, str], tmp_path: Path) -> None:
     """Of one rank at any moment of a save or between two; the other is ended a little later."""
     chance, folders, drafts = random.Random(ranks), [], 0

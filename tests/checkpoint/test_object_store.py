@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 from wsgiref.types import StartResponse, WSGIEnvironment
 
@@ -16,10 +15,12 @@ import pytest
 import torch
 
 import cases
+import fresh
 from fused_optim.checkpoint import Checkpointer
 from fused_optim.checkpoint.storage import folders
 from fused_optim.checkpoint.storage.folders import folder_at
 from native_cases import build, train, trained
+from pairwise import each_once
 
 s3fs, boto3 = pytest.importorskip("s3fs"), pytest.importorskip("boto3")
 moto = pytest.importorskip("moto.moto_server.werkzeug_app")
@@ -118,8 +119,10 @@ def test_saves_and_loads(server: Server) -> None:
     checked(folder, 4)
 
 
-@pytest.mark.parametrize("status", ["500 Internal Server Error", "503 Slow Down"])
-@pytest.mark.parametrize("method", ["PUT", "GET", "HEAD"])
+STATUS = ["500 Internal Server Error", "503 Slow Down"]
+
+
+@pytest.mark.parametrize("status, method", each_once(product(STATUS, ["PUT", "GET", "HEAD"])))
 def test_what_fails_now_and_then_is_tried_again(status: str, method: str, server: Server) -> None:
     folder, met = f"s3://bucket/{method}{status[:3]}", []
 
@@ -229,9 +232,8 @@ from fused_optim.checkpoint import Checkpointer
 model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(8, 128)) for _ in range(20)])
 Checkpointer(model, FusedAdamW(model.parameters()), "s3://bucket/end").save(1)
 """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=120)
-    assert done.returncode == 0, done.stderr.decode()
+    done = fresh.run(code, imported=("torch", "fused_optim.checkpoint"), environment=os.environ)
+    assert done.returncode == 0, done.stderr
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(8, 128)) for _ in range(20)])
     from fused_optim import FusedAdamW
 

@@ -57,7 +57,11 @@ trees = st.recursive(
 )
 
 
-@given(st.dictionaries(keys, st.dictionaries(keys, st.dictionaries(keys, trees, min_size=1), min_size=1)))
+def nested(values: Any) -> Any:
+    return st.dictionaries(keys, values, min_size=1, max_size=3)
+
+
+@given(st.just({}) | nested(nested(nested(trees))))
 def test_flattened_states_are_assembled_again(state: dict[str, Any]) -> None:
     values, places = flat(state)
     assert equal(assembled({places[key]: value for key, value in values.items()}) if values else {}, state)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import muon_fsdp2
+from launch import launch
 from muon_fsdp2 import ALONE, CONTENDERS, covered
 
 TRIAL = ["--models", "tiny", "--repeats", "1", "--only", "FusedMuon"]
@@ -29,10 +28,7 @@ def test_what_is_missing_is_found_out(missing: str) -> None:
 def test_a_trial(tmp_path: Path) -> None:
     """Two ranks make the bits that one makes, in every format."""
     report = tmp_path / "report.json"
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [sys.executable, *ranks, muon_fsdp2.__file__, *TRIAL, f"--output={report}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
+    launch(2, muon_fsdp2.__file__, [*TRIAL, f"--output={report}"], tmp_path)
     rows = json.loads(report.read_text())["models"]["tiny"]
     names = [contender.name for contender in CONTENDERS if contender.name.startswith("FusedMuon")]
     assert [*rows] == names and len(names) == 4

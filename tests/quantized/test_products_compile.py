@@ -64,7 +64,10 @@ def test_graphs_compute_as_eager_mode_does(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name, device",
-    [("tensor", "cpu"), *(pytest.param(name, "cuda", marks=pytest.mark.cuda) for name in NAMES)],
+    [
+        pytest.param("tensor", "cpu", marks=pytest.mark.long),
+        *(pytest.param(name, "cuda", marks=pytest.mark.cuda) for name in NAMES),
+    ],
 )
 def test_fused_graphs_are_as_exact_as_eager_mode(name: str, device: str) -> None:
     """A compiler rounds less often and divides less exactly, so elements may fall to the code beside theirs.

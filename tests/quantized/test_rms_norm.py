@@ -24,7 +24,7 @@ from fused_optim.quantized import (
 )
 from fused_optim.quantized.compute import casts, products, rms_norm
 from fused_optim.quantized.recipes import ProductFormat
-from product_cases import matrix
+from product_cases import BACKENDS, matrix
 
 RECIPES: dict[str, Recipe] = {
     "one scale": Float8CurrentScaling(compute="fp8"),
@@ -422,27 +422,30 @@ def test_checkpointing_computes_it_again(name: str, fused: list[int]) -> None:
     assert len(fused) == 4
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["one scale", "delayed", "rows", "blocks, tiles"])
-def test_compiled(name: str, fp8_device: str) -> None:
+def test_compiled(name: str, backend: str, fp8_device: str) -> None:
     """As one graph, with the same results in the second pass and later."""
     if fp8_device == "cpu" and name not in ("delayed", "rows"):
         pytest.skip("takes long: the others run on GPUs")
     torch._dynamo.reset()
     block = block_of(RECIPES[name], fp8_device)
     other = copy.deepcopy(block)
-    compiled = torch.compile(other, fullgraph=True)
+    compiled = torch.compile(other, fullgraph=True, backend=backend)
     pair = matrix(ROWS, INPUTS), matrix(ROWS, INPUTS, 2)
     for _ in range(3):
         expected, found = results(block, *pair), results(other, *pair, compiled)
     assert_close(found, expected)
 
 
-def test_compiled_for_any_number_of_rows() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_for_any_number_of_rows(backend: str) -> None:
     """Also where a graph's result is its own input, and without gradients."""
     torch._dynamo.reset()
     block = block_of(RECIPES["one scale"])
     other = copy.deepcopy(block)
-    compiled = torch.compile(lambda x: rms_norm_linear(x, other.first_norm, other.query), fullgraph=True, dynamic=True)
+    norm, options = other.first_norm, {"fullgraph": True, "dynamic": True, "backend": backend}
+    compiled = torch.compile(lambda x: rms_norm_linear(x, norm, other.query), **options)
     for rows in (256, 128):
         incoming, leaves = [matrix(rows, INPUTS, seed) for seed in (2, 3)], []
         for run in (lambda x: rms_norm_linear(x, block.first_norm, block.query), compiled):
@@ -480,7 +483,7 @@ def test_blocks_share_what_is_compiled() -> None:
     torch._dynamo.reset()
     first, second = (block_of(RECIPES["one scale"]) for _ in range(2))
     for block in (first, second):
-        block.compile(fullgraph=True)
+        block.compile(fullgraph=True, backend="aot_eager")
         with torch._dynamo.config.patch(error_on_recompile=block is second):
             results(block, matrix(ROWS, INPUTS), matrix(ROWS, INPUTS, 2))
 

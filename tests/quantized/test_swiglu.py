@@ -23,7 +23,7 @@ from fused_optim.quantized import (
 )
 from fused_optim.quantized.compute import casts, products, swiglu
 from fused_optim.quantized.recipes import ProductFormat
-from product_cases import matrix
+from product_cases import BACKENDS, matrix
 
 RECIPES: dict[str, Recipe] = {
     "one scale": Float8CurrentScaling(compute="fp8"),
@@ -329,15 +329,16 @@ def test_checkpointing_computes_it_again(name: str, fused: list[int]) -> None:
     assert len(fused) == 2
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["one scale", "delayed", "rows", "blocks, tiles"])
-def test_compiled(name: str, fp8_device: str) -> None:
+def test_compiled(name: str, backend: str, fp8_device: str) -> None:
     """As one graph, with the operators of SwiGLU in it, and the same results in the second pass and later."""
     if fp8_device == "cpu" and name not in ("delayed", "rows"):
         pytest.skip("takes long: the others run on GPUs")
     torch._dynamo.reset()
     model = model_of(RECIPES[name], fp8_device)
     other = copy.deepcopy(model)
-    compiled = torch.compile(other, fullgraph=True)
+    compiled = torch.compile(other, fullgraph=True, backend=backend)
     pair = matrix(ROWS, INPUTS), matrix(ROWS, INPUTS, 2)
     for _ in range(3):
         expected = results(model, model, *pair)

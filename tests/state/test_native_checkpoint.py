@@ -11,6 +11,7 @@ import io
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ from native_cases import (
     train,
     trained,
 )
-from pairwise import pairwise
+from pairwise import each_once, pairwise
 
 
 @EVERY_MASTER
@@ -493,12 +494,12 @@ ALL_WORLDS = [(4, "fsdp"), (2, "fsdp"), (3, "fsdp"), (1, "fsdp")]
 @pytest.mark.parametrize(
     "master, way",
     [
-        ("remainder16", "nested"),
+        pytest.param("remainder16", "nested", marks=pytest.mark.long),  # on the ways of the next test
         ("remainder8", "flat"),
-        ("bfloat16", "flat"),
+        pytest.param("bfloat16", "flat", marks=pytest.mark.long),
         ("float32", "plain"),
         ("float16", "nested"),
-        ("float16", "flat"),
+        pytest.param("float16", "flat", marks=pytest.mark.long),
     ],
 )
 def test_resharding_changes_no_bit(master: str, way: str, tmp_path: Path) -> None:
@@ -546,11 +547,13 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor().detach() if hasattr(tensor, "full_tensor") else tensor.detach()
 
 
-@pytest.mark.parametrize("shift", [0, 2])
-@pytest.mark.parametrize("target, source", [("fsdp", "plain"), ("tp", "plain"), ("plain", "fsdp")])
+@pytest.mark.parametrize(
+    "placements, shift", each_once(product([("fsdp", "plain"), ("tp", "plain"), ("plain", "fsdp")], [2, 0])), **IDS
+)
 def test_other_placements_and_formats_are_loaded_as_from_the_unscaled_form(
-    target: str, source: str, shift: int
+    placements: tuple[str, str], shift: int
 ) -> None:
+    target, source = placements
     results = distributed.run(4, load_directly, target, source, "remainder16", shift)
     native, unscaled = (join_all([result[i] for result in results]) for i in (0, 1))
     assert_same(native, unscaled)

@@ -19,13 +19,11 @@ import cases
 import distributed
 from fused_optim import FusedAdamW, clip_grad_norm_
 from fused_optim.sharding.dtensor import local_tensor
-from pairwise import pairwise
+from pairwise import each_once, pairwise
 
 EVERY_MASTER = pytest.mark.parametrize("master", cases.MASTERS, ids=str)
 # Not all masters x formats x forms: each two of them.
-COMBINATIONS = pytest.mark.parametrize(
-    "master, fmt, form", pairwise(cases.MASTERS, cases.FORMATS, ["unscaled", "native"]), ids=str
-)
+COMBINATIONS = pairwise(cases.MASTERS, cases.FORMATS, ["unscaled", "native"])
 
 
 def model_of(dtype: torch.dtype, device: str = "cpu") -> nn.Module:
@@ -46,7 +44,7 @@ def optimizer_of(model: nn.Module, master: cases.Master, fmt: torch.dtype, form:
     )
 
 
-@COMBINATIONS
+@pytest.mark.parametrize("master, fmt, form", COMBINATIONS, ids=str)
 def test_state_dicts_of_meta_models(master: cases.Master, fmt: cases.Format, form: str) -> None:
     """What torch.distributed.checkpoint makes of a model on the meta device has the shapes of a real one's."""
     found = {}
@@ -105,7 +103,7 @@ def fake_run(kind: type[torch.optim.Optimizer], dtype: torch.dtype, **options: A
     return model, optimizer
 
 
-@COMBINATIONS
+@pytest.mark.parametrize("master, fmt, form", each_once(COMBINATIONS), ids=str)
 def test_fake_training(master: cases.Master, fmt: cases.Format, form: str) -> None:
     """As torch.optim.AdamW's (below): nothing is read or written, and the states have the shapes of a real run's."""
     options = {"exp_avg_dtype": fmt.dtype, "exp_avg_sq_dtype": fmt.dtype, "checkpoint_format": form, **master.options}

@@ -1,10 +1,13 @@
-"""Cases in place of a product of parameters: every two values of different parameters meet in one of them."""
+"""Fewer cases than a product of parameters: every two values meet in one, or the usual run has each value once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from itertools import combinations, product
 from typing import Any
+
+import pytest
 
 
 def pairwise(*parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -26,3 +29,20 @@ def pairwise(*parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
             unmet.pop(frozenset(two), None)
         cases.append(tuple(values[chosen[place]] for place, values in enumerate(parameters)))
     return cases
+
+
+def each_once(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """The cases in their order, of which the usual run has enough for each value of each parameter; others are long."""
+    listed = list(cases)
+    values = [[(place, repr(value)) for place, value in enumerate(case)] for case in listed]
+    met: Counter[tuple[int, str]] = Counter()
+    usual: set[int] = set()
+
+    def gain(case: int) -> tuple[int, int]:
+        """New values first, then those that were seldom met."""
+        return sum(not met[value] for value in values[case]), -sum(met[value] for value in values[case])
+
+    while gain(best := max(range(len(listed)), key=gain))[0]:
+        usual.add(best)
+        met.update(values[best])
+    return [case if i in usual else pytest.param(*case, marks=pytest.mark.long) for i, case in enumerate(listed)]

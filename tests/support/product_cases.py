@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +21,9 @@ from fused_optim.quantized import (
 from fused_optim.quantized.recipes import Scaling
 from fused_optim.sharding.dtensor import local_tensor
 
+# Of torch.compile: what traces graphs and cuts them in two as inductor does, and inductor itself, which runs a C++
+# compiler for half a minute.
+BACKENDS = ["aot_eager_decomp_partition", pytest.param("inductor", marks=pytest.mark.long)]
 RECIPES: dict[str, Recipe] = {
     "tensor": Float8CurrentScaling(compute="fp8"),
     "tensor, E4M3 gradients": Float8CurrentScaling(compute="fp8", gradient_format="e4m3"),

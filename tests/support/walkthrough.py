@@ -3,17 +3,24 @@
 Blocks fenced as ``sh`` are run in one folder, which has the repository's ``examples``. A block fenced as ``text`` is
 what the command before it prints: its lines are there, in this order, others may lie between. Numbers may differ a
 little, since machines round differently; ``...`` in a line stands for anything.
+
+A block that is one command of torchrun and asks for nothing but ranks is run without torchrun, which would import torch
+in each of its processes (``launch.py``). Torch's own parser reads its options.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from torch.distributed.run import parse_args
+
+from launch import launch
 from snippets import DOCS, ROOT
 
 NUMBER = r"-?\d[\d,]*\.?\d*"
@@ -73,6 +80,27 @@ def missing(expected: list[str], output: str) -> str:
     return ""
 
 
+def launched(code: str, folder: Path) -> str | None:
+    """What a single command of torchrun prints, if ranks are all that it asks for."""
+    command = shlex.split(code)
+    if command[0] != "torchrun" or "\n" in code.strip():
+        return None
+    asked = vars(parse_args(command[1:]))
+    usual = vars(parse_args([asked["training_script"], *asked["training_script_args"]]))
+    if {name for name in asked if asked[name] != usual[name]} - {"nproc_per_node"}:
+        return None
+    arguments = asked["training_script_args"]
+    return "\n".join(launch(int(asked["nproc_per_node"]), asked["training_script"], arguments, folder))
+
+
+def run_in_shell(code: str, folder: Path, environment: Mapping[str, str]) -> str:
+    command = ["bash", "-ec", TORCHRUN + code]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
+    output = f"{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0, f"{code}\n{output[-3000:]}"
+    return output
+
+
 def follow(page: str, folder: Path, replaced: Mapping[str, str] | None = None) -> None:
     """Run the commands of ``docs/<page>`` in an empty folder. ``replaced``: words of commands, by others."""
     (folder / "examples").symlink_to(ROOT / "examples")
@@ -84,10 +112,8 @@ def follow(page: str, folder: Path, replaced: Mapping[str, str] | None = None) -
     for code, expected in commands:
         for word, by in (replaced or {}).items():
             code = code.replace(word, by)
-        done = subprocess.run(
-            ["bash", "-ec", TORCHRUN + code], cwd=folder, env=environment, capture_output=True, text=True, timeout=400
-        )
-        output = f"{done.stdout}\n{done.stderr}"
-        assert done.returncode == 0, f"{page}: {code}\n{output[-3000:]}"
+        output = launched(code, folder)
+        if output is None:
+            output = run_in_shell(code, folder, environment)
         lacking = missing(expected, output)
         assert not lacking, f"{page}: {code} does not print\n{lacking}\nbut\n{output[-3000:]}"

@@ -76,7 +76,14 @@ def assert_same_files(actual: Path, expected: Path) -> None:
     assert places[0] == places[1]
 
 
-@pytest.mark.parametrize("way, master", [("nested", master) for master in KINDS] + [("flat", "remainder16")])
+@pytest.mark.parametrize(
+    "way, master",
+    [
+        *(("nested", master) for master in ("bfloat16", "remainder16", "remainder8")),
+        ("flat", "remainder16"),
+        *(pytest.param("nested", master, marks=pytest.mark.long) for master in ("float16", "no master", "float32")),
+    ],
+)
 def test_between_our_forms(way: str, master: str, tmp_path: Path) -> None:
     """Native and unscaled, there and back, also through safetensors: the files that the optimizer itself writes."""
     expected = join_all(distributed.run(2, save_both, str(tmp_path), way, master))
