@@ -69,12 +69,6 @@ class Target:
     components: dict[str, Tensor] | None = None
 
 
-# Beside bits of parts, what tells most of a weight's codes before a write: FP32 of shape (1,). How far no value is from
-# the one that its code was made of, by nearest rounding; and what the scale of the whole weight was then, which a write
-# sets before it changes that.
-MOVED, SCALE_BEFORE = "moved", "scale_before"
-
-
 @dataclass(frozen=True)
 class Update:
     """New local FP32 values of a parameter, or None where it stays as it is and only takes part in reductions.
@@ -82,7 +76,7 @@ class Update:
     ``fractions``: None to round to nearest; else the parameter has no master, which is so on all ranks. ``absmax``: the
     largest finite magnitude of the values, shape ``(1,)``, where the update pass has measured it. ``written``: the pass
     has written the codes, too. ``changes``: bits by part, to be set where a write changes what :meth:`Adapter.marks`
-    names; perhaps :data:`MOVED` and :data:`SCALE_BEFORE`.
+    names.
     """
 
     param: Tensor

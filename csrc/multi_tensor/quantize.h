@@ -167,7 +167,7 @@ FUSED_OPTIM_HD float power_of_two(uint32_t exponent) {
 // Formats. A codec has: kBlock, the elements of a row that share a scale; kTiled, whether as many rows do; Scale, how
 // it is stored, void if only the whole weight has one; kTensorScale, whether it has; kPoisons, whether a block with an
 // element that is not finite is stored as NaN; prepare(), from a block's magnitudes and the tensor's scale; step(), by
-// which codes are multiplied; inverse(), by which elements are, of E4M3; and those of an element.
+// which codes are multiplied; and those of an element.
 
 struct WeightBlock {
     uint32_t scale;  // stored: the bits of an FP32 scale, or a byte
@@ -182,9 +182,8 @@ struct WeightCodec<WeightFormat::kFloat8> : Float8Element {
     static constexpr uint32_t kBlock = kStrip;
     static constexpr bool kTiled = false, kTensorScale = true, kPoisons = false;
     using Scale = void;
-    FUSED_OPTIM_HD static WeightBlock prepare(const Magnitudes&, bool, float whole) { return {0, inverse(0, whole)}; }
+    FUSED_OPTIM_HD static WeightBlock prepare(const Magnitudes&, bool, float whole) { return {0, 1.0f / whole}; }
     FUSED_OPTIM_HD static float step(uint32_t, float whole) { return whole; }
-    FUSED_OPTIM_HD static float inverse(uint32_t, float whole) { return 1.0f / whole; }
 };
 
 template <>
@@ -198,7 +197,6 @@ struct WeightCodec<WeightFormat::kFloat8Blocks> : Float8Element {
         return {float_bits(scale), 1.0f / scale};
     }
     FUSED_OPTIM_HD static float step(uint32_t scale, float) { return bits_float(scale); }
-    FUSED_OPTIM_HD static float inverse(uint32_t scale, float) { return 1.0f / bits_float(scale); }
 };
 
 template <>
@@ -216,10 +214,9 @@ struct WeightCodec<WeightFormat::kMXFloat8> : Float8Element {
         const uint32_t exponent =
             round_up ? float_bits(next_power_of_two(scale_for(bits_float(block.finite), kFloat8Top))) >> 23
                      : (floor > 8u ? floor - 8u : 0u);
-        return {exponent, inverse(exponent, 0.0f)};
+        return {exponent, power_of_two(254u - exponent)};
     }
     FUSED_OPTIM_HD static float step(uint32_t scale, float) { return power_of_two(scale); }
-    FUSED_OPTIM_HD static float inverse(uint32_t scale, float) { return power_of_two(254u - scale); }
 };
 
 template <>
@@ -332,22 +329,11 @@ struct TensorScale {
     const float* absmax;
 };
 
-// Where a change of a whole weight's scale is marked. `mark`: its lowest bit is set where the scale's bits change;
-// `before`: what it was. Null: not wanted.
-struct ScaleMark {
-    uint8_t* mark;
-    float* before;
-};
-
 // Where changes of a weight are marked: addresses of a bit for each byte of its codes and for each scale of a block,
 // whole words of 32 bits. 0: nothing is marked.
 struct WeightMarks {
     uint64_t codes;
     uint64_t scales;
-    // FP32: no value is further than this from the one that the stored code was made of, by nearest rounding; and the
-    // whole weight's scale of then. So nearly all codes are known without reading them. 0: all are read.
-    uint64_t moved;
-    uint64_t scale_before;
 };
 
 // Without a history to speak of the scale stays, unless it is that of zeros.
@@ -373,11 +359,11 @@ FUSED_OPTIM_HD void rescale(const TensorScale& t, const ScaleRule& rule) {
     if (rule.history && rule.stage == ScaleStage::kAfter) push_history(t, rule);
 }
 
-FUSED_OPTIM_HD void rescale_and_mark(const TensorScale& t, const ScaleRule& rule, const ScaleMark& marked) {
-    const float before = *t.scale;
+// `mark`: its lowest bit is set where the scale's bits change; null: nothing is marked.
+FUSED_OPTIM_HD void rescale_and_mark(const TensorScale& t, const ScaleRule& rule, uint8_t* mark) {
+    const uint32_t before = float_bits(*t.scale);
     rescale(t, rule);
-    if (marked.mark && float_bits(*t.scale) != float_bits(before)) *marked.mark |= 1;
-    if (marked.before) *marked.before = before;
+    if (mark && float_bits(*t.scale) != before) *mark |= 1;
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -402,7 +388,7 @@ inline Weight flattened(const Weight& w, const WeightTraits& traits) {
 
 // The largest finite magnitude of each, 0 of none, into absmax[i].
 void absmax_cpu(const std::vector<Values>& tensors, float* absmax, int threads);
-void rescale_cpu(const std::vector<TensorScale>& scales, const std::vector<ScaleMark>& marks, const ScaleRule& rule,
+void rescale_cpu(const std::vector<TensorScale>& scales, const std::vector<uint8_t*>& marks, const ScaleRule& rule,
                  int threads);
 void encode_cpu(const std::vector<Weight>& weights, const std::vector<WeightMarks>& marks, const WeightKind& kind,
                 int threads);
@@ -411,7 +397,7 @@ void decode_cpu(const Weight& weight, WeightFormat format, Element type, int thr
 // As above, enqueued on `stream` of `device`; nothing is read back. Throw std::runtime_error naming the kernel and the
 // CUDA error.
 void absmax_cuda(const std::vector<Values>& tensors, float* absmax, int device, uint64_t stream);
-void rescale_cuda(const std::vector<TensorScale>& scales, const std::vector<ScaleMark>& marks, const ScaleRule& rule,
+void rescale_cuda(const std::vector<TensorScale>& scales, const std::vector<uint8_t*>& marks, const ScaleRule& rule,
                   int device, uint64_t stream);
 void encode_cuda(const std::vector<Weight>& weights, const std::vector<WeightMarks>& marks, const WeightKind& kind,
                  int device, uint64_t stream);

@@ -127,19 +127,8 @@ struct Shard {
     // weight's blocks; whole words of 32 bits. 0: nothing is marked.
     uint64_t changes;
     uint64_t scale_changes;
-    // Of a quantized weight whose changes are marked, FP32: the whole weight's scale before the step; and what is
-    // raised to the largest magnitude by which a value of its master moves, for an encoder that marks later. 0: not
-    // wanted.
-    uint64_t scale_before;
-    uint64_t moved;
 
     bool is_consecutive() const { return geometry.is_consecutive(numel); }
-};
-
-// How the CUDA engine's step marks changes; the CPU engine ORs bits and reads codes, which are in its caches.
-struct Marking {
-    bool overwrites;  // words of elements' bits are stored, whatever was in them: no shard's bits count so far
-    bool recalls;     // codes follow from their masters, so that what they were is computed, else it is read
 };
 
 // Hyperparameters of one param group. A pointer that is not null overrides the value beside it; pointers lie in

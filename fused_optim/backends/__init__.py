@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, cast, get_args, overload
+from typing import TYPE_CHECKING, Literal, cast, get_args, overload
 
 import torch
 from torch import Tensor
@@ -48,9 +48,6 @@ class ShardWork:
 
     ``changes``: a bit for each element of the parameter, or of a target's codes, that is set where its stored bits
     change; ``scale_changes``: the same of the target's scales. None: nothing is marked.
-
-    ``scale_before``, ``moved``: of a target, FP32 of shape ``(1,)``, as :data:`~fused_optim.adapters.SCALE_BEFORE` and
-    :data:`~fused_optim.adapters.MOVED`; the former is read, the latter raised. None: not wanted.
     """
 
     grad: Tensor
@@ -63,22 +60,6 @@ class ShardWork:
     absmax: Tensor | None = None
     changes: Tensor | None = None
     scale_changes: Tensor | None = None
-    scale_before: Tensor | None = None
-    moved: Tensor | None = None
-
-
-class Marking(NamedTuple):
-    """How a step marks changes.
-
-    ``overwrites``: nothing counts as changed yet, whatever the bits of its shards' elements are. ``recalls``: all
-    targets' codes are their masters' values encoded, so that what they were needs not be read.
-    """
-
-    overwrites: bool = False
-    recalls: bool = False
-
-
-NOT_MARKING = Marking()
 
 
 @dataclass

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fused_optim.backends import NOT_MARKING, Compiled, Marking, ShardWork, load_engine
+from fused_optim.backends import Compiled, ShardWork, load_engine
 from fused_optim.backends.engine import CachedShard, CudaEngine, Engine, EngineTensorReader
 from fused_optim.backends.tables import Rule as RuleNumber
 from fused_optim.formats.elements import ELEMENT_TYPES
@@ -227,9 +227,9 @@ class CompiledShards:
     def groups_with_gradients(self) -> Sequence[int]:
         return self._table.groups_with_gradients()
 
-    def run(self, hypers: list[Hyper], workspace: Tensor | None, marking: Marking = NOT_MARKING) -> None:
+    def run(self, hypers: list[Hyper], workspace: Tensor | None, overwrites: bool = False) -> None:
         self._set_groups(hypers)
-        self._table.set_marking(*marking)
+        self._table.set_overwrites(overwrites)
         self._table.launch(**self._where(workspace))
         self.works.clear()
 

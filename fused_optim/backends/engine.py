@@ -100,7 +100,7 @@ class EngineShardTable(Protocol):
         found_inf: int = 0,
         step_pointer: int = 0,
     ) -> None: ...
-    def set_marking(self, overwrites: bool, recalls: bool) -> None: ...
+    def set_overwrites(self, overwrites: bool) -> None: ...
     def launch(self, **where: int) -> None: ...
     def launch_matrix_pass(
         self, first: bool, shards: list[int], values: list[int], types: Sequence[int], **where: int
@@ -169,7 +169,6 @@ class Engine(Protocol):
         stage: int,
         applies: int,
         changes: EngineNumbers | list[int],
-        scales_before: EngineNumbers | list[int],
         **where: int,
     ) -> None: ...
     def quantize_encode(
@@ -186,8 +185,6 @@ class Engine(Protocol):
         round_up: bool,
         changes: EngineNumbers | list[int],
         scale_changes: EngineNumbers | list[int],
-        moved: EngineNumbers | list[int],
-        scales_before: EngineNumbers | list[int],
         **where: int,
     ) -> None: ...
     def cast_tensor(

@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from fused_optim.backends import NOT_MARKING, Backend, Marking, ShardWork, uncounted
+from fused_optim.backends import Backend, ShardWork, uncounted
 from fused_optim.backends.engine import CachedShard
 from fused_optim.backends.shards import shards_on
 from fused_optim.memory.host_memory import can_be_streamed
@@ -220,7 +220,7 @@ class OffloadedShards:
     def groups_with_gradients(self) -> Sequence[int]:
         return self._whole.groups_with_gradients()
 
-    def run(self, hypers: list[Hyper], workspace: Tensor | None, marking: Marking = NOT_MARKING) -> None:
+    def run(self, hypers: list[Hyper], workspace: Tensor | None, overwrites: bool = False) -> None:
         for chunk, is_last in self._chunks():
             buffer = self._link.buffer(sum(part.nbytes for _, _, part in chunk))
             groups = [self._groups[i] for i, _, _ in chunk]

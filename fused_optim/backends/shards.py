@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fused_optim.backends import NOT_MARKING, Backend, GroupWork, Marking, ShardWork, torch_reference
+from fused_optim.backends import Backend, GroupWork, ShardWork, torch_reference
 from fused_optim.backends.compiled import CompiledShards
 from fused_optim.backends.engine import CachedShard
 from fused_optim.memory.layout import StateLayout
@@ -53,7 +53,7 @@ class Shards(Protocol):
         """Whether ``run`` marks, in ``work.changes``, what it changes of the parameter's bits."""
 
     def can_overwrite(self) -> bool:
-        """Whether ``run`` obeys what it is told of marking."""
+        """Whether ``run`` can store bits of changes without reading them."""
 
     def with_gradients(self) -> Sequence[int]:
         """The numbers of the shards that have a gradient in this step, ascending."""
@@ -67,10 +67,11 @@ class Shards(Protocol):
     def groups_with_gradients(self) -> Sequence[int]:
         """Their param groups."""
 
-    def run(self, hypers: list[Hyper], workspace: Tensor | None, marking: Marking = NOT_MARKING) -> None:
+    def run(self, hypers: list[Hyper], workspace: Tensor | None, overwrites: bool = False) -> None:
         """Update them. ``workspace``: memory of a GPU, needed where hyperparameters lie there.
 
-        ``marking``: which only shards obey that :meth:`can_overwrite`; others OR bits, and read codes.
+        ``overwrites``: bits of changed elements are stored, whatever was there, by shards that :meth:`can_overwrite`.
+        Else they are added to those that are set.
         """
 
 
@@ -147,7 +148,7 @@ class ReferenceShards:
     def groups_with_gradients(self) -> Sequence[int]:
         return [self._groups[i] for i in self.works]
 
-    def run(self, hypers: list[Hyper], workspace: Tensor | None, marking: Marking = NOT_MARKING) -> None:
+    def run(self, hypers: list[Hyper], workspace: Tensor | None, overwrites: bool = False) -> None:
         groups = [GroupWork(hyper, []) for hyper in hypers]
         for i, work in sorted(self.works.items()):
             groups[self._groups[i]].shards.append(work)

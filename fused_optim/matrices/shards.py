@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fused_optim.backends import NOT_MARKING, Backend, Compiled, Marking, ShardWork, is_capturing, uncounted
+from fused_optim.backends import Backend, Compiled, ShardWork, is_capturing, uncounted
 from fused_optim.backends.compiled import CompiledShards
 from fused_optim.backends.engine import CachedShard
 from fused_optim.backends.offloaded import Link, OffloadedShards
@@ -162,7 +162,7 @@ class MatrixShards:
     def groups_with_gradients(self) -> Sequence[int]:
         return self._kept.groups_with_gradients()
 
-    def run(self, hypers: list[Hyper], workspace: Tensor | None, marking: Marking = NOT_MARKING) -> None:
+    def run(self, hypers: list[Hyper], workspace: Tensor | None, overwrites: bool = False) -> None:
         self._choose_buckets(hypers)
         ahead = 0 if all(on_mesh.is_local for _, meshes in self._buckets for on_mesh, _ in meshes) else 1
         if ahead and is_capturing():

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fused_optim.adapters import adapter_of
-from fused_optim.backends import Marking, is_capturing
+from fused_optim.backends import is_capturing
 from fused_optim.backends.changed_bits import bit_bytes, compare, raw_bits, set_all
 from fused_optim.backends.engine import CachedShard, EngineLook, EngineLooker
 from fused_optim.backends.looks import looker_on, new_look
@@ -272,22 +272,20 @@ class ChangeTracker:
 class Shard(NamedTuple):
     """A parameter in steps. ``marked``: the parts that a step marks itself where the parameter is settled.
 
-    ``always``: also where it is not. ``by_pass``: the update pass is what marks its elements. ``recalls``: where it is
-    settled, what its codes were needs not be read.
+    ``always``: also where it is not. ``by_pass``: the update pass is what marks its elements.
     """
 
     tracked: Tracked
     marked: Collection[str]
     always: bool
     by_pass: bool = False
-    recalls: bool = False
 
 
 class StepChanges:
     """What steps change of the parameters of one device: noticed before a step, and after it where it does not mark it.
 
     What to do is found out once for all steps that take the same shards in the same way. ``cached``: the plan's own
-    list; the parameters themselves are not kept. ``can_overwrite``: whether the pass obeys :class:`Marking`.
+    list; the parameters themselves are not kept. ``can_overwrite``: whether the pass can store bits unread.
     """
 
     def __init__(
@@ -299,7 +297,6 @@ class StepChanges:
         self._marked = [self._names(shard, ()) if not shard.always else () for shard in shards]
         self._compared = [i for i, names in enumerate(self._unmarked) if names]
         self._to_settle = [i for i, names in enumerate(self._marked) if names]
-        self._recalling = [i for i, shard in enumerate(shards) if shard.recalls]
         self._memories = list({id(tracked.memory): tracked.memory for tracked in self._tracked}.values())
         owners = [any(tracked.numels.get(name) for name in _OF_ELEMENTS) for tracked in self._tracked]
         self._overwritten = (
@@ -310,7 +307,6 @@ class StepChanges:
         self._overwritten &= sum(owners) == sum(memory.owners for memory in self._memories)
         self._owners = {i for i, is_owner in enumerate(owners) if is_owner}
         self._unsettled: list[int] = []
-        self._unsettled_codes: list[int] = []
         self._copies: list[tuple[int, str, Tensor]] = []  # shard, part, what it was
         self._marks: list[tuple[Tensor, Tensor]] = []  # bits, and what they were
 
@@ -318,14 +314,13 @@ class StepChanges:
     def _names(shard: Shard, but: Collection[str]) -> tuple[str, ...]:
         return tuple(name for name, numel in shard.tracked.numels.items() if name not in but and numel)
 
-    def begin(self, stepped: Sequence[int], may_be_skipped: bool = False) -> Marking:
-        """``stepped``: the shards that have a gradient."""
+    def begin(self, stepped: Sequence[int], may_be_skipped: bool = False) -> bool:
+        """``stepped``: the shards that have a gradient. Whether the pass is to store bits, whatever is there."""
         self._copies.clear()
         self._marks.clear()
         self._watch.notice()
         have_gradients = set(stepped)
-        self._unsettled = self._not_settled(self._to_settle, have_gradients)
-        self._unsettled_codes = self._not_settled(self._recalling, have_gradients)
+        self._unsettled = [i for i in self._to_settle if i in have_gradients and not self._tracked[i].is_settled]
         overwrites = (
             self._overwritten
             and not may_be_skipped
@@ -338,11 +333,7 @@ class StepChanges:
             memory.wipe_others() if overwrites else memory.wipe()
         if self._compared or self._unsettled:
             self._copy_unmarked(have_gradients)
-        # Between replays of a graph others may write, and it stays as it was captured.
-        return Marking(overwrites, not self._unsettled_codes and not is_capturing())
-
-    def _not_settled(self, shards: Sequence[int], have_gradients: set[int]) -> list[int]:
-        return [i for i in shards if i in have_gradients and not self._tracked[i].is_settled]
+        return overwrites
 
     def _copy_unmarked(self, have_gradients: set[int]) -> None:
         for i in have_gradients.intersection(self._compared).difference(self._unsettled):
@@ -371,9 +362,8 @@ class StepChanges:
         self._copies.clear()
         self._marks.clear()
         self._watch.see()
-        unsettled = [*self._unsettled, *self._unsettled_codes]
-        if unsettled and not is_capturing() and (found_inf is None or not bool(found_inf)):
-            for i in unsettled:
+        if self._unsettled and not is_capturing() and (found_inf is None or not bool(found_inf)):
+            for i in self._unsettled:
                 self._tracked[i].is_settled = True
 
     def _differing(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

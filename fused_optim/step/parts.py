@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fused_optim.adapters import Target, adapter_of
-from fused_optim.backends import NOT_MARKING, Backend, Marking
+from fused_optim.backends import Backend
 from fused_optim.backends.engine import CachedShard
 from fused_optim.backends.gradients import unscaled, write_
 from fused_optim.backends.shards import Shards
@@ -45,10 +44,7 @@ class Part:
     marked: dict[int, tuple[str, ...]] = field(default_factory=dict)
     exact: set[int] = field(default_factory=set)  # which mark by what is stored, whoever has written it
     by_pass: set[int] = field(default_factory=set)  # whose elements the pass marks
-    # Of shards whose targets' codes are recalled, or may be: MOVED, then SCALE_BEFORE; which are alike.
-    recall: Tensor | None = None
-    recalling: set[int] = field(default_factory=set)
-    marking: Marking = NOT_MARKING  # of this step
+    overwrites: bool = False  # whether this step stores bits of changes without reading them
     tracked: dict[int, Tracked] = field(default_factory=dict)
     changes: StepChanges | None = None  # as long as no shard is described again
     shards: Shards = field(init=False)
@@ -58,14 +54,6 @@ class Part:
             self.absmax = torch.zeros(len(self.indices), dtype=torch.float32, device=self.device)
         slot = self.measured.setdefault(i, len(self.measured))  # side by side: one reduction takes them as they lie
         return self.absmax[slot : slot + 1]
-
-    def recall_of(self, i: int) -> tuple[Tensor, Tensor]:
-        """MOVED and SCALE_BEFORE."""
-        if self.recall is None:
-            self.recall = torch.zeros(2, len(self.indices), dtype=torch.float32, device=self.device)
-        self.recalling.add(i)
-        moved, before = self.recall[:, i : i + 1]
-        return moved, before
 
     def watch_memory(self, i: int, param: Tensor) -> None:
         freed = self.freed  # not the plan itself, which would live as long as the memory
@@ -89,7 +77,7 @@ class Part:
                 param = watched.param_ref()
                 assert param is not None
                 tracked, marked = self.tracked.get(i) or tracker[param], self.marked.get(i, ())
-                shards.append(Shard(tracked, marked, i in self.exact, i in self.by_pass, i in self.recalling))
+                shards.append(Shard(tracked, marked, i in self.exact, i in self.by_pass))
             self.changes = StepChanges(self.device, self.watched, shards, self.shards.can_overwrite())
         return self.changes
 
@@ -101,10 +89,8 @@ class Part:
         """Update what has a gradient; ``hypers``: of the param groups, on this device."""
         if self.absmax is not None:
             self.absmax.zero_()
-        if self.recall is not None:
-            self.recall[0].fill_(0.0 if self.marking.recalls else math.inf)
         late = self._unscaled_apart(hypers[0].grad_scale, hypers[0].found_inf)
-        self.shards.run(hypers, workspace, self.marking)
+        self.shards.run(hypers, workspace, self.overwrites)
         for grad, value in late:
             write_(grad, value)
         self.apart.clear()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fused_optim.adapters import MOVED, SCALE_BEFORE, Target, adapter_of
+from fused_optim.adapters import adapter_of
 from fused_optim.backends import ShardWork, backend_of, forced_backend, is_capturing, uncounted
 from fused_optim.backends.compiled import Identities, increment_versions
 from fused_optim.backends.offloaded import OffloadedShards
@@ -332,7 +332,7 @@ class Plan:
             absmax=absmax,
         )
         if changes is not None and part.shards.marks(work):
-            self._let_mark(part, i, work, param, changes)
+            self._let_mark(part, i, work, param)
         can_be_watched = not shared and (is_watchable(param) if target is None else target.names is not None)
         is_watched = part.shards.set(i, work, part.watched[i] if can_be_watched else None)
         (part.unwatched.discard if is_watched else part.unwatched.add)(i)
@@ -348,11 +348,10 @@ class Plan:
         adapter = adapter_of(param)
         part.marked[i] = () if adapter is None else tuple(adapter.marks(param))
         part.by_pass.discard(i)
-        part.recalling.discard(i)
         (part.exact.discard if adapter is None and part.backend != "cpu" else part.exact.add)(i)
         return {name: tracked.bits[name] for name in part.marked[i]}
 
-    def _let_mark(self, part: Part, i: int, work: ShardWork, param: Tensor, changes: dict[str, Tensor]) -> None:
+    def _let_mark(self, part: Part, i: int, work: ShardWork, param: Tensor) -> None:
         """Let the pass mark what it changes of the parameter's bits, where it can."""
         bits, target = part.tracked[i].bits, work.target
         if target is None and work.param is local_tensor(param) and WHOLE in bits:
@@ -365,20 +364,6 @@ class Plan:
             work.changes, work.scale_changes = bits[CODES], bits.get(SCALES)
             part.marked[i] = tuple({*part.marked[i], CODES, SCALES})
             part.by_pass.add(i)
-        if target is not None and part.shards.can_overwrite():
-            self._let_recall(part, i, work, target, changes)
-
-    @staticmethod
-    def _let_recall(part: Part, i: int, work: ShardWork, target: Target, changes: dict[str, Tensor]) -> None:
-        """Let codes be told from the master: by the pass, or by the encoder of blocks after it, which reads ``changes``."""
-        in_bytes = part.tracked[i].numels[CODES] == work.param.numel()  # encoders recall no others
-        if target.data is None and (target.measures or not (CODES in changes and in_bytes)):
-            return
-        moved, before = part.recall_of(i)
-        if target.data is None:
-            work.moved = changes[MOVED] = moved
-        elif target.measures:
-            work.scale_before = changes[SCALE_BEFORE] = before
 
     @staticmethod
     def _dense_gradient(part: Part, grad: Tensor, param: Tensor, shared: bool) -> Tensor:
@@ -441,7 +426,7 @@ class Plan:
         found = []
         for part in self.parts:
             found.append(part.changes_of_step(tracker))
-            part.marking = found[-1].begin(part.shards.with_gradients(), may_be_skipped)
+            part.overwrites = found[-1].begin(part.shards.with_gradients(), may_be_skipped)
         return found
 
     def _updated(self) -> list[Tensor]:

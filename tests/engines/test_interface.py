@@ -46,7 +46,7 @@ def test_engines_take_what_their_protocol_says(name: str) -> None:
     holders |= {EngineLook: engine.Look, EngineLooker: engine.Looker}
     found = {protocol: {key: has(holder, key) for key in declared(protocol)} for protocol, holder in holders.items()}
     assert found == {protocol: declared(protocol) for protocol in holders}
-    assert len(found[EngineShardTable]["set_group"]) == 16 and len(found[Engine]["quantize_rescale"]) == 11
+    assert len(found[EngineShardTable]["set_group"]) == 16 and len(found[Engine]["quantize_rescale"]) == 10
 
 
 def test_the_cuda_engine_has_more() -> None:

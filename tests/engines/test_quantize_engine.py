@@ -530,8 +530,6 @@ def test_written_tensors_know_that_they_were(engine: str) -> None:
         ({"roundings": [(0,) * 6] * 2}, "one length"),
         ({"changes": [64, 64]}, "one length"),
         ({"scale_changes": [64]}, "one length"),
-        ({"changes": [64], "moved": [64, 64]}, "one length"),
-        ({"changes": [64], "scales_before": [64, 64]}, "one length"),
         ({"changes": [66]}, "whole words"),
     ],
 )
@@ -539,7 +537,6 @@ def test_bad_tables_are_refused(engine: str, change: dict[str, object], message:
     module, _ = load_engine(engine)
     table = {name: [64] for name in ("values", "data", "scales", "tensor_scales")} | {"rows": [2], "columns": [2]}
     table |= {"roundings": [], "format": 4, "round_up": False, "changes": [], "scale_changes": []}
-    table |= {"moved": [], "scales_before": []}
     table |= change
     where = run_on(torch.device("cuda", 0) if engine == "cuda" else torch.device("cpu"))
     with pytest.raises(ValueError, match=message):

@@ -50,6 +50,4 @@ def shard_work(**numbers: Any) -> Any:
         absmax=tensor_at(numbers.get("absmax", 0)),
         changes=None,
         scale_changes=None,
-        scale_before=None,
-        moved=None,
     )

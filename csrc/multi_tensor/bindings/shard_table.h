@@ -94,7 +94,7 @@ public:
         row.is_cached = false;
     }
 
-    void set_marking(bool overwrites, bool recalls) { step_.marking = {overwrites, recalls}; }
+    void set_overwrites(bool overwrites) { step_.overwrites = overwrites; }
 
     Hyper& group(size_t i) { return step_.groups.at(i); }
 

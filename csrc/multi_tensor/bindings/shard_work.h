@@ -78,8 +78,6 @@ public:
         if (!target.is_none()) read_target(s, target, work.attr("absmax"), i);
         s.changes = address_of(work.attr("changes"));
         s.scale_changes = address_of(work.attr("scale_changes"));
-        s.scale_before = address_of(work.attr("scale_before"));
-        s.moved = address_of(work.attr("moved"));
         check(rule, s, i);
         return s;
     }

@@ -69,10 +69,9 @@ void absmax_cpu(const std::vector<Values>& tensors, float* absmax, int threads) 
     for (size_t i = 0; i < tensors.size(); ++i) absmax[i] = bits_float(largest[i]);
 }
 
-void rescale_cpu(const std::vector<TensorScale>& scales, const std::vector<ScaleMark>& marks, const ScaleRule& rule,
+void rescale_cpu(const std::vector<TensorScale>& scales, const std::vector<uint8_t*>& marks, const ScaleRule& rule,
                  int) {
-    for (size_t i = 0; i < scales.size(); ++i)
-        rescale_and_mark(scales[i], rule, marks.empty() ? ScaleMark{} : marks[i]);
+    for (size_t i = 0; i < scales.size(); ++i) rescale_and_mark(scales[i], rule, marks.empty() ? nullptr : marks[i]);
 }
 
 void encode_cpu(const std::vector<Weight>& weights, const std::vector<WeightMarks>& marks, const WeightKind& kind,

@@ -132,7 +132,7 @@ namespace {
 // Launches over some of a step's shards.
 struct Launcher {
     Rule rule;
-    const Marking& marking;
+    bool overwrites;
     const std::vector<Hyper>& groups;
     const Scalars* device_scalars;  // null: they are derived here
     int device;
@@ -140,7 +140,7 @@ struct Launcher {
 
     template <class Table>
     void operator()(Kernel<Table>& kernel, const Shards& shards) const {
-        TableBuilder<Kernel<Table>> builder(kernel, marking);
+        TableBuilder<Kernel<Table>> builder(kernel, overwrites);
         size_t first_group = 0;
         auto flush = [&](size_t next_group) {
             const Table& table = builder.finish(device, device_scalars ? device_scalars + first_group : nullptr);
@@ -220,8 +220,8 @@ void launch_cuda(const Step& step, int device, uint64_t stream_handle, uint64_t 
             launch_scalars<decltype(rule)::value>(step.groups, device_scalars, device, stream);
         });
     }
-    const Launcher launch{step.rule, step.marking, step.groups, device_scalars, device, stream};
-    const auto is_tracked = [](const Shard& s) { return s.changes || s.moved; };
+    const Launcher launch{step.rule, step.overwrites, step.groups, device_scalars, device, stream};
+    const auto is_tracked = [](const Shard& s) { return s.changes != 0; };
     const bool tracked = std::any_of(step.shards.begin(), step.shards.end(), is_tracked);
     tracked ? launch_all<true>(launch, step.shards) : launch_all<false>(launch, step.shards);
 }

@@ -39,7 +39,7 @@ __device__ __forceinline__ bool is_changed(Master master, Element type, float be
 // A word of bits that one thread has to itself; it is sent off without waiting for what was there.
 __device__ __forceinline__ void mark_word(uint64_t index, uint32_t word) {
     uint32_t* const target = reinterpret_cast<uint32_t*>(changes_of_chunk.elements) + index;
-    if (changes_of_chunk.marking.overwrites) {
+    if (changes_of_chunk.overwrites) {
         *target = word;
     } else if (word) {
         atomicOr(target, word);
@@ -143,20 +143,6 @@ __device__ __forceinline__ void copy_scales_and_mark(T* target, const T* source,
 __device__ __forceinline__ void mark_element(uint32_t element, bool inside, bool changed) {
     const uint32_t of_warp = __ballot_sync(kAllLanes, changed);
     if (inside && threadIdx.x % kWarp == 0 && changes_of_chunk.elements) mark_word(element / kWarp, of_warp);
-}
-
-// How far values of the master move, of a warp. Every lane calls it.
-__device__ __forceinline__ void add_moved(float largest) {
-    const uint32_t of_warp = __reduce_max_sync(kAllLanes, float_bits(largest));
-    if (threadIdx.x % kWarp == 0) atomicMax(&changes_of_chunk.moved_of_chunk, of_warp);
-}
-
-// Of a chunk whose warps have all added theirs. Every thread calls it.
-__device__ __forceinline__ void store_moved() {
-    if (!changes_of_chunk.moved) return;
-    __syncthreads();
-    if (threadIdx.x == 0)
-        atomicMax(reinterpret_cast<uint32_t*>(changes_of_chunk.moved), changes_of_chunk.moved_of_chunk);
 }
 
 // What was stored of a quantized weight at an element, and of the block that begins there.

@@ -235,7 +235,6 @@ __device__ __forceinline__ void store_and_mark(const View& view, uint32_t elemen
         const StoredWeight now(view, element, inside);
         now.mark_scale_after(view, element, stored);
         mark_element(element, inside, stored.code != now.code);
-        if (changes_of_chunk.moved) add_moved(fabsf(after - before));
     } else {
         const bool changed = inside && is_changed(view.master_kind(), view.param_type(), before, after, bits);
         mark_element(element, inside, changed);

@@ -25,7 +25,6 @@ __global__ void __launch_bounds__(kThreads, Loops::kBlocksPerMultiprocessor)
     if (block->view.vector_count > 0) Loops::vectors();
     if (block->view.vector_count < block->view.count) Loops::others();
     if constexpr (kHasWeights<typename Loops::Table>) {
-        if constexpr (kIsTracked<typename Loops::Table>) store_moved();
         if (!block->view.absmax) return;
         __syncthreads();
         if (threadIdx.x == 0) atomicMax(reinterpret_cast<uint32_t*>(block->view.absmax), block->weight_absmax);

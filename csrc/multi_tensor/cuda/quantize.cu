@@ -37,9 +37,9 @@ struct EncodeArguments {
 
 template <>
 struct EncodeArguments<true> {
-    Table<Weight, 260> table;
+    Table<Weight, 300> table;
     bool round_up;
-    WeightMarks marks[260];
+    WeightMarks marks[300];
 
     __device__ __forceinline__ Marker<true> marker(uint32_t entry) const { return {marks[entry]}; }
 };
@@ -57,10 +57,10 @@ struct RescaleArguments {
 };
 template <uint32_t capacity>
 struct RescaleArguments<capacity, true> : RescaleArguments<capacity, false> {
-    ScaleMark marks[capacity];
+    uint8_t* marks[capacity];
 };
 constexpr uint32_t kMostScales = 1344;
-constexpr uint32_t kMostTrackedScales = 806;
+constexpr uint32_t kMostTrackedScales = 1008;
 constexpr uint32_t kFewScales = 160;  // of most models; the launch copies all of its parameters, 4 KB for these
 static_assert(sizeof(EncodeArguments<false>) <= kParameterLimit && sizeof(EncodeArguments<true>) <= kParameterLimit &&
                   sizeof(AbsmaxArguments) <= kParameterLimit &&
@@ -178,36 +178,17 @@ __device__ __forceinline__ void encode_group8_of(const Weight& w, const Marker<t
     }
 }
 
-// Only where one scale is the whole weight's: of blocks the scales would have to be read before.
-template <class Codec, bool tracked>
-__device__ __forceinline__ auto recall_of(const Marker<tracked>& marker) {
-    if constexpr (tracked && Codec::kPerByte == 1 && std::is_void_v<typename Codec::Scale>) {
-        return Recall<Codec>(marker, 0);
-    } else {
-        return NoRecall{};
-    }
-}
-
 template <class Codec, bool tracked>
 __device__ __forceinline__ void encode_groups8(const Weight& w, const Marker<tracked>& marker, bool round_up,
                                                uint64_t begin) {
     const uint64_t first = begin + threadIdx.x;
     const uint64_t last = w.columns / kVector - 2 + threadIdx.x % 2;  // an even lane's or an odd lane's
-    const auto recall = recall_of<Codec>(marker);
     Packet<4> raw[kGroups8PerThread];
     StoredGroup8<Codec, tracked> stored[kGroups8PerThread];
 #pragma unroll
     for (uint32_t k = 0; k < kGroups8PerThread; ++k) {
         load<4>(raw[k].words, w.values, min(first + k * kThreads, last) * kVector);
-        if (!recall.works()) stored[k].load(w, min(first + k * kThreads, last));
-    }
-    if (recall.works()) {
-#pragma unroll
-        for (uint32_t k = 0; k < kGroups8PerThread; ++k) {
-            float values[kVector];
-            decode(values, raw[k], Element::kFloat32);
-            stored[k].recall(w, min(first + k * kThreads, last), values, recall);
-        }
+        stored[k].load(w, min(first + k * kThreads, last));
     }
     const float whole = w.whole();
 #pragma unroll
@@ -295,20 +276,6 @@ template <bool tracked>
 struct StoredTile {
     uint32_t words[kRowsPerWarp];
 
-    // As far as they follow from the values, of which absmax is the largest magnitude.
-    template <class Codec>
-    __device__ __forceinline__ void recall(const Tile& tile, const float4* x, float absmax,
-                                           const Recall<Codec>& known) {
-#pragma unroll
-        for (uint32_t k = 0; k < kRowsPerWarp; k += 2) {
-            const float values[kVector] = {x[k].x,     x[k].y,     x[k].z,     x[k].w,
-                                           x[k + 1].x, x[k + 1].y, x[k + 1].z, x[k + 1].w};
-            known.find(&words[k], values, absmax, [&](int i) {
-                words[k + i] = *reinterpret_cast<const uint32_t*>(tile.w.data + tile.lane(k + i).element);
-            });
-        }
-    }
-
     __device__ __forceinline__ void load(const Tile& tile, const Marker<tracked>& marker) {
         if constexpr (tracked) {
             if (!marker.marks.codes) return;
@@ -360,10 +327,8 @@ __global__ void __launch_bounds__(kTileThreads, 2)
     const bool full = tile.is_full();
     alignas(16) float4 x[kRowsPerWarp];
     StoredTile<tracked> stored;
-    Recall<Codec> recall;
     if (full) {  // all loads at once
-        if constexpr (tracked) recall = Recall<Codec>(marker, load_scale<Codec>(w, place.unit));
-        if (!recall.works()) stored.load(tile, marker);
+        stored.load(tile, marker);
 #pragma unroll
         for (uint32_t k = 0; k < kRowsPerWarp; ++k) {
             x[k] = __ldcs(reinterpret_cast<const float4*>(w.values) + tile.lane(k).element / kPerLane);
@@ -374,9 +339,6 @@ __global__ void __launch_bounds__(kTileThreads, 2)
     }
     const float* values = reinterpret_cast<const float*>(x);
     const float absmax = thread_absmax<kPerLane * kRowsPerWarp>(values);
-    if constexpr (tracked) {
-        if (recall.works()) stored.template recall<Codec>(tile, x, absmax, recall);
-    }
     Magnitudes magnitudes = magnitudes_of<kPerLane * kRowsPerWarp>(values, absmax);
     magnitudes.finite = combine_block<kTileWarps>(magnitudes.finite);
     const WeightBlock fresh = Codec::prepare(magnitudes, arguments.round_up, w.whole());
@@ -446,7 +408,7 @@ EncodeKernel<tracked> encode_kernel(WeightFormat format) {
 }
 
 template <uint32_t capacity, bool tracked>
-void rescale_by(const std::vector<TensorScale>& scales, const std::vector<ScaleMark>& marks, const ScaleRule& rule,
+void rescale_by(const std::vector<TensorScale>& scales, const std::vector<uint8_t*>& marks, const ScaleRule& rule,
                 int device, uint64_t stream) {
     constexpr const char* kernel = "quantize_rescale";
     CudaDeviceGuard guard(kernel, device);
@@ -493,7 +455,7 @@ void absmax_cuda(const std::vector<Values>& tensors, float* result, int device, 
     });
 }
 
-void rescale_cuda(const std::vector<TensorScale>& scales, const std::vector<ScaleMark>& marks, const ScaleRule& rule,
+void rescale_cuda(const std::vector<TensorScale>& scales, const std::vector<uint8_t*>& marks, const ScaleRule& rule,
                   int device, uint64_t stream) {
     const bool few = scales.size() <= kFewScales;
     const auto rescale = marks.empty() ? (few ? rescale_by<kFewScales, false> : rescale_by<kMostScales, false>)

@@ -21,7 +21,7 @@ constexpr int kChunksPerBlock = 8;  // wanted at least, to balance the load
 constexpr int kMaxShards = 396;
 constexpr int kMaxShardsWithWeights = 334;  // where some may be quantized
 constexpr int kMaxTrackedShards = 357;      // the same where changes are marked
-constexpr int kMaxTrackedShardsWithWeights = 246;
+constexpr int kMaxTrackedShardsWithWeights = 283;
 constexpr int kMaxGroups = 16;
 constexpr int kMaxGeometries = 24;
 constexpr int kBuckets = 256;
@@ -94,14 +94,12 @@ using WeightsTable = KernelTableWithWeights<kMaxShardsWithWeights>;
 // The same of steps that mark what they change.
 struct TrackedTable : KernelTable<kMaxTrackedShards> {
     uint64_t changes[kShards];
-    Marking marking;
+    bool overwrites;  // as in Step
 };
 struct TrackedWeightsTable : KernelTableWithWeights<kMaxTrackedShardsWithWeights> {
     uint64_t changes[kShards];
     uint64_t scale_changes[kShards];
-    uint64_t scale_before[kShards];
-    uint64_t moved[kShards];
-    Marking marking;
+    bool overwrites;  // as in Step
 };
 
 template <class Table>
@@ -204,21 +202,13 @@ struct View {
 struct Changes {
     uint64_t elements;
     uint64_t scales;
-    uint64_t scale_before;  // as in Shard
-    uint64_t moved;
-    uint32_t moved_of_chunk;  // bits
-    Marking marking;
+    bool overwrites;  // as in Step
 
     template <class Table>
     __device__ __forceinline__ void prepare(const Table& table, uint32_t shard, uint64_t begin) {
         elements = table.changes[shard] ? table.changes[shard] + begin / 8 : 0;
-        marking = table.marking;
-        if constexpr (kHasWeights<Table>) {
-            scales = table.scale_changes[shard];
-            scale_before = table.scale_before[shard];
-            moved = table.moved[shard];
-            moved_of_chunk = 0;
-        }
+        overwrites = table.overwrites;
+        if constexpr (kHasWeights<Table>) scales = table.scale_changes[shard];
     }
 };
 __shared__ Changes changes_of_chunk;  // only of kernels that mark them

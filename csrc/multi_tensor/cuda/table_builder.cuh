@@ -38,8 +38,8 @@ class TableBuilder {
 public:
     using Table = typename Kernel::Table;
 
-    explicit TableBuilder(Kernel& kernel, const Marking& marking = {}) : kernel_(kernel) {
-        if constexpr (kIsTracked<Table>) table_.marking = marking;
+    explicit TableBuilder(Kernel& kernel, bool overwrites = false) : kernel_(kernel) {
+        if constexpr (kIsTracked<Table>) table_.overwrites = overwrites;
         reset();
     }
 
@@ -66,11 +66,7 @@ public:
             table_.absmax[i] = s.absmax;
         }
         if constexpr (kIsTracked<Table>) table_.changes[i] = s.changes;
-        if constexpr (kIsTracked<Table> && kHasWeights<Table>) {
-            table_.scale_changes[i] = s.scale_changes;
-            table_.scale_before[i] = s.scale_before;
-            table_.moved[i] = s.moved;
-        }
+        if constexpr (kIsTracked<Table> && kHasWeights<Table>) table_.scale_changes[i] = s.scale_changes;
         ShardInfo info{};
         info.master_low = static_cast<uint32_t>(s.master_kind) & 3u;
         info.master_high = static_cast<uint32_t>(s.master_kind) >> 2;

@@ -98,9 +98,8 @@ struct StoreWeight {
     const View& view;
     uint32_t element;
     const float* values;
-    float absmax;         // infinity or NaN if some value is
-    uint32_t finite;      // bits of the largest finite magnitude
-    const float* before;  // the values before the update
+    float absmax;     // infinity or NaN if some value is
+    uint32_t finite;  // bits of the largest finite magnitude
 
     template <class Codec>
     __device__ __forceinline__ void operator()(Codec) const {
@@ -108,30 +107,13 @@ struct StoreWeight {
             const float whole = Codec::kTensorScale ? *reinterpret_cast<const float*>(view.weight_scales) : 0.0f;
             const WeightBlock fresh = Codec::prepare(of_block<Codec>(), view.info.round_up, whole);
             using Scale = typename Codec::Scale;
-            float inverse_before = 0.0f;
-            if constexpr (tracked) {
-                if (changes_of_chunk.marking.recalls) inverse_before = find_inverse_before<Codec>();
-            }
             if constexpr (!std::is_void_v<Scale>) {
                 if (element % Codec::kBlock == 0) {
                     reinterpret_cast<Scale*>(block->weight_scales)[element / Codec::kBlock] =
                         static_cast<Scale>(fresh.scale);
                 }
             }
-            encode<Codec>(fresh.inverse, inverse_before);
-        }
-    }
-
-    // What the stored codes are multiples of the inverse of.
-    template <class Codec>
-    __device__ __forceinline__ float find_inverse_before() const {
-        using Scale = typename Codec::Scale;
-        if constexpr (std::is_void_v<Scale>) {
-            return Codec::inverse(0, *reinterpret_cast<const float*>(changes_of_chunk.scale_before));
-        } else {
-            const Scale scale = reinterpret_cast<const Scale*>(block->weight_scales)[element / Codec::kBlock];
-            __syncwarp();  // every lane has read it, and one of them writes it
-            return Codec::inverse(scale, 0.0f);
+            encode<Codec>(fresh.inverse);
         }
     }
 
@@ -145,45 +127,27 @@ struct StoreWeight {
     }
 
     template <class Codec>
-    __device__ __forceinline__ void encode(float inverse, float inverse_before) const {
-        uint32_t words[2], stored[2];
-        if constexpr (tracked) {
-            if (changes_of_chunk.marking.recalls) {
-                encode_group8<Codec>(stored, before, inverse_before, thread_absmax<kVector>(before));
-            } else {
-                load<1>(stored, view.param, element);
-            }
-        }
+    __device__ __forceinline__ void encode(float inverse) const {
+        uint32_t words[2];
         encode_group8<Codec>(words, values, inverse, absmax);
         if constexpr (tracked) {
-            if (changes_of_chunk.elements) mark_codes(element, stored, words);
+            uint32_t before[2];
+            load<1>(before, view.param, element);
+            if (changes_of_chunk.elements) mark_codes(element, before, words);
         }
         store<1>(words, view.param, element);
     }
 };
 
-// The largest magnitude by which one of a thread's values moves; NaN if one is, or is not finite before and after.
-__device__ __forceinline__ float largest_move(const float* before, const float* after) {
-    float moves[kVector];
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) moves[i] = after[i] - before[i];
-    return thread_absmax<kVector>(moves);
-}
-
 template <bool tracked>
-__device__ __forceinline__ void store_weight(const View& view, uint32_t element, const float* before,
-                                             const float* values) {
-    if constexpr (tracked) {
-        if (changes_of_chunk.moved) add_moved(largest_move(before, values));
-    }
+__device__ __forceinline__ void store_weight(const View& view, uint32_t element, const float* values) {
     const float absmax = thread_absmax<kVector>(values);
     const uint32_t finite = magnitudes_of<kVector>(values, absmax).finite;
     if (view.absmax) {
         const uint32_t of_warp = __reduce_max_sync(kAllLanes, finite);
         if (threadIdx.x % kWarp == 0) atomicMax(&block->weight_absmax, of_warp);
     }
-    if (!view.param) return;
-    dispatch_weight(view.weight_format(), StoreWeight<tracked>{view, element, values, absmax, finite, before});
+    if (view.param) dispatch_weight(view.weight_format(), StoreWeight<tracked>{view, element, values, absmax, finite});
 }
 
 // Writes an FP16 master and leaves in `values` what it is now.
@@ -210,7 +174,7 @@ __device__ __forceinline__ void store_param(const View& view, uint32_t element, 
             store<false>(values, 0, rounding, Element::kFloat32, view.master, element);
         }
         if (Formats::has_weights && view.info.quantized) {
-            return store_weight<Formats::tracked>(view, element, before, values);
+            return store_weight<Formats::tracked>(view, element, values);
         }
         store<false>(values, 0, rounding, view.param_type(), view.param, element);
     } else {
@@ -405,20 +369,6 @@ __device__ __forceinline__ void copy_scales(T* target, const T* source, uint32_t
     for (uint32_t i = threadIdx.x; i < count; i += kThreads) target[i] = source[i];
 }
 
-// Those before the update, which tell what codes were.
-struct ReadWeightScales {
-    const View& view;
-
-    template <class Codec>
-    __device__ __forceinline__ void operator()(Codec) const {
-        using Scale = typename Codec::Scale;
-        if constexpr (kWrittenByUpdate<Codec> && !std::is_void_v<Scale>) {
-            copy_scales(reinterpret_cast<Scale*>(block->weight_scales),
-                        reinterpret_cast<const Scale*>(view.weight_scales), view.vector_count / Codec::kBlock);
-        }
-    }
-};
-
 template <class Formats>
 __device__ __forceinline__ void read_scales(const View& view, uint32_t blocks) {
     each_state<Formats::rule>([&](auto state) {
@@ -428,9 +378,6 @@ __device__ __forceinline__ void read_scales(const View& view, uint32_t blocks) {
     });
     if (is_scaled(Formats::master_of(view.master_kind()))) {
         copy_scales(block->master_scales, view.master_scales, blocks);
-    }
-    if constexpr (Formats::has_weights && Formats::tracked) {
-        if (view.info.quantized && view.param) dispatch_weight(view.weight_format(), ReadWeightScales{view});
     }
 }
 

@@ -62,56 +62,6 @@ struct Marker {
     }
 };
 
-// What codes were, from what values are: no value was further away than `distance`, and rounding keeps their order. So
-// where both ends of that range have one code, that is it; elsewhere the stored code is read.
-template <class Codec>
-struct Recall {
-    float distance = 0.0f;  // 0: all codes are read
-    float inverse;          // what values were multiplied by
-
-    Recall() = default;
-
-    // `scale`: of the block, before it is stored.
-    __device__ __forceinline__ Recall(const Marker<true>& marker, uint32_t scale) {
-        if (!marker.marks.codes || !marker.marks.moved) return;
-        const float moved = *reinterpret_cast<const float*>(marker.marks.moved);
-        // More than what rounding may have taken from it. It is not 0: the range of a zero holds both of them.
-        const float more = __fmaf_rn(moved, 1.0f + 0x1p-22f, kSmallestNormal);
-        if (!(more < bits_float(kInfinity))) return;
-        const float whole = Codec::kTensorScale ? *reinterpret_cast<const float*>(marker.marks.scale_before) : 0.0f;
-        inverse = Codec::inverse(scale, whole);
-        distance = more;
-    }
-
-    __device__ __forceinline__ bool works() const { return distance > 0.0f; }
-
-    // Of eight values, of which absmax is the largest magnitude or not finite: `words` are set as far as they are
-    // known, and of the others `unknown(k)` is called.
-    template <class Unknown>
-    __device__ __forceinline__ void find(uint32_t* words, const float* values, float absmax,
-                                         const Unknown& unknown) const {
-        float end[kVector];
-        uint32_t high[2];
-        const float most = absmax + distance;
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) end[i] = values[i] + distance;
-        encode_group8<Codec>(high, end, inverse, most);
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) end[i] = values[i] - distance;
-        encode_group8<Codec>(words, end, inverse, most);
-        const bool are_numbers = most * inverse < 3.0e38f;  // else both ends of a wide range may be NaN
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-            if (!are_numbers || words[k] != high[k]) unknown(k);
-        }
-    }
-};
-
-// Where all codes are read.
-struct NoRecall {
-    __device__ __forceinline__ static constexpr bool works() { return false; }
-};
-
 // The words of codes that `encode_group8` replaces: eight bytes, or four where a byte has two codes.
 template <class Codec, bool tracked>
 struct StoredGroup8 {
@@ -125,14 +75,6 @@ struct StoredGroup8 {
             words[1] = stored.y;
         } else if constexpr (tracked) {
             words[0] = reinterpret_cast<const uint32_t*>(w.data)[group8];
-        }
-    }
-
-    template <class Known>
-    __device__ __forceinline__ void recall(const Weight& w, uint64_t group8, const float* values, const Known& known) {
-        if constexpr (std::is_same_v<Known, Recall<Codec>>) {
-            known.find(words, values, thread_absmax<kVector>(values),
-                       [&](int k) { words[k] = reinterpret_cast<const uint32_t*>(w.data)[2 * group8 + k]; });
         }
     }
 

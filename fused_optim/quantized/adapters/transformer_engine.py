@@ -136,8 +136,8 @@ def keeps(param: Tensor, master: Tensor) -> bool:
 def _rounded_twice(param: Tensor, master: Tensor, written: Tensor) -> Tensor:
     """Where ``written`` may be the master rounded with one scale, and then with the tensor's.
 
-    Delayed scaling's scales are in a module's extra state, which DCP does not save: codes are rounded a second time when
-    a model is loaded, be it before its optimizer or after it. So they may be two halves of a step off, by each scale.
+    Delayed scaling's scales are in a module's extra state, which DCP does not save: codes are rounded a second time
+    when a model is loaded, be it before its optimizer or after it. So they may be half a step off by each scale.
     """
     local = local_tensor(param.detach())
     if scaling_of(local) != DELAYED or not is_e4m3(local):

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fused_optim.adapters import COMPARED, SCALE_BEFORE, Place, Target, Update, equal_or_nan
+from fused_optim.adapters import COMPARED, Place, Target, Update, equal_or_nan
 from fused_optim.backends.compiled import increment_versions
 from fused_optim.memory.by_parameter import reference_to
 from fused_optim.quantized.compute import usage
@@ -162,8 +162,7 @@ class Batch:
         self._rescaled = [i for i, (_, update) in enumerate(reduced) if update.values is not None]
         weights = [(reduced[i][0].recipe, reduced[i][0].components) for i in self._rescaled]
         marked = [(reduced[i][1].changes or {}).get("tensor_scale") for i in self._rescaled]
-        before = [(reduced[i][1].changes or {}).get(SCALE_BEFORE) for i in self._rescaled]
-        self._scales = codec.Scales(weights, self._of_rescaled(self._reduced.in_place), marked, before)
+        self._scales = codec.Scales(weights, self._of_rescaled(self._reduced.in_place), marked)
         self._initials = Initials([local for local, _ in changed])
         written = [local for local, update in changed if update.written]
         self._written = codec.countable(x.components[name] for x in written for name in x.recipe.of_elements)

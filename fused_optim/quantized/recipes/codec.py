@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_optim.adapters import MOVED, SCALE_BEFORE, Fractions
+from fused_optim.adapters import Fractions
 from fused_optim.backends import backend_for, forced_backend, load_engine
 from fused_optim.backends.changed_bits import compare, raw_bits
 from fused_optim.backends.compiled import address, increment_versions, run_on, tensor_reader
@@ -83,7 +83,6 @@ class Scales:
 
     ``absmaxes``: of shape ``(1,)``, one per weight, where these are in the same memory at each :meth:`rescale`.
     ``changes``: a weight's bits, the first of which is set where its scale changes; None of one that is not tracked.
-    ``before``: FP32 of shape ``(1,)``, what its scale was before each call; None where nobody asks.
     """
 
     def __init__(
@@ -91,7 +90,6 @@ class Scales:
         weights: Sequence[tuple[Recipe, Components]],
         absmaxes: Sequence[Tensor] | None = None,
         changes: Sequence[Tensor | None] = (),
-        before: Sequence[Tensor | None] = (),
     ) -> None:
         self._alike = [
             (
@@ -102,7 +100,6 @@ class Scales:
                     [weights[i][1] for i in members],
                     _some(absmaxes, members),
                     [changes[i] for i in members if changes],
-                    [before[i] for i in members if before],
                 ),
             )
             for (device, recipe), members in _alike(weights).items()
@@ -134,7 +131,6 @@ class _AlikeScales:
         components: Sequence[Components],
         absmaxes: list[Tensor] | None,
         changes: list[Tensor | None],
-        before: list[Tensor | None],
     ) -> None:
         self._device, self._recipe, self._components, self._absmaxes = device, recipe, components, absmaxes
         self._engine = _engine_of(device.type, forced_backend())
@@ -145,8 +141,6 @@ class _AlikeScales:
         self._measured = None if absmaxes is None else _kept(self._engine, [x.data_ptr() for x in absmaxes])
         self._changes = changes if any(bits is not None for bits in changes) else []
         self._marked = _kept(self._engine, [address(bits) for bits in self._changes])
-        self._before = before if any(each is not None for each in before) else []
-        self._remembered = _kept(self._engine, [address(each) for each in self._before])
         # Addresses of scales and histories, taken before an update and used again after it.
         self._found: tuple[_Column | None, _Column | None] | None = None
         self._countable_scales = countable(x for x in self._scales if x is not None)
@@ -169,9 +163,6 @@ class _AlikeScales:
 
     @contextmanager
     def _comparing(self) -> Iterator[None]:
-        for kept, part in zip(self._before, self._components, strict=False):
-            if kept is not None:
-                kept.copy_(part["tensor_scale"])
         scales = [(bits, part["tensor_scale"]) for bits, part in zip(self._changes, self._components, strict=False)]
         before = [(bits, scale, raw_bits(scale).clone()) for bits, scale in scales if bits is not None]
         yield
@@ -204,7 +195,6 @@ class _AlikeScales:
             stage=stage,
             applies=address(applies),
             changes=self._marked,
-            scales_before=self._remembered if self._changes else [],
             **run_on(self._device),
         )
         increment_versions(self._countable_scales)
@@ -260,8 +250,7 @@ class _AlikeEncodings:
             x.components[name] for x in weights for name in ("data", "scale") if name in x.components
         )
         is_tracked = any(weight.changes for weight in weights)
-        names = ("data", "scale", MOVED, SCALE_BEFORE)
-        marks = [[address(x.changes.get(name)) for x in weights] if is_tracked else [] for name in names]
+        marks = [[address(x.changes.get(name)) for x in weights] if is_tracked else [] for name in ("data", "scale")]
         self._marks = [_kept(self._engine, column) for column in marks]
         self._has_fp32 = all(x.values.dtype == torch.float32 and x.values.device == device for x in weights)
 
@@ -299,8 +288,6 @@ class _AlikeEncodings:
             round_up=kernel.round_up,
             changes=self._marks[0],
             scale_changes=self._marks[1],
-            moved=self._marks[2],
-            scales_before=self._marks[3],
             **run_on(self._device),
         )
         increment_versions(self._written)

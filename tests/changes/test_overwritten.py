@@ -1,5 +1,5 @@
-"""Codes that a step does not read since they follow from masters, where they do not; bits that it does not read since
-nothing has changed yet, where elements are left out."""
+"""Codes and masters that others have written; bits that a step does not read, since nothing has changed yet, where
+elements are left out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from change_cases import RECIPES, Expected, Model, bits, set_gradients
 from fused_optim import FusedAdamW
-from fused_optim.backends import Marking
 from fused_optim.backends.engine import CachedShard
 from fused_optim.memory.by_parameter import Held
 from fused_optim.quantized import quantize_model_
@@ -208,12 +207,12 @@ def test_marks_by_hand_and_writes_after_a_take(device: str) -> None:
 # --- how a step is told -------------------------------------------------------------------------------------------
 
 
-def _step_of_two(recalls: bool = False) -> tuple[ChangeTracker, list[Tensor], StepChanges]:
+def _step_of_two() -> tuple[ChangeTracker, list[Tensor], StepChanges]:
     params: list[Tensor] = [nn.Parameter(torch.zeros(8, dtype=torch.bfloat16)) for _ in range(2)]
     tracker = ChangeTracker()
     tracker.start(params)
     cached = [CachedShard(Held((param,)), None, None, None, None, {}) for param in params]
-    shards = [Shard(tracker[param], {WHOLE}, always=True, by_pass=True, recalls=recalls) for param in params]
+    shards = [Shard(tracker[param], {WHOLE}, always=True, by_pass=True) for param in params]
     return tracker, params, StepChanges(params[0].device, cached, shards, can_overwrite=True)
 
 
@@ -223,22 +222,22 @@ def test_bits_are_overwritten_where_none_of_them_counts() -> None:
     assert memory is tracker[params[1]].memory
     stale = torch.full_like(memory.bits, 1)
 
-    def begin(stepped: list[int], may_be_skipped: bool = False, is_stale: bool = True) -> Marking:
+    def begin(stepped: list[int], may_be_skipped: bool = False, is_stale: bool = True) -> bool:
         memory.bits.copy_(stale)
         memory.is_stale = is_stale
         found = step.begin(stepped, may_be_skipped)
         step.finish(None)
         assert not memory.is_stale
-        assert found.overwrites or not is_stale or not memory.bits.any()
+        assert found or not is_stale or not memory.bits.any()
         return found
 
-    assert begin([0, 1]).overwrites
-    assert not begin([0, 1], is_stale=False).overwrites and torch.equal(memory.bits, stale)
-    assert not begin([0, 1], may_be_skipped=True).overwrites
-    assert not begin([1]).overwrites
+    assert begin([0, 1])
+    assert not begin([0, 1], is_stale=False) and torch.equal(memory.bits, stale)
+    assert not begin([0, 1], may_be_skipped=True)
+    assert not begin([1])
     params[1].data = params[1].data.clone()  # noticed, and marked as a whole
     memory.is_stale = True
-    assert not step.begin([0, 1]).overwrites and tracker[params[1]].bits[WHOLE][0] == 0xFF
+    assert not step.begin([0, 1]) and tracker[params[1]].bits[WHOLE][0] == 0xFF
 
 
 def test_a_step_that_does_not_have_all_elements_overwrites_nothing() -> None:
@@ -246,23 +245,7 @@ def test_a_step_that_does_not_have_all_elements_overwrites_nothing() -> None:
     cached = [CachedShard(Held((params[0],)), None, None, None, None, {})]
     own = Shard(tracker[params[0]], {WHOLE}, always=True, by_pass=True)
     tracker[params[0]].memory.is_stale = True
-    assert not StepChanges(params[0].device, cached, [own], can_overwrite=True).begin([0]).overwrites
-
-
-def test_codes_are_recalled_once_all_of_a_step_are_settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    tracker, params, step = _step_of_two(recalls=True)
-    assert not step.begin([0]).recalls
-    step.finish(torch.ones(()))  # skipped
-    assert not step.begin([0]).recalls
-    step.finish(torch.zeros(()))
-    assert step.begin([0]).recalls and not step.begin([0, 1]).recalls
-    step.finish(None)
-    assert step.begin([0, 1]).recalls
-    with monkeypatch.context() as patched:
-        patched.setattr("fused_optim.state.changes.is_capturing", lambda: True)
-        assert not step.begin([0, 1]).recalls
-    tracker[params[0]].set_all()
-    assert not step.begin([0, 1]).recalls and step.begin([1]).recalls
+    assert not StepChanges(params[0].device, cached, [own], can_overwrite=True).begin([0])
 
 
 # --- what else is found out once ----------------------------------------------------------------------------------
