@@ -34,7 +34,7 @@ def check_walks(count: int, seed: int, ranks: int, compiles: bool = False) -> No
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_walks(ranks: int) -> None:
-    check_walks(50 if ranks == 1 else 25, ranks, ranks)
+    check_walks(50, ranks, ranks)
 
 
 def test_compiled_walks() -> None:
