@@ -7,6 +7,7 @@ backward pass gathers the next layer while one is at work, and the input of one 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -67,8 +68,13 @@ class _Memory:
 
 
 def ranks_of(params: Sequence[Tensor]) -> int:
-    """Over which parameters are sharded; 0 where none is."""
-    return max((param.device_mesh.size() for param in params if isinstance(param, DTensor)), default=0)
+    """Over how many parameters are sharded, whose replicas do not count; 0 where none is."""
+    found = [0]
+    for param in params:
+        if isinstance(param, DTensor):
+            dims = [dim for dim, placement in enumerate(param.placements) if not placement.is_replicate()]
+            found.append(math.prod(param.device_mesh.size(dim) for dim in dims) if dims else 0)
+    return max(found)
 
 
 def forward_peak(units: Units, ranks: int) -> int:

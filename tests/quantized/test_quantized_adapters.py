@@ -199,6 +199,16 @@ def test_masters_of_delayed_scaling_stay_when_their_weights_are_loaded_after_the
     assert torch.equal(master, expected)
 
 
+@pytest.mark.parametrize("of_master", [float("inf"), float("nan")])
+def test_masters_of_delayed_scaling_that_are_not_finite_follow_their_weights(of_master: float) -> None:
+    param, optimizer = trained_delayed(64.0)
+    optimizer.state[param]["master_param"][3, 5] = of_master
+    values = param.dequantize(dtype=torch.float32)
+    with torch.no_grad():
+        param.copy_(values)
+    assert optimizer.state_dict()["state"][0]["master_param"][3, 5] == values[3, 5]
+
+
 @pytest.mark.parametrize("change", [0.0, 2.0, -1.0, float("nan")])
 def test_weights_of_delayed_scaling_that_are_not_their_masters_are_written(change: float) -> None:
     """Of one element of all."""

@@ -281,6 +281,19 @@ def test_peaks_of_gpus(ranks: int, settings: tuple[int, int, bool]) -> None:
     assert all(abs(ratio - 1) <= 0.01 for ratio in ratios.values()), ratios
 
 
+def test_replicas_of_shards_take_what_shards_take() -> None:
+    """HSDP on 2 x 2 ranks gathers and keeps what FSDP does on two."""
+    found = []
+    for sizes in ((2,), (2, 2)):
+        with simulated(len(sizes) * 2):
+            model = Model(128, 2, head=True)
+            mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicas", "shards")[-len(sizes) :])
+            for part in (*model.layers, model):
+                fully_shard(part, mesh=mesh)
+            found.append(plan_parameters(model.named_parameters())["chosen"]["peaks"])
+    assert found[0] == found[1]
+
+
 def test_nothing_is_gathered_of_plain_parameters() -> None:
     plan = plan_parameters(Model(128, 2, device="meta").named_parameters())
     assert plan["chosen"]["gathered"] is None and plan["chosen"]["peaks"] is None and "Peaks" not in str(plan)

@@ -143,7 +143,7 @@ def _rounded_twice(param: Tensor, master: Tensor, written: Tensor) -> Tensor:
     if scaling_of(local) != DELAYED or not is_e4m3(local):
         return torch.zeros_like(master, dtype=torch.bool)
     largest = master.abs() * 2.0**-3 + float8(local)._scale_inv * 2.0**-8  # a step; twice that of denormals
-    return ((written - master).abs() <= largest) | (written.isnan() & master.isnan())
+    return (((written - master).abs() <= largest) & master.isfinite()) | (written.isnan() & master.isnan())
 
 
 # --- delayed scaling --------------------------------------------------------------------------------------------
