@@ -119,8 +119,10 @@ def linear_experts(model: nn.Module, name: str) -> FileTensors | None:
     In the model ``gate_up_proj`` and ``down_proj`` have inputs in their rows. None for other tensors.
     """
     parent, _, own = name.rpartition(".")
-    modules = (module for path, module in model.named_modules() if state_name(model, path) == parent)
-    if own not in ("gate_up_proj", "down_proj") or type(next(modules, None)).__name__ != "Llama4TextExperts":
+    modules = model.named_modules(remove_duplicate=False)
+    of_parent = (module for path, module in modules if state_name(model, path) == parent)
+    kinds = type(next(of_parent, None)).__mro__ if own in ("gate_up_proj", "down_proj") else ()
+    if all(kind.__name__ != "Llama4TextExperts" for kind in kinds):  # of which FSDP2 makes a class of its own
         return None
 
     def convert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

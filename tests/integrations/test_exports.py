@@ -164,6 +164,24 @@ def test_experts_of_llama_4_have_the_names_of_servers(tmp_path: Path) -> None:
         load_quantized_safetensors(again, tmp_path / "other.safetensors")
 
 
+def test_experts_of_llama_4_that_are_sharded_are_written_alike(tmp_path: Path) -> None:
+    """FSDP2 gives what it shards a class of its own."""
+    model = saved(quantized_language_model("llama4", "current"), tmp_path / "one", "compressed-tensors")
+    for module in model.modules():
+        if type(module).__name__ == "Llama4TextExperts":
+            module.__class__ = type("FSDPLlama4TextExperts", (type(module),), {})
+    saved(model, tmp_path / "two", "compressed-tensors")
+    one, two = read(tmp_path / "one"), read(tmp_path / "two")
+    assert any(name.endswith("experts.2.up_proj.weight") for name in two)
+    assert_same(two, one)
+
+
+def test_experts_of_llama_4_stay_where_nothing_is_quantized(tmp_path: Path) -> None:
+    """transformers makes linear layers of them by the configuration of what is quantized, which is not there."""
+    model = saved(language_model("llama4").eval(), tmp_path, "compressed-tensors")
+    assert_same_model(loaded(tmp_path), model)
+
+
 @pytest.mark.parametrize("recipe", FORMATS)
 @ALL
 def test_compressed_tensors_decompresses_what_was_trained(name: str, recipe: str, tmp_path: Path) -> None:

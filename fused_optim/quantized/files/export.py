@@ -77,7 +77,9 @@ def save_quantized_safetensors(
         layouts.check_arguments(layout, readers)
         _check_merged(model)
         tensors = _tensors(model)
-        written = _written(model, tensors, layout, readers)
+    quantizes = any(gather(any(_recipe(tensor) is not None for tensor in tensors.values())))
+    with on_all_ranks(doing):
+        written = _written(model, tensors, layout, readers, layout == "compressed-tensors" and quantizes)
     everyone = gather(_modules(written, layout))
     with on_all_ranks(doing):
         quantization = _config(everyone, layout)
@@ -153,8 +155,13 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for tensor, all_names in names.items() for name in names_to_write(model, all_names)}
 
 
-def _written(model: nn.Module, tensors: Mapping[str, Tensor], layout: Layout, readers: Readers) -> list[Written]:
-    """Raises TypeError and ValueError for what cannot be written."""
+def _written(
+    model: nn.Module, tensors: Mapping[str, Tensor], layout: Layout, readers: Readers, linear: bool
+) -> list[Written]:
+    """Raises TypeError and ValueError for what cannot be written.
+
+    ``linear``: whether the configuration will have readers make linear layers of Llama 4's experts.
+    """
     for name, tensor in tensors.items():
         _check(name, tensor)
     holders = parameter_holders(model)
@@ -166,7 +173,7 @@ def _written(model: nn.Module, tensors: Mapping[str, Tensor], layout: Layout, re
     experts = [name for name, tensor in known.items() if tensor.dim() == 3]
     found = []
     for files in file_tensors(model, {name: tensor.shape for name, tensor in tensors.items()}, experts):
-        if layout == "compressed-tensors":
+        if linear:
             files = linear_experts(model, files.names[0]) or files
         own = {name: tensors[name] for name in files.names}
         each = Written(files, own, tuple(holder for tensor in own.values() for holder in holders.get(tensor, ())))
