@@ -185,18 +185,25 @@ def test_weights_of_delayed_scaling_that_were_loaded_before_their_masters_stay(s
 
 @pytest.mark.parametrize("scale", [64.0, 48.0, 100.0, 33.0])
 def test_masters_of_delayed_scaling_stay_when_their_weights_are_loaded_after_them(scale: float) -> None:
-    """As torch's ``set_state_dict`` does: the model comes last. Other values are followed."""
+    """As torch's ``set_state_dict`` does: the model comes last."""
     saved, optimizer = trained_delayed(64.0)
     fresh, other = trained_delayed(scale)
     other.load_state_dict(optimizer.state_dict())
-    expected = optimizer.state[saved]["master_param"].clone()
-    values = saved.dequantize(dtype=torch.float32)
-    values[3, 5] *= -1.0
     with torch.no_grad():
-        fresh.copy_(values)
-    master = other.state_dict()["state"][0]["master_param"]
-    expected[3, 5] = fresh.dequantize(dtype=torch.float32)[3, 5]
-    assert torch.equal(master, expected)
+        fresh.copy_(saved.dequantize(dtype=torch.float32))
+    assert torch.equal(other.state_dict()["state"][0]["master_param"], optimizer.state[saved]["master_param"])
+
+
+@pytest.mark.parametrize("factor", [1.05, 1.1, 2.0, -1.0])
+def test_masters_of_delayed_scaling_follow_what_others_write(factor: float) -> None:
+    """Every element whose codes change, though most of them change by a step at most."""
+    param, optimizer = trained_delayed(64.0)
+    master, codes = optimizer.state[param]["master_param"].clone(), param._data.clone()
+    with torch.no_grad():
+        param.copy_(param.dequantize(dtype=torch.float32) * factor)
+    expected = torch.where(param._data == codes, master, param.dequantize(dtype=torch.float32))
+    assert torch.equal(optimizer.state_dict()["state"][0]["master_param"], expected)
+    assert not torch.equal(expected, master)
 
 
 @pytest.mark.parametrize("of_master", [float("inf"), float("nan")])

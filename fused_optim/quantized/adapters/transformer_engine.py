@@ -109,7 +109,7 @@ def codes(local: Tensor) -> Tensor | None:
 def is_master(param: Tensor, master: Tensor, written: Tensor) -> Tensor:
     found = transformer_engine_codes.is_master(param, master, written)
     if found is not None:
-        return found | _rounded_twice(param, master, written)
+        return found | _rounded_twice(param, master, written).all()  # all of them: else others have written
     near = _near(master, written)
     if needs_collective(param) or not master.numel():  # the other ranks may not ask
         return near
