@@ -158,6 +158,7 @@ class MatrixShards:
 
     def mark(self, watched: list[CachedShard]) -> None:
         self._kept.mark(watched)
+        self.works.clear()  # not before: the reference knows by them which shards had a gradient
 
     def groups_with_gradients(self) -> Sequence[int]:
         return self._kept.groups_with_gradients()
@@ -182,7 +183,6 @@ class MatrixShards:
                     exchange.work(self._orthogonalize)
             if 0 <= ended < count:
                 self._end(under_way.pop(ended), hypers if ended == count - 1 else uncounted(hypers), workspace)
-        self.works.clear()
 
     def _choose_buckets(self, hypers: list[Hyper]) -> None:
         of_group = [hyper.orthogonalization for hyper in hypers]
@@ -231,7 +231,13 @@ def in_buckets(params: dict[int, Tensor], kinds: Sequence[Kind]) -> list[Bucket]
             size = 0.0
         buckets[-1][i] = param
         size += own
-    return [(list(bucket), _on_meshes(bucket, kinds)) for bucket in buckets]
+    here = [{i: param for i, param in bucket.items() if _is_here(param)} for bucket in buckets]
+    return [(list(bucket), _on_meshes(bucket, kinds)) for bucket in here]
+
+
+def _is_here(param: Tensor) -> bool:
+    """Not on a mesh of other ranks, which have all of it."""
+    return not isinstance(param, DTensor) or param.device_mesh.get_coordinate() is not None
 
 
 def _on_meshes(bucket: dict[int, Tensor], kinds: Sequence[Kind]) -> list[OnMesh]:

@@ -141,8 +141,8 @@ def _spec(
 
 
 def sharding_dims(param: Tensor) -> tuple[int, ...]:
-    """The mesh dims that cut a parameter."""
-    if not isinstance(param, DTensor):
+    """The mesh dims that cut a parameter; none on a mesh of other ranks, whose collectives are not ours."""
+    if not isinstance(param, DTensor) or param.device_mesh.get_coordinate() is None:
         return ()
     sizes = param.device_mesh.shape
     return tuple(i for i, p in enumerate(param.placements) if not p.is_replicate() and sizes[i] > 1)

@@ -55,7 +55,7 @@ def locate_uneven_shards(params: Iterable[Tensor]) -> None:
     """
     alike: dict[tuple[DeviceMesh, tuple[int, ...]], list[DTensor]] = {}
     for param in params:
-        if isinstance(param, DTensor):
+        if isinstance(param, DTensor) and param.device_mesh.get_coordinate() is not None:
             alike.setdefault((param.device_mesh, _innermost_first(param)), []).append(param)
     for (mesh, order), members in alike.items():
         if any_rank(members, any(map(_is_uneven, members)), False)[0]:

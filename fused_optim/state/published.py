@@ -156,12 +156,17 @@ class Sources:
 
 
 def _sharding(param: Tensor) -> object:
-    return param._spec if isinstance(param, DTensor) else param.shape
+    """``.data`` may have other strides at the same address."""
+    if isinstance(param, DTensor):
+        return param._spec, param._local_tensor.stride()
+    return param.shape, param.stride()
 
 
 def _is_first_replica(param: Tensor) -> bool:
     """Of the ranks that hold the same shard of a DTensor."""
     if not isinstance(param, DTensor):
         return True
-    at = param.device_mesh.get_coordinate() or ()
+    at = param.device_mesh.get_coordinate()
+    if at is None:  # a mesh of other ranks
+        return False
     return all(i == 0 for i, placement in zip(at, param.placements, strict=True) if placement.is_replicate())

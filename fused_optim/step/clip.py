@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fused_optim.backends.gradients import NormRequest, power_sums, scale_
 from fused_optim.decorators import between_graphs
-from fused_optim.sharding.dtensor import finished_local, local_tensor
+from fused_optim.sharding.dtensor import finished_local, local_tensor, sharding_dims
 from fused_optim.step.agreement import Agreement, Own
 
 
@@ -221,11 +221,7 @@ def _gather(
 
 def _sharding(tensor: DTensor) -> Sharding:
     mesh = tensor.device_mesh
-    return tuple(
-        Ranks(mesh.get_group(dim), mesh.device_type)
-        for dim, placement in enumerate(tensor.placements)
-        if not placement.is_replicate() and mesh.size(dim) > 1
-    )
+    return tuple(Ranks(mesh.get_group(dim), mesh.device_type) for dim in sharding_dims(tensor))
 
 
 def _reduce(values: list[Tensor], shardings: list[Sharding], norm_type: float) -> list[Tensor]:

@@ -31,6 +31,8 @@ def sigma_errors(
         by_mesh.setdefault(param.device_mesh if isinstance(param, DTensor) else None, {})[i] = param
     found: dict[int, float] = {}
     for mesh, members in by_mesh.items():
+        if mesh is not None and mesh.get_coordinate() is None:  # of other ranks
+            continue
         sums = _sums(mesh, members, updates, how)
         found |= {i: error / count for i, (error, count) in sums.items() if count}
     return found

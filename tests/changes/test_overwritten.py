@@ -266,6 +266,17 @@ def test_takes_find_what_has_moved(device: str) -> None:
     assert optimizer.take_changes(model) == {}
 
 
+def test_takes_find_other_strides_at_the_same_address(device: str) -> None:
+    model = nn.Linear(8, 8, bias=False, device=device)
+    optimizer = FusedAdamW(model.parameters())
+    optimizer.track_changes()
+    optimizer.mark_changed()
+    optimizer.take_changes(model)
+    model.weight.data = model.weight.data.t()
+    optimizer.mark_changed()
+    assert torch.equal(optimizer.take_changes(model)["weight"].values.view(8, 8), model.weight)
+
+
 def test_addresses_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(torch.bfloat16)
     optimizer = FusedAdamW(model.parameters(), lr=1e-2)

@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import distributed
 from change_cases import INTEGERS, RECIPES
 from distributed import on_each_device, shard
-from fused_optim import FusedAdamW, enable_gradient_release
+from fused_optim import FusedAdamW, FusedMuon, enable_gradient_release
 from fused_optim.quantized import (
     quantize_model_,
 )
@@ -226,3 +227,49 @@ def _check_decoded(model: nn.Module, replica: dict[str, Tensor], recipe: Any) ->
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_quantized_weights_of_several_ranks(ranks: int, recipe: Any) -> None:
     distributed.run(ranks, _quantized_shards, recipe)
+
+
+def on_two_meshes(kinds: list[type[FusedAdamW | FusedMuon]], rounds: int) -> list[list[Tensor]]:
+    """The first and the last rank have one of them each."""
+    meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2])]
+    return [all_that_ranks_ask_together(kind, meshes, rounds) for kind in kinds]
+
+
+def all_that_ranks_ask_together(
+    kind: type[FusedAdamW | FusedMuon], meshes: list[DeviceMesh], rounds: int
+) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.ParameterList(nn.Parameter(distribute_tensor(torch.randn(8, 16), mesh, [Shard(0)])) for mesh in meshes)
+    here = [i for i, mesh in enumerate(meshes) if mesh.get_coordinate() is not None]
+    optimizer = kind(model.parameters(), lr=0.1, skip_nonfinite=True)
+    optimizer.track_changes()
+    for number in range(rounds):
+        for i in here:
+            model[i].grad = distribute_tensor(torch.randn(8, 16, generator=seeded(number)), meshes[i], [Shard(0)])
+        if optimizer.state:
+            assert len(optimizer.diagnostics()["parameters"]) == len(here)
+        optimizer.step()
+    taken = optimizer.take_changes(model)
+    assert set(taken) == {str(i) for i in here}
+    assert set(optimizer.take_changes(model, gather=True)) == set()
+    return [param._local_tensor.detach().clone() for param in model]
+
+
+def seeded(number: int) -> torch.Generator:
+    return torch.Generator().manual_seed(number)
+
+
+def test_meshes_that_ranks_are_not_part_of() -> None:
+    """Each mesh has its parameter updated as if it had been alone; diagnostics, skips and changes ask nobody else."""
+    kinds = [FusedAdamW, FusedMuon]
+    of_ranks = distributed.run(3, on_two_meshes, kinds, 2)
+    for kind, *found in zip(kinds, *of_ranks, strict=True):
+        torch.manual_seed(0)
+        for i, ranks in enumerate([(0, 1), (1, 2)]):
+            whole = nn.Parameter(torch.randn(8, 16))
+            alone = kind([whole], lr=0.1)
+            for number in range(2):
+                whole.grad = torch.randn(8, 16, generator=seeded(number))
+                alone.step()
+            torch.testing.assert_close(torch.cat([found[rank][i] for rank in ranks]), whole.detach())
+            assert all(found[rank][i].numel() == 0 for rank in range(3) if rank not in ranks)

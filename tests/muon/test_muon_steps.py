@@ -141,3 +141,18 @@ def test_passes_refuse_what_they_do_not_know(device: str) -> None:
         table.launch_matrix_pass(True, [0], [address], [9], **where)
     with pytest.raises(IndexError):
         table.launch_matrix_pass(True, [99], [address], [1], **where)
+
+
+def test_the_reference_knows_its_own_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A master that was edited after a step is where the next one starts: nobody has written the parameter."""
+    found = []
+    for backend in ("", "torch"):
+        monkeypatch.setenv("FUSED_OPTIM_BACKEND", backend)
+        optimizer = make("cpu", state_dtype=torch.float32, store_param_remainders=False)
+        step(optimizer, 0)
+        for param in optimizer.store.params:
+            optimizer.state[param]["master_param"].add_(1.0)
+        step(optimizer, 1)
+        found.append([optimizer.state[param]["master_param"] for param in optimizer.store.params])
+    for engine, reference in zip(*found, strict=True):
+        torch.testing.assert_close(reference, engine, rtol=0.0, atol=1e-3)
