@@ -83,7 +83,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
         return emulated(a, *args)
 
     monkeypatch.setattr(torch, "_scaled_mm_v2", run)
-    monkeypatch.setattr(products, "_emulated", lambda a, b, bias: microscaling.product(a, b))
+    monkeypatch.setattr(products, "_emulated", lambda a, b, bias, dtype: microscaling.product(a, b).to(dtype))
     return found
 
 
@@ -145,7 +145,7 @@ class Operators(TorchDispatchMode):
 @FORMATS
 def test_graphs_compute_as_eager_mode_does(name: str, monkeypatch: pytest.MonkeyPatch, nothing_compiled: None) -> None:
     """Forward and backward without breaks; their products are run by the emulation."""
-    monkeypatch.setattr(products, "_emulated", lambda a, b, bias: microscaling.product(a, b))
+    monkeypatch.setattr(products, "_emulated", lambda a, b, bias, dtype: microscaling.product(a, b).to(dtype))
     layer = layer_of(RECIPES[name], "cpu", 192, 96, bias=False)
     x, gradient = matrix(160, 192), matrix(160, 96, seed=2)
     with pytest.MonkeyPatch.context() as patch:
