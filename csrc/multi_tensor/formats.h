@@ -255,11 +255,11 @@ struct Float16Master : SquareCodec<Format::kFloat16> {
 
 // Codecs whose scale() takes what float16_largest() gives.
 template <class Codec>
-constexpr bool kFollowsRounding = false;
+inline constexpr bool kFollowsRounding = false;
 template <>
-constexpr bool kFollowsRounding<SquareCodec<Format::kFloat16>> = true;
+inline constexpr bool kFollowsRounding<SquareCodec<Format::kFloat16>> = true;
 template <>
-constexpr bool kFollowsRounding<Float16Master> = true;
+inline constexpr bool kFollowsRounding<Float16Master> = true;
 
 // float8_e4m3fn. Seven magnitude bits placed at the top of a float's mantissa, times 2^120, give their value.
 FUSED_OPTIM_HD float float8_decode(uint32_t bits) {

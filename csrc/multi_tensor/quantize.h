@@ -243,9 +243,9 @@ FUSED_OPTIM_HD void dispatch_weight(WeightFormat format, const Visit& visit) {
 
 // Bytes of a block's scale.
 template <class Scale>
-constexpr uint32_t kScaleBytes = sizeof(Scale);
+inline constexpr uint32_t kScaleBytes = sizeof(Scale);
 template <>
-constexpr uint32_t kScaleBytes<void> = 0;
+inline constexpr uint32_t kScaleBytes<void> = 0;
 
 // Whether the update of a weight's FP32 master can write the codes, to nearest even. It has one address of scales:
 // those of blocks, which it writes, or the whole weight's, which it reads. It looks at finite magnitudes only. Blocks

@@ -223,6 +223,7 @@ class Plan:
         """Let go of what was refreshed for a step that is not made."""
         self._copies.clear()
         self._weights.end_step()
+        self._sent = None  # what was stale is not any more
         for part in self.parts:
             part.apart.clear()
             part.shards.works.clear()
