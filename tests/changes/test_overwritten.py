@@ -17,17 +17,7 @@ from fused_optim.memory.by_parameter import Held
 from fused_optim.quantized import quantize_model_
 from fused_optim.state.changes import WHOLE, ChangeTracker, Shard, StepChanges
 
-BACKENDS = ["torch", "cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 SPECIAL = [0.0, -0.0, 1e-40, -1e-40, 1e-30, 3e38, -3e38, float("inf"), -float("inf"), float("nan"), 448.0, 1e6]
-
-
-@pytest.fixture(params=BACKENDS)
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "torch":
-        monkeypatch.setenv("FUSED_OPTIM_BACKEND", "torch")
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no GPU")
-    return "cuda" if request.param == "cuda" else "cpu"
 
 
 def quantized(recipe: Any, device: str, **options: Any) -> tuple[nn.Module, Any]:

@@ -21,17 +21,7 @@ from fused_optim.quantized import (
 from fused_optim.state import changes
 from fused_optim.state.changes import WHOLE, ChangeTracker, Shard, StepChanges
 
-BACKENDS = ["torch", "cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 RATES = [1e-6, 1e-4, 1e-2]
-
-
-@pytest.fixture(params=BACKENDS)
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "torch":
-        monkeypatch.setenv("FUSED_OPTIM_BACKEND", "torch")
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no GPU")
-    return "cuda" if request.param == "cuda" else "cpu"
 
 
 def run(model: nn.Module, optimizer: Any, takes: tuple[int, ...] = (1, 2, 3), scale: float = 1.0) -> None:
