@@ -78,7 +78,7 @@ class Publisher(Optimizer):
         with ``gather`` on every rank where one of them raises.
         """
         changes = self._look_at_changes("take_changes()", model, gather)
-        self._tracker().clear(at_once=self.store.settings.capturable)
+        self._tracker().clear(at_once=self.store.settings.capturable or self.stepper.is_captured)
         return changes
 
     @between_graphs

@@ -179,10 +179,12 @@ def diagnose(store: StateStore, hypers: Hypers, refreshed_plan: Callable[[], Pla
             raise RuntimeError(
                 "diagnostics() looks at the next step of existing states: call step() or initialize_state()"
             )
-        plan = refreshed_plan()
-        for part in plan.parts:
-            _look(store, part, {each.position: each for each in members}, hypers(part.device), rows)
-        plan.give_up()
+        plan, by_position = refreshed_plan(), {each.position: each for each in members}
+        try:
+            for part in plan.parts:
+                _look(store, part, by_position, hypers(part.device), rows)
+        finally:
+            plan.give_up()
     rows.reduce(members)
     report = _report(store, members, rows.on_host())
     _add_matrices(store, report, [each for each in everything if each.rule.whole_matrices], hypers)
