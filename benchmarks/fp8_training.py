@@ -553,15 +553,20 @@ MEASURES: dict[str, Callable[[argparse.Namespace, torch.device], Iterable[dict[s
 }
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--parts", nargs="*", choices=PARTS, default=["products", "casts", "stack"])
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Of the stack, and how many steps are timed."""
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=14336)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=["products", "casts", "stack"])
+    add_sizes(parser)
     parser.add_argument("--whole", action="store_true", help="compile the whole stack at once, not each block")
     parser.add_argument("--only", default="", help="contenders whose name this regular expression matches")
     parser.add_argument("--profile", default="^$", help="contenders whose kernels are listed, likewise")

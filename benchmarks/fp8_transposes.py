@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8_training import DELAYED_NAME, RECIPES, Contender, Runner, Timer, ours
+from fp8_training import DELAYED_NAME, RECIPES, Contender, Runner, Timer, add_sizes, ours
 from fused_optim import FusedAdamW
 from fused_optim.quantized.compute import casts, products
 from fused_optim.quantized.tensor import QuantizedTensor
@@ -123,11 +123,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--width", type=int, default=4096)
-    parser.add_argument("--hidden", type=int, default=14336)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--blocks", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=10)
+    add_sizes(parser)
     parser.add_argument("--commit", default="", help="what the results are of, where the tree is no git checkout")
     parser.add_argument("--output", type=Path)
     return parser.parse_args()
