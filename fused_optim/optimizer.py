@@ -317,10 +317,9 @@ class ShardedOptimizer(Publisher):
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
         """Encode local FP32 values (the parameter's local shape) into a state; remainders are taken as they are.
 
-        A master whose upper bits are the parameter is written into both.
-
-        The states of a parameter that has none are created first. Raises KeyError for an unknown state, ValueError for
-        a wrong shape, TypeError for remainders of another dtype.
+        A master whose upper bits are the parameter is written into both. The states of a parameter that has none are
+        created first. Raises KeyError for an unknown state, ValueError for a wrong shape, TypeError for remainders of
+        another dtype.
         """
         if state_name == MASTER:
             self._reconcile(alone=True)
@@ -399,7 +398,7 @@ class ShardedOptimizer(Publisher):
         A collective over the meshes that cut parameters. Waits for the device. Raises RuntimeError before states exist.
         """
         self._reconcile()
-        self.stepper.check_groups()
+        self.stepper.check_groups(self.store.groups)
         self.stepper.prepare_capture()
         return diagnose(self.store, self.stepper.next_hypers(), self.stepper.plan_to_look_at)
 
@@ -448,24 +447,25 @@ class ShardedOptimizer(Publisher):
         ``step(grad_scaler=scaler)`` is the same as ``scaler.step(optimizer)``, as in TransformerEngine and Apex.
 
         A first step whose gradients are all zero, on every rank, creates the states and changes nothing else if every
-        learning rate is 0 or the parameters are Megatron-FSDP's.
-        Raises before anything is changed for gradients that do not fit their parameters, and RuntimeError for what a
-        CUDA graph that is being captured cannot hold.
+        learning rate is 0 or the parameters are Megatron-FSDP's. Raises before anything is changed for gradients that
+        do not fit their parameters, and RuntimeError for what a CUDA graph that is being captured cannot hold.
         """
         scaler = kwargs.pop("grad_scaler", None)
         if kwargs:
             raise TypeError(f"step() got unexpected arguments: {', '.join(kwargs)}")
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._update(scaler)
+        if closure is None:
+            self._update(scaler)
+            return None
+        with torch.enable_grad():
+            loss = closure()
+        self._update_between_graphs(scaler)
         return loss
 
-    @between_graphs
     def _update(self, scaler: torch.amp.GradScaler | None) -> None:
         self.stepper.step(lambda: amp_scalars(self, scaler))
         mark_stepped(self, scaler)
+
+    _update_between_graphs = between_graphs(_update)  # after a closure, which may be traced; all else of a step is not
 
     # --- state dict ---------------------------------------------------------------------------------------------
 

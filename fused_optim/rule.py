@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -161,8 +161,8 @@ class OneRule:
     def options(self) -> Mapping[str, Any]:
         return {}
 
-    def for_group(self, group: Mapping[str, Any]) -> Rule:
-        return cast(Rule, self)
+    def for_group(self, group: Mapping[str, Any]) -> Self:
+        return self
 
     def foreign_keys(self, group: Mapping[str, Any]) -> Collection[str]:
         return ()

@@ -105,12 +105,14 @@ def tensor_reader(
     slower.
     """
     api = getattr(Tensor, "__dlpack_c_exchange_api__", None)
-    return _tensor_reader(device, backend or cast(Compiled, device.type), api, checks_ends)
+    return _tensor_reader(device, backend, api, checks_ends)
 
 
 @functools.cache
-def _tensor_reader(device: torch.device, backend: Compiled, api: object, checks_ends: bool) -> EngineTensorReader:
-    engine, _ = load_engine(backend)
+def _tensor_reader(
+    device: torch.device, backend: Compiled | None, api: object, checks_ends: bool
+) -> EngineTensorReader:
+    engine, _ = load_engine(backend or cast(Compiled, device.type))
     assert engine is not None
     # By examples the engine finds where torch keeps a tensor's dispatch keys; the first is an ordinary one. What is
     # found is kept, so no mode that is on by now may make other tensors. Switching modes off imports half of torch.
@@ -267,9 +269,11 @@ class CompiledShards:
 
     def _set_groups(self, hypers: list[Hyper]) -> None:
         for group, h in enumerate(hypers):
+            rate, lr = (h.lr, 0.0) if isinstance(h.lr, Tensor) else (None, h.lr)
+            scalars = (rate, h.grad_scale, h.grad_factor, h.found_inf, h.steps_done)
             self._table.set_group(  # in its order: keywords would cost a microsecond per group
                 group,
-                0.0 if isinstance(h.lr, Tensor) else h.lr,
+                lr,
                 h.beta1,
                 h.beta2,
                 h.eps,
@@ -279,9 +283,5 @@ class CompiledShards:
                 h.bias_correction,
                 h.maximize,
                 h.stochastic_rounding,
-                address(h.lr if isinstance(h.lr, Tensor) else None),
-                address(h.grad_scale),
-                address(h.grad_factor),
-                address(h.found_inf),
-                address(h.steps_done),
+                *[0 if scalar is None else scalar.data_ptr() for scalar in scalars],
             )

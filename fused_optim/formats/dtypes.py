@@ -16,7 +16,9 @@ SHORT_NAMES = {
 
 def as_dtype(given: object) -> torch.dtype | None:
     """A dtype, also one that is given by a name: "int8", "torch.int8", "8bit". None for what is none."""
-    found = given
-    if isinstance(given, str):
-        found = SHORT_NAMES.get(given) or getattr(torch, given.removeprefix("torch."), None)
+    if isinstance(given, torch.dtype):
+        return given
+    if not isinstance(given, str):
+        return None
+    found = SHORT_NAMES.get(given) or getattr(torch, given.removeprefix("torch."), None)
     return found if isinstance(found, torch.dtype) else None

@@ -45,9 +45,12 @@ def some_of(items: list[str]) -> str:
     return shown if len(items) <= 5 else f"{shown}; and {len(items) - 5} more"
 
 
+# Asked for first: whether a type is registered as Real takes longer than all other checks of a step.
+_USUAL_NUMBERS = (float, int)
+
+
 def _is_number(value: Any) -> bool:
-    # The usual types first: asking whether a type is registered as Real takes longer than all other checks.
-    return type(value) in (float, int) or (isinstance(value, Real) and not isinstance(value, bool))
+    return type(value) in _USUAL_NUMBERS or (isinstance(value, Real) and not isinstance(value, bool))
 
 
 def check_hyperparameters(group: Mapping[str, Any], rules: Rules, running: bool = False) -> None:
@@ -74,7 +77,7 @@ def check_hyperparameters(group: Mapping[str, Any], rules: Rules, running: bool 
 
 def check_number(key: str, value: Any, least: float = 0.0) -> None:
     """Raise TypeError or ValueError for what is not a finite number of at least ``least``."""
-    if not _is_number(value):
+    if type(value) not in _USUAL_NUMBERS and not _is_number(value):
         raise TypeError(f"{key}: expected a number, got {type(value).__name__}")
     if not math.isfinite(value) or value < least:
         raise ValueError(f"{key}: expected a finite number >= 0, got {value}")
@@ -87,7 +90,7 @@ def check_decay_rates(betas: Any) -> None:
     if len(betas) != 2:
         raise TypeError(f"betas: expected two numbers, got {len(betas)}")
     for i, beta in enumerate(betas):
-        if not _is_number(beta):
+        if type(beta) not in _USUAL_NUMBERS and not _is_number(beta):
             raise TypeError(f"betas[{i}]: expected a number, got {type(beta).__name__}")
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"betas[{i}]: expected a number in [0, 1), got {beta}")

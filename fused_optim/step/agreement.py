@@ -15,7 +15,7 @@ asked:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple
@@ -99,12 +99,13 @@ class Own:
 
 
 class Agreement:
-    """What the ranks have told each other of the gradients of one optimizer.
+    """What the ranks have told each other of the gradients of one optimizer, whose parameters ``params`` gives.
 
     ``is_first``: they have told each other nothing so far, and all of them do so now.
     """
 
-    def __init__(self, is_first: bool = True) -> None:
+    def __init__(self, params: Callable[[], Sequence[Tensor]], is_first: bool = True) -> None:
+        self._params = params  # asked only where there is something to say
         self._is_first = is_first
         self._with_misplaced: set[DeviceMesh] = set()
         self._with_empty: set[DeviceMesh] = set()  # on some rank, as in `Own`
@@ -122,7 +123,7 @@ class Agreement:
             for mesh in self._with_misplaced | self._with_empty:
                 announce_on(mesh, _FAILED)
 
-    def reach(self, params: Sequence[Tensor], own: Own, is_first: bool = False) -> None:
+    def reach(self, own: Own, is_first: bool = False) -> None:
         """Raises RuntimeError where ranks would send different gradients, on all ranks that were asked.
 
         A collective over the meshes that the module's text names; nothing in a CUDA graph, before which all was said.
@@ -130,10 +131,11 @@ class Agreement:
         """
         self._is_open = False
         self._is_first |= is_first
-        if is_capturing() or not (self._is_first or self._with_misplaced or self._has_something_to_say(own)):
+        has_something_to_say = own.misplaced or (own.gradients and self._must_ask_for_matrices(own))
+        if not (self._is_first or self._with_misplaced or has_something_to_say) or is_capturing():
             return
         error = None
-        for mesh in meshes_of(params):
+        for mesh in meshes_of(self._params()):
             has_new = bool(own.misplaced.get(mesh)) or self._has_other_matrices(mesh, own)
             is_asked = self._is_first or mesh in self._with_misplaced
             is_asked = is_asked or (mesh in self._with_empty and mesh in own.gradients)
@@ -144,10 +146,8 @@ class Agreement:
         if error is not None:
             raise RuntimeError(error)
 
-    def _has_something_to_say(self, own: Own) -> bool:
-        return bool(own.misplaced) or any(
-            mesh in self._with_empty or self._has_other_matrices(mesh, own) for mesh in own.gradients
-        )
+    def _must_ask_for_matrices(self, own: Own) -> bool:
+        return any(mesh in self._with_empty or self._has_other_matrices(mesh, own) for mesh in own.gradients)
 
     def _has_other_matrices(self, mesh: DeviceMesh, own: Own) -> bool:
         return mesh in own.gradients and own.gradients[mesh] != self._gradients.get(mesh)

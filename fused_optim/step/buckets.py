@@ -29,6 +29,7 @@ from fused_optim.memory.layout import STEP
 from fused_optim.options.checks import describe
 from fused_optim.rule import Hyper
 from fused_optim.sharding.dtensor import local_tensor
+from fused_optim.state.groups import Group
 from fused_optim.state.store import StateStore
 from fused_optim.step.agreement import Agreement, Own, is_misplaced
 from fused_optim.step.amp import gradients_are_scaled
@@ -67,7 +68,7 @@ class Stepping(Protocol):
     scalars: DeviceScalars
     agreement: Agreement
 
-    def check_groups(self) -> None:
+    def check_groups(self, groups: Sequence[Group]) -> None:
         """Raise for hyperparameters that cannot be used."""
 
     def renew_states(self) -> None:
@@ -245,7 +246,7 @@ class Buckets:
         """Raises before anything is changed. What all updates of a step need is prepared here, once."""
         if gradients_are_scaled():
             raise RuntimeError(NO_SCALER)
-        self._stepping.check_groups()
+        self._stepping.check_groups(self._store.groups)
         self._store.resolve_pending()
         if not self._trainable.are(self._now_trainable()):
             self._choose_buckets()
@@ -302,7 +303,7 @@ class Buckets:
         params = self._store.params
         out = {param for param in _alive(references) if is_misplaced(param, param.grad)}
         grads = [param.grad if param in out else None for param in params] if out else [None] * len(params)
-        self._stepping.agreement.reach(params, Own.of(params, grads, self._store.names))
+        self._stepping.agreement.reach(Own.of(params, grads, self._store.names))
         for param, grad in zip(params, grads, strict=True):
             if grad is not None:
                 param.grad = placed_as(grad, param)
@@ -343,7 +344,7 @@ class Buckets:
         return [{key: _comparable(group[key]) for key in group if key in own} for group in self._store.groups]
 
     def _check_hyperparameters(self) -> None:
-        self._stepping.check_groups()
+        self._stepping.check_groups(self._store.groups)
         for number, (before, now) in enumerate(zip(self._begun_with, self._hyperparameters(), strict=False)):
             for key in before.keys() & now.keys():
                 if before[key] != now[key]:

@@ -66,7 +66,7 @@ def clip_grad_norm_(
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(dict.fromkeys(parameters))
     grads = [param.grad for param in params]
-    Agreement(is_first=False).reach(params, Own.of(params, grads))
+    Agreement(lambda: params, is_first=False).reach(Own.of(params, grads))
     clip = measure(params, grads, max_norm, norm_type, error_if_nonfinite)
     by_device: dict[torch.device, list[Tensor]] = {}
     for grad in grads:

@@ -28,20 +28,19 @@ class DeferredClip:
         """Clip the next step's gradients; see ``ShardedOptimizer.clip_grad_norm_``."""
         store = self._store
         grads = store.gradients()
-        self._agreement.reach(store.params, Own.of(store.params, grads, store.names))
+        self._agreement.reach(Own.of(store.params, grads, store.names))
         measured = clip.measure(store.params, grads, max_norm, norm_type, error_if_nonfinite)
         self.due = measured
         if store.settings.skip_nonfinite:
             self._skips.note(measured)
         for device, factor in measured.factors.items():
-            if self._is_in_graphs(device):
+            if is_capturable_on(device, store.settings):
                 self._scalars.factor(device).copy_(factor)
         return measured.norm
 
     def drop(self) -> None:
-        for device in () if self.due is None else self.due.factors:
-            self._reset(device)
-        self.due = None
+        if self.due is not None:
+            self.serve(self.due.factors)
         self._skips.forget()
 
     def drop_former(self) -> None:
@@ -51,19 +50,13 @@ class DeferredClip:
 
     def factor(self, device: torch.device) -> Tensor | None:
         """What gradients on a device are multiplied by: a float32 scalar, which may be on another one."""
-        if self._is_in_graphs(device):
+        if is_capturable_on(device, self._store.settings):
             return self._scalars.factor(device)
         return None if self.due is None else self.due.factors.get(device)
 
     def serve(self, devices: Iterable[torch.device]) -> None:
         """After a step, also in a graph: each clipping serves one."""
         for device in devices:
-            self._reset(device)
+            if is_capturable_on(device, self._store.settings):
+                self._scalars.factor(device).fill_(1.0)
         self.due = None
-
-    def _reset(self, device: torch.device) -> None:
-        if self._is_in_graphs(device):
-            self._scalars.factor(device).fill_(1.0)
-
-    def _is_in_graphs(self, device: torch.device) -> bool:
-        return is_capturable_on(device, self._store.settings)

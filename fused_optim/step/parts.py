@@ -89,7 +89,7 @@ class Part:
         """Update what has a gradient; ``hypers``: of the param groups, on this device."""
         if self.absmax is not None:
             self.absmax.zero_()
-        late = self._unscaled_apart(hypers[0].grad_scale, hypers[0].found_inf)
+        late = self._unscaled_apart(hypers[0].grad_scale, hypers[0].found_inf) if self.apart else []
         self.shards.run(hypers, workspace, self.overwrites)
         for grad, value in late:
             write_(grad, value)

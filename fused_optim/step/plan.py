@@ -11,7 +11,6 @@ import functools
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -43,8 +42,8 @@ from fused_optim.step.weights import NewValues, Weight, WeightUpdates
 
 def _formats_of(groups: Sequence[Group], store: StateStore) -> list[Any]:
     """What the groups ask for, as it is written there."""
-    options = store.format_options
-    return [group.get(option) for group in groups for option in options]
+    specs = store.rule.states
+    return [group.get(spec.option) for group in groups for spec in specs]
 
 
 def placed_as(grad: Tensor, param: Tensor) -> Tensor:
@@ -80,7 +79,7 @@ class Basis:
             and forced_backend() == self._forced
             and _formats_of(groups, store) == self._formats
             and len(groups) == len(self._in_groups)
-            and all(own.are(group["params"]) for group, own in zip(groups, self._in_groups, strict=True))
+            and all([own.are(group["params"]) for group, own in zip(groups, self._in_groups, strict=True)])
             and Identities.are_items(store.state, self._state_keys, self._state_dicts)
         )
 
@@ -116,7 +115,7 @@ class Plan:
         parts: dict[tuple[torch.device, bool, int], Part] = {}
         numbers = [number for number, size in enumerate(self._sizes) for _ in range(size)]
         rules = [store.rule.for_group(group) for group in groups]
-        self._attribute = ""
+        self._attribute, self._scaled = "", False  # of the last refresh
         self._places: dict[int, tuple[Part, int]] = {}  # by position in the param groups
         for index in self._layouts:
             param = params[index]
@@ -143,6 +142,8 @@ class Plan:
                 part.shards = OffloadedShards(*about, store.offloading.link(device)) if offloaded else shards_on(*about)
         self.parts = [parts[key] for key in sorted(parts, key=str)]
         self.backends: dict[torch.device, str] = {part.device: part.backend for part in self.parts}
+        self.is_on_gpu = any(device.type == "cuda" for device in self.backends)
+        self._has_matrices = any(rules[part.groups[0]].whole_matrices for part in self.parts)
         self._last = {part.device: part for part in self.parts}  # to be launched
 
     def _reference(self, param: Tensor, index: int) -> Reference:
@@ -162,18 +163,16 @@ class Plan:
         """Memory of its own that steps write to."""
         return [part.absmax for part in self.parts if part.absmax is not None]
 
-    def fits(self, groups: Sequence[Group], store: StateStore) -> bool:
-        """Whether it is still a plan for what there is now."""
-        return self.is_whole(store.grad_attribute) and self._basis.is_that_of(groups, store)
+    def fits(self, groups: Sequence[Group], attribute: str) -> bool:
+        """Whether it is still a plan for what there is now. Gradients are in ``param.<attribute>``."""
+        return self.is_whole(attribute) and self._basis.is_that_of(groups, self._store)
 
     def is_whole(self, attribute: str) -> bool:
         """Whether no parameter is gone, and what has no states still has no gradient, ``param.<attribute>``."""
-        return not self._has_lost and not self._has_new_gradient(attribute)
+        return not self._has_lost and not (self._stateless and self._has_new_gradient(attribute))
 
     def _has_new_gradient(self, attribute: str) -> bool:
         """Whether a parameter without states has a gradient."""
-        if not self._stateless:
-            return False
         with torch._C.DisableTorchFunctionSubclass():  # of a DTensor, reading `.grad` is slow where torch looks for it
             return any(getattr(param(), attribute, None) is not None for param in self._stateless)
 
@@ -193,7 +192,7 @@ class Plan:
         """
         self._copies.clear()
         self._weights.end_step()  # where one was refused
-        self._attribute = attribute
+        self._attribute, self._scaled = attribute, scaled
         stale: list[tuple[Part, int, Tensor]] = []
         for part in self.parts:
             part.apart.clear()
@@ -232,7 +231,7 @@ class Plan:
         own = Own()
         for part, i, param in stale:
             own.add(param, getattr(param, attribute), part.indices[i], self._names[part.indices[i]])
-        if any(isinstance(part.shards, MatrixShards) for part in self.parts):
+        if self._has_matrices:
             matrices = self._matrices_to_send(bool(stale))
             own.gradients, own.with_empty = matrices.gradients, matrices.with_empty
         return own
@@ -409,7 +408,7 @@ class Plan:
         for batch in batches:
             batch.write(applies)
         self._weights.end_step()
-        if any(on_device[0].grad_scale is not None for on_device in on_devices.values()):
+        if self._scaled:
             increment_versions([getattr(param, self._attribute) for param in updated])
         increment_versions(updated)
         for part in self.parts:  # which may share counters
@@ -432,7 +431,10 @@ class Plan:
 
     def _updated(self) -> list[Tensor]:
         """The parameters that have a gradient in this step."""
-        return list(chain.from_iterable(part.shards.updated(part.watched) for part in self.parts))
+        updated: list[Tensor] = []
+        for part in self.parts:
+            updated += part.shards.updated(part.watched)
+        return updated
 
 
 def _let_go(plan: weakref.ref[Plan], index: int, _: object) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Collection, Sequence
 
@@ -54,7 +53,7 @@ class Stepper:
         self.scalars = DeviceScalars()
         self._plan: Plan | None = None
         self.buckets: Buckets | None = None  # of its steps; None: they are made at once
-        self.agreement = Agreement()
+        self.agreement = Agreement(lambda: store.params)
         self.clipping = DeferredClip(store, self.scalars, self.skips, self.agreement)
         self._knows_offsets = False  # what `StateStore.exchange_offsets` finds
         self._left_out: set[int] | None = None  # what `_exchange_gradients` finds
@@ -125,14 +124,15 @@ class Stepper:
         scaling = ask_scaler()
         if self.buckets is not None and scaling != (None, None):
             raise RuntimeError(NO_SCALER)
-        if self.buckets is None and not capturing and self._is_synthetic():
+        groups = self._store.groups
+        if self.buckets is not None:
+            self.buckets.finish()
+        elif not capturing and self._is_synthetic(groups):
             self._store.create()
             self.prepare_capture()
             self.clipping.drop()
-        elif self.buckets is not None:
-            self.buckets.finish()
         else:
-            self._update(self._checked_plan(scaling[0] is not None), scaling, capturing)
+            self._update(groups, self._checked_plan(groups, scaling[0] is not None), scaling, capturing)
         self._store.offloading.synchronize()
 
     def prepare_capture(self) -> None:
@@ -164,19 +164,19 @@ class Stepper:
                 hint = "run one warm-up step or initialize_state() before capture"
                 raise RuntimeError(f"CUDA graph capture: {describe(param, index, name)} has no states yet; {hint}")
 
-    def _is_synthetic(self) -> bool:
+    def _is_synthetic(self, groups: Sequence[Group]) -> bool:
         """Whether this first step is to create states only.
 
         What only all ranks together know is asked before the first step, by all of them whatever they did before: where
         uneven shards lie and, if every learning rate is 0, whether there is a gradient. Where a rank refuses its
         gradients, it tells the others.
         """
-        if not (self._synthetic_of_plain or any(isinstance(param, DTensor) for param in self._store.params)):
-            return False
-        resting = may_be_synthetic(self._groups)
+        resting = may_be_synthetic(groups)
         if self._left_out is not None and self._knows_offsets and not resting:
             return False
         params = self._store.params
+        if not (self._synthetic_of_plain or any(isinstance(param, DTensor) for param in params)):
+            return False
         if not params:  # a rank that owns none has nobody to ask
             return resting
         try:
@@ -196,7 +196,7 @@ class Stepper:
         is_real, failed = any_rank(params, is_real, False)
         if failed:
             raise RuntimeError("another rank refused its gradients before the first step; its error says why")
-        self.agreement.reach(params, Own.of_all(self._store), is_first=True)
+        self.agreement.reach(Own.of_all(self._store), is_first=True)
         self._exchange_offsets()
         is_synthetic = resting and not is_real
         if not is_synthetic:
@@ -219,12 +219,13 @@ class Stepper:
             self._store.exchange_offsets()
             self._knows_offsets = True
 
-    def check_groups(self) -> None:
+    def check_groups(self, groups: Sequence[Group]) -> None:
         """Read what was written into running param groups as plain values. Raises ValueError or TypeError."""
-        for number, group in enumerate(self._groups):
+        defaults, rule = self._store.defaults, self._store.rule
+        for number, group in enumerate(groups):
             try:
-                read = read_group(group, self._store.defaults)
-                check_hyperparameters({**group, **read} if read else group, self._store.rule, running=True)
+                read = read_group(group, defaults)
+                check_hyperparameters({**group, **read} if read else group, rule, running=True)
                 group.update(read)
             except KeyError as error:
                 hint = "it keeps its hyperparameters and its algorithm: make a new optimizer for others"
@@ -234,7 +235,7 @@ class Stepper:
 
     def _checked_grads(self) -> list[Tensor]:
         """All gradients. Raises for those that cannot be used, and for hyperparameters."""
-        self.check_groups()
+        self.check_groups(self._groups)
         grads = []
         for index, (param, name) in enumerate(zip(self._store.params, self._store.names, strict=True)):
             grad = self._store.gradient(param)
@@ -314,14 +315,14 @@ class Stepper:
 
     def hypers_on(self, device: torch.device) -> list[Hyper]:
         """Of a step that would be made now, without clipping."""
-        return [self._hyper(number, group, device) for number, group in enumerate(self._groups)]
+        return self._hypers(self._groups, device)
 
     # --- a whole step -----------------------------------------------------------------------------------------------
 
-    def _checked_plan(self, scaled: bool) -> Plan:
+    def _checked_plan(self, groups: Sequence[Group], scaled: bool) -> Plan:
         self.agreement.open()
         try:
-            return self._refreshed_plan(scaled)
+            return self._refreshed_plan(groups, scaled)
         except Exception:
             self.agreement.give_up()
             self._abandon_skips()
@@ -332,15 +333,14 @@ class Stepper:
         if self._store.settings.skip_nonfinite:
             self.skips.abandon(self.skip_group)
 
-    def _refreshed_plan(self, scaled: bool) -> Plan:
-        self.check_groups()
-        plan = self._plan
-        if plan is None or not plan.fits(self._groups, self._store):
+    def _refreshed_plan(self, groups: Sequence[Group], scaled: bool) -> Plan:
+        self.check_groups(groups)
+        plan, attribute = self._plan, self._store.grad_attribute
+        if plan is None or not plan.fits(groups, attribute):
             plan = self._new_plan()
-        agree = functools.partial(self.agreement.reach, self._store.params)
-        if not plan.refresh(self._store.grad_attribute, scaled, agree):
+        if not plan.refresh(attribute, scaled, self.agreement.reach):
             plan = self._new_plan()
-            plan.refresh(self._store.grad_attribute, scaled, agree)
+            plan.refresh(attribute, scaled, self.agreement.reach)
         return plan
 
     def _new_plan(self) -> Plan:
@@ -376,20 +376,19 @@ class Stepper:
             if group["params"] and not any(map(self._store.has_own_states, group["params"])):
                 group["step"] = 0
 
-    def _update(self, plan: Plan, scaling: Scaling, capturing: bool) -> None:
+    def _update(self, groups: Sequence[Group], plan: Plan, scaling: Scaling, capturing: bool) -> None:
         grad_scale, found_inf = scaling
-        settings, groups, devices = self._store.settings, self._groups, plan.backends
-        counting = self._counting(plan)
+        settings, devices = self._store.settings, plan.backends
+        counting = self._counting(groups, plan)
         if capturing:
             check_capturable(devices)
             self._check_no_collective()
         if settings.skip_nonfinite:
             params = self._store.params
             found_inf = self.skips.decide(params, self._store.gradients(), found_inf, self.skip_group)
-        on_gpu = any(device.type == "cuda" for device in devices)
         # Without parameters there is no device to count.
         counted_there = bool(devices) and (
-            found_inf is not None or self.scalars.ahead or (settings.capturable and on_gpu)
+            found_inf is not None or self.scalars.ahead or (settings.capturable and plan.is_on_gpu)
         )
         if counted_there:
             self.scalars.prepare(devices, groups, capturing)
@@ -397,12 +396,8 @@ class Stepper:
             counting = set()
 
         def hypers(device: torch.device) -> list[Hyper]:
-            scale, skip = _placed(grad_scale, device), _placed(found_inf, device)
-            factor = _placed(self.clipping.factor(device), device)
-            return [
-                self._hyper(number, group, device, counted_there and number in counting, scale, factor, skip)
-                for number, group in enumerate(groups)
-            ]
+            factor, counted = self.clipping.factor(device), counting if counted_there else ()
+            return self._hypers(groups, device, counted, (grad_scale, factor, found_inf))
 
         plan.run(hypers, self.scalars.workspaces(devices, groups), found_inf)
         self.clipping.serve(devices)
@@ -411,12 +406,13 @@ class Stepper:
                 groups[number]["step"] = int(groups[number]["step"]) + 1
         if counted_there:
             self.scalars.count(groups, capturing)
-            if not on_gpu:  # reading costs nothing
+            if not plan.is_on_gpu:  # reading costs nothing
                 self.scalars.pull(groups)
 
-    def _counting(self, plan: Plan) -> set[int]:
+    def _counting(self, groups: Sequence[Group], plan: Plan) -> set[int]:
         """The param groups whose step this is."""
-        return plan.groups_with_gradients | self.groups_of_others()
+        found = plan.groups_with_gradients
+        return found if len(found) == len(groups) else found | self.groups_of_others()
 
     def groups_of_others(self) -> set[int]:
         """Param groups that this rank has no elements and no gradients of, but counts as those ranks that do.
@@ -440,7 +436,7 @@ class Stepper:
         The last step's, where it fits still; else one of the parameters that have states, which is not kept.
         """
         attribute, plan = self._store.grad_attribute, self._plan
-        if plan is not None and plan.fits(self._groups, self._store) and plan.refresh(attribute):
+        if plan is not None and plan.fits(self._groups, attribute) and plan.refresh(attribute):
             return plan
         if plan is not None:
             self.scalars.retire(plan.measured)
@@ -456,43 +452,41 @@ class Stepper:
         self.clipping.drop_former()
 
         def hypers(device: torch.device) -> list[Hyper]:
-            factor = _placed(self.clipping.factor(device), device)
-            return [self._hyper(number, group, device, grad_factor=factor) for number, group in enumerate(self._groups)]
+            return self._hypers(self._groups, device, scalars=(None, self.clipping.factor(device), None))
 
         return hypers
 
-    def _hyper(
+    def _hypers(
         self,
-        number: int,
-        group: Group,
+        groups: Sequence[Group],
         device: torch.device,
-        counted_there: bool = False,
-        grad_scale: Tensor | None = None,
-        grad_factor: Tensor | None = None,
-        found_inf: Tensor | None = None,
-    ) -> Hyper:
-        rule, on_host = self._store.rule.for_group(group), host_lr(group)
-        lr: float | Tensor
-        if on_host is None:
-            lr = on_device(group["lr"], device)
-        elif is_capturable_on(device, self._store.settings):
-            lr = self.scalars.lr(device, number)
-        else:
-            lr = on_host
-        return Hyper(
-            rule=rule,
-            lr=lr,
-            weight_decay=float(group["weight_decay"]),
-            step=int(group["step"]) + 1,
-            maximize=group["maximize"],
-            stochastic_rounding=self._store.settings.stochastic_rounding,
-            grad_scale=grad_scale,
-            grad_factor=grad_factor,
-            found_inf=found_inf,
-            steps_done=self.scalars.step(device, number) if counted_there else None,
-            **rule.numbers(group),
-        )
-
-
-def _placed(scalar: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if scalar is None else on_device(scalar, device)
+        counted: Collection[int] = (),
+        scalars: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+    ) -> list[Hyper]:
+        """Of a step; ``counted``: the groups whose steps the device counts; ``scalars``: scale, factor, found_inf."""
+        settings, rules = self._store.settings, self._store.rule
+        reads_rates = is_capturable_on(device, settings)
+        scale, factor, skip = [None if scalar is None else on_device(scalar, device) for scalar in scalars]
+        hypers = []
+        for number, group in enumerate(groups):
+            rule, on_host = rules.for_group(group), host_lr(group)
+            lr: float | Tensor
+            if on_host is None:
+                lr = on_device(group["lr"], device)
+            else:
+                lr = self.scalars.lr(device, number) if reads_rates else on_host
+            hyper = Hyper(
+                rule=rule,
+                lr=lr,
+                weight_decay=float(group["weight_decay"]),
+                step=int(group["step"]) + 1,
+                maximize=group["maximize"],
+                stochastic_rounding=settings.stochastic_rounding,
+                grad_scale=scale,
+                grad_factor=factor,
+                found_inf=skip,
+                steps_done=self.scalars.step(device, number) if number in counted else None,
+                **rule.numbers(group),
+            )
+            hypers.append(hyper)
+        return hypers

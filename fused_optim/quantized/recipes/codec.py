@@ -197,7 +197,8 @@ class _AlikeScales:
             changes=self._marked,
             **run_on(self._device),
         )
-        increment_versions(self._countable_scales)
+        if stage is not ScaleStage.BEFORE:  # an update's writes of a scale count as one, at its end
+            increment_versions(self._countable_scales)
         if stage is ScaleStage.AFTER and kernel.history:
             increment_versions(self._countable_histories)
         return True
