@@ -169,6 +169,24 @@ def test_large_tensors_are_locked_meanwhile(lockings: list[tuple[str, int]]) -> 
     assert lockings[2:] == [("unlock", address) for address in addresses]
 
 
+@pytest.mark.parametrize("can_be_locked", [True, False])
+def test_uploads_go_through_parts_of_one_allocation(can_be_locked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: list[int] = []
+
+    def lock(whole: Tensor) -> None:
+        locked.append(whole.nbytes)
+        if not can_be_locked:
+            raise RuntimeError("cannot be page-locked")
+
+    monkeypatch.setattr(host_memory, "_lock", lock)
+    monkeypatch.setattr(host_memory, "_unlock", lambda address: None)
+    parts = reading._staging(5)
+    for i, part in enumerate(parts):
+        part.fill_(i)
+    assert [(part.nbytes, int(part[0]), int(part[-1])) for part in parts] == [(1 << 22, i, i) for i in range(5)]
+    assert locked == [5 << 22]
+
+
 def test_what_cannot_be_locked_is_read_nevertheless(lockings: list[tuple[str, int]]) -> None:
     first, refused = torch.ones(1 << 20), torch.ones(1 << 20, dtype=torch.int32)
     with host_memory.locked([first, refused, refused]):
