@@ -19,12 +19,11 @@ from torch.optim import Optimizer
 
 from fused_optim.checkpoint.collect import Collector
 from fused_optim.checkpoint.extras import Stateful, check_extra, check_loadable
-from fused_optim.checkpoint.loads import CheckpointReport, LoadOptions, Loads
+from fused_optim.checkpoint.loads import CheckpointReport, Compared, LoadOptions, Loads
 from fused_optim.checkpoint.random_states import RandomStates
 from fused_optim.checkpoint.reading.dcp_folder import DcpFolder
 from fused_optim.checkpoint.reading.leeway import Leeway, Rename
 from fused_optim.checkpoint.saves import BackgroundSaves, Save
-from fused_optim.checkpoint.storage import checksums
 from fused_optim.checkpoint.storage.damage import Damaged, is_damage
 from fused_optim.checkpoint.storage.directory import CheckpointDirectory, Found, have_rotated
 from fused_optim.checkpoint.storage.folders import LocalFolder, PathLike, folder_at
@@ -375,14 +374,14 @@ class Checkpointer:
         problems = []
         for found in listed:
             try:
-                source = self._open(found, verify)
+                compared = self._compare(found, verify, options)
             except (OSError, ValueError, RaisedElsewhere) as error:  # on all ranks
                 if on_any(not is_damage(error) and not isinstance(error, RaisedElsewhere), self._group):
                     raise
-                logger.warning("checkpoint passed over: %s: %s", self._directory.folder_of(found), error)
-                problems.append(error)
+                problems.append(str(error))  # alone: the error would keep what was read of this one
+                logger.warning("checkpoint passed over: %s: %s", self._directory.folder_of(found), problems[-1])
             else:
-                return self._load(found, source, options)
+                return self._load(compared, options)
         none = f"{self._directory.folder} has {len(listed)} checkpoints, of which none is whole"
         raise ValueError(f"{none}; the newest: {problems[0]}")
 
@@ -415,45 +414,45 @@ class Checkpointer:
         ``strict``, ``partial`` and ``rename`` are for optimizers of this package, or with ``model_only=True``. Code
         that a checkpoint might hold is not run. Raises on every rank if it fails on one: FileNotFoundError if there is
         no such checkpoint, ValueError if it is damaged, or of another model or kind of optimizer, naming what it lacks
-        and what it has beyond it. Nothing was changed then, but where reading itself fails after all was compared: load
-        again.
+        and what it has beyond it. Nothing was changed then, but where reading the model fails after all was compared:
+        load again.
         """
         options = self._options(without, Leeway.of(strict, partial, rename), model_only, dry_run)
         self.wait()
         found = self._find(step)
-        return self._load(found, self._open(found, verify), options)
+        return self._load(self._compare(found, verify, options), options)
 
     def _options(self, without: Collection[str], leeway: Leeway, model_only: bool, dry_run: bool) -> LoadOptions:
         if without is None or isinstance(without, str):
             raise TypeError(f"without: expected a list of names of extras, got {without!r}")
         return LoadOptions(leeway, frozenset(without), model_only, dry_run)
 
-    def _open(self, found: Found, verify: bool) -> DcpFolder:
+    def _compare(self, found: Found, verify: bool, options: LoadOptions) -> Future[Compared]:
         """Raises Damaged or FileNotFoundError for what is not whole, others for what cannot be told now."""
         folder = self._directory.folder_of(found)
         with on_all_ranks(f"opening {folder}", group=self._group):
             self._check(found)
             source = DcpFolder(folder)
-        if verify:  # what others wrote has checksums if they saw to it
-            required = found.manifest is not None
-            checksums.verify_items(folder, None, required, metadata=source.metadata)
-        return source
+        return self._loads.compare(found, source, verify, options)
 
     def _check(self, found: Found) -> None:
         if found.problem is not None:
             raise Damaged(found.problem)
         self._directory.check_whole(found)
 
-    def _load(self, found: Found, source: DcpFolder, options: LoadOptions) -> int:
+    def _load(self, compared: Future[Compared], options: LoadOptions) -> int:
         self.report = None
         if not options.dry_run:
             self._last = None  # what was saved last is no longer what there is
-        self.report = self._loads.run(found, source, options)
+        found = compared.result()
+        if not options.dry_run:
+            self._loads.load(found)
+        self.report = found.report
         if self.report.model or self.report.restarted or self.report.extras_left:
-            logger.warning("%s: %s", source.path, self.report)
+            logger.warning("%s: %s", found.source.path, self.report)
         if not options.dry_run and not options.model_only:
-            self._last = found.step
-        return found.step
+            self._last = self.report.step
+        return self.report.step
 
     # --- the end ------------------------------------------------------------------------------------------------
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.optim import Optimizer
 
@@ -21,7 +23,9 @@ from fused_optim.checkpoint.reading.dcp_folder import DcpFolder
 from fused_optim.checkpoint.reading.leeway import Differences, Leeway
 from fused_optim.checkpoint.reading.load import Loader, LoadReport, checked
 from fused_optim.checkpoint.reading.model import ModelLoader, flat_names
+from fused_optim.checkpoint.storage.checksums import start_verifying
 from fused_optim.checkpoint.storage.directory import Found
+from fused_optim.checkpoint.storage.garbage import without_collection
 from fused_optim.optimizer import ShardedOptimizer
 from fused_optim.sharding.collective import distinct, on_all_ranks, this_rank, tied_names, world_size
 
@@ -59,6 +63,17 @@ class LoadOptions:
     dry_run: bool = False
 
 
+@dataclass(frozen=True)
+class Compared:
+    """A checkpoint that fits."""
+
+    source: DcpFolder
+    model: ModelLoader
+    optimizer: Loader | OtherLoader | None  # None: the model alone is loaded
+    extra: dict[str, Any]  # the states, by name
+    report: CheckpointReport
+
+
 @contextmanager
 def _loaded_before(
     optimizer: Loader | OtherLoader | None, doing: str, group: dist.ProcessGroup | None
@@ -92,8 +107,24 @@ class Loads:
         self._model, self._optimizer, self._extra = model, optimizer, extra
         self._states, self._group = states, group
 
-    def run(self, found: Found, source: DcpFolder, options: LoadOptions) -> CheckpointReport:
-        """Nothing has been changed where what the checkpoint describes does not fit, on any rank."""
+    def compare(self, found: Found, source: DcpFolder, verify: bool, options: LoadOptions) -> Future[Compared]:
+        """What is to be loaded, or why it does not fit, on all ranks. Raises Damaged for what is not as it was written.
+
+        Changes nothing. States are read into host memory while other threads verify.
+        """
+        required = found.manifest is not None  # what others wrote has checksums if they saw to it
+        whole = start_verifying(source.path, None, required, metadata=source.metadata) if verify else None
+        compared: Future[Compared] = Future()
+        try:
+            with without_collection():
+                compared.set_result(self._compare(found, source, options))
+        except (Exception, CheckpointException) as error:  # of which damage may be the reason
+            compared.set_exception(error)
+        if whole is not None:
+            whole()
+        return compared
+
+    def _compare(self, found: Found, source: DcpFolder, options: LoadOptions) -> Compared:
         doing, group = f"loading {source.path}", self._group
         names: list[str] = []
         with on_all_ranks(doing, group=group):
@@ -110,16 +141,21 @@ class Loads:
             optimizer.report if isinstance(optimizer, Loader) else None,
             () if options.model_only else self._extras_left(found, options),
         )
-        if options.dry_run:
-            return report
-        with _loaded_before(optimizer, doing, group), on_all_ranks(doing, group=group):
-            set_model_state_dict(self._model, model.load())
-        if isinstance(optimizer, Loader):
-            optimizer.load()
+        if isinstance(optimizer, Loader) and not options.dry_run:
+            optimizer.read()
+        return Compared(source, model, optimizer, extra, report)
+
+    def load(self, compared: Compared) -> None:
+        """Where reading fails now, the model may have been changed."""
+        doing, group, optimizer = f"loading {compared.source.path}", self._group, compared.optimizer
+        with without_collection():
+            with _loaded_before(optimizer, doing, group), on_all_ranks(doing, group=group):
+                set_model_state_dict(self._model, compared.model.load())
+            if isinstance(optimizer, Loader):
+                optimizer.load()
         with on_all_ranks(doing, group=group):
-            for name, state in extra.items():
+            for name, state in compared.extra.items():
                 self._extra[name].load_state_dict(state)
-        return report
 
     def _compared(
         self, found: Found, source: DcpFolder, everyone: Collection[str], leeway: Leeway

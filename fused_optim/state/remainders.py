@@ -75,9 +75,10 @@ def row_checks(param: Tensor) -> Tensor:
     bits = dense(param.detach()).view(torch.int16).flatten(1)
     odd = torch.arange(bits.shape[1], dtype=torch.int32, device=bits.device).mul_(2).add_(1)
     checks = torch.empty(bits.shape[0], dtype=torch.int32, device=bits.device)
-    rows = max(1, PIECE // max(bits.shape[1], 1))
+    piece = 8 * PIECE if bits.is_cuda else PIECE  # 32 MB of temporaries; launches take longer than their work
+    rows = max(1, piece // max(bits.shape[1], 1))
     for own, part in zip(checks.split(rows), bits.split(rows), strict=True):
-        own.copy_(part.int().mul_(odd).sum(1))  # modulo 2^32
+        own.copy_(torch.mul(part, odd).sum(1))  # modulo 2^32
     return checks
 
 

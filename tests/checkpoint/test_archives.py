@@ -121,8 +121,20 @@ def test_archives_without_checks() -> None:
         torch.serialization.set_crc32_options(True)
 
 
-def test_later_saves_leave_the_interpreter_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No tensor is pickled again, whatever layer it belongs to."""
+@pytest.mark.parametrize("dtype, shape", [(torch.float32, (3, 700_001)), (torch.int8, (7,)), (torch.bool, ())])
+def test_what_was_prepared_is_not_shown_again(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    archives = Archives()
+    archives.prepare(dtype, torch.Size(shape))
+    assert check(archives, torch.ones(shape, dtype=dtype)) == 3
+    archives.prepare(dtype, torch.Size((0, 3)))  # nothing to be shown
+    check(archives, torch.ones(0, 3, dtype=dtype))
+
+
+@pytest.mark.parametrize("prepares, form", [(False, "native"), (True, "native"), (True, "unscaled")])
+def test_later_saves_leave_the_interpreter_alone(
+    prepares: bool, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No tensor is pickled again, whatever layer it belongs to; by the first save neither, where it was prepared."""
     layers = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(3))).bfloat16()
     optimizer = FusedAdamW(layers.parameters(), exp_avg_dtype="int8", exp_avg_sq_dtype="int8")
     pickled: list[type] = []
@@ -133,13 +145,17 @@ def test_later_saves_leave_the_interpreter_alone(tmp_path: Path, monkeypatch: py
         original(value, stream)
 
     monkeypatch.setattr(torch, "save", save)
-    with Checkpointer(layers, optimizer, tmp_path) as checkpointer:
+    optimizer.initialize_state()
+    with Checkpointer(layers, optimizer, tmp_path, format=form) as checkpointer:
+        if prepares:
+            checkpointer.prepare().result()
+        counts = [pickled.count(Tensor)]
         for step in range(2):
             for param in layers.parameters():
                 param.grad = torch.full_like(param, step + 1)
             optimizer.step()
-            first = pickled.count(Tensor)
             checkpointer.save(step)
             checkpointer.wait()
-    assert 0 < first < 12
-    assert pickled.count(Tensor) == first
+            counts.append(pickled.count(Tensor))
+    assert 0 < counts[1] < 12 and counts[2] == counts[1]
+    assert counts[0] == (counts[1] if prepares else 0)

@@ -13,6 +13,8 @@ import cases
 from distributed import assert_same
 from fused_optim import FusedAdam
 from fused_optim.checkpoint import Checkpointer
+from fused_optim.checkpoint.reading import reader
+from fused_optim.memory import host_memory
 from native_cases import build, tensors_of, train, trained
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -70,6 +72,62 @@ def test_large_tensors_are_read_in_pieces(form: str, tmp_path: Path) -> None:
     torch.cuda.reset_peak_memory_stats()
     assert checkpointer.load_latest() == 1
     assert torch.cuda.max_memory_allocated() - resident < 300 << 20
+    assert_same(contents(model, optimizer), expected)
+
+
+@pytest.mark.parametrize("at_once", [1000, 4096, 12_000_001])
+@pytest.mark.parametrize("can_be_locked", [True, False])
+def test_pieces_of_any_size(at_once: int, can_be_locked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over their borders, of empty tensors, and where memory cannot be page-locked."""
+    model: Any = nn.ParameterDict({"none": torch.zeros(0, 8), "odd": torch.randn(77, 333), "one": torch.ones(1)})
+    model = model.to("cuda", torch.bfloat16)
+    optimizer = FusedAdam(model.parameters(), exp_avg_dtype=torch.int8, store_param_remainders=True)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    with Checkpointer(model, optimizer, tmp_path, sigterm=False) as checkpointer:
+        checkpointer.save(1)
+    expected = contents(model, optimizer)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(9)
+    optimizer.step()
+    monkeypatch.setattr(reader, "_UPLOADED", at_once)
+    if not can_be_locked:
+        monkeypatch.setattr(host_memory, "_lock", refuse)
+    assert checkpointer.load(1) == 1
+    assert_same(contents(model, optimizer), expected)
+
+
+def refuse(_: Tensor) -> None:
+    raise RuntimeError("cannot be page-locked")
+
+
+def test_a_byte_that_differs_changes_nothing(tmp_path: Path) -> None:
+    model, optimizer = large(0)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    with Checkpointer(model, optimizer, tmp_path, sigterm=False) as checkpointer:
+        checkpointer.save(1)
+    expected = contents(model, optimizer)
+    model, optimizer = large(1)
+    optimizer.initialize_state()
+    before = contents(model, optimizer)
+    checkpointer = Checkpointer(model, optimizer, tmp_path, sigterm=False)
+    for file in sorted((tmp_path / "step-00000001").glob("*.distcp")):
+        with file.open("r+b") as stream:
+            stream.seek(-5000, 2)
+            byte = stream.read(1)
+            stream.seek(-5000, 2)
+            stream.write(bytes([byte[0] ^ 1]))
+        with pytest.raises(ValueError, match="is damaged"):
+            checkpointer.load(1)
+        assert_same(contents(model, optimizer), before)
+        with file.open("r+b") as stream:
+            stream.seek(-5000, 2)
+            stream.write(byte)
+    assert checkpointer.load(1) == 1
     assert_same(contents(model, optimizer), expected)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from fused_optim.checkpoint.reading import reader as reading
 from fused_optim.checkpoint.reading.reader import Reader, load
 from fused_optim.checkpoint.storage import folders
 from fused_optim.checkpoint.storage.folders import LocalFolder, folder_at
+from fused_optim.checkpoint.storage.threads import done_by
 from fused_optim.memory import host_memory
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp.save in one process
@@ -167,6 +169,66 @@ def test_large_tensors_are_locked_meanwhile(lockings: list[tuple[str, int]]) -> 
         assert lockings == [("lock", address) for address in addresses]
         raise KeyError
     assert lockings[2:] == [("unlock", address) for address in addresses]
+
+
+class NoStream:
+    """Of a GPU that is the CPU, which is done with everything at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.waited_for: list[str] = []
+
+    def record_event(self) -> str:
+        return "what was queued before"
+
+    def wait_event(self, event: str) -> None:
+        self.waited_for.append(event)
+
+    def synchronize(self) -> None:
+        assert self.waited_for == ["what was queued before"]
+
+
+def upload_all(path: Path, start: int, target: Tensor) -> None:
+    upload = reading._Upload({target.device})
+    with ThreadPoolExecutor(4) as pool, folders.kept_open(folder_at(path)) as folder:
+        pieces = reading._pieces("file", start, target, target.nbytes)
+        done_by(pool, lambda piece: upload.read(folder, piece), pieces)
+
+
+@pytest.mark.parametrize("start, size, at_once", [(0, 5000, 1000), (3, 4997, 999), (7, 1, 1000), (5, 0, 8)])
+def test_uploads_of_any_size(
+    start: int, size: int, at_once: int, tmp_path: Path, lockings: list[tuple[str, int]], monkeypatch: Any
+) -> None:
+    """By several threads, over the borders of what is page-locked, which is released at the end."""
+    content = torch.randint(0, 256, (5000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    (tmp_path / "file").write_bytes(bytes(content.tolist()))
+    monkeypatch.setattr(reading, "_PIECE", at_once)
+    monkeypatch.setattr(reading, "_UPLOADED", at_once)
+    monkeypatch.setattr(torch.cuda, "Stream", NoStream)
+    monkeypatch.setattr(torch.cuda, "current_stream", NoStream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    target = torch.zeros(size, dtype=torch.uint8)
+    upload_all(tmp_path, start, target)
+    assert torch.equal(target, content[start : start + size])
+    assert [what for what, _ in lockings] == ["lock", "unlock"]
+    assert reading._Upload(set())._parts.empty() and len(lockings) == 2  # nothing for loads into host memory
+
+
+@pytest.mark.parametrize("can_be_locked", [True, False])
+def test_uploads_go_through_parts_of_one_allocation(can_be_locked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: list[int] = []
+
+    def lock(whole: Tensor) -> None:
+        locked.append(whole.nbytes)
+        if not can_be_locked:
+            raise RuntimeError("cannot be page-locked")
+
+    monkeypatch.setattr(host_memory, "_lock", lock)
+    monkeypatch.setattr(host_memory, "_unlock", lambda address: None)
+    parts = reading._staging(5)
+    for i, part in enumerate(parts):
+        part.fill_(i)
+    assert [(part.nbytes, int(part[0]), int(part[-1])) for part in parts] == [(1 << 22, i, i) for i in range(5)]
+    assert locked == [5 << 22]
 
 
 def test_what_cannot_be_locked_is_read_nevertheless(lockings: list[tuple[str, int]]) -> None:

@@ -105,7 +105,9 @@ def load_optimizer_checkpoint(
         leeway = Leeway.of(strict, partial, rename)
         check_whole(model, optimizer.store.params)
         source = open_source(path)
-    return checked(model, optimizer, source, verify=verify, leeway=leeway).load()
+    loader = checked(model, optimizer, source, verify=verify, leeway=leeway)
+    loader.read()
+    return loader.load()
 
 
 def checked(
@@ -156,14 +158,20 @@ class Loader:
         self._found = self._states()
         self._groups = [self._group(number, members) for number, members in enumerate(self._members())]
         self._objects = self._read_objects()
+        self._state: dict[int, dict[str, Any]] = {}
         self._check()
 
     @torch.no_grad()
+    def read(self) -> None:
+        """The states, into host memory. A collective that changes nothing; :meth:`load` needs them."""
+        with on_all_ranks(f"loading {self.source.path}"):
+            self._state = self._read()
+
+    @torch.no_grad()
     def load(self) -> LoadReport:
-        """A collective: read the states, and load them where every rank has succeeded."""
+        """A collective, once the model's parameters are there."""
         doing = f"loading {self.source.path}"
-        with on_all_ranks(doing):
-            state = self._read()
+        state, self._state = self._state, {}
         with on_all_ranks(doing):
             self._check_parameters(state)
         memory = [local_tensor(value) for value in _tensors(state)] if any(p.is_cuda for p in self.params) else []

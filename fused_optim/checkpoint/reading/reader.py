@@ -6,14 +6,13 @@ Runs no code that a checkpoint might hold: metadata and tensors are unpickled by
 
 from __future__ import annotations
 
-import functools
 import io
 import math
 import os
-import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -30,12 +29,13 @@ from torch.futures import Future
 from fused_optim.checkpoint.storage.folders import Folder, kept_open
 from fused_optim.checkpoint.storage.metadata import check_files, range_of, read_metadata
 from fused_optim.checkpoint.storage.pickles import Outside, read_pickle, stand_in
-from fused_optim.checkpoint.storage.threads import threads_to_read
+from fused_optim.checkpoint.storage.threads import done_by, threads_to_read
 from fused_optim.checkpoint.storage.torch_errors import in_one_process
 from fused_optim.checkpoint.storage.untrusted import load_object
-from fused_optim.memory.host_memory import memory_of
+from fused_optim.memory.host_memory import HostBuffers, memory_of
 
 _PIECE = 1 << 24  # bytes that one thread reads at a time
+_UPLOADED = 1 << 22  # on their way to a GPU: memory for each thread is page-locked
 _HEAD = 4096  # bytes of a stored tensor in which its description is
 
 
@@ -98,16 +98,16 @@ class Reader(StorageReader):
         objects = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         tensors.sort(key=lambda item: self._place(item)[:2])
-        upload = _Upload()
         with kept_open(self._folder) as folder, ThreadPoolExecutor(threads_to_read()) as pool:
-            contents = pool.map(lambda item: folder.read(*self._place(item)), objects)
+            contents = done_by(pool, lambda item: folder.read(*self._place(item)), objects)
             for item, content in zip(objects, contents, strict=True):
                 planner.load_bytes(item, io.BytesIO(content))
             targets = [planner.resolve_tensor(item).detach() for item in tensors]
-            prepared = pool.map(functools.partial(self._prepare, folder), tensors, targets)
+            pairs = zip(tensors, targets, strict=True)
+            prepared = done_by(pool, lambda pair: self._prepare(folder, *pair), pairs)
             pieces = [piece for found in prepared for piece in found]
-            for _ in pool.map(lambda piece: piece.read(folder, upload), pieces):
-                pass
+            upload = _Upload({piece.target.device for piece in pieces if piece.target.is_cuda})
+            done_by(pool, lambda piece: piece.read(folder, upload), pieces)
         for item, target in zip(tensors, targets, strict=True):
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
@@ -244,38 +244,46 @@ class _Piece:
 
 def _pieces(file: str, start: int, target: Tensor, size: int) -> Iterator[_Piece]:
     flat = target.reshape(-1).view(torch.uint8)
-    for first in range(0, size, _PIECE):
-        yield _Piece(file, start + first, flat[first : min(first + _PIECE, size)])
-
-
-class _OfThread(threading.local):
-    """What each thread has of its own, from the first time on that it needs it."""
-
-    def __init__(self) -> None:
-        self.memory: Tensor | None = None
-        self.streams: dict[torch.device, torch.cuda.Stream] = {}
+    at_once = _UPLOADED if target.is_cuda else _PIECE
+    for first in range(0, size, at_once):
+        yield _Piece(file, start + first, flat[first : min(first + at_once, size)])
 
 
 class _Upload:
-    """Copies to GPUs through pinned memory: each thread has a piece of it, and a stream of its own for each GPU."""
+    """Copies to some GPUs through page-locked memory: who reads takes a part of it, and the part's stream of a GPU."""
 
-    def __init__(self) -> None:
-        self._own = _OfThread()
-        self._before: dict[torch.device, torch.cuda.Event] = {}
-        if torch.cuda.is_initialized():  # what is queued may still write the tensors
-            for index in range(torch.cuda.device_count()):
-                device = torch.device("cuda", index)
-                self._before[device] = torch.cuda.current_stream(device).record_event()
+    def __init__(self, devices: Collection[torch.device]) -> None:
+        self._parts: SimpleQueue[_Part] = SimpleQueue()
+        # What is queued may still write the tensors.
+        before = {device: torch.cuda.current_stream(device).record_event() for device in devices}
+        for memory in _staging(threads_to_read()) if devices else []:
+            streams = {device: torch.cuda.Stream(device) for device in devices}
+            for device, stream in streams.items():
+                stream.wait_event(before[device])
+            self._parts.put(_Part(memory, streams))
 
     def read(self, folder: Folder, piece: _Piece) -> None:
-        device = piece.target.device
-        if self._own.memory is None:
-            self._own.memory = torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True)
-        if device not in self._own.streams:
-            self._own.streams[device] = torch.cuda.Stream(device)
-            self._own.streams[device].wait_event(self._before[device])
-        memory = self._own.memory[: piece.target.nbytes]
-        folder.read_into(piece.file, piece.start, memory_of(memory))
-        with torch.cuda.stream(self._own.streams[device]):
-            piece.target.copy_(memory, non_blocking=True)
-        self._own.streams[device].synchronize()
+        part = self._parts.get()
+        try:
+            memory, stream = part.memory[: piece.target.nbytes], part.streams[piece.target.device]
+            folder.read_into(piece.file, piece.start, memory_of(memory))
+            with torch.cuda.stream(stream):
+                piece.target.copy_(memory, non_blocking=True)
+            stream.synchronize()
+        finally:
+            self._parts.put(part)
+
+
+@dataclass(frozen=True)
+class _Part:
+    memory: Tensor
+    streams: dict[torch.device, torch.cuda.Stream]
+
+
+def _staging(count: int) -> list[Tensor]:
+    """Page-locked where the system lets: else the driver copies once more, and the host waits for it."""
+    sizes = [_UPLOADED] * count
+    try:
+        return HostBuffers(sizes, locked=True, shared=False).tensors
+    except RuntimeError:
+        return HostBuffers(sizes, locked=False, shared=False).tensors

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from fused_optim.checkpoint.storage.damage import Damaged
 from fused_optim.checkpoint.storage.folders import Folder, PathLike, folder_at, kept_open
 from fused_optim.checkpoint.storage.metadata import FILE as METADATA
 from fused_optim.checkpoint.storage.metadata import read_metadata
-from fused_optim.checkpoint.storage.threads import threads_to_read
+from fused_optim.checkpoint.storage.threads import done_by, threads_to_read
 from fused_optim.checkpoint.storage.untrusted import load_json, number_in
 from fused_optim.sharding.collective import gather, gather_at_first, on_all_ranks, on_any, this_rank, world_size
 
@@ -86,21 +86,48 @@ def verify_items(
 
     ``metadata``: of the folder, where it was read already.
     """
-    damages: list[str] = []
-    with on_all_ranks(f"verifying {folder}", no_dist):
-        if folder.size(FILE) is not None:
-            check_finished(folder)
-            expected = _read(folder)
-            items = [item for item in _read_items(folder, metadata) if keys is None or item.key in keys]
-            damages = list(_damages(folder, _share(items, no_dist), expected))
-        elif required:
-            raise FileNotFoundError(f"{folder} has no checksums: expected {FILE}, which write_checksums writes")
-    if not (damages if no_dist else on_any(bool(damages))):
-        return
-    found = gather((damages[:1], len(damages)), no_dist)
-    if first := next((text for texts, _ in found for text in texts), None):
-        more = sum(count for _, count in found) - 1
-        raise Damaged(f"{folder} is damaged: {first}" + (f"; and {more} more" if more else ""))
+    start_verifying(folder, keys, required, no_dist, metadata)()
+
+
+def start_verifying(
+    folder: Folder,
+    keys: Container[str] | None,
+    required: bool,
+    no_dist: bool = False,
+    metadata: Metadata | None = None,
+) -> Callable[[], None]:
+    """:func:`verify_items`, which other threads do from now on. What is returned waits for them, and is the collective
+    that raises."""
+    thread = ThreadPoolExecutor(1, thread_name_prefix="verification")
+    job = thread.submit(_own_damages, folder, keys, required, no_dist, metadata)
+    thread.shutdown(wait=False)
+
+    def finish() -> None:
+        damages: list[str] = []
+        with on_all_ranks(f"verifying {folder}", no_dist):
+            damages = job.result()
+        if not (damages if no_dist else on_any(bool(damages))):
+            return
+        found = gather((damages[:1], len(damages)), no_dist)
+        if first := next((text for texts, _ in found for text in texts), None):
+            more = sum(count for _, count in found) - 1
+            raise Damaged(f"{folder} is damaged: {first}" + (f"; and {more} more" if more else ""))
+
+    return finish
+
+
+def _own_damages(
+    folder: Folder, keys: Container[str] | None, required: bool, no_dist: bool, metadata: Metadata | None
+) -> list[str]:
+    """In this rank's share."""
+    if folder.size(FILE) is not None:
+        check_finished(folder)
+        expected = _read(folder)
+        items = [item for item in _read_items(folder, metadata) if keys is None or item.key in keys]
+        return list(_damages(folder, _share(items, no_dist), expected))
+    if required:
+        raise FileNotFoundError(f"{folder} has no checksums: expected {FILE}, which write_checksums writes")
+    return []
 
 
 def _damages(folder: Folder, items: Iterable[_Item], expected: Mapping[Range, str]) -> Iterator[str]:
@@ -116,7 +143,7 @@ def _sum_up(folder: Folder, items: Iterable[_Item]) -> Iterator[tuple[_Item, str
     """The checksums of items, or what is wrong with their bytes."""
     listed = sorted(items, key=lambda item: item.range[2], reverse=True)  # no large one is left to a single thread
     with kept_open(folder) as opened, ThreadPoolExecutor(threads_to_read()) as pool:
-        yield from zip(listed, pool.map(lambda item: _crc(opened, item), listed), strict=True)
+        yield from zip(listed, done_by(pool, lambda item: _crc(opened, item), listed), strict=True)
 
 
 def _crc(folder: Folder, item: _Item) -> str | ValueError:

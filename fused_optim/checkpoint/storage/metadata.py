@@ -11,6 +11,7 @@ they cannot change that: in a ``StorageMeta``, which says where a checkpoint was
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
@@ -285,6 +286,7 @@ def _storage_info(key: str, given: Given) -> _StorageInfo:
     return found
 
 
+@functools.lru_cache(maxsize=4096)  # of few files, each of which holds many tensors
 def _inner_path(text: str) -> str:
     """Raises ValueError for files outside of the folder, on any system."""
     posix, windows = PurePosixPath(text), PureWindowsPath(text)

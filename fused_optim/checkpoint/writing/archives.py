@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fused_optim.backends.checksum import crc32
-from fused_optim.memory.host_memory import memory_of
+from fused_optim.memory.host_memory import memory_of, room
 
 Write = Callable[[Any], object]
 
@@ -51,6 +51,10 @@ class Archives:
 
     def __init__(self) -> None:
         self._frames: dict[tuple[Any, ...], _Frame | None] = {}
+
+    def prepare(self, dtype: torch.dtype, shape: torch.Size) -> None:
+        """Let torch show what stands around the values of such a tensor before one is saved."""
+        self.save(room(shape, dtype), lambda content: None)
 
     def save(self, tensor: Tensor, write: Write) -> None:
         """Hand the bytes to ``write``, piece by piece. Of a view those of what it shows alone."""

@@ -93,6 +93,9 @@ class Saver:
         """Let the ranks agree on who writes what of states with the layout of this one, of which no bytes are read."""
         planner, layout = self._planner_of(state, doing)
         self._agreed = self._agree(planner, layout, doing)
+        described = [each.tensor_data for each in self._agreed.plan.items if each.tensor_data is not None]
+        for dtype, shape in dict.fromkeys((each.properties.dtype, each.chunk.sizes) for each in described):
+            self._archives.prepare(dtype, shape)
 
     def _planner_of(self, state: Mapping[str, Any], doing: str) -> tuple[Planner, dict[str, Any] | None]:
         """One that knows the state, and the state's layout."""
