@@ -138,9 +138,7 @@ def _boxes_of(shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placem
     return Boxes([Box.of(*part) for part in placed_parts_of(shape, mesh, placements)])
 
 
-def assign(
-    matrices: Sequence[Matrix], candidates: Sequence[Sequence[int] | None], busy: Sequence[int]
-) -> list[int]:
+def assign(matrices: Sequence[Matrix], candidates: Sequence[Sequence[int] | None], busy: Sequence[int]) -> list[int]:
     """The owner of each matrix, of those that may own it: the costliest first, to who has least to do so far.
 
     ``candidates``: None for all ranks. ``busy``: what each rank has to do already.

@@ -120,7 +120,9 @@ def test_the_order_of_ranks_decides_nothing_else() -> None:
 
 def test_pieces_come_from_the_owner_or_from_all_replicas_alike() -> None:
     owned = Ownership.of(
-        matrices_of(0, (8, 8)) + matrices_of(1, (8, 8)), dict.fromkeys(range(2), Boxes(boxes((8, 8), (2, 1), 2))), [0] * 4
+        matrices_of(0, (8, 8)) + matrices_of(1, (8, 8)),
+        dict.fromkeys(range(2), Boxes(boxes((8, 8), (2, 1), 2))),
+        [0] * 4,
     )
     for number, owner in enumerate(owned.owners):
         for piece, ranks in owned.pieces[number].items():
