@@ -67,7 +67,7 @@ def simulated(shapes: list[tuple[int, ...]], ranks: int) -> dict[str, Any]:
     start = time.perf_counter()
     alike = {shape: boxes(shape, ranks) for shape in dict.fromkeys(shapes)}
     matrices = [matrix for i, shape in enumerate(shapes) for matrix in matrices_of(i, shape)]
-    owned = Ownership.of(matrices, {i: alike[shape] for i, shape in enumerate(shapes)}, ranks)
+    owned = Ownership.of(matrices, {i: alike[shape] for i, shape in enumerate(shapes)}, [0] * ranks)
     seconds = time.perf_counter() - start
     load, out = [0] * ranks, [0] * ranks
     for owner, matrix in zip(owned.owners, matrices, strict=True):

@@ -334,25 +334,7 @@ class CudaEngine(Engine, Protocol):
         columns: int,
         **where: int,
     ) -> None: ...
-    def matrix_product(
-        self,
-        *,
-        left: int,
-        right: int,
-        result: int,
-        batch: int,
-        rows: int,
-        columns: int,
-        inner: int,
-        alpha: float,
-        beta: float,
-        gamma: float,
-        left_transposed: bool,
-        right_transposed: bool,
-        symmetric: bool,
-        result_type: int,
-        **where: int,
-    ) -> None: ...
+    def matrix_products(self, products: list[tuple[int | float, ...]], drawn: int, **where: int) -> None: ...
     def normalize(
         self,
         *,

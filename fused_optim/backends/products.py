@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,38 +21,41 @@ from fused_optim.formats.elements import ELEMENT_TYPES
 MULTIPLE = 8  # of sizes, for the engine
 
 
+class Product(NamedTuple):
+    """``result = alpha * left @ right + beta * left + gamma * identity``, summed up in FP32; FP16 or BF16.
+
+    Matrices: FP16, (batch, rows, columns), contiguous. ``left_transposed``: ``left.mT`` in place of ``left``; likewise
+    ``right``; not both, and with a beta of 0. ``symmetric``: the result is.
+    """
+
+    left: Tensor
+    right: Tensor
+    result: Tensor
+    alpha: float = 1.0
+    beta: float = 0.0
+    gamma: float = 0.0
+    left_transposed: bool = False
+    right_transposed: bool = False
+    symmetric: bool = False
+
+
 class Products(Protocol):
-    """What Newton-Schulz steps consist of. Matrices: FP16, (batch, rows, columns), contiguous."""
+    """What Newton-Schulz steps consist of."""
 
     halves_symmetric: bool  # whether half of the work is done for results that are known to be symmetric
 
     def normalize(self, values: Sequence[Tensor], result: Tensor, factor: float, least: float) -> None:
         """Each matrix times ``factor / max(its Frobenius norm, least)``; ``values``: FP32 or BF16, contiguous."""
 
-    def multiply(
-        self,
-        left: Tensor,
-        right: Tensor,
-        result: Tensor,
-        *,
-        alpha: float = 1.0,
-        beta: float = 0.0,
-        gamma: float = 0.0,
-        left_transposed: bool = False,
-        right_transposed: bool = False,
-        symmetric: bool = False,
-    ) -> None:
-        """``result = alpha * left @ right + beta * left + gamma * identity``, summed up in FP32; FP16 or BF16.
-
-        ``left_transposed``: ``left.mT`` in place of ``left``; likewise ``right``; not both, and with a beta of 0.
-        ``symmetric``: the result is.
-        """
+    def multiply(self, products: Sequence[Product]) -> None:
+        """One after the other: each may read what those before it have made."""
 
 
 class EngineProducts:
     """The engine's, on Hopper GPUs."""
 
     halves_symmetric = True
+    draws = True  # parts of results go to who is free; else to who was told so before: the bits are the same
 
     def __init__(self, engine: CudaEngine) -> None:
         self._engine = engine
@@ -70,37 +73,26 @@ class EngineProducts:
             **run_on(result.device),
         )
 
-    def multiply(
-        self,
-        left: Tensor,
-        right: Tensor,
-        result: Tensor,
-        *,
-        alpha: float = 1.0,
-        beta: float = 0.0,
-        gamma: float = 0.0,
-        left_transposed: bool = False,
-        right_transposed: bool = False,
-        symmetric: bool = False,
-    ) -> None:
-        batch, rows, columns = result.shape
-        self._engine.matrix_product(
-            left=left.data_ptr(),
-            right=right.data_ptr(),
-            result=result.data_ptr(),
-            batch=batch,
-            rows=rows,
-            columns=columns,
-            inner=left.shape[1 if left_transposed else 2],
-            alpha=alpha,
-            beta=beta,
-            gamma=gamma,
-            left_transposed=left_transposed,
-            right_transposed=right_transposed,
-            symmetric=symmetric,
-            result_type=ELEMENT_TYPES[result.dtype],
-            **run_on(result.device),
-        )
+    def multiply(self, products: Sequence[Product]) -> None:
+        device = products[0].result.device
+        drawn = torch.empty(len(products), dtype=torch.int32, device=device) if self.draws else None
+        address = 0 if drawn is None else drawn.data_ptr()
+        self._engine.matrix_products(list(map(_as_row, products)), address, **run_on(device))
+
+
+def _as_row(product: Product) -> tuple[int | float, ...]:
+    """What the engine is told."""
+    left, right, result, *factors_and_forms = product
+    inner = left.shape[1 if product.left_transposed else 2]
+    return (
+        left.data_ptr(),
+        right.data_ptr(),
+        result.data_ptr(),
+        *result.shape,
+        inner,
+        *factors_and_forms,
+        ELEMENT_TYPES[result.dtype],
+    )
 
 
 class TorchProducts:
@@ -113,40 +105,21 @@ class TorchProducts:
             norm = torch.linalg.vector_norm(x, dtype=torch.float32)
             own.copy_(x.float() / norm.clamp(min=least) * factor)
 
-    def multiply(
-        self,
-        left: Tensor,
-        right: Tensor,
-        result: Tensor,
-        *,
-        alpha: float = 1.0,
-        beta: float = 0.0,
-        gamma: float = 0.0,
-        left_transposed: bool = False,
-        right_transposed: bool = False,
-        symmetric: bool = False,
-    ) -> None:
+    def multiply(self, products: Sequence[Product]) -> None:
         with _exact_sums():
-            self._multiply(left, right, result, alpha, beta, gamma, left_transposed, right_transposed)
+            for product in products:
+                self._multiply(product)
 
     @staticmethod
-    def _multiply(
-        left: Tensor,
-        right: Tensor,
-        result: Tensor,
-        alpha: float,
-        beta: float,
-        gamma: float,
-        left_transposed: bool,
-        right_transposed: bool,
-    ) -> None:
-        for i, own in enumerate(result):
-            a = left[i].T if left_transposed else left[i]
-            b = right[i].T if right_transposed else right[i]
-            product = torch.addmm(a if beta else a.new_zeros(()), a, b, alpha=alpha, beta=beta)
-            if gamma:
-                product.diagonal().add_(gamma)
-            own.copy_(product)
+    def _multiply(product: Product) -> None:
+        alpha, beta = product.alpha, product.beta
+        for left, right, own in zip(product.left, product.right, product.result, strict=True):
+            a = left.T if product.left_transposed else left
+            b = right.T if product.right_transposed else right
+            found = torch.addmm(a if beta else a.new_zeros(()), a, b, alpha=alpha, beta=beta)
+            if product.gamma:
+                found.diagonal().add_(product.gamma)
+            own.copy_(found)
 
 
 @contextmanager

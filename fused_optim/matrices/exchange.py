@@ -38,15 +38,22 @@ class MatricesOnMesh:
         params: by their numbers, the same ones on every rank of the mesh.
         splits: by number, see :func:`matrices_of`.
         mesh: theirs; None: they are plain tensors.
+        busy: the :attr:`work` that its ranks have with others; None: nothing.
     """
 
-    def __init__(self, params: Mapping[int, Tensor], splits: Sequence[Sequence[int]], mesh: DeviceMesh | None) -> None:
+    def __init__(
+        self,
+        params: Mapping[int, Tensor],
+        splits: Sequence[Sequence[int]],
+        mesh: DeviceMesh | None,
+        busy: Sequence[int] | None = None,
+    ) -> None:
         self._params, self._mesh = {i: reference_to(param) for i, param in params.items()}, mesh  # not kept
         self._ranks = [0] if mesh is None else mesh.mesh.flatten().tolist()
         self._rank = 0 if mesh is None else self._ranks.index(dist.get_rank())
         self._boxes = self._boxes_of(params)
         matrices = [matrix for i, param in params.items() for matrix in matrices_of(i, param.shape, splits[i])]
-        self._owned = Ownership.of(matrices, self._boxes, len(self._ranks))
+        self._owned = Ownership.of(matrices, self._boxes, busy or [0] * len(self._ranks))
         self._is_local = self._owned.is_local
         self._mine = [n for n, owner in enumerate(self._owned.owners) if owner == self._rank]
         own = ((n, piece_of(matrix, self._box(matrix))) for n, matrix in enumerate(matrices))

@@ -13,13 +13,13 @@ place of some R they would make it larger, a hundred times each.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from fused_optim.backends.products import Products
+from fused_optim.backends.products import Product, Products
 from fused_optim.rule import Orthogonalization
 
 Triple = tuple[float, float, float]
@@ -28,8 +28,14 @@ _MOST_STEPS = 3  # without making R anew
 _LARGEST_SQUARE = 2.0**12  # that R is multiplied by: its largest eigenvalue then is that at most
 
 
+_MEMORIES = 4  # of Gram matrices, that steps take
+
+
 class _Stack:
-    """The matrices of one shape, normalized, and where their Gram matrices lie among those of all shapes."""
+    """The matrices of one shape, normalized, and where their Gram matrices lie among those of all shapes.
+
+    What products read is written again by later ones alone: they are enqueued later.
+    """
 
     def __init__(self, numbers: list[int], first: int, values: Sequence[Tensor]) -> None:
         self.numbers = numbers
@@ -37,20 +43,23 @@ class _Stack:
         like = values[numbers[0]]
         self.rows, self.columns = like.shape
         self.is_tall = self.rows > self.columns
-        self.x = torch.empty(len(numbers), *like.shape, dtype=torch.float16, device=like.device)
+        self.x, self._other = (
+            torch.empty(len(numbers), *like.shape, dtype=torch.float16, device=like.device) for _ in range(2)
+        )
 
     def normalize(self, values: Sequence[Tensor], products: Products, factor: float, least: float) -> None:
         products.normalize([values[number] for number in self.numbers], self.x, factor, least)
 
-    def make_gram(self, gram: Tensor, products: Products) -> None:
-        own, tall = gram[self.place], self.is_tall
-        products.multiply(self.x, self.x, own, left_transposed=tall, right_transposed=not tall, symmetric=True)
+    def gram(self, result: Tensor) -> Product:
+        own, tall = result[self.place], self.is_tall
+        return Product(self.x, self.x, own, left_transposed=tall, right_transposed=not tall, symmetric=True)
 
-    def multiply(self, by: Tensor, products: Products, factor: float, dtype: torch.dtype) -> None:
-        made = torch.empty_like(self.x, dtype=dtype)
-        left, right = (self.x, by[self.place]) if self.is_tall else (by[self.place], self.x)
-        products.multiply(left, right, made, alpha=factor)
-        self.x = made
+    def multiplied(self, by: Tensor, factor: float, dtype: torch.dtype) -> Product:
+        """The product that makes what the stack consists of then; ``dtype``: of 16 bits, too."""
+        x = self.x
+        self.x, self._other = self._other.view(dtype), x
+        left, right = (x, by[self.place]) if self.is_tall else (by[self.place], x)
+        return Product(left, right, self.x, alpha=factor)
 
 
 @torch.no_grad()
@@ -69,38 +78,55 @@ def orthogonalized_together(values: Sequence[Tensor], how: Orthogonalization, pr
     square = min(4.0 ** math.floor(math.log2(size) / 2), _LARGEST_SQUARE)
     for stack in stacks:
         stack.normalize(values, products, math.sqrt(square), how.eps)
-    for first, end in pairwise(_cuts(len(how.coefficients))):
-        gram = torch.empty(len(values), size, size, dtype=torch.float16, device=values[0].device)
-        for stack in stacks:
-            stack.make_gram(gram, products)
-        by = _polynomial(gram, how.coefficients[first:end], square, products)
-        is_last = end == len(how.coefficients)
-        for stack in stacks:
-            factor = how.scale(stack.rows, stack.columns) if is_last else 1.0
-            stack.multiply(by, products, factor / math.sqrt(square), how.dtype if is_last else torch.float16)
-        square = 1.0
+    memory = [
+        torch.empty(len(values), size, size, dtype=torch.float16, device=values[0].device) for _ in range(_MEMORIES)
+    ]
+    products.multiply(list(_steps(stacks, how, square, memory)))
     return [made for _, made in sorted(pair for stack in stacks for pair in zip(stack.numbers, stack.x, strict=True))]
 
 
-def _polynomial(gram: Tensor, steps: Sequence[Triple], square: float, products: Products) -> Tensor:
-    """What the steps multiply matrices by, whose Gram matrices, times ``square``, are ``gram``."""
+def _steps(
+    stacks: Sequence[_Stack], how: Orthogonalization, square: float, memory: Sequence[Tensor]
+) -> Iterator[Product]:
+    """The products of all steps, of which the stacks' matrices are the last ones' results."""
+    for first, end in pairwise(_cuts(len(how.coefficients))):
+        gram, *free = memory
+        yield from (stack.gram(gram) for stack in stacks)
+        by = yield from _polynomial(gram, how.coefficients[first:end], square, free)
+        is_last = end == len(how.coefficients)
+        for stack in stacks:
+            factor = how.scale(stack.rows, stack.columns) if is_last else 1.0
+            yield stack.multiplied(by, factor / math.sqrt(square), how.dtype if is_last else torch.float16)
+        square = 1.0
+
+
+def _polynomial(
+    gram: Tensor, steps: Sequence[Triple], square: float, free: list[Tensor]
+) -> Generator[Product, None, Tensor]:
+    """What the steps multiply matrices by, whose Gram matrices, times ``square``, are ``gram``.
+
+    ``free``: memory for it, and for two more. ``gram`` is overwritten.
+    """
     found: Tensor | None = None
     for number, (a, b, c) in enumerate(steps, start=1):
-        by = torch.empty_like(gram)
-        products.multiply(gram, gram, by, alpha=c / square**2, beta=b / square, gamma=a, symmetric=True)
-        found = by if found is None else _times(found, by, products)
+        by = free.pop()
+        yield Product(gram, gram, by, alpha=c / square**2, beta=b / square, gamma=a, symmetric=True)
+        if found is None:
+            found = by
+        else:
+            last, found = found, free.pop()
+            yield Product(last, by, found, symmetric=True)
+            free.append(last)
         if number < len(steps):
-            gram = _times(_times(gram, by, products), by, products, 1.0 / square)
+            left = free.pop()
+            yield Product(gram, by, left, symmetric=True)  # as all products of two polynomials of one matrix
+            yield Product(left, by, gram, alpha=1.0 / square, symmetric=True)
+            free.append(left)
             square = 1.0
+        if found is not by:
+            free.append(by)
     assert found is not None
     return found
-
-
-def _times(left: Tensor, right: Tensor, products: Products, factor: float = 1.0) -> Tensor:
-    """Of symmetric matrices whose product is one."""
-    result = torch.empty_like(left)
-    products.multiply(left, right, result, alpha=factor, symmetric=True)
-    return result
 
 
 def _cuts(steps: int) -> list[int]:

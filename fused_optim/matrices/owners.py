@@ -33,8 +33,9 @@ class Matrix(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """Proportional to the products' flops."""
-        return max(self.rows, self.columns) * min(self.rows, self.columns) ** 2
+        """Proportional to the products' flops: of five steps on Gram matrices, half of each that is symmetric."""
+        smaller, larger = sorted((self.rows, self.columns))
+        return (3 * larger + 7 * smaller) * smaller**2
 
 
 class Box(NamedTuple):
@@ -137,13 +138,14 @@ def _boxes_of(shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placem
     return Boxes([Box.of(*part) for part in placed_parts_of(shape, mesh, placements)])
 
 
-def assign(matrices: Sequence[Matrix], candidates: Sequence[Sequence[int] | None], ranks: int) -> list[int]:
+def assign(matrices: Sequence[Matrix], candidates: Sequence[Sequence[int] | None], busy: Sequence[int]) -> list[int]:
     """The owner of each matrix, of those that may own it: the costliest first, to who has least to do so far.
 
-    ``candidates``: None for all ranks.
+    ``candidates``: None for all ranks. ``busy``: what each rank has to do already.
     """
-    load, owners = [0] * ranks, [0] * len(matrices)
-    idlest = [(0, rank) for rank in range(ranks)]  # a heap; those that have got more since are put back
+    load, owners = list(busy), [0] * len(matrices)
+    idlest = [(cost, rank) for rank, cost in enumerate(load)]  # a heap; those that have got more since are put back
+    heapq.heapify(idlest)
     for i in sorted(range(len(matrices)), key=lambda i: (-matrices[i].cost, i)):
         own = candidates[i]
         if own is None:
@@ -165,11 +167,14 @@ class Ownership:
     owners: list[int]
 
     @staticmethod
-    def of(matrices: list[Matrix], boxes: Mapping[int, Boxes], ranks: int) -> Ownership:
-        """``boxes``: by parameter. Who holds a whole matrix owns it, if any rank does: nothing is moved then."""
+    def of(matrices: list[Matrix], boxes: Mapping[int, Boxes], busy: Sequence[int]) -> Ownership:
+        """``boxes``: by parameter. ``busy``: what each rank has to do already.
+
+        Who holds a whole matrix owns it, if any rank does: nothing is moved then.
+        """
         pieces = [boxes[matrix.param].holders(matrix) for matrix in matrices]
         candidates = [next(iter(own.values())) if len(own) == 1 else None for own in pieces]
-        return Ownership(matrices, pieces, assign(matrices, candidates, ranks))
+        return Ownership(matrices, pieces, assign(matrices, candidates, busy))
 
     @functools.cached_property
     def is_local(self) -> bool:

@@ -218,21 +218,23 @@ class MatrixShards:
 def in_buckets(params: dict[int, Tensor], kinds: Sequence[Kind]) -> list[Bucket]:
     """The parameters of each bucket, ascending, and their matrices. Cut by global shapes: the same on all ranks.
 
-    ``kinds``: by the parameters' numbers.
+    Those of one size are in as few buckets as can be: the more matrices are orthogonalized together, the better they
+    fill a GPU. ``kinds``: by the parameters' numbers.
     """
     is_sharded = any(isinstance(param, DTensor) and param.device_mesh.size() > 1 for param in params.values())
     most = BUCKET_BYTES // 2 if is_sharded else BUCKET_BYTES  # parts of three are there at once
     buckets: list[dict[int, Tensor]] = [{}]
     size = 0.0
-    for i, param in params.items():
+    for i, param in sorted(params.items(), key=lambda numbered: (sorted(numbered[1].shape[-2:]), numbered[0])):
         own = 4 * param.numel() / (param.device_mesh.size() if isinstance(param, DTensor) else 1)
         if size and size + own > most:
             buckets.append({})
             size = 0.0
         buckets[-1][i] = param
         size += own
-    here = [{i: param for i, param in bucket.items() if _is_here(param)} for bucket in buckets]
-    return [(list(bucket), _on_meshes(bucket, kinds)) for bucket in here]
+    here = [{i: param for i, param in sorted(bucket.items()) if _is_here(param)} for bucket in buckets]
+    work: dict[DeviceMesh | None, list[int]] = {}
+    return [(list(bucket), _on_meshes(bucket, kinds, work)) for bucket in here]
 
 
 def _is_here(param: Tensor) -> bool:
@@ -240,14 +242,22 @@ def _is_here(param: Tensor) -> bool:
     return not isinstance(param, DTensor) or param.device_mesh.get_coordinate() is not None
 
 
-def _on_meshes(bucket: dict[int, Tensor], kinds: Sequence[Kind]) -> list[OnMesh]:
-    """In the order in which the parameters name them: the same on all ranks."""
+def _on_meshes(
+    bucket: dict[int, Tensor], kinds: Sequence[Kind], work: dict[DeviceMesh | None, list[int]]
+) -> list[OnMesh]:
+    """In the order in which the parameters name them: the same on all ranks. ``work``: of ranks so far, added to."""
     found: dict[tuple[DeviceMesh | None, Dtypes], dict[int, Tensor]] = {}
     for i, param in bucket.items():
         mesh = param.device_mesh if isinstance(param, DTensor) else None
         found.setdefault((mesh, kinds[i].dtypes), {})[i] = param
     splits = [kind.splits for kind in kinds]
-    return [(MatricesOnMesh(members, splits, mesh), dtypes) for (mesh, dtypes), members in found.items()]
+    made: list[OnMesh] = []
+    for (mesh, dtypes), members in found.items():
+        busy = work.get(mesh)
+        on_mesh = MatricesOnMesh(members, splits, mesh, busy)
+        work[mesh] = on_mesh.work if busy is None else [a + b for a, b in zip(on_mesh.work, busy, strict=True)]
+        made.append((on_mesh, dtypes))
+    return made
 
 
 def _given(how: Orthogonalization | None) -> Orthogonalization:

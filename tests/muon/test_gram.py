@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_optim.backends.products import EngineProducts, Products, TorchProducts, products_on
+from fused_optim.backends.products import EngineProducts, Product, Products, TorchProducts, products_on
 from fused_optim.matrices.gram import _cuts, orthogonalized_together
 from fused_optim.matrices.newton_schulz import coefficients_of, orthogonalized
 from fused_optim.matrices.orthogonalize import orthogonalize
@@ -214,7 +214,7 @@ def test_products(form: tuple[bool, bool, bool, bool], batch: int, rows: int, co
     result = torch.full((batch, rows, columns), math.nan, device="cuda", dtype=result_type)
     options = {"left_transposed": left_transposed, "right_transposed": right_transposed, "symmetric": symmetric}
     factors = {"alpha": 1.0 / math.sqrt(inner), "beta": 0.5 if adds_left else 0.0, "gamma": 2.0}
-    products.multiply(*given, result, **factors, **options)
+    products.multiply([Product(*given, result, **factors, **options)])
     whole = left.to("cuda", F16).double() @ right.to("cuda", F16).double()
     expected = factors["alpha"] * whole.cpu() + 2.0 * torch.eye(rows, columns)
     if adds_left:
@@ -223,11 +223,36 @@ def test_products(form: tuple[bool, bool, bool, bool], batch: int, rows: int, co
     for one in (slice(0, 1), slice(batch - 1, batch)):
         alone = torch.full_like(result[:1], math.nan)
         own = [each[one].contiguous() for each in given]
-        products.multiply(*own, alone, **factors, **options)
+        products.multiply([Product(*own, alone, **factors, **options)])
         assert torch.equal(alone, result[one])
     if symmetric:
         place = torch.arange(rows, device="cuda") // 64
         assert torch.equal(*(each.masked_fill(place[:, None] == place, 0.0) for each in (result, result.mT)))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(
+    ("batch", "size"),
+    [(1, 2048), (5, 1032), (70, 256), (2000, 64)],  # the last: blocks of one slice, many for each cluster
+)
+def test_bits_do_not_depend_on_who_makes_which_part(
+    monkeypatch: pytest.MonkeyPatch, batch: int, size: int, symmetric: bool
+) -> None:
+    products = engine_products()
+    x = (torch.randn(batch, size, size, device="cuda") / math.sqrt(size)).to(F16)
+    first, second, third = torch.full((3, *x.shape), math.nan, dtype=F16, device="cuda").unbind()
+    sequence = [
+        Product(x, x, first, right_transposed=True, symmetric=True),
+        Product(first, first, second, alpha=0.5, beta=-1.5, gamma=2.0, symmetric=symmetric),
+        Product(second, x, third),
+    ]
+    made = []
+    for draws in (True, False, True):
+        monkeypatch.setattr(products, "draws", draws)
+        products.multiply(sequence)
+        made.append(third.clone())
+        assert not third.isnan().any() and all(torch.equal(made[0], each) for each in made)
 
 
 @pytest.mark.cuda
@@ -255,12 +280,12 @@ def test_products_refuse_what_they_cannot_read() -> None:
     products = engine_products()
     x = torch.zeros(1, 16, 16, dtype=F16, device="cuda")
     with pytest.raises(ValueError, match="multiples of 8"):
-        products.multiply(x[:, :, :12].contiguous(), x[:, :12].contiguous(), x.clone())
+        products.multiply([Product(x[:, :, :12].contiguous(), x[:, :12].contiguous(), x.clone())])
     with pytest.raises(ValueError, match="multiples of 16"):
         odd = torch.zeros(257, dtype=F16, device="cuda")[1:].view(1, 16, 16)
-        products.multiply(odd, x, x.clone())
+        products.multiply([Product(odd, x, x.clone())])
     for form in ({"right_transposed": True}, {"beta": 1.0}):
         with pytest.raises(ValueError, match="no such form"):
-            products.multiply(x, x, x.clone(), left_transposed=True, **form)
+            products.multiply([Product(x, x, x.clone(), left_transposed=True, **form)])
     with pytest.raises(ValueError, match="a square right factor"):
-        products.multiply(x[:, :, :8].contiguous(), x[:, :8].contiguous(), x.clone(), beta=1.0)
+        products.multiply([Product(x[:, :, :8].contiguous(), x[:, :8].contiguous(), x.clone(), beta=1.0)])

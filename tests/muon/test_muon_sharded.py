@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import distributed
 from cases import values
@@ -142,13 +142,34 @@ def test_buckets_change_nothing(ranks: int, how: str) -> None:
 
 
 def test_buckets_are_small() -> None:
-    """By bytes of a rank's shards, of what is sent and what is made."""
+    """By bytes of a rank's shards, of what is sent and what is made. Small matrices come first, those of one size
+    together."""
     params: list[Tensor] = [torch.empty(100, size, device="meta") for size in (100, 100, 300, 50, 50)]
-    for limit, expected in ((10**9, [5]), (80_000, [2, 1, 2]), (1, [1] * 5), (160_000, [2, 3])):
+    for limit, expected in (
+        (10**9, [[0, 1, 2, 3, 4]]),
+        (80_000, [[0, 3, 4], [1], [2]]),
+        (1, [[3], [4], [0], [1], [2]]),
+        (160_000, [[0, 1, 3, 4], [2]]),
+    ):
         with mock.patch.object(shards, "BUCKET_BYTES", limit):
             of_cpu = shards.MatrixShards(torch.device("cpu"), "cpu", [0] * 5, 1, params)
             kinds = [shards.Kind((), Dtypes(BF16, BF16))] * 5
-            assert [len(bucket) for bucket, _ in of_cpu._in_buckets(kinds)] == expected
+            assert [bucket for bucket, _ in of_cpu._in_buckets(kinds)] == expected
+
+
+def work_in_buckets() -> list[list[int]]:
+    mesh = init_device_mesh(distributed.device().type, (dist.get_world_size(),))
+    own = torch.empty(32, 256, device=distributed.device())
+    params: dict[int, Tensor] = {i: DTensor.from_local(own, mesh, [Shard(0)]) for i in range(6)}
+    with mock.patch.object(shards, "BUCKET_BYTES", 2 * 3 * own.numel() * 4):
+        buckets = shards.in_buckets(params, [shards.Kind((), Dtypes(BF16, BF16))] * 6)
+    return [on_mesh.work for _, meshes in buckets for on_mesh, _ in meshes]
+
+
+def test_work_is_even_over_all_buckets() -> None:
+    """Who has one matrix more of the first three has one less of the others."""
+    first, second = distributed.run(2, work_in_buckets)[0]
+    assert first[0] == 2 * first[1] and second == first[::-1]
 
 
 @pytest.mark.parametrize("but", ["row", "uneven"])

@@ -33,7 +33,7 @@ class World:
         ]
         self.boxes, self.ranks = boxes, len(boxes[0])
         matrices = [m for i, shape in enumerate(shapes) for m in matrices_of(i, shape, splits[i])]
-        self.owned = Ownership.of(matrices, {i: Boxes(own) for i, own in enumerate(boxes)}, self.ranks)
+        self.owned = Ownership.of(matrices, {i: Boxes(own) for i, own in enumerate(boxes)}, [0] * self.ranks)
 
     def held(self, rank: int) -> dict[int, Piece]:
         found = ((n, piece_of(m, self.boxes[m.param][rank])) for n, m in enumerate(self.owned.matrices))

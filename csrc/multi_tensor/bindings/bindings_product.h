@@ -6,6 +6,7 @@
 
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "product.h"
@@ -19,10 +20,14 @@ void require(bool condition, const char* expected) {
     if (!condition) throw std::invalid_argument(std::string("fused_optim: products: expected ") + expected);
 }
 
+// As Python describes a product: the members of MatrixProduct in their order.
+using Row = std::tuple<uint64_t, uint64_t, uint64_t, uint32_t, uint32_t, uint32_t, uint32_t, float, float, float, bool,
+                       bool, bool, uint32_t>;
+
 // The last check before raw addresses are used.
-void matrix_product(uint64_t left, uint64_t right, uint64_t result, uint32_t batch, uint32_t rows, uint32_t columns,
-                    uint32_t inner, float alpha, float beta, float gamma, bool left_transposed, bool right_transposed,
-                    bool symmetric, uint32_t result_type, int device, uint64_t stream) {
+MatrixProduct checked(const Row& row) {
+    const auto [left, right, result, batch, rows, columns, inner, alpha, beta, gamma, left_transposed, right_transposed,
+                symmetric, result_type] = row;
     require(left && right && result, "addresses of all matrices");
     for (const uint64_t address : {left, right, result})
         require(address % 16 == 0, "addresses that are multiples of 16");
@@ -33,9 +38,22 @@ void matrix_product(uint64_t left, uint64_t right, uint64_t result, uint32_t bat
     require(beta == 0.0f || inner == columns, "a square right factor if the left one is added");
     const auto type = static_cast<Element>(result_type);
     require(type == Element::kFloat16 || type == Element::kBFloat16, "a result in FP16 or BF16");
-    matrix_product_cuda({left, right, result, batch, rows, columns, inner, alpha, beta, gamma, left_transposed,
-                         right_transposed, symmetric, type},
-                        device, stream);
+    return {left,  right,           result,           batch,     rows, columns, inner, alpha, beta,
+            gamma, left_transposed, right_transposed, symmetric, type};
+}
+
+// One after the other: the interpreter is asked once for all. `drawn`: memory of a uint32 for each, or 0.
+void matrix_products(const std::vector<Row>& rows, uint64_t drawn, int device, uint64_t stream) {
+    require(drawn % 4 == 0, "an address that is a multiple of 4");
+    std::vector<MatrixProduct> products;
+    products.reserve(rows.size());
+    for (const Row& row : rows) products.push_back(checked(row));
+    if (drawn) zero_drawn_cuda(drawn, products.size(), device, stream);
+    for (size_t i = 0; i < products.size(); ++i) {
+        products[i].drawn = drawn ? drawn + 4 * i : 0;
+        products[i].follows_product = i > 0;
+        matrix_product_cuda(products[i], device, stream);
+    }
 }
 
 void normalize(const std::vector<uint64_t>& values, uint64_t result, uint64_t sums, uint64_t numel, float factor,
@@ -53,10 +71,8 @@ void normalize(const std::vector<uint64_t>& values, uint64_t result, uint64_t su
 inline void define_all(py::module_& m) {
     using NoGil = py::call_guard<py::gil_scoped_release>;
     m.def("has_products", &has_products_cuda, py::arg("device"));
-    m.def("matrix_product", &matrix_product, py::kw_only(), py::arg("left"), py::arg("right"), py::arg("result"),
-          py::arg("batch"), py::arg("rows"), py::arg("columns"), py::arg("inner"), py::arg("alpha"), py::arg("beta"),
-          py::arg("gamma"), py::arg("left_transposed"), py::arg("right_transposed"), py::arg("symmetric"),
-          py::arg("result_type"), py::arg("device"), py::arg("stream"), NoGil());
+    m.def("matrix_products", &matrix_products, py::arg("products"), py::arg("drawn"), py::arg("device"),
+          py::arg("stream"), NoGil());
     m.attr("NORM_SUMS") = kNormSums;
     m.def("normalize", &normalize, py::kw_only(), py::arg("values"), py::arg("result"), py::arg("sums"),
           py::arg("numel"), py::arg("factor"), py::arg("least"), py::arg("type"), py::arg("device"), py::arg("stream"),
