@@ -2,27 +2,28 @@
 
     python .ci/build_wheels.py dist python3.11 python3.12 python3.13 python3.14
 
-A Python that is not on this machine is named and left out; that none is there is an error. What does not depend on the
-Python is compiled once. It needs what the extra `release` of pyproject.toml names.
+A Python that is not on this machine, or lacks venv or headers, is named and left out; that none is there is an error.
+What does not depend on the Python is compiled once. It needs what the extra `release` of pyproject.toml names.
 """
 
 import shutil
 import subprocess
 import sys
-import tarfile
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build" / "wheels"
 SHOWN = "fused_optim: "  # what setup.py says of its progress
+# Distributions pack both apart from the interpreter, as python3-venv and python3-dev.
+NEEDED = "import ensurepip, os, sysconfig, venv; os.stat(os.path.join(sysconfig.get_path('include'), 'Python.h'))"
 
 
 def main() -> None:
     dist = Path(sys.argv[1]).resolve()
     pythons = {name: path for name in sys.argv[2:] if (path := runs(name))}
     for name in sys.argv[2:]:
-        print(f"{name}: {pythons.get(name, 'not here, left out')}", flush=True)
+        print(f"{name}: {pythons.get(name, 'left out: not here, or without venv or headers')}", flush=True)
     if not pythons:
         sys.exit("error: none of these Pythons is here")
     for folder in (BUILD, dist):
@@ -38,7 +39,7 @@ def main() -> None:
 def runs(name: str) -> str | None:
     """The program's path, where it is there and runs: those of version managers may only say that they do not."""
     path = shutil.which(name)
-    if path is None or subprocess.run([path, "-c", "import venv, ensurepip"], capture_output=True).returncode:
+    if path is None or subprocess.run([path, "-c", NEEDED], capture_output=True).returncode:
         return None
     return path
 
@@ -48,8 +49,7 @@ def build_sdist(dist: Path) -> Path:
     print("sdist", flush=True)
     run([sys.executable, "-m", "build", "--sdist", "--outdir", str(dist), str(ROOT)])
     (archive,) = dist.glob("*.tar.gz")
-    with tarfile.open(archive) as opened:
-        opened.extractall(BUILD, filter="data")
+    run(["tar", "-xzf", str(archive), "-C", str(BUILD)])  # tarfile warns without filter=, which 3.11.2 has not
     return BUILD / archive.name.removesuffix(".tar.gz")
 
 

@@ -33,7 +33,8 @@ def compile_revision(revision: str, isa: str, folder: Path) -> Path:
     if revision:
         packed = subprocess.run(["git", "archive", revision, str(SOURCES)], check=True, capture_output=True).stdout
         with tarfile.open(fileobj=BytesIO(packed)) as archive:
-            archive.extractall(folder / revision, filter="data")
+            archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.2 has none
+            archive.extractall(folder / revision)
         sources = folder / revision / SOURCES
     library = folder / f"{revision or 'now'}-{isa}.so"
     options = [*FLAGS, *ISAS[isa], f"-I{sources}", f"-DFUSED_OPTIM_ISA={isa}", "-shared", "-o", str(library)]

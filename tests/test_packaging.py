@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
+import sys
+import tarfile
 import tomllib
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +132,48 @@ def test_addresses_are_those_of_the_publication(key: str) -> None:
 def test_the_tag_of_a_release(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / ".ci")
     assert importlib.import_module("check_tag").expected() == f"v{fused_optim.__version__}"
+
+
+# --- wheels -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def build_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(ROOT / ".ci")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    module = importlib.import_module("build_wheels")
+    monkeypatch.setattr(module, "BUILD", tmp_path / "build")
+    return module
+
+
+def test_wheels_are_for_the_pythons_that_are_here(build_wheels: Any, tmp_path: Path) -> None:
+    """Not for one that a version manager has no version of, nor for those that could not make a venv or compile."""
+    (tmp_path / "Python.h").touch()
+    run = f"exec {sys.executable} -c \"import sys, sysconfig; sysconfig.get_path = lambda _: '%s'; %s; $2\""
+    programs = {
+        "python3.here": run % (tmp_path, "pass"),
+        "python3.shim": "exit 127",
+        "python3.without_venv": run % (tmp_path, "sys.modules['venv'] = None"),
+        "python3.without_headers": run % (tmp_path / "nowhere", "pass"),
+    }
+    for name, line in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    found = {name: path for name in (*programs, "python3.nowhere") if (path := build_wheels.runs(name))}
+    assert found == {"python3.here": str(tmp_path / "python3.here")}
+
+
+@pytest.mark.filterwarnings("error")
+def test_wheels_are_built_from_the_unpacked_sdist(build_wheels: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """By what every Python from 3.11.0 on has: `filter` of tarfile came with 3.11.4, and 3.12 warns without it."""
+    run, (dist, packed) = build_wheels.run, (tmp_path / "dist", tmp_path / "package-1")
+    for folder in (build_wheels.BUILD, dist, packed):
+        folder.mkdir()
+    (packed / "setup.py").write_text("as packed")
+    pack = ["tar", "-czf", str(dist / "package-1.tar.gz"), "-C", str(tmp_path), "package-1"]
+    monkeypatch.setattr(build_wheels, "run", lambda command: run(pack if "build" in command else command))
+    monkeypatch.setattr(tarfile.TarFile, "extractall", lambda self, path: warnings.warn("no filter", stacklevel=2))
+    assert (build_wheels.build_sdist(dist) / "setup.py").read_text() == "as packed"
 
 
 # --- workflows ------------------------------------------------------------------------------------------------------

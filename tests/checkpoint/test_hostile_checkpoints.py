@@ -105,7 +105,7 @@ def test_metadata_runs_no_code(entry: str, checkpoint: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-@pytest.mark.parametrize("hostile", [eval, os.system, getattr, torch.load, PosixPath.unlink, io.open, nn.Linear])
+@pytest.mark.parametrize("hostile", [eval, os.system, setattr, torch.load, PosixPath.unlink, io.open, nn.Linear])
 def test_names_that_metadata_has_no_use_for(hostile: Any, protocol: int, checkpoint: Path) -> None:
     (checkpoint / ".metadata").write_bytes(pickle.dumps({"x": hostile}, protocol))
     with pytest.raises(ValueError, match=r"\.metadata cannot be read \(it names "):
@@ -160,9 +160,12 @@ def place_of(metadata: Any) -> Any:
     return metadata.storage_data[index]
 
 
-def stated_properties(strides: Any) -> Call:
+CONTIGUOUS = _MEM_FORMAT_ENCODING(0)
+
+
+def stated_properties(strides: Any, encoding: Any = CONTIGUOUS) -> Call:
     """As torch 2.15 writes them."""
-    layout, encoding = Call(torch.serialization._get_layout, "torch.strided"), _MEM_FORMAT_ENCODING(0)
+    layout = Call(torch.serialization._get_layout, "torch.strided")
     return Call(TensorProperties, state=(torch.int8, layout, False, encoding, False, strides))
 
 
@@ -188,6 +191,24 @@ HOSTILE: dict[str, tuple[Callable[[Any], Any], str]] = {
         "found _StorageInfo",
     ),
     "a size without arguments": (lambda m: setattr(tensor_of(m), "size", Call(torch.Size)), "expected torch.Size"),
+    "an attribute of a class": (
+        lambda m: setattr(tensor_of(m), "properties", stated_properties(None, Call(getattr, Metadata, "__init__"))),
+        "expected _MEM_FORMAT_ENCODING, found getattr",
+    ),
+    "an attribute that is no member": (
+        lambda m: setattr(
+            tensor_of(m), "properties", stated_properties(None, Call(getattr, _MEM_FORMAT_ENCODING, "mro"))
+        ),
+        "_MEM_FORMAT_ENCODING knows no such value",
+    ),
+    "an attribute of an attribute": (
+        lambda m: setattr(
+            tensor_of(m),
+            "properties",
+            stated_properties(None, Call(getattr, Call(getattr, _MEM_FORMAT_ENCODING, "mro"), "x")),
+        ),
+        "expected _MEM_FORMAT_ENCODING, found getattr",
+    ),
     "a negative size": (lambda m: setattr(tensor_of(m), "size", torch.Size([-1, 256])), "from 0 to 2"),
     "a size beyond 64 bits": (lambda m: setattr(tensor_of(m), "size", Call(torch.Size, (2**63, 1))), "from 0 to 2"),
     "an integer of a kilobyte": (lambda m: setattr(place_of(m), "offset", 1 << 8000), "code 0x8b"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import tarfile
 from collections.abc import Callable
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 import cases
 import distributed
@@ -19,6 +22,7 @@ from fused_optim import FusedAdam, load_optimizer_checkpoint, verify_checksums
 from fused_optim.checkpoint import Checkpointer
 from fused_optim.checkpoint.reading.reader import load
 from fused_optim.checkpoint.storage.folders import folder_at
+from fused_optim.checkpoint.storage.metadata import read_metadata
 from fused_optim.tools.conversion import convert_checkpoint
 from fused_optim.tools.inspector import inspect_checkpoint
 
@@ -29,7 +33,8 @@ INT8 = next(fmt for fmt in cases.FORMATS if fmt.dtype is torch.int8)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp(request.param)
     with tarfile.open(written.FOLDER / f"{request.param}.tar.xz") as archive:
-        archive.extractall(path, filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.2 has none
+        archive.extractall(path)
     return path
 
 
@@ -39,6 +44,23 @@ def test_there_is_one_of_each_torch() -> None:
     (major, first, last), *_ = re.findall(r"torch (\d+)\.(\d+) to \1\.(\d+)", readme)
     expected = [f"{major}.{minor}" for minor in range(int(first), int(last) + 1)]
     assert [version.rpartition(".")[0] for version in written.VERSIONS] == expected
+
+
+@pytest.mark.parametrize("member", _MEM_FORMAT_ENCODING)
+def test_names_of_enum_members(member: _MEM_FORMAT_ENCODING, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As Python 3.11.2 pickles them, and therefore what ``dcp.save`` wrote under it: by names, not by values."""
+    model = nn.Linear(3, 2)
+    dcp.save(model.state_dict(), checkpoint_id=tmp_path)
+    file = tmp_path / ".metadata"
+    written = pickle.loads(file.read_bytes())
+    formats = dict(zip(_MEM_FORMAT_ENCODING, (torch.contiguous_format, torch.channels_last, torch.preserve_format)))
+    written.state_dict_metadata["weight"].properties.memory_format = formats[member]
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
+    file.write_bytes(pickle.dumps(written))
+    assert b"getattr" in file.read_bytes() and member.name.encode() in file.read_bytes()
+    found = read_metadata(folder_at(tmp_path))
+    assert found.state_dict_metadata == pickle.loads(file.read_bytes()).state_dict_metadata
+    assert found.state_dict_metadata["weight"].properties.memory_format is formats[member]
 
 
 # --- ways to load -------------------------------------------------------------------------------------------------

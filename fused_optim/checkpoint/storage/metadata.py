@@ -53,13 +53,14 @@ _FIELDS = {
 _VERSION = "1."  # of the format, as far as it matters: "1.0.0"
 
 _CLASSES = {name: stand_in(name) for name in (*_FIELDS, "_MEM_FORMAT_ENCODING")}
-_SIZE, _LAYOUT, _PATH = map(stand_in, ("Size", "_get_layout", "Path"))
+_SIZE, _LAYOUT, _PATH, _ATTRIBUTE = map(stand_in, ("Size", "_get_layout", "Path", "getattr"))
 _PATHS = ("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath")
 _NAMES: dict[tuple[str, str], Any] = {
     **{("torch.distributed.checkpoint.metadata", name): value for name, value in _CLASSES.items()},
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _CLASSES["_StorageInfo"],
     ("torch", "Size"): _SIZE,
     ("torch.serialization", "_get_layout"): _LAYOUT,
+    ("builtins", "getattr"): _ATTRIBUTE,  # Python 3.11.2 writes members of an Enum so; others, their values
     **{(module, name): _PATH for module in ("pathlib", "pathlib._local") for name in _PATHS},  # where it was written to
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
 }
@@ -69,6 +70,11 @@ _MEMORY_FORMATS = {
     1: torch.channels_last,
     2: torch.preserve_format,
 }  # as torch numbers them
+_MEMORY_FORMAT_NAMES = {
+    "TORCH_CONTIGUOUS_FORMAT": torch.contiguous_format,
+    "TORCH_CHANNELS_LAST": torch.channels_last,
+    "TORCH_PRESERVE_FORMAT": torch.preserve_format,
+}
 _HAS_STRIDES = any(field.name == "strides" for field in fields(TensorProperties))  # torch 2.15
 _LARGEST = (1 << 63) - 1
 _MOST_DIMS = 64  # that torch computes with
@@ -199,7 +205,7 @@ def _properties(key: str, given: Any) -> TensorProperties:
     if not isinstance(requires_grad, bool) or not isinstance(pinned, bool):
         raise _unexpected(what, "bools", requires_grad)
     layout = _choice(what, given_fields.get("layout"), _LAYOUT, _LAYOUTS)
-    memory_format = _choice(what, given_fields.get("memory_format"), _CLASSES["_MEM_FORMAT_ENCODING"], _MEMORY_FORMATS)
+    memory_format = _memory_format(what, given_fields.get("memory_format"))
     strides = _strides(key, given_fields.get("strides"))
     known: dict[str, Any] = {"strides": strides} if _HAS_STRIDES else {}
     return TensorProperties(dtype, layout, requires_grad, memory_format, pinned, **known)
@@ -210,6 +216,15 @@ def _strides(key: str, given: Any) -> tuple[int, ...] | None:
     if given is not None and not isinstance(given, tuple):
         raise _unexpected(f"the strides of {key}", "a tuple", given)
     return None if given is None else tuple(_number(f"a stride of {key}", each) for each in given)
+
+
+def _memory_format(what: str, given: Any) -> torch.memory_format:
+    encoding = _CLASSES["_MEM_FORMAT_ENCODING"]
+    choices: Mapping[Any, torch.memory_format] = _MEMORY_FORMATS
+    if type(given) is _ATTRIBUTE and len(given.args) == 2 and given.args[0] is encoding:
+        given, choices = encoding(given.args[1]), _MEMORY_FORMAT_NAMES
+    found: torch.memory_format = _choice(what, given, encoding, choices)
+    return found
 
 
 def _choice(what: str, given: Any, kind: type[Given], choices: Mapping[Any, Any]) -> Any:
