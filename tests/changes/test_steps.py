@@ -282,9 +282,8 @@ def _by_new_memory(param: nn.Parameter) -> None:
 WRITES: list[Callable[[nn.Parameter], None]] = [_by_load, nn.init.ones_, _by_clamp, _by_new_memory]
 
 
-@pytest.mark.parametrize("before", ["take", "step"])
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("master", MASTERS)
+# Not all masters x writes x what comes before: each two of them.
+@pytest.mark.parametrize("master, write, before", pairwise(list(MASTERS), WRITES, ["take", "step"]))
 def test_what_others_write_is_marked_whole(device: str, master: str, write: Any, before: str) -> None:
     dtype, options = MASTERS[master]
     model = Model(dtype, device)

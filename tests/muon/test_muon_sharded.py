@@ -27,6 +27,7 @@ from fused_optim.checkpoint import Checkpointer
 from fused_optim.matrices import shards
 from fused_optim.matrices.exchange import Dtypes
 from fused_optim.optimizer import ShardedOptimizer
+from pairwise import pairwise
 
 F32, BF16 = torch.float32, torch.bfloat16
 # Uneven and empty shards, one row, experts, tall and wide ones, a vector.
@@ -278,13 +279,14 @@ def resume(how: str, form: str, folder: str, by: str) -> dict[str, Part]:
     return parts(model, optimizer)
 
 
-@pytest.mark.parametrize("form", ["unscaled", "native"])
-@pytest.mark.parametrize("by", ["dcp", "checkpointer"])
-@pytest.mark.parametrize(("before", "after"), [((1, "rows"), (3, "rows")), ((4, "hsdp"), (2, "rows"))], ids=str)
-def test_checkpoints_go_on_on_other_ranks(
-    before: tuple[int, str], after: tuple[int, str], by: str, form: str, tmp_path: Path
-) -> None:
-    (ranks, how), (others, there) = before, after
+# What is saved, and where it is loaded.
+MOVES = [((1, "rows"), (3, "rows")), ((4, "hsdp"), (2, "rows"))]
+
+
+# Not all moves x ways x forms: each two of them.
+@pytest.mark.parametrize("move, by, form", pairwise(MOVES, ["dcp", "checkpointer"], ["unscaled", "native"]), ids=str)
+def test_checkpoints_go_on_on_other_ranks(move: tuple[Any, Any], by: str, form: str, tmp_path: Path) -> None:
+    (ranks, how), (others, there) = move
     expected = join_all(distributed.run(ranks, save, how, form, str(tmp_path)))
     distributed.assert_same(join_all(distributed.run(others, resume, there, form, str(tmp_path), by)), expected)
 
