@@ -113,9 +113,9 @@ def test_other_programs_get_the_whole_package(arguments: str, forked: str, tmp_p
     assert done.stdout.split() == ["FusedAdamW"] * 2, done.stderr
 
 
-def test_version_python_and_system(tmp_path: Path) -> None:
+def test_version_python_and_system(forked: str, tmp_path: Path) -> None:
     assert python(tmp_path, "-m", "fused_optim", "--version").stdout == f"fused_optim {fused_optim.__version__}\n"
-    lines = python(tmp_path, "-m", "fused_optim", "info").stdout.splitlines()
+    lines = python(tmp_path, "-m", "fused_optim", "info", program=forked).stdout.splitlines()
     assert lines[0] == f"fused_optim {fused_optim.__version__}, torch {torch.__version__}"
     assert lines[1] == f"Python {platform.python_version()}, {platform.platform()}"
 
