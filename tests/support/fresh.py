@@ -41,6 +41,8 @@ REAL = sys.executable  # which tests replace by ours
 # Asks the server for a process, and waits in its place: passes on signals, and ends as it does.
 CLIENT = """#!{python} -IS
 import json, os, signal, socket, sys
+SIGNALS = signal.SIGHUP, signal.SIGINT, signal.SIGTERM
+signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until it is known whom they are for
 request = {{"arguments": sys.argv[1:], "folder": os.getcwd(), "environment": dict(os.environ), "program": __file__}}
 message = json.dumps(request).encode()
 server = socket.socket(socket.AF_UNIX)
@@ -48,8 +50,9 @@ server.connect({address!r})
 socket.send_fds(server, [len(message).to_bytes(8)], [0, 1, 2])
 server.sendall(message)
 child = int.from_bytes(server.recv(8))
-for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+for number in SIGNALS:
     signal.signal(number, lambda number, _: os.kill(child, number))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 status = int.from_bytes(server.recv(8), signed=True)
 if status < 0:
     if -status != signal.SIGKILL:
