@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import fresh
 from fused_optim.backends import load_engine
 
 # One thread, as most tensors here are tiny: in fixtures of modules, too, and in the processes that tests start. Where
@@ -63,6 +65,12 @@ def any_backend(request: pytest.FixtureRequest, device: str, use_backend: Callab
     """Parametrized with "torch" or "engine": steps on each device by the one or the other."""
     use_backend("torch" if request.param == "torch" else device)
     return device
+
+
+@pytest.fixture
+def forked_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is started as ``sys.executable`` has imported torch already, and so has what it starts."""
+    monkeypatch.setattr(sys, "executable", fresh.python())
 
 
 @pytest.fixture(autouse=True)

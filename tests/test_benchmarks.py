@@ -58,6 +58,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert capsys.readouterr().out == "tiny: skipped Apex FusedAdam, FP32: needs apex and amp_C\n"
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_a_trial(tmp_path: Path) -> None:
     """All of ours and torch's, on both kinds of parameters; nothing fails."""
     report = tmp_path / "step.json"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import fresh
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SIZES = {"width": 64, "layers": 1, "heads": 2, "context": 32, "batch": 2, "steps": 6, "warmup": 2}
@@ -16,10 +17,7 @@ TINY = [text for name, size in SIZES.items() for text in (f"--{name}", str(size)
 
 
 def train(ranks: int, metrics: Path, *flags: str) -> dict[str, Any]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    script = [str(EXAMPLES / "train_fsdp2.py"), *TINY, "--metrics", str(metrics), *flags]
-    done = subprocess.run([*launcher, *script], capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr[-2000:]
+    fresh.torchrun(ranks, EXAMPLES / "train_fsdp2.py", *TINY, "--metrics", metrics, *flags, folder=metrics.parent)
     record: dict[str, Any] = json.loads(metrics.read_text())
     return record
 

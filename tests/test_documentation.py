@@ -5,18 +5,16 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import distributed
+import fresh
 import snippets
 from fused_optim.tools.commands import add_commands
 from snippets import Block, blocks_of, code_of, misnamed, python_blocks, run_page
@@ -54,17 +52,8 @@ def test_the_readme_trains_under_torchrun_and_resumes(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(snippets.code_of("../README.md", "Train and resume with FSDP2"))
 
     def train(processes: int) -> list[str]:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(snippets.ROOT),
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-        command = [*launcher, "train.py"]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0, done.stderr
-        return re.findall(r"^step (\d+), loss \d+\.\d+$", done.stdout, re.M)
+        printed = fresh.torchrun(processes, "train.py", folder=tmp_path)
+        return re.findall(r"^step (\d+), loss \d+\.\d+$", printed, re.M)
 
     assert train(2) == [str(step) for step in range(10, 101, 10)]
     shutil.rmtree(tmp_path / "run" / "step-00000100")

@@ -49,6 +49,7 @@ def trial(report: Path, *options: str) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_a_trial(tmp_path: Path) -> None:
     """What cannot run is named with its reason; what runs has learned."""
     name = "FusedAdamW, BF16, int8 states, 24-bit masters"
@@ -61,6 +62,7 @@ def test_a_trial(tmp_path: Path) -> None:
     assert found["held_out_loss"] < 6.5 and "largest_batch" not in found
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_ranks_share_a_batch(tmp_path: Path) -> None:
     """Two ranks of FSDP2 learn what one process does of twice the batch, but for the rounding of activations."""
     name = "torch AdamW fused, FP32 parameters"
@@ -71,6 +73,7 @@ def test_ranks_share_a_batch(tmp_path: Path) -> None:
     assert [*skipped.values()] == ["takes no DTensors"] and skipped.keys() <= RUNS.keys()
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_reports_are_merged(tmp_path: Path) -> None:
     """In the order of the table; of one that failed somewhere the run that did not."""
     names = [*RUNS][:3]

@@ -16,6 +16,7 @@ from peer_suites import APEX_TESTS, FSDP2, SUITES, TE_TESTS
 ROOT = Path(__file__).parents[1]
 TE, SHARDED, RESHARDED, APEX = SUITES
 PACKAGE = "class FusedAdam: ..."
+pytestmark = pytest.mark.usefixtures("forked_python")
 
 TE_FILE = """
 import pytest

@@ -184,6 +184,7 @@ def test_a_run_of_other_options_does_not_go_on(texts: Path, monkeypatch: pytest.
         pretraining.train(args_of(texts, "--learning-rate", "0.5"))
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_a_queue_starts_processes_and_reports(texts: Path, capfd: pytest.CaptureFixture[str]) -> None:
     args = parse_args(["queue", "--gpus", "0", *arguments(texts), "--runs", "fp32"])
     assert pretraining.run_queue(args) == 0

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+import fresh
 import fused_optim
 from fused_optim import FusedAdamW, save_master_safetensors
 from fused_optim.__main__ import main
@@ -48,22 +49,34 @@ def normal(requirement: str) -> str:
     return re.sub(r"[-_.]+", "-", match[0]).lower()
 
 
-def python(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """A new process, in which nothing can be imported that is installed beside torch."""
+def block_others(folder: Path) -> str:
+    """A folder in ``folder`` for PYTHONPATH: nothing can be imported that is installed beside torch."""
     allowed = depends_on("torch") | {"fused-optim"}
     blocked = [name for name, of in packages_distributions().items() if not allowed & {normal(each) for each in of}]
     assert {"numpy", "safetensors", "tqdm", "pytest"} <= set(blocked) and not {"torch", "sympy"} & set(blocked)
     (folder / "startup").mkdir(exist_ok=True)
     (folder / "startup" / "sitecustomize.py").write_text(BLOCKING.format(names=blocked))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (folder / "startup", ROOT)))}
-    command = [sys.executable, *map(str, arguments)]
+    return str(folder / "startup")
+
+
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Python that has imported torch, and could import nothing else."""
+    return fresh.python(fresh.TORCH, (block_others(tmp_path_factory.mktemp("forked")),))
+
+
+def python(folder: Path, *arguments: str | Path, program: str = sys.executable) -> subprocess.CompletedProcess[str]:
+    """A new process, in which nothing can be imported that is installed beside torch."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([block_others(folder), str(ROOT)])}
+    command = [program, *map(str, arguments)]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
 
 
-def test_all_that_needs_no_extra_works(tmp_path: Path) -> None:
-    blocked = python(tmp_path, "-c", "import torch, numpy")
-    assert "ModuleNotFoundError" in blocked.stderr and "numpy" in blocked.stderr
-    done = python(tmp_path, ROOT / ".ci" / "smoke.py")
+def test_all_that_needs_no_extra_works(forked: str, tmp_path: Path) -> None:
+    for program in (sys.executable, forked):
+        blocked = python(tmp_path, "-c", "import torch, numpy", program=program)
+        assert "ModuleNotFoundError" in blocked.stderr and "numpy" in blocked.stderr
+    done = python(tmp_path, ROOT / ".ci" / "smoke.py", program=forked)
     assert done.returncode == 0, done.stderr
 
 
@@ -90,19 +103,19 @@ def test_info_needs_no_optimizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", ["", "fused_optim", "-m fused_optim"])
-def test_other_programs_get_the_whole_package(arguments: str, tmp_path: Path) -> None:
+def test_other_programs_get_the_whole_package(arguments: str, forked: str, tmp_path: Path) -> None:
     """Also those that Python is told to run as a module."""
     (tmp_path / "startup" / "program").mkdir(parents=True)
     for name in ("__init__", "__main__"):
         path = tmp_path / "startup" / "program" / f"{name}.py"
         path.write_text("import fused_optim\nprint(fused_optim.FusedAdamW.__name__)\n")
-    done = python(tmp_path, "-m", "program", *arguments.split())
+    done = python(tmp_path, "-m", "program", *arguments.split(), program=forked)
     assert done.stdout.split() == ["FusedAdamW"] * 2, done.stderr
 
 
-def test_version_python_and_system(tmp_path: Path) -> None:
+def test_version_python_and_system(forked: str, tmp_path: Path) -> None:
     assert python(tmp_path, "-m", "fused_optim", "--version").stdout == f"fused_optim {fused_optim.__version__}\n"
-    lines = python(tmp_path, "-m", "fused_optim", "info").stdout.splitlines()
+    lines = python(tmp_path, "-m", "fused_optim", "info", program=forked).stdout.splitlines()
     assert lines[0] == f"fused_optim {fused_optim.__version__}, torch {torch.__version__}"
     assert lines[1] == f"Python {platform.python_version()}, {platform.platform()}"
 
@@ -160,9 +173,9 @@ def test_commands_name_the_extra(
     assert capsys.readouterr().out == "" and sorted(saved.iterdir()) == before
 
 
-def test_it_is_one_line(saved: Path) -> None:
+def test_it_is_one_line(forked: str, saved: Path) -> None:
     """Torch's own warning that there is no numpy is not shown."""
-    done = python(saved, "-m", "fused_optim", "convert", "saved.pt", "new", "--to", "masters")
+    done = python(saved, "-m", "fused_optim", "convert", "saved.pt", "new", "--to", "masters", program=forked)
     error = f"error: {needs('convert --to masters', 'safetensors', 'tools')}\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", error)
 

@@ -20,6 +20,7 @@ from fused_optim.quantized import (
 )
 from fused_optim.state import changes
 from fused_optim.state.changes import WHOLE, ChangeTracker, Shard, StepChanges
+from pairwise import pairwise
 
 RATES = [1e-6, 1e-4, 1e-2]
 
@@ -39,18 +40,19 @@ def run(model: nn.Module, optimizer: Any, takes: tuple[int, ...] = (1, 2, 3), sc
     expected.check(optimizer.take_changes(model), some=False)
 
 
-@pytest.mark.parametrize("lr", RATES)
-@pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("master", MASTERS)
+# Not all masters x states x rates: each two of them.
+@pytest.mark.parametrize("master, state, lr", pairwise(list(MASTERS), list(STATES), RATES))
 def test_all_formats(device: str, master: str, state: str, lr: float) -> None:
     dtype, options = MASTERS[master]
     model = Model(dtype, device)
     run(model, FusedAdamW(model.parameters(), lr=lr, state_dtype=state, **options))
 
 
-@pytest.mark.parametrize("state", ["fp32", "int8"])
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
-@pytest.mark.parametrize("master", [{}, {"master_weight_dtype": torch.float16}])
+@pytest.mark.parametrize(
+    "recipe, state, master",
+    pairwise(RECIPES, ["fp32", "int8"], [{}, {"master_weight_dtype": torch.float16}]),
+    ids=str,
+)
 def test_quantized_weights(device: str, recipe: Any, state: str, master: dict[str, Any]) -> None:
     """Codes and scales, whichever pass writes them."""
     model = nn.Sequential(nn.Linear(256, 256, bias=True), nn.Linear(256, 128, bias=False)).to(device, torch.bfloat16)
@@ -280,9 +282,8 @@ def _by_new_memory(param: nn.Parameter) -> None:
 WRITES: list[Callable[[nn.Parameter], None]] = [_by_load, nn.init.ones_, _by_clamp, _by_new_memory]
 
 
-@pytest.mark.parametrize("before", ["take", "step"])
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("master", MASTERS)
+# Not all masters x writes x what comes before: each two of them.
+@pytest.mark.parametrize("master, write, before", pairwise(list(MASTERS), WRITES, ["take", "step"]))
 def test_what_others_write_is_marked_whole(device: str, master: str, write: Any, before: str) -> None:
     dtype, options = MASTERS[master]
     model = Model(dtype, device)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from support import distributed
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+import distributed
 from fused_optim import FusedAdamW
 from fused_optim.checkpoint import Checkpointer
 

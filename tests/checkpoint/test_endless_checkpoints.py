@@ -164,6 +164,7 @@ def refuse_all(folder: Path) -> None:
 
 
 @pytest.mark.long  # test_any_program_ends is shorter
+@pytest.mark.usefixtures("forked_python")
 def test_what_takes_for_ever_is_refused(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, __file__, str(tmp_path)]

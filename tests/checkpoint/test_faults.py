@@ -26,6 +26,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import distributed
+import fresh
 from distributed import assert_same, one_thread
 from foreign_cases import SETTINGS, build, groups_of, train
 from fused_optim import (
@@ -382,7 +383,7 @@ def test_commands(
         assert capsys.readouterr().out == f"{path}: {said}\n"
         assert (path / checksums.FILE).read_bytes() == content
     flip(path, f"{WEIGHT}.exp_avg.scale")
-    failed = subprocess.run([sys.executable, "-m", "fused_optim", "verify", path], capture_output=True, text=True)
+    failed = subprocess.run([fresh.python(), "-m", "fused_optim", "verify", path], capture_output=True, text=True)
     assert (failed.returncode, failed.stdout, failed.stderr.count("\n")) == (1, "", 1)
     assert f"{WEIGHT}.exp_avg.scale at offsets (4, 0)" in failed.stderr
     (path / ".metadata").write_bytes(b"?")

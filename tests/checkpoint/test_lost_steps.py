@@ -590,7 +590,7 @@ def test_the_end_of_the_process(how: str, tmp_path: Path) -> None:
     code, status, saved = ENDS[how]
     folder = tmp_path / "runs"
     folder.mkdir()
-    done = fresh.run(SCRIPT + code, folder, how, imported=("torch", "fused_optim.checkpoint"))
+    done = fresh.run(SCRIPT + code, folder, how)
     text = done.stderr
     assert done.returncode == status and "goes on" not in done.stdout, text
     found = [name for name in names(folder) if (folder / name).is_dir() and list((folder / name).glob("step-*"))]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import launch
+import fresh
 from walkthrough import follow
 
 pytestmark = pytest.mark.timeout(900)  # many processes, each of which imports torch
@@ -26,10 +26,8 @@ def test_hugging_face_trainer(tmp_path: Path) -> None:
 
 def losses_on(ranks: int, folder: Path) -> str:
     """What the example of FSDP2 prints, on CPUs."""
-    script = str(Path(__file__).parents[2] / "examples" / "fsdp2.py")
-    first, *others = launch(ranks, script, ["--steps", "10", "--checkpoints", str(folder / str(ranks))], folder)
-    assert not any(others)
-    return first
+    script = Path(__file__).parents[2] / "examples" / "fsdp2.py"
+    return fresh.torchrun(ranks, script, "--steps", "10", "--checkpoints", folder / str(ranks), folder=folder)
 
 
 def test_fsdp2_on_ranks_that_do_not_divide_the_batch(tmp_path: Path) -> None:

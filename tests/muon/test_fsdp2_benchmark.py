@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import fresh
 import muon_fsdp2
-from launch import launch
 from muon_fsdp2 import ALONE, CONTENDERS, covered
 
 TRIAL = ["--models", "tiny", "--repeats", "1", "--only", "FusedMuon"]
@@ -28,7 +28,7 @@ def test_what_is_missing_is_found_out(missing: str) -> None:
 def test_a_trial(tmp_path: Path) -> None:
     """Two ranks make the bits that one makes, in every format."""
     report = tmp_path / "report.json"
-    launch(2, muon_fsdp2.__file__, [*TRIAL, f"--output={report}"], tmp_path)
+    fresh.torchrun(2, muon_fsdp2.__file__, *TRIAL, f"--output={report}", folder=tmp_path)
     rows = json.loads(report.read_text())["models"]["tiny"]
     names = [contender.name for contender in CONTENDERS if contender.name.startswith("FusedMuon")]
     assert [*rows] == names and len(names) == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from fused_optim.checkpoint import Checkpointer
 from fused_optim.matrices import shards
 from fused_optim.matrices.exchange import Dtypes
 from fused_optim.optimizer import ShardedOptimizer
+from pairwise import pairwise
 
 F32, BF16 = torch.float32, torch.bfloat16
 # Uneven and empty shards, one row, experts, tall and wide ones, a vector.
@@ -116,7 +118,12 @@ OPTIONS: list[tuple[torch.dtype, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("dtype", "options"), OPTIONS, ids=str)
+@functools.cache  # the same for all placements
+def of_one_process(number: int) -> dict[str, Tensor]:
+    return join_all(distributed.run(1, trained, "plain", *OPTIONS[number]))
+
+
+@pytest.mark.parametrize("number", range(len(OPTIONS)))
 @pytest.mark.parametrize(
     ("ranks", "how"),
     [
@@ -124,10 +131,10 @@ OPTIONS: list[tuple[torch.dtype, dict[str, Any]]] = [
         *((2, "replicated"), (2, "columns"), (3, "inner rows"), (4, "hsdp"), (4, "fsdp and tp")),
     ],
 )
-def test_bits_do_not_depend_on_the_sharding(ranks: int, how: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+def test_bits_do_not_depend_on_the_sharding(ranks: int, how: str, number: int) -> None:
     """Half of 256 columns are blocks of 128 still."""
-    expected = join_all(distributed.run(1, trained, "plain", dtype, options))
-    distributed.assert_same(join_all(distributed.run(ranks, trained, how, dtype, options)), expected)
+    found = join_all(distributed.run(ranks, trained, how, *OPTIONS[number]))
+    distributed.assert_same(found, of_one_process(number))
 
 
 def trained_in_buckets(how: str) -> dict[str, Part]:
@@ -272,13 +279,14 @@ def resume(how: str, form: str, folder: str, by: str) -> dict[str, Part]:
     return parts(model, optimizer)
 
 
-@pytest.mark.parametrize("form", ["unscaled", "native"])
-@pytest.mark.parametrize("by", ["dcp", "checkpointer"])
-@pytest.mark.parametrize(("before", "after"), [((1, "rows"), (3, "rows")), ((4, "hsdp"), (2, "rows"))], ids=str)
-def test_checkpoints_go_on_on_other_ranks(
-    before: tuple[int, str], after: tuple[int, str], by: str, form: str, tmp_path: Path
-) -> None:
-    (ranks, how), (others, there) = before, after
+# What is saved, and where it is loaded.
+MOVES = [((1, "rows"), (3, "rows")), ((4, "hsdp"), (2, "rows"))]
+
+
+# Not all moves x ways x forms: each two of them.
+@pytest.mark.parametrize("move, by, form", pairwise(MOVES, ["dcp", "checkpointer"], ["unscaled", "native"]), ids=str)
+def test_checkpoints_go_on_on_other_ranks(move: tuple[Any, Any], by: str, form: str, tmp_path: Path) -> None:
+    (ranks, how), (others, there) = move
     expected = join_all(distributed.run(ranks, save, how, form, str(tmp_path)))
     distributed.assert_same(join_all(distributed.run(others, resume, there, form, str(tmp_path), by)), expected)
 

@@ -110,6 +110,7 @@ def live_bytes(at_most: float = math.inf, seconds: float = 10) -> int:
 def _live_bytes() -> int:
     gc.collect()
     found = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter) and not each.is_meta]
+    found = [each for each in found if each.layout == torch.strided]  # workers may still hold others' sparse ones
     return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in found}.values())
 
 

@@ -133,22 +133,7 @@ def of_one_process(name: str) -> dict[str, Tensor]:
     return found[name]
 
 
-@pytest.mark.parametrize(
-    "ranks, way, how, on",
-    on_each_device(
-        (1, "usual", "fsdp"),
-        (2, "usual", "fsdp"),
-        (3, "usual", "fsdp"),
-        (2, "kept", "fsdp"),
-        (2, "checkpointed", "fsdp"),
-        (3, "reentrant", "fsdp"),
-        (2, "offloaded", "fsdp"),
-        (4, "usual", "hsdp"),
-    ),
-)
-def test_sharded_training_is_that_of_one_process(ranks: int, way: str, how: str, on: str) -> None:
-    """Bit for bit, on uneven shards as well, with gradients that accumulate."""
-    names = [*NAMES, "mxfp8", "nvfp4"] if (ranks, way) == (2, "usual") else NAMES
+def check_sharded_training(ranks: int, way: str, how: str, on: str, names: list[str]) -> None:
     results = distributed.run(ranks, train_sharded, names, way, how, on=on, timeout=200)
     for name in names:
         expected = results[0][name] if on == "cuda" else of_one_process(name)
@@ -156,6 +141,24 @@ def test_sharded_training_is_that_of_one_process(ranks: int, way: str, how: str,
             assert list(result[name]) == list(expected)
             for key, value in result[name].items():
                 assert torch.equal(value, expected[key]), (name, key)
+
+
+@pytest.mark.parametrize("ranks, how, on", on_each_device((1, "fsdp"), (2, "fsdp"), (3, "fsdp"), (4, "hsdp")))
+def test_sharded_training_is_that_of_one_process(ranks: int, how: str, on: str) -> None:
+    """Bit for bit, on uneven shards as well, with gradients that accumulate."""
+    check_sharded_training(ranks, "usual", how, on, [*NAMES, "mxfp8", "nvfp4"] if ranks == 2 else NAMES)
+
+
+SCALES = ["tensor", "row", "block"]  # what a way could meet differently; others have the same
+OTHERS = pytest.param([name for name in NAMES if name not in SCALES], marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("names", [SCALES, OTHERS], ids=str)
+@pytest.mark.parametrize(
+    "ranks, way, on", on_each_device((2, "kept"), (2, "checkpointed"), (3, "reentrant"), (2, "offloaded"))
+)
+def test_sharded_training_each_way_is_that_of_one_process(ranks: int, way: str, on: str, names: list[str]) -> None:
+    check_sharded_training(ranks, way, "fsdp", on, names)
 
 
 @pytest.mark.parametrize("ranks, on", on_each_device((2,)))

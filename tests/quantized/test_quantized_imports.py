@@ -18,13 +18,11 @@ ROOT = Path(__file__).parents[2]
 WRITTEN = Path(__file__).with_name("weights_0.1.pt")
 # A pickled model with layers of two classes, what its weights decode to, recipes and a filter; written by version 0.2.
 MODEL = Path(__file__).with_name("model_0.2.pt")
-# What fused_optim imports of torch takes longer to import than fused_optim itself.
-TORCH = ("torch", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.distributed.tensor")
 LOADED = "any(name.startswith('fused_optim.quantized') for name in sys.modules)"
 
 
 def run(code: str, *arguments: object) -> str:
-    done = fresh.run(f"import sys, torch\n{code}", *arguments, imported=TORCH)
+    done = fresh.run(f"import sys, torch\n{code}", *arguments, imported=fresh.TORCH)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

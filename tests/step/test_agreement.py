@@ -9,14 +9,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from support import distributed
-from support.distributed import mesh, shard
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+import distributed
+from distributed import mesh, shard
 from fused_optim import FusedAdamW, FusedMuon, clip_grad_norm_, enable_gradient_release
 from fused_optim.state import host_states
 from fused_optim.step import agreement
+from pairwise import pairwise
 
 ROWS = 7
 Optimizer = FusedAdamW | FusedMuon
@@ -96,17 +97,25 @@ def differing(call: Call, when: str, usual: Placement, other: Placement | None, 
 DIFFERENT = "RuntimeError: gradients are placed otherwise than their parameters, and not alike on all ranks"
 
 
-@pytest.mark.parametrize("when", ["first", "later"])
+CALLS: dict[str, tuple[Call, dict[str, object]]] = {
+    "step": (step, {}),
+    "skip_nonfinite": (step, {"skip_nonfinite": True}),
+    "int8": (step, {"state_dtype": "int8"}),
+    "clip": (clip, {}),
+    "diagnostics": (diagnose, {}),
+}
+
+
+# Not all numbers of ranks x placements x calls x steps: each two of them.
 @pytest.mark.parametrize(
-    ("call", "options"),
-    [(step, {}), (step, {"skip_nonfinite": True}), (step, {"state_dtype": "int8"}), (clip, {}), (diagnose, {})],
-    ids=["step", "skip_nonfinite", "int8", "clip", "diagnostics"],
+    "world_size, other, name, when",
+    pairwise([2, 3], [None, Shard(0), Shard(1), Replicate()], list(CALLS), ["first", "later"]),
+    ids=str,
 )
-@pytest.mark.parametrize("other", [None, Shard(0), Shard(1), Replicate()], ids=str)
-@pytest.mark.parametrize("world_size", [2, 3])
 def test_all_ranks_raise_where_one_has_another_placement(
-    world_size: int, other: Placement | None, call: Call, options: dict[str, object], when: str
+    world_size: int, other: Placement | None, name: str, when: str
 ) -> None:
+    call, options = CALLS[name]
     texts = distributed.run(world_size, differing, call, when, Partial(), other, options, timeout=20)
     for rank, text in enumerate(texts):
         assert DIFFERENT in text, text

@@ -16,6 +16,7 @@ import distributed
 from cases import normal
 from distributed import assert_same, join_all, part, shard, shard_like
 from fused_optim import FusedAdam
+from pairwise import pairwise
 
 SHAPES = [(7, 64), (2, 128), (1, 32), (10,)]  # uneven, and fewer rows than ranks
 INT8 = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.int8}
@@ -105,9 +106,11 @@ def masters(optimizer: FusedAdam) -> list[Tensor]:
     return [master._local_tensor for master in optimizer.master_state_dict(model).values()]
 
 
-@pytest.mark.parametrize("decoupled", [False, True], ids=["grad", "decoupled_grad"])
-@pytest.mark.parametrize("step", [_init_optim_state, step_by_hand, step_without_gradients])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+# Not all numbers of ranks x steps x attributes: each two of them.
+@pytest.mark.parametrize(
+    "world_size, step, decoupled",
+    pairwise([1, 2, 3], [_init_optim_state, step_by_hand, step_without_gradients], [False, True]),
+)
 def test_first_step_with_zero_gradients_only_creates_states(
     world_size: int, step: Callable[[FusedAdam], None], decoupled: bool
 ) -> None:

@@ -34,17 +34,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
-# The server imports these once; workers are forked from it.
-PRELOADED = [
-    "fused_optim.checkpoint",
-    "fused_optim.quantized",
-    "numpy",
-    "pytest",
-    "torch._dynamo",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-]
+import fresh
 
 
 def needs_gpus(count: int) -> list[pytest.MarkDecorator]:
@@ -156,8 +146,10 @@ def shard_like(full: Tensor, like: Tensor) -> Tensor:
     """``full`` placed as ``like`` is, on the device of its local tensor."""
     if not isinstance(like, DTensor):
         return full.to(like.device)
-    local = distribute_tensor(full.cpu(), like.device_mesh, like.placements, src_data_rank=None)._local_tensor
-    local = local.to(like._local_tensor.device)
+    cut = distribute_tensor(full.cpu(), like.device_mesh, like.placements, src_data_rank=None)
+    if cut._local_tensor.device == like._local_tensor.device:
+        return cut
+    local = cut._local_tensor.to(like._local_tensor.device)
     return DTensor.from_local(local, like.device_mesh, like.placements, shape=full.shape, stride=full.stride())
 
 
@@ -233,7 +225,7 @@ def _serve(rank: int, connection: Connection, world_size: int, device_type: str,
 def processes() -> ForkServerContext:
     """Starts processes that have imported what workers need."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(list(fresh.PACKAGE))
     return context
 
 

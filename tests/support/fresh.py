@@ -1,86 +1,107 @@
-"""Runs code as new processes do, without importing torch for each: forked from processes that have, and do no more.
+"""Starts programs as new processes, without importing torch for each: forked from processes that have, and do no more.
 
-Children end as interpreters do, with exit handlers and threads that are waited for.
+``python()`` is started as ``sys.executable`` is, and does what that does with ``-c``, ``-m`` or a script. Of open files
+the process gets stdin, stdout and stderr. What is read when modules are imported, or before that, such as variables
+of the C library's malloc, has been read.
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
-import json
 import os
-import signal
+import shutil
+import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-# Reads requests and forks for each. A child leaves the loop, and goes on below it.
-SERVER = """
-import gc, importlib, json, os, sys
-for name in sys.argv[1:]:
-    importlib.import_module(name)
-def begin(request):
-    for stream, path in ((1, request["stdout"]), (2, request["stderr"])):
-        os.dup2(os.open(path, os.O_WRONLY), stream)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.environ.update(request["environment"])
-    sys.argv = ["-c", *request["arguments"]]
-    return request["code"]
-def serve():
-    for line in sys.stdin:
-        child = os.fork()
-        if not child:
-            return begin(json.loads(line))
-        print(child, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-    os._exit(0)
-gc.collect()
-gc.freeze()  # children neither copy nor look at what is there already
-code = serve()
-globals().update(dict.fromkeys(["begin", "serve"]))
-exec(compile(code, "<string>", "exec"), globals())
+import fork_server
+
+# What fused_optim imports of torch takes longer to import than fused_optim itself.
+TORCH = ("torch", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.distributed.tensor")
+# What programs of tests import, most of them: the package, and what FSDP2 and checkpoints use of torch.
+PACKAGE = (
+    "fused_optim.checkpoint",
+    "fused_optim.quantized",
+    "hypothesis",
+    "numpy",
+    "pytest",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.run",
+    "torch.distributed.tensor.parallel",
+)
+
+REAL = sys.executable  # which tests replace by ours
+
+# Asks the server for a process, and waits in its place: passes on signals, and ends as it does.
+CLIENT = """#!{python} -IS
+import json, os, signal, socket, sys
+SIGNALS = signal.SIGHUP, signal.SIGINT, signal.SIGTERM
+signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until it is known whom they are for
+request = {{"arguments": sys.argv[1:], "folder": os.getcwd(), "environment": dict(os.environ), "program": __file__}}
+message = json.dumps(request).encode()
+server = socket.socket(socket.AF_UNIX)
+server.connect({address!r})
+socket.send_fds(server, [len(message).to_bytes(8)], [0, 1, 2])
+server.sendall(message)
+child = int.from_bytes(server.recv(8))
+for number in SIGNALS:
+    signal.signal(number, lambda number, _: os.kill(child, number))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+status = int.from_bytes(server.recv(8), signed=True)
+if status < 0:
+    if -status != signal.SIGKILL:
+        signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+sys.exit(status)
 """
 
 
 @functools.cache
-def _server(imported: tuple[str, ...]) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    server = subprocess.Popen([sys.executable, "-c", SERVER, *imported], env=environment, text=True, **pipes)
+def python(imported: tuple[str, ...] = PACKAGE, paths: tuple[str, ...] = ()) -> str:
+    """The path of an executable: Python, in which the modules ``imported`` are there already.
+
+    ``paths``: where these are looked for, and ``sitecustomize``, before the paths of this process.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="fresh-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    program = folder / "python"
+    program.write_text(CLIENT.format(python=REAL, address=str(folder / "server")))
+    program.chmod(0o700)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / "server"))
+        listener.listen(100)
+        command = [REAL, fork_server.__file__, str(listener.fileno()), *imported]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, *sys.path]), "OMP_NUM_THREADS": "1"}
+        server = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
     atexit.register(server.kill)
-    return server
+    return str(program)
 
 
 def run(
     code: str,
     *arguments: object,
-    imported: tuple[str, ...] = ("torch",),
+    imported: tuple[str, ...] = PACKAGE,
     environment: Mapping[str, str] | None = None,
     timeout: float = 120.0,
 ) -> subprocess.CompletedProcess[str]:
-    """``python -c code *arguments`` in a process in which the modules ``imported`` are there already.
+    """``python -c code *arguments``. Raises TimeoutExpired, after which the process is killed."""
+    command = [python(imported), "-c", code, *map(str, arguments)]
+    environment = {**os.environ, **(environment or {})}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
 
-    Raises TimeoutError, after which the process is killed.
-    """
-    server = _server(imported)
-    assert server.stdin is not None and server.stdout is not None
-    with tempfile.TemporaryDirectory() as folder:
-        outputs = {name: Path(folder, name) for name in ("stdout", "stderr")}
-        for path in outputs.values():
-            path.touch()
-        request = {"code": code, "arguments": list(map(str, arguments)), "environment": dict(environment or {})}
-        server.stdin.write(json.dumps(request | {name: str(path) for name, path in outputs.items()}) + "\n")
-        server.stdin.flush()
-        child, killed = int(server.stdout.readline()), threading.Event()
-        timer = threading.Timer(timeout, lambda: (killed.set(), os.kill(child, signal.SIGKILL)))
-        timer.start()
-        status = int(server.stdout.readline())
-        timer.cancel()
-        if killed.is_set():
-            raise TimeoutError(f"no end after {timeout} s: {outputs['stderr'].read_text()}")
-        stdout, stderr = (path.read_text() for path in outputs.values())
-    return subprocess.CompletedProcess(["python", "-c", code], status, stdout, stderr)
+
+def torchrun(ranks: int, *command: str | Path, folder: Path, timeout: float = 250.0) -> str:
+    """What ``torchrun --nproc-per-node ranks *command`` prints, run in ``folder`` on CPUs. Raises if it fails."""
+    launcher = [python(), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*launcher, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout

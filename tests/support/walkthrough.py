@@ -4,28 +4,24 @@ Blocks fenced as ``sh`` are run in one folder, which has the repository's ``exam
 what the command before it prints: its lines are there, in this order, others may lie between. Numbers may differ a
 little, since machines round differently; ``...`` in a line stands for anything.
 
-A block that is one command of torchrun and asks for nothing but ranks is run without torchrun, which would import torch
-in each of its processes (``launch.py``). Torch's own parser reads its options.
+Python is one that has imported torch already (``fresh.py``), also in torchrun and its ranks.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shlex
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from torch.distributed.run import parse_args
-
-from launch import launch
+import fresh
 from snippets import DOCS, ROOT
 
 NUMBER = r"-?\d[\d,]*\.?\d*"
 CLOSE = 0.05  # of a number, and at least this much
-TORCHRUN = f'torchrun() {{ "{sys.executable}" -m torch.distributed.run "$@"; }}\n'  # wherever torch is installed
+# Wherever torch is installed, and at any port.
+TORCHRUN = 'torchrun() { python -m torch.distributed.run --standalone "$@"; }\n'
 Command = tuple[str, list[str]]
 
 
@@ -80,19 +76,6 @@ def missing(expected: list[str], output: str) -> str:
     return ""
 
 
-def launched(code: str, folder: Path) -> str | None:
-    """What a single command of torchrun prints, if ranks are all that it asks for."""
-    command = shlex.split(code)
-    if command[0] != "torchrun" or "\n" in code.strip():
-        return None
-    asked = vars(parse_args(command[1:]))
-    usual = vars(parse_args([asked["training_script"], *asked["training_script_args"]]))
-    if {name for name in asked if asked[name] != usual[name]} - {"nproc_per_node"}:
-        return None
-    arguments = asked["training_script_args"]
-    return "\n".join(launch(int(asked["nproc_per_node"]), asked["training_script"], arguments, folder))
-
-
 def run_in_shell(code: str, folder: Path, environment: Mapping[str, str]) -> str:
     command = ["bash", "-ec", TORCHRUN + code]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
@@ -105,15 +88,13 @@ def follow(page: str, folder: Path, replaced: Mapping[str, str] | None = None) -
     """Run the commands of ``docs/<page>`` in an empty folder. ``replaced``: words of commands, by others."""
     (folder / "examples").symlink_to(ROOT / "examples")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment["PATH"] = os.pathsep.join([str(Path(fresh.python()).parent), os.environ["PATH"]])
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])
     commands = commands_of((DOCS / page).read_text())
     assert any(expected for _, expected in commands), f"{page}: no output is expected of any command"
     for code, expected in commands:
         for word, by in (replaced or {}).items():
             code = code.replace(word, by)
-        output = launched(code, folder)
-        if output is None:
-            output = run_in_shell(code, folder, environment)
+        output = run_in_shell(code, folder, environment)
         lacking = missing(expected, output)
         assert not lacking, f"{page}: {code} does not print\n{lacking}\nbut\n{output[-3000:]}"
