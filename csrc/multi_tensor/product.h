@@ -32,8 +32,6 @@ struct MatrixProduct {
     bool right_transposed;
     bool symmetric;
     Element result_type;  // FP16 or BF16
-    uint64_t drawn = 0;  // uint32, its own: how many blocks of the result are being made, 0 before; 0: shares are fixed
-    bool follows_product = false;  // in the stream, and this one `drawn` was set before: it may start early
 };
 
 constexpr uint32_t kNormSums = 128;  // that the squares of a matrix are added up in
@@ -56,7 +54,6 @@ bool has_products_cuda(int device);
 // Enqueued on `stream` of `device`. Throw std::runtime_error naming the kernel and the CUDA error. Of the transposed
 // forms there are: none; left alone and right alone, with a beta of 0.
 void matrix_product_cuda(const MatrixProduct& product, int device, uint64_t stream);
-void zero_drawn_cuda(uint64_t drawn, uint64_t count, int device, uint64_t stream);  // uint32
 void normalize_cuda(const Normalization& normalization, int device, uint64_t stream);
 void load_product_kernels(int device);
 void load_normalize_kernels(int device);

@@ -55,7 +55,6 @@ class EngineProducts:
     """The engine's, on Hopper GPUs."""
 
     halves_symmetric = True
-    draws = True  # parts of results go to who is free; else to who was told so before: the bits are the same
 
     def __init__(self, engine: CudaEngine) -> None:
         self._engine = engine
@@ -74,10 +73,7 @@ class EngineProducts:
         )
 
     def multiply(self, products: Sequence[Product]) -> None:
-        device = products[0].result.device
-        drawn = torch.empty(len(products), dtype=torch.int32, device=device) if self.draws else None
-        address = 0 if drawn is None else drawn.data_ptr()
-        self._engine.matrix_products(list(map(_as_row, products)), address, **run_on(device))
+        self._engine.matrix_products(list(map(_as_row, products)), **run_on(products[0].result.device))
 
 
 def _as_row(product: Product) -> tuple[int | float, ...]:

@@ -231,31 +231,6 @@ def test_products(form: tuple[bool, bool, bool, bool], batch: int, rows: int, co
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize(
-    ("batch", "size"),
-    [(1, 2048), (5, 1032), (70, 256), (2000, 64)],  # the last: blocks of one slice, many for each cluster
-)
-def test_bits_do_not_depend_on_who_makes_which_part(
-    monkeypatch: pytest.MonkeyPatch, batch: int, size: int, symmetric: bool
-) -> None:
-    products = engine_products()
-    x = (torch.randn(batch, size, size, device="cuda") / math.sqrt(size)).to(F16)
-    first, second, third = torch.full((3, *x.shape), math.nan, dtype=F16, device="cuda").unbind()
-    sequence = [
-        Product(x, x, first, right_transposed=True, symmetric=True),
-        Product(first, first, second, alpha=0.5, beta=-1.5, gamma=2.0, symmetric=symmetric),
-        Product(second, x, third),
-    ]
-    made = []
-    for draws in (True, False, True):
-        monkeypatch.setattr(products, "draws", draws)
-        products.multiply(sequence)
-        made.append(third.clone())
-        assert not third.isnan().any() and all(torch.equal(made[0], each) for each in made)
-
-
-@pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(8, 1), (40, 1000), (2048, 1032)], ids=str)
 def test_normalized_values(dtype: torch.dtype, shape: tuple[int, int]) -> None:

@@ -42,18 +42,12 @@ MatrixProduct checked(const Row& row) {
             gamma, left_transposed, right_transposed, symmetric, type};
 }
 
-// One after the other: the interpreter is asked once for all. `drawn`: memory of a uint32 for each, or 0.
-void matrix_products(const std::vector<Row>& rows, uint64_t drawn, int device, uint64_t stream) {
-    require(drawn % 4 == 0, "an address that is a multiple of 4");
+// One after the other: the interpreter is asked once for all.
+void matrix_products(const std::vector<Row>& rows, int device, uint64_t stream) {
     std::vector<MatrixProduct> products;
     products.reserve(rows.size());
     for (const Row& row : rows) products.push_back(checked(row));
-    if (drawn) zero_drawn_cuda(drawn, products.size(), device, stream);
-    for (size_t i = 0; i < products.size(); ++i) {
-        products[i].drawn = drawn ? drawn + 4 * i : 0;
-        products[i].follows_product = i > 0;
-        matrix_product_cuda(products[i], device, stream);
-    }
+    for (const MatrixProduct& product : products) matrix_product_cuda(product, device, stream);
 }
 
 void normalize(const std::vector<uint64_t>& values, uint64_t result, uint64_t sums, uint64_t numel, float factor,
@@ -71,8 +65,7 @@ void normalize(const std::vector<uint64_t>& values, uint64_t result, uint64_t su
 inline void define_all(py::module_& m) {
     using NoGil = py::call_guard<py::gil_scoped_release>;
     m.def("has_products", &has_products_cuda, py::arg("device"));
-    m.def("matrix_products", &matrix_products, py::arg("products"), py::arg("drawn"), py::arg("device"),
-          py::arg("stream"), NoGil());
+    m.def("matrix_products", &matrix_products, py::arg("products"), py::arg("device"), py::arg("stream"), NoGil());
     m.attr("NORM_SUMS") = kNormSums;
     m.def("normalize", &normalize, py::kw_only(), py::arg("values"), py::arg("result"), py::arg("sums"),
           py::arg("numel"), py::arg("factor"), py::arg("least"), py::arg("type"), py::arg("device"), py::arg("stream"),

@@ -45,44 +45,6 @@ __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
         : "memory");
 }
 
-__device__ __forceinline__ void arrive(uint32_t barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// Writes four bytes in another thread block of the cluster, whose barrier they complete; both at the places given here.
-__device__ __forceinline__ void tell(uint32_t block, uint32_t place, uint32_t value, uint32_t barrier) {
-    asm volatile(
-        "{\n.reg .b32 there, remote;\n"
-        "mapa.shared::cluster.u32 there, %0, %3;\n"
-        "mapa.shared::cluster.u32 remote, %2, %3;\n"
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [there], %1, [remote];\n}" ::"r"(place),
-        "r"(value), "r"(barrier), "r"(block)
-        : "memory");
-}
-
-// Until what another thread block has told can be read.
-__device__ __forceinline__ void wait_for_cluster(uint32_t barrier, uint32_t parity) {
-    asm volatile(
-        "{\n.reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-        "@done bra end;\n"
-        "bra again;\n"
-        "end:\n}" ::"r"(barrier),
-        "r"(parity)
-        : "memory");
-}
-
-__device__ __forceinline__ uint32_t load_shared(uint32_t place) {
-    uint32_t value;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(place) : "memory");
-    return value;
-}
-
-__device__ __forceinline__ void store_shared(uint32_t place, uint32_t value) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(place), "r"(value) : "memory");
-}
-
 __device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 __device__ __forceinline__ void sync_cluster() {

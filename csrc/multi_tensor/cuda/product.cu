@@ -3,9 +3,6 @@
 // once; two warpgroups multiply, and write what they have through shared memory. Of a symmetric result, the boxes of
 // 64 x 64 on and below the diagonal are made, and those below are written transposed, too. Each block is summed up in
 // the same order, wherever it is made.
-//
-// A cluster that has fetched all of a block draws the number of its next one: where other kernels hold some of the
-// multiprocessors, as NCCL's do, the clusters that run make more, and those that start later find nothing left.
 #if !defined(FUSED_OPTIM_WITHOUT_HOPPER)
 
 #include <cuda_fp16.h>
@@ -36,11 +33,7 @@ constexpr int kRightBytes = kColumns * kDepth * 2;
 constexpr int kStageBytes = kLeftBytes + kRightBytes;
 constexpr int kBoxBytes = 64 * 64 * 2;
 constexpr int kResultBytes = 2 * 2 * kBoxBytes;  // of each warpgroup: 64 columns, and the same transposed
-// Numbers on their way to the second thread block. The first one is kStages slices ahead of it at most, and has then
-// drawn for the next one: of blocks of one slice, kStages + 1 numbers.
-constexpr int kTold = 8;
-constexpr int kNumberBytes = kTold * 8 + kTold * 4 + kStages * 4;
-constexpr int kSharedBytes = kStages * kStageBytes + kResultBytes + 2 * kStages * 8 + kNumberBytes + hopper::kAtomBytes;
+constexpr int kSharedBytes = kStages * kStageBytes + kResultBytes + 2 * kStages * 8 + hopper::kAtomBytes;
 constexpr int kThreadsOfProduct = 3 * 128;
 constexpr int kArrivals = 2 * 2 * 4;  // of the warps that multiply, in both thread blocks
 
@@ -51,7 +44,6 @@ struct Factors {
     uint32_t inner;
     float alpha, beta, gamma;
     ProductBlocks blocks;
-    uint32_t* drawn;  // how many blocks; null: shares are fixed
     bool to_bfloat16;
 };
 
@@ -83,35 +75,12 @@ struct SharedMemory {
     }
     __device__ uint32_t full(uint32_t stage) const { return base + kStages * kStageBytes + kResultBytes + 8 * stage; }
     __device__ uint32_t empty(uint32_t stage) const { return full(stage) + 8 * kStages; }
-    __device__ uint32_t told(uint32_t i) const { return empty(kStages) + i % kTold * 8; }  // a barrier
-    __device__ uint32_t told_number(uint32_t i) const { return empty(kStages) + kTold * 8 + i % kTold * 4; }
-    // Of the block whose first slice it is.
-    __device__ uint32_t number(uint32_t stage) const { return empty(kStages) + kTold * 12 + stage * 4; }
 };
 
-// Which block is the cluster's i-th; kNoBlock: there are no more. For one thread of each thread block.
-__device__ __forceinline__ uint32_t next_number(const Factors& f, const SharedMemory& shared, uint32_t block,
-                                                uint32_t cluster, uint32_t i) {
-    if (!f.drawn) return f.blocks.number(cluster, i);
-    if (block != 0) {
-        hopper::expect_bytes(shared.told(i), 4);
-        hopper::wait_for_cluster(shared.told(i), i / kTold & 1);
-        return hopper::load_shared(shared.told_number(i));
-    }
-    const uint32_t drawn = atomicAdd(f.drawn, 1);
-    const uint32_t number = drawn < f.blocks.whole + f.blocks.halved ? drawn : kNoBlock;
-    hopper::tell(1, shared.told_number(i), number, shared.told(i));
-    return number;
-}
-
 template <bool left_transposed, bool right_transposed>
-__device__ __forceinline__ void fetch(const Factors& f, const SharedMemory& shared, uint32_t block, uint32_t cluster,
-                                      uint32_t number) {
+__device__ __forceinline__ void fetch(const Factors& f, const SharedMemory& shared, uint32_t block, uint32_t cluster) {
     Stage stage;
-    for (uint32_t i = 0;; number = next_number(f, shared, block, cluster, ++i)) {
-        hopper::wait(shared.empty(stage.index), stage.parity ^ 1);  // where the last number may still be read
-        hopper::store_shared(shared.number(stage.index), number);
-        if (number == kNoBlock) return hopper::arrive(shared.full(stage.index));
+    for (uint32_t i = 0, number; (number = f.blocks.number(cluster, i)) != kNoBlock; ++i) {
         const Place place = f.blocks.place(number);
         const int32_t z = static_cast<int32_t>(place.matrix);
         const uint32_t top = place.row * kColumns;
@@ -279,13 +248,11 @@ __device__ __forceinline__ void sum_up(float (&sums)[128], uint32_t (&added)[add
 }
 
 template <bool left_transposed, bool right_transposed, bool adds_left>
-__device__ __forceinline__ void multiply_all(const Factors& f, const SharedMemory& shared, uint32_t block) {
+__device__ __forceinline__ void multiply_all(const Factors& f, const SharedMemory& shared, uint32_t block,
+                                             uint32_t cluster) {
     const uint32_t warpgroup = threadIdx.x / 128 - 1;
     Slices slices;
-    for (;;) {
-        hopper::wait(shared.full(slices.next.index), slices.next.parity);
-        const uint32_t number = hopper::load_shared(shared.number(slices.next.index));
-        if (number == kNoBlock) break;
+    for (uint32_t i = 0, number; (number = f.blocks.number(cluster, i)) != kNoBlock; ++i) {
         const Part part(f, f.blocks.place(number), block, warpgroup);
         uint32_t added[adds_left ? 64 : 1] = {};
         float sums[128] = {};
@@ -317,23 +284,19 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreadsOfProduct, 1
             hopper::init_barrier(shared.full(stage), 1);
             hopper::init_barrier(shared.empty(stage), kArrivals);
         }
-        for (uint32_t i = 0; i < kTold; ++i) hopper::init_barrier(shared.told(i), 1);
         hopper::fence_barriers();
         for (const CUtensorMap* map : {&f.left, &f.right, &f.result}) hopper::prefetch_map(map);
     }
     hopper::sync_cluster();
     hopper::let_next_start();
-    const uint32_t cluster = blockIdx.x / 2;
-    // What was drawn so far is this kernel's own, and 0 since before the kernels that may not be done.
-    const uint32_t first = threadIdx.x == 0 ? next_number(f, shared, block, cluster, 0) : kNoBlock;
-    __syncwarp();
     hopper::wait_for_previous();
+    const uint32_t cluster = blockIdx.x / 2;
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        if (threadIdx.x == 0) fetch<left_transposed, right_transposed>(f, shared, block, cluster, first);
+        if (threadIdx.x == 0) fetch<left_transposed, right_transposed>(f, shared, block, cluster);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-        multiply_all<left_transposed, right_transposed, adds_left>(f, shared, block);
+        multiply_all<left_transposed, right_transposed, adds_left>(f, shared, block, cluster);
     }
     __syncwarp();
     hopper::sync_cluster();  // the other thread block may write here and arrive at barriers until then
@@ -413,7 +376,7 @@ void launch(Factors& factors, const MatrixProduct& p, int device, cudaStream_t s
     starts_early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     starts_early.val.programmaticStreamSerializationAllowed = 1;
     config.attrs = &starts_early;
-    config.numAttrs = p.follows_product ? 1 : 0;
+    config.numAttrs = 1;
     check_cuda(cudaLaunchKernelEx(&config, matrix_product<left_transposed, right_transposed, adds_left>, factors),
                kName, device);
 }
@@ -438,7 +401,6 @@ void matrix_product_cuda(const MatrixProduct& p, int device, uint64_t stream_han
                     p.beta,
                     p.gamma,
                     {},
-                    reinterpret_cast<uint32_t*>(p.drawn),
                     p.result_type == Element::kBFloat16};
     if (!p.left_transposed && !p.right_transposed)
         return p.beta != 0.0f ? launch<false, false, true>(factors, p, device, stream)
@@ -448,12 +410,6 @@ void matrix_product_cuda(const MatrixProduct& p, int device, uint64_t stream_han
     if (!p.left_transposed && p.right_transposed && p.beta == 0.0f)
         return launch<false, true, false>(factors, p, device, stream);
     throw std::invalid_argument("fused_optim: matrix_product: there is no such form");
-}
-
-void zero_drawn_cuda(uint64_t drawn, uint64_t count, int device, uint64_t stream) {
-    CudaDeviceGuard guard(kName, device);
-    check_cuda(cudaMemsetAsync(reinterpret_cast<void*>(drawn), 0, 4 * count, reinterpret_cast<cudaStream_t>(stream)),
-               kName, device);
 }
 
 void load_product_kernels(int device) {
@@ -477,7 +433,6 @@ namespace fused_optim {
 
 bool has_products_cuda(int) { return false; }
 void matrix_product_cuda(const MatrixProduct&, int, uint64_t) { throw std::logic_error("fused_optim: no products"); }
-void zero_drawn_cuda(uint64_t, uint64_t, int, uint64_t) {}
 void load_product_kernels(int) {}
 
 }  // namespace fused_optim
