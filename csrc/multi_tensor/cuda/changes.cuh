@@ -57,10 +57,12 @@ __device__ __forceinline__ uint32_t marked_group8(uint32_t element) {
     return changes_of_chunk.overwrites ? 0u : *marks_of_group8(element);
 }
 
-// Bit i: of element i of a thread's eight. `marked`: what marked_group8() found.
+// Bit i: of element i of a thread's eight. `marked`: what marked_group8() found. Every lane of the warp calls it: a
+// warp writes all of its sector or nothing, since memory takes longer to write parts of sectors.
 __device__ __forceinline__ void mark_group8(uint32_t element, uint32_t changed, uint32_t marked) {
     const uint32_t all = marked | changed;
-    if (changes_of_chunk.overwrites || all != marked) *marks_of_group8(element) = static_cast<uint8_t>(all);
+    const bool is_new = __any_sync(kAllLanes, all != marked);
+    if (changes_of_chunk.overwrites || is_new) *marks_of_group8(element) = static_cast<uint8_t>(all);
 }
 
 // Two elements of 16 bits to a word: bit i says whether element i differs.
