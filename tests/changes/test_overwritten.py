@@ -97,7 +97,7 @@ WRITES = [_other_codes, _other_codes_unnoticed, _other_scales, _other_masters, _
 
 
 # Not all recipes x writes x masters: each two of them.
-@pytest.mark.parametrize("recipe, write, master", pairwise(RECIPES, WRITES, MASTERS), ids=str)
+@pytest.mark.parametrize("recipe, write, master", pairwise(RECIPES, WRITES, MASTERS))
 def test_codes_that_others_have_written(
     device: str, recipe: Any, write: Callable[[nn.Module, Any], None], master: dict[str, Any]
 ) -> None:
