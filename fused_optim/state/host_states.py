@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -41,8 +41,21 @@ class Offloading:
         if fraction >= 1.0:
             return True
         if self._chosen is None or not self._chosen[0].are(params()):
-            self._chosen = SameTensors(params()), _choose(params(), fraction, is_frozen)
+            own = [param for param in params() if may_be_offloaded(param) and not is_frozen(param)]
+            matrices = self._matrices()
+            chosen = _choose(
+                {id(param): local_tensor(param).numel() for param in own if param not in matrices}, fraction
+            )
+            # Ranks put these together in one order: by shards, which may differ, they would wait for each other.
+            chosen |= _choose({id(param): param.numel() for param in own if param in matrices}, fraction)
+            self._chosen = SameTensors(params()), chosen
         return id(param) in self._chosen[1]
+
+    def _matrices(self) -> set[Tensor]:
+        """The parameters that are updated as whole matrices."""
+        owner = self._owner
+        groups = [group for group in owner.param_groups if owner.rule.for_group(group).whole_matrices]
+        return {param for group in groups for param in group["params"]}
 
     def choose_again(self) -> None:
         """Where others may be frozen by now, or have states."""
@@ -58,14 +71,12 @@ class Offloading:
             link.synchronize()
 
 
-def _choose(params: list[Tensor], fraction: float, is_frozen: Callable[[Tensor], bool]) -> set[int]:
-    """Those with this share of the elements, spread evenly over all that could be chosen: their ``id()``."""
+def _choose(sizes: Mapping[int, int], fraction: float) -> set[int]:
+    """Those with this share of the elements, spread evenly over all; ``sizes``: by ``id()`` of a parameter."""
     chosen, total, offloaded = set(), 0, 0
-    for param in params:
-        if may_be_offloaded(param) and not is_frozen(param):
-            size = local_tensor(param).numel()
-            total += size
-            if 2 * (offloaded + size) <= 2 * fraction * total + size:
-                chosen.add(id(param))
-                offloaded += size
+    for param, size in sizes.items():
+        total += size
+        if 2 * (offloaded + size) <= 2 * fraction * total + size:
+            chosen.add(param)
+            offloaded += size
     return chosen

@@ -15,8 +15,9 @@ from fused_optim.backends import is_capturing
 from fused_optim.backends.compiled import load_kernels
 from fused_optim.decorators import callers_level
 from fused_optim.memory import copies
+from fused_optim.memory.layout import STEP
 from fused_optim.options.checks import check_hyperparameters, check_update, describe
-from fused_optim.options.reading import read_group
+from fused_optim.options.reading import read_group, whole_number_of
 from fused_optim.rule import Hyper
 from fused_optim.sharding.collective import announce_failure, any_rank, each_on_any_rank
 from fused_optim.sharding.dtensor import local_tensor
@@ -226,6 +227,8 @@ class Stepper:
             try:
                 read = read_group(group, defaults)
                 check_hyperparameters({**group, **read} if read else group, rule, running=True)
+                if type(group[STEP]) is not int:
+                    whole_number_of(STEP, group[STEP])
                 group.update(read)
             except KeyError as error:
                 hint = "it keeps its hyperparameters and its algorithm: make a new optimizer for others"

@@ -23,12 +23,15 @@ _MEGATRON_FSDP = "_megatron_fsdp_model"  # the attribute by which its parameters
 def may_be_synthetic(groups: Sequence[Group]) -> bool:
     """Whether no step was counted and every learning rate is exactly 0 or parameters are Megatron-FSDP's.
 
-    All ranks answer alike.
+    All ranks answer alike, but for one whose groups cannot be read. It has no error here: it is to tell the others.
     """
-    for group in groups:
-        if int(group["step"]):
-            return False
-    at_rest = all(host_lr(group) == 0.0 for group in groups)
+    try:
+        for group in groups:
+            if int(group["step"]):
+                return False
+        at_rest = all(host_lr(group) == 0.0 for group in groups)
+    except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError):
+        at_rest = False
     return at_rest or any(hasattr(param, _MEGATRON_FSDP) for group in groups for param in group["params"])
 
 

@@ -150,6 +150,44 @@ def test_a_rank_that_refuses_a_gradient_lets_the_others_raise(world_size: int, i
         assert ("gradient has no memory" if rank == 1 else "another rank refused") in text, text
 
 
+def hyperparameter_refused_by_one(key: str, value: object, options: dict[str, object]) -> str:
+    """In the first step, in which ranks ask each other. ``value``: None removes it."""
+    optimizer, params = made(FusedAdamW, **options)
+    give(params)
+    group = optimizer.param_groups[0]
+    usual = group[key]
+    if dist.get_rank() == 1 and value is None:
+        del group[key]
+    elif dist.get_rank() == 1:
+        group[key] = value
+    text = raised_by(step, optimizer, params)
+    group[key] = usual
+    optimizer.step()
+    assert group["step"] == 1
+    return text
+
+
+@pytest.mark.parametrize("options", [{}, {"skip_nonfinite": True}], ids=str)
+@pytest.mark.parametrize(
+    "key, value, expected",
+    [
+        ("lr", None, "ValueError: param group 0 has no 'lr' any more"),
+        ("lr", "much", "TypeError: param group 0: lr: expected a number, got str"),
+        ("lr", torch.ones(2), "ValueError: param group 0: lr: expected a tensor of one element, got shape (2,)"),
+        ("step", None, "ValueError: param group 0 has no 'step' any more"),
+        ("step", "many", "TypeError: param group 0: step: expected a whole number, got 'many'"),
+        ("eps", -1.0, "ValueError: param group 0: eps: expected a finite number >= 0, got -1.0"),
+    ],
+    ids=str,
+)
+def test_a_rank_that_refuses_a_hyperparameter_lets_the_others_raise(
+    key: str, value: object, expected: str, options: dict[str, object]
+) -> None:
+    told, text = distributed.run(2, hyperparameter_refused_by_one, key, value, options, timeout=20)
+    assert text.startswith(expected), text
+    assert "another rank refused" in told
+
+
 def trained(placements: list[Placement | None]) -> list[distributed.Part]:
     optimizer, params = made(FusedAdamW)
     for placement in placements:
