@@ -421,8 +421,7 @@ class Checkpointer:
         """
         options = self._options(without, Leeway.of(strict, partial, rename), model_only, dry_run)
         self.wait()
-        found = self._find(step)
-        return self._load(self._compare(found, verify, options), options)
+        return self._load(self._compare(self._find(step), verify, options), options)
 
     def _options(self, without: Collection[str], leeway: Leeway, model_only: bool, dry_run: bool) -> LoadOptions:
         if without is None or isinstance(without, str):

@@ -7,12 +7,14 @@ import json
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import cases
@@ -101,6 +103,23 @@ def test_ranks_refuse_it_together(saved_by: int, loaded_by: int, tmp_path: Path)
     flip(folder / name, start + length - 1)
     for error, same, step in distributed.run(loaded_by, load_damaged, str(tmp_path)):
         assert "is damaged" in error and "expected CRC-32" in error and same and step == 1
+
+
+def verify_without_threads(folder: str) -> str:
+    """The first rank's system gives it none."""
+    if dist.get_rank() == 0:
+        refused: Any = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
+    else:
+        refused = nullcontext()
+    with refused, pytest.raises(RuntimeError) as error:
+        checksums.verify_checksums(folder)
+    return str(error.value)
+
+
+def test_ranks_without_threads_let_no_other_wait(tmp_path: Path) -> None:
+    distributed.run(2, save_two, str(tmp_path))
+    first, second = distributed.run(2, verify_without_threads, str(tmp_path / "step-00000002"))
+    assert first == "can't start new thread" and second.endswith("rank 0 failed: RuntimeError: can't start new thread")
 
 
 @pytest.mark.parametrize("can_be_read", [True, False])
