@@ -61,8 +61,12 @@ time.sleep(60)
         child = int(process.stdout.readline())
         process.send_signal(number)
         assert process.wait() == status
+    wait_for_end(child)
+
+
+def wait_for_end(process: int) -> None:
     until = time.monotonic() + 30
-    while Path(f"/proc/{child}/exe").exists():
+    while Path(f"/proc/{process}/exe").exists():
         assert time.monotonic() < until
         time.sleep(0.01)
 
@@ -78,3 +82,15 @@ def test_what_they_start_has_torch_too() -> None:
 def test_what_takes_too_long_is_ended() -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         fresh.run("import time; time.sleep(60)", timeout=0.5)
+
+
+def test_a_server_that_ends_is_no_success() -> None:
+    """The program ends with it."""
+    code = "import os, time; print(os.getppid(), os.getpid(), flush=True); time.sleep(60)"
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([fresh.python(), "-c", code], text=True, **streams) as process:
+        assert process.stdout is not None
+        server, child = map(int, process.stdout.readline().split())
+        os.kill(server, signal.SIGKILL)
+        assert "has ended" in process.communicate(timeout=30)[1] and process.returncode == 1
+    wait_for_end(child)

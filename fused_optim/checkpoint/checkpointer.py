@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import warnings
 import weakref
@@ -378,10 +379,11 @@ class Checkpointer:
             except (OSError, ValueError, RaisedElsewhere) as error:  # on all ranks
                 if on_any(not is_damage(error) and not isinstance(error, RaisedElsewhere), self._group):
                     raise
-                problems.append(str(error))  # alone: the error would keep what was read of this one
+                problems.append(str(error))
                 logger.warning("checkpoint passed over: %s: %s", self._directory.folder_of(found), problems[-1])
             else:
                 return self._load(compared, options)
+            gc.collect()  # errors keep what was read of this one, and each other in circles
         none = f"{self._directory.folder} has {len(listed)} checkpoints, of which none is whole"
         raise ValueError(f"{none}; the newest: {problems[0]}")
 
@@ -419,8 +421,7 @@ class Checkpointer:
         """
         options = self._options(without, Leeway.of(strict, partial, rename), model_only, dry_run)
         self.wait()
-        found = self._find(step)
-        return self._load(self._compare(found, verify, options), options)
+        return self._load(self._compare(self._find(step), verify, options), options)
 
     def _options(self, without: Collection[str], leeway: Leeway, model_only: bool, dry_run: bool) -> LoadOptions:
         if without is None or isinstance(without, str):

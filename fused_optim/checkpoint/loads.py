@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from fused_optim.checkpoint.reading.dcp_folder import DcpFolder
 from fused_optim.checkpoint.reading.leeway import Differences, Leeway
 from fused_optim.checkpoint.reading.load import Loader, LoadReport, checked
 from fused_optim.checkpoint.reading.model import ModelLoader, flat_names
-from fused_optim.checkpoint.storage.checksums import start_verifying
+from fused_optim.checkpoint.storage.checksums import verifying
 from fused_optim.checkpoint.storage.directory import Found
 from fused_optim.checkpoint.storage.garbage import without_collection
 from fused_optim.optimizer import ShardedOptimizer
@@ -113,15 +113,13 @@ class Loads:
         Changes nothing. States are read into host memory while other threads verify.
         """
         required = found.manifest is not None  # what others wrote has checksums if they saw to it
-        whole = start_verifying(source.path, None, required, metadata=source.metadata) if verify else None
         compared: Future[Compared] = Future()
-        try:
-            with without_collection():
-                compared.set_result(self._compare(found, source, options))
-        except (Exception, CheckpointException) as error:  # of which damage may be the reason
-            compared.set_exception(error)
-        if whole is not None:
-            whole()
+        with verifying(source.path, None, required, metadata=source.metadata) if verify else nullcontext():
+            try:
+                with without_collection():
+                    compared.set_result(self._compare(found, source, options))
+            except (Exception, CheckpointException) as error:  # of which damage may be the reason
+                compared.set_exception(error)
         return compared
 
     def _compare(self, found: Found, source: DcpFolder, options: LoadOptions) -> Compared:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -281,6 +282,29 @@ def test_an_optimizer_checkpoint_loads_as_far_as_it_fits(tmp_path: Path) -> None
     for name in ("body.0.weight", "body.1.bias"):
         saved = named["state"][name]["exp_avg"]
         assert torch.equal(after[f"{name}.exp_avg"], saved)
+
+
+@pytest.mark.parametrize("partial", [(), ["head.*"]])
+def test_what_starts_anew_is_behind_nothing(partial: Any, tmp_path: Path) -> None:
+    """No warning speaks of parameters that were saved at other steps, whether others go on or none."""
+    model, optimizer = build("plain")
+    train(model, optimizer)
+    kept = model if partial else nn.ModuleDict({"head": model.head})
+    optimizer = FusedAdamW(kept.parameters())
+    train(model, optimizer)
+    with Checkpointer(kept, optimizer, tmp_path, sigterm=False) as checkpointer:
+        checkpointer.save(2)
+    model, _ = build("plain", classes=7)
+    kept = model if partial else nn.ModuleDict({"head": model.head})
+    optimizer = FusedAdamW(kept.parameters())
+    checkpointer = Checkpointer(kept, optimizer, tmp_path, sigterm=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpointer.load(2, partial=partial, strict=bool(partial))
+    report = checkpointer.report
+    assert report is not None and report.optimizer is not None
+    assert report.optimizer.steps == ((2,) if partial else (0,))
+    assert set(report.optimizer.differences.reshaped) == {"head.weight", "head.bias"}
 
 
 # --- what users keep there ------------------------------------------------------------------------------------------

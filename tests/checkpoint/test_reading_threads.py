@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -26,6 +28,22 @@ def test_nothing_begins_after_an_error() -> None:
         return job
 
     with ThreadPoolExecutor(1) as pool, pytest.raises(KeyError, match="3"):
+        done_by(pool, do, range(100))
+    assert begun == [0, 1, 2, 3]
+
+
+def test_nothing_begins_after_an_interrupt() -> None:
+    """Of the thread that waits: the pool is closed at once, not when all is done."""
+    begun: list[int] = []
+
+    def do(job: int) -> None:
+        begun.append(job)
+        if job == 3:
+            time.sleep(0.5)  # until the pool knows of this thread, and is waited for
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
+            time.sleep(0.5)
+
+    with ThreadPoolExecutor(1) as pool, pytest.raises(KeyboardInterrupt):
         done_by(pool, do, range(100))
     assert begun == [0, 1, 2, 3]
 

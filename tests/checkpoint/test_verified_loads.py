@@ -7,12 +7,14 @@ import json
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import cases
@@ -20,9 +22,11 @@ import distributed
 from fused_optim import FusedAdamW
 from fused_optim.checkpoint import Checkpointer
 from fused_optim.checkpoint.reading.load import Loader
+from fused_optim.checkpoint.reading.reader import Reader
 from fused_optim.checkpoint.storage import checksums
 from fused_optim.checkpoint.storage.checksums import FILE
 from fused_optim.checkpoint.storage.folders import _KeptOpen
+from fused_optim.checkpoint.storage.threads import threads_to_read
 from killed_cases import Loss, sharded, step_sharded
 from native_cases import build, stored, train, trained
 
@@ -101,9 +105,27 @@ def test_ranks_refuse_it_together(saved_by: int, loaded_by: int, tmp_path: Path)
         assert "is damaged" in error and "expected CRC-32" in error and same and step == 1
 
 
-def test_what_was_read_of_a_damaged_one_is_let_go(tmp_path: Path) -> None:
+def verify_without_threads(folder: str) -> str:
+    """The first rank's system gives it none."""
+    if dist.get_rank() == 0:
+        refused: Any = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
+    else:
+        refused = nullcontext()
+    with refused, pytest.raises(RuntimeError) as error:
+        checksums.verify_checksums(folder)
+    return str(error.value)
+
+
+def test_ranks_without_threads_let_no_other_wait(tmp_path: Path) -> None:
+    distributed.run(2, save_two, str(tmp_path))
+    first, second = distributed.run(2, verify_without_threads, str(tmp_path / "step-00000002"))
+    assert first == "can't start new thread" and second.endswith("rank 0 failed: RuntimeError: can't start new thread")
+
+
+@pytest.mark.parametrize("can_be_read", [True, False])
+def test_what_was_read_of_a_damaged_one_is_let_go(can_be_read: bool, tmp_path: Path) -> None:
     """Before the previous one is read: each takes as much host memory as the states."""
-    save_damaged(tmp_path)
+    save_damaged(tmp_path, at=0.5 if can_be_read else 0)
     model, optimizer = build(REM16, torch.int8, fresh=True)
     made: list[weakref.ref[Loader]] = []
     alive: list[int] = []
@@ -123,14 +145,14 @@ def test_what_was_read_of_a_damaged_one_is_let_go(tmp_path: Path) -> None:
     assert alive == [0, 0]
 
 
-def save_damaged(folder: Path) -> None:
-    """Of two checkpoints the newest."""
+def save_damaged(folder: Path, at: float) -> None:
+    """Of two checkpoints the newest, in a tensor; at its beginning is what describes it."""
     model, optimizer = trained(REM16, torch.int8)
     with Checkpointer(model, optimizer, folder, sigterm=False) as checkpointer:
         for step in (2, 3):
             checkpointer.save(step)
     name, start, length = max(ranges(folder / "step-00000003"), key=lambda each: each[2])
-    flip(folder / "step-00000003" / name, start + length // 2)
+    flip(folder / "step-00000003" / name, start + int(at * length))
 
 
 def test_damage_is_said_before_what_does_not_fit(tmp_path: Path) -> None:
@@ -232,18 +254,65 @@ def test_verification_alone_names_all_that_differs(tmp_path: Path) -> None:
     with Checkpointer(model, optimizer, tmp_path, sigterm=False) as checkpointer:
         checkpointer.save(2)
     folder = tmp_path / "step-00000002"
-    whole = checksums.start_verifying(checksums.folder_at(folder), None, required=True)
-    whole()
+    with checksums.verifying(checksums.folder_at(folder), None, required=True):
+        pass
     for name, start, length in ranges(folder)[:3]:
         flip(folder / name, start + length // 2)
-    damaged = checksums.start_verifying(checksums.folder_at(folder), None, required=True)
-    with pytest.raises(ValueError, match="and 2 more"):
-        damaged()
+    ran = []
+    with pytest.raises(ValueError, match="and 2 more"), checksums.verifying(checksums.folder_at(folder), None, True):
+        ran.append("damaged")
     (folder / FILE).unlink()
-    checksums.start_verifying(checksums.folder_at(folder), None, required=False)()
-    missing = checksums.start_verifying(checksums.folder_at(folder), None, required=True)
-    with pytest.raises(FileNotFoundError, match="has no checksums"):
-        missing()
+    with checksums.verifying(checksums.folder_at(folder), None, required=False):
+        ran.append("without")
+    lacking = pytest.raises(FileNotFoundError, match="has no checksums")
+    with lacking, checksums.verifying(checksums.folder_at(folder), None, required=True):
+        ran.append("missing")
+    assert ran == ["damaged", "without", "missing"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_ends_verification(error: type[BaseException], tmp_path: Path) -> None:
+    """Else the process would end after all bytes are read."""
+    model, optimizer = trained(REM16, torch.int8)
+    with Checkpointer(model, optimizer, tmp_path, sigterm=False) as checkpointer:
+        checkpointer.save(2)
+    before, crc32, summed = set(threading.enumerate()), _KeptOpen.crc32, []
+    begun, interrupted = threading.Event(), threading.Event()
+
+    def wait_and_sum_up(self: _KeptOpen, name: str, start: int, length: int) -> int:
+        summed.append(name)
+        begun.set()
+        assert interrupted.wait(30)
+        return crc32(self, name, start, length)
+
+    def interrupt(_: Loader) -> None:
+        assert begun.wait(30)
+        raise error
+
+    with mock.patch.object(_KeptOpen, "crc32", wait_and_sum_up):
+        with mock.patch.object(Loader, "read", interrupt), pytest.raises(error):
+            checkpointer.load(2)
+        interrupted.set()
+        for thread in set(threading.enumerate()) - before:
+            thread.join(30)
+    assert len(summed) <= threads_to_read() < len(ranges(tmp_path / "step-00000002"))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_is_no_damage(error: type[BaseException], tmp_path: Path) -> None:
+    """Nothing is read again to find out which state it was."""
+    model, optimizer = trained(REM16, torch.int8)
+    with Checkpointer(model, optimizer, tmp_path, sigterm=False) as checkpointer:
+        checkpointer.save(2)
+    tries = []
+
+    def interrupt(*_: Any) -> None:
+        tries.append(1)
+        raise error("mine")
+
+    with mock.patch.object(Reader, "_prepare", interrupt), pytest.raises(error, match="mine"):
+        checkpointer.load(2)
+    assert len(tries) <= threads_to_read()
 
 
 def test_empty_tensors_are_verified(tmp_path: Path) -> None:

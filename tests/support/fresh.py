@@ -49,11 +49,18 @@ server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
 socket.send_fds(server, [len(message).to_bytes(8)], [0, 1, 2])
 server.sendall(message)
-child = int.from_bytes(server.recv(8))
+def received(child=None):
+    found = server.recv(8, socket.MSG_WAITALL)
+    if len(found) < 8:  # else it would look like a program that has succeeded
+        if child is not None:
+            os.kill(child, signal.SIGKILL)
+        sys.exit("the process that started the program, or was to do so, has ended")
+    return int.from_bytes(found, signed=True)
+child = received()
 for number in SIGNALS:
     signal.signal(number, lambda number, _: os.kill(child, number))
 signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-status = int.from_bytes(server.recv(8), signed=True)
+status = received(child)
 if status < 0:
     if -status != signal.SIGKILL:
         signal.signal(-status, signal.SIG_DFL)

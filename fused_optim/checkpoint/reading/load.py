@@ -178,8 +178,9 @@ class Loader:
         with on_all_ranks(doing), locked(memory):
             self.optimizer.load_state_dict({"state": state, "param_groups": self._groups})
             self.optimizer.store.resolve_pending()
-        latest = {i: group["step"] for group in self._groups for i in group["params"]}
-        behind = sum(self.saved_steps.get(self.ids[i], step) != step for i, step in latest.items())
+        going_on = self._found.keys() - self._restarted
+        latest = {i: group["step"] for group in self._groups for i in group["params"] if i in going_on}
+        behind = sum(self.saved_steps[self.ids[i]] != step for i, step in latest.items())
         warn_of_earlier_steps(behind, len(latest), str(self.source.path))
         return self.report
 

@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -30,7 +31,7 @@ from fused_optim.checkpoint.storage.folders import Folder, kept_open
 from fused_optim.checkpoint.storage.metadata import check_files, range_of, read_metadata
 from fused_optim.checkpoint.storage.pickles import Outside, read_pickle, stand_in
 from fused_optim.checkpoint.storage.threads import done_by, threads_to_read
-from fused_optim.checkpoint.storage.torch_errors import in_one_process
+from fused_optim.checkpoint.storage.torch_errors import cause, in_one_process
 from fused_optim.checkpoint.storage.untrusted import load_object
 from fused_optim.memory.host_memory import HostBuffers, memory_of
 
@@ -46,8 +47,13 @@ def load(state_dict: dict[str, Any], folder: Folder, metadata: Metadata | None =
     """
     metadata = read_metadata(folder) if metadata is None else metadata
     check_files(folder, metadata, flatten_state_dict(state_dict)[0].keys())
-    with in_one_process():
-        dcp.load(state_dict, storage_reader=Reader(folder, metadata), planner=Planner(), no_dist=True)
+    try:
+        with in_one_process():
+            dcp.load(state_dict, storage_reader=Reader(folder, metadata), planner=Planner(), no_dist=True)
+    except CheckpointException as error:
+        if isinstance(cause(error), KeyboardInterrupt | SystemExit):  # which say nothing about the files
+            raise cause(error) from None
+        raise
 
 
 class Planner(DefaultLoadPlanner):

@@ -7,9 +7,11 @@ where they lie is what ``.metadata`` says, whose own checksum ties the file to t
 from __future__ import annotations
 
 import json
+import threading
 import zlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Container, Iterable, Iterator, Mapping
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,52 +88,63 @@ def verify_items(
 
     ``metadata``: of the folder, where it was read already.
     """
-    start_verifying(folder, keys, required, no_dist, metadata)()
+    with verifying(folder, keys, required, no_dist, metadata):
+        pass
 
 
-def start_verifying(
+@contextmanager
+def verifying(
     folder: Folder,
     keys: Container[str] | None,
     required: bool,
     no_dist: bool = False,
     metadata: Metadata | None = None,
-) -> Callable[[], None]:
-    """:func:`verify_items`, which other threads do from now on. What is returned waits for them, and is the collective
-    that raises."""
+) -> Iterator[None]:
+    """:func:`verify_items`, which other threads do while the body runs. At its end is the collective that raises.
+
+    A body that raises ends them, as Ctrl+C does.
+    """
+    doing, unwanted = f"verifying {folder}", threading.Event()
     thread = ThreadPoolExecutor(1, thread_name_prefix="verification")
-    job = thread.submit(_own_damages, folder, keys, required, no_dist, metadata)
-    thread.shutdown(wait=False)
-
-    def finish() -> None:
-        damages: list[str] = []
-        with on_all_ranks(f"verifying {folder}", no_dist):
+    damages: list[str] = []
+    try:
+        with on_all_ranks(doing, no_dist):  # the system may have no thread left
+            job = thread.submit(_own_damages, folder, keys, required, no_dist, metadata, unwanted)
+        yield
+        with on_all_ranks(doing, no_dist):
             damages = job.result()
-        if not (damages if no_dist else on_any(bool(damages))):
-            return
-        found = gather((damages[:1], len(damages)), no_dist)
-        if first := next((text for texts, _ in found for text in texts), None):
-            more = sum(count for _, count in found) - 1
-            raise Damaged(f"{folder} is damaged: {first}" + (f"; and {more} more" if more else ""))
-
-    return finish
+    finally:
+        unwanted.set()
+        thread.shutdown(wait=False)
+    if not (damages if no_dist else on_any(bool(damages))):
+        return
+    found = gather((damages[:1], len(damages)), no_dist)
+    if first := next((text for texts, _ in found for text in texts), None):
+        more = sum(count for _, count in found) - 1
+        raise Damaged(f"{folder} is damaged: {first}" + (f"; and {more} more" if more else ""))
 
 
 def _own_damages(
-    folder: Folder, keys: Container[str] | None, required: bool, no_dist: bool, metadata: Metadata | None
+    folder: Folder,
+    keys: Container[str] | None,
+    required: bool,
+    no_dist: bool,
+    metadata: Metadata | None,
+    unwanted: threading.Event,
 ) -> list[str]:
     """In this rank's share."""
     if folder.size(FILE) is not None:
         check_finished(folder)
         expected = _read(folder)
         items = [item for item in _read_items(folder, metadata) if keys is None or item.key in keys]
-        return list(_damages(folder, _share(items, no_dist), expected))
+        return list(_damages(_sum_up(folder, _share(items, no_dist), unwanted), expected))
     if required:
         raise FileNotFoundError(f"{folder} has no checksums: expected {FILE}, which write_checksums writes")
     return []
 
 
-def _damages(folder: Folder, items: Iterable[_Item], expected: Mapping[Range, str]) -> Iterator[str]:
-    for item, found in _sum_up(folder, items):
+def _damages(sums: Iterable[tuple[_Item, str | ValueError]], expected: Mapping[Range, str]) -> Iterator[str]:
+    for item, found in sums:
         wanted = expected.get(item.range, "none")
         if isinstance(found, ValueError):
             yield str(found)
@@ -139,11 +152,19 @@ def _damages(folder: Folder, items: Iterable[_Item], expected: Mapping[Range, st
             yield f"{item}: expected CRC-32 {wanted}, found {found}"
 
 
-def _sum_up(folder: Folder, items: Iterable[_Item]) -> Iterator[tuple[_Item, str | ValueError]]:
-    """The checksums of items, or what is wrong with their bytes."""
+def _sum_up(
+    folder: Folder, items: Iterable[_Item], unwanted: threading.Event | None = None
+) -> Iterator[tuple[_Item, str | ValueError]]:
+    """The checksums of items, or what is wrong with their bytes. Raises CancelledError once they are ``unwanted``."""
+
+    def sum_up(item: _Item) -> str | ValueError:
+        if unwanted is not None and unwanted.is_set():
+            raise CancelledError
+        return _crc(opened, item)
+
     listed = sorted(items, key=lambda item: item.range[2], reverse=True)  # no large one is left to a single thread
     with kept_open(folder) as opened, ThreadPoolExecutor(threads_to_read()) as pool:
-        yield from zip(listed, done_by(pool, lambda item: _crc(opened, item), listed), strict=True)
+        yield from zip(listed, done_by(pool, sum_up, listed), strict=True)
 
 
 def _crc(folder: Folder, item: _Item) -> str | ValueError:

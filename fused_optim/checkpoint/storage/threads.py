@@ -42,6 +42,9 @@ def done_by(pool: ThreadPoolExecutor, do: Callable[[T], Result], jobs: Iterable[
                 waiting.clear()
                 raise
 
-    for worker in [pool.submit(work) for _ in range(min(threads_to_read(), len(waiting)))]:
-        worker.result()
+    try:
+        for worker in [pool.submit(work) for _ in range(min(threads_to_read(), len(waiting)))]:
+            worker.result()
+    finally:  # Ctrl+C comes here
+        waiting.clear()
     return [results[number] for number in range(len(results))]
