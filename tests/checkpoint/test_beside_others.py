@@ -69,7 +69,7 @@ def read_while(when: str, keep: int, rotations: int, folder: str) -> tuple[int |
     return step, all(map(torch.equal, local_values(read), local_values(model)))
 
 
-@pytest.mark.parametrize("when", ["_list", "_open"])
+@pytest.mark.parametrize("when", ["_list", "_compare"])
 @pytest.mark.parametrize(("ranks", "keep", "rotations"), [(1, 1, 1), (2, 1, 1), (1, 1, 3), (3, 1, 2)])
 def test_the_newest_is_loaded_although_what_was_listed_is_gone(
     ranks: int, keep: int, rotations: int, when: str, tmp_path: Path
