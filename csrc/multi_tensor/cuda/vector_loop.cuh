@@ -133,9 +133,7 @@ struct StoreWeight {
         if constexpr (tracked) {
             uint32_t before[2];
             load<1>(before, view.param, element);
-            if (changes_of_chunk.elements) {
-                mark_group8(element, changed_codes(before, words), marked_group8(element));
-            }
+            if (changes_of_chunk.elements) mark_codes(element, before, words);
         }
         store<1>(words, view.param, element);
     }
@@ -322,15 +320,6 @@ struct Values {
 };
 
 template <class Formats>
-__device__ __forceinline__ bool marks_values(const View& view) {
-    if constexpr (Formats::tracked) {
-        return changes_of_chunk.elements && !(Formats::has_weights && view.info.quantized);
-    } else {
-        return false;
-    }
-}
-
-template <class Formats>
 __device__ __forceinline__ void update_vector(const View& view, const Scalars& scalars, Values<Formats>& values,
                                               uint32_t element) {
     constexpr int square = square_state(Formats::rule);
@@ -351,18 +340,17 @@ __device__ __forceinline__ void update_vector(const View& view, const Scalars& s
         (master == Master::kParameter && view.param_type() != Element::kFloat32)) {
         group8 = scalars.rounding.group8(view.key, view.global_index(element));
     }
-    // Codes are marked where they are stored. Marks are read before the stores, which hide how long that takes.
-    const bool marks = marks_values<Formats>(view);
-    const uint32_t marked = marks ? marked_group8(element) : 0u;
     store_param<Formats>(view, element, before, param, group8, scalars.rounding, master_scale);
-    const uint32_t changed =
-        marks ? changed_group8(master, view.param_type(), before, param, group8, scalars.rounding) : 0u;
+    if constexpr (Formats::tracked) {
+        if (!Formats::has_weights || !view.info.quantized) {
+            mark_values(master, view.param_type(), element, before, param, group8, scalars.rounding);
+        }
+    }
     each_state<Formats::rule>([&](auto state) {
         constexpr int i = decltype(state)::value;
         AccessOf<Formats, i>::store_all(view, i, formats[i], element, values.states[i], largest, root, group8,
                                         scalars.rounding);
     });
-    if (marks) mark_group8(element, changed, marked);
 }
 
 // What the update has read, once more: it is still at hand, and costs fewer registers than to keep it.
