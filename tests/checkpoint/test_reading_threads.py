@@ -43,8 +43,12 @@ def test_nothing_begins_after_an_interrupt() -> None:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
             time.sleep(0.5)
 
-    with ThreadPoolExecutor(1) as pool, pytest.raises(KeyboardInterrupt):
-        done_by(pool, do, range(100))
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest's workers ignore it
+    try:
+        with ThreadPoolExecutor(1) as pool, pytest.raises(KeyboardInterrupt):
+            done_by(pool, do, range(100))
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert begun == [0, 1, 2, 3]
 
 
