@@ -54,16 +54,21 @@ def large(seed: int, device: str = "cuda") -> tuple[nn.Module, FusedAdam]:
     return model, FusedAdam(model.parameters(), store_param_remainders=True, **options)
 
 
+def saved(model: nn.Module, optimizer: FusedAdam, folder: Path, **options: Any) -> Any:
+    """What there is after a step, which is saved as step 1."""
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    with Checkpointer(model, optimizer, folder, sigterm=False, **options) as checkpointer:
+        checkpointer.save(1)
+    return contents(model, optimizer)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_large_tensors_are_read_in_pieces(form: str, tmp_path: Path) -> None:
     """No second copy of a state is on the GPU."""
     model, optimizer = large(0)
-    for param in model.parameters():
-        param.grad = torch.randn_like(param)
-    optimizer.step()
-    with Checkpointer(model, optimizer, tmp_path, format=form) as checkpointer:
-        checkpointer.save(1)
-    expected = contents(model, optimizer)
+    expected = saved(model, optimizer, tmp_path, format=form)
     model, optimizer = large(1)
     optimizer.initialize_state()
     checkpointer = Checkpointer(model, optimizer, tmp_path, sigterm=False)
@@ -82,12 +87,7 @@ def test_pieces_of_any_size(at_once: int, can_be_locked: bool, tmp_path: Path, m
     model: Any = nn.ParameterDict({"none": torch.zeros(0, 8), "odd": torch.randn(77, 333), "one": torch.ones(1)})
     model = model.to("cuda", torch.bfloat16)
     optimizer = FusedAdam(model.parameters(), exp_avg_dtype=torch.int8, store_param_remainders=True)
-    for param in model.parameters():
-        param.grad = torch.randn_like(param)
-    optimizer.step()
-    with Checkpointer(model, optimizer, tmp_path, sigterm=False) as checkpointer:
-        checkpointer.save(1)
-    expected = contents(model, optimizer)
+    expected = saved(model, optimizer, tmp_path)
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(9)
@@ -95,7 +95,7 @@ def test_pieces_of_any_size(at_once: int, can_be_locked: bool, tmp_path: Path, m
     monkeypatch.setattr(reader, "_UPLOADED", at_once)
     if not can_be_locked:
         monkeypatch.setattr(host_memory, "_lock", refuse)
-    assert checkpointer.load(1) == 1
+    assert Checkpointer(model, optimizer, tmp_path, sigterm=False).load(1) == 1
     assert_same(contents(model, optimizer), expected)
 
 
@@ -105,12 +105,7 @@ def refuse(_: Tensor) -> None:
 
 def test_a_byte_that_differs_changes_nothing(tmp_path: Path) -> None:
     model, optimizer = large(0)
-    for param in model.parameters():
-        param.grad = torch.randn_like(param)
-    optimizer.step()
-    with Checkpointer(model, optimizer, tmp_path, sigterm=False) as checkpointer:
-        checkpointer.save(1)
-    expected = contents(model, optimizer)
+    expected = saved(model, optimizer, tmp_path)
     model, optimizer = large(1)
     optimizer.initialize_state()
     before = contents(model, optimizer)
@@ -127,7 +122,7 @@ def test_a_byte_that_differs_changes_nothing(tmp_path: Path) -> None:
         with file.open("r+b") as stream:
             stream.seek(-5000, 2)
             stream.write(byte)
-    assert checkpointer.load(1) == 1
+    assert Checkpointer(model, optimizer, tmp_path, sigterm=False).load(1) == 1
     assert_same(contents(model, optimizer), expected)
 
 
