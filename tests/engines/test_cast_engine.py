@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -113,7 +113,6 @@ def test_delayed_scales(dtype: torch.dtype, engine_alone: str, data: st.DataObje
 
 @pytest.mark.parametrize("power_of_two", [False, True])
 @DTYPES
-@settings(max_examples=24)  # nine shapes
 @given(data=st.data())
 def test_scales_of_blocks(dtype: torch.dtype, power_of_two: bool, engine_alone: str, data: st.DataObject) -> None:
     x = data.draw(matrices([128, 256, 384], [128, 256, 384]))
